@@ -1,0 +1,56 @@
+# `make help` lists the targets. The first run makes .venv; PYTHON=python3.12 chooses
+# the interpreter for it (after `make clean` where .venv is there already).
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP_INSTALL := $(PY) -m pip install -qq --disable-pip-version-check --editable
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: demo test test-all lint format clean help
+
+demo: $(VENV)/.demo ## train on the digits data with two replicas; draws digits_mirrored.png
+	$(PY) examples/digits_mirrored.py --replicas 2
+
+test: lint ## all checks, and the tests that are not slow
+	$(PY) -m pytest -m "not slow"
+
+test-all: lint ## all checks and all tests
+	$(PY) -m pytest
+
+lint: $(VENV)/.test ## style, types, spelling and file sizes; changes nothing
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m pyright
+	$(PY) -m codespell_lib
+	$(PY) scripts/check_sizes.py
+
+format: $(VENV)/.test ## format the code, and mend what ruff can mend
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+clean: ## remove .venv, caches, builds and the demo's pictures
+	rm -rf $(VENV) build dist .hypothesis .pytest_cache .ruff_cache digits_*.png
+	find src tests examples scripts -name __pycache__ -type d -prune -exec rm -rf {} +
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | expand -t 12
+
+# Stamps: a second run installs nothing, a change of pyproject.toml installs again.
+$(VENV)/.made:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "replicax needs Python 3.11 or newer; '$(PYTHON)' is:" \
+	    "$$($(PYTHON) --version 2>&1 | head -n 1)" \
+	    "- name another: make PYTHON=/path/to/python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.made pyproject.toml
+	@echo 'Installing replicax into $(VENV); the first time takes a minute or two.'
+	$(PIP_INSTALL) '.[examples]'
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.made pyproject.toml
+	@echo 'Installing replicax into $(VENV); the first time takes a minute or two.'
+	$(PIP_INSTALL) '.[test]'
+	@touch $@

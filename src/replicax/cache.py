@@ -1,0 +1,134 @@
+"""Which calls share a program: keys of functions and the bounded program cache."""
+
+import functools
+import logging
+import threading
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any
+
+__all__ = ["Identity", "ProgramCache", "function_key"]
+
+_logger = logging.getLogger("replicax")
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+
+class Identity:
+    """A hashable handle to an object that compares by identity and keeps it alive."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Identity) and other.value is self.value
+
+
+def static_key(value: Any) -> Hashable:
+    """A key for a value that a program bakes in: plain values by value."""
+    return (type(value), value) if isinstance(value, _PLAIN) else Identity(value)
+
+
+def function_key(fn: Callable[..., Any]) -> Hashable:
+    """A key that is equal for functions that would trace to the same program.
+
+    A lambda or inner function made anew in a loop has a new identity each time; it is
+    the same to us when its code is and everything it closes over.
+    """
+    if isinstance(fn, types.MethodType):
+        return (Identity(fn.__self__), function_key(fn.__func__))
+    if isinstance(fn, types.FunctionType):
+        closed_over = tuple(_cell_key(cell) for cell in fn.__closure__ or ())
+        defaults = tuple(map(static_key, fn.__defaults__ or ()))
+        named = tuple((k, static_key(v)) for k, v in (fn.__kwdefaults__ or {}).items())
+        return (fn.__code__, Identity(fn.__globals__), closed_over, defaults, named)
+    return Identity(fn)
+
+
+def _cell_key(cell: types.CellType) -> Hashable:
+    try:
+        content = cell.cell_contents
+    except ValueError:  # A name of the enclosing function that is not bound yet.
+        return None
+    if isinstance(content, types.FunctionType) and content.__closure__ is None:
+        return function_key(content)
+    return static_key(content)
+
+
+def unwrap_partial(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """Turn the arguments bound by `functools.partial` into ordinary ones."""
+    while isinstance(fn, functools.partial):
+        args, kwargs, fn = (*fn.args, *args), {**fn.keywords, **kwargs}, fn.func
+    return fn, args, kwargs
+
+
+def describe(fn: Callable[..., Any]) -> str:
+    """`fn`'s name and where it stands, for messages."""
+    name = getattr(fn, "__qualname__", None) or repr(fn)
+    code = getattr(getattr(fn, "__func__", fn), "__code__", None)
+    return name if code is None else f"{name} (line {code.co_firstlineno})"
+
+
+class ProgramCache:
+    """The most recently used programs, at most `size` of them.
+
+    Args:
+        size: Programs kept; the least recently used one is dropped for a new one.
+    """
+
+    def __init__(self, size: int = 64) -> None:
+        self._programs: OrderedDict[Hashable, Any] = OrderedDict()
+        self._size = size
+        self._lock = threading.Lock()
+        self._functions: dict[Any, set[Hashable]] = {}
+        self._warned: set[Any] = set()
+
+    def __len__(self) -> int:
+        return len(self._programs)
+
+    def get(
+        self, fn: Callable[..., Any], key: Hashable, make: Callable[[], Any]
+    ) -> Any:
+        """The program under `(function, key)`, made with `make` if it is new."""
+        fn_key = function_key(fn)
+        full_key = (fn_key, key)
+        with self._lock:
+            program = self._programs.get(full_key)
+            if program is not None:
+                self._programs.move_to_end(full_key)
+                return program
+        self._warn_if_made_anew(fn, fn_key)
+        program = make()
+        with self._lock:
+            self._programs[full_key] = program
+            if len(self._programs) > self._size:
+                self._programs.popitem(last=False)
+        return program
+
+    def _warn_if_made_anew(self, fn: Callable[..., Any], fn_key: Hashable) -> None:
+        code = getattr(getattr(fn, "__func__", fn), "__code__", None)
+        if code is None or code in self._warned:
+            return
+        versions = self._functions.setdefault(code, set())
+        versions.add(hash(fn_key))
+        if len(versions) < 3:
+            return
+        self._warned.add(code)
+        cells = getattr(getattr(fn, "__func__", fn), "__closure__", None) or ()
+        names = ", ".join(code.co_freevars[: len(cells)]) or "its defaults"
+        _logger.warning(
+            "%s has been compiled %d times because it is made anew with other closed-over "
+            "values (%s) each time. Define it once outside the loop and pass what changes "
+            "through args; every new version costs a compilation.",
+            describe(fn),
+            len(versions),
+            names,
+        )

@@ -1,0 +1,196 @@
+"""The command line: `replicax info`."""
+
+import json
+import os
+import platform
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib import metadata
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from replicax import __version__
+from replicax.recommend import TFConfig, fitting_strategy
+
+__all__ = ["app", "main"]
+
+_PACKAGES = ("jax", "jaxlib", "keras", "numpy", "grain")
+_VARIABLES = ("KERAS_BACKEND", "NPROC", "TF_CONFIG")
+
+app = typer.Typer(
+    name="replicax",
+    help="Distributed training strategies for Keras 3 on JAX.",
+    no_args_is_help=True,
+    pretty_exceptions_show_locals=False,
+)
+
+
+def main() -> None:
+    """Run the command line; the `replicax` script calls this."""
+    app()
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"replicax {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            help="Print the version and exit.",
+            callback=_print_version,
+            is_eager=True,
+        ),
+    ] = False,
+) -> None:
+    """Distributed training strategies for Keras 3 on JAX."""
+
+
+@app.command()
+def info(
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object.")
+    ] = False,
+) -> None:
+    """Show devices, versions and TF_CONFIG, and which strategy fits here.
+
+    Exits with status 1 if TF_CONFIG is malformed or JAX finds no devices.
+    """
+    # Looking must not take the memory of a GPU on which something else is training.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    report = _report()
+    if as_json:
+        typer.echo(json.dumps(report, indent=2))
+    else:
+        _show(report)
+    if report["errors"]:
+        raise typer.Exit(code=1)
+
+
+def _report() -> dict[str, Any]:
+    errors: list[str] = []
+    tf_config = _tf_config(errors)
+    devices = _local_devices(errors)
+    # A cluster that could not be read is unknown, not absent: recommend nothing then.
+    fits = None
+    if not errors:
+        choice = fitting_strategy([d.platform for d in devices], tf_config)
+        fits = {**asdict(choice), "available": choice.available}
+    return {
+        "versions": {
+            "replicax": __version__,
+            **{name: metadata.version(name) for name in _PACKAGES},
+            "python": platform.python_version(),
+        },
+        "environment": {name: os.environ.get(name, "") for name in _VARIABLES},
+        "backend": devices[0].platform if devices else None,
+        "devices": _device_groups(devices),
+        "num_cores": os.cpu_count(),
+        "tf_config": None if tf_config is None else asdict(tf_config),
+        "recommendation": fits,
+        "warnings": _pool_warnings(devices),
+        "errors": errors,
+    }
+
+
+def _tf_config(errors: list[str]) -> TFConfig | None:
+    text = os.environ.get("TF_CONFIG", "").strip()
+    try:
+        return TFConfig.from_json(text) if text else None
+    except ValueError as error:
+        errors.append(str(error))
+        return None
+
+
+def _local_devices(errors: list[str]) -> Sequence[Any]:
+    import jax
+
+    try:
+        return jax.local_devices()
+    except (AssertionError, RuntimeError) as error:  # JAX raises either.
+        platforms = os.environ.get("JAX_PLATFORMS")
+        errors.append(f"JAX finds no devices; JAX_PLATFORMS={platforms!r}. {error}")
+        return ()
+
+
+def _device_groups(devices: Sequence[Any]) -> list[dict[str, Any]]:
+    # The limit is what JAX may allocate; a CPU device has no statistics.
+    groups = Counter(
+        (d.platform, d.device_kind, (d.memory_stats() or {}).get("bytes_limit"))
+        for d in devices
+    )
+    names = ("platform", "kind", "memory_limit_bytes")
+    return [
+        {**dict(zip(names, group, strict=True)), "count": count}
+        for group, count in groups.items()
+    ]
+
+
+def _pool_warnings(devices: Sequence[Any]) -> list[str]:
+    from replicax.devices import check_cpu_pool
+    from replicax.errors import DeviceError
+
+    try:
+        if devices:
+            check_cpu_pool(devices)
+    except DeviceError as error:
+        return [str(error)]
+    return []
+
+
+def _show(report: dict[str, Any]) -> None:
+    rows = Table.grid(padding=(0, 2))
+    rows.add_column(style="bold", no_wrap=True)
+    rows.add_column(overflow="fold")
+
+    def add(name: str, value: object, style: str = "") -> None:
+        rows.add_row(name, Text(str(value), style=style))  # Text: brackets stay as is.
+
+    add("versions", ", ".join(f"{k} {v}" for k, v in report["versions"].items()))
+    add("backend", f"JAX on {report['backend'] or 'nothing'}")
+    for group in report["devices"]:
+        add("devices", _describe_group(group))
+    keras_backend, nproc, tf_config = report["environment"].values()
+    add("CPU", f"{report['num_cores']} cores, NPROC {nproc or 'not set'}")
+    add("KERAS_BACKEND", keras_backend or "not set")
+    add("TF_CONFIG", _describe_config(report["tf_config"], tf_config))
+    if choice := report["recommendation"]:
+        add("fits here", choice["strategy"], "bold green")
+        add("", choice["reason"])
+        if not choice["available"]:
+            add("", f"{choice['strategy']} is not in this version yet.", "yellow")
+            add("", f"Until then: {choice['until_then']} on this machine's devices.")
+        for note in choice["notes"]:
+            add("", note)
+    for warning in report["warnings"]:
+        add("warning", warning, "yellow")
+    for error in report["errors"]:
+        add("error", error, "red")
+    Console().print(rows)
+
+
+def _describe_group(group: dict[str, Any]) -> str:
+    text = f"{group['count']} x {group['platform']} ({group['kind']})"
+    if group["memory_limit_bytes"] is None:
+        return text
+    return f"{text}, {group['memory_limit_bytes'] / 2**30:.1f} GiB each for JAX"
+
+
+def _describe_config(config: dict[str, Any] | None, text: str) -> str:
+    if config is None:
+        return "malformed" if text.strip() else "not set (one machine)"
+    jobs = ", ".join(f"{len(tasks)} {job}" for job, tasks in config["cluster"].items())
+    if config["task_type"] is None:
+        return f"cluster: {jobs or 'empty'}"
+    task = f"{config['task_type']} {config['task_index']}"
+    return f"cluster: {jobs or 'empty'}; this process: {task}"

@@ -1,0 +1,169 @@
+"""What the results of a traced function depend on, found by one pass over its jaxpr.
+
+The main use: which results may differ between replicas. What is per-replica on the way
+in, and the replica's own index, mark everything computed from them; a collective over
+all replicas washes the mark off. The pass never fails to trace (unlike
+`shard_map(check_vma=True)`, which refuses Keras' RNN layers) and changes no gradient.
+
+Marks are bits of an int, so that one pass can follow many inputs at once.
+"""
+
+import functools
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend import core as jex_core
+
+__all__ = ["declare_mirrored", "gradient_marks", "varying_marks"]
+
+_MIRRORED = "replicax_mirrored"
+
+Eqn = Any
+Jaxpr = Any
+
+
+def declare_mirrored(tree: Any) -> Any:
+    """State that arrays are equal on all replicas where the pass cannot see it."""
+    return jax.tree.map(lambda x: checkpoint_name(x, _MIRRORED), tree)
+
+
+def varying_marks(jaxpr: Jaxpr, marks: Sequence[int], axis_name: str) -> list[int]:
+    """Non-zero for every output of `jaxpr` that may differ between replicas.
+
+    Args:
+        jaxpr: An open jaxpr; its constants are equal on all replicas.
+        marks: One mark per input, non-zero for those that differ.
+        axis_name: The replicas' mesh axis.
+    """
+    return _Pass(axis_name).outputs(jaxpr, marks)
+
+
+def gradient_marks(jaxpr: Jaxpr, marks: Sequence[int]) -> list[int]:
+    """Whose marks each output of `jaxpr` carries along differentiable paths."""
+    return _Pass(None).outputs(jaxpr, marks)
+
+
+class _Pass:
+    def __init__(self, axis_name: str | None) -> None:
+        self._axis_name = axis_name
+
+    def outputs(self, jaxpr: Jaxpr, marks: Sequence[int]) -> list[int]:
+        known = dict(zip(jaxpr.invars, marks, strict=True))
+
+        def of(atom: Any) -> int:
+            return 0 if isinstance(atom, jex_core.Literal) else known.get(atom, 0)
+
+        for eqn in jaxpr.eqns:
+            outs = self._propagate(eqn, [of(a) for a in eqn.invars])
+            if self._axis_name is None:
+                outs = [m if _differentiable(v) else 0
+                        for m, v in zip(outs, eqn.outvars, strict=True)]  # fmt: skip
+            known.update(zip(eqn.outvars, outs, strict=True))
+        return [of(a) for a in jaxpr.outvars]
+
+    def _propagate(self, eqn: Eqn, ins: list[int]) -> list[int]:
+        name = eqn.primitive.name
+        if name == "axis_index" and self._axis_name is not None:
+            return [int(eqn.params["axis_name"] in (self._axis_name, (self._axis_name,)))]
+        if self._washes(eqn, name):
+            return [0] * len(eqn.outvars)
+        if name == "scan":
+            return self._scan(eqn, ins)
+        if name == "while":
+            return self._while(eqn, ins)
+        if name == "cond":
+            return self._cond(eqn, ins)
+        inner = _inner_jaxprs(eqn)
+        if len(inner) == 1 and len(inner[0].invars) == len(ins):
+            return self.outputs(inner[0], ins)
+        mark = _union(ins)
+        if self._axis_name is not None:
+            # A callback into Python may answer each replica differently.
+            mark |= int("callback" in name or _uses_axis_index(eqn))
+        return [mark] * len(eqn.outvars)
+
+    def _washes(self, eqn: Eqn, name: str) -> bool:
+        if self._axis_name is None:
+            return name == "stop_gradient"
+        if name == "name":
+            return eqn.params["name"] == _MIRRORED
+        if name in ("psum", "psum_invariant", "pmax", "pmin"):
+            axes = eqn.params["axes"]
+        elif name in ("all_gather", "all_gather_invariant"):
+            axes = eqn.params["axis_name"]
+            axes = axes if isinstance(axes, tuple) else (axes,)
+        else:
+            return False
+        return self._axis_name in axes and eqn.params.get("axis_index_groups") is None
+
+    def _scan(self, eqn: Eqn, ins: list[int]) -> list[int]:
+        body = _open(eqn.params["jaxpr"])
+        consts, carry = eqn.params["num_consts"], eqn.params["num_carry"]
+        before, after = ins[:consts], ins[consts + carry :]
+        return _fixpoint(
+            lambda c: self.outputs(body, before + c + after),
+            ins[consts : consts + carry],
+        )
+
+    def _while(self, eqn: Eqn, ins: list[int]) -> list[int]:
+        cond = _open(eqn.params["cond_jaxpr"])
+        body = _open(eqn.params["body_jaxpr"])
+        n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        cond_ins, body_ins = ins[:n_cond], ins[n_cond : n_cond + n_body]
+
+        def step(carry: list[int]) -> list[int]:
+            # Replicas that leave the loop at different times end differently.
+            stop = _union(self.outputs(cond, cond_ins + carry))
+            return [m | stop for m in self.outputs(body, body_ins + carry)]
+
+        return _fixpoint(step, ins[n_cond + n_body :])
+
+    def _cond(self, eqn: Eqn, ins: list[int]) -> list[int]:
+        branches = [
+            self.outputs(_open(b), ins[1:]) for b in eqn.params["branches"]
+        ]
+        # Replicas may take different branches where the choice differs.
+        return [_union(marks) | ins[0] for marks in zip(*branches, strict=True)]
+
+
+def _union(marks: Iterable[int]) -> int:
+    return functools.reduce(operator.or_, marks, 0)
+
+
+def _fixpoint(step: Callable[[list[int]], list[int]], carry: list[int]) -> list[int]:
+    while True:
+        outs = step(carry)
+        grown = [a | b for a, b in zip(carry, outs, strict=False)]
+        if grown == carry:
+            return grown + outs[len(carry) :]
+        carry = grown
+
+
+def _differentiable(var: Any) -> bool:
+    dtype = getattr(var.aval, "dtype", None)
+    return dtype is not None and jax.numpy.issubdtype(dtype, np.inexact)
+
+
+def _open(jaxpr: Any) -> Jaxpr:
+    return jaxpr.jaxpr if isinstance(jaxpr, jex_core.ClosedJaxpr) else jaxpr
+
+
+def _inner_jaxprs(eqn: Eqn) -> list[Jaxpr]:
+    found = []
+    for param in eqn.params.values():
+        for item in param if isinstance(param, tuple | list) else (param,):
+            if isinstance(item, jex_core.ClosedJaxpr | jex_core.Jaxpr):
+                found.append(_open(item))
+    return found
+
+
+def _uses_axis_index(eqn: Eqn) -> bool:
+    return any(
+        e.primitive.name == "axis_index" or _uses_axis_index(e)
+        for jaxpr in _inner_jaxprs(eqn)
+        for e in jaxpr.eqns
+    )

@@ -1,0 +1,23 @@
+"""Datasets, divided between replicas and placed on their devices ahead of time."""
+
+from replicax.input.context import InputContext
+from replicax.input.distributed import (
+    DistributedDataset,
+    DistributedDatasetFromFunction,
+)
+from replicax.input.numpy_dataset import numpy_dataset
+from replicax.input.prefetch import prefetch
+from replicax.input.sources import batches
+from replicax.input.split import Remainder, Split, split_global_batch
+
+__all__ = [
+    "DistributedDataset",
+    "DistributedDatasetFromFunction",
+    "InputContext",
+    "Remainder",
+    "Split",
+    "batches",
+    "numpy_dataset",
+    "prefetch",
+    "split_global_batch",
+]

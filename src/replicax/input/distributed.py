@@ -1,0 +1,253 @@
+"""Datasets whose elements are spread over the replicas' devices.
+
+Legend: `R` replicas, `b` examples in one replica's batch, `B = R * b` in a global one.
+"""
+
+import itertools
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from replicax.input.context import InputContext
+from replicax.input.prefetch import Producer, prefetch
+from replicax.input.sources import batches, check_dataset, is_arrays, is_one_shot
+from replicax.input.sources import num_batches as count_batches
+from replicax.input.split import (
+    Remainder,
+    Split,
+    leading_size,
+    split_global_batch,
+    stack_replica_batches,
+)
+from replicax.values import PerReplica
+
+__all__ = ["DistributedDataset", "DistributedDatasetFromFunction"]
+
+_AXIS = "replica"
+
+
+class _Distributed(ABC):
+    """What both kinds share: placing batches on devices, ahead of the training step."""
+
+    def __init__(self, mesh: Mesh, remainder: Remainder | str, prefetch: int) -> None:
+        caller = type(self).__name__
+        self._remainder = Remainder.of(remainder, caller)
+        if prefetch < 0:
+            raise ValueError(
+                f"{caller}: got prefetch={prefetch!r}, expected 0 (no thread) or more "
+                "batches."
+            )
+        self._prefetch = prefetch
+        self._num_replicas = mesh.shape[_AXIS]
+        self._sharding = NamedSharding(mesh, PartitionSpec(_AXIS))
+        self._element_spec: Any = None
+        self._reported: set[int] = set()
+        self._previous: Producer | None = None
+
+    @abstractmethod
+    def _splits(self) -> Generator[Split]:
+        """One epoch's batches, divided between replicas, still on the host."""
+
+    @property
+    def element_spec(self) -> Any:
+        """What one replica gets: a pytree of `jax.ShapeDtypeStruct` `[b, ...]`.
+
+        With `remainder="pad"` a pair, the second being the mask. None until a first
+        batch was made; later batches may be smaller.
+        """
+        return self._element_spec
+
+    def __bool__(self) -> bool:
+        """True: asking whether there is a dataset must not ask for its length."""
+        return True
+
+    def __iter__(self) -> Iterator[Any]:
+        """Start an epoch; a thread places batches ahead of the consumer."""
+        previous = self._previous
+        iterator = prefetch(lambda: self._epoch(previous), self._prefetch)
+        self._previous = getattr(iterator, "producer", None)
+        return iterator
+
+    def _epoch(self, previous: Producer | None) -> Generator[Any]:
+        if previous is not None:
+            # An epoch that was left early may still be reading: the same dataset object
+            # should not be used from two threads.
+            previous.join_if_stopped()
+        num_dropped = 0
+        with closing(self._splits()) as splits:
+            for split in splits:
+                num_dropped += split.num_dropped
+                if split.batch is not None:
+                    yield self._place(split)
+        if num_dropped and num_dropped not in self._reported:
+            self._reported.add(num_dropped)
+            logging.getLogger("replicax").warning(
+                "%s: %d examples of the epoch were left out, because the %d replicas "
+                "could not share them equally (remainder=%r). Choose a batch size that "
+                "divides, or pass remainder='pad'.",
+                type(self).__name__,
+                num_dropped,
+                self._num_replicas,
+                self._remainder.value,
+            )
+
+    def _place(self, split: Split) -> Any:
+        """Put `[R, b, ...]` arrays on the devices, row `i` on replica `i`'s."""
+        value = split.batch if split.mask is None else (split.batch, split.mask)
+        placed = jax.device_put(jax.tree.map(_private, value), self._sharding)
+        if self._element_spec is None:
+            self._element_spec = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), placed
+            )
+        return jax.tree.map(PerReplica, placed)
+
+
+class DistributedDataset(_Distributed):
+    """A dataset of global batches, each divided between the replicas.
+
+    Iterating yields the dataset's batches with every `[B, ...]` array replaced by a
+    `PerReplica` of `[R, b, ...]`; with `remainder="pad"` it yields `(batch, mask)`, the
+    mask a `PerReplica` of `bool[R, b]`, True for real examples. It can be iterated
+    again and again, if the dataset can. 64-bit arrays become 32-bit ones, unless JAX's
+    x64 mode is on. (TF: `strategy.experimental_distribute_dataset`.)
+
+    Args:
+        dataset: Whatever `replicax.input.batches` takes.
+        mesh: Mesh with an axis `"replica"`.
+        remainder: What to do with the rows by which a batch exceeds a multiple of `R`.
+            Under `"drop"`, a batch of fewer than `R` rows is left out too, but for the
+            first one of an epoch, which is an error.
+        batch_size: `B`, if `dataset` is arrays.
+        prefetch: Number of batches that are placed ahead of time; 0 uses no thread.
+
+    Raises:
+        ValueError: For bad options; while iterating, for batches that cannot be split.
+        TypeError: If `dataset` is no dataset; while iterating, for leaves that are no
+            arrays of numbers.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        mesh: Mesh,
+        *,
+        remainder: Remainder | str = Remainder.DROP,
+        batch_size: int | None = None,
+        prefetch: int = 2,
+    ) -> None:
+        super().__init__(mesh, remainder, prefetch)
+        check_dataset(dataset, batch_size)
+        self._dataset = dataset
+        self._batch_size = batch_size
+        self._started = False
+
+    def __len__(self) -> int:
+        """Number of batches in an epoch, as the dataset tells it.
+
+        Exact for arrays. For other datasets, a last batch of fewer than `R` rows is
+        counted even if it will be dropped.
+
+        Raises:
+            TypeError: If the dataset does not know, or has no end.
+        """
+        number = count_batches(self._dataset, self._batch_size)
+        if number is None:
+            raise TypeError(
+                f"len(DistributedDataset): the {type(self._dataset).__name__} has no "
+                "known length."
+            )
+        if is_arrays(self._dataset) and self._remainder is Remainder.DROP:
+            num_last = leading_size(self._dataset, "dataset") % (self._batch_size or 1)
+            return number - (0 < num_last < self._num_replicas and number > 1)
+        return number
+
+    def _splits(self) -> Generator[Split]:
+        if self._started and is_one_shot(self._dataset):
+            raise RuntimeError(
+                f"DistributedDataset: this {type(self._dataset).__name__} was iterated "
+                "before, which is possible once. Pass a callable that makes a new one "
+                "each epoch, such as the generator function itself."
+            )
+        self._started = True
+        with closing(batches(self._dataset, self._batch_size)) as source:
+            for index, batch in enumerate(source):
+                size = leading_size(batch, "DistributedDataset")
+                dropping = self._remainder is Remainder.DROP
+                if dropping and index and size < self._num_replicas:
+                    # The end of the data, not a batch size that is too small.
+                    yield Split(batch=None, num_dropped=size)
+                else:
+                    yield split_global_batch(batch, self._num_replicas, self._remainder)
+
+
+class DistributedDatasetFromFunction(_Distributed):
+    """A dataset that a function makes, whose batches are for one replica each.
+
+    Every epoch calls `fn(context)`. Each `R` consecutive batches of the dataset it
+    returns make one step: the first goes to replica 0. Elements look as those of a
+    `DistributedDataset`. (TF: `strategy.distribute_datasets_from_function`.)
+
+    Args:
+        fn: Takes the `InputContext` and returns a dataset of `[b, ...]` batches,
+            anything that `replicax.input.batches` takes without a batch size.
+        mesh: Mesh with an axis `"replica"`.
+        context: Given to `fn`.
+        remainder: What to do at the end of an epoch with fewer than `R` batches, or
+            with a shorter last one: leave all of them out, fill up with masked copies,
+            or raise.
+        prefetch: Number of steps whose batches are placed ahead of time; 0 uses no
+            thread.
+
+    Raises:
+        ValueError: For bad options; while iterating, if batches of one step differ in
+            shape, or if there is not one batch for each replica in all.
+        TypeError: While iterating, for leaves that are no arrays of numbers.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[[InputContext], Any],
+        mesh: Mesh,
+        context: InputContext,
+        *,
+        remainder: Remainder | str = Remainder.DROP,
+        prefetch: int = 2,
+    ) -> None:
+        super().__init__(mesh, remainder, prefetch)
+        self._fn = fn
+        self._context = context
+
+    def _splits(self) -> Generator[Split]:
+        num_replicas = self._num_replicas
+        with closing(batches(self._fn(self._context))) as source:
+            for index in itertools.count():
+                group = list(itertools.islice(source, num_replicas))
+                if not group:
+                    return
+                split = stack_replica_batches(group, num_replicas, self._remainder)
+                if split.batch is None and index == 0:
+                    raise ValueError(
+                        f"distribute_datasets_from_function: {len(group)} batches were "
+                        f"made, too few or too uneven for one step of {num_replicas} "
+                        "replicas, each needs one. Make batches smaller, or pass "
+                        "remainder='pad'."
+                    )
+                yield split
+
+
+def _private(array: Any) -> Any:
+    """`array` in the dtype JAX gives it, in memory that nobody else writes to.
+
+    `jax.device_put` may keep a NumPy array's memory, or read it later, even if told not
+    to alias it; a generator may meanwhile fill the same buffer with its next batch.
+    """
+    if isinstance(array, jax.Array):
+        return array
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+    return np.array(array, dtype=dtype, order="C")

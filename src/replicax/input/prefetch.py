@@ -1,0 +1,195 @@
+"""A producer thread that runs ahead of the consumer of an iterator."""
+
+import atexit
+import contextlib
+import functools
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import Any, TypeVar
+
+__all__ = ["Prefetched", "Producer", "close_iterator", "prefetch"]
+
+T = TypeVar("T")
+
+
+class _End:
+    """The last item of a stream, with the exception that ended it, if one did."""
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.error = error
+
+
+class Producer(threading.Thread):
+    """The thread's side of a prefetched stream. It never refers to the consumer.
+
+    Both queues are `SimpleQueue`s, whose `put` may be called while the same thread is
+    in the middle of another call: the garbage collector can run `stop` at any point of
+    any thread, where taking a lock or a condition could deadlock.
+
+    Attributes:
+        items: What was produced, in order, then one `_End`.
+        slots: One token for each item that may still be produced.
+        stopped: Whether nobody will ask for more.
+    """
+
+    def __init__(self, make_iterator: Callable[[], Iterable[Any]], depth: int) -> None:
+        super().__init__(name="replicax-prefetch", daemon=True)
+        self.items: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.slots: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.stopped = False
+        self._make_iterator = make_iterator
+        for _ in range(depth):
+            self.slots.put(None)
+
+    def stop(self) -> None:
+        """Let the thread end after the item it is working on. Does not block."""
+        self.stopped = True
+        self.slots.put(None)
+
+    def join_if_stopped(self) -> None:
+        """Wait until an abandoned stream has let go of its source."""
+        if self.stopped:
+            self.join()
+
+    def run(self) -> None:
+        """Produce until the source ends, fails, or `stop` is called."""
+        end = _End()
+        try:
+            make_iterator = self._make_iterator
+            # This object may outlive the stream; the source should not.
+            del self._make_iterator
+            self._produce(iter(make_iterator()))
+        except StopIteration as error:
+            # Raised by `__next__` it would end the stream as if nothing had happened.
+            end.error = RuntimeError("prefetch: make_iterator() raised StopIteration")
+            end.error.__cause__ = error
+        except BaseException as error:  # noqa: BLE001 - the consumer raises it
+            end.error = error
+        if self.stopped:
+            # What nobody will take should not occupy the devices any longer.
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    self.items.get_nowait()
+        self.items.put(end)
+
+    def _produce(self, iterator: Iterator[Any]) -> None:
+        try:
+            while True:
+                self.slots.get()
+                if self.stopped:
+                    return
+                try:
+                    # No name for the item: it would keep a batch alive on the device
+                    # while this thread waits for the next slot.
+                    self.items.put(next(iterator))
+                except StopIteration:
+                    return
+        finally:
+            close_iterator(iterator)
+
+
+class Prefetched(Iterator[T]):
+    """An iterator whose items are made ahead of time. Make one with `prefetch`.
+
+    Attributes:
+        producer: The thread's side.
+    """
+
+    def __init__(self, make_iterator: Callable[[], Iterable[T]], depth: int) -> None:
+        self.producer = Producer(make_iterator, depth)
+        weakref.finalize(self, self.producer.stop).atexit = False
+        _join_producers_at_exit()
+        self.producer.start()
+
+    def __next__(self) -> T:
+        """The next item; blocks until it is there.
+
+        Raises:
+            StopIteration: At the end, after an error, and after `close`.
+            BaseException: Whatever the source raised at this position.
+        """
+        producer = self.producer
+        if producer.stopped:
+            raise StopIteration
+        item = producer.items.get()
+        if not isinstance(item, _End):
+            producer.slots.put(None)
+            return item
+        producer.stopped = True
+        # For another thread that waits for an item of the same iterator.
+        producer.items.put(_End())
+        if item.error is None:
+            raise StopIteration
+        try:
+            raise item.error
+        finally:
+            # The error's traceback refers to this frame, which must not refer back.
+            del item
+
+    def close(self) -> None:
+        """End the iteration here; the thread ends after the item in work."""
+        self.producer.stop()
+
+
+def prefetch(
+    make_iterator: Callable[[], Iterable[T]], depth: int = 2
+) -> Prefetched[T] | Generator[T]:
+    """Iterate over `make_iterator()` with a thread that runs up to `depth` items ahead.
+
+    Everything happens in that thread: the call of `make_iterator`, each `next`, and the
+    source iterator's `close()`, if it has one. The thread ends with the stream, or soon
+    after the returned iterator is closed or garbage-collected. An exception of the
+    source reaches the consumer at its place in the stream, with its traceback.
+
+    Args:
+        make_iterator: Makes the source. Must not refer to the returned iterator.
+        depth: Number of items that may exist before the consumer asks for them; 0 uses
+            no thread.
+
+    Returns:
+        An iterator with a `close()` method.
+
+    Raises:
+        ValueError: If `depth` is negative.
+    """
+    if depth < 0:
+        raise ValueError(
+            f"prefetch: got depth={depth!r}, expected 0 (no thread) or more items."
+        )
+    return Prefetched(make_iterator, depth) if depth else _in_place(make_iterator)
+
+
+def close_iterator(iterator: Any) -> None:
+    """Call `iterator.close()` if there is such a method."""
+    close = getattr(iterator, "close", None)
+    if close is not None:
+        close()
+
+
+@functools.cache
+def _join_producers_at_exit() -> None:
+    """Register, once, that the program's end waits for the threads.
+
+    A daemon thread that comes out of JAX while the interpreter shuts down aborts the
+    process. Called late, so that the threads end before JAX cleans up.
+    """
+    atexit.register(_join_producers)
+
+
+def _join_producers() -> None:
+    producers = [t for t in threading.enumerate() if isinstance(t, Producer)]
+    for producer in producers:
+        producer.stop()
+    for producer in producers:
+        # A source that hangs should not keep the program from ending.
+        producer.join(timeout=5.0)
+
+
+def _in_place(make_iterator: Callable[[], Iterable[T]]) -> Generator[T]:
+    iterator = iter(make_iterator())
+    try:
+        yield from iterator
+    finally:
+        close_iterator(iterator)

@@ -1,0 +1,269 @@
+"""Any dataset as a stream of batches, pytrees of NumPy (or JAX) arrays.
+
+Libraries are told by their objects; none is imported for it.
+"""
+
+import functools
+import itertools
+import logging
+import sys
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+from jax import numpy as jnp
+from jax import tree_util
+
+from replicax.input.prefetch import close_iterator
+from replicax.input.split import leading_size, leaf_name
+
+__all__ = ["batches", "check_dataset", "is_arrays", "is_one_shot", "num_batches"]
+
+# Grain reads 500 elements ahead by default, which is meant for single examples. Here
+# they are whole batches, and `prefetch` runs ahead once more.
+_GRAIN_READS_AHEAD = 16
+# Grain's endless datasets have a length near `sys.maxsize`, divided by the batch size.
+_ENDLESS = 2**40
+
+
+def batches(dataset: Any, batch_size: int | None = None) -> Generator[Any]:
+    """Iterate over one epoch of `dataset`, from its start.
+
+    Args:
+        dataset: A Grain `MapDataset`, `IterDataset` or `DataLoader`, a
+            `keras.utils.PyDataset`, a `tf.data.Dataset`, a torch `DataLoader`, any
+            iterable of batches, or a callable that returns one of these for each epoch.
+            Or the data itself: an array, or a tuple or dict of `[N, ...]` arrays.
+        batch_size: `B`, for arrays only: how many rows make a batch. The last batch may
+            have fewer.
+
+    Returns:
+        A generator of pytrees of arrays; slices of given arrays are views.
+
+    Raises:
+        TypeError: If `dataset` is no dataset; while iterating, if a leaf is no array of
+            numbers.
+        ValueError: If `batch_size` is missing or superfluous, or if arrays differ in
+            dimension 0.
+        RuntimeError: While iterating, if a generator object was used up before.
+    """
+    check_dataset(dataset, batch_size)
+    return _arrays_only(dataset, batch_size)
+
+
+def check_dataset(dataset: Any, batch_size: int | None = None) -> None:
+    """Raise what `batches` would raise, without reading anything."""
+    if is_arrays(dataset):
+        leading_size(dataset, "dataset")
+        if batch_size is None:
+            raise ValueError(
+                "dataset: got arrays, which are not batched, and batch_size=None. Pass "
+                "batch_size=..., or an iterable of batches."
+            )
+        if batch_size < 1:
+            raise ValueError(f"dataset: got batch_size={batch_size!r}, expected >= 1.")
+        return
+    if isinstance(dataset, (str, bytes, dict)):
+        raise TypeError(
+            f"dataset: got {_short(dataset)}, expected arrays or an iterable of "
+            "batches. Convert lists with np.asarray."
+        )
+    is_iterable = isinstance(dataset, Iterable) or hasattr(dataset, "__getitem__")
+    if not (is_iterable or callable(dataset)):
+        raise TypeError(
+            f"dataset: got {_short(dataset)}, expected arrays, an iterable of batches "
+            "or a callable that returns one."
+        )
+    if batch_size is not None:
+        raise ValueError(
+            f"dataset: got batch_size={batch_size!r} with a {type(dataset).__name__}, "
+            "which yields batches of its own. Remove batch_size, and batch the dataset."
+        )
+
+
+def is_arrays(dataset: Any) -> bool:
+    """Whether `dataset` is the data itself: an array, a tuple or a dict of arrays."""
+    if _is_array(dataset):
+        return True
+    leaves = (
+        tree_util.tree_leaves(dataset) if isinstance(dataset, (tuple, dict)) else []
+    )
+    return bool(leaves) and all(_is_array(leaf) for leaf in leaves)
+
+
+def is_one_shot(dataset: Any) -> bool:
+    """Whether `dataset` can be iterated only once, as generator objects can."""
+    return isinstance(dataset, Iterator)
+
+
+def num_batches(dataset: Any, batch_size: int | None = None) -> int | None:
+    """How many batches an epoch has; None if it is unknown or endless."""
+    if is_arrays(dataset):
+        return -(-leading_size(dataset, "dataset") // (batch_size or 1))
+    if _is_instance(dataset, "keras.utils", "PyDataset"):
+        return dataset.num_batches
+    try:
+        number = len(dataset)
+    except TypeError:
+        return None
+    return number if number < _ENDLESS else None
+
+
+def _arrays_only(dataset: Any, batch_size: int | None) -> Generator[Any]:
+    iterator = _open(dataset, batch_size)
+    is_empty = True
+    try:
+        for batch in iterator:
+            is_empty = False
+            yield tree_util.tree_map_with_path(_as_array, batch)
+    finally:
+        close_iterator(iterator)
+    if is_empty and iterator is dataset:
+        raise RuntimeError(
+            f"dataset: this {type(dataset).__name__} has no batches, or none any more: "
+            "it can be iterated once. Pass a callable that makes a new one each epoch, "
+            "such as the generator function itself."
+        )
+
+
+def _open(dataset: Any, batch_size: int | None) -> Iterator[Any]:
+    if is_arrays(dataset):
+        check_dataset(dataset, batch_size)
+        return _slices(jax.tree.map(_off_mesh, dataset), batch_size or 1)
+    if _is_instance(dataset, "keras.utils", "PyDataset"):
+        return _py_dataset_batches(dataset)
+    if _is_instance(dataset, "grain", "MapDataset"):
+        options = sys.modules["grain"].ReadOptions(
+            num_threads=_GRAIN_READS_AHEAD, prefetch_buffer_size=_GRAIN_READS_AHEAD
+        )
+        return iter(dataset.to_iter_dataset(options))
+    if _comes_from(dataset, "tensorflow") and hasattr(dataset, "as_numpy_iterator"):
+        return iter(dataset.as_numpy_iterator())
+    if _comes_from(dataset, "torch"):
+        return _tuples(iter(dataset))
+    if callable(dataset) and not isinstance(dataset, Iterable):
+        return _open(dataset(), batch_size)
+    return iter(dataset)
+
+
+def _slices(arrays: Any, batch_size: int) -> Generator[Any]:
+    for start in range(0, leading_size(arrays, "dataset"), batch_size):
+        rows = slice(start, start + batch_size)
+        yield jax.tree.map(lambda x, rows=rows: x[rows], arrays)
+
+
+def _py_dataset_batches(dataset: Any) -> Generator[Any]:
+    """The batches of a `keras.utils.PyDataset` in order, made by its `workers`."""
+    if dataset.use_multiprocessing:
+        _warn_once(
+            "PyDataset: use_multiprocessing=True is ignored, its workers are threads: "
+            "a process that runs JAX must not fork. Grain offers worker processes."
+        )
+    dataset.on_epoch_begin()
+    try:
+        number = dataset.num_batches
+        indices = itertools.count() if number is None else range(number)
+        if dataset.workers > 1 or dataset.use_multiprocessing:
+            num_threads, depth = max(dataset.workers, 1), dataset.max_queue_size
+            made = _in_threads(dataset.__getitem__, indices, num_threads, depth)
+        else:
+            made = map(dataset.__getitem__, indices)
+        yield from _tuples(made)
+    except GeneratorExit:
+        dataset.on_epoch_end()
+        raise
+    dataset.on_epoch_end()
+
+
+def _in_threads(
+    get: Callable[[int], Any], indices: Iterable[int], num_threads: int, depth: int
+) -> Generator[Any]:
+    """`map(get, indices)` in threads, at most `depth` results ahead, in order."""
+    pool = ThreadPoolExecutor(num_threads, thread_name_prefix="replicax-py-dataset")
+    pending: deque[Future[Any]] = deque()
+    try:
+        for index in indices:
+            pending.append(pool.submit(get, index))
+            if len(pending) >= depth:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _tuples(iterator: Iterator[Any]) -> Generator[Any]:
+    """Batches given as a list are tuples, as Keras takes them from these datasets."""
+    try:
+        for batch in iterator:
+            yield tuple(batch) if isinstance(batch, list) else batch
+    finally:
+        close_iterator(iterator)
+
+
+def _as_array(path: Any, leaf: Any) -> Any:
+    """`leaf` as an array of numbers, without a copy where possible."""
+    if isinstance(leaf, jax.Array):
+        return _off_mesh(leaf)
+    if _comes_from(leaf, "torch"):
+        leaf = _from_torch(leaf)
+    elif isinstance(leaf, (bool, int, float, complex)) or hasattr(leaf, "__array__"):
+        leaf = np.asarray(leaf)
+    dtype = getattr(leaf, "dtype", None)
+    # NumPy does not count bfloat16 and its like as numbers, JAX does.
+    if dtype is None or not (dtype.kind == "b" or jnp.issubdtype(dtype, np.number)):
+        kind = type(leaf).__name__ if dtype is None else f"array of {dtype}"
+        raise TypeError(
+            f"dataset: {leaf_name(path)} has type {kind}, expected an array of numbers "
+            "or booleans. Encode it as numbers, or leave it out of the batch."
+        )
+    return leaf
+
+
+def _off_mesh(array: Any) -> Any:
+    """`array`, on the host if it is spread over several devices.
+
+    Slicing and placing it again would run collectives in the prefetch thread, which can
+    deadlock with those of a training step that runs at the same time.
+    """
+    if isinstance(array, jax.Array) and len(array.sharding.device_set) > 1:
+        return np.asarray(array)
+    return array
+
+
+def _from_torch(tensor: Any) -> np.ndarray:
+    tensor = tensor.detach().cpu()
+    torch = sys.modules["torch"]
+    if tensor.dtype == torch.bfloat16:  # Unknown to torch's own conversion.
+        return tensor.view(torch.int16).numpy().view(jnp.bfloat16)
+    return tensor.numpy()
+
+
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "shape") and hasattr(value, "__array__")
+
+
+def _is_instance(value: Any, module: str, name: str) -> bool:
+    """`isinstance(value, module.name)`, False if the module was never imported."""
+    kind = getattr(sys.modules.get(module), name, None)
+    return kind is not None and isinstance(value, kind)
+
+
+def _comes_from(value: Any, package: str) -> bool:
+    """Whether a class of `value` is defined in `package`."""
+    return any(
+        kind.__module__.partition(".")[0] == package for kind in type(value).__mro__
+    )
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logging.getLogger("replicax").warning(message)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) < 80 else text[:77] + '...'}"

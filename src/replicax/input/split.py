@@ -1,0 +1,259 @@
+"""One batch in, one batch per replica out: arithmetic on shapes, nothing else.
+
+Legend: `R` replicas, `b` examples in one replica's batch, `B = R * b` in a global one.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import numpy as jnp
+from jax import tree_util
+
+__all__ = [
+    "Remainder",
+    "Split",
+    "leading_size",
+    "leaf_name",
+    "split_global_batch",
+    "stack_replica_batches",
+]
+
+
+class Remainder(enum.StrEnum):
+    """What happens to examples that the replicas cannot share equally.
+
+    `DROP` leaves them out, `PAD` adds copies and masks them, `ERROR` refuses them.
+    """
+
+    DROP = "drop"
+    PAD = "pad"
+    ERROR = "error"
+
+    @classmethod
+    def of(cls, policy: "Remainder | str", caller: str) -> "Remainder":
+        """`policy` as a `Remainder`.
+
+        Raises:
+            ValueError: If it is none of the three.
+        """
+        try:
+            return cls(policy)
+        except ValueError:
+            raise ValueError(
+                f"{caller}: unknown remainder={policy!r}. Use 'drop' (leave the last "
+                "examples out), 'pad' (add copies and yield a mask) or 'error'."
+            ) from None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Split:
+    """A batch that was divided between replicas.
+
+    Attributes:
+        batch: Pytree of `[R, b, ...]` arrays, or None if all of it was dropped.
+        mask: `bool[R, b]`, True where the example is a real one; None unless padding
+            is allowed.
+        num_dropped: Number of examples that were left out.
+    """
+
+    batch: Any
+    mask: np.ndarray | None = None
+    num_dropped: int = 0
+
+
+def leading_size(tree: Any, caller: str) -> int:
+    """Size of dimension 0, which all arrays of `tree` must share.
+
+    Args:
+        tree: Pytree of `[B, ...]` arrays.
+        caller: The public call that errors speak of.
+
+    Raises:
+        ValueError: If there is no array, a scalar, no row, or if the sizes differ.
+        TypeError: If a leaf is no array.
+    """
+    sizes: dict[str, int] = {}
+    for path, leaf in tree_util.tree_leaves_with_path(tree):
+        name = leaf_name(path)
+        shape = getattr(leaf, "shape", None)
+        if shape is None:
+            raise TypeError(
+                f"{caller}: {name} is a {type(leaf).__name__}, expected an array. "
+                "Convert it with np.asarray."
+            )
+        if len(shape) == 0:
+            raise ValueError(
+                f"{caller}: {name} is a scalar, expected an array with one row per "
+                "example. Batch the dataset first; broadcast a value that all examples "
+                "share outside of it, or np.asarray a list of numbers."
+            )
+        sizes[name] = int(shape[0])
+    if not sizes:
+        raise ValueError(f"{caller}: got {tree!r}, which holds no array.")
+    if len(set(sizes.values())) > 1:
+        listed = ", ".join(f"{name}: {size}" for name, size in sizes.items())
+        raise ValueError(
+            f"{caller}: arrays differ in dimension 0, the number of examples; got "
+            f"{{{listed}}}, expected equal sizes."
+        )
+    size = next(iter(sizes.values()))
+    if size == 0:
+        raise ValueError(f"{caller}: got arrays of 0 examples, expected 1 or more.")
+    return size
+
+
+def split_global_batch(
+    batch: Any, num_replicas: int, remainder: Remainder | str = Remainder.DROP
+) -> Split:
+    """Divide a global batch between replicas, in order.
+
+    With 2 replicas, `x[5, d]` becomes `[2, 2, d]` and one example is dropped
+    (`"drop"`), or `[2, 3, d]` with the last row twice and a mask
+    `[[True, True, True], [True, True, False]]` (`"pad"`).
+
+    Args:
+        batch: Pytree of `[B, ...]` arrays, NumPy or JAX.
+        num_replicas: `R`.
+        remainder: What to do if `R` does not divide `B`.
+
+    Returns:
+        A `Split`: `[R, b, ...]` views of the arrays (copies where rows were padded),
+        and the mask under `"pad"`.
+
+    Raises:
+        ValueError: If arrays disagree in `B` or are scalars; if the policy is unknown;
+            under `"error"` if `R` does not divide `B`; unless padded, if `B < R`.
+    """
+    caller = "split_global_batch"
+    policy = Remainder.of(remainder, caller)
+    if num_replicas < 1:
+        raise ValueError(f"{caller}: got num_replicas={num_replicas!r}, expected >= 1.")
+    size = leading_size(batch, caller)
+    extra = size % num_replicas
+    if size < num_replicas and policy is not Remainder.PAD:
+        raise ValueError(
+            f"{caller}: a batch of {size} examples cannot be shared by {num_replicas} "
+            "replicas, each needs one. Make batches larger, or pass remainder='pad'."
+        )
+    if extra and policy is Remainder.ERROR:
+        raise ValueError(
+            f"{caller}: {size} examples do not divide between {num_replicas} replicas "
+            f"({extra} are left over). Choose a batch size that is a multiple of "
+            f"{num_replicas}, or pass remainder='drop' or 'pad'."
+        )
+    if policy is Remainder.PAD:
+        num_padded = -size % num_replicas
+        mask = np.arange(size + num_padded) < size
+        return Split(
+            batch=jax.tree.map(
+                lambda x: _rows(_pad(x, num_padded), num_replicas), batch
+            ),
+            mask=_rows(mask, num_replicas),
+        )
+    if extra:
+        batch = jax.tree.map(lambda x: x[: size - extra], batch)
+    return Split(
+        batch=jax.tree.map(lambda x: _rows(x, num_replicas), batch), num_dropped=extra
+    )
+
+
+def stack_replica_batches(
+    batches: Sequence[Any],
+    num_replicas: int,
+    remainder: Remainder | str = Remainder.DROP,
+) -> Split:
+    """Stack batches that were made for one replica each, the first for replica 0.
+
+    The last group of an epoch may be incomplete: fewer batches than replicas, or a last
+    batch with fewer rows. It is dropped whole or filled up with copies, which the mask
+    marks.
+
+    Args:
+        batches: 1 to `R` pytrees of `[b, ...]` arrays.
+        num_replicas: `R`.
+        remainder: What to do with an incomplete group.
+
+    Returns:
+        A `Split` with `[R, b, ...]` arrays.
+
+    Raises:
+        ValueError: If the batches differ in structure or shape, or if the group is
+            incomplete under `"error"`.
+    """
+    caller = "distribute_datasets_from_function"
+    policy = Remainder.of(remainder, caller)
+    sizes = _group_sizes(batches, caller)
+    # Only the end of the data makes a batch shorter, so only the last one may be.
+    short = len(set(sizes)) > 1
+    if short and (len(set(sizes[:-1])) > 1 or sizes[-1] > sizes[0]):
+        policy = Remainder.ERROR
+    if (short or len(sizes) < num_replicas) and policy is not Remainder.PAD:
+        if policy is Remainder.DROP:
+            return Split(batch=None, num_dropped=sum(sizes))
+        raise ValueError(
+            f"{caller}: one step needs {num_replicas} batches of equal size, one per "
+            f"replica; got {len(sizes)} with sizes {sizes}. Drop the dataset's short "
+            "batches (drop_remainder=True), repeat it, or pass remainder='pad'."
+        )
+    padded = [
+        jax.tree.map(lambda x, n=sizes[0] - size: _pad(x, n), batch)
+        for batch, size in zip(batches, sizes, strict=True)
+    ]
+    padded += padded[-1:] * (num_replicas - len(padded))
+    mask = None
+    if policy is Remainder.PAD:
+        real = np.array(sizes + [0] * (num_replicas - len(sizes)))
+        mask = np.arange(sizes[0]) < real[:, None]
+    return Split(batch=jax.tree.map(_stack, *padded), mask=mask)
+
+
+def leaf_name(path: Any) -> str:
+    """How errors call the leaf at `path` of a batch."""
+    return f"leaf {tree_util.keystr(path)}" if path else "the batch"
+
+
+def _group_sizes(batches: Sequence[Any], caller: str) -> list[int]:
+    """The `b` of each batch, checked: equal structure, equal shapes but for `b`."""
+    expected = tree_util.tree_structure(batches[0])
+    for index, batch in enumerate(batches):
+        structure = tree_util.tree_structure(batch)
+        if structure != expected:
+            raise ValueError(
+                f"{caller}: batches for replicas 0 and {index} differ in structure; "
+                f"got {expected} and {structure}, expected the same."
+            )
+    sizes = [leading_size(batch, caller) for batch in batches]
+    leaves = [tree_util.tree_leaves_with_path(batch) for batch in batches]
+    for same_leaf in zip(*leaves, strict=True):
+        shapes = [tuple(leaf.shape) for _, leaf in same_leaf]
+        if len({shape[1:] for shape in shapes}) > 1:
+            raise ValueError(
+                f"{caller}: {leaf_name(same_leaf[0][0])} has another shape on each "
+                f"replica; got {shapes}, expected equal ones. Resize or pad the "
+                "examples in the dataset."
+            )
+    return sizes
+
+
+def _rows(array: Any, num_replicas: int) -> Any:
+    """`[R*b, ...]` as `[R, b, ...]`; NumPy makes a view of it."""
+    per_replica = array.shape[0] // num_replicas
+    return array.reshape(num_replicas, per_replica, *array.shape[1:])
+
+
+def _pad(array: Any, num_rows: int) -> Any:
+    """Add `num_rows` rows: the array's own last ones, again and again if need be."""
+    if not num_rows:
+        return array
+    rows = np.resize(np.arange(array.shape[0])[-num_rows:], num_rows)
+    numpy = jnp if isinstance(array, jax.Array) else np
+    return numpy.concatenate([array, array[rows]])
+
+
+def _stack(*arrays: Any) -> Any:
+    numpy = jnp if any(isinstance(x, jax.Array) for x in arrays) else np
+    return numpy.stack(arrays)

@@ -1,0 +1,171 @@
+"""Keras' batches on their way to the replicas' devices."""
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from replicax.program import ReplicaGroup
+
+__all__ = ["BatchIterator", "PlacedBatch", "place"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class PlacedBatch:
+    """A batch, or several of equal shape for one dispatch, on the devices.
+
+    Attributes:
+        arrays: The batch's leaves, `[B, ...]` split over the replicas, or
+            `[steps, B, ...]`. Where only some replicas get examples the others hold
+            copies, and `B` counts those too.
+        structure: The batch's tree structure.
+        num_rows: Examples in one batch, without copies.
+        num_active: Number of replicas with examples of their own; None: all.
+        num_steps: Number of batches; None: one, without the leading dimension.
+    """
+
+    arrays: list[jax.Array]
+    structure: Any
+    num_rows: int
+    num_active: int | None
+    num_steps: int | None
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for batches that one program serves."""
+        shapes = tuple((x.shape, x.dtype) for x in self.arrays)
+        return (self.structure, shapes, self.num_active, self.num_steps)
+
+
+class BatchIterator:
+    """Places Keras' batches one execution ahead of the step that uses them.
+
+    Transfers run in the background, so no thread is needed to overlap them with steps.
+
+    Args:
+        batches: Keras' batches, `(x, y, sample_weight)` of host arrays.
+        group: The replicas.
+        steps_per_execution: Number of batches to place together.
+    """
+
+    def __init__(
+        self, batches: Iterable[Any], group: ReplicaGroup, steps_per_execution: int
+    ) -> None:
+        self._executions = self._place_ahead(
+            _chunks(batches, steps_per_execution), group, steps_per_execution
+        )
+
+    def __iter__(self) -> "BatchIterator":
+        return self
+
+    def __next__(self) -> Any:
+        """The next execution's first batch on the host, for Keras to look at."""
+        batch, _ = next(self._executions)
+        return batch
+
+    def next_execution(self) -> list[PlacedBatch]:
+        """The next execution's batches; several only if they cannot go together."""
+        _, placed = next(self._executions)
+        return placed
+
+    @staticmethod
+    def _place_ahead(
+        chunks: Iterable[list[Any]], group: ReplicaGroup, size: int
+    ) -> Iterator[tuple[Any, list[PlacedBatch]]]:
+        ahead = None
+        for chunk in chunks:
+            current, ahead = ahead, (chunk[0], _place_chunk(chunk, group, size))
+            if current is not None:
+                yield current
+        if ahead is not None:
+            yield ahead
+
+
+def _chunks(batches: Iterable[Any], size: int) -> Iterator[list[Any]]:
+    chunk: list[Any] = []
+    for batch in batches:
+        chunk.append(batch)
+        if len(chunk) == size:
+            yield chunk
+            chunk = []
+    if chunk:
+        yield chunk
+
+
+def _place_chunk(
+    chunk: list[Any], group: ReplicaGroup, size: int
+) -> list[PlacedBatch]:
+    if size > 1 and len(chunk) == size and _alike(chunk):
+        columns = zip(*map(jax.tree.leaves, chunk), strict=True)
+        stacked = [np.stack([np.asarray(x) for x in column]) for column in columns]
+        if _num_active(stacked[0].shape[1], group) is None:
+            return [_placed(chunk[0], stacked, group, size)]
+    return [place(batch, group) for batch in chunk]
+
+
+def _alike(chunk: list[Any]) -> bool:
+    shapes = [
+        (jax.tree.structure(b), [(np.shape(x), x.dtype) for x in jax.tree.leaves(b)])
+        for b in chunk
+    ]
+    return all(s == shapes[0] for s in shapes[1:])
+
+
+def place(batch: Any, group: ReplicaGroup) -> PlacedBatch:
+    """Split one batch `[B, ...]` over the replicas."""
+    return _placed(batch, jax.tree.leaves(batch), group, None)
+
+
+def _placed(
+    batch: Any, flat: list[Any], group: ReplicaGroup, num_steps: int | None
+) -> PlacedBatch:
+    num_rows = _num_rows(batch)
+    active = _num_active(num_rows, group)
+    if active is not None:
+        rows = _rows_with_copies(num_rows, active, group.axis.size)
+        flat = [np.asarray(x)[rows] for x in flat]
+    leading = () if num_steps is None else (None,)
+    spec = PartitionSpec(*leading, group.axis.name)
+    return PlacedBatch(
+        arrays=jax.device_put(flat, NamedSharding(group.mesh, spec)),
+        structure=jax.tree.structure(batch),
+        num_rows=num_rows,
+        num_active=active,
+        num_steps=num_steps,
+    )
+
+
+def _num_active(num_rows: int, group: ReplicaGroup) -> int | None:
+    """How many replicas share `num_rows` equally: None if all can.
+
+    A batch that does not divide by the replicas goes to the largest number of them that
+    divides it. The others compute along on copies that count for nothing, which keeps
+    the step exact, batch normalization included.
+    """
+    size = group.axis.size
+    if num_rows % size == 0:
+        return None
+    return max(k for k in range(1, size) if num_rows % k == 0)
+
+
+def _rows_with_copies(num_rows: int, active: int, size: int) -> np.ndarray:
+    copies = np.tile(np.arange(num_rows // active), size - active)
+    return np.concatenate([np.arange(num_rows), copies])
+
+
+def _num_rows(batch: Any) -> int:
+    sizes = {
+        jax.tree_util.keystr(path): np.shape(x)[0] if np.ndim(x) else None
+        for path, x in jax.tree_util.tree_leaves_with_path(batch)
+    }
+    num_rows = next(iter(sizes.values()), None)
+    if num_rows is None or set(sizes.values()) != {num_rows}:
+        raise ValueError(
+            "fit: the arrays of one batch must have the same number of examples; got "
+            + ", ".join(f"{size} in {path}" for path, size in sizes.items())
+            + "."
+        )
+    return num_rows

@@ -1,0 +1,202 @@
+"""The hooks that bind Keras to a strategy. Each does nothing where there is none.
+
+| hook | what it does |
+|---|---|
+| `JaxVariable._initialize` | mirrors variables created in a scope |
+| `JAXTrainer.__init__` | remembers the strategy a model was made under |
+| `JAXTrainer.compile`, `fit`, `evaluate`, `predict`, `*_on_batch` | run in its scope |
+| `JAXTrainer.make_{train,test,predict}_function` | replica programs for Keras' own |
+| `JAXEpochIterator._get_iterator` | places batches on the replicas' devices |
+| `BaseOptimizer.apply`, `LossScaleOptimizer.{apply,stateless_apply}` | the seam |
+| `losses.loss.{reduce_values,apply_mask}` | global means of losses |
+| `BatchNormalization.__init__`, `nn.moments` | `synchronized=True` |
+
+Tested with Keras 3.13 to 3.15.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from keras.src.backend.jax import nn as jax_nn
+from keras.src.backend.jax import trainer as jax_trainer
+from keras.src.backend.jax.core import JaxVariable
+from keras.src.layers.normalization.batch_normalization import BatchNormalization
+from keras.src.losses import loss as loss_module
+from keras.src.optimizers.base_optimizer import BaseOptimizer
+from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
+
+from replicax.errors import ContextError
+from replicax.keras import batches, reductions, steps
+from replicax.keras.internals import layout_of
+from replicax.scope import current_context, current_strategy
+
+__all__ = ["install"]
+
+_ENTRY_POINTS = (
+    "compile",
+    "fit",
+    "evaluate",
+    "predict",
+    "train_on_batch",
+    "test_on_batch",
+    "predict_on_batch",
+)
+
+_installed = False
+
+
+def install() -> None:
+    """Install the hooks, once."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    _wrap(JaxVariable, "_initialize", _initialize)
+    trainer = jax_trainer.JAXTrainer
+    _wrap(trainer, "__init__", _init_trainer)
+    for name in _ENTRY_POINTS:
+        _wrap(trainer, name, _in_scope)
+    _wrap(trainer, "make_train_function", _make(steps.train_function, "train_function"))
+    _wrap(trainer, "make_test_function", _make(steps.test_function, "test_function"))
+    _wrap(
+        trainer, "make_predict_function", _make(steps.predict_function, "predict_function")
+    )
+    _wrap(jax_trainer.JAXEpochIterator, "_get_iterator", _get_iterator)
+    _wrap(BaseOptimizer, "apply", _apply)
+    _wrap(LossScaleOptimizer, "apply", _apply)
+    _wrap(LossScaleOptimizer, "stateless_apply", _stateless_apply)
+    _wrap(loss_module, "reduce_values", _in_replica(reductions.reduce_values))
+    _wrap(loss_module, "apply_mask", _in_replica(reductions.apply_mask))
+    _wrap(BatchNormalization, "__init__", _init_batch_normalization)
+    _wrap(jax_nn, "moments", _moments)
+
+
+def _wrap(owner: Any, name: str, hook: Callable[..., Any]) -> None:
+    """Replace `owner.name` by `hook(original, ...)`."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def hooked(*args: Any, **kwargs: Any) -> Any:
+        return hook(original, *args, **kwargs)
+
+    # Keras reads argument names with `inspect.getfullargspec`, which needs this.
+    hooked.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
+    setattr(owner, name, hooked)
+
+
+def _initialize(original: Any, variable: Any, value: Any) -> None:
+    original(variable, value)
+    strategy = current_strategy()
+    if strategy is not None and layout_of(variable) is None:
+        strategy.own(variable)
+
+
+def _init_trainer(original: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+    original(model, *args, **kwargs)
+    model._replicax_strategy = current_strategy()
+
+
+def _strategy_of(model: Any) -> Any:
+    return getattr(model, "_replicax_strategy", None)
+
+
+def _in_scope(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    strategy, scope = _strategy_of(model), current_strategy()
+    if strategy is None and scope is not None:
+        raise ContextError(
+            f"{type(model).__name__}.{original.__name__}: model {model.name!r} was made "
+            f"outside the scope of {scope!r} and is used under it. Make the model and "
+            "call compile under `with strategy.scope():`."
+        )
+    if strategy is None:
+        return original(model, *args, **kwargs)
+    with strategy.scope():
+        return original(model, *args, **kwargs)
+
+
+def _make(make: Callable[[Any, Any], Any], attribute: str) -> Callable[..., None]:
+    def hook(original: Any, model: Any, force: bool = False) -> None:
+        strategy = _strategy_of(model)
+        if strategy is None:
+            original(model, force)
+        elif force or getattr(model, attribute) is None:
+            setattr(model, attribute, make(model, strategy))
+
+    return hook
+
+
+def _get_iterator(original: Any, epoch_iterator: Any) -> Any:
+    strategy = current_strategy()
+    if strategy is None:
+        return original(epoch_iterator)
+    return batches.BatchIterator(
+        epoch_iterator.data_adapter.get_jax_iterator(),
+        strategy.group,
+        epoch_iterator.steps_per_execution,
+    )
+
+
+def _apply(
+    original: Any, optimizer: Any, grads: Any, trainable_variables: Any = None
+) -> Any:
+    context = current_context()
+    if context is None:
+        return original(optimizer, grads, trainable_variables)
+    if trainable_variables is not None:
+        trainable_variables = list(trainable_variables)
+    _refuse_overwriting_gradients(trainable_variables or optimizer._trainable_variables)
+    return context.apply_gradients(
+        lambda grads: original(optimizer, grads, trainable_variables), list(grads)
+    )
+
+
+def _stateless_apply(
+    original: Any, optimizer: Any, state: Any, grads: Any, trainable_variables: Any
+) -> Any:
+    context = current_context()
+    if context is None:
+        return original(optimizer, state, grads, trainable_variables)
+    return context.apply_gradients(
+        lambda grads: original(optimizer, state, grads, trainable_variables), grads
+    )
+
+
+def _refuse_overwriting_gradients(variables: Any) -> None:
+    for variable in variables:
+        if getattr(variable, "overwrite_with_gradient", False):
+            raise NotImplementedError(
+                f"optimizer.apply: variable {variable.path!r} is overwritten with its "
+                "gradient (float8 training), which has no sum over replicas. Train "
+                "float8 layers without a strategy."
+            )
+
+
+def _in_replica(replacement: Callable[..., Any]) -> Callable[..., Any]:
+    def hook(original: Any, *args: Any, **kwargs: Any) -> Any:
+        context = current_context()
+        if context is None:
+            return original(*args, **kwargs)
+        return replacement(context, original, *args, **kwargs)
+
+    return hook
+
+
+def _init_batch_normalization(
+    original: Any, layer: Any, *args: Any, synchronized: bool = False, **kwargs: Any
+) -> None:
+    # Keras refuses `synchronized=True` on JAX, where `_moments` now serves it.
+    original(layer, *args, **kwargs)
+    layer.synchronized = synchronized
+
+
+def _moments(
+    original: Any, x: Any, axes: Any, keepdims: bool = False, synchronized: bool = False
+) -> Any:
+    mean, variance = original(x, axes, keepdims=keepdims)
+    context = current_context()
+    if synchronized and context is not None:
+        return reductions.synchronized_moments(context, mean, variance)
+    return mean, variance
+

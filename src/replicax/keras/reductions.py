@@ -1,0 +1,71 @@
+"""Means over the global batch in place of means over a replica's part of it.
+
+A Keras loss divides by a count: of examples, of unmasked steps, of sample weights. For
+the numbers of one device the count must be the global batch's. Local losses become
+
+    share of replica r = sum of r's values / count over all replicas
+
+whose sum over replicas is the global loss. In `fit`, where gradients are averaged and
+not summed, shares are multiplied by the number of replicas.
+"""
+
+from typing import Any
+
+from keras import ops
+
+from replicax.replica import ReplicaContext
+
+__all__ = ["apply_mask", "reduce_values", "synchronized_moments"]
+
+
+def reduce_values(
+    context: ReplicaContext,
+    original: Any,
+    values: Any,
+    sample_weight: Any = None,
+    reduction: str | None = "sum_over_batch_size",
+) -> Any:
+    """Keras' reduction of weighted per-example losses, with a global divisor.
+
+    (Keras: `keras.src.losses.loss.reduce_values`, whose scaling for `tf.distribute`
+    this corresponds to.)
+    """
+    if reduction in (None, "none") or tuple(values.shape) in ((), (0,)):
+        return original(values, sample_weight, reduction)
+    total = ops.sum(values) * context.loss_scale
+    if reduction == "sum":
+        return total
+    if reduction == "mean_with_sample_weight" and sample_weight is not None:
+        count = ops.cast(ops.sum(sample_weight), total.dtype)
+        return ops.divide_no_nan(total, context.sum(count))
+    # All replicas have the same shapes.
+    return total / (values.size * context.num_counted)
+
+
+def apply_mask(
+    context: ReplicaContext,
+    original: Any,
+    sample_weight: Any,
+    mask: Any,
+    dtype: Any,
+    reduction: str | None,
+) -> Any:
+    """Keras' weights for masked values, with the global share of unmasked ones."""
+    if mask is None or reduction not in ("mean", "sum_over_batch_size"):
+        return original(sample_weight, mask, dtype, reduction)
+    # Keras gives unmasked values the weight total / valid, counted on this replica.
+    valid = ops.sum(ops.cast(mask, dtype))
+    total = ops.cast(mask.size, dtype)
+    weights = original(sample_weight, mask, dtype, reduction)
+    local = ops.divide_no_nan(total, valid)
+    globally = ops.divide_no_nan(total * context.num_counted, context.sum(valid))
+    return weights * ops.divide_no_nan(globally, local)
+
+
+def synchronized_moments(
+    context: ReplicaContext, mean: Any, variance: Any
+) -> tuple[Any, Any]:
+    """Mean and variance over the global batch from each replica's own."""
+    global_mean = context.mean(mean)
+    # Variance inside the replicas plus variance of their means.
+    return global_mean, context.mean(variance + ops.square(mean - global_mean))

@@ -1,0 +1,199 @@
+"""Keras' train, test and predict steps as replica programs.
+
+Keras' JAX trainer calls `train_function(state, iterator)` with the variables' values as
+`state`, and the model's `train_step(state, data)` does the work. The replica function
+here reads that state from the variables and assigns the new one, so that a program
+treats it like any function given to `strategy.run`: what a variable's aggregation says
+happens to metrics and moving statistics, and gradients go through the optimizer seam.
+"""
+
+import dataclasses
+import inspect
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from replicax.arguments import Arguments, Kind
+from replicax.collectives import ReduceOp
+from replicax.keras.batches import BatchIterator, PlacedBatch, place
+from replicax.program import Options, Outputs, Program
+from replicax.scope import current_context
+
+__all__ = ["predict_function", "test_function", "train_function"]
+
+_logger = logging.getLogger("replicax")
+
+State = tuple[list[Any], ...]
+
+
+def train_function(model: Any, strategy: Any) -> Callable[..., Any]:
+    """Keras' `model.train_function` for a model of `strategy`."""
+
+    def groups() -> list[list[Any]]:
+        return [
+            model.trainable_variables,
+            model.non_trainable_variables,
+            model.optimizer.variables,
+            model.metrics_variables,
+        ]
+
+    step = _KerasStep(model, "train_step", groups, Outputs.MIRRORED)
+    return _function(step, strategy, _last)
+
+
+def test_function(model: Any, strategy: Any) -> Callable[..., Any]:
+    """Keras' `model.test_function` for a model of `strategy`."""
+
+    def groups() -> list[list[Any]]:
+        return [
+            model.trainable_variables,
+            model.non_trainable_variables,
+            model.metrics_variables,
+        ]
+
+    step = _KerasStep(model, "test_step", groups, Outputs.MIRRORED)
+    return _function(step, strategy, _last)
+
+
+def predict_function(model: Any, strategy: Any) -> Callable[..., Any]:
+    """Keras' `model.predict_function` for a model of `strategy`."""
+
+    def groups() -> list[list[Any]]:
+        return [model.trainable_variables, model.non_trainable_variables]
+
+    step = _KerasStep(model, "predict_step", groups, Outputs.ROWS)
+    return _function(step, strategy, _rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class _KerasStep:
+    """One of the model's step methods.
+
+    Attributes:
+        model: The Keras model.
+        name: `"train_step"`, `"test_step"` or `"predict_step"`.
+        groups: Makes the lists of variables whose values are Keras' state.
+        outputs: What becomes of the step's results.
+    """
+
+    model: Any
+    name: str
+    groups: Callable[[], list[list[Any]]]
+    outputs: Outputs
+
+    def program(self, strategy: Any, batch: PlacedBatch) -> Program:
+        """Compile the step for batches like `batch`."""
+        groups = self.groups()
+        variables = list(itertools.chain.from_iterable(groups))
+        strategy.require_owned(variables, f"{type(self.model).__name__}.{self.name}")
+        mirrored = self.outputs is Outputs.MIRRORED
+        return Program(
+            self._replica_function(groups),
+            strategy.group,
+            _one_batch(batch.structure),
+            batch.arrays,
+            Options(
+                gradient_op=ReduceOp.MEAN,
+                num_active=batch.num_active,
+                num_steps=batch.num_steps,
+                outputs=self.outputs,
+                finish=self._final_logs if mirrored else None,
+            ),
+            variables,
+        )
+
+    def _replica_function(self, groups: list[list[Any]]) -> Callable[[Any], Any]:
+        step = getattr(self.model, self.name)
+        if len(inspect.signature(step).parameters) == 1:
+            return step  # As tf.keras has it: `train_step(data)`, with a tape.
+
+        def stateless(data: Any) -> Any:
+            state = tuple([v.value for v in group] for group in groups)
+            result, new_state = step(state, data)
+            if self.name == "predict_step":  # Returns only what may have changed.
+                new_state = (state[0], new_state)
+            for group, values in zip(groups, new_state, strict=True):
+                for variable, value in zip(group, values, strict=True):
+                    variable.assign(value)
+            return result
+
+        stateless.__qualname__ = f"{type(self.model).__name__}.{self.name}"
+        return stateless
+
+    def _final_logs(self, logs: Any) -> Any:
+        """Logs of the global batch: from the metrics, which count all replicas now.
+
+        Whatever else a user's own step logs is averaged.
+        """
+        results = self.model.get_metrics_result()
+        if not isinstance(logs, dict):
+            return current_context().mean(jax.tree.map(jnp.asarray, logs))
+        return {
+            name: results[name]
+            if name in results
+            else current_context().mean(jnp.asarray(value))
+            for name, value in logs.items()
+        }
+
+
+def _one_batch(structure: Any) -> Arguments:
+    call = jax.tree.unflatten(structure, [0] * structure.num_leaves)
+    return Arguments(
+        jax.tree.structure(((call,), {})), [Kind.ROWS] * structure.num_leaves
+    )
+
+
+def _function(
+    step: _KerasStep,
+    strategy: Any,
+    combine: Callable[[Sequence[Any], Sequence[PlacedBatch]], Any],
+) -> Callable[[State, Any], tuple[Any, State]]:
+    if step.model.run_eagerly:
+        _logger.warning(
+            "%r compiles every step: run_eagerly=True of model %r is ignored.",
+            strategy,
+            step.model.name,
+        )
+    programs: dict[Any, Program] = {}
+
+    def function(state: State, iterator: Any) -> tuple[Any, State]:
+        if isinstance(iterator, BatchIterator):
+            batches = iterator.next_execution()
+        else:
+            batches = [place(next(iterator), strategy.group)]
+        sizes = tuple(map(len, state))
+        values = list(itertools.chain.from_iterable(state))
+        results = []
+        for batch in batches:
+            key = (sizes, batch.key)
+            program = programs.get(key)
+            if program is None:
+                program = programs[key] = step.program(strategy, batch)
+            result, values = strategy.call(program, values, batch.arrays)
+            results.append(result)
+        remaining = iter(values)
+        new_state = tuple(list(itertools.islice(remaining, n)) for n in sizes)
+        return combine(results, batches), new_state
+
+    return function
+
+
+def _last(results: Sequence[Any], batches: Sequence[PlacedBatch]) -> Any:
+    return results[-1]
+
+
+def _rows(results: Sequence[Any], batches: Sequence[PlacedBatch]) -> Any:
+    """Predictions of all batches, one after another, without copied rows."""
+    parts = [
+        result
+        if batch.num_active is None
+        else jax.tree.map(lambda x, n=batch.num_rows: x[:n], result)
+        for result, batch in zip(results, batches, strict=True)
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    return jax.tree.map(lambda *xs: jnp.concatenate(xs), *parts)

@@ -1,0 +1,369 @@
+"""A replica function becomes one XLA program.
+
+This is the one mechanism of the library; `strategy.run`, `fit`, `evaluate` and `predict`
+all come through here. In three steps:
+
+1. Discover: trace the function once, abstractly, and note which Keras variables it reads
+   and writes.
+2. Compile: one `jax.jit(jax.shard_map(...))` over the replicas' devices. Variables and
+   arrays go in, results and the written variables' new values come out.
+3. Write back: each written variable is combined over the replicas by its own
+   `aggregation`, which Keras declares.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from replicax.arguments import Arguments
+from replicax.cache import describe
+from replicax.collectives import CrossDeviceOps, ReduceOp, ReplicaAxis
+from replicax.divergence import varying_marks
+from replicax.errors import DivergenceError
+from replicax.gradients import StepRun
+from replicax.replica import ReplicaContext
+from replicax.variables import (
+    RecordingScope,
+    ValueScope,
+    Variable,
+    fold_replica_into_seed,
+    is_seed_state,
+    restore_seed,
+)
+
+__all__ = ["Outputs", "Program", "ReplicaGroup"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class ReplicaGroup:
+    """The replicas of a strategy: where they are and how they sum.
+
+    Attributes:
+        strategy: Whose replicas they are.
+        mesh: The devices, along one axis.
+        axis: That axis.
+        cross_device_ops: How gradients are summed.
+    """
+
+    strategy: Any
+    mesh: Mesh
+    axis: ReplicaAxis
+    cross_device_ops: CrossDeviceOps
+
+    @property
+    def mirrored(self) -> NamedSharding:
+        """Equal on every replica."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    @property
+    def per_replica(self) -> NamedSharding:
+        """First dimension split over the replicas."""
+        return NamedSharding(self.mesh, PartitionSpec(self.axis.name))
+
+
+class Outputs(enum.Enum):
+    """What becomes of a replica function's results."""
+
+    PER_REPLICA = enum.auto()  # [R, ...]: one entry per replica
+    ROWS = enum.auto()  # [R*b, ...]: the replicas' rows, one after another
+    MIRRORED = enum.auto()  # [...]: already equal on all replicas
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a program differs from that of a plain `strategy.run`.
+
+    Attributes:
+        gradient_op: How the optimizer seam combines gradients.
+        num_active: Replicas that hold examples of the batch; None: all.
+        num_steps: Steps in one dispatch; arguments then have them as first dimension.
+            None: one step, without that dimension.
+        outputs: What becomes of the results. Of several steps those of the last are
+            kept, except ROWS, which keeps all.
+        finish: Called with the last step's results when the variables have their new
+            values; what it returns are the results.
+    """
+
+    gradient_op: ReduceOp = ReduceOp.SUM
+    num_active: int | None = None
+    num_steps: int | None = None
+    outputs: Outputs = Outputs.PER_REPLICA
+    finish: Callable[[Any], Any] | None = None
+
+
+class Program:
+    """One replica function, compiled for one signature.
+
+    Args:
+        fn: The replica function.
+        group: The replicas.
+        arguments: Where each argument comes from.
+        leaves: The first call's arrays, for their shapes and dtypes.
+        options: See `Options`.
+        variables: All variables `fn` may touch, if known; else they are discovered.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        group: ReplicaGroup,
+        arguments: Arguments,
+        leaves: Sequence[Any],
+        options: Options | None = None,
+        variables: Sequence[Variable] | None = None,
+    ) -> None:
+        self._fn = fn
+        self._group = group
+        self._arguments = arguments
+        self._options = options or Options()
+        self._name = f"run({describe(fn)})"
+        self._broadcast: set[int] = set()
+        self._out_structure: Any = None
+        if variables is None:
+            self.written, read = self._discover(leaves)
+        else:
+            self.written, read = list(variables), []
+        self.variables = [*self.written, *read]
+        self._compiled = self._compile()
+        self._checked = False
+
+    def __call__(
+        self, values: Sequence[Any], leaves: Sequence[Any]
+    ) -> tuple[Any, list[Any]]:
+        """Run the program.
+
+        Args:
+            values: The values of `variables`. Those of `written` are donated: the
+                arrays passed in are gone afterwards.
+            leaves: The arguments' arrays.
+
+        Returns:
+            The results, and the new values of `written`.
+        """
+        num_written = len(self.written)
+        written, read = list(values[:num_written]), list(values[num_written:])
+        if len({id(x) for x in values}) < len(values):
+            # Two variables share an array; it can be given away only once.
+            written = [jnp.copy(x) for x in written]
+        if not self._checked:
+            self._check_divergence(written, read, leaves)
+            self._checked = True
+        flat, new = self._compiled(written, read, tuple(leaves))
+        return jax.tree.unflatten(self._out_structure, flat), new
+
+    # Discover.
+
+    def _discover(
+        self, leaves: Sequence[Any]
+    ) -> tuple[list[Variable], list[Variable]]:
+        """The variables that `fn` writes, and those it only reads.
+
+        The recording scope is entered outside the trace, so that variables which the
+        function creates are initialised, for real, when it closes.
+        """
+        recorder = RecordingScope()
+
+        def step(leaves: tuple[Any, ...]) -> None:
+            args, kwargs = self._arguments.rebuild(leaves)
+            run = StepRun(
+                lambda: self._fn(*args, **kwargs), lambda: RecordingScope(recorder)
+            )
+            with self._context().entered():
+                run.execute()
+            recorder.written.update(run.scope.written)
+
+        with recorder:
+            jax.eval_shape(self._spmd(step, (self._leaf_specs(),), None), tuple(leaves))
+        written = list(recorder.written.values())
+        read = [v for k, v in recorder.read.items() if k not in recorder.written]
+        return written, read
+
+    # Compile.
+
+    def _compile(self) -> Any:
+        spmd = self._spmd(
+            self._steps,
+            (PartitionSpec(), PartitionSpec(), self._leaf_specs()),
+            (self._out_spec(), PartitionSpec()),
+        )
+
+        def program(*args: Any) -> Any:
+            out, new = spmd(*args)
+            if self._options.outputs is Outputs.ROWS and self._options.num_steps:
+                # [steps, rows, ...]: the steps' rows follow each other.
+                out = [x.reshape(-1, *x.shape[2:]) for x in out]
+            return out, new
+
+        return jax.jit(program, donate_argnums=0)
+
+    def _spmd(self, body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
+        # Results declared equal on all replicas are checked by `varying_marks`.
+        return jax.shard_map(
+            body,
+            mesh=self._group.mesh,
+            in_specs=in_specs,
+            out_specs=PartitionSpec() if out_specs is None else out_specs,
+            check_vma=False,
+        )
+
+    def _leaf_specs(self) -> tuple[PartitionSpec, ...]:
+        leading = () if self._options.num_steps is None else (None,)
+        return self._arguments.specs(self._group.axis.name, leading)
+
+    def _out_spec(self) -> PartitionSpec:
+        axis = self._group.axis.name
+        match self._options.outputs:
+            case Outputs.MIRRORED:
+                return PartitionSpec()
+            case Outputs.ROWS if self._options.num_steps:
+                return PartitionSpec(None, axis)
+            case _:
+                return PartitionSpec(axis)
+
+    def _steps(
+        self, written: list[Any], read: list[Any], leaves: tuple[Any, ...]
+    ) -> tuple[list[Any], list[Any]]:
+        """One replica's part of the program: one step, or a scan over several."""
+        if self._options.num_steps is None:
+            out, written = self._step(written, read, leaves)
+        else:
+
+            def body(carry: list[Any], leaves: tuple[Any, ...]) -> Any:
+                out, carry = self._step(carry, read, leaves)
+                return carry, out
+
+            written, out = lax.scan(body, written, leaves)
+            if self._options.outputs is not Outputs.ROWS:
+                out = jax.tree.map(lambda x: x[-1], out)
+        if self._options.finish is not None:
+            with self._context().entered(), self._scope(written, read):
+                out = self._options.finish(out)
+        return self._flat_results(out), written
+
+    def _step(
+        self, written: list[Any], read: list[Any], leaves: tuple[Any, ...]
+    ) -> tuple[Any, list[Any]]:
+        """Run the function for one replica and combine what it wrote."""
+        context = self._context()
+        args, kwargs = self._arguments.rebuild(leaves)
+        with context.entered():
+            start = self._with_own_seeds(context, [*written, *read])
+            run = StepRun(
+                lambda: self._fn(*args, **kwargs),
+                lambda: ValueScope(self.variables, start, self._name),
+            )
+            out = run.execute()
+            new = [
+                self._combined(context, v, old, run.scope.state_mapping[id(v)])
+                if id(v) in run.scope.written
+                else old
+                for v, old in zip(self.written, written, strict=True)
+            ]
+        return out, new
+
+    def _context(self) -> ReplicaContext:
+        return ReplicaContext(
+            self._group.strategy,
+            self._group.axis,
+            self._group.cross_device_ops,
+            gradient_op=self._options.gradient_op,
+            num_active=self._options.num_active,
+        )
+
+    def _scope(self, written: list[Any], read: list[Any]) -> ValueScope:
+        return ValueScope(self.variables, [*written, *read], self._name)
+
+    def _with_own_seeds(self, context: ReplicaContext, values: list[Any]) -> list[Any]:
+        replica_id = context.replica_id_in_sync_group
+        return [
+            fold_replica_into_seed(x, replica_id) if is_seed_state(v) else x
+            for v, x in zip(self.variables, values, strict=True)
+        ]
+
+    # Write back.
+
+    def _combined(
+        self, context: ReplicaContext, variable: Variable, old: Any, new: Any
+    ) -> Any:
+        """A written variable's value for all replicas."""
+        if is_seed_state(variable):
+            return restore_seed(new, old)
+        if new is old:
+            return old
+        if variable.aggregation == "sum":
+            return old + context.sum(new - old)
+        if variable.aggregation == "mean":
+            return context.mean(new)
+        if id(variable) in self._broadcast:
+            return context.first(new)
+        return new
+
+    def _check_divergence(
+        self, written: list[Any], read: list[Any], leaves: Sequence[Any]
+    ) -> None:
+        """Trace, and refuse mirrored variables that would get different values."""
+        diverging = self._diverging(written, read, leaves)
+        first = {id(v) for v in diverging if v.aggregation == "only_first_replica"}
+        if first:
+            # Known only now; the replicas take the first one's value instead.
+            self._broadcast = first
+            self._compiled = self._compile()
+            diverging = self._diverging(written, read, leaves)
+        if diverging:
+            names = ", ".join(f"{v.path!r} {v.shape}" for v in diverging)
+            raise DivergenceError(
+                f"{self._name}: the value assigned to {names} differs between replicas, "
+                "but the variable must be equal on all of them. Create it with "
+                "aggregation='mean', 'sum' or 'only_first_replica' "
+                "(add_weight(..., aggregation=...)), or combine the value first: "
+                "rx.get_replica_context().all_reduce(rx.ReduceOp.MEAN, value)."
+            )
+
+    def _diverging(
+        self, written: list[Any], read: list[Any], leaves: Sequence[Any]
+    ) -> list[Variable]:
+        traced = self._compiled.trace(written, read, tuple(leaves))
+        (eqn,) = (e for e in traced.jaxpr.eqns if e.primitive.name == "shard_map")
+        axis = self._group.axis.name
+        differs = [int(axis in _named(spec)) for spec in eqn.params["in_specs"]]
+        marks = varying_marks(_open(eqn.params["jaxpr"]), differs, axis)
+        if not self.written:
+            return []
+        new = marks[-len(self.written) :]
+        return [v for v, mark in zip(self.written, new, strict=True) if mark]
+
+    def _flat_results(self, out: Any) -> list[Any]:
+        flat, self._out_structure = jax.tree.flatten(out)
+        arrays = [self._as_array(x) for x in flat]
+        if self._options.outputs is Outputs.PER_REPLICA:
+            return [x[None] for x in arrays]
+        return arrays
+
+    def _as_array(self, x: Any) -> jax.Array:
+        if isinstance(x, keras.Variable):
+            x = x.value
+        if isinstance(x, jax.Array | np.ndarray | np.generic | int | float | complex):
+            return jnp.asarray(x)
+        raise TypeError(
+            f"{self._name}: the function returned {x!r} of type {type(x).__name__}; "
+            "return arrays, numbers, None, or pytrees of them."
+        )
+
+
+def _named(spec: PartitionSpec) -> set[str]:
+    names: set[str] = set()
+    for entry in spec:
+        names.update(entry if isinstance(entry, tuple) else (entry,))
+    return names
+
+
+def _open(jaxpr: Any) -> Any:
+    return getattr(jaxpr, "jaxpr", jaxpr)

@@ -1,0 +1,218 @@
+"""What a replica function sees: its context, while its program is traced."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from replicax.collectives import CrossDeviceOps, ReduceOp, ReplicaAxis
+from replicax.divergence import declare_mirrored
+from replicax.errors import ContextError
+from replicax.scope import current_context, current_strategy, entered_context
+from replicax.values import PerReplica
+
+__all__ = ["ReplicaContext", "current_num_replicas"]
+
+
+def current_num_replicas() -> int:
+    """Number of replicas of the strategy in scope, 1 outside any."""
+    owner = current_context() or current_strategy()
+    return 1 if owner is None else owner.num_replicas_in_sync
+
+
+class ReplicaContext:
+    """One replica's view of the others, inside a function that `strategy.run` runs.
+
+    Get it with `rx.get_replica_context()`. (TF: `tf.distribute.ReplicaContext`.)
+
+    Attributes:
+        strategy: The strategy that runs the function.
+        num_replicas_in_sync: Number of replicas.
+    """
+
+    def __init__(
+        self,
+        strategy: Any,
+        axis: ReplicaAxis,
+        cross_device_ops: CrossDeviceOps,
+        *,
+        gradient_op: ReduceOp = ReduceOp.SUM,
+        num_active: int | None = None,
+    ) -> None:
+        """Make a context; only programs do.
+
+        Args:
+            strategy: See the attribute.
+            axis: The replicas' axis.
+            cross_device_ops: How sums over replicas are made.
+            gradient_op: How the optimizer seam combines gradients: SUM in custom loops,
+                MEAN in `fit`.
+            num_active: Only the first `num_active` replicas hold examples of this batch
+                and count; the others compute on copies. None: all do.
+        """
+        self.strategy = strategy
+        self._axis = axis
+        self._ops = cross_device_ops
+        self._gradient_op = gradient_op
+        self._num_active = num_active
+        self._applying = False
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Number of replicas whose steps run together."""
+        return self._axis.size
+
+    @property
+    def replica_id_in_sync_group(self) -> jax.Array:
+        """This replica's number, an `int32[]` tracer from 0."""
+        self._check("replica_id_in_sync_group")
+        return lax.axis_index(self._axis.name)
+
+    def all_reduce(self, op: ReduceOp | str, value: Any) -> Any:
+        """Combine `value` over the replicas; every replica gets the result.
+
+        Args:
+            op: `ReduceOp.SUM` or `ReduceOp.MEAN`.
+            value: A pytree of arrays of any shape, one per replica.
+
+        Returns:
+            The same pytree, combined element by element: with 2 replicas that hold 1.0
+            and 3.0, SUM gives 4.0 and MEAN 2.0 on both.
+
+        Raises:
+            ContextError: Outside the function that this context belongs to.
+            ValueError: For an unknown `op`.
+        """
+        self._check("all_reduce")
+        op = ReduceOp.of(op, "ReplicaContext.all_reduce")
+        tree = jax.tree.map(jnp.asarray, value)
+        return declare_mirrored(self._ops.reduce(op, tree, self._axis))
+
+    def all_gather(self, value: Any, axis: int) -> Any:
+        """Concatenate the replicas' `value` along dimension `axis`, on every replica.
+
+        Args:
+            value: A pytree of arrays of rank 1 or more, of equal shape on all replicas.
+            axis: Dimension to concatenate along: `[b, d]` gives `[R*b, d]` for 0.
+
+        Raises:
+            ContextError: Outside the function that this context belongs to.
+        """
+        self._check("all_gather")
+        return jax.tree.map(
+            lambda x: lax.all_gather(
+                jnp.asarray(x), self._axis.name, axis=axis, tiled=True
+            ),
+            value,
+        )
+
+    def merge_call(
+        self,
+        merge_fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call `merge_fn(strategy, *args)` once for all replicas.
+
+        Args:
+            merge_fn: Gets the strategy and each array argument as a `PerReplica` of all
+                replicas' values; it may call `strategy.reduce`. What it returns goes to
+                every replica, a returned `PerReplica` to each its own entry.
+            args: Positional arguments, pytrees of arrays.
+            kwargs: Keyword arguments, likewise.
+
+        Raises:
+            ContextError: Outside the function that this context belongs to.
+        """
+        self._check("merge_call")
+
+        def gather(x: Any) -> PerReplica:
+            return PerReplica(lax.all_gather(jnp.asarray(x), self._axis.name))
+
+        merged_args, merged_kwargs = jax.tree.map(gather, (tuple(args), dict(kwargs or {})))
+        with entered_context(None):
+            result = merge_fn(self.strategy, *merged_args, **merged_kwargs)
+        index = lax.axis_index(self._axis.name)
+        return jax.tree.map(
+            lambda x: x.array[index] if isinstance(x, PerReplica) else x,
+            result,
+            is_leaf=lambda x: isinstance(x, PerReplica),
+        )
+
+    # What follows is for the rest of the library: sums that count active replicas only.
+
+    @property
+    def loss_scale(self) -> int:
+        """Factor on a loss' local share of the global value.
+
+        Gradients that are averaged need the share times the number of replicas.
+        """
+        return self.num_counted if self._gradient_op is ReduceOp.MEAN else 1
+
+    @property
+    def num_counted(self) -> int:
+        """Number of replicas whose examples count in this step."""
+        return self._num_active or self.num_replicas_in_sync
+
+    def counted(self, tree: Any) -> Any:
+        """`tree` on replicas that count, zeros on the others."""
+        if self._num_active is None:
+            return tree
+        counts = lax.axis_index(self._axis.name) < self._num_active
+        return jax.tree.map(lambda x: jnp.where(counts, x, jnp.zeros_like(x)), tree)
+
+    def sum(self, tree: Any) -> Any:
+        """Sum over the replicas that count, with XLA's all-reduce."""
+        return lax.psum(self.counted(tree), self._axis.name)
+
+    def mean(self, tree: Any) -> Any:
+        """Mean over the replicas that count."""
+        return jax.tree.map(lambda x: x / self.num_counted, self.sum(tree))
+
+    def first(self, tree: Any) -> Any:
+        """The first replica's value, on all replicas."""
+        return jax.tree.map(lambda x: lax.all_gather(x, self._axis.name)[0], tree)
+
+    def combine_gradients(self, grads: Sequence[Any]) -> list[Any]:
+        """Combine each gradient over the replicas as this step's seam says.
+
+        None stands for a variable without gradient and stays None.
+        """
+        total = self._ops.reduce(
+            ReduceOp.SUM, self.counted(list(grads)), self._axis
+        )
+        if self._gradient_op is ReduceOp.MEAN:
+            total = jax.tree.map(lambda g: g / self.num_counted, total)
+        return declare_mirrored(total)
+
+    def apply_gradients(
+        self, apply: Callable[..., Any], grads: Sequence[Any], *args: Any
+    ) -> Any:
+        """The optimizer seam: combine `grads`, then call `apply(grads, *args)`.
+
+        An optimizer that wraps another (loss scaling) comes through here twice; only
+        the outer call combines, before any decision is taken on the gradients.
+        """
+        if self._applying:
+            return apply(grads, *args)
+        self._applying = True
+        try:
+            return apply(self.combine_gradients(grads), *args)
+        finally:
+            self._applying = False
+
+    def _check(self, name: str) -> None:
+        if current_context() is not self:
+            raise ContextError(
+                f"ReplicaContext.{name}: called outside the replica function it belongs "
+                "to. Call rx.get_replica_context() inside the function given to "
+                "strategy.run; outside, combine results with strategy.reduce or "
+                "strategy.gather."
+            )
+
+    def entered(self) -> AbstractContextManager[None]:
+        """Make this the current context of the thread."""
+        return entered_context(self)

@@ -1,0 +1,59 @@
+"""Where this thread is: in which strategy's scope, in which replica function."""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from replicax.errors import ContextError
+
+__all__ = ["Scope", "current_context", "current_strategy", "entered_context"]
+
+
+class _ThreadState(threading.local):
+    def __init__(self) -> None:
+        self.context: Any = None  # ReplicaContext
+        self.strategies: list[Any] = []  # Strategy, innermost last
+
+
+_state = _ThreadState()
+
+
+def current_context() -> Any:
+    """The `ReplicaContext` of the replica function traced in this thread, or None."""
+    return _state.context
+
+
+def current_strategy() -> Any:
+    """The strategy whose scope this thread is in, or None."""
+    return _state.strategies[-1] if _state.strategies else None
+
+
+@contextlib.contextmanager
+def entered_context(context: Any) -> Iterator[None]:
+    """Make `context` the thread's replica context; None hides an outer one."""
+    outer, _state.context = _state.context, context
+    try:
+        yield
+    finally:
+        _state.context = outer
+
+
+class Scope:
+    """`with strategy.scope():`. May be entered again while it is open."""
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy
+
+    def __enter__(self) -> Any:
+        outer = current_strategy()
+        if outer is not None and outer is not self._strategy:
+            raise ContextError(
+                f"{self._strategy!r}.scope: already inside the scope of {outer!r}. One "
+                "program has one strategy; leave the outer scope first."
+            )
+        _state.strategies.append(self._strategy)
+        return self._strategy
+
+    def __exit__(self, *exc_info: object) -> None:
+        _state.strategies.pop()

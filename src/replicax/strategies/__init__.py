@@ -1,0 +1,6 @@
+"""The strategies, one file each."""
+
+from replicax.strategies.mirrored import MirroredStrategy
+from replicax.strategies.one_device import OneDeviceStrategy
+
+__all__ = ["MirroredStrategy", "OneDeviceStrategy"]

@@ -1,0 +1,29 @@
+"""OneDeviceStrategy: one replica, on a device of choice."""
+
+import jax
+
+from replicax.devices import resolve_devices
+from replicax.strategy import Strategy
+
+__all__ = ["OneDeviceStrategy"]
+
+
+class OneDeviceStrategy(Strategy):
+    """One replica on one device, to try code that will run on many.
+
+    (TF: `tf.distribute.OneDeviceStrategy`.)
+
+    Args:
+        device: Device string such as `"gpu:0"` or `"/cpu:0"`, or a JAX device.
+
+    Raises:
+        DeviceError: If there is no such device.
+
+    Example:
+        >>> import replicax as rx
+        >>> rx.OneDeviceStrategy("/cpu:0").num_replicas_in_sync
+        1
+    """
+
+    def __init__(self, device: str | jax.Device) -> None:
+        super().__init__(resolve_devices([device], "OneDeviceStrategy"))

@@ -1,0 +1,515 @@
+"""Strategy: where a program's replicas run, and what a user calls."""
+
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from replicax import fingerprints
+from replicax.arguments import Kind, flatten_call
+from replicax.cache import ProgramCache, describe, unwrap_partial
+from replicax.collectives import CrossDeviceOps, NcclAllReduce, ReduceOp, ReplicaAxis
+from replicax.devices import check_cpu_pool, device_name
+from replicax.errors import ContextError, DeviceError, DivergenceError
+from replicax.input import (
+    DistributedDataset,
+    DistributedDatasetFromFunction,
+    InputContext,
+    numpy_dataset,
+)
+from replicax.keras import internals
+from replicax.program import Program, ReplicaGroup
+from replicax.replica import ReplicaContext
+from replicax.scope import Scope, current_context, current_strategy
+from replicax.values import PerReplica
+
+__all__ = [
+    "Strategy",
+    "get_replica_context",
+    "get_strategy",
+    "has_strategy",
+    "in_cross_replica_context",
+]
+
+_AXIS = "replica"
+
+
+class Strategy:
+    """Runs the same function as several replicas that stay in step.
+
+    The base of all strategies; make one of those. (TF: `tf.distribute.Strategy`.)
+
+    Args:
+        devices: One device per replica.
+        cross_device_ops: How gradients are summed over them.
+        check_replicas_every: Compare the replicas' copies of the variables after every
+            that many steps and raise on a difference. None: never by itself.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[jax.Device],
+        cross_device_ops: CrossDeviceOps | None = None,
+        *,
+        check_replicas_every: int | None = None,
+    ) -> None:
+        if check_replicas_every is not None and check_replicas_every < 1:
+            raise ValueError(
+                f"{type(self).__name__}: check_replicas_every must be at least 1 or "
+                f"None; got {check_replicas_every!r}."
+            )
+        check_cpu_pool(devices)
+        names = tuple(map(device_name, devices))
+        self._group = ReplicaGroup(
+            strategy=self,
+            mesh=Mesh(np.array(devices), (_AXIS,)),
+            axis=ReplicaAxis(name=_AXIS, devices=names, num_per_host=len(names)),
+            cross_device_ops=cross_device_ops or NcclAllReduce(),
+        )
+        # Programs and variables meet these shardings all the time: one object each.
+        self._mirrored = self._group.mirrored
+        self._per_replica = self._group.per_replica
+        self._programs = ProgramCache()
+        self._variables: list[weakref.ref[Any]] = []
+        self._check_every = check_replicas_every
+        self._num_steps = 0
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(self._group.axis.devices)})"
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Number of replicas; the global batch is this many times a replica's."""
+        return self._group.axis.size
+
+    @property
+    def group(self) -> ReplicaGroup:
+        """The replicas, for programs."""
+        return self._group
+
+    @property
+    def programs(self) -> ProgramCache:
+        """The compiled programs of this strategy."""
+        return self._programs
+
+    def scope(self) -> Scope:
+        """A context manager: variables created in it are mirrored on all replicas.
+
+        Create and compile models in it. May be nested and entered from any thread.
+
+        Raises:
+            ContextError: On entering, inside the scope of another strategy.
+
+        Example:
+            >>> import keras, replicax as rx
+            >>> strategy = rx.MirroredStrategy()
+            >>> with strategy.scope():
+            ...     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+            ...     model.compile(optimizer="sgd", loss="mse")
+        """
+        return Scope(self)
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run `fn` on every replica at once, as one compiled program.
+
+        `fn` is traced like any `jax.jit` function. The first call with new shapes
+        compiles; keep shapes the same. The call returns before the devices are done.
+
+        Args:
+            fn: The replica function. May read and assign Keras variables, use
+                `rx.GradientTape`, and call `optimizer.apply`, which sums gradients over
+                the replicas first.
+            args: Its arguments, any pytrees. A `PerReplica` (a distributed batch) gives
+                each replica its entry; arrays and numbers go to all replicas alike;
+                booleans, strings and other objects are compiled in.
+            kwargs: Keyword arguments, likewise.
+
+        Returns:
+            What `fn` returns, each array as a `PerReplica` of all replicas' values.
+
+        Raises:
+            ContextError: Inside a replica function or a JAX transformation, or for a
+                variable that was not created in this strategy's scope.
+            DivergenceError: If a mirrored variable is assigned a value that differs
+                between replicas.
+
+        Example:
+            >>> import replicax as rx
+            >>> strategy = rx.MirroredStrategy()
+            >>> def replica_fn(x):
+            ...     return x * (1 + rx.get_replica_context().replica_id_in_sync_group)
+            >>> total = strategy.reduce("sum", strategy.run(replica_fn, (2.0,)))
+            >>> n = strategy.num_replicas_in_sync
+            >>> float(total) == 2.0 * sum(range(1, n + 1))
+            True
+        """
+        self._require_cross_replica("run")
+        fn, args, kwargs = unwrap_partial(fn, tuple(args), dict(kwargs or {}))
+        key, arrays, make_arguments = flatten_call(args, kwargs, self._place)
+        with self.scope():
+            program = self._programs.get(
+                fn, key, lambda: self._program(fn, make_arguments(), arrays)
+            )
+            values = internals.read_values(program.variables)
+            out, new = self.call(program, values, arrays)
+            internals.write_values(program.written, new)
+        return jax.tree.map(PerReplica, out)
+
+    def call(
+        self, program: Program, values: Sequence[Any], arrays: Sequence[Any]
+    ) -> tuple[Any, list[Any]]:
+        """Run a program on this strategy, with the check that was asked for."""
+        out, new = program(values, arrays)
+        self._num_steps += 1
+        if self._check_every and self._num_steps % self._check_every == 0:
+            self._raise_if_different(program.written, new)
+        return out, new
+
+    def reduce(
+        self, reduce_op: ReduceOp | str, value: Any, axis: int | None = None
+    ) -> Any:
+        """Combine the replicas' values into one.
+
+        Args:
+            reduce_op: `ReduceOp.SUM` or `ReduceOp.MEAN`.
+            value: A `PerReplica`, or a pytree with such leaves.
+            axis: None combines the replicas' values element by element. A dimension of
+                the per-replica value is reduced as well: with 2 replicas that hold
+                `[1, 2]` and `[3, 4]`, SUM over None gives `[4, 6]` and over 0 gives 10.
+
+        Returns:
+            Arrays of the per-replica shape, without `axis`.
+
+        Raises:
+            ContextError: Inside a replica function.
+            ValueError: For an unknown operation or axis, or for SUM of a value that is
+                no `PerReplica` where there are several replicas.
+        """
+        self._require_cross_replica("reduce")
+        op = ReduceOp.of(reduce_op, "Strategy.reduce")
+
+        def reduce_leaf(leaf: Any) -> Any:
+            if not isinstance(leaf, PerReplica):
+                leaf = self._same_on_all(op, leaf)
+            return _reduce(leaf.array, op, _checked_axis(leaf, axis, "reduce"))
+
+        return _map_values(reduce_leaf, value)
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """Concatenate the replicas' values along dimension `axis`.
+
+        Args:
+            value: A `PerReplica` of rank 1 or more, or a pytree with such leaves.
+            axis: Dimension of the per-replica value.
+
+        Returns:
+            Arrays: per-replica `[b, d]` gives `[R*b, d]` along 0.
+
+        Raises:
+            ContextError: Inside a replica function.
+            ValueError: For scalars or an unknown axis.
+        """
+        self._require_cross_replica("gather")
+
+        def gather_leaf(leaf: Any) -> Any:
+            if not isinstance(leaf, PerReplica):
+                leaf = PerReplica(jnp.stack([jnp.asarray(leaf)] * self.num_replicas_in_sync))
+            return _gather(leaf.array, _checked_axis(leaf, axis, "gather"))
+
+        return _map_values(gather_leaf, value)
+
+    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+        """This process' values of a `PerReplica`, one per local replica, as a tuple."""
+        return value.values if isinstance(value, PerReplica) else (value,)
+
+    def experimental_distribute_dataset(
+        self,
+        dataset: Any,
+        *,
+        remainder: str = "drop",
+        batch_size: int | None = None,
+        prefetch: int = 2,
+    ) -> DistributedDataset:
+        """Split every batch of a dataset over the replicas, ahead of the steps.
+
+        Args:
+            dataset: Yields **global** batches, pytrees of arrays `[B, ...]`: a Grain
+                dataset, `keras.utils.PyDataset`, `tf.data.Dataset`, torch `DataLoader`,
+                or any iterable. An array, or a tuple or dict of arrays, is cut into
+                batches of `batch_size`.
+            remainder: What to do with a batch that does not divide by the replicas:
+                `"drop"` its last examples (logged), `"pad"` it and yield
+                `(batch, mask)` for every batch, or raise an `"error"`.
+            batch_size: Global batch size for arrays.
+            prefetch: Number of batches placed on the devices ahead of the step.
+
+        Returns:
+            An iterable of batches with `PerReplica` leaves, for `run`.
+        """
+        return DistributedDataset(
+            dataset,
+            self._group.mesh,
+            remainder=remainder,
+            batch_size=batch_size,
+            prefetch=prefetch,
+        )
+
+    def distribute_datasets_from_function(
+        self,
+        dataset_fn: Callable[[InputContext], Iterable[Any]],
+        *,
+        remainder: str = "drop",
+        prefetch: int = 2,
+    ) -> DistributedDatasetFromFunction:
+        """A distributed dataset from a function that makes per-replica batches.
+
+        Args:
+            dataset_fn: Gets an `InputContext` and returns a dataset whose batches are
+                **per-replica**; one step takes as many of them as there are replicas.
+            remainder: As in `experimental_distribute_dataset`, for a last step with
+                fewer batches than replicas.
+            prefetch: Number of steps placed on the devices ahead.
+        """
+        context = InputContext(num_replicas_in_sync=self.num_replicas_in_sync)
+        return DistributedDatasetFromFunction(
+            dataset_fn, self._group.mesh, context, remainder=remainder, prefetch=prefetch
+        )
+
+    def experimental_make_numpy_dataset(self, numpy_input: Any) -> Any:
+        """A `grain.MapDataset` of the examples in a pytree of arrays `[N, ...]`.
+
+        Shuffle and batch it, then hand it to `experimental_distribute_dataset`.
+        """
+        return numpy_dataset(numpy_input)
+
+    def experimental_distribute_values_from_function(
+        self, value_fn: Callable[[Any], Any]
+    ) -> PerReplica:
+        """A `PerReplica` from `value_fn(context)`, called once per replica.
+
+        `context.replica_id_in_sync_group` is the replica's number, an int.
+        """
+        rows = [value_fn(_ValueContext(i, self.num_replicas_in_sync))
+                for i in range(self.num_replicas_in_sync)]  # fmt: skip
+        return jax.tree.map(
+            lambda *xs: PerReplica(
+                jax.device_put(np.stack(list(map(np.asarray, xs))), self._per_replica)
+            ),
+            *rows,
+        )
+
+    def check_replicas(self, variables: Iterable[Any] | None = None) -> None:
+        """Compare the replicas' copies of mirrored variables, bit by bit.
+
+        Args:
+            variables: Keras variables; defaults to all that were created in the scope.
+
+        Raises:
+            DivergenceError: Naming the variables that differ and the replicas.
+        """
+        if variables is None:
+            known = (ref() for ref in self._variables)
+            variables = [v for v in known if v is not None]
+        variables = [v for v in variables if internals.has_value(v)]
+        self._raise_if_different(variables, internals.read_values(variables))
+
+    # What Keras hooks and programs need.
+
+    def own(self, variable: Any) -> None:
+        """Mirror a variable that is created in this strategy's scope."""
+        internals.set_layout(variable, self._mirrored)
+        self._variables.append(weakref.ref(variable))
+        if len(self._variables) % 1024 == 0:
+            self._variables = [ref for ref in self._variables if ref() is not None]
+
+    def require_owned(self, variables: Iterable[Any], caller: str) -> None:
+        """Raise unless each variable was created in this strategy's scope."""
+        for variable in variables:
+            layout = internals.layout_of(variable)
+            if layout is None:
+                self._meet_outsider(variable, caller)
+            elif layout != self._mirrored:
+                raise ContextError(
+                    f"{caller}: variable {variable.path!r} was created in the scope of "
+                    f"another strategy (placed as {layout}), not of {self!r}. Create "
+                    "and use a model with the same strategy."
+                )
+
+    def _meet_outsider(self, variable: Any, caller: str) -> None:
+        raise ContextError(
+            f"{caller}: variable {variable.path!r} was created outside the scope of "
+            f"{self!r}. Create layers, models, metrics and optimizers, and call "
+            "compile, under `with strategy.scope():`."
+        )
+
+    def _program(self, fn: Any, arguments: Any, arrays: Sequence[Any]) -> Program:
+        program = Program(fn, self._group, arguments, arrays)
+        self.require_owned(program.variables, f"run({describe(fn)})")
+        return program
+
+    def _place(self, array: Any, kind: Kind) -> Any:
+        if isinstance(array, jax.core.Tracer):
+            raise ContextError(
+                "Strategy.run: called inside a JAX transformation such as jax.jit. "
+                "run compiles by itself; take the decorator away (like @tf.function)."
+            )
+        if kind is Kind.PER_REPLICA:
+            if array.shape[:1] != (self.num_replicas_in_sync,):
+                raise ValueError(
+                    f"Strategy.run: a PerReplica argument holds {array.shape[0]} values "
+                    f"but {self!r} has {self.num_replicas_in_sync} replicas. Pass a "
+                    "value made by this strategy."
+                )
+            if getattr(array, "sharding", None) != self._per_replica:
+                return jax.device_put(array, self._per_replica)
+        elif isinstance(array, jax.Array) and array.committed:
+            return jax.device_put(array, self._mirrored)
+        return array
+
+    def _same_on_all(self, op: ReduceOp, value: Any) -> PerReplica:
+        if op is ReduceOp.SUM and self.num_replicas_in_sync > 1:
+            raise ValueError(
+                f"Strategy.reduce: got {value!r}, which is no PerReplica value, so what "
+                "its sum over replicas should be is not clear. Pass what strategy.run "
+                "returned."
+            )
+        return PerReplica(jnp.asarray(value)[None])
+
+    def _require_cross_replica(self, name: str) -> None:
+        if current_context() is not None:
+            raise ContextError(
+                f"Strategy.{name}: called inside a replica function. Call it outside, on "
+                "what strategy.run returns; inside, use "
+                "rx.get_replica_context().all_reduce or .all_gather."
+            )
+
+    def _raise_if_different(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
+        prints = fingerprints.per_replica(values, self._group.mesh, _AXIS)
+        differing = np.flatnonzero((prints != prints[:1]).any(axis=0))
+        if not differing.size:
+            return
+        found = "; ".join(
+            f"{variables[i].path!r} on replicas "
+            f"{np.flatnonzero(prints[:, i] != prints[0, i]).tolist()}"
+            for i in differing
+        )
+        raise DivergenceError(
+            f"Strategy.check_replicas: copies differ from replica 0's: {found}. The "
+            "replicas have drifted apart; restart from a checkpoint, and look for "
+            "host callbacks or random numbers outside Keras' SeedGenerator in the step."
+        )
+
+
+class DefaultStrategy(Strategy):
+    """What `get_strategy()` answers outside any scope: one replica, here.
+
+    Unlike the others it also runs variables that were created outside its scope.
+    """
+
+    def __init__(self) -> None:
+        super().__init__([jax.local_devices()[0]])
+
+    def _meet_outsider(self, variable: Any, caller: str) -> None:
+        internals.set_layout(variable, self._mirrored)
+
+
+class _ValueContext:
+    """Which replica a value is made for. (TF: `tf.distribute.experimental.ValueContext`.)"""
+
+    def __init__(self, replica_id: int, num_replicas: int) -> None:
+        self.replica_id_in_sync_group = replica_id
+        self.num_replicas_in_sync = num_replicas
+
+
+@functools.cache
+def _default_strategy() -> DefaultStrategy:
+    return DefaultStrategy()
+
+
+def get_strategy() -> Strategy:
+    """The strategy in scope, or the default one of a single replica.
+
+    (TF: `tf.distribute.get_strategy`.)
+    """
+    context = current_context()
+    if context is not None:
+        return context.strategy
+    return current_strategy() or _default_strategy()
+
+
+def has_strategy() -> bool:
+    """Whether a strategy's scope is open in this thread."""
+    return current_strategy() is not None
+
+
+def in_cross_replica_context() -> bool:
+    """Whether this is inside a scope but not in a replica function."""
+    return has_strategy() and current_context() is None
+
+
+class _NoReplicaContext:
+    """Stands for the context where there is none: false, and an error when used."""
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        raise ContextError(
+            f"get_replica_context().{name}: used outside a replica function. Use it in "
+            "the function given to strategy.run; outside, combine what run returns with "
+            "strategy.reduce or strategy.gather."
+        )
+
+
+_no_context = _NoReplicaContext()
+
+
+def get_replica_context() -> ReplicaContext:
+    """The context of the replica function that is running.
+
+    (TF: `tf.distribute.get_replica_context`.)
+
+    Returns:
+        The context. Outside a replica function, an object that is false and whose use
+        raises `ContextError`.
+    """
+    return current_context() or _no_context
+
+
+def _map_values(fn: Callable[[Any], Any], tree: Any) -> Any:
+    return jax.tree.map(fn, tree, is_leaf=lambda x: isinstance(x, PerReplica))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _reduce(array: jax.Array, op: ReduceOp, axis: int | None) -> jax.Array:
+    dims = 0 if axis is None else (0, axis + 1)
+    return array.sum(dims) if op is ReduceOp.SUM else array.mean(dims)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _gather(array: jax.Array, axis: int) -> jax.Array:
+    return jnp.concatenate(list(itertools.islice(array, array.shape[0])), axis)
+
+
+def _checked_axis(value: PerReplica, axis: int | None, name: str) -> Any:
+    rank = value.array.ndim - 1
+    if axis is None:
+        return None
+    if rank == 0 or not -rank <= axis < rank:
+        raise ValueError(
+            f"Strategy.{name}: axis={axis} is out of range for per-replica values of "
+            f"shape {tuple(value.array.shape[1:])}."
+            + (" Return at least rank 1 from the replica function." if not rank else "")
+        )
+    return axis % rank

@@ -1,0 +1,52 @@
+"""Eight logical CPU devices for the whole run, and checks that tests clean up."""
+
+import replicax as rx
+
+rx.set_logical_devices(8)
+
+import threading  # noqa: E402
+from collections.abc import Iterator  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+import keras  # noqa: E402
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+from sklearn.datasets import load_digits  # noqa: E402
+
+from replicax.scope import current_context, current_strategy  # noqa: E402
+
+DATA = Path(__file__).parents[2] / "shared" / "data"
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind() -> Iterator[None]:
+    """Same random numbers for every test; no open scope and no thread afterwards."""
+    keras.utils.set_random_seed(0)
+    before = set(threading.enumerate())
+    yield
+    assert current_strategy() is None, "the test left a strategy's scope open"
+    assert current_context() is None, "the test left a replica context open"
+    left = [t for t in set(threading.enumerate()) - before if t.name.startswith("replicax")]
+    for thread in left:
+        thread.join(timeout=5)
+    assert not [t for t in left if t.is_alive()], f"threads still running: {left}"
+
+
+@pytest.fixture(scope="session")
+def digits() -> tuple[np.ndarray, np.ndarray]:
+    """1,797 real 8x8 digits: `float32[1797, 64]` in 0..1 and `int32[1797]`."""
+    images, labels = load_digits(return_X_y=True)
+    return (images / 16).astype("float32"), labels.astype("int32")
+
+
+def mirrored(num_replicas: int) -> rx.MirroredStrategy:
+    """A MirroredStrategy over the first `num_replicas` logical devices."""
+    return rx.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
+
+
+@pytest.fixture
+def data_dir() -> Path:
+    """The folder with MNIST and the image sets; tests that need it skip without."""
+    if not DATA.is_dir():
+        pytest.skip(f"data folder {DATA.name} is not here")
+    return DATA

@@ -1,0 +1,254 @@
+import gc
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import traceback
+import weakref
+
+import pytest
+
+from replicax.input.prefetch import prefetch
+
+DEPTHS = [0, 1, 2, 10]
+
+
+def wait_until(condition, timeout_s=10.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "the condition never became true"
+        time.sleep(0.002)
+
+
+def producers():
+    return [t for t in threading.enumerate() if t.name == "replicax-prefetch"]
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    yield
+    gc.collect()
+    wait_until(lambda: not producers())
+
+
+class Source:
+    """Counts what is asked of it."""
+
+    def __init__(self, size=None, fail_at=None):
+        self.size, self.fail_at = size, fail_at
+        self.position, self.num_closed = 0, 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.position == self.size:
+            raise StopIteration
+        if self.position == self.fail_at:
+            raise OSError("the disk is gone")
+        self.position += 1
+        return self.position - 1
+
+    def close(self):
+        self.num_closed += 1
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_yields_everything_in_order_and_closes_the_source(depth):
+    source = Source(50)
+    iterator = prefetch(lambda: source, depth)
+    assert list(iterator) == list(range(50))
+    assert list(iterator) == []
+    assert source.num_closed == 1
+    wait_until(lambda: not producers())
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_empty_source(depth):
+    assert list(prefetch(lambda: (), depth)) == []
+
+
+@pytest.mark.parametrize("depth", [1, 2, 10])
+def test_runs_at_most_depth_items_ahead(depth):
+    source = Source()
+    iterator = prefetch(lambda: source, depth)
+    wait_until(lambda: source.position == depth)
+    for taken in range(1, 6):
+        next(iterator)
+        wait_until(lambda expected=taken + depth: source.position == expected)
+        time.sleep(0.02)
+        assert source.position == taken + depth
+
+
+def test_depth_zero_uses_no_thread():
+    thread = next(prefetch(lambda: iter(threading.current_thread, None), 0))
+    assert thread is threading.current_thread()
+    thread = next(prefetch(lambda: iter(threading.current_thread, None), 1))
+    assert thread.name == "replicax-prefetch"
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_error_arrives_at_its_position_with_its_traceback(depth):
+    source = Source(fail_at=3)
+    iterator = prefetch(lambda: source, depth)
+    assert [next(iterator) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(OSError, match="the disk is gone") as caught:
+        next(iterator)
+    frames = traceback.extract_tb(caught.value.__traceback__)
+    assert frames[-1].line == 'raise OSError("the disk is gone")'
+    assert list(iterator) == []
+    assert source.num_closed == 1
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_errors_that_are_no_exceptions_arrive_too(depth, error):
+    def source():
+        yield 0
+        raise error("now")
+
+    iterator = prefetch(source, depth)
+    assert next(iterator) == 0
+    with pytest.raises(error, match="now"):
+        next(iterator)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_stop_iteration_while_making_the_iterator_is_an_error(depth):
+    with pytest.raises(RuntimeError, match="raised StopIteration"):
+        next(prefetch(lambda: next(iter(())), depth))
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("num_taken", [0, 1, 5])
+def test_close_ends_the_stream_and_closes_the_source(depth, num_taken):
+    source = Source()
+    iterator = prefetch(lambda: source, depth)
+    for _ in range(num_taken):
+        next(iterator)
+    iterator.close()
+    assert list(iterator) == []
+    # A generator that never ran has nothing to close.
+    wait_until(lambda: source.num_closed or depth == num_taken == 0)
+
+
+def test_abandoned_consumer_ends_the_thread():
+    closed = threading.Event()
+
+    def source():
+        try:
+            while True:
+                yield 0
+        finally:
+            closed.set()
+
+    for _ in prefetch(source, 3):
+        break
+    assert closed.wait(10)
+
+
+def test_consumer_in_a_reference_cycle_ends_the_thread():
+    class Owner:
+        pass
+
+    owner = Owner()
+    owner.self, owner.iterator = owner, prefetch(Source, 2)  # pyright: ignore
+    assert next(owner.iterator) == 0  # pyright: ignore
+    del owner
+    gc.collect()
+    wait_until(lambda: not producers())
+
+
+def test_collection_in_the_producer_thread_does_not_deadlock():
+    # Every item the producer makes collects garbage, and with it consumers.
+    class Owner:
+        pass
+
+    def source():
+        while True:
+            gc.collect()
+            yield 0
+
+    for _ in range(30):
+        owner = Owner()
+        owner.self, owner.iterator = owner, prefetch(source, 2)  # pyright: ignore
+        next(owner.iterator)  # pyright: ignore
+        del owner
+    gc.collect()
+    wait_until(lambda: not producers())
+
+
+def test_items_are_freed_when_the_consumer_lets_go_of_them():
+    class Item:
+        pass
+
+    made: list[weakref.ref[Item]] = []
+
+    class Items(Source):
+        def __next__(self):
+            item = Item()
+            made.append(weakref.ref(item))
+            return item
+
+    iterator = prefetch(Items, 2)
+    for _ in range(10):
+        next(iterator)
+    wait_until(lambda: len(made) == 12)
+    wait_until(lambda: sum(ref() is not None for ref in made) == 2)
+    iterator.close()
+    wait_until(lambda: not any(ref() for ref in made))
+
+
+def test_close_from_another_thread_wakes_a_waiting_consumer():
+    never, taken = threading.Event(), []
+
+    def source():
+        yield 1
+        never.wait(10)
+
+    iterator = prefetch(source, 2)
+    consumer = threading.Thread(target=lambda: taken.extend(iterator))
+    consumer.start()
+    wait_until(lambda: taken == [1])
+    iterator.close()
+    never.set()
+    consumer.join(10)
+    assert not consumer.is_alive()
+
+
+def test_waits_without_using_the_processor():
+    iterator = prefetch(Source, 2)
+    next(iterator)
+    start = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - start < 0.1
+
+
+def test_negative_depth():
+    with pytest.raises(ValueError, match="depth=-1"):
+        prefetch(Source, -1)
+
+
+def test_program_may_end_in_the_middle_of_an_iteration():
+    code = """
+        import itertools
+        import numpy as np
+        import jax
+        from jax.sharding import Mesh
+        from replicax.input import DistributedDataset
+        mesh = Mesh(np.array(jax.devices()[:1]), ("replica",))
+        x = np.zeros((64, 1024), np.float32)
+        iterator = iter(DistributedDataset(itertools.repeat(x), mesh))
+        for _ in range(20):
+            next(iterator)
+    """
+    for _ in range(3):
+        ended = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(code)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert (ended.returncode, ended.stderr) == (0, "")

@@ -1,0 +1,141 @@
+"""The command line, in this process and as a process of its own."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+
+import jax
+import pytest
+from typer.testing import CliRunner, Result
+
+from replicax.cli import app
+
+CLUSTER = {
+    "cluster": {"worker": ["a:2222", "b:2222"]},
+    "task": {"type": "worker", "index": 1},
+}
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No TF_CONFIG, wide lines, and no trace of the variable that `info` sets."""
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def info_json() -> dict:
+    return json.loads(invoke("info", "--json").stdout)
+
+
+def test_info_names_devices_versions_and_strategy() -> None:
+    result = invoke("info")
+    assert result.exit_code == 0, result.output
+    device = jax.local_devices()[0]
+    assert f"{jax.local_device_count()} x {device.platform}" in result.output
+    assert f"jax {jax.__version__}" in result.output
+    assert re.search(r"TF_CONFIG +not set", result.output)
+    assert re.search(r"fits here +\w+Strategy", result.output)
+
+
+def test_info_as_json() -> None:
+    report = info_json()
+    assert report["errors"] == []
+    assert report["backend"] == jax.default_backend()
+    assert sum(group["count"] for group in report["devices"]) == jax.device_count()
+    assert report["versions"]["jax"] == jax.__version__
+    assert report["tf_config"] is None
+    assert report["recommendation"]["strategy"].endswith("Strategy")
+
+
+def test_info_understands_tf_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TF_CONFIG", json.dumps(CLUSTER))
+    result = invoke("info")
+    assert result.exit_code == 0, result.output
+    assert "cluster: 2 worker; this process: worker 1" in result.output
+    assert "MultiWorkerMirroredStrategy" in result.output
+
+    report = info_json()
+    assert report["tf_config"] == {
+        "cluster": CLUSTER["cluster"],
+        "task_type": "worker",
+        "task_index": 1,
+    }
+
+
+@pytest.mark.parametrize("text", ["", "  "])
+def test_a_blank_tf_config_is_none(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TF_CONFIG", text)
+    result = invoke("info")
+    assert result.exit_code == 0
+    assert re.search(r"TF_CONFIG +not set", result.output)
+
+
+def test_info_says_what_is_wrong_with_tf_config(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TF_CONFIG", "{oops [red]")
+    result = invoke("info")
+    assert result.exit_code == 1
+    assert re.search(r"TF_CONFIG +malformed", result.output)
+    assert "line 1, column 2; got '{oops [red]'" in result.output
+    assert "fits here" not in result.output  # The cluster is unknown.
+
+    report = info_json()
+    assert report["recommendation"] is None
+    assert len(report["errors"]) == 1
+
+
+def test_info_without_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_devices() -> None:
+        raise RuntimeError("Unable to initialize backend 'tpu'")
+
+    monkeypatch.setattr(jax, "local_devices", no_devices)
+    result = invoke("info")
+    assert result.exit_code == 1
+    assert "JAX finds no devices" in result.output
+    assert "Unable to initialize backend 'tpu'" in result.output
+
+
+def test_info_warns_of_a_pool_with_too_few_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if jax.default_backend() != "cpu" or jax.local_device_count() < 2:
+        pytest.skip("needs several CPU devices")
+    monkeypatch.setenv("NPROC", "1")
+    assert "share a pool of 1 threads" in invoke("info").output
+
+
+def test_version() -> None:
+    result = invoke("--version")
+    assert result.exit_code == 0
+    assert re.fullmatch(r"replicax \d+\.\d+\.\d+\S*\n", result.output)
+
+
+def test_the_script_in_a_process_of_its_own() -> None:
+    script = shutil.which("replicax", path=sysconfig.get_path("scripts"))
+    command = [script] if script else [sys.executable, "-c", _MAIN]
+    process = subprocess.run(
+        [*command, "info", "--json"],
+        env={**os.environ, "TF_CONFIG": "[]", "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert process.returncode == 1, process.stderr
+    report = json.loads(process.stdout)
+    assert report["backend"] == "cpu"
+    assert "the value is not a JSON object" in report["errors"][0]
+    assert "Traceback" not in process.stderr
+
+
+_MAIN = "from replicax.cli import main; main()"
