@@ -1,11 +1,6 @@
 """replicax: tf.distribute's Strategy for Keras 3 on JAX."""
 
-import os
-import sys
-
-if "keras" not in sys.modules:
-    os.environ.setdefault("KERAS_BACKEND", "jax")
-
+import replicax._backend  # noqa: F401  First: it settles Keras' backend.
 from replicax import losses, schedules
 from replicax.collectives import (
     CrossDeviceOps,

@@ -125,9 +125,9 @@ class ProgramCache:
         cells = getattr(getattr(fn, "__func__", fn), "__closure__", None) or ()
         names = ", ".join(code.co_freevars[: len(cells)]) or "its defaults"
         _logger.warning(
-            "%s has been compiled %d times because it is made anew with other closed-over "
-            "values (%s) each time. Define it once outside the loop and pass what changes "
-            "through args; every new version costs a compilation.",
+            "%s has been compiled %d times because it is made anew with other "
+            "closed-over values (%s) each time. Define it once outside the loop and "
+            "pass what changes through args; every new version costs a compilation.",
             describe(fn),
             len(versions),
             names,

@@ -24,7 +24,10 @@ __all__ = [
 
 
 class ReduceOp(enum.StrEnum):
-    """How values of the replicas are combined. (TF: `tf.distribute.ReduceOp`.)"""
+    """How values of the replicas are combined.
+
+    (TF: `tf.distribute.ReduceOp`.)
+    """
 
     SUM = "SUM"
     MEAN = "MEAN"
@@ -61,7 +64,9 @@ class ReplicaAxis:
 
 
 class CrossDeviceOps(ABC):
-    """How gradients are summed over replicas. (TF: `tf.distribute.CrossDeviceOps`.)
+    """How gradients are summed over replicas.
+
+    (TF: `tf.distribute.CrossDeviceOps`.)
 
     A subclass writes `sum`; it is traced into the step's program, so it may use any JAX
     collective on `axis.name`.
@@ -122,13 +127,9 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
         across = [[start + i for start in starts] for i in range(size)]
         flat = jnp.ravel(value)
         padded = jnp.pad(flat, (0, -flat.size % size))
-        part = lax.psum_scatter(
-            padded, axis.name, axis_index_groups=inside, tiled=True
-        )
+        part = lax.psum_scatter(padded, axis.name, axis_index_groups=inside, tiled=True)
         part = lax.psum(part, axis.name, axis_index_groups=across)
-        whole = lax.all_gather(
-            part, axis.name, axis_index_groups=inside, tiled=True
-        )
+        whole = lax.all_gather(part, axis.name, axis_index_groups=inside, tiled=True)
         return whole[: flat.size].reshape(jnp.shape(value))
 
 

@@ -3,14 +3,21 @@
 import os
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 
 from replicax.errors import DeviceError
 
-__all__ = ["default_devices", "device_name", "resolve_devices", "set_logical_devices"]
+Device = Any  # jax.Device, which type checkers take for a variable.
 
-Device = jax.Device
+__all__ = [
+    "Device",
+    "default_devices",
+    "device_name",
+    "resolve_devices",
+    "set_logical_devices",
+]
 
 _PATTERN = re.compile(
     r"^(?:/job:\w+)?(?:/replica:\d+)?(?:/task:\d+)?/?(?:device:)?"
@@ -65,8 +72,8 @@ def _threads_needed(num_devices: int) -> int:
 
 def check_cpu_pool(devices: Sequence[Device]) -> None:
     """Refuse several CPU devices over a thread pool in which collectives can hang."""
-    num_cpu = sum(d.platform == "cpu" and d.process_index == jax.process_index()
-                  for d in devices)  # fmt: skip
+    here = jax.process_index()
+    num_cpu = sum(d.platform == "cpu" and d.process_index == here for d in devices)
     threads = int(os.environ.get("NPROC") or os.cpu_count() or 1)
     if num_cpu > 1 and threads < 2 * num_cpu:
         raise DeviceError(
@@ -113,7 +120,7 @@ def resolve_devices(devices: Sequence[str | Device], caller: str) -> list[Device
 
 
 def _resolve(device: str | Device, caller: str) -> Device:
-    if isinstance(device, Device):
+    if isinstance(device, jax.Device):
         return device
     match = _PATTERN.match(device) if isinstance(device, str) else None
     if match is None:
@@ -144,6 +151,7 @@ def _hint(platform: str, index: int) -> str:
 
 
 def device_name(device: Device) -> str:
+    """A device's string, such as `"gpu:0"`."""
     local = jax.local_devices(backend=device.platform)
     return f"{_short_platform(device)}:{local.index(device)}"
 

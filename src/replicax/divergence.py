@@ -60,15 +60,17 @@ class _Pass:
         for eqn in jaxpr.eqns:
             outs = self._propagate(eqn, [of(a) for a in eqn.invars])
             if self._axis_name is None:
-                outs = [m if _differentiable(v) else 0
-                        for m, v in zip(outs, eqn.outvars, strict=True)]  # fmt: skip
+                pairs = zip(outs, eqn.outvars, strict=True)
+                outs = [mark if _differentiable(v) else 0 for mark, v in pairs]
             known.update(zip(eqn.outvars, outs, strict=True))
         return [of(a) for a in jaxpr.outvars]
 
     def _propagate(self, eqn: Eqn, ins: list[int]) -> list[int]:
         name = eqn.primitive.name
         if name == "axis_index" and self._axis_name is not None:
-            return [int(eqn.params["axis_name"] in (self._axis_name, (self._axis_name,)))]
+            return [
+                int(eqn.params["axis_name"] in (self._axis_name, (self._axis_name,)))
+            ]
         if self._washes(eqn, name):
             return [0] * len(eqn.outvars)
         if name == "scan":
@@ -123,9 +125,7 @@ class _Pass:
         return _fixpoint(step, ins[n_cond + n_body :])
 
     def _cond(self, eqn: Eqn, ins: list[int]) -> list[int]:
-        branches = [
-            self.outputs(_open(b), ins[1:]) for b in eqn.params["branches"]
-        ]
+        branches = [self.outputs(_open(b), ins[1:]) for b in eqn.params["branches"]]
         # Replicas may take different branches where the choice differs.
         return [_union(marks) | ins[0] for marks in zip(*branches, strict=True)]
 

@@ -32,8 +32,8 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """A function that returns `loss_fn`'s value and its gradients for Keras variables.
 
-    What `loss_fn` writes to variables (metrics, moving statistics) is kept. Works inside
-    a replica function and outside. (JAX: `jax.value_and_grad`.)
+    What `loss_fn` writes to variables (metrics, moving statistics) is kept. Works
+    inside a replica function and outside. (JAX: `jax.value_and_grad`.)
 
     Args:
         loss_fn: Returns a scalar loss, or `(loss, aux)` with `has_aux`.
@@ -240,7 +240,9 @@ class GradientTape:
             reached |= mark
         values, pullback = jax.vjp(jex_core.jaxpr_as_fun(closed), *deltas)
         seeds = weights or [jnp.ones_like(v) for v in values]
-        grads = pullback([jnp.asarray(w, v.dtype) for w, v in zip(seeds, values, strict=True)])
+        grads = pullback(
+            [jnp.asarray(w, v.dtype) for w, v in zip(seeds, values, strict=True)]
+        )
         return [g if reached & m else None for g, m in zip(grads, marks, strict=True)]
 
     def _place(self, source: Any) -> Any:
@@ -268,8 +270,8 @@ class GradientTape:
         run = _current_run(f"GradientTape.{name}")
         if run is not self._run:
             raise ContextError(
-                f"GradientTape.{name}: the tape was not entered in this call of the step "
-                "function. Write `with rx.GradientTape() as tape:` inside it."
+                f"GradientTape.{name}: the tape was not entered in this call of the "
+                "step function. Write `with rx.GradientTape() as tape:` inside it."
             )
         return run
 
@@ -365,8 +367,8 @@ class StepRun:
         except _Reached as reached:
             return reached.targets
         raise InternalError(
-            f"GradientTape.gradient: call number {self.stop_at} of the step function did "
-            "not happen when the function was traced again. Its Python code must take "
+            f"GradientTape.gradient: call number {self.stop_at} of the step function "
+            "did not happen when the function was traced again. Its Python code must take "
             "the same path each time."
         )
 
@@ -401,8 +403,8 @@ def _current_run(caller: str) -> StepRun:
     run = getattr(_local, "run", None)
     if run is None:
         raise ContextError(
-            f"{caller}: used outside a function run by strategy.run. Put the step into a "
-            "function and call strategy.run(step, args=...); without a strategy use "
+            f"{caller}: used outside a function run by strategy.run. Put the step into "
+            "a function and call strategy.run(step, args=...); without a strategy use "
             "rx.get_strategy().run, or rx.value_and_grad, which works anywhere."
         )
     return run

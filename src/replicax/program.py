@@ -1,10 +1,10 @@
 """A replica function becomes one XLA program.
 
-This is the one mechanism of the library; `strategy.run`, `fit`, `evaluate` and `predict`
-all come through here. In three steps:
+This is the one mechanism of the library; `strategy.run`, `fit`, `evaluate` and
+`predict` all come through here. In three steps:
 
-1. Discover: trace the function once, abstractly, and note which Keras variables it reads
-   and writes.
+1. Discover: trace the function once, abstractly, and note which Keras variables it
+   reads and writes.
 2. Compile: one `jax.jit(jax.shard_map(...))` over the replicas' devices. Variables and
    arrays go in, results and the written variables' new values come out.
 3. Write back: each written variable is combined over the replicas by its own
@@ -161,9 +161,7 @@ class Program:
 
     # Discover.
 
-    def _discover(
-        self, leaves: Sequence[Any]
-    ) -> tuple[list[Variable], list[Variable]]:
+    def _discover(self, leaves: Sequence[Any]) -> tuple[list[Variable], list[Variable]]:
         """The variables that `fn` writes, and those it only reads.
 
         The recording scope is entered outside the trace, so that variables which the
@@ -320,8 +318,8 @@ class Program:
         if diverging:
             names = ", ".join(f"{v.path!r} {v.shape}" for v in diverging)
             raise DivergenceError(
-                f"{self._name}: the value assigned to {names} differs between replicas, "
-                "but the variable must be equal on all of them. Create it with "
+                f"{self._name}: the value assigned to {names} differs between "
+                "replicas, but the variable must be equal on all of them. Create it with "
                 "aggregation='mean', 'sum' or 'only_first_replica' "
                 "(add_weight(..., aggregation=...)), or combine the value first: "
                 "rx.get_replica_context().all_reduce(rx.ReduceOp.MEAN, value)."

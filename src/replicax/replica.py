@@ -132,7 +132,9 @@ class ReplicaContext:
         def gather(x: Any) -> PerReplica:
             return PerReplica(lax.all_gather(jnp.asarray(x), self._axis.name))
 
-        merged_args, merged_kwargs = jax.tree.map(gather, (tuple(args), dict(kwargs or {})))
+        merged_args, merged_kwargs = jax.tree.map(
+            gather, (tuple(args), dict(kwargs or {}))
+        )
         with entered_context(None):
             result = merge_fn(self.strategy, *merged_args, **merged_kwargs)
         index = lax.axis_index(self._axis.name)
@@ -181,9 +183,7 @@ class ReplicaContext:
 
         None stands for a variable without gradient and stays None.
         """
-        total = self._ops.reduce(
-            ReduceOp.SUM, self.counted(list(grads)), self._axis
-        )
+        total = self._ops.reduce(ReduceOp.SUM, self.counted(list(grads)), self._axis)
         if self._gradient_op is ReduceOp.MEAN:
             total = jax.tree.map(lambda g: g / self.num_counted, total)
         return declare_mirrored(total)
@@ -207,8 +207,8 @@ class ReplicaContext:
     def _check(self, name: str) -> None:
         if current_context() is not self:
             raise ContextError(
-                f"ReplicaContext.{name}: called outside the replica function it belongs "
-                "to. Call rx.get_replica_context() inside the function given to "
+                f"ReplicaContext.{name}: called outside the replica function it "
+                "belongs to. Call rx.get_replica_context() inside the function given to "
                 "strategy.run; outside, combine results with strategy.reduce or "
                 "strategy.gather."
             )

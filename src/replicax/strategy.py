@@ -1,12 +1,12 @@
 """Strategy: where a program's replicas run, and what a user calls."""
 
 import functools
-import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
@@ -15,8 +15,8 @@ from replicax import fingerprints
 from replicax.arguments import Kind, flatten_call
 from replicax.cache import ProgramCache, describe, unwrap_partial
 from replicax.collectives import CrossDeviceOps, NcclAllReduce, ReduceOp, ReplicaAxis
-from replicax.devices import check_cpu_pool, device_name
-from replicax.errors import ContextError, DeviceError, DivergenceError
+from replicax.devices import Device, check_cpu_pool, device_name
+from replicax.errors import ContextError, DivergenceError
 from replicax.input import (
     DistributedDataset,
     DistributedDatasetFromFunction,
@@ -54,7 +54,7 @@ class Strategy:
 
     def __init__(
         self,
-        devices: Sequence[jax.Device],
+        devices: Sequence[Device],
         cross_device_ops: CrossDeviceOps | None = None,
         *,
         check_replicas_every: int | None = None,
@@ -224,7 +224,9 @@ class Strategy:
 
         def gather_leaf(leaf: Any) -> Any:
             if not isinstance(leaf, PerReplica):
-                leaf = PerReplica(jnp.stack([jnp.asarray(leaf)] * self.num_replicas_in_sync))
+                leaf = PerReplica(
+                    jnp.stack([jnp.asarray(leaf)] * self.num_replicas_in_sync)
+                )
             return _gather(leaf.array, _checked_axis(leaf, axis, "gather"))
 
         return _map_values(gather_leaf, value)
@@ -283,7 +285,11 @@ class Strategy:
         """
         context = InputContext(num_replicas_in_sync=self.num_replicas_in_sync)
         return DistributedDatasetFromFunction(
-            dataset_fn, self._group.mesh, context, remainder=remainder, prefetch=prefetch
+            dataset_fn,
+            self._group.mesh,
+            context,
+            remainder=remainder,
+            prefetch=prefetch,
         )
 
     def experimental_make_numpy_dataset(self, numpy_input: Any) -> Any:
@@ -300,8 +306,8 @@ class Strategy:
 
         `context.replica_id_in_sync_group` is the replica's number, an int.
         """
-        rows = [value_fn(_ValueContext(i, self.num_replicas_in_sync))
-                for i in range(self.num_replicas_in_sync)]  # fmt: skip
+        num = self.num_replicas_in_sync
+        rows = [value_fn(_ValueContext(i, num)) for i in range(num)]
         return jax.tree.map(
             lambda *xs: PerReplica(
                 jax.device_put(np.stack(list(map(np.asarray, xs))), self._per_replica)
@@ -367,8 +373,8 @@ class Strategy:
         if kind is Kind.PER_REPLICA:
             if array.shape[:1] != (self.num_replicas_in_sync,):
                 raise ValueError(
-                    f"Strategy.run: a PerReplica argument holds {array.shape[0]} values "
-                    f"but {self!r} has {self.num_replicas_in_sync} replicas. Pass a "
+                    f"Strategy.run: a PerReplica argument holds {array.shape[0]} "
+                    f"values but {self!r} has {self.num_replicas_in_sync} replicas. Pass a "
                     "value made by this strategy."
                 )
             if getattr(array, "sharding", None) != self._per_replica:
@@ -380,8 +386,8 @@ class Strategy:
     def _same_on_all(self, op: ReduceOp, value: Any) -> PerReplica:
         if op is ReduceOp.SUM and self.num_replicas_in_sync > 1:
             raise ValueError(
-                f"Strategy.reduce: got {value!r}, which is no PerReplica value, so what "
-                "its sum over replicas should be is not clear. Pass what strategy.run "
+                f"Strategy.reduce: got {value!r}, which is no PerReplica value, so "
+                "what its sum over replicas should be is not clear. Pass what strategy.run "
                 "returned."
             )
         return PerReplica(jnp.asarray(value)[None])
@@ -389,12 +395,14 @@ class Strategy:
     def _require_cross_replica(self, name: str) -> None:
         if current_context() is not None:
             raise ContextError(
-                f"Strategy.{name}: called inside a replica function. Call it outside, on "
-                "what strategy.run returns; inside, use "
+                f"Strategy.{name}: called inside a replica function. Call it outside, "
+                "on what strategy.run returns; inside, use "
                 "rx.get_replica_context().all_reduce or .all_gather."
             )
 
-    def _raise_if_different(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
+    def _raise_if_different(
+        self, variables: Sequence[Any], values: Sequence[Any]
+    ) -> None:
         prints = fingerprints.per_replica(values, self._group.mesh, _AXIS)
         differing = np.flatnonzero((prints != prints[:1]).any(axis=0))
         if not differing.size:
@@ -402,7 +410,7 @@ class Strategy:
         found = "; ".join(
             f"{variables[i].path!r} on replicas "
             f"{np.flatnonzero(prints[:, i] != prints[0, i]).tolist()}"
-            for i in differing
+            for i in differing.tolist()
         )
         raise DivergenceError(
             f"Strategy.check_replicas: copies differ from replica 0's: {found}. The "
@@ -425,7 +433,10 @@ class DefaultStrategy(Strategy):
 
 
 class _ValueContext:
-    """Which replica a value is made for. (TF: `tf.distribute.experimental.ValueContext`.)"""
+    """Which replica a value is made for.
+
+    (TF: `tf.distribute.experimental.ValueContext`.)
+    """
 
     def __init__(self, replica_id: int, num_replicas: int) -> None:
         self.replica_id_in_sync_group = replica_id
@@ -465,14 +476,16 @@ class _NoReplicaContext:
         return False
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # Python looking for a protocol, not a user.
+            raise AttributeError(name)
         raise ContextError(
             f"get_replica_context().{name}: used outside a replica function. Use it in "
-            "the function given to strategy.run; outside, combine what run returns with "
-            "strategy.reduce or strategy.gather."
+            "the function given to strategy.run; outside, combine what run returns "
+            "with strategy.reduce or strategy.gather."
         )
 
 
-_no_context = _NoReplicaContext()
+_no_context: Any = _NoReplicaContext()
 
 
 def get_replica_context() -> ReplicaContext:
@@ -499,7 +512,7 @@ def _reduce(array: jax.Array, op: ReduceOp, axis: int | None) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _gather(array: jax.Array, axis: int) -> jax.Array:
-    return jnp.concatenate(list(itertools.islice(array, array.shape[0])), axis)
+    return jnp.concatenate([array[i] for i in range(array.shape[0])], axis)
 
 
 def _checked_axis(value: PerReplica, axis: int | None, name: str) -> Any:

@@ -1,11 +1,12 @@
 """The value type of replicax: one array per replica, held as one global array.
 
-Legend: `R` replicas, `b` examples in one replica's batch, `B = R * b` in the global one.
+Legend: `R` replicas, `b` examples in a replica's batch, `B = R * b` in the global one.
 """
 
 from typing import Any
 
 import jax
+import jax.core
 import numpy as np
 from jax import tree_util
 
@@ -36,7 +37,7 @@ class PerReplica:
 
     @property
     def values(self) -> tuple[Any, ...]:
-        """This process' values, in the order of its replicas, each on its own device."""
+        """This process' values, in the order of its replicas, each on its device."""
         array = self.array
         if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
             sharding = array.sharding
@@ -68,12 +69,16 @@ class PerReplica:
     def __repr__(self) -> str:
         array = self.array
         dtype = np.dtype(array.dtype)
-        text = f"num_replicas={array.shape[0]}, shape={tuple(array.shape[1:])}, {dtype=!s}"
+        text = (
+            f"num_replicas={array.shape[0]}, shape={tuple(array.shape[1:])}, {dtype=!s}"
+        )
         if not isinstance(array, jax.core.Tracer) and array.size <= 16:
             text += f", values={np.asarray(array).tolist()}"
         return f"PerReplica({text})"
 
 
 tree_util.register_pytree_node(
-    PerReplica, lambda value: ((value.array,), None), lambda _, children: PerReplica(*children)
+    PerReplica,
+    lambda value: ((value.array,), None),
+    lambda _, children: PerReplica(*children),
 )

@@ -82,9 +82,7 @@ class ValueScope(_WritesScope):
         self, variables: Sequence[Variable], values: Sequence[Any], caller: str
     ) -> None:
         super().__init__()
-        self.state_mapping = {
-            id(v): x for v, x in zip(variables, values, strict=True)
-        }
+        self.state_mapping = {id(v): x for v, x in zip(variables, values, strict=True)}
         self._known = {id(v) for v in variables}
         self._caller = caller
 
@@ -116,9 +114,7 @@ class ChildScope(_WritesScope):
         values: Variables that have another value in here.
     """
 
-    def __init__(
-        self, outer: Any, values: Mapping[int, Any] | None = None
-    ) -> None:
+    def __init__(self, outer: Any, values: Mapping[int, Any] | None = None) -> None:
         super().__init__()
         self._outer = outer
         self.state_mapping = dict(values or {})
@@ -149,4 +145,3 @@ def fold_replica_into_seed(state: jax.Array, replica_id: jax.Array) -> jax.Array
 def restore_seed(state: jax.Array, original: jax.Array) -> jax.Array:
     """The seed state after a step: its counter moved on, its seed not folded."""
     return declare_mirrored(state.at[0].set(original[0]))
-

@@ -73,6 +73,7 @@ class Producer(threading.Thread):
                 while True:
                     self.items.get_nowait()
         self.items.put(end)
+        del end  # The error's traceback refers to this frame.
 
     def _produce(self, iterator: Iterator[Any]) -> None:
         try:

@@ -1,0 +1,1 @@
+"""What binds Keras to a strategy. The only package that touches Keras' internals."""

@@ -95,9 +95,7 @@ def _chunks(batches: Iterable[Any], size: int) -> Iterator[list[Any]]:
         yield chunk
 
 
-def _place_chunk(
-    chunk: list[Any], group: ReplicaGroup, size: int
-) -> list[PlacedBatch]:
+def _place_chunk(chunk: list[Any], group: ReplicaGroup, size: int) -> list[PlacedBatch]:
     if size > 1 and len(chunk) == size and _alike(chunk):
         columns = zip(*map(jax.tree.leaves, chunk), strict=True)
         stacked = [np.stack([np.asarray(x) for x in column]) for column in columns]

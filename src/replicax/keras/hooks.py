@@ -61,7 +61,9 @@ def install() -> None:
     _wrap(trainer, "make_train_function", _make(steps.train_function, "train_function"))
     _wrap(trainer, "make_test_function", _make(steps.test_function, "test_function"))
     _wrap(
-        trainer, "make_predict_function", _make(steps.predict_function, "predict_function")
+        trainer,
+        "make_predict_function",
+        _make(steps.predict_function, "predict_function"),
     )
     _wrap(jax_trainer.JAXEpochIterator, "_get_iterator", _get_iterator)
     _wrap(BaseOptimizer, "apply", _apply)
@@ -106,8 +108,8 @@ def _in_scope(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     strategy, scope = _strategy_of(model), current_strategy()
     if strategy is None and scope is not None:
         raise ContextError(
-            f"{type(model).__name__}.{original.__name__}: model {model.name!r} was made "
-            f"outside the scope of {scope!r} and is used under it. Make the model and "
+            f"{type(model).__name__}.{original.__name__}: model {model.name!r} was "
+            f"made outside the scope of {scope!r} and is used under it. Make the model and "
             "call compile under `with strategy.scope():`."
         )
     if strategy is None:
@@ -199,4 +201,3 @@ def _moments(
     if synchronized and context is not None:
         return reductions.synchronized_moments(context, mean, variance)
     return mean, variance
-

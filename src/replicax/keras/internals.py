@@ -9,7 +9,14 @@ from typing import Any
 
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 
-__all__ = ["current_scope", "has_value", "layout_of", "read_values", "set_layout", "write_values"]
+__all__ = [
+    "current_scope",
+    "has_value",
+    "layout_of",
+    "read_values",
+    "set_layout",
+    "write_values",
+]
 
 
 def current_scope() -> Any:

@@ -32,7 +32,8 @@ def reduce_values(
     """
     if reduction in (None, "none") or tuple(values.shape) in ((), (0,)):
         return original(values, sample_weight, reduction)
-    total = ops.sum(values) * context.loss_scale
+    total: Any = ops.sum(values)
+    total = total * context.loss_scale
     if reduction == "sum":
         return total
     if reduction == "mean_with_sample_weight" and sample_weight is not None:
@@ -55,7 +56,7 @@ def apply_mask(
         return original(sample_weight, mask, dtype, reduction)
     # Keras gives unmasked values the weight total / valid, counted on this replica.
     valid = ops.sum(ops.cast(mask, dtype))
-    total = ops.cast(mask.size, dtype)
+    total: Any = ops.cast(mask.size, dtype)
     weights = original(sample_weight, mask, dtype, reduction)
     local = ops.divide_no_nan(total, valid)
     globally = ops.divide_no_nan(total * context.num_counted, context.sum(valid))

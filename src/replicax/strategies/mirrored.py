@@ -2,10 +2,8 @@
 
 from collections.abc import Sequence
 
-import jax
-
 from replicax.collectives import CrossDeviceOps
-from replicax.devices import default_devices, resolve_devices
+from replicax.devices import Device, default_devices, resolve_devices
 from replicax.errors import DeviceError
 from replicax.strategy import Strategy
 
@@ -38,7 +36,7 @@ class MirroredStrategy(Strategy):
 
     def __init__(
         self,
-        devices: Sequence[str | jax.Device] | None = None,
+        devices: Sequence[str | Device] | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
         *,
         check_replicas_every: int | None = None,

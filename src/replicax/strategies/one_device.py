@@ -1,8 +1,6 @@
 """OneDeviceStrategy: one replica, on a device of choice."""
 
-import jax
-
-from replicax.devices import resolve_devices
+from replicax.devices import Device, resolve_devices
 from replicax.strategy import Strategy
 
 __all__ = ["OneDeviceStrategy"]
@@ -25,5 +23,5 @@ class OneDeviceStrategy(Strategy):
         1
     """
 
-    def __init__(self, device: str | jax.Device) -> None:
+    def __init__(self, device: str | Device) -> None:
         super().__init__(resolve_devices([device], "OneDeviceStrategy"))
