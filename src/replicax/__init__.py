@@ -1,7 +1,7 @@
 """replicax: tf.distribute's Strategy for Keras 3 on JAX."""
 
 import replicax._backend  # noqa: F401  First: it settles Keras' backend.
-from replicax import losses, schedules
+from replicax import compat, losses, schedules
 from replicax.collectives import (
     CrossDeviceOps,
     HierarchicalCopyAllReduce,
@@ -57,4 +57,5 @@ __all__ = [
     "value_and_grad",
 ]
 
+compat.install()
 hooks.install()

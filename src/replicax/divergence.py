@@ -104,7 +104,7 @@ class _Pass:
 
     def _scan(self, eqn: Eqn, ins: list[int]) -> list[int]:
         body = _open(eqn.params["jaxpr"])
-        consts, carry = eqn.params["num_consts"], eqn.params["num_carry"]
+        consts, carry = _num_consts_and_carry(eqn.params)
         before, after = ins[:consts], ins[consts + carry :]
         return _fixpoint(
             lambda c: self.outputs(body, before + c + after),
@@ -159,6 +159,13 @@ def _inner_jaxprs(eqn: Eqn) -> list[Jaxpr]:
             if isinstance(item, jex_core.ClosedJaxpr | jex_core.Jaxpr):
                 found.append(_open(item))
     return found
+
+
+def _num_consts_and_carry(params: dict[str, Any]) -> tuple[int, int]:
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()  # From jax 0.12 on.
+    return len(consts), len(carry)
 
 
 def _uses_axis_index(eqn: Eqn) -> bool:

@@ -155,6 +155,7 @@ class GradientTape:
         for x in jax.tree.leaves(tensor):
             if isinstance(x, keras.Variable):
                 continue
+            _require_differentiable(x)
             for p in run.perturbations:
                 if p.tape_index == self._index:
                     for i in p.positions_of_watched(len(self._watched)):
@@ -183,7 +184,8 @@ class GradientTape:
         Raises:
             ContextError: Outside the step function that entered the tape.
             RuntimeError: On a second call, unless the tape is persistent.
-            ValueError: For an array that was not watched.
+            ValueError: For an array that was not watched, for an `output_gradients` that
+                does not fit, or for another `unconnected_gradients`.
             TypeError: If `target` is not a float array.
         """
         run = self._active_run("gradient")
@@ -193,13 +195,18 @@ class GradientTape:
                 "rx.GradientTape(persistent=True)."
             )
         self._used = True
+        if unconnected_gradients not in ("none", "zero"):
+            raise ValueError(
+                f"GradientTape.gradient: got {unconnected_gradients=}, expected 'none' "
+                "or 'zero'."
+            )
         targets = [_float_target(t) for t in jax.tree.leaves(target)]
         flat, structure = jax.tree.flatten(sources)
         call = run.next_call()
         if call == run.stop_at:
             raise _Reached(targets)
         if run.stop_at is None or run.is_recorded():
-            weights = jax.tree.leaves(output_gradients)
+            weights = _weights(output_gradients, targets)
             places = [self._place(s) for s in flat]
             grads = self._differentiate(run, call, places, flat, weights)
         else:
@@ -239,9 +246,8 @@ class GradientTape:
         for mark in gradient_marks(closed.jaxpr, marks):
             reached |= mark
         values, pullback = jax.vjp(jex_core.jaxpr_as_fun(closed), *deltas)
-        seeds = weights or [jnp.ones_like(v) for v in values]
         grads = pullback(
-            [jnp.asarray(w, v.dtype) for w, v in zip(seeds, values, strict=True)]
+            [jnp.asarray(w, v.dtype) for w, v in zip(weights, values, strict=True)]
         )
         return [g if reached & m else None for g, m in zip(grads, marks, strict=True)]
 
@@ -368,8 +374,8 @@ class StepRun:
             return reached.targets
         raise InternalError(
             f"GradientTape.gradient: call number {self.stop_at} of the step function "
-            "did not happen when the function was traced again. Its Python code must take "
-            "the same path each time."
+            "did not happen when the function was traced again. Its Python code must "
+            "take the same path each time."
         )
 
     def start_tape(self) -> int:
@@ -420,6 +426,34 @@ def _float_target(target: Any) -> Any:
     return target
 
 
+def _weights(output_gradients: Any, targets: list[Any]) -> list[Any]:
+    if output_gradients is None:
+        return [jnp.ones_like(t) for t in targets]
+    weights = jax.tree.leaves(output_gradients)
+    shapes = [jnp.shape(w) for w in weights]
+    if shapes != [t.shape for t in targets]:
+        raise ValueError(
+            f"GradientTape.gradient: got output_gradients of shapes {shapes} for "
+            f"{len(targets)} targets of shapes {[t.shape for t in targets]}. Give each "
+            "target one of its own shape."
+        )
+    return weights
+
+
+def _require_differentiable(x: Any) -> None:
+    if not isinstance(x, jax.Array):
+        raise TypeError(
+            f"GradientTape.watch: got {x!r} of type {type(x).__name__}, expected a jax "
+            "array, since what NumPy and Python compute leaves no trace. Make it one "
+            "with jnp.asarray."
+        )
+    if not jnp.issubdtype(x.dtype, np.inexact):
+        raise TypeError(
+            f"GradientTape.watch: got an array of dtype {x.dtype}, which has no "
+            "gradient; expected a float array."
+        )
+
+
 def _rebind(closed: Any, num_targets: int) -> Any:
     """Let equations after each `watch` use the perturbed array.
 
@@ -429,18 +463,19 @@ def _rebind(closed: Any, num_targets: int) -> Any:
     """
     jaxpr = closed.jaxpr
     pairs = jaxpr.outvars[num_targets:]
-    perturbed_of = dict(zip(pairs[1::2], pairs[::2], strict=True))
-    renamed: dict[Any, Any] = {}
+    watched_of = dict(zip(pairs[1::2], pairs[::2], strict=True))
+    # By id: what was watched may be a scalar constant, a `Literal`, which has no hash.
+    renamed: dict[int, Any] = {}
 
     def new_name(atom: Any) -> Any:
-        return atom if isinstance(atom, jex_core.Literal) else renamed.get(atom, atom)
+        return renamed.get(id(atom), atom)
 
     eqns = []
     for eqn in jaxpr.eqns:
         eqns.append(eqn.replace(invars=[new_name(a) for a in eqn.invars]))
         for var in eqn.outvars:
-            if var in perturbed_of:
-                renamed[perturbed_of[var]] = var
+            if var in watched_of:
+                renamed[id(watched_of[var])] = var
     outvars = [new_name(a) for a in jaxpr.outvars[:num_targets]]
     debug_info = jaxpr.debug_info.with_unknown_names()
     return closed.replace(

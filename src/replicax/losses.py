@@ -1,7 +1,7 @@
 """Losses that add up to the global batch's when the replicas' gradients are summed."""
 
 import operator
-from typing import Any
+from typing import Any, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ __all__ = ["compute_average_loss", "scale_regularization_loss"]
 def compute_average_loss(
     per_example_loss: Any,
     sample_weight: Any = None,
-    global_batch_size: int | jax.Array | None = None,
+    global_batch_size: SupportsIndex | None = None,
     *,
     num_replicas: int | None = None,
 ) -> jax.Array:
@@ -120,6 +120,7 @@ def _checked_size(size: Any, caller: str) -> Any:
 def _fitting_weight(sample_weight: Any, loss: jax.Array, caller: str) -> jax.Array:
     """The weights with the losses' rank, so that they broadcast as meant."""
     weight = jnp.asarray(sample_weight, loss.dtype)
+    shape = weight.shape
     if weight.ndim == loss.ndim + 1 and weight.shape[-1] == 1:
         weight = weight[..., 0]
     elif 0 < weight.ndim < loss.ndim:
@@ -127,7 +128,7 @@ def _fitting_weight(sample_weight: Any, loss: jax.Array, caller: str) -> jax.Arr
     pairs = zip(weight.shape, loss.shape, strict=False)
     if weight.ndim not in (0, loss.ndim) or any(w not in (1, n) for w, n in pairs):
         raise ValueError(
-            f"{caller}: got sample_weight of shape {jnp.shape(sample_weight)} with "
+            f"{caller}: got sample_weight of shape {shape} with "
             f"losses of shape {loss.shape}. Pass a scalar, or one weight per example "
             "or per loss."
         )

@@ -200,7 +200,15 @@ class Program:
                 out = [x.reshape(-1, *x.shape[2:]) for x in out]
             return out, new
 
-        return jax.jit(program, donate_argnums=0)
+        mirrored = self._group.mirrored
+        leaves = tuple(
+            NamedSharding(self._group.mesh, spec) for spec in self._leaf_specs()
+        )
+        # Said here, or an array that came another way to the same place would compile
+        # the program again.
+        return jax.jit(
+            program, donate_argnums=0, in_shardings=(mirrored, mirrored, leaves)
+        )
 
     def _spmd(self, body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
         # Results declared equal on all replicas are checked by `varying_marks`.
@@ -319,8 +327,8 @@ class Program:
             names = ", ".join(f"{v.path!r} {v.shape}" for v in diverging)
             raise DivergenceError(
                 f"{self._name}: the value assigned to {names} differs between "
-                "replicas, but the variable must be equal on all of them. Create it with "
-                "aggregation='mean', 'sum' or 'only_first_replica' "
+                "replicas, but the variable must be equal on all of them. Create it "
+                "with aggregation='mean', 'sum' or 'only_first_replica' "
                 "(add_weight(..., aggregation=...)), or combine the value first: "
                 "rx.get_replica_context().all_reduce(rx.ReduceOp.MEAN, value)."
             )

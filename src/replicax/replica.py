@@ -208,8 +208,8 @@ class ReplicaContext:
         if current_context() is not self:
             raise ContextError(
                 f"ReplicaContext.{name}: called outside the replica function it "
-                "belongs to. Call rx.get_replica_context() inside the function given to "
-                "strategy.run; outside, combine results with strategy.reduce or "
+                "belongs to. Call rx.get_replica_context() inside the function given "
+                "to strategy.run; outside, combine results with strategy.reduce or "
                 "strategy.gather."
             )
 

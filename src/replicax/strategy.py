@@ -374,8 +374,8 @@ class Strategy:
             if array.shape[:1] != (self.num_replicas_in_sync,):
                 raise ValueError(
                     f"Strategy.run: a PerReplica argument holds {array.shape[0]} "
-                    f"values but {self!r} has {self.num_replicas_in_sync} replicas. Pass a "
-                    "value made by this strategy."
+                    f"values but {self!r} has {self.num_replicas_in_sync} replicas. "
+                    "Pass a value made by this strategy."
                 )
             if getattr(array, "sharding", None) != self._per_replica:
                 return jax.device_put(array, self._per_replica)
@@ -387,8 +387,8 @@ class Strategy:
         if op is ReduceOp.SUM and self.num_replicas_in_sync > 1:
             raise ValueError(
                 f"Strategy.reduce: got {value!r}, which is no PerReplica value, so "
-                "what its sum over replicas should be is not clear. Pass what strategy.run "
-                "returned."
+                "what its sum over replicas should be is not clear. Pass what "
+                "strategy.run returned."
             )
         return PerReplica(jnp.asarray(value)[None])
 

@@ -13,6 +13,7 @@ import keras
 
 from replicax.divergence import declare_mirrored
 from replicax.errors import ContextError
+from replicax.keras.internals import has_value
 
 __all__ = [
     "ChildScope",
@@ -46,7 +47,7 @@ class _WritesScope(keras.StatelessScope):
 
 
 class RecordingScope(_WritesScope):
-    """Notes which variables a function reads; values are the variables' own.
+    """Notes which variables a function reads, while it is traced abstractly.
 
     Variables created while it is open are initialised when the outermost scope closes.
 
@@ -61,7 +62,12 @@ class RecordingScope(_WritesScope):
     def get_current_value(self, variable: Variable) -> Any:
         """Keras calls this for `variable.value`."""
         self.read.setdefault(id(variable), variable)
-        return super().get_current_value(variable)
+        value = super().get_current_value(variable)
+        if value is None and has_value(variable):
+            # Not the stored array: in a replica program some operations refuse one that
+            # lies on the mesh. Only shape and dtype matter here.
+            value = jnp.zeros(variable.shape, variable.dtype)
+        return value
 
     def add_update(self, update: tuple[Variable, Any]) -> None:
         """Keras calls this for `variable.assign`."""

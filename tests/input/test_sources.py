@@ -4,6 +4,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict, namedtuple
+from typing import Any
 
 import grain
 import jax
@@ -30,7 +31,7 @@ class Sequence(keras.utils.PyDataset):
     def __len__(self):
         return 3
 
-    def __getitem__(self, index):
+    def __getitem__(self, index) -> Any:
         self.threads.add(threading.current_thread())
         time.sleep(0.01 * (2 - index))  # The first takes longest.
         self.calls.append(index)
@@ -58,13 +59,16 @@ def grain_map():
 
 
 def grain_loader():
-    class Examples(list):
-        def __repr__(self):
-            return "Examples"
+    class Examples:
+        def __len__(self):
+            return 10
+
+        def __getitem__(self, index):
+            return X[index], Y[index]
 
     return grain.DataLoader(
-        data_source=Examples(zip(X, Y, strict=True)),
-        sampler=samplers.SequentialSampler(10, sharding.NoSharding()),
+        data_source=Examples(),
+        sampler=grain.samplers.SequentialSampler(10, grain.sharding.NoSharding()),
         operations=[grain.transforms.Batch(4)],
         worker_count=0,
     )
@@ -107,7 +111,13 @@ def test_length(name):
 
 @pytest.mark.parametrize(
     "dataset",
-    [generate, Iterable(), generate(), grain_map().repeat(), grain_map().to_iter_dataset()],
+    [
+        generate,
+        Iterable(),
+        generate(),
+        grain_map().repeat(),
+        grain_map().to_iter_dataset(),
+    ],
     ids=["function", "iterable", "generator", "endless", "grain.IterDataset"],
 )
 def test_unknown_length(dataset):
@@ -236,7 +246,7 @@ def test_endless_py_dataset_in_threads_ends_when_closed():
             return [X + index, Y]
 
         @property
-        def num_batches(self):
+        def num_batches(self):  # pyright: ignore[reportIncompatibleMethodOverride]
             return None
 
     dataset = Endless(workers=2, max_queue_size=3)
@@ -264,7 +274,7 @@ def test_py_dataset_error_passes_through():
 
 @pytest.mark.parametrize("dataset", [3, None, "file.npz", {"x": [1, 2]}, {}])
 def test_what_is_no_dataset(dataset):
-    with pytest.raises(TypeError, match="dataset: got .* expected arrays"):
+    with pytest.raises(TypeError, match=r"dataset: got .* expected arrays"):
         batches(dataset)
 
 

@@ -167,7 +167,12 @@ class DistributedDataset(_Distributed):
             return number - (0 < num_last < self._num_replicas and number > 1)
         return number
 
-    def _splits(self) -> Generator[Split]:
+    def __iter__(self) -> Iterator[Any]:
+        """Start an epoch; a thread places batches ahead of the consumer.
+
+        Raises:
+            RuntimeError: If the dataset can be iterated once, and was.
+        """
         if self._started and is_one_shot(self._dataset):
             raise RuntimeError(
                 f"DistributedDataset: this {type(self._dataset).__name__} was iterated "
@@ -175,6 +180,9 @@ class DistributedDataset(_Distributed):
                 "each epoch, such as the generator function itself."
             )
         self._started = True
+        return super().__iter__()
+
+    def _splits(self) -> Generator[Split]:
         with closing(batches(self._dataset, self._batch_size)) as source:
             for index, batch in enumerate(source):
                 size = leading_size(batch, "DistributedDataset")

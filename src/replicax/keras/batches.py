@@ -15,10 +15,10 @@ __all__ = ["BatchIterator", "PlacedBatch", "place"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class PlacedBatch:
-    """A batch, or several of equal shape for one dispatch, on the devices.
+    """A batch, or several of equal shape for one dispatch, ready for a program.
 
     Attributes:
-        arrays: The batch's leaves, `[B, ...]` split over the replicas, or
+        arrays: The batch's leaves, `[B, ...]` to be split over the replicas, or
             `[steps, B, ...]`. Where only some replicas get examples the others hold
             copies, and `B` counts those too.
         structure: The batch's tree structure.
@@ -27,7 +27,7 @@ class PlacedBatch:
         num_steps: Number of batches; None: one, without the leading dimension.
     """
 
-    arrays: list[jax.Array]
+    arrays: list[Any]
     structure: Any
     num_rows: int
     num_active: int | None
@@ -120,20 +120,29 @@ def place(batch: Any, group: ReplicaGroup) -> PlacedBatch:
 def _placed(
     batch: Any, flat: list[Any], group: ReplicaGroup, num_steps: int | None
 ) -> PlacedBatch:
-    num_rows = _num_rows(batch)
+    num_rows = _num_rows(batch, jax.tree.leaves(batch))
     active = _num_active(num_rows, group)
     if active is not None:
         rows = _rows_with_copies(num_rows, active, group.axis.size)
         flat = [np.asarray(x)[rows] for x in flat]
-    leading = () if num_steps is None else (None,)
-    spec = PartitionSpec(*leading, group.axis.name)
     return PlacedBatch(
-        arrays=jax.device_put(flat, NamedSharding(group.mesh, spec)),
+        arrays=_transfer(flat, group, num_steps),
         structure=jax.tree.structure(batch),
         num_rows=num_rows,
         num_active=active,
         num_steps=num_steps,
     )
+
+
+def _transfer(flat: list[Any], group: ReplicaGroup, num_steps: int | None) -> list[Any]:
+    if group.mesh.devices.flat[0].platform == "cpu":
+        # There is no transfer to overlap, and a program takes host arrays faster than
+        # `device_put` splits them (measured: 28 against 112 us for a batch of two
+        # arrays on one device, 127 against 221 us on two).
+        return flat
+    leading = () if num_steps is None else (None,)
+    spec = PartitionSpec(*leading, group.axis.name)
+    return jax.device_put(flat, NamedSharding(group.mesh, spec))
 
 
 def _num_active(num_rows: int, group: ReplicaGroup) -> int | None:
@@ -154,16 +163,17 @@ def _rows_with_copies(num_rows: int, active: int, size: int) -> np.ndarray:
     return np.concatenate([np.arange(num_rows), copies])
 
 
-def _num_rows(batch: Any) -> int:
-    sizes = {
-        jax.tree_util.keystr(path): np.shape(x)[0] if np.ndim(x) else None
+def _num_rows(batch: Any, flat: list[Any]) -> int:
+    num_rows = np.shape(flat[0])[:1] if flat else ()
+    if num_rows and all(np.shape(x)[:1] == num_rows for x in flat):
+        return num_rows[0]
+    sizes = [
+        f"{np.shape(x)[0] if np.ndim(x) else 'no dimension'} in "
+        f"{jax.tree_util.keystr(path)}"
         for path, x in jax.tree_util.tree_leaves_with_path(batch)
-    }
-    num_rows = next(iter(sizes.values()), None)
-    if num_rows is None or set(sizes.values()) != {num_rows}:
-        raise ValueError(
-            "fit: the arrays of one batch must have the same number of examples; got "
-            + ", ".join(f"{size} in {path}" for path, size in sizes.items())
-            + "."
-        )
-    return num_rows
+    ]
+    raise ValueError(
+        "fit: the arrays of one batch must have the same number of examples; got "
+        + ", ".join(sizes)
+        + "."
+    )

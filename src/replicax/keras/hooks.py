@@ -3,6 +3,7 @@
 | hook | what it does |
 |---|---|
 | `JaxVariable._initialize` | mirrors variables created in a scope |
+| `JaxVariable._direct_assign` | keeps an assigned value's sharding exact |
 | `JAXTrainer.__init__` | remembers the strategy a model was made under |
 | `JAXTrainer.compile`, `fit`, `evaluate`, `predict`, `*_on_batch` | run in its scope |
 | `JAXTrainer.make_{train,test,predict}_function` | replica programs for Keras' own |
@@ -10,6 +11,7 @@
 | `BaseOptimizer.apply`, `LossScaleOptimizer.{apply,stateless_apply}` | the seam |
 | `losses.loss.{reduce_values,apply_mask}` | global means of losses |
 | `BatchNormalization.__init__`, `nn.moments` | `synchronized=True` |
+| `BatchNormalization.build` | moving statistics are averaged over the replicas |
 
 Tested with Keras 3.13 to 3.15.
 """
@@ -19,6 +21,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.core
 from keras.src.backend.jax import nn as jax_nn
 from keras.src.backend.jax import trainer as jax_trainer
 from keras.src.backend.jax.core import JaxVariable
@@ -44,6 +48,14 @@ _ENTRY_POINTS = (
     "predict_on_batch",
 )
 
+_MOVING_STATISTICS = (
+    "moving_mean",
+    "moving_variance",
+    "moving_stddev",
+    "renorm_mean",
+    "renorm_stddev",
+)
+
 _installed = False
 
 
@@ -54,6 +66,7 @@ def install() -> None:
         return
     _installed = True
     _wrap(JaxVariable, "_initialize", _initialize)
+    _wrap(JaxVariable, "_direct_assign", _direct_assign)
     trainer = jax_trainer.JAXTrainer
     _wrap(trainer, "__init__", _init_trainer)
     for name in _ENTRY_POINTS:
@@ -72,6 +85,7 @@ def install() -> None:
     _wrap(loss_module, "reduce_values", _in_replica(reductions.reduce_values))
     _wrap(loss_module, "apply_mask", _in_replica(reductions.apply_mask))
     _wrap(BatchNormalization, "__init__", _init_batch_normalization)
+    _wrap(BatchNormalization, "build", _build_batch_normalization)
     _wrap(jax_nn, "moments", _moments)
 
 
@@ -95,6 +109,21 @@ def _initialize(original: Any, variable: Any, value: Any) -> None:
         strategy.own(variable)
 
 
+def _direct_assign(original: Any, variable: Any, value: Any) -> None:
+    # Keras leaves a value where it is if the sharding is another name for the same
+    # place, as on a mesh of one device. To JAX the type differs, and programs would be
+    # compiled again.
+    layout = layout_of(variable)
+    if (
+        isinstance(layout, jax.sharding.NamedSharding)
+        and isinstance(value, jax.Array)
+        and not isinstance(value, jax.core.Tracer)
+        and value.sharding != layout
+    ):
+        value = jax.device_put(value, layout)
+    original(variable, value)
+
+
 def _init_trainer(original: Any, model: Any, *args: Any, **kwargs: Any) -> None:
     original(model, *args, **kwargs)
     model._replicax_strategy = current_strategy()
@@ -109,8 +138,8 @@ def _in_scope(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     if strategy is None and scope is not None:
         raise ContextError(
             f"{type(model).__name__}.{original.__name__}: model {model.name!r} was "
-            f"made outside the scope of {scope!r} and is used under it. Make the model and "
-            "call compile under `with strategy.scope():`."
+            f"made outside the scope of {scope!r} and is used under it. Make the model "
+            "and call compile under `with strategy.scope():`."
         )
     if strategy is None:
         return original(model, *args, **kwargs)
@@ -191,6 +220,17 @@ def _init_batch_normalization(
     # Keras refuses `synchronized=True` on JAX, where `_moments` now serves it.
     original(layer, *args, **kwargs)
     layer.synchronized = synchronized
+
+
+def _build_batch_normalization(
+    original: Any, layer: Any, *args: Any, **kwargs: Any
+) -> None:
+    original(layer, *args, **kwargs)
+    # Keras declares no aggregation for them, though each replica has its own.
+    for name in _MOVING_STATISTICS:
+        variable = getattr(layer, name, None)
+        if variable is not None:
+            variable._aggregation = "mean"
 
 
 def _moments(

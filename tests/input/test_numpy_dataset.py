@@ -1,0 +1,43 @@
+import pickle
+
+import grain
+import numpy as np
+import pytest
+
+from replicax.input.numpy_dataset import numpy_dataset
+
+X = np.arange(20, dtype=np.float32).reshape(10, 2)
+Y = np.arange(10)
+
+
+def test_elements_are_single_examples():
+    dataset = numpy_dataset({"x": X, "y": (Y,)})
+    assert isinstance(dataset, grain.MapDataset)
+    assert len(dataset) == 10
+    for index, element in enumerate(dataset):
+        np.testing.assert_array_equal(element["x"], X[index])
+        assert element["y"][0] == index
+
+
+def test_shuffle_and_batch():
+    dataset = numpy_dataset((X, Y)).shuffle(seed=3).batch(4)
+    batches = list(dataset)
+    assert [len(y) for _, y in batches] == [4, 4, 2]
+    x, y = (np.concatenate(parts) for parts in zip(*batches, strict=True))
+    assert y.tolist() != Y.tolist()
+    assert sorted(y) == Y.tolist()
+    np.testing.assert_array_equal(x, X[y])
+
+
+def test_one_array():
+    assert [row.tolist() for row in numpy_dataset(X[:2])] == [[0, 1], [2, 3]]
+
+
+def test_source_can_go_to_worker_processes():
+    rows = pickle.loads(pickle.dumps(numpy_dataset((X, Y))))
+    np.testing.assert_array_equal(rows[7][0], X[7])
+
+
+def test_arrays_must_agree():
+    with pytest.raises(ValueError, match=r"leaf \[0\]: 10, leaf \[1\]: 4"):
+        numpy_dataset((X, Y[:4]))

@@ -1,0 +1,217 @@
+"""Gradients and losses are those of one device, not means of local means."""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+from replicax.keras import reductions
+
+# 68 examples in batches of 24: two whole batches, and one of 20, which 8 replicas
+# cannot share equally (5 of them can).
+NUM_EXAMPLES, BATCH_SIZE = 68, 24
+REDUCTIONS = ["sum_over_batch_size", "mean", "mean_with_sample_weight", "sum"]
+
+
+def classifier(loss, **compile_args):
+    model = keras.Sequential(
+        [keras.Input((64,)), layers.Dense(12, activation="relu"), layers.Dense(10)]
+    )
+    # The sum of a batch has a batch's times the gradient of its mean.
+    rate = 0.1 / (BATCH_SIZE if loss.reduction == "sum" else 1)
+    model.compile(keras.optimizers.SGD(rate, 0.9), loss, **compile_args)
+    return model
+
+
+def crossentropy(reduction="sum_over_batch_size"):
+    return keras.losses.SparseCategoricalCrossentropy(
+        from_logits=True, reduction=reduction
+    )
+
+
+def fitted(model, *data, **fit_args):
+    history = model.fit(
+        *data, batch_size=BATCH_SIZE, epochs=2, shuffle=False, verbose=0, **fit_args
+    )
+    return model.get_weights(), history.history
+
+
+def uneven_weights():
+    """Weights whose sums differ between the replicas; the first of them have none."""
+    weights = np.random.default_rng(3).gamma(0.5, size=NUM_EXAMPLES).astype("float32")
+    weights *= np.linspace(0, 4, NUM_EXAMPLES).astype("float32")
+    weights[:7] = 0
+    return weights
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_sample_weights(digits, same_as_one_device, reduction):
+    x, y = (a[:NUM_EXAMPLES] for a in digits)
+
+    def work():
+        model = classifier(
+            crossentropy(reduction), metrics=["accuracy"], weighted_metrics=["accuracy"]
+        )
+        trained = fitted(model, x, y, sample_weight=uneven_weights())
+        args = {"sample_weight": uneven_weights(), "batch_size": 20, "verbose": 0}
+        return trained, model.evaluate(x, y, return_dict=True, **args)
+
+    same_as_one_device(work, 2, 8)
+
+
+def test_class_weights(digits, same_as_one_device):
+    x, y = (a[:NUM_EXAMPLES] for a in digits)
+    order = np.argsort(y, kind="stable")  # So each replica has classes of its own.
+    weight = {label: 0.1 + label for label in range(10)}
+
+    def work():
+        model = classifier(crossentropy(), weighted_metrics=["accuracy"])
+        return fitted(model, x[order], y[order], class_weight=weight)
+
+    same_as_one_device(work, 2, 8)
+
+
+@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "sum"])
+def test_unweighted(digits, same_as_one_device, reduction):
+    x, y = (a[:NUM_EXAMPLES] for a in digits)
+    same_as_one_device(
+        lambda: fitted(classifier(crossentropy(reduction)), x, y), 2, 8
+    )
+
+
+def sequences(digits):
+    """Rows of images as 16 tokens in 0..16, 0 where there is no ink, and the next."""
+    tokens = (digits[0][:NUM_EXAMPLES] * 16).astype("int32")
+    # Examples with little ink first: replicas differ in what is masked.
+    tokens = tokens[np.argsort((tokens[:, :16] > 0).sum(1), kind="stable")]
+    return tokens[:, :16], tokens[:, 1:17]
+
+
+def language_model(reduction, **compile_args):
+    model = keras.Sequential(
+        [
+            keras.Input((16,), dtype="int32"),
+            layers.Embedding(17, 6, mask_zero=True),
+            layers.SimpleRNN(8, return_sequences=True),
+            layers.Dense(17),
+        ]
+    )
+    rate = 0.2 / (BATCH_SIZE if reduction == "sum" else 1)
+    model.compile(
+        keras.optimizers.SGD(rate, 0.9), crossentropy(reduction), **compile_args
+    )
+    return model
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS[1:])
+def test_masked_sequences(digits, same_as_one_device, reduction):
+    x, y = sequences(digits)
+    same_as_one_device(
+        lambda: fitted(language_model(reduction, metrics=["accuracy"]), x, y), 2, 8
+    )
+
+
+def test_masked_and_weighted_sequences(digits, same_as_one_device):
+    x, y = sequences(digits)
+
+    def work():
+        model = language_model("sum_over_batch_size", weighted_metrics=["accuracy"])
+        weights = uneven_weights()[:, None] * np.linspace(1, 2, 16)
+        return fitted(model, x, y, sample_weight=weights.astype("float32"))
+
+    same_as_one_device(work, 2, 8)
+
+
+def test_the_oracle_sees_means_of_local_means(digits, outcome, assert_same, monkeypatch):
+    """The tests above would fail if each replica divided by its own count."""
+    x, y = sequences(digits)
+
+    def work():
+        return fitted(language_model("sum_over_batch_size"), x, y)
+
+    expected = outcome(work, 0)
+    monkeypatch.setattr(reductions, "apply_mask", lambda context, original, *args: original(*args))
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        assert_same(outcome(work, 4), expected)
+
+
+def two_heads(losses, **compile_args):
+    image = keras.Input((64,), name="image")
+    hidden = layers.Dense(12, activation="relu")(image)
+    model = keras.Model(
+        image,
+        {"digit": layers.Dense(10)(hidden), "ink": layers.Dense(1)(hidden)},
+    )
+    model.compile(keras.optimizers.SGD(0.1, 0.9), losses, **compile_args)
+    return model
+
+
+def test_several_losses_and_their_trackers(digits, same_as_one_device):
+    x, y = (a[:NUM_EXAMPLES] for a in digits)
+    targets = {"digit": y, "ink": x.mean(1, keepdims=True)}
+
+    def work():
+        model = two_heads(
+            {"digit": crossentropy("mean_with_sample_weight"), "ink": "mse"},
+            loss_weights={"digit": 0.5, "ink": 3.0},
+            weighted_metrics={"digit": ["accuracy"], "ink": ["mae"]},
+        )
+        ones = np.ones(NUM_EXAMPLES, "float32")
+        weights = {"digit": uneven_weights(), "ink": ones}
+        return fitted(model, x, targets, sample_weight=weights)
+
+    _, history = same_as_one_device(work, 2, 8)
+    assert {"digit_loss", "ink_loss", "loss"} <= set(history)
+
+
+def test_output_without_loss(digits, same_as_one_device):
+    x, y = (a[:NUM_EXAMPLES] for a in digits)
+    targets = {"digit": y, "ink": x.mean(1, keepdims=True)}
+
+    def work():
+        # The layer of the output without a loss has no gradient, and keeps its weights.
+        model = two_heads({"digit": crossentropy(), "ink": None})
+        return fitted(model, x, targets)
+
+    same_as_one_device(work, 2, 8)
+
+
+def test_loss_of_one_value_per_example(digits, same_as_one_device):
+    """With `reduction=None` the user combines the values; here into a mean."""
+    x, y = (a[:NUM_EXAMPLES] for a in digits)
+
+    class Model(keras.Sequential):
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None):
+            values = crossentropy(None)(y, y_pred)
+            assert len(values.shape) == 1
+            return ops.mean(values * ops.cast(y, "float32"))
+
+    def work():
+        model = Model([keras.Input((64,)), layers.Dense(10)])
+        model.compile(keras.optimizers.SGD(0.1))
+        return fitted(model, x, y)
+
+    same_as_one_device(work, 2, 8)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_loss_functions(digits, same_as_one_device, weighted):
+    """Functions of a user: one value per example, or their mean."""
+    x, y = (a[:NUM_EXAMPLES] for a in digits)
+    targets = keras.utils.to_categorical(y)
+    weights = {"sample_weight": uneven_weights()} if weighted else {}
+
+    def per_example(y, y_pred):
+        return ops.sum(ops.square(y - y_pred), axis=-1)
+
+    def mean(y, y_pred):
+        return ops.mean(ops.square(y - y_pred))
+
+    def work(loss):
+        model = keras.Sequential([keras.Input((64,)), layers.Dense(10)])
+        model.compile(keras.optimizers.SGD(0.05), loss)
+        return fitted(model, x, targets, **weights)
+
+    same_as_one_device(lambda: work(per_example), 2, 8)
+    if not weighted:  # Keras multiplies the mean by each weight in turn.
+        same_as_one_device(lambda: work(mean), 2, 8)
