@@ -26,7 +26,9 @@ def leaves_nothing_behind() -> Iterator[None]:
     yield
     assert current_strategy() is None, "the test left a strategy's scope open"
     assert current_context() is None, "the test left a replica context open"
-    left = [t for t in set(threading.enumerate()) - before if t.name.startswith("replicax")]
+    left = [
+        t for t in set(threading.enumerate()) - before if t.name.startswith("replicax")
+    ]
     for thread in left:
         thread.join(timeout=5)
     assert not [t for t in left if t.is_alive()], f"threads still running: {left}"

@@ -63,7 +63,9 @@ def test_tape_equals_jax_grad_on_each_replicas_own_examples(strategy, digits) ->
         )
         np.testing.assert_allclose(np.asarray(loss)[i], want_loss, rtol=1e-6)
         for got, expected in zip(grads, want, strict=True):
-            np.testing.assert_allclose(np.asarray(got)[i], expected, rtol=1e-5, atol=1e-7)
+            np.testing.assert_allclose(
+                np.asarray(got)[i], expected, rtol=1e-5, atol=1e-7
+            )
 
 
 @pytest.mark.parametrize(
@@ -219,7 +221,9 @@ def test_source_that_is_not_watched_is_refused(strategy) -> None:
             y = x * x
         return tape.gradient(y, x)
 
-    with pytest.raises(ValueError, match=r"neither a variable nor watched.*tape\.watch"):
+    with pytest.raises(
+        ValueError, match=r"neither a variable nor watched.*tape\.watch"
+    ):
         strategy.run(step, (np.float32(1.0),))
 
 
@@ -292,7 +296,9 @@ def test_unconnected_sources_give_none_or_zeros(strategy) -> None:
     def step() -> Any:
         with rx.GradientTape(persistent=True) as tape:
             # An integer on the way has no gradient.
-            y = w * w * ops.cast(whole, "float32") + ops.cast(ops.argmax(other), "float32")
+            y = w * w * ops.cast(whole, "float32") + ops.cast(
+                ops.argmax(other), "float32"
+            )
         nothing = tape.gradient(y, [w, other])
         assert nothing[1] is None
         zeros = tape.gradient(y, [w, other], unconnected_gradients="zero")
@@ -312,7 +318,9 @@ def test_unknown_answer_to_unconnected_sources_is_refused(strategy) -> None:
             y = w * w
         return tape.gradient(y, w, unconnected_gradients="zeros")
 
-    with pytest.raises(ValueError, match="unconnected_gradients='zeros'.*'none'.*'zero'"):
+    with pytest.raises(
+        ValueError, match="unconnected_gradients='zeros'.*'none'.*'zero'"
+    ):
         strategy.run(step)
 
 

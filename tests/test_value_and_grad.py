@@ -141,7 +141,9 @@ def test_model_is_built_inside_the_tape(strategy) -> None:
         optimizer.apply(grads, model.trainable_variables)
         return loss
 
-    losses = [first(strategy.run(step, (np.ones((4, 2), "float32"),))) for _ in range(5)]
+    losses = [
+        first(strategy.run(step, (np.ones((4, 2), "float32"),))) for _ in range(5)
+    ]
     assert len(model.trainable_variables) == 4
     assert losses[-1] < losses[0], losses
     assert len(strategy.programs) == 1
@@ -157,7 +159,9 @@ def test_value_and_grad_keeps_what_the_loss_function_writes(strategy) -> None:
             seen.assign_add(1.0)
             return scale * w * x, {"seen": seen.value}
 
-        (loss, aux), (grad,) = rx.value_and_grad(loss_fn, [w], has_aux=True)(x, scale=2.0)
+        (loss, aux), (grad,) = rx.value_and_grad(loss_fn, [w], has_aux=True)(
+            x, scale=2.0
+        )
         return loss, aux, grad, seen.value
 
     assert first(strategy.run(step, (5.0,))) == (30.0, {"seen": 1.0}, 10.0, 1.0)
@@ -220,7 +224,9 @@ def test_jax_grad_of_argument_inside_a_step(strategy) -> None:
 def test_tape_outside_run_is_refused() -> None:
     w = keras.Variable(3.0)
     with (
-        pytest.raises(rx.ContextError, match=r"GradientTape: used outside.*strategy\.run"),
+        pytest.raises(
+            rx.ContextError, match=r"GradientTape: used outside.*strategy\.run"
+        ),
         rx.GradientTape(),
     ):
         _ = w * w

@@ -32,32 +32,41 @@ class Identity:
 
 def static_key(value: Any) -> Hashable:
     """A key for a value that a program bakes in: plain values by value."""
+    if isinstance(value, float | complex):
+        return (type(value), repr(value))  # 0.0 == -0.0, and NaN equals nothing.
     return (type(value), value) if isinstance(value, _PLAIN) else Identity(value)
 
 
-def function_key(fn: Callable[..., Any]) -> Hashable:
+def function_key(fn: Callable[..., Any], outer: tuple[Any, ...] = ()) -> Hashable:
     """A key that is equal for functions that would trace to the same program.
 
     A lambda or inner function made anew in a loop has a new identity each time; it is
     the same to us when its code is and everything it closes over.
+
+    Args:
+        fn: Any callable.
+        outer: The functions that close over `fn`, to end where one closes over itself.
     """
     if isinstance(fn, types.MethodType):
-        return (Identity(fn.__self__), function_key(fn.__func__))
+        return (Identity(fn.__self__), function_key(fn.__func__, outer))
     if isinstance(fn, types.FunctionType):
-        closed_over = tuple(_cell_key(cell) for cell in fn.__closure__ or ())
+        if fn in outer:
+            return outer.index(fn)
+        outer = (*outer, fn)
+        closed_over = tuple(_cell_key(cell, outer) for cell in fn.__closure__ or ())
         defaults = tuple(map(static_key, fn.__defaults__ or ()))
         named = tuple((k, static_key(v)) for k, v in (fn.__kwdefaults__ or {}).items())
         return (fn.__code__, Identity(fn.__globals__), closed_over, defaults, named)
     return Identity(fn)
 
 
-def _cell_key(cell: types.CellType) -> Hashable:
+def _cell_key(cell: types.CellType, outer: tuple[Any, ...]) -> Hashable:
     try:
         content = cell.cell_contents
     except ValueError:  # A name of the enclosing function that is not bound yet.
         return None
-    if isinstance(content, types.FunctionType) and content.__closure__ is None:
-        return function_key(content)
+    if isinstance(content, types.FunctionType | types.MethodType):
+        return function_key(content, outer)
     return static_key(content)
 
 
@@ -88,7 +97,7 @@ class ProgramCache:
         self._programs: OrderedDict[Hashable, Any] = OrderedDict()
         self._size = size
         self._lock = threading.Lock()
-        self._functions: dict[Any, set[Hashable]] = {}
+        self._versions: dict[Any, list[list[int]]] = {}
         self._warned: set[Any] = set()
 
     def __len__(self) -> int:
@@ -105,7 +114,7 @@ class ProgramCache:
             if program is not None:
                 self._programs.move_to_end(full_key)
                 return program
-        self._warn_if_made_anew(fn, fn_key)
+        self._warn_if_made_anew(fn)
         program = make()
         with self._lock:
             self._programs[full_key] = program
@@ -113,22 +122,40 @@ class ProgramCache:
                 self._programs.popitem(last=False)
         return program
 
-    def _warn_if_made_anew(self, fn: Callable[..., Any], fn_key: Hashable) -> None:
-        code = getattr(getattr(fn, "__func__", fn), "__code__", None)
-        if code is None or code in self._warned:
+    def _warn_if_made_anew(self, fn: Callable[..., Any]) -> None:
+        fn = getattr(fn, "__func__", fn)
+        if not isinstance(fn, types.FunctionType) or fn.__code__ in self._warned:
             return
-        versions = self._functions.setdefault(code, set())
-        versions.add(hash(fn_key))
+        contents = _contents(fn)
+        # Hashes, which unlike the keys keep nothing alive.
+        version = [hash(key) for key in contents.values()]
+        versions = self._versions.setdefault(fn.__code__, [])
+        if version not in versions:
+            versions.append(version)
         if len(versions) < 3:
             return
-        self._warned.add(code)
-        cells = getattr(getattr(fn, "__func__", fn), "__closure__", None) or ()
-        names = ", ".join(code.co_freevars[: len(cells)]) or "its defaults"
+        self._warned.add(fn.__code__)
+        changed = [
+            name
+            for name, hashes in zip(contents, zip(*versions, strict=True), strict=True)
+            if len(set(hashes)) > 1
+        ]
         _logger.warning(
             "%s has been compiled %d times because it is made anew with other "
             "closed-over values (%s) each time. Define it once outside the loop and "
             "pass what changes through args; every new version costs a compilation.",
             describe(fn),
             len(versions),
-            names,
+            ", ".join(changed),
         )
+
+
+def _contents(fn: types.FunctionType) -> dict[str, Hashable]:
+    """What may differ between two functions of the same code, by name."""
+    cells = dict(zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True))
+    contents = {name: _cell_key(cell, (fn,)) for name, cell in cells.items()}
+    for i, value in enumerate(fn.__defaults__ or ()):
+        contents[f"default {i}"] = static_key(value)
+    for name, value in (fn.__kwdefaults__ or {}).items():
+        contents[f"default {name}"] = static_key(value)
+    return contents

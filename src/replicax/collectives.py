@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from replicax.devices import short_name
+
 __all__ = [
     "CrossDeviceOps",
     "HierarchicalCopyAllReduce",
@@ -111,6 +113,11 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
     """
 
     def __init__(self, *, group_size: int | None = None) -> None:
+        if group_size is not None and (type(group_size) is not int or group_size < 1):
+            raise ValueError(
+                f"HierarchicalCopyAllReduce: got {group_size=}, expected a positive "
+                "integer or None."
+            )
         self.group_size = group_size
 
     def sum(self, value: jax.Array, axis: ReplicaAxis) -> jax.Array:
@@ -122,6 +129,8 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
                 f"{axis.size} replicas. Choose one of "
                 f"{[k for k in range(1, axis.size + 1) if axis.size % k == 0]}."
             )
+        if jnp.size(value) == 0:
+            return value  # XLA refuses to scatter nothing.
         starts = range(0, axis.size, size)
         inside = [list(range(start, start + size)) for start in starts]
         across = [[start + i for start in starts] for i in range(size)]
@@ -164,7 +173,7 @@ class ReductionToOneDevice(CrossDeviceOps):
     def _root(self, axis: ReplicaAxis) -> int:
         if self.reduce_to_device is None:
             return 0
-        name = self.reduce_to_device.lower().removeprefix("/").removeprefix("device:")
+        name = short_name(self.reduce_to_device)
         if name not in axis.devices:
             raise ValueError(
                 f"ReductionToOneDevice: reduce_to_device={self.reduce_to_device!r} "

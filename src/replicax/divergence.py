@@ -22,6 +22,9 @@ __all__ = ["declare_mirrored", "gradient_marks", "varying_marks"]
 
 _MIRRORED = "replicax_mirrored"
 
+# Collectives that give each replica something else, even of equal values.
+_DEALS_OUT = ("all_to_all", "ppermute", "psum_scatter", "reduce_scatter")
+
 Eqn = Any
 Jaxpr = Any
 
@@ -79,6 +82,10 @@ class _Pass:
             return self._while(eqn, ins)
         if name == "cond":
             return self._cond(eqn, ins)
+        if self._axis_name is not None and (
+            name in _DEALS_OUT or eqn.params.get("axis_index_groups") is not None
+        ):
+            return [1] * len(eqn.outvars)
         inner = _inner_jaxprs(eqn)
         if len(inner) == 1 and len(inner[0].invars) == len(ins):
             return self.outputs(inner[0], ins)

@@ -273,6 +273,8 @@ class Program:
                 else old
                 for v, old in zip(self.written, written, strict=True)
             ]
+            # A number assigned has a weak type; the next step would compile for it.
+            new = [jnp.asarray(x, old.dtype) for x, old in zip(new, written, strict=True)]
         return out, new
 
     def _context(self) -> ReplicaContext:
@@ -316,6 +318,8 @@ class Program:
         self, written: list[Any], read: list[Any], leaves: Sequence[Any]
     ) -> None:
         """Trace, and refuse mirrored variables that would get different values."""
+        if self._group.axis.size == 1:
+            return
         diverging = self._diverging(written, read, leaves)
         first = {id(v) for v in diverging if v.aggregation == "only_first_replica"}
         if first:

@@ -100,14 +100,21 @@ class ReplicaContext:
 
         Raises:
             ContextError: Outside the function that this context belongs to.
+            ValueError: For scalars or an unknown axis.
         """
         self._check("all_gather")
-        return jax.tree.map(
-            lambda x: lax.all_gather(
-                jnp.asarray(x), self._axis.name, axis=axis, tiled=True
-            ),
-            value,
-        )
+
+        def gather(x: Any) -> jax.Array:
+            x = jnp.asarray(x)
+            if axis not in range(-x.ndim, x.ndim):
+                raise ValueError(
+                    f"ReplicaContext.all_gather: axis={axis!r} is out of range for a "
+                    f"value of shape {x.shape}, rank {x.ndim}."
+                    + ("" if x.ndim else " Use x[None] to gather scalars.")
+                )
+            return lax.all_gather(x, self._axis.name, axis=axis, tiled=True)
+
+        return jax.tree.map(gather, value)
 
     def merge_call(
         self,

@@ -163,6 +163,7 @@ class Strategy:
             )
             values = internals.read_values(program.variables)
             out, new = self.call(program, values, arrays)
+            _refuse_tracer(new[0] if new else None)
             internals.write_values(program.written, new)
         return jax.tree.map(PerReplica, out)
 
@@ -360,16 +361,13 @@ class Strategy:
         )
 
     def _program(self, fn: Any, arguments: Any, arrays: Sequence[Any]) -> Program:
+        _refuse_tracer(jnp.zeros(()))
         program = Program(fn, self._group, arguments, arrays)
         self.require_owned(program.variables, f"run({describe(fn)})")
         return program
 
     def _place(self, array: Any, kind: Kind) -> Any:
-        if isinstance(array, jax.core.Tracer):
-            raise ContextError(
-                "Strategy.run: called inside a JAX transformation such as jax.jit. "
-                "run compiles by itself; take the decorator away (like @tf.function)."
-            )
+        _refuse_tracer(array)
         if kind is Kind.PER_REPLICA:
             if array.shape[:1] != (self.num_replicas_in_sync,):
                 raise ValueError(
@@ -498,6 +496,14 @@ def get_replica_context() -> ReplicaContext:
         raises `ContextError`.
     """
     return current_context() or _no_context
+
+
+def _refuse_tracer(array: Any) -> None:
+    if isinstance(array, jax.core.Tracer):
+        raise ContextError(
+            "Strategy.run: called inside a JAX transformation such as jax.jit. "
+            "run compiles by itself; take the decorator away (like @tf.function)."
+        )
 
 
 def _map_values(fn: Callable[[Any], Any], tree: Any) -> Any:

@@ -54,30 +54,33 @@ class BatchIterator:
     def __init__(
         self, batches: Iterable[Any], group: ReplicaGroup, steps_per_execution: int
     ) -> None:
+        self._batches = iter(batches)
         self._executions = self._place_ahead(
-            _chunks(batches, steps_per_execution), group, steps_per_execution
+            _chunks(self._batches, steps_per_execution), group, steps_per_execution
         )
 
     def __iter__(self) -> "BatchIterator":
         return self
 
     def __next__(self) -> Any:
-        """The next execution's first batch on the host, for Keras to look at."""
-        batch, _ = next(self._executions)
-        return batch
+        """The next batch on the host, for Keras to look at.
+
+        Keras builds models with it, and starts again with another iterator. No more
+        than that batch is taken: a generator does not give it again.
+        """
+        return next(self._batches)
 
     def next_execution(self) -> list[PlacedBatch]:
         """The next execution's batches; several only if they cannot go together."""
-        _, placed = next(self._executions)
-        return placed
+        return next(self._executions)
 
     @staticmethod
     def _place_ahead(
         chunks: Iterable[list[Any]], group: ReplicaGroup, size: int
-    ) -> Iterator[tuple[Any, list[PlacedBatch]]]:
+    ) -> Iterator[list[PlacedBatch]]:
         ahead = None
         for chunk in chunks:
-            current, ahead = ahead, (chunk[0], _place_chunk(chunk, group, size))
+            current, ahead = ahead, _place_chunk(chunk, group, size)
             if current is not None:
                 yield current
         if ahead is not None:
@@ -87,12 +90,18 @@ class BatchIterator:
 def _chunks(batches: Iterable[Any], size: int) -> Iterator[list[Any]]:
     chunk: list[Any] = []
     for batch in batches:
-        chunk.append(batch)
+        # JAX goes on reading a NumPy array after the call that it was given to, and
+        # generators may fill the same array again.
+        chunk.append(jax.tree.map(_copied, batch))
         if len(chunk) == size:
             yield chunk
             chunk = []
     if chunk:
         yield chunk
+
+
+def _copied(x: Any) -> Any:
+    return x.copy() if isinstance(x, np.ndarray) else x
 
 
 def _place_chunk(chunk: list[Any], group: ReplicaGroup, size: int) -> list[PlacedBatch]:
@@ -135,7 +144,8 @@ def _placed(
 
 
 def _transfer(flat: list[Any], group: ReplicaGroup, num_steps: int | None) -> list[Any]:
-    if group.mesh.devices.flat[0].platform == "cpu":
+    on_host = all(isinstance(x, np.ndarray) for x in flat)
+    if on_host and group.mesh.devices.flat[0].platform == "cpu":
         # There is no transfer to overlap, and a program takes host arrays faster than
         # `device_put` splits them (measured: 28 against 112 us for a batch of two
         # arrays on one device, 127 against 221 us on two).

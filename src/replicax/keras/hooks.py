@@ -11,7 +11,7 @@
 | `BaseOptimizer.apply`, `LossScaleOptimizer.{apply,stateless_apply}` | the seam |
 | `losses.loss.{reduce_values,apply_mask}` | global means of losses |
 | `BatchNormalization.__init__`, `nn.moments` | `synchronized=True` |
-| `BatchNormalization.build` | moving statistics are averaged over the replicas |
+| `BatchNormalization.add_weight` | moving statistics are averaged over the replicas |
 
 Tested with Keras 3.13 to 3.15.
 """
@@ -23,6 +23,7 @@ from typing import Any
 
 import jax
 import jax.core
+import jax.numpy as jnp
 from keras.src.backend.jax import nn as jax_nn
 from keras.src.backend.jax import trainer as jax_trainer
 from keras.src.backend.jax.core import JaxVariable
@@ -46,14 +47,6 @@ _ENTRY_POINTS = (
     "train_on_batch",
     "test_on_batch",
     "predict_on_batch",
-)
-
-_MOVING_STATISTICS = (
-    "moving_mean",
-    "moving_variance",
-    "moving_stddev",
-    "renorm_mean",
-    "renorm_stddev",
 )
 
 _installed = False
@@ -80,12 +73,12 @@ def install() -> None:
     )
     _wrap(jax_trainer.JAXEpochIterator, "_get_iterator", _get_iterator)
     _wrap(BaseOptimizer, "apply", _apply)
-    _wrap(LossScaleOptimizer, "apply", _apply)
+    _wrap(LossScaleOptimizer, "apply", _apply_with_loss_scale)
     _wrap(LossScaleOptimizer, "stateless_apply", _stateless_apply)
     _wrap(loss_module, "reduce_values", _in_replica(reductions.reduce_values))
     _wrap(loss_module, "apply_mask", _in_replica(reductions.apply_mask))
     _wrap(BatchNormalization, "__init__", _init_batch_normalization)
-    _wrap(BatchNormalization, "build", _build_batch_normalization)
+    _wrap(BatchNormalization, "add_weight", _add_batch_statistic)
     _wrap(jax_nn, "moments", _moments)
 
 
@@ -111,16 +104,16 @@ def _initialize(original: Any, variable: Any, value: Any) -> None:
 
 def _direct_assign(original: Any, variable: Any, value: Any) -> None:
     # Keras leaves a value where it is if the sharding is another name for the same
-    # place, as on a mesh of one device. To JAX the type differs, and programs would be
-    # compiled again.
+    # place, as on a mesh of one device, and keeps the weak type of a Python number. To
+    # JAX the type differs, and programs would be compiled again.
     layout = layout_of(variable)
     if (
         isinstance(layout, jax.sharding.NamedSharding)
         and isinstance(value, jax.Array)
         and not isinstance(value, jax.core.Tracer)
-        and value.sharding != layout
+        and (value.sharding != layout or value.weak_type)
     ):
-        value = jax.device_put(value, layout)
+        value = jax.device_put(jnp.asarray(value, value.dtype), layout)
     original(variable, value)
 
 
@@ -183,6 +176,26 @@ def _apply(
     )
 
 
+def _apply_with_loss_scale(
+    original: Any, optimizer: Any, grads: Any, trainable_variables: Any = None
+) -> Any:
+    if current_context() is None:
+        return original(optimizer, grads, trainable_variables)
+    # Keras assigns to variables inside a `cond`, where JAX loses them. Assign after it.
+    if not optimizer.built:
+        optimizer.build(list(trainable_variables or ()))
+    trained = list(trainable_variables or optimizer._trainable_variables)
+    state = optimizer.variables
+    new_trained, new_state = optimizer.stateless_apply(
+        [v.value for v in state], list(grads), [v.value for v in trained]
+    )
+    for variable, value in zip(
+        [*trained, *state], [*new_trained, *new_state], strict=True
+    ):
+        variable.assign(value)
+    return None
+
+
 def _stateless_apply(
     original: Any, optimizer: Any, state: Any, grads: Any, trainable_variables: Any
 ) -> Any:
@@ -222,15 +235,14 @@ def _init_batch_normalization(
     layer.synchronized = synchronized
 
 
-def _build_batch_normalization(
-    original: Any, layer: Any, *args: Any, **kwargs: Any
-) -> None:
-    original(layer, *args, **kwargs)
-    # Keras declares no aggregation for them, though each replica has its own.
-    for name in _MOVING_STATISTICS:
-        variable = getattr(layer, name, None)
-        if variable is not None:
-            variable._aggregation = "mean"
+def _add_batch_statistic(
+    original: Any, layer: Any, *args: Any, trainable: bool = True, **kwargs: Any
+) -> Any:
+    # Keras declares no aggregation for moving statistics, though each replica has its
+    # own.
+    if not trainable:
+        kwargs.setdefault("aggregation", "mean")
+    return original(layer, *args, trainable=trainable, **kwargs)
 
 
 def _moments(

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from replicax.arguments import Arguments, Kind
 from replicax.collectives import ReduceOp
+from replicax.keras import internals
 from replicax.keras.batches import BatchIterator, PlacedBatch, place
 from replicax.program import Options, Outputs, Program
 from replicax.scope import current_context
@@ -78,12 +79,14 @@ class _KerasStep:
         name: `"train_step"`, `"test_step"` or `"predict_step"`.
         groups: Makes the lists of variables whose values are Keras' state.
         outputs: What becomes of the step's results.
+        written: Ids of the variables that the step was seen to assign.
     """
 
     model: Any
     name: str
     groups: Callable[[], list[list[Any]]]
     outputs: Outputs
+    written: set[int] = dataclasses.field(default_factory=set)
 
     def program(self, strategy: Any, batch: PlacedBatch) -> Program:
         """Compile the step for batches like `batch`."""
@@ -108,36 +111,57 @@ class _KerasStep:
 
     def _replica_function(self, groups: list[list[Any]]) -> Callable[[Any], Any]:
         step = getattr(self.model, self.name)
-        if len(inspect.signature(step).parameters) == 1:
-            return step  # As tf.keras has it: `train_step(data)`, with a tape.
+        # As tf.keras has it: `train_step(data)`, with a tape.
+        with_tape = len(inspect.signature(step).parameters) == 1
 
-        def stateless(data: Any) -> Any:
-            state = tuple([v.value for v in group] for group in groups)
-            result, new_state = step(state, data)
-            if self.name == "predict_step":  # Returns only what may have changed.
-                new_state = (state[0], new_state)
-            for group, values in zip(groups, new_state, strict=True):
-                for variable, value in zip(group, values, strict=True):
-                    variable.assign(value)
+        def replica_step(data: Any) -> Any:
+            result = step(data) if with_tape else self._stateless(step, groups, data)
+            self.written.update(internals.current_scope().written)
             return result
 
-        stateless.__qualname__ = f"{type(self.model).__name__}.{self.name}"
-        return stateless
+        replica_step.__qualname__ = f"{type(self.model).__name__}.{self.name}"
+        return replica_step
+
+    def _stateless(
+        self, step: Callable[..., Any], groups: list[list[Any]], data: Any
+    ) -> Any:
+        """Run a step that takes and returns state on the variables themselves."""
+        state = tuple([v.value for v in group] for group in groups)
+        result, new_state = step(state, data)
+        if self.name == "predict_step":  # Returns only what may have changed.
+            new_state = (state[0], new_state)
+        for group, before, after in zip(groups, state, new_state, strict=True):
+            for variable, old, new in zip(group, before, after, strict=True):
+                if new is not old:
+                    variable.assign(new)
+        return result
 
     def _final_logs(self, logs: Any) -> Any:
         """Logs of the global batch: from the metrics, which count all replicas now.
 
-        Whatever else a user's own step logs is averaged.
+        Whatever else a user's own step logs is averaged, a "loss" too that never went
+        through the metric of that name.
         """
-        results = self.model.get_metrics_result()
+        mean = current_context().mean
         if not isinstance(logs, dict):
-            return current_context().mean(jax.tree.map(jnp.asarray, logs))
+            return mean(jax.tree.map(jnp.asarray, logs))
+        results = self._metric_results()
         return {
             name: results[name]
             if name in results
-            else current_context().mean(jnp.asarray(value))
+            else mean(jax.tree.map(jnp.asarray, value))
             for name, value in logs.items()
         }
+
+    def _metric_results(self) -> dict[str, Any]:
+        """The results of the metrics that the step updates."""
+        results = {}
+        for metric in self.model.metrics:
+            if any(id(v) in self.written for v in metric.variables):
+                result = results[metric.name] = metric.result()
+                if isinstance(result, dict):  # Of several metrics.
+                    results.update(result)
+        return results
 
 
 def _one_batch(structure: Any) -> Arguments:

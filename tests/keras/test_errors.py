@@ -1,0 +1,150 @@
+"""What is done in the wrong place is named, and what is ignored is said."""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import replicax as rx
+
+
+def classifier(*hidden, **compile_args):
+    model = keras.Sequential(
+        [keras.Input((64,)), *hidden, layers.Dense(10, name="out")]
+    )
+    args = {"optimizer": "sgd", **compile_args}
+    model.compile(
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True), **args
+    )
+    return model
+
+
+@pytest.fixture
+def data(digits):
+    return tuple(a[:32] for a in digits)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda model, x, y: model.fit(x, y, verbose=0),
+        lambda model, x, y: model.evaluate(x, y, verbose=0),
+        lambda model, x, y: model.predict(x, verbose=0),
+        lambda model, x, y: model.train_on_batch(x, y),
+    ],
+)
+def test_model_from_outside(data, strategy_of, use):
+    model = classifier()
+    with (
+        strategy_of(2).scope(),
+        pytest.raises(rx.ContextError, match=rf"{model.name}.* made outside the scope"),
+    ):
+        use(model, *data)
+    use(model, *data)  # On one device, as before.
+
+
+def test_compile_under_another_scope(strategy_of):
+    with strategy_of(2).scope():
+        model = classifier()
+    with strategy_of(4).scope(), pytest.raises(rx.ContextError, match="scope of"):
+        model.compile("sgd", "mse")
+
+
+def test_layer_from_outside(data, strategy_of):
+    inner = keras.Sequential(
+        [keras.Input((64,)), layers.Dense(12, name="made_early")], name="inner"
+    )
+    with strategy_of(2).scope():
+        model = classifier(inner)
+    with pytest.raises(
+        rx.ContextError, match=r"'made_early/kernel'.*outside the scope"
+    ):
+        model.fit(*data, verbose=0)
+
+
+def test_metric_from_outside(data, strategy_of):
+    metric = keras.metrics.SparseCategoricalAccuracy(name="made_early")
+    with strategy_of(2).scope():
+        model = classifier(metrics=[metric])
+    with pytest.raises(rx.ContextError, match=r"'made_early/total'.*outside the scope"):
+        model.evaluate(*data, verbose=0)
+
+
+def test_optimizer_from_outside(data, strategy_of):
+    optimizer = keras.optimizers.SGD(name="made_early")
+    with strategy_of(2).scope():
+        model = classifier(optimizer=optimizer)
+    with pytest.raises(rx.ContextError, match=r"'made_early/iteration'.*outside the"):
+        model.fit(*data, verbose=0)
+
+
+def test_layer_of_another_strategy(data, strategy_of):
+    with strategy_of(2).scope():
+        layer = layers.Dense(12, name="of_two")
+        layer.build((None, 64))
+    with strategy_of(4).scope():
+        model = classifier(layer)
+    with pytest.raises(rx.ContextError, match=r"of_two/kernel.*another strategy"):
+        model.fit(*data, verbose=0)
+
+
+def test_compile_outside_the_scope(data, strategy_of):
+    """The model knows its strategy; what compile makes is mirrored too."""
+    strategy = strategy_of(4)
+    with strategy.scope():
+        model = classifier()
+    model.compile("adam", model.loss, metrics=["accuracy"])
+    history = model.fit(*data, verbose=0).history
+    assert set(history) == {"accuracy", "loss"}
+    strategy.check_replicas()
+
+
+def test_arrays_of_different_sizes(data, strategy_of):
+    x, y = data
+    with strategy_of(2).scope():
+        model = classifier()
+    with pytest.raises(ValueError, match="same number of examples.*32 in .*16 in"):
+        model.train_on_batch(x, y[:16])
+
+
+def test_scalars_in_a_batch(data, strategy_of):
+    x, y = data
+    with strategy_of(2).scope():
+        model = classifier()
+    with pytest.raises(ValueError, match="same number of examples.*None in"):
+        model.train_on_batch(x, y, sample_weight=np.float32(1))
+
+
+def test_run_eagerly_is_ignored(data, strategy_of, caplog):
+    with strategy_of(2).scope():
+        model = classifier(run_eagerly=True)
+    model.fit(*data, verbose=0)
+    (record,) = caplog.records
+    assert record.name == "replicax"
+    assert "run_eagerly" in record.getMessage()
+    assert model.name in record.getMessage()
+
+
+def test_an_error_in_a_step_leaves_the_model_usable(data, strategy_of):
+    class Picky(layers.Layer):
+        strict = False
+
+        def call(self, x):
+            if self.strict:
+                raise ValueError("this layer is strict")
+            return x
+
+    picky = Picky()
+    with strategy_of(2).scope():
+        model = classifier(picky)
+    model.fit(*data, verbose=0)
+    weights = model.get_weights()
+    picky.strict = True
+    x, y = data
+    with pytest.raises(ValueError, match="this layer is strict"):
+        model.fit(x[:6], y[:6], verbose=0)  # Another shape: traced anew.
+    picky.strict = False
+    assert not rx.has_strategy()
+    with strategy_of(2).scope():
+        pass
+    assert np.isfinite(weights[0]).all()

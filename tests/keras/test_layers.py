@@ -1,0 +1,196 @@
+"""Kinds of layers: those that mix examples, draw random numbers or have loops."""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+# 40 examples in batches of 24: the last has 16.
+NUM_EXAMPLES, BATCH_SIZE = 40, 24
+
+
+@pytest.fixture
+def images(digits):
+    x, y = (a[:NUM_EXAMPLES] for a in digits)
+    return x.reshape(-1, 8, 8), y
+
+
+def crossentropy():
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def fitted(model, data, rate=0.1):
+    model.compile(keras.optimizers.SGD(rate, 0.9), crossentropy())
+    history = model.fit(*data, BATCH_SIZE, shuffle=False, verbose=0)
+    return model.get_weights(), history.history
+
+
+def attention():
+    rows = keras.Input((8, 8))
+    mixed = layers.MultiHeadAttention(num_heads=2, key_dim=4)(rows, rows)
+    normal = layers.LayerNormalization()(layers.Add()([rows, mixed]))
+    return keras.Model(rows, layers.Dense(10)(layers.Flatten()(normal)))
+
+
+def stack(*hidden):
+    return keras.Sequential([keras.Input((8, 8)), *hidden, layers.Dense(10)])
+
+
+MODELS = {
+    "lstm": lambda: stack(layers.LSTM(5)),
+    "gru": lambda: stack(layers.Bidirectional(layers.GRU(3))),
+    "attention": attention,
+    "conv": lambda: stack(
+        layers.Reshape((8, 8, 1)),
+        layers.Conv2D(4, 3, activation="relu"),
+        layers.DepthwiseConv2D(3),
+        layers.GroupNormalization(2),
+        layers.MaxPooling2D(2),
+        layers.Flatten(),
+    ),
+    # One device normalises over the global batch, and so do replicas if told to.
+    "synchronized": lambda: stack(
+        layers.Flatten(), layers.BatchNormalization(synchronized=True)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_layers(images, same_as_one_device, name):
+    same_as_one_device(lambda: fitted(MODELS[name](), images), 8)
+
+
+def test_masked_rnn(digits, same_as_one_device):
+    tokens = (digits[0][:NUM_EXAMPLES, :12] * 16).astype("int32")
+    data = tokens, digits[1][:NUM_EXAMPLES]
+
+    def work():
+        model = keras.Sequential(
+            [
+                keras.Input((12,), dtype="int32"),
+                layers.Embedding(17, 6, mask_zero=True),
+                layers.LSTM(5),
+                layers.Dense(10),
+            ]
+        )
+        return fitted(model, data)
+
+    same_as_one_device(work, 8)
+
+
+def batch_norm(synchronized=False):
+    return keras.Sequential(
+        [
+            keras.Input((64,)),
+            layers.BatchNormalization(
+                momentum=0.75, epsilon=1e-3, synchronized=synchronized, name="norm"
+            ),
+        ]
+    )
+
+
+@pytest.mark.parametrize("rows", [32, 20], ids=["divides", "ragged"])
+def test_batch_normalization_uses_each_replicas_statistics(digits, outcome, rows):
+    """Outputs and moving statistics, step by step in NumPy."""
+    x = digits[0][:rows]
+    replicas = 8 if rows == 32 else 5  # Five share 20 examples.
+    parts = x.reshape(replicas, -1, 64)
+    means, variances = parts.mean(axis=1), parts.var(axis=1)
+    normal = (parts - means[:, None]) / np.sqrt(variances[:, None] + 1e-3)
+
+    def work():
+        model = batch_norm()
+        model.compile(keras.optimizers.SGD(0.0), "mse")
+        loss = model.train_on_batch(x, np.ones_like(x))
+        norm = model.get_layer("norm")
+        return loss, norm.moving_mean.numpy(), norm.moving_variance.numpy()
+
+    loss, moving_mean, moving_variance = outcome(work, 8)
+    # One step in float32; variances and their roots lose a digit or two.
+    np.testing.assert_allclose(loss, ((normal - 1) ** 2).mean(), rtol=1e-4)
+    np.testing.assert_allclose(moving_mean, 0.25 * means.mean(0), rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(
+        moving_variance, 0.75 + 0.25 * variances.mean(0), rtol=1e-4, atol=1e-6
+    )
+
+
+def test_synchronized_batch_normalization_normalises_globally(digits, outcome):
+    x = digits[0][:32]
+    normal = (x - x.mean(axis=0)) / np.sqrt(x.var(axis=0) + 1e-3)
+
+    def work():
+        model = batch_norm(synchronized=True)
+        model.compile(keras.optimizers.SGD(0.0), "mse")
+        loss = model.train_on_batch(x, np.ones_like(x))
+        return loss, model.get_layer("norm").moving_variance.numpy()
+
+    loss, moving_variance = outcome(work, 8)
+    np.testing.assert_allclose(loss, ((normal - 1) ** 2).mean(), rtol=1e-4)
+    np.testing.assert_allclose(
+        moving_variance, 0.75 + 0.25 * x.var(axis=0), rtol=1e-4, atol=1e-6
+    )
+
+
+class Masks(keras.Model):
+    """Predicts the dropout mask of each example."""
+
+    def __init__(self):
+        super().__init__()
+        self.dropout = layers.Dropout(0.5, seed=7)
+
+    def call(self, x):
+        return self.dropout(x, training=True)
+
+
+def test_dropout_differs_between_replicas_and_replays(outcome):
+    ones = np.ones((16, 64), "float32")
+
+    def work():
+        model = Masks()
+        return [model.predict(ones, batch_size=8, verbose=0) for _ in range(2)]
+
+    masks, later = outcome(work, 8)
+    rows = {tuple(row) for call in (masks, later) for row in call}
+    # 32 rows of 64 fair coins: equal by chance once in 2**55.
+    assert len(rows) == 32
+    assert 0.4 < (masks == 0).mean() < 0.6
+    for first, again in zip((masks, later), outcome(work, 8), strict=True):
+        np.testing.assert_array_equal(first, again)
+
+
+def test_dropout_training_replays(images, outcome, assert_same):
+    def work():
+        model = stack(layers.Flatten(), layers.Dropout(0.3), layers.GaussianNoise(0.1))
+        return fitted(model, images)
+
+    assert_same(outcome(work, 4), outcome(work, 4), rtol=0, atol=0)
+
+
+def test_first_replica_draws_as_one_device(outcome):
+    ones = np.ones((8, 64), "float32")
+    args = {"batch_size": 1, "verbose": 0}
+    plain = outcome(lambda: Masks().predict(ones, **args), 0)
+    np.testing.assert_array_equal(
+        outcome(lambda: Masks().predict(ones, **args), 1), plain
+    )
+
+
+@pytest.mark.slow
+def test_application(digits, same_as_one_device):
+    x, y = (a[:8] for a in digits)
+    pictures = np.repeat(x.reshape(-1, 8, 8, 1), 3, axis=3)
+    pictures = pictures.repeat(4, axis=1).repeat(4, axis=2)
+
+    def work():
+        model = keras.applications.MobileNetV2(
+            (32, 32, 3), 0.35, weights=None, classes=10
+        )
+        model.compile(keras.optimizers.SGD(0.01), "sparse_categorical_crossentropy")
+        # In training mode each replica normalises its own part: only inference and
+        # shapes are those of one device.
+        before = model.predict(pictures, verbose=0)
+        loss = model.fit(pictures, y, batch_size=8, verbose=0).history["loss"]
+        assert np.isfinite(loss).all()
+        return before
+
+    same_as_one_device(work, 2)

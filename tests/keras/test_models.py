@@ -1,0 +1,348 @@
+"""Kinds of models, and the methods of a model that users override."""
+
+import jax
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import replicax as rx
+
+# 68 examples in batches of 24: the last has 20, which 8 replicas cannot share equally.
+NUM_EXAMPLES, BATCH_SIZE = 68, 24
+
+
+@pytest.fixture
+def data(digits):
+    return tuple(a[:NUM_EXAMPLES] for a in digits)
+
+
+def sgd():
+    return keras.optimizers.SGD(0.1, 0.9)
+
+
+def crossentropy():
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def fitted(model, *data):
+    history = model.fit(
+        *data, batch_size=BATCH_SIZE, epochs=2, shuffle=False, verbose=0
+    )
+    return model.get_weights(), history.history
+
+
+class Subclassed(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.hidden = layers.Dense(12, activation="relu")
+        self.out = layers.Dense(10)
+
+    def call(self, x, training=False):
+        return self.out(self.hidden(x))
+
+
+def functional():
+    image = keras.Input((64,))
+    hidden = layers.Dense(12, activation="relu")(image)
+    return keras.Model(image, layers.Dense(10)(layers.Concatenate()([hidden, image])))
+
+
+def nested():
+    inner = keras.Sequential([keras.Input((64,)), layers.Dense(12, activation="relu")])
+    return keras.Sequential([inner, layers.Dense(10)])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        functional,
+        nested,
+        Subclassed,
+        lambda: keras.Sequential(
+            [layers.Dense(12, activation="relu"), layers.Dense(10)]
+        ),
+    ],
+    ids=["functional", "nested", "subclassed", "unbuilt"],
+)
+def test_kinds_of_models(data, same_as_one_device, make):
+    def work():
+        model = make()
+        model.compile(sgd(), crossentropy(), metrics=["accuracy"])
+        return fitted(model, *data), model.predict(data[0], verbose=0)
+
+    same_as_one_device(work, 8)
+
+
+def two_inputs(kind):
+    left, right = (keras.Input((32,), name=name) for name in ("left", "right"))
+    hidden = layers.Dense(12, activation="relu")(layers.Concatenate()([left, right]))
+    digit, odd = layers.Dense(10, name="digit"), layers.Dense(1, name="odd")
+    if kind is dict:
+        outputs = {"digit": digit(hidden), "odd": odd(hidden)}
+        return keras.Model({"left": left, "right": right}, outputs)
+    return keras.Model([left, right], [digit(hidden), odd(hidden)])
+
+
+@pytest.mark.parametrize("kind", [dict, list])
+def test_several_inputs_and_outputs(data, same_as_one_device, kind):
+    x, y = data
+    inputs = {"left": x[:, :32], "right": x[:, 32:]}
+    targets = {"digit": y, "odd": (y % 2).astype("float32")[:, None]}
+    losses = {
+        "digit": crossentropy(),
+        "odd": keras.losses.BinaryCrossentropy(from_logits=True),
+    }
+    metrics = {"digit": ["accuracy"], "odd": ["mae"]}
+    if kind is list:
+        inputs, targets, losses, metrics = (
+            list(tree.values()) for tree in (inputs, targets, losses, metrics)
+        )
+
+    def work():
+        model = two_inputs(kind)
+        model.compile(sgd(), losses, metrics=metrics)
+        trained = fitted(model, inputs, targets)
+        predictions = model.predict(inputs, batch_size=BATCH_SIZE, verbose=0)
+        assert isinstance(predictions, kind)
+        return trained, predictions
+
+    same_as_one_device(work, 8)
+
+
+class JaxStep(Subclassed):
+    """Overrides `train_step` and `test_step` as the Keras guide for JAX does."""
+
+    def loss_and_updates(self, trainable, non_trainable, x, y, training=False):
+        y_pred, non_trainable = self.stateless_call(
+            trainable, non_trainable, x, training=training
+        )
+        return self.compute_loss(x, y, y_pred), (y_pred, non_trainable)
+
+    def update_metrics(self, values, y, y_pred, loss):
+        logs, new = {}, []
+        for metric in self.metrics:
+            own = values[len(new) : len(new) + len(metric.variables)]
+            args = (loss,) if metric.name == "loss" else (y, y_pred)
+            own = metric.stateless_update_state(own, *args)
+            logs[metric.name] = metric.stateless_result(own)
+            new += own
+        return logs, new
+
+    def train_step(self, state, data):
+        trainable, non_trainable, optimizer, metrics = state
+        x, y = data
+        grad_fn = jax.value_and_grad(self.loss_and_updates, has_aux=True)
+        (loss, (y_pred, non_trainable)), grads = grad_fn(
+            trainable, non_trainable, x, y, training=True
+        )
+        trainable, optimizer = self.optimizer.stateless_apply(
+            optimizer, grads, trainable
+        )
+        logs, metrics = self.update_metrics(metrics, y, y_pred, loss)
+        return logs, (trainable, non_trainable, optimizer, metrics)
+
+    def test_step(self, state, data):
+        trainable, non_trainable, metrics = state
+        x, y = data
+        loss, (y_pred, non_trainable) = self.loss_and_updates(
+            trainable, non_trainable, x, y
+        )
+        logs, metrics = self.update_metrics(metrics, y, y_pred, loss)
+        return logs, (trainable, non_trainable, metrics)
+
+
+def test_train_step_with_state(digits, same_as_one_device):
+    # The guide's step weighs every batch's loss alike: give it equal batches.
+    x, y = (a[:72] for a in digits)
+
+    def work():
+        model = JaxStep()
+        model.compile(sgd(), crossentropy(), metrics=["accuracy"])
+        weights, history = fitted(model, x, y)
+        return weights, history, model.evaluate(x, y, BATCH_SIZE, 0, return_dict=True)
+
+    same_as_one_device(work, 2, 8)
+
+
+class OwnMetrics(Subclassed):
+    """As the guide's second example: metrics of its own, and `metrics` overridden."""
+
+    def __init__(self):
+        super().__init__()
+        self.loss_tracker = keras.metrics.Mean(name="loss")
+        self.mae = keras.metrics.MeanAbsoluteError(name="mae")
+
+    @property
+    def metrics(self):
+        return [self.loss_tracker, self.mae]
+
+    def loss_and_updates(self, trainable, non_trainable, x, y):
+        y_pred, non_trainable = self.stateless_call(
+            trainable, non_trainable, x, training=True
+        )
+        return ops.mean(keras.losses.mean_squared_error(y, y_pred)), (
+            y_pred,
+            non_trainable,
+        )
+
+    def train_step(self, state, data):
+        trainable, non_trainable, optimizer, metrics = state
+        x, y = data
+        grad_fn = jax.value_and_grad(self.loss_and_updates, has_aux=True)
+        (loss, (y_pred, non_trainable)), grads = grad_fn(trainable, non_trainable, x, y)
+        trainable, optimizer = self.optimizer.stateless_apply(
+            optimizer, grads, trainable
+        )
+        tracker = self.loss_tracker.stateless_update_state(metrics[:2], loss, len(x))
+        mae = self.mae.stateless_update_state(metrics[2:], y, y_pred)
+        logs = {
+            "loss": self.loss_tracker.stateless_result(tracker),
+            "mae": self.mae.stateless_result(mae),
+        }
+        return logs, (trainable, non_trainable, optimizer, tracker + mae)
+
+
+def test_train_step_with_metrics_of_its_own(data, same_as_one_device):
+    x, y = data
+
+    def work():
+        model = OwnMetrics()
+        model.compile(optimizer=sgd())
+        return fitted(model, x, keras.utils.to_categorical(y))
+
+    same_as_one_device(work, 8)
+
+
+class Tape(Subclassed):
+    """Overrides `train_step` as tf.keras has it."""
+
+    def train_step(self, data):
+        x, y = data
+        with rx.GradientTape() as tape:
+            y_pred = self(x, training=True)
+            loss = self.compute_loss(x, y, y_pred)
+        grads = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(
+            zip(grads, self.trainable_variables, strict=True)
+        )
+        for metric in self.metrics:
+            if metric.name == "loss":
+                metric.update_state(loss, sample_weight=len(x))
+            else:
+                metric.update_state(y, y_pred)
+        return {m.name: m.result() for m in self.metrics}
+
+
+def test_train_step_with_a_tape(data, outcome, assert_same):
+    def work(make):
+        model = make()
+        model.compile(sgd(), crossentropy())
+        return fitted(model, *data)
+
+    expected = outcome(lambda: work(Subclassed), 0)
+    for replicas in (1, 2, 8):
+        assert_same(outcome(lambda: work(Tape), replicas), expected)
+
+
+class LogsLoss(Subclassed):
+    """Logs what is no metric of its model."""
+
+    def train_step(self, data):
+        x, y, _ = data
+        with rx.GradientTape() as tape:
+            loss = ops.mean(crossentropy()(y, self(x)))
+        grads = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(grads, self.trainable_variables)
+        return {"loss": loss, "largest": ops.mean(x)}
+
+
+def test_logs_that_are_no_metrics_are_averaged(digits, outcome):
+    x, y = (a[:16] for a in digits)
+
+    def work():
+        model = LogsLoss()
+        model.compile(sgd())
+        untrained = model(x)
+        logs = model.train_on_batch(x, y, return_dict=True)
+        return untrained, logs
+
+    untrained, logs = outcome(work, 4)
+    expected = crossentropy()(y, untrained)
+    # A mean of 16 float32 numbers in another order.
+    np.testing.assert_allclose(logs["loss"], expected, rtol=1e-5)
+    np.testing.assert_allclose(logs["largest"], x.mean(), rtol=1e-5)
+
+
+class OwnLoss(Subclassed):
+    def __init__(self):
+        super().__init__()
+        self.entropy = keras.metrics.Mean(name="entropy")
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, **kwargs):
+        self.entropy.update_state(-ops.sum(ops.softmax(y_pred) ** 2, axis=-1))
+        loss = super().compute_loss(x, y, y_pred, sample_weight, **kwargs)
+        return loss + 0.01 * ops.mean(ops.square(y_pred))
+
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        results = super().compute_metrics(x, y, y_pred, sample_weight)
+        return {**results, "mean_logit": ops.mean(y_pred)}
+
+
+def test_compute_loss_and_compute_metrics(digits, same_as_one_device):
+    x, y = (a[:48] for a in digits)  # A plain log is the last batch's.
+
+    def work():
+        model = OwnLoss()
+        model.compile(sgd(), crossentropy(), metrics=["accuracy"])
+        return fitted(model, x, y)
+
+    _, history = same_as_one_device(work, 2, 8)
+    assert {"loss", "accuracy", "entropy", "mean_logit"} == set(history)
+
+
+class RunningMean(layers.Layer):
+    """Subtracts a moving mean of its inputs, which it keeps as batch norm does."""
+
+    def build(self, shape):
+        self.mean = self.add_weight(
+            shape=(shape[-1],), trainable=False, name="mean", aggregation="mean"
+        )
+        self.num_seen = self.add_weight(
+            (), "zeros", trainable=False, name="num_seen", aggregation="sum"
+        )
+
+    def call(self, x, training=False):
+        mean = ops.copy(self.mean)
+        if training:
+            # From here on, and until the step's end, it is this replica's own.
+            self.mean.assign(0.9 * mean + 0.1 * ops.mean(x, axis=0))
+            self.num_seen.assign_add(len(x))
+        return x - mean
+
+
+def test_layer_with_moving_statistics(data, same_as_one_device):
+    def work():
+        model = keras.Sequential([keras.Input((64,)), RunningMean(), layers.Dense(10)])
+        model.compile(sgd(), crossentropy())
+        return fitted(model, *data)
+
+    weights, _ = same_as_one_device(work, 2, 8)
+    assert weights[1] == 2 * NUM_EXAMPLES  # num_seen
+
+
+def test_statistics_without_aggregation_are_refused(data, outcome):
+    class Last(RunningMean):
+        def build(self, shape):
+            super().build(shape)
+            self.mean = self.add_weight(
+                shape=(shape[-1],), trainable=False, aggregation="none", name="last"
+            )
+
+    def work():
+        model = keras.Sequential([keras.Input((64,)), Last(), layers.Dense(10)])
+        model.compile(sgd(), crossentropy())
+        return fitted(model, *data)
+
+    with pytest.raises(rx.DivergenceError, match=r"last.*aggregation='mean'"):
+        outcome(work, 2)

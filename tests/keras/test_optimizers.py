@@ -1,0 +1,181 @@
+"""What lies between a loss and the weights: precision, extra losses, optimizers."""
+
+import contextlib
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+# 100 examples: three whole batches of 32, and one of 4, fewer than 8 replicas.
+NUM_EXAMPLES, BATCH_SIZE = 100, 32
+
+OPTIMIZERS = {
+    "accumulated": lambda: keras.optimizers.SGD(
+        0.1, 0.9, gradient_accumulation_steps=2
+    ),
+    "average": lambda: keras.optimizers.SGD(
+        0.1, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=3
+    ),
+    "clipnorm": lambda: keras.optimizers.SGD(0.1, clipnorm=0.05),
+    "clipvalue": lambda: keras.optimizers.SGD(0.1, clipvalue=0.002),
+    "global_clipnorm": lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.1),
+    # A large epsilon: else the noise in gradients near zero is scaled up to full steps.
+    "adamw": lambda: keras.optimizers.AdamW(1e-2, weight_decay=0.01, epsilon=1e-3),
+    "rmsprop": lambda: keras.optimizers.RMSprop(1e-3, 0.8, 0.5, 1e-3, True),
+}
+
+
+def classifier(*hidden):
+    hidden = hidden or (layers.Dense(12, activation="relu"),)
+    return keras.Sequential([keras.Input((64,)), *hidden, layers.Dense(10)])
+
+
+def crossentropy():
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def fitted(model, digits):
+    x, y = (a[:NUM_EXAMPLES] for a in digits)
+    history = model.fit(x, y, BATCH_SIZE, epochs=2, shuffle=False, verbose=0)
+    slots = [v.numpy() for v in model.optimizer.variables]
+    return model.get_weights(), slots, history.history
+
+
+@contextlib.contextmanager
+def precision(policy):
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(policy)
+    try:
+        yield
+    finally:
+        keras.config.set_dtype_policy(before)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_options_apply_to_the_global_gradient(digits, same_as_one_device, name):
+    def work():
+        model = classifier()
+        model.compile(OPTIMIZERS[name](), crossentropy())
+        return fitted(model, digits)
+
+    same_as_one_device(work, 8)
+
+
+def test_bfloat16(digits, same_as_one_device):
+    def work():
+        with precision("mixed_bfloat16"):
+            model = classifier()
+            model.compile(keras.optimizers.SGD(0.1), crossentropy())
+            assert model.layers[0].compute_dtype == "bfloat16"
+            weights, _, history = fitted(model, digits)
+            return weights, history
+
+    # bfloat16 has 8 bits: 4e-3 of each number, some of it left in sums of a batch.
+    same_as_one_device(work, 2, 8, rtol=2e-2, atol=4e-3)
+
+
+def scaled_fit(digits, rows, value=1e6):
+    """Weights and loss scale after three steps; `rows` of the second overflow."""
+    x, y = (a[: 3 * BATCH_SIZE].copy() for a in digits)
+    x[BATCH_SIZE:][rows] *= value
+    with precision("mixed_float16"):
+        model = classifier()
+        model.compile(
+            keras.optimizers.LossScaleOptimizer(
+                keras.optimizers.SGD(0.1, 0.9),
+                initial_scale=1024.0,
+                dynamic_growth_steps=2,
+            ),
+            crossentropy(),
+        )
+        model.fit(x, y, BATCH_SIZE, shuffle=False, verbose=0)
+    optimizer = model.optimizer
+    return {
+        "weights": model.get_weights(),
+        "scale": optimizer.dynamic_scale.numpy(),
+        "counter": optimizer.step_counter.numpy(),
+        "iterations": optimizer.inner_optimizer.iterations.numpy(),
+    }
+
+
+@pytest.mark.parametrize("rows", [[0], [31], [13]], ids=["first", "last", "middle"])
+def test_overflow_on_one_replica_is_everybodys(digits, same_as_one_device, rows):
+    # float16 has 11 bits: 5e-4 of each number.
+    result = same_as_one_device(
+        lambda: scaled_fit(digits, rows), 8, rtol=5e-3, atol=5e-4
+    )
+    # One good step, the halving that skips the second, and a good third.
+    assert (result["scale"], result["counter"], result["iterations"]) == (512, 1, 2)
+
+
+def test_loss_scale_grows(digits, same_as_one_device):
+    result = same_as_one_device(lambda: scaled_fit(digits, []), 4, rtol=5e-3, atol=5e-4)
+    assert (result["scale"], result["counter"], result["iterations"]) == (2048, 1, 3)
+
+
+def test_float16_policy_wraps_the_optimizer(digits, strategy_of):
+    x, y = digits
+    with precision("mixed_float16"), strategy_of(2).scope():
+        model = classifier()
+        model.compile("sgd", crossentropy())
+    assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+    model.fit(x[:64], y[:64], verbose=0)
+    assert np.isfinite(model.get_weights()[0]).all()
+
+
+# Losses beside the compiled one. The replicas' values are averaged. So these are those
+# of one device:
+#   - regularizers of weights: equal on all replicas;
+#   - activity regularizers: Keras divides them by the number of (local) examples;
+#   - `add_loss` of a mean over the batch.
+# That something given to `add_loss` is a sum over the batch cannot be known: of a sum
+# one gets the mean of the local sums, the global sum divided by the replicas. tf.keras
+# has it the same. Multiply by `rx.get_strategy().num_replicas_in_sync` there.
+
+
+class AddLoss(layers.Layer):
+    def __init__(self, loss):
+        super().__init__()
+        self.loss_of = loss
+
+    def call(self, x):
+        self.add_loss(self.loss_of(x))
+        return x
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        lambda: layers.Dense(
+            12, "relu", kernel_regularizer="l2", bias_regularizer="l1"
+        ),
+        lambda: layers.Dense(12, "relu", activity_regularizer="l2"),
+        lambda: layers.ActivityRegularization(l1=0.01, l2=0.02),
+        lambda: AddLoss(lambda x: 0.1 * ops.mean(ops.square(x))),
+    ],
+    ids=["weights", "activity", "activity-layer", "add_loss"],
+)
+def test_additional_losses(digits, same_as_one_device, extra):
+    def work():
+        model = classifier(layers.Dense(12, activation="relu"), extra())
+        model.compile(keras.optimizers.SGD(0.1, 0.9), crossentropy())
+        return fitted(model, digits)
+
+    same_as_one_device(work, 8)
+
+
+def test_added_sums_are_averaged(digits, outcome, assert_same):
+    x, y = (a[:16] for a in digits)
+
+    def work(scale):
+        hidden = layers.Dense(12, activation="relu")
+        model = classifier(hidden, AddLoss(lambda x: scale * ops.sum(ops.square(x))))
+        model.compile(keras.optimizers.SGD(1e-2), crossentropy())
+        model.fit(x, y, batch_size=16, verbose=0)
+        return model.get_weights()
+
+    expected = outcome(lambda: work(0.5), 0)
+    assert_same(outcome(lambda: work(2.0), 4), expected)
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        assert_same(outcome(lambda: work(0.5), 4), expected)

@@ -1,0 +1,169 @@
+"""Every entry point of a model gives the same on replicas as on one device."""
+
+import contextlib
+
+import keras
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from keras import layers
+
+import replicax as rx
+
+
+def classifier():
+    model = keras.Sequential(
+        [keras.Input((64,)), layers.Dense(12, activation="relu"), layers.Dense(10)]
+    )
+    model.compile(
+        keras.optimizers.SGD(0.1, 0.9),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy", keras.metrics.SparseTopKCategoricalAccuracy(3)],
+    )
+    return model
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4, 8])
+def test_fit_evaluate_predict(digits, same_as_one_device, replicas):
+    # 8 whole batches of 32 and one of 3, which goes to three of the replicas.
+    x, y = (a[:259] for a in digits)
+
+    def work():
+        model = classifier()
+        history = model.fit(x, y, epochs=2, verbose=0)  # Shuffled.
+        return (
+            model.get_weights(),
+            history.history,
+            model.evaluate(x, y, batch_size=50, verbose=0),
+            model.predict(x, batch_size=50, verbose=0),
+        )
+
+    same_as_one_device(work, replicas)
+
+
+def test_learns(digits, outcome):
+    x, y = digits
+
+    def work():
+        model = classifier()
+        model.fit(x[:1500], y[:1500], epochs=6, verbose=0)
+        return model.evaluate(x[1500:], y[1500:], verbose=0, return_dict=True)
+
+    assert outcome(work, 2)["accuracy"] > 0.75
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["in scope", "outside"])
+def test_single_batches(digits, outcome, assert_same, strategy_of, inside):
+    # 6 examples on 8 replicas; 16 divide; 21 go to 7 of the replicas; 1 to one.
+    sizes = [6, 16, 21, 1]
+
+    def work(model):
+        results = []
+        for size in sizes:
+            x, y = (a[size : 2 * size] for a in digits)
+            weight = np.linspace(0, 1, size, dtype="float32")
+            results += [
+                model.train_on_batch(x, y),
+                model.train_on_batch(x, y, sample_weight=weight, return_dict=True),
+                model.train_on_batch(x, y, class_weight={i: i / 9 for i in range(10)}),
+                model.test_on_batch(x, y, sample_weight=weight),
+                model.predict_on_batch(x),
+            ]
+            assert len(results[-1]) == size
+        return results, model.get_weights()
+
+    expected = outcome(lambda: work(classifier()), 0)
+    keras.utils.set_random_seed(1)
+    strategy = strategy_of(8)
+    with strategy.scope():
+        model = classifier()
+    with strategy.scope() if inside else contextlib.nullcontext():
+        assert_same(work(model), expected)
+
+
+def test_fit_outside_the_scope(digits, outcome, assert_same, strategy_of):
+    x, y = (a[:100] for a in digits)
+
+    def work(model):
+        model.fit(x, y, verbose=0)
+        return (
+            model.get_weights(),
+            model.evaluate(x, y, verbose=0),
+            model.predict(x, verbose=0),
+        )
+
+    expected = outcome(lambda: work(classifier()), 0)
+    keras.utils.set_random_seed(1)
+    with strategy_of(4).scope():
+        model = classifier()
+    assert_same(work(model), expected)
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """The same linear model, plain and on 8 replicas; compiled for many batch sizes."""
+
+    def make():
+        model = keras.Sequential([keras.Input((4,)), layers.Dense(2)])
+        model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"])
+        return model
+
+    with rx.MirroredStrategy([f"cpu:{i}" for i in range(8)]).scope():
+        mirrored = make()
+    return make(), mirrored
+
+
+# Each new size of a batch is compiled for, a second or so; hence few examples.
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(size=st.integers(1, 70), batch_size=st.integers(1, 16))
+def test_all_sizes(digits, pair, size, batch_size):
+    x, y = digits[0][:size, 20:24], digits[0][:size, 28:30]
+    start = [np.full((4, 2), 0.1, "float32"), np.zeros(2, "float32")]
+    results = []
+    for model in pair:
+        model.set_weights(start)
+        history = model.fit(x, y, batch_size, shuffle=False, verbose=0)
+        scores = model.evaluate(x, y, batch_size, verbose=0)
+        predictions = model.predict(x, batch_size, verbose=0)
+        results.append(
+            [*model.get_weights(), predictions, scores, *history.history.values()]
+        )
+    assert len(predictions) == size
+    for expected, actual in zip(*results, strict=True):
+        # At most 70 steps of float32 sums in another order.
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_predictions_of_several_outputs(digits, same_as_one_device):
+    x = digits[0][:21]
+
+    def work():
+        image = keras.Input((64,))
+        outputs = {"a": layers.Dense(3)(image), "b": [layers.Dense(2)(image)]}
+        return keras.Model(image, outputs).predict(x, batch_size=8, verbose=0)
+
+    expected = same_as_one_device(work, 2, 8)
+    assert expected["a"].shape == (21, 3)
+
+
+def test_metrics_with_state_of_their_own(digits, same_as_one_device):
+    """Confusion matrices, histograms and sums of squares add up over replicas."""
+    x, y = (a[:70] for a in digits)
+    odd = (y % 2).astype("float32")[:, None]
+
+    def work():
+        model = keras.Sequential([keras.Input((64,)), layers.Dense(1, "sigmoid")])
+        metrics = [
+            keras.metrics.AUC(num_thresholds=20, name="auc"),
+            keras.metrics.Precision(name="precision"),
+            keras.metrics.Recall(name="recall"),
+            keras.metrics.F1Score(threshold=0.5),
+            keras.metrics.R2Score(),
+            keras.metrics.RootMeanSquaredError(),
+        ]
+        model.compile("sgd", "binary_crossentropy", metrics=metrics)
+        history = model.fit(x, odd, batch_size=24, shuffle=False, verbose=0)
+        return history.history, model.evaluate(x, odd, 20, verbose=0)
+
+    same_as_one_device(work, 8)

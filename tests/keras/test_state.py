@@ -1,0 +1,197 @@
+"""The variables between steps: equal on all replicas, and safe to hold."""
+
+import copy
+import hashlib
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import replicax as rx
+
+
+def classifier():
+    model = keras.Sequential(
+        [
+            keras.Input((64,)),
+            layers.Dense(16, activation="relu"),
+            layers.BatchNormalization(),
+            layers.Dropout(0.2),
+            layers.Dense(16, activation="relu"),
+            layers.Dense(10),
+        ]
+    )
+    model.compile(
+        "adam",
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+    )
+    return model
+
+
+@pytest.fixture
+def data(digits):
+    return tuple(a[:70] for a in digits)
+
+
+@pytest.mark.parametrize("replicas", [2, 8])
+def test_replicas_stay_equal(data, strategy_of, replicas):
+    strategy = strategy_of(replicas)
+    with strategy.scope():
+        model = classifier()
+    model.fit(*data, batch_size=16, epochs=2, verbose=0)
+    strategy.check_replicas()
+    strategy.check_replicas(model.optimizer.variables)
+    for variable in [*model.variables, *model.optimizer.variables]:
+        copies = [np.asarray(s.data) for s in variable.value.addressable_shards]
+        assert len(copies) == replicas
+        for one in copies:
+            np.testing.assert_array_equal(one, copies[0])
+
+
+def test_check_during_fit(data):
+    devices = ["cpu:0", "cpu:1"]
+    strategy = rx.MirroredStrategy(devices, check_replicas_every=2)
+    with strategy.scope():
+        model = classifier()
+    model.fit(*data, batch_size=16, verbose=0)
+
+
+@pytest.mark.parametrize("replicas", [1, 4])
+def test_values_read_before_a_step_stay(data, strategy_of, replicas):
+    """The program is given the arrays' memory; what was read from them is not."""
+    with strategy_of(replicas).scope():
+        model = classifier()
+    for _ in range(2):
+        read = [model.get_weights(), [v.numpy() for v in model.variables]]
+        read.append([np.asarray(v) for v in model.variables])
+        kept = copy.deepcopy(read)
+        model.fit(*data, batch_size=16, verbose=0)
+        model.train_on_batch(*data)
+        for values, expected in zip(read, kept, strict=True):
+            for value, e in zip(values, expected, strict=True):
+                np.testing.assert_array_equal(value, e)
+        assert not np.array_equal(model.get_weights()[0], kept[0][0])
+
+
+@pytest.mark.parametrize("replicas", [1, 4])
+def test_arrays_given_to_set_weights_stay(data, strategy_of, replicas):
+    """JAX may use a NumPy array's memory on CPU; a step must not write to it."""
+    with strategy_of(replicas).scope():
+        model = classifier()
+    given = [np.array(w) for w in model.get_weights()]
+    kept = copy.deepcopy(given)
+    model.set_weights(given)
+    model.fit(*data, batch_size=16, epochs=2, verbose=0)
+    for value, expected in zip(given, kept, strict=True):
+        np.testing.assert_array_equal(value, expected)
+
+
+@pytest.mark.parametrize("replicas", [1, 4])
+def test_variables_that_share_an_array(data, strategy_of, replicas):
+    strategy = strategy_of(replicas)
+    with strategy.scope():
+        model = classifier()
+    first, second = model.layers[0].bias, model.layers[3].bias
+    first.assign(second.value)
+    assert first.value is second.value
+    model.fit(*data, batch_size=16, verbose=0)
+    assert not np.array_equal(first.numpy(), second.numpy())
+    shared = np.zeros(16, "float32")
+    weights = model.get_weights()
+    sizes = [w.shape for w in weights]
+    model.set_weights(
+        [shared if s == (16,) else w for s, w in zip(sizes, weights, strict=True)]
+    )
+    model.fit(*data, batch_size=16, verbose=0)
+    np.testing.assert_array_equal(shared, 0)
+
+
+def test_learning_rate_between_fits(data, same_as_one_device):
+    def work():
+        model = keras.Sequential([keras.Input((64,)), layers.Dense(10)])
+        model.compile(
+            keras.optimizers.SGD(0.1),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        )
+        model.fit(*data, 16, shuffle=False, verbose=0)
+        model.optimizer.learning_rate = 0.01
+        model.fit(*data, 16, shuffle=False, verbose=0)
+        model.layers[0].bias.assign(np.ones(10))
+        model.fit(*data, 16, shuffle=False, verbose=0)
+        return model.get_weights(), float(model.optimizer.learning_rate)
+
+    same_as_one_device(work, 4)
+
+
+def test_frozen_layers(data, same_as_one_device):
+    def work():
+        model = keras.Sequential(
+            [keras.Input((64,)), layers.Dense(12, "relu"), layers.Dense(10)]
+        )
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.SGD(0.1), loss)
+        model.fit(*data, 16, shuffle=False, verbose=0)
+        frozen = model.layers[0].get_weights()
+        model.layers[0].trainable = False
+        model.compile(keras.optimizers.SGD(0.1), loss)
+        model.fit(*data, 16, shuffle=False, verbose=0)
+        np.testing.assert_array_equal(model.layers[0].get_weights()[0], frozen[0])
+        return model.get_weights()
+
+    same_as_one_device(work, 4)
+
+
+def test_scores_before_training(data, same_as_one_device):
+    def work():
+        model = classifier()
+        return model.evaluate(*data, batch_size=16, verbose=0)
+
+    same_as_one_device(work, 8)
+
+
+PLAIN_TRAINING = """
+import hashlib, sys
+import keras, numpy as np
+from sklearn.datasets import load_digits
+
+keras.utils.set_random_seed(5)
+x, y = load_digits(return_X_y=True)
+x = (x[:200] / 16).astype("float32")
+model = keras.Sequential([
+    keras.Input((64,)),
+    keras.layers.Reshape((8, 8)),
+    keras.layers.Masking(),
+    keras.layers.GRU(6),
+    keras.layers.BatchNormalization(),
+    keras.layers.Dropout(0.2),
+    keras.layers.Dense(10, activation="softmax", kernel_regularizer="l2"),
+])
+model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
+history = model.fit(x, y[:200], epochs=2, validation_split=0.2, verbose=0,
+                    sample_weight=np.linspace(0, 1, 200))
+digest = hashlib.sha256(repr(history.history).encode())
+for array in [*model.get_weights(), model.predict(x, verbose=0)]:
+    digest.update(array.tobytes())
+assert ("replicax" in sys.modules) == IMPORTED
+print(digest.hexdigest())
+"""
+
+
+def test_plain_keras_is_untouched(monkeypatch):
+    """Bit for bit what it is where replicax was never imported."""
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    digests = []
+    for start in ("IMPORTED = False\n", "import replicax\nIMPORTED = True\n"):
+        done = subprocess.run(
+            [sys.executable, "-c", start + PLAIN_TRAINING],
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        digests.append(done.stdout.split()[-1])
+    assert len(digests[0]) == 2 * hashlib.sha256().digest_size
+    assert digests[0] == digests[1]

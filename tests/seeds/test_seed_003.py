@@ -1,0 +1,93 @@
+"""Seed 003, "Model Training Patterns - Distribution Strategy": synchronous training.
+
+The script of "Synchronous training" with imports and data changed (442 patients of
+scikit-learn's diabetes data, five measurements each), and what the text says about
+learning rates for larger batches.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import grain
+import keras
+import numpy as np
+import pytest
+from sklearn.datasets import load_diabetes
+
+import replicax as rx
+from tests.conftest import mirrored
+
+pytestmark = [  # Keras about `input_shape=`, and about any Grain dataset in `fit`.
+    pytest.mark.filterwarnings("ignore:Do not pass an `input_shape`"),
+    pytest.mark.filterwarnings("ignore:`shuffle=True` was passed"),
+    pytest.mark.filterwarnings("ignore:Your input ran out of data"),
+]
+
+
+@pytest.fixture
+def patients() -> tuple[np.ndarray, np.ndarray]:
+    """Five measurements and the progression a year later, each standardised."""
+    data: Any = load_diabetes(return_X_y=True)
+    x, y = data[0][:, [2, 3, 6, 8, 9]], data[1][:, None]
+    return tuple(((a - a.mean(0)) / a.std(0)).astype("float32") for a in (x, y))  # type: ignore[return-value]
+
+
+def script(
+    mirrored_strategy: rx.Strategy,
+    train_dataset: Any,
+    optimizer: Callable[[], Any] = lambda: "sgd",
+) -> tuple[Any, list[float], float]:
+    with mirrored_strategy.scope():
+        # model parameters are created as mirrored variables instead of regular
+        # variables; variables are mirrored across all workers
+        model: Any = keras.Sequential(
+            [
+                keras.layers.Dense(32, input_shape=(5,)),
+                keras.layers.Dense(16, activation="relu"),
+                keras.layers.Dense(1),
+            ]
+        )
+        model.compile(loss="mse", optimizer=optimizer())
+        history = model.fit(train_dataset, epochs=2, verbose=0)
+        loss = model.evaluate(train_dataset, verbose=0)
+    return model, history.history["loss"], loss
+
+
+def dataset_of(patients: tuple[np.ndarray, np.ndarray], batch_size: int) -> Any:
+    examples = list(zip(*patients, strict=True))
+    dataset = grain.MapDataset.source(examples).shuffle(seed=0).batch(batch_size)
+    # The text: `tf.data.Dataset.prefetch(buffer_size)` keeps the data flowing.
+    options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=2)
+    return dataset.to_iter_dataset(options)
+
+
+def test_synchronous_training_is_that_of_one_replica(
+    patients: tuple[np.ndarray, np.ndarray],
+) -> None:
+    strategy = mirrored(2)
+    model, losses, loss = script(strategy, dataset_of(patients, 32))
+    assert losses[0] > losses[1] > loss
+    strategy.check_replicas()
+
+    keras.utils.set_random_seed(0)
+    other, other_losses, other_loss = script(mirrored(1), dataset_of(patients, 32))
+    np.testing.assert_allclose([*losses, loss], [*other_losses, other_loss], rtol=1e-5)
+    for a, b in zip(model.weights, other.weights, strict=True):
+        np.testing.assert_allclose(a.numpy(), b.numpy(), atol=1e-5)
+
+
+def test_larger_batches_train_as_well_with_a_linearly_scaled_rate(
+    patients: tuple[np.ndarray, np.ndarray],
+) -> None:
+    rate, batch_size = 0.002, 8
+
+    def loss_of(num_replicas: int, learning_rate: Any) -> float:
+        keras.utils.set_random_seed(0)
+        strategy = mirrored(num_replicas)
+        dataset = dataset_of(patients, batch_size * num_replicas)
+        return script(strategy, dataset, lambda: keras.optimizers.SGD(learning_rate))[2]
+
+    reference = loss_of(1, rate)
+    unscaled = loss_of(8, rate)
+    scaled = loss_of(8, rx.schedules.LinearScalingWarmup(rate, num_replicas=8))
+    assert abs(scaled - reference) < 0.1 * abs(unscaled - reference)

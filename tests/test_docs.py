@@ -1,0 +1,130 @@
+"""The documentation is true: its samples run, its links lead somewhere."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TIMEOUT_S = 120
+
+PREAMBLE = """
+import replicax as rx
+rx.set_logical_devices(2)
+"""
+DIGITS = """
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+_images, _labels = load_digits(return_X_y=True)
+x_train, x_test, y_train, y_test = train_test_split(
+    (_images / 16).astype("float32"),
+    _labels.astype("int32"),
+    test_size=0.2,
+    random_state=0,
+)
+"""
+
+_FENCE = re.compile(r"^```python *(.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
+
+
+def page_id(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def blocks(page: Path) -> list[tuple[int, str, str]]:
+    """The page's Python samples: first line number, words after `python`, code."""
+    text = page.read_text(encoding="utf-8")
+    return [
+        (text.count("\n", 0, match.start(2)) + 1, match[1].strip(), match[2])
+        for match in _FENCE.finditer(text)
+    ]
+
+
+def script(page: Path) -> str:
+    """All samples of a page as one program, whose errors name the page's lines."""
+    parts = [PREAMBLE]
+    if "<!-- test: digits -->" in page.read_text(encoding="utf-8"):
+        parts.append(DIGITS)
+    for line, words, code in blocks(page):
+        padded = "\n" * (line - 1) + code
+        compile(padded, page_id(page), "exec")
+        if "no-run" not in words:
+            parts.append(f"exec(compile({padded!r}, {page_id(page)!r}, 'exec'))")
+    return "\n".join(parts)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_samples_run(page: Path, tmp_path: Path) -> None:
+    if not blocks(page):
+        return
+    process = subprocess.run(
+        [sys.executable, "-c", script(page)],
+        env={**os.environ, "KERAS_BACKEND": "jax", "PYTHONPATH": str(ROOT / "src")},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_links_lead_to_files(page: Path) -> None:
+    links = _LINK.findall(page.read_text(encoding="utf-8"))
+    missing = [
+        link
+        for link in links
+        if "://" not in link and not (page.parent / link).exists()
+    ]
+    assert not missing
+
+
+def imports() -> dict[str, set[str]]:
+    """Which modules of replicax each of them imports, on loading or later."""
+    files = {
+        path.relative_to(ROOT / "src")
+        .with_suffix("")
+        .as_posix()
+        .replace("/", "."): path
+        for path in (ROOT / "src" / "replicax").rglob("*.py")
+    }
+    modules = {name.removesuffix(".__init__"): path for name, path in files.items()}
+    return {
+        name: {
+            full
+            if (full := f"{node.module}.{alias.name}") in modules
+            else str(node.module)
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            if isinstance(node, ast.ImportFrom)
+            and (node.module or "").split(".")[0] == "replicax"
+            for alias in node.names
+        }
+        for name, path in modules.items()
+    }
+
+
+def test_floors_are_as_documented() -> None:
+    """Every module stands where the page says, and imports from lower floors only."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \| (.*?) \|", text, re.MULTILINE)
+    floor = {
+        f"replicax.{name}".removesuffix(".__init__"): int(number)
+        for number, names in rows
+        for name in re.findall(r"`([\w.]+)`", names)
+    }
+    graph = imports()
+    assert sorted(floor) == sorted(graph)
+    upward = [
+        f"{name} imports {other}"
+        for name, others in graph.items()
+        for other in others
+        if floor[other] >= floor[name]
+    ]
+    assert not upward

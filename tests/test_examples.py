@@ -1,0 +1,86 @@
+"""The examples, each run as a user runs it, on the digits and two CPU devices."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import replicax as rx
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def run_example(name: str, *arguments: str, cwd: Path) -> str:
+    """What the example prints; it must end well and in time."""
+    # A script sizes its own thread pool; that of this process must not count.
+    env = {k: v for k, v in os.environ.items() if k not in ("KERAS_BACKEND", "NPROC")}
+    env["PYTHONPATH"] = str(Path(rx.__file__).parents[1])  # The tests' own replicax.
+    process = subprocess.run(
+        [sys.executable, EXAMPLES / name, *arguments],
+        cwd=cwd,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr
+    return process.stdout
+
+
+def accuracy_in(output: str) -> float:
+    (percent,) = re.findall(r"^held-out accuracy +([\d.]+)%", output, re.MULTILINE)
+    return float(percent) / 100
+
+
+def test_digits_mirrored_draws_its_training_curve(tmp_path: Path) -> None:
+    output = run_example("digits_mirrored.py", "--replicas=2", cwd=tmp_path)
+    assert "Epoch 15/15" in output, "Keras shows its progress"
+    assert "replicas           2  MirroredStrategy(cpu:0, cpu:1)" in output
+    assert "global batch       64  (32 a replica)" in output
+    assert re.search(r"throughput +[\d,]+ examples/s  \(epochs 2 to 15\)", output)
+    assert accuracy_in(output) > 0.93
+    picture = (tmp_path / "digits_mirrored.png").read_bytes()
+    assert picture.startswith(b"\x89PNG")
+    assert len(picture) > 10_000
+
+
+def test_digits_mirrored_takes_a_file(
+    tmp_path: Path, digits: tuple[np.ndarray, np.ndarray]
+) -> None:
+    images = (digits[0].reshape(-1, 8, 8) * 255).astype("uint8")
+    labels = digits[1].astype("uint8")
+    np.savez(
+        tmp_path / "small.npz",
+        x_train=images[:256],
+        y_train=labels[:256],
+        x_test=images[256:320],
+        y_test=labels[256:320],
+    )
+    arguments = ("--data=small.npz", "--replicas=1", "--epochs=1", "--plot=curve.png")
+    output = run_example("digits_mirrored.py", *arguments, cwd=tmp_path)
+    assert "data               small, 256 training examples" in output
+    assert "replicas           1  MirroredStrategy(cpu:0)" in output
+    assert "train for two or more" in output
+    assert (tmp_path / "curve.png").exists()
+
+
+def test_custom_loop_is_the_same_with_a_tape_and_without(tmp_path: Path) -> None:
+    arguments = ("digits_custom_loop.py", "--replicas=2", "--epochs=6")
+    tape = run_example(*arguments, cwd=tmp_path)
+    functional = run_example(*arguments, "--functional", cwd=tmp_path)
+    assert accuracy_in(tape) > 0.9
+    assert accuracy_in(functional) == pytest.approx(accuracy_in(tape), abs=0.02)
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", tape)]
+    assert losses == sorted(losses, reverse=True)
+    assert len(losses) == 6
+
+
+def test_loop_in_plain_jax(tmp_path: Path) -> None:
+    output = run_example("flax_or_jax_loop.py", "--replicas=2", cwd=tmp_path)
+    assert accuracy_in(output) > 0.93
+    assert "All replicas hold the same parameters." in output
