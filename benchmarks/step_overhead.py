@@ -141,9 +141,7 @@ def tape_step(x: jax.Array, y: jax.Array) -> jax.Array:
     return loss
 
 
-(distributed,) = strategy.experimental_distribute_dataset(
-    [(X[:BATCH], Y[:BATCH])]
-)
+(distributed,) = strategy.experimental_distribute_dataset([(X[:BATCH], Y[:BATCH])])
 
 
 def run_with(step: Callable) -> float:

@@ -53,8 +53,8 @@ def main() -> None:
 
     accuracy = history.history["val_accuracy"][-1]
     common.print_report(strategy, data, global_batch, timer, accuracy)
-    num_replicas = strategy.num_replicas_in_sync
-    title = f"{data.name}, {num_replicas} replica(s), global batch {global_batch}"
+    replicas = strategy.num_replicas_in_sync
+    title = f"{data.name}, replicas: {replicas}, global batch: {global_batch}"
     common.plot_history(history.history, title, options.plot)
 
 

@@ -333,17 +333,19 @@ def test_strategy_keeps_64_programs_and_lets_old_functions_go() -> None:
 
 
 def test_strategy_and_model_are_freed() -> None:
-    strategy = mirrored(2)
-    with strategy.scope():
-        w = keras.Variable(1.0)
+    def train() -> list[weakref.ref[Any]]:
+        strategy = mirrored(2)
+        with strategy.scope():
+            w = keras.Variable(1.0)
 
-    def step() -> Any:
-        w.assign_add(1.0)
-        return w.value
+        def step() -> Any:
+            w.assign_add(1.0)
+            return w.value
 
-    strategy.run(step)
-    refs = weakref.ref(strategy), weakref.ref(w)
-    del strategy, w, step
+        strategy.run(step)
+        return [weakref.ref(strategy), weakref.ref(w)]
+
+    refs = train()
     gc.collect()
     assert [ref() for ref in refs] == [None, None]
 

@@ -92,8 +92,14 @@ def test_dtypes_and_operations(ops, dtype) -> None:
 
 def test_empty_arrays_and_one_replica() -> None:
     for ops in (rx.HierarchicalCopyAllReduce(), rx.ReductionToOneDevice()):
-        assert all_reduce(with_ops(2, ops), np.zeros((2, 0, 3), "float32")).shape == (2, 0, 3)
-        assert all_reduce(with_ops(1, ops), np.ones((1, 2), "float32")).tolist() == [[1, 1]]
+        assert all_reduce(with_ops(2, ops), np.zeros((2, 0, 3), "float32")).shape == (
+            2,
+            0,
+            3,
+        )
+        assert all_reduce(with_ops(1, ops), np.ones((1, 2), "float32")).tolist() == [
+            [1, 1]
+        ]
 
 
 def test_compiled_programs_differ() -> None:
@@ -139,7 +145,9 @@ def test_gradients_pass_through_the_chosen_operations() -> None:
     np.testing.assert_array_equal(np.asarray(w.value), [1 - 8, 1 - 12])
     assert set(ops.shapes) == {(2,)}
     np.testing.assert_array_equal(all_reduce(strategy, np.float32([1, 2])), [6, 6])
-    np.testing.assert_array_equal(all_reduce(strategy, np.float32([1, 2]), "mean"), [3, 3])
+    np.testing.assert_array_equal(
+        all_reduce(strategy, np.float32([1, 2]), "mean"), [3, 3]
+    )
 
 
 def test_operations_must_be_written() -> None:
@@ -148,7 +156,9 @@ def test_operations_must_be_written() -> None:
 
 
 def test_group_size_must_divide() -> None:
-    with pytest.raises(ValueError, match=r"group_size=3 does not divide the 4.*\[1, 2, 4\]"):
+    with pytest.raises(
+        ValueError, match=r"group_size=3 does not divide the 4.*\[1, 2, 4\]"
+    ):
         all_reduce(
             with_ops(4, rx.HierarchicalCopyAllReduce(group_size=3)), np.ones((4, 1))
         )
@@ -163,11 +173,21 @@ def test_group_size_must_be_a_positive_integer(size) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["cpu:1", "/cpu:1", "CPU:1", "/device:CPU:1", "/job:localhost/replica:0/task:0/device:CPU:1"]
+    "name",
+    [
+        "cpu:1",
+        "/cpu:1",
+        "CPU:1",
+        "/device:CPU:1",
+        "/job:localhost/replica:0/task:0/device:CPU:1",
+    ],
 )
 def test_reduction_device_in_every_spelling(name) -> None:
     x = np.float32([[1], [2]])
-    assert all_reduce(with_ops(2, rx.ReductionToOneDevice(name)), x).tolist() == [[3], [3]]
+    assert all_reduce(with_ops(2, rx.ReductionToOneDevice(name)), x).tolist() == [
+        [3],
+        [3],
+    ]
 
 
 def test_reduction_device_must_hold_a_replica() -> None:

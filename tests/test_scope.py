@@ -193,7 +193,7 @@ def test_run_inside_a_transformation_is_refused() -> None:
             w.assign_add(1.0)
 
         with pytest.raises(rx.ContextError, match="inside a JAX transformation"):
-            jax.jit(lambda: strategy.run(step))()  # noqa: B023
+            jax.jit(lambda: strategy.run(step))()
         strategy.run(step)  # The program is there; the next round finds it.
     assert float(w.value) == 3.0
     with pytest.raises(rx.ContextError, match=r"inside a JAX transformation.*jax\.jit"):

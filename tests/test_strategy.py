@@ -44,7 +44,9 @@ def test_local_results_of_other_values(strategy) -> None:
     assert strategy.experimental_local_results(3.0) == (3.0,)
 
 
-def test_run_returns_before_the_devices_are_done_and_results_feed_the_next(strategy) -> None:
+def test_run_returns_before_the_devices_are_done_and_results_feed_the_next(
+    strategy,
+) -> None:
     x: Any = rx.PerReplica(np.zeros((4, 2), "float32"))
     for _ in range(10):
         x = strategy.run(lambda x: x + 1, (x,))
@@ -106,19 +108,23 @@ def test_reduce_refuses_what_it_does_not_know(strategy, values) -> None:
         ):
             strategy.reduce("sum", x, axis=axis)
     scalars = rx.PerReplica(np.ones(4))
-    with pytest.raises(ValueError, match=r"axis=0 .*shape \(\)\. Return at least rank 1"):
+    with pytest.raises(
+        ValueError, match=r"axis=0 .*shape \(\)\. Return at least rank 1"
+    ):
         strategy.reduce("sum", scalars, axis=0)
-    with pytest.raises(TypeError, match=r"Strategy\.reduce: axis='x'.*integer"):
+    with pytest.raises(
+        TypeError, match=r"Strategy\.reduce: got axis='x', expected an integer"
+    ):
         strategy.reduce("sum", x, axis="x")
 
 
 def test_values_of_another_strategy_are_refused(strategy) -> None:
     two = mirrored(2).run(lambda: 1.0)
-    with pytest.raises(ValueError, match=r"run: a PerReplica argument holds 2 values"):
+    with pytest.raises(ValueError, match=r"run: a PerReplica holds 2 values"):
         strategy.run(lambda x: x, (two,))
-    with pytest.raises(ValueError, match=r"reduce: .*PerReplica holds 2 values"):
+    with pytest.raises(ValueError, match=r"reduce: a PerReplica holds 2 values"):
         strategy.reduce("sum", two)
-    with pytest.raises(ValueError, match=r"gather: .*PerReplica holds 2 values"):
+    with pytest.raises(ValueError, match=r"gather: a PerReplica holds 2 values"):
         strategy.gather(mirrored(2).run(lambda: jnp.ones(1)), axis=0)
 
 
@@ -137,7 +143,9 @@ def test_gather_refuses_scalars_and_unknown_dimensions(strategy, values) -> None
         strategy.gather(rx.PerReplica(np.ones(4)), axis=0)
     with pytest.raises(ValueError, match=r"gather: axis=2 is out of range"):
         strategy.gather(rx.PerReplica(values), axis=2)
-    with pytest.raises(TypeError, match=r"Strategy\.gather: axis=None.*integer"):
+    with pytest.raises(
+        TypeError, match=r"Strategy\.gather: got axis=None, expected an integer"
+    ):
         strategy.gather(rx.PerReplica(values), axis=None)
 
 
@@ -150,7 +158,11 @@ def test_gather_refuses_scalars_and_unknown_dimensions(strategy, values) -> None
 def test_reduce_and_gather_of_any_shape(num_replicas, shape, data) -> None:
     axis = data.draw(st.integers(-len(shape), len(shape) - 1))
     strategy = mirrored(num_replicas)
-    x = np.random.default_rng(0).integers(-9, 9, (num_replicas, *shape)).astype("float32")
+    x = (
+        np.random.default_rng(0)
+        .integers(-9, 9, (num_replicas, *shape))
+        .astype("float32")
+    )
     out = strategy.run(lambda x: x, (rx.PerReplica(x),))
     np.testing.assert_array_equal(
         strategy.reduce("sum", out, axis=axis), x.sum((0, axis % len(shape) + 1))
@@ -178,7 +190,7 @@ def test_values_from_a_function(strategy) -> None:
 
 def test_values_of_unequal_shape_are_refused(strategy) -> None:
     with pytest.raises(
-        ValueError, match=r"distribute_values_from_function: .*replica 1.*\(1,\).*\(0,\)"
+        ValueError, match=r"values_from_function: .*\(1,\) for replica 1 and \(0,\)"
     ):
         strategy.experimental_distribute_values_from_function(
             lambda c: np.zeros(c.replica_id_in_sync_group)
@@ -224,16 +236,24 @@ def test_calls_of_every_kind(strategy) -> None:
         ([1.0], {"b": 3.0, "c": 1.0, "d": 0.0}, 1031.0),
     ]:
         assert strategy.run(fn, args, kwargs).values == (want,) * 4
-    with pytest.raises(TypeError, match="missing 1 required keyword-only argument: 'c'"):
+    with pytest.raises(
+        TypeError, match="missing 1 required keyword-only argument: 'c'"
+    ):
         strategy.run(fn, (1.0,))
 
 
 def test_args_must_be_a_sequence(strategy) -> None:
-    with pytest.raises(TypeError, match=r"run: args must be a tuple or list; got .*float"):
+    with pytest.raises(
+        TypeError, match=r"run: args must be a tuple or list; got a float"
+    ):
         strategy.run(lambda x: x, 1.0)
-    with pytest.raises(TypeError, match=r"run: args must be a tuple or list.*args=\(x,\)"):
+    with pytest.raises(
+        TypeError, match=r"run: args must be a tuple or list.*args=\(x,\)"
+    ):
         strategy.run(lambda x: x, np.ones(3))
-    with pytest.raises(TypeError, match=r"run: args must be a tuple or list; got .*PerRep"):
+    with pytest.raises(
+        TypeError, match=r"run: args must be a tuple or list; got a PerReplica"
+    ):
         strategy.run(lambda x: x, rx.PerReplica(np.ones(4)))
     with pytest.raises(TypeError, match=r"run: fn must be callable; got 3"):
         strategy.run(3)

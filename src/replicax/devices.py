@@ -17,6 +17,7 @@ __all__ = [
     "device_name",
     "resolve_devices",
     "set_logical_devices",
+    "short_name",
 ]
 
 _PATTERN = re.compile(
@@ -153,11 +154,19 @@ def _hint(platform: str, index: int) -> str:
 def device_name(device: Device) -> str:
     """A device's string, such as `"gpu:0"`."""
     local = jax.local_devices(backend=device.platform)
-    return f"{_short_platform(device)}:{local.index(device)}"
+    return f"{_short_platform(device.platform)}:{local.index(device)}"
 
 
-def _short_platform(device: Device) -> str:
-    return "gpu" if device.platform in ("cuda", "rocm") else device.platform
+def short_name(device: str) -> str | None:
+    """`device_name` of the device that a string of any form names, None if of none."""
+    match = _PATTERN.match(device)
+    if match is None:
+        return None
+    return f"{_short_platform(match['platform'].lower())}:{int(match['index'])}"
+
+
+def _short_platform(platform: str) -> str:
+    return "gpu" if platform in ("cuda", "rocm") else platform
 
 
 def _visible() -> str:

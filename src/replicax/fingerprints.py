@@ -48,7 +48,13 @@ def _program(mesh: Mesh, axis_name: str) -> Any:
 def _checksum(array: jax.Array) -> jax.Array:
     if array.dtype == jnp.bool_:
         array = array.astype(jnp.uint8)
-    data = jax.lax.bitcast_convert_type(array, jnp.uint8).ravel().astype(jnp.uint32)
-    # Odd weights that depend on the place: swapped values change the sum as well.
-    weights = jnp.arange(data.size, dtype=jnp.uint32) * jnp.uint32(2654435762) + 1
-    return jnp.sum((data + 1) * weights, dtype=jnp.uint32)
+    if jnp.iscomplexobj(array):
+        array = jnp.stack([array.real, array.imag])
+    word = {1: jnp.uint8, 2: jnp.uint16}.get(array.dtype.itemsize, jnp.uint32)
+    data = jax.lax.bitcast_convert_type(array, word).ravel().astype(jnp.uint32)
+    # The place goes in, or swapped values would go unseen. All is mixed as MurmurHash
+    # does in the end, or changes at evenly spaced places would cancel.
+    x = data ^ (jnp.arange(data.size, dtype=jnp.uint32) * jnp.uint32(2654435761))
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return jnp.sum(x ^ (x >> 16), dtype=jnp.uint32)

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core as jex_core
 
 from replicax.divergence import gradient_marks
@@ -184,8 +185,8 @@ class GradientTape:
         Raises:
             ContextError: Outside the step function that entered the tape.
             RuntimeError: On a second call, unless the tape is persistent.
-            ValueError: For an array that was not watched, for an `output_gradients` that
-                does not fit, or for another `unconnected_gradients`.
+            ValueError: For an array that was not watched, for `output_gradients` that
+                do not fit, or for another `unconnected_gradients`.
             TypeError: If `target` is not a float array.
         """
         run = self._active_run("gradient")
@@ -316,8 +317,10 @@ class Perturbation:
         """The source's value as the replay shall see it."""
         if position not in self._fixed:
             self._fixed[position] = value + self._deltas[position]
-        # A barrier makes an equation of it: `_rebind` reads off when it happened.
-        return jax.lax.optimization_barrier(self._fixed[position])
+        # A name makes an equation of it, from which `_rebind` reads off when it
+        # happened. Unlike a barrier it does not keep XLA from merging the replay with
+        # the first run.
+        return checkpoint_name(self._fixed[position], "replicax_source")
 
 
 @dataclasses.dataclass(eq=False)

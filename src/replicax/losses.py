@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from replicax.replica import current_num_replicas
+from replicax.scope import current_context
 
 __all__ = ["compute_average_loss", "scale_regularization_loss"]
 
@@ -22,8 +23,9 @@ def compute_average_loss(
     """Sum one replica's losses and divide by the *global* batch size.
 
     The sum over replicas is then the mean over the global batch: replicas with losses
-    `[1, 3]` and `[5, 7]` get 1.0 and 3.0, in sum 4.0. (TF:
-    `tf.nn.compute_average_loss`.)
+    `[1, 3]` and `[5, 7]` get 1.0 and 3.0, in sum 4.0. In a model's own `train_step`,
+    where `fit` averages gradients, the result is multiplied by the number of replicas.
+    (TF: `tf.nn.compute_average_loss`.)
 
     Args:
         per_example_loss: `Float[Array, "b ..."]`, this replica's examples.
@@ -58,7 +60,7 @@ def compute_average_loss(
         size = loss.shape[0] * _num_replicas(num_replicas, caller)
     else:
         size = _checked_size(global_batch_size, caller)
-    return (jnp.sum(loss) / size).astype(dtype)
+    return (jnp.sum(loss) * _share_scale() / size).astype(dtype)
 
 
 def scale_regularization_loss(
@@ -82,12 +84,23 @@ def scale_regularization_loss(
         ValueError: If `num_replicas` is not positive.
     """
     total = jnp.sum(jnp.asarray(regularization_loss))
-    return total / _num_replicas(num_replicas, "scale_regularization_loss")
+    return (
+        total
+        * _share_scale()
+        / _num_replicas(num_replicas, "scale_regularization_loss")
+    )
+
+
+def _share_scale() -> int:
+    """What makes up for gradients being averaged, not summed, in a model's `fit`."""
+    context = current_context()
+    return 1 if context is None else context.loss_scale
 
 
 def _num_replicas(num_replicas: int | None, caller: str) -> int:
     if num_replicas is None:
-        return current_num_replicas()
+        context = current_context()
+        return current_num_replicas() if context is None else context.num_counted
     if num_replicas < 1:
         raise ValueError(f"{caller}: got num_replicas={num_replicas!r}, expected >= 1.")
     return num_replicas

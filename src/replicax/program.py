@@ -150,8 +150,11 @@ class Program:
         """
         num_written = len(self.written)
         written, read = list(values[:num_written]), list(values[num_written:])
-        if len({id(x) for x in values}) < len(values):
-            # Two variables share an array; it can be given away only once.
+        if len({id(x) for x in values}) < len(values) or not {
+            id(x) for x in written
+        }.isdisjoint(map(id, leaves)):
+            # An array that is needed twice cannot be given away: two variables share
+            # it, or a variable's value is an argument as well.
             written = [jnp.copy(x) for x in written]
         if not self._checked:
             self._check_divergence(written, read, leaves)
@@ -170,6 +173,8 @@ class Program:
         recorder = RecordingScope()
 
         def step(leaves: tuple[Any, ...]) -> None:
+            if self._options.num_steps is not None:
+                leaves = tuple(x[0] for x in leaves)
             args, kwargs = self._arguments.rebuild(leaves)
             run = StepRun(
                 lambda: self._fn(*args, **kwargs), lambda: RecordingScope(recorder)
@@ -274,7 +279,9 @@ class Program:
                 for v, old in zip(self.written, written, strict=True)
             ]
             # A number assigned has a weak type; the next step would compile for it.
-            new = [jnp.asarray(x, old.dtype) for x, old in zip(new, written, strict=True)]
+            new = [
+                jnp.asarray(x, old.dtype) for x, old in zip(new, written, strict=True)
+            ]
         return out, new
 
     def _context(self) -> ReplicaContext:

@@ -155,6 +155,7 @@ class Strategy:
             True
         """
         self._require_cross_replica("run")
+        _check_call(fn, args)
         fn, args, kwargs = unwrap_partial(fn, tuple(args), dict(kwargs or {}))
         key, arrays, make_arguments = flatten_call(args, kwargs, self._place)
         with self.scope():
@@ -201,9 +202,12 @@ class Strategy:
         op = ReduceOp.of(reduce_op, "Strategy.reduce")
 
         def reduce_leaf(leaf: Any) -> Any:
-            if not isinstance(leaf, PerReplica):
+            if isinstance(leaf, PerReplica):
+                self._require_all_replicas(leaf, "reduce")
+            else:
                 leaf = self._same_on_all(op, leaf)
-            return _reduce(leaf.array, op, _checked_axis(leaf, axis, "reduce"))
+            dim = None if axis is None else _checked_axis(leaf, axis, "reduce")
+            return _reduce(leaf.array, op, dim)
 
         return _map_values(reduce_leaf, value)
 
@@ -228,6 +232,7 @@ class Strategy:
                 leaf = PerReplica(
                     jnp.stack([jnp.asarray(leaf)] * self.num_replicas_in_sync)
                 )
+            self._require_all_replicas(leaf, "gather")
             return _gather(leaf.array, _checked_axis(leaf, axis, "gather"))
 
         return _map_values(gather_leaf, value)
@@ -302,19 +307,32 @@ class Strategy:
 
     def experimental_distribute_values_from_function(
         self, value_fn: Callable[[Any], Any]
-    ) -> PerReplica:
+    ) -> Any:
         """A `PerReplica` from `value_fn(context)`, called once per replica.
 
-        `context.replica_id_in_sync_group` is the replica's number, an int.
+        Args:
+            value_fn: Returns an array or pytree of arrays, of equal shapes for all
+                replicas. `context.replica_id_in_sync_group` is the replica's number.
+
+        Raises:
+            ValueError: If shapes differ.
         """
         num = self.num_replicas_in_sync
         rows = [value_fn(_ValueContext(i, num)) for i in range(num)]
-        return jax.tree.map(
-            lambda *xs: PerReplica(
-                jax.device_put(np.stack(list(map(np.asarray, xs))), self._per_replica)
-            ),
-            *rows,
-        )
+
+        def stack(*values: Any) -> PerReplica:
+            arrays = list(map(np.asarray, values))
+            for i, x in enumerate(arrays):
+                if x.shape != arrays[0].shape:
+                    raise ValueError(
+                        "Strategy.experimental_distribute_values_from_function: "
+                        f"value_fn made shape {x.shape} for replica {i} and "
+                        f"{arrays[0].shape} for replica 0; expected equal shapes. Pad "
+                        "the values."
+                    )
+            return PerReplica(jax.device_put(np.stack(arrays), self._per_replica))
+
+        return jax.tree.map(stack, *rows)
 
     def check_replicas(self, variables: Iterable[Any] | None = None) -> None:
         """Compare the replicas' copies of mirrored variables, bit by bit.
@@ -369,17 +387,27 @@ class Strategy:
     def _place(self, array: Any, kind: Kind) -> Any:
         _refuse_tracer(array)
         if kind is Kind.PER_REPLICA:
-            if array.shape[:1] != (self.num_replicas_in_sync,):
-                raise ValueError(
-                    f"Strategy.run: a PerReplica argument holds {array.shape[0]} "
-                    f"values but {self!r} has {self.num_replicas_in_sync} replicas. "
-                    "Pass a value made by this strategy."
-                )
-            if getattr(array, "sharding", None) != self._per_replica:
-                return jax.device_put(array, self._per_replica)
+            self._require_all_replicas(PerReplica(array), "run")
+            wanted = self._per_replica
         elif isinstance(array, jax.Array) and array.committed:
-            return jax.device_put(array, self._mirrored)
-        return array
+            wanted = self._mirrored
+        else:
+            return array
+        if not isinstance(array, jax.Array):
+            return jax.device_put(array, wanted)
+        if array.sharding == wanted:
+            return array
+        # A copy first: placed, the array may share a variable's memory on one device,
+        # which the program gives away (`may_alias=False` does not prevent it).
+        return jax.device_put(jnp.copy(array), wanted)
+
+    def _require_all_replicas(self, value: PerReplica, name: str) -> None:
+        if value.array.shape[:1] != (self.num_replicas_in_sync,):
+            raise ValueError(
+                f"Strategy.{name}: a PerReplica holds {len(value.array)} values but "
+                f"{self!r} has {self.num_replicas_in_sync} replicas. Pass a value made "
+                "by this strategy."
+            )
 
     def _same_on_all(self, op: ReduceOp, value: Any) -> PerReplica:
         if op is ReduceOp.SUM and self.num_replicas_in_sync > 1:
@@ -498,6 +526,16 @@ def get_replica_context() -> ReplicaContext:
     return current_context() or _no_context
 
 
+def _check_call(fn: Any, args: Any) -> None:
+    if not callable(fn):
+        raise TypeError(f"Strategy.run: fn must be callable; got {fn!r}.")
+    if not isinstance(args, tuple | list):
+        raise TypeError(
+            f"Strategy.run: args must be a tuple or list; got a {type(args).__name__}. "
+            "For one argument x write args=(x,)."
+        )
+
+
 def _refuse_tracer(array: Any) -> None:
     if isinstance(array, jax.core.Tracer):
         raise ContextError(
@@ -521,10 +559,10 @@ def _gather(array: jax.Array, axis: int) -> jax.Array:
     return jnp.concatenate([array[i] for i in range(array.shape[0])], axis)
 
 
-def _checked_axis(value: PerReplica, axis: int | None, name: str) -> Any:
+def _checked_axis(value: PerReplica, axis: int, name: str) -> int:
     rank = value.array.ndim - 1
-    if axis is None:
-        return None
+    if not isinstance(axis, int):
+        raise TypeError(f"Strategy.{name}: got {axis=}, expected an integer.")
     if rank == 0 or not -rank <= axis < rank:
         raise ValueError(
             f"Strategy.{name}: axis={axis} is out of range for per-replica values of "

@@ -68,6 +68,8 @@ class PerReplica:
 
     def __repr__(self) -> str:
         array = self.array
+        if not hasattr(array, "dtype"):  # Something else mapped over the pytree.
+            return f"PerReplica({array!r})"
         dtype = np.dtype(array.dtype)
         text = (
             f"num_replicas={array.shape[0]}, shape={tuple(array.shape[1:])}, {dtype=!s}"

@@ -48,7 +48,7 @@ def _assert_same(
     actual: Any, expected: Any, *, rtol: float = 1e-4, atol: float = 1e-5
 ) -> None:
     # The replicas add up float32 numbers in another order. That is worth about 1e-7
-    # of a gradient's size in each step, and grows with the steps; weights are of size 1.
+    # of a gradient's size in each step, and grows with the steps; weights are about 1.
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     expected_leaves = jax.tree.leaves(expected)
     for (path, a), e in zip(

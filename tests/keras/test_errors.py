@@ -56,9 +56,7 @@ def test_layer_from_outside(data, strategy_of):
     )
     with strategy_of(2).scope():
         model = classifier(inner)
-    with pytest.raises(
-        rx.ContextError, match=r"'made_early/kernel'.*outside the scope"
-    ):
+    with pytest.raises(rx.ContextError, match=r"made_early/kernel'.*outside the scope"):
         model.fit(*data, verbose=0)
 
 
@@ -103,7 +101,8 @@ def test_arrays_of_different_sizes(data, strategy_of):
     x, y = data
     with strategy_of(2).scope():
         model = classifier()
-    with pytest.raises(ValueError, match="same number of examples.*32 in .*16 in"):
+    model.train_on_batch(x, y)  # Else Keras finds out first, while it builds the loss.
+    with pytest.raises(ValueError, match=r"same number of examples.*32 in .*16 in"):
         model.train_on_batch(x, y[:16])
 
 
@@ -111,7 +110,7 @@ def test_scalars_in_a_batch(data, strategy_of):
     x, y = data
     with strategy_of(2).scope():
         model = classifier()
-    with pytest.raises(ValueError, match="same number of examples.*None in"):
+    with pytest.raises(ValueError, match=r"same number of examples.*no dimension in"):
         model.train_on_batch(x, y, sample_weight=np.float32(1))
 
 

@@ -140,7 +140,7 @@ def test_validation(data, same_as_one_device):
             ),
         )
 
-    (_, split), (_, every_other) = same_as_one_device(work, 2, REPLICAS)
+    (_, split), (_, every_other) = same_as_one_device(work, REPLICAS)
     assert len(split["val_loss"]) == 2
     assert len(every_other["val_accuracy"]) == 1
 
@@ -243,7 +243,7 @@ def test_fit_goes_on_where_it_stopped(data, same_as_one_device):
         assert history.epoch == [2]
         return model.get_weights(), history.history
 
-    same_as_one_device(work, 2, REPLICAS)
+    same_as_one_device(work, REPLICAS)
 
 
 def test_backup_and_restore(data, outcome, assert_same, tmp_path):

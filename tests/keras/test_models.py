@@ -162,7 +162,7 @@ def test_train_step_with_state(digits, same_as_one_device):
         weights, history = fitted(model, x, y)
         return weights, history, model.evaluate(x, y, BATCH_SIZE, 0, return_dict=True)
 
-    same_as_one_device(work, 2, 8)
+    same_as_one_device(work, 8)
 
 
 class OwnMetrics(Subclassed):
@@ -241,8 +241,72 @@ def test_train_step_with_a_tape(data, outcome, assert_same):
         return fitted(model, *data)
 
     expected = outcome(lambda: work(Subclassed), 0)
-    for replicas in (1, 2, 8):
+    for replicas in (1, 8):
         assert_same(outcome(lambda: work(Tape), replicas), expected)
+
+
+class TwoOptimizers(Subclassed):
+    """As adversarial models have it: optimizers that Keras does not know of."""
+
+    def compile(self, hidden_optimizer, out_optimizer, loss, steps_per_execution=1):
+        super().compile(loss=loss, steps_per_execution=steps_per_execution)
+        self.optimizers = {"hidden": hidden_optimizer, "out": out_optimizer}
+
+    def train_step(self, data):
+        x, y = data
+        with rx.GradientTape(persistent=True) as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        for name, optimizer in self.optimizers.items():
+            variables = getattr(self, name).trainable_variables
+            optimizer.apply(tape.gradient(loss, variables), variables)
+        self._loss_tracker.update_state(loss, sample_weight=len(x))
+        return {"loss": self._loss_tracker.result()}
+
+
+@pytest.mark.parametrize("per_execution", [1, 2])
+def test_two_optimizers(data, outcome, assert_same, per_execution):
+    def plain():
+        model = Subclassed()
+        model.compile(sgd(), crossentropy())
+        return fitted(model, *data)
+
+    def mirrored():
+        model = TwoOptimizers()
+        model.compile(sgd(), sgd(), crossentropy(), per_execution)
+        result = fitted(model, *data)
+        assert [int(o.iterations) for o in model.optimizers.values()] == [6, 6]
+        return result
+
+    # Equal optimizers, so what one optimizer gives.
+    assert_same(outcome(mirrored, 8), outcome(plain, 0))
+
+
+class TapeWithScale(Subclassed):
+    """Scales its loss against underflow, as tf.keras' mixed precision guide says."""
+
+    def train_step(self, data):
+        x, y = data
+        with rx.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+            scaled = self.optimizer.scale_loss(loss)
+        grads = tape.gradient(scaled, self.trainable_variables)
+        self.optimizer.apply(grads, self.trainable_variables)
+        self._loss_tracker.update_state(loss, sample_weight=len(x))
+        return {"loss": self._loss_tracker.result()}
+
+
+def test_loss_scale_with_a_tape(data, outcome, assert_same):
+    def work(make):
+        model = make()
+        optimizer = keras.optimizers.LossScaleOptimizer(
+            sgd(), initial_scale=1024.0, dynamic_growth_steps=4
+        )
+        model.compile(optimizer, crossentropy())
+        return fitted(model, *data), optimizer.dynamic_scale
+
+    (trained, scale) = outcome(lambda: work(Subclassed), 0)
+    assert scale == 2048
+    assert_same(outcome(lambda: work(TapeWithScale), 8), (trained, scale))
 
 
 class LogsLoss(Subclassed):
@@ -297,7 +361,7 @@ def test_compute_loss_and_compute_metrics(digits, same_as_one_device):
         model.compile(sgd(), crossentropy(), metrics=["accuracy"])
         return fitted(model, x, y)
 
-    _, history = same_as_one_device(work, 2, 8)
+    _, history = same_as_one_device(work, 8)
     assert {"loss", "accuracy", "entropy", "mean_logit"} == set(history)
 
 
@@ -327,7 +391,7 @@ def test_layer_with_moving_statistics(data, same_as_one_device):
         model.compile(sgd(), crossentropy())
         return fitted(model, *data)
 
-    weights, _ = same_as_one_device(work, 2, 8)
+    weights, _ = same_as_one_device(work, 8)
     assert weights[1] == 2 * NUM_EXAMPLES  # num_seen
 
 

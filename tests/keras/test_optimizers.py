@@ -72,7 +72,7 @@ def test_bfloat16(digits, same_as_one_device):
             return weights, history
 
     # bfloat16 has 8 bits: 4e-3 of each number, some of it left in sums of a batch.
-    same_as_one_device(work, 2, 8, rtol=2e-2, atol=4e-3)
+    same_as_one_device(work, 8, rtol=2e-2, atol=4e-3)
 
 
 def scaled_fit(digits, rows, value=1e6):
@@ -99,7 +99,7 @@ def scaled_fit(digits, rows, value=1e6):
     }
 
 
-@pytest.mark.parametrize("rows", [[0], [31], [13]], ids=["first", "last", "middle"])
+@pytest.mark.parametrize("rows", [[0], [31]], ids=["first", "last"])
 def test_overflow_on_one_replica_is_everybodys(digits, same_as_one_device, rows):
     # float16 has 11 bits: 5e-4 of each number.
     result = same_as_one_device(

@@ -55,8 +55,8 @@ def test_learns(digits, outcome):
 
 @pytest.mark.parametrize("inside", [True, False], ids=["in scope", "outside"])
 def test_single_batches(digits, outcome, assert_same, strategy_of, inside):
-    # 6 examples on 8 replicas; 16 divide; 21 go to 7 of the replicas; 1 to one.
-    sizes = [6, 16, 21, 1]
+    # 6 examples on 8 replicas; 16 divide.
+    sizes = [6, 16] if inside else [6]
 
     def work(model):
         results = []
@@ -115,7 +115,7 @@ def pair():
 
 
 # Each new size of a batch is compiled for, a second or so; hence few examples.
-@settings(max_examples=6, deadline=None, derandomize=True)
+@settings(max_examples=5, deadline=None, derandomize=True)
 @given(size=st.integers(1, 70), batch_size=st.integers(1, 16))
 def test_all_sizes(digits, pair, size, batch_size):
     x, y = digits[0][:size, 20:24], digits[0][:size, 28:30]

@@ -1,6 +1,6 @@
 """Seed 003, "Model Training Patterns - Distribution Strategy": synchronous training.
 
-The script of "Synchronous training" with imports and data changed (442 patients of
+The script of "Synchronous training" with imports and data changed (384 patients of
 scikit-learn's diabetes data, five measurements each), and what the text says about
 learning rates for larger batches.
 """
@@ -28,7 +28,7 @@ pytestmark = [  # Keras about `input_shape=`, and about any Grain dataset in `fi
 def patients() -> tuple[np.ndarray, np.ndarray]:
     """Five measurements and the progression a year later, each standardised."""
     data: Any = load_diabetes(return_X_y=True)
-    x, y = data[0][:, [2, 3, 6, 8, 9]], data[1][:, None]
+    x, y = data[0][:384, [2, 3, 6, 8, 9]], data[1][:384, None]
     return tuple(((a - a.mean(0)) / a.std(0)).astype("float32") for a in (x, y))  # type: ignore[return-value]
 
 

@@ -128,7 +128,7 @@ def split_global_batch(
         ValueError: If arrays disagree in `B` or are scalars; if the policy is unknown;
             under `"error"` if `R` does not divide `B`; unless padded, if `B < R`.
     """
-    caller = "split_global_batch"
+    caller = "distributed dataset"
     policy = Remainder.of(remainder, caller)
     if num_replicas < 1:
         raise ValueError(f"{caller}: got num_replicas={num_replicas!r}, expected >= 1.")

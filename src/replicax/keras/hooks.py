@@ -5,7 +5,7 @@
 | `JaxVariable._initialize` | mirrors variables created in a scope |
 | `JaxVariable._direct_assign` | keeps an assigned value's sharding exact |
 | `JAXTrainer.__init__` | remembers the strategy a model was made under |
-| `JAXTrainer.compile`, `fit`, `evaluate`, `predict`, `*_on_batch` | run in its scope |
+| `Trainer.compile`, `JAXTrainer.{fit,evaluate,predict,*_on_batch}` | run in its scope |
 | `JAXTrainer.make_{train,test,predict}_function` | replica programs for Keras' own |
 | `JAXEpochIterator._get_iterator` | places batches on the replicas' devices |
 | `BaseOptimizer.apply`, `LossScaleOptimizer.{apply,stateless_apply}` | the seam |
@@ -63,7 +63,10 @@ def install() -> None:
     trainer = jax_trainer.JAXTrainer
     _wrap(trainer, "__init__", _init_trainer)
     for name in _ENTRY_POINTS:
-        _wrap(trainer, name, _in_scope)
+        # Where it is defined: Keras compares a model's `compile` with its base class',
+        # and does not call one that a class in between overrides on loading.
+        owner = next(cls for cls in trainer.__mro__ if name in vars(cls))
+        _wrap(owner, name, _in_scope)
     _wrap(trainer, "make_train_function", _make(steps.train_function, "train_function"))
     _wrap(trainer, "make_test_function", _make(steps.test_function, "test_function"))
     _wrap(

@@ -7,11 +7,12 @@ treats it like any function given to `strategy.run`: what a variable's aggregati
 happens to metrics and moving statistics, and gradients go through the optimizer seam.
 """
 
+import contextlib
 import dataclasses
 import inspect
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -88,34 +89,44 @@ class _KerasStep:
     outputs: Outputs
     written: set[int] = dataclasses.field(default_factory=set)
 
-    def program(self, strategy: Any, batch: PlacedBatch) -> Program:
-        """Compile the step for batches like `batch`."""
+    def program(
+        self, strategy: Any, batch: PlacedBatch, values: Sequence[Any]
+    ) -> "_StateProgram":
+        """Compile the step for batches like `batch` and a state like `values`."""
         groups = self.groups()
         variables = list(itertools.chain.from_iterable(groups))
-        strategy.require_owned(variables, f"{type(self.model).__name__}.{self.name}")
-        mirrored = self.outputs is Outputs.MIRRORED
-        return Program(
-            self._replica_function(groups),
-            strategy.group,
-            _one_batch(batch.structure),
-            batch.arrays,
-            Options(
-                gradient_op=ReduceOp.MEAN,
-                num_active=batch.num_active,
-                num_steps=batch.num_steps,
-                outputs=self.outputs,
-                finish=self._final_logs if mirrored else None,
-            ),
-            variables,
-        )
-
-    def _replica_function(self, groups: list[list[Any]]) -> Callable[[Any], Any]:
         step = getattr(self.model, self.name)
         # As tf.keras has it: `train_step(data)`, with a tape.
         with_tape = len(inspect.signature(step).parameters) == 1
+        mirrored = self.outputs is Outputs.MIRRORED
+        with _values_in_place(variables, values):
+            program = Program(
+                self._replica_function(step, None if with_tape else groups),
+                strategy.group,
+                _one_batch(batch.structure),
+                batch.arrays,
+                Options(
+                    gradient_op=ReduceOp.MEAN,
+                    num_active=batch.num_active,
+                    num_steps=batch.num_steps,
+                    outputs=self.outputs,
+                    finish=self._final_logs if mirrored else None,
+                ),
+                # A step with a tape may use any variable, a second optimizer's too.
+                None if with_tape else variables,
+            )
+        name = f"{type(self.model).__name__}.{self.name}"
+        strategy.require_owned(program.variables, name)
+        return _StateProgram(program, variables)
 
+    def _replica_function(
+        self, step: Callable[..., Any], groups: list[list[Any]] | None
+    ) -> Callable[[Any], Any]:
         def replica_step(data: Any) -> Any:
-            result = step(data) if with_tape else self._stateless(step, groups, data)
+            if groups is None:
+                result = step(data)
+            else:
+                result = self._stateless(step, groups, data)
             self.written.update(internals.current_scope().written)
             return result
 
@@ -164,6 +175,50 @@ class _KerasStep:
         return results
 
 
+class _StateProgram:
+    """A program whose variables' values are in Keras' state, or their own.
+
+    Args:
+        program: The program.
+        variables: The variables whose values are the state.
+    """
+
+    def __init__(self, program: Program, variables: Sequence[Any]) -> None:
+        self._program = program
+        index = {id(v): i for i, v in enumerate(variables)}
+        self._places = [index.get(id(v)) for v in program.variables]
+
+    def __call__(
+        self, strategy: Any, state: list[Any], arrays: Sequence[Any]
+    ) -> tuple[Any, list[Any]]:
+        """Run the program; returns its results and the new state."""
+        variables = self._program.variables
+        values = [
+            internals.read_values([v])[0] if i is None else state[i]
+            for v, i in zip(variables, self._places, strict=True)
+        ]
+        result, new = strategy.call(self._program, values, arrays)
+        state = list(state)
+        # Those the program writes come first.
+        for variable, i, value in zip(variables, self._places, new, strict=False):
+            if i is None:
+                internals.write_values([variable], [value])
+            else:
+                state[i] = value
+        return result, state
+
+
+@contextlib.contextmanager
+def _values_in_place(variables: Sequence[Any], values: Sequence[Any]) -> Iterator[None]:
+    """Lend `fit`'s values back to the variables, which it took them from."""
+    before = internals.read_values(variables)
+    internals.write_values(variables, values)
+    try:
+        yield
+    finally:
+        internals.write_values(variables, before)
+
+
 def _one_batch(structure: Any) -> Arguments:
     call = jax.tree.unflatten(structure, [0] * structure.num_leaves)
     return Arguments(
@@ -182,7 +237,7 @@ def _function(
             strategy,
             step.model.name,
         )
-    programs: dict[Any, Program] = {}
+    programs: dict[Any, _StateProgram] = {}
 
     def function(state: State, iterator: Any) -> tuple[Any, State]:
         if isinstance(iterator, BatchIterator):
@@ -196,8 +251,8 @@ def _function(
             key = (sizes, batch.key)
             program = programs.get(key)
             if program is None:
-                program = programs[key] = step.program(strategy, batch)
-            result, values = strategy.call(program, values, batch.arrays)
+                program = programs[key] = step.program(strategy, batch, values)
+            result, values = program(strategy, values, batch.arrays)
             results.append(result)
         remaining = iter(values)
         new_state = tuple(list(itertools.islice(remaining, n)) for n in sizes)

@@ -1,0 +1,115 @@
+"""What users may rely on: a change here is a change of the interface."""
+
+import inspect
+
+import pytest
+
+import replicax as rx
+
+PUBLIC_NAMES = [
+    "ContextError",
+    "CrossDeviceOps",
+    "DeviceError",
+    "DivergenceError",
+    "GradientTape",
+    "HierarchicalCopyAllReduce",
+    "InputContext",
+    "InternalError",
+    "MirroredStrategy",
+    "NcclAllReduce",
+    "OneDeviceStrategy",
+    "PerReplica",
+    "ReduceOp",
+    "ReductionToOneDevice",
+    "ReplicaContext",
+    "Strategy",
+    "compute_average_loss",
+    "get_replica_context",
+    "get_strategy",
+    "has_strategy",
+    "in_cross_replica_context",
+    "losses",
+    "scale_regularization_loss",
+    "schedules",
+    "set_logical_devices",
+    "value_and_grad",
+]
+
+METHODS = {
+    rx.Strategy: [
+        "call",
+        "check_replicas",
+        "distribute_datasets_from_function",
+        "experimental_distribute_dataset",
+        "experimental_distribute_values_from_function",
+        "experimental_local_results",
+        "experimental_make_numpy_dataset",
+        "experimental_run_v2",
+        "gather",
+        "group",
+        "make_experimental_numpy_dataset",
+        "num_replicas_in_sync",
+        "own",
+        "programs",
+        "reduce",
+        "require_owned",
+        "run",
+        "scope",
+    ],
+    rx.ReplicaContext: [
+        "all_gather",
+        "all_reduce",
+        "merge_call",
+        "num_replicas_in_sync",
+        "replica_id_in_sync_group",
+    ],
+    rx.GradientTape: ["gradient", "watch"],
+}
+
+
+def test_names() -> None:
+    assert rx.__all__ == PUBLIC_NAMES
+    assert rx.__all__ == sorted(rx.__all__)
+    for name in rx.__all__:
+        assert hasattr(rx, name), name
+
+
+@pytest.mark.parametrize("cls", METHODS)
+def test_methods(cls) -> None:
+    public = [name for name in sorted(vars(cls)) if not name.startswith("_")]
+    assert set(METHODS[cls]) <= set(public)
+    for name in public:
+        assert inspect.getdoc(getattr(cls, name)), f"{cls.__name__}.{name}"
+
+
+def test_errors_are_builtin_errors_too() -> None:
+    assert issubclass(rx.ContextError, RuntimeError)
+    assert issubclass(rx.InternalError, RuntimeError)
+    assert issubclass(rx.DeviceError, ValueError)
+    assert issubclass(rx.DivergenceError, ValueError)
+
+
+def test_parameters_are_those_of_tensorflow() -> None:
+    def parameters(fn: object) -> list[str]:
+        return list(inspect.signature(fn).parameters)
+
+    assert parameters(rx.Strategy.run) == ["self", "fn", "args", "kwargs"]
+    assert parameters(rx.Strategy.reduce) == ["self", "reduce_op", "value", "axis"]
+    assert parameters(rx.Strategy.gather) == ["self", "value", "axis"]
+    assert parameters(rx.MirroredStrategy)[:2] == ["devices", "cross_device_ops"]
+    assert parameters(rx.OneDeviceStrategy) == ["device"]
+    assert parameters(rx.GradientTape) == ["persistent", "watch_accessed_variables"]
+    assert parameters(rx.GradientTape.gradient) == [
+        "self",
+        "target",
+        "sources",
+        "output_gradients",
+        "unconnected_gradients",
+    ]
+    assert parameters(rx.ReplicaContext.all_reduce)[1:] == ["op", "value"]
+    assert parameters(rx.ReplicaContext.all_gather)[1:] == ["value", "axis"]
+    assert parameters(rx.ReplicaContext.merge_call)[1:] == [
+        "merge_fn",
+        "args",
+        "kwargs",
+    ]
