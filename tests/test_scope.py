@@ -109,7 +109,7 @@ def test_new_threads_start_outside() -> None:
 def test_two_threads_train_with_different_strategies_at_once() -> None:
     barrier = threading.Barrier(2, timeout=60)
 
-    def train(devices: list[str]) -> list[float]:
+    def train(devices: list[str]) -> float:
         strategy = rx.MirroredStrategy(devices)
         barrier.wait()
         with strategy.scope():

@@ -9,21 +9,22 @@ from replicax.collectives import (
     ReduceOp,
     ReductionToOneDevice,
 )
-from replicax.devices import set_logical_devices
-from replicax.errors import ContextError, DeviceError, DivergenceError, InternalError
-from replicax.gradients import GradientTape, value_and_grad
-from replicax.input import InputContext
-from replicax.keras import hooks
-from replicax.losses import compute_average_loss, scale_regularization_loss
-from replicax.replica import ReplicaContext
-from replicax.strategies import MirroredStrategy, OneDeviceStrategy
-from replicax.strategy import (
-    Strategy,
+from replicax.current import (
     get_replica_context,
     get_strategy,
     has_strategy,
     in_cross_replica_context,
 )
+from replicax.devices import set_logical_devices
+from replicax.errors import ContextError, DeviceError, DivergenceError, InternalError
+from replicax.gradients import value_and_grad
+from replicax.input import InputContext
+from replicax.keras import hooks
+from replicax.losses import compute_average_loss, scale_regularization_loss
+from replicax.replica import ReplicaContext
+from replicax.strategies import MirroredStrategy, OneDeviceStrategy
+from replicax.strategy import Strategy
+from replicax.tape import GradientTape
 from replicax.values import PerReplica
 
 __version__ = "0.1.0"

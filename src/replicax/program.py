@@ -28,7 +28,7 @@ from replicax.cache import describe
 from replicax.collectives import CrossDeviceOps, ReduceOp, ReplicaAxis
 from replicax.divergence import varying_marks
 from replicax.errors import DivergenceError
-from replicax.gradients import StepRun
+from replicax.replay import StepRun
 from replicax.replica import ReplicaContext
 from replicax.variables import (
     RecordingScope,

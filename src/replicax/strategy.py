@@ -1,6 +1,6 @@
 """Strategy: where a program's replicas run, and what a user calls."""
 
-import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from replicax import fingerprints
+from replicax import combine, fingerprints
 from replicax.arguments import Kind, flatten_call
 from replicax.cache import ProgramCache, describe, unwrap_partial
 from replicax.collectives import CrossDeviceOps, NcclAllReduce, ReduceOp, ReplicaAxis
@@ -25,19 +25,16 @@ from replicax.input import (
 )
 from replicax.keras import internals
 from replicax.program import Program, ReplicaGroup
-from replicax.replica import ReplicaContext
-from replicax.scope import Scope, current_context, current_strategy
+from replicax.scope import Scope, current_context
 from replicax.values import PerReplica
 
-__all__ = [
-    "Strategy",
-    "get_replica_context",
-    "get_strategy",
-    "has_strategy",
-    "in_cross_replica_context",
-]
+__all__ = ["Strategy"]
 
 _AXIS = "replica"
+
+# Threads may use strategies at once, but a program must be enqueued on all its devices
+# before another is: devices that meet collectives in different orders wait for ever.
+_dispatch_order = threading.RLock()
 
 
 class Strategy:
@@ -172,7 +169,8 @@ class Strategy:
         self, program: Program, values: Sequence[Any], arrays: Sequence[Any]
     ) -> tuple[Any, list[Any]]:
         """Run a program on this strategy, with the check that was asked for."""
-        out, new = program(values, arrays)
+        with _dispatch_order:
+            out, new = program(values, arrays)
         self._num_steps += 1
         if self._check_every and self._num_steps % self._check_every == 0:
             self._raise_if_different(program.written, new)
@@ -200,16 +198,8 @@ class Strategy:
         """
         self._require_cross_replica("reduce")
         op = ReduceOp.of(reduce_op, "Strategy.reduce")
-
-        def reduce_leaf(leaf: Any) -> Any:
-            if isinstance(leaf, PerReplica):
-                self._require_all_replicas(leaf, "reduce")
-            else:
-                leaf = self._same_on_all(op, leaf)
-            dim = None if axis is None else _checked_axis(leaf, axis, "reduce")
-            return _reduce(leaf.array, op, dim)
-
-        return _map_values(reduce_leaf, value)
+        with _dispatch_order:
+            return combine.reduce(op, value, axis, self.num_replicas_in_sync)
 
     def gather(self, value: Any, axis: int) -> Any:
         """Concatenate the replicas' values along dimension `axis`.
@@ -226,16 +216,8 @@ class Strategy:
             ValueError: For scalars or an unknown axis.
         """
         self._require_cross_replica("gather")
-
-        def gather_leaf(leaf: Any) -> Any:
-            if not isinstance(leaf, PerReplica):
-                leaf = PerReplica(
-                    jnp.stack([jnp.asarray(leaf)] * self.num_replicas_in_sync)
-                )
-            self._require_all_replicas(leaf, "gather")
-            return _gather(leaf.array, _checked_axis(leaf, axis, "gather"))
-
-        return _map_values(gather_leaf, value)
+        with _dispatch_order:
+            return combine.gather(value, axis, self.num_replicas_in_sync)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """This process' values of a `PerReplica`, one per local replica, as a tuple."""
@@ -387,7 +369,9 @@ class Strategy:
     def _place(self, array: Any, kind: Kind) -> Any:
         _refuse_tracer(array)
         if kind is Kind.PER_REPLICA:
-            self._require_all_replicas(PerReplica(array), "run")
+            combine.require_all_replicas(
+                PerReplica(array), self.num_replicas_in_sync, "run"
+            )
             wanted = self._per_replica
         elif isinstance(array, jax.Array) and array.committed:
             wanted = self._mirrored
@@ -400,23 +384,6 @@ class Strategy:
         # A copy first: placed, the array may share a variable's memory on one device,
         # which the program gives away (`may_alias=False` does not prevent it).
         return jax.device_put(jnp.copy(array), wanted)
-
-    def _require_all_replicas(self, value: PerReplica, name: str) -> None:
-        if value.array.shape[:1] != (self.num_replicas_in_sync,):
-            raise ValueError(
-                f"Strategy.{name}: a PerReplica holds {len(value.array)} values but "
-                f"{self!r} has {self.num_replicas_in_sync} replicas. Pass a value made "
-                "by this strategy."
-            )
-
-    def _same_on_all(self, op: ReduceOp, value: Any) -> PerReplica:
-        if op is ReduceOp.SUM and self.num_replicas_in_sync > 1:
-            raise ValueError(
-                f"Strategy.reduce: got {value!r}, which is no PerReplica value, so "
-                "what its sum over replicas should be is not clear. Pass what "
-                "strategy.run returned."
-            )
-        return PerReplica(jnp.asarray(value)[None])
 
     def _require_cross_replica(self, name: str) -> None:
         if current_context() is not None:
@@ -445,19 +412,6 @@ class Strategy:
         )
 
 
-class DefaultStrategy(Strategy):
-    """What `get_strategy()` answers outside any scope: one replica, here.
-
-    Unlike the others it also runs variables that were created outside its scope.
-    """
-
-    def __init__(self) -> None:
-        super().__init__([jax.local_devices()[0]])
-
-    def _meet_outsider(self, variable: Any, caller: str) -> None:
-        internals.set_layout(variable, self._mirrored)
-
-
 class _ValueContext:
     """Which replica a value is made for.
 
@@ -467,63 +421,6 @@ class _ValueContext:
     def __init__(self, replica_id: int, num_replicas: int) -> None:
         self.replica_id_in_sync_group = replica_id
         self.num_replicas_in_sync = num_replicas
-
-
-@functools.cache
-def _default_strategy() -> DefaultStrategy:
-    return DefaultStrategy()
-
-
-def get_strategy() -> Strategy:
-    """The strategy in scope, or the default one of a single replica.
-
-    (TF: `tf.distribute.get_strategy`.)
-    """
-    context = current_context()
-    if context is not None:
-        return context.strategy
-    return current_strategy() or _default_strategy()
-
-
-def has_strategy() -> bool:
-    """Whether a strategy's scope is open in this thread."""
-    return current_strategy() is not None
-
-
-def in_cross_replica_context() -> bool:
-    """Whether this is inside a scope but not in a replica function."""
-    return has_strategy() and current_context() is None
-
-
-class _NoReplicaContext:
-    """Stands for the context where there is none: false, and an error when used."""
-
-    def __bool__(self) -> bool:
-        return False
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # Python looking for a protocol, not a user.
-            raise AttributeError(name)
-        raise ContextError(
-            f"get_replica_context().{name}: used outside a replica function. Use it in "
-            "the function given to strategy.run; outside, combine what run returns "
-            "with strategy.reduce or strategy.gather."
-        )
-
-
-_no_context: Any = _NoReplicaContext()
-
-
-def get_replica_context() -> ReplicaContext:
-    """The context of the replica function that is running.
-
-    (TF: `tf.distribute.get_replica_context`.)
-
-    Returns:
-        The context. Outside a replica function, an object that is false and whose use
-        raises `ContextError`.
-    """
-    return current_context() or _no_context
 
 
 def _check_call(fn: Any, args: Any) -> None:
@@ -542,31 +439,3 @@ def _refuse_tracer(array: Any) -> None:
             "Strategy.run: called inside a JAX transformation such as jax.jit. "
             "run compiles by itself; take the decorator away (like @tf.function)."
         )
-
-
-def _map_values(fn: Callable[[Any], Any], tree: Any) -> Any:
-    return jax.tree.map(fn, tree, is_leaf=lambda x: isinstance(x, PerReplica))
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _reduce(array: jax.Array, op: ReduceOp, axis: int | None) -> jax.Array:
-    dims = 0 if axis is None else (0, axis + 1)
-    return array.sum(dims) if op is ReduceOp.SUM else array.mean(dims)
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _gather(array: jax.Array, axis: int) -> jax.Array:
-    return jnp.concatenate([array[i] for i in range(array.shape[0])], axis)
-
-
-def _checked_axis(value: PerReplica, axis: int, name: str) -> int:
-    rank = value.array.ndim - 1
-    if not isinstance(axis, int):
-        raise TypeError(f"Strategy.{name}: got {axis=}, expected an integer.")
-    if rank == 0 or not -rank <= axis < rank:
-        raise ValueError(
-            f"Strategy.{name}: axis={axis} is out of range for per-replica values of "
-            f"shape {tuple(value.array.shape[1:])}."
-            + (" Return at least rank 1 from the replica function." if not rank else "")
-        )
-    return axis % rank

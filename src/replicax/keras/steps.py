@@ -187,11 +187,14 @@ class _StateProgram:
         self._program = program
         index = {id(v): i for i, v in enumerate(variables)}
         self._places = [index.get(id(v)) for v in program.variables]
+        self._is_state = self._places == list(range(len(variables)))
 
     def __call__(
         self, strategy: Any, state: list[Any], arrays: Sequence[Any]
     ) -> tuple[Any, list[Any]]:
         """Run the program; returns its results and the new state."""
+        if self._is_state:  # Keras' own steps: the same variables in the same order.
+            return strategy.call(self._program, state, arrays)
         variables = self._program.variables
         values = [
             internals.read_values([v])[0] if i is None else state[i]

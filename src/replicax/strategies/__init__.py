@@ -1,6 +1,7 @@
 """The strategies, one file each."""
 
+from replicax.strategies.default import DefaultStrategy
 from replicax.strategies.mirrored import MirroredStrategy
 from replicax.strategies.one_device import OneDeviceStrategy
 
-__all__ = ["MirroredStrategy", "OneDeviceStrategy"]
+__all__ = ["DefaultStrategy", "MirroredStrategy", "OneDeviceStrategy"]

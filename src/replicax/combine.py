@@ -1,0 +1,86 @@
+"""What `Strategy.reduce` and `Strategy.gather` do with `PerReplica` values."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from replicax.collectives import ReduceOp
+from replicax.values import PerReplica
+
+__all__ = ["gather", "reduce", "require_all_replicas"]
+
+
+def reduce(op: ReduceOp, value: Any, axis: int | None, num_replicas: int) -> Any:
+    """Combine the replicas' values in `value`, and dimension `axis` of them."""
+
+    def reduce_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, PerReplica):
+            require_all_replicas(leaf, num_replicas, "reduce")
+        else:
+            leaf = _same_on_all(op, leaf, num_replicas)
+        dim = None if axis is None else _checked_axis(leaf, axis, "reduce")
+        return _reduce(leaf.array, op, dim)
+
+    return _map_values(reduce_leaf, value)
+
+
+def gather(value: Any, axis: int, num_replicas: int) -> Any:
+    """Concatenate the replicas' values in `value` along dimension `axis`."""
+
+    def gather_leaf(leaf: Any) -> Any:
+        if not isinstance(leaf, PerReplica):
+            leaf = PerReplica(jnp.stack([jnp.asarray(leaf)] * num_replicas))
+        require_all_replicas(leaf, num_replicas, "gather")
+        return _gather(leaf.array, _checked_axis(leaf, axis, "gather"))
+
+    return _map_values(gather_leaf, value)
+
+
+def require_all_replicas(value: PerReplica, num_replicas: int, name: str) -> None:
+    """Raise unless `value` holds one value for each replica."""
+    if value.array.shape[:1] != (num_replicas,):
+        raise ValueError(
+            f"Strategy.{name}: a PerReplica holds {len(value.array)} values but the "
+            f"strategy has {num_replicas} replicas. Pass a value made by this strategy."
+        )
+
+
+def _same_on_all(op: ReduceOp, value: Any, num_replicas: int) -> PerReplica:
+    if op is ReduceOp.SUM and num_replicas > 1:
+        raise ValueError(
+            f"Strategy.reduce: got {value!r}, which is no PerReplica value, so what "
+            "its sum over replicas should be is not clear. Pass what strategy.run "
+            "returned."
+        )
+    return PerReplica(jnp.asarray(value)[None])
+
+
+def _map_values(fn: Callable[[Any], Any], tree: Any) -> Any:
+    return jax.tree.map(fn, tree, is_leaf=lambda x: isinstance(x, PerReplica))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _reduce(array: jax.Array, op: ReduceOp, axis: int | None) -> jax.Array:
+    dims = 0 if axis is None else (0, axis + 1)
+    return array.sum(dims) if op is ReduceOp.SUM else array.mean(dims)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _gather(array: jax.Array, axis: int) -> jax.Array:
+    return jnp.concatenate([array[i] for i in range(array.shape[0])], axis)
+
+
+def _checked_axis(value: PerReplica, axis: int, name: str) -> int:
+    rank = value.array.ndim - 1
+    if not isinstance(axis, int):
+        raise TypeError(f"Strategy.{name}: got {axis=}, expected an integer.")
+    if rank == 0 or not -rank <= axis < rank:
+        raise ValueError(
+            f"Strategy.{name}: axis={axis} is out of range for per-replica values of "
+            f"shape {tuple(value.array.shape[1:])}."
+            + (" Return at least rank 1 from the replica function." if not rank else "")
+        )
+    return axis % rank

@@ -1,0 +1,22 @@
+"""DefaultStrategy: one replica, where JAX puts arrays anyway."""
+
+from typing import Any
+
+from replicax.devices import default_devices
+from replicax.keras import internals
+from replicax.strategy import Strategy
+
+__all__ = ["DefaultStrategy"]
+
+
+class DefaultStrategy(Strategy):
+    """What `get_strategy()` answers outside any scope: one replica, here.
+
+    Unlike the others it also runs variables that were created outside its scope.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(default_devices()[:1])
+
+    def _meet_outsider(self, variable: Any, caller: str) -> None:
+        internals.set_layout(variable, self._mirrored)
