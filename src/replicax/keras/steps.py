@@ -187,7 +187,7 @@ class _StateProgram:
         self._program = program
         index = {id(v): i for i, v in enumerate(variables)}
         self._places = [index.get(id(v)) for v in program.variables]
-        self._is_state = self._places == list(range(len(variables)))
+        self._is_state = [id(v) for v in program.written] == [*index]
 
     def __call__(
         self, strategy: Any, state: list[Any], arrays: Sequence[Any]
