@@ -457,3 +457,17 @@ def test_describe_names_the_function_and_its_line() -> None:
     )
     assert describe(len) == "len"
     assert "partial" in describe(functools.partial(len))
+
+
+def test_a_counter_of_traces_does_not_compile_each_call_again() -> None:
+    strategy = mirrored(2)
+    num_traces = 0
+
+    def step(x: jax.Array) -> jax.Array:
+        nonlocal num_traces
+        num_traces += 1
+        return x * 2
+
+    for _ in range(4):
+        strategy.run(step, (1.0,))
+    assert num_traces == 2, "one trace to discover and one to compile"

@@ -359,3 +359,38 @@ def test_jit_inside_a_step_reads_variables(strategy) -> None:
         w = keras.Variable(3.0)
     assert strategy.run(lambda: jax.jit(lambda x: w * x)(2.0)).values == (6.0, 6.0)
     assert jnp.isfinite(w.value)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3, 5, 7, 8])
+@pytest.mark.parametrize("dtype", ["float32", "int32"])
+def test_shares_of_a_sum_lose_nothing(num_replicas: int, dtype: str) -> None:
+    strategy = mirrored(num_replicas)
+    start = np.array([0, 1, 59999.25, 16777215, 1e-8, 1 / 3]).astype(dtype)
+    with strategy.scope():
+        total = keras.Variable(start, dtype=dtype, aggregation="sum")
+    for _ in range(10):
+        strategy.run(lambda: total.assign(total * 1))
+    # Shares and sums are exact, so not even rounding may change the value.
+    np.testing.assert_array_equal(total.numpy(), start)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3, 8])
+def test_metrics_may_be_reset_and_decay_inside_a_step(num_replicas: int) -> None:
+    strategy = mirrored(num_replicas)
+    with strategy.scope():
+        mean = keras.metrics.Mean()
+        decayed = keras.Variable(10.0, aggregation="sum")
+
+    def step(x: jax.Array) -> jax.Array:
+        mean.update_state(x)
+        inside = mean.result()
+        mean.reset_state()
+        mean.update_state(2 * x)
+        decayed.assign(decayed * 0.5)
+        return inside
+
+    inside = strategy.run(step, (3.0,))
+    np.testing.assert_array_equal(inside, [3.0] * num_replicas)
+    assert float(mean.result()) == 6.0
+    assert float(mean.count) == num_replicas
+    assert float(decayed) == 5.0

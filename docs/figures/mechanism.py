@@ -125,7 +125,7 @@ def draw(ax: Axes) -> None:
     write_back = "in the same program: each written\nvariable by its own aggregation"
     stage(ax, 0.8, 1.5, 3, "Write back", write_back)
     rules = [
-        ("sum", "old + Σ (new - old)", "metrics"),
+        ("sum", "shares in, Σ out", "metrics"),
         ("mean", "Σ new / R", "moving statistics"),
         ("only_first_replica", "replica 0's", "counters"),
         ("none", "must be equal,\nelse DivergenceError", "weights"),

@@ -107,8 +107,7 @@ class ProgramCache:
         self, fn: Callable[..., Any], key: Hashable, make: Callable[[], Any]
     ) -> Any:
         """The program under `(function, key)`, made with `make` if it is new."""
-        fn_key = function_key(fn)
-        full_key = (fn_key, key)
+        full_key = (function_key(fn), key)
         with self._lock:
             program = self._programs.get(full_key)
             if program is not None:
@@ -116,11 +115,21 @@ class ProgramCache:
                 return program
         self._warn_if_made_anew(fn)
         program = make()
+        self._keep(full_key, program)
+        return program
+
+    def keep(self, fn: Callable[..., Any], key: Hashable, program: Any) -> None:
+        """Keep a program that has run for the first time.
+
+        Tracing it may have changed what `fn` closes over, such as a counter.
+        """
+        self._keep((function_key(fn), key), program)
+
+    def _keep(self, full_key: Hashable, program: Any) -> None:
         with self._lock:
             self._programs[full_key] = program
             if len(self._programs) > self._size:
                 self._programs.popitem(last=False)
-        return program
 
     def _warn_if_made_anew(self, fn: Callable[..., Any]) -> None:
         fn = getattr(fn, "__func__", fn)

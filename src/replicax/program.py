@@ -135,6 +135,11 @@ class Program:
         self._compiled = self._compile()
         self._checked = False
 
+    @property
+    def is_new(self) -> bool:
+        """Whether the program has not run yet, and so is not traced in full."""
+        return not self._checked
+
     def __call__(
         self, values: Sequence[Any], leaves: Sequence[Any]
     ) -> tuple[Any, list[Any]]:
@@ -266,7 +271,7 @@ class Program:
         context = self._context()
         args, kwargs = self._arguments.rebuild(leaves)
         with context.entered():
-            start = self._with_own_seeds(context, [*written, *read])
+            start = self._start_values(context, written, read)
             run = StepRun(
                 lambda: self._fn(*args, **kwargs),
                 lambda: ValueScope(self.variables, start, self._name),
@@ -275,7 +280,7 @@ class Program:
             new = [
                 self._combined(context, v, old, run.scope.state_mapping[id(v)])
                 if id(v) in run.scope.written
-                else old
+                else old  # Not what the replica started from.
                 for v, old in zip(self.written, written, strict=True)
             ]
             # A number assigned has a weak type; the next step would compile for it.
@@ -296,11 +301,22 @@ class Program:
     def _scope(self, written: list[Any], read: list[Any]) -> ValueScope:
         return ValueScope(self.variables, [*written, *read], self._name)
 
-    def _with_own_seeds(self, context: ReplicaContext, values: list[Any]) -> list[Any]:
-        replica_id = context.replica_id_in_sync_group
+    def _start_values(
+        self, context: ReplicaContext, written: list[Any], read: list[Any]
+    ) -> list[Any]:
+        """What the variables are to this replica when the step starts."""
+
+        def own(variable: Variable, value: Any, is_written: bool) -> Any:
+            if is_seed_state(variable):
+                return fold_replica_into_seed(value, context.replica_id_in_sync_group)
+            if is_written and variable.aggregation == "sum":
+                return context.share(value)
+            return value
+
+        values = [*written, *read]
         return [
-            fold_replica_into_seed(x, replica_id) if is_seed_state(v) else x
-            for v, x in zip(self.variables, values, strict=True)
+            own(v, x, i < len(written))
+            for i, (v, x) in enumerate(zip(self.variables, values, strict=True))
         ]
 
     # Write back.
@@ -311,10 +327,8 @@ class Program:
         """A written variable's value for all replicas."""
         if is_seed_state(variable):
             return restore_seed(new, old)
-        if new is old:
-            return old
         if variable.aggregation == "sum":
-            return old + context.sum(new - old)
+            return context.sum(new)  # Each replica started from its share.
         if variable.aggregation == "mean":
             return context.mean(new)
         if id(variable) in self._broadcast:

@@ -181,6 +181,24 @@ class ReplicaContext:
         """Mean over the replicas that count."""
         return jax.tree.map(lambda x: x / self.num_counted, self.sum(tree))
 
+    def share(self, value: jax.Array) -> jax.Array:
+        """This replica's part of a value; the parts that count sum to it exactly.
+
+        Equal parts, but for what rounding leaves to the first replica. With the low
+        bits cut off, the parts' sums need no rounding in any order.
+        """
+        num = self.num_counted
+        if num == 1:
+            return value
+        if jnp.issubdtype(value.dtype, jnp.floating):
+            info = jnp.finfo(value.dtype)
+            kept = max(1, info.nmant - 2 * num.bit_length())
+            part = lax.reduce_precision(value / num, info.nexp, kept)
+        else:
+            part = value // num
+        is_first = lax.axis_index(self._axis.name) == 0
+        return jnp.where(is_first, value - (num - 1) * part, part)
+
     def first(self, tree: Any) -> Any:
         """The first replica's value, on all replicas."""
         return jax.tree.map(lambda x: lax.all_gather(x, self._axis.name)[0], tree)

@@ -160,7 +160,10 @@ class Strategy:
                 fn, key, lambda: self._program(fn, make_arguments(), arrays)
             )
             values = internals.read_values(program.variables)
+            is_new = program.is_new
             out, new = self.call(program, values, arrays)
+            if is_new:
+                self._programs.keep(fn, key, program)
             _refuse_tracer(new[0] if new else None)
             internals.write_values(program.written, new)
         return jax.tree.map(PerReplica, out)
