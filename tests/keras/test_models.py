@@ -245,6 +245,36 @@ def test_train_step_with_a_tape(data, outcome, assert_same):
         assert_same(outcome(lambda: work(Tape), replicas), expected)
 
 
+class AverageLoss(Subclassed):
+    """Computes its loss with the functions that loops of one's own use."""
+
+    def train_step(self, data):
+        x, y = data
+        with rx.GradientTape() as tape:
+            y_pred = self(x, training=True)
+            losses = keras.losses.sparse_categorical_crossentropy(
+                y, y_pred, from_logits=True
+            )
+            penalty = [1e-2 * ops.sum(w**2) for w in self.trainable_variables]
+            loss = rx.compute_average_loss(losses)
+            loss += rx.scale_regularization_loss(ops.stack(penalty))
+        grads = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(grads, self.trainable_variables)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("replicas", [2, 8])
+def test_average_loss_in_a_train_step(data, outcome, assert_same, replicas):
+    """Where gradients are averaged, shares of the loss are not too small."""
+
+    def work():
+        model = AverageLoss()
+        model.compile(sgd(), crossentropy())
+        return fitted(model, *data)
+
+    assert_same(outcome(work, replicas), outcome(work, 1))
+
+
 class TwoOptimizers(Subclassed):
     """As adversarial models have it: optimizers that Keras does not know of."""
 
