@@ -13,7 +13,7 @@
 | `BatchNormalization.__init__`, `nn.moments` | `synchronized=True` |
 | `BatchNormalization.add_weight` | moving statistics are averaged over the replicas |
 
-Tested with Keras 3.13 to 3.15.
+Tested with Keras 3.14 to 3.15.
 """
 
 import functools

@@ -1,6 +1,6 @@
 """The parts of Keras that are not public and that replicax reads or writes.
 
-Tested with Keras 3.13 to 3.15. Everything that a new Keras may move is in this file and
+Tested with Keras 3.14 to 3.15. Everything that a new Keras may move is in this file and
 in `hooks.py`.
 """
 
