@@ -112,7 +112,7 @@ def _place_chunk(chunk: list[Any], group: ReplicaGroup, size: int) -> list[Place
         columns = zip(*map(jax.tree.leaves, chunk), strict=True)
         stacked = [np.stack([np.asarray(x) for x in column]) for column in columns]
         if _num_active(stacked[0].shape[1], group) is None:
-            return [_placed(chunk[0], stacked, group, size)]
+            return [_placed(chunk[0], group, size, stacked)]
     return [place(batch, group) for batch in chunk]
 
 
@@ -126,20 +126,25 @@ def _alike(chunk: list[Any]) -> bool:
 
 def place(batch: Any, group: ReplicaGroup) -> PlacedBatch:
     """Split one batch `[B, ...]` over the replicas."""
-    return _placed(batch, jax.tree.leaves(batch), group, None)
+    return _placed(batch, group, None)
 
 
 def _placed(
-    batch: Any, flat: list[Any], group: ReplicaGroup, num_steps: int | None
+    batch: Any,
+    group: ReplicaGroup,
+    num_steps: int | None,
+    stacked: list[Any] | None = None,
 ) -> PlacedBatch:
-    num_rows = _num_rows(batch, jax.tree.leaves(batch))
+    flat, structure = jax.tree.flatten(batch)
+    num_rows = _num_rows(batch, flat)
+    flat = flat if stacked is None else stacked
     active = _num_active(num_rows, group)
     if active is not None:
         rows = _rows_with_copies(num_rows, active, group.axis.size)
         flat = [np.asarray(x)[rows] for x in flat]
     return PlacedBatch(
         arrays=_transfer(flat, group, num_steps),
-        structure=jax.tree.structure(batch),
+        structure=structure,
         num_rows=num_rows,
         num_active=active,
         num_steps=num_steps,
