@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from replicax.cli import app
+from replicax.cluster.spec import ClusterSpec
 
 CLUSTER = {
     "cluster": {"worker": ["a:2222", "b:2222"]},
@@ -60,12 +61,14 @@ def test_info_understands_tf_config(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TF_CONFIG", json.dumps(CLUSTER))
     result = invoke("info")
     assert result.exit_code == 0, result.output
-    assert "cluster: 2 worker; this process: worker 1" in result.output
+    fingerprint = ClusterSpec(CLUSTER["cluster"]).fingerprint
+    assert f"cluster {fingerprint}: 2 worker; this process: worker 1" in result.output
     assert "MultiWorkerMirroredStrategy" in result.output
 
     report = info_json()
     assert report["tf_config"] == {
         "cluster": CLUSTER["cluster"],
+        "fingerprint": fingerprint,
         "task_type": "worker",
         "task_index": 1,
     }
@@ -86,12 +89,29 @@ def test_info_says_what_is_wrong_with_tf_config(
     result = invoke("info")
     assert result.exit_code == 1
     assert re.search(r"TF_CONFIG +malformed", result.output)
-    assert "line 1, column 2; got '{oops [red]'" in result.output
+    assert "malformed: {oops [red]" in result.output
+    assert "at line 1, column 2, near '{oops [red]'" in result.output
     assert "fits here" not in result.output  # The cluster is unknown.
 
     report = info_json()
     assert report["recommendation"] is None
     assert len(report["errors"]) == 1
+
+
+def test_info_says_all_that_is_wrong_with_tf_config(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = {"wroker": ["c:1"], "worker": ["a:1", "b"]}
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster}))
+    result = invoke("info")
+    assert result.exit_code == 1
+    problems = ("did you mean 'worker'?", "'b' of worker:1", "'task' is missing")
+    for problem in problems:
+        assert problem in result.output
+
+    errors = info_json()["errors"]
+    assert len(errors) == len(problems)
+    assert all(error.startswith("TF_CONFIG: ") for error in errors)
 
 
 def test_info_without_devices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +154,7 @@ def test_the_script_in_a_process_of_its_own() -> None:
     assert process.returncode == 1, process.stderr
     report = json.loads(process.stdout)
     assert report["backend"] == "cpu"
-    assert "the value is not a JSON object" in report["errors"][0]
+    assert "it is not a JSON object" in report["errors"][0]
     assert "Traceback" not in process.stderr
 
 

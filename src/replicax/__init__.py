@@ -1,7 +1,9 @@
 """replicax: tf.distribute's Strategy for Keras 3 on JAX."""
 
 import replicax._backend  # noqa: F401  First: it settles Keras' backend.
-from replicax import compat, losses, schedules
+from replicax import cluster_resolver, compat, experimental, losses, schedules
+from replicax._version import __version__ as __version__
+from replicax.cluster.spec import ClusterSpec
 from replicax.collectives import (
     CrossDeviceOps,
     HierarchicalCopyAllReduce,
@@ -9,6 +11,7 @@ from replicax.collectives import (
     ReduceOp,
     ReductionToOneDevice,
 )
+from replicax.communication import CollectiveCommunication, CommunicationOptions
 from replicax.current import (
     get_replica_context,
     get_strategy,
@@ -16,29 +19,50 @@ from replicax.current import (
     in_cross_replica_context,
 )
 from replicax.devices import set_logical_devices
-from replicax.errors import ContextError, DeviceError, DivergenceError, InternalError
+from replicax.errors import (
+    ClusterConfigError,
+    ClusterError,
+    ClusterMismatchError,
+    ContextError,
+    DeviceError,
+    DivergenceError,
+    InputError,
+    InternalError,
+)
 from replicax.gradients import value_and_grad
-from replicax.input import InputContext
+from replicax.input import AutoShardPolicy, FileDataset, InputContext
 from replicax.keras import hooks
 from replicax.losses import compute_average_loss, scale_regularization_loss
 from replicax.replica import ReplicaContext
-from replicax.strategies import MirroredStrategy, OneDeviceStrategy
+from replicax.strategies import (
+    MirroredStrategy,
+    MultiWorkerMirroredStrategy,
+    OneDeviceStrategy,
+)
 from replicax.strategy import Strategy
 from replicax.tape import GradientTape
 from replicax.values import PerReplica
 
-__version__ = "0.1.0"
-
 __all__ = [
+    "AutoShardPolicy",
+    "ClusterConfigError",
+    "ClusterError",
+    "ClusterMismatchError",
+    "ClusterSpec",
+    "CollectiveCommunication",
+    "CommunicationOptions",
     "ContextError",
     "CrossDeviceOps",
     "DeviceError",
     "DivergenceError",
+    "FileDataset",
     "GradientTape",
     "HierarchicalCopyAllReduce",
     "InputContext",
+    "InputError",
     "InternalError",
     "MirroredStrategy",
+    "MultiWorkerMirroredStrategy",
     "NcclAllReduce",
     "OneDeviceStrategy",
     "PerReplica",
@@ -46,7 +70,9 @@ __all__ = [
     "ReductionToOneDevice",
     "ReplicaContext",
     "Strategy",
+    "cluster_resolver",
     "compute_average_loss",
+    "experimental",
     "get_replica_context",
     "get_strategy",
     "has_strategy",

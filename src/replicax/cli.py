@@ -15,7 +15,11 @@ from rich.table import Table
 from rich.text import Text
 
 from replicax import __version__
-from replicax.recommend import TFConfig, fitting_strategy
+from replicax.cluster.config import TaskConfig, tf_config
+from replicax.commands.manifest import manifest
+from replicax.commands.run import run
+from replicax.errors import ClusterConfigError, DeviceError
+from replicax.recommend import fitting_strategy
 
 __all__ = ["app", "main"]
 
@@ -39,6 +43,11 @@ def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"replicax {__version__}")
         raise typer.Exit
+
+
+# What follows the script belongs to the script.
+app.command(context_settings={"allow_interspersed_args": False})(manifest)
+app.command(context_settings={"allow_interspersed_args": False})(run)
 
 
 @app.callback()
@@ -79,12 +88,12 @@ def info(
 
 def _report() -> dict[str, Any]:
     errors: list[str] = []
-    tf_config = _tf_config(errors)
+    config = _tf_config(errors)
     devices = _local_devices(errors)
     # A cluster that could not be read is unknown, not absent: recommend nothing then.
     fits = None
     if not errors:
-        choice = fitting_strategy([d.platform for d in devices], tf_config)
+        choice = fitting_strategy([d.platform for d in devices], config)
         fits = {**asdict(choice), "available": choice.available}
     return {
         "versions": {
@@ -96,20 +105,29 @@ def _report() -> dict[str, Any]:
         "backend": devices[0].platform if devices else None,
         "devices": _device_groups(devices),
         "num_cores": os.cpu_count(),
-        "tf_config": None if tf_config is None else asdict(tf_config),
+        "tf_config": None if config is None else _as_data(config),
         "recommendation": fits,
         "warnings": _pool_warnings(devices),
         "errors": errors,
     }
 
 
-def _tf_config(errors: list[str]) -> TFConfig | None:
+def _tf_config(errors: list[str]) -> TaskConfig | None:
     text = os.environ.get("TF_CONFIG", "").strip()
     try:
-        return TFConfig.from_json(text) if text else None
-    except ValueError as error:
-        errors.append(str(error))
+        return tf_config(text) if text else None
+    except ClusterConfigError as error:
+        errors.extend(f"TF_CONFIG: {problem}." for problem in error.problems)
         return None
+
+
+def _as_data(config: TaskConfig) -> dict[str, Any]:
+    return {
+        "cluster": config.cluster.as_dict(),
+        "fingerprint": config.cluster.fingerprint,
+        "task_type": config.task_type,
+        "task_index": config.task_id,
+    }
 
 
 def _local_devices(errors: list[str]) -> Sequence[Any]:
@@ -138,7 +156,6 @@ def _device_groups(devices: Sequence[Any]) -> list[dict[str, Any]]:
 
 def _pool_warnings(devices: Sequence[Any]) -> list[str]:
     from replicax.devices import check_cpu_pool
-    from replicax.errors import DeviceError
 
     try:
         if devices:
@@ -160,10 +177,10 @@ def _show(report: dict[str, Any]) -> None:
     add("backend", f"JAX on {report['backend'] or 'nothing'}")
     for group in report["devices"]:
         add("devices", _describe_group(group))
-    keras_backend, nproc, tf_config = report["environment"].values()
+    keras_backend, nproc, text = report["environment"].values()
     add("CPU", f"{report['num_cores']} cores, NPROC {nproc or 'not set'}")
     add("KERAS_BACKEND", keras_backend or "not set")
-    add("TF_CONFIG", _describe_config(report["tf_config"], tf_config))
+    add("TF_CONFIG", _describe_config(report["tf_config"], text))
     if choice := report["recommendation"]:
         add("fits here", choice["strategy"], "bold green")
         add("", choice["reason"])
@@ -188,9 +205,15 @@ def _describe_group(group: dict[str, Any]) -> str:
 
 def _describe_config(config: dict[str, Any] | None, text: str) -> str:
     if config is None:
-        return "malformed" if text.strip() else "not set (one machine)"
+        return _malformed(text) if text.strip() else "not set (one machine)"
     jobs = ", ".join(f"{len(tasks)} {job}" for job, tasks in config["cluster"].items())
     if config["task_type"] is None:
         return f"cluster: {jobs or 'empty'}"
+    # Equal on all machines of a cluster: people compare it by eye.
+    cluster = f"cluster {config['fingerprint']}: {jobs or 'empty'}"
     task = f"{config['task_type']} {config['task_index']}"
-    return f"cluster: {jobs or 'empty'}; this process: {task}"
+    return f"{cluster}; this process: {task}"
+
+
+def _malformed(text: str) -> str:
+    return f"malformed: {text if len(text) <= 500 else f'{text[:500]}...'}"

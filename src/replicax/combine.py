@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from replicax.collectives import ReduceOp
 from replicax.values import PerReplica
@@ -62,15 +63,40 @@ def _map_values(fn: Callable[[Any], Any], tree: Any) -> Any:
     return jax.tree.map(fn, tree, is_leaf=lambda x: isinstance(x, PerReplica))
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _reduce(array: jax.Array, op: ReduceOp, axis: int | None) -> jax.Array:
+def _reduce(array: Any, op: ReduceOp, axis: int | None) -> jax.Array:
+    return _reducer(op, axis, _whole(array))(array)
+
+
+@functools.lru_cache(maxsize=64)
+def _reducer(
+    op: ReduceOp, axis: int | None, sharding: NamedSharding | None
+) -> Callable[[Any], jax.Array]:
     dims = 0 if axis is None else (0, axis + 1)
-    return array.sum(dims) if op is ReduceOp.SUM else array.mean(dims)
+
+    def reduced(array: jax.Array) -> jax.Array:
+        return array.sum(dims) if op is ReduceOp.SUM else array.mean(dims)
+
+    return jax.jit(reduced, out_shardings=sharding)
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _gather(array: jax.Array, axis: int) -> jax.Array:
-    return jnp.concatenate([array[i] for i in range(array.shape[0])], axis)
+def _gather(array: Any, axis: int) -> jax.Array:
+    return _gatherer(axis, _whole(array))(array)
+
+
+@functools.lru_cache(maxsize=64)
+def _gatherer(axis: int, sharding: NamedSharding | None) -> Callable[[Any], jax.Array]:
+    def gathered(array: jax.Array) -> jax.Array:
+        return jnp.concatenate([array[i] for i in range(array.shape[0])], axis)
+
+    return jax.jit(gathered, out_shardings=sharding)
+
+
+def _whole(array: Any) -> NamedSharding | None:
+    """Where every process can read the result; None: JAX's choice will do."""
+    sharding = getattr(array, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or sharding.is_fully_addressable:
+        return None
+    return NamedSharding(sharding.mesh, PartitionSpec())
 
 
 def _checked_axis(value: PerReplica, axis: int, name: str) -> int:

@@ -21,7 +21,7 @@ __all__ = [
 ]
 
 _PATTERN = re.compile(
-    r"^(?:/job:\w+)?(?:/replica:\d+)?(?:/task:\d+)?/?(?:device:)?"
+    r"^(?:/job:(?P<job>\w+))?(?:/replica:\d+)?(?:/task:(?P<task>\d+))?/?(?:device:)?"
     r"(?P<platform>[a-zA-Z]+):(?P<index>\d+)$"
 )
 
@@ -153,16 +153,24 @@ def _hint(platform: str, index: int) -> str:
 
 def device_name(device: Device) -> str:
     """A device's string, such as `"gpu:0"`."""
-    local = jax.local_devices(backend=device.platform)
+    same = jax.devices(device.platform)
+    local = [d for d in same if d.process_index == device.process_index]
     return f"{_short_platform(device.platform)}:{local.index(device)}"
 
 
 def short_name(device: str) -> str | None:
-    """`device_name` of the device that a string of any form names, None if of none."""
+    """`device_name` of the device that a string of any form names, None if of none.
+
+    With a job and a task, as in `"/job:worker/task:1/device:GPU:0"`, it begins with the
+    worker: `"worker:1/gpu:0"`.
+    """
     match = _PATTERN.match(device)
     if match is None:
         return None
-    return f"{_short_platform(match['platform'].lower())}:{int(match['index'])}"
+    name = f"{_short_platform(match['platform'].lower())}:{int(match['index'])}"
+    if match["job"] in (None, "localhost"):
+        return name
+    return f"{match['job']}:{int(match['task'] or 0)}/{name}"
 
 
 def _short_platform(platform: str) -> str:

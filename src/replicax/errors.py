@@ -1,6 +1,40 @@
 """Exceptions of replicax. Each is also the nearest builtin exception."""
 
-__all__ = ["ContextError", "DeviceError", "DivergenceError", "InternalError"]
+from collections.abc import Sequence
+
+__all__ = [
+    "ClusterConfigError",
+    "ClusterError",
+    "ClusterMismatchError",
+    "ContextError",
+    "DeviceError",
+    "DivergenceError",
+    "InputError",
+    "InternalError",
+]
+
+
+class ClusterConfigError(ValueError):
+    """The description of a cluster, such as `TF_CONFIG`, is malformed or incomplete.
+
+    Attributes:
+        problems: Everything that is wrong with it, one sentence each.
+    """
+
+    def __init__(self, message: str, problems: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.problems = tuple(problems)
+
+
+class ClusterError(RuntimeError):
+    """The workers of a cluster cannot go on together: one is missing or lost.
+
+    The process exits with a retryable code if nobody catches it.
+    """
+
+
+class ClusterMismatchError(ClusterError):
+    """The workers of a cluster do not run the same program. Permanent."""
 
 
 class ContextError(RuntimeError):
@@ -13,6 +47,10 @@ class DeviceError(ValueError):
 
 class DivergenceError(ValueError):
     """A variable that must be equal on all replicas would not be."""
+
+
+class InputError(ValueError):
+    """The datasets of a cluster's workers do not go together."""
 
 
 class InternalError(RuntimeError):

@@ -13,7 +13,7 @@ This is the one mechanism of the library; `strategy.run`, `fit`, `evaluate` and
 
 import dataclasses
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -51,12 +51,26 @@ class ReplicaGroup:
         mesh: The devices, along one axis.
         axis: That axis.
         cross_device_ops: How gradients are summed.
+        num_local: Number of replicas on this process' devices.
+        first_local: The first of them.
     """
 
     strategy: Any
     mesh: Mesh
     axis: ReplicaAxis
     cross_device_ops: CrossDeviceOps
+    num_local: int
+    first_local: int = 0
+
+    @property
+    def spans_processes(self) -> bool:
+        """Whether other processes hold some of the replicas."""
+        return self.num_local < self.axis.size
+
+    def local_part(self, array: Any) -> Any:
+        """What this process' replicas get of an array that all share, `[R*b, ...]`."""
+        size = array.shape[0] // self.axis.size
+        return array[self.first_local * size :][: self.num_local * size]
 
     @property
     def mirrored(self) -> NamedSharding:
@@ -109,6 +123,7 @@ class Program:
         leaves: The first call's arrays, for their shapes and dtypes.
         options: See `Options`.
         variables: All variables `fn` may touch, if known; else they are discovered.
+        facts: What else must be the same on all workers, as JSON values by name.
     """
 
     def __init__(
@@ -119,12 +134,14 @@ class Program:
         leaves: Sequence[Any],
         options: Options | None = None,
         variables: Sequence[Variable] | None = None,
+        facts: Mapping[str, Any] | None = None,
     ) -> None:
         self._fn = fn
         self._group = group
         self._arguments = arguments
         self._options = options or Options()
         self._name = f"run({describe(fn)})"
+        self.facts = dict(facts or {})
         self._broadcast: set[int] = set()
         self._out_structure: Any = None
         if variables is None:
@@ -136,9 +153,25 @@ class Program:
         self._checked = False
 
     @property
+    def name(self) -> str:
+        """How messages call it, such as `"run(train_step)"`."""
+        return self._name
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps in one call."""
+        return self._options.num_steps or 1
+
+    @property
     def is_new(self) -> bool:
         """Whether the program has not run yet, and so is not traced in full."""
         return not self._checked
+
+    def text(self, values: Sequence[Any], leaves: Sequence[Any]) -> str:
+        """The program as StableHLO, for values and arguments like these."""
+        num_written = len(self.written)
+        written, read = list(values[:num_written]), list(values[num_written:])
+        return self._compiled.lower(written, read, tuple(leaves)).as_text()
 
     def __call__(
         self, values: Sequence[Any], leaves: Sequence[Any]
@@ -197,6 +230,7 @@ class Program:
     # Compile.
 
     def _compile(self) -> Any:
+        mirrored = self._group.mirrored
         spmd = self._spmd(
             self._steps,
             (PartitionSpec(), PartitionSpec(), self._leaf_specs()),
@@ -208,9 +242,11 @@ class Program:
             if self._options.outputs is Outputs.ROWS and self._options.num_steps:
                 # [steps, rows, ...]: the steps' rows follow each other.
                 out = [x.reshape(-1, *x.shape[2:]) for x in out]
+            if self._options.outputs is Outputs.ROWS and self._group.spans_processes:
+                # Every process gets all rows, as predict returns them.
+                out = [lax.with_sharding_constraint(x, mirrored) for x in out]
             return out, new
 
-        mirrored = self._group.mirrored
         leaves = tuple(
             NamedSharding(self._group.mesh, spec) for spec in self._leaf_specs()
         )

@@ -1,124 +1,16 @@
 """Which strategy fits the devices and the cluster at hand, and why."""
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-__all__ = ["AVAILABLE", "Recommendation", "TFConfig", "fitting_strategy"]
+from replicax.cluster.config import TaskConfig
 
-AVAILABLE = frozenset({"MirroredStrategy", "OneDeviceStrategy"})
-"""The strategies, of those recommended here, that this version has."""
+__all__ = ["AVAILABLE", "Recommendation", "fitting_strategy"]
 
-_JOBS = ("chief", "worker", "ps", "evaluator")
-_EXAMPLE = (
-    '{"cluster": {"worker": ["host1:2222", "host2:2222"]}, '
-    '"task": {"type": "worker", "index": 0}}'
+AVAILABLE = frozenset(
+    {"MirroredStrategy", "MultiWorkerMirroredStrategy", "OneDeviceStrategy"}
 )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TFConfig:
-    """The environment variable `TF_CONFIG`, parsed and checked.
-
-    Attributes:
-        cluster: The addresses of the tasks of each job: `chief`, `worker`, `ps`,
-            `evaluator`.
-        task_type: The job of this process; None only when the cluster is empty.
-        task_index: The index of this process within its job, from zero.
-    """
-
-    cluster: Mapping[str, tuple[str, ...]]
-    task_type: str | None = None
-    task_index: int | None = None
-
-    @property
-    def num_workers(self) -> int:
-        """The number of tasks that train: the chief and the workers."""
-        return sum(len(self.cluster.get(job, ())) for job in ("chief", "worker"))
-
-    @classmethod
-    def from_json(cls, text: str) -> "TFConfig":
-        """Parse the text of `TF_CONFIG`.
-
-        Args:
-            text: A JSON object with the keys `cluster` and `task`.
-
-        Raises:
-            ValueError: If it is no JSON, or does not describe a cluster and this task.
-
-        Example:
-            >>> config = TFConfig.from_json(
-            ...     '{"cluster": {"worker": ["a:2222", "b:2222"]},'
-            ...     ' "task": {"type": "worker", "index": 1}}'
-            ... )
-            >>> config.num_workers, config.task_type, config.task_index
-            (2, 'worker', 1)
-        """
-        try:
-            document = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise _malformed(
-                f"not valid JSON: {error.msg} at line {error.lineno}, column "
-                f"{error.colno}",
-                text,
-            ) from error
-        document = _object(document, "the value")
-        cluster = {
-            job: _addresses(job, tasks)
-            for job, tasks in _object(document.get("cluster", {}), "cluster").items()
-        }
-        task_type, task_index = _task(document.get("task"), cluster)
-        return cls(cluster=cluster, task_type=task_type, task_index=task_index)
-
-
-def _malformed(rule: str, got: object) -> ValueError:
-    shown = got if isinstance(got, str) else json.dumps(got)
-    shown = shown if len(shown) <= 120 else f"{shown[:117]}..."
-    return ValueError(
-        f"TF_CONFIG: {rule}; got {shown!r}, expected for example {_EXAMPLE}. "
-        "Correct the variable or unset it."
-    )
-
-
-def _object(value: Any, name: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise _malformed(f"{name} is not a JSON object", value)
-    return value
-
-
-def _addresses(job: str, tasks: Any) -> tuple[str, ...]:
-    if job not in _JOBS:
-        raise _malformed(f"{job!r} is no job; there are {', '.join(_JOBS)}", job)
-    if not isinstance(tasks, list) or not all(isinstance(t, str) and t for t in tasks):
-        raise _malformed(f"job {job!r} is not a list of 'host:port' strings", tasks)
-    return tuple(tasks)
-
-
-def _task(
-    task: Any, cluster: Mapping[str, tuple[str, ...]]
-) -> tuple[str | None, int | None]:
-    if task is None:
-        if any(cluster.values()):
-            raise _malformed(
-                "the cluster has tasks but 'task' is missing", dict(cluster)
-            )
-        return None, None
-    job = _object(task, "task").get("type")
-    index = task.get("index", 0)
-    if isinstance(index, str) and index.isdecimal():  # Launchers often quote it.
-        index = int(index)
-    if job not in _JOBS:
-        raise _malformed(f"the task's type is none of {', '.join(_JOBS)}", task)
-    if not isinstance(index, int) or isinstance(index, bool) or index < 0:
-        raise _malformed("the task's index is not an integer from zero up", task)
-    # An evaluator works beside the cluster and need not be listed in it.
-    if index >= len(cluster.get(job, ())) and job != "evaluator":
-        num_tasks = len(cluster.get(job, ()))
-        raise _malformed(
-            f"the task is not in the cluster, which has {num_tasks} {job!r} tasks", task
-        )
-    return job, index
+"""The strategies, of those recommended here, that this version has."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,7 +36,7 @@ class Recommendation:
 
 
 def fitting_strategy(
-    devices: Sequence[str], tf_config: TFConfig | None = None
+    devices: Sequence[str], tf_config: TaskConfig | None = None
 ) -> Recommendation:
     """Choose the strategy for this process' devices and its place in a cluster.
 
@@ -178,21 +70,21 @@ def fitting_strategy(
             notes=here.notes,
         )
     usable = here.strategy if here.available else here.until_then
-    num_ps = len(tf_config.cluster.get("ps", ()))
-    if num_ps:
+    cluster = tf_config.cluster
+    num_workers = len(cluster.workers)
+    if "ps" in cluster.jobs:
         return Recommendation(
             strategy="ParameterServerStrategy",
-            reason=f"TF_CONFIG has parameter servers ({num_ps}) for "
-            f"{_count(tf_config.num_workers, 'worker')}: they hold the variables, "
-            "and the workers train asynchronously.",
+            reason=f"TF_CONFIG has parameter servers ({cluster.num_tasks('ps')}) for "
+            f"{_count(num_workers, 'worker')}: they hold the variables, and the "
+            "workers train asynchronously.",
             until_then=usable,
         )
-    if tf_config.num_workers > 1:
+    if num_workers > 1:
         return Recommendation(
             strategy="MultiWorkerMirroredStrategy",
-            reason=f"TF_CONFIG has {tf_config.num_workers} workers: each mirrors the "
-            "variables on its devices, and all train in step.",
-            until_then=usable,
+            reason=f"TF_CONFIG has {num_workers} workers: each mirrors the variables "
+            "on its devices, and all train in step.",
         )
     return here
 

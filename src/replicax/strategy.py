@@ -2,7 +2,7 @@
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,16 +11,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from replicax import combine, fingerprints
+from replicax import combine, fingerprints, placement
 from replicax.arguments import Kind, flatten_call
 from replicax.cache import ProgramCache, describe, unwrap_partial
+from replicax.cluster.workers import Workers
 from replicax.collectives import CrossDeviceOps, NcclAllReduce, ReduceOp, ReplicaAxis
 from replicax.devices import Device, check_cpu_pool, device_name
 from replicax.errors import ContextError, DivergenceError
 from replicax.input import (
+    AutoShardPolicy,
     DistributedDataset,
     DistributedDatasetFromFunction,
     InputContext,
+    Share,
+    Stream,
+    in_step,
+    leading_size,
     numpy_dataset,
 )
 from replicax.keras import internals
@@ -47,6 +53,9 @@ class Strategy:
         cross_device_ops: How gradients are summed over them.
         check_replicas_every: Compare the replicas' copies of the variables after every
             that many steps and raise on a difference. None: never by itself.
+        workers: The processes that hold the devices, in the devices' order.
+        check_input: Compare the workers' first batches of each epoch, where all should
+            read the same data.
     """
 
     def __init__(
@@ -55,6 +64,8 @@ class Strategy:
         cross_device_ops: CrossDeviceOps | None = None,
         *,
         check_replicas_every: int | None = None,
+        workers: Workers | None = None,
+        check_input: bool = True,
     ) -> None:
         if check_replicas_every is not None and check_replicas_every < 1:
             raise ValueError(
@@ -62,13 +73,24 @@ class Strategy:
                 f"None; got {check_replicas_every!r}."
             )
         check_cpu_pool(devices)
-        names = tuple(map(device_name, devices))
+        self._workers = workers or Workers()
+        num_local = len(devices) // self._workers.count
+        names = tuple(
+            device_name(d)
+            if self._workers.count == 1
+            else f"{self._workers.names[i // num_local]}/{device_name(d)}"
+            for i, d in enumerate(devices)
+        )
         self._group = ReplicaGroup(
             strategy=self,
             mesh=Mesh(np.array(devices), (_AXIS,)),
-            axis=ReplicaAxis(name=_AXIS, devices=names, num_per_host=len(names)),
+            axis=ReplicaAxis(name=_AXIS, devices=names, num_per_host=num_local),
             cross_device_ops=cross_device_ops or NcclAllReduce(),
+            num_local=num_local,
+            first_local=num_local * self._workers.index,
         )
+        self._check_input = check_input
+        self._num_streams = 0
         # Programs and variables meet these shardings all the time: one object each.
         self._mirrored = self._group.mirrored
         self._per_replica = self._group.per_replica
@@ -89,6 +111,11 @@ class Strategy:
     def group(self) -> ReplicaGroup:
         """The replicas, for programs."""
         return self._group
+
+    @property
+    def workers(self) -> Workers:
+        """The processes that train together; one alone without a cluster."""
+        return self._workers
 
     @property
     def programs(self) -> ProgramCache:
@@ -172,8 +199,11 @@ class Strategy:
         self, program: Program, values: Sequence[Any], arrays: Sequence[Any]
     ) -> tuple[Any, list[Any]]:
         """Run a program on this strategy, with the check that was asked for."""
+        if program.is_new:
+            self._meet(program, values, arrays)
         with _dispatch_order:
             out, new = program(values, arrays)
+        self._note_dispatch((out, new), program.num_steps)
         self._num_steps += 1
         if self._check_every and self._num_steps % self._check_every == 0:
             self._raise_if_different(program.written, new)
@@ -202,7 +232,9 @@ class Strategy:
         self._require_cross_replica("reduce")
         op = ReduceOp.of(reduce_op, "Strategy.reduce")
         with _dispatch_order:
-            return combine.reduce(op, value, axis, self.num_replicas_in_sync)
+            result = combine.reduce(op, value, axis, self.num_replicas_in_sync)
+        self._note_dispatch(result)
+        return result
 
     def gather(self, value: Any, axis: int) -> Any:
         """Concatenate the replicas' values along dimension `axis`.
@@ -220,7 +252,9 @@ class Strategy:
         """
         self._require_cross_replica("gather")
         with _dispatch_order:
-            return combine.gather(value, axis, self.num_replicas_in_sync)
+            result = combine.gather(value, axis, self.num_replicas_in_sync)
+        self._note_dispatch(result)
+        return result
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """This process' values of a `PerReplica`, one per local replica, as a tuple."""
@@ -233,6 +267,7 @@ class Strategy:
         remainder: str = "drop",
         batch_size: int | None = None,
         prefetch: int = 2,
+        auto_shard_policy: AutoShardPolicy = AutoShardPolicy.AUTO,
     ) -> DistributedDataset:
         """Split every batch of a dataset over the replicas, ahead of the steps.
 
@@ -246,9 +281,12 @@ class Strategy:
                 `(batch, mask)` for every batch, or raise an `"error"`.
             batch_size: Global batch size for arrays.
             prefetch: Number of batches placed on the devices ahead of the step.
+            auto_shard_policy: How several workers divide the dataset. By default all
+                read the same batches, and each takes its rows.
 
         Returns:
-            An iterable of batches with `PerReplica` leaves, for `run`.
+            An iterable of batches with `PerReplica` leaves, for `run`; `fit`,
+            `evaluate` and `predict` take it too.
         """
         return DistributedDataset(
             dataset,
@@ -256,6 +294,8 @@ class Strategy:
             remainder=remainder,
             batch_size=batch_size,
             prefetch=prefetch,
+            auto_shard_policy=auto_shard_policy,
+            share=self._share(),
         )
 
     def distribute_datasets_from_function(
@@ -274,13 +314,18 @@ class Strategy:
                 fewer batches than replicas.
             prefetch: Number of steps placed on the devices ahead.
         """
-        context = InputContext(num_replicas_in_sync=self.num_replicas_in_sync)
+        context = InputContext(
+            num_input_pipelines=self._workers.count,
+            input_pipeline_id=self._workers.index,
+            num_replicas_in_sync=self.num_replicas_in_sync,
+        )
         return DistributedDatasetFromFunction(
             dataset_fn,
             self._group.mesh,
             context,
             remainder=remainder,
             prefetch=prefetch,
+            share=self._share(),
         )
 
     def experimental_make_numpy_dataset(self, numpy_input: Any) -> Any:
@@ -315,7 +360,11 @@ class Strategy:
                         f"{arrays[0].shape} for replica 0; expected equal shapes. Pad "
                         "the values."
                     )
-            return PerReplica(jax.device_put(np.stack(arrays), self._per_replica))
+            return PerReplica(
+                placement.rows(
+                    self._group.local_part(np.stack(arrays)), self._per_replica
+                )
+            )
 
         return jax.tree.map(stack, *rows)
 
@@ -369,6 +418,57 @@ class Strategy:
         self.require_owned(program.variables, f"run({describe(fn)})")
         return program
 
+    def synchronize_random_state(self) -> None:
+        """Make the workers' random numbers the same; there is one worker here."""
+
+    def in_step(
+        self,
+        batches: Iterator[Any],
+        *,
+        name: str | None = None,
+        same_data: bool = True,
+        num_batches: int | None = None,
+        size_of: Callable[[Any], int] = lambda batch: leading_size(batch, "fit"),
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> Iterator[Any]:
+        """Batches as long as every worker has one; see `input.agreement.Stream`."""
+        if self._workers.count == 1:
+            return batches
+        stream = Stream(
+            workers=self._workers,
+            name=name or self.new_stream("the input of fit"),
+            same_data=same_data,
+            check=self._check_input,
+            num_batches=num_batches,
+            size_of=size_of,
+            cancelled=cancelled,
+        )
+        return in_step(batches, stream)
+
+    def _share(self) -> Share:
+        return Share(
+            index=self._workers.index,
+            count=self._workers.count,
+            in_step=self.in_step,
+            new_stream=self.new_stream,
+        )
+
+    def new_stream(self, name: str) -> str:
+        """A name for batches that all workers read together, the same on all."""
+        self._num_streams += 1
+        return f"{name} {self._num_streams}"
+
+    def _meet(
+        self, program: Program, values: Sequence[Any], arrays: Sequence[Any]
+    ) -> None:
+        """Called before a program runs first; other workers may have to agree."""
+
+    def _note_dispatch(self, results: Any, num_steps: int = 0) -> None:
+        """Tell who watches over the workers that the devices have a new program."""
+        if self._workers.watch is not None:
+            leaves = jax.tree.leaves(results)
+            self._workers.watch.dispatched(leaves[0] if leaves else None, num_steps)
+
     def _place(self, array: Any, kind: Kind) -> Any:
         _refuse_tracer(array)
         if kind is Kind.PER_REPLICA:
@@ -376,17 +476,21 @@ class Strategy:
                 PerReplica(array), self.num_replicas_in_sync, "run"
             )
             wanted = self._per_replica
-        elif isinstance(array, jax.Array) and array.committed:
+        elif isinstance(array, jax.Array) and (
+            array.committed or self._group.spans_processes
+        ):
             wanted = self._mirrored
         else:
             return array
         if not isinstance(array, jax.Array):
-            return jax.device_put(array, wanted)
+            return placement.rows(self._group.local_part(array), wanted)
         if array.sharding == wanted:
             return array
         # A copy first: placed, the array may share a variable's memory on one device,
         # which the program gives away (`may_alias=False` does not prevent it).
-        return jax.device_put(jnp.copy(array), wanted)
+        if kind is Kind.MIRRORED:
+            return placement.mirrored(jnp.copy(array), wanted)
+        return placement.rows(self._group.local_part(jnp.copy(array)), wanted)
 
     def _require_cross_replica(self, name: str) -> None:
         if current_context() is not None:

@@ -49,6 +49,12 @@ class PerReplica:
         return tuple(array[i] for i in range(array.shape[0]))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        if not getattr(self.array, "is_fully_addressable", True):
+            raise ValueError(
+                f"np.asarray({self!r}): some of the values are on other workers. "
+                "Combine them with strategy.reduce or strategy.gather, or take this "
+                "worker's with strategy.experimental_local_results."
+            )
         return np.array(self.array, dtype=dtype, copy=copy)
 
     def __float__(self) -> float:
@@ -74,7 +80,8 @@ class PerReplica:
         text = (
             f"num_replicas={array.shape[0]}, shape={tuple(array.shape[1:])}, {dtype=!s}"
         )
-        if not isinstance(array, jax.core.Tracer) and array.size <= 16:
+        readable = getattr(array, "is_fully_addressable", True)
+        if not isinstance(array, jax.core.Tracer) and readable and array.size <= 16:
             text += f", values={np.asarray(array).tolist()}"
         return f"PerReplica({text})"
 

@@ -3,10 +3,11 @@
 Legend: `R` replicas, `b` examples in one replica's batch, `B = R * b` in a global one.
 """
 
+import dataclasses
 import itertools
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from typing import Any
 
@@ -14,8 +15,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from replicax import placement
 from replicax.input.context import InputContext
 from replicax.input.prefetch import Producer, prefetch
+from replicax.input.sharding import AutoShardPolicy, Share, worker_files
 from replicax.input.sources import batches, check_dataset, is_arrays, is_one_shot
 from replicax.input.sources import num_batches as count_batches
 from replicax.input.split import (
@@ -35,7 +38,9 @@ _AXIS = "replica"
 class _Distributed(ABC):
     """What both kinds share: placing batches on devices, ahead of the training step."""
 
-    def __init__(self, mesh: Mesh, remainder: Remainder | str, prefetch: int) -> None:
+    def __init__(
+        self, mesh: Mesh, remainder: Remainder | str, prefetch: int, share: Share | None
+    ) -> None:
         caller = type(self).__name__
         self._remainder = Remainder.of(remainder, caller)
         if prefetch < 0:
@@ -44,15 +49,44 @@ class _Distributed(ABC):
                 "batches."
             )
         self._prefetch = prefetch
+        self._share = share or Share()
         self._num_replicas = mesh.shape[_AXIS]
+        self._num_local = self._num_replicas // self._share.count
+        self._name = self._share.new_stream(caller)
+        self._num_epochs = 0
         self._sharding = NamedSharding(mesh, PartitionSpec(_AXIS))
         self._element_spec: Any = None
         self._reported: set[int] = set()
         self._previous: Producer | None = None
 
     @abstractmethod
-    def _splits(self) -> Generator[Split]:
-        """One epoch's batches, divided between replicas, still on the host."""
+    def _splits(self, stream: dict[str, Any]) -> Generator[Split]:
+        """One epoch's batches for this worker's replicas, still on the host.
+
+        Args:
+            stream: Keywords of `Share.in_step` that this epoch's call takes.
+        """
+
+    def host_batches(self) -> Generator[Any]:
+        """One epoch's batches for this worker, `[rows, ...]`, on the host."""
+        if self._remainder is Remainder.PAD:
+            raise ValueError(
+                f"{type(self).__name__}: remainder='pad' makes (batch, mask) pairs, "
+                "which fit cannot take. Use remainder='drop'."
+            )
+        with closing(self._splits(self._stream(lambda: False))) as splits:
+            for split in splits:
+                if split.batch is not None:
+                    yield jax.tree.map(
+                        lambda x: np.asarray(x).reshape(-1, *x.shape[2:]), split.batch
+                    )
+
+    def _stream(self, cancelled: Callable[[], bool]) -> dict[str, Any]:
+        self._num_epochs += 1
+        return {
+            "name": f"{self._name}, epoch {self._num_epochs}",
+            "cancelled": cancelled,
+        }
 
     @property
     def element_spec(self) -> Any:
@@ -69,18 +103,23 @@ class _Distributed(ABC):
 
     def __iter__(self) -> Iterator[Any]:
         """Start an epoch; a thread places batches ahead of the consumer."""
-        previous = self._previous
-        iterator = prefetch(lambda: self._epoch(previous), self._prefetch)
+        previous, own = self._previous, []
+        stream = self._stream(lambda: any(producer.stopped for producer in own))
+        iterator = prefetch(lambda: self._epoch(previous, stream), self._prefetch)
         self._previous = getattr(iterator, "producer", None)
+        if self._previous is not None:
+            own.append(self._previous)
         return iterator
 
-    def _epoch(self, previous: Producer | None) -> Generator[Any]:
+    def _epoch(
+        self, previous: Producer | None, stream: dict[str, Any]
+    ) -> Generator[Any]:
         if previous is not None:
             # An epoch that was left early may still be reading: the same dataset object
             # should not be used from two threads.
             previous.join_if_stopped()
         num_dropped = 0
-        with closing(self._splits()) as splits:
+        with closing(self._splits(stream)) as splits:
             for split in splits:
                 num_dropped += split.num_dropped
                 if split.batch is not None:
@@ -100,7 +139,11 @@ class _Distributed(ABC):
     def _place(self, split: Split) -> Any:
         """Put `[R, b, ...]` arrays on the devices, row `i` on replica `i`'s."""
         value = split.batch if split.mask is None else (split.batch, split.mask)
-        placed = jax.device_put(jax.tree.map(_private, value), self._sharding)
+        value = jax.tree.map(_private, value)
+        if self._sharding.is_fully_addressable:
+            placed = jax.device_put(value, self._sharding)
+        else:
+            placed = jax.tree.map(lambda x: placement.rows(x, self._sharding), value)
         if self._element_spec is None:
             self._element_spec = jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), placed
@@ -125,6 +168,8 @@ class DistributedDataset(_Distributed):
             first one of an epoch, which is an error.
         batch_size: `B`, if `dataset` is arrays.
         prefetch: Number of batches that are placed ahead of time; 0 uses no thread.
+        auto_shard_policy: How workers divide the dataset.
+        share: This worker's part; None: there is one worker.
 
     Raises:
         ValueError: For bad options; while iterating, for batches that cannot be split.
@@ -140,10 +185,19 @@ class DistributedDataset(_Distributed):
         remainder: Remainder | str = Remainder.DROP,
         batch_size: int | None = None,
         prefetch: int = 2,
+        auto_shard_policy: AutoShardPolicy = AutoShardPolicy.AUTO,
+        share: Share | None = None,
     ) -> None:
-        super().__init__(mesh, remainder, prefetch)
+        super().__init__(mesh, remainder, prefetch, share)
         check_dataset(dataset, batch_size)
-        self._dataset = dataset
+        if not isinstance(auto_shard_policy, AutoShardPolicy):
+            raise ValueError(
+                "DistributedDataset: auto_shard_policy must be one of rx."
+                f"AutoShardPolicy.AUTO, FILE, DATA and OFF; got {auto_shard_policy!r}."
+            )
+        self._dataset, self._is_own = worker_files(
+            dataset, auto_shard_policy, self._share
+        )
         self._batch_size = batch_size
         self._started = False
 
@@ -182,16 +236,55 @@ class DistributedDataset(_Distributed):
         self._started = True
         return super().__iter__()
 
-    def _splits(self) -> Generator[Split]:
+    def _splits(self, stream: dict[str, Any]) -> Generator[Split]:
         with closing(batches(self._dataset, self._batch_size)) as source:
-            for index, batch in enumerate(source):
-                size = leading_size(batch, "DistributedDataset")
-                dropping = self._remainder is Remainder.DROP
-                if dropping and index and size < self._num_replicas:
-                    # The end of the data, not a batch size that is too small.
-                    yield Split(batch=None, num_dropped=size)
-                else:
-                    yield split_global_batch(batch, self._num_replicas, self._remainder)
+            if self._is_own:
+                pieces = self._divided(self._pieces(source), self._num_local)
+                yield from self._share.in_step(
+                    pieces, **stream, same_data=False, size_of=_num_examples
+                )
+                return
+            is_known = is_arrays(self._dataset)
+            together = self._share.in_step(
+                source,
+                **stream,
+                num_batches=count_batches(self._dataset, self._batch_size)
+                if is_known
+                else None,
+                size_of=_size,
+            )
+            for split in self._divided(together, self._num_replicas):
+                yield self._own_replicas(split)
+
+    def _divided(self, source: Iterable[Any], num_replicas: int) -> Generator[Split]:
+        for index, batch in enumerate(source):
+            size = _size(batch)
+            dropping = self._remainder is Remainder.DROP
+            if dropping and index and size < num_replicas:
+                # The end of the data, not a batch size that is too small.
+                yield Split(batch=None, num_dropped=size)
+            else:
+                yield split_global_batch(batch, num_replicas, self._remainder)
+
+    def _own_replicas(self, split: Split) -> Split:
+        """Of a batch divided between all replicas, the part of this worker's."""
+        if split.batch is None or self._share.count == 1:
+            return split
+        start = self._share.index * self._num_local
+        own = slice(start, start + self._num_local)
+        return dataclasses.replace(
+            split,
+            batch=jax.tree.map(lambda x: x[own], split.batch),
+            mask=None if split.mask is None else split.mask[own],
+        )
+
+    def _pieces(self, source: Iterable[Any]) -> Generator[Any]:
+        """Batches of a worker's own data, cut to what a worker takes in one step."""
+        for batch in source:
+            size = -(-_size(batch) // self._share.count)
+            for start in range(0, _size(batch), size):
+                rows = slice(start, start + size)
+                yield jax.tree.map(lambda x, rows=rows: x[rows], batch)
 
 
 class DistributedDatasetFromFunction(_Distributed):
@@ -211,6 +304,7 @@ class DistributedDatasetFromFunction(_Distributed):
             or raise.
         prefetch: Number of steps whose batches are placed ahead of time; 0 uses no
             thread.
+        share: This worker's part; None: there is one worker.
 
     Raises:
         ValueError: For bad options; while iterating, if batches of one step differ in
@@ -226,13 +320,19 @@ class DistributedDatasetFromFunction(_Distributed):
         *,
         remainder: Remainder | str = Remainder.DROP,
         prefetch: int = 2,
+        share: Share | None = None,
     ) -> None:
-        super().__init__(mesh, remainder, prefetch)
+        super().__init__(mesh, remainder, prefetch, share)
         self._fn = fn
         self._context = context
 
-    def _splits(self) -> Generator[Split]:
-        num_replicas = self._num_replicas
+    def _splits(self, stream: dict[str, Any]) -> Generator[Split]:
+        yield from self._share.in_step(
+            self._groups(), **stream, same_data=False, size_of=_num_examples
+        )
+
+    def _groups(self) -> Generator[Split]:
+        num_replicas = self._num_local
         with closing(batches(self._fn(self._context))) as source:
             for index in itertools.count():
                 group = list(itertools.islice(source, num_replicas))
@@ -247,6 +347,15 @@ class DistributedDatasetFromFunction(_Distributed):
                         "remainder='pad'."
                     )
                 yield split
+
+
+def _size(batch: Any) -> int:
+    return leading_size(batch, "DistributedDataset")
+
+
+def _num_examples(split: Split) -> int:
+    leaves = jax.tree.leaves(split.batch)
+    return leaves[0].shape[0] * leaves[0].shape[1] if leaves else 0
 
 
 def _private(array: Any) -> Any:

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from replicax import placement
 from replicax.program import ReplicaGroup
 
 __all__ = ["BatchIterator", "PlacedBatch", "place"]
@@ -49,14 +50,22 @@ class BatchIterator:
         batches: Keras' batches, `(x, y, sample_weight)` of host arrays.
         group: The replicas.
         steps_per_execution: Number of batches to place together.
+        local: Whether the batches hold this process' rows only, not those of all.
     """
 
     def __init__(
-        self, batches: Iterable[Any], group: ReplicaGroup, steps_per_execution: int
+        self,
+        batches: Iterable[Any],
+        group: ReplicaGroup,
+        steps_per_execution: int,
+        *,
+        local: bool = False,
     ) -> None:
         self._batches = iter(batches)
         self._executions = self._place_ahead(
-            _chunks(self._batches, steps_per_execution), group, steps_per_execution
+            _chunks(self._batches, steps_per_execution),
+            _Placing(group, local),
+            steps_per_execution,
         )
 
     def __iter__(self) -> "BatchIterator":
@@ -76,14 +85,14 @@ class BatchIterator:
 
     @staticmethod
     def _place_ahead(
-        chunks: Iterable[list[Any]], group: ReplicaGroup, size: int
+        chunks: Iterable[list[Any]], placing: "_Placing", size: int
     ) -> Iterator[list[PlacedBatch]]:
-        if _on_cpu(group):  # No transfer to overlap: take nothing before it is used.
-            yield from (_place_chunk(chunk, group, size) for chunk in chunks)
+        if placing.on_cpu:  # No transfer to overlap: take nothing before it is used.
+            yield from (placing.chunk(chunk, size) for chunk in chunks)
             return
         ahead = None
         for chunk in chunks:
-            current, ahead = ahead, _place_chunk(chunk, group, size)
+            current, ahead = ahead, placing.chunk(chunk, size)
             if current is not None:
                 yield current
         if ahead is not None:
@@ -107,15 +116,6 @@ def _copied(x: Any) -> Any:
     return x.copy() if isinstance(x, np.ndarray) else x
 
 
-def _place_chunk(chunk: list[Any], group: ReplicaGroup, size: int) -> list[PlacedBatch]:
-    if size > 1 and len(chunk) == size and _alike(chunk):
-        columns = zip(*map(jax.tree.leaves, chunk), strict=True)
-        stacked = [np.stack([np.asarray(x) for x in column]) for column in columns]
-        if _num_active(stacked[0].shape[1], group) is None:
-            return [_placed(chunk[0], group, size, stacked)]
-    return [place(batch, group) for batch in chunk]
-
-
 def _alike(chunk: list[Any]) -> bool:
     shapes = [
         (jax.tree.structure(b), [(np.shape(x), x.dtype) for x in jax.tree.leaves(b)])
@@ -126,54 +126,94 @@ def _alike(chunk: list[Any]) -> bool:
 
 def place(batch: Any, group: ReplicaGroup) -> PlacedBatch:
     """Split one batch `[B, ...]` over the replicas."""
-    return _placed(batch, group, None)
+    return _Placing(group, local=False).batch(batch)
 
 
-def _placed(
-    batch: Any,
-    group: ReplicaGroup,
-    num_steps: int | None,
-    stacked: list[Any] | None = None,
-) -> PlacedBatch:
-    flat, structure = jax.tree.flatten(batch)
-    num_rows = _num_rows(batch, flat)
-    flat = flat if stacked is None else stacked
-    active = _num_active(num_rows, group)
-    if active is not None:
-        rows = _rows_with_copies(num_rows, active, group.axis.size)
-        flat = [np.asarray(x)[rows] for x in flat]
-    return PlacedBatch(
-        arrays=_transfer(flat, group, num_steps),
-        structure=structure,
-        num_rows=num_rows,
-        num_active=active,
-        num_steps=num_steps,
-    )
+class _Placing:
+    """How batches of one iterator get to the devices.
+
+    Args:
+        group: The replicas.
+        local: Whether the batches hold this process' rows only.
+    """
+
+    def __init__(self, group: ReplicaGroup, local: bool) -> None:
+        self._group = group
+        self._local = local
+        self.on_cpu = group.mesh.devices.flat[0].platform == "cpu"
+
+    def chunk(self, chunk: list[Any], size: int) -> list[PlacedBatch]:
+        """Place the batches of one execution, together if they are alike."""
+        if size > 1 and len(chunk) == size and _alike(chunk):
+            columns = zip(*map(jax.tree.leaves, chunk), strict=True)
+            stacked = [np.stack([np.asarray(x) for x in column]) for column in columns]
+            if self._num_active(stacked[0].shape[1]) is None:
+                return [self.batch(chunk[0], size, stacked)]
+        return [self.batch(batch) for batch in chunk]
+
+    def batch(
+        self,
+        batch: Any,
+        num_steps: int | None = None,
+        stacked: list[Any] | None = None,
+    ) -> PlacedBatch:
+        """Place one batch, or several of its kind that are stacked."""
+        flat, structure = jax.tree.flatten(batch)
+        num_rows = _num_rows(batch, flat)
+        active = self._num_active(num_rows)
+        flat = flat if stacked is None else stacked
+        if active is not None:
+            rows = _rows_with_copies(num_rows, active, self._group.axis.size)
+            flat = [np.asarray(x)[rows] for x in flat]
+        if self._local:
+            num_rows *= self._group.axis.size // self._group.num_local
+        elif self._group.spans_processes:
+            flat = [self._local_part(x, num_steps) for x in flat]
+        return PlacedBatch(
+            arrays=self._transfer(flat, num_steps),
+            structure=structure,
+            num_rows=num_rows,
+            num_active=active,
+            num_steps=num_steps,
+        )
+
+    def _num_active(self, num_rows: int) -> int | None:
+        if not self._local:
+            return _num_active(num_rows, self._group.axis.size)
+        if num_rows % self._group.num_local:
+            raise ValueError(
+                f"fit: a worker's own batch of {num_rows} examples does not divide by "
+                f"its {self._group.num_local} replicas. Choose a batch size that does."
+            )
+        return None
+
+    def _local_part(self, array: Any, num_steps: int | None) -> Any:
+        if num_steps is None:
+            return self._group.local_part(array)
+        return np.stack([self._group.local_part(step) for step in array])
+
+    def _transfer(self, flat: list[Any], num_steps: int | None) -> list[Any]:
+        spans = self._group.spans_processes
+        if self.on_cpu and not spans and all(isinstance(x, np.ndarray) for x in flat):
+            # A program takes host arrays faster than `device_put` splits them
+            # (measured: 28 against 112 us for a batch of two arrays on one device, 127
+            # against 221 us on two).
+            return flat
+        leading = () if num_steps is None else (None,)
+        spec = PartitionSpec(*leading, self._group.axis.name)
+        sharding = NamedSharding(self._group.mesh, spec)
+        if spans:
+            return [placement.rows(x, sharding) for x in flat]
+        return jax.device_put(flat, sharding)
 
 
-def _transfer(flat: list[Any], group: ReplicaGroup, num_steps: int | None) -> list[Any]:
-    if _on_cpu(group) and all(isinstance(x, np.ndarray) for x in flat):
-        # A program takes host arrays faster than `device_put` splits them (measured:
-        # 28 against 112 us for a batch of two arrays on one device, 127 against 221 us
-        # on two).
-        return flat
-    leading = () if num_steps is None else (None,)
-    spec = PartitionSpec(*leading, group.axis.name)
-    return jax.device_put(flat, NamedSharding(group.mesh, spec))
-
-
-def _on_cpu(group: ReplicaGroup) -> bool:
-    return group.mesh.devices.flat[0].platform == "cpu"
-
-
-def _num_active(num_rows: int, group: ReplicaGroup) -> int | None:
-    """How many replicas share `num_rows` equally: None if all can.
+def _num_active(num_rows: int, size: int) -> int | None:
+    """How many of `size` replicas share `num_rows` equally: None if all can.
 
     A batch that does not divide by the replicas goes to the largest number of them that
     divides it. The others compute along on copies that count for nothing, which keeps
     the step exact, batch normalization included.
     """
-    size = group.axis.size
     if num_rows % size == 0:
         return None
     return max(k for k in range(1, size) if num_rows % k == 0)

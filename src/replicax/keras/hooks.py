@@ -8,6 +8,9 @@
 | `Trainer.compile`, `JAXTrainer.{fit,evaluate,predict,*_on_batch}` | run in its scope |
 | `JAXTrainer.make_{train,test,predict}_function` | replica programs for Keras' own |
 | `JAXEpochIterator._get_iterator` | places batches on the replicas' devices |
+| `JAXTrainer.fit`, `Trainer._symbolic_build` | which data `fit` trains on |
+| `EpochIterator._enumerate_iterator` | `fit` begins in the middle of an epoch |
+| `CallbackList.on_{train_begin,epoch_end}` | backups see what other callbacks did |
 | `BaseOptimizer.apply`, `LossScaleOptimizer.{apply,stateless_apply}` | the seam |
 | `losses.loss.{reduce_values,apply_mask}` | global means of losses |
 | `BatchNormalization.__init__`, `nn.moments` | `synchronized=True` |
@@ -27,13 +30,20 @@ import jax.numpy as jnp
 from keras.src.backend.jax import nn as jax_nn
 from keras.src.backend.jax import trainer as jax_trainer
 from keras.src.backend.jax.core import JaxVariable
+from keras.src.callbacks.callback_list import CallbackList
 from keras.src.layers.normalization.batch_normalization import BatchNormalization
 from keras.src.losses import loss as loss_module
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 
+from replicax import placement
 from replicax.errors import ContextError
-from replicax.keras import batches, reductions, steps
+from replicax.keras import batches, reductions, resume, steps
+from replicax.keras.adapters import (
+    DistributedAdapter,
+    fixed_number_of_batches,
+    with_adapters,
+)
 from replicax.keras.internals import layout_of
 from replicax.scope import current_context, current_strategy
 
@@ -48,6 +58,8 @@ _ENTRY_POINTS = (
     "test_on_batch",
     "predict_on_batch",
 )
+
+_WITH_DATA = ("fit", "evaluate", "predict")
 
 _installed = False
 
@@ -74,7 +86,12 @@ def install() -> None:
         "make_predict_function",
         _make(steps.predict_function, "predict_function"),
     )
+    _wrap(trainer, "fit", _fit)
+    _wrap(trainer, "_symbolic_build", _symbolic_build)
     _wrap(jax_trainer.JAXEpochIterator, "_get_iterator", _get_iterator)
+    _wrap(jax_trainer.JAXEpochIterator, "_enumerate_iterator", _enumerate_iterator)
+    _wrap(CallbackList, "on_train_begin", _on_train_begin)
+    _wrap(CallbackList, "on_epoch_end", _on_epoch_end)
     _wrap(BaseOptimizer, "apply", _apply)
     _wrap(LossScaleOptimizer, "apply", _apply_with_loss_scale)
     _wrap(LossScaleOptimizer, "stateless_apply", _stateless_apply)
@@ -116,7 +133,7 @@ def _direct_assign(original: Any, variable: Any, value: Any) -> None:
         and not isinstance(value, jax.core.Tracer)
         and (value.sharding != layout or value.weak_type)
     ):
-        value = jax.device_put(jnp.asarray(value, value.dtype), layout)
+        value = placement.mirrored(jnp.asarray(value, value.dtype), layout)
     original(variable, value)
 
 
@@ -139,6 +156,9 @@ def _in_scope(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         )
     if strategy is None:
         return original(model, *args, **kwargs)
+    if original.__name__ in _WITH_DATA:
+        strategy.synchronize_random_state()  # Shuffling depends on it.
+        args, kwargs = with_adapters(args, kwargs)
     with strategy.scope():
         return original(model, *args, **kwargs)
 
@@ -154,14 +174,55 @@ def _make(make: Callable[[Any, Any], Any], attribute: str) -> Callable[..., None
     return hook
 
 
+def _fit(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    before = getattr(model, "_replicax_fit", None)
+    with resume.FitSession() as session:
+        model._replicax_fit = session
+        try:
+            return original(model, *args, **kwargs)
+        finally:
+            model._replicax_fit = before
+
+
+def _symbolic_build(
+    original: Any, model: Any, iterator: Any = None, data_batch: Any = None
+) -> None:
+    original(model, iterator=iterator, data_batch=data_batch)
+    session = getattr(model, "_replicax_fit", None)
+    # The first one in `fit`. Validation has iterators of its own.
+    if session is not None and session.epoch_iterator is None:
+        session.epoch_iterator = iterator
+
+
+def _enumerate_iterator(original: Any, epoch_iterator: Any) -> Any:
+    return resume.begin_steps(epoch_iterator, original)
+
+
+def _on_train_begin(original: Any, callbacks: Any, logs: Any = None) -> None:
+    original(callbacks, logs)
+    for callback in callbacks.callbacks:
+        if isinstance(callback, resume.LateCallback):
+            callback.after_train_begin(callbacks.callbacks)
+
+
+def _on_epoch_end(original: Any, callbacks: Any, epoch: int, logs: Any = None) -> None:
+    original(callbacks, epoch, logs)
+    for callback in callbacks.callbacks:
+        if isinstance(callback, resume.LateCallback):
+            callback.after_epoch_end(epoch)
+
+
 def _get_iterator(original: Any, epoch_iterator: Any) -> Any:
     strategy = current_strategy()
     if strategy is None:
         return original(epoch_iterator)
+    adapter = epoch_iterator.data_adapter
+    source = adapter.get_jax_iterator()
+    local = isinstance(adapter, DistributedAdapter)
+    if not local:  # A distributed dataset's workers are in step already.
+        source = strategy.in_step(source, num_batches=fixed_number_of_batches(adapter))
     return batches.BatchIterator(
-        epoch_iterator.data_adapter.get_jax_iterator(),
-        strategy.group,
-        epoch_iterator.steps_per_execution,
+        source, strategy.group, epoch_iterator.steps_per_execution, local=local
     )
 
 

@@ -4,17 +4,36 @@ Tested with Keras 3.14 to 3.15. Everything that a new Keras may move is in this 
 in `hooks.py`.
 """
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from keras.src.backend.common.stateless_scope import get_stateless_scope
+from keras.src.random.seed_generator import global_seed_generator
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+from keras.src.utils.naming import to_snake_case
 
 __all__ = [
+    "CALLBACK_STATE",
+    "add_steps_seen",
+    "array_batches",
     "current_scope",
+    "dataset_with_epochs",
     "has_value",
+    "is_array_adapter",
+    "keeps_iterating",
+    "known_length",
+    "layer_label",
     "layout_of",
+    "makes_batches_ahead",
+    "parts_of_layer",
     "read_values",
+    "set_initial_epoch",
+    "set_known_length",
     "set_layout",
+    "shared_seed_generator",
+    "steps_seen",
+    "trained_by",
     "write_values",
 ]
 
@@ -50,3 +69,123 @@ def set_layout(variable: Any, layout: Any) -> None:
 def has_value(variable: Any) -> bool:
     """Whether the variable's array is here: initialised, and not lent to `fit`."""
     return variable._value is not None
+
+
+def parts_of_layer(layer: Any) -> tuple[list[Any], list[Any]]:
+    """A layer's own variables, and its layers, metrics and seed generators in order."""
+    own = [*layer._trainable_variables, *layer._non_trainable_variables]
+    return own, [*layer._layers, *layer._metrics, *layer._seed_generators]
+
+
+def layer_label(layer: Any) -> str:
+    """A layer's name, without the number where Keras made the name up."""
+    base = to_snake_case(type(layer).__name__)
+    name = getattr(layer, "name", base)
+    return base if re.fullmatch(rf"{re.escape(base)}(_\d+)?", name) else name
+
+
+def trained_by(optimizer: Any) -> list[Any]:
+    """The variables that an optimizer was built for."""
+    inner = getattr(optimizer, "inner_optimizer", None)  # Of a loss-scaling one.
+    return list((inner or optimizer)._trainable_variables)
+
+
+def shared_seed_generator() -> Any:
+    """Keras' generator for random numbers that nobody gave a seed for."""
+    return global_seed_generator()
+
+
+# What a run of `fit` knows of its data.
+
+
+def steps_seen(epoch_iterator: Any) -> int:
+    """Batches that Keras has counted in this iteration over the data."""
+    return epoch_iterator._steps_seen
+
+
+def add_steps_seen(epoch_iterator: Any, number: int) -> None:
+    """Count `number` batches more."""
+    epoch_iterator._steps_seen += number
+
+
+def known_length(epoch_iterator: Any) -> int | None:
+    """How many batches Keras takes the data to have; it learns that at their end."""
+    return epoch_iterator._num_batches
+
+
+def set_known_length(epoch_iterator: Any, number: int | None) -> None:
+    """Tell Keras how many batches the data has."""
+    epoch_iterator._num_batches = number
+
+
+def keeps_iterating(epoch_iterator: Any) -> bool:
+    """Whether the next epoch goes on with the data where the last one ended.
+
+    With `steps_per_epoch` it does, until the data is used up.
+    """
+    if not epoch_iterator.steps_per_epoch or epoch_iterator._current_iterator is None:
+        return False
+    length = epoch_iterator._num_batches
+    return not length or 0 < epoch_iterator._steps_seen < length
+
+
+def is_array_adapter(adapter: Any) -> bool:
+    """Whether the data are arrays in memory."""
+    return isinstance(adapter, ArrayDataAdapter)
+
+
+def array_batches(
+    adapter: Any, batches: Callable[[], Any], is_wanted: Callable[[], bool]
+) -> Iterator[Any]:
+    """The batches of arrays in memory; while `is_wanted()` is false, nothing is sliced.
+
+    `batches` is the adapter's own `get_jax_iterator`. Random numbers are drawn either way.
+    """
+    make = adapter._get_iterator
+
+    def make_some(slice_and_convert: Callable[..., Any], inputs: Any) -> Any:
+        def slice_if_wanted(x: Any, indices: Any = None) -> Any:
+            return slice_and_convert(x, indices=indices) if is_wanted() else None
+
+        return make(slice_if_wanted, inputs)
+
+    adapter._get_iterator = make_some
+    try:
+        return batches()
+    finally:
+        del adapter._get_iterator
+
+
+def makes_batches_ahead(adapter: Any) -> bool:
+    """Whether other threads make the batches: those of a `PyDataset` with workers."""
+    return getattr(adapter, "enqueuer", None) is not None
+
+
+def dataset_with_epochs(adapter: Any) -> Any:
+    """A `PyDataset` that is told of epochs, or None."""
+    dataset = getattr(adapter, "py_dataset", None)
+    if dataset is None:
+        return None
+    base = next(c for c in type(dataset).__mro__ if c.__name__ == "PyDataset")
+    hooks = ("on_epoch_begin", "on_epoch_end")
+    if all(getattr(type(dataset), h) is getattr(base, h) for h in hooks):
+        return None
+    return dataset
+
+
+def set_initial_epoch(model: Any, epoch: int | None) -> None:
+    """The epoch that the running `fit` begins with; None: its argument."""
+    model._initial_epoch = epoch
+
+
+CALLBACK_STATE = {
+    "History": ("history", "epoch"),
+    "EarlyStopping": ("wait", "stopped_epoch", "best", "best_epoch"),
+    "ReduceLROnPlateau": ("wait", "best", "cooldown_counter"),
+    "ModelCheckpoint": (
+        "best",
+        "_batches_seen_since_last_saving",
+        "_last_batch_seen",
+    ),
+}
+"""What Keras' callbacks remember from one epoch to the next, by class."""

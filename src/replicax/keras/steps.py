@@ -11,12 +11,14 @@ import contextlib
 import dataclasses
 import inspect
 import itertools
+import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import keras
 
 from replicax.arguments import Arguments, Kind
 from replicax.collectives import ReduceOp
@@ -114,10 +116,20 @@ class _KerasStep:
                 ),
                 # A step with a tape may use any variable, a second optimizer's too.
                 None if with_tape else variables,
+                facts=self._facts(),
             )
         name = f"{type(self.model).__name__}.{self.name}"
         strategy.require_owned(program.variables, name)
         return _StateProgram(program, variables)
+
+    def _facts(self) -> dict[str, Any]:
+        """What is not in the program's name and variables, yet makes a difference."""
+        optimizer = getattr(self.model, "optimizer", None)
+        if optimizer is None or self.name != "train_step":
+            return {}
+        described: Any = keras.saving.serialize_keras_object(optimizer)
+        facts = {"class_name": described["class_name"], **described["config"]}
+        return {"the optimizer": json.loads(json.dumps(facts, default=str))}
 
     def _replica_function(
         self, step: Callable[..., Any], groups: list[list[Any]] | None

@@ -2,6 +2,12 @@
 
 from replicax.strategies.default import DefaultStrategy
 from replicax.strategies.mirrored import MirroredStrategy
+from replicax.strategies.multi_worker import MultiWorkerMirroredStrategy
 from replicax.strategies.one_device import OneDeviceStrategy
 
-__all__ = ["DefaultStrategy", "MirroredStrategy", "OneDeviceStrategy"]
+__all__ = [
+    "DefaultStrategy",
+    "MirroredStrategy",
+    "MultiWorkerMirroredStrategy",
+    "OneDeviceStrategy",
+]

@@ -1,0 +1,13 @@
+"""Checkpoints: saving objects, and restoring them."""
+
+from replicax.checkpoint.checkpoint import Checkpoint, RestoreStatus
+from replicax.checkpoint.errors import CheckpointError
+from replicax.checkpoint.manager import CheckpointManager, latest_checkpoint
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "CheckpointManager",
+    "RestoreStatus",
+    "latest_checkpoint",
+]

@@ -1,0 +1,96 @@
+"""Saves that go on while training does, and are finished before the process ends."""
+
+import atexit
+import logging
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from replicax.checkpoint import storage
+from replicax.checkpoint.errors import CheckpointError
+from replicax.checkpoint.storage import Contents
+
+__all__ = ["BackgroundSave", "finish"]
+
+_logger = logging.getLogger("replicax")
+
+# Saves whose outcome nobody has asked for.
+_unsettled: set["BackgroundSave"] = set()
+
+
+class BackgroundSave:
+    """One checkpoint on its way to the disk.
+
+    Args:
+        path: Where it goes.
+        contents: What it holds; nothing may change it any more.
+        doomed: Checkpoints to delete when this one is complete.
+    """
+
+    def __init__(self, path: Path, contents: Contents, doomed: Sequence[Path]) -> None:
+        self.path = path
+        _unsettled.add(self)
+        with_thread = ThreadPoolExecutor(1, thread_name_prefix="replicax-checkpoint")
+        self._future: Future[None] = with_thread.submit(_save, path, contents, doomed)
+        with_thread.shutdown(wait=False)
+
+    def error(self) -> str | None:
+        """Wait for the end; why it failed, or None. The caller has to tell the user."""
+        problem = self.wait()
+        _unsettled.discard(self)
+        return problem
+
+    def wait(self) -> str | None:
+        """Wait for the end; why it failed, or None."""
+        error = self._future.exception()
+        if error is None or isinstance(error, CheckpointError):
+            return None if error is None else str(error)
+        raise error
+
+
+def finish(folder: Path) -> None:
+    """Wait for the saves in a folder that are under way, also those of others."""
+    for save in list(_unsettled):
+        if save.path.parent == folder:
+            save.wait()
+
+
+def _save(path: Path, contents: Contents, doomed: Sequence[Path]) -> None:
+    try:
+        storage.write(path, contents)
+    except CheckpointError as error:
+        _logger.warning("%s", error)
+        raise
+    for old in doomed:
+        try:
+            storage.remove(old)
+        except CheckpointError as error:  # It takes room, no more.
+            _logger.warning("%s", error)
+
+
+def _finish_saves() -> None:
+    for save in list(_unsettled):
+        save.wait()
+
+
+def _report_lost_saves() -> None:
+    lost = [problem for save in list(_unsettled) if (problem := save.wait())]
+    if not lost:
+        return
+    print(
+        "replicax: the last checkpoint was not saved: " + "; ".join(lost),
+        file=sys.stderr,
+        flush=True,
+    )
+    sys.stdout.flush()
+    # An exception here would leave the exit status at 0.
+    os._exit(1)
+
+
+# Python refuses new work for its thread pools, which Orbax uses, before it waits for
+# threads at exit. This runs before that: the last registered is the first called.
+threading._register_atexit(_finish_saves)  # type: ignore[attr-defined]
+atexit.register(_report_lost_saves)

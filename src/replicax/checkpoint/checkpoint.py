@@ -1,0 +1,376 @@
+"""Checkpoint: save and restore a set of objects."""
+
+import contextlib
+import dataclasses
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from replicax.checkpoint import storage
+from replicax.checkpoint.errors import CheckpointError
+from replicax.checkpoint.slots import (
+    ArraySlot,
+    Binding,
+    ValueSlot,
+    bind,
+    same_state,
+    to_host,
+)
+from replicax.checkpoint.storage import Contents
+from replicax.cluster import workers
+
+__all__ = ["Checkpoint", "RestoreStatus"]
+
+_logger = logging.getLogger("replicax")
+
+_COUNTER = "save_counter"
+
+
+class Checkpoint:
+    """Saves and restores objects by the names that they are given here.
+
+    (TF: `tf.train.Checkpoint`.) Numbers, strings and arrays cannot be changed in place:
+    restoring replaces them, so read them from the checkpoint, `checkpoint.step`. In a
+    cluster all workers make the same calls; worker 0 writes, all read.
+
+    Args:
+        root: Another name for one object, as TF has it. It becomes `root=`.
+        **objects: Keras models, layers, optimizers, metrics, variables and seed
+            generators; numbers and strings; arrays; Grain iterators and other objects
+            with `get_state` and `set_state`, or `state_dict` and `load_state_dict`;
+            pytrees of all these. A compiled model brings its optimizer along.
+
+    Raises:
+        TypeError: For an object that cannot be saved.
+        ValueError: For a name that means something else, such as `save=`.
+
+    Example:
+        >>> import tempfile
+        >>> import numpy as np
+        >>> folder = tempfile.mkdtemp()
+        >>> checkpoint = Checkpoint(step=3, weights={"w": np.ones(2)})
+        >>> path = checkpoint.write(f"{folder}/mine")
+        >>> other = Checkpoint(step=0, weights={"w": np.zeros(2)})
+        >>> other.restore(path).assert_consumed()
+        >>> other.step, other.weights["w"].tolist()
+        (3, [1.0, 1.0])
+    """
+
+    save_counter: int
+
+    def __init__(self, root: Any = None, **objects: Any) -> None:
+        if root is not None:
+            objects["root"] = root
+        taken = [name for name in objects if hasattr(type(self), name)]
+        if taken or _COUNTER in objects or any(name[:1] == "_" for name in objects):
+            raise ValueError(
+                f"Checkpoint: got the names {sorted(objects)}. 'save_counter', names "
+                "with a leading underscore and those of methods cannot be used: "
+                "choose others."
+            )
+        self._names = [*objects, _COUNTER]
+        self.save_counter = 0
+        for name, value in objects.items():
+            setattr(self, name, value)
+        self._bind()
+
+    def __getattr__(self, name: str) -> Any:
+        # Only for type checkers: objects are attributes, and found without this.
+        raise AttributeError(
+            f"Checkpoint: there is no {name!r}; it has "
+            f"{self.__dict__.get('_names', [])}."
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> str:
+        """Save under `path` and a number that counts up: `ckpt-1`, `ckpt-2`, ...
+
+        Returns when all is on the disk; workers other than 0 do not wait for it. For
+        saving while training goes on there is `CheckpointManager`.
+
+        Args:
+            path: Folder and beginning of the name.
+
+        Returns:
+            The checkpoint's path, for `restore`.
+
+        Raises:
+            CheckpointError: If it cannot be written.
+        """
+        self.save_counter += 1
+        return self.write(f"{os.fspath(path)}-{self.save_counter}")
+
+    def write(self, path: str | os.PathLike[str]) -> str:
+        """Save at exactly this path, in place of a checkpoint that is there.
+
+        Args:
+            path: Where. It becomes a folder.
+
+        Returns:
+            The path.
+
+        Raises:
+            CheckpointError: If it cannot be written.
+        """
+        contents = self.contents()
+        if contents is not None:
+            storage.write(Path(path), contents)
+        return os.fspath(path)
+
+    def restore(self, path: str | os.PathLike[str]) -> "RestoreStatus":
+        """Set the objects to what was saved, keeping where they are placed.
+
+        Objects need not be those that were saved, nor all of them: the status tells.
+
+        Args:
+            path: What `save` or `write` returned.
+
+        Returns:
+            A status with `assert_consumed()` and `expect_partial()`.
+
+        Raises:
+            CheckpointError: If the checkpoint is damaged or not there, if shapes or
+                dtypes differ (all of them are listed and nothing is changed), or if a
+                model is not built.
+        """
+        return self.apply(storage.read(Path(path)), os.fspath(path))
+
+    read = restore
+
+    def contents(self) -> Contents | None:
+        """Copies of everything, to be written by worker 0; None on other workers.
+
+        In a cluster all workers call it: it collects the states of their iterators.
+        """
+        worker = workers.current()
+        slots = self._slots()
+        arrays = [slot for slot in slots if isinstance(slot, ArraySlot)]
+        values = _worker_values(worker, slots)
+        if not worker.is_chief:
+            return None
+        return Contents(
+            arrays=to_host(arrays),
+            values=values,
+            labels={slot.name: slot.label for slot in arrays},
+        )
+
+    def apply(self, contents: Contents, path: str) -> "RestoreStatus":
+        """Set the objects to `contents`, which were read from `path`."""
+        self.require_built()
+        bindings = self._bind(build_optimizers=True)
+        slots = [slot for binding in bindings.values() for slot in binding.slots]
+        status = _compare(slots, contents, path)
+        worker = workers.current()
+        for slot in slots:
+            if isinstance(slot, ArraySlot) and slot.name in contents.arrays:
+                slot.write(contents.arrays[slot.name])
+            elif isinstance(slot, ValueSlot) and slot.name in contents.values:
+                saved = contents.values[slot.name]
+                slot.write(_own_state(worker, slot, saved) if slot.of_worker else saved)
+        for name, binding in bindings.items():
+            setattr(self, name, binding.value())
+        return status
+
+    def require_built(self) -> None:
+        """Raise unless every model and layer has its variables.
+
+        Raises:
+            CheckpointError: Naming those that have not.
+        """
+        unbuilt = [
+            f"{name} ({type(x).__name__} {x.name!r})"
+            for name, x in self._objects().items()
+            if isinstance(x, keras.Layer) and not x.built
+        ]
+        if unbuilt:
+            raise CheckpointError(
+                f"Checkpoint.restore: {', '.join(unbuilt)} is not built, so there are "
+                "no variables to restore. Build it first: give it a keras.Input, or "
+                "call it once on a batch."
+            )
+
+    def _objects(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self._names}
+
+    def _slots(self) -> list[ArraySlot | ValueSlot]:
+        for value in self._objects().values():
+            if isinstance(value, keras.Model):
+                value.jax_state_sync()  # In fit, the model's values are elsewhere.
+        return [slot for binding in self._bind().values() for slot in binding.slots]
+
+    def _bind(self, *, build_optimizers: bool = False) -> dict[str, Binding]:
+        objects = self._objects()
+        if build_optimizers:
+            _build_optimizers(objects)
+        bindings = {name: bind(name, value) for name, value in objects.items()}
+        optimizers = [
+            x for x in objects.values() if isinstance(x, keras.optimizers.Optimizer)
+        ]
+        for name, value in objects.items():
+            optimizer = getattr(value, "optimizer", None)
+            if (
+                isinstance(value, keras.Model)
+                and isinstance(optimizer, keras.optimizers.Optimizer)
+                and not any(optimizer is x for x in optimizers)
+            ):
+                more = bind(f"{name}/optimizer", optimizer).slots
+                bindings[name] = dataclasses.replace(
+                    bindings[name], slots=bindings[name].slots + more
+                )
+        return bindings
+
+
+class RestoreStatus:
+    """How well a checkpoint fitted the objects that it was restored to.
+
+    (TF: what `tf.train.Checkpoint.restore` returns.) Values of the checkpoint that were
+    not used are logged when this is thrown away, unless one of its methods was called.
+
+    Args:
+        path: The checkpoint.
+        missing: Names that the objects have and the checkpoint has not.
+        unused: Names that the checkpoint has and the objects have not.
+    """
+
+    def __init__(
+        self, path: str, missing: Iterable[str] = (), unused: Iterable[str] = ()
+    ) -> None:
+        self._path = path
+        self._missing = list(missing)
+        self._unused = list(unused)
+        self._is_checked = False
+
+    def assert_consumed(self) -> None:
+        """Raise unless the checkpoint and the objects have the same names.
+
+        Raises:
+            CheckpointError: Listing all names that only one of them has.
+        """
+        self._is_checked = True
+        problems = _listed("not in the checkpoint", self._missing) + _listed(
+            "in the checkpoint and in no object", self._unused
+        )
+        self._raise(problems)
+
+    def assert_existing_objects_matched(self) -> None:
+        """Raise unless the checkpoint has all names of the objects.
+
+        Raises:
+            CheckpointError: Listing those that it has not.
+        """
+        self._is_checked = True
+        self._raise(_listed("not in the checkpoint", self._missing))
+
+    def expect_partial(self) -> "RestoreStatus":
+        """Say that unused values are as they should be; returns this status."""
+        self._is_checked = True
+        return self
+
+    def _raise(self, problems: list[str]) -> None:
+        if problems:
+            raise CheckpointError(_message(self._path, problems))
+
+    def __del__(self) -> None:
+        if not self._is_checked and (self._missing or self._unused):
+            problems = _listed("not in the checkpoint", self._missing) + _listed(
+                "in the checkpoint and in no object", self._unused
+            )
+            _logger.warning(
+                "%s Call expect_partial() on what restore returns if that is right.",
+                _message(self._path, problems),
+            )
+
+
+def _compare(
+    slots: Iterable[ArraySlot | ValueSlot], contents: Contents, path: str
+) -> RestoreStatus:
+    """Raise if something does not fit; else say what is only on one side."""
+    wanted = {slot.name: slot for slot in slots}
+    saved = {*contents.arrays, *contents.values}
+    missing = sorted(set(wanted) - saved)
+    unused = sorted(saved - set(wanted))
+    wrong = []
+    for name in sorted(set(wanted) & saved):
+        slot, array = wanted[name], contents.arrays.get(name)
+        has = "a plain value" if array is None else _describe(array.shape, array.dtype)
+        wants = (
+            _describe(slot.shape, slot.dtype)
+            if isinstance(slot, ArraySlot)
+            else "a plain value"
+        )
+        if has != wants:
+            label = contents.labels.get(name, name)
+            wrong.append(f"{name} ({label}): {has} saved, {wants} here")
+    if wrong:
+        problems = [f"of another shape or dtype: {'; '.join(wrong)}"]
+        problems += _listed("not in the checkpoint", missing)
+        problems += _listed("in the checkpoint and in no object", unused)
+        raise CheckpointError(
+            _message(path, problems) + " Nothing was restored. Make the objects as "
+            "they were when the checkpoint was saved, or restore only some of them."
+        )
+    return RestoreStatus(path, missing, unused)
+
+
+def _describe(shape: Iterable[int], dtype: Any) -> str:
+    return f"{dtype}[{', '.join(map(str, shape))}]"
+
+
+def _listed(what: str, names: list[str]) -> list[str]:
+    return [f"{what}: {', '.join(names)}"] if names else []
+
+
+def _message(path: str, problems: list[str]) -> str:
+    return f"checkpoint {path} does not fit the objects; {'; '.join(problems)}."
+
+
+def _worker_values(worker: Any, slots: Iterable[Any]) -> dict[str, Any]:
+    """The plain values; of iterators, each worker's own."""
+    values = {s.name: s.read() for s in slots if isinstance(s, ValueSlot)}
+    own = {s.name for s in slots if isinstance(s, ValueSlot) and s.of_worker}
+    if not own:
+        return values
+    states = [{name: values[name] for name in own}]
+    if worker.count > 1:
+        states = worker.exchange("replicax.checkpoint.states", states[0])
+    return values | {name: [state[name] for state in states] for name in own}
+
+
+def _own_state(worker: Any, slot: ValueSlot, saved: list[Any]) -> Any:
+    if len(saved) == worker.count:
+        return saved[worker.index]
+    if all(same_state(state, saved[0]) for state in saved[1:]):
+        return saved[0]
+    raise CheckpointError(
+        f"Checkpoint.restore: {slot.name} was saved by {len(saved)} workers, each with "
+        f"a state of its own, and there are {worker.count} now. Restore with "
+        f"{len(saved)} workers, or leave it out of the checkpoint."
+    )
+
+
+def _build_optimizers(objects: Mapping[str, Any]) -> None:
+    """Build optimizers that a first step would build, so that they can be restored."""
+    models = [x for x in objects.values() if isinstance(x, keras.Model)]
+    pairs = [(model, getattr(model, "optimizer", None)) for model in models]
+    alone = [x for x in objects.values() if isinstance(x, keras.optimizers.Optimizer)]
+    if len(models) == 1:
+        pairs += [(models[0], optimizer) for optimizer in alone]
+    for model, optimizer in pairs:
+        if isinstance(optimizer, keras.optimizers.Optimizer) and not optimizer.built:
+            strategy = getattr(model, "_replicax_strategy", None)
+            with strategy.scope() if strategy else contextlib.nullcontext():
+                optimizer.build(model.trainable_variables)
+    unbuilt = [
+        name
+        for name, x in objects.items()
+        if isinstance(x, keras.optimizers.Optimizer) and not x.built
+    ]
+    if unbuilt:
+        raise CheckpointError(
+            f"Checkpoint.restore: optimizer {', '.join(unbuilt)} is not built, and "
+            f"with {len(models)} models in the checkpoint it is not clear for which. "
+            "Call optimizer.build(model.trainable_variables) first."
+        )

@@ -1,0 +1,366 @@
+"""CheckpointManager: a folder of numbered checkpoints, the newest few kept."""
+
+import json
+import logging
+import os
+import re
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from replicax.checkpoint import background, storage
+from replicax.checkpoint.background import BackgroundSave
+from replicax.checkpoint.errors import CheckpointError
+from replicax.checkpoint.storage import Contents
+from replicax.cluster import workers
+
+__all__ = [
+    "FINISHED",
+    "CheckpointManager",
+    "Saveable",
+    "latest_checkpoint",
+    "numbered_checkpoints",
+]
+
+_logger = logging.getLogger("replicax")
+
+FINISHED = "FINISHED"
+"""File beside the checkpoints of a run that is over; names the last one."""
+
+# Network file systems may show a new file to others some seconds late.
+_SHARED_FILE_TIMEOUT_SECONDS = 30.0
+_SAVE_TIMEOUT_SECONDS = 1800.0
+
+
+class Saveable(Protocol):
+    """What a manager saves: a `Checkpoint`."""
+
+    save_counter: int
+
+    def contents(self) -> Contents | None:
+        """Copies of everything; None on workers other than 0."""
+        ...
+
+    def apply(self, contents: Contents, path: str) -> Any:
+        """Set the objects to `contents`."""
+        ...
+
+    def require_built(self) -> None:
+        """Raise if something could not be restored later."""
+        ...
+
+
+class CheckpointManager:
+    """Saves numbered checkpoints in a folder and keeps the newest ones.
+
+    (TF: `tf.train.CheckpointManager`.) `save` returns when the values are copied to the
+    host; a thread writes them. The next `save` waits for the one before. In a cluster
+    all workers make the same calls on a folder that all of them see.
+
+    Args:
+        checkpoint: What to save.
+        directory: The folder; made on the first save.
+        max_to_keep: How many checkpoints to keep; None: all.
+        checkpoint_name: Beginning of the checkpoints' names.
+        init_fn: Called by `restore_or_initialize` where there is nothing to restore.
+
+    Raises:
+        CheckpointError: If some worker does not see the folder of worker 0.
+        ValueError: If `max_to_keep` is less than 1.
+
+    Example:
+        >>> import tempfile
+        >>> from replicax.checkpoint import Checkpoint
+        >>> checkpoint = Checkpoint(step=0)
+        >>> with CheckpointManager(checkpoint, tempfile.mkdtemp(), 2) as manager:
+        ...     for step in range(4):
+        ...         checkpoint.step = step
+        ...         _ = manager.save()
+        >>> [path.rpartition("/")[2] for path in manager.checkpoints]
+        ['ckpt-3', 'ckpt-4']
+    """
+
+    def __init__(
+        self,
+        checkpoint: Saveable,
+        directory: str | os.PathLike[str],
+        max_to_keep: int | None = 5,
+        *,
+        checkpoint_name: str = "ckpt",
+        init_fn: Callable[[], Any] | None = None,
+    ) -> None:
+        if max_to_keep is not None and max_to_keep < 1:
+            raise ValueError(
+                f"CheckpointManager: max_to_keep must be at least 1, or None for all; "
+                f"got {max_to_keep!r}."
+            )
+        self._checkpoint = checkpoint
+        self._directory = Path(directory)
+        self._max_to_keep = max_to_keep
+        self._name = checkpoint_name
+        self._init_fn = init_fn
+        self._worker = workers.current()
+        self._pending: BackgroundSave | Path | None = None
+        self._failure: str | None = None
+        background.finish(self._directory)
+        found = numbered_checkpoints(self._directory, checkpoint_name)
+        if self._worker.count > 1:
+            _require_shared(self._worker, self._directory)
+            names = [path.name for path in found]
+            names = self._worker.exchange("replicax.checkpoint.list", names)[0]
+            found = [self._directory / name for name in names]
+        self._known = found
+
+    def __enter__(self) -> "CheckpointManager":
+        return self
+
+    def __exit__(self, kind: Any, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:  # Do not hide the exception under another one.
+            self._settle()
+
+    @property
+    def directory(self) -> str:
+        """The folder."""
+        return os.fspath(self._directory)
+
+    @property
+    def checkpoints(self) -> list[str]:
+        """Paths of the checkpoints that are complete, the newest last.
+
+        One process alone waits for a save that is under way. In a cluster it is listed
+        when the workers have met: at the next `save`, `wait` or `close`.
+        """
+        if self._worker.count == 1:
+            self._settle()
+        return [os.fspath(path) for path in self._known]
+
+    @property
+    def latest_checkpoint(self) -> str | None:
+        """The newest of `checkpoints`; None if there is none."""
+        paths = self.checkpoints
+        return paths[-1] if paths else None
+
+    def save(self, checkpoint_number: int | None = None) -> str:
+        """Copy the values and write them in the background.
+
+        Args:
+            checkpoint_number: Number in the name; None counts up from the last one.
+
+        Returns:
+            The path that the checkpoint will have. If it cannot be written, that is
+            logged when it happens, and an error at `wait` and `close` if no later save
+            succeeds.
+        """
+        self._settle()
+        self._checkpoint.save_counter += 1
+        number = checkpoint_number
+        number = self._checkpoint.save_counter if number is None else number
+        path = self._directory / f"{self._name}-{number}"
+        contents = self._checkpoint.contents()
+        if contents is None:
+            self._pending = path
+        else:
+            _, doomed = self._kept(path)
+            doomed += _left_behind(self._directory, self._name)
+            self._pending = BackgroundSave(path, contents, doomed)
+        return os.fspath(path)
+
+    def wait(self) -> None:
+        """Wait until the last save is complete, on all workers.
+
+        Raises:
+            CheckpointError: If it failed.
+        """
+        self._settle()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise CheckpointError(f"The last save failed. {failure}")
+
+    def close(self) -> None:
+        """Wait for the last save, like `wait`. Call it at the end of training."""
+        self.wait()
+
+    def mark_finished(self) -> None:
+        """Wait for the last save, and tell `SidecarEvaluator` that no other follows.
+
+        Raises:
+            CheckpointError: If the last save failed, or the mark cannot be written.
+        """
+        self.wait()
+        if not self._worker.is_chief:
+            return
+        last = self._known[-1].name if self._known else None
+        part = self._directory / f".{FINISHED}.part"
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            part.write_text(json.dumps({"checkpoint": last}))
+            part.replace(self._directory / FINISHED)
+        except OSError as error:
+            raise CheckpointError(
+                f"CheckpointManager: {self._directory / FINISHED} could not be "
+                f"written: {error}."
+            ) from error
+
+    def restore_or_initialize(self) -> str | None:
+        """Restore the newest checkpoint that is not damaged.
+
+        Returns:
+            Its path; None if there is none, where `init_fn` is called instead.
+
+        Raises:
+            CheckpointError: If all checkpoints are damaged, if it does not fit the
+                objects, or if a model is not built, on the first run too.
+        """
+        self._settle()
+        self._checkpoint.require_built()
+        found, problems = self._newest_undamaged()
+        self._remove_mark()
+        if found is None and problems:
+            raise CheckpointError(
+                "CheckpointManager: no checkpoint is undamaged: "
+                + " ".join(problems)
+                + f" Delete {self._directory} to start from the beginning."
+            )
+        if found is None:
+            if self._init_fn is not None:
+                self._init_fn()
+            return None
+        path, contents = found
+        self._checkpoint.apply(contents or storage.read(path), os.fspath(path))
+        return os.fspath(path)
+
+    def _newest_undamaged(
+        self,
+    ) -> tuple[tuple[Path, Contents | None] | None, list[str]]:
+        """Worker 0 looks for it; the others read what it found."""
+        found, problems = None, []
+        if self._worker.is_chief:
+            for path in reversed(self._known):
+                try:
+                    found = (path, storage.read(path))
+                    break
+                except CheckpointError as error:
+                    _logger.warning("%s It is skipped.", error)
+                    problems.append(str(error))
+        if self._worker.count > 1:
+            answer = [found and found[0].name, problems]
+            name, problems = self._worker.exchange(
+                "replicax.checkpoint.newest", answer
+            )[0]
+            if found is None and name is not None:
+                found = (self._directory / name, None)
+        if found is not None:
+            self._known = self._known[: self._known.index(found[0]) + 1]
+        return found, problems
+
+    def _remove_mark(self) -> None:
+        """A run that goes on is not finished."""
+        if self._worker.is_chief:
+            (self._directory / FINISHED).unlink(missing_ok=True)
+
+    def _settle(self) -> None:
+        """Wait for the save that is under way; all workers learn how it ended."""
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        is_writer = isinstance(pending, BackgroundSave)
+        path = pending.path if is_writer else pending
+        problem = pending.error() if is_writer else None
+        if self._worker.count > 1:
+            problem = self._worker.exchange(
+                "replicax.checkpoint.outcome", problem, _SAVE_TIMEOUT_SECONDS
+            )[0]
+            if problem is not None and not is_writer:
+                _logger.warning("%s", problem)
+        self._failure = problem
+        if problem is None:
+            self._known, _ = self._kept(path)
+
+    def _kept(self, path: Path) -> tuple[list[Path], list[Path]]:
+        """The checkpoints to keep when `path` is complete, and those to delete."""
+        paths = [p for p in self._known if p != path] + [path]
+        if self._max_to_keep is None:
+            return paths, []
+        return paths[-self._max_to_keep :], paths[: -self._max_to_keep]
+
+
+def latest_checkpoint(
+    directory: str | os.PathLike[str], checkpoint_name: str = "ckpt"
+) -> str | None:
+    """The checkpoint with the highest number in a folder; None if there is none.
+
+    (TF: `tf.train.latest_checkpoint`.)
+
+    Args:
+        directory: The folder.
+        checkpoint_name: Beginning of the checkpoints' names.
+    """
+    found = numbered_checkpoints(Path(directory), checkpoint_name)
+    return os.fspath(found[-1]) if found else None
+
+
+def numbered_checkpoints(directory: Path, name: str) -> list[Path]:
+    """The checkpoints `name-1`, `name-2`, ... of a folder, by number.
+
+    One without a manifest counts, so that its damage is reported.
+    """
+    pattern = re.compile(rf"\.?{re.escape(name)}-(\d+)(?:\.old)?")
+    found: dict[int, Path] = {}
+    for path in directory.iterdir() if directory.is_dir() else ():
+        match = pattern.fullmatch(path.name)
+        if match and path.is_dir():
+            # `.name-1.old` is `name-1`, if the process ended while replacing it.
+            number = int(match[1])
+            found[number] = directory / f"{name}-{number}"
+    return [path for _, path in sorted(found.items())]
+
+
+def _left_behind(directory: Path, name: str) -> list[Path]:
+    """What an earlier process wrote of checkpoints that it did not complete."""
+    pattern = re.compile(rf"\.{re.escape(name)}-\d+\.part")
+    paths = directory.iterdir() if directory.is_dir() else ()
+    return [p for p in paths if pattern.fullmatch(p.name) and p.is_dir()]
+
+
+def _require_shared(worker: Any, directory: Path) -> None:
+    """Raise on all workers unless all see what worker 0 writes."""
+    token, problem = directory / f".shared-{uuid.uuid4().hex}", None
+    if worker.is_chief:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            token.write_text("")
+        except OSError as error:
+            problem = str(error)
+    name, problem = worker.exchange("replicax.checkpoint.token", [token.name, problem])[
+        0
+    ]
+    if problem is not None:
+        raise CheckpointError(
+            f"CheckpointManager: worker 0 cannot write to {directory}: {problem}."
+        )
+    sees_it = worker.is_chief or _appears(directory / name)
+    answers = worker.exchange("replicax.checkpoint.shared", sees_it)
+    if worker.is_chief:
+        token.unlink(missing_ok=True)
+    blind = [i for i, answer in enumerate(answers) if not answer]
+    if blind:
+        raise CheckpointError(
+            f"CheckpointManager: {directory} is not the same folder on all workers: "
+            f"worker {', '.join(map(str, blind))} did not see a file of worker 0 "
+            f"within {_SHARED_FILE_TIMEOUT_SECONDS:.0f} s. Use a folder on storage "
+            "that all of them mount."
+        )
+
+
+def _appears(path: Path) -> bool:
+    deadline = time.monotonic() + _SHARED_FILE_TIMEOUT_SECONDS
+    while time.monotonic() < deadline:
+        # Listing the folder makes network file systems look again.
+        if path.name in os.listdir(path.parent) if path.parent.is_dir() else False:
+            return True
+        time.sleep(0.1)
+    return False

@@ -1,0 +1,286 @@
+"""Objects as named arrays and values: what is read on saving and set on restoring."""
+
+import base64
+import dataclasses
+import io
+import json
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+
+from replicax.checkpoint.errors import CheckpointError
+from replicax.checkpoint.naming import named_variables
+from replicax.keras import internals
+
+__all__ = ["ArraySlot", "Binding", "ValueSlot", "bind", "decode", "encode", "to_host"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ArraySlot:
+    """One array of an object.
+
+    Attributes:
+        name: Its name in the checkpoint.
+        label: Its name for people: a variable's path.
+        shape: The shape that it must have.
+        dtype: The dtype that it must have.
+        read: The array, on the devices or the host.
+        write: Sets it from a host array of that shape and dtype.
+    """
+
+    name: str
+    label: str
+    shape: tuple[int, ...]
+    dtype: str
+    read: Callable[[], Any]
+    write: Callable[[np.ndarray], None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ValueSlot:
+    """A number, a string, or the state of an object.
+
+    Attributes:
+        name: Its name in the checkpoint.
+        of_worker: Whether each worker has its own, as input iterators have.
+        read: The value, as JSON holds it.
+        write: Sets it.
+    """
+
+    name: str
+    of_worker: bool
+    read: Callable[[], Any]
+    write: Callable[[Any], None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Binding:
+    """One tracked object.
+
+    Attributes:
+        slots: Its arrays and values.
+        value: The object after restoring: itself, or a new tree of new arrays.
+    """
+
+    slots: list[ArraySlot | ValueSlot]
+    value: Callable[[], Any]
+
+
+def bind(name: str, value: Any) -> Binding:
+    """The slots of an object.
+
+    Args:
+        name: What their names begin with.
+        value: A Keras object or variable, an object with a state, an array, a number, a
+            string, or a pytree of these.
+
+    Raises:
+        TypeError: If a part of it is none of these; names the part.
+    """
+    slots: list[ArraySlot | ValueSlot] = []
+    leaves, structure = jax.tree_util.tree_flatten_with_path(value, is_leaf=_is_object)
+    cells = [leaf for _, leaf in leaves]
+    for i, (path, leaf) in enumerate(leaves):
+        suffix = jax.tree_util.keystr(path, simple=True, separator="/")
+        slots += _leaf_slots(f"{name}/{suffix}" if suffix else name, leaf, cells, i)
+    return Binding(slots=slots, value=lambda: jax.tree.unflatten(structure, cells))
+
+
+def _is_object(x: Any) -> bool:
+    return not isinstance(x, (dict, list, tuple)) and (
+        _has_variables(x) or isinstance(x, keras.Variable) or _accessors(x) is not None
+    )
+
+
+def _has_variables(x: Any) -> bool:
+    kinds = (
+        keras.Layer,
+        keras.optimizers.Optimizer,
+        keras.metrics.Metric,
+        keras.random.SeedGenerator,
+    )
+    return isinstance(x, kinds)
+
+
+def _accessors(x: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
+    """How to get and set the state of an object that has one."""
+    for getter, setter in (
+        ("get_state", "set_state"),
+        ("state_dict", "load_state_dict"),
+    ):
+        if callable(getattr(x, getter, None)) and callable(getattr(x, setter, None)):
+            return getattr(x, getter), getattr(x, setter)
+    return None
+
+
+def _leaf_slots(
+    name: str, leaf: Any, cells: list[Any], index: int
+) -> Iterable[ArraySlot | ValueSlot]:
+    def put(value: Any) -> None:
+        cells[index] = value
+
+    if isinstance(leaf, keras.Variable):
+        return [_variable_slot(name, leaf)]
+    if _has_variables(leaf):
+        return [_variable_slot(f"{name}/{n}", v) for n, v in named_variables(leaf)]
+    accessors = _accessors(leaf)
+    if accessors is not None:
+        get, put_state = accessors
+        return [
+            ValueSlot(
+                name=name,
+                of_worker=True,
+                read=lambda: encode(get(), name),
+                write=lambda state: put_state(decode(state)),
+            )
+        ]
+    if isinstance(leaf, np.ndarray | np.generic | jax.Array):
+        return [_array_slot(name, leaf, put)]
+    if isinstance(leaf, bool | int | float | str | bytes):
+        return [
+            ValueSlot(
+                name=name,
+                of_worker=False,
+                read=lambda: encode(leaf, name),
+                write=lambda value: put(decode(value)),
+            )
+        ]
+    raise TypeError(
+        f"Checkpoint: {name} is a {type(leaf).__name__}, which cannot be saved. "
+        "Expected a Keras object or variable, an array, a number, a string, a pytree "
+        "of these, or an object with get_state and set_state."
+    )
+
+
+def _variable_slot(name: str, variable: Any) -> ArraySlot:
+    def read() -> Any:
+        if not internals.has_value(variable):
+            raise CheckpointError(
+                f"checkpoint: variable {variable.path!r} has no value here: fit or a "
+                "scope that is still open has it. Save after it, or in a callback "
+                "after model.jax_state_sync()."
+            )
+        return variable.value
+
+    return ArraySlot(
+        name=name,
+        label=variable.path,
+        shape=tuple(variable.shape),
+        dtype=str(variable.dtype),
+        read=read,
+        write=variable.assign,
+    )
+
+
+def _array_slot(name: str, leaf: Any, put: Callable[[Any], None]) -> ArraySlot:
+    if isinstance(leaf, jax.Array):
+        return _jax_slot(name, leaf, put)
+    is_scalar = isinstance(leaf, np.generic)
+    return ArraySlot(
+        name=name,
+        label=name,
+        shape=leaf.shape,
+        dtype=str(leaf.dtype),
+        read=lambda: np.asarray(leaf),
+        write=lambda x: put(x[()] if is_scalar else x),
+    )
+
+
+def _jax_slot(name: str, leaf: jax.Array, put: Callable[[Any], None]) -> ArraySlot:
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        implementation = jax.random.key_impl(leaf)
+
+        def put_key(data: Any) -> None:
+            put(jax.random.wrap_key_data(data, impl=implementation))
+
+        return _jax_slot(name, jax.random.key_data(leaf), put_key)
+    sharding = leaf.sharding if leaf.committed else None
+    return ArraySlot(
+        name=name,
+        label=name,
+        shape=leaf.shape,
+        dtype=str(leaf.dtype),
+        read=lambda: leaf,
+        # A copy: JAX may go on using a NumPy array's memory.
+        write=lambda x: put(jax.device_put(x.copy(), sharding)),
+    )
+
+
+def to_host(slots: Iterable[ArraySlot]) -> dict[str, np.ndarray]:
+    """Copies of the slots' arrays; the next step may give the arrays themselves away.
+
+    Mirrored arrays are read from one device, so nothing is communicated.
+    """
+    here = {slot.name: _one_copy(slot) for slot in slots}
+    for x in here.values():
+        if isinstance(x, jax.Array):
+            x.copy_to_host_async()
+    return {name: np.array(x) for name, x in here.items()}
+
+
+def _one_copy(slot: ArraySlot) -> Any:
+    x = slot.read()
+    if not isinstance(x, jax.Array) or not slot.shape or x.size == 0:
+        return x.addressable_data(0) if isinstance(x, jax.Array) else x
+    if x.is_fully_replicated:
+        return x.addressable_data(0)
+    if x.is_fully_addressable:
+        return x
+    raise CheckpointError(
+        f"checkpoint: {slot.label!r} is spread over several processes as {x.sharding}, "
+        "and this one does not have all of it. Gather it first."
+    )
+
+
+def encode(value: Any, name: str) -> Any:
+    """`value` as JSON holds it, bytes and arrays included.
+
+    Raises:
+        TypeError: If it has other parts; `name` says whose it is.
+    """
+    if isinstance(value, np.ndarray | np.generic | jax.Array):
+        stream = io.BytesIO()
+        np.save(stream, np.asarray(value), allow_pickle=False)
+        kind = "scalar" if isinstance(value, np.generic) else "array"
+        return {kind: base64.b64encode(stream.getvalue()).decode()}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, bytes):
+        return {"bytes": base64.b64encode(value).decode()}
+    if isinstance(value, list):
+        return [encode(x, name) for x in value]
+    if isinstance(value, tuple):
+        return {"tuple": [encode(x, name) for x in value]}
+    if isinstance(value, dict):
+        return {"dict": [[encode(k, name), encode(v, name)] for k, v in value.items()]}
+    raise TypeError(
+        f"Checkpoint: the state of {name} has a {type(value).__name__}, which cannot "
+        "be saved. Expected dicts, lists, tuples, numbers, strings, bytes and arrays."
+    )
+
+
+def decode(value: Any) -> Any:
+    """What `encode` was given."""
+    if isinstance(value, list):
+        return [decode(x) for x in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind == "tuple":
+        return tuple(decode(x) for x in content)
+    if kind == "dict":
+        return {decode(k): decode(v) for k, v in content}
+    data = base64.b64decode(content)
+    if kind == "bytes":
+        return data
+    array = np.load(io.BytesIO(data), allow_pickle=False)
+    return array[()] if kind == "scalar" else array
+
+
+def same_state(a: Any, b: Any) -> bool:
+    """Whether two encoded states are equal, not a number included."""
+    return json.dumps(a) == json.dumps(b)

@@ -1,0 +1,1 @@
+"""Clusters: their description, processes, agreement and end."""

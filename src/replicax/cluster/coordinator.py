@@ -1,0 +1,96 @@
+"""JAX's coordination service, in a small process of its own beside worker 0.
+
+Within worker 0 it would die with it, and JAX aborts every process whose coordination
+service is gone: nobody could say who was missing. Beside it, the service outlives
+worker 0 by as long as the others need to notice and to say so.
+"""
+
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+__all__ = ["serve", "start", "stop", "stop_soon"]
+
+_SOON_SECONDS = 5.0
+_READY = b"ready\n"
+
+
+def start(
+    port: int, num_processes: int, linger_seconds: float
+) -> "subprocess.Popen[bytes]":
+    """Start the service's process and wait until it listens.
+
+    Args:
+        port: Where it listens, on all of this machine's addresses.
+        num_processes: Number of processes that will connect.
+        linger_seconds: How long it serves on when this process has died.
+
+    Raises:
+        OSError: If it could not be started, with what it printed.
+    """
+    arguments = [str(port), str(num_processes), str(linger_seconds)]
+    process = subprocess.Popen(
+        # As a file: the package would import Keras. -P: its siblings stay out of reach.
+        [sys.executable, "-P", __file__, *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    stdout = process.stdout
+    if stdout is None or stdout.readline() != _READY:
+        process.kill()
+        raise OSError(
+            f"the coordination service could not be started on port {port}; exit "
+            f"status {process.wait()}"
+        )
+    stdout.close()
+    return process
+
+
+def stop(process: "subprocess.Popen[bytes]") -> None:
+    """End the service."""
+    if process.stdin is not None:
+        process.stdin.write(b"end\n")
+        process.stdin.close()
+    try:
+        process.wait(timeout=5)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def stop_soon(process: "subprocess.Popen[bytes]") -> None:
+    """Let the service end when the others have read the last message in it."""
+    if process.stdin is not None:
+        process.stdin.write(b"soon\n")
+        process.stdin.flush()
+
+
+def serve(arguments: Sequence[str]) -> None:
+    """What the process does: serve until worker 0 says so, or has been dead a while."""
+    port, num_processes, linger_seconds = arguments
+    # A signal for all of a terminal's or a group's processes is for worker 0 to act on.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    # JAX itself would take a second to import.
+    service_of = importlib.import_module("jaxlib._jax").get_distributed_runtime_service
+
+    # Far beyond the workers' own deadlines: they say more than JAX's abort does.
+    timeouts = {"heartbeat_timeout": 24 * 3600, "shutdown_timeout": 10}
+    service = service_of(f"[::]:{port}", int(num_processes), **timeouts)
+    sys.stdout.buffer.write(_READY)
+    sys.stdout.close()
+    last_word = sys.stdin.buffer.readline()
+    if last_word != b"end\n":
+        time.sleep(_SOON_SECONDS if last_word else float(linger_seconds))
+    service.shutdown()
+    # Open calls of dead workers would keep the service's destructor waiting.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1:])

@@ -1,0 +1,344 @@
+"""Joining the other workers, and leaving them in good order."""
+
+import atexit
+import contextlib
+import functools
+import logging
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+import jax
+
+from replicax.cluster import coordinator, workers
+from replicax.cluster.addresses import parse_address
+from replicax.cluster.deadlines import Deadlines
+from replicax.cluster.failure import ExitCode, FailureReport
+from replicax.cluster.spec import ClusterSpec
+from replicax.cluster.store import Store, StoreError
+from replicax.cluster.watch import Watch, end_process
+from replicax.cluster.workers import Workers
+from replicax.errors import ClusterConfigError, ClusterError, ClusterMismatchError
+
+__all__ = ["join"]
+
+_REMIND_SECONDS = 10.0
+_JAX_TIMEOUT = 24 * 3600  # Ours are shorter and say who is missing.
+_logger = logging.getLogger("replicax")
+_joined: tuple[Any, Workers] | None = None
+_services: list[Any] = []  # Worker 0's coordination service.
+
+
+def join(
+    cluster: ClusterSpec, index: int, deadlines: Deadlines, description: str
+) -> Workers:
+    """Meet the other workers of a cluster; once in a process.
+
+    Args:
+        cluster: Whose chief and workers train together.
+        index: This process' place among them.
+        deadlines: How long to wait for what.
+        description: Where the cluster was described, for messages.
+
+    Raises:
+        ClusterError: If somebody is not there by the start-up deadline.
+        ClusterConfigError: If this worker's port is taken, or this process is in
+            another cluster already.
+        RuntimeError: If JAX has started its devices before.
+    """
+    global _joined
+    key = (cluster, index)
+    if _joined is not None:
+        if _joined[0] != key:
+            raise ClusterConfigError(
+                f"this process has joined the cluster {_joined[0][0]!r} and cannot "
+                f"join {cluster!r} as well. Start another process for it."
+            )
+        return _joined[1]
+    tasks = cluster.workers
+    names = [task.name for task in tasks]
+    addresses = [task.address for task in tasks]
+    if jax.distributed.is_initialized():
+        _check_order(names, index, description)
+    else:
+        _connect(names, addresses, index, deadlines)
+    members = Workers(
+        names,
+        addresses,
+        index,
+        store=Store.of_this_process(),
+        deadlines=deadlines,
+    )
+    workers.set_current(members)
+    _joined = (key, members)
+    if members.watch is not None:
+        for service in _services:
+            members.watch.before_end.append(
+                functools.partial(coordinator.stop_soon, service)
+            )
+        members.watch.start()
+        _report_exceptions(members, members.watch)
+        atexit.register(_leave, members, members.watch)
+    return members
+
+
+def join_detected(deadlines: Deadlines) -> Workers | None:
+    """Join the cluster that JAX itself finds here; None if it finds none."""
+    if not jax.distributed.is_initialized():
+        try:
+            jax.distributed.initialize(
+                initialization_timeout=int(deadlines.start_up),
+                heartbeat_timeout_seconds=_JAX_TIMEOUT,
+            )
+        except ValueError:  # JAX's way to say that it found none.
+            return None
+    count = jax.process_count()
+    if count == 1:
+        return None
+    # Addresses are JAX's secret: the spec only gives the workers names.
+    cluster = ClusterSpec({"worker": [f"process-{i}:0" for i in range(count)]})
+    return join(cluster, jax.process_index(), deadlines, "JAX")
+
+
+def _check_order(names: Sequence[str], index: int, description: str) -> None:
+    here = (jax.process_count(), jax.process_index())
+    if here != (len(names), index):
+        raise ClusterConfigError(
+            f"jax.distributed.initialize was called for process {here[1]} of {here[0]},"
+            f" but {description} says process {index} of {len(names)} "
+            f"({', '.join(names)}). Leave the call out, or make them agree."
+        )
+
+
+def _connect(
+    names: Sequence[str], addresses: Sequence[str], index: int, deadlines: Deadlines
+) -> None:
+    _check_devices_not_started()
+    # JAX would swallow SIGTERM from now on, to tell others of a preemption.
+    jax.config.update("jax_enable_preemption_service", False)
+    extra = {}
+    with _presence(addresses, index):
+        if index == 0:
+            service = coordinator.start(
+                parse_address(addresses[0]).port,
+                len(names),
+                linger_seconds=deadlines.heartbeat + 10,
+            )
+            atexit.register(coordinator.stop, service)
+            _services.append(service)
+            # Process 0 starts a service whatever we say. Nobody will connect to it.
+            extra["coordinator_bind_address"] = "localhost:0"
+        _initialize(names, addresses, index, deadlines, extra)
+
+
+def _initialize(
+    names: Sequence[str],
+    addresses: Sequence[str],
+    index: int,
+    deadlines: Deadlines,
+    extra: dict[str, Any],
+) -> None:
+    """Connect in a thread, so that this one can say who is missing."""
+    outcome: list[BaseException | None] = []
+
+    def connect() -> None:
+        try:
+            jax.distributed.initialize(
+                addresses[0],
+                len(names),
+                index,
+                cluster_detection_method="deactivate",
+                initialization_timeout=_JAX_TIMEOUT,
+                heartbeat_timeout_seconds=_JAX_TIMEOUT,
+                shutdown_timeout_seconds=10,
+                **extra,
+            )
+            outcome.append(None)
+        except BaseException as error:  # noqa: BLE001 - raised by who waits
+            outcome.append(error)
+
+    thread = threading.Thread(target=connect, name="replicax-connect", daemon=True)
+    thread.start()
+    begin, remind_at = time.monotonic(), _REMIND_SECONDS
+    while not outcome:
+        thread.join(timeout=min(1.0, deadlines.start_up / 5))
+        waited = time.monotonic() - begin
+        if outcome or waited < min(remind_at, deadlines.start_up):
+            continue
+        remind_at += _REMIND_SECONDS
+        absent = _absent(names, addresses, index)
+        if waited >= deadlines.start_up:
+            raise ClusterError(
+                f"{names[index]}: {absent or 'a worker'} did not come within "
+                f"{deadlines.start_up:.0f} s. Start the same script there with the same"
+                " cluster, see that its port can be reached from here, or give it more "
+                "time (startup_timeout_seconds)."
+            )
+        _logger.warning(
+            "%s has waited %.0f s for %s; at most %.0f s more",
+            names[index],
+            waited,
+            absent or "the others, which are all there, to begin",
+            deadlines.start_up - waited,
+        )
+    if outcome[0] is not None:
+        raise outcome[0]
+
+
+def _absent(names: Sequence[str], addresses: Sequence[str], index: int) -> str:
+    """The workers that do not answer at their addresses."""
+    return ", ".join(
+        f"{name} ({address})"
+        for i, (name, address) in enumerate(zip(names, addresses, strict=True))
+        if i != index and not _answers(address)
+    )
+
+
+def _answers(address: str) -> bool:
+    with contextlib.suppress(OSError):
+        host, port = parse_address(address)
+        socket.create_connection((host, port), timeout=1.0).close()
+        return True
+    return False
+
+
+@contextlib.contextmanager
+def _presence(addresses: Sequence[str], index: int) -> Iterator[None]:
+    """Take this worker's port while it waits, so that others see it is there.
+
+    Worker 0's is that of the coordination service, which must find it free.
+    """
+    address = addresses[index]
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    try:
+        listener = socket.create_server(
+            ("", parse_address(address).port),
+            family=family,
+            dualstack_ipv6=family == socket.AF_INET6,
+        )
+    except OSError as error:
+        raise ClusterConfigError(
+            f"this worker's address is {address}, but its port cannot be used: "
+            f"{error.strerror}. Another program, or another start of the same task, "
+            "has it. End that, or give this task another port on all workers."
+        ) from error
+    if index == 0:
+        listener.close()
+        yield
+        return
+    with listener:
+        yield
+
+
+def _check_devices_not_started() -> None:
+    try:
+        # Harmless before the devices are started, refused afterwards.
+        name = "jax_num_cpu_devices"
+        jax.config.update(name, getattr(jax.config, name))
+    except RuntimeError as error:
+        raise RuntimeError(
+            "MultiWorkerMirroredStrategy: JAX has already started this process' "
+            "devices alone. Create the strategy at the top of the script, before "
+            "any array, model, dataset on a device or other strategy."
+        ) from error
+
+
+def _report_exceptions(members: Workers, watch: Watch) -> None:
+    """Make an exception that ends this script end the other workers', too."""
+    previous = sys.excepthook
+
+    def hook(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        previous(kind, error, trace)
+        if isinstance(error, KeyboardInterrupt):
+            watch.fail(_interrupted(members))
+        if _is_about_a_peer(error):
+            # Another worker's end, probably: the watch will know more and end this
+            # process before this wait is over.
+            time.sleep(members.deadlines.heartbeat + 3)
+        watch.fail(_failure(members.name, watch, error, trace))
+
+    sys.excepthook = hook
+
+
+def _is_about_a_peer(error: BaseException) -> bool:
+    """Whether an exception may come of a worker that is gone."""
+    if isinstance(error, ClusterError):
+        return isinstance(error.__cause__, StoreError)
+    text = str(error).lower()
+    return isinstance(error, jax.errors.JaxRuntimeError) and any(
+        word in text for word in ("gloo", "nccl", "connection", "socket", "coordinat")
+    )
+
+
+def _failure(
+    name: str, watch: Watch, error: BaseException, trace: TracebackType | None
+) -> FailureReport:
+    lost = isinstance(error, ClusterError) and not isinstance(
+        error, ClusterMismatchError
+    )
+    mismatch = isinstance(error, ClusterMismatchError)
+    return FailureReport(
+        task=name,
+        culprit=name,
+        kind="lost" if lost else "mismatch" if mismatch else "exception",
+        message=f"{name} raised {type(error).__name__}: {error}",
+        exit_code=int(ExitCode.RETRY if lost else ExitCode.FAILED),
+        traceback="".join(traceback.format_exception(type(error), error, trace)),
+        steps=watch.steps,
+    )
+
+
+def _interrupted(members: Workers) -> FailureReport:
+    return FailureReport(
+        task=members.name,
+        culprit=members.name,
+        kind="exception",
+        message=f"{members.name} was interrupted (KeyboardInterrupt)",
+        exit_code=int(ExitCode.FAILED),
+    )
+
+
+def _leave(members: Workers, watch: Watch) -> None:
+    """Wait for the others' scripts to end, so that nobody's steps lack this worker."""
+    watch.leave()
+    deadline = time.monotonic() + members.deadlines.shutdown
+    remind_at = time.monotonic() + _REMIND_SECONDS
+    while True:
+        running = [sign.full_name for sign in watch.signs if not sign.has_left]
+        if not running:
+            break
+        now = time.monotonic()
+        if now > deadline:
+            _end_unaccompanied(members, running)
+        if now > remind_at:
+            remind_at = now + _REMIND_SECONDS
+            _logger.warning(
+                "%s is done and waits for %s; at most %.0f s more",
+                members.name,
+                ", ".join(running),
+                deadline - now,
+            )
+        time.sleep(0.05)
+    watch.close()
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        jax.distributed.shutdown()
+
+
+def _end_unaccompanied(members: Workers, running: Sequence[str]) -> None:
+    end_process(
+        FailureReport(
+            task=members.name,
+            culprit=running[0].split(" ")[0],
+            kind="lost",
+            message=f"{', '.join(running)} did not come to the end of the script within"
+            f" {members.deadlines.shutdown:.0f} s (shutdown_timeout_seconds).",
+            exit_code=int(ExitCode.RETRY),
+        )
+    )

@@ -1,0 +1,149 @@
+"""Run all tasks of a cluster on this machine, again after failures that may pass."""
+
+import contextlib
+import dataclasses
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+from replicax.cluster.attempt import ClusterCommand, run_attempt
+from replicax.cluster.console import TaskConsole
+from replicax.cluster.failure import ExitCode
+from replicax.cluster.outcome import (
+    Failure,
+    Outcome,
+    back_off,
+    crash_loop,
+    exit_status,
+    kind,
+)
+
+__all__ = ["ATTEMPT", "launch"]
+
+ATTEMPT = "REPLICAX_ATTEMPT"
+"""Environment variable of a task: 0, then one more with each restart."""
+
+_CRASH_LOOP = "retryable, but three attempts in a row got no further: a crash loop"
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_TICK_S = 0.1
+
+
+def launch(
+    command: ClusterCommand,
+    *,
+    max_restarts: int = 3,
+    backoff_seconds: float = 1.0,
+) -> int:
+    """Run a cluster's tasks until they are done, or have failed for good.
+
+    All are started again when one fails with a retryable exit code, see `ExitCode`.
+    SIGINT, SIGTERM and SIGHUP go on to the tasks, and nothing is started again; a
+    second SIGINT kills the tasks. Must be called in the main thread.
+
+    Args:
+        command: What to run.
+        max_restarts: How often to start again.
+        backoff_seconds: The wait before the first restart; it doubles from then on, up
+            to a minute.
+
+    Returns:
+        The exit status of the task that failed first, 128 and the signal's number if a
+        signal ended it; 0 if none did.
+    """
+    console = TaskConsole(command.names)
+    outcomes: list[Outcome] = []
+    with received_signals() as signals:
+        while True:
+            attempt = dataclasses.replace(
+                command,
+                environment={**command.environment, ATTEMPT: str(len(outcomes))},
+            )
+            outcomes.append(run_attempt(attempt, console, signals))
+            reason = _reason_to_stop(outcomes, max_restarts)
+            if reason is None:
+                wait = back_off(len(outcomes) - 1, backoff_seconds)
+                _announce(console, outcomes, max_restarts, wait)
+                if _sleep(wait, signals):
+                    continue
+                reason = "a signal came before the restart"
+            return _finish(console, outcomes, reason)
+
+
+@contextlib.contextmanager
+def received_signals() -> Iterator[list[int]]:
+    """Take the signals that ask a process to end into a list, while in the context.
+
+    A signal that this process ignores, as SIGHUP under nohup, stays ignored.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError(
+            "launch: signals reach the main thread only, and this is "
+            f"{threading.current_thread().name}. Call it in the main thread."
+        )
+    received: list[int] = []
+    before = {}
+    try:
+        for number in _SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                before[number] = signal.signal(number, lambda n, _: received.append(n))
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _reason_to_stop(outcomes: list[Outcome], max_restarts: int) -> str | None:
+    """Why the last attempt is the last one; None: it is not."""
+    failure = outcomes[-1].failure
+    if failure is None:
+        return "done"
+    if outcomes[-1].signal is not None:
+        return f"after {signal.Signals(outcomes[-1].signal).name}"
+    if kind(failure) == "permanent":
+        return "permanent: another attempt would fail again"
+    if crash_loop(outcomes):
+        return _CRASH_LOOP
+    if len(outcomes) > max_restarts:
+        return "retryable, but no restart is left"
+    return None
+
+
+def _announce(
+    console: TaskConsole, outcomes: list[Outcome], max_restarts: int, wait: float
+) -> None:
+    failure = outcomes[-1].failure
+    assert failure is not None
+    console.say(
+        f"{failure.message} Restart {len(outcomes)} of {max_restarts} in {wait:.1f} s."
+    )
+
+
+def _sleep(seconds: float, signals: list[int]) -> bool:
+    """Whether the time passed without a signal."""
+    end = time.monotonic() + seconds
+    while not signals and (left := end - time.monotonic()) > 0:
+        time.sleep(min(left, _TICK_S))
+    return not signals
+
+
+def _finish(console: TaskConsole, outcomes: list[Outcome], reason: str) -> int:
+    num_restarts = len(outcomes) - 1
+    failure = outcomes[-1].failure
+    if failure is None:
+        if num_restarts:
+            console.say(f"All tasks are done, after {num_restarts} restarts.")
+        return ExitCode.DONE
+    first = outcomes[0].failure
+    if reason == _CRASH_LOOP and first is not None:
+        console.say(f"The first failure of the first attempt:\n{_describe(first)}")
+    console.say(
+        f"{failure.task} failed first, with exit code "
+        f"{exit_status(failure.exit_code)} ({reason}), after {num_restarts} restarts. "
+        f"{failure.message}"
+    )
+    return exit_status(failure.exit_code)
+
+
+def _describe(failure: Failure) -> str:
+    return f"{failure.message}\n{failure.traceback or ''}".rstrip()

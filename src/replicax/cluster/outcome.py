@@ -1,0 +1,147 @@
+"""How one attempt to run a cluster ended: who failed first, and whether to go on."""
+
+import dataclasses
+import itertools
+import random
+import signal
+from collections.abc import Sequence
+
+from replicax.cluster.failure import FailureReport, is_retryable
+
+__all__ = ["Failure", "Outcome", "back_off", "crash_loop", "exit_status"]
+
+_MAX_BACK_OFF_S = 60.0
+_FRUITLESS = 3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Failure:
+    """The task that failed first in an attempt.
+
+    Attributes:
+        task: Its name.
+        exit_code: Its exit status; negative for a signal.
+        message: What happened, in full sentences.
+        traceback: Its Python traceback, where it has left one.
+    """
+
+    task: str
+    exit_code: int
+    message: str
+    traceback: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How an attempt ended.
+
+    Attributes:
+        failure: The first failure; None if all tasks are done.
+        progress: The last step that any task is known to have finished; -1: none is.
+        signal: The signal that asked the launcher to end, if one did.
+    """
+
+    failure: Failure | None
+    progress: int = -1
+    signal: int | None = None
+
+
+def exit_status(exit_code: int) -> int:
+    """A process' exit code as a shell has it: 128 and the signal's number for signals.
+
+    Example:
+        >>> exit_status(-9), exit_status(1)
+        (137, 1)
+    """
+    return 128 - exit_code if exit_code < 0 else exit_code
+
+
+def first_failure(
+    exits: Sequence[tuple[str, int]], reports: Sequence[FailureReport]
+) -> Failure | None:
+    """Which task failed first: the rest is mostly a consequence of that.
+
+    Args:
+        exits: The tasks that ended with a code that is not 0 by themselves, in the
+            order in which they ended.
+        reports: What tasks have reported, the earliest first.
+    """
+    for report in reports:
+        # A preempted task has not failed, but was asked to end, perhaps by a launcher
+        # that had seen another one fail.
+        if report.culprit == report.task and report.kind != "preempted":
+            return Failure(
+                task=report.task,
+                exit_code=report.exit_code,
+                message=f"{report.task} failed: {report.message}",
+                traceback=report.traceback,
+            )
+    if not exits:
+        return None
+    task, exit_code = exits[0]
+    own = next((report for report in reports if report.task == task), None)
+    return Failure(
+        task=task,
+        exit_code=exit_code,
+        message=describe_exit(task, exit_code, own),
+        traceback=own.traceback if own else None,
+    )
+
+
+def describe_exit(
+    task: str, exit_code: int, report: FailureReport | None = None
+) -> str:
+    """What happened to a task, in full sentences."""
+    if report is not None:
+        return f"{task} ended with exit code {exit_code}: {report.message}"
+    if exit_code >= 0:
+        return f"{task} ended with exit code {exit_code}."
+    try:
+        name = signal.Signals(-exit_code).name
+    except ValueError:  # A real-time signal.
+        name = f"signal {-exit_code}"
+    guess = " (out of memory?)" if -exit_code == signal.SIGKILL else ""
+    return f"{task} was killed by {name}{guess}."
+
+
+def kind(failure: Failure) -> str:
+    """Whether another attempt may end otherwise: `"retryable"` or `"permanent"`."""
+    return "retryable" if is_retryable(failure.exit_code) else "permanent"
+
+
+def progress(reports: Sequence[FailureReport]) -> int:
+    """The last step that any task is known to have finished; -1: none is."""
+    return max((step for r in reports for step in r.steps.values()), default=-1)
+
+
+def crash_loop(outcomes: Sequence[Outcome]) -> bool:
+    """Whether three attempts in a row got no further than the one before each.
+
+    Example:
+        >>> outcomes = [Outcome(failure=None, progress=p) for p in (7, 9, 9, 8, 8)]
+        >>> crash_loop(outcomes), crash_loop(outcomes[:-1])
+        (True, False)
+    """
+    last = [outcome.progress for outcome in outcomes[-_FRUITLESS - 1 :]]
+    return len(last) > _FRUITLESS and all(
+        after <= before for before, after in itertools.pairwise(last)
+    )
+
+
+def back_off(restart: int, base_seconds: float) -> float:
+    """How long to wait before a restart, in seconds.
+
+    Doubles from restart to restart up to a minute. A random part keeps jobs that failed
+    together from coming back together.
+
+    Args:
+        restart: 0 for the first one.
+        base_seconds: The wait before that, but for the random part.
+
+    Example:
+        >>> 0.75 <= back_off(0, 1.0) <= 1.25, back_off(50, 1.0) <= 60
+        (True, True)
+    """
+    # The bound of the exponent: a float has an end.
+    wait = base_seconds * 2.0 ** min(restart, 60) * random.uniform(0.75, 1.25)
+    return min(wait, _MAX_BACK_OFF_S)

@@ -1,0 +1,151 @@
+"""Where the tasks of a cluster go on this machine: names, ports, cores, TF_CONFIG."""
+
+import json
+import os
+import random
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+__all__ = ["JOBS", "check_tasks", "divide_cores", "free_ports", "task_names"]
+
+JOBS = ("chief", "worker", "ps", "evaluator")
+"""The jobs a cluster may have, in the order in which its tasks are listed."""
+
+_SINGLE = ("chief", "evaluator")
+_FIRST_PORT = 15000
+_EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_FIRST_EPHEMERAL_PORT = 32768  # Linux' default, and below that of macOS.
+
+
+def check_tasks(num_tasks: Mapping[str, int], caller: str) -> dict[str, int]:
+    """The number of tasks of each job that has any, in the order of `JOBS`.
+
+    Args:
+        num_tasks: Number of tasks by job.
+        caller: The public call to name in errors.
+
+    Raises:
+        ValueError: For an unknown job, a count that is no number of tasks, or no task.
+
+    Example:
+        >>> check_tasks({"ps": 1, "worker": 2, "chief": 0}, "run")
+        {'worker': 2, 'ps': 1}
+    """
+    for job, count in num_tasks.items():
+        if job not in JOBS:
+            raise ValueError(
+                f"{caller}: there is no job {job!r}; the jobs are {', '.join(JOBS)}."
+            )
+        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+            raise ValueError(
+                f"{caller}: the number of {job} tasks must be 0 or more; got {count!r}."
+            )
+        if job in _SINGLE and count > 1:
+            raise ValueError(f"{caller}: a cluster has one {job} at most; got {count}.")
+    if not any(num_tasks.values()):
+        raise ValueError(f"{caller}: the cluster has no tasks; got {dict(num_tasks)}.")
+    return {job: num_tasks[job] for job in JOBS if num_tasks.get(job)}
+
+
+def task_names(num_tasks: Mapping[str, int]) -> list[str]:
+    """The tasks' names.
+
+    Example:
+        >>> task_names({"worker": 2, "evaluator": 1})
+        ['worker:0', 'worker:1', 'evaluator:0']
+    """
+    return [f"{job}:{i}" for job, count in num_tasks.items() for i in range(count)]
+
+
+def tf_configs(num_tasks: Mapping[str, int]) -> dict[str, str]:
+    """A `TF_CONFIG` for each task, with an address on a free port for each.
+
+    The evaluator is a task, but no member of the cluster: nobody talks to it.
+    """
+    members = {job: count for job, count in num_tasks.items() if job != "evaluator"}
+    ports = iter(free_ports(sum(members.values())))
+    cluster = {
+        job: [f"localhost:{next(ports)}" for _ in range(count)]
+        for job, count in members.items()
+    }
+    return {
+        f"{job}:{index}": json.dumps(
+            {"cluster": cluster, "task": {"type": job, "index": index}}
+        )
+        for job, count in num_tasks.items()
+        for index in range(count)
+    }
+
+
+def free_ports(count: int) -> list[int]:
+    """Different TCP ports on which nobody listens.
+
+    They lie below those that the system gives to outgoing connections, so that none of
+    these takes a port before its task does.
+
+    Args:
+        count: How many.
+
+    Raises:
+        RuntimeError: If there are not so many.
+
+    Example:
+        >>> len(set(free_ports(3)))
+        3
+    """
+    ports: list[int] = []
+    for port in _candidate_ports():
+        if len(ports) == count:
+            return ports
+        if _is_free(port):
+            ports.append(port)
+    raise RuntimeError(
+        f"This machine has {len(ports)} free TCP ports from {_FIRST_PORT} up to those "
+        f"of outgoing connections; {count} are needed."
+    )
+
+
+def _candidate_ports() -> Iterator[int]:
+    try:
+        end = int(_EPHEMERAL_RANGE.read_text().split()[0])
+    except FileNotFoundError:  # Not on Linux.
+        end = _FIRST_EPHEMERAL_PORT
+    # At random: clusters that start at the same time look at different ports.
+    candidates = range(_FIRST_PORT, max(end, _FIRST_PORT + 1000))
+    yield from random.SystemRandom().sample(candidates, len(candidates))
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as listener:
+        try:
+            listener.bind(("", port))
+        except OSError:
+            return False
+    return True
+
+
+def divide_cores(names: Sequence[str], per_task: int) -> dict[str, list[int]]:
+    """Cores of this process, so many for each task and none twice.
+
+    Raises:
+        ValueError: If there are too few cores, or `per_task` is not positive.
+        RuntimeError: On a system that cannot pin processes to cores.
+    """
+    if per_task < 1:
+        raise ValueError(f"There must be at least 1 core per worker; got {per_task}.")
+    if not hasattr(os, "sched_getaffinity"):
+        raise RuntimeError(
+            "This system cannot pin processes to cores; Linux can. Leave the cores per "
+            "worker out."
+        )
+    cores = sorted(os.sched_getaffinity(0))
+    needed = len(names) * per_task
+    if needed > len(cores):
+        raise ValueError(
+            f"{len(names)} workers with {per_task} cores each need {needed} cores; "
+            f"this process may use {len(cores)}."
+        )
+    return {
+        name: cores[i * per_task : (i + 1) * per_task] for i, name in enumerate(names)
+    }

@@ -1,0 +1,315 @@
+"""The tasks of a cluster as processes of this machine, of which none is left behind."""
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+__all__ = ["OnOutput", "Task", "TaskProcesses"]
+
+OnOutput = Callable[[str, bytes], None]
+"""Takes a task's name and what it has written; nothing (`b""`) at the end of it."""
+
+_BOOTSTRAP = Path(__file__).with_name("bootstrap.py")
+_PYTHON = (sys.executable, "-I", "-S", str(_BOOTSTRAP))
+
+_TICK_S = 0.02  # How often to look whether a task has ended.
+_DRAIN_S = 1.0  # A process that left the task's group may keep its output open.
+_KILL_S = 10.0  # The kernel takes its time to end a large process.
+_CHUNK_BYTES = 1 << 16
+
+
+class Task:
+    """One task: a process with a session and process group of its own.
+
+    Attributes:
+        name: Such as `"worker:1"`.
+        pid: The process' id, which is its group's too.
+        exit_code: None while it runs; then its exit status, negative for the signal
+            that ended it. It is set once all output of the task has been taken.
+    """
+
+    def __init__(self, name: str, process: subprocess.Popen[bytes]) -> None:
+        self.name = name
+        self.pid = process.pid
+        self.exit_code: int | None = None
+        self._process = process
+        self._lock = threading.Lock()
+        self._ended_at: float | None = None
+
+    def __repr__(self) -> str:
+        state = "running" if self.exit_code is None else f"exit code {self.exit_code}"
+        return f"<{self.name}: process {self.pid}, {state}>"
+
+    def terminate(self) -> None:
+        """Ask the task to end (SIGTERM). Its own children are its affair."""
+        self.signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End the task and all processes of its group at once (SIGKILL)."""
+        self._signal_group(signal.SIGKILL)
+
+    def stop(self) -> None:
+        """Freeze the task and its group (SIGSTOP), as a machine that hangs."""
+        self._signal_group(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let a frozen task go on (SIGCONT)."""
+        self._signal_group(signal.SIGCONT)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the task's process, if it runs still."""
+        with self._lock:
+            if self._ended_at is None:
+                os.kill(self.pid, number)
+
+    def _signal_group(self, number: int) -> None:
+        # The lock: once the process is reaped, its id may be that of another one.
+        with self._lock:
+            if self._ended_at is None:
+                self._kill_group(number)
+
+    def _kill_group(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, number)
+
+    def poll(self) -> bool:
+        """Whether the process has ended; what it left in its group is killed then."""
+        with self._lock:
+            if self._ended_at is None and self._process.poll() is not None:
+                self._kill_group(signal.SIGKILL)
+                self._ended_at = time.monotonic()
+            return self._ended_at is not None
+
+    def settle(self, output: IO[bytes]) -> bool:
+        """Set the exit code, if the task has ended and its output too.
+
+        Args:
+            output: The task's output, which is closed where a process that has left
+                the group would keep it open for ever.
+        """
+        if not self.poll() or self._ended_at is None:
+            return False
+        if not output.closed and time.monotonic() < self._ended_at + _DRAIN_S:
+            return False
+        self.exit_code = self._process.returncode
+        return True
+
+
+class TaskProcesses:
+    """A cluster's tasks as processes: a context manager that starts and ends them.
+
+    One thread takes the output of all, and sees them end. A guard process kills them
+    if this process dies.
+
+    Args:
+        commands: The program and its arguments for each task, by name.
+        environments: The whole environment of each task, by name.
+        on_output: Called, from the thread, with what the tasks write to stdout and
+            stderr.
+        cores: The cores that each task is pinned to; tasks that are not in it may use
+            all.
+
+    Attributes:
+        tasks: The tasks by name, once the context is entered.
+    """
+
+    def __init__(
+        self,
+        commands: Mapping[str, Sequence[str]],
+        environments: Mapping[str, Mapping[str, str]],
+        *,
+        on_output: OnOutput,
+        cores: Mapping[str, Sequence[int]] | None = None,
+    ) -> None:
+        self.tasks: dict[str, Task] = {}
+        self._commands = commands
+        self._environments = environments
+        self._on_output = on_output
+        self._cores = cores or {}
+        self._outputs: dict[str, IO[bytes]] = {}
+        self._changed = threading.Condition()
+        self._error: BaseException | None = None
+        self._selector = selectors.DefaultSelector()
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._announce: int | None = None
+        self._thread = threading.Thread(
+            target=self._watch, name="replicax-processes", daemon=True
+        )
+
+    def __enter__(self) -> "TaskProcesses":
+        try:
+            self._start_guard()
+            for name in self._commands:
+                self._start(name)
+            self._thread.start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _start_guard(self) -> None:
+        announcements, self._announce = os.pipe()
+        try:
+            self._guard = subprocess.Popen(
+                [*_PYTHON, "guard", str(announcements)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                pass_fds=(announcements,),
+                start_new_session=True,
+                bufsize=0,
+            )
+        finally:
+            os.close(announcements)
+
+    def _start(self, name: str) -> None:
+        guard = self._announce
+        assert guard is not None
+        cores = ",".join(map(str, self._cores.get(name, ())))
+        process = subprocess.Popen(
+            [*_PYTHON, str(guard), str(os.getpid()), cores, *self._commands[name]],
+            env=dict(self._environments[name]),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            pass_fds=(guard,),
+            start_new_session=True,
+            bufsize=0,
+        )
+        self._tell_guard(b"+%d\n" % process.pid)
+        self.tasks[name] = Task(name, process)
+        output = process.stdout
+        assert output is not None
+        self._outputs[name] = output
+        self._selector.register(output, selectors.EVENT_READ, name)
+
+    @property
+    def running(self) -> list[str]:
+        """The names of the tasks that have not ended."""
+        return [name for name, task in self.tasks.items() if task.exit_code is None]
+
+    def wait_until(
+        self, reached: Callable[[], bool], timeout_seconds: float | None = None
+    ) -> bool:
+        """Wait until `reached()`, which is asked whenever output comes or a task ends.
+
+        Args:
+            reached: The condition; must be quick.
+            timeout_seconds: How long at most; None: no limit.
+
+        Returns:
+            Whether it was reached.
+
+        Raises:
+            BaseException: What `on_output` raised.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._error or reached(), timeout_seconds)
+            if self._error is not None:
+                raise self._error
+            return reached()
+
+    def close(self) -> None:
+        """Kill what runs, and wait for its end. Nothing is left afterwards.
+
+        Raises:
+            RuntimeError: If a process does not end though it was killed.
+        """
+        try:
+            for task in self.tasks.values():
+                task.kill()
+            if self._thread.ident is not None:
+                self._thread.join(_KILL_S)
+            if self._thread.ident is None or self._error is not None:
+                self._on_output = _discard
+                self._watch_all()
+        finally:
+            self._dismiss_guard()
+        if self._thread.is_alive():
+            raise RuntimeError(
+                f"{', '.join(self.running)} did not end within {_KILL_S:.0f} s of "
+                "SIGKILL: the system holds them, perhaps in a file system or driver."
+            )
+        self._selector.close()
+
+    def _dismiss_guard(self) -> None:
+        # It kills what it still knows of: nothing, but for a process that started while
+        # an exception came in between.
+        if self._announce is not None:
+            os.close(self._announce)
+            self._announce = None
+        if self._guard is None or self._guard.stdin is None:
+            return
+        self._guard.stdin.close()
+        try:
+            self._guard.wait(_KILL_S)
+        except subprocess.TimeoutExpired:
+            self._guard.kill()
+            self._guard.wait()
+
+    def _tell_guard(self, message: bytes) -> None:
+        if self._guard is None or self._guard.stdin is None:
+            return
+        with contextlib.suppress(BrokenPipeError, ValueError):
+            self._guard.stdin.write(message)
+
+    def _watch(self) -> None:
+        try:
+            self._watch_all()
+        except BaseException as error:  # noqa: BLE001 - `wait_until` raises it.
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _watch_all(self) -> None:
+        while running := self.running:
+            events = self._selector.select(_TICK_S)
+            for key, _ in events:
+                self._read(key.data)
+            ended = [name for name in running if self._settle(name)]
+            if events or ended:
+                with self._changed:
+                    self._changed.notify_all()
+
+    def _settle(self, name: str) -> bool:
+        task, output = self.tasks[name], self._outputs[name]
+        if not task.settle(output):
+            return False
+        self._end_output(name)
+        self._tell_guard(b"-%d\n" % task.pid)
+        return True
+
+    def _read(self, name: str) -> None:
+        chunk = os.read(self._outputs[name].fileno(), _CHUNK_BYTES)
+        if chunk:
+            self._on_output(name, chunk)
+        else:
+            self._end_output(name)
+
+    def _end_output(self, name: str) -> None:
+        output = self._outputs[name]
+        if output.closed:
+            return
+        self._selector.unregister(output)
+        output.close()
+        self._on_output(name, b"")
+
+
+def _discard(name: str, chunk: bytes) -> None:
+    """Take output that nobody wants any more."""

@@ -1,0 +1,265 @@
+"""Cluster resolvers: where a program learns which cluster it is in, and as what."""
+
+import os
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Mapping
+
+from replicax.cluster.config import TaskConfig, tf_config
+from replicax.cluster.spec import ClusterSpec, task_name
+
+__all__ = [
+    "ClusterResolver",
+    "SimpleClusterResolver",
+    "TFConfigClusterResolver",
+    "default_resolver",
+]
+
+
+class ClusterResolver(ABC):
+    """Says which cluster this process is in, and which of its tasks it is.
+
+    A subclass must define `cluster_spec`. (TF:
+    `tf.distribute.cluster_resolver.ClusterResolver`.)
+
+    Attributes:
+        task_type: The job of this process, such as `"worker"`; None if not known.
+        task_id: The index of this process within its job, from zero, or None.
+        rpc_layer: What `master` puts before addresses, such as `"grpc"`.
+        environment: Where the program runs; empty unless given.
+    """
+
+    task_type: str | None = None
+    task_id: int | None = None
+    rpc_layer: str | None = None
+    environment: str = ""
+
+    @abstractmethod
+    def cluster_spec(self) -> ClusterSpec:
+        """The jobs of the cluster and their tasks' addresses."""
+
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
+        """The address of a task.
+
+        Args:
+            task_type: Its job; None for this process'.
+            task_id: Its index; None for this process'.
+            rpc_layer: What to put before the address, as in `"grpc://host:2222"`.
+
+        Returns:
+            The address; empty on a single machine and for a task that is not listed.
+        """
+        job = self.task_type if task_type is None else task_type
+        index = self.task_id if task_id is None else task_id
+        cluster = self.cluster_spec()
+        if job is None or index is None or job not in cluster.jobs:
+            return ""
+        return _with_layer(
+            cluster.task_address(job, index), rpc_layer or self.rpc_layer
+        )
+
+    def num_accelerators(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        config_proto: None = None,
+    ) -> dict[str, int]:
+        """The number of accelerators of this process, such as `{"GPU": 2}`.
+
+        This starts JAX's devices: in a cluster of several processes call it after the
+        strategy was made.
+
+        Args:
+            task_type: For TensorFlow's signature; this process' job or None.
+            task_id: Likewise; this process' index or None.
+            config_proto: Likewise; None.
+
+        Raises:
+            ValueError: For another process, whose devices are not known here.
+        """
+        del config_proto
+        task = (
+            task_type or self.task_type,
+            self.task_id if task_id is None else task_id,
+        )
+        if task != (self.task_type, self.task_id):
+            raise ValueError(
+                f"{type(self).__name__}.num_accelerators: only the devices of this "
+                f"process, {self._task_name()}, are known here; got "
+                f"task_type={task_type!r}, task_id={task_id!r}. Leave them out."
+            )
+        return self._accelerators()
+
+    def _accelerators(self) -> dict[str, int]:
+        import jax
+
+        platforms = (device.platform.upper() for device in jax.local_devices())
+        return dict(Counter(p for p in platforms if p != "CPU"))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.cluster_spec()!r}, {self._task_name()})"
+
+    def _task_name(self) -> str | None:
+        if self.task_type is None or self.task_id is None:
+            return None
+        return task_name(self.task_type, self.task_id)
+
+
+class SimpleClusterResolver(ClusterResolver):
+    """A cluster that the program describes itself.
+
+    (TF: `tf.distribute.cluster_resolver.SimpleClusterResolver`.)
+
+    Args:
+        cluster_spec: The jobs and their tasks.
+        master: What `master()` returns when no task is named.
+        task_type: The job of this process.
+        task_id: The index of this process within its job.
+        environment: Where the program runs; not used.
+        num_accelerators: The number of accelerators of this process by kind, such as
+            `{"GPU": 2}`; None: those that JAX finds.
+        rpc_layer: What `master()` puts before addresses.
+
+    Raises:
+        TypeError: If `cluster_spec` is no ClusterSpec or `master` no string.
+
+    Example:
+        >>> cluster = ClusterSpec({"worker": ["a:2222", "b:2222"]})
+        >>> resolver = SimpleClusterResolver(cluster, task_type="worker", task_id=1)
+        >>> resolver.master("worker", 0)
+        'a:2222'
+    """
+
+    def __init__(
+        self,
+        cluster_spec: ClusterSpec,
+        master: str = "",
+        task_type: str | None = None,
+        task_id: int | None = None,
+        environment: str = "",
+        num_accelerators: Mapping[str, int] | None = None,
+        rpc_layer: str | None = None,
+    ) -> None:
+        if not isinstance(cluster_spec, ClusterSpec):
+            raise TypeError(
+                "SimpleClusterResolver: cluster_spec is a "
+                f"{type(cluster_spec).__name__}; got {cluster_spec!r}. Wrap it: "
+                "ClusterSpec({'worker': ['host1:2222', 'host2:2222']})."
+            )
+        if not isinstance(master, str):
+            raise TypeError(
+                f"SimpleClusterResolver: master is not a string; got {master!r}."
+            )
+        self._cluster = cluster_spec
+        self._master = master
+        self._num_accelerators = num_accelerators
+        self.task_type = task_type
+        self.task_id = task_id
+        self.environment = environment
+        self.rpc_layer = rpc_layer
+
+    def cluster_spec(self) -> ClusterSpec:
+        """The cluster as given."""
+        return self._cluster
+
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
+        """The address of the named task, or the `master` that was given."""
+        if task_type is None or task_id is None:
+            return _with_layer(self._master, rpc_layer or self.rpc_layer)
+        return super().master(task_type, task_id, rpc_layer)
+
+    def _accelerators(self) -> dict[str, int]:
+        if self._num_accelerators is None:
+            return super()._accelerators()
+        return dict(self._num_accelerators)
+
+
+class TFConfigClusterResolver(ClusterResolver):
+    """The cluster that the environment variable `TF_CONFIG` describes.
+
+    It is read once, here: later changes of the variable have no effect. Without it, or
+    if it is blank, the cluster is empty: a single machine. (TF:
+    `tf.distribute.cluster_resolver.TFConfigClusterResolver`.)
+
+    Args:
+        task_type: The job of this process in place of the variable's.
+        task_id: The index of this process in place of the variable's.
+        rpc_layer: What `master()` puts before addresses.
+        environment: Where the program runs; not used.
+
+    Raises:
+        ClusterConfigError: If TF_CONFIG is malformed; the message lists all problems.
+
+    Example:
+        >>> import os
+        >>> os.environ["TF_CONFIG"] = (
+        ...     '{"cluster": {"worker": ["a:2222", "b:2222"]},'
+        ...     ' "task": {"type": "worker", "index": 1}}'
+        ... )
+        >>> resolver = TFConfigClusterResolver()
+        >>> del os.environ["TF_CONFIG"]
+        >>> resolver
+        TFConfigClusterResolver(ClusterSpec({'worker': ['a:2222', 'b:2222']}), worker:1)
+    """
+
+    def __init__(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+        environment: str | None = None,
+    ) -> None:
+        text = _tf_config_text()
+        if text:
+            config = tf_config(text, task_type=task_type, task_id=task_id)
+        else:
+            config = TaskConfig(
+                cluster=ClusterSpec({}), task_type=task_type, task_id=task_id
+            )
+        self._cluster = config.cluster
+        self.task_type = config.task_type
+        self.task_id = config.task_id
+        self.rpc_layer = rpc_layer
+        self.environment = environment or ""
+
+    def cluster_spec(self) -> ClusterSpec:
+        """The cluster as TF_CONFIG described it when the resolver was made."""
+        return self._cluster
+
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
+        """The address of a task; empty if it is alone in the cluster."""
+        if sum(map(self._cluster.num_tasks, self._cluster.jobs)) == 1:
+            return ""
+        return super().master(task_type, task_id, rpc_layer)
+
+
+def default_resolver() -> TFConfigClusterResolver | None:
+    """The resolver of TF_CONFIG if that variable is set and not blank, else None.
+
+    Raises:
+        ClusterConfigError: If TF_CONFIG is malformed.
+    """
+    return TFConfigClusterResolver() if _tf_config_text() else None
+
+
+def _tf_config_text() -> str:
+    return os.environ.get("TF_CONFIG", "").strip()
+
+
+def _with_layer(address: str, rpc_layer: str | None) -> str:
+    return f"{rpc_layer}://{address}" if rpc_layer and address else address

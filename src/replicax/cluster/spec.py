@@ -1,0 +1,208 @@
+"""ClusterSpec: the jobs of a cluster and the addresses of their tasks."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+__all__ = ["ClusterSpec", "Task", "task_name"]
+
+
+class Task(NamedTuple):
+    """One process of a cluster.
+
+    Attributes:
+        job: Its job, such as `"worker"`.
+        task_id: Its index within the job, from zero.
+        address: Where it listens, `"host:port"`.
+    """
+
+    job: str
+    task_id: int
+    address: str
+
+    @property
+    def name(self) -> str:
+        """What messages call it, such as `"worker:1"`."""
+        return task_name(self.job, self.task_id)
+
+
+def task_name(job: str, index: int) -> str:
+    """The name of a task in messages and reports.
+
+    Example:
+        >>> task_name("worker", 1)
+        'worker:1'
+    """
+    return f"{job}:{index}"
+
+
+class ClusterSpec:
+    """The jobs of a cluster and the addresses of their tasks. Immutable.
+
+    (TF: `tf.train.ClusterSpec`.) Addresses are taken as they are; `check_cluster` in
+    `replicax.cluster.config` says whether a strategy can use them.
+
+    Args:
+        cluster: For each job the addresses of its tasks, `"host:port"`: a list, or a
+            dict from the task's index. Or another ClusterSpec.
+
+    Raises:
+        TypeError: If it is something else.
+
+    Example:
+        >>> cluster = ClusterSpec({"chief": ["a:2222"], "worker": ["b:2222", "c:2222"]})
+        >>> cluster.jobs
+        ['chief', 'worker']
+        >>> cluster.num_tasks("worker"), cluster.task_address("worker", 1)
+        (2, 'c:2222')
+        >>> [task.name for task in cluster.workers]
+        ['chief:0', 'worker:0', 'worker:1']
+    """
+
+    __slots__ = ("_tasks",)
+
+    def __init__(
+        self,
+        cluster: "Mapping[str, Sequence[str] | Mapping[int, str]] | ClusterSpec",
+    ) -> None:
+        if isinstance(cluster, ClusterSpec):
+            self._tasks: dict[str, dict[int, str]] = cluster._tasks
+            return
+        if not isinstance(cluster, Mapping):
+            raise TypeError(
+                f"ClusterSpec: cluster is a {type(cluster).__name__}; got {cluster!r}, "
+                "expected a dict from jobs to lists of 'host:port' strings."
+            )
+        self._tasks = {job: _tasks_of(job, tasks) for job, tasks in cluster.items()}
+
+    @property
+    def jobs(self) -> list[str]:
+        """The names of the jobs."""
+        return list(self._tasks)
+
+    @property
+    def workers(self) -> tuple[Task, ...]:
+        """The tasks that train: the chief, then the workers.
+
+        A task's position here is the index of its process in the training cluster.
+        """
+        return tuple(
+            Task(job, index, address)
+            for job in ("chief", "worker")
+            for index, address in self._tasks.get(job, {}).items()
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        """12 hexadecimal digits that are equal on all tasks of the same cluster.
+
+        Example:
+            >>> ClusterSpec({"ps": ["a:1"], "worker": ["b:1"]}).fingerprint == (
+            ...     ClusterSpec({"worker": ["b:1"], "ps": ["a:1"]}).fingerprint
+            ... )
+            True
+        """
+        text = json.dumps(self._tasks, sort_keys=True)
+        return hashlib.sha256(text.encode("ascii")).hexdigest()[:12]
+
+    def num_tasks(self, job_name: str) -> int:
+        """The number of tasks of a job.
+
+        Raises:
+            ValueError: If there is no such job.
+        """
+        return len(self._job(job_name))
+
+    def task_indices(self, job_name: str) -> list[int]:
+        """The indices of the tasks of a job, in order.
+
+        Raises:
+            ValueError: If there is no such job.
+        """
+        return list(self._job(job_name))
+
+    def task_address(self, job_name: str, task_index: int) -> str:
+        """The address of a task, `"host:port"`.
+
+        Raises:
+            ValueError: If there is no such job or task.
+        """
+        job = self._job(job_name)
+        if task_index not in job:
+            raise ValueError(
+                f"ClusterSpec: job {job_name!r} has no such task; got "
+                f"task_index={task_index!r}, expected one of {list(job)}."
+            )
+        return job[task_index]
+
+    def job_tasks(self, job_name: str) -> list[str | None]:
+        """The addresses of a job, by task index; None where an index is not used.
+
+        Raises:
+            ValueError: If there is no such job.
+        """
+        job = self._job(job_name)
+        return [job.get(index) for index in range(max(job, default=-1) + 1)]
+
+    def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
+        """For each job a list of addresses; a dict by index where indices have gaps."""
+        return {
+            job: dict(tasks) if _has_gaps(tasks) else list(tasks.values())
+            for job, tasks in self._tasks.items()
+        }
+
+    def __bool__(self) -> bool:
+        return bool(self._tasks)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ClusterSpec):
+            return NotImplemented
+        return self._tasks == other._tasks
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)
+
+    def __repr__(self) -> str:
+        return f"ClusterSpec({self.as_dict()!r})"
+
+    def _job(self, job_name: str) -> dict[int, str]:
+        if job_name not in self._tasks:
+            raise ValueError(
+                f"ClusterSpec: no such job; got job_name={job_name!r}, expected one of "
+                f"{self.jobs}."
+            )
+        return self._tasks[job_name]
+
+
+def _tasks_of(job: object, tasks: object) -> dict[int, str]:
+    if not isinstance(job, str):
+        raise TypeError(
+            f"ClusterSpec: the name of a job is not a string; got {job!r}, expected "
+            "for example 'worker'."
+        )
+    if isinstance(tasks, Mapping):
+        numbered = dict(tasks)
+    elif isinstance(tasks, Sequence) and not isinstance(tasks, str | bytes):
+        numbered = dict(enumerate(tasks))
+    else:
+        raise TypeError(
+            f"ClusterSpec: the tasks of job {job!r} are neither a list nor a dict; got "
+            f"{tasks!r}, expected for example ['host1:2222', 'host2:2222']."
+        )
+    for index, address in numbered.items():
+        if not isinstance(index, int) or isinstance(index, bool) or index < 0:
+            raise TypeError(
+                f"ClusterSpec: an index of job {job!r} is not an integer from zero "
+                f"up; got {index!r}."
+            )
+        if not isinstance(address, str):
+            raise TypeError(
+                f"ClusterSpec: the address of {task_name(job, index)} is not a string; "
+                f"got {address!r}, expected for example 'host1:2222'."
+            )
+    return {index: numbered[index] for index in sorted(numbered)}
+
+
+def _has_gaps(tasks: Mapping[int, str]) -> bool:
+    return list(tasks) != list(range(len(tasks)))

@@ -1,0 +1,78 @@
+"""Stopping all workers after the same step, when one of them is told to end."""
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+__all__ = ["StopRequest"]
+
+
+class StopRequest:
+    """A request to stop between two steps.
+
+    A worker must not wait for the others between its steps, which may need it to
+    finish theirs. So the threads that exchange signs of life agree: each one freezes
+    its worker's count of steps, tells it, and when all are told, all stop after the
+    highest one plus 1. Frozen, a worker waits at its next step's end for that moment.
+
+    Args:
+        alone: Whether there are no other workers to agree with.
+    """
+
+    def __init__(self, *, alone: bool) -> None:
+        self.requested = False
+        self._alone = alone
+        self._changed = threading.Condition()
+        self._step = 0
+        self._frozen = False
+        self._stop_at: int | None = None
+
+    def reached(self, step: int) -> bool:
+        """Whether to stop now, after `step`. Costs under a microsecond.
+
+        Call it after each step, with the number of steps done.
+        """
+        if self._alone:
+            self._step = step
+            return self.requested
+        with self._changed:
+            self._changed.wait_for(lambda: not self._frozen)
+            self._step = step
+            return self._stop_at is not None and step >= self._stop_at
+
+    def freeze(self) -> int:
+        """Hold the worker at the end of its next step; returns its last one."""
+        with self._changed:
+            self._frozen = self._stop_at is None
+            return self._step
+
+    def agree(self, step: int) -> None:
+        """Let the worker go on, and stop after `step`."""
+        with self._changed:
+            self._stop_at = step
+            self._frozen = False
+            self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def on_sigterm(self) -> Iterator[None]:
+        """While open, SIGTERM asks to stop; a second one ends the process at once.
+
+        Does nothing outside the main thread, where signals cannot be caught.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.getsignal(signal.SIGTERM)
+
+        def request(number: int, frame: Any) -> None:
+            self.requested = True
+            signal.signal(signal.SIGTERM, before)
+
+        signal.signal(signal.SIGTERM, request)
+        try:
+            yield
+        finally:
+            if signal.getsignal(signal.SIGTERM) is request:
+                signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,54 @@
+"""The key-value store that all workers share: that of JAX's coordination service.
+
+The one file that reaches for the client of `jax.distributed`, which is not public.
+Tested with JAX 0.10 to 0.12.
+"""
+
+from typing import Any
+
+import jax
+
+__all__ = ["Store", "StoreError"]
+
+
+class StoreError(ConnectionError):
+    """The coordination service did not answer, or refused."""
+
+
+class Store:
+    """Small texts under names with slashes. A call takes about 0.3 ms.
+
+    Args:
+        client: The coordination service's client.
+    """
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    @classmethod
+    def of_this_process(cls) -> "Store":
+        """The store of the cluster that this process has joined."""
+        from jax._src.distributed import global_state
+
+        return cls(global_state.client)
+
+    def put(self, key: str, value: str) -> None:
+        """Store `value` under `key`, in place of what was there."""
+        self._call(self._client.key_value_set, key, value, allow_overwrite=True)
+
+    def read(self, folder: str) -> dict[str, str]:
+        """Everything stored in `folder`, by the rest of its key."""
+        prefix = f"{folder}/"
+        found = self._call(self._client.key_value_dir_get, prefix)
+        return {key.partition(prefix)[2]: value for key, value in found}
+
+    def delete(self, key: str) -> None:
+        """Remove a key, and all that is stored under it as a folder."""
+        self._call(self._client.key_value_delete, key)
+
+    @staticmethod
+    def _call(method: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(*args, **kwargs)
+        except jax.errors.JaxRuntimeError as error:
+            raise StoreError(str(error).partition("\n")[0]) from error

@@ -1,0 +1,180 @@
+"""A training job to be run on Kubernetes, checked by the rules of its API."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+__all__ = ["RESERVED_VARIABLES", "TrainingJob"]
+
+RESERVED_VARIABLES = ("TF_CONFIG", "JOB_COMPLETION_INDEX", "REPLICAX_ATTEMPT")
+"""Environment variables that the manifests themselves set."""
+
+_MAX_LABEL = 63
+_MAX_SUBDOMAIN = 253
+_LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+_NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
+_CLAIM = re.compile(rf"{_NAMESPACE.pattern}(\.{_NAMESPACE.pattern})*")
+_QUANTITY = re.compile(r"([0-9]+(\.[0-9]+)?|\.[0-9]+)([KMGTPE]i|[mkMGTPE])?")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingJob:
+    """A training script and the cluster in which it shall run.
+
+    Attributes:
+        image: The container image with the script and all that it imports.
+        command: What each container runs, word by word.
+        num_workers: The number of workers.
+        name: The job's name; pods and host names begin with it.
+        namespace: Where to create the job; None: where `kubectl` creates it.
+        chief: Whether there is a chief beside the workers.
+        num_ps: The number of parameter servers.
+        evaluator: Whether there is an evaluator.
+        gpus_per_worker: GPUs of each chief, worker and evaluator.
+        cpus: CPU cores of each container as a Kubernetes quantity, such as `"4"` or
+            `"500m"`.
+        memory: Memory of each container, such as `"8Gi"`.
+        port: The port on which the tasks find each other.
+        max_restarts: How often all tasks are started again after a failure.
+        grace_seconds: The time between SIGTERM and SIGKILL, in seconds.
+        checkpoint_claim: A persistent volume claim that every pod mounts.
+        checkpoint_path: Where the containers see it.
+        env: Further environment variables of the containers.
+
+    Raises:
+        ValueError: If Kubernetes would refuse one of these.
+
+    Example:
+        >>> job = TrainingJob(image="img", command=("python", "t.py"), num_workers=2)
+        >>> job.roles
+        {'worker': 2}
+    """
+
+    image: str
+    command: Sequence[str]
+    num_workers: int
+    name: str = "train"
+    namespace: str | None = None
+    chief: bool = False
+    num_ps: int = 0
+    evaluator: bool = False
+    gpus_per_worker: int = 0
+    cpus: str | None = None
+    memory: str | None = None
+    port: int = 2222
+    max_restarts: int = 3
+    grace_seconds: int = 60
+    checkpoint_claim: str | None = None
+    checkpoint_path: str = "/ckpt"
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        problems = [*_bad_words(self), *_bad_numbers(self), *_bad_names(self)]
+        if problems:
+            raise ValueError("manifest: " + " ".join(problems))
+
+    @property
+    def roles(self) -> dict[str, int]:
+        """How many tasks each role has; roles without tasks are left out."""
+        sizes = {
+            "chief": int(self.chief),
+            "worker": self.num_workers,
+            "ps": self.num_ps,
+            "evaluator": int(self.evaluator),
+        }
+        return {role: size for role, size in sizes.items() if size}
+
+    def host(self, role: str, index: int) -> str:
+        """The host name of a task's pod in a JobSet.
+
+        Args:
+            role: `"chief"`, `"worker"`, `"ps"` or `"evaluator"`.
+            index: The task's index in its role, from zero.
+        """
+        return f"{self.name}-{role}-0-{index}"
+
+
+def _bad_words(job: TrainingJob) -> Iterator[str]:
+    if not job.image or re.search(r"\s", job.image):
+        yield (
+            f"The image is empty or has a space; got {job.image!r}, expected for "
+            "example 'registry/project/image:tag'."
+        )
+    if not job.command:
+        yield "The command is empty; name the script to run."
+    for name in job.env:
+        if not _VARIABLE.fullmatch(name):
+            yield (
+                f"{name!r} cannot be an environment variable's name; use letters, "
+                "digits and '_'."
+            )
+        elif name in RESERVED_VARIABLES:
+            yield f"{name} is set by the manifest itself; leave it out of the env."
+    for what, value, example in (
+        ("cpus", job.cpus, "4"),
+        ("memory", job.memory, "8Gi"),
+    ):
+        if value is not None and not _is_positive_quantity(value):
+            yield (
+                f"{what} is no Kubernetes quantity above zero; got {value!r}, expected "
+                f"for example {example!r}."
+            )
+    if not re.fullmatch(r"/[^:\s]+", job.checkpoint_path):
+        yield (
+            "The checkpoint path must be absolute, below '/' and without ':' or "
+            f"spaces; got {job.checkpoint_path!r}, expected for example '/ckpt'."
+        )
+
+
+def _is_positive_quantity(text: str) -> bool:
+    match = _QUANTITY.fullmatch(text)
+    return match is not None and float(match[1]) > 0
+
+
+def _bad_numbers(job: TrainingJob) -> Iterator[str]:
+    for name, least, most in (
+        ("num_workers", 1, None),
+        ("num_ps", 0, None),
+        ("gpus_per_worker", 0, None),
+        ("port", 1, 65535),
+        ("max_restarts", 0, None),
+        ("grace_seconds", 1, None),
+    ):
+        value = getattr(job, name)
+        if value < least or (most is not None and value > most):
+            bound = f"at least {least}" if most is None else f"from {least} to {most}"
+            yield f"{name} must be {bound}; got {value}."
+
+
+def _bad_names(job: TrainingJob) -> Iterator[str]:
+    if not _LABEL.fullmatch(job.name):
+        yield (
+            "The name must be lower-case letters, digits and '-', begin with a letter "
+            f"and not end with '-' (RFC 1035); got {job.name!r}, expected for example "
+            "'train'."
+        )
+    # JobSet checks the length of a pod's name, which is its host name and a suffix.
+    pods = [f"{job.host(role, size - 1)}-abcde" for role, size in job.roles.items()]
+    longest = max(pods, key=len, default="")
+    if (excess := len(longest) - _MAX_LABEL) > 0:
+        yield (
+            f"The name is too long by {excess}: pods would be called {longest!r}, and "
+            f"host names end at {_MAX_LABEL} characters; got {job.name!r} with "
+            f"{len(job.name)}. Choose a shorter name."
+        )
+    if job.namespace is not None and not _fits(job.namespace, _NAMESPACE, _MAX_LABEL):
+        yield (
+            "The namespace must be lower-case letters, digits and '-', at most "
+            f"{_MAX_LABEL} of them (RFC 1123); got {job.namespace!r}."
+        )
+    claim = job.checkpoint_claim
+    if claim is not None and not _fits(claim, _CLAIM, _MAX_SUBDOMAIN):
+        yield (
+            "The checkpoint claim must be the name of a persistent volume claim: "
+            f"lower-case letters, digits, '-' and '.' (RFC 1123); got {claim!r}."
+        )
+
+
+def _fits(name: str, pattern: re.Pattern[str], max_length: int) -> bool:
+    return len(name) <= max_length and pattern.fullmatch(name) is not None

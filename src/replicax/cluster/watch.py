@@ -1,0 +1,273 @@
+"""The threads that exchange signs of life and end the process when a peer has failed.
+
+A process that waits in a collective for a peer that is gone cannot be interrupted, so
+these threads end it: with a message, a `FailureReport`, and an exit code that says
+whether to try again.
+"""
+
+import contextlib
+import dataclasses
+import faulthandler
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from replicax.cluster.deadlines import Deadlines
+from replicax.cluster.failure import ExitCode, FailureReport
+from replicax.cluster.stopping import StopRequest
+from replicax.cluster.store import Store, StoreError
+from replicax.cluster.verdict import Sign, judge
+
+__all__ = ["Watch", "end_process"]
+
+_STATUS = "replicax/status"
+
+
+class Watch:
+    """Tells the others how far this worker is, and watches how far they are.
+
+    Args:
+        names: The workers' tasks, in order.
+        addresses: Their addresses; empty where unknown.
+        index: This worker.
+        store: What they share.
+        deadlines: How long to wait for what.
+        stop: This worker's stop request.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        addresses: Sequence[str],
+        index: int,
+        store: Store,
+        deadlines: Deadlines,
+        stop: StopRequest,
+    ) -> None:
+        now = time.monotonic()
+        self._signs = [
+            Sign(name=name, address=address, seen_at=now, moved_at=now)
+            for name, address in zip(names, addresses, strict=True)
+        ]
+        self._index = index
+        self._me = self._signs[index]
+        self._store = store
+        self._deadlines = deadlines
+        self._stop = stop
+        self._interval = min(1.0, deadlines.heartbeat / 5)
+        self._counter = 0
+        self._beats: list[int] = [0] * len(names)
+        self._contact_at = now
+        self._latest: tuple[int, int, Any] = (0, 0, None)
+        self._awaited: tuple[int, Any] = (0, None)
+        self.before_end: list[Callable[[], None]] = []
+        self._frozen: int | None = None
+        self._agreed = False
+        self._ending = threading.Lock()
+        self._closed = threading.Event()
+        self._publishing = threading.Lock()
+        self._thread = threading.Thread(
+            target=self._exchange, name="replicax-watch", daemon=True
+        )
+        self._clock = threading.Thread(
+            target=self._judge_often, name="replicax-watch-clock", daemon=True
+        )
+
+    def start(self) -> None:
+        """Start the threads."""
+        self._thread.start()
+        self._clock.start()
+
+    def close(self) -> None:
+        """End the threads."""
+        self._closed.set()
+        self._thread.join(timeout=5)
+        self._clock.join(timeout=5)
+
+    def dispatched(self, result: Any, num_steps: int) -> None:
+        """Note that a program was handed to the devices.
+
+        Args:
+            result: An array that it makes.
+            num_steps: The steps that the program does.
+        """
+        number, steps, _ = self._latest
+        self._latest = (number + 1, steps + num_steps, result)
+
+    def leave(self) -> None:
+        """Tell the others that this worker's script has come to its end."""
+        self._me.has_left = True
+        self._publish()
+
+    @property
+    def signs(self) -> Sequence[Sign]:
+        """What is known of the workers, in order."""
+        return self._signs
+
+    @property
+    def steps(self) -> dict[str, int]:
+        """The last step of each worker, as far as it is known."""
+        self._note_progress()
+        return {sign.name: sign.steps for sign in self._signs}
+
+    def fail(self, report: FailureReport) -> NoReturn:
+        """End this process, and by that all others, for the reason in `report`."""
+        with self._ending:  # Never released: the process ends here.
+            self._me.failure = dataclasses.asdict(report)
+            publisher = threading.Thread(target=self._publish, daemon=True)
+            publisher.start()
+            publisher.join(timeout=3)
+            for action in self.before_end:
+                with contextlib.suppress(OSError):
+                    action()
+            end_process(report)
+
+    def stack_of_main_thread(self) -> str:
+        """Where this worker's script is, as a traceback."""
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        return "".join(traceback.format_stack(frame)) if frame else ""
+
+    # The thread that talks to the store.
+
+    def _exchange(self) -> None:
+        while not self._closed.wait(self._interval):
+            try:
+                self._publish()
+                self._receive(self._store.read(_STATUS))
+            except StoreError:
+                continue  # The clock's thread counts how long ago it worked.
+            self._contact_at = time.monotonic()
+
+    def _publish(self) -> None:
+        with self._publishing:
+            me = self._me
+            self._note_progress()
+            if self._frozen is None and self._stop.requested:
+                self._frozen = self._stop.freeze()
+            self._counter += 1
+            status = {
+                "beat": self._counter,
+                "dispatched": me.dispatched,
+                "steps": me.steps,
+                "completed": me.completed,
+                "has_left": me.has_left,
+                "failure": me.failure,
+                "frozen": self._frozen,
+            }
+            self._store.put(f"{_STATUS}/{self._index}", json.dumps(status))
+
+    def _note_progress(self) -> None:
+        """Find out how far the devices are, without a wait."""
+        me, (number, steps, result) = self._me, self._latest
+        if number != me.dispatched:
+            me.dispatched, me.steps, me.moved_at = number, steps, time.monotonic()
+        if _is_ready(self._awaited[1]):
+            me.completed = max(me.completed, self._awaited[0])
+            self._awaited = (number, result)
+        if _is_ready(self._awaited[1]):
+            me.completed = max(me.completed, self._awaited[0])
+        me.seen_at = time.monotonic()
+
+    def _receive(self, statuses: dict[str, str]) -> None:
+        now = time.monotonic()
+        unfrozen, frozen = 0, []
+        for key, text in statuses.items():
+            status = json.loads(text)
+            sign = self._signs[int(key)]
+            if status["frozen"] is not None:
+                # Of one that has left as well: all must find the same step.
+                frozen.append(status["frozen"])
+                self._stop.requested = True
+            elif not status["has_left"]:
+                unfrozen += 1
+            if sign is self._me:
+                continue
+            if status["beat"] != self._beats[int(key)]:
+                self._beats[int(key)] = status["beat"]
+                sign.seen_at = now
+            if status["dispatched"] != sign.dispatched:
+                sign.dispatched, sign.moved_at = status["dispatched"], now
+            sign.completed, sign.steps = status["completed"], status["steps"]
+            sign.has_left = status["has_left"]
+            sign.failure = status["failure"]
+        if frozen and not unfrozen and not self._agreed:
+            self._agreed = True
+            self._stop.agree(max(frozen) + 1)
+
+    # The thread that looks at the clock. The other one may wait for the store.
+
+    def _judge_often(self) -> None:
+        looked_at = time.monotonic()
+        while not self._closed.wait(self._interval / 2):
+            now = time.monotonic()
+            if now - looked_at > self._deadlines.heartbeat / 2:
+                # This process was paused: what it has not heard proves nothing.
+                self._contact_at = now
+                for sign in self._signs:
+                    sign.seen_at = sign.moved_at = now
+            looked_at = now
+            report = self._coordinator_lost() or judge(
+                self._signs, self._index, now, self._deadlines
+            )
+            if report is None:
+                continue
+            if self._closed.is_set():
+                return
+            if report.culprit == self._me.name and report.traceback is None:
+                stack = self.stack_of_main_thread()
+                report = dataclasses.replace(report, traceback=stack)
+            self.fail(report)
+
+    def _coordinator_lost(self) -> FailureReport | None:
+        silent = time.monotonic() - self._contact_at
+        if silent <= self._deadlines.heartbeat:
+            return None
+        first = self._signs[0]
+        return FailureReport(
+            task=self._me.name,
+            culprit=first.name,
+            kind="lost",
+            message=f"the coordination service beside {first.full_name} has not "
+            f"answered for {silent:.0f} s. Its machine or the network to it is down.",
+            exit_code=int(ExitCode.RETRY),
+            steps=self.steps,
+        )
+
+
+def _is_ready(array: Any) -> bool:
+    if array is None:
+        return True
+    try:
+        return array.is_ready()
+    except RuntimeError:  # Given to a later step, which tells more.
+        return True
+
+
+def end_process(report: FailureReport) -> NoReturn:
+    """Print a report, leave it for the launcher, and end the process at once.
+
+    Nothing else can be relied on: the main thread may be inside a collective that
+    never returns, and exit handlers may wait for peers.
+    """
+    report.write()
+    is_own = report.culprit == report.task and report.kind in ("exception", "mismatch")
+    why = "because of the exception above" if is_own else report.message
+    lines = [f"replicax: {report.task} ends: {why}"]
+    if report.traceback and report.culprit != report.task:
+        lines += [f"--- {report.culprit}:", report.traceback.rstrip(), "---"]
+    elif report.traceback and report.kind == "stuck":
+        lines += ["It is here:", report.traceback.rstrip()]
+    if report.steps:
+        steps = ", ".join(f"{name} {step}" for name, step in report.steps.items())
+        lines.append(f"Last steps: {steps}.")
+    again = "retryable" if report.exit_code == ExitCode.RETRY else "permanent"
+    lines.append(f"Exit code {report.exit_code} ({again}).")
+    print("\n".join(lines), file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    faulthandler.disable()
+    os._exit(report.exit_code)

@@ -1,0 +1,187 @@
+"""The processes that train together, as one of them sees the others."""
+
+import collections
+import json
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from replicax.cluster.deadlines import Deadlines
+from replicax.cluster.stopping import StopRequest
+from replicax.cluster.store import Store, StoreError
+from replicax.cluster.watch import Watch
+from replicax.errors import ClusterError
+
+__all__ = ["Workers", "current", "set_current"]
+
+_REMIND_SECONDS = 10.0
+_logger = logging.getLogger("replicax")
+
+
+class Workers:
+    """The workers of a training cluster; one alone where there is no cluster.
+
+    Args:
+        names: Their tasks, in the order of their replicas: `("chief:0", "worker:0")`.
+        addresses: `"host:port"` of each; empty where unknown.
+        index: This worker's place in that order.
+        store: What they share; None for one alone.
+        deadlines: How long to wait for what.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str] = ("worker:0",),
+        addresses: Sequence[str] = ("",),
+        index: int = 0,
+        *,
+        store: Store | None = None,
+        deadlines: Deadlines | None = None,
+    ) -> None:
+        self.names = tuple(names)
+        self.addresses = tuple(addresses)
+        self.index = index
+        self.deadlines = deadlines or Deadlines()
+        self.stop = StopRequest(alone=store is None)
+        self.watch: Watch | None = None
+        self._store = store
+        self._exchanges: collections.Counter[str] = collections.Counter()
+        if store is not None:
+            self.watch = Watch(
+                self.names, self.addresses, index, store, self.deadlines, self.stop
+            )
+
+    @property
+    def count(self) -> int:
+        """Number of workers."""
+        return len(self.names)
+
+    @property
+    def name(self) -> str:
+        """This worker's task, such as `"worker:1"`."""
+        return self.names[self.index]
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this worker does what is done once for all, such as saving."""
+        return self.index == 0
+
+    def exchange(
+        self,
+        name: str,
+        value: Any,
+        timeout_seconds: float | None = None,
+        while_waiting: Callable[[Sequence[int]], None] | None = None,
+    ) -> list[Any]:
+        """Give all workers this one's value and get theirs. A barrier, too.
+
+        It goes through the coordination service and takes a few milliseconds. Never
+        between the steps of a loop: a worker that waits here does not take part in
+        steps that others have already begun.
+
+        Args:
+            name: What it is for. All workers exchange the same names in the same order.
+            value: Anything that JSON can hold.
+            timeout_seconds: Defaults to the start-up deadline.
+            while_waiting: Called now and then with the indices of those missing; may
+                raise.
+
+        Returns:
+            The values of all workers, in order.
+
+        Raises:
+            ClusterError: At the deadline, naming who is missing; at once if one of
+                those has ended its script.
+        """
+        if self._store is None:
+            return [value]
+        number = self._exchanges[name]
+        self._exchanges[name] += 1
+        folder = f"replicax/exchange/{name}/{number}"
+        values = self._exchanged(
+            self._store, folder, name, value, timeout_seconds, while_waiting
+        )
+        if number:
+            # All are in this one, so all have read the one before.
+            self._store.delete(f"replicax/exchange/{name}/{number - 1}/{self.index}")
+        return values
+
+    def _exchanged(
+        self,
+        store: Store,
+        folder: str,
+        name: str,
+        value: Any,
+        timeout_seconds: float | None,
+        while_waiting: Callable[[Sequence[int]], None] | None,
+    ) -> list[Any]:
+        timeout = timeout_seconds or self.deadlines.start_up
+        begin = time.monotonic()
+        remind_at, pause = _REMIND_SECONDS, 0.001
+        try:
+            store.put(f"{folder}/{self.index}", json.dumps(value))
+            while True:
+                found = store.read(folder)
+                if len(found) == self.count:
+                    return [json.loads(found[str(i)]) for i in range(self.count)]
+                missing = [i for i in range(self.count) if str(i) not in found]
+                waited = time.monotonic() - begin
+                self._check_wait(name, missing, waited, timeout)
+                if while_waiting is not None:
+                    while_waiting(missing)
+                if waited > remind_at:
+                    remind_at += _REMIND_SECONDS
+                    _logger.warning(
+                        "waiting for %s (%s) for %.0f s; at most %.0f s more",
+                        self._listed(missing),
+                        name,
+                        waited,
+                        timeout - waited,
+                    )
+                time.sleep(pause)
+                pause = min(2 * pause, 0.05)
+        except StoreError as error:
+            raise ClusterError(
+                f"{self.name}: the coordination service beside {self._listed([0])} "
+                f"does not answer ({error}); {name} needed it."
+            ) from error
+
+    def _check_wait(
+        self, name: str, missing: Sequence[int], waited: float, timeout: float
+    ) -> None:
+        signs = () if self.watch is None else self.watch.signs
+        gone = [i for i in missing if signs and signs[i].has_left]
+        if gone:
+            raise ClusterError(
+                f"{self.name}: {self._listed(gone)} ended its script, but {name} needs "
+                "all workers. All must run the same steps."
+            )
+        if waited > timeout:
+            raise ClusterError(
+                f"{self.name}: {self._listed(missing)} did not come to {name} within "
+                f"{timeout:.0f} s. See what that worker prints, or give it more time "
+                "(startup_timeout_seconds)."
+            )
+
+    def _listed(self, indices: Sequence[int]) -> str:
+        return " and ".join(
+            f"{self.names[i]} ({self.addresses[i]})"
+            if self.addresses[i]
+            else self.names[i]
+            for i in indices
+        )
+
+
+_current = Workers()
+
+
+def current() -> Workers:
+    """The workers of the cluster that this process trains in, or itself alone."""
+    return _current
+
+
+def set_current(workers: Workers) -> None:
+    """Make `workers` those that `current` returns."""
+    global _current
+    _current = workers

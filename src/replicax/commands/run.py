@@ -1,0 +1,96 @@
+"""`replicax run`: all tasks of a cluster on this machine."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from replicax.cluster.attempt import ClusterCommand
+from replicax.cluster.launcher import launch
+from replicax.cluster.placement import check_tasks, divide_cores, task_names
+
+__all__ = ["run"]
+
+
+def run(
+    script: Annotated[str, typer.Argument(help="Python script, or module with -m.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="What the script gets as arguments.")
+    ] = None,
+    module: Annotated[
+        bool, typer.Option("-m", "--module", help="The script is a module's name.")
+    ] = False,
+    workers: Annotated[int, typer.Option(min=0, help="Number of workers.")] = 1,
+    chief: Annotated[bool, typer.Option("--chief", help="Add a chief.")] = False,
+    ps: Annotated[int, typer.Option(min=0, help="Number of parameter servers.")] = 0,
+    evaluator: Annotated[
+        bool, typer.Option("--evaluator", help="Add an evaluator.")
+    ] = False,
+    max_restarts: Annotated[
+        int, typer.Option(min=0, help="How often all tasks may be started again.")
+    ] = 3,
+    backoff_seconds: Annotated[
+        float,
+        typer.Option(min=0, help="Wait before the first restart; doubles up to 60 s."),
+    ] = 1.0,
+    grace_seconds: Annotated[
+        float,
+        typer.Option(min=0, help="How long tasks may take to end after a signal."),
+    ] = 30.0,
+    evaluator_seconds: Annotated[
+        float,
+        typer.Option(min=0, help="How long the evaluator may go on at the end."),
+    ] = 600.0,
+    cores_per_worker: Annotated[
+        int | None,
+        typer.Option(min=1, help="Pin each worker to so many cores of its own."),
+    ] = None,
+    logical_devices: Annotated[
+        int | None, typer.Option(min=1, help="Number of CPU devices of each task.")
+    ] = None,
+) -> None:
+    """Run a training script as all tasks of a cluster on this machine.
+
+    Each task gets its TF_CONFIG. When one fails the others are ended; if its exit code
+    is 128 or more, all are started again. The exit status is that of the task that
+    failed first.
+    """
+    if not module and not Path(script).is_file():
+        raise typer.BadParameter(f"There is no script {script!r}.")
+    jobs = {"chief": int(chief), "worker": workers, "ps": ps, "evaluator": evaluator}
+    if not chief and not workers:
+        raise typer.BadParameter("A cluster needs a worker or a chief; it has neither.")
+    num_tasks = check_tasks({job: int(n) for job, n in jobs.items()}, "replicax run")
+    # Parameter servers and evaluators go wherever there is room.
+    pinned = [n for n in task_names(num_tasks) if n.startswith(("chief", "worker"))]
+    try:
+        cores = divide_cores(pinned, cores_per_worker) if cores_per_worker else {}
+    except (ValueError, RuntimeError) as error:
+        raise typer.BadParameter(str(error), param_hint="--cores-per-worker") from error
+    start = [sys.executable, "-m", script] if module else [sys.executable, script]
+    command = ClusterCommand(
+        command=[*start, *(arguments or [])],
+        num_tasks=num_tasks,
+        environment=_environment(logical_devices),
+        cores=cores,
+        grace_seconds=grace_seconds,
+        evaluator_seconds=evaluator_seconds,
+    )
+    raise typer.Exit(
+        launch(command, max_restarts=max_restarts, backoff_seconds=backoff_seconds)
+    )
+
+
+def _environment(logical_devices: int | None) -> dict[str, str]:
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    if logical_devices is not None:
+        environment["JAX_NUM_CPU_DEVICES"] = str(logical_devices)
+        environment["NPROC"] = str(cpu_pool_size(logical_devices))
+    return environment
+
+
+def cpu_pool_size(num_devices: int) -> int:
+    """Threads for XLA's CPU pool, as `rx.set_logical_devices` has them."""
+    return max(2 * num_devices + 2, os.cpu_count() or 1)

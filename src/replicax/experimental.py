@@ -1,0 +1,37 @@
+"""What `tf.distribute.experimental` held, under the same names."""
+
+from typing import Any
+
+from replicax.cluster.resolvers import ClusterResolver
+from replicax.communication import CollectiveCommunication, CommunicationOptions
+from replicax.strategies import multi_worker
+
+__all__ = [
+    "CollectiveCommunication",
+    "CommunicationImplementation",
+    "CommunicationOptions",
+    "MultiWorkerMirroredStrategy",
+]
+
+CommunicationImplementation = CollectiveCommunication
+
+
+class MultiWorkerMirroredStrategy(multi_worker.MultiWorkerMirroredStrategy):
+    """`rx.MultiWorkerMirroredStrategy` with the arguments it had at first.
+
+    Args:
+        communication: What carries the collectives.
+        cluster_resolver: Describes the cluster. Defaults to `TF_CONFIG`.
+        **options: The other keywords of `rx.MultiWorkerMirroredStrategy`.
+    """
+
+    def __init__(
+        self,
+        communication: CollectiveCommunication = CollectiveCommunication.AUTO,
+        cluster_resolver: ClusterResolver | None = None,
+        **options: Any,
+    ) -> None:
+        options.setdefault(
+            "communication_options", CommunicationOptions(implementation=communication)
+        )
+        super().__init__(cluster_resolver, **options)

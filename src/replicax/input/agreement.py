@@ -1,0 +1,185 @@
+"""Workers that go through their batches in step, and end an epoch together."""
+
+import dataclasses
+import itertools
+import logging
+import zlib
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from replicax.cluster.workers import Workers
+from replicax.errors import InputError
+
+__all__ = ["Stream", "in_step"]
+
+_WINDOW = 4
+"""Batches per exchange. More would cost memory: they are read ahead."""
+
+_MAX_COUNTED = 100
+"""Batches that are read only to say how many were left over."""
+
+_logger = logging.getLogger("replicax")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stream:
+    """One epoch's batches of all workers.
+
+    Attributes:
+        workers: Who goes through them.
+        name: What all workers call this epoch of this dataset, and no other.
+        same_data: Whether all read the same batches, to take a part of each.
+        check: Whether to compare the first batches then.
+        num_batches: How many there are, if that is certain; None: unknown.
+        size_of: Number of examples in a batch.
+        cancelled: Whether nobody wants more batches.
+    """
+
+    workers: Workers
+    name: str
+    same_data: bool
+    check: bool = True
+    num_batches: int | None = None
+    size_of: Callable[[Any], int]
+    cancelled: Callable[[], bool] = lambda: False
+
+
+class _Cancelled(Exception):
+    """Nobody wants more batches: stop waiting for other workers."""
+
+
+def in_step(batches: Iterator[Any], stream: Stream) -> Generator[Any]:
+    """Yield batches as long as every worker has one of the same size.
+
+    Workers tell each other through the coordination service, four batches at a time,
+    while earlier steps run. Where all know their number of batches, they tell it once.
+
+    Args:
+        batches: This worker's batches.
+        stream: What they belong to.
+
+    Raises:
+        InputError: On all workers, if one has no batch at all, or if first batches that
+            should be the same are not.
+    """
+    if stream.workers.count == 1:
+        yield from batches
+        return
+    try:
+        yield from _in_step(batches, stream)
+    except _Cancelled:
+        return
+
+
+def _in_step(batches: Iterator[Any], stream: Stream) -> Generator[Any]:
+    window = list(itertools.islice(batches, 1))
+    first = _exchange(
+        stream,
+        {
+            "sizes": [stream.size_of(x) for x in window],
+            "checksums": _checksums(window) if stream.same_data else [],
+            "num_batches": stream.num_batches,
+        },
+    )
+    _check_first(stream, first)
+    counts = [told["num_batches"] for told in first]
+    num_taken = 0
+    while True:
+        num_common = _num_common([told["sizes"] for told in first])
+        yield from window[:num_common]
+        num_taken += num_common
+        if num_common < max(len(told["sizes"]) for told in first) or not num_common:
+            left = window[num_common:]
+            break
+        if all(count is not None for count in counts):
+            yield from itertools.islice(batches, min(counts) - num_taken)
+            if len(set(counts)) == 1:
+                return
+            num_taken, left = min(counts), []
+            break
+        window = list(itertools.islice(batches, _WINDOW))
+        first = _exchange(stream, {"sizes": [stream.size_of(x) for x in window]})
+    _report_left_over(stream, num_taken, left, batches)
+
+
+def _exchange(stream: Stream, value: Any) -> list[Any]:
+    def stop_if_cancelled(missing: Any) -> None:
+        if stream.cancelled():
+            raise _Cancelled
+
+    return stream.workers.exchange(
+        stream.name,
+        value,
+        # A worker may read its next batches for as long as a step may wait.
+        timeout_seconds=stream.workers.deadlines.step,
+        while_waiting=stop_if_cancelled,
+    )
+
+
+def _num_common(sizes: list[list[int]]) -> int:
+    """How many batches all workers have, one after another, of equal sizes."""
+    columns = zip(*sizes, strict=False)
+    return len(list(itertools.takewhile(lambda column: len(set(column)) == 1, columns)))
+
+
+def _check_first(stream: Stream, told: list[dict[str, Any]]) -> None:
+    names = stream.workers.names
+    empty = [name for name, t in zip(names, told, strict=True) if not t["sizes"]]
+    if empty and len(empty) < len(names):
+        raise InputError(
+            f"{stream.name}: {' and '.join(empty)} got no batch, while the others did. "
+            "Every worker needs data: divide it more evenly, or use fewer workers."
+        )
+    if not (stream.same_data and stream.check) or empty:
+        return
+    reference = told[0]["checksums"]
+    for name, t in zip(names[1:], told[1:], strict=True):
+        # Augmentations may differ between workers: one part that is equal will do.
+        if t["sizes"] != told[0]["sizes"] or not any(
+            a == b for a, b in zip(reference, t["checksums"], strict=False)
+        ):
+            raise InputError(
+                f"{stream.name}: the first batch of {name} is another than that of "
+                f"{names[0]}. All workers must read the same batches in the same order "
+                "and take their parts of each. Seed the shuffling (or shuffle "
+                "with NumPy's global generator, which is the same everywhere). If each "
+                "worker has data of its own, say so: strategy."
+                "experimental_distribute_dataset(dataset, auto_shard_policy="
+                "rx.AutoShardPolicy.OFF). For augmentations that differ, pass "
+                "check_input=False to the strategy."
+            )
+
+
+def _checksums(window: list[Any]) -> list[int]:
+    leaves = jax.tree.leaves(window)
+    return [zlib.crc32(np.ascontiguousarray(x).tobytes()) for x in leaves]
+
+
+def _report_left_over(
+    stream: Stream, num_taken: int, left: list[Any], batches: Iterator[Any]
+) -> None:
+    """Say how much data was not used, where workers ran out at different times."""
+    more = list(map(stream.size_of, itertools.islice(batches, _MAX_COUNTED)))
+    sizes = [*map(stream.size_of, left), *more]
+    told = stream.workers.exchange(
+        f"{stream.name} (left over)",
+        [len(sizes), sum(sizes)],
+        timeout_seconds=stream.workers.deadlines.step,
+    )
+    if not any(num for num, _ in told) or not stream.workers.is_chief:
+        return
+    listed = ", ".join(
+        f"{name} {'more than ' if num > _MAX_COUNTED else ''}{num} batches "
+        f"({examples} examples)"
+        for name, (num, examples) in zip(stream.workers.names, told, strict=True)
+    )
+    _logger.warning(
+        "%s ended after %d steps, when not every worker had a batch of the same size. "
+        "Left over: %s.",
+        stream.name,
+        num_taken,
+        listed,
+    )

@@ -1,0 +1,364 @@
+"""BackupAndRestore: a run of `fit` that goes on where it was interrupted."""
+
+import dataclasses
+import json
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from replicax.checkpoint import Checkpoint, CheckpointError, CheckpointManager
+from replicax.checkpoint.slots import decode, encode
+from replicax.checkpoint.storage import Contents
+from replicax.cluster import workers
+from replicax.cluster.failure import ExitCode
+from replicax.keras import internals, resume
+from replicax.keras.resume import LateCallback, Position, TrackedData
+
+__all__ = ["BACKUP_NAME", "BackupAndRestore"]
+
+_logger = logging.getLogger("replicax")
+
+BACKUP_NAME = "backup"
+"""Beginning of the names of backups in their folder."""
+
+
+class BackupAndRestore(LateCallback):
+    """Backs `fit` up, and goes on at the same example when it is started again.
+
+    (Keras: `keras.callbacks.BackupAndRestore`.) Run the same script again after an
+    interruption: `fit` continues in the epoch and at the step of the newest backup, and
+    ends with the weights of a run that was not interrupted. On SIGTERM it backs up and
+    ends the process with status 138, which asks to be started again. In a cluster,
+    pass it on all workers, with a folder that all of them see.
+
+    Args:
+        backup_dir: The folder of the backups, for this run alone.
+        save_freq: `"epoch"`, a number of batches, or False: on SIGTERM only.
+        max_to_keep: How many backups to keep. With 2, there is one to go back to if
+            the newest is damaged.
+        delete_checkpoint: Delete the backups when `fit` has ended.
+
+    Raises:
+        ValueError: For another `save_freq`.
+
+    Example:
+        >>> import tempfile
+        >>> import keras, numpy as np
+        >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        >>> model.compile("sgd", "mse")
+        >>> backup = BackupAndRestore(tempfile.mkdtemp(), save_freq=100)
+        >>> x = np.ones((8, 2))
+        >>> _ = model.fit(x, x[:, :1], callbacks=[backup], verbose=0)
+    """
+
+    def __init__(
+        self,
+        backup_dir: str | os.PathLike[str],
+        save_freq: str | int | bool = "epoch",
+        *,
+        max_to_keep: int = 2,
+        delete_checkpoint: bool = True,
+    ) -> None:
+        super().__init__()
+        is_count = isinstance(save_freq, int) and save_freq is not True
+        if not (save_freq == "epoch" or (is_count and save_freq >= 0)):
+            raise ValueError(
+                "BackupAndRestore: save_freq must be 'epoch', a number of batches, or "
+                f"False for none but the one on SIGTERM; got {save_freq!r}."
+            )
+        self.backup_dir = os.fspath(backup_dir)
+        self.save_freq = save_freq
+        self.max_to_keep = max_to_keep
+        self.delete_checkpoint = delete_checkpoint
+        self._run: _Run | None = None
+
+    def after_train_begin(self, callbacks: Sequence[Any]) -> None:
+        """Restore the newest backup, if there is one.
+
+        Raises:
+            CheckpointError: If it is damaged and there is no other, or if the model is
+                not the one that was saved.
+        """
+        self._run = _Run(self, [c for c in callbacks if c is not self])
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Put metrics back that Keras has just reset."""
+        self._running().begin_epoch(epoch)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Save if it is time, or if the process was told to end."""
+        self._running().end_batches(batch)
+
+    def after_epoch_end(self, epoch: int) -> None:
+        """Save if it is time, or if the process was told to end."""
+        self._running().end_epoch(epoch)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Delete the backups, or mark the last one as such.
+
+        Raises:
+            CheckpointError: If the last one could not be saved, and is to be kept.
+        """
+        run, self._run = self._running(), None
+        run.end()
+
+    def _running(self) -> "_Run":
+        if self._run is None:
+            raise RuntimeError(
+                "BackupAndRestore: no fit is running. Pass it to fit(callbacks=[...])."
+            )
+        return self._run
+
+
+class _Run:
+    """One call of `fit` that is backed up.
+
+    Args:
+        options: What the user asked for.
+        callbacks: The other callbacks.
+    """
+
+    def __init__(self, options: BackupAndRestore, callbacks: Sequence[Any]) -> None:
+        model = options.model
+        session = model._replicax_fit
+        self._options = options
+        self._model = model
+        self._callbacks = callbacks
+        self._worker = workers.current()
+        self._stop = self._worker.stop
+        session.enter_context(self._stop.on_sigterm())
+        self._data = TrackedData(session.epoch_iterator)
+        session.callback(self._data.release)
+        self._epoch, self._step = 0, 0
+        self._total = 0  # Steps of all epochs, in earlier runs too.
+        self._first_epoch: int | None = None
+        self._initial = resume.random_state()
+        self._is_due = False
+        self._metrics: list[Any] | None = None
+        self._state = _FitState(model)
+        self._manager = CheckpointManager(
+            self._state,
+            options.backup_dir,
+            options.max_to_keep,
+            checkpoint_name=BACKUP_NAME,
+        )
+        self._restore()
+        self._last_saved = self._total
+
+    def begin_epoch(self, epoch: int) -> None:
+        if self._first_epoch is None:
+            self._first_epoch = epoch
+        if epoch != self._epoch:
+            self._epoch, self._step = epoch, 0
+        if self._metrics is not None:
+            variables = self._model.metrics_variables
+            for variable, value in zip(variables, self._metrics, strict=True):
+                variable.assign(value)
+            self._metrics = None
+
+    def end_batches(self, batch: int) -> None:
+        length = self._data.steps_in_epoch()
+        done = batch + 1 if length is None else min(batch + 1, length)
+        self._total += done - self._step
+        self._data.consumed += done - self._step
+        self._step = done
+        is_to_stop = self._stop.reached(self._total)
+        if not (is_to_stop or self._is_time()):
+            return
+        # Keras cannot begin an epoch that has no steps left. Save when it has ended.
+        if done == length or not (length or self._data.has_more()):
+            self._is_due = True
+            return
+        self._save()
+        if is_to_stop:
+            self._exit()
+
+    def end_epoch(self, epoch: int) -> None:
+        self._epoch, self._step = epoch + 1, 0
+        is_to_stop = self._stop.reached(self._total)
+        if is_to_stop or self._is_due or self._options.save_freq == "epoch":
+            self._save()
+        if is_to_stop:
+            self._exit()
+
+    def end(self) -> None:
+        if not self._options.delete_checkpoint:
+            if self._total != self._last_saved:
+                self._save()
+            self._manager.mark_finished()
+            return
+        try:
+            self._manager.close()
+        except CheckpointError:  # Logged when it happened, and needed no more.
+            _logger.info("fit: has ended; its backups are deleted.")
+        if self._worker.is_chief:
+            shutil.rmtree(self._options.backup_dir, ignore_errors=True)
+
+    def _is_time(self) -> bool:
+        every = self._options.save_freq
+        if not isinstance(every, int) or not every:
+            return False
+        return self._total - self._last_saved >= every
+
+    def _save(self) -> None:
+        self._is_due = False
+        self._last_saved = self._total
+        position = self._data.position(self._epoch, self._step)
+        progress = {
+            "position": dataclasses.asdict(position),
+            "total": self._total,
+            "first_epoch": self._first_epoch,
+            "initial": self._initial,
+            "stop_training": bool(self._model.stop_training),
+            "callbacks": [_state_of(callback) for callback in self._callbacks],
+        }
+        self._state.progress = json.dumps(encode(progress, "BackupAndRestore"))
+        self._state.best_weights = {
+            str(i): callback.best_weights
+            for i, callback in enumerate(self._callbacks)
+            if getattr(callback, "best_weights", None) is not None
+        }
+        self._manager.save(self._total)
+
+    def _exit(self) -> None:
+        self._manager.wait()
+        path = self._manager.latest_checkpoint
+        print(
+            f"replicax: told to stop; training is saved after step {self._total} in "
+            f"{path}. Start the same script again to go on.",
+            file=sys.stderr,
+            flush=True,
+        )
+        raise SystemExit(int(ExitCode.RETRY))
+
+    def _restore(self) -> None:
+        internals.set_initial_epoch(self._model, None)
+        path = self._manager.restore_or_initialize()
+        if path is None:
+            return
+        progress = decode(json.loads(self._state.progress))
+        position = Position(**progress["position"])
+        self._epoch, self._step = position.epoch, position.step
+        self._total = progress["total"]
+        self._first_epoch = progress["first_epoch"]
+        self._initial = progress["initial"]
+        past_epochs = position.epoch - (self._first_epoch or 0)
+        self._data.repeat_epochs(past_epochs, self._initial)
+        self._data.go_to(position)
+        self._restore_callbacks(progress["callbacks"])
+        is_over = progress["stop_training"] and not position.step
+        epochs = self._options.params["epochs"]
+        first = max(position.epoch, epochs) if is_over else position.epoch
+        internals.set_initial_epoch(self._model, first)
+        if position.step:
+            # Keras resets them at the beginning of an epoch.
+            variables = self._model.metrics_variables
+            self._metrics = [np.array(v.value) for v in variables]
+        _logger.warning(
+            "fit: goes on in epoch %d, step %d, from %s.",
+            position.epoch + 1,
+            position.step,
+            path,
+        )
+
+    def _restore_callbacks(self, states: list[Any]) -> None:
+        """To the first callback of a class goes what the first one of it remembered."""
+        found: dict[str, list[Any]] = {}
+        for callback in self._callbacks:
+            found.setdefault(type(callback).__name__, []).append(callback)
+        lost = []
+        for i, state in enumerate(states):
+            same = found.get(state["class"], [])
+            if not same and (state["attributes"] or "own" in state):
+                lost.append(state["class"])
+            elif same:
+                best_weights = self._state.best_weights.get(str(i))
+                _restore_callback(same.pop(0), state, best_weights)
+        if lost:
+            _logger.warning(
+                "fit: the interrupted run had the callbacks %s, this one has not.", lost
+            )
+
+
+class _FitState(Checkpoint):
+    """What `fit` needs to go on.
+
+    Args:
+        model: The compiled model.
+    """
+
+    progress: str
+    best_weights: dict[str, list[np.ndarray]]
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(
+            model=model,
+            metrics=list(model.metrics_variables),
+            seeds=internals.shared_seed_generator(),
+            progress="",
+            best_weights={},
+        )
+
+    def apply(self, contents: Contents, path: str) -> Any:
+        # How many there are is known from the checkpoint only.
+        found: dict[str, dict[int, np.ndarray]] = {}
+        for name, array in contents.arrays.items():
+            if name.startswith("best_weights/"):
+                _, callback, index = name.split("/")
+                found.setdefault(callback, {})[int(index)] = np.empty_like(array)
+        self.best_weights = {
+            callback: [arrays[i] for i in range(len(arrays))]
+            for callback, arrays in found.items()
+        }
+        status = super().apply(contents, path)
+        status.assert_consumed()
+        return status
+
+
+def _state_of(callback: Any) -> dict[str, Any]:
+    names = next(
+        (
+            internals.CALLBACK_STATE[kind.__name__]
+            for kind in type(callback).__mro__
+            if kind.__name__ in internals.CALLBACK_STATE
+            and kind.__module__.startswith("keras.")
+        ),
+        (),
+    )
+    state: dict[str, Any] = {
+        "class": type(callback).__name__,
+        "attributes": {
+            name: _plain(getattr(callback, name))
+            for name in names
+            if hasattr(callback, name)
+        },
+    }
+    if hasattr(callback, "get_state") and hasattr(callback, "set_state"):
+        state["own"] = callback.get_state()
+    return state
+
+
+def _restore_callback(callback: Any, state: dict[str, Any], best_weights: Any) -> None:
+    if "own" in state:
+        callback.set_state(state["own"])
+    for name, value in state["attributes"].items():
+        setattr(callback, name, value)
+    if best_weights is not None:
+        callback.best_weights = best_weights
+
+
+def _plain(value: Any) -> Any:
+    """A copy with NumPy's arrays in place of JAX'."""
+    if isinstance(value, dict):
+        return {key: _plain(x) for key, x in value.items()}
+    if isinstance(value, list):
+        return [_plain(x) for x in value]
+    if isinstance(value, str | int | float | bool | None):
+        return value
+    return keras.ops.convert_to_numpy(value)

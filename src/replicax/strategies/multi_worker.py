@@ -1,0 +1,237 @@
+"""MultiWorkerMirroredStrategy: one replica per device of several machines."""
+
+import hashlib
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+
+from replicax import fingerprints
+from replicax._version import __version__
+from replicax.cluster.agreement import agree
+from replicax.cluster.config import check_cluster
+from replicax.cluster.deadlines import Deadlines
+from replicax.cluster.joining import join, join_detected
+from replicax.cluster.resolvers import ClusterResolver, default_resolver
+from replicax.cluster.workers import Workers
+from replicax.collectives import CrossDeviceOps
+from replicax.communication import CollectiveCommunication, CommunicationOptions
+from replicax.devices import default_devices
+from replicax.errors import ClusterConfigError, DeviceError
+from replicax.program import Program
+from replicax.strategy import Strategy
+
+__all__ = ["MultiWorkerMirroredStrategy"]
+
+
+class MultiWorkerMirroredStrategy(Strategy):
+    """Synchronous training on the devices of several machines.
+
+    Every device of every worker holds a copy of each variable and computes on its part
+    of the global batch; gradients are summed over all of them. Start the same script on
+    each machine, with `TF_CONFIG` saying which one it is. Make the strategy at the top
+    of the script: JAX must not have started its devices before.
+    (TF: `tf.distribute.MultiWorkerMirroredStrategy`.)
+
+    If a worker dies, hangs, raises or runs another program, the processes of all
+    workers end with a message that names it, and with exit code 138 where starting all
+    of them again may help.
+
+    Args:
+        cluster_resolver: Describes the cluster. Defaults to `TF_CONFIG`, read once,
+            here; without it to what JAX detects (Slurm, TPU pods, …); without that to
+            this process alone.
+        communication_options: How workers communicate.
+        cross_device_ops: How gradients are summed. Defaults to `rx.NcclAllReduce()`.
+        check_replicas_every: Compare the replicas' variables after every that many
+            steps. None: only when `check_replicas` is called.
+        check_input: Compare the workers' first batches of each epoch where all should
+            read the same data. Turn it off for augmentations that differ between
+            workers.
+        startup_timeout_seconds: How long workers wait for each other to start, and to
+            get ready for a new program.
+        step_timeout_seconds: How long a step waits for a worker that is alive but does
+            not come to it.
+        heartbeat_timeout_seconds: How long a worker may give no sign of life.
+        shutdown_timeout_seconds: How long a worker that is done waits for the others.
+
+    Raises:
+        ClusterConfigError: If the cluster's description is malformed; all problems in
+            one message.
+        ClusterError: If a worker is not there by the start-up deadline.
+        DeviceError: For NCCL without GPUs; if workers differ in their devices.
+        RuntimeError: If JAX has started its devices already.
+
+    Example:
+        >>> import replicax as rx
+        >>> strategy = rx.MultiWorkerMirroredStrategy()  # Without TF_CONFIG: alone.
+        >>> strategy.num_workers
+        1
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | None = None,
+        communication_options: CommunicationOptions | None = None,
+        *,
+        cross_device_ops: CrossDeviceOps | None = None,
+        check_replicas_every: int | None = None,
+        check_input: bool = True,
+        startup_timeout_seconds: float = 300.0,
+        step_timeout_seconds: float = 600.0,
+        heartbeat_timeout_seconds: float = 30.0,
+        shutdown_timeout_seconds: float = 300.0,
+    ) -> None:
+        options = communication_options or CommunicationOptions()
+        deadlines = Deadlines(
+            start_up=startup_timeout_seconds,
+            step=options.timeout_seconds or step_timeout_seconds,
+            heartbeat=heartbeat_timeout_seconds,
+            shutdown=shutdown_timeout_seconds,
+        )
+        resolver = cluster_resolver or default_resolver()
+        workers, self._cluster_hash = _meet_workers(resolver, deadlines)
+        self.cluster_resolver = resolver
+        if workers.count == 1:
+            devices = default_devices()
+        else:
+            devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
+        _check_devices(devices, workers, options)
+        super().__init__(
+            devices,
+            cross_device_ops,
+            check_replicas_every=check_replicas_every,
+            workers=workers,
+            check_input=check_input,
+        )
+        self._met = False
+        self.synchronize_random_state()
+
+    def __repr__(self) -> str:
+        if self.num_workers == 1:
+            return super().__repr__()
+        per_worker = self._group.num_local
+        return (
+            f"{type(self).__name__}({self._workers.name} of {self.num_workers} workers,"
+            f" {per_worker} {'replica' if per_worker == 1 else 'replicas'} each)"
+        )
+
+    @property
+    def num_workers(self) -> int:
+        """Number of processes that train together."""
+        return self._workers.count
+
+    @property
+    def task_type(self) -> str | None:
+        """This process' job, such as `"worker"`; None without a cluster."""
+        return getattr(self.cluster_resolver, "task_type", None)
+
+    @property
+    def task_id(self) -> int | None:
+        """This process' index within its job; None without a cluster."""
+        return getattr(self.cluster_resolver, "task_id", None)
+
+    def synchronize_random_state(self) -> None:
+        """Make Python's, NumPy's and Keras' random numbers the same on all workers.
+
+        Initial weights and shuffled orders depend on them. If the states are the same
+        already, as after `keras.utils.set_random_seed` with one seed, they stay. Called
+        here and at the beginning of `fit`, `evaluate` and `predict`.
+        """
+        if self.num_workers == 1:
+            return
+        states = self._workers.exchange("random state", _random_state())
+        if any(state != states[0] for state in states):
+            # Worker 0's state decides: a run that seeds it can be repeated.
+            keras.utils.set_random_seed(int(states[0][:7], 16))
+
+    def _meet(
+        self, program: Program, values: Sequence[Any], arrays: Sequence[Any]
+    ) -> None:
+        if self.num_workers == 1:
+            return
+        variables = [f"{v.path} {v.dtype}{list(v.shape)}" for v in program.variables]
+        facts: dict[str, Any] = {
+            "versions": {
+                "replicax": __version__,
+                "jax": jax.__version__,
+                "keras": keras.__version__,
+            },
+            "the cluster": self._cluster_hash,
+            "the function": program.name,
+            "the variables": variables,
+            **program.facts,
+            "the arguments' shapes": [f"{x.dtype}{list(np.shape(x))}" for x in arrays],
+            "the compiled program (its digest)": _digest(program.text(values, arrays)),
+        }
+        if not self._met:
+            checksums = fingerprints.local(values)
+            facts["the variables' values (their checksums)"] = [
+                f"{v.path} {checksum:08x}"
+                for v, checksum in zip(program.variables, checksums, strict=True)
+            ]
+        self._met = True
+        agree(self._workers, facts, f"the program of {program.name}")
+
+
+def _meet_workers(
+    resolver: ClusterResolver | None, deadlines: Deadlines
+) -> tuple[Workers, str]:
+    """The workers to train with, and a digest of their cluster."""
+    if resolver is None:
+        return join_detected(deadlines) or Workers(), ""
+    source = type(resolver).__name__
+    config = check_cluster(
+        resolver.cluster_spec(),
+        resolver.task_type,
+        resolver.task_id,
+        allow_ps=False,
+        source=source,
+    )
+    cluster, index = config.cluster, config.process_id
+    if config.task_type == "evaluator" or len(cluster.workers) <= 1:
+        return Workers(), ""  # An evaluator works beside the cluster, by itself.
+    if index is None:
+        raise ClusterConfigError(
+            f"{source}: this task is {config.name!r}, which is none of the cluster's "
+            f"workers, {', '.join(t.name for t in cluster.workers)}."
+        )
+    return join(cluster, index, deadlines, source), cluster.fingerprint
+
+
+def _check_devices(
+    devices: Sequence[Any], workers: Workers, options: CommunicationOptions
+) -> None:
+    platforms = sorted({d.platform for d in devices})
+    if options.implementation is CollectiveCommunication.NCCL and not all(
+        d.platform == "gpu" for d in devices
+    ):
+        raise DeviceError(
+            "MultiWorkerMirroredStrategy: CollectiveCommunication.NCCL needs GPUs, but "
+            f"the devices are {', '.join(platforms)}. Use AUTO, which takes what the "
+            "devices have (Gloo on CPUs, ICI on TPUs)."
+        )
+    counts = [sum(d.process_index == i for d in devices) for i in range(workers.count)]
+    if len(set(counts)) > 1 or len(platforms) > 1:
+        listed = ", ".join(
+            f"{name}: {count}"
+            for name, count in zip(workers.names, counts, strict=True)
+        )
+        raise DeviceError(
+            "MultiWorkerMirroredStrategy: all workers need the same number of devices "
+            f"of one kind; got {listed} ({', '.join(platforms)}). Hide devices with "
+            "CUDA_VISIBLE_DEVICES, or use the same kind of machine."
+        )
+
+
+def _random_state() -> str:
+    numpy_state = np.random.get_state()
+    state = (random.getstate(), [np.asarray(part).tolist() for part in numpy_state])
+    return _digest(repr(state))
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()

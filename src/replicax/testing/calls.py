@@ -1,0 +1,116 @@
+"""A function or script as something another process can find and call, and where."""
+
+import os
+import pickle
+import sys
+import sysconfig
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["call_of", "child_environment"]
+
+_DEFAULTS = {
+    "JAX_PLATFORMS": "cpu",
+    "KERAS_BACKEND": "jax",
+    "PYTHONFAULTHANDLER": "1",
+    "PYTHONUNBUFFERED": "1",
+}
+_OWN = (
+    "JAX_NUM_CPU_DEVICES",
+    "NPROC",
+    "REPLICAX_ATTEMPT",
+)  # Of this process; its tasks have their own.
+
+
+def call_of(
+    program: Callable[..., Any] | str | Path,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    logical_devices: int | None,
+) -> dict[str, Any]:
+    """The call in plain values, for `replicax.testing.runner`.
+
+    Raises:
+        ValueError: If the function is not at the top level of a module with a file, or
+            the script is not there.
+        TypeError: If a script's arguments are no strings.
+    """
+    if isinstance(program, str | Path):
+        return _script_call(Path(program), args, kwargs, logical_devices)
+    if not callable(program):
+        raise TypeError(
+            f"Cluster: program must be a function or the path of a script; got "
+            f"{program!r}."
+        )
+    module, name = _place(program)
+    if module == "__main__":
+        # The name under which tasks load it, for classes of the values they return.
+        sys.modules.setdefault("__mp_main__", sys.modules["__main__"])
+    return {
+        "script": None,
+        "module": module,
+        "file": str(_file(program, module)),
+        "function": name,
+        "args": pickle.dumps((tuple(args), dict(kwargs))),
+        "sys_path": sys.path,
+        "logical_devices": logical_devices,
+    }
+
+
+def _script_call(
+    script: Path,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    logical_devices: int | None,
+) -> dict[str, Any]:
+    if not script.is_file():
+        raise ValueError(f"Cluster: there is no script {script}.")
+    if kwargs or not all(isinstance(argument, str) for argument in args):
+        raise TypeError(
+            "Cluster: a script's arguments are strings, given as args; got "
+            f"args={args!r}, kwargs={kwargs!r}."
+        )
+    return {
+        "script": str(script.resolve()),
+        "args": list(args),
+        "logical_devices": logical_devices,
+    }
+
+
+def _place(function: Callable[..., Any]) -> tuple[str, str]:
+    module = getattr(function, "__module__", None)
+    name = getattr(function, "__qualname__", None)
+    if module is None or name is None or "<" in name:
+        raise ValueError(
+            f"Cluster: another process cannot find {function!r}. Write a function with "
+            "`def` at the top level of a module, and pass what it needs as args."
+        )
+    return module, name
+
+
+def _file(function: Callable[..., Any], module: str) -> Path:
+    loaded = sys.modules.get(module)
+    found = getattr(loaded, "__file__", None)
+    if found is None:
+        code = getattr(function, "__code__", None)
+        found = getattr(code, "co_filename", None)
+    if found is None or not Path(found).is_file():
+        raise ValueError(
+            f"Cluster: another process cannot import {function!r}: its module "
+            f"{module!r} has no file. Put it into a file, or run a script."
+        )
+    return Path(found).resolve()
+
+
+def child_environment() -> dict[str, str]:
+    """The environment of a task that runs this same replicax, on the CPU by default."""
+    inherited = {name: text for name, text in os.environ.items() if name not in _OWN}
+    environment = {**_DEFAULTS, **inherited}
+    source = str(Path(__file__).resolve().parents[2])
+    # An installed package is found anyway; its folder must not come before the standard
+    # library's.
+    if source not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
+        paths = [source, environment.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    return environment

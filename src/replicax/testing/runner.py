@@ -1,0 +1,102 @@
+"""What a task of a test's cluster runs: a script, which calls the function or script.
+
+It is started by its path. Its argument is a folder, which holds the call, and in which
+it leaves the function's value and, on SIGUSR1, the stacks of all threads.
+"""
+
+import faulthandler
+import importlib
+import importlib.util
+import os
+import pickle
+import runpy
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+__all__ = ["CALL", "STACKS", "VALUE"]
+
+CALL = "call.pickle"
+STACKS = "stacks.txt"
+VALUE = "value.pickle"
+
+
+def main(call_file: Path, folder: Path) -> None:
+    """Run what the file `call_file` describes; `folder` takes what this task leaves."""
+    _show_stacks_on_signal(folder)
+    call = pickle.loads(call_file.read_bytes())
+    if call["logical_devices"] is not None:
+        from replicax.devices import set_logical_devices
+
+        set_logical_devices(call["logical_devices"])
+    if call["script"] is not None:
+        _run_script(call["script"], call["args"])
+    else:
+        _run_function(call, folder)
+
+
+def _show_stacks_on_signal(folder: Path) -> None:
+    part = folder / f"{STACKS}.part"
+    # Open for the process' life: the signal's handler writes to it.
+    stacks = part.open("wb", buffering=0)
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    part.rename(folder / STACKS)  # Only now the signal does not end this process.
+
+
+def _run_script(script: str, arguments: list[str]) -> None:
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, str(Path(script).parent))
+    runpy.run_path(script, run_name="__main__")
+
+
+def _run_function(call: Mapping[str, Any], folder: Path) -> None:
+    sys.path[:] = call["sys_path"]
+    target: Any = _load(call["module"], Path(call["file"]))
+    for name in call["function"].split("."):
+        target = getattr(target, name)
+    args, kwargs = pickle.loads(call["args"])
+    _leave_value(target, args, kwargs, folder)
+
+
+def _load(name: str, file: Path) -> ModuleType:
+    """The module of that file, also where its name leads to no file, as in pytest."""
+    if name == "__main__":
+        # As multiprocessing does it, so that `if __name__ == "__main__"` holds back.
+        return _load_file("__mp_main__", file, "__main__")
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):  # No such parent package; a module without spec.
+        spec = None
+    if spec is not None and spec.origin and Path(spec.origin).resolve() == file:
+        return importlib.import_module(name)
+    return _load_file(name, file)
+
+
+def _load_file(name: str, file: Path, *other_names: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{file} is no Python file.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.update(dict.fromkeys((name, *other_names), module))
+    spec.loader.exec_module(module)
+    return module
+
+
+def _leave_value(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    folder: Path,
+) -> None:
+    value = function(*args, **kwargs)
+    part = folder / f"{VALUE}.part"
+    part.write_bytes(pickle.dumps(value))
+    part.rename(folder / VALUE)
+
+
+if __name__ == "__main__":
+    os.environ.pop("PYTHONSAFEPATH", None)
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,47 @@
+"""The Python stacks of tasks that should have ended by now."""
+
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from replicax.cluster.processes import Task
+from replicax.testing import runner
+
+__all__ = ["collect_stacks"]
+
+_TIMEOUT_S = 2.0
+_PAUSE_S = 0.1
+
+
+def collect_stacks(
+    folders: Mapping[Task, Path], cancelled: threading.Event
+) -> dict[str, str]:
+    """Ask tasks for the stacks of all their threads; frozen tasks are resumed for it.
+
+    Args:
+        folders: The tasks, and where each leaves its stacks.
+        cancelled: Ends the collecting early.
+
+    Returns:
+        The stacks by task name; a note where a task has not come so far that it could
+        answer, or does not answer.
+    """
+    for task, folder in folders.items():
+        if (folder / runner.STACKS).exists():  # Else the signal would end the task.
+            task.signal(signal.SIGUSR1)
+            task.resume()
+    stacks: dict[str, str] = {}
+    end = time.monotonic() + _TIMEOUT_S
+    while time.monotonic() < end and not cancelled.wait(_PAUSE_S):
+        before, stacks = stacks, {t.name: _read(f) for t, f in folders.items()}
+        # Twice the same: nobody is in the middle of writing.
+        if stacks == before and all(stacks.values()):
+            break
+    return {name: text or "(no answer)" for name, text in stacks.items()}
+
+
+def _read(folder: Path) -> str:
+    path = folder / runner.STACKS
+    return path.read_text() if path.exists() else "(Python has not started yet)"

@@ -1,0 +1,169 @@
+"""Checkpoints on disk: complete and undamaged, or not taken for good ones."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from replicax.checkpoint import CheckpointError, storage
+from replicax.checkpoint.storage import Contents
+
+
+def contents(seed: int = 0) -> Contents:
+    rng = np.random.default_rng(seed)
+    return Contents(
+        arrays={
+            "a/kernel": rng.normal(size=(40, 30)),
+            "a/bias": rng.normal(size=3).astype("float32"),
+            "empty": np.zeros((0, 2)),
+        },
+        values={"step": seed},
+        labels={"a/kernel": "net/a/kernel"},
+    )
+
+
+def flip_a_bit(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 16
+    file.write_bytes(data)
+
+
+def truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def empty(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+def append(file: Path) -> None:
+    file.write_bytes(file.read_bytes() + b"\0")
+
+
+@pytest.mark.parametrize("damage", [flip_a_bit, truncate, empty, append, Path.unlink])
+def test_damage_of_any_file_is_found_and_named(tmp_path, damage: Callable):
+    storage.write(tmp_path / "good", contents())
+    files = [p for p in (tmp_path / "good").rglob("*") if p.is_file()]
+    assert len(files) > 4
+    damaged = 0
+    for file in files:
+        name = file.relative_to(tmp_path / "good")
+        bad = tmp_path / "bad"
+        shutil.copytree(tmp_path / "good", bad)
+        damage_is_visible = file.stat().st_size > 0 or damage in (append, Path.unlink)
+        if damage_is_visible:
+            damage(bad / name)
+            with pytest.raises(CheckpointError, match="is damaged") as caught:
+                storage.read(bad)
+            assert f"{bad}: file {name} is damaged" in str(caught.value)
+            damaged += 1
+        shutil.rmtree(bad)
+    assert damaged > 4
+    np.testing.assert_array_equal(
+        storage.read(tmp_path / "good").arrays["a/kernel"],
+        contents().arrays["a/kernel"],
+    )
+
+
+def test_a_folder_of_arrays_that_is_gone(tmp_path):
+    storage.write(tmp_path / "c", contents())
+    shutil.rmtree(tmp_path / "c" / "arrays")
+    with pytest.raises(CheckpointError, match="file arrays/.* is damaged"):
+        storage.read(tmp_path / "c")
+    with pytest.raises(CheckpointError, match="there is nothing at this path"):
+        storage.read(tmp_path / "d")
+
+
+def test_a_manifest_of_another_format(tmp_path):
+    storage.write(tmp_path / "c", contents())
+    manifest = tmp_path / "c" / storage.MANIFEST
+    manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 9'))
+    with pytest.raises(CheckpointError, match="has format 9, expected 1"):
+        storage.read(tmp_path / "c")
+
+
+def test_replacing_is_not_seen_half_done(tmp_path):
+    # As if the process had ended between the two renames.
+    storage.write(tmp_path / "c", contents(1))
+    (tmp_path / "c").rename(tmp_path / ".c.old")
+    assert storage.read(tmp_path / "c").values == {"step": 1}
+    storage.write(tmp_path / "c", contents(2))
+    assert storage.read(tmp_path / "c").values == {"step": 2}
+    assert [p.name for p in tmp_path.iterdir()] == ["c"]
+
+
+def test_what_cannot_be_written_leaves_the_old_one(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        CheckpointError, match=r"file/c: could not be written: .*File exists"
+    ):
+        storage.write(tmp_path / "file" / "c", contents())
+
+
+def test_a_full_disk_is_named_and_leaves_the_old_one(tmp_path):
+    mount = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(tmp_path)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a small file system is not permitted")
+    try:
+        storage.write(tmp_path / "c", contents(1))
+        large = Contents(
+            arrays={"x": np.random.default_rng(0).normal(size=100_000)},
+            values={},
+            labels={},
+        )
+        with pytest.raises(CheckpointError, match="could not be written") as caught:
+            storage.write(tmp_path / "c", large)
+        assert str(tmp_path / "c") in str(caught.value)
+        assert storage.read(tmp_path / "c").values == {"step": 1}
+        assert [p.name for p in tmp_path.iterdir()] == ["c"]
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+_WRITES = """
+import sys, pathlib, numpy as np
+from replicax.checkpoint import storage
+from replicax.checkpoint.storage import Contents
+folder = pathlib.Path(sys.argv[1])
+x = np.random.default_rng(0).normal(size=(300, 1000))
+number = 0
+print("ready", flush=True)
+while True:
+    number += 1
+    arrays = {f"x{i}": x + number for i in range(4)}
+    part = Contents(arrays=arrays, values={"n": number}, labels={})
+    storage.write(folder / "c", part)
+    print(number, flush=True)
+"""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("delay", [0.003, 0.03, 0.06, 0.1])
+def test_killed_while_writing(tmp_path, delay):
+    script = [sys.executable, "-c", _WRITES, str(tmp_path)]
+    child = subprocess.Popen(script, stdout=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout is not None
+        for line in child.stdout:
+            if line.strip() == "2":
+                break
+        time.sleep(delay)
+        child.send_signal(signal.SIGKILL)
+        written = 2 + len(child.stdout.read().split())
+    finally:
+        child.kill()
+        child.wait(timeout=30)
+        if child.stdout:
+            child.stdout.close()
+    found = storage.read(tmp_path / "c")
+    # The last line may not have been printed.
+    assert found.values["n"] in (written, written + 1)
+    x = np.random.default_rng(0).normal(size=(300, 1000))
+    np.testing.assert_array_equal(found.arrays["x3"], x + found.values["n"])
