@@ -394,3 +394,11 @@ def test_metrics_may_be_reset_and_decay_inside_a_step(num_replicas: int) -> None
     assert float(mean.result()) == 6.0
     assert float(mean.count) == num_replicas
     assert float(decayed) == 5.0
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_a_sum_that_is_not_finite_stays_what_it_is(strategy, value: float) -> None:
+    with strategy.scope():
+        total = keras.Variable(value, aggregation="sum")
+    strategy.run(lambda: total.assign_add(1.0))
+    np.testing.assert_array_equal(total.numpy(), value)

@@ -1,8 +1,21 @@
 """replicax: tf.distribute's Strategy for Keras 3 on JAX."""
 
 import replicax._backend  # noqa: F401  First: it settles Keras' backend.
-from replicax import cluster_resolver, compat, experimental, losses, schedules
+from replicax import (
+    cluster_resolver,
+    compat,
+    experimental,
+    losses,
+    schedules,
+    testing,
+)
 from replicax._version import __version__ as __version__
+from replicax.checkpoint import (
+    Checkpoint,
+    CheckpointManager,
+    RestoreStatus,
+    latest_checkpoint,
+)
 from replicax.cluster.spec import ClusterSpec
 from replicax.collectives import (
     CrossDeviceOps,
@@ -20,6 +33,7 @@ from replicax.current import (
 )
 from replicax.devices import set_logical_devices
 from replicax.errors import (
+    CheckpointError,
     ClusterConfigError,
     ClusterError,
     ClusterMismatchError,
@@ -32,6 +46,8 @@ from replicax.errors import (
 from replicax.gradients import value_and_grad
 from replicax.input import AutoShardPolicy, FileDataset, InputContext
 from replicax.keras import hooks
+from replicax.keras.backup import BackupAndRestore
+from replicax.keras.sidecar import SidecarEvaluator
 from replicax.losses import compute_average_loss, scale_regularization_loss
 from replicax.replica import ReplicaContext
 from replicax.strategies import (
@@ -45,6 +61,10 @@ from replicax.values import PerReplica
 
 __all__ = [
     "AutoShardPolicy",
+    "BackupAndRestore",
+    "Checkpoint",
+    "CheckpointError",
+    "CheckpointManager",
     "ClusterConfigError",
     "ClusterError",
     "ClusterMismatchError",
@@ -69,6 +89,8 @@ __all__ = [
     "ReduceOp",
     "ReductionToOneDevice",
     "ReplicaContext",
+    "RestoreStatus",
+    "SidecarEvaluator",
     "Strategy",
     "cluster_resolver",
     "compute_average_loss",
@@ -77,10 +99,12 @@ __all__ = [
     "get_strategy",
     "has_strategy",
     "in_cross_replica_context",
+    "latest_checkpoint",
     "losses",
     "scale_regularization_loss",
     "schedules",
     "set_logical_devices",
+    "testing",
     "value_and_grad",
 ]
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 __all__ = [
+    "CheckpointError",
     "ClusterConfigError",
     "ClusterError",
     "ClusterMismatchError",
@@ -12,6 +13,10 @@ __all__ = [
     "InputError",
     "InternalError",
 ]
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written, is damaged, or does not fit."""
 
 
 class ClusterConfigError(ValueError):

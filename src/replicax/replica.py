@@ -194,6 +194,8 @@ class ReplicaContext:
             info = jnp.finfo(value.dtype)
             kept = max(1, info.nmant - 2 * num.bit_length())
             part = lax.reduce_precision(value / num, info.nexp, kept)
+            # Infinity has no parts: less itself it would be NaN.
+            part = jnp.where(jnp.isfinite(value), part, 0)
         else:
             part = value // num
         is_first = lax.axis_index(self._axis.name) == 0

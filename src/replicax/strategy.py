@@ -2,7 +2,7 @@
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,9 +24,6 @@ from replicax.input import (
     DistributedDatasetFromFunction,
     InputContext,
     Share,
-    Stream,
-    in_step,
-    leading_size,
     numpy_dataset,
 )
 from replicax.keras import internals
@@ -89,8 +86,7 @@ class Strategy:
             num_local=num_local,
             first_local=num_local * self._workers.index,
         )
-        self._check_input = check_input
-        self._num_streams = 0
+        self.share = Share(self._workers, check_input=check_input)
         # Programs and variables meet these shardings all the time: one object each.
         self._mirrored = self._group.mirrored
         self._per_replica = self._group.per_replica
@@ -203,7 +199,7 @@ class Strategy:
             self._meet(program, values, arrays)
         with _dispatch_order:
             out, new = program(values, arrays)
-        self._note_dispatch((out, new), program.num_steps)
+        self._note_dispatch(out if jax.tree.leaves(out) else new, program.num_steps)
         self._num_steps += 1
         if self._check_every and self._num_steps % self._check_every == 0:
             self._raise_if_different(program.written, new)
@@ -295,7 +291,7 @@ class Strategy:
             batch_size=batch_size,
             prefetch=prefetch,
             auto_shard_policy=auto_shard_policy,
-            share=self._share(),
+            share=self.share,
         )
 
     def distribute_datasets_from_function(
@@ -325,7 +321,7 @@ class Strategy:
             context,
             remainder=remainder,
             prefetch=prefetch,
-            share=self._share(),
+            share=self.share,
         )
 
     def experimental_make_numpy_dataset(self, numpy_input: Any) -> Any:
@@ -420,43 +416,6 @@ class Strategy:
 
     def synchronize_random_state(self) -> None:
         """Make the workers' random numbers the same; there is one worker here."""
-
-    def in_step(
-        self,
-        batches: Iterator[Any],
-        *,
-        name: str | None = None,
-        same_data: bool = True,
-        num_batches: int | None = None,
-        size_of: Callable[[Any], int] = lambda batch: leading_size(batch, "fit"),
-        cancelled: Callable[[], bool] = lambda: False,
-    ) -> Iterator[Any]:
-        """Batches as long as every worker has one; see `input.agreement.Stream`."""
-        if self._workers.count == 1:
-            return batches
-        stream = Stream(
-            workers=self._workers,
-            name=name or self.new_stream("the input of fit"),
-            same_data=same_data,
-            check=self._check_input,
-            num_batches=num_batches,
-            size_of=size_of,
-            cancelled=cancelled,
-        )
-        return in_step(batches, stream)
-
-    def _share(self) -> Share:
-        return Share(
-            index=self._workers.index,
-            count=self._workers.count,
-            in_step=self.in_step,
-            new_stream=self.new_stream,
-        )
-
-    def new_stream(self, name: str) -> str:
-        """A name for batches that all workers read together, the same on all."""
-        self._num_streams += 1
-        return f"{name} {self._num_streams}"
 
     def _meet(
         self, program: Program, values: Sequence[Any], arrays: Sequence[Any]

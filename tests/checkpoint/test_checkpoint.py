@@ -220,7 +220,8 @@ def test_any_array_comes_back(entries, seed):
 def test_a_grain_iterator_goes_on_where_it_was(tmp_path):
     data = grain.MapDataset.range(20).shuffle(seed=1).batch(3)
     iterator = iter(data.to_iter_dataset())
-    next(iterator), next(iterator)
+    for _ in range(2):
+        next(iterator)
     path = Checkpoint(data=iterator).write(tmp_path / "c")
     rest = [x.tolist() for x in iterator]
     again = iter(data.to_iter_dataset())

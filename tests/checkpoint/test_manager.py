@@ -109,7 +109,7 @@ def test_a_damaged_newest_is_skipped(tmp_path, caplog):
     assert "ckpt-2: file manifest.json is damaged: [Errno 2]" in caplog.text
     assert "It is skipped." in caplog.text
     (tmp_path / "ckpt-1" / "manifest.json").write_text("")
-    with pytest.raises(CheckpointError, match="no checkpoint is undamaged.*Delete"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint is undamaged.*Delete"):
         CheckpointManager(checkpoint, tmp_path).restore_or_initialize()
 
 
@@ -125,7 +125,7 @@ def test_initialises_where_there_is_nothing(tmp_path):
     # On the first run, not only on the restart.
     with pytest.raises(CheckpointError, match="is not built"):
         CheckpointManager(unbuilt, tmp_path).restore_or_initialize()
-    with pytest.raises(ValueError, match="max_to_keep must be at least 1.*got 0"):
+    with pytest.raises(ValueError, match=r"max_to_keep must be at least 1.*got 0"):
         CheckpointManager(unbuilt, tmp_path, 0)
 
 

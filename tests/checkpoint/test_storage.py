@@ -75,7 +75,7 @@ def test_damage_of_any_file_is_found_and_named(tmp_path, damage: Callable):
 def test_a_folder_of_arrays_that_is_gone(tmp_path):
     storage.write(tmp_path / "c", contents())
     shutil.rmtree(tmp_path / "c" / "arrays")
-    with pytest.raises(CheckpointError, match="file arrays/.* is damaged"):
+    with pytest.raises(CheckpointError, match=r"file arrays/.* is damaged"):
         storage.read(tmp_path / "c")
     with pytest.raises(CheckpointError, match="there is nothing at this path"):
         storage.read(tmp_path / "d")

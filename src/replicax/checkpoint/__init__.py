@@ -1,8 +1,8 @@
 """Checkpoints: saving objects, and restoring them."""
 
 from replicax.checkpoint.checkpoint import Checkpoint, RestoreStatus
-from replicax.checkpoint.errors import CheckpointError
 from replicax.checkpoint.manager import CheckpointManager, latest_checkpoint
+from replicax.errors import CheckpointError
 
 __all__ = [
     "Checkpoint",

@@ -10,8 +10,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from replicax.checkpoint import storage
-from replicax.checkpoint.errors import CheckpointError
 from replicax.checkpoint.storage import Contents
+from replicax.errors import CheckpointError
 
 __all__ = ["BackgroundSave", "finish"]
 

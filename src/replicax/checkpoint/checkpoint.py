@@ -11,7 +11,6 @@ from typing import Any
 import keras
 
 from replicax.checkpoint import storage
-from replicax.checkpoint.errors import CheckpointError
 from replicax.checkpoint.slots import (
     ArraySlot,
     Binding,
@@ -22,8 +21,9 @@ from replicax.checkpoint.slots import (
 )
 from replicax.checkpoint.storage import Contents
 from replicax.cluster import workers
+from replicax.errors import CheckpointError
 
-__all__ = ["Checkpoint", "RestoreStatus"]
+__all__ = ["Checkpoint", "RestoreStatus", "compare"]
 
 _logger = logging.getLogger("replicax")
 
@@ -160,9 +160,12 @@ class Checkpoint:
     def apply(self, contents: Contents, path: str) -> "RestoreStatus":
         """Set the objects to `contents`, which were read from `path`."""
         self.require_built()
-        bindings = self._bind(build_optimizers=True)
+        objects = self._objects()
+        _build_optimizers(objects)
+        _require_built_optimizers(objects)
+        bindings = self._bind()
         slots = [slot for binding in bindings.values() for slot in binding.slots]
-        status = _compare(slots, contents, path)
+        status = compare(slots, contents, path)
         worker = workers.current()
         for slot in slots:
             if isinstance(slot, ArraySlot) and slot.name in contents.arrays:
@@ -199,12 +202,12 @@ class Checkpoint:
         for value in self._objects().values():
             if isinstance(value, keras.Model):
                 value.jax_state_sync()  # In fit, the model's values are elsewhere.
+        # As on restoring, so that both have the same names.
+        _build_optimizers(self._objects())
         return [slot for binding in self._bind().values() for slot in binding.slots]
 
-    def _bind(self, *, build_optimizers: bool = False) -> dict[str, Binding]:
+    def _bind(self) -> dict[str, Binding]:
         objects = self._objects()
-        if build_optimizers:
-            _build_optimizers(objects)
         bindings = {name: bind(name, value) for name, value in objects.items()}
         optimizers = [
             x for x in objects.values() if isinstance(x, keras.optimizers.Optimizer)
@@ -284,10 +287,14 @@ class RestoreStatus:
             )
 
 
-def _compare(
+def compare(
     slots: Iterable[ArraySlot | ValueSlot], contents: Contents, path: str
 ) -> RestoreStatus:
-    """Raise if something does not fit; else say what is only on one side."""
+    """What is only in the checkpoint, or only in the objects.
+
+    Raises:
+        CheckpointError: If something has another shape or dtype; lists everything.
+    """
     wanted = {slot.name: slot for slot in slots}
     saved = {*contents.arrays, *contents.values}
     missing = sorted(set(wanted) - saved)
@@ -352,17 +359,22 @@ def _own_state(worker: Any, slot: ValueSlot, saved: list[Any]) -> Any:
 
 
 def _build_optimizers(objects: Mapping[str, Any]) -> None:
-    """Build optimizers that a first step would build, so that they can be restored."""
+    """Build optimizers of built models, as a first step would."""
     models = [x for x in objects.values() if isinstance(x, keras.Model)]
     pairs = [(model, getattr(model, "optimizer", None)) for model in models]
     alone = [x for x in objects.values() if isinstance(x, keras.optimizers.Optimizer)]
     if len(models) == 1:
         pairs += [(models[0], optimizer) for optimizer in alone]
     for model, optimizer in pairs:
-        if isinstance(optimizer, keras.optimizers.Optimizer) and not optimizer.built:
+        is_optimizer = isinstance(optimizer, keras.optimizers.Optimizer)
+        if is_optimizer and not optimizer.built and model.built:
             strategy = getattr(model, "_replicax_strategy", None)
             with strategy.scope() if strategy else contextlib.nullcontext():
                 optimizer.build(model.trainable_variables)
+
+
+def _require_built_optimizers(objects: Mapping[str, Any]) -> None:
+    models = [x for x in objects.values() if isinstance(x, keras.Model)]
     unbuilt = [
         name
         for name, x in objects.items()

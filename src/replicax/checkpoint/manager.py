@@ -12,9 +12,9 @@ from typing import Any, Protocol
 
 from replicax.checkpoint import background, storage
 from replicax.checkpoint.background import BackgroundSave
-from replicax.checkpoint.errors import CheckpointError
 from replicax.checkpoint.storage import Contents
 from replicax.cluster import workers
+from replicax.errors import CheckpointError
 
 __all__ = [
     "FINISHED",
@@ -259,8 +259,9 @@ class CheckpointManager:
 
     def _remove_mark(self) -> None:
         """A run that goes on is not finished."""
-        if self._worker.is_chief:
-            (self._directory / FINISHED).unlink(missing_ok=True)
+        mark = self._directory / FINISHED
+        if self._worker.is_chief and mark.exists():
+            mark.unlink(missing_ok=True)
 
     def _settle(self) -> None:
         """Wait for the save that is under way; all workers learn how it ended."""

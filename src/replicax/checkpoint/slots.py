@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from replicax.checkpoint.errors import CheckpointError
 from replicax.checkpoint.naming import named_variables
+from replicax.errors import CheckpointError
 from replicax.keras import internals
 
 __all__ = ["ArraySlot", "Binding", "ValueSlot", "bind", "decode", "encode", "to_host"]

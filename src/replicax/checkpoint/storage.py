@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from replicax.checkpoint.errors import CheckpointError
+from replicax.errors import CheckpointError
 
 __all__ = ["MANIFEST", "Contents", "part_of", "read", "remove", "write"]
 
@@ -273,7 +273,7 @@ def _fingerprint(file: Path) -> dict[str, int]:
 
 
 def _crc32(x: np.ndarray) -> int:
-    return zlib.crc32(memoryview(np.ascontiguousarray(x).reshape(-1).view(np.uint8)))
+    return zlib.crc32(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
 
 
 def _reason(error: BaseException) -> str:

@@ -1,10 +1,11 @@
 """JAX's coordination service, in a small process of its own beside worker 0.
 
 Within worker 0 it would die with it, and JAX aborts every process whose coordination
-service is gone: nobody could say who was missing. Beside it, the service outlives
-worker 0 by as long as the others need to notice and to say so.
+service is gone: nobody could say who was missing. Beside it, in a session of its own,
+the service outlives worker 0 by as long as the others need to notice and to say so.
 """
 
+import contextlib
 import importlib
 import os
 import signal
@@ -12,11 +13,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
-__all__ = ["serve", "start", "stop", "stop_soon"]
+__all__ = ["serve", "start", "stop"]
 
-_SOON_SECONDS = 5.0
+_POLL_SECONDS = 0.2
 _READY = b"ready\n"
+_END = b"end\n"
+_SOCKETS = ("/proc/self/net/tcp", "/proc/self/net/tcp6")
+_ESTABLISHED = "01"
 
 
 def start(
@@ -27,7 +32,8 @@ def start(
     Args:
         port: Where it listens, on all of this machine's addresses.
         num_processes: Number of processes that will connect.
-        linger_seconds: How long it serves on when this process has died.
+        linger_seconds: How long it serves on at most when this process has died. On
+            Linux it ends as soon as nobody is connected any more.
 
     Raises:
         OSError: If it could not be started, with what it printed.
@@ -39,6 +45,8 @@ def start(
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
+        # Whoever kills worker 0 kills its process group.
+        start_new_session=True,
     )
     stdout = process.stdout
     if stdout is None or stdout.readline() != _READY:
@@ -54,20 +62,14 @@ def start(
 def stop(process: "subprocess.Popen[bytes]") -> None:
     """End the service."""
     if process.stdin is not None:
-        process.stdin.write(b"end\n")
-        process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # It has ended by itself.
+            process.stdin.write(_END)
+            process.stdin.close()
     try:
         process.wait(timeout=5)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-
-
-def stop_soon(process: "subprocess.Popen[bytes]") -> None:
-    """Let the service end when the others have read the last message in it."""
-    if process.stdin is not None:
-        process.stdin.write(b"soon\n")
-        process.stdin.flush()
 
 
 def serve(arguments: Sequence[str]) -> None:
@@ -84,12 +86,26 @@ def serve(arguments: Sequence[str]) -> None:
     service = service_of(f"[::]:{port}", int(num_processes), **timeouts)
     sys.stdout.buffer.write(_READY)
     sys.stdout.close()
-    last_word = sys.stdin.buffer.readline()
-    if last_word != b"end\n":
-        time.sleep(_SOON_SECONDS if last_word else float(linger_seconds))
+    if sys.stdin.buffer.readline() != _END:
+        # Worker 0 has died. Who reads its output waits for the end of it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+        end = time.monotonic() + float(linger_seconds)
+        while time.monotonic() < end and _has_connections(int(port)):
+            time.sleep(_POLL_SECONDS)
     service.shutdown()
     # Open calls of dead workers would keep the service's destructor waiting.
     os._exit(0)
+
+
+def _has_connections(port: int) -> bool:
+    """Whether anybody is connected to `port`; True where the system does not say."""
+    tables = [path for path in map(Path, _SOCKETS) if path.exists()]
+    for table in tables:
+        for line in table.read_text().splitlines()[1:]:
+            _, local, _, state, *_ = line.split()
+            if state == _ESTABLISHED and int(local.rpartition(":")[2], 16) == port:
+                return True
+    return not tables
 
 
 if __name__ == "__main__":

@@ -2,14 +2,13 @@
 
 import atexit
 import contextlib
-import functools
 import logging
 import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -28,10 +27,10 @@ from replicax.errors import ClusterConfigError, ClusterError, ClusterMismatchErr
 __all__ = ["join"]
 
 _REMIND_SECONDS = 10.0
+_COLLECTIVE_FAILED = ("unknown: gloo", "internal: gloo", "unavailable: gloo")
 _JAX_TIMEOUT = 24 * 3600  # Ours are shorter and say who is missing.
 _logger = logging.getLogger("replicax")
 _joined: tuple[Any, Workers] | None = None
-_services: list[Any] = []  # Worker 0's coordination service.
 
 
 def join(
@@ -77,10 +76,6 @@ def join(
     workers.set_current(members)
     _joined = (key, members)
     if members.watch is not None:
-        for service in _services:
-            members.watch.before_end.append(
-                functools.partial(coordinator.stop_soon, service)
-            )
         members.watch.start()
         _report_exceptions(members, members.watch)
         atexit.register(_leave, members, members.watch)
@@ -90,6 +85,9 @@ def join(
 def join_detected(deadlines: Deadlines) -> Workers | None:
     """Join the cluster that JAX itself finds here; None if it finds none."""
     if not jax.distributed.is_initialized():
+        if not _jax_detects_cluster():
+            return None
+        _check_devices_not_started()
         try:
             jax.distributed.initialize(
                 initialization_timeout=int(deadlines.start_up),
@@ -103,6 +101,21 @@ def join_detected(deadlines: Deadlines) -> Workers | None:
     # Addresses are JAX's secret: the spec only gives the workers names.
     cluster = ClusterSpec({"worker": [f"process-{i}:0" for i in range(count)]})
     return join(cluster, jax.process_index(), deadlines, "JAX")
+
+
+def _jax_detects_cluster() -> bool:
+    """Whether there are signs of a cluster around this process.
+
+    `jax.distributed.initialize` looks for them too, but refuses first if JAX has
+    started its devices, which a process that is alone may do whenever it likes.
+    """
+    from jax._src.clusters import ClusterEnv
+
+    return any(
+        kind.is_env_present()
+        for kind in ClusterEnv._cluster_types
+        if not kind.opt_in_only_method
+    )
 
 
 def _check_order(names: Sequence[str], index: int, description: str) -> None:
@@ -130,7 +143,6 @@ def _connect(
                 linger_seconds=deadlines.heartbeat + 10,
             )
             atexit.register(coordinator.stop, service)
-            _services.append(service)
             # Process 0 starts a service whatever we say. Nobody will connect to it.
             extra["coordinator_bind_address"] = "localhost:0"
         _initialize(names, addresses, index, deadlines, extra)
@@ -173,6 +185,7 @@ def _initialize(
         remind_at += _REMIND_SECONDS
         absent = _absent(names, addresses, index)
         if waited >= deadlines.start_up:
+            _retry_if_not_caught(names[index])
             raise ClusterError(
                 f"{names[index]}: {absent or 'a worker'} did not come within "
                 f"{deadlines.start_up:.0f} s. Start the same script there with the same"
@@ -236,16 +249,41 @@ def _presence(addresses: Sequence[str], index: int) -> Iterator[None]:
 
 
 def _check_devices_not_started() -> None:
+    name = "jax_num_cpu_devices"
+    before = getattr(jax.config, name)
     try:
-        # Harmless before the devices are started, refused afterwards.
-        name = "jax_num_cpu_devices"
-        jax.config.update(name, getattr(jax.config, name))
+        # Refused after the devices are started, but for the value that it has. Before,
+        # it is harmless to change it and back.
+        jax.config.update(name, before + 1)
+        jax.config.update(name, before)
     except RuntimeError as error:
         raise RuntimeError(
             "MultiWorkerMirroredStrategy: JAX has already started this process' "
             "devices alone. Create the strategy at the top of the script, before "
             "any array, model, dataset on a device or other strategy."
         ) from error
+
+
+def _retry_if_not_caught(name: str) -> None:
+    """Make a start-up that failed end this process with the code that says so."""
+    previous = sys.excepthook
+
+    def hook(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        previous(kind, error, trace)
+        if isinstance(error, ClusterError):
+            end_process(
+                FailureReport(
+                    task=name,
+                    culprit=None,
+                    kind="start-up",
+                    message=str(error),
+                    exit_code=int(ExitCode.RETRY),
+                )
+            )
+
+    sys.excepthook = hook
 
 
 def _report_exceptions(members: Workers, watch: Watch) -> None:
@@ -257,12 +295,13 @@ def _report_exceptions(members: Workers, watch: Watch) -> None:
     ) -> None:
         previous(kind, error, trace)
         if isinstance(error, KeyboardInterrupt):
-            watch.fail(_interrupted(members))
-        if _is_about_a_peer(error):
+            watch.fail(_interrupted(members, watch))
+        about_a_peer = _is_about_a_peer(error)
+        if about_a_peer:
             # Another worker's end, probably: the watch will know more and end this
             # process before this wait is over.
             time.sleep(members.deadlines.heartbeat + 3)
-        watch.fail(_failure(members.name, watch, error, trace))
+        watch.fail(_failure(members.name, watch.steps, error, trace, about_a_peer))
 
     sys.excepthook = hook
 
@@ -272,18 +311,22 @@ def _is_about_a_peer(error: BaseException) -> bool:
     if isinstance(error, ClusterError):
         return isinstance(error.__cause__, StoreError)
     text = str(error).lower()
-    return isinstance(error, jax.errors.JaxRuntimeError) and any(
-        word in text for word in ("gloo", "nccl", "connection", "socket", "coordinat")
-    )
+    words = ("gloo", "nccl", "connection", "socket", "coordinat")
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        return any(word in text for word in words)
+    # What JAX makes of a collective that fails while it is dispatched.
+    return isinstance(error, ValueError) and text.startswith(_COLLECTIVE_FAILED)
 
 
 def _failure(
-    name: str, watch: Watch, error: BaseException, trace: TracebackType | None
+    name: str,
+    steps: Mapping[str, int],
+    error: BaseException,
+    trace: TracebackType | None,
+    about_a_peer: bool,
 ) -> FailureReport:
-    lost = isinstance(error, ClusterError) and not isinstance(
-        error, ClusterMismatchError
-    )
     mismatch = isinstance(error, ClusterMismatchError)
+    lost = about_a_peer or (isinstance(error, ClusterError) and not mismatch)
     return FailureReport(
         task=name,
         culprit=name,
@@ -291,17 +334,18 @@ def _failure(
         message=f"{name} raised {type(error).__name__}: {error}",
         exit_code=int(ExitCode.RETRY if lost else ExitCode.FAILED),
         traceback="".join(traceback.format_exception(type(error), error, trace)),
-        steps=watch.steps,
+        steps=steps,
     )
 
 
-def _interrupted(members: Workers) -> FailureReport:
+def _interrupted(members: Workers, watch: Watch) -> FailureReport:
     return FailureReport(
         task=members.name,
         culprit=members.name,
         kind="exception",
         message=f"{members.name} was interrupted (KeyboardInterrupt)",
         exit_code=int(ExitCode.FAILED),
+        steps=watch.steps,
     )
 
 
@@ -316,7 +360,7 @@ def _leave(members: Workers, watch: Watch) -> None:
             break
         now = time.monotonic()
         if now > deadline:
-            _end_unaccompanied(members, running)
+            watch.fail(_unaccompanied(members, watch, running))
         if now > remind_at:
             remind_at = now + _REMIND_SECONDS
             _logger.warning(
@@ -331,14 +375,15 @@ def _leave(members: Workers, watch: Watch) -> None:
         jax.distributed.shutdown()
 
 
-def _end_unaccompanied(members: Workers, running: Sequence[str]) -> None:
-    end_process(
-        FailureReport(
-            task=members.name,
-            culprit=running[0].split(" ")[0],
-            kind="lost",
-            message=f"{', '.join(running)} did not come to the end of the script within"
-            f" {members.deadlines.shutdown:.0f} s (shutdown_timeout_seconds).",
-            exit_code=int(ExitCode.RETRY),
-        )
+def _unaccompanied(
+    members: Workers, watch: Watch, running: Sequence[str]
+) -> FailureReport:
+    return FailureReport(
+        task=members.name,
+        culprit=running[0].split(" ")[0],
+        kind="lost",
+        message=f"{', '.join(running)} did not come to the end of the script within"
+        f" {members.deadlines.shutdown:.0f} s (shutdown_timeout_seconds).",
+        exit_code=int(ExitCode.RETRY),
+        steps=watch.steps,
     )

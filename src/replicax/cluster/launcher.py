@@ -128,18 +128,19 @@ def _sleep(seconds: float, signals: list[int]) -> bool:
 
 
 def _finish(console: TaskConsole, outcomes: list[Outcome], reason: str) -> int:
-    num_restarts = len(outcomes) - 1
+    num = len(outcomes) - 1
+    restarts = f"{num} restart" if num == 1 else f"{num} restarts"
     failure = outcomes[-1].failure
     if failure is None:
-        if num_restarts:
-            console.say(f"All tasks are done, after {num_restarts} restarts.")
+        if num:
+            console.say(f"All tasks are done, after {restarts}.")
         return ExitCode.DONE
     first = outcomes[0].failure
     if reason == _CRASH_LOOP and first is not None:
         console.say(f"The first failure of the first attempt:\n{_describe(first)}")
     console.say(
         f"{failure.task} failed first, with exit code "
-        f"{exit_status(failure.exit_code)} ({reason}), after {num_restarts} restarts. "
+        f"{exit_status(failure.exit_code)} ({reason}), after {restarts}. "
         f"{failure.message}"
     )
     return exit_status(failure.exit_code)

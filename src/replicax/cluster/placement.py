@@ -7,10 +7,9 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["JOBS", "check_tasks", "divide_cores", "free_ports", "task_names"]
+from replicax.cluster.config import JOBS
 
-JOBS = ("chief", "worker", "ps", "evaluator")
-"""The jobs a cluster may have, in the order in which its tasks are listed."""
+__all__ = ["check_tasks", "divide_cores", "free_ports", "task_names", "tf_configs"]
 
 _SINGLE = ("chief", "evaluator")
 _FIRST_PORT = 15000

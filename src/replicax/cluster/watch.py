@@ -5,7 +5,6 @@ these threads end it: with a message, a `FailureReport`, and an exit code that s
 whether to try again.
 """
 
-import contextlib
 import dataclasses
 import faulthandler
 import json
@@ -14,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from replicax.cluster.deadlines import Deadlines
@@ -65,7 +64,6 @@ class Watch:
         self._contact_at = now
         self._latest: tuple[int, int, Any] = (0, 0, None)
         self._awaited: tuple[int, Any] = (0, None)
-        self.before_end: list[Callable[[], None]] = []
         self._frozen: int | None = None
         self._agreed = False
         self._ending = threading.Lock()
@@ -122,9 +120,6 @@ class Watch:
             publisher = threading.Thread(target=self._publish, daemon=True)
             publisher.start()
             publisher.join(timeout=3)
-            for action in self.before_end:
-                with contextlib.suppress(OSError):
-                    action()
             end_process(report)
 
     def stack_of_main_thread(self) -> str:
@@ -256,7 +251,8 @@ def end_process(report: FailureReport) -> NoReturn:
     """
     report.write()
     is_own = report.culprit == report.task and report.kind in ("exception", "mismatch")
-    why = "because of the exception above" if is_own else report.message
+    is_above = is_own or report.kind == "start-up"
+    why = "because of the exception above" if is_above else report.message
     lines = [f"replicax: {report.task} ends: {why}"]
     if report.traceback and report.culprit != report.task:
         lines += [f"--- {report.culprit}:", report.traceback.rstrip(), "---"]

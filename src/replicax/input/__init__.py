@@ -1,6 +1,5 @@
 """Datasets, divided between replicas and placed on their devices ahead of time."""
 
-from replicax.input.agreement import Stream, in_step
 from replicax.input.context import InputContext
 from replicax.input.distributed import (
     DistributedDataset,
@@ -8,14 +7,10 @@ from replicax.input.distributed import (
 )
 from replicax.input.numpy_dataset import numpy_dataset
 from replicax.input.prefetch import prefetch
-from replicax.input.sharding import AutoShardPolicy, FileDataset, Share
+from replicax.input.sharding import AutoShardPolicy, FileDataset
+from replicax.input.share import Share
 from replicax.input.sources import batches
-from replicax.input.split import (
-    Remainder,
-    Split,
-    leading_size,
-    split_global_batch,
-)
+from replicax.input.split import Remainder, Split, split_global_batch
 
 __all__ = [
     "AutoShardPolicy",
@@ -26,10 +21,7 @@ __all__ = [
     "Remainder",
     "Share",
     "Split",
-    "Stream",
     "batches",
-    "in_step",
-    "leading_size",
     "numpy_dataset",
     "prefetch",
     "split_global_batch",

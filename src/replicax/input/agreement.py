@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import logging
 import zlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -51,7 +51,7 @@ class _Cancelled(Exception):
     """Nobody wants more batches: stop waiting for other workers."""
 
 
-def in_step(batches: Iterator[Any], stream: Stream) -> Generator[Any]:
+def in_step(batches: Iterable[Any], stream: Stream) -> Generator[Any]:
     """Yield batches as long as every worker has one of the same size.
 
     Workers tell each other through the coordination service, four batches at a time,
@@ -69,7 +69,8 @@ def in_step(batches: Iterator[Any], stream: Stream) -> Generator[Any]:
         yield from batches
         return
     try:
-        yield from _in_step(batches, stream)
+        # Once: Keras gives a Grain dataset itself, which begins anew each time.
+        yield from _in_step(iter(batches), stream)
     except _Cancelled:
         return
 

@@ -17,8 +17,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from replicax import placement
 from replicax.input.context import InputContext
+from replicax.input.position import DistributedIterator
 from replicax.input.prefetch import Producer, prefetch
-from replicax.input.sharding import AutoShardPolicy, Share, worker_files
+from replicax.input.sharding import AutoShardPolicy, worker_files
+from replicax.input.share import Share
 from replicax.input.sources import batches, check_dataset, is_arrays, is_one_shot
 from replicax.input.sources import num_batches as count_batches
 from replicax.input.split import (
@@ -101,18 +103,23 @@ class _Distributed(ABC):
         """True: asking whether there is a dataset must not ask for its length."""
         return True
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> DistributedIterator:
         """Start an epoch; a thread places batches ahead of the consumer."""
+        return DistributedIterator(self._start)
+
+    def _start(self, num_skipped: int) -> Iterator[Any]:
         previous, own = self._previous, []
         stream = self._stream(lambda: any(producer.stopped for producer in own))
-        iterator = prefetch(lambda: self._epoch(previous, stream), self._prefetch)
+        iterator = prefetch(
+            lambda: self._epoch(previous, stream, num_skipped), self._prefetch
+        )
         self._previous = getattr(iterator, "producer", None)
         if self._previous is not None:
             own.append(self._previous)
         return iterator
 
     def _epoch(
-        self, previous: Producer | None, stream: dict[str, Any]
+        self, previous: Producer | None, stream: dict[str, Any], num_skipped: int
     ) -> Generator[Any]:
         if previous is not None:
             # An epoch that was left early may still be reading: the same dataset object
@@ -122,8 +129,12 @@ class _Distributed(ABC):
         with closing(self._splits(stream)) as splits:
             for split in splits:
                 num_dropped += split.num_dropped
-                if split.batch is not None:
-                    yield self._place(split)
+                if split.batch is None:
+                    continue
+                if num_skipped:  # Read, but not placed on the devices.
+                    num_skipped -= 1
+                    continue
+                yield self._place(split)
         if num_dropped and num_dropped not in self._reported:
             self._reported.add(num_dropped)
             logging.getLogger("replicax").warning(
@@ -158,7 +169,8 @@ class DistributedDataset(_Distributed):
     `PerReplica` of `[R, b, ...]`; with `remainder="pad"` it yields `(batch, mask)`, the
     mask a `PerReplica` of `bool[R, b]`, True for real examples. It can be iterated
     again and again, if the dataset can. 64-bit arrays become 32-bit ones, unless JAX's
-    x64 mode is on. (TF: `strategy.experimental_distribute_dataset`.)
+    x64 mode is on. A dataset that can be iterated once raises `RuntimeError` the second
+    time. (TF: `strategy.experimental_distribute_dataset`.)
 
     Args:
         dataset: Whatever `replicax.input.batches` takes.
@@ -196,7 +208,7 @@ class DistributedDataset(_Distributed):
                 f"AutoShardPolicy.AUTO, FILE, DATA and OFF; got {auto_shard_policy!r}."
             )
         self._dataset, self._is_own = worker_files(
-            dataset, auto_shard_policy, self._share
+            dataset, auto_shard_policy, self._share.index, self._share.count
         )
         self._batch_size = batch_size
         self._started = False
@@ -221,12 +233,7 @@ class DistributedDataset(_Distributed):
             return number - (0 < num_last < self._num_replicas and number > 1)
         return number
 
-    def __iter__(self) -> Iterator[Any]:
-        """Start an epoch; a thread places batches ahead of the consumer.
-
-        Raises:
-            RuntimeError: If the dataset can be iterated once, and was.
-        """
+    def _start(self, num_skipped: int) -> Iterator[Any]:
         if self._started and is_one_shot(self._dataset):
             raise RuntimeError(
                 f"DistributedDataset: this {type(self._dataset).__name__} was iterated "
@@ -234,7 +241,7 @@ class DistributedDataset(_Distributed):
                 "each epoch, such as the generator function itself."
             )
         self._started = True
-        return super().__iter__()
+        return super()._start(num_skipped)
 
     def _splits(self, stream: dict[str, Any]) -> Generator[Split]:
         with closing(batches(self._dataset, self._batch_size)) as source:

@@ -1,13 +1,12 @@
 """Which part of a dataset a worker reads."""
 
-import dataclasses
 import enum
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["AutoShardPolicy", "FileDataset", "Share", "worker_files"]
+__all__ = ["AutoShardPolicy", "FileDataset", "worker_files"]
 
 _logger = logging.getLogger("replicax")
 
@@ -65,28 +64,10 @@ class FileDataset:
         return self._dataset_fn(self.files if files is None else files)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Share:
-    """A worker's part of the input.
-
-    Attributes:
-        index: The worker's place among the workers.
-        count: Number of workers.
-        in_step: Yields batches for as long as every worker has one: takes an iterator
-            and the keywords of `Strategy.in_step`.
-        new_stream: Makes a name that is the same on all workers.
-    """
-
-    index: int = 0
-    count: int = 1
-    in_step: Callable[..., Iterator[Any]] = lambda batches, **_: batches
-    new_stream: Callable[[str], str] = lambda name: name
-
-
 def worker_files(
-    dataset: Any, policy: AutoShardPolicy, share: Share
+    dataset: Any, policy: AutoShardPolicy, index: int, count: int
 ) -> tuple[Any, bool]:
-    """What this worker reads under a policy.
+    """What worker `index` of `count` reads under a policy.
 
     Returns:
         A dataset, and whether it is the worker's own rather than the same everywhere.
@@ -95,7 +76,7 @@ def worker_files(
         ValueError: Under FILE, for a dataset that is no `FileDataset`.
     """
     if policy is AutoShardPolicy.OFF:
-        return dataset, share.count > 1
+        return dataset, count > 1
     is_files = isinstance(dataset, FileDataset)
     if policy is AutoShardPolicy.FILE and not is_files:
         raise ValueError(
@@ -103,17 +84,17 @@ def worker_files(
             f"rx.FileDataset, which knows its files; got a {type(dataset).__name__}. "
             "Use AutoShardPolicy.DATA."
         )
-    if policy is AutoShardPolicy.DATA or not is_files or share.count == 1:
+    if policy is AutoShardPolicy.DATA or not is_files or count == 1:
         return dataset, False
     files = dataset.files
-    if len(files) < share.count:
+    if len(files) < count:
         _logger.warning(
             "FileDataset: %d files cannot be divided between %d workers; all workers "
             "read all files instead, and each takes its rows of every batch "
             "(AutoShardPolicy.DATA).",
             len(files),
-            share.count,
+            count,
         )
         return dataset, False
-    mine = files[share.index :: share.count]
+    mine = files[index::count]
     return (lambda: dataset(mine)), True

@@ -67,7 +67,7 @@ class BackupAndRestore(LateCallback):
     ) -> None:
         super().__init__()
         is_count = isinstance(save_freq, int) and save_freq is not True
-        if not (save_freq == "epoch" or (is_count and save_freq >= 0)):
+        if save_freq != "epoch" and not (is_count and int(save_freq) >= 0):
             raise ValueError(
                 "BackupAndRestore: save_freq must be 'epoch', a number of batches, or "
                 f"False for none but the one on SIGTERM; got {save_freq!r}."
@@ -125,7 +125,7 @@ class _Run:
     """
 
     def __init__(self, options: BackupAndRestore, callbacks: Sequence[Any]) -> None:
-        model = options.model
+        model: Any = options.model
         session = model._replicax_fit
         self._options = options
         self._model = model
@@ -172,7 +172,7 @@ class _Run:
         if not (is_to_stop or self._is_time()):
             return
         # Keras cannot begin an epoch that has no steps left. Save when it has ended.
-        if done == length or not (length or self._data.has_more()):
+        if done == length or not self._data.has_more():
             self._is_due = True
             return
         self._save()
@@ -253,7 +253,8 @@ class _Run:
         self._data.go_to(position)
         self._restore_callbacks(progress["callbacks"])
         is_over = progress["stop_training"] and not position.step
-        epochs = self._options.params["epochs"]
+        params: Any = self._options.params
+        epochs = params["epochs"]
         first = max(position.epoch, epochs) if is_over else position.epoch
         internals.set_initial_epoch(self._model, first)
         if position.step:
@@ -293,6 +294,7 @@ class _FitState(Checkpoint):
         model: The compiled model.
     """
 
+    seeds: list[Any]
     progress: str
     best_weights: dict[str, list[np.ndarray]]
 
@@ -300,12 +302,19 @@ class _FitState(Checkpoint):
         super().__init__(
             model=model,
             metrics=list(model.metrics_variables),
-            seeds=internals.shared_seed_generator(),
+            seeds=[],
             progress="",
             best_weights={},
         )
 
+    def contents(self) -> Contents | None:
+        generator = internals.shared_seed_generator(make=False)
+        self.seeds = [] if generator is None else [generator]
+        return super().contents()
+
     def apply(self, contents: Contents, path: str) -> Any:
+        if any(name.startswith("seeds/") for name in contents.arrays):
+            self.seeds = [internals.shared_seed_generator(make=True)]
         # How many there are is known from the checkpoint only.
         found: dict[str, dict[int, np.ndarray]] = {}
         for name, array in contents.arrays.items():

@@ -8,8 +8,12 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from keras.src.backend.common.global_state import get_global_attribute
 from keras.src.backend.common.stateless_scope import get_stateless_scope
-from keras.src.random.seed_generator import global_seed_generator
+from keras.src.random.seed_generator import (
+    GLOBAL_SEED_GENERATOR,
+    global_seed_generator,
+)
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.utils.naming import to_snake_case
 
@@ -90,9 +94,15 @@ def trained_by(optimizer: Any) -> list[Any]:
     return list((inner or optimizer)._trainable_variables)
 
 
-def shared_seed_generator() -> Any:
-    """Keras' generator for random numbers that nobody gave a seed for."""
-    return global_seed_generator()
+def shared_seed_generator(*, make: bool) -> Any:
+    """Keras' generator for random numbers that nobody gave a seed for.
+
+    None if nobody used it yet and it is not to be made; making it draws from Python's
+    random numbers.
+    """
+    if make:
+        return global_seed_generator()
+    return get_global_attribute(GLOBAL_SEED_GENERATOR)
 
 
 # What a run of `fit` knows of its data.
@@ -139,7 +149,8 @@ def array_batches(
 ) -> Iterator[Any]:
     """The batches of arrays in memory; while `is_wanted()` is false, nothing is sliced.
 
-    `batches` is the adapter's own `get_jax_iterator`. Random numbers are drawn either way.
+    `batches` is the adapter's own `get_jax_iterator`. Random numbers are drawn either
+    way.
     """
     make = adapter._get_iterator
 

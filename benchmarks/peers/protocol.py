@@ -1,0 +1,61 @@
+"""What a peer's process does for `two_workers.py`: it trains when it is told to.
+
+The same MLP, data and optimizer everywhere: 784-2048-2048-10, Adam, a global batch that
+the workers share. Lines on standard input say how many steps to do; the answer is the
+time they took and the last loss.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+SIZES = (784, 2048, 2048, 10)
+RANK = int(os.environ.get("BENCH_RANK", "0"))
+WORLD = int(os.environ.get("BENCH_WORLD", "1"))
+BATCH = int(os.environ.get("BENCH_BATCH", "256"))
+LEARNING_RATE = 1e-3
+
+_rng = np.random.default_rng(0)
+X = _rng.normal(size=(BATCH * 20, SIZES[0])).astype("float32")
+Y = _rng.integers(0, SIZES[-1], BATCH * 20).astype("int32")
+WEIGHTS = [
+    (
+        (_rng.normal(size=(a, b)) * np.sqrt(2 / a)).astype("float32"),
+        np.zeros(b, "float32"),
+    )
+    for a, b in zip(SIZES[:-1], SIZES[1:], strict=True)
+]
+"""Kernels and biases that every peer starts from."""
+
+
+def batch(index: int) -> tuple[np.ndarray, np.ndarray]:
+    """A global batch."""
+    rows = slice(index % 20 * BATCH, (index % 20 + 1) * BATCH)
+    return X[rows], Y[rows]
+
+
+def local_batch(index: int) -> tuple[np.ndarray, np.ndarray]:
+    """This worker's part of it."""
+    x, y = batch(index)
+    size = BATCH // WORLD
+    return x[RANK * size :][:size], y[RANK * size :][:size]
+
+
+def serve(train: Callable[[int, int], float]) -> None:
+    """Answer the driver until it closes the pipe.
+
+    Args:
+        train: Does steps `start` to `start + count - 1`, waits for them, and returns
+            the last one's global loss.
+    """
+    print("ready", flush=True)
+    start = 0
+    for line in sys.stdin:
+        count = int(line)
+        begin = time.perf_counter()
+        loss = train(start, count)
+        print(f"took {time.perf_counter() - begin} {loss}", flush=True)
+        start += count

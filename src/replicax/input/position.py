@@ -1,0 +1,60 @@
+"""An iterator that can say where it is, and go there again."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from replicax.input.prefetch import close_iterator
+
+__all__ = ["DistributedIterator"]
+
+
+class DistributedIterator(Iterator[Any]):
+    """One epoch of a distributed dataset; `iter(dataset)` makes it.
+
+    Its position can be saved, as by `rx.Checkpoint(iterator=iterator)`: a later
+    iterator over the same data that is set to it yields exactly the batches that this
+    one had left, on any number of workers.
+
+    Args:
+        start: Starts the epoch after so many batches.
+    """
+
+    def __init__(self, start: Callable[[int], Iterator[Any]]) -> None:
+        self._start = start
+        self._num_taken = 0
+        self._source = start(0)
+
+    def __next__(self) -> Any:
+        """The next batch; blocks until it is there."""
+        batch = next(self._source)
+        self._num_taken += 1
+        return batch
+
+    def close(self) -> None:
+        """End the iteration here."""
+        close_iterator(self._source)
+
+    def get_state(self) -> dict[str, int]:
+        """The position: the number of batches that were taken."""
+        return {"num_batches": self._num_taken}
+
+    def set_state(self, state: Mapping[str, int]) -> None:
+        """Go to a position of an epoch over the same data.
+
+        Args:
+            state: What `get_state` returned.
+
+        Raises:
+            ValueError: If it is no such state.
+        """
+        number = state.get("num_batches")
+        if not isinstance(number, int) or number < 0:
+            raise ValueError(
+                "DistributedIterator.set_state: expected {'num_batches': n} as "
+                f"get_state returns it; got {state!r}."
+            )
+        if number == self._num_taken:
+            return
+        self.close()
+        self._source = self._start(number)
+        self._num_taken = number

@@ -1,0 +1,74 @@
+"""A worker's part of the input."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from replicax.cluster.workers import Workers
+from replicax.input.agreement import Stream, in_step
+from replicax.input.split import leading_size
+
+__all__ = ["Share"]
+
+
+class Share:
+    """A worker's part of the input, in step with the other workers' parts.
+
+    Args:
+        workers: Who shares the input; one alone by default.
+        check_input: Compare first batches where all should read the same data.
+    """
+
+    def __init__(
+        self, workers: Workers | None = None, *, check_input: bool = True
+    ) -> None:
+        self._workers = workers or Workers()
+        self._check_input = check_input
+        self._num_streams = 0
+
+    @property
+    def index(self) -> int:
+        """The worker's place among the workers."""
+        return self._workers.index
+
+    @property
+    def count(self) -> int:
+        """Number of workers."""
+        return self._workers.count
+
+    def new_stream(self, name: str) -> str:
+        """A name for batches that all workers read together, the same on all."""
+        self._num_streams += 1
+        return f"{name} {self._num_streams}"
+
+    def in_step(
+        self,
+        batches: Iterator[Any],
+        *,
+        name: str | None = None,
+        same_data: bool = True,
+        num_batches: int | None = None,
+        size_of: Callable[[Any], int] = lambda batch: leading_size(batch, "fit"),
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> Iterator[Any]:
+        """Batches for as long as every worker has one.
+
+        Args:
+            batches: This worker's.
+            name: From `new_stream`; by default that of an input of `fit`.
+            same_data: As in `Stream`, like the rest.
+            num_batches: How many there are, if that is certain.
+            size_of: Number of examples in a batch.
+            cancelled: Whether nobody wants more.
+        """
+        if self.count == 1:
+            return batches
+        stream = Stream(
+            workers=self._workers,
+            name=name or self.new_stream("the input of fit"),
+            same_data=same_data,
+            check=self._check_input,
+            num_batches=num_batches,
+            size_of=size_of,
+            cancelled=cancelled,
+        )
+        return in_step(batches, stream)

@@ -1,0 +1,148 @@
+"""Seed 001, "Distributed training with TensorFlow": training on multiple machines.
+
+The text describes its program, MobileNetV2 on photos of cats and dogs, and includes it
+from another file: what it says is here, once as it is and once on small data, run "on
+all machines one by one", with `TF_CONFIG` set in the program and another index on each.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import grain
+import keras
+import numpy as np
+import pytest
+from PIL import Image
+from sklearn.datasets import load_digits
+
+import replicax as rx
+from replicax.testing import Cluster, run
+from tests.seeds.machines import take_machine
+
+pytestmark = pytest.mark.multiprocess
+
+
+def make_strategy() -> Any:
+    """`TF_CONFIG` as in the text, and the strategy."""
+    workers, index = take_machine()
+    # Source: "localhost:20000" and "localhost:20001", and "index": 0 on the first
+    # machine, 1 on the second.
+    os.environ["TF_CONFIG"] = json.dumps(
+        {
+            "cluster": {"worker": workers},
+            "task": {"type": "worker", "index": index},
+        }
+    )
+    return rx.MultiWorkerMirroredStrategy()
+
+
+def train(
+    strategy: Any, examples: Any, make_model: Any, batch_size: int, num_epochs: int
+) -> dict[str, Any]:
+    """The rest of the program; what it ends with."""
+    # Source: `tfds.load(...).map(resize).shuffle(1024).batch(batch_size)`
+    dataset = grain.MapDataset.source(examples).shuffle(seed=0).batch(batch_size)
+    with strategy.scope():
+        model = make_model()
+        model.compile(
+            optimizer=keras.optimizers.Adam(learning_rate=0.001),
+            loss=keras.losses.sparse_categorical_crossentropy,
+            metrics=[keras.metrics.sparse_categorical_accuracy],
+        )
+    history = model.fit(dataset, epochs=num_epochs, verbose=0).history
+    strategy.check_replicas()
+    return {
+        "replicas": strategy.num_replicas_in_sync,
+        "losses": history["loss"],
+        "weights": [np.asarray(w) for w in model.get_weights()],
+    }
+
+
+def assert_same(results: Any) -> Any:
+    first, second = results.values.values()
+    assert first["replicas"] == second["replicas"] == 2
+    assert first["losses"] == second["losses"]
+    for mine, its in zip(first["weights"], second["weights"], strict=True):
+        np.testing.assert_array_equal(mine, its)
+    return first
+
+
+def classify_digits() -> dict[str, Any]:
+    strategy = make_strategy()
+    images, labels = load_digits(return_X_y=True)
+    examples = list(zip((images / 16).astype("float32"), labels, strict=True))
+
+    def make_model() -> Any:
+        return keras.Sequential(
+            [
+                keras.Input((64,)),
+                keras.layers.Dense(64, activation="relu"),
+                keras.layers.Dense(10, activation="softmax"),
+            ]
+        )
+
+    return train(strategy, examples, make_model, batch_size=64, num_epochs=5)
+
+
+@pytest.mark.timeout(120)
+def test_the_machine_that_runs_first_waits_then_both_train() -> None:
+    with Cluster(classify_digits, num_workers=2, deadline_seconds=100) as cluster:
+        first, second = cluster.task("worker:0"), cluster.task("worker:1")
+        second.stop()
+        first.wait_for("has waited 10 s for worker:1 (", timeout_seconds=60)
+        second.resume()
+        results = cluster.wait().check()
+    losses = assert_same(results)["losses"]
+    assert losses[-1] < 0.4 * losses[0]
+
+
+def photos(folder: Path, side: int) -> list[tuple[np.ndarray, int]]:
+    """Photos of a folder for each class, `float32[side, side, 3]` in 0..1."""
+    classes = sorted(path for path in folder.iterdir() if path.is_dir())
+    return [
+        (resize(file, side), label)
+        for label, path in enumerate(classes)
+        for file in sorted(path.glob("*.jpg"))
+    ]
+
+
+def resize(file: Path, side: int) -> np.ndarray:
+    with Image.open(file) as image:
+        return np.asarray(image.resize((side, side)), "float32") / 255.0
+
+
+def classify_photos(folder: Path) -> dict[str, Any]:
+    num_epochs = 2  # Source: 5
+    batch_size_per_replica = 32
+    num_workers = 2
+    side = 96  # Source: 224
+    strategy = make_strategy()
+
+    def make_model() -> Any:
+        return keras.applications.MobileNetV2(
+            weights=None, classes=2, input_shape=(side, side, 3)
+        )
+
+    return train(
+        strategy,
+        photos(folder, side),
+        make_model,
+        batch_size_per_replica * num_workers,
+        num_epochs,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_mobilenet_on_cats_and_dogs(data_dir: Path) -> None:
+    results = run(
+        classify_photos,
+        num_workers=2,
+        args=(data_dir / "cats_vs_dogs",),
+        deadline_seconds=580,
+    )
+    losses = assert_same(results)["losses"]
+    assert np.isfinite(losses).all()
+    assert losses[-1] < losses[0]

@@ -1,0 +1,439 @@
+"""Loops of one's own over two workers, and who takes part in a cluster.
+
+A chief and a worker of two devices each, and an evaluator beside them, run
+`everything`; the tests look at what they returned. Where there is an oracle it is the
+same function in the process of the tests: one replica with the global batches, or four
+replicas where the result depends on the replicas themselves.
+"""
+
+import random
+
+import jax
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import replicax as rx
+import replicax.testing
+
+_RNG = np.random.default_rng(7)
+X = _RNG.normal(size=(32, 5)).astype("float32")
+Y = _RNG.normal(size=(32, 2)).astype("float32")
+BATCH_SIZE = 8
+
+
+def network():
+    return keras.Sequential(
+        [keras.Input((5,)), layers.Dense(6, activation="tanh"), layers.Dense(2)]
+    )
+
+
+def squared_error(y, prediction):
+    return ops.sum(ops.square(y - prediction)) / BATCH_SIZE
+
+
+def trained(strategy, make_step):
+    """Losses and weights of two epochs of a custom loop."""
+    keras.utils.set_random_seed(2)
+    with strategy.scope():
+        model, optimizer = network(), keras.optimizers.Adam(0.01)
+    step = make_step(model, optimizer)
+    dataset = strategy.experimental_distribute_dataset((X, Y), batch_size=BATCH_SIZE)
+    losses = [
+        float(strategy.reduce("sum", strategy.run(step, (batch,)), axis=None))
+        for _ in range(2)
+        for batch in dataset
+    ]
+    return {"losses": losses, "weights": model.get_weights()}
+
+
+def tape_step(model, optimizer):
+    def step(batch):
+        x, y = batch
+        with rx.GradientTape() as tape:
+            loss = squared_error(y, model(x))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply(gradients, model.trainable_variables)
+        return loss
+
+    return step
+
+
+def value_and_grad_step(model, optimizer):
+    def step(batch):
+        x, y = batch
+        variables = model.trainable_variables
+        loss, gradients = rx.value_and_grad(
+            lambda: squared_error(y, model(x)), variables
+        )()
+        optimizer.apply(gradients, variables)
+        return loss
+
+    return step
+
+
+STEPS = {"tape": tape_step, "value_and_grad": value_and_grad_step}
+
+
+def replica_values(strategy):
+    """What replicas say of themselves, and what becomes of it."""
+
+    def about_itself():
+        context = rx.get_replica_context()
+        number = ops.cast(context.replica_id_in_sync_group, "float32")
+        row = number + ops.arange(3, dtype="float32")[None]
+        return {
+            "number": number,
+            "row": row,
+            "sum": context.all_reduce(rx.ReduceOp.SUM, row),
+            "rows": context.all_gather(row, axis=0),
+        }
+
+    made = strategy.run(about_itself)
+    given = strategy.experimental_distribute_values_from_function(
+        lambda context: np.float32(10 * context.replica_id_in_sync_group)
+    )
+    added = strategy.run(lambda a, b: a + b, (given, made["number"]))
+    return {
+        "gathered": strategy.gather(made["row"], axis=0),
+        "gathered along 1": strategy.gather(made["row"], axis=1),
+        "sums": strategy.reduce(rx.ReduceOp.SUM, made["row"], axis=None),
+        "means": strategy.reduce(rx.ReduceOp.MEAN, made["row"], axis=None),
+        "sum of all": strategy.reduce(rx.ReduceOp.SUM, made["row"], axis=1),
+        "sum in replicas": strategy.gather(made["sum"], axis=0),
+        "gathered in replicas": strategy.gather(made["rows"], axis=0),
+        "given": strategy.reduce(rx.ReduceOp.SUM, added, axis=None),
+    }
+
+
+def local_values(strategy):
+    value = strategy.run(lambda: rx.get_replica_context().replica_id_in_sync_group)
+    local = strategy.experimental_local_results(value)
+    return {
+        "local": [int(x) for x in local],
+        "np.asarray": error_of(ValueError, lambda: np.asarray(value)),
+        "repr": repr(value),
+    }
+
+
+def dropout_masks(strategy):
+    """Two calls' masks of all replicas: `[2, R, 64]`."""
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        layer = layers.Dropout(0.5)
+
+    def masked():
+        return layer(ops.ones((1, 64)), training=True)
+
+    return [strategy.gather(strategy.run(masked), axis=0) for _ in range(2)]
+
+
+def error_of(kind, call):
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    return "no error"
+
+
+def fitted(strategy):
+    with strategy.scope():
+        model = network()
+        model.compile("sgd", "mse")
+    initial = model.get_weights()
+    model.fit(X, Y, batch_size=BATCH_SIZE, epochs=2, verbose=0)
+    return {"initial": initial, "trained": model.get_weights()}
+
+
+def after_numbers_drawn_by_one(strategy):
+    """A worker draws random numbers by itself; `fit` shuffles nevertheless."""
+    if strategy.task_type == "worker":
+        random.random()
+        np.random.random(3)
+    result = fitted(strategy)
+    return result | {"next": [random.random(), np.random.random()]}
+
+
+def differing_copies(strategy):
+    with strategy.scope():
+        same = keras.Variable(np.zeros(3, "float32"), name="same")
+        other = keras.Variable(np.zeros(3, "float32"), name="other")
+
+    def step():
+        other.assign(other + 1.0)
+        return same + 1.0
+
+    strategy.run(step)
+    strategy.check_replicas()
+    if strategy.task_type == "worker":
+        other.assign([0.0, 1.0, 0.0])
+    else:
+        other.assign([0.0, 0.0, 0.0])
+    return {
+        "all": error_of(rx.DivergenceError, strategy.check_replicas),
+        "the equal one": error_of(
+            rx.DivergenceError, lambda: strategy.check_replicas([same])
+        ),
+        "in a first program": error_of(
+            rx.ClusterMismatchError, lambda: fresh_strategy_meets(strategy)
+        ),
+        "every step": error_of(rx.DivergenceError, lambda: strategy.run(step)),
+    }
+
+
+def fresh_strategy_meets(strategy):
+    """A strategy's first program, with a variable that each worker makes its own."""
+    new = rx.MultiWorkerMirroredStrategy()
+    with new.scope():
+        variable = keras.Variable(float(strategy.task_type == "worker"), name="own")
+    new.run(lambda: variable + 1.0)
+
+
+def facts(strategy):
+    return {
+        "repr": repr(strategy),
+        "task": (strategy.task_type, strategy.task_id),
+        "num_workers": strategy.num_workers,
+        "num_replicas": strategy.num_replicas_in_sync,
+        "is_chief": strategy.workers.is_chief,
+    }
+
+
+def everything():
+    strategy = rx.MultiWorkerMirroredStrategy()
+    results = {"facts": facts(strategy)}
+    # Nobody has set a seed yet.
+    results["fitted"] = fitted(strategy)
+    if strategy.task_type == "evaluator":
+        return results
+    results["drawn by one"] = after_numbers_drawn_by_one(strategy)
+    for name, make_step in STEPS.items():
+        results[name] = trained(strategy, make_step)
+    results["replica values"] = replica_values(strategy)
+    results["local"] = local_values(strategy)
+    results["masks"] = dropout_masks(strategy)
+    checking = rx.MultiWorkerMirroredStrategy(check_replicas_every=1)
+    results["differing"] = differing_copies(checking)
+    ring = rx.experimental.CollectiveCommunication.RING
+    old = rx.experimental.MultiWorkerMirroredStrategy(ring)
+    results["old spelling"] = trained(old, tape_step)
+    elsewhere = rx.cluster_resolver.SimpleClusterResolver(
+        rx.ClusterSpec({"worker": ["localhost:1", "localhost:2"]}),
+        task_type="worker",
+        task_id=0,
+    )
+    results["second cluster"] = error_of(
+        rx.ClusterConfigError, lambda: rx.MultiWorkerMirroredStrategy(elsewhere)
+    )
+    return jax.tree.map(
+        lambda x: np.asarray(x) if isinstance(x, jax.Array) else x, results
+    )
+
+
+@pytest.fixture(scope="module")
+def tasks():
+    """What each task returned, by its name."""
+    return replicax.testing.run(
+        everything,
+        tasks={"chief": 1, "worker": 1, "evaluator": 1},
+        logical_devices=2,
+        deadline_seconds=120,
+    ).values
+
+
+def mirrored(num_replicas):
+    return rx.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
+
+
+def assert_same(actual, expected):
+    # float32 sums over four replicas in another order: about 1e-7 of a gradient each
+    # step, of which Adam, which divides by the gradients' sizes, makes more.
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-5)
+
+
+def assert_identical(actual, expected):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(a, e)
+
+
+@pytest.mark.multiprocess
+def test_who_takes_part(tasks):
+    name = "MultiWorkerMirroredStrategy"
+    assert tasks["chief:0"]["facts"] == {
+        "repr": f"{name}(chief:0 of 2 workers, 2 replicas each)",
+        "task": ("chief", 0),
+        "num_workers": 2,
+        "num_replicas": 4,
+        "is_chief": True,
+    }
+    assert tasks["worker:0"]["facts"] == {
+        "repr": f"{name}(worker:0 of 2 workers, 2 replicas each)",
+        "task": ("worker", 0),
+        "num_workers": 2,
+        "num_replicas": 4,
+        "is_chief": False,
+    }
+
+
+@pytest.mark.multiprocess
+def test_an_evaluator_works_by_itself(tasks):
+    assert tasks["evaluator:0"]["facts"] == {
+        "repr": "MultiWorkerMirroredStrategy(cpu:0, cpu:1)",
+        "task": ("evaluator", 0),
+        "num_workers": 1,
+        "num_replicas": 2,
+        "is_chief": True,
+    }
+
+
+@pytest.mark.multiprocess
+def test_initial_weights_are_the_same_without_a_seed(tasks):
+    own, others = tasks["chief:0"]["fitted"], tasks["worker:0"]["fitted"]
+    assert_identical(others, own)
+    assert not np.array_equal(own["trained"][0], own["initial"][0])
+    # The evaluator has random numbers of its own; or the test would say nothing.
+    alone = tasks["evaluator:0"]["fitted"]["initial"]
+    assert not np.array_equal(alone[0], own["initial"][0])
+
+
+@pytest.mark.multiprocess
+def test_numbers_drawn_by_one_worker_do_not_set_it_apart(tasks):
+    own, others = (tasks[name]["drawn by one"] for name in ("chief:0", "worker:0"))
+    # `fit` made the states the same again. The first weights were made before, and the
+    # program's first run would have refused a difference in a new strategy.
+    assert own["next"] == others["next"]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", [*STEPS])
+def test_a_loop_is_as_with_one_replica(tasks, name):
+    expected = trained(mirrored(1), STEPS[name])
+    assert_same(tasks["chief:0"][name], expected)
+    assert_identical(tasks["worker:0"][name], tasks["chief:0"][name])
+    assert expected["losses"][-1] < expected["losses"][0]
+
+
+@pytest.mark.multiprocess
+def test_the_experimental_spelling(tasks):
+    assert_identical(tasks["worker:0"]["old spelling"], tasks["worker:0"]["tape"])
+
+
+@pytest.mark.multiprocess
+def test_replica_values(tasks):
+    expected = replica_values(mirrored(4))
+    np.testing.assert_array_equal(
+        expected["gathered"], np.arange(4)[:, None] + np.arange(3)
+    )
+    for name in ("chief:0", "worker:0"):
+        assert_identical(tasks[name]["replica values"], expected)
+
+
+@pytest.mark.multiprocess
+def test_a_worker_sees_its_own_values(tasks):
+    assert tasks["chief:0"]["local"]["local"] == [0, 1]
+    assert tasks["worker:0"]["local"]["local"] == [2, 3]
+    for name in ("chief:0", "worker:0"):
+        message = tasks[name]["local"]["np.asarray"]
+        assert "some of the values are on other workers" in message
+        assert "experimental_local_results" in message
+        assert "num_replicas=4" in tasks[name]["local"]["repr"]
+
+
+@pytest.mark.multiprocess
+def test_dropout_masks_differ_between_all_replicas(tasks):
+    masks = np.concatenate(tasks["chief:0"]["masks"])
+    assert masks.shape == (8, 64)
+    assert len({mask.tobytes() for mask in masks}) == 8
+    assert_identical(tasks["worker:0"]["masks"], tasks["chief:0"]["masks"])
+    assert_identical(tasks["chief:0"]["masks"], dropout_masks(mirrored(4)))
+
+
+@pytest.mark.multiprocess
+def test_copies_that_differ_are_found_on_all_workers(tasks):
+    for name in ("chief:0", "worker:0"):
+        found = tasks[name]["differing"]
+        assert "'other' on replicas [2, 3]" in found["all"]
+        assert "'same'" not in found["all"]
+        assert found["the equal one"] == "no error"
+        assert "copies differ from replica 0's" in found["every step"]
+        message = found["in a first program"]
+        assert "the variables' values (their checksums), entry 0" in message
+        assert "on chief:0" in message
+        assert "on worker:0" in message
+
+
+@pytest.mark.multiprocess
+def test_a_process_is_in_one_cluster(tasks):
+    for name in ("chief:0", "worker:0"):
+        assert "cannot join" in tasks[name]["second cluster"]
+
+
+# By itself: no other process is needed.
+
+
+def resolver(task_type="worker", task_id=0, **jobs):
+    spec = rx.ClusterSpec(jobs or {"worker": ["localhost:1", "localhost:2"]})
+    return rx.cluster_resolver.SimpleClusterResolver(
+        spec, task_type=task_type, task_id=task_id
+    )
+
+
+@pytest.mark.parametrize(
+    "tf_config",
+    [
+        None,
+        '{"cluster": {"worker": ["localhost:1"]}, '
+        '"task": {"type": "worker", "index": 0}}',
+    ],
+    ids=["no TF_CONFIG", "a cluster of one"],
+)
+def test_one_worker_trains_alone(monkeypatch, tf_config):
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    if tf_config is not None:
+        monkeypatch.setenv("TF_CONFIG", tf_config)
+    strategy = rx.MultiWorkerMirroredStrategy()
+    assert strategy.num_workers == 1
+    assert strategy.num_replicas_in_sync == len(jax.devices()) == 8
+    assert (strategy.task_type is None) == (tf_config is None)
+    assert_same(trained(strategy, tape_step), trained(mirrored(1), tape_step))
+
+
+def test_an_evaluator_needs_no_workers():
+    jobs = {"chief": ["localhost:1"], "worker": ["localhost:2"]}
+    strategy = rx.MultiWorkerMirroredStrategy(
+        resolver("evaluator", evaluator=["localhost:3"], **jobs)
+    )
+    assert (strategy.num_workers, strategy.task_type) == (1, "evaluator")
+
+
+def test_devices_that_are_started_are_refused():
+    jax.devices()
+    with pytest.raises(RuntimeError, match=r"already started .* top of the script"):
+        rx.MultiWorkerMirroredStrategy(resolver())
+
+
+def test_nccl_needs_gpus():
+    options = rx.CommunicationOptions(implementation=rx.CollectiveCommunication.NCCL)
+    with pytest.raises(rx.DeviceError, match="needs GPUs, but the devices are cpu"):
+        rx.MultiWorkerMirroredStrategy(communication_options=options)
+    with pytest.raises(rx.DeviceError, match="Use AUTO"):
+        rx.experimental.MultiWorkerMirroredStrategy(
+            rx.experimental.CommunicationImplementation.NCCL
+        )
+
+
+def test_parameter_servers_are_of_another_strategy():
+    jobs = {"worker": ["localhost:1", "localhost:2"], "ps": ["localhost:3"]}
+    with pytest.raises(rx.ClusterConfigError, match="ps"):
+        rx.MultiWorkerMirroredStrategy(resolver("ps", **jobs))
+
+
+@pytest.mark.parametrize("name", ["startup", "step", "heartbeat", "shutdown"])
+def test_deadlines_are_positive(name):
+    keyword = f"{name}_timeout_seconds"
+    with pytest.raises(ValueError, match="must be a positive number; got 0"):
+        rx.MultiWorkerMirroredStrategy(**{keyword: 0})

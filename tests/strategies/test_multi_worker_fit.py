@@ -1,0 +1,257 @@
+"""`fit`, `evaluate` and `predict` of two workers give what one process gives.
+
+Two workers of two devices each run every case below, in one cluster. The oracle is the
+same case in the process of the tests: plain Keras on the global batches, or a
+`MirroredStrategy` of four replicas for what depends on the replicas themselves (dropout
+masks, batch statistics).
+"""
+
+import contextlib
+
+import grain
+import jax
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import replicax as rx
+import replicax.testing
+
+pytestmark = pytest.mark.multiprocess
+
+_RNG = np.random.default_rng(3)
+X = _RNG.normal(size=(58, 6)).astype("float32")
+Y = _RNG.integers(0, 3, size=58).astype("int32")
+WEIGHTS = _RNG.uniform(0.2, 2.0, size=58).astype("float32")
+
+
+def classifier(optimizer, *hidden, **options):
+    model = keras.Sequential(
+        [
+            keras.Input((6,)),
+            layers.Dense(8, activation="tanh"),
+            *hidden,
+            layers.Dense(3),
+        ]
+    )
+    model.compile(
+        optimizer,
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+        **options,
+    )
+    return model
+
+
+def outcome(model, history):
+    return {
+        "weights": model.get_weights(),
+        "optimizer": [np.asarray(v) for v in model.optimizer.variables],
+        "history": history.history,
+    }
+
+
+def adam_with_all_that_fit_takes():
+    """Batches of 12 on 4 replicas, and a last one of 10 that does not divide."""
+    model = classifier(keras.optimizers.Adam(0.01), weighted_metrics=["accuracy"])
+    history = model.fit(
+        X,
+        Y,
+        batch_size=12,
+        epochs=2,
+        sample_weight=WEIGHTS,
+        # A batch of 9, 1 more than 4 replicas can share, and one of 4.
+        validation_data=(X[:13], Y[:13], WEIGHTS[:13]),
+        validation_batch_size=9,
+        verbose=0,
+    )
+    return outcome(model, history) | {
+        "evaluate": model.evaluate(
+            X[:22], Y[:22], batch_size=9, sample_weight=WEIGHTS[:22], verbose=0
+        ),
+        # The last batch has fewer rows than there are replicas.
+        "predict": model.predict(X[:30], batch_size=9, verbose=0),
+    }
+
+
+def momentum_with_several_steps_per_execution():
+    """Two executions of three steps, and a batch of two rows by itself."""
+    model = classifier(
+        keras.optimizers.SGD(0.05, momentum=0.9, nesterov=True), steps_per_execution=3
+    )
+    weight = {0: 0.5, 1: 2.0, 2: 1.0}
+    x, y = X[:50], Y[:50]
+    history = model.fit(x, y, batch_size=8, epochs=2, class_weight=weight, verbose=0)
+    return outcome(model, history) | {
+        "predict": model.predict(x, batch_size=8, verbose=0)
+    }
+
+
+def synchronized_batch_normalization():
+    """Statistics of the global batch, as one process has them."""
+    model = classifier("sgd", layers.BatchNormalization(synchronized=True))
+    history = model.fit(X[:56], Y[:56], batch_size=8, epochs=2, verbose=0)
+    return outcome(model, history)
+
+
+def validation_split_and_single_batches():
+    model = classifier(keras.optimizers.SGD(0.1))
+    x, y = X[:50], Y[:50]
+    history = model.fit(x, y, batch_size=10, validation_split=0.4, verbose=0)
+    return outcome(model, history) | {
+        "train_on_batch": model.train_on_batch(x[:10], y[:10], return_dict=True),
+        "test_on_batch": model.test_on_batch(x[:10], y[:10], return_dict=True),
+        "predict_on_batch": model.predict_on_batch(x[:6]),
+        "weights at last": model.get_weights(),
+    }
+
+
+class Batches(keras.utils.PyDataset):
+    """Four batches of 12 rows."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        rows = slice(12 * index, 12 * index + 12)
+        return X[rows], Y[rows]
+
+
+def batches():
+    for index in range(len(Batches())):
+        yield Batches()[index]
+
+
+def endless_batches():
+    while True:
+        yield from batches()
+
+
+def a_shuffled_py_dataset():
+    model = classifier("sgd")
+    return outcome(model, model.fit(Batches(), epochs=2, verbose=0))
+
+
+def a_grain_dataset():
+    rows = grain.MapDataset.range(48).seed(5).shuffle().batch(12)
+    model = classifier("sgd")
+    batched = rows.map(lambda i: (X[i], Y[i]))
+    history = model.fit(batched, epochs=2, shuffle=False, verbose=0)
+    return outcome(model, history)
+
+
+def generators():
+    model = classifier("sgd")
+    model.fit(batches(), shuffle=False, verbose=0)
+    history = model.fit(
+        endless_batches(), steps_per_epoch=3, epochs=3, shuffle=False, verbose=0
+    )
+    return outcome(model, history) | {
+        "evaluate": model.evaluate(batches(), verbose=0),
+        "predict": model.predict(batches(), verbose=0),
+    }
+
+
+def dropout_and_replica_statistics():
+    model = classifier("sgd", layers.BatchNormalization(), layers.Dropout(0.5))
+    history = model.fit(X[:56], Y[:56], batch_size=8, epochs=2, verbose=0)
+    return outcome(model, history)
+
+
+AS_ONE_DEVICE = [
+    adam_with_all_that_fit_takes,
+    momentum_with_several_steps_per_execution,
+    synchronized_batch_normalization,
+    validation_split_and_single_batches,
+    a_shuffled_py_dataset,
+    a_grain_dataset,
+    generators,
+]
+AS_FOUR_REPLICAS = [dropout_and_replica_statistics]
+OPERATIONS = {
+    "hierarchical": rx.HierarchicalCopyAllReduce(),
+    "one device": rx.ReductionToOneDevice("/job:worker/task:1/device:CPU:0"),
+}
+
+
+def result_of(case, strategy=None):
+    """A case's result, with the random numbers that all have."""
+    keras.utils.set_random_seed(1)
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        return jax.tree.map(np.asarray, case())
+
+
+def all_results():
+    strategy = rx.MultiWorkerMirroredStrategy()
+    results = {
+        case.__name__: result_of(case, strategy)
+        for case in [*AS_ONE_DEVICE, *AS_FOUR_REPLICAS]
+    }
+    strategy.check_replicas()
+    for name, operation in OPERATIONS.items():
+        other = rx.MultiWorkerMirroredStrategy(cross_device_ops=operation)
+        results[name] = result_of(synchronized_batch_normalization, other)
+    return results | {"replicas": strategy.num_replicas_in_sync}
+
+
+@pytest.fixture(scope="module")
+def workers():
+    """What each of the two workers returned."""
+    results = replicax.testing.run(
+        all_results, num_workers=2, logical_devices=2, deadline_seconds=120
+    )
+    return list(results.values.values())
+
+
+def assert_same(actual, expected):
+    # float32 sums over four replicas in another order than over one batch: about 1e-7
+    # of a gradient each step. Adam divides by gradients' sizes, which makes most of it.
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for (path, a), e in zip(
+        jax.tree_util.tree_leaves_with_path(actual),
+        jax.tree.leaves(expected),
+        strict=True,
+    ):
+        where = jax.tree_util.keystr(path)
+        np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-5, err_msg=where)
+
+
+def assert_identical(actual, expected):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(a, e)
+
+
+@pytest.mark.parametrize("case", AS_ONE_DEVICE, ids=lambda case: case.__name__)
+def test_as_one_process(workers, case):
+    assert_same(workers[0][case.__name__], result_of(case))
+
+
+@pytest.mark.parametrize("case", AS_FOUR_REPLICAS, ids=lambda case: case.__name__)
+def test_as_four_replicas_of_one_process(workers, case):
+    strategy = rx.MirroredStrategy([f"cpu:{i}" for i in range(4)])
+    assert_same(workers[0][case.__name__], result_of(case, strategy))
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_other_ways_to_sum(workers, name):
+    expected = result_of(synchronized_batch_normalization)
+    assert_same(workers[0][name], expected)
+
+
+def test_workers_have_the_very_same(workers):
+    # Both see the results of the same sums: not one bit may differ.
+    assert workers[0]["replicas"] == workers[1]["replicas"] == 4
+    for name in workers[0]:
+        assert_identical(workers[1][name], workers[0][name])
+
+
+def test_the_cases_train(workers):
+    # Or equality would say little.
+    for case in [*AS_ONE_DEVICE, *AS_FOUR_REPLICAS]:
+        result = workers[0][case.__name__]
+        keras.utils.set_random_seed(1)
+        at_first = keras.Sequential([keras.Input((6,)), layers.Dense(8)]).get_weights()
+        assert np.abs(result["weights"][0] - at_first[0]).max() > 1e-3, case
+        assert all(np.isfinite(loss) for loss in result["history"]["loss"])
