@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import replicax as rx
+import replicax.testing
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -84,3 +85,26 @@ def test_loop_in_plain_jax(tmp_path: Path) -> None:
     output = run_example("flax_or_jax_loop.py", "--replicas=2", cwd=tmp_path)
     assert accuracy_in(output) > 0.93
     assert "All replicas hold the same parameters." in output
+
+
+def test_multi_worker_alone(tmp_path: Path) -> None:
+    output = run_example("multi_worker.py", "--epochs=6", cwd=tmp_path)
+    assert "replicas           1  MultiWorkerMirroredStrategy(" in output
+    assert accuracy_in(output) > 0.85
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(200)
+def test_multi_worker_on_two(tmp_path: Path) -> None:
+    results = replicax.testing.run(
+        EXAMPLES / "multi_worker.py",
+        num_workers=2,
+        args=("--epochs=6", f"--backup={tmp_path / 'backup'}"),
+        deadline_seconds=180,
+    )
+    chief, other = results["worker:0"].output, results["worker:1"].output
+    assert "replicas           2  MultiWorkerMirroredStrategy(worker:0 of 2 " in chief
+    assert "global batch       64  (32 a replica)" in chief
+    assert accuracy_in(chief) > 0.8
+    assert "held-out" not in other
+    assert "Epoch" not in other

@@ -112,7 +112,7 @@ def test_a_task_that_fails() -> None:
 def test_failures_can_be_looked_at() -> None:
     results = run(fails_in_one, num_workers=2, deadline_seconds=60, check=False)
     assert results.exit_codes == {"worker:0": 0, "worker:1": 1}
-    assert results.values == {"worker:0": "fine", "worker:1": None}
+    assert results.returned == {"worker:0": "fine", "worker:1": None}
     assert results["worker:0"].report is None
     report = results["worker:1"].report
     assert report is not None
@@ -235,7 +235,7 @@ def serves_or_works() -> str:
 def test_parameter_servers_are_dismissed() -> None:
     tasks = {"worker": 1, "ps": 1}
     results = run(serves_or_works, tasks=tasks, deadline_seconds=60)
-    assert results.values == {"worker:0": "done", "ps:0": None}
+    assert results.returned == {"worker:0": "done", "ps:0": None}
     assert results["ps:0"].dismissed
     assert not results["worker:0"].dismissed
 

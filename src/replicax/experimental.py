@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from replicax.checkpoint.preemption import PreemptionCheckpointHandler
 from replicax.cluster.resolvers import ClusterResolver
 from replicax.communication import CollectiveCommunication, CommunicationOptions
 from replicax.strategies import multi_worker
@@ -11,6 +12,7 @@ __all__ = [
     "CommunicationImplementation",
     "CommunicationOptions",
     "MultiWorkerMirroredStrategy",
+    "PreemptionCheckpointHandler",
 ]
 
 CommunicationImplementation = CollectiveCommunication

@@ -197,9 +197,7 @@ class Strategy:
         """Run a program on this strategy, with the check that was asked for."""
         if program.is_new:
             self._meet(program, values, arrays)
-        with _dispatch_order:
-            out, new = program(values, arrays)
-        self._note_dispatch(out if jax.tree.leaves(out) else new, program.num_steps)
+        out, new = self._dispatch(lambda: program(values, arrays), program.num_steps)
         self._num_steps += 1
         if self._check_every and self._num_steps % self._check_every == 0:
             self._raise_if_different(program.written, new)
@@ -227,10 +225,9 @@ class Strategy:
         """
         self._require_cross_replica("reduce")
         op = ReduceOp.of(reduce_op, "Strategy.reduce")
-        with _dispatch_order:
-            result = combine.reduce(op, value, axis, self.num_replicas_in_sync)
-        self._note_dispatch(result)
-        return result
+        return self._dispatch(
+            lambda: combine.reduce(op, value, axis, self.num_replicas_in_sync)
+        )
 
     def gather(self, value: Any, axis: int) -> Any:
         """Concatenate the replicas' values along dimension `axis`.
@@ -247,10 +244,9 @@ class Strategy:
             ValueError: For scalars or an unknown axis.
         """
         self._require_cross_replica("gather")
-        with _dispatch_order:
-            result = combine.gather(value, axis, self.num_replicas_in_sync)
-        self._note_dispatch(result)
-        return result
+        return self._dispatch(
+            lambda: combine.gather(value, axis, self.num_replicas_in_sync)
+        )
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """This process' values of a `PerReplica`, one per local replica, as a tuple."""
@@ -422,11 +418,21 @@ class Strategy:
     ) -> None:
         """Called before a program runs first; other workers may have to agree."""
 
-    def _note_dispatch(self, results: Any, num_steps: int = 0) -> None:
-        """Tell who watches over the workers that the devices have a new program."""
-        if self._workers.watch is not None:
-            leaves = jax.tree.leaves(results)
-            self._workers.watch.dispatched(leaves[0] if leaves else None, num_steps)
+    def _dispatch(self, call: Callable[[], Any], num_steps: int = 0) -> Any:
+        """Hand a program to the devices, and tell who watches over the workers."""
+        watch = self._workers.watch
+        with _dispatch_order:
+            if watch is None:
+                return call()
+            # Before and after: on CPUs, the call may itself wait for the others.
+            watch.dispatching(num_steps)
+            leaves: list[Any] = []
+            try:
+                results = call()
+                leaves = jax.tree.leaves(results)
+            finally:
+                watch.dispatched(leaves[0] if leaves else None)
+        return results
 
     def _place(self, array: Any, kind: Kind) -> Any:
         _refuse_tracer(array)

@@ -112,7 +112,7 @@ def guide() -> dict[str, Any]:
 @pytest.mark.timeout(120)
 def test_the_guides_snippets_on_two_workers() -> None:
     results = run(guide, num_workers=2, deadline_seconds=100)
-    first, second = results.values.values()
+    first, second = results.returned.values()
     assert first == second
     assert first["replicas"] == [2, 2, 2]
     assert (

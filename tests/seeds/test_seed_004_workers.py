@@ -115,7 +115,7 @@ def script() -> dict[str, Any]:
 @pytest.mark.timeout(300)
 def test_two_workers_train_the_resnet() -> None:
     results = run(script, num_workers=2, deadline_seconds=280)
-    first, second = results.values.values()
+    first, second = results.returned.values()
     assert first == second
     assert first["replicas"] == 2
     assert first["loss"][-1] < 0.8 * first["loss"][0]

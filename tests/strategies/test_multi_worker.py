@@ -146,13 +146,28 @@ def fitted(strategy):
     return {"initial": initial, "trained": model.get_weights()}
 
 
-def after_numbers_drawn_by_one(strategy):
-    """A worker draws random numbers by itself; `fit` shuffles nevertheless."""
+def draws_alone(strategy):
     if strategy.task_type == "worker":
         random.random()
         np.random.random(3)
-    result = fitted(strategy)
-    return result | {"next": [random.random(), np.random.random()]}
+
+
+def after_numbers_drawn_by_one(strategy):
+    """A worker draws random numbers by itself; `fit` shuffles nevertheless."""
+    with strategy.scope():
+        model = network()
+        model.compile("sgd", "mse")
+    draws_alone(strategy)
+    model.fit(X, Y, batch_size=BATCH_SIZE, verbose=0)
+    strategy.check_replicas(model.variables)
+    return {
+        "next": [random.random(), np.random.random()],
+        # Weights are made when nobody compares the workers' states.
+        "before a model": error_of(
+            rx.ClusterMismatchError,
+            lambda: (draws_alone(strategy), fitted(strategy)),
+        ),
+    }
 
 
 def differing_copies(strategy):
@@ -239,7 +254,7 @@ def tasks():
         tasks={"chief": 1, "worker": 1, "evaluator": 1},
         logical_devices=2,
         deadline_seconds=120,
-    ).values
+    ).returned
 
 
 def mirrored(num_replicas):
@@ -301,11 +316,17 @@ def test_initial_weights_are_the_same_without_a_seed(tasks):
 
 
 @pytest.mark.multiprocess
-def test_numbers_drawn_by_one_worker_do_not_set_it_apart(tasks):
+def test_numbers_drawn_by_one_worker_before_fit_do_not_set_it_apart(tasks):
     own, others = (tasks[name]["drawn by one"] for name in ("chief:0", "worker:0"))
-    # `fit` made the states the same again. The first weights were made before, and the
-    # program's first run would have refused a difference in a new strategy.
     assert own["next"] == others["next"]
+
+
+@pytest.mark.multiprocess
+def test_numbers_drawn_by_one_worker_before_its_weights_are_noticed(tasks):
+    for name in ("chief:0", "worker:0"):
+        message = tasks[name]["drawn by one"]["before a model"]
+        assert "the variables' values (their checksums)" in message
+        assert "/kernel " in message
 
 
 @pytest.mark.multiprocess

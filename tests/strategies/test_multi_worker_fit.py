@@ -18,7 +18,11 @@ from keras import layers
 import replicax as rx
 import replicax.testing
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [
+    pytest.mark.multiprocess,
+    # Keras says so at the end of a dataset of unknown length.
+    pytest.mark.filterwarnings("ignore:Your input ran out of data"),
+]
 
 _RNG = np.random.default_rng(3)
 X = _RNG.normal(size=(58, 6)).astype("float32")
@@ -201,7 +205,7 @@ def workers():
     results = replicax.testing.run(
         all_results, num_workers=2, logical_devices=2, deadline_seconds=120
     )
-    return list(results.values.values())
+    return list(results.returned.values())
 
 
 def assert_same(actual, expected):

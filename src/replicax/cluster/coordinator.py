@@ -48,14 +48,14 @@ def start(
         # Whoever kills worker 0 kills its process group.
         start_new_session=True,
     )
-    stdout = process.stdout
-    if stdout is None or stdout.readline() != _READY:
+    if process.stdout is None or process.stdout.readline() != _READY:
         process.kill()
+        process.communicate()
         raise OSError(
             f"the coordination service could not be started on port {port}; exit "
-            f"status {process.wait()}"
+            f"status {process.returncode}"
         )
-    stdout.close()
+    process.stdout.close()
     return process
 
 

@@ -25,6 +25,9 @@ from replicax.cluster.verdict import Sign, judge
 __all__ = ["Watch", "end_process"]
 
 _STATUS = "replicax/status"
+_NOT_YET = object()
+"""The result of a program that is on its way to the devices."""
+_SOON_SECONDS = 0.05
 
 
 class Watch:
@@ -87,15 +90,19 @@ class Watch:
         self._thread.join(timeout=5)
         self._clock.join(timeout=5)
 
-    def dispatched(self, result: Any, num_steps: int) -> None:
-        """Note that a program was handed to the devices.
+    def dispatching(self, num_steps: int) -> None:
+        """Note that a program, which does `num_steps` steps, goes to the devices."""
+        number, steps, _ = self._latest
+        self._latest = (number + 1, steps + num_steps, _NOT_YET)
+
+    def dispatched(self, result: Any) -> None:
+        """Note that the devices have the program.
 
         Args:
-            result: An array that it makes.
-            num_steps: The steps that the program does.
+            result: An array that it makes; None: it is done, or was not begun.
         """
         number, steps, _ = self._latest
-        self._latest = (number + 1, steps + num_steps, result)
+        self._latest = (number, steps, result)
 
     def leave(self) -> None:
         """Tell the others that this worker's script has come to its end."""
@@ -130,13 +137,23 @@ class Watch:
     # The thread that talks to the store.
 
     def _exchange(self) -> None:
-        while not self._closed.wait(self._interval):
+        while self._wait_for_next():
             try:
                 self._publish()
                 self._receive(self._store.read(_STATUS))
             except StoreError:
                 continue  # The clock's thread counts how long ago it worked.
             self._contact_at = time.monotonic()
+
+    def _wait_for_next(self) -> bool:
+        """Wait until it is time for the next exchange; False: there is none."""
+        begin = time.monotonic()
+        while not self._closed.wait(min(_SOON_SECONDS, self._interval)):
+            # Workers that agree when to stop hold their scripts meanwhile.
+            is_urgent = self._stop.requested and not self._agreed
+            if is_urgent or time.monotonic() - begin >= self._interval:
+                return True
+        return False
 
     def _publish(self) -> None:
         with self._publishing:
@@ -161,6 +178,8 @@ class Watch:
         me, (number, steps, result) = self._me, self._latest
         if number != me.dispatched:
             me.dispatched, me.steps, me.moved_at = number, steps, time.monotonic()
+        if self._awaited[1] is _NOT_YET:
+            self._awaited = (number, result)
         if _is_ready(self._awaited[1]):
             me.completed = max(me.completed, self._awaited[0])
             self._awaited = (number, result)
@@ -235,8 +254,8 @@ class Watch:
 
 
 def _is_ready(array: Any) -> bool:
-    if array is None:
-        return True
+    if array is None or array is _NOT_YET:
+        return array is None
     try:
         return array.is_ready()
     except RuntimeError:  # Given to a later step, which tells more.

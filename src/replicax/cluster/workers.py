@@ -47,6 +47,7 @@ class Workers:
         self.watch: Watch | None = None
         self._store = store
         self._exchanges: collections.Counter[str] = collections.Counter()
+        self._num_streams = 0
         if store is not None:
             self.watch = Watch(
                 self.names, self.addresses, index, store, self.deadlines, self.stop
@@ -66,6 +67,15 @@ class Workers:
     def is_chief(self) -> bool:
         """Whether this worker does what is done once for all, such as saving."""
         return self.index == 0
+
+    def new_stream(self, name: str) -> str:
+        """A name for batches that all workers read together, used for nothing else.
+
+        Of all strategies: workers may leave a stream after different numbers of
+        exchanges, so nothing may be exchanged under its name again.
+        """
+        self._num_streams += 1
+        return f"{name} {self._num_streams}"
 
     def exchange(
         self,

@@ -167,15 +167,16 @@ def _report_left_over(
     sizes = [*map(stream.size_of, left), *more]
     told = stream.workers.exchange(
         f"{stream.name} (left over)",
-        [len(sizes), sum(sizes)],
+        [len(sizes), sum(sizes), len(more) == _MAX_COUNTED],
         timeout_seconds=stream.workers.deadlines.step,
     )
-    if not any(num for num, _ in told) or not stream.workers.is_chief:
+    if not any(num for num, _, _ in told) or not stream.workers.is_chief:
         return
     listed = ", ".join(
-        f"{name} {'more than ' if num > _MAX_COUNTED else ''}{num} batches "
-        f"({examples} examples)"
-        for name, (num, examples) in zip(stream.workers.names, told, strict=True)
+        f"{name} {'at least ' if has_more else ''}{num} batches ({examples} examples)"
+        for name, (num, examples, has_more) in zip(
+            stream.workers.names, told, strict=True
+        )
     )
     _logger.warning(
         "%s ended after %d steps, when not every worker had a batch of the same size. "

@@ -23,7 +23,6 @@ class Share:
     ) -> None:
         self._workers = workers or Workers()
         self._check_input = check_input
-        self._num_streams = 0
 
     @property
     def index(self) -> int:
@@ -37,8 +36,7 @@ class Share:
 
     def new_stream(self, name: str) -> str:
         """A name for batches that all workers read together, the same on all."""
-        self._num_streams += 1
-        return f"{name} {self._num_streams}"
+        return self._workers.new_stream(name)
 
     def in_step(
         self,

@@ -2,6 +2,7 @@
 
 import hashlib
 import random
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -107,7 +108,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             workers=workers,
             check_input=check_input,
         )
-        self._met = False
+        self._met: dict[int, weakref.ref[Any]] = {}
         self.synchronize_random_state()
 
     def __repr__(self) -> str:
@@ -167,14 +168,21 @@ class MultiWorkerMirroredStrategy(Strategy):
             "the arguments' shapes": [f"{x.dtype}{list(np.shape(x))}" for x in arrays],
             "the compiled program (its digest)": _digest(program.text(values, arrays)),
         }
-        if not self._met:
-            checksums = fingerprints.local(values)
+        new = [i for i, v in enumerate(program.variables) if not self._is_met(v)]
+        if new:
+            checksums = fingerprints.local([values[i] for i in new])
             facts["the variables' values (their checksums)"] = [
-                f"{v.path} {checksum:08x}"
-                for v, checksum in zip(program.variables, checksums, strict=True)
+                f"{program.variables[i].path} {checksum:08x}"
+                for i, checksum in zip(new, checksums, strict=True)
             ]
-        self._met = True
+        kept = {key: ref for key, ref in self._met.items() if ref() is not None}
+        self._met = kept | {id(v): weakref.ref(v) for v in program.variables}
         agree(self._workers, facts, f"the program of {program.name}")
+
+    def _is_met(self, variable: Any) -> bool:
+        """Whether the workers have compared the variable's value before."""
+        met = self._met.get(id(variable))
+        return met is not None and met() is variable
 
 
 def _meet_workers(

@@ -69,7 +69,7 @@ class Results(Mapping[str, TaskResult]):
         return {name: result.exit_code for name, result in self.items()}
 
     @property
-    def values(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def returned(self) -> dict[str, Any]:
         """What the function returned in each task."""
         return {name: result.value for name, result in self.items()}
 

@@ -1,0 +1,119 @@
+"""PreemptionCheckpointHandler: a loop of one's own that saves when told to end."""
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+from replicax.checkpoint.checkpoint import Checkpoint
+from replicax.checkpoint.manager import CheckpointManager
+from replicax.cluster import workers
+from replicax.cluster.failure import ExitCode
+
+__all__ = ["PreemptionCheckpointHandler"]
+
+_logger = logging.getLogger("replicax")
+
+
+class PreemptionCheckpointHandler:
+    """Runs the steps of a loop; on SIGTERM all workers save after the same step.
+
+    Then every process ends with status 138, which asks to be started again. Made again
+    in the new process, the handler restores the newest checkpoint, and
+    `total_run_calls` says how many steps are done. In `fit`, `rx.BackupAndRestore` does
+    all this. (TF: `tf.distribute.experimental.PreemptionCheckpointHandler`.)
+
+    Args:
+        cluster_resolver: Not needed, for the strategy has joined the cluster; None.
+        checkpoint_or_checkpoint_manager: What to save. A manager's own saves must be
+            numbered too: `manager.save(handler.total_run_calls)`.
+        checkpoint_dir: The folder for a `Checkpoint`; all workers must see it.
+
+    Raises:
+        ValueError: If `checkpoint_dir` is missing for a checkpoint, or given for a
+            manager.
+        CheckpointError: If what is in the folder cannot be restored.
+
+    Example:
+        >>> import tempfile
+        >>> import replicax as rx
+        >>> checkpoint = rx.Checkpoint(total=0)
+        >>> folder = tempfile.mkdtemp()
+        >>> with PreemptionCheckpointHandler(None, checkpoint, folder) as handler:
+        ...     while handler.total_run_calls < 3:
+        ...         checkpoint.total += handler.run(lambda x: 2 * x, 5)
+        >>> checkpoint.total
+        30
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: Any,
+        checkpoint_or_checkpoint_manager: Checkpoint | CheckpointManager,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+    ) -> None:
+        given = checkpoint_or_checkpoint_manager
+        if isinstance(given, CheckpointManager) != (checkpoint_dir is None):
+            raise ValueError(
+                "PreemptionCheckpointHandler: a Checkpoint needs checkpoint_dir, and a "
+                f"CheckpointManager has a folder of its own; got {given!r} and "
+                f"checkpoint_dir={checkpoint_dir!r}."
+            )
+        if isinstance(given, CheckpointManager):
+            self._manager = given
+        else:
+            self._manager = CheckpointManager(given, checkpoint_dir or "", 1)
+        self._stop = workers.current().stop
+        self._open = contextlib.ExitStack()
+        restored = self._manager.restore_or_initialize()
+        self._num_calls = int(restored.rpartition("-")[2]) if restored else 0
+        self._open.enter_context(self._stop.on_sigterm())
+
+    def __enter__(self) -> "PreemptionCheckpointHandler":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """From now on SIGTERM does what it did before."""
+        self._open.close()
+
+    @property
+    def total_run_calls(self) -> int:
+        """Number of calls of `run`, in earlier processes too."""
+        return self._num_calls
+
+    def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call `fn`, one step, then save and end the process if it is time to.
+
+        Returns:
+            What `fn` returns.
+
+        Raises:
+            SystemExit: With `ExitCode.RETRY`, after the step on which all workers
+                agreed when one of them got SIGTERM.
+        """
+        result = fn(*args, **kwargs)
+        self._num_calls += 1
+        self.save_checkpoint_if_preempted()
+        return result
+
+    def save_checkpoint_if_preempted(self) -> None:
+        """Save and end the process if it is time to; `run` calls it.
+
+        Raises:
+            SystemExit: See `run`.
+        """
+        if not self._stop.reached(self._num_calls):
+            return
+        path = self._manager.save(self._num_calls)
+        self._manager.close()
+        _logger.warning(
+            "told to stop; saved after step %d in %s. Start the same script again to "
+            "go on.",
+            self._num_calls,
+            path,
+        )
+        raise SystemExit(int(ExitCode.RETRY))

@@ -1,0 +1,143 @@
+"""Exit codes and reports."""
+
+import dataclasses
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from replicax.cluster.deadlines import Deadlines
+from replicax.cluster.failure import REPORT_DIR, ExitCode, FailureReport, is_retryable
+
+
+def report(**known) -> FailureReport:
+    fields = {
+        "task": "worker:0",
+        "culprit": "worker:1",
+        "kind": "lost",
+        "message": "It is gone.",
+        "exit_code": 138,
+    }
+    return FailureReport(**{**fields, **known})
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        (0, False),
+        (1, False),
+        (127, False),
+        (138, True),
+        (128 + signal.SIGKILL, True),
+        (-signal.SIGKILL, True),
+        (-signal.SIGABRT, True),  # As JAX ends a process.
+        (-signal.SIGTERM, True),
+        (-signal.SIGINT, False),
+        (128 + signal.SIGINT, False),
+        (ExitCode.RETRY, True),
+        (ExitCode.FAILED, False),
+    ],
+)
+def test_which_exit_codes_are_worth_another_try(code: int, expected: bool) -> None:
+    assert is_retryable(code) is expected
+
+
+def test_reports_are_left_in_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(REPORT_DIR, raising=False)
+    report().write()  # Nowhere.
+    monkeypatch.setenv(REPORT_DIR, str(tmp_path))
+    later = report(time=2.0, steps={"worker:0": 3}, traceback="Traceback")
+    first = report(task="chief:0", time=1.0)
+    later.write()
+    first.write()
+    assert FailureReport.read_all(tmp_path) == [first, later]
+    assert {p.name for p in tmp_path.iterdir()} == {"chief-0.json", "worker-0.json"}
+    assert json.loads((tmp_path / "worker-0.json").read_text()) == (
+        dataclasses.asdict(later)
+    )
+
+
+def test_no_reports(tmp_path: Path) -> None:
+    assert FailureReport.read_all(tmp_path) == []
+
+
+OWN = "because of the exception above"
+LAST_WORDS = [
+    (
+        report(steps={"worker:0": 7, "worker:1": 6}),
+        [
+            "replicax: worker:0 ends: It is gone.",
+            "Last steps: worker:0 7, worker:1 6.",
+            "Exit code 138 (retryable).",
+        ],
+    ),
+    (
+        report(kind="exception", exit_code=1, traceback="Traceback\n  Oh\n"),
+        [
+            "replicax: worker:0 ends: It is gone.",
+            *("--- worker:1:", "Traceback", "  Oh", "---"),
+            "Exit code 1 (permanent).",
+        ],
+    ),
+    (
+        report(kind="mismatch", culprit="worker:0", exit_code=1),
+        [f"replicax: worker:0 ends: {OWN}", "Exit code 1 (permanent)."],
+    ),
+    (
+        report(kind="start-up", culprit=None),
+        [f"replicax: worker:0 ends: {OWN}", "Exit code 138 (retryable)."],
+    ),
+    (
+        report(kind="stuck", culprit="worker:0", traceback="  in read\n"),
+        [
+            "replicax: worker:0 ends: It is gone.",
+            *("It is here:", "  in read"),
+            "Exit code 138 (retryable).",
+        ],
+    ),
+]
+ENDS = """
+import atexit, json, os, sys
+from replicax.cluster.failure import FailureReport
+from replicax.cluster.watch import end_process
+
+atexit.register(print, "an exit handler, which may wait", file=sys.stderr)
+for i, fields in enumerate(json.loads(sys.argv[1])):
+    if os.fork() == 0:
+        os.environ["REPLICAX_REPORT_DIR"] = folder = f"{sys.argv[2]}/{i}"
+        os.mkdir(folder)
+        os.dup2(os.open(f"{folder}/stderr", os.O_WRONLY | os.O_CREAT), 2)
+        end_process(FailureReport(**fields))
+    print(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+
+
+@pytest.mark.multiprocess
+def test_the_last_words_of_a_task(tmp_path: Path) -> None:
+    reports = [last for last, _ in LAST_WORDS]
+    fields = json.dumps([dataclasses.asdict(last) for last in reports])
+    process = subprocess.run(
+        # JAX warns of forks; what is forked here does not use it.
+        [sys.executable, "-W", "ignore", "-c", ENDS, fields, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert process.stdout.split() == [str(last.exit_code) for last in reports]
+    for i, (last, expected) in enumerate(LAST_WORDS):
+        folder = tmp_path / str(i)
+        assert (folder / "stderr").read_text().splitlines() == expected
+        assert FailureReport.read_all(folder) == [last]
+
+
+@pytest.mark.parametrize("value", [0, -1.0, "10", None])
+@pytest.mark.parametrize("name", ["start_up", "step", "heartbeat", "shutdown"])
+def test_deadlines_are_positive_numbers(name: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"{name}_timeout_seconds must be a positive"):
+        Deadlines(**{name: value})

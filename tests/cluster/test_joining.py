@@ -1,0 +1,189 @@
+"""Meeting the other workers: who is missing, and what stands in the way."""
+
+import json
+import os
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+import replicax as rx
+from replicax.cluster.addresses import parse_address
+from replicax.errors import ClusterConfigError
+from replicax.testing import run
+
+DEADLINE_S = 100.0
+
+
+def my_address() -> str:
+    config = json.loads(os.environ["TF_CONFIG"])
+    return config["cluster"]["worker"][config["task"]["index"]]
+
+
+def other_address(output: str, name: str) -> str:
+    """The address that a message gives for a worker."""
+    return output.partition(f"{name} (")[2].partition(")")[0]
+
+
+def only_one_comes(who: int, startup_seconds: float) -> float:
+    """Worker `who` waits in vain; the other one does not get its port, and goes."""
+    if json.loads(os.environ["TF_CONFIG"])["task"]["index"] == who:
+        rx.MultiWorkerMirroredStrategy(startup_timeout_seconds=startup_seconds)
+        return 0.0
+    port = parse_address(my_address()).port
+    start = time.monotonic()
+    with socket.create_server(("", port)):
+        with pytest.raises(ClusterConfigError, match="its port cannot be used") as e:
+            rx.MultiWorkerMirroredStrategy(startup_timeout_seconds=startup_seconds)
+        assert my_address() in str(e.value)
+        assert "Another program, or another start of the same task" in str(e.value)
+    return time.monotonic() - start
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize(
+    ("who", "startup_seconds"),
+    [(0, 5.0), pytest.param(1, 12.0, marks=pytest.mark.slow)],
+)
+def test_a_worker_does_not_come(who: int, startup_seconds: float) -> None:
+    results = run(
+        only_one_comes,
+        num_workers=2,
+        args=(who, startup_seconds),
+        deadline_seconds=DEADLINE_S,
+        check=False,
+    )
+    absent = f"worker:{1 - who}"
+    refused = results[absent]
+    assert refused.exit_code == 0, refused.output
+    assert refused.value < 3
+
+    result = results[f"worker:{who}"]
+    assert result.exit_code == 138, result.output
+    address = other_address(result.output, absent)
+    assert address.startswith("localhost:")
+    message = f"{absent} ({address}) did not come within {startup_seconds:.0f} s"
+    assert f"ClusterError: worker:{who}: {message}" in result.output
+    assert "startup_timeout_seconds" in result.output
+    assert "Exit code 138 (retryable)." in result.output
+    assert result.report is not None
+    assert result.report.kind == "start-up"
+    assert message in result.report.message
+    if startup_seconds > 10:  # Then it has said so before.
+        assert f"worker:{who} has waited 10 s for {absent} ({address}); at most" in (
+            result.output
+        )
+
+
+def starts_jax_first() -> str:
+    import jax.numpy as jnp
+
+    jnp.zeros(1)
+    with pytest.raises(RuntimeError, match="has already started this process' devices"):
+        rx.MultiWorkerMirroredStrategy()
+    with socket.create_server(("", parse_address(my_address()).port)):
+        return "port is free"
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+def test_jax_was_started_before() -> None:
+    results = run(starts_jax_first, num_workers=2, deadline_seconds=DEADLINE_S)
+    assert set(results.returned.values()) == {"port is free"}
+
+
+def join_and_leave(words: list[str]) -> tuple[list[str], int]:
+    """As little of a cluster as can be: no device, no program."""
+    from replicax.cluster.config import check_cluster
+    from replicax.cluster.deadlines import Deadlines
+    from replicax.cluster.joining import join
+    from replicax.cluster.resolvers import TFConfigClusterResolver
+
+    resolver = TFConfigClusterResolver()
+    config = check_cluster(
+        resolver.cluster_spec(),
+        resolver.task_type,
+        resolver.task_id,
+        allow_ps=False,
+        source="TF_CONFIG",
+    )
+    assert config.process_id is not None
+    workers = join(config.cluster, config.process_id, Deadlines(), "TF_CONFIG")
+    # The same cluster a second time is the same; another one is refused.
+    assert join(config.cluster, config.process_id, Deadlines(), "x") is workers
+    with pytest.raises(ClusterConfigError, match="cannot join"):
+        join(config.cluster, 1 - config.process_id, Deadlines(), "TF_CONFIG")
+    mine = words[workers.index]
+    told = [word for _ in range(3) for word in workers.exchange("words", mine)]
+    return told, parse_address(workers.addresses[0]).port
+
+
+def processes_on(port: int) -> list[int]:
+    """The processes of which a word of the command line is `port`."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+        except OSError:  # It has just ended.
+            continue
+        if str(port).encode() in words:
+            found.append(int(folder.name))
+    return found
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize("num_clusters", [1, pytest.param(20, marks=pytest.mark.slow)])
+def test_clusters_leave_nothing_behind(num_clusters: int) -> None:
+    before = set(Path("/proc/self/fd").iterdir())
+    for _ in range(num_clusters):
+        results = run(
+            join_and_leave,
+            num_workers=2,
+            args=(["mine", "yours"],),
+            deadline_seconds=DEADLINE_S,
+        )
+        (told, port), other = results.returned.values()
+        assert other == (told, port)
+        assert told == ["mine", "yours"] * 3
+        assert not processes_on(port)  # That of the coordination service.
+        with socket.create_server(("", port)):
+            pass
+    assert len(set(Path("/proc/self/fd").iterdir()) - before) <= 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        '{"cluster": 3}',
+        '{"cluster": {"worker": ["a:1", "b"]}, "task": {"type": "worker", "index": 0}}',
+        '{"cluster": {"worker": ["a:1", "a:1"]}, "task": {"type": "worker"}}',
+        '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 2}}',
+        '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "wörker", "index": 0}}',
+        '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": "x"}}',
+    ],
+)
+def test_a_malformed_tf_config_opens_nothing(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sockets() -> set[str]:
+        found = set()
+        for descriptor in os.listdir("/proc/self/fd"):
+            try:
+                target = os.readlink(f"/proc/self/fd/{descriptor}")
+            except FileNotFoundError:  # That of the listing.
+                continue
+            if target.startswith("socket:"):
+                found.add(target)
+        return found
+
+    monkeypatch.setenv("TF_CONFIG", text)
+    before = sockets()
+    with pytest.raises(ClusterConfigError, match="TF_CONFIG"):
+        rx.MultiWorkerMirroredStrategy()
+    assert sockets() == before

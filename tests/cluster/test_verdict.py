@@ -1,0 +1,187 @@
+"""The verdict on workers, from signs of life that are made up."""
+
+import dataclasses
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from replicax.cluster.deadlines import Deadlines
+from replicax.cluster.failure import FailureReport
+from replicax.cluster.verdict import Sign, judge
+
+NOW = 1000.0
+DEADLINES = Deadlines(step=20, heartbeat=10)
+
+
+def sign(index: int = 0, **known) -> Sign:
+    """A worker of which all is well."""
+    fields = {"name": f"worker:{index}", "seen_at": NOW, "moved_at": NOW}
+    return Sign(**{**fields, **known})
+
+
+def verdicts(*signs: Sign) -> list[FailureReport | None]:
+    """What each worker decides."""
+    return [judge(signs, i, NOW, DEADLINES) for i in range(len(signs))]
+
+
+def failure(time: float, culprit: str = "worker:1", **known) -> dict:
+    return dataclasses.asdict(
+        FailureReport(
+            task=culprit,
+            culprit=culprit,
+            kind="exception",
+            message="Oh.",
+            exit_code=1,
+            time=time,
+            **known,
+        )
+    )
+
+
+signs_of_life = st.builds(
+    Sign,
+    name=st.just("worker"),
+    dispatched=st.integers(0, 5),
+    completed=st.integers(0, 5),
+    steps=st.integers(0, 9),
+    has_left=st.booleans(),
+    failure=st.none() | st.builds(failure, st.floats(0, NOW)),
+    seen_at=st.floats(NOW - 30, NOW),
+    moved_at=st.floats(NOW - 60, NOW),
+)
+
+
+@st.composite
+def clusters(draw: st.DrawFn, **fixed) -> list[Sign]:
+    signs = draw(st.lists(signs_of_life, min_size=1, max_size=4))
+    return [
+        dataclasses.replace(
+            sign,
+            name=f"worker:{i}",
+            completed=min(sign.completed, sign.dispatched),
+            **fixed,
+        )
+        for i, sign in enumerate(signs)
+    ]
+
+
+@given(clusters(failure=None, has_left=False, seen_at=NOW, moved_at=NOW))
+def test_workers_that_move_are_left_alone(signs: list[Sign]) -> None:
+    assert verdicts(*signs) == [None] * len(signs)
+
+
+@given(clusters(failure=None, has_left=True))
+def test_workers_that_are_all_done_are_left_alone(signs: list[Sign]) -> None:
+    assert verdicts(*signs) == [None] * len(signs)
+
+
+@given(clusters(failure=None, has_left=False, seen_at=NOW, moved_at=0, dispatched=3))
+def test_nobody_does_anything_but_no_step_waits(signs: list[Sign]) -> None:
+    idle = [dataclasses.replace(s, completed=s.dispatched) for s in signs]
+    assert verdicts(*idle) == [None] * len(signs)
+
+
+@given(clusters())
+@settings(max_examples=300)
+def test_any_verdict_can_be_acted_on(signs: list[Sign]) -> None:
+    names = [s.name for s in signs]
+    for me, report in zip(signs, verdicts(*signs), strict=True):
+        if report is None:
+            continue
+        assert report.task == me.name
+        assert report.culprit is None or report.culprit in names
+        assert report.exit_code in (1, 138)
+        assert report.message
+        assert list(report.steps) == names
+        assert all(report.steps[s.name] >= s.steps for s in signs)
+
+
+@given(clusters(), st.integers(0, 3))
+def test_a_worker_that_says_it_fails_is_believed(signs: list[Sign], who: int) -> None:
+    who %= len(signs)
+    signs[who].failure = failure(-1.0, culprit="worker:9")
+    for i, report in enumerate(verdicts(*signs)):
+        if i != who:
+            assert report is not None
+            assert report.culprit == "worker:9"
+            assert report.kind == "exception"
+
+
+def test_the_first_failure_is_taken_over_with_later_steps() -> None:
+    first = failure(5.0, culprit="worker:2", steps={"worker:0": 9, "worker:1": 1})
+    report, _, _ = verdicts(
+        sign(0, steps=8),
+        sign(1, steps=7, failure=failure(6.0)),
+        sign(2, steps=6, failure=first),
+    )
+    assert report is not None
+    assert (report.task, report.culprit, report.time) == ("worker:0", "worker:2", 5.0)
+    assert report.steps == {"worker:0": 9, "worker:1": 7, "worker:2": 6}
+
+
+def test_silence() -> None:
+    silent = sign(1, address="host1:1", seen_at=NOW - 10.5)
+    first, itself, third = verdicts(sign(0), silent, sign(2))
+    assert itself is None  # Its own clock says nothing about itself.
+    for report in (first, third):
+        assert report is not None
+        assert (report.kind, report.culprit) == ("lost", "worker:1")
+        assert report.exit_code == 138
+        assert "worker:1 (host1:1) has given no sign of life for 10 s" in report.message
+
+
+def test_silence_up_to_the_deadline_and_after_the_end() -> None:
+    assert verdicts(sign(0), sign(1, seen_at=NOW - 10)) == [None, None]
+    gone = sign(1, seen_at=NOW - 100, has_left=True)
+    assert verdicts(sign(0), gone) == [None, None]
+
+
+def test_a_worker_ended_its_script_before_the_others() -> None:
+    left = sign(1, has_left=True, dispatched=3, steps=30)
+    waiting = sign(0, dispatched=4, steps=40, moved_at=NOW - 6)
+    report, itself = verdicts(waiting, left)
+    assert itself is None
+    assert report is not None
+    assert (report.kind, report.culprit, report.exit_code) == ("exited", "worker:1", 1)
+    assert "ended its script after step 30, while worker:0 is at step 40" in (
+        report.message
+    )
+    # It only just went on, or does not need the other any more.
+    for known in ({"moved_at": NOW - 4}, {"dispatched": 3}, {"has_left": True}):
+        other = dataclasses.replace(waiting, **known)
+        assert verdicts(other, left) == [None, None]
+
+
+def test_a_worker_does_not_go_on() -> None:
+    signs = [
+        sign(i, dispatched=n, completed=3, steps=10 * n, moved_at=NOW - 21)
+        for i, n in enumerate([4, 3, 4])
+    ]
+    for report in verdicts(*signs):
+        assert report is not None
+        assert (report.kind, report.culprit) == ("stuck", "worker:1")
+        assert report.exit_code == 138
+        assert "worker:1 did not go on after step 30" in report.message
+        assert "for which the others have waited 21 s" in report.message
+    signs[2].dispatched, signs[2].steps = 3, 30
+    report = verdicts(*signs)[0]
+    assert report is not None
+    assert report.message.startswith("worker:1 and worker:2 did not go on")
+
+
+def test_a_step_does_not_finish() -> None:
+    signs = [sign(i, dispatched=4, completed=3, steps=4) for i in range(2)]
+    assert verdicts(*signs) == [None, None]
+    for s in signs:
+        s.moved_at = NOW - 20.5
+    for report in verdicts(*signs):
+        assert report is not None
+        assert (report.kind, report.culprit, report.exit_code) == ("stuck", None, 138)
+        assert "step 4 runs on all workers and has not finished" in report.message
+        assert "step_timeout_seconds" in report.message
+
+
+def test_one_that_moves_gives_the_others_time() -> None:
+    """Compiling takes one worker longer: counted from when the last one moved."""
+    waiting = sign(0, dispatched=4, completed=3, moved_at=NOW - 100)
+    assert verdicts(waiting, sign(1, dispatched=4, completed=3)) == [None, None]

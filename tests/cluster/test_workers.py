@@ -1,0 +1,189 @@
+"""Exchanging values: threads as workers, and a store in memory."""
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import pytest
+
+from replicax.cluster import workers as workers_module
+from replicax.cluster.deadlines import Deadlines
+from replicax.cluster.store import Store, StoreError
+from replicax.cluster.workers import Workers
+from replicax.errors import ClusterError
+
+
+class Service:
+    """What the coordination service's client does, in memory."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+        self.is_down = False
+        self._lock = threading.Lock()
+
+    def key_value_set(self, key: str, value: str, *, allow_overwrite: bool) -> None:
+        assert allow_overwrite
+        with self._working():
+            self.values[key] = value
+
+    def key_value_dir_get(self, prefix: str) -> list[tuple[str, str]]:
+        with self._working():
+            found = self.values.items()
+            return [(key, value) for key, value in found if key.startswith(prefix)]
+
+    def key_value_delete(self, key: str) -> None:
+        with self._working():
+            for other in list(self.values):
+                if other == key or other.startswith(f"{key}/"):
+                    del self.values[other]
+
+    def _working(self) -> threading.Lock:
+        if self.is_down:
+            raise jax.errors.JaxRuntimeError("UNAVAILABLE: no route\nand a stack")
+        return self._lock
+
+
+def cluster_of(num: int, service: Service, **deadlines: float) -> list[Workers]:
+    names = [f"worker:{i}" for i in range(num)]
+    addresses = [f"host{i}:1" for i in range(num)]
+    return [
+        Workers(
+            names, addresses, i, store=Store(service), deadlines=Deadlines(**deadlines)
+        )
+        for i in range(num)
+    ]
+
+
+def on_all(cluster: list[Workers], act: Callable[[Workers], Any]) -> list[Any]:
+    with ThreadPoolExecutor(len(cluster)) as pool:
+        return list(pool.map(act, cluster))
+
+
+def test_alone() -> None:
+    alone = Workers()
+    assert (alone.count, alone.name, alone.is_chief) == (1, "worker:0", True)
+    assert alone.exchange("anything", {"a": 1}) == [{"a": 1}]
+    assert alone.watch is None
+    assert workers_module.current().count == 1
+
+
+def test_all_get_the_values_of_all() -> None:
+    service = Service()
+    cluster = cluster_of(3, service)
+
+    def exchange(worker: Workers) -> list[Any]:
+        return [
+            *(worker.exchange("a", [worker.index, i]) for i in range(50)),
+            worker.exchange("b", None),
+            worker.exchange("a", worker.name),
+        ]
+
+    told = on_all(cluster, exchange)
+    assert told[0] == told[1] == told[2]
+    assert told[0] == [
+        *([[k, i] for k in range(3)] for i in range(50)),
+        [None] * 3,
+        ["worker:0", "worker:1", "worker:2"],
+    ]
+    # Nothing piles up: of each name the last exchange stays.
+    assert sorted(service.values) == [
+        f"replicax/exchange/{name}/{i}" for name in ("a/50", "b/0") for i in range(3)
+    ]
+
+
+def test_names_that_begin_alike_are_kept_apart() -> None:
+    cluster = cluster_of(2, Service())
+
+    def exchange(worker: Workers) -> list[Any]:
+        return [worker.exchange(name, name) for name in ("a", "a/0", "ab")]
+
+    assert on_all(cluster, exchange)[0] == [["a"] * 2, ["a/0"] * 2, ["ab"] * 2]
+
+
+def test_one_that_does_not_come() -> None:
+    first = cluster_of(3, service := Service(), start_up=0.3)[0]
+    service.values["replicax/exchange/start/0/1"] = "1"
+    begin = time.monotonic()
+    with pytest.raises(
+        ClusterError,
+        match=r"^worker:0: worker:2 \(host2:1\) did not come to start within 0 s",
+    ):
+        first.exchange("start", 0)
+    assert 0.3 <= time.monotonic() - begin < 3
+
+
+def test_several_that_do_not_come() -> None:
+    first, *_ = cluster_of(3, Service())
+    with pytest.raises(
+        ClusterError, match=r"worker:1 \(host1:1\) and worker:2 \(host2:1\) did not"
+    ):
+        first.exchange("start", 0, timeout_seconds=0.05)
+
+
+def test_one_that_has_ended_its_script() -> None:
+    first, _ = cluster_of(2, Service())
+    assert first.watch is not None
+    first.watch.signs[1].has_left = True
+    begin = time.monotonic()
+    with pytest.raises(ClusterError, match=r"worker:1 \(host1:1\) ended its script"):
+        first.exchange("start", 0)
+    assert time.monotonic() - begin < 3
+
+
+def test_the_wait_can_be_ended_from_outside() -> None:
+    first, _ = cluster_of(2, Service())
+    missing_at_first = []
+
+    def look(missing: Any) -> None:
+        missing_at_first.append(list(missing))
+        raise KeyError("enough")
+
+    with pytest.raises(KeyError, match="enough"):
+        first.exchange("start", 0, while_waiting=look)
+    assert missing_at_first == [[1]]
+
+
+def test_a_long_wait_is_reported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(workers_module, "_REMIND_SECONDS", 0.1)
+    first, _ = cluster_of(2, Service(), start_up=0.35)
+    with caplog.at_level(logging.WARNING, "replicax"), pytest.raises(ClusterError):
+        first.exchange("start", 0)
+    assert [r.getMessage() for r in caplog.records][0] == (
+        "waiting for worker:1 (host1:1) (start) for 0 s; at most 0 s more"
+    )
+    assert 2 <= len(caplog.records) <= 3
+
+
+def test_the_service_is_gone() -> None:
+    first, _ = cluster_of(2, service := Service())
+    service.is_down = True
+    with pytest.raises(
+        ClusterError,
+        match=r"coordination service beside worker:0 \(host0:1\) does not answer "
+        r"\(UNAVAILABLE: no route\); start needed it",
+    ) as caught:
+        first.exchange("start", 0)
+    assert isinstance(caught.value.__cause__, StoreError)
+
+
+def test_the_store() -> None:
+    store = Store(service := Service())
+    store.put("a/b", "1")
+    store.put("a/b", "2")
+    store.put("a/c/d", "3")
+    store.put("ab", "4")
+    assert store.read("a") == {"b": "2", "c/d": "3"}
+    store.delete("a/c")
+    assert store.read("a") == {"b": "2"}
+    assert json.dumps(store.read("nothing")) == "{}"
+    service.is_down = True
+    for call in (store.read, store.delete):
+        with pytest.raises(StoreError, match=r"^UNAVAILABLE: no route$"):
+            call("a")

@@ -1,0 +1,394 @@
+"""Workers that end an epoch together.
+
+What `in_step` decides is tested with threads as workers, which share a store in memory;
+real processes go through `fit` and loops, where the decision meets collectives.
+"""
+
+import logging
+import threading
+import time
+
+import keras
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import replicax as rx
+import replicax.testing
+from replicax.cluster.deadlines import Deadlines
+from replicax.cluster.workers import Workers
+from replicax.input.agreement import Stream, in_step
+
+
+class SharedStore:
+    """What the coordination service does, for the threads of one process."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._texts = {}
+
+    def put(self, key, value):
+        with self._lock:
+            self._texts[key] = value
+
+    def read(self, folder):
+        prefix = f"{folder}/"
+        with self._lock:
+            found = dict(self._texts)
+        return {k[len(prefix) :]: v for k, v in found.items() if k.startswith(prefix)}
+
+    def delete(self, key):
+        with self._lock:
+            self._texts.pop(key, None)
+
+
+def stream(store, index, num_workers, **options):
+    names = [f"worker:{i}" for i in range(num_workers)]
+    options = {"same_data": False, "size_of": len, "name": "epoch", **options}
+    deadlines = Deadlines(start_up=20, step=options.pop("deadline", 20))
+    workers = Workers(
+        names, [""] * num_workers, index, store=store, deadlines=deadlines
+    )
+    return Stream(workers=workers, **options)
+
+
+def together(*batches, num_batches=None, **options):
+    """What each worker gets of its batches: a list, or the exception."""
+    store, got = SharedStore(), [None] * len(batches)
+    counts = num_batches or [None] * len(batches)
+
+    def work(index):
+        own = stream(store, index, len(batches), num_batches=counts[index], **options)
+        try:
+            got[index] = list(in_step(batches[index], own))
+        except (rx.InputError, rx.ClusterError) as error:
+            got[index] = error
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(batches))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    return got
+
+
+def sized(*sizes):
+    """Batches of so many examples, which count up."""
+    return [np.full(size, i) for i, size in enumerate(sizes)]
+
+
+def num_got(results):
+    return [len(result) for result in results]
+
+
+@pytest.mark.parametrize("number", [1, 4, 5, 6, 13])
+def test_equal_numbers_are_used_up(number, caplog):
+    results = together(sized(*[3] * number), sized(*[3] * number))
+    for result in results:
+        assert [int(batch[0]) for batch in result] == list(range(number))
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_ten_against_seven(known, caplog):
+    numbers = [10, 7]
+    results = together(
+        sized(*[8] * 10),
+        sized(*[8] * 7),
+        num_batches=numbers if known else None,
+    )
+    assert num_got(results) == [7, 7]
+    (record,) = caplog.records  # The chief's; the other worker is silent.
+    assert record.levelno == logging.WARNING
+    assert "epoch ended after 7 steps" in record.message
+    assert "worker:0 3 batches (24 examples)" in record.message
+    assert "worker:1 0 batches (0 examples)" in record.message
+
+
+def test_last_batches_of_different_sizes(caplog):
+    results = together(sized(8, 8, 8), sized(8, 8, 5))
+    assert num_got(results) == [2, 2]
+    assert "worker:0 1 batches (8 examples), worker:1 1 batches (5 ex" in caplog.text
+
+
+def test_very_much_left_over_is_not_counted_to_the_end(caplog):
+    read = []
+
+    def endless():
+        while True:
+            read.append(1)
+            yield np.zeros(2)
+
+    assert num_got(together(endless(), sized(2))) == [1, 1]
+    assert "worker:0 at least 104 batches" in caplog.text
+    assert len(read) < 120
+
+
+def test_one_without_data_is_an_error_on_all():
+    for error in together(sized(2, 2), [], sized(2)):
+        assert isinstance(error, rx.InputError)
+        assert "worker:1 got no batch, while the others did" in str(error)
+
+
+def test_nobody_has_data():
+    assert together([], []) == [[], []]
+
+
+def test_different_data_where_it_should_be_the_same():
+    pair = [np.arange(4)], [np.arange(4) + 1]
+    for error in together(*pair, same_data=True):
+        assert isinstance(error, rx.InputError)
+        assert "the first batch of worker:1 is another than that of worker:0" in str(
+            error
+        )
+        assert "Seed the shuffling" in str(error)
+    assert num_got(together(*pair, same_data=True, check=False)) == [1, 1]
+    assert num_got(together(*pair, same_data=False)) == [1, 1]
+
+
+def test_augmented_inputs_with_equal_labels_are_the_same_data():
+    labels = np.arange(4)
+    pair = [(np.zeros(4), labels)], [(np.ones(4), labels)]
+    results = together(*pair, same_data=True, size_of=lambda batch: len(batch[1]))
+    assert num_got(results) == [1, 1]
+
+
+def test_first_batches_of_different_sizes_are_no_common_data():
+    for error in together(sized(4), sized(3), same_data=True):
+        assert isinstance(error, rx.InputError)
+
+
+class BeginsAnew:
+    """Like a Grain dataset: every `iter` starts at the first batch."""
+
+    def __iter__(self):
+        return iter(sized(*[2] * 9))
+
+
+def test_a_dataset_is_iterated_once():
+    results = together(BeginsAnew(), BeginsAnew())
+    assert [[int(batch[0]) for batch in got] for got in results] == [[*range(9)]] * 2
+
+
+def test_a_cancelled_stream_waits_for_nobody():
+    begin = time.monotonic()
+    own = stream(SharedStore(), 0, 2, cancelled=lambda: time.monotonic() > begin + 0.2)
+    assert list(in_step(sized(2, 2), own)) == []
+    assert time.monotonic() - begin < 10
+
+
+def test_a_worker_that_does_not_come_is_named():
+    own = stream(SharedStore(), 0, 2, deadline=0.2)
+    with pytest.raises(rx.ClusterError, match=r"worker:1 did not come to epoch within"):
+        list(in_step(sized(2), own))
+
+
+def test_one_worker_alone_gets_all():
+    own = Stream(workers=Workers(), name="epoch", same_data=True, size_of=len)
+    assert len(list(in_step(sized(3, 2, 1), own))) == 3
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(
+        st.lists(st.integers(1, 2), min_size=1, max_size=12), min_size=2, max_size=3
+    )
+)
+def test_the_longest_common_beginning_is_used(sizes):
+    results = together(*[sized(*own) for own in sizes])
+    common = 0
+    for column in zip(*sizes, strict=False):
+        if len(set(column)) > 1:
+            break
+        common += 1
+    assert num_got(results) == [common] * len(sizes)
+
+
+# Two processes.
+
+NUM_BATCHES = {0: 10, 1: 7}
+STOP_AFTER = (1, 2, 6, None)
+
+
+def rows(index, num_batches, last=8):
+    """Batches of 8, of this worker's own numbers; the last one of `last`."""
+    for i in range(num_batches):
+        yield np.full((last if i == num_batches - 1 else 8, 3), i + 100 * index, "f")
+
+
+def pairs(batches):
+    return ((x, x[:, :1]) for x in batches)
+
+
+class Log(logging.Handler):
+    """The messages of the package."""
+
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.messages = []
+        logging.getLogger("replicax").addHandler(self)
+
+    def emit(self, record):
+        self.messages.append(record.getMessage())
+
+    def taken(self):
+        taken, self.messages = self.messages, []
+        return taken
+
+
+class Steps(keras.callbacks.Callback):
+    """The number of steps of each epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.numbers = []
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.numbers.append(0)
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.numbers[-1] += 1
+
+
+def off(strategy, make, **options):
+    return strategy.experimental_distribute_dataset(
+        make, auto_shard_policy=rx.AutoShardPolicy.OFF, **options
+    )
+
+
+def fitted(strategy, dataset, epochs):
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(1e-6), "mse")
+    steps = Steps()
+    model.fit(dataset, epochs=epochs, shuffle=False, callbacks=[steps], verbose=0)
+    strategy.check_replicas(model.variables)
+    return steps.numbers
+
+
+def looped(strategy, dataset, stop_after=None):
+    """The mean of each batch over both workers, which takes a collective."""
+    means = []
+    for batch in dataset:
+        mean = strategy.run(lambda x: x.mean(), (batch,))
+        means.append(float(strategy.reduce("mean", mean, axis=None)))
+        if len(means) == stop_after:
+            break
+    return means
+
+
+def error_of(call):
+    try:
+        call()
+    except rx.InputError as error:
+        return str(error)
+    return "no error"
+
+
+def left_early(strategy):
+    """Loops that end at once, or where one worker reads further ahead than others."""
+    index = strategy.workers.index
+    dataset = off(strategy, lambda: rows(index, 9))
+    iterator = iter(dataset)
+    for _ in range(4 - index):
+        next(iterator)
+    time.sleep(0.3 * (1 - index))  # Worker 0 waits for the next batches meanwhile.
+    iterator.close()
+    return [looped(strategy, dataset, number) for number in STOP_AFTER]
+
+
+def unseeded():
+    order = np.random.default_rng().permutation(64)
+    for start in range(0, 64, 8):
+        yield np.zeros((8, 3), "f") + order[start : start + 8, None]
+
+
+def uneven():
+    log = Log()
+    strategy = rx.MultiWorkerMirroredStrategy(step_timeout_seconds=60)
+    index = strategy.workers.index
+    number = NUM_BATCHES[index]
+    results = {}
+
+    own = off(strategy, lambda: pairs(rows(index, number)))
+    results["fit"] = fitted(strategy, own, 2), log.taken()
+    same = pairs(rows(0, number))
+    results["generator"] = fitted(strategy, same, 1), log.taken()
+    last = {0: 8, 1: 4}[index]
+    loop = looped(strategy, off(strategy, lambda: rows(index, 3, last)))
+    results["last"] = loop, log.taken()
+    some = {0: 3, 1: 0}[index]
+    results["empty"] = [
+        error_of(
+            lambda: fitted(strategy, off(strategy, lambda: pairs(rows(0, some))), 1)
+        ),
+        error_of(lambda: looped(strategy, off(strategy, lambda: rows(0, some)))),
+    ]
+    results["unseeded"] = [
+        error_of(lambda: fitted(strategy, pairs(unseeded()), 1)),
+        error_of(
+            lambda: looped(strategy, strategy.experimental_distribute_dataset(unseeded))
+        ),
+    ]
+    # Each strategy counts its datasets anew.
+    results["left early"] = [
+        left_early(rx.MultiWorkerMirroredStrategy(step_timeout_seconds=20))
+        for _ in range(2)
+    ]
+    return results
+
+
+@pytest.fixture(scope="module")
+def workers():
+    results = replicax.testing.run(uneven, num_workers=2, deadline_seconds=120)
+    return list(results.returned.values())
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("way", "num_epochs", "num_steps"),
+    # A worker's own global batch is as many steps as there are workers.
+    [("fit", 2, 14), ("generator", 1, 7)],
+)
+def test_fit_ends_its_epochs_together(workers, way, num_epochs, num_steps):
+    for index, result in enumerate(workers):
+        numbers, messages = result[way]
+        assert numbers == [num_steps] * num_epochs
+        # Once an epoch, and by the chief only.
+        assert len(messages) == (num_epochs if index == 0 else 0)
+    for message in workers[0][way][1]:
+        assert f"ended after {num_steps} steps" in message
+        assert "(24 examples), worker:1 0 batches (0 examples)" in message
+
+
+@pytest.mark.multiprocess
+def test_a_loop_ends_before_last_batches_that_differ(workers):
+    means, messages = workers[0]["last"]
+    # Of numbers i and 100 + i.
+    assert means == workers[1]["last"][0] == [50.0, 50.0, 51.0, 51.0]
+    assert len(messages) == 1
+    assert "worker:0 2 batches (8 examples)" in messages[0]
+    assert "worker:1 2 batches (4 examples)" in messages[0]
+
+
+@pytest.mark.multiprocess
+def test_a_worker_without_data_is_an_error_for_both(workers):
+    for result in workers:
+        for message in result["empty"]:
+            assert "worker:1 got no batch, while the others did" in message
+
+
+@pytest.mark.multiprocess
+def test_an_unseeded_order_is_an_error_for_both(workers):
+    for result in workers:
+        for message in result["unseeded"]:
+            assert "the first batch of worker:1 is another" in message
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("number", [0, 1], ids=["first strategy", "second strategy"])
+def test_after_an_epoch_that_was_left_early(workers, number):
+    whole = [50.0 + i // 2 for i in range(18)]  # Two steps of each global batch.
+    for result in workers:
+        assert result["left early"][number] == [whole[:n] for n in STOP_AFTER]

@@ -1,0 +1,237 @@
+"""Which rows each worker reads, under every policy."""
+
+import logging
+
+import grain
+import keras
+import numpy as np
+import pytest
+
+import replicax as rx
+import replicax.testing
+from replicax.input.sharding import AutoShardPolicy, FileDataset, worker_files
+
+X = np.arange(48, dtype="float32")
+
+
+def files(number):
+    return FileDataset([f"{i}.npy" for i in range(number)], list)
+
+
+def test_off_makes_the_dataset_the_workers_own():
+    dataset = [X]
+    assert worker_files(dataset, AutoShardPolicy.OFF, 1, 2) == (dataset, True)
+    assert worker_files(dataset, AutoShardPolicy.OFF, 0, 1) == (dataset, False)
+
+
+@pytest.mark.parametrize("policy", [AutoShardPolicy.AUTO, AutoShardPolicy.DATA])
+def test_other_datasets_are_the_same_everywhere(policy):
+    dataset = [X]
+    assert worker_files(dataset, policy, 1, 2) == (dataset, False)
+
+
+@pytest.mark.parametrize("policy", [AutoShardPolicy.AUTO, AutoShardPolicy.FILE])
+@pytest.mark.parametrize(("number", "count"), [(2, 2), (7, 3), (8, 4)])
+def test_every_file_has_one_reader(policy, number, count):
+    read = []
+    for index in range(count):
+        dataset, is_own = worker_files(files(number), policy, index, count)
+        assert is_own
+        read += dataset()
+    assert sorted(read) == files(number).files
+
+
+@pytest.mark.parametrize("policy", [AutoShardPolicy.AUTO, AutoShardPolicy.FILE])
+def test_fewer_files_than_workers(policy, caplog):
+    dataset = files(2)
+    assert worker_files(dataset, policy, 2, 3) == (dataset, False)
+    assert "2 files cannot be divided between 3 workers" in caplog.text
+    assert "AutoShardPolicy.DATA" in caplog.text
+
+
+def test_files_need_not_be_divided(caplog):
+    dataset = files(2)
+    assert worker_files(dataset, AutoShardPolicy.DATA, 0, 2) == (dataset, False)
+    assert worker_files(dataset, AutoShardPolicy.FILE, 0, 1) == (dataset, False)
+    assert dataset() == dataset.files
+    assert not caplog.records
+
+
+def test_the_file_policy_needs_files():
+    with pytest.raises(ValueError, match=r"needs a rx\.FileDataset, .* got a list"):
+        worker_files([X], AutoShardPolicy.FILE, 0, 2)
+    with pytest.raises(ValueError, match="files is empty; name at least one"):
+        FileDataset([], list)
+
+
+# Two processes of two devices each.
+
+NUM_PER_FILE = 12
+
+
+class Batches(keras.utils.PyDataset):
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        return (X[8 * index : 8 * index + 8],)
+
+
+def generator():
+    for index in range(6):
+        yield Batches()[index]
+
+
+def grain_dataset():
+    return grain.MapDataset.source(X).batch(8).map(lambda x: (x,))
+
+
+def read_files(names):
+    """Batches of 4 of the files' numbers: file `i` has twelve from `12 * i`."""
+    for name in names:
+        start = NUM_PER_FILE * int(name[0])
+        for row in range(start, start + NUM_PER_FILE, 4):
+            yield X[row : row + 4]
+
+
+def steps_of(strategy, dataset):
+    """What this worker's replicas get in each step: `[[[...], [...]], ...]`."""
+    return [
+        [
+            np.asarray(value).tolist()
+            for value in strategy.experimental_local_results(
+                batch[0] if isinstance(batch, tuple) else batch
+            )
+        ]
+        for batch in dataset
+    ]
+
+
+class Log(logging.Handler):
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.messages = []
+        logging.getLogger("replicax").addHandler(self)
+
+    def emit(self, record):
+        self.messages.append(record.getMessage())
+
+
+def shards():
+    strategy = rx.MultiWorkerMirroredStrategy()
+    log, index = Log(), strategy.workers.index
+    contexts = []
+
+    def from_context(context):
+        contexts.append(context)
+        own = X[context.input_pipeline_id :: context.num_input_pipelines]
+        size = context.get_per_replica_batch_size(8)
+        return [own[i : i + size] for i in range(0, len(own), size)]
+
+    def distributed(dataset, policy=AutoShardPolicy.AUTO, **options):
+        return steps_of(
+            strategy,
+            strategy.experimental_distribute_dataset(
+                dataset, auto_shard_policy=policy, **options
+            ),
+        )
+
+    same = {
+        "arrays": distributed(X, batch_size=8),
+        "generator": distributed(generator),
+        "PyDataset": distributed(Batches()),
+        "Grain": distributed(grain_dataset()),
+        "DATA": distributed(generator, AutoShardPolicy.DATA),
+        "prefetch": distributed(generator, prefetch=0),
+    }
+    four = FileDataset([f"{i}.npy" for i in range(4)], read_files)
+    own = {
+        "AUTO files": distributed(four),
+        "FILE": distributed(four, AutoShardPolicy.FILE),
+        "from function": steps_of(
+            strategy, strategy.distribute_datasets_from_function(from_context)
+        ),
+    }
+    logged_before = list(log.messages)
+    one = distributed(FileDataset(["1.npy"], read_files), AutoShardPolicy.FILE)
+    off = distributed([X[:8] + 100 * index], AutoShardPolicy.OFF)
+    padded = strategy.experimental_distribute_dataset(
+        X[:14], batch_size=8, remainder="pad"
+    )
+    return {
+        "same": same,
+        "own": own,
+        "one file": one,
+        "off": off,
+        "masks": [steps_of(strategy, [mask]) for _, mask in padded],
+        "contexts": contexts,
+        "logged": (logged_before, log.messages[len(logged_before) :]),
+    }
+
+
+@pytest.fixture(scope="module")
+def workers():
+    results = replicax.testing.run(
+        shards, num_workers=2, logical_devices=2, deadline_seconds=90
+    )
+    return list(results.returned.values())
+
+
+@pytest.mark.multiprocess
+def test_kinds_of_datasets_of_one_worker(workers):
+    """Every kind gives the replicas consecutive rows of the global batch."""
+    for index, result in enumerate(workers):
+        # [steps, workers, a worker's replicas, a replica's rows]
+        expected = X.reshape(6, 2, 2, 2)[:, index].tolist()
+        for kind, steps in result["same"].items():
+            assert steps == expected, kind
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("way", ["AUTO files", "FILE"])
+def test_files_are_read_by_one_worker_each(workers, way):
+    read = [np.array(result["own"][way]) for result in workers]
+    assert [x.shape for x in read] == [(12, 2, 1)] * 2  # Batches of 4, of all replicas.
+    for index, x in enumerate(read):
+        of_files = {int(value) // NUM_PER_FILE for value in x.ravel()}
+        assert of_files == {index, index + 2}
+    assert sorted(np.concatenate(read).ravel()) == X.tolist()
+    for result in workers:
+        assert result["logged"][0] == []
+
+
+@pytest.mark.multiprocess
+def test_too_few_files_are_read_by_all(workers):
+    rows = [np.array(result["one file"]).reshape(3, 2) for result in workers]
+    np.testing.assert_array_equal(
+        np.concatenate(rows, axis=1), np.arange(12, 24).reshape(3, 4)
+    )
+    for result in workers:
+        (message,) = result["logged"][1]
+        assert "1 files cannot be divided between 2 workers" in message
+
+
+@pytest.mark.multiprocess
+def test_an_own_global_batch_is_a_step_for_each_worker(workers):
+    for index, result in enumerate(workers):
+        expected = (X[:8] + 100 * index).reshape(2, 2, 2)
+        assert result["off"] == expected.tolist()
+
+
+@pytest.mark.multiprocess
+def test_a_function_is_told_its_pipeline(workers):
+    for index, result in enumerate(workers):
+        assert result["contexts"] == [
+            rx.InputContext(
+                num_input_pipelines=2, input_pipeline_id=index, num_replicas_in_sync=4
+            )
+        ]
+        own = X[index::2].reshape(6, 2, 2)
+        assert result["own"]["from function"] == own.tolist()
+
+
+@pytest.mark.multiprocess
+def test_padding_is_marked_where_it_is(workers):
+    masks = np.concatenate([np.array(r["masks"]).reshape(2, 4) for r in workers], 1)
+    np.testing.assert_array_equal(masks.sum(axis=1), [8, 6])
+    np.testing.assert_array_equal(masks[1], np.arange(8) < 6)
