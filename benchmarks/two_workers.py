@@ -125,7 +125,7 @@ def start_peers() -> list[Peer]:
         ("TF MultiWorkerMirrored, 2 workers", there, ["tf_peer.py"], 2, 256),
         ("bare JAX, 1 worker", here, ["jax_peer.py"], 1, 256),
         ("replicax fit, 1 worker", here, ["replicax_peer.py", "fit"], 1, 256),
-        ("replicax fit, 2 workers, batch 512", here, ["replicax_peer.py", "fit"], 2, 512),
+        ("replicax fit, 2 w., batch 512", here, ["replicax_peer.py", "fit"], 2, 512),
         ("torch, 1 worker", there, ["torch_peer.py"], 1, 256),
     ]
     peers = []
@@ -157,8 +157,9 @@ def main() -> None:
         pairs = zip(peer.times, reference.times, strict=True)
         ratios = sorted(a / b for a, b in pairs)
         middle = statistics.median(ratios)
+        ms = 1000 * statistics.median(peer.times)
         print(
-            f"| {peer.name} | {1000 * statistics.median(peer.times):.1f} | {middle:.3f} "
+            f"| {peer.name} | {ms:.1f} | {middle:.3f} "
             f"({ratios[0]:.2f} to {ratios[-1]:.2f}) | {losses[peer.name]:.6f} |"
         )
     for peer in peers:

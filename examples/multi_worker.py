@@ -15,7 +15,6 @@ import replicax as rx  # First: it chooses JAX as Keras' backend.
 import argparse
 
 import common
-import jax
 import keras
 from data import load
 
@@ -41,7 +40,7 @@ def main() -> None:
     options = parse_options()
     # Before anything else of JAX: it joins the other workers.
     strategy = rx.MultiWorkerMirroredStrategy()
-    is_chief = jax.process_index() == 0
+    is_chief = strategy.is_chief
     keras.utils.set_random_seed(0)
     data = load(options.data)
     global_batch = options.batch_size * strategy.num_replicas_in_sync

@@ -7,31 +7,51 @@ import pytest
 import replicax as rx
 
 PUBLIC_NAMES = [
+    "AutoShardPolicy",
+    "BackupAndRestore",
+    "Checkpoint",
+    "CheckpointError",
+    "CheckpointManager",
+    "ClusterConfigError",
+    "ClusterError",
+    "ClusterMismatchError",
+    "ClusterSpec",
+    "CollectiveCommunication",
+    "CommunicationOptions",
     "ContextError",
     "CrossDeviceOps",
     "DeviceError",
     "DivergenceError",
+    "FileDataset",
     "GradientTape",
     "HierarchicalCopyAllReduce",
     "InputContext",
+    "InputError",
     "InternalError",
     "MirroredStrategy",
+    "MultiWorkerMirroredStrategy",
     "NcclAllReduce",
     "OneDeviceStrategy",
     "PerReplica",
     "ReduceOp",
     "ReductionToOneDevice",
     "ReplicaContext",
+    "RestoreStatus",
+    "SidecarEvaluator",
     "Strategy",
+    "cluster_resolver",
     "compute_average_loss",
+    "experimental",
     "get_replica_context",
     "get_strategy",
     "has_strategy",
     "in_cross_replica_context",
+    "latest_checkpoint",
     "losses",
     "scale_regularization_loss",
     "schedules",
     "set_logical_devices",
+    "testing",
     "value_and_grad",
 ]
 
@@ -87,6 +107,11 @@ def test_errors_are_builtin_errors_too() -> None:
     assert issubclass(rx.InternalError, RuntimeError)
     assert issubclass(rx.DeviceError, ValueError)
     assert issubclass(rx.DivergenceError, ValueError)
+    assert issubclass(rx.CheckpointError, RuntimeError)
+    assert issubclass(rx.ClusterConfigError, ValueError)
+    assert issubclass(rx.ClusterMismatchError, rx.ClusterError)
+    assert issubclass(rx.ClusterError, RuntimeError)
+    assert issubclass(rx.InputError, ValueError)
 
 
 def test_parameters_are_those_of_tensorflow() -> None:
@@ -98,6 +123,16 @@ def test_parameters_are_those_of_tensorflow() -> None:
     assert parameters(rx.Strategy.gather) == ["self", "value", "axis"]
     assert parameters(rx.MirroredStrategy)[:2] == ["devices", "cross_device_ops"]
     assert parameters(rx.OneDeviceStrategy) == ["device"]
+    assert parameters(rx.MultiWorkerMirroredStrategy)[:2] == [
+        "cluster_resolver",
+        "communication_options",
+    ]
+    assert parameters(rx.CheckpointManager)[:3] == [
+        "checkpoint",
+        "directory",
+        "max_to_keep",
+    ]
+    assert parameters(rx.BackupAndRestore)[:2] == ["backup_dir", "save_freq"]
     assert parameters(rx.GradientTape) == ["persistent", "watch_accessed_variables"]
     assert parameters(rx.GradientTape.gradient) == [
         "self",

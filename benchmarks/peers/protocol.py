@@ -5,6 +5,7 @@ the workers share. Lines on standard input say how many steps to do; the answer 
 time they took and the last loss.
 """
 
+import itertools
 import os
 import sys
 import time
@@ -26,7 +27,7 @@ WEIGHTS = [
         (_rng.normal(size=(a, b)) * np.sqrt(2 / a)).astype("float32"),
         np.zeros(b, "float32"),
     )
-    for a, b in zip(SIZES[:-1], SIZES[1:], strict=True)
+    for a, b in itertools.pairwise(SIZES)
 ]
 """Kernels and biases that every peer starts from."""
 

@@ -32,9 +32,7 @@ def step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
     def replica_step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
         with tf.GradientTape() as tape:
             losses = example_loss(y, model(x, training=True))
-            loss = tf.nn.compute_average_loss(
-                losses, global_batch_size=protocol.BATCH
-            )
+            loss = tf.nn.compute_average_loss(losses, global_batch_size=protocol.BATCH)
         grads = tape.gradient(loss, model.trainable_variables)
         optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
         return loss

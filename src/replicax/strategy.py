@@ -114,6 +114,11 @@ class Strategy:
         return self._workers
 
     @property
+    def is_chief(self) -> bool:
+        """Whether this process does what is done once for all, such as exporting."""
+        return self._workers.is_chief
+
+    @property
     def programs(self) -> ProgramCache:
         """The compiled programs of this strategy."""
         return self._programs

@@ -173,7 +173,7 @@ def test_a_worker_waits_for_its_data() -> None:
     results = run(
         train, num_workers=2, args=("blocked",), deadline_seconds=140, check=False
     )
-    for result in dict(results).values():
+    for result in results.values():
         report = report_of(result)
         assert (report.kind, report.culprit) == ("stuck", "worker:1"), result.output
         assert result.exit_code == 138
@@ -187,7 +187,7 @@ def test_a_worker_ends_its_script_early() -> None:
     results = run(
         train, num_workers=2, args=("exit",), deadline_seconds=140, check=False
     )
-    for result in dict(results).values():
+    for result in results.values():
         report = report_of(result)
         assert (report.kind, report.culprit) == ("exited", "worker:1"), result.output
         assert result.exit_code == 1
@@ -203,7 +203,7 @@ def test_ctrl_c_on_one_worker() -> None:
         cluster.task("worker:1").wait(timeout_seconds=LATEST_S)
         cluster.task("worker:0").wait(timeout_seconds=LATEST_S)
 
-    for result in dict(interrupted(interrupt)).values():
+    for result in interrupted(interrupt).values():
         assert result.exit_code == 1, result.output
         assert report_of(result).culprit == "worker:1"
         assert "worker:1 was interrupted (KeyboardInterrupt)" in (
@@ -239,7 +239,7 @@ def test_a_worker_that_is_done_does_not_wait_for_ever() -> None:
         deadline_seconds=140,
         check=False,
     )
-    for result in dict(results).values():
+    for result in results.values():
         report = report_of(result)
         assert (report.kind, report.culprit) == ("lost", "worker:1"), result.output
         assert result.exit_code == 138

@@ -14,6 +14,7 @@ from replicax.errors import ClusterConfigError
 from replicax.testing import run
 
 DEADLINE_S = 100.0
+TWO_WORKERS = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": %s}'
 
 
 def my_address() -> str:
@@ -161,11 +162,12 @@ def test_clusters_leave_nothing_behind(num_clusters: int) -> None:
         "{",
         "[]",
         '{"cluster": 3}',
-        '{"cluster": {"worker": ["a:1", "b"]}, "task": {"type": "worker", "index": 0}}',
+        '{"cluster": {"worker": ["a:1", "b"]}, "task": {"type": "worker"}}',
         '{"cluster": {"worker": ["a:1", "a:1"]}, "task": {"type": "worker"}}',
-        '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 2}}',
-        '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "wörker", "index": 0}}',
-        '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": "x"}}',
+        TWO_WORKERS % '{"type": "worker", "index": 2}',
+        TWO_WORKERS % '{"type": "worker", "index": "x"}',
+        TWO_WORKERS % '{"type": "master", "index": 0}',
+        TWO_WORKERS % "3",
     ],
 )
 def test_a_malformed_tf_config_opens_nothing(

@@ -29,7 +29,7 @@ def test_a_task_that_blames_itself_failed_first() -> None:
     failure = first_failure([("worker:0", 138), ("worker:1", -9)], reports)
     assert failure is not None
     assert (failure.task, failure.exit_code) == ("worker:1", 1)
-    assert failure.message == "worker:1 failed: worker:1 says."
+    assert failure.message == "worker:1 says."
     assert failure.traceback == "Traceback: oh"
     assert kind(failure) == "permanent"
 

@@ -130,6 +130,12 @@ def test_silence() -> None:
         assert "worker:1 (host1:1) has given no sign of life for 10 s" in report.message
 
 
+def test_silence_while_nobody_can_be_heard() -> None:
+    signs = [sign(0), sign(1, seen_at=NOW - 10.5)]
+    assert judge(signs, 0, NOW, DEADLINES, heard_at=NOW - 1) is None
+    assert judge(signs, 0, NOW, DEADLINES, heard_at=NOW) is not None
+
+
 def test_silence_up_to_the_deadline_and_after_the_end() -> None:
     assert verdicts(sign(0), sign(1, seen_at=NOW - 10)) == [None, None]
     gone = sign(1, seen_at=NOW - 100, has_left=True)

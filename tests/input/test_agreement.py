@@ -7,6 +7,7 @@ real processes go through `fit` and loops, where the decision meets collectives.
 import logging
 import threading
 import time
+from typing import Any
 
 import keras
 import numpy as np
@@ -55,7 +56,8 @@ def stream(store, index, num_workers, **options):
 
 def together(*batches, num_batches=None, **options):
     """What each worker gets of its batches: a list, or the exception."""
-    store, got = SharedStore(), [None] * len(batches)
+    store = SharedStore()
+    got: list[Any] = [None] * len(batches)
     counts = num_batches or [None] * len(batches)
 
     def work(index):

@@ -173,6 +173,7 @@ AS_ONE_DEVICE = [
     generators,
 ]
 AS_FOUR_REPLICAS = [dropout_and_replica_statistics]
+SOME = [adam_with_all_that_fit_takes, dropout_and_replica_statistics]
 OPERATIONS = {
     "hierarchical": rx.HierarchicalCopyAllReduce(),
     "one device": rx.ReductionToOneDevice("/job:worker/task:1/device:CPU:0"),
@@ -206,6 +207,11 @@ def workers():
         all_results, num_workers=2, logical_devices=2, deadline_seconds=120
     )
     return list(results.returned.values())
+
+
+def some_results():
+    strategy = rx.MultiWorkerMirroredStrategy()
+    return [result_of(case, strategy) for case in SOME]
 
 
 def assert_same(actual, expected):
@@ -259,3 +265,12 @@ def test_the_cases_train(workers):
         at_first = keras.Sequential([keras.Input((6,)), layers.Dense(8)]).get_weights()
         assert np.abs(result["weights"][0] - at_first[0]).max() > 1e-3, case
         assert all(np.isfinite(loss) for loss in result["history"]["loss"])
+
+
+@pytest.mark.slow
+def test_four_workers_of_one_device(workers):
+    """The same replicas, divided otherwise between processes."""
+    results = replicax.testing.run(some_results, num_workers=4, deadline_seconds=120)
+    for result in results.returned.values():
+        for case, actual in zip(SOME, result, strict=True):
+            assert_same(actual, workers[0][case.__name__])

@@ -18,6 +18,7 @@ from replicax.cluster import coordinator, workers
 from replicax.cluster.addresses import parse_address
 from replicax.cluster.deadlines import Deadlines
 from replicax.cluster.failure import ExitCode, FailureReport
+from replicax.cluster.gloo import listen_for
 from replicax.cluster.spec import ClusterSpec
 from replicax.cluster.store import Store, StoreError
 from replicax.cluster.watch import Watch, end_process
@@ -78,7 +79,7 @@ def join(
     if members.watch is not None:
         members.watch.start()
         _report_exceptions(members, members.watch)
-        atexit.register(_leave, members, members.watch)
+        atexit.register(_leave, members)
     return members
 
 
@@ -146,6 +147,8 @@ def _connect(
             # Process 0 starts a service whatever we say. Nobody will connect to it.
             extra["coordinator_bind_address"] = "localhost:0"
         _initialize(names, addresses, index, deadlines, extra)
+    # Only now all others' names are sure to be known.
+    listen_for(address for i, address in enumerate(addresses) if i != index)
 
 
 def _initialize(
@@ -293,10 +296,14 @@ def _report_exceptions(members: Workers, watch: Watch) -> None:
     def hook(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        previous(kind, error, trace)
+        about_a_peer = _is_about_a_peer(error)
+        if about_a_peer:  # JAX repeats its message for every array.
+            text = f"{kind.__name__}: {error}"[:500]
+            print(f"replicax: {members.name}: {text}", file=sys.stderr, flush=True)
+        else:
+            previous(kind, error, trace)
         if isinstance(error, KeyboardInterrupt):
             watch.fail(_interrupted(members, watch))
-        about_a_peer = _is_about_a_peer(error)
         if about_a_peer:
             # Another worker's end, probably: the watch will know more and end this
             # process before this wait is over.
@@ -349,8 +356,11 @@ def _interrupted(members: Workers, watch: Watch) -> FailureReport:
     )
 
 
-def _leave(members: Workers, watch: Watch) -> None:
+def _leave(members: Workers) -> None:
     """Wait for the others' scripts to end, so that nobody's steps lack this worker."""
+    watch = members.watch
+    if watch is None:
+        return
     watch.leave()
     deadline = time.monotonic() + members.deadlines.shutdown
     remind_at = time.monotonic() + _REMIND_SECONDS

@@ -73,7 +73,7 @@ def first_failure(
             return Failure(
                 task=report.task,
                 exit_code=report.exit_code,
-                message=f"{report.task} failed: {report.message}",
+                message=report.message,
                 traceback=report.traceback,
             )
     if not exits:

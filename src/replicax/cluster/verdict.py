@@ -46,7 +46,12 @@ class Sign:
 
 
 def judge(
-    signs: Sequence[Sign], index: int, now: float, deadlines: Deadlines
+    signs: Sequence[Sign],
+    index: int,
+    now: float,
+    deadlines: Deadlines,
+    *,
+    heard_at: float | None = None,
 ) -> FailureReport | None:
     """Why worker `index` has to end now, or None.
 
@@ -55,12 +60,14 @@ def judge(
         index: Who judges.
         now: The time, in seconds, by the clock of `seen_at` and `moved_at`.
         deadlines: How long to wait for what.
+        heard_at: When signs could last be read, by the same clock; later silence says
+            nothing about who gives them. Defaults to `now`.
     """
     me = signs[index]
     others = [sign for sign in signs if sign is not me]
     return (
         _failed(me, others, signs)
-        or _lost(me, others, signs, now, deadlines)
+        or _lost(me, others, signs, now if heard_at is None else heard_at, deadlines)
         or _left(me, others, signs, now)
         or _stuck(me, signs, now, deadlines)
     )
@@ -83,11 +90,11 @@ def _lost(
     me: Sign,
     others: Sequence[Sign],
     signs: Sequence[Sign],
-    now: float,
+    heard_at: float,
     deadlines: Deadlines,
 ) -> FailureReport | None:
     for sign in others:
-        silent = now - sign.seen_at
+        silent = heard_at - sign.seen_at
         if silent > deadlines.heartbeat and not sign.has_left:
             return _report(
                 me,

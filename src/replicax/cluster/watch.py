@@ -226,7 +226,11 @@ class Watch:
                     sign.seen_at = sign.moved_at = now
             looked_at = now
             report = self._coordinator_lost() or judge(
-                self._signs, self._index, now, self._deadlines
+                self._signs,
+                self._index,
+                now,
+                self._deadlines,
+                heard_at=self._contact_at,
             )
             if report is None:
                 continue

@@ -4,6 +4,7 @@ import collections
 import json
 import logging
 import time
+import urllib.parse
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -108,13 +109,14 @@ class Workers:
             return [value]
         number = self._exchanges[name]
         self._exchanges[name] += 1
-        folder = f"replicax/exchange/{name}/{number}"
+        names = f"replicax/exchange/{urllib.parse.quote(name, safe='')}"
+        folder = f"{names}/{number}"
         values = self._exchanged(
             self._store, folder, name, value, timeout_seconds, while_waiting
         )
         if number:
             # All are in this one, so all have read the one before.
-            self._store.delete(f"replicax/exchange/{name}/{number - 1}/{self.index}")
+            self._store.delete(f"{names}/{number - 1}/{self.index}")
         return values
 
     def _exchanged(

@@ -136,12 +136,18 @@ def _check_first(stream: Stream, told: list[dict[str, Any]]) -> None:
         )
     if not (stream.same_data and stream.check) or empty:
         return
+    sizes = [t["sizes"][0] for t in told]
+    if len(set(sizes)) > 1:
+        listed = ", ".join(f"{n}: {size}" for n, size in zip(names, sizes, strict=True))
+        raise InputError(
+            f"{stream.name}: the first batches differ in size ({listed}). All workers "
+            "must read the same global batches and take their parts of each: give the "
+            "same batch_size everywhere."
+        )
     reference = told[0]["checksums"]
     for name, t in zip(names[1:], told[1:], strict=True):
         # Augmentations may differ between workers: one part that is equal will do.
-        if t["sizes"] != told[0]["sizes"] or not any(
-            a == b for a, b in zip(reference, t["checksums"], strict=False)
-        ):
+        if not any(a == b for a, b in zip(reference, t["checksums"], strict=False)):
             raise InputError(
                 f"{stream.name}: the first batch of {name} is another than that of "
                 f"{names[0]}. All workers must read the same batches in the same order "

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import keras
+
 from replicax.checkpoint import CheckpointError, storage
 from replicax.checkpoint.checkpoint import compare
 from replicax.checkpoint.manager import FINISHED, numbered_checkpoints
@@ -28,7 +30,8 @@ class SidecarEvaluator:
 
     Args:
         model: A compiled and built model like the one that is trained.
-        data: What `model.evaluate` takes as `x`.
+        data: What `model.evaluate` takes as `x`, or a tuple `(x, y)` or
+            `(x, y, sample_weight)`.
         checkpoint_dir: The folder of the checkpoints.
         steps: Number of batches of each evaluation; None: all of the data.
         max_evaluations: Stop after so many; None: when the training has ended.
@@ -136,8 +139,11 @@ class SidecarEvaluator:
             return None
 
     def _evaluate(self, path: str) -> None:
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(self._data)
         results = self._model.evaluate(
-            self._data,
+            x,
+            y,
+            sample_weight=sample_weight,
             steps=self._steps,
             callbacks=self._callbacks or None,
             verbose=0,
