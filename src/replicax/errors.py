@@ -35,7 +35,14 @@ class ClusterError(RuntimeError):
     """The workers of a cluster cannot go on together: one is missing or lost.
 
     The process exits with a retryable code if nobody catches it.
+
+    Attributes:
+        culprit: The task that others waited for, such as `"worker:1"`, if it is alive.
     """
+
+    def __init__(self, message: str, culprit: str | None = None) -> None:
+        super().__init__(message)
+        self.culprit = culprit
 
 
 class ClusterMismatchError(ClusterError):

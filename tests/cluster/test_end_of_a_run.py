@@ -71,6 +71,26 @@ def read_next_batch() -> None:
     time.sleep(10 * LATEST_S)
 
 
+def fit_generator() -> None:
+    """Batches of a generator, which gets stuck on worker 1."""
+    import keras
+
+    import replicax as rx
+
+    strategy = rx.MultiWorkerMirroredStrategy(**DEADLINES)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+
+    def batches():
+        for i in range(100_000):
+            if i == 9 and strategy.task_id == 1:
+                read_next_batch()
+            yield np.ones((8, 4), "float32"), np.ones((8, 1), "float32")
+
+    model.fit(batches(), verbose=0)
+
+
 def end_at_different_times(seconds: float, shutdown_seconds: float) -> float:
     """Both do the same steps, but worker 1 has something else to do at the end."""
     train(num_steps=2, shutdown_seconds=shutdown_seconds)
@@ -181,6 +201,20 @@ def test_a_worker_waits_for_its_data() -> None:
         assert "read_next_batch" in result.output
         assert report.steps == {"worker:0": 6, "worker:1": 5}
         check_steps(result)
+
+
+@pytest.mark.slow
+def test_the_generator_that_fit_reads_is_stuck() -> None:
+    results = run(fit_generator, num_workers=2, deadline_seconds=140, check=False)
+    for result in results.values():
+        report = report_of(result)
+        assert (report.kind, report.culprit) == ("stuck", "worker:1"), result.output
+        assert result.exit_code == 138
+        assert "did not come to the input of fit" in result.output
+        assert "step_timeout_seconds" in result.output
+        check_steps(result)
+    culprit = results["worker:1"].output
+    assert "read_next_batch" in culprit.partition("It is here:")[2]
 
 
 def test_a_worker_ends_its_script_early() -> None:

@@ -111,10 +111,12 @@ def test_one_that_does_not_come() -> None:
     begin = time.monotonic()
     with pytest.raises(
         ClusterError,
-        match=r"^worker:0: worker:2 \(host2:1\) did not come to start within 0 s",
-    ):
+        match=r"^worker:0: worker:2 \(host2:1\) did not come to start within 0 s"
+        r".*\(startup_timeout_seconds\)\.$",
+    ) as caught:
         first.exchange("start", 0)
     assert 0.3 <= time.monotonic() - begin < 3
+    assert caught.value.culprit == "worker:2"
 
 
 def test_several_that_do_not_come() -> None:

@@ -334,6 +334,16 @@ def _failure(
 ) -> FailureReport:
     mismatch = isinstance(error, ClusterMismatchError)
     lost = about_a_peer or (isinstance(error, ClusterError) and not mismatch)
+    if isinstance(error, ClusterError) and error.culprit is not None:
+        # That worker adds where it is. This one's place has been printed.
+        return FailureReport(
+            task=name,
+            culprit=error.culprit,
+            kind="stuck",
+            message=str(error),
+            exit_code=int(ExitCode.RETRY),
+            steps=steps,
+        )
     return FailureReport(
         task=name,
         culprit=name,

@@ -170,10 +170,12 @@ class Workers:
                 "all workers. All must run the same steps."
             )
         if waited > timeout:
+            option = "step" if timeout == self.deadlines.step else "startup"
             raise ClusterError(
                 f"{self.name}: {self._listed(missing)} did not come to {name} within "
                 f"{timeout:.0f} s. See what that worker prints, or give it more time "
-                "(startup_timeout_seconds)."
+                f"({option}_timeout_seconds).",
+                culprit=self.names[missing[0]],
             )
 
     def _listed(self, indices: Sequence[int]) -> str:
