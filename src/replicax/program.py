@@ -21,13 +21,14 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from replicax.arguments import Arguments
 from replicax.cache import describe
-from replicax.collectives import CrossDeviceOps, ReduceOp, ReplicaAxis
+from replicax.collectives import ReduceOp
 from replicax.divergence import varying_marks
 from replicax.errors import DivergenceError
+from replicax.group import ReplicaGroup
 from replicax.replay import StepRun
 from replicax.replica import ReplicaContext
 from replicax.variables import (
@@ -39,48 +40,7 @@ from replicax.variables import (
     restore_seed,
 )
 
-__all__ = ["Outputs", "Program", "ReplicaGroup"]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class ReplicaGroup:
-    """The replicas of a strategy: where they are and how they sum.
-
-    Attributes:
-        strategy: Whose replicas they are.
-        mesh: The devices, along one axis.
-        axis: That axis.
-        cross_device_ops: How gradients are summed.
-        num_local: Number of replicas on this process' devices.
-        first_local: The first of them.
-    """
-
-    strategy: Any
-    mesh: Mesh
-    axis: ReplicaAxis
-    cross_device_ops: CrossDeviceOps
-    num_local: int
-    first_local: int = 0
-
-    @property
-    def spans_processes(self) -> bool:
-        """Whether other processes hold some of the replicas."""
-        return self.num_local < self.axis.size
-
-    def local_part(self, array: Any) -> Any:
-        """What this process' replicas get of an array that all share, `[R*b, ...]`."""
-        size = array.shape[0] // self.axis.size
-        return array[self.first_local * size :][: self.num_local * size]
-
-    @property
-    def mirrored(self) -> NamedSharding:
-        """Equal on every replica."""
-        return NamedSharding(self.mesh, PartitionSpec())
-
-    @property
-    def per_replica(self) -> NamedSharding:
-        """First dimension split over the replicas."""
-        return NamedSharding(self.mesh, PartitionSpec(self.axis.name))
+__all__ = ["Options", "Outputs", "Program"]
 
 
 class Outputs(enum.Enum):

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
@@ -14,10 +13,12 @@ from jax.sharding import Mesh
 from replicax import combine, fingerprints, placement
 from replicax.arguments import Kind, flatten_call
 from replicax.cache import ProgramCache, describe, unwrap_partial
+from replicax.checks import check_call, refuse_tracer
 from replicax.cluster.workers import Workers
 from replicax.collectives import CrossDeviceOps, NcclAllReduce, ReduceOp, ReplicaAxis
 from replicax.devices import Device, check_cpu_pool, device_name
 from replicax.errors import ContextError, DivergenceError
+from replicax.group import ReplicaGroup
 from replicax.input import (
     AutoShardPolicy,
     DistributedDataset,
@@ -26,8 +27,9 @@ from replicax.input import (
     Share,
     numpy_dataset,
 )
+from replicax.input.values import stacked_values
 from replicax.keras import internals
-from replicax.program import Program, ReplicaGroup
+from replicax.program import Program
 from replicax.scope import Scope, current_context
 from replicax.values import PerReplica
 
@@ -180,7 +182,7 @@ class Strategy:
             True
         """
         self._require_cross_replica("run")
-        _check_call(fn, args)
+        check_call(fn, args)
         fn, args, kwargs = unwrap_partial(fn, tuple(args), dict(kwargs or {}))
         key, arrays, make_arguments = flatten_call(args, kwargs, self._place)
         with self.scope():
@@ -192,7 +194,7 @@ class Strategy:
             out, new = self.call(program, values, arrays)
             if is_new:
                 self._programs.keep(fn, key, program)
-            _refuse_tracer(new[0] if new else None)
+            refuse_tracer(new[0] if new else None)
             internals.write_values(program.written, new)
         return jax.tree.map(PerReplica, out)
 
@@ -344,26 +346,13 @@ class Strategy:
         Raises:
             ValueError: If shapes differ.
         """
-        num = self.num_replicas_in_sync
-        rows = [value_fn(_ValueContext(i, num)) for i in range(num)]
-
-        def stack(*values: Any) -> PerReplica:
-            arrays = list(map(np.asarray, values))
-            for i, x in enumerate(arrays):
-                if x.shape != arrays[0].shape:
-                    raise ValueError(
-                        "Strategy.experimental_distribute_values_from_function: "
-                        f"value_fn made shape {x.shape} for replica {i} and "
-                        f"{arrays[0].shape} for replica 0; expected equal shapes. Pad "
-                        "the values."
-                    )
-            return PerReplica(
-                placement.rows(
-                    self._group.local_part(np.stack(arrays)), self._per_replica
-                )
-            )
-
-        return jax.tree.map(stack, *rows)
+        stacked = stacked_values(value_fn, self.num_replicas_in_sync)
+        return jax.tree.map(
+            lambda x: PerReplica(
+                placement.rows(self._group.local_part(x), self._per_replica)
+            ),
+            stacked,
+        )
 
     def check_replicas(self, variables: Iterable[Any] | None = None) -> None:
         """Compare the replicas' copies of mirrored variables, bit by bit.
@@ -410,7 +399,7 @@ class Strategy:
         )
 
     def _program(self, fn: Any, arguments: Any, arrays: Sequence[Any]) -> Program:
-        _refuse_tracer(jnp.zeros(()))
+        refuse_tracer(jnp.zeros(()))
         program = Program(fn, self._group, arguments, arrays)
         self.require_owned(program.variables, f"run({describe(fn)})")
         return program
@@ -440,7 +429,7 @@ class Strategy:
         return results
 
     def _place(self, array: Any, kind: Kind) -> Any:
-        _refuse_tracer(array)
+        refuse_tracer(array)
         if kind is Kind.PER_REPLICA:
             combine.require_all_replicas(
                 PerReplica(array), self.num_replicas_in_sync, "run"
@@ -486,33 +475,4 @@ class Strategy:
             f"Strategy.check_replicas: copies differ from replica 0's: {found}. The "
             "replicas have drifted apart; restart from a checkpoint, and look for "
             "host callbacks or random numbers outside Keras' SeedGenerator in the step."
-        )
-
-
-class _ValueContext:
-    """Which replica a value is made for.
-
-    (TF: `tf.distribute.experimental.ValueContext`.)
-    """
-
-    def __init__(self, replica_id: int, num_replicas: int) -> None:
-        self.replica_id_in_sync_group = replica_id
-        self.num_replicas_in_sync = num_replicas
-
-
-def _check_call(fn: Any, args: Any) -> None:
-    if not callable(fn):
-        raise TypeError(f"Strategy.run: fn must be callable; got {fn!r}.")
-    if not isinstance(args, tuple | list):
-        raise TypeError(
-            f"Strategy.run: args must be a tuple or list; got a {type(args).__name__}. "
-            "For one argument x write args=(x,)."
-        )
-
-
-def _refuse_tracer(array: Any) -> None:
-    if isinstance(array, jax.core.Tracer):
-        raise ContextError(
-            "Strategy.run: called inside a JAX transformation such as jax.jit. "
-            "run compiles by itself; take the decorator away (like @tf.function)."
         )

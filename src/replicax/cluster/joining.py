@@ -4,31 +4,27 @@ import atexit
 import contextlib
 import logging
 import socket
-import sys
 import threading
 import time
-import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from types import TracebackType
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 
-from replicax.cluster import coordinator, workers
+from replicax.cluster import coordinator, uncaught, workers
 from replicax.cluster.addresses import parse_address
 from replicax.cluster.deadlines import Deadlines
 from replicax.cluster.failure import ExitCode, FailureReport
 from replicax.cluster.gloo import listen_for
 from replicax.cluster.spec import ClusterSpec
-from replicax.cluster.store import Store, StoreError
-from replicax.cluster.watch import Watch, end_process
+from replicax.cluster.store import Store
+from replicax.cluster.watch import Watch
 from replicax.cluster.workers import Workers
-from replicax.errors import ClusterConfigError, ClusterError, ClusterMismatchError
+from replicax.errors import ClusterConfigError, ClusterError
 
 __all__ = ["join"]
 
 _REMIND_SECONDS = 10.0
-_COLLECTIVE_FAILED = ("unknown: gloo", "internal: gloo", "unavailable: gloo")
 _JAX_TIMEOUT = 24 * 3600  # Ours are shorter and say who is missing.
 _logger = logging.getLogger("replicax")
 _joined: tuple[Any, Workers] | None = None
@@ -78,7 +74,7 @@ def join(
     _joined = (key, members)
     if members.watch is not None:
         members.watch.start()
-        _report_exceptions(members, members.watch)
+        uncaught.report_exceptions(members, members.watch)
         atexit.register(_leave, members)
     return members
 
@@ -188,7 +184,7 @@ def _initialize(
         remind_at += _REMIND_SECONDS
         absent = _absent(names, addresses, index)
         if waited >= deadlines.start_up:
-            _retry_if_not_caught(names[index])
+            uncaught.retry_if_not_caught(names[index])
             raise ClusterError(
                 f"{names[index]}: {absent or 'a worker'} did not come within "
                 f"{deadlines.start_up:.0f} s. Start the same script there with the same"
@@ -265,105 +261,6 @@ def _check_devices_not_started() -> None:
             "devices alone. Create the strategy at the top of the script, before "
             "any array, model, dataset on a device or other strategy."
         ) from error
-
-
-def _retry_if_not_caught(name: str) -> None:
-    """Make a start-up that failed end this process with the code that says so."""
-    previous = sys.excepthook
-
-    def hook(
-        kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
-        previous(kind, error, trace)
-        if isinstance(error, ClusterError):
-            end_process(
-                FailureReport(
-                    task=name,
-                    culprit=None,
-                    kind="start-up",
-                    message=str(error),
-                    exit_code=int(ExitCode.RETRY),
-                )
-            )
-
-    sys.excepthook = hook
-
-
-def _report_exceptions(members: Workers, watch: Watch) -> None:
-    """Make an exception that ends this script end the other workers', too."""
-    previous = sys.excepthook
-
-    def hook(
-        kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
-        about_a_peer = _is_about_a_peer(error)
-        if about_a_peer:  # JAX repeats its message for every array.
-            text = f"{kind.__name__}: {error}"[:500]
-            print(f"replicax: {members.name}: {text}", file=sys.stderr, flush=True)
-        else:
-            previous(kind, error, trace)
-        if isinstance(error, KeyboardInterrupt):
-            watch.fail(_interrupted(members, watch))
-        if about_a_peer:
-            # Another worker's end, probably: the watch will know more and end this
-            # process before this wait is over.
-            time.sleep(members.deadlines.heartbeat + 3)
-        watch.fail(_failure(members.name, watch.steps, error, trace, about_a_peer))
-
-    sys.excepthook = hook
-
-
-def _is_about_a_peer(error: BaseException) -> bool:
-    """Whether an exception may come of a worker that is gone."""
-    if isinstance(error, ClusterError):
-        return isinstance(error.__cause__, StoreError)
-    text = str(error).lower()
-    words = ("gloo", "nccl", "connection", "socket", "coordinat")
-    if isinstance(error, jax.errors.JaxRuntimeError):
-        return any(word in text for word in words)
-    # What JAX makes of a collective that fails while it is dispatched.
-    return isinstance(error, ValueError) and text.startswith(_COLLECTIVE_FAILED)
-
-
-def _failure(
-    name: str,
-    steps: Mapping[str, int],
-    error: BaseException,
-    trace: TracebackType | None,
-    about_a_peer: bool,
-) -> FailureReport:
-    mismatch = isinstance(error, ClusterMismatchError)
-    lost = about_a_peer or (isinstance(error, ClusterError) and not mismatch)
-    if isinstance(error, ClusterError) and error.culprit is not None:
-        # That worker adds where it is. This one's place has been printed.
-        return FailureReport(
-            task=name,
-            culprit=error.culprit,
-            kind="stuck",
-            message=str(error),
-            exit_code=int(ExitCode.RETRY),
-            steps=steps,
-        )
-    return FailureReport(
-        task=name,
-        culprit=name,
-        kind="lost" if lost else "mismatch" if mismatch else "exception",
-        message=f"{name} raised {type(error).__name__}: {error}",
-        exit_code=int(ExitCode.RETRY if lost else ExitCode.FAILED),
-        traceback="".join(traceback.format_exception(type(error), error, trace)),
-        steps=steps,
-    )
-
-
-def _interrupted(members: Workers, watch: Watch) -> FailureReport:
-    return FailureReport(
-        task=members.name,
-        culprit=members.name,
-        kind="exception",
-        message=f"{members.name} was interrupted (KeyboardInterrupt)",
-        exit_code=int(ExitCode.FAILED),
-        steps=watch.steps,
-    )
 
 
 def _leave(members: Workers) -> None:

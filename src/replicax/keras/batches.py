@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from replicax import placement
-from replicax.program import ReplicaGroup
+from replicax.group import ReplicaGroup
 
 __all__ = ["BatchIterator", "PlacedBatch", "place"]
 

@@ -1,0 +1,30 @@
+"""What calls of `Strategy.run` are refused for."""
+
+from typing import Any
+
+import jax
+import jax.core
+
+from replicax.errors import ContextError
+
+__all__ = ["check_call", "refuse_tracer"]
+
+
+def check_call(fn: Any, args: Any) -> None:
+    """Raise unless `fn` can be called and `args` are its arguments."""
+    if not callable(fn):
+        raise TypeError(f"Strategy.run: fn must be callable; got {fn!r}.")
+    if not isinstance(args, tuple | list):
+        raise TypeError(
+            f"Strategy.run: args must be a tuple or list; got a {type(args).__name__}. "
+            "For one argument x write args=(x,)."
+        )
+
+
+def refuse_tracer(array: Any) -> None:
+    """Raise if `array` is what a JAX transformation traces with."""
+    if isinstance(array, jax.core.Tracer):
+        raise ContextError(
+            "Strategy.run: called inside a JAX transformation such as jax.jit. "
+            "run compiles by itself; take the decorator away (like @tf.function)."
+        )

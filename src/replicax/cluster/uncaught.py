@@ -1,0 +1,119 @@
+"""What an exception that nobody catches does to the cluster: it ends everywhere."""
+
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from types import TracebackType
+
+import jax
+
+from replicax.cluster.failure import ExitCode, FailureReport
+from replicax.cluster.store import StoreError
+from replicax.cluster.watch import Watch, end_process
+from replicax.cluster.workers import Workers
+from replicax.errors import ClusterError, ClusterMismatchError
+
+__all__ = ["report_exceptions", "retry_if_not_caught"]
+
+_COLLECTIVE_FAILED = ("unknown: gloo", "internal: gloo", "unavailable: gloo")
+
+
+def retry_if_not_caught(name: str) -> None:
+    """Make a start-up that failed end this process with the code that says so."""
+    previous = sys.excepthook
+
+    def hook(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        previous(kind, error, trace)
+        if isinstance(error, ClusterError):
+            end_process(
+                FailureReport(
+                    task=name,
+                    culprit=None,
+                    kind="start-up",
+                    message=str(error),
+                    exit_code=int(ExitCode.RETRY),
+                )
+            )
+
+    sys.excepthook = hook
+
+
+def report_exceptions(members: Workers, watch: Watch) -> None:
+    """Make an exception that ends this script end the other workers', too."""
+    previous = sys.excepthook
+
+    def hook(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        about_a_peer = _is_about_a_peer(error)
+        if about_a_peer:  # JAX repeats its message for every array.
+            text = f"{kind.__name__}: {error}"[:500]
+            print(f"replicax: {members.name}: {text}", file=sys.stderr, flush=True)
+        else:
+            previous(kind, error, trace)
+        if isinstance(error, KeyboardInterrupt):
+            watch.fail(_interrupted(members, watch))
+        if about_a_peer:
+            # Another worker's end, probably: the watch will know more and end this
+            # process before this wait is over.
+            time.sleep(members.deadlines.heartbeat + 3)
+            previous(kind, error, trace)
+        watch.fail(_failure(members.name, watch.steps, error, trace, about_a_peer))
+
+    sys.excepthook = hook
+
+
+def _is_about_a_peer(error: BaseException) -> bool:
+    """Whether an exception may come of a worker that is gone."""
+    if isinstance(error, ClusterError):
+        return isinstance(error.__cause__, StoreError)
+    text = str(error).lower()
+    words = ("gloo", "nccl", "connection", "socket", "coordinat")
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        return any(word in text for word in words)
+    # What JAX makes of a collective that fails while it is dispatched.
+    return isinstance(error, ValueError) and text.startswith(_COLLECTIVE_FAILED)
+
+
+def _failure(
+    name: str,
+    steps: Mapping[str, int],
+    error: BaseException,
+    trace: TracebackType | None,
+    about_a_peer: bool,
+) -> FailureReport:
+    mismatch = isinstance(error, ClusterMismatchError)
+    lost = about_a_peer or (isinstance(error, ClusterError) and not mismatch)
+    if isinstance(error, ClusterError) and error.culprit is not None:
+        # That worker adds where it is. This one's place has been printed.
+        return FailureReport(
+            task=name,
+            culprit=error.culprit,
+            kind="stuck",
+            message=str(error),
+            exit_code=int(ExitCode.RETRY),
+            steps=steps,
+        )
+    return FailureReport(
+        task=name,
+        culprit=name,
+        kind="lost" if lost else "mismatch" if mismatch else "exception",
+        message=f"{name} raised {type(error).__name__}: {error}",
+        exit_code=int(ExitCode.RETRY if lost else ExitCode.FAILED),
+        traceback="".join(traceback.format_exception(type(error), error, trace)),
+        steps=steps,
+    )
+
+
+def _interrupted(members: Workers, watch: Watch) -> FailureReport:
+    return FailureReport(
+        task=members.name,
+        culprit=members.name,
+        kind="exception",
+        message=f"{members.name} was interrupted (KeyboardInterrupt)",
+        exit_code=int(ExitCode.FAILED),
+        steps=watch.steps,
+    )
