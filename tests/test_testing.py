@@ -59,7 +59,7 @@ def test_a_function_runs_in_every_task() -> None:
     )
     assert list(results) == ["chief:0", "worker:0"]
     assert results.exit_codes == {"chief:0": 0, "worker:0": 0}
-    values = [value.found for value in results.values.values()]
+    values = [value.found for value in results.returned.values()]
     assert [v["task"]["type"] for v in values] == ["chief", "worker"]
     for value in values:
         assert value["arguments"] == ((2,), {"name": Found})
@@ -71,7 +71,7 @@ def test_a_function_runs_in_every_task() -> None:
 
 def test_a_function_of_an_installed_module() -> None:
     results = run(platform.node, num_workers=2, deadline_seconds=60)
-    assert set(results.values.values()) == {platform.node()}
+    assert set(results.returned.values()) == {platform.node()}
 
 
 def test_a_script_with_its_command_line(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from replicax.devices import short_name
+from replicax.devices import name_in_cluster, short_name
 
 __all__ = [
     "CrossDeviceOps",
@@ -173,8 +173,10 @@ class ReductionToOneDevice(CrossDeviceOps):
     def _root(self, axis: ReplicaAxis) -> int:
         if self.reduce_to_device is None:
             return 0
-        name = short_name(self.reduce_to_device)
-        if name not in axis.devices:
+        device = self.reduce_to_device
+        wanted = (name_in_cluster(device), short_name(device))
+        name = next((n for n in wanted if n in axis.devices), None)
+        if name is None:
             raise ValueError(
                 f"ReductionToOneDevice: reduce_to_device={self.reduce_to_device!r} "
                 f"holds no replica. Replicas are on: {', '.join(axis.devices)}."

@@ -15,6 +15,7 @@ __all__ = [
     "Device",
     "default_devices",
     "device_name",
+    "name_in_cluster",
     "resolve_devices",
     "set_logical_devices",
     "short_name",
@@ -159,18 +160,22 @@ def device_name(device: Device) -> str:
 
 
 def short_name(device: str) -> str | None:
-    """`device_name` of the device that a string of any form names, None if of none.
-
-    With a job and a task, as in `"/job:worker/task:1/device:GPU:0"`, it begins with the
-    worker: `"worker:1/gpu:0"`.
-    """
+    """`device_name` of the device that a string of any form names, None if of none."""
     match = _PATTERN.match(device)
     if match is None:
         return None
-    name = f"{_short_platform(match['platform'].lower())}:{int(match['index'])}"
-    if match["job"] in (None, "localhost"):
-        return name
-    return f"{match['job']}:{int(match['task'] or 0)}/{name}"
+    return f"{_short_platform(match['platform'].lower())}:{int(match['index'])}"
+
+
+def name_in_cluster(device: str) -> str | None:
+    """As `short_name`, after the worker: `"worker:1/gpu:0"`; None if that is not said.
+
+    TF's long form says it: `"/job:worker/replica:0/task:1/device:GPU:0"`.
+    """
+    match = _PATTERN.match(device)
+    if match is None or match["job"] is None:
+        return None
+    return f"{match['job']}:{int(match['task'] or 0)}/{short_name(device)}"
 
 
 def _short_platform(platform: str) -> str:

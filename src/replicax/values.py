@@ -49,7 +49,11 @@ class PerReplica:
         return tuple(array[i] for i in range(array.shape[0]))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        if not getattr(self.array, "is_fully_addressable", True):
+        if (
+            isinstance(self.array, jax.Array)
+            and not isinstance(self.array, jax.core.Tracer)
+            and not self.array.is_fully_addressable
+        ):
             raise ValueError(
                 f"np.asarray({self!r}): some of the values are on other workers. "
                 "Combine them with strategy.reduce or strategy.gather, or take this "
@@ -80,8 +84,10 @@ class PerReplica:
         text = (
             f"num_replicas={array.shape[0]}, shape={tuple(array.shape[1:])}, {dtype=!s}"
         )
-        readable = getattr(array, "is_fully_addressable", True)
-        if not isinstance(array, jax.core.Tracer) and readable and array.size <= 16:
+        is_here = not isinstance(array, jax.core.Tracer) and getattr(
+            array, "is_fully_addressable", True
+        )
+        if is_here and array.size <= 16:
             text += f", values={np.asarray(array).tolist()}"
         return f"PerReplica({text})"
 

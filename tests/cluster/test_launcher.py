@@ -264,7 +264,8 @@ def test_a_failure_of_the_evaluator_is_one(run: Callable[..., Result]) -> None:
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cannot pin here")
 def test_workers_have_cores_of_their_own(run: Callable[..., Result]) -> None:
     count = min(2, len(os.sched_getaffinity(0)))
-    code = "print(*os.sched_getaffinity(0))"
+    # The server would be ended before it has printed, if workers came first.
+    code = "print(*os.sched_getaffinity(0), flush=True); time.sleep(name[0] == 'w')"
     options = ("--workers", str(count), "--ps", "1", "--cores-per-worker", "1")
     result = run(code, *options)
     assert result.exit_code == 0, result.output

@@ -110,7 +110,11 @@ def check(
     assert not folder.exists()
 
 
-@pytest.mark.parametrize("after", [1, 3, 6, 7, 8, 13, 14, 15, 20, 21])
+def slow(*values: Any) -> list[Any]:
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
+@pytest.mark.parametrize("after", [1, 7, 15, *slow(3, 6, 8, 13, 14, 20, 21)])
 def test_at_every_step(tmp_path, after):
     check(tmp_path / "b", arrays, [after])
 
@@ -125,13 +129,13 @@ def test_backups_that_are_some_steps_old(tmp_path):
     check(tmp_path / "d", arrays, [12], save_freq=100)
 
 
-@pytest.mark.parametrize("after", [2, 3, 4])
+@pytest.mark.parametrize("after", [2, *slow(3, 4)])
 def test_steps_of_several_batches(tmp_path, after):
     check(tmp_path / "b", arrays, [after], steps_per_execution=3)
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize("steps_per_execution", [1, 3])
+@pytest.mark.parametrize("replicas", [*slow(1), 2])
+@pytest.mark.parametrize("steps_per_execution", [*slow(1), 3])
 def test_under_a_strategy(tmp_path, replicas, steps_per_execution):
     strategy = rx.MirroredStrategy([f"cpu:{i}" for i in range(replicas)])
     with strategy.scope():
@@ -185,16 +189,17 @@ def grain_iter() -> dict[str, Any]:
 @pytest.mark.parametrize(
     "data",
     [
-        lambda: arrays(shuffle=False),
-        lambda: arrays(shuffle="batch"),
-        lambda: arrays(steps_per_epoch=4, batch_size=4),
+        *slow(
+            lambda: arrays(shuffle=False),
+            lambda: arrays(shuffle="batch"),
+            lambda: arrays(steps_per_epoch=4, batch_size=4),
+        ),
         lambda: arrays(validation_split=0.2),
-        lambda: {"x": Batches(), "shuffle": False},
+        *slow(lambda: {"x": Batches(), "shuffle": False}),
         lambda: {"x": Batches(), "shuffle": True},
         lambda: {"x": generator(), "shuffle": False, "steps_per_epoch": 5},
         grain_map,
-        grain_endless,
-        grain_iter,
+        *slow(grain_endless, grain_iter),
     ],
     ids=[
         *("in-order", "shuffled-batches", "steps-per-epoch", "validation"),
@@ -220,7 +225,7 @@ def test_optimizers_with_more_state(tmp_path):
     assert_equal(again, expected)
 
 
-@pytest.mark.parametrize("save_freq", ["epoch", 1])
+@pytest.mark.parametrize("save_freq", [*slow("epoch"), 1])
 def test_other_callbacks_go_on_too(tmp_path, save_freq):
     def others() -> list[Any]:
         return [
