@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from typer.testing import CliRunner, Result
@@ -386,6 +386,8 @@ def test_text_stays_text(word: str) -> None:
         max_leaves=8,
     )
 )
+@example("\x85")
+@example(["a\u2028b\n", "\ufeff"])
 def test_yaml_says_what_the_document_says(value: Any) -> None:
     assert yaml.safe_load(to_yaml({"value": value})) == {"value": value}
 

@@ -285,7 +285,9 @@ def to_yaml(document: Mapping[str, Any]) -> str:
 
     def text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
         style = '"' if "'" in value else "'"
-        if "\n" in value:
+        if not value.replace("\n", "").isprintable():
+            style = '"'  # Only there are odd line breaks and controls escaped.
+        elif "\n" in value:
             style = "|"
         elif _PLAIN.fullmatch(value) and value.lower() not in _NOT_PLAIN:
             style = None
