@@ -13,6 +13,7 @@ Device = Any  # jax.Device, which type checkers take for a variable.
 
 __all__ = [
     "Device",
+    "cpu_pool_size",
     "default_devices",
     "device_name",
     "name_in_cluster",
@@ -60,16 +61,17 @@ def set_logical_devices(n: int) -> None:
             "too late. Call rx.set_logical_devices before any array, model or strategy "
             "is made, at the top of the script."
         ) from error
-    os.environ["NPROC"] = str(max(_threads_needed(n), os.cpu_count() or 1))
+    os.environ["NPROC"] = str(cpu_pool_size(n))
 
 
-def _threads_needed(num_devices: int) -> int:
+def cpu_pool_size(num_devices: int) -> int:
     """Threads that keep collectives on `num_devices` CPU devices from blocking.
 
     Measured on two cores: as many threads as devices hang, 1.5 times as many hang, and
-    twice as many passed every soak; the two on top are margin.
+    twice as many passed every soak; the two on top are margin. Never fewer than cores.
     """
-    return 2 * num_devices + 2 if num_devices > 1 else 1
+    needed = 2 * num_devices + 2 if num_devices > 1 else 1
+    return max(needed, os.cpu_count() or 1)
 
 
 def check_cpu_pool(devices: Sequence[Device]) -> None:

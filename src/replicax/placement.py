@@ -31,15 +31,16 @@ def local_value(value: Any) -> Any:
     return value
 
 
-def rows(array: Any, sharding: NamedSharding) -> jax.Array:
-    """This process' rows of an array that is split over all processes' devices.
+def rows(tree: Any, sharding: NamedSharding) -> Any:
+    """This process' rows of arrays that are split over all processes' devices.
 
     Args:
-        array: The rows for this process' devices, in their order.
-        sharding: Of the whole array.
+        tree: An array, or a pytree of them: the rows for this process' devices, in
+            their order.
+        sharding: Of each whole array.
     """
     if sharding.is_fully_addressable:
-        return jax.device_put(array, sharding)
-    if isinstance(array, jax.Array):
-        array = np.asarray(array)
-    return jax.make_array_from_process_local_data(sharding, array)
+        return jax.device_put(tree, sharding)  # All arrays in one call.
+    return jax.tree.map(
+        lambda x: jax.make_array_from_process_local_data(sharding, np.asarray(x)), tree
+    )

@@ -347,12 +347,8 @@ class Strategy:
             ValueError: If shapes differ.
         """
         stacked = stacked_values(value_fn, self.num_replicas_in_sync)
-        return jax.tree.map(
-            lambda x: PerReplica(
-                placement.rows(self._group.local_part(x), self._per_replica)
-            ),
-            stacked,
-        )
+        local = jax.tree.map(self._group.local_part, stacked)
+        return jax.tree.map(PerReplica, placement.rows(local, self._per_replica))
 
     def check_replicas(self, variables: Iterable[Any] | None = None) -> None:
         """Compare the replicas' copies of mirrored variables, bit by bit.

@@ -8,7 +8,7 @@ from typing import Any
 from replicax.cluster.workers import Workers
 from replicax.errors import ClusterMismatchError
 
-__all__ = ["agree"]
+__all__ = ["agree", "digest"]
 
 
 def agree(workers: Workers, facts: Mapping[str, Any], what: str) -> None:
@@ -25,7 +25,9 @@ def agree(workers: Workers, facts: Mapping[str, Any], what: str) -> None:
     Raises:
         ClusterMismatchError: On all workers, with the first difference.
     """
-    digests = {name: _digest(fact) for name, fact in facts.items()}
+    digests = {
+        name: digest(json.dumps(fact, sort_keys=True)) for name, fact in facts.items()
+    }
     all_digests = workers.exchange(
         "program", digests, while_waiting=_Overtaken(workers, what)
     )
@@ -36,8 +38,8 @@ def agree(workers: Workers, facts: Mapping[str, Any], what: str) -> None:
             raise ClusterMismatchError(_difference(workers, what, name, values))
 
 
-def _digest(fact: Any) -> str:
-    text = json.dumps(fact, sort_keys=True)
+def digest(text: str) -> str:
+    """A short text that is the same on all workers if `text` is."""
     return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
 

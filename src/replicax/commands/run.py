@@ -10,6 +10,7 @@ import typer
 from replicax.cluster.attempt import ClusterCommand
 from replicax.cluster.launcher import launch
 from replicax.cluster.placement import check_tasks, divide_cores, task_names
+from replicax.devices import cpu_pool_size
 
 __all__ = ["run"]
 
@@ -89,8 +90,3 @@ def _environment(logical_devices: int | None) -> dict[str, str]:
         environment["JAX_NUM_CPU_DEVICES"] = str(logical_devices)
         environment["NPROC"] = str(cpu_pool_size(logical_devices))
     return environment
-
-
-def cpu_pool_size(num_devices: int) -> int:
-    """Threads for XLA's CPU pool, as `rx.set_logical_devices` has them."""
-    return max(2 * num_devices + 2, os.cpu_count() or 1)

@@ -77,7 +77,7 @@ def in_step(batches: Iterable[Any], stream: Stream) -> Generator[Any]:
 
 def _in_step(batches: Iterator[Any], stream: Stream) -> Generator[Any]:
     window = list(itertools.islice(batches, 1))
-    first = _exchange(
+    told = _exchange(
         stream,
         {
             "sizes": [stream.size_of(x) for x in window],
@@ -85,14 +85,14 @@ def _in_step(batches: Iterator[Any], stream: Stream) -> Generator[Any]:
             "num_batches": stream.num_batches,
         },
     )
-    _check_first(stream, first)
-    counts = [told["num_batches"] for told in first]
+    _check_first(stream, told)
+    counts = [t["num_batches"] for t in told]
     num_taken = 0
     while True:
-        num_common = _num_common([told["sizes"] for told in first])
+        num_common = _num_common([t["sizes"] for t in told])
         yield from window[:num_common]
         num_taken += num_common
-        if num_common < max(len(told["sizes"]) for told in first) or not num_common:
+        if num_common < max(len(t["sizes"]) for t in told) or not num_common:
             left = window[num_common:]
             break
         if all(count is not None for count in counts):
@@ -102,7 +102,7 @@ def _in_step(batches: Iterator[Any], stream: Stream) -> Generator[Any]:
             num_taken, left = min(counts), []
             break
         window = list(itertools.islice(batches, _WINDOW))
-        first = _exchange(stream, {"sizes": [stream.size_of(x) for x in window]})
+        told = _exchange(stream, {"sizes": [stream.size_of(x) for x in window]})
     _report_left_over(stream, num_taken, left, batches)
 
 

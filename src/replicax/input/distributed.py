@@ -150,11 +150,7 @@ class _Distributed(ABC):
     def _place(self, split: Split) -> Any:
         """Put `[R, b, ...]` arrays on the devices, row `i` on replica `i`'s."""
         value = split.batch if split.mask is None else (split.batch, split.mask)
-        value = jax.tree.map(_private, value)
-        if self._sharding.is_fully_addressable:
-            placed = jax.device_put(value, self._sharding)
-        else:
-            placed = jax.tree.map(lambda x: placement.rows(x, self._sharding), value)
+        placed = placement.rows(jax.tree.map(_private, value), self._sharding)
         if self._element_spec is None:
             self._element_spec = jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), placed

@@ -202,9 +202,7 @@ class _Placing:
         leading = () if num_steps is None else (None,)
         spec = PartitionSpec(*leading, self._group.axis.name)
         sharding = NamedSharding(self._group.mesh, spec)
-        if spans:
-            return [placement.rows(x, sharding) for x in flat]
-        return jax.device_put(flat, sharding)
+        return placement.rows(flat, sharding)
 
 
 def _num_active(num_rows: int, size: int) -> int | None:

@@ -1,6 +1,5 @@
 """MultiWorkerMirroredStrategy: one replica per device of several machines."""
 
-import hashlib
 import random
 import weakref
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ import numpy as np
 
 from replicax import fingerprints
 from replicax._version import __version__
-from replicax.cluster.agreement import agree
+from replicax.cluster.agreement import agree, digest
 from replicax.cluster.config import check_cluster
 from replicax.cluster.deadlines import Deadlines
 from replicax.cluster.joining import join, join_detected
@@ -166,7 +165,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             "the variables": variables,
             **program.facts,
             "the arguments' shapes": [f"{x.dtype}{list(np.shape(x))}" for x in arrays],
-            "the compiled program (its digest)": _digest(program.text(values, arrays)),
+            "the compiled program (its digest)": digest(program.text(values, arrays)),
         }
         new = [i for i, v in enumerate(program.variables) if not self._is_met(v)]
         if new:
@@ -238,8 +237,4 @@ def _check_devices(
 def _random_state() -> str:
     numpy_state = np.random.get_state()
     state = (random.getstate(), [np.asarray(part).tolist() for part in numpy_state])
-    return _digest(repr(state))
-
-
-def _digest(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+    return digest(repr(state))
