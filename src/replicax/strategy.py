@@ -14,6 +14,7 @@ from replicax import combine, fingerprints, placement
 from replicax.arguments import Kind, flatten_call
 from replicax.cache import ProgramCache, describe, unwrap_partial
 from replicax.checks import check_call, refuse_tracer
+from replicax.cluster.agreement import agree
 from replicax.cluster.workers import Workers
 from replicax.collectives import CrossDeviceOps, NcclAllReduce, ReduceOp, ReplicaAxis
 from replicax.devices import Device, check_cpu_pool, device_name
@@ -93,7 +94,8 @@ class Strategy:
         self._mirrored = self._group.mirrored
         self._per_replica = self._group.per_replica
         self._programs = ProgramCache()
-        self._variables: list[weakref.ref[Any]] = []
+        self._variables: dict[int, weakref.ref[Any]] = {}
+        self._num_variables = 0
         self._check_every = check_replicas_every
         self._num_steps = 0
 
@@ -360,19 +362,45 @@ class Strategy:
             DivergenceError: Naming the variables that differ and the replicas.
         """
         if variables is None:
-            known = (ref() for ref in self._variables)
-            variables = [v for v in known if v is not None]
-        variables = [v for v in variables if internals.has_value(v)]
-        self._raise_if_different(variables, internals.read_values(variables))
+            chosen = self._variables_of_all_workers()
+        else:
+            chosen = [v for v in variables if internals.has_value(v)]
+            facts = {"the variables": [internals.described(v) for v in chosen]}
+            agree(self._workers, facts, "check_replicas")
+        self._raise_if_different(chosen, internals.read_values(chosen))
+
+    def _variables_of_all_workers(self) -> list[Any]:
+        """The variables that were created in the scope and that every worker still has.
+
+        Python frees a model when it likes: another worker may have freed one already.
+        """
+        known = {number: ref() for number, ref in self._variables.items()}
+        alive = {
+            str(number): variable
+            for number, variable in known.items()
+            if variable is not None and internals.has_value(variable)
+        }
+        mine = {number: internals.described(v) for number, v in alive.items()}
+        of_all = self._workers.exchange("variables", mine)
+        return [
+            variable
+            for number, variable in alive.items()
+            if all(other.get(number) == mine[number] for other in of_all)
+        ]
 
     # What Keras hooks and programs need.
 
     def own(self, variable: Any) -> None:
         """Mirror a variable that is created in this strategy's scope."""
         internals.set_layout(variable, self._mirrored)
-        self._variables.append(weakref.ref(variable))
-        if len(self._variables) % 1024 == 0:
-            self._variables = [ref for ref in self._variables if ref() is not None]
+        self._variables[self._num_variables] = weakref.ref(variable)
+        self._num_variables += 1
+        if self._num_variables % 1024 == 0:
+            self._variables = {
+                number: ref
+                for number, ref in self._variables.items()
+                if ref() is not None
+            }
 
     def require_owned(self, variables: Iterable[Any], caller: str) -> None:
         """Raise unless each variable was created in this strategy's scope."""

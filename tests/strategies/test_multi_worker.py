@@ -197,6 +197,23 @@ def differing_copies(strategy):
     }
 
 
+def freed_on_one_worker():
+    """Checks after Python has freed a variable on one worker only, as it may."""
+    strategy = rx.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        freed = [keras.Variable(np.zeros(n, "float32"), name=f"f{n}") for n in (1, 2)]
+        kept = keras.Variable(np.zeros(3, "float32"), name="kept")
+    if strategy.task_type == "worker":
+        kept.assign([0.0, 1.0, 0.0])
+        freed = freed[:1]
+    return {
+        "all": error_of(rx.DivergenceError, strategy.check_replicas),
+        "others": error_of(
+            rx.ClusterMismatchError, lambda: strategy.check_replicas([*freed, kept])
+        ),
+    }
+
+
 def fresh_strategy_meets(strategy):
     """A strategy's first program, with a variable that each worker makes its own."""
     new = rx.MultiWorkerMirroredStrategy()
@@ -230,6 +247,7 @@ def everything():
     results["masks"] = dropout_masks(strategy)
     checking = rx.MultiWorkerMirroredStrategy(check_replicas_every=1)
     results["differing"] = differing_copies(checking)
+    results["freed on one"] = freed_on_one_worker()
     ring = rx.experimental.CollectiveCommunication.RING
     old = rx.experimental.MultiWorkerMirroredStrategy(ring)
     results["old spelling"] = trained(old, tape_step)
@@ -385,6 +403,15 @@ def test_copies_that_differ_are_found_on_all_workers(tasks):
         assert "the variables' values (their checksums), entry 0" in message
         assert "on chief:0" in message
         assert "on worker:0" in message
+
+
+@pytest.mark.multiprocess
+def test_variables_that_one_worker_has_freed_are_not_compared(tasks):
+    for name in ("chief:0", "worker:0"):
+        found = tasks[name]["freed on one"]
+        assert "'kept' on replicas [2, 3]" in found["all"]
+        assert "'f1'" not in found["all"]
+        assert "check_replicas: the variables, entry 1" in found["others"]
 
 
 @pytest.mark.multiprocess

@@ -23,6 +23,7 @@ __all__ = [
     "array_batches",
     "current_scope",
     "dataset_with_epochs",
+    "described",
     "has_value",
     "is_array_adapter",
     "keeps_iterating",
@@ -73,6 +74,11 @@ def set_layout(variable: Any, layout: Any) -> None:
 def has_value(variable: Any) -> bool:
     """Whether the variable's array is here: initialised, and not lent to `fit`."""
     return variable._value is not None
+
+
+def described(variable: Any) -> str:
+    """A variable's path, dtype and shape, by which workers compare theirs."""
+    return f"{variable.path} {variable.dtype}{list(variable.shape)}"
 
 
 def parts_of_layer(layer: Any) -> tuple[list[Any], list[Any]]:

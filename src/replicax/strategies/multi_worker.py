@@ -21,6 +21,7 @@ from replicax.collectives import CrossDeviceOps
 from replicax.communication import CollectiveCommunication, CommunicationOptions
 from replicax.devices import default_devices
 from replicax.errors import ClusterConfigError, DeviceError
+from replicax.keras import internals
 from replicax.program import Program
 from replicax.strategy import Strategy
 
@@ -153,7 +154,7 @@ class MultiWorkerMirroredStrategy(Strategy):
     ) -> None:
         if self.num_workers == 1:
             return
-        variables = [f"{v.path} {v.dtype}{list(v.shape)}" for v in program.variables]
+        variables = [internals.described(v) for v in program.variables]
         facts: dict[str, Any] = {
             "versions": {
                 "replicax": __version__,
