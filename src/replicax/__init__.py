@@ -51,6 +51,7 @@ from replicax.keras.sidecar import SidecarEvaluator
 from replicax.losses import compute_average_loss, scale_regularization_loss
 from replicax.replica import ReplicaContext
 from replicax.strategies import (
+    CentralStorageStrategy,
     MirroredStrategy,
     MultiWorkerMirroredStrategy,
     OneDeviceStrategy,
@@ -62,6 +63,7 @@ from replicax.values import PerReplica
 __all__ = [
     "AutoShardPolicy",
     "BackupAndRestore",
+    "CentralStorageStrategy",
     "Checkpoint",
     "CheckpointError",
     "CheckpointManager",

@@ -6,8 +6,10 @@ from replicax.checkpoint.preemption import PreemptionCheckpointHandler
 from replicax.cluster.resolvers import ClusterResolver
 from replicax.communication import CollectiveCommunication, CommunicationOptions
 from replicax.strategies import multi_worker
+from replicax.strategies.central_storage import CentralStorageStrategy
 
 __all__ = [
+    "CentralStorageStrategy",
     "CollectiveCommunication",
     "CommunicationImplementation",
     "CommunicationOptions",

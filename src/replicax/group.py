@@ -21,6 +21,8 @@ class ReplicaGroup:
         cross_device_ops: How gradients are summed.
         num_local: Number of replicas on this process' devices.
         first_local: The first of them.
+        defers_updates: Whether the variables live elsewhere, so that the strategy makes
+            the updates when a program is over.
     """
 
     strategy: Any
@@ -29,6 +31,7 @@ class ReplicaGroup:
     cross_device_ops: CrossDeviceOps
     num_local: int
     first_local: int = 0
+    defers_updates: bool = False
 
     @property
     def spans_processes(self) -> bool:

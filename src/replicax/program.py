@@ -9,6 +9,9 @@ This is the one mechanism of the library; `strategy.run`, `fit`, `evaluate` and
    arrays go in, results and the written variables' new values come out.
 3. Write back: each written variable is combined over the replicas by its own
    `aggregation`, which Keras declares.
+
+Where variables live elsewhere, `optimizer.apply` makes no update in the program. The
+summed gradients come out of it, and the strategy makes the updates.
 """
 
 import dataclasses
@@ -31,6 +34,7 @@ from replicax.errors import DivergenceError
 from replicax.group import ReplicaGroup
 from replicax.replay import StepRun
 from replicax.replica import ReplicaContext
+from replicax.updates import Update
 from replicax.variables import (
     RecordingScope,
     ValueScope,
@@ -82,7 +86,8 @@ class Program:
         arguments: Where each argument comes from.
         leaves: The first call's arrays, for their shapes and dtypes.
         options: See `Options`.
-        variables: All variables `fn` may touch, if known; else they are discovered.
+        variables: All variables `fn` may touch, if known; else they are discovered, as
+            those of deferred updates have to be.
         facts: What else must be the same on all workers, as JSON values by name.
     """
 
@@ -103,13 +108,20 @@ class Program:
         self._name = f"run({describe(fn)})"
         self.facts = dict(facts or {})
         self._broadcast: set[int] = set()
+        self._unused: set[int] = set()
         self._out_structure: Any = None
         if variables is None:
-            self.written, read = self._discover(leaves)
+            self._own, read, self.updates = self._discover(leaves)
         else:
-            self.written, read = list(variables), []
-        self.variables = [*self.written, *read]
+            self._own, read, self.updates = list(variables), [], []
+        self.inputs = [*self._own, *read]
         self._compiled = self._compile()
+        if group.defers_updates:
+            self._drop_unused(leaves)
+        self.written = _distinct(
+            [*self._own, *(v for u in self.updates for v in u.changed)]
+        )
+        self.variables = _distinct([*self.written, *self.inputs])
         self._checked = False
 
     @property
@@ -129,25 +141,34 @@ class Program:
 
     def text(self, values: Sequence[Any], leaves: Sequence[Any]) -> str:
         """The program as StableHLO, for values and arguments like these."""
-        num_written = len(self.written)
-        written, read = list(values[:num_written]), list(values[num_written:])
+        num_own = len(self._own)
+        written, read = list(values[:num_own]), list(values[num_own:])
         return self._compiled.lower(written, read, tuple(leaves)).as_text()
+
+    @property
+    def outputs(self) -> list[Variable]:
+        """The variables that the program itself writes, the first of `inputs`.
+
+        Those of `written`, but for deferred updates.
+        """
+        return self._own
 
     def __call__(
         self, values: Sequence[Any], leaves: Sequence[Any]
-    ) -> tuple[Any, list[Any]]:
+    ) -> tuple[Any, list[list[Any]], list[Any]]:
         """Run the program.
 
         Args:
-            values: The values of `variables`. Those of `written` are donated: the
-                arrays passed in are gone afterwards.
+            values: The values of `inputs`, on the replicas' devices. Those of `outputs`
+                are donated: the arrays passed in are gone afterwards.
             leaves: The arguments' arrays.
 
         Returns:
-            The results, and the new values of `written`.
+            The results, the gradients of each of `updates`, and the new values of
+            `outputs`.
         """
-        num_written = len(self.written)
-        written, read = list(values[:num_written]), list(values[num_written:])
+        num_own = len(self._own)
+        written, read = list(values[:num_own]), list(values[num_own:])
         if len({id(x) for x in values}) < len(values) or not {
             id(x) for x in written
         }.isdisjoint(map(id, leaves)):
@@ -157,18 +178,21 @@ class Program:
         if not self._checked:
             self._check_divergence(written, read, leaves)
             self._checked = True
-        flat, new = self._compiled(written, read, tuple(leaves))
-        return jax.tree.unflatten(self._out_structure, flat), new
+        flat, gradients, new = self._compiled(written, read, tuple(leaves))
+        return jax.tree.unflatten(self._out_structure, flat), gradients, new
 
     # Discover.
 
-    def _discover(self, leaves: Sequence[Any]) -> tuple[list[Variable], list[Variable]]:
-        """The variables that `fn` writes, and those it only reads.
+    def _discover(
+        self, leaves: Sequence[Any]
+    ) -> tuple[list[Variable], list[Variable], list[Update]]:
+        """The variables that `fn` writes, those it only reads, and deferred updates.
 
         The recording scope is entered outside the trace, so that variables which the
         function creates are initialised, for real, when it closes.
         """
         recorder = RecordingScope()
+        updates: list[Update] = []
 
         def step(leaves: tuple[Any, ...]) -> None:
             if self._options.num_steps is not None:
@@ -180,12 +204,37 @@ class Program:
             with self._context().entered():
                 run.execute()
             recorder.written.update(run.scope.written)
+            updates[:] = run.scope.deferred.updates
 
         with recorder:
             jax.eval_shape(self._spmd(step, (self._leaf_specs(),), None), tuple(leaves))
         written = list(recorder.written.values())
         read = [v for k, v in recorder.read.items() if k not in recorder.written]
-        return written, read
+        return written, read, updates
+
+    def _drop_unused(self, leaves: Sequence[Any]) -> None:
+        """Leave out inputs that the program reads but does not use.
+
+        Keras' steps read all of an optimizer's slots, which stay where they live.
+        """
+        own, read = (
+            [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in variables]
+            for variables in (self._own, self.inputs[len(self._own) :])
+        )
+        jaxpr = _open(self._shard_map(own, read, leaves).params["jaxpr"])
+        used = {id(a) for e in jaxpr.eqns for a in e.invars}
+        used |= {id(a) for a in jaxpr.outvars}
+        # Constants that the function closes over come before the arguments.
+        first = len(jaxpr.invars) - len(read) - len(leaves)
+        invars = jaxpr.invars[first : first + len(read)]
+        self._unused = {
+            id(v)
+            for v, var in zip(self.inputs[len(own) :], invars, strict=True)
+            if id(var) not in used
+        }
+        if self._unused:
+            self.inputs = [v for v in self.inputs if id(v) not in self._unused]
+            self._compiled = self._compile()
 
     # Compile.
 
@@ -194,18 +243,18 @@ class Program:
         spmd = self._spmd(
             self._steps,
             (PartitionSpec(), PartitionSpec(), self._leaf_specs()),
-            (self._out_spec(), PartitionSpec()),
+            (self._out_spec(), PartitionSpec(), PartitionSpec()),
         )
 
         def program(*args: Any) -> Any:
-            out, new = spmd(*args)
+            out, gradients, new = spmd(*args)
             if self._options.outputs is Outputs.ROWS and self._options.num_steps:
                 # [steps, rows, ...]: the steps' rows follow each other.
                 out = [x.reshape(-1, *x.shape[2:]) for x in out]
             if self._options.outputs is Outputs.ROWS and self._group.spans_processes:
                 # Every process gets all rows, as predict returns them.
                 out = [lax.with_sharding_constraint(x, mirrored) for x in out]
-            return out, new
+            return out, gradients, new
 
         leaves = tuple(
             NamedSharding(self._group.mesh, spec) for spec in self._leaf_specs()
@@ -242,14 +291,15 @@ class Program:
 
     def _steps(
         self, written: list[Any], read: list[Any], leaves: tuple[Any, ...]
-    ) -> tuple[list[Any], list[Any]]:
+    ) -> tuple[list[Any], list[list[Any]], list[Any]]:
         """One replica's part of the program: one step, or a scan over several."""
+        gradients: list[list[Any]] = []
         if self._options.num_steps is None:
-            out, written = self._step(written, read, leaves)
+            out, gradients, written = self._step(written, read, leaves)
         else:
 
             def body(carry: list[Any], leaves: tuple[Any, ...]) -> Any:
-                out, carry = self._step(carry, read, leaves)
+                out, _, carry = self._step(carry, read, leaves)
                 return carry, out
 
             written, out = lax.scan(body, written, leaves)
@@ -258,11 +308,11 @@ class Program:
         if self._options.finish is not None:
             with self._context().entered(), self._scope(written, read):
                 out = self._options.finish(out)
-        return self._flat_results(out), written
+        return self._flat_results(out), gradients, written
 
     def _step(
         self, written: list[Any], read: list[Any], leaves: tuple[Any, ...]
-    ) -> tuple[Any, list[Any]]:
+    ) -> tuple[Any, list[list[Any]], list[Any]]:
         """Run the function for one replica and combine what it wrote."""
         context = self._context()
         args, kwargs = self._arguments.rebuild(leaves)
@@ -270,20 +320,20 @@ class Program:
             start = self._start_values(context, written, read)
             run = StepRun(
                 lambda: self._fn(*args, **kwargs),
-                lambda: ValueScope(self.variables, start, self._name),
+                lambda: self._scope_of(start),
             )
             out = run.execute()
             new = [
                 self._combined(context, v, old, run.scope.state_mapping[id(v)])
                 if id(v) in run.scope.written
                 else old  # Not what the replica started from.
-                for v, old in zip(self.written, written, strict=True)
+                for v, old in zip(self._own, written, strict=True)
             ]
             # A number assigned has a weak type; the next step would compile for it.
             new = [
                 jnp.asarray(x, old.dtype) for x, old in zip(new, written, strict=True)
             ]
-        return out, new
+        return out, run.scope.deferred.gradients, new
 
     def _context(self) -> ReplicaContext:
         return ReplicaContext(
@@ -292,10 +342,14 @@ class Program:
             self._group.cross_device_ops,
             gradient_op=self._options.gradient_op,
             num_active=self._options.num_active,
+            defers_updates=self._group.defers_updates,
         )
 
     def _scope(self, written: list[Any], read: list[Any]) -> ValueScope:
-        return ValueScope(self.variables, [*written, *read], self._name)
+        return self._scope_of([*written, *read])
+
+    def _scope_of(self, values: Sequence[Any]) -> ValueScope:
+        return ValueScope(self.inputs, values, self._name, unused=self._unused)
 
     def _start_values(
         self, context: ReplicaContext, written: list[Any], read: list[Any]
@@ -312,7 +366,7 @@ class Program:
         values = [*written, *read]
         return [
             own(v, x, i < len(written))
-            for i, (v, x) in enumerate(zip(self.variables, values, strict=True))
+            for i, (v, x) in enumerate(zip(self.inputs, values, strict=True))
         ]
 
     # Write back.
@@ -357,15 +411,20 @@ class Program:
     def _diverging(
         self, written: list[Any], read: list[Any], leaves: Sequence[Any]
     ) -> list[Variable]:
-        traced = self._compiled.trace(written, read, tuple(leaves))
-        (eqn,) = (e for e in traced.jaxpr.eqns if e.primitive.name == "shard_map")
+        eqn = self._shard_map(written, read, leaves)
         axis = self._group.axis.name
         differs = [int(axis in _named(spec)) for spec in eqn.params["in_specs"]]
         marks = varying_marks(_open(eqn.params["jaxpr"]), differs, axis)
-        if not self.written:
+        if not self._own:
             return []
-        new = marks[-len(self.written) :]
-        return [v for v, mark in zip(self.written, new, strict=True) if mark]
+        new = marks[-len(self._own) :]
+        return [v for v, mark in zip(self._own, new, strict=True) if mark]
+
+    def _shard_map(self, written: Any, read: Any, leaves: Sequence[Any]) -> Any:
+        """The equation of the traced program that is the replicas' part."""
+        traced = self._compiled.trace(written, read, tuple(leaves))
+        (eqn,) = (e for e in traced.jaxpr.eqns if e.primitive.name == "shard_map")
+        return eqn
 
     def _flat_results(self, out: Any) -> list[Any]:
         flat, self._out_structure = jax.tree.flatten(out)
@@ -383,6 +442,10 @@ class Program:
             f"{self._name}: the function returned {x!r} of type {type(x).__name__}; "
             "return arrays, numbers, None, or pytrees of them."
         )
+
+
+def _distinct(variables: Sequence[Variable]) -> list[Variable]:
+    return list({id(v): v for v in variables}.values())
 
 
 def _named(spec: PartitionSpec) -> set[str]:

@@ -8,7 +8,12 @@ from replicax.cluster.config import TaskConfig
 __all__ = ["AVAILABLE", "Recommendation", "fitting_strategy"]
 
 AVAILABLE = frozenset(
-    {"MirroredStrategy", "MultiWorkerMirroredStrategy", "OneDeviceStrategy"}
+    {
+        "CentralStorageStrategy",
+        "MirroredStrategy",
+        "MultiWorkerMirroredStrategy",
+        "OneDeviceStrategy",
+    }
 )
 """The strategies, of those recommended here, that this version has."""
 
@@ -119,7 +124,7 @@ def _on_one_machine(devices: Sequence[str]) -> Recommendation:
         "on each, with little communication between them.",
         notes=(
             "Where device memory is short, CentralStorageStrategy keeps the variables "
-            "in one place (not in this version yet).",
+            "and optimizer slots in one place.",
         ),
     )
 

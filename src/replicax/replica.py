@@ -11,7 +11,9 @@ from jax import lax
 from replicax.collectives import CrossDeviceOps, ReduceOp, ReplicaAxis
 from replicax.divergence import declare_mirrored
 from replicax.errors import ContextError
+from replicax.replay import current_run
 from replicax.scope import current_context, current_strategy, entered_context
+from replicax.updates import Update
 from replicax.values import PerReplica
 
 __all__ = ["ReplicaContext", "current_num_replicas"]
@@ -41,6 +43,7 @@ class ReplicaContext:
         *,
         gradient_op: ReduceOp = ReduceOp.SUM,
         num_active: int | None = None,
+        defers_updates: bool = False,
     ) -> None:
         """Make a context; only programs do.
 
@@ -52,12 +55,15 @@ class ReplicaContext:
                 MEAN in `fit`.
             num_active: Only the first `num_active` replicas hold examples of this batch
                 and count; the others compute on copies. None: all do.
+            defers_updates: Whether the strategy makes the updates when the program is
+                over, because the variables live elsewhere.
         """
         self.strategy = strategy
         self._axis = axis
         self._ops = cross_device_ops
         self._gradient_op = gradient_op
         self._num_active = num_active
+        self.defers_updates = defers_updates
         self._applying = False
 
     @property
@@ -216,20 +222,46 @@ class ReplicaContext:
         return declare_mirrored(total)
 
     def apply_gradients(
-        self, apply: Callable[..., Any], grads: Sequence[Any], *args: Any
+        self, apply: Callable[[list[Any]], Any], grads: Sequence[Any]
     ) -> Any:
-        """The optimizer seam: combine `grads`, then call `apply(grads, *args)`.
+        """The optimizer seam: combine `grads`, then call `apply(grads)`.
 
         An optimizer that wraps another (loss scaling) comes through here twice; only
         the outer call combines, before any decision is taken on the gradients.
         """
         if self._applying:
-            return apply(grads, *args)
+            return apply(list(grads))
         self._applying = True
         try:
-            return apply(self.combine_gradients(grads), *args)
+            return apply(self.combine_gradients(grads))
         finally:
             self._applying = False
+
+    def defer_update(
+        self, optimizer: Any, variables: Sequence[Any], grads: Sequence[Any]
+    ) -> Update:
+        """The seam where variables live elsewhere: `grads` become results.
+
+        Args:
+            optimizer: Has the update to make; built.
+            variables: What it trains.
+            grads: This replica's gradients; None for a variable without.
+        """
+        combined = self.combine_gradients(grads)
+        pairs = [
+            (v, g) for v, g in zip(variables, combined, strict=True) if g is not None
+        ]
+        if not pairs:
+            raise ValueError(
+                f"optimizer.apply: none of {[v.path for v in variables]} has a "
+                "gradient. Does the loss depend on them?"
+            )
+        update = Update(
+            optimizer, tuple(v for v, _ in pairs), type(self.strategy).__name__
+        )
+        scope = current_run("optimizer.apply").scope
+        scope.deferred.add(update, [g for _, g in pairs])
+        return update
 
     def _check(self, name: str) -> None:
         if current_context() is not self:

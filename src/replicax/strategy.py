@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from replicax import combine, fingerprints, placement
 from replicax.arguments import Kind, flatten_call
@@ -56,6 +56,8 @@ class Strategy:
         workers: The processes that hold the devices, in the devices' order.
         check_input: Compare the workers' first batches of each epoch, where all should
             read the same data.
+        home: Where variables live, if not mirrored on the replicas' devices. The
+            strategy then makes the updates, in `_execute`.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Strategy:
         check_replicas_every: int | None = None,
         workers: Workers | None = None,
         check_input: bool = True,
+        home: NamedSharding | None = None,
     ) -> None:
         if check_replicas_every is not None and check_replicas_every < 1:
             raise ValueError(
@@ -88,11 +91,13 @@ class Strategy:
             cross_device_ops=cross_device_ops or NcclAllReduce(),
             num_local=num_local,
             first_local=num_local * self._workers.index,
+            defers_updates=home is not None,
         )
         self.share = Share(self._workers, check_input=check_input)
         # Programs and variables meet these shardings all the time: one object each.
         self._mirrored = self._group.mirrored
         self._per_replica = self._group.per_replica
+        self._home = home or self._mirrored
         self._programs = ProgramCache()
         self._variables: dict[int, weakref.ref[Any]] = {}
         self._num_variables = 0
@@ -206,11 +211,23 @@ class Strategy:
         """Run a program on this strategy, with the check that was asked for."""
         if program.is_new:
             self._meet(program, values, arrays)
-        out, new = self._dispatch(lambda: program(values, arrays), program.num_steps)
+        out, new = self._dispatch(
+            lambda: self._execute(program, values, arrays), program.num_steps
+        )
         self._num_steps += 1
         if self._check_every and self._num_steps % self._check_every == 0:
             self._raise_if_different(program.written, new)
         return out, new
+
+    def _execute(
+        self, program: Program, values: Sequence[Any], arrays: Sequence[Any]
+    ) -> tuple[Any, list[Any]]:
+        """The program's results, and the new values of all that it writes."""
+        out, _, new = program(values, arrays)
+        return out, new
+
+    def settle(self) -> None:
+        """Called when `fit`, `evaluate` or `predict` is over."""
 
     def reduce(
         self, reduce_op: ReduceOp | str, value: Any, axis: int | None = None
@@ -392,7 +409,7 @@ class Strategy:
 
     def own(self, variable: Any) -> None:
         """Mirror a variable that is created in this strategy's scope."""
-        internals.set_layout(variable, self._mirrored)
+        internals.set_layout(variable, self._home)
         self._variables[self._num_variables] = weakref.ref(variable)
         self._num_variables += 1
         if self._num_variables % 1024 == 0:
@@ -408,7 +425,7 @@ class Strategy:
             layout = internals.layout_of(variable)
             if layout is None:
                 self._meet_outsider(variable, caller)
-            elif layout != self._mirrored:
+            elif layout != self._home:
                 raise ContextError(
                     f"{caller}: variable {variable.path!r} was created in the scope of "
                     f"another strategy (placed as {layout}), not of {self!r}. Create "
@@ -486,6 +503,8 @@ class Strategy:
     def _raise_if_different(
         self, variables: Sequence[Any], values: Sequence[Any]
     ) -> None:
+        if self._home is not self._mirrored:
+            return  # There is one copy only.
         prints = fingerprints.per_replica(values, self._group.mesh, _AXIS)
         differing = np.flatnonzero((prints != prints[:1]).any(axis=0))
         if not differing.size:

@@ -4,7 +4,7 @@ Keras lets code run "stateless": inside a `keras.StatelessScope` reads and write
 variables go through the scope. The scopes here build programs on that.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ import keras
 from replicax.divergence import declare_mirrored
 from replicax.errors import ContextError
 from replicax.keras.internals import has_value
+from replicax.updates import DeferredUpdates
 
 __all__ = [
     "ChildScope",
@@ -34,10 +35,17 @@ class _WritesScope(keras.StatelessScope):
     def __init__(self) -> None:
         super().__init__()
         self.written: dict[int, Variable] = {}
+        self.deferred = DeferredUpdates()
+
+    def get_current_value(self, variable: Variable) -> Any:
+        """Keras calls this for `variable.value`."""
+        self.deferred.require_settled(variable)
+        return super().get_current_value(variable)
 
     def add_update(self, update: tuple[Variable, Any]) -> None:
         """Keras calls this for `variable.assign`."""
         variable, _ = update
+        self.deferred.require_settled(variable)
         self.written[id(variable)] = variable
         super().add_update(update)
 
@@ -82,18 +90,26 @@ class ValueScope(_WritesScope):
         variables: All variables the function may touch.
         values: Their values, same order and shapes.
         caller: The public call to name in errors.
+        unused: Ids of variables that are read, but whose values make no difference.
     """
 
     def __init__(
-        self, variables: Sequence[Variable], values: Sequence[Any], caller: str
+        self,
+        variables: Sequence[Variable],
+        values: Sequence[Any],
+        caller: str,
+        unused: Collection[int] = (),
     ) -> None:
         super().__init__()
         self.state_mapping = {id(v): x for v, x in zip(variables, values, strict=True)}
         self._known = {id(v) for v in variables}
+        self._unused = unused
         self._caller = caller
 
     def get_current_value(self, variable: Variable) -> Any:
         """Keras calls this for `variable.value`."""
+        if id(variable) in self._unused:
+            return jnp.zeros(variable.shape, variable.dtype)
         self._require_known(variable)
         return super().get_current_value(variable)
 

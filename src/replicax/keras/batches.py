@@ -144,7 +144,9 @@ class _Placing:
 
     def chunk(self, chunk: list[Any], size: int) -> list[PlacedBatch]:
         """Place the batches of one execution, together if they are alike."""
-        if size > 1 and len(chunk) == size and _alike(chunk):
+        # Deferred updates come between the steps, so each is a dispatch of its own.
+        together = size > 1 and not self._group.defers_updates
+        if together and len(chunk) == size and _alike(chunk):
             columns = zip(*map(jax.tree.leaves, chunk), strict=True)
             stacked = [np.stack([np.asarray(x) for x in column]) for column in columns]
             if self._num_active(stacked[0].shape[1]) is None:

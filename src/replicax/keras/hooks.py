@@ -11,7 +11,7 @@
 | `JAXTrainer.fit`, `Trainer._symbolic_build` | which data `fit` trains on |
 | `EpochIterator._enumerate_iterator` | `fit` begins in the middle of an epoch |
 | `CallbackList.on_{train_begin,epoch_end}` | backups see what other callbacks did |
-| `BaseOptimizer.apply`, `LossScaleOptimizer.{apply,stateless_apply}` | the seam |
+| `{BaseOptimizer,LossScaleOptimizer}.{apply,stateless_apply}` | the seam |
 | `losses.loss.{reduce_values,apply_mask}` | global means of losses |
 | `BatchNormalization.__init__`, `nn.moments` | `synchronized=True` |
 | `BatchNormalization.add_weight` | moving statistics are averaged over the replicas |
@@ -27,6 +27,7 @@ from typing import Any
 import jax
 import jax.core
 import jax.numpy as jnp
+from keras.src.backend.common.name_scope import name_scope
 from keras.src.backend.jax import nn as jax_nn
 from keras.src.backend.jax import trainer as jax_trainer
 from keras.src.backend.jax.core import JaxVariable
@@ -44,8 +45,10 @@ from replicax.keras.adapters import (
     fixed_number_of_batches,
     with_adapters,
 )
-from replicax.keras.internals import layout_of
+from replicax.keras.internals import current_scope, layout_of, trained_by
 from replicax.scope import current_context, current_strategy
+from replicax.updates import PendingValue
+from replicax.variables import ValueScope
 
 __all__ = ["install"]
 
@@ -93,6 +96,7 @@ def install() -> None:
     _wrap(CallbackList, "on_train_begin", _on_train_begin)
     _wrap(CallbackList, "on_epoch_end", _on_epoch_end)
     _wrap(BaseOptimizer, "apply", _apply)
+    _wrap(BaseOptimizer, "stateless_apply", _stateless_apply)
     _wrap(LossScaleOptimizer, "apply", _apply_with_loss_scale)
     _wrap(LossScaleOptimizer, "stateless_apply", _stateless_apply)
     _wrap(loss_module, "reduce_values", _in_replica(reductions.reduce_values))
@@ -160,7 +164,12 @@ def _in_scope(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         strategy.synchronize_random_state()  # Shuffling depends on it.
         args, kwargs = with_adapters(args, kwargs)
     with strategy.scope():
-        return original(model, *args, **kwargs)
+        if original.__name__ not in _WITH_DATA:
+            return original(model, *args, **kwargs)
+        try:
+            return original(model, *args, **kwargs)
+        finally:
+            strategy.settle()
 
 
 def _make(make: Callable[[Any, Any], Any], attribute: str) -> Callable[..., None]:
@@ -237,15 +246,30 @@ def _apply(
     if trainable_variables is not None:
         trainable_variables = list(trainable_variables)
     _refuse_overwriting_gradients(trainable_variables or optimizer._trainable_variables)
+    if context.defers_updates:
+        _defer(context, optimizer, grads, trainable_variables)
+        return None
     return context.apply_gradients(
         lambda grads: original(optimizer, grads, trainable_variables), list(grads)
     )
 
 
+def _defer(context: Any, optimizer: Any, grads: Any, variables: Any) -> Any:
+    if not optimizer.built:
+        with name_scope(optimizer.name, caller=optimizer):
+            optimizer.build(list(variables or ()))
+    trained = list(variables or trained_by(optimizer))
+    return context.defer_update(optimizer, trained, list(grads))
+
+
 def _apply_with_loss_scale(
     original: Any, optimizer: Any, grads: Any, trainable_variables: Any = None
 ) -> Any:
-    if current_context() is None:
+    context = current_context()
+    if context is not None and context.defers_updates:
+        _defer(context, optimizer, grads, trainable_variables)
+        return None
+    if context is None and not isinstance(current_scope(), ValueScope):
         return original(optimizer, grads, trainable_variables)
     # Keras assigns to variables inside a `cond`, where JAX loses them. Assign after it.
     if not optimizer.built:
@@ -268,6 +292,12 @@ def _stateless_apply(
     context = current_context()
     if context is None:
         return original(optimizer, state, grads, trainable_variables)
+    if context.defers_updates:
+        update = _defer(context, optimizer, grads, None)
+        return (
+            [PendingValue(v, update) for v in trained_by(optimizer)],
+            [PendingValue(v, update) for v in optimizer.variables],
+        )
     return context.apply_gradients(
         lambda grads: original(optimizer, state, grads, trainable_variables), grads
     )

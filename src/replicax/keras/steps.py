@@ -26,6 +26,7 @@ from replicax.keras import internals
 from replicax.keras.batches import BatchIterator, PlacedBatch, place
 from replicax.program import Options, Outputs, Program
 from replicax.scope import current_context
+from replicax.updates import PendingValue
 
 __all__ = ["predict_function", "test_function", "train_function"]
 
@@ -115,7 +116,7 @@ class _KerasStep:
                     finish=self._final_logs if mirrored else None,
                 ),
                 # A step with a tape may use any variable, a second optimizer's too.
-                None if with_tape else variables,
+                None if with_tape or strategy.group.defers_updates else variables,
                 facts=self._facts(),
             )
         name = f"{type(self.model).__name__}.{self.name}"
@@ -155,7 +156,7 @@ class _KerasStep:
             new_state = (state[0], new_state)
         for group, before, after in zip(groups, state, new_state, strict=True):
             for variable, old, new in zip(group, before, after, strict=True):
-                if new is not old:
+                if new is not old and not isinstance(new, PendingValue):
                     variable.assign(new)
         return result
 
