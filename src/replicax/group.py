@@ -21,6 +21,7 @@ class ReplicaGroup:
         cross_device_ops: How gradients are summed.
         num_local: Number of replicas on this process' devices.
         first_local: The first of them.
+        first_replica: Number of the mesh's first replica among those of all workers.
         defers_updates: Whether the variables live elsewhere, so that the strategy makes
             the updates when a program is over.
     """
@@ -31,6 +32,7 @@ class ReplicaGroup:
     cross_device_ops: CrossDeviceOps
     num_local: int
     first_local: int = 0
+    first_replica: int = 0
     defers_updates: bool = False
 
     @property

@@ -342,6 +342,7 @@ class Program:
             self._group.cross_device_ops,
             gradient_op=self._options.gradient_op,
             num_active=self._options.num_active,
+            first_replica=self._group.first_replica,
             defers_updates=self._group.defers_updates,
         )
 

@@ -43,6 +43,7 @@ class ReplicaContext:
         *,
         gradient_op: ReduceOp = ReduceOp.SUM,
         num_active: int | None = None,
+        first_replica: int = 0,
         defers_updates: bool = False,
     ) -> None:
         """Make a context; only programs do.
@@ -55,6 +56,7 @@ class ReplicaContext:
                 MEAN in `fit`.
             num_active: Only the first `num_active` replicas hold examples of this batch
                 and count; the others compute on copies. None: all do.
+            first_replica: Number of this axis' first replica among those of all workers.
             defers_updates: Whether the strategy makes the updates when the program is
                 over, because the variables live elsewhere.
         """
@@ -63,19 +65,20 @@ class ReplicaContext:
         self._ops = cross_device_ops
         self._gradient_op = gradient_op
         self._num_active = num_active
+        self._first_replica = first_replica
         self.defers_updates = defers_updates
         self._applying = False
 
     @property
     def num_replicas_in_sync(self) -> int:
         """Number of replicas whose steps run together."""
-        return self._axis.size
+        return self.strategy.num_replicas_in_sync
 
     @property
     def replica_id_in_sync_group(self) -> jax.Array:
         """This replica's number, an `int32[]` tracer from 0."""
         self._check("replica_id_in_sync_group")
-        return lax.axis_index(self._axis.name)
+        return lax.axis_index(self._axis.name) + self._first_replica
 
     def all_reduce(self, op: ReduceOp | str, value: Any) -> Any:
         """Combine `value` over the replicas; every replica gets the result.
@@ -170,7 +173,7 @@ class ReplicaContext:
     @property
     def num_counted(self) -> int:
         """Number of replicas whose examples count in this step."""
-        return self._num_active or self.num_replicas_in_sync
+        return self._num_active or self._axis.size
 
     def counted(self, tree: Any) -> Any:
         """`tree` on replicas that count, zeros on the others."""
@@ -247,7 +250,9 @@ class ReplicaContext:
             variables: What it trains.
             grads: This replica's gradients; None for a variable without.
         """
-        combined = self.combine_gradients(grads)
+        combined = self.strategy.prepared_gradients(
+            optimizer, self.combine_gradients(grads)
+        )
         pairs = [
             (v, g) for v, g in zip(variables, combined, strict=True) if g is not None
         ]

@@ -7,7 +7,7 @@ from typing import Any
 
 from replicax.errors import ContextError
 
-__all__ = ["Scope", "current_context", "current_strategy", "entered_context"]
+__all__ = ["Scope", "current_context", "current_strategy", "entered_context", "outside_scopes"]
 
 
 class _ThreadState(threading.local):
@@ -37,6 +37,16 @@ def entered_context(context: Any) -> Iterator[None]:
         yield
     finally:
         _state.context = outer
+
+
+@contextlib.contextmanager
+def outside_scopes() -> Iterator[None]:
+    """Hide the strategy that this thread is in: what is made here is nobody's."""
+    outer, _state.strategies = _state.strategies, []
+    try:
+        yield
+    finally:
+        _state.strategies = outer
 
 
 class Scope:

@@ -56,8 +56,9 @@ class Strategy:
         workers: The processes that hold the devices, in the devices' order.
         check_input: Compare the workers' first batches of each epoch, where all should
             read the same data.
-        home: Where variables live, if not mirrored on the replicas' devices. The
-            strategy then makes the updates, in `_execute`.
+        home: Where variables live, if not mirrored on the replicas' devices.
+        defers_updates: Whether the strategy makes the updates, in `_execute`.
+        first_replica: Number of the first of these replicas among those of all workers.
     """
 
     def __init__(
@@ -69,6 +70,8 @@ class Strategy:
         workers: Workers | None = None,
         check_input: bool = True,
         home: NamedSharding | None = None,
+        defers_updates: bool = False,
+        first_replica: int = 0,
     ) -> None:
         if check_replicas_every is not None and check_replicas_every < 1:
             raise ValueError(
@@ -91,7 +94,8 @@ class Strategy:
             cross_device_ops=cross_device_ops or NcclAllReduce(),
             num_local=num_local,
             first_local=num_local * self._workers.index,
-            defers_updates=home is not None,
+            first_replica=first_replica,
+            defers_updates=defers_updates,
         )
         self.share = Share(self._workers, check_input=check_input)
         # Programs and variables meet these shardings all the time: one object each.
@@ -225,6 +229,19 @@ class Strategy:
         """The program's results, and the new values of all that it writes."""
         out, _, new = program(values, arrays)
         return out, new
+
+    def claimed_steps(self, model: Any, epoch_iterator: Any, first_epoch: int) -> Any:
+        """How `fit` shares an epoch's steps with other workers; None: it does not."""
+        return None
+
+    @property
+    def keeps_slots(self) -> bool:
+        """Whether optimizers' slots are variables of this process."""
+        return True
+
+    def prepared_gradients(self, optimizer: Any, grads: list[Any]) -> list[Any]:
+        """Summed gradients as the one who makes a deferred update wants them."""
+        return grads
 
     def settle(self) -> None:
         """Called when `fit`, `evaluate` or `predict` is over."""

@@ -6,10 +6,12 @@ updates, in order, when the program is over.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterable
 from typing import Any
 
 from replicax.errors import ContextError
+from replicax.keras.internals import trained_by
 
 __all__ = ["DeferredUpdates", "PendingValue", "Update"]
 
@@ -28,10 +30,14 @@ class Update:
     variables: tuple[Any, ...]
     owner: str
 
-    @property
+    @functools.cached_property
     def changed(self) -> list[Any]:
         """All variables that the update writes: the trained ones and the slots."""
-        return [*self.variables, *self.optimizer.variables]
+        found = [*self.variables, *self.optimizer.variables]
+        inner = getattr(self.optimizer, "inner_optimizer", self.optimizer)
+        if inner.use_ema:  # Of all that it trains, also where no gradient is.
+            found += trained_by(self.optimizer)
+        return list({id(v): v for v in found}.values())
 
 
 class DeferredUpdates:
@@ -41,11 +47,18 @@ class DeferredUpdates:
         self.updates: list[Update] = []
         self.gradients: list[list[Any]] = []
         self._pending: dict[int, Update] = {}
+        self._trained: set[int] = set()
 
     def add(self, update: Update, gradients: Iterable[Any]) -> None:
-        """Ask for an update, of variables that no other one of the step has changed."""
+        """Ask for an update, of variables that no other one of the step trains."""
         for variable in update.variables:
-            self.require_settled(variable)
+            if id(variable) in self._trained:
+                raise ContextError(
+                    f"{update.owner}: optimizer.apply is called a second time for "
+                    f"variable {variable.path!r} in the same step. Add up its "
+                    "gradients and apply them once, or make two steps."
+                )
+        self._trained.update(map(id, update.variables))
         self.updates.append(update)
         self.gradients.append(list(gradients))
         self._pending |= {id(v): update for v in update.changed}
@@ -68,9 +81,20 @@ class PendingValue:
         self.dtype = variable.dtype
         self._message = _message(variable.path, update)
 
-    def __jax_array__(self) -> Any:
-        """JAX calls this to compute with the value."""
+    def __getattr__(self, name: str) -> Any:
+        # JAX asks for `__jax_array__` before it computes with something unknown.
+        if name.startswith("_") and name != "__jax_array__":
+            raise AttributeError(name)
         raise ContextError(self._message)
+
+    def _refuse(self, *_: Any) -> Any:
+        raise ContextError(self._message)
+
+    # Python looks for these on the class.
+    __add__ = __sub__ = __mul__ = __truediv__ = __pow__ = __matmul__ = _refuse
+    __radd__ = __rsub__ = __rmul__ = __rtruediv__ = __rpow__ = __rmatmul__ = _refuse
+    __neg__ = __abs__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __getitem__ = __iter__ = __len__ = __float__ = __array__ = _refuse
 
 
 def _message(path: str, update: Update) -> str:

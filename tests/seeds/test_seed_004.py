@@ -1,7 +1,7 @@
-"""Seed 004, "Distributed Deep Learning in TensorFlow": a ResNet, MirroredStrategy.
+"""Seed 004, "Distributed Deep Learning in TensorFlow": a ResNet on one machine.
 
-The script of "MirroredStrategy" with imports and data changed; the text lost its
-indentation, which is back. `train_dataset` and `val_dataset` are nowhere defined in it:
+The scripts of "MirroredStrategy" and "CentralStorageStrategy" with imports and data
+changed; they differ in the strategy only. The text lost its indentation, which is back. `train_dataset` and `val_dataset` are nowhere defined in it:
 here they are scikit-learn's digits, enlarged to 32x32 pixels in three channels.
 """
 
@@ -112,6 +112,32 @@ def test_mirrored_strategy_trains_the_resnet(
     assert np.isfinite(history["val_loss"]).all()
     # Batch normalization included: each replica's statistics, averaged.
     strategy.check_replicas()
+
+
+# Source: no arguments, for all GPUs. Here, two of the CPU devices.
+def central_storage_strategy() -> rx.CentralStorageStrategy:
+    return rx.experimental.CentralStorageStrategy(["cpu:0", "cpu:1"])
+
+
+def test_central_storage_strategy_trains_the_resnet(
+    images: tuple[np.ndarray, np.ndarray],
+) -> None:
+    model, history = script(central_storage_strategy(), images, epochs=2)
+    assert history["loss"][-1] < 0.9 * history["loss"][0]
+    assert np.isfinite(history["val_loss"]).all()
+    for variable in [*model.variables, *model.optimizer.variables]:
+        assert {d.id for d in variable.value.devices()} == {0}, variable.path
+
+
+@pytest.mark.slow
+def test_central_storage_strategy_trains_as_mirrored_strategy_does(
+    images: tuple[np.ndarray, np.ndarray],
+) -> None:
+    _, history = script(central_storage_strategy(), images, epochs=2)
+    keras.utils.set_random_seed(0)
+    _, expected = script(mirrored(2), images, epochs=2)
+    for key, values in expected.items():
+        np.testing.assert_allclose(history[key], values, rtol=1e-3)
 
 
 class NoStrategy:

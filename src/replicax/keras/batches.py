@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from replicax import placement
 from replicax.group import ReplicaGroup
 
-__all__ = ["BatchIterator", "PlacedBatch", "place"]
+__all__ = ["BatchIterator", "PlacedBatch", "Ready", "place"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +39,17 @@ class PlacedBatch:
         """Equal for batches that one program serves."""
         shapes = tuple((x.shape, x.dtype) for x in self.arrays)
         return (self.structure, shapes, self.num_active, self.num_steps)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ready:
+    """One execution's batches, on the devices; none for a step without work."""
+
+    batches: list[PlacedBatch]
+
+    def next_execution(self) -> list[PlacedBatch]:
+        """The batches."""
+        return self.batches
 
 
 class BatchIterator:

@@ -9,9 +9,11 @@
 | `JAXTrainer.make_{train,test,predict}_function` | replica programs for Keras' own |
 | `JAXEpochIterator._get_iterator` | places batches on the replicas' devices |
 | `JAXTrainer.fit`, `Trainer._symbolic_build` | which data `fit` trains on |
+| `Trainer._get_metrics_result_or_logs` | epochs end together on parameter servers |
 | `EpochIterator._enumerate_iterator` | `fit` begins in the middle of an epoch |
 | `CallbackList.on_{train_begin,epoch_end}` | backups see what other callbacks did |
 | `{BaseOptimizer,LossScaleOptimizer}.{apply,stateless_apply}` | the seam |
+| `BaseOptimizer.add_variable_from_reference` | no slots where servers keep them |
 | `losses.loss.{reduce_values,apply_mask}` | global means of losses |
 | `BatchNormalization.__init__`, `nn.moments` | `synchronized=True` |
 | `BatchNormalization.add_weight` | moving statistics are averaged over the replicas |
@@ -45,7 +47,12 @@ from replicax.keras.adapters import (
     fixed_number_of_batches,
     with_adapters,
 )
-from replicax.keras.internals import current_scope, layout_of, trained_by
+from replicax.keras.internals import (
+    current_scope,
+    layout_of,
+    set_initial_epoch,
+    trained_by,
+)
 from replicax.scope import current_context, current_strategy
 from replicax.updates import PendingValue
 from replicax.variables import ValueScope
@@ -91,12 +98,14 @@ def install() -> None:
     )
     _wrap(trainer, "fit", _fit)
     _wrap(trainer, "_symbolic_build", _symbolic_build)
+    _wrap(trainer, "_get_metrics_result_or_logs", _metrics_result)
     _wrap(jax_trainer.JAXEpochIterator, "_get_iterator", _get_iterator)
     _wrap(jax_trainer.JAXEpochIterator, "_enumerate_iterator", _enumerate_iterator)
     _wrap(CallbackList, "on_train_begin", _on_train_begin)
     _wrap(CallbackList, "on_epoch_end", _on_epoch_end)
     _wrap(BaseOptimizer, "apply", _apply)
     _wrap(BaseOptimizer, "stateless_apply", _stateless_apply)
+    _wrap(BaseOptimizer, "add_variable_from_reference", _add_slot)
     _wrap(LossScaleOptimizer, "apply", _apply_with_loss_scale)
     _wrap(LossScaleOptimizer, "stateless_apply", _stateless_apply)
     _wrap(loss_module, "reduce_values", _in_replica(reductions.reduce_values))
@@ -185,7 +194,10 @@ def _make(make: Callable[[Any, Any], Any], attribute: str) -> Callable[..., None
 
 def _fit(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     before = getattr(model, "_replicax_fit", None)
+    given = inspect.signature(original).bind(model, *args, **kwargs).arguments
     with resume.FitSession() as session:
+        session.first_epoch = given.get("initial_epoch", 0)
+        session.callback(set_initial_epoch, model, None)
         model._replicax_fit = session
         try:
             return original(model, *args, **kwargs)
@@ -201,9 +213,18 @@ def _symbolic_build(
     # The first one in `fit`. Validation has iterators of its own.
     if session is not None and session.epoch_iterator is None:
         session.epoch_iterator = iterator
+        strategy = _strategy_of(model)
+        if strategy is not None:
+            session.claimed = strategy.claimed_steps(
+                model, iterator, session.first_epoch
+            )
+            iterator.replicax_claimed = session.claimed
 
 
 def _enumerate_iterator(original: Any, epoch_iterator: Any) -> Any:
+    claimed = getattr(epoch_iterator, "replicax_claimed", None)
+    if claimed is not None:
+        return claimed.steps()
     return resume.begin_steps(epoch_iterator, original)
 
 
@@ -219,6 +240,22 @@ def _on_epoch_end(original: Any, callbacks: Any, epoch: int, logs: Any = None) -
     for callback in callbacks.callbacks:
         if isinstance(callback, resume.LateCallback):
             callback.after_epoch_end(epoch)
+    models = (getattr(c, "model", None) for c in callbacks.callbacks)
+    model = next((m for m in models if m is not None), None)
+    claimed = _claimed(model)
+    if claimed is not None:
+        claimed.after_epoch()
+
+
+def _claimed(model: Any) -> Any:
+    return getattr(getattr(model, "_replicax_fit", None), "claimed", None)
+
+
+def _metrics_result(original: Any, model: Any, logs: Any) -> Any:
+    claimed = _claimed(model)
+    if claimed is not None:
+        claimed.end_epoch()
+    return original(model, logs)
 
 
 def _get_iterator(original: Any, epoch_iterator: Any) -> Any:
@@ -301,6 +338,13 @@ def _stateless_apply(
     return context.apply_gradients(
         lambda grads: original(optimizer, state, grads, trainable_variables), grads
     )
+
+
+def _add_slot(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    strategy = current_strategy()
+    if strategy is not None and not strategy.keeps_slots:
+        return None
+    return original(optimizer, *args, **kwargs)
 
 
 def _refuse_overwriting_gradients(variables: Any) -> None:

@@ -39,9 +39,13 @@ class FitSession(ExitStack):
 
     Attributes:
         epoch_iterator: Keras' iterator over the training data; None before there is.
+        first_epoch: `initial_epoch` of `fit`.
+        claimed: How a worker of parameter servers takes part; None otherwise.
     """
 
     epoch_iterator: Any = None
+    first_epoch: int = 0
+    claimed: Any = None
 
 
 class LateCallback(keras.callbacks.Callback):

@@ -23,7 +23,7 @@ import keras
 from replicax.arguments import Arguments, Kind
 from replicax.collectives import ReduceOp
 from replicax.keras import internals
-from replicax.keras.batches import BatchIterator, PlacedBatch, place
+from replicax.keras.batches import BatchIterator, PlacedBatch, Ready, place
 from replicax.program import Options, Outputs, Program
 from replicax.scope import current_context
 from replicax.updates import PendingValue
@@ -256,10 +256,12 @@ def _function(
     programs: dict[Any, _StateProgram] = {}
 
     def function(state: State, iterator: Any) -> tuple[Any, State]:
-        if isinstance(iterator, BatchIterator):
+        if isinstance(iterator, BatchIterator | Ready):
             batches = iterator.next_execution()
         else:
             batches = [place(next(iterator), strategy.group)]
+        if not batches:  # Other workers have done it all.
+            return {}, state
         sizes = tuple(map(len, state))
         values = list(itertools.chain.from_iterable(state))
         results = []

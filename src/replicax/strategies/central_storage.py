@@ -1,7 +1,8 @@
 """CentralStorageStrategy: variables in one place, replicas on several devices."""
 
+import collections
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -40,7 +41,9 @@ class CentralStorageStrategy(Strategy):
         cross_device_ops: How gradients are summed. Defaults to `rx.NcclAllReduce()`.
 
     Raises:
-        DeviceError: For an unknown, absent or repeated device.
+        DeviceError: For an unknown, absent or repeated device, or devices of several
+            kinds to compute on.
+        TypeError: If `cross_device_ops` is none.
 
     Example:
         >>> import keras, replicax as rx
@@ -59,6 +62,13 @@ class CentralStorageStrategy(Strategy):
         cross_device_ops: CrossDeviceOps | None = None,
     ) -> None:
         name = "CentralStorageStrategy"
+        if cross_device_ops is not None and not isinstance(
+            cross_device_ops, CrossDeviceOps
+        ):
+            raise TypeError(
+                f"{name}: cross_device_ops must be a rx.CrossDeviceOps; got "
+                f"{cross_device_ops!r}. Use for example rx.ReductionToOneDevice()."
+            )
         if compute_devices is None:
             devices = default_devices()
         else:
@@ -71,14 +81,13 @@ class CentralStorageStrategy(Strategy):
         if parameter_device is not None:
             (home,) = resolve_devices([parameter_device], name)
         else:
-            home = (
-                devices[0] if len(devices) == 1 else jax.local_devices(backend="cpu")[0]
-            )
+            home = devices[0] if len(devices) == 1 else _host(name)
         mesh = Mesh(np.array([home]), ("parameter",))
         super().__init__(
             devices,
             cross_device_ops,
             home=NamedSharding(mesh, PartitionSpec()),
+            defers_updates=True,
         )
         self._copies = _Copies(self._group.mirrored)
         self._made: weakref.WeakKeyDictionary[Update, Any] = weakref.WeakKeyDictionary()
@@ -98,6 +107,9 @@ class CentralStorageStrategy(Strategy):
         self, program: Program, values: Sequence[Any], arrays: Sequence[Any]
     ) -> tuple[Any, list[Any]]:
         stored = dict(zip(map(id, program.variables), values, strict=True))
+        if program.is_new:
+            for update in program.updates:
+                self._trace(update)
         inputs = self._copies.of([(v, stored[id(v)]) for v in program.inputs])
         out, gradients, new = program(inputs, arrays)
         at_home = jax.device_put(new, self._home)
@@ -105,18 +117,23 @@ class CentralStorageStrategy(Strategy):
             stored[id(variable)] = value
             self._copies.keep(variable, value, copy)
         for update, grads in zip(program.updates, gradients, strict=True):
-            self._copies.forget(update.variables)
-            before = [stored[id(v)] for v in update.changed]
-            after = self._make(update, before, jax.device_put(grads, self._home))
+            self._copies.forget(update.changed)
+            before = _to_give_away([id(v) for v in update.changed], stored)
+            make = self._function_of(update)
+            after = make(before, jax.device_put(grads, self._home))
             stored |= zip(map(id, update.changed), after, strict=True)
         return out, [stored[id(v)] for v in program.written]
 
-    def _make(
-        self, update: Update, values: list[Any], gradients: list[Any]
-    ) -> list[Any]:
-        """Make an update on the parameter device; `values` are given away."""
-        if len({id(x) for x in values}) < len(values):
-            values = [jnp.copy(x) for x in values]  # Some share an array.
+    def _trace(self, update: Update) -> None:
+        """Let the optimizer's errors come before the program gives values away."""
+        values, gradients = (
+            [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in variables]
+            for variables in (update.changed, update.variables)
+        )
+        self._function_of(update).eval_shape(values, gradients)
+
+    def _function_of(self, update: Update) -> Any:
+        """The update as a function; the values that it gets are given away."""
         make = self._made.get(update)
         if make is None:
             make = jax.jit(
@@ -125,7 +142,25 @@ class CentralStorageStrategy(Strategy):
                 out_shardings=self._home,
             )
             self._made[update] = make
-        return make(values, gradients)
+        return make
+
+
+def _host(caller: str) -> Device:
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError as error:  # JAX's way to say that it was started without.
+        raise DeviceError(
+            f"{caller}: there is no CPU device for the variables, since JAX was "
+            f"started with JAX_PLATFORMS={jax.config.jax_platforms!r}. Add ',cpu' to "
+            "it, or name a parameter_device."
+        ) from error
+
+
+def _to_give_away(numbers: Sequence[int], stored: Mapping[int, Any]) -> list[Any]:
+    """The values of some variables; copies of those that others have as well."""
+    num_owners = collections.Counter(map(id, stored.values()))
+    values = [stored[n] for n in numbers]
+    return [jnp.copy(x) if num_owners[id(x)] > 1 else x for x in values]
 
 
 def _update_function(of: "weakref.ref[Update]") -> Any:
@@ -145,6 +180,9 @@ def _update_function(of: "weakref.ref[Update]") -> Any:
 class _Copies:
     """Copies of variables on the compute devices, of those that have not changed.
 
+    On a device that is the parameter device as well, a copy shares its memory with the
+    stored value, and goes with it when that is given away.
+
     Args:
         sharding: Of the copies.
     """
@@ -154,12 +192,24 @@ class _Copies:
         self._known: dict[int, tuple[Any, Any, Any]] = {}
 
     def of(self, stored: Sequence[tuple[Any, Any]]) -> list[Any]:
-        """The copies of variables with these stored values, made where needed."""
-        new = [(v, x) for v, x in stored if not self._is_current(v, x)]
-        copies = jax.device_put([x for _, x in new], self._sharding)
-        for (variable, value), copy in zip(new, copies, strict=True):
-            self.keep(variable, value, copy)
-        return [self._known[id(v)][2] for v, _ in stored]
+        """The copies of variables with these stored values, made where needed.
+
+        Variables that share a value share the copy, so that programs see it.
+        """
+        copies: dict[int, Any] = {}
+        new = []
+        for variable, value in stored:
+            copy = self._current(variable, value)
+            if copy is None:
+                new.append((variable, value))
+            else:
+                copies.setdefault(id(value), copy)
+        missing = {id(x): x for _, x in new if id(x) not in copies}
+        made = jax.device_put(list(missing.values()), self._sharding)
+        copies |= zip(missing, made, strict=True)
+        for variable, value in new:
+            self.keep(variable, value, copies[id(value)])
+        return [copies[id(x)] for _, x in stored]
 
     def keep(self, variable: Any, value: Any, copy: Any) -> None:
         """Remember the copy of a variable for as long as it has this value."""
@@ -178,6 +228,9 @@ class _Copies:
         """Drop all copies."""
         self._known.clear()
 
-    def _is_current(self, variable: Any, value: Any) -> bool:
+    def _current(self, variable: Any, value: Any) -> Any:
         known = self._known.get(id(variable))
-        return known is not None and known[0]() is variable and known[1] is value
+        if known is None or known[0]() is not variable or known[1] is not value:
+            return None
+        copy = known[2]
+        return None if copy.is_deleted() else copy

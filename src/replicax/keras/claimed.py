@@ -1,0 +1,314 @@
+"""`fit` on parameter servers: workers take the steps of an epoch from one stock.
+
+Every worker goes through the data in the same order and trains on the batches that it
+has claimed, so that each batch is trained on once, by whichever worker was free. The
+epoch ends for all when its batches are used up.
+"""
+
+import random
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from replicax.keras import internals
+from replicax.keras.adapters import fixed_number_of_batches
+from replicax.keras.batches import BatchIterator, Ready
+from replicax.ps.remote import Part
+
+__all__ = ["ClaimedSteps"]
+
+
+class ClaimedSteps:
+    """One run of `fit` on parameter servers, as one worker takes part in it.
+
+    Args:
+        strategy: A `ParameterServerStrategy` in a worker.
+        model: What is trained.
+        epoch_iterator: Keras' iterator over the training data.
+        number: Which call of `fit` this is in the script.
+        first_epoch: `initial_epoch` of `fit`.
+    """
+
+    def __init__(
+        self,
+        strategy: Any,
+        model: Any,
+        epoch_iterator: Any,
+        number: int,
+        first_epoch: int,
+    ) -> None:
+        self._strategy = strategy
+        self._session = strategy.session
+        self._model = model
+        self._iterator = epoch_iterator
+        self._name = f"fit {number}"
+        self._epoch = 0  # Counted from the first one of this `fit`.
+        self._source: _Source | None = None
+        self._pending: deque[Any] = deque()  # Tickets whose updates are under way.
+        self._applied = 0
+        self._first_step = 0  # Synchronous steps that were done before the epoch.
+        self._last_index = 0
+        self._is_open = False
+        going = self._session.board("get", key=f"{self._name} epoch")
+        if going is None and self._session.is_chief:
+            self._say()
+        elif going and self._session.starts > 1:
+            # A restarted worker goes on with the epoch that the others are in.
+            self._epoch = going
+            internals.set_initial_epoch(model, first_epoch + going)
+
+    # Keras' loop over an epoch.
+
+    def steps(self) -> Iterator[tuple[int, int, Any]]:
+        """The steps of an epoch that this worker does: `(first, last, Ready)`."""
+        self._begin_epoch()
+        self._is_open = True
+        size = self._iterator.steps_per_execution
+        batches = BatchIterator(self._claimed(), self._strategy.group, size)
+        did_any = False
+        while True:
+            try:
+                ready = Ready(batches.next_execution())
+            except StopIteration:
+                break
+            did_any = True
+            yield self._last_index, self._last_index + size - 1, ready
+        if not did_any:
+            # Keras wants logs of each epoch, also where others have done it all.
+            yield 0, 0, Ready([])
+        self._iterator.data_adapter.on_epoch_end()
+
+    def end_epoch(self) -> None:
+        """Meet the others when the epoch's updates are made: metrics and values."""
+        if not self._is_open:
+            return  # It is an evaluation that ends.
+        self._is_open = False
+        self._strategy.settle()
+        self._finish_tickets()
+        stream = self._stream
+        if self._model.stop_training:  # In the middle of the epoch.
+            self._session.board("end", stream=stream)
+        metrics = self._model.metrics_variables
+        self._session.as_worker(
+            "report",
+            topic=f"{self._name}/metrics/{self._epoch}",
+            values=[np.asarray(v.value).tolist() for v in metrics],
+        )
+        self._session.barrier(f"{self._name}: end of epoch {self._epoch}")
+        reports = self._session.board(
+            "reports", topic=f"{self._name}/metrics/{self._epoch}"
+        )
+        for i, variable in enumerate(metrics):
+            values = [np.asarray(each[i], variable.dtype) for each in reports.values()]
+            total = np.sum(values, axis=0, dtype=values[0].dtype)
+            if variable.aggregation != "sum":
+                total = total / len(values)
+            variable.assign(total.astype(variable.dtype))
+        self._strategy.refresh()
+
+    def after_epoch(self) -> None:
+        """The chief says whether training goes on, when its callbacks have run."""
+        self._epoch += 1
+        if self._session.is_chief:
+            self._say()
+        elif self._heard()["stop"]:
+            self._model.stop_training = True
+
+    # What workers agree on before an epoch.
+
+    @property
+    def _stream(self) -> str:
+        return f"{self._name}/epoch/{self._epoch}"
+
+    def _say(self) -> None:
+        message = {
+            "random": _random_state(),
+            "stop": bool(self._epoch and self._model.stop_training),
+            "num_steps": self._strategy.num_steps,
+        }
+        key = f"{self._name}/begin/{self._epoch}"
+        self._session.board("put", key=key, value=message)
+        self._session.board(
+            "put", key=f"{self._name} epoch", value=self._epoch, first=False
+        )
+
+    def _heard(self) -> dict[str, Any]:
+        return self._session.get(
+            f"{self._name}/begin/{self._epoch}", f"epoch {self._epoch} of {self._name}"
+        )
+
+    def _begin_epoch(self) -> None:
+        message = self._heard()
+        # Shuffling depends on it, and all have to take the batches in the same order.
+        _set_random_state(message["random"])
+        self._first_step = message["num_steps"]
+        self._iterator.data_adapter.on_epoch_begin()
+        self._applied = self._strategy.steps_applied
+        iterator = self._iterator
+        strategy = self._strategy
+        self._session.board(
+            "open",
+            stream=self._stream,
+            limit=iterator.steps_per_epoch
+            or fixed_number_of_batches(iterator.data_adapter),
+            max_staleness=strategy.max_staleness,
+            num_parts=strategy.num_parts if strategy.sync else None,
+            backups=strategy.backup_workers,
+        )
+        if self._source is None or not iterator.steps_per_epoch:
+            self._source = _Source(iterator.data_adapter)
+
+    # Tickets.
+
+    def _claimed(self) -> Iterator[Any]:
+        """The batches of this epoch that this worker has claimed, one by one."""
+        assert self._source is not None
+        first = self._epoch * (self._iterator.steps_per_epoch or 0)
+        while True:
+            ticket = self._claim()
+            if ticket is None:
+                return
+            index = ticket[0] if isinstance(ticket, list) else ticket
+            try:
+                batch = self._source.at(first + index)
+            except StopIteration:
+                self._session.board("end", stream=self._stream, length=index)
+                self._pending.pop()
+                continue
+            self._last_index = index
+            if isinstance(ticket, list):
+                batch = self._part_of(batch, *ticket)
+                if batch is None:
+                    continue
+            yield batch
+
+    def _claim(self) -> Any:
+        """The next ticket; None at the epoch's end."""
+        finished = self._take_finished()
+        if self._strategy.max_staleness is not None:
+            finished += self._drain()
+
+        def ask() -> dict[str, Any] | None:
+            answer = self._session.once(
+                "claim", stream=self._stream, finished=list(finished)
+            )
+            finished.clear()
+            if "wait" in answer:
+                finished.extend(self._take_finished() or self._drain())
+                return None
+            return answer
+
+        answer = self._session.wait(
+            ask, f"a step of {self._stream}", lambda: "workers with unfinished steps"
+        )
+        if "over" in answer:
+            return None
+        if self._strategy.max_staleness is not None:
+            self._strategy.refresh_values()
+        (ticket,) = answer["indices"]
+        self._pending.append(ticket)
+        return ticket
+
+    def _take_finished(self) -> list[Any]:
+        """Tickets whose updates have been made since this was asked last."""
+        number = self._strategy.steps_applied - self._applied
+        self._applied += number
+        return [self._pending.popleft() for _ in range(number)]
+
+    def _drain(self) -> list[Any]:
+        """Wait for the update that is under way."""
+        self._strategy.settle()
+        return self._take_finished()
+
+    def _finish_tickets(self) -> None:
+        finished = self._take_finished()
+        if finished:
+            self._session.once("finish", stream=self._stream, indices=finished)
+
+    def _part_of(self, batch: Any, step: int, part: int) -> Any:
+        """This worker's rows of a synchronous step's batch."""
+        num_parts = self._strategy.num_parts
+        leaves = jax.tree.leaves(batch)
+        rows = np.array_split(np.arange(len(leaves[0])), num_parts)[part]
+        if not len(rows):
+            raise ValueError(
+                f"fit: a batch of {len(leaves[0])} examples is too small for "
+                f"{num_parts} workers in step. Use batches of at least {num_parts}."
+            )
+        self._strategy.expect(
+            Part(
+                step=self._first_step + step,
+                part=part,
+                num_parts=num_parts,
+                weight=float(len(rows)),
+            )
+        )
+        return jax.tree.map(lambda x: x[rows[0] : rows[-1] + 1], batch)
+
+
+class _Source:
+    """The batches of the data by their index, from the first to the last.
+
+    Args:
+        adapter: Keras' adapter of the data.
+    """
+
+    def __init__(self, adapter: Any) -> None:
+        self._adapter = adapter
+        self._is_array = internals.is_array_adapter(adapter)
+        self._num_batches = fixed_number_of_batches(adapter)
+        self._wanted = True
+        self._next = 0
+        self._batches: Iterator[Any] | None = None
+
+    def at(self, index: int) -> Any:
+        """The batch of that index, which must grow from call to call."""
+        if self._batches is None:
+            self._batches = self._open()
+        while True:
+            batch = self._take(index)
+            if self._next > index:
+                return batch
+
+    def _take(self, index: int) -> Any:
+        assert self._batches is not None
+        self._wanted = self._next == index
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            if not self._num_batches:
+                raise
+            self._batches = self._open()  # Arrays begin anew, as in Keras.
+            return self._take(index)
+        self._next += 1
+        return batch
+
+    def _open(self) -> Iterator[Any]:
+        if not self._is_array:
+            return iter(self._adapter.get_jax_iterator())
+        return internals.array_batches(
+            self._adapter, self._adapter.get_jax_iterator, lambda: self._wanted
+        )
+
+
+def _random_state() -> dict[str, Any]:
+    """Python's and NumPy's random states, as JSON values."""
+    version, numbers, gauss = random.getstate()
+    state: Any = np.random.get_state(legacy=False)
+    inner = state["state"] | {"key": state["state"]["key"].tolist()}
+    return {
+        "python": [version, list(numbers), gauss],
+        "numpy": state | {"state": inner},
+    }
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    inner = state["numpy"]["state"]
+    np.random.set_state(
+        state["numpy"] | {"state": inner | {"key": np.array(inner["key"], np.uint32)}}
+    )

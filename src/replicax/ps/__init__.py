@@ -1,0 +1,1 @@
+"""Parameter servers: variables that live in other processes."""

@@ -1,0 +1,383 @@
+"""A worker's connection to one parameter server: one stream, and calls beside it."""
+
+import json
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+
+from replicax.cluster.addresses import parse_address
+from replicax.errors import ClusterError
+from replicax.ps import wire
+from replicax.ps.credentials import Credentials
+from replicax.ps.watchdog import Watchdog
+
+__all__ = ["Connection", "ConnectionLost", "ServerRefused"]
+
+_logger = logging.getLogger("replicax")
+
+_FIRST_PAUSE_SECONDS = 0.05
+_LONGEST_PAUSE_SECONDS = 5.0
+# After about a second: tasks of a cluster do not start at the same moment.
+_TELL_AT_ATTEMPT = 5
+# A channel of its own for each connection: gRPC shares channels within a process.
+_CHANNEL_OPTIONS = [("grpc.use_local_subchannel_pool", 1)]
+
+_Answer = TypeVar("_Answer")
+
+
+class ConnectionLost(ClusterError):
+    """A parameter server cannot be reached, or does not answer, for too long."""
+
+
+class ServerRefused(RuntimeError):
+    """A parameter server answered with an error. Asking again would not help.
+
+    Attributes:
+        kind: Name of the exception's class on the server, such as `"StaleSequence"`.
+    """
+
+    def __init__(self, message: str, kind: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class Connection:
+    """One server, seen from a worker. Its methods may be called from any thread.
+
+    When the connection is lost it is made again, with growing pauses, and what was
+    asked is asked again, for `retry_timeout_seconds`. A server may so get a message
+    twice: pushes carry sequence numbers, and it applies them once.
+
+    Args:
+        address: The server's address, as TF_CONFIG has it.
+        credentials: The cluster's token and TLS files.
+        task: The server's name in messages, such as `"ps:0"`.
+        connect_timeout_seconds: For one attempt to reach the server.
+        reply_timeout_seconds: For a server that is there to answer; while bytes go to
+            and fro, the time starts anew.
+        retry_timeout_seconds: For a lost server to come back. May be set later too.
+        on_connect: Called with the server's incarnation, a text, when it is reached
+            first, and when it is another one, which has other values or older ones. It
+            must not use the connection.
+
+    Example:
+        A server with one group, and a worker that pulls it::
+
+            connection = Connection("ps0.example:2222", Credentials.from_environment())
+            header, vectors = connection.exchange({"op": "pull", "group": "weights"})
+            connection.call("board.alive")
+            connection.close()
+    """
+
+    def __init__(
+        self,
+        address: str,
+        credentials: Credentials,
+        *,
+        task: str = "ps",
+        connect_timeout_seconds: float = 10.0,
+        reply_timeout_seconds: float = 60.0,
+        retry_timeout_seconds: float = 300.0,
+        on_connect: Callable[[str], None] = lambda incarnation: None,
+    ) -> None:
+        self.address = address
+        self.task = task
+        self._location = _location(address, credentials)
+        self._credentials = credentials
+        self._connect_timeout = connect_timeout_seconds
+        self._reply_timeout = reply_timeout_seconds
+        self.retry_timeout_seconds = retry_timeout_seconds
+        self._on_connect = on_connect
+        self._incarnation: str | None = None
+        wire.flight()  # Fail here if it is not installed.
+        self._stream_lock = threading.Lock()
+        self._client_lock = threading.Lock()
+        self._client: Any = None
+        self._stream: _Stream | None = None
+        self._closed = threading.Event()
+        self._watchdog = Watchdog(f"replicax-ps-watchdog-{address}")
+        self.bytes_sent = 0
+        self.bytes_received = 0
+
+    def exchange(
+        self,
+        header: Mapping[str, Any],
+        vectors: Mapping[str, np.ndarray] | None = None,
+        *,
+        reply_timeout_seconds: float | None = None,
+    ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        """Send a message on the stream and wait for the answer.
+
+        Args:
+            header: JSON values; `"op"` says what is asked.
+            vectors: Flat arrays by name; their bytes go out from where they lie.
+            reply_timeout_seconds: Instead of the connection's own.
+
+        Returns:
+            The answer's header and its vectors, which are read-only.
+
+        Raises:
+            ServerRefused: If the server answers with an error.
+            ConnectionLost: If it cannot be reached, or does not answer, for too long.
+        """
+        timeout = reply_timeout_seconds or self._reply_timeout
+        with self._stream_lock:
+            return self._until_answered(
+                str(header.get("op")),
+                lambda: self._attempt(header, vectors or {}, timeout),
+            )
+
+    def call(
+        self, name: str, *, reply_timeout_seconds: float | None = None, **arguments: Any
+    ) -> Any:
+        """Call an action of the server, such as `"board.claim"`.
+
+        Args:
+            name: Its name.
+            reply_timeout_seconds: Instead of the connection's own.
+            **arguments: JSON values.
+
+        Returns:
+            What it returns, a JSON value.
+
+        Raises:
+            ServerRefused: If the server answers with an error.
+            ConnectionLost: If it cannot be reached, or does not answer, for too long.
+        """
+        body = json.dumps(arguments).encode()
+        timeout = reply_timeout_seconds or self._reply_timeout
+        return self._until_answered(name, lambda: self._act(name, body, timeout))
+
+    def close(self) -> None:
+        """End the connection. What is under way in another thread fails."""
+        self._closed.set()
+        self._watchdog.fire()
+        with self._stream_lock:
+            self._drop_stream()
+        self._drop_client(self._client)
+        self._watchdog.close()
+
+    def __enter__(self) -> "Connection":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _until_answered(self, what: str, attempt: Callable[[], _Answer]) -> _Answer:
+        began = time.monotonic()
+        attempts = 0
+        while True:
+            if self._closed.is_set():
+                raise ConnectionLost(
+                    f"{self._name} was asked for {what!r} after the connection was "
+                    "closed here.",
+                    culprit=self.task,
+                )
+            attempts += 1
+            try:
+                answer = attempt()
+            except _lost_errors() as error:
+                self._pause(what, error, began, attempts)
+            else:
+                if attempts > _TELL_AT_ATTEMPT:
+                    _logger.warning(
+                        "%s is back after %.1f s.",
+                        self._name,
+                        time.monotonic() - began,
+                    )
+                return answer
+
+    def _pause(self, what: str, error: Exception, began: float, attempts: int) -> None:
+        if (refusal := _refusal_in(error)) is not None:
+            raise refusal from error
+        passed = time.monotonic() - began
+        why = _short(error)
+        if passed >= self.retry_timeout_seconds:
+            raise ConnectionLost(
+                f"{self._name} gave no answer to {what!r} for {passed:.0f} s, in "
+                f"{attempts} attempts; the last one failed with: {why}. See its log, "
+                "and whether it still runs.",
+                culprit=self.task,
+            ) from error
+        if attempts == _TELL_AT_ATTEMPT and not self._closed.is_set():
+            _logger.warning(
+                "%s does not answer to %r: %s. Trying again for %.0f s.",
+                self._name,
+                what,
+                why,
+                self.retry_timeout_seconds - passed,
+            )
+        pause = min(_FIRST_PAUSE_SECONDS * 2 ** (attempts - 1), _LONGEST_PAUSE_SECONDS)
+        left = max(0.0, self.retry_timeout_seconds - passed)
+        # Workers that lost the same server must not all come back at once.
+        self._closed.wait(min(pause * random.uniform(0.5, 1.0), left))
+
+    @property
+    def _name(self) -> str:
+        return f"Parameter server {self.task} at {self.address}"
+
+    def _options(self, timeout: float | None) -> Any:
+        token = f"Bearer {self._credentials.token}".encode()
+        return wire.flight().FlightCallOptions(
+            timeout=timeout,
+            headers=[(b"authorization", token)],
+            write_options=wire.write_options(),
+        )
+
+    def _connected(self) -> Any:
+        """A client that has said hello, on a channel that is not known to be lost."""
+        with self._client_lock:
+            if self._client is None:
+                client = wire.flight().FlightClient(
+                    self._location,
+                    tls_root_certs=self._credentials.tls_root,
+                    generic_options=_CHANNEL_OPTIONS,
+                )
+                try:
+                    options = self._options(self._connect_timeout)
+                    hello = _act(client, "hello", b"{}", options)
+                except BaseException:
+                    client.close()
+                    raise
+                self._client = client
+                self._meet(hello)
+            return self._client
+
+    def _meet(self, answer: Mapping[str, Any]) -> None:
+        if answer["incarnation"] != self._incarnation:
+            self._incarnation = answer["incarnation"]
+            self._on_connect(answer["incarnation"])
+
+    def _drop_client(self, client: Any) -> None:
+        """Make a new channel next time: an old one tries again too seldom."""
+        with self._client_lock:
+            if client is self._client:
+                self._client = None
+
+    def _act(self, name: str, body: bytes, timeout: float) -> Any:
+        client = self._connected()
+        try:
+            answer = _act(client, name, body, self._options(timeout))
+        except _lost_errors() as error:
+            if _refusal_in(error) is None:
+                self._drop_client(client)
+            raise
+        with self._client_lock:
+            self._meet(answer)
+        return answer["value"]
+
+    def _attempt(
+        self,
+        header: Mapping[str, Any],
+        vectors: Mapping[str, np.ndarray],
+        timeout: float,
+    ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        client = self._connected()
+        try:
+            if self._stream is None:
+                self._stream = _Stream(client, self._options(None))
+            stream = self._stream
+            with self._watchdog.watch(timeout, stream.cancel) as progress:
+                answer = self._transfer(stream, header, vectors, progress)
+        except BaseException:
+            self._drop_stream()
+            self._drop_client(client)
+            raise
+        if "error" in answer[0]:
+            raise ServerRefused(answer[0]["error"], answer[0].get("kind", ""))
+        return answer
+
+    def _transfer(
+        self,
+        stream: "_Stream",
+        header: Mapping[str, Any],
+        vectors: Mapping[str, np.ndarray],
+        progress: Callable[[], None],
+    ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        self.bytes_sent += wire.send(stream.writer, header, vectors, progress)
+        answer = wire.receive_header(stream.reader)
+        if answer is None:
+            raise ConnectionResetError("the server ended the stream")
+        progress()
+        announcement = wire.announced(answer, None)
+        del answer["vectors"]
+        results = wire.receive_vectors(stream.reader, announcement, progress)
+        self.bytes_received += sum(vector.nbytes for vector in results.values())
+        return answer, results
+
+    def _drop_stream(self) -> None:
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.close()
+
+
+class _Stream:
+    """A Flight stream to a server."""
+
+    def __init__(self, client: Any, options: Any) -> None:
+        descriptor = wire.flight().FlightDescriptor.for_path("replicax")
+        self.writer, self.reader = client.do_exchange(descriptor, options)
+        wire.begin(self.writer)
+
+    def cancel(self) -> None:
+        """Make what is under way fail; from any thread."""
+        self.reader.cancel()
+
+    def close(self) -> None:
+        """End the stream; the server need not answer."""
+        self.cancel()
+        try:
+            self.writer.close()
+        except _lost_errors():
+            pass  # It was lost, or has just been cancelled.
+
+
+def _act(client: Any, name: str, body: bytes, options: Any) -> dict[str, Any]:
+    results = list(client.do_action((name, body), options))
+    if len(results) != 1:
+        raise wire.WireError(f"{name!r} has {len(results)} results; expected one")
+    answer = json.loads(results[0].body.to_pybytes())
+    if "error" in answer:
+        raise ServerRefused(answer["error"], answer.get("kind", ""))
+    return answer
+
+
+def _lost_errors() -> tuple[type[Exception], ...]:
+    import pyarrow as pa
+
+    return (pa.ArrowException, OSError)
+
+
+def _refusal_in(error: Exception) -> ServerRefused | None:
+    """What the server refused, if this is a refusal rather than a lost connection."""
+    if isinstance(error, wire.flight().FlightUnauthenticatedError):
+        return ServerRefused(_short(error), "Unauthenticated")
+    try:
+        detail = json.loads(getattr(error, "extra_info", b"") or b"null")
+    except ValueError:
+        return None
+    if not isinstance(detail, dict):
+        return None
+    return ServerRefused(str(detail.get("error")), str(detail.get("kind")))
+
+
+def _short(error: Exception) -> str:
+    """The part of a Flight error that a reader needs."""
+    text = str(error) or type(error).__name__
+    for mark in (". gRPC client debug context", ". Detail:", ". Client context"):
+        text = text.partition(mark)[0]
+    return text.removeprefix("Flight returned ")[:300]
+
+
+def _location(address: str, credentials: Credentials) -> str:
+    try:
+        host, port = parse_address(address)
+    except ValueError as error:
+        raise ValueError(f"{address!r} is not a server's address: {error}") from error
+    scheme = "grpc+tls" if credentials.tls else "grpc+tcp"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

@@ -1,0 +1,166 @@
+"""What a task of a parameter-server cluster needs to be let in: a token, and TLS files.
+
+Every task of a cluster has the same token. Whoever has it can read and change the
+model, so it stands in no log and no message, and a file with it is its owner's only.
+"""
+
+import dataclasses
+import hmac
+import os
+import secrets
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+__all__ = ["Credentials", "new_token"]
+
+TOKEN = "REPLICAX_PS_TOKEN"
+TOKEN_FILE = "REPLICAX_PS_TOKEN_FILE"
+TLS_CERTIFICATE = "REPLICAX_PS_TLS_CERT"
+TLS_KEY = "REPLICAX_PS_TLS_KEY"
+TLS_ROOT = "REPLICAX_PS_TLS_ROOT"
+
+_LEAST_CHARACTERS = 16
+_HOW = (
+    "Make one with replicax.ps.credentials.new_token() and give the same one to every "
+    f"task of the cluster: its text in {TOKEN}, or the path of a file in {TOKEN_FILE}. "
+    "`replicax run` does this by itself."
+)
+
+
+def new_token() -> str:
+    """A new token for a cluster: 256 random bits as 43 characters.
+
+    Example:
+        >>> len(new_token())
+        43
+    """
+    return secrets.token_urlsafe(32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Credentials:
+    """The token of a cluster and, where it uses TLS, certificates.
+
+    Attributes:
+        token: At least 16 visible ASCII characters. `repr` does not show it.
+        tls_certificate: A server's certificate chain, PEM. None: no TLS.
+        tls_key: The private key that belongs to it, PEM.
+        tls_root: The certificates that workers trust, PEM. None: no TLS, or those that
+            the machine trusts if `tls_certificate` is given.
+
+    Raises:
+        ValueError: If the token is too short or has other characters, or if only one
+            of certificate and key is given.
+
+    Example:
+        >>> credentials = Credentials(token=new_token())
+        >>> credentials
+        Credentials(token=<hidden>, tls=False)
+        >>> credentials.accepts("a guess")
+        False
+    """
+
+    token: str
+    tls_certificate: bytes | None = None
+    tls_key: bytes | None = None
+    tls_root: bytes | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.token) < _LEAST_CHARACTERS:
+            raise ValueError(
+                f"The token of a parameter-server cluster has {len(self.token)} "
+                f"characters, and needs at least {_LEAST_CHARACTERS}. {_HOW}"
+            )
+        if not all("!" <= character <= "~" for character in self.token):
+            raise ValueError(
+                "The token of a parameter-server cluster has other characters than "
+                f"visible ASCII ones. {_HOW}"
+            )
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ValueError(
+                f"TLS needs a certificate ({TLS_CERTIFICATE}) and its key ({TLS_KEY}); "
+                "only one of them is given."
+            )
+
+    def __repr__(self) -> str:
+        return f"Credentials(token=<hidden>, tls={self.tls})"
+
+    @property
+    def tls(self) -> bool:
+        """Whether the cluster's connections are encrypted."""
+        return self.tls_certificate is not None or self.tls_root is not None
+
+    def accepts(self, token: str) -> bool:
+        """Whether a caller's token is this one; the time taken tells nothing of it."""
+        return hmac.compare_digest(
+            self.token.encode(), token.encode("utf-8", "replace")
+        )
+
+    @classmethod
+    def from_environment(
+        cls, environment: Mapping[str, str] | None = None
+    ) -> "Credentials":
+        """The credentials that environment variables name.
+
+        `REPLICAX_PS_TOKEN` is the token, or `REPLICAX_PS_TOKEN_FILE` the path of a file
+        with it. `REPLICAX_PS_TLS_CERT`, `REPLICAX_PS_TLS_KEY` and
+        `REPLICAX_PS_TLS_ROOT` are paths of PEM files: servers need the first two,
+        workers the last.
+
+        Args:
+            environment: The variables. None: those of this process.
+
+        Raises:
+            ValueError: If there is no token, or it is none.
+            PermissionError: If other users of the machine may read the file with the
+                token or the key.
+            OSError: If a file cannot be read.
+        """
+        variables = os.environ if environment is None else environment
+        return cls(
+            token=_token(variables),
+            tls_certificate=_pem(variables, TLS_CERTIFICATE),
+            tls_key=_pem(variables, TLS_KEY, secret=True),
+            tls_root=_pem(variables, TLS_ROOT),
+        )
+
+
+def _token(variables: Mapping[str, str]) -> str:
+    if token := variables.get(TOKEN):
+        return token.strip()
+    if path := variables.get(TOKEN_FILE):
+        return _read(path, TOKEN_FILE, secret=True).decode("ascii", "replace").strip()
+    raise ValueError(
+        f"There is no token for the parameter servers: neither {TOKEN} nor "
+        f"{TOKEN_FILE} is set. {_HOW}"
+    )
+
+
+def _pem(
+    variables: Mapping[str, str], name: str, *, secret: bool = False
+) -> bytes | None:
+    path = variables.get(name)
+    if not path:
+        return None
+    data = _read(path, name, secret=secret)
+    if b"-----BEGIN " not in data:
+        raise ValueError(f"{name} names {path!r}, which is no PEM file.")
+    return data
+
+
+def _read(path: str, name: str, *, secret: bool) -> bytes:
+    try:
+        with Path(path).open("rb") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            if secret and os.name == "posix" and mode & 0o007:
+                raise PermissionError(
+                    f"{name} names {path!r}, which every user of this machine may "
+                    f"read (mode {mode:04o}). Forbid it: chmod 600 {path}, and make a "
+                    "new one if the machine is not yours alone."
+                )
+            return file.read(1 << 20)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"{name} names {path!r}, and there is no such file."
+        ) from error

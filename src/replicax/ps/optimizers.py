@@ -1,0 +1,198 @@
+"""A user's optimizer on its way to the servers: as JSON values, and built from them."""
+
+import copy
+import functools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+__all__ = [
+    "build_recording",
+    "can_split",
+    "clip_before_push",
+    "clips_on_worker",
+    "deserialize",
+    "optimizer_rule",
+]
+
+# Those whose update of an element needs that element's gradient, value and slots only.
+_ELEMENTWISE = (
+    keras.optimizers.Adadelta,
+    keras.optimizers.Adagrad,
+    keras.optimizers.Adam,
+    keras.optimizers.Adamax,
+    keras.optimizers.AdamW,
+    keras.optimizers.Ftrl,
+    keras.optimizers.Lion,
+    keras.optimizers.Nadam,
+    keras.optimizers.RMSprop,
+    keras.optimizers.SGD,
+)
+
+
+def can_split(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Whether rows of a variable may be updated apart from its other rows.
+
+    Adafactor, Lamb and Muon need whole variables. Subclasses of Keras' optimizers are
+    not looked into and are taken to need them too.
+
+    Example:
+        >>> can_split(keras.optimizers.Adam()), can_split(keras.optimizers.Lamb())
+        (True, False)
+    """
+    inner = getattr(optimizer, "optimizers", None)
+    if inner is not None:
+        return all(can_split(each) for each in inner)
+    # By name: Keras has it since 3.14 only.
+    free = getattr(keras.optimizers, "ScheduleFreeAdamW", None)
+    return type(optimizer) in (*_ELEMENTWISE, free)
+
+
+def optimizer_rule(
+    optimizer: keras.optimizers.Optimizer,
+    variables: Sequence[keras.Variable],
+    *,
+    clipped_by_worker: bool = False,
+) -> dict[str, Any]:
+    """A group's rule, in JSON values: the optimizer as it is now, without its slots.
+
+    The learning rate and the iterations are the current ones, and variables that
+    `exclude_from_weight_decay` named stay excluded.
+
+    Args:
+        optimizer: The user's.
+        variables: What it updates, in the group's order.
+        clipped_by_worker: Whether workers push gradients that `clip_before_push` has
+            clipped, so that servers must not clip again.
+
+    Raises:
+        ValueError: If the optimizer cannot be built elsewhere, or scales its loss
+            dynamically.
+
+    Example:
+        >>> w = keras.Variable([1.0, 2.0])
+        >>> rule = optimizer_rule(keras.optimizers.SGD(0.5), [w])
+        >>> rule["kind"], rule["config"]["class_name"], rule["iterations"]
+        ('optimizer', 'SGD', 0)
+    """
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise ValueError(
+            "optimizer_rule: LossScaleOptimizer cannot run on parameter servers: each "
+            "would look for overflow in its own variables only, and workers would not "
+            "know the loss scale. Use the mixed_bfloat16 policy, or "
+            "compile(auto_scale_loss=False) and the optimizer's loss_scale_factor."
+        )
+    try:
+        config = json.loads(json.dumps(keras.optimizers.serialize(optimizer)))
+        deserialize(config)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"optimizer_rule: servers cannot build {type(optimizer).__name__} from "
+            f"its config: {error} Give a LearningRateSchedule rather than a lambda, "
+            "and register classes of your own with "
+            "keras.saving.register_keras_serializable."
+        ) from error
+    excluded = [
+        i for i, variable in enumerate(variables) if not _decays(optimizer, variable)
+    ]
+    return {
+        "kind": "optimizer",
+        "config": config,
+        # With gradient accumulation `optimizer.iterations` counts updates; this, steps.
+        "iterations": int(np.asarray(optimizer.variables[0])),
+        "no_weight_decay": excluded,
+        "clipped_by_worker": clipped_by_worker,
+    }
+
+
+def clip_before_push(
+    optimizer: keras.optimizers.Optimizer, gradients: Sequence[Any]
+) -> list[Any]:
+    """Gradients as the optimizer would clip them, still times its `loss_scale_factor`.
+
+    For rules with `clipped_by_worker`. May be traced. Where it is not the pushed
+    gradient that is clipped, but the mean of several or a share of it, servers clip:
+    with `gradient_accumulation_steps`, and for MultiOptimizer.
+
+    Args:
+        optimizer: The user's.
+        gradients: All of its variables', in order; None where there is none.
+    """
+    if not clips_on_worker(optimizer):
+        return list(gradients)
+    scale = optimizer.loss_scale_factor
+    if scale is None:
+        return list(optimizer._clip_gradients(list(gradients)))
+    unscaled = [None if g is None else g / scale for g in gradients]
+    clipped = optimizer._clip_gradients(unscaled)
+    return [None if g is None else g * scale for g in clipped]
+
+
+def clips_on_worker(optimizer: Any) -> bool:
+    """Whether `clip_before_push` can do what the optimizer would do."""
+    is_multiple = hasattr(optimizer, "optimizers")
+    return not is_multiple and not optimizer.gradient_accumulation_steps
+
+
+def deserialize(config: dict[str, Any]) -> Any:
+    """An optimizer from its config, which Keras would change."""
+    optimizer = keras.saving.deserialize_keras_object(
+        copy.deepcopy(config), safe_mode=True
+    )
+    if not isinstance(optimizer, keras.optimizers.Optimizer) or isinstance(
+        optimizer, keras.optimizers.LossScaleOptimizer
+    ):
+        raise ValueError(
+            f"got the config of a {type(optimizer).__name__}, expected that of a "
+            "keras.optimizers.Optimizer other than LossScaleOptimizer."
+        )
+    return optimizer
+
+
+def _decays(optimizer: Any, variable: keras.Variable) -> bool:
+    inner = getattr(optimizer, "optimizers", None)
+    if inner is not None:
+        return all(_decays(each, variable) for each in inner)
+    return optimizer._use_weight_decay(variable)
+
+
+def build_recording(
+    optimizer: Any, steppers: Sequence[Any], variables: Sequence[Any]
+) -> list[tuple[int | None, str]]:
+    """Build an optimizer; for each of its variables the trained one's place, and name.
+
+    Names of optimizer variables do not say it: those of `a/b` and `a_b` are the same.
+    """
+    places = {id(variable): i for i, variable in enumerate(variables)}
+    owners: dict[int, tuple[int, str]] = {}
+
+    def record(original: Any, reference_variable: Any, name: Any = None, **kw: Any):  # noqa: ANN202
+        slot = original(reference_variable, name=name, **kw)
+        owners[id(slot)] = (places[id(reference_variable)], name or "var")
+        return slot
+
+    for stepper in steppers:
+        original = stepper.add_variable_from_reference
+        stepper.add_variable_from_reference = functools.partial(record, original)
+    optimizer.build(variables)
+    for stepper in steppers:
+        del stepper.add_variable_from_reference
+    shared = [v for v in optimizer.variables if id(v) not in owners]
+    names = _distinct([v.name for v in shared], [v.path for v in shared])
+    of_shared = {id(v): (None, name) for v, name in zip(shared, names, strict=True)}
+    return [owners.get(id(v)) or of_shared[id(v)] for v in optimizer.variables]
+
+
+def _distinct(names: Sequence[str], paths: Sequence[str]) -> list[str]:
+    """Names; paths where names are not unique; with numbers where paths are not."""
+    wanted = [
+        name if names.count(name) == 1 else path
+        for name, path in zip(names, paths, strict=True)
+    ]
+    return [
+        name if wanted.count(name) == 1 else f"{name} {wanted[:i].count(name)}"
+        for i, name in enumerate(wanted)
+    ]

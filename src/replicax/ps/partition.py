@@ -1,0 +1,332 @@
+"""Which rows of which variable lie on which server.
+
+A partitioner says into how many shards a variable is cut along its first dimension;
+`place` cuts the variables and deals the parts out so that servers hold about as many
+bytes each.
+"""
+
+import dataclasses
+import heapq
+import itertools
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import ml_dtypes  # noqa: F401  NumPy learns of bfloat16.
+import numpy as np
+
+from replicax.ps.groups import Group, Part
+
+__all__ = [
+    "FixedShardsPartitioner",
+    "MaxSizePartitioner",
+    "MinSizePartitioner",
+    "Partitioner",
+    "VariableInfo",
+    "place",
+]
+
+_logger = logging.getLogger("replicax")
+_Rows = tuple[int, int] | None
+
+
+class Partitioner(Protocol):
+    """Says into how many shards a variable is cut.
+
+    Any function of this signature will do.
+    (TensorFlow: `tf.distribute.experimental.partitioners.Partitioner`.)
+    """
+
+    def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
+        """The number of shards along each dimension: 1 except along `axis`."""
+        ...
+
+
+class FixedShardsPartitioner:
+    """Cuts every variable into the same number of shards.
+
+    (TensorFlow: `tf.distribute.experimental.partitioners.FixedShardsPartitioner`.)
+
+    Args:
+        num_shards: Number of shards. A variable with fewer rows has one row in each.
+
+    Raises:
+        ValueError: If `num_shards` is less than 1.
+
+    Example:
+        >>> FixedShardsPartitioner(num_shards=2)([10, 3], "float32")
+        [2, 1]
+    """
+
+    def __init__(self, num_shards: int) -> None:
+        _require_positive("FixedShardsPartitioner", num_shards=num_shards)
+        self._num_shards = num_shards
+
+    def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
+        """The number of shards along each dimension."""
+        return _along(shape, axis, self._num_shards)
+
+
+class MinSizePartitioner:
+    """Cuts a variable into many shards, none much smaller than a number of bytes.
+
+    (TensorFlow: `tf.distribute.experimental.partitioners.MinSizePartitioner`.)
+
+    Args:
+        min_shard_bytes: Bytes that a shard should have at least.
+        max_shards: Largest number of shards. With the default of 1 nothing is cut.
+        bytes_per_string: Bytes of one element of dtype `"string"`.
+
+    Raises:
+        ValueError: If an argument is less than 1.
+
+    Example:
+        >>> MinSizePartitioner(min_shard_bytes=4, max_shards=2)([6, 1], "float32")
+        [2, 1]
+    """
+
+    def __init__(
+        self,
+        min_shard_bytes: int = 256 << 10,
+        max_shards: int = 1,
+        bytes_per_string: int = 16,
+    ) -> None:
+        _require_positive(
+            "MinSizePartitioner",
+            min_shard_bytes=min_shard_bytes,
+            max_shards=max_shards,
+            bytes_per_string=bytes_per_string,
+        )
+        self._min_shard_bytes = min_shard_bytes
+        self._max_shards = max_shards
+        self._bytes_per_string = bytes_per_string
+
+    def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
+        """The number of shards along each dimension."""
+        total = math.prod(shape) * _item_bytes(dtype, self._bytes_per_string)
+        shards = math.ceil(total / self._min_shard_bytes)
+        return _along(shape, axis, min(shards, self._max_shards))
+
+
+class MaxSizePartitioner:
+    """Cuts a variable into few shards of at most a number of bytes.
+
+    (TensorFlow: `tf.distribute.experimental.partitioners.MaxSizePartitioner`.)
+
+    Args:
+        max_shard_bytes: Bytes that a shard should have at most; one row is never cut.
+        max_shards: Largest number of shards, even if they are larger then; None: no
+            limit.
+        bytes_per_string: Bytes of one element of dtype `"string"`.
+
+    Raises:
+        ValueError: If an argument is less than 1.
+
+    Example:
+        >>> MaxSizePartitioner(max_shard_bytes=8)([6, 1], "float32")
+        [3, 1]
+    """
+
+    def __init__(
+        self,
+        max_shard_bytes: int,
+        max_shards: int | None = None,
+        bytes_per_string: int = 16,
+    ) -> None:
+        _require_positive(
+            "MaxSizePartitioner",
+            max_shard_bytes=max_shard_bytes,
+            max_shards=1 if max_shards is None else max_shards,
+            bytes_per_string=bytes_per_string,
+        )
+        self._max_shard_bytes = max_shard_bytes
+        self._max_shards = max_shards
+        self._bytes_per_string = bytes_per_string
+
+    def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
+        """The number of shards along each dimension."""
+        total = math.prod(shape) * _item_bytes(dtype, self._bytes_per_string)
+        if not total:
+            return _along(shape, axis, 1)
+        rows = max(1, self._max_shard_bytes * shape[axis] // total)
+        shards = math.ceil(shape[axis] / rows)
+        return _along(shape, axis, min(shards, self._max_shards or shards))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class VariableInfo:
+    """What placement needs to know of a variable.
+
+    Attributes:
+        path: Its Keras path.
+        shape: Its shape.
+        dtype: Its dtype, such as `"float32"`.
+        constraint: Config of its Keras constraint, or None.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    constraint: dict[str, Any] | None = None
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row: all of it but the first dimension."""
+        return math.prod(self.shape[1:]) * np.dtype(self.dtype).itemsize
+
+
+def place(
+    name: str,
+    rule: dict[str, Any],
+    variables: Sequence[VariableInfo],
+    num_servers: int,
+    partitioner: Partitioner | None = None,
+    can_split: bool = True,
+) -> Group:
+    """Cut variables into parts, and give each part a server.
+
+    The largest part goes first, each to the server that has the fewest bytes yet, so no
+    two servers differ by more than the largest part. Equal calls give equal groups.
+
+    Args:
+        name: The group's name.
+        rule: How servers update it; see `Group`.
+        variables: What `optimizer.apply` updates together, in its order.
+        num_servers: Number of parameter servers, at least 1.
+        partitioner: Called as `partitioner(shape=..., dtype=...)` for each variable
+            that is no scalar; None: whole variables.
+        can_split: Whether the rule may be applied to some rows of a variable alone.
+
+    Returns:
+        The group, its parts in the order of the variables and their rows.
+
+    Raises:
+        ValueError: If `num_servers` is less than 1, or the partitioner returns anything
+            but the number of shards along each dimension, 1 except for the first.
+
+    Example:
+        >>> w = VariableInfo(path="dense/kernel", shape=(5, 4), dtype="float32")
+        >>> group = place("a", {"kind": "add"}, [w], 2, FixedShardsPartitioner(2))
+        >>> [(part.name, part.server) for part in group.parts]
+        [('dense/kernel[0:3]', 0), ('dense/kernel[3:5]', 1)]
+    """
+    _require_positive("place", num_servers=num_servers)
+    cuts = [_cuts(variable, partitioner) for variable in variables]
+    cuts = _kept_whole(name, variables, cuts, can_split)
+    pieces = [(i, rows) for i, ranges in enumerate(cuts) for rows in ranges]
+    sizes = [_bytes(variables[i], rows) for i, rows in pieces]
+
+    loads = [(0, server) for server in range(num_servers)]
+    servers = [0] * len(pieces)
+    for piece in sorted(range(len(pieces)), key=lambda p: -sizes[p]):
+        load, server = heapq.heappop(loads)
+        servers[piece] = server
+        heapq.heappush(loads, (load + sizes[piece], server))
+
+    parts = []
+    for (i, rows), server in zip(pieces, servers, strict=True):
+        info = variables[i]
+        shape = info.shape if rows is None else (rows[1] - rows[0], *info.shape[1:])
+        parts.append(
+            Part(
+                variable=i,
+                path=info.path,
+                shape=shape,
+                dtype=info.dtype,
+                server=server,
+                rows=rows,
+                constraint=info.constraint,
+            )
+        )
+    return Group(name=name, rule=rule, parts=tuple(parts))
+
+
+def _cuts(variable: VariableInfo, partitioner: Partitioner | None) -> list[_Rows]:
+    """The rows of a variable's parts, as its partitioner wants them."""
+    if partitioner is None or not variable.shape:
+        return [None]
+    shards = partitioner(shape=variable.shape, dtype=variable.dtype)
+    counts = list(shards) if isinstance(shards, list | tuple) else []
+    if (
+        len(counts) != len(variable.shape)
+        or not all(_is_count(n) for n in counts)
+        or any(n != 1 for n in counts[1:])
+    ):
+        expected = ", ".join(["n", *["1"] * (len(variable.shape) - 1)])
+        raise ValueError(
+            f"variable_partitioner: for variable {variable.path!r} of shape "
+            f"{list(variable.shape)} it returned {shards!r}, expected [{expected}] "
+            "with an int n >= 1. Only the first dimension can be cut."
+        )
+    rows = variable.shape[0]
+    number = min(int(counts[0]), rows)
+    if number <= 1:
+        return [None]
+    base, extra = divmod(rows, number)
+    starts = [i * base + min(i, extra) for i in range(number + 1)]
+    return list(itertools.pairwise(starts))
+
+
+def _kept_whole(
+    name: str,
+    variables: Sequence[VariableInfo],
+    cuts: list[list[_Rows]],
+    can_split: bool,
+) -> list[list[_Rows]]:
+    """The cuts, without those of variables that must stay whole; says which and why."""
+    whole, constrained = [], []
+    for i, variable in enumerate(variables):
+        if len(cuts[i]) > 1 and (not can_split or variable.constraint is not None):
+            (constrained if can_split else whole).append(variable.path)
+            cuts[i] = [None]
+    if whole:
+        _logger.warning(
+            "group %r: variables are not split: its optimizer needs whole variables. "
+            "Kept whole: %s",
+            name,
+            ", ".join(whole),
+        )
+    if constrained:
+        _logger.warning(
+            "group %r: variables with a constraint are not split: a constraint sees "
+            "the whole variable. Kept whole: %s",
+            name,
+            ", ".join(constrained),
+        )
+    return cuts
+
+
+def _bytes(variable: VariableInfo, rows: _Rows) -> int:
+    if rows is not None:
+        return (rows[1] - rows[0]) * variable.row_bytes
+    return math.prod(variable.shape) * np.dtype(variable.dtype).itemsize
+
+
+def _is_count(number: Any) -> bool:
+    is_int = isinstance(number, int | np.integer) and not isinstance(number, bool)
+    return is_int and int(number) >= 1
+
+
+def _item_bytes(dtype: Any, bytes_per_string: int) -> int:
+    if dtype is str or dtype == "string":
+        return bytes_per_string
+    return np.dtype(dtype).itemsize
+
+
+def _along(shape: Sequence[int], axis: int, shards: int) -> list[int]:
+    """`shards` along one dimension, at most its rows; 1 along the others."""
+    if not -len(shape) <= axis < len(shape):
+        raise ValueError(
+            f"partitioner: got axis={axis} for shape {list(shape)}, expected an axis "
+            "of that shape."
+        )
+    counts = [1] * len(shape)
+    counts[axis] = max(1, min(shards, shape[axis]))
+    return counts
+
+
+def _require_positive(who: str, **arguments: int) -> None:
+    for name, value in arguments.items():
+        if value < 1:
+            raise ValueError(f"{who}: got {name}={value!r}, expected at least 1.")

@@ -1,0 +1,260 @@
+"""Who is there: the workers, their sessions, and when the job is done or has failed.
+
+No clock and no I/O: times come in as arguments, in seconds.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from replicax.ps.refusals import (
+    NotJoinedError,
+    SessionReplacedError,
+    UnknownWorkerError,
+    check_text,
+)
+
+__all__ = ["Presence"]
+
+_REPLACED_KEPT = 16
+_MAX_ERROR = 4000
+
+
+@dataclasses.dataclass
+class _Worker:
+    """One task of the cluster; `state` is `absent`, `alive`, `dead` or `left`."""
+
+    state: str = "absent"
+    session: str | None = None
+    last_sign: float = 0.0
+    gone_at: float = 0.0  # When it died or left; when the board started.
+    ok: bool | None = None
+    error: str | None = None
+    info: dict[str, Any] = dataclasses.field(default_factory=dict)
+    starts: int = 0
+    deaths: int = 0
+    replaced: list[str] = dataclasses.field(default_factory=list)
+
+
+class Presence:
+    """Which workers are alive.
+
+    A worker is dead when nothing was heard of it for `heartbeat_seconds`. It may have
+    been stopped only: a later sign of the same session makes it alive again.
+
+    Args:
+        workers: Names of all workers; the first one is the chief.
+        heartbeat_seconds: Silence after which a worker is dead.
+        grace_seconds: How long a dead chief, or the last worker, may take to return.
+        start_seconds: How long workers may take to join in the beginning.
+        now: The time.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[str],
+        *,
+        heartbeat_seconds: float,
+        grace_seconds: float,
+        start_seconds: float,
+        now: float,
+    ) -> None:
+        if not workers or len(set(workers)) != len(workers):
+            raise ValueError(
+                f"Board: workers must be different names, at least one; got "
+                f"{list(workers)}."
+            )
+        for name, seconds in (
+            ("heartbeat_seconds", heartbeat_seconds),
+            ("grace_seconds", grace_seconds),
+            ("start_seconds", start_seconds),
+        ):
+            if not seconds > 0:
+                raise ValueError(f"Board: {name} must be positive; got {seconds!r}.")
+        self.chief = workers[0]
+        self.heartbeat_seconds = heartbeat_seconds
+        self.grace_seconds = grace_seconds
+        self.start_seconds = start_seconds
+        self._started = now
+        self._workers = {name: _Worker(gone_at=now) for name in workers}
+
+    def _worker(self, worker: str) -> _Worker:
+        if not isinstance(worker, str) or worker not in self._workers:
+            raise UnknownWorkerError(
+                f"The cluster has no worker {repr(worker)[:80]}; its workers are "
+                f"{', '.join(self._workers)}."
+            )
+        return self._workers[worker]
+
+    def _refuse_replaced(self, name: str, known: _Worker, session: str) -> None:
+        if session in known.replaced:
+            raise SessionReplacedError(
+                f"{name}: session {session} was replaced by {known.session}: the "
+                f"worker was started again. This process must stop."
+            )
+
+    def join(self, worker: str, session: str, info: dict[str, Any], now: float) -> bool:
+        """Makes the worker alive; whether it replaced another session of its name."""
+        known = self._worker(worker)
+        check_text(session, f"{worker}: session")
+        self._refuse_replaced(worker, known, session)
+        replaces = known.session is not None and known.session != session
+        if replaces:
+            known.replaced = [*known.replaced, str(known.session)][-_REPLACED_KEPT:]
+        if known.session != session:
+            known.starts += 1
+        known.session, known.state = session, "alive"
+        known.ok = known.error = None
+        known.last_sign, known.info = now, info
+        return replaces
+
+    def sign(self, worker: str, session: str, now: float) -> None:
+        """Notes a sign of life.
+
+        Raises:
+            UnknownWorkerError: The cluster has no such worker.
+            SessionReplacedError: It was started again, as another session.
+            NotJoinedError: It did not join as this session, or has left.
+        """
+        known = self._worker(worker)
+        if known.session != session:
+            self._refuse_replaced(worker, known, session)
+            raise NotJoinedError(
+                f"{worker}: session {repr(session)[:80]} has not joined; this server "
+                f"knows session {known.session}. Join first."
+            )
+        if known.state == "left":
+            raise NotJoinedError(f"{worker}: this session has left. Join again first.")
+        known.state, known.last_sign = "alive", now
+
+    def describe(self, worker: str, info: dict[str, Any]) -> None:
+        """Keeps what the worker tells about itself, for `status`."""
+        self._worker(worker).info = info
+
+    def leave(
+        self, worker: str, session: str, ok: bool, error: str | None, now: float
+    ) -> bool:
+        """Notes that it goes; False if it had left before (the call was repeated)."""
+        known = self._worker(worker)
+        if known.session == session and known.state == "left":
+            return False
+        self.sign(worker, session, now)
+        known.state, known.gone_at = "left", now
+        known.ok = bool(ok)
+        known.error = None if ok else str(error or "no reason given")[:_MAX_ERROR]
+        return True
+
+    def newly_dead(self, now: float) -> list[str]:
+        """Marks as dead who was silent for too long, and returns their names."""
+        dead = []
+        for name, known in self._workers.items():
+            due = known.last_sign + self.heartbeat_seconds
+            if known.state == "alive" and now > due:
+                # Not `now`: it may be long after, when nobody called in between.
+                known.state, known.gone_at = "dead", due
+                known.deaths += 1
+                dead.append(name)
+        return dead
+
+    def alive(self) -> list[str]:
+        """Names of the workers that are alive, in the cluster's order."""
+        return [n for n, known in self._workers.items() if known.state == "alive"]
+
+    def is_done(self, now: float) -> bool:
+        """Whether the chief left with success and nobody is left to wait for."""
+        chief = self._workers[self.chief]
+        if chief.state != "left" or not chief.ok or self.alive():
+            return False
+        # Who has not come yet may be starting still.
+        starting = now - self._started <= self.start_seconds
+        absent = any(known.state == "absent" for known in self._workers.values())
+        return not (starting and absent)
+
+    def failure(self, now: float) -> str | None:
+        """Why the job as a whole has failed; None: it has not."""
+        chief = self._workers[self.chief]
+        if chief.state == "left":
+            if not chief.ok:
+                return f"{self.chief} (the chief) failed: {chief.error}"
+            return None
+        if all(known.state == "absent" for known in self._workers.values()):
+            if now - self._started > self.start_seconds:
+                return (
+                    f"no worker has joined for {self.start_seconds:g} s; expected "
+                    f"{', '.join(self._workers)}"
+                )
+            return None
+        if chief.state == "alive":
+            return None
+        return self._failure_without_chief(chief, now)
+
+    def _failure_without_chief(self, chief: _Worker, now: float) -> str | None:
+        if chief.state == "absent":
+            if now - self._started > self.start_seconds:
+                return (
+                    f"{self.chief} (the chief) has not joined for "
+                    f"{self.start_seconds:g} s"
+                )
+        elif now - chief.gone_at > self.grace_seconds:
+            return (
+                f"{self.chief} (the chief) died and did not return for "
+                f"{self.grace_seconds:g} s"
+            )
+        last = max(known.gone_at for known in self._workers.values())
+        if not self.alive() and now - last > self.grace_seconds:
+            return f"no worker has been alive for {self.grace_seconds:g} s"
+        return None
+
+    def missing(self, arrived: Sequence[str]) -> list[str]:
+        """Who is alive and not among the arrived."""
+        return [name for name in self.alive() if name not in arrived]
+
+    def starts(self, worker: str) -> int:
+        """How often the worker was started."""
+        return self._worker(worker).starts
+
+    def status(self, now: float) -> dict[str, dict[str, Any]]:
+        """Every worker's state, for people."""
+        return {
+            name: {
+                "state": known.state,
+                "chief": name == self.chief,
+                "starts": known.starts,
+                "deaths": known.deaths,
+                "silent_seconds": now - known.last_sign if known.starts else None,
+                "ok": known.ok,
+                "error": known.error,
+                "info": known.info,
+            }
+            for name, known in self._workers.items()
+        }
+
+    def state(self) -> dict[str, Any]:
+        """All of it but the times, as JSON values."""
+        return {
+            name: {
+                "state": known.state,
+                "session": known.session,
+                "ok": known.ok,
+                "error": known.error,
+                "starts": known.starts,
+                "deaths": known.deaths,
+                "replaced": list(known.replaced),
+            }
+            for name, known in self._workers.items()
+        }
+
+    def load_state(self, state: dict[str, Any], now: float) -> None:
+        """Takes over a state; heartbeats and the grace period start anew.
+
+        Raises:
+            ValueError: It is of a cluster with other workers.
+        """
+        if list(state) != list(self._workers):
+            raise ValueError(
+                f"Board.load_state: the snapshot is of the workers {', '.join(state)}; "
+                f"this cluster has {', '.join(self._workers)}. Delete the snapshot."
+            )
+        self._started = now
+        for name, saved in state.items():
+            self._workers[name] = _Worker(**saved, last_sign=now, gone_at=now)

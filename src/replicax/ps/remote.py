@@ -1,0 +1,339 @@
+"""A group of variables on the servers, as a worker has it."""
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from replicax.errors import ClusterError, ClusterMismatchError
+from replicax.ps.connection import Connection, ServerRefused
+from replicax.ps.groups import Group
+from replicax.ps.session import Session
+
+__all__ = ["Applied", "Part", "RemoteGroup"]
+
+_logger = logging.getLogger("replicax")
+_Vectors = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Part:
+    """A worker's part of a synchronous step.
+
+    Attributes:
+        step: The step, counted from the job's start.
+        part: Which part this is.
+        num_parts: How many the step has.
+        weight: How much the part counts in a mean, such as its examples; None: parts
+            are summed.
+    """
+
+    step: int
+    part: int
+    num_parts: int
+    weight: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Applied:
+    """What became of a push.
+
+    Attributes:
+        counts: Whether it is in the values. A synchronous part that another worker had
+            brought already is not.
+        staleness: Most updates that any server applied between the pull and this push.
+    """
+
+    counts: bool
+    staleness: int
+
+
+class RemoteGroup:
+    """A group on the servers, with the newest values that this worker has seen.
+
+    Args:
+        session: This worker's session.
+        group: What lies where.
+        sharding: Of the values on this worker's devices.
+        compression: Dtype in which float32 gradients travel, such as `"bfloat16"`.
+
+    Attributes:
+        values: The newest values known here, in the order of the group's variables.
+        versions: Of `values`, by server.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        group: Group,
+        sharding: NamedSharding,
+        compression: str | None = None,
+    ) -> None:
+        self.group = group
+        self.values: list[jax.Array] = []
+        self.versions: dict[int, int] = {}
+        self._session = session
+        self._sharding = sharding
+        self._compression = compression
+        self._servers = sorted({part.server for part in group.parts})
+        self._held: dict[int, _Vectors] = {}
+        self._sequence = 0
+        self._pack = jax.jit(self._packed)
+        self._unpack = jax.jit(self._unpacked, out_shardings=sharding)
+
+    # The beginning.
+
+    def create(self, values: Sequence[Any]) -> None:
+        """Bring the initial values to the servers; they keep those that they have."""
+        for server, vectors in zip(
+            self._servers, self._pack_values(values), strict=True
+        ):
+            self._on(server, {"op": "create", "group": self.group.to_json()}, vectors)
+        self._session.board("put", key=self._key, value={"digest": self.group.digest})
+
+    def require_created(self) -> None:
+        """Wait for the chief to create the group, and compare it with this one.
+
+        Raises:
+            ClusterMismatchError: If the chief's is another one.
+        """
+        created = self._session.get(self._key, f"{self.group.name!r}: initial values")
+        if created["digest"] != self.group.digest:
+            raise ClusterMismatchError(
+                f"{self._session.name}: {self.group.name!r} differs from the chief's: "
+                f"here it is of {len(self.group.parts)} parts, first "
+                f"{self.group.parts[0]}. All tasks must run the same script with the "
+                "same arguments and versions."
+            )
+
+    # Values.
+
+    def pull(self) -> bool:
+        """Get what has changed since this worker looked last; whether anything has."""
+        pulls = [
+            self._session.submit(server, functools.partial(self._pull_from, server))
+            for server in self._servers
+        ]
+        return self._take([pull.result() for pull in pulls])
+
+    def assign_rate(self, rate: float) -> None:
+        """Give the servers' optimizers another learning rate."""
+        for server in self._servers:
+            self._on(
+                server,
+                {
+                    "op": "assign_scalar",
+                    "group": self.group.name,
+                    "name": "learning_rate",
+                    "value": rate,
+                },
+            )
+
+    def assign(self, values: Sequence[Any]) -> None:
+        """Replace the servers' values."""
+        for server, vectors in zip(
+            self._servers, self._pack_values(values), strict=True
+        ):
+            self._on(server, {"op": "assign", "group": self.group.name}, vectors)
+        self.pull()
+
+    def push(
+        self,
+        gradients: Sequence[Any],
+        based_on: Mapping[int, int],
+        part: Part | None = None,
+    ) -> Any:
+        """Send gradients, and bring the newest values; `finish` waits for it.
+
+        Args:
+            gradients: One for each variable, equal on all of this worker's replicas.
+            based_on: `versions` when the values that they are of were the newest.
+            part: Of a synchronous step; None: to be applied at once.
+        """
+        packed = self._pack([x.addressable_data(0) for x in gradients])
+        self._sequence += 1
+        header = {
+            "op": "push",
+            "group": self.group.name,
+            "worker": self._session.name,
+            "session": self._session.id,
+            "sequence": self._sequence,
+            "deadline_seconds": self._session.timeouts.step,
+            "part": None if part is None else dataclasses.asdict(part),
+        }
+        futures = [
+            self._session.submit(
+                server,
+                functools.partial(
+                    self._push_to,
+                    server,
+                    header | {"based_on": based_on[server]},
+                    vectors,
+                ),
+            )
+            for server, vectors in zip(self._servers, packed, strict=True)
+        ]
+        return _Together(futures, part)
+
+    def finish(self, push: Any) -> Applied:
+        """Wait for a push, and take over the values it brought."""
+        answers = [future.result() for future in push.futures]
+        norms = [header["squared_norms"] for _, header, _ in answers]
+        if any(n is not None for n in norms):
+            answers = self._commit(push.part.step, norms, answers)
+        self._take(answers)
+        return Applied(
+            counts=all(header["applied"] for _, header, _ in answers),
+            staleness=max(header["staleness"] for _, header, _ in answers),
+        )
+
+    def _commit(
+        self, step: int, norms: list[dict[str, float]], answers: list[Any]
+    ) -> list[Any]:
+        """The second round of a synchronous step that is clipped by its norm."""
+        total: dict[str, float] = {}
+        for each in norms:
+            for key, value in (each or {}).items():
+                total[key] = total.get(key, 0.0) + value
+        results = []
+        for server, header, _ in answers:
+            answer, vectors = self._on(
+                server,
+                {
+                    "op": "commit",
+                    "group": self.group.name,
+                    "step": step,
+                    "squared_norms": total,
+                },
+            )
+            results.append((server, header | answer, vectors))
+        return results
+
+    def _take(self, answers: Sequence[Any]) -> bool:
+        """Take over the values that servers sent; whether there were any."""
+        changed = False
+        for server, header, vectors in answers:
+            before = self.versions.get(server, 0)
+            if header["version"] < before:
+                _logger.warning(
+                    "ps:%d was restarted from a snapshot: %d of %s's updates are lost.",
+                    server,
+                    before - header["version"],
+                    self.group.name,
+                )
+            self.versions[server] = header["version"]
+            if vectors:
+                self._held[server] = vectors
+                changed = True
+        if changed or not self.values:
+            held = [
+                {d: jax.device_put(v, self._sharding) for d, v in vectors.items()}
+                for vectors in (self._held[server] for server in self._servers)
+            ]
+            self.values = self._unpack(held)
+        return changed
+
+    # Messages.
+
+    @property
+    def _key(self) -> str:
+        return f"group {self.group.name}"
+
+    def _on(
+        self, server: int, header: Mapping[str, Any], vectors: _Vectors | None = None
+    ) -> tuple[dict[str, Any], _Vectors]:
+        """Exchange a message with a server, in its turn, and wait."""
+        return self._session.submit(
+            server, lambda connection: _exchange(connection, header, vectors)
+        ).result()
+
+    def _pull_from(self, server: int, connection: Connection) -> Any:
+        header = {
+            "op": "pull",
+            "group": self.group.name,
+            "have": self.versions.get(server),
+        }
+        answer, vectors = _exchange(connection, header)
+        if answer["version"] < self.versions.get(server, 0):
+            # Restored: what this worker has is of no version there.
+            answer, vectors = _exchange(connection, header | {"have": None})
+        return server, answer, vectors
+
+    def _push_to(
+        self,
+        server: int,
+        header: dict[str, Any],
+        vectors: _Vectors,
+        connection: Connection,
+    ) -> Any:
+        # Here the thread waits for the step to be computed.
+        host = {dtype: np.asarray(v) for dtype, v in vectors.items()}
+        return server, *_exchange(connection, header, host)
+
+    # Between variables and flat vectors.
+
+    def _pack_values(self, values: Sequence[Any]) -> list[_Vectors]:
+        packed = jax.jit(functools.partial(self._packed, compress=False))(
+            [x.addressable_data(0) for x in values]
+        )
+        return [{d: np.asarray(v) for d, v in vectors.items()} for vectors in packed]
+
+    def _packed(self, values: list[Any], compress: bool = True) -> list[_Vectors]:
+        return [self._vectors(values, server, compress) for server in self._servers]
+
+    def _vectors(self, values: list[Any], server: int, compress: bool) -> _Vectors:
+        pieces: dict[str, list[Any]] = {}
+        for part in self.group.parts_on(server):
+            value = values[part.variable]
+            if part.rows is not None:
+                value = value[part.rows[0] : part.rows[1]]
+            flat = value.astype(part.dtype).ravel()
+            pieces.setdefault(part.dtype, []).append(flat)
+        vectors = {d: jnp.concatenate(flats) for d, flats in pieces.items()}
+        if compress and self._compression and "float32" in vectors:
+            vectors["float32"] = vectors["float32"].astype(self._compression)
+        return vectors
+
+    def _unpacked(self, held: list[_Vectors]) -> list[jax.Array]:
+        pieces: dict[int, list[Any]] = {}
+        begin: dict[tuple[int, str], int] = {}
+        by_server = dict(zip(self._servers, held, strict=True))
+        for part in self.group.parts:  # Rows of a variable are in order.
+            first = begin.get((part.server, part.dtype), 0)
+            begin[part.server, part.dtype] = first + part.size
+            flat = by_server[part.server][part.dtype][first : first + part.size]
+            pieces.setdefault(part.variable, []).append(flat.reshape(part.shape))
+        return [
+            found[0] if len(found) == 1 else jnp.concatenate(found)
+            for _, found in sorted(pieces.items())
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Together:
+    """The pushes of one step to all servers."""
+
+    futures: list[Any]
+    part: Part | None
+
+
+def _exchange(
+    connection: Connection,
+    header: Mapping[str, Any],
+    vectors: Mapping[str, np.ndarray] | None = None,
+) -> tuple[dict[str, Any], _Vectors]:
+    try:
+        return connection.exchange(header, vectors)
+    except ServerRefused as refused:
+        if refused.kind in ("UnknownGroup", "Superseded", "SyncTimeout"):
+            raise ClusterError(
+                f"{connection.task} refuses to go on: {refused}",
+                culprit=connection.task,
+            ) from refused
+        raise

@@ -1,0 +1,155 @@
+"""What a parameter server does from its start to the end of the job."""
+
+import logging
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+from replicax.cluster.config import TaskConfig
+from replicax.cluster.failure import ExitCode
+from replicax.ps.board import Board
+from replicax.ps.connection import Connection, ConnectionLost
+from replicax.ps.credentials import Credentials
+from replicax.ps.service import Service
+from replicax.ps.snapshots import Snapshots
+from replicax.ps.store import Store
+from replicax.ps.timeouts import Timeouts
+
+__all__ = ["serve"]
+
+_POLL_SECONDS = 0.2
+_LINGER_SECONDS = 0.5
+_logger = logging.getLogger("replicax")
+
+
+def serve(
+    config: TaskConfig,
+    credentials: Credentials,
+    timeouts: Timeouts,
+    *,
+    snapshot_dir: str | Path | None = None,
+    snapshot_every_updates: int | None = None,
+    snapshot_every_seconds: float | None = None,
+) -> NoReturn:
+    """Serve until the job is over, then end the process.
+
+    Args:
+        config: The cluster; this task is one of its parameter servers.
+        credentials: The cluster's token and TLS files.
+        timeouts: How long to wait for what.
+        snapshot_dir: Where to keep snapshots; None: no snapshots.
+        snapshot_every_updates: Write one after that many updates.
+        snapshot_every_seconds: Write one after that many seconds.
+
+    Raises:
+        SystemExit: With 0 when the chief has ended with success, with 1 when the job
+            has failed.
+    """
+    server = config.task_id or 0
+    address = config.cluster.task_address("ps", server)
+    num_servers = config.cluster.num_tasks("ps")
+    store = Store(server)
+    board = None
+    workers = [task.name for task in config.cluster.workers]
+    if server == 0:
+        board = Board(
+            workers,
+            heartbeat_seconds=timeouts.heartbeat,
+            grace_seconds=timeouts.grace,
+            start_seconds=timeouts.start_up,
+        )
+    snapshots = None
+    if snapshot_dir is not None:
+        snapshots = Snapshots(
+            snapshot_dir,
+            server,
+            every_updates=snapshot_every_updates,
+            every_seconds=snapshot_every_seconds,
+        )
+        _restore(snapshots, store, board)
+    # The other servers learn of the end from the first one's board.
+    first = config.cluster.task_address("ps", 0)
+    service = Service(address, store, board, credentials, server=server)
+    service.serve_in_thread()
+    _logger.info("ps:%d serves at %s", server, address)
+    if snapshots is not None:
+        snapshots.start(store, None if board is None else board.state)
+    try:
+        failure = _until_over(board, server, num_servers, first, credentials, timeouts)
+    finally:
+        service.close()
+        if snapshots is not None:
+            snapshots.close()
+    if failure is not None:
+        _logger.error("ps:%d ends: %s", server, failure)
+        raise SystemExit(int(ExitCode.FAILED))
+    _logger.info("ps:%d ends: the job is done", server)
+    raise SystemExit(int(ExitCode.DONE))
+
+
+def _restore(snapshots: Snapshots, store: Store, board: Board | None) -> None:
+    found = snapshots.restore()
+    if found is None:
+        return
+    store.load_state(found.state)
+    if board is not None and found.board is not None:
+        board.load_state(found.board)
+    _logger.warning(
+        "ps:%d goes on from its snapshot %s, after %d updates",
+        store.server,
+        found.path,
+        store.num_updates,
+    )
+
+
+def _until_over(
+    board: Board | None,
+    server: int,
+    num_servers: int,
+    first: str,
+    credentials: Credentials,
+    timeouts: Timeouts,
+) -> str | None:
+    """Wait for the end of the job; why it failed, or None."""
+    if board is None:
+        return _watch_first(server, first, credentials, timeouts)
+    failure = None
+    while failure is None and not board.is_done():
+        failure = board.failed()
+        time.sleep(_POLL_SECONDS)
+    # The others have to hear of it before the board is gone.
+    others = {_heard(i) for i in range(1, num_servers)}
+    end = time.monotonic() + timeouts.shutdown
+    while any(board.get(key) is None for key in others) and time.monotonic() < end:
+        time.sleep(_POLL_SECONDS)
+    time.sleep(_LINGER_SECONDS)
+    return failure
+
+
+def _heard(server: int) -> str:
+    return f"ps:{server} has heard of the end"
+
+
+def _watch_first(
+    server: int, first: str, credentials: Credentials, timeouts: Timeouts
+) -> str | None:
+    with Connection(
+        first,
+        credentials,
+        task="ps:0",
+        retry_timeout_seconds=timeouts.start_up,
+    ) as connection:
+        seen = False
+        while True:
+            try:
+                done = connection.call("board.is_done")
+                failure: Any = connection.call("board.failed")
+                if done or failure is not None:
+                    connection.call("board.put", key=_heard(server), value=True)
+                    return None if done else failure
+            except ConnectionLost as lost:
+                return str(lost) if seen else f"the job did not begin: {lost}"
+            if not seen:
+                seen = True
+                connection.retry_timeout_seconds = timeouts.server
+            time.sleep(_POLL_SECONDS)

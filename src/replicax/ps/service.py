@@ -1,0 +1,336 @@
+"""A parameter server's port: an Arrow Flight service that lets nobody in without token.
+
+Tensors come and go on streams, one for each worker; what is done with them stands in a
+table of operations by name. Everything else is an action: JSON in, JSON out.
+
+gRPC listens at the address of TF_CONFIG only. Each call's token is checked before
+anything of it is looked at. What a message announces is checked against the groups of
+the store before memory is taken. Whoever is refused gets the reason, if he is let in,
+and the log has it with his address.
+"""
+
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from replicax.cluster.addresses import Address, parse_address
+from replicax.errors import ClusterError
+from replicax.ps import wire
+from replicax.ps.actions import Actions, Refused, methods_of
+from replicax.ps.credentials import Credentials
+from replicax.ps.doorman import Doorman, peer_of
+from replicax.ps.limited_log import LimitedLog
+from replicax.ps.operations import StreamOperation, TensorStore, store_operations
+
+__all__ = ["Service"]
+
+_logger = logging.getLogger("replicax")
+
+Event = Callable[[str, dict[str, Any]], None]
+
+
+class Service:
+    """Serves a store, and on server 0 the board, to those who have the token.
+
+    Args:
+        address: Where to listen, `host:port`, as TF_CONFIG has it. A name is resolved;
+            an address that means all interfaces is refused.
+        store: The server's groups.
+        board: The board, or None on a server without. Clients may call the methods
+            that its `ACTIONS` names.
+        credentials: The cluster's token and TLS files.
+        on_event: Called with `"connected"`, `"disconnected"` or `"refused"` and
+            details, from any thread.
+        server: Which of the servers this is, from 0.
+        operations: Further operations of the tensor streams, by name.
+        actions: Further actions, by name.
+        byte_limit: How many bytes all groups may have. None: the machine's memory.
+        warnings_per_minute: How many warnings strangers can cause.
+        stranger_seconds: How long a connection may stay that has not shown the token.
+
+    Raises:
+        ValueError: If the address is none that a server can listen at.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        store: TensorStore,
+        board: Any | None,
+        credentials: Credentials,
+        *,
+        on_event: Event = lambda kind, details: None,
+        server: int = 0,
+        operations: Mapping[str, StreamOperation] | None = None,
+        actions: Mapping[str, Callable[..., Any]] | None = None,
+        byte_limit: int | None = None,
+        warnings_per_minute: int = 60,
+        stranger_seconds: float = 10.0,
+    ) -> None:
+        self.address = address
+        self.server = server
+        self._bound = _address_to_bind(address)
+        self._store = store
+        self._credentials = credentials
+        self._on_event = on_event
+        limit = _memory_bytes() if byte_limit is None else byte_limit
+        self._operations = {
+            **store_operations(store, server, limit),
+            **(operations or {}),
+        }
+        self._actions = Actions(
+            {
+                "hello": self._hello,
+                "store.groups": self._groups,
+                "store.status": store.status,
+                **(methods_of(board, "board") if board is not None else {}),
+                **(actions or {}),
+            },
+            store.incarnation,
+        )
+        self._log = LimitedLog(warnings_per_minute)
+        self._doorman = Doorman(
+            self._bound.port, self._log, stranger_seconds=stranger_seconds
+        )
+        self._flight_server: Any = None
+        self._closing = False
+        self._busy = 0
+        self._idle = threading.Condition()
+
+    def serve_in_thread(self) -> None:
+        """Begin to serve, in threads of gRPC's own, and return.
+
+        Raises:
+            ClusterError: If the address cannot be had.
+            ImportError: If pyarrow is not installed.
+        """
+        _check_free(self.address, self._bound)
+        host = f"[{self._bound.host}]" if ":" in self._bound.host else self._bound.host
+        scheme = "grpc+tls" if self._credentials.tls else "grpc+tcp"
+        try:
+            self._flight_server = _flight_server(
+                self,
+                f"{scheme}://{host}:{self._bound.port}",
+                self._credentials,
+            )
+        except OSError as error:
+            raise ClusterError(
+                f"The parameter server cannot listen at {self.address}: {error}"
+            ) from error
+        self._doorman.start()
+
+    def close(self, deadline: float = 10.0) -> None:
+        """Finish what is being answered, end all connections, free the port.
+
+        Args:
+            deadline: How long this may take, in seconds. Half of it is for answers
+                that are under way; then connections are cut.
+
+        Raises:
+            ClusterError: If something still holds the port then.
+        """
+        self._closing = True
+        end = time.monotonic() + deadline
+        # A push that waits for other workers' parts ends only if the store ends it.
+        end_waits = getattr(self._store, "close", None)
+        if end_waits is not None:
+            end_waits()
+        with self._idle:
+            self._idle.wait_for(lambda: not self._busy, deadline / 2)
+        if self._flight_server is not None:
+            self._shut_down(end)
+        self._doorman.close()
+
+    def _shut_down(self, end: float) -> None:
+        # gRPC waits for streams to end by themselves, and idle ones never do.
+        thread = threading.Thread(
+            target=self._flight_server.shutdown,
+            name=f"replicax-ps-shutdown-{self._bound.port}",
+            daemon=True,
+        )
+        thread.start()
+        while thread.is_alive() and time.monotonic() < end:
+            self._doorman.disconnect()
+            thread.join(0.02)
+        if thread.is_alive():
+            self._doorman.close()
+            raise ClusterError(
+                f"The parameter server at {self.address} did not end in time: "
+                f"{self._busy} messages are still being handled."
+            )
+        self._flight_server = None
+
+    # What the Flight server calls.
+
+    def check(self, method: str, headers: Mapping[str, list[str]]) -> None:
+        """Refuse a call that has not the token, before anything of it is read."""
+        given = headers.get("authorization") or [""]
+        token = given[0].removeprefix("Bearer ") if isinstance(given[0], str) else ""
+        if self._credentials.accepts(token):
+            return
+        why = "has the wrong token" if token else "has no token"
+        who = self._doorman.report(
+            f"A call of {method} at the parameter server {self.address} {why}."
+        )
+        self._on_event("refused", {"peer": who, "why": why})
+        raise wire.flight().FlightUnauthenticatedError(
+            f"the call {why}; all tasks of a cluster need the same one"
+        )
+
+    def exchange(self, peer: str, reader: Any, writer: Any) -> None:
+        """Answer the messages of a worker's stream until it ends."""
+        self._doorman.accept(peer)
+        peer = peer_of(peer)
+        self._on_event("connected", {"peer": peer})
+        wire.begin(writer)
+        try:
+            while not self._closing:
+                header = wire.receive_header(reader)
+                if header is None:
+                    break
+                self._answer(peer, header, reader, writer)
+        except wire.WireError as error:
+            raise self._refusal(peer, error) from error
+        finally:
+            self._on_event("disconnected", {"peer": peer})
+
+    def _answer(self, peer: str, header: dict, reader: Any, writer: Any) -> None:
+        operation = self._operations.get(str(header.get("op")))
+        if operation is None:
+            raise wire.WireError(
+                f"there is no operation {header.get('op')!r:.80}; there are "
+                f"{sorted(self._operations)}"
+            )
+        announcement = wire.announced(header, operation.expected(header))
+        with self._idle:
+            self._busy += 1
+        try:
+            vectors = wire.receive_vectors(reader, announcement)
+            answer, results = self._handled(peer, operation, header, vectors)
+            wire.send(writer, answer, results)
+        finally:
+            with self._idle:
+                self._busy -= 1
+                self._idle.notify_all()
+
+    def _handled(
+        self, peer: str, operation: StreamOperation, header: dict, vectors: dict
+    ) -> tuple[dict[str, Any], dict]:
+        try:
+            return operation.handle(header, vectors)
+        except Exception as error:  # noqa: BLE001
+            return self._error(peer, str(header["op"]), error), {}
+
+    def act(self, peer: str, name: str, body: Any) -> bytes:
+        """Carry out an action."""
+        self._doorman.accept(peer)
+        try:
+            return self._actions.answer(name, body)
+        except Refused as error:
+            raise self._refusal(peer_of(peer), error) from error
+        except Exception as error:  # noqa: BLE001
+            return json.dumps(self._error(peer_of(peer), name, error)).encode()
+
+    def refuse(self, peer: str, method: str) -> Exception:
+        """What is raised in a call that this service does not have."""
+        self._doorman.accept(peer)
+        error = Refused(f"there is no {method} here")
+        return self._refusal(peer_of(peer), error)
+
+    def _refusal(self, peer: str, error: Exception) -> Exception:
+        self._log.warn(f"Refused a message from {peer}: {error}.")
+        self._on_event("refused", {"peer": peer, "why": str(error)})
+        detail = json.dumps({"error": str(error), "kind": type(error).__name__})
+        return wire.flight().FlightServerError(
+            str(error)[:1000], extra_info=detail[:4000].encode()
+        )
+
+    def _error(self, peer: str, what: str, error: Exception) -> dict[str, Any]:
+        """An exception for the caller; what nobody foresaw is logged whole."""
+        foreseen = (ValueError, LookupError, RuntimeError, TimeoutError)
+        if isinstance(error, foreseen):
+            self._log.warn(f"{what!r:.80} of {peer} failed: {error}")
+        else:
+            _logger.error("%r of %s failed.", what, peer, exc_info=error)
+        return {"error": str(error), "kind": type(error).__name__}
+
+    def _hello(self) -> dict[str, Any]:
+        return {"server": self.server}
+
+    def _groups(self) -> dict[str, str]:
+        return {name: group.digest for name, group in self._store.groups().items()}
+
+
+def _flight_server(service: Service, location: str, credentials: Credentials) -> Any:
+    flight = wire.flight()
+
+    class TokenCheck(flight.ServerMiddlewareFactory):
+        def start_call(self, info: Any, headers: Any) -> None:
+            service.check(info.method.name, headers)
+
+    class Server(flight.FlightServerBase):
+        def do_exchange(
+            self, context: Any, descriptor: Any, reader: Any, writer: Any
+        ) -> None:
+            service.exchange(context.peer(), reader, writer)
+
+        def do_action(self, context: Any, action: Any) -> list[bytes]:
+            return [service.act(context.peer(), action.type, action.body)]
+
+    def refused(method: str) -> Callable[..., Any]:
+        def refuse(self: Any, context: Any, *arguments: Any) -> Any:
+            raise service.refuse(context.peer(), method)
+
+        return refuse
+
+    for method in (
+        *("list_flights", "get_flight_info", "get_schema"),
+        *("do_get", "do_put", "list_actions"),
+    ):
+        setattr(Server, method, refused(method))
+    pair = (credentials.tls_certificate, credentials.tls_key)
+    return Server(
+        location,
+        tls_certificates=[pair] if credentials.tls_certificate else None,
+        middleware={"token": TokenCheck()},
+    )
+
+
+def _address_to_bind(address: str) -> Address:
+    try:
+        host, port = parse_address(address)
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (ValueError, OSError) as error:
+        raise ValueError(
+            f"A parameter server cannot listen at {address!r}: {error}. Give its task "
+            "an address of this machine in TF_CONFIG."
+        ) from error
+    numeric = sorted(found, key=lambda entry: entry[0] != socket.AF_INET)[0][4][0]
+    if str(numeric) in ("0.0.0.0", "::"):
+        raise ValueError(
+            f"A parameter server would listen at {address!r} on every network of this "
+            "machine. Give its task one address of this machine in TF_CONFIG."
+        )
+    return Address(str(numeric), port)
+
+
+def _check_free(address: str, bound: Address) -> None:
+    family = socket.AF_INET6 if ":" in bound.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind((bound.host, bound.port))
+        except OSError as error:
+            raise ClusterError(
+                f"The parameter server cannot listen at {address}: {error}. Is another "
+                "one still running, or is it not this machine's address?"
+            ) from error
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,280 @@
+"""A worker's session with the parameter servers: joined, alive, and in touch."""
+
+import atexit
+import itertools
+import logging
+import os
+import sys
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from replicax.cluster.failure import ExitCode
+from replicax.errors import ClusterError
+from replicax.ps.connection import Connection, ServerRefused
+from replicax.ps.credentials import Credentials
+from replicax.ps.timeouts import Timeouts
+
+__all__ = ["Session"]
+
+_REMIND_SECONDS = 10.0
+_LONGEST_PAUSE = 0.1
+_logger = logging.getLogger("replicax")
+_Result = TypeVar("_Result")
+
+
+class Session:
+    """This process as one of the workers.
+
+    Args:
+        workers: Names of all workers, the chief first.
+        index: This worker's place among them.
+        servers: Addresses of the parameter servers.
+        credentials: The cluster's token and TLS files.
+        timeouts: How long to wait for what.
+
+    Attributes:
+        id: Unique for this process; a restarted worker has another one.
+        steps: Number of steps done.
+        staleness: How many of its pushes were applied with which staleness.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[str],
+        index: int,
+        servers: Sequence[str],
+        credentials: Credentials,
+        timeouts: Timeouts,
+    ) -> None:
+        self.workers = tuple(workers)
+        self.index = index
+        self.id = uuid.uuid4().hex
+        self.timeouts = timeouts
+        self.steps = 0
+        self.staleness: Counter[int] = Counter()
+        self.connections = [
+            Connection(
+                address,
+                credentials,
+                task=f"ps:{i}",
+                reply_timeout_seconds=timeouts.reply,
+                # For the start; `join` makes it that of a server's restart.
+                retry_timeout_seconds=timeouts.start_up,
+            )
+            for i, address in enumerate(servers)
+        ]
+        # One thread a server: its stream carries one exchange at a time.
+        self._pools = [
+            ThreadPoolExecutor(1, thread_name_prefix=f"replicax-ps:{i}")
+            for i in range(len(servers))
+        ]
+        self._calls = itertools.count(1)
+        self._board_lock = threading.Lock()
+        self._ended = threading.Event()
+        self._failure: str | None = None
+        self._left = False
+        self.stop_reason: str | None = None
+        self.starts = 0
+
+    @property
+    def name(self) -> str:
+        """This worker's task, such as `"worker:1"`."""
+        return self.workers[self.index]
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this worker creates values and decides when to stop."""
+        return self.index == 0
+
+    def join(self) -> None:
+        """Reach all servers and begin to give signs of life.
+
+        Raises:
+            ConnectionLost: If a server cannot be reached by the start-up deadline.
+        """
+        for connection in self.connections:
+            connection.call("hello")
+        joined = self.connections[0].call(
+            "board.join", worker=self.name, session=self.id, info=self._info()
+        )
+        self.starts = joined["starts"]
+        self._note(joined)
+        for connection in self.connections:
+            connection.retry_timeout_seconds = self.timeouts.server
+        if self.starts > 1:
+            _logger.warning("%s is back, for the %d. time.", self.name, self.starts)
+        beats = threading.Thread(
+            target=self._beat, args=(joined["heartbeat_seconds"],), daemon=True
+        )
+        beats.start()
+        _leave_at_exit(self)
+
+    # Tensors.
+
+    def submit(self, server: int, exchange: Callable[[Connection], Any]) -> Any:
+        """Do something with a server's stream, after what was submitted before.
+
+        Returns:
+            A future of what `exchange` returns.
+        """
+        return self._pools[server].submit(exchange, self.connections[server])
+
+    # The board.
+
+    def board(self, method: str, **arguments: Any) -> Any:
+        """Call a method of the board."""
+        self.require_going()
+        return self.connections[0].call(f"board.{method}", **arguments)
+
+    def as_worker(self, method: str, **arguments: Any) -> Any:
+        """Call a method of the board that wants to know who calls."""
+        return self.board(method, worker=self.name, session=self.id, **arguments)
+
+    def once(self, method: str, **arguments: Any) -> Any:
+        """Call a method of the board that is carried out once, even if sent again."""
+        with self._board_lock:  # In the order of their numbers.
+            return self.as_worker(method, call=next(self._calls), **arguments)
+
+    def wait(
+        self,
+        poll: Callable[[], _Result | None],
+        what: str,
+        missing: Callable[[], str],
+        timeout_seconds: float | None = None,
+    ) -> _Result:
+        """Call `poll` until it returns something.
+
+        Args:
+            poll: Asks the board; None: not yet.
+            what: What is waited for, for messages.
+            missing: Names of those who are waited for.
+            timeout_seconds: Defaults to the step deadline.
+
+        Raises:
+            ClusterError: At the deadline, naming who is missing; at once if the job has
+                failed.
+        """
+        timeout = timeout_seconds or self.timeouts.step
+        begin = time.monotonic()
+        remind_at, pause = _REMIND_SECONDS, 0.001
+        while True:
+            result = poll()
+            if result is not None:
+                return result
+            waited = time.monotonic() - begin
+            if waited > timeout:
+                raise ClusterError(
+                    f"{self.name}: {missing()} did not come to {what} within "
+                    f"{timeout:.0f} s. See what it prints, or give it more time "
+                    "(step_timeout_seconds)."
+                )
+            if waited > remind_at:
+                remind_at += _REMIND_SECONDS
+                _logger.warning(
+                    "%s waits for %s (%s) for %.0f s; at most %.0f s more",
+                    self.name,
+                    missing(),
+                    what,
+                    waited,
+                    timeout - waited,
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def barrier(self, name: str) -> None:
+        """Wait until all workers that are alive are here."""
+        missing: list[str] = []
+
+        def arrived() -> bool | None:
+            answer = self.as_worker("arrive", barrier=name)
+            missing[:] = answer["missing"]
+            return answer["complete"] or None
+
+        self.wait(arrived, name, lambda: " and ".join(missing) or "nobody")
+
+    def get(self, key: str, what: str) -> Any:
+        """What the chief has put under a key; waits for it."""
+        chief = self.workers[0]
+        return self.wait(
+            lambda: self.board("get", key=key), what, lambda: f"{chief} (the chief)"
+        )
+
+    def require_going(self) -> None:
+        """Raise if the job has failed."""
+        if self._failure is not None:
+            raise ClusterError(f"{self.name}: the job has failed: {self._failure}")
+
+    def leave(self, error: str | None = None) -> None:
+        """Say that this worker is done, or why it fails. May be called again."""
+        if self._left:
+            return
+        self._left = True
+        self._ended.set()
+        try:
+            for connection in self.connections:
+                connection.retry_timeout_seconds = self.timeouts.shutdown
+            self.connections[0].call(
+                "board.leave",
+                worker=self.name,
+                session=self.id,
+                ok=error is None,
+                error=error,
+            )
+        except (ClusterError, ServerRefused) as lost:
+            _logger.warning("%s could not say that it ends: %s", self.name, lost)
+        for pool in self._pools:
+            pool.shutdown(wait=False, cancel_futures=True)
+        for connection in self.connections:
+            connection.close()
+
+    def _info(self) -> dict[str, Any]:
+        return {
+            "steps": self.steps,
+            "staleness": {str(k): n for k, n in sorted(self.staleness.items())},
+            "bytes": sum(c.bytes_sent + c.bytes_received for c in self.connections),
+            "pid": os.getpid(),
+        }
+
+    def _note(self, answer: dict[str, Any]) -> None:
+        self.stop_reason = answer["stop"]
+        self._failure = answer["failed"]
+
+    def _beat(self, heartbeat_seconds: float) -> None:
+        while not self._ended.wait(min(1.0, heartbeat_seconds / 4)):
+            try:
+                self._note(
+                    self.connections[0].call(
+                        "board.beat",
+                        worker=self.name,
+                        session=self.id,
+                        info=self._info(),
+                    )
+                )
+            except (ClusterError, ServerRefused) as error:
+                if not self._ended.is_set():
+                    self._failure = str(error)
+                return
+
+
+def _leave_at_exit(session: Session) -> None:
+    """Tell the board how this process ends."""
+    previous = sys.excepthook
+    failure: list[str] = []
+
+    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        previous(kind, error, trace)
+        failure.append(f"{kind.__name__}: {error}")
+        session.leave(failure[0])
+        if isinstance(error, ClusterError):
+            # Another task's end, not this script's mistake: it may be tried again.
+            sys.stderr.flush()
+            sys.stdout.flush()
+            os._exit(int(ExitCode.RETRY))
+
+    sys.excepthook = hook
+    atexit.register(session.leave)

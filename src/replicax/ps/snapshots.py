@@ -1,0 +1,348 @@
+"""A server's snapshots on disk: each is complete and checked, or not there.
+
+    server-0/
+      snapshot-000000012/
+        arrays.bin      the arrays' bytes, one after another
+        state.json      their names, dtypes, shapes and places; all other values
+        manifest.json   sizes and checksums of the two
+
+One is written under another name, its manifest last, and renamed when all of it is on
+the disk. Nothing in it is code.
+"""
+
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import ml_dtypes  # noqa: F401  NumPy learns of bfloat16.
+import numpy as np
+
+__all__ = ["Snapshot", "Snapshots"]
+
+_logger = logging.getLogger("replicax")
+
+_ARRAYS = "arrays.bin"
+_STATE = "state.json"
+_MANIFEST = "manifest.json"
+_NAME = re.compile(r"snapshot-(\d{9})")
+_FORMAT = 1
+_BLOCK_BYTES = 1 << 22
+_POLL_SECONDS = 0.05
+_RETRY_SECONDS = 5.0
+
+
+class _Source(Protocol):
+    @property
+    def num_updates(self) -> int: ...
+
+    def state(self) -> dict[str, Any]: ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Snapshot:
+    """What was read back.
+
+    Attributes:
+        path: Its folder.
+        state: What `Store.state` returned; for `Store.load_state`.
+        board: The board's state, or None if none was given.
+    """
+
+    path: Path
+    state: dict[str, Any]
+    board: Any
+
+
+class Snapshots:
+    """Writes a server's state to disk now and then, and reads it back.
+
+    After `start` a thread writes a snapshot when enough updates were applied or enough
+    time has passed, if there was an update since the last one. Pushes are not held up.
+    With neither number only `write` writes.
+
+    Args:
+        folder: Where the servers of a job keep theirs; one folder in it for each.
+        server: The server's index.
+        every_updates: Write after this many updates; None: do not count them.
+        every_seconds: Write after this many seconds; None: do not count them.
+        keep: How many snapshots to keep, at least 1.
+        now: Clock, in seconds.
+
+    Raises:
+        ValueError: If a number is out of range.
+
+    Example:
+        >>> import tempfile
+        >>> from replicax.ps.store import Store
+        >>> snapshots = Snapshots(tempfile.mkdtemp(), 0)
+        >>> snapshots.restore() is None
+        True
+        >>> snapshots.write(Store(0).state()).name
+        'snapshot-000000001'
+        >>> snapshots.restore().state["meta"]
+        {'groups': [], 'sessions': {}}
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        server: int,
+        *,
+        every_updates: int | None = None,
+        every_seconds: float | None = None,
+        keep: int = 2,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        for name, value in (
+            ("every_updates", every_updates),
+            ("every_seconds", every_seconds),
+            ("keep", keep),
+        ):
+            if value is not None and not value > 0:
+                raise ValueError(
+                    f"Snapshots: got {name}={value!r}, expected a positive number."
+                )
+        self.folder = Path(folder) / f"server-{server}"
+        self._every_updates = every_updates
+        self._every_seconds = every_seconds
+        self._keep = keep
+        self._now = now
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._written = 0  # Updates that the newest snapshot has.
+        self._source: _Source | None = None
+        self._board_state: Callable[[], Any] | None = None
+
+    def start(
+        self, store: _Source, board_state: Callable[[], Any] | None = None
+    ) -> None:
+        """Write snapshots from now on, in a thread.
+
+        Args:
+            store: A `Store`. What it has now is taken to be on disk.
+            board_state: Returns the board's state as JSON values.
+
+        Raises:
+            RuntimeError: If it was called before.
+        """
+        if self._source is not None:
+            raise RuntimeError(f"Snapshots of {self.folder}: they are written already.")
+        self._source, self._board_state = store, board_state
+        self._written = store.num_updates
+        if self._every_updates is None and self._every_seconds is None:
+            return
+        self._thread = threading.Thread(
+            target=self._run, name="replicax-snapshots", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Write what was not yet written, and end the thread."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+            if self._source is not None and self._source.num_updates > self._written:
+                self._try_to_write(self._source)
+        self._source = None
+
+    def __enter__(self) -> "Snapshots":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def write(self, state: Mapping[str, Any], board: Any = None) -> Path:
+        """Write a snapshot, and remove those that are too many.
+
+        Args:
+            state: What `Store.state` returned.
+            board: The board's state, in JSON values.
+
+        Returns:
+            Its folder.
+
+        Raises:
+            OSError: If it cannot be written. Those before it are untouched.
+        """
+        numbers = sorted(self._numbers())
+        path = self._path(numbers[-1] + 1 if numbers else 1)
+        part = path.with_name(f".{path.name}.part")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for left in self.folder.glob(".snapshot-*.part"):
+                shutil.rmtree(left)
+            part.mkdir()
+            _write_files(part, state, board)
+            part.rename(path)
+            _sync(self.folder)
+        except OSError:
+            shutil.rmtree(part, ignore_errors=True)
+            raise
+        self._remove_old()
+        return path
+
+    def restore(self) -> Snapshot | None:
+        """The newest snapshot that is whole; None if there is none.
+
+        Damaged ones are named in the log and skipped.
+        """
+        for number in sorted(self._numbers(), reverse=True):
+            path = self._path(number)
+            try:
+                return _read(path)
+            except (
+                OSError,
+                ValueError,
+                LookupError,
+                TypeError,
+                AttributeError,
+            ) as error:
+                _logger.warning(
+                    "snapshot %s is damaged and is skipped: %s", path, error
+                )
+        return None
+
+    def _run(self) -> None:
+        assert self._source is not None
+        written_at = self._now()
+        while not self._stop.wait(_POLL_SECONDS):
+            fresh = self._source.num_updates - self._written
+            if not fresh:
+                # The time counts from the first update that is not on disk.
+                written_at = self._now()
+                continue
+            enough = self._every_updates is not None and fresh >= self._every_updates
+            waited = self._now() - written_at
+            late = self._every_seconds is not None and waited >= self._every_seconds
+            if enough or late:
+                if not self._try_to_write(self._source):
+                    self._stop.wait(_RETRY_SECONDS)
+                written_at = self._now()
+
+    def _try_to_write(self, store: _Source) -> bool:
+        try:
+            number = store.num_updates
+            board = None if self._board_state is None else self._board_state()
+            self.write(store.state(), board)
+        except OSError as error:
+            _logger.error(
+                "no snapshot could be written to %s: %s. The last one is kept, and "
+                "it is tried again. Make room there.",
+                self.folder,
+                error,
+            )
+            return False
+        self._written = number
+        return True
+
+    def _numbers(self) -> list[int]:
+        if not self.folder.is_dir():
+            return []
+        found = [_NAME.fullmatch(each.name) for each in self.folder.iterdir()]
+        return [int(match[1]) for match in found if match]
+
+    def _path(self, number: int) -> Path:
+        return self.folder / f"snapshot-{number:09d}"
+
+    def _remove_old(self) -> None:
+        for number in sorted(self._numbers())[: -self._keep]:
+            try:
+                shutil.rmtree(self._path(number))
+            except OSError as error:
+                _logger.warning(
+                    "snapshot %s could not be removed: %s", self._path(number), error
+                )
+
+
+def _write_files(folder: Path, state: Mapping[str, Any], board: Any) -> None:
+    digests = {}
+    table = []
+    digest = hashlib.blake2b()
+    offset = 0
+    with (folder / _ARRAYS).open("wb") as file:
+        for name, array in state["arrays"].items():
+            table.append([name, str(array.dtype), list(array.shape), offset])
+            # NumPy has no buffers of bfloat16, but of its bytes.
+            data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+            offset += data.nbytes
+            for start in range(0, data.nbytes, _BLOCK_BYTES):
+                block = data[start : start + _BLOCK_BYTES]
+                digest.update(block)
+                file.write(block)
+        _flush(file)
+    digests[_ARRAYS] = [offset, digest.hexdigest()]
+    text = json.dumps({"arrays": table, "meta": state["meta"], "board": board}).encode()
+    digests[_STATE] = [len(text), hashlib.blake2b(text).hexdigest()]
+    manifest = json.dumps({"format": _FORMAT, "files": digests}).encode()
+    for name, content in ((_STATE, text), (_MANIFEST, manifest)):
+        with (folder / name).open("wb") as file:
+            file.write(content)
+            _flush(file)
+    _sync(folder)
+
+
+def _read(path: Path) -> Snapshot:
+    manifest = json.loads((path / _MANIFEST).read_bytes())
+    if manifest["format"] != _FORMAT:
+        raise ValueError(
+            f"it has format {manifest['format']}, and this version of replicax reads "
+            f"format {_FORMAT}"
+        )
+    for name, (size, expected) in manifest["files"].items():
+        _check(path / name, size, expected)
+    state = json.loads((path / _STATE).read_bytes())
+    data = np.fromfile(path / _ARRAYS, np.uint8)
+    arrays = {}
+    for name, dtype, shape, offset in state["arrays"]:
+        kind = np.dtype(dtype)
+        size = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
+        piece = data[offset : offset + size]
+        # Places are not aligned for the dtype.
+        arrays[name] = np.frombuffer(piece.tobytes(), kind).reshape(shape)
+    return Snapshot(
+        path=path,
+        state={"meta": state["meta"], "arrays": arrays},
+        board=state["board"],
+    )
+
+
+def _check(file: Path, size: int, expected: str) -> None:
+    if file.stat().st_size != size:
+        raise ValueError(
+            f"{file.name} has {file.stat().st_size} bytes, and had {size} when it was "
+            "written"
+        )
+    with file.open("rb") as opened:
+        digest = hashlib.file_digest(opened, "blake2b").hexdigest()
+    if digest != expected:
+        raise ValueError(f"{file.name} does not have the checksum it was written with")
+
+
+def _flush(file: Any) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    """Have a folder's entries on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,320 @@
+"""Which of a program's variables lie on servers, and their way there and back."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+from jax.sharding import NamedSharding
+
+from replicax import placement
+from replicax.keras import internals
+from replicax.ps.partition import Partitioner, VariableInfo, place
+from replicax.ps.remote import Part, RemoteGroup
+from replicax.ps.optimizers import can_split, clip_before_push, optimizer_rule
+from replicax.ps.session import Session
+from replicax.scope import outside_scopes
+from replicax.updates import Update
+
+__all__ = ["RemoteVariables"]
+
+_logger = logging.getLogger("replicax")
+
+
+class RemoteVariables:
+    """The variables of a worker that lie on servers.
+
+    Those that one optimizer trains are a group. Moving statistics, to which workers
+    add what changed, are in groups of their own.
+
+    Args:
+        session: This worker's session.
+        sharding: Of values on this worker's devices.
+        num_servers: Number of servers.
+        partitioner: How variables are cut; None: not at all.
+        compression: Dtype in which float32 gradients travel.
+        sync: Whether workers make each step together.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        sharding: NamedSharding,
+        *,
+        num_servers: int,
+        partitioner: Partitioner | None,
+        compression: str | None,
+        sync: bool,
+    ) -> None:
+        self._session = session
+        self._sharding = sharding
+        self._num_servers = num_servers
+        self._partitioner = partitioner
+        self._compression = compression
+        self._sync = sync
+        self._groups: list[tuple[RemoteGroup, list[Any]]] = []
+        self._trained: dict[int, tuple[RemoteGroup, list[Any]]] = {}  # By optimizer.
+        self._states: dict[tuple[int, ...], tuple[RemoteGroup, list[Any]]] = {}
+        self._handed: dict[str, list[Any]] = {}  # Values that were put in `stored`.
+        self._rates: dict[int, tuple[Any, float | None]] = {}
+
+    @property
+    def num_steps(self) -> int:
+        """Synchronous steps that are done."""
+        return max(
+            (max(group.versions.values()) for group, _ in self._groups), default=0
+        )
+
+    def prepared(self, optimizer: Any, grads: list[Any]) -> list[Any]:
+        """Gradients as servers expect them."""
+        if self._sync or not _clips(optimizer):
+            return grads
+        return clip_before_push(optimizer, grads)
+
+    def connect(
+        self,
+        updates: Sequence[Update],
+        state: Sequence[Any],
+        stored: dict[int, Any],
+    ) -> None:
+        """Make sure that servers have these variables, and have `stored` say theirs.
+
+        Args:
+            updates: The updates of a program.
+            state: Its moving statistics.
+            stored: The values of its variables by id; those that servers have are
+                replaced.
+        """
+        for update in updates:
+            self._connect_update(update, stored)
+        key = tuple(map(id, state))
+        if state and key not in self._states:
+            self._states[key] = self._add("state", {"kind": "add"}, state, stored)
+        elif state:
+            self._take_over(self._states[key], stored)
+
+    @property
+    def versions(self) -> dict[str, dict[int, int]]:
+        """Of the newest known values, by group and server."""
+        return {group.group.name: dict(group.versions) for group, _ in self._groups}
+
+    def pull(self) -> None:
+        """Fetch what has changed, for the next step."""
+        for group, _ in self._groups:
+            group.pull()
+
+    def refresh(self) -> None:
+        """Fetch what has changed, into the variables that nobody has assigned to."""
+        for group, variables in self._groups:
+            group.pull()
+            if all(map(internals.has_value, variables)) and self._is_handed(
+                group, internals.read_values(variables)
+            ):
+                internals.write_values(variables, group.values)
+                self._handed[group.group.name] = group.values
+
+    def push(
+        self,
+        updates: Sequence[Update],
+        gradients: Sequence[Sequence[Any]],
+        state: Sequence[Any],
+        deltas: Sequence[Any],
+        based_on: Mapping[str, Mapping[int, int]],
+        part: Part | None,
+    ) -> Any:
+        """Send what a step has computed; `finish` waits for it."""
+        pushes = []
+        for update, grads in zip(updates, gradients, strict=True):
+            group, _ = self._trained[id(update.optimizer)]
+            based = based_on[group.group.name]
+            pushes.append((group, group.push(grads, based, part)))
+        if state:
+            group, _ = self._states[tuple(map(id, state))]
+            based = based_on[group.group.name]
+            pushes.append((group, group.push(deltas, based, part)))
+        return pushes
+
+    def finish(self, pushes: Any) -> bool:
+        """Wait for pushes; whether they count."""
+        counts = True
+        for group, push in pushes:
+            applied = group.finish(push)
+            counts = counts and applied.counts
+            if group.group.rule["kind"] == "optimizer" and applied.counts:
+                self._session.staleness[applied.staleness] += 1
+        self._session.steps += 1
+        return counts
+
+    def write_back(
+        self, updates: Sequence[Update], state: Sequence[Any], stored: dict[int, Any]
+    ) -> None:
+        """Put the newest known values where a program's new ones belong."""
+        for update in updates:
+            group, variables = self._trained[id(update.optimizer)]
+            self._hand_out(group, variables, stored)
+            iterations = update.optimizer.iterations
+            stored[id(iterations)] = placement.mirrored(
+                np.asarray(max(group.versions.values()), iterations.dtype),
+                self._sharding,
+            )
+        if state:
+            self._hand_out(*self._states[tuple(map(id, state))], stored)
+
+    def _hand_out(
+        self, group: RemoteGroup, variables: Sequence[Any], stored: dict[int, Any]
+    ) -> None:
+        stored |= zip(map(id, variables), group.values, strict=True)
+        self._handed[group.group.name] = group.values
+
+    def _is_handed(self, group: RemoteGroup, values: Sequence[Any]) -> bool:
+        """Whether these are values that this object has given, not a user."""
+        handed = self._handed[group.group.name]
+        return all(
+            a is b or _same_memory(a, b) for a, b in zip(values, handed, strict=True)
+        )
+
+    def _connect_update(self, update: Update, stored: dict[int, Any]) -> None:
+        optimizer = update.optimizer
+        variables = list(update.variables)
+        found = self._trained.get(id(optimizer))
+        if found is None:
+            rule = self._rule(optimizer, variables, stored)
+            found = self._add(
+                optimizer.name, rule, variables, stored, can_split(optimizer)
+            )
+            self._trained[id(optimizer)] = found
+            self._rates[id(optimizer)] = (None, _rate(optimizer, stored))
+        if [id(v) for v in found[1]] != [id(v) for v in variables]:
+            raise NotImplementedError(
+                f"ParameterServerStrategy: optimizer {optimizer.name!r} has gradients "
+                f"for {len(variables)} variables in this step and had them for "
+                f"{len(found[1])} others before. Use one optimizer for each set of "
+                "variables."
+            )
+        self._take_over(found, stored)
+        self._follow_rate(optimizer, found[0], stored)
+
+    def _rule(
+        self, optimizer: Any, variables: list[Any], stored: Mapping[int, Any]
+    ) -> dict[str, Any]:
+        own = optimizer.variables
+        before = internals.read_values(own)  # `fit` has taken them away.
+        internals.write_values(own, [stored[id(v)] for v in own])
+        try:
+            with outside_scopes():  # It builds the optimizer once, to try.
+                return optimizer_rule(
+                    optimizer,
+                    variables,
+                    clipped_by_worker=not self._sync and _clips(optimizer),
+                )
+        finally:
+            internals.write_values(own, before)
+
+    def _follow_rate(
+        self, optimizer: Any, group: RemoteGroup, stored: Mapping[int, Any]
+    ) -> None:
+        """A learning rate that was assigned, as callbacks do, goes to the servers."""
+        known, rate = self._rates[id(optimizer)]
+        array = _rate_array(optimizer, stored)
+        if array is None or array is known:
+            return
+        now = _rate(optimizer, stored)
+        if now is not None and now != rate and self._session.is_chief:
+            group.assign_rate(now)
+        self._rates[id(optimizer)] = (array, now)
+
+    def _take_over(
+        self, found: tuple[RemoteGroup, list[Any]], stored: dict[int, Any]
+    ) -> None:
+        """Values that a user has assigned go to the servers, from the chief."""
+        group, variables = found
+        given = [stored[id(v)] for v in variables]
+        if not self._is_handed(group, given) and any(
+            not np.array_equal(np.asarray(a), np.asarray(b))
+            for a, b in zip(given, self._handed[group.group.name], strict=True)
+        ):
+            if self._session.is_chief:
+                group.assign(given)
+            else:
+                _logger.warning(
+                    "%s: values were assigned to variables of %s; those of the servers "
+                    "are used instead. Assign on the chief.",
+                    self._session.name,
+                    group.group.name,
+                )
+        self._hand_out(group, variables, stored)
+
+    def _add(
+        self,
+        label: str,
+        rule: dict[str, Any],
+        variables: Sequence[Any],
+        stored: dict[int, Any],
+        can_split: bool = True,
+    ) -> tuple[RemoteGroup, list[Any]]:
+        placed = place(
+            f"{label} {len(self._groups)}",
+            rule,
+            [_info(v) for v in variables],
+            self._num_servers,
+            self._partitioner,
+            can_split,
+        )
+        group = RemoteGroup(
+            self._session,
+            placed,
+            self._sharding,
+            self._compression if rule["kind"] == "optimizer" else None,
+        )
+        if self._session.is_chief:
+            group.create([stored[id(v)] for v in variables])
+        else:
+            group.require_created()
+        group.pull()
+        self._hand_out(group, variables, stored)
+        self._groups.append((group, list(variables)))
+        return self._groups[-1]
+
+
+def _info(variable: Any) -> VariableInfo:
+    constraint = getattr(variable, "constraint", None)
+    return VariableInfo(
+        path=variable.path,
+        shape=tuple(variable.shape),
+        dtype=str(variable.dtype),
+        constraint=None
+        if constraint is None
+        else keras.constraints.serialize(constraint),
+    )
+
+
+def _clips(optimizer: Any) -> bool:
+    return any(
+        getattr(optimizer, name, None) is not None
+        for name in ("clipnorm", "clipvalue", "global_clipnorm")
+    )
+
+
+def _rate(optimizer: Any, stored: Mapping[int, Any]) -> float | None:
+    """The learning rate that was assigned; None where a schedule decides."""
+    array = _rate_array(optimizer, stored)
+    return None if array is None else float(np.asarray(array.addressable_data(0)))
+
+
+def _rate_array(optimizer: Any, stored: Mapping[int, Any]) -> Any:
+    variable = getattr(optimizer, "_learning_rate", None)
+    if not isinstance(variable, keras.Variable):
+        return None
+    value = stored.get(id(variable))
+    return internals.read_values([variable])[0] if value is None else value
+
+
+def _same_memory(a: Any, b: Any) -> bool:
+    if not isinstance(a, jax.Array) or a.is_deleted() or b.is_deleted():
+        return False
+    return (
+        a.addressable_data(0).unsafe_buffer_pointer()
+        == b.addressable_data(0).unsafe_buffer_pointer()
+    )

@@ -1,0 +1,572 @@
+"""The board as clients see it: everything goes in and comes out as JSON."""
+
+import inspect
+import json
+import threading
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from replicax.ps.board import Board
+from replicax.ps.refusals import (
+    BoardError,
+    LimitError,
+    NotJoinedError,
+    SessionReplacedError,
+    StaleCallError,
+    UnknownStreamError,
+)
+
+NAMES = ["worker:0", "worker:1", "worker:2"]
+STREAM = "fit 0/epoch/0"
+
+
+class Clock:
+    seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+class Client:
+    """One process of a worker; numbers its calls and goes through JSON."""
+
+    def __init__(self, board, worker, session):
+        self.board, self.worker, self.session = board, worker, session
+        self.call = 0
+
+    def __call__(self, name, /, **arguments):
+        if "worker" in inspect.signature(getattr(Board, name)).parameters:
+            arguments |= {"worker": self.worker, "session": self.session}
+        if "call" in inspect.signature(getattr(Board, name)).parameters:
+            self.call += 1
+            arguments = {"call": self.call} | arguments
+        return ask(self.board, name, **arguments)
+
+
+def ask(board, name, /, **arguments):
+    assert name in Board.ACTIONS
+    arguments = json.loads(json.dumps(arguments))
+    return json.loads(json.dumps(getattr(board, name)(**arguments)))
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def board(clock):
+    return Board(NAMES, heartbeat_seconds=10, grace_seconds=100, now=clock)
+
+
+@pytest.fixture
+def clients(board):
+    clients = [Client(board, name, f"{name}-1") for name in NAMES]
+    for client in clients:
+        client("join")
+    return clients
+
+
+def test_actions_are_all_public_methods_but_those_for_snapshots():
+    public = {name for name in vars(Board) if not name.startswith("_")}
+    assert public - {"ACTIONS", "state", "load_state"} == Board.ACTIONS
+
+
+def test_join_tells_who_is_chief_and_what_to_keep_to(board):
+    answer = ask(board, "join", worker=NAMES[1], session="s", info={"host": "b"})
+    assert answer == {
+        "is_chief": False,
+        "chief": "worker:0",
+        "alive": ["worker:1"],
+        "starts": 1,
+        "heartbeat_seconds": 10,
+        "grace_seconds": 100,
+        "stop": None,
+        "failed": None,
+    }
+
+
+def test_a_dead_worker_loses_its_tickets_and_may_return(board, clients, clock):
+    a, b, _ = clients
+    ask(board, "open", stream=STREAM, limit=3)
+    a("claim", stream=STREAM)
+    clock.seconds = 8
+    b("beat")
+    clock.seconds = 15
+    assert ask(board, "alive") == ["worker:1"]
+    assert b("claim", stream=STREAM, count=2) == {"indices": [1, 2]}
+    assert a("finish", stream=STREAM, indices=[0]) == {
+        "late": True,
+        "late_indices": [0],
+    }
+    assert a("claim", stream=STREAM) == {"over": 3, "lost": 1, "complete": False}
+    b("finish", stream=STREAM, indices=[1, 2])
+    assert a("claim", stream=STREAM) == {"over": 3, "lost": 1, "complete": True}
+    assert ask(board, "alive") == ["worker:0", "worker:1"]
+
+
+def test_a_restarted_worker_replaces_itself_at_once(board, clients):
+    ask(board, "open", stream=STREAM, num_parts=1, limit=1)
+    assert clients[1]("claim", stream=STREAM) == {"indices": [[0, 0]]}
+    new = Client(board, "worker:1", "worker:1-2")
+    assert new("join")["starts"] == 2
+    assert new("claim", stream=STREAM) == {"indices": [[0, 0]]}
+    # Its calls count from 1 again.
+    assert clients[2]("finish", stream=STREAM, indices=[[0, 0]], call=1)["late"]
+    Client(board, "worker:2", "worker:2-2")("join")
+    clients[2].session = "worker:2-2"
+    assert not clients[2]("finish", stream=STREAM, indices=[], call=1)["late"]
+    with pytest.raises(SessionReplacedError, match="This process must stop"):
+        clients[1]("finish", stream=STREAM, indices=[[0, 0]])
+
+
+def test_repeated_calls_do_nothing_twice(board, clients):
+    a, *_ = clients
+    ask(board, "open", stream=STREAM, limit=9)
+    first = a("claim", stream=STREAM, count=2, call=5)
+    assert a("claim", stream=STREAM, count=2, call=5) == first == {"indices": [0, 1]}
+    assert a("claim", stream=STREAM, count=2, call=6) == {"indices": [2, 3]}
+    with pytest.raises(StaleCallError, match="call 5 of claim came after call 6"):
+        a("claim", stream=STREAM, call=5)
+    for _ in range(2):
+        assert not a("finish", stream=STREAM, indices=[0], call=1)["late"]
+        a("schedule", id="x", payload=1, call=1)
+        assert a("take", call=1)["id"] == "x"
+        assert not a("result", id="x", call=1, error={"type": "E"})["late"]
+    for _ in range(2):
+        assert a("raise_if_failed", call=1)["type"] == "E"
+    assert a("raise_if_failed", call=2) is None
+    assert ask(board, "status")["workers"]["worker:0"]["steps"] == 1
+
+
+def test_a_repeated_claim_of_a_worker_that_died_gives_steps_it_may_do(clients, clock):
+    a, *_ = clients
+    a("open", stream=STREAM, limit=9)
+    assert a("claim", stream=STREAM, call=1) == {"indices": [0]}
+    clock.seconds = 20
+    assert a("claim", stream=STREAM, call=1) == {"indices": [1]}
+
+
+def test_a_call_that_is_refused_may_be_repeated(board, clients):
+    a, *_ = clients
+    with pytest.raises(UnknownStreamError, match="open it first"):
+        a("claim", stream=STREAM, call=1)
+    ask(board, "open", stream=STREAM)
+    with pytest.raises(BoardError, match="count must be from 1 to 64; got 65"):
+        a("claim", stream=STREAM, call=1, count=65)
+    assert a("claim", stream=STREAM, call=1) == {"indices": [0]}
+    with pytest.raises(BoardError, match="call must be an integer"):
+        a("claim", stream=STREAM, call="2")
+
+
+def test_finishing_and_claiming_in_one_call(board, clients):
+    a, *_ = clients
+    ask(board, "open", stream=STREAM, limit=2)
+    a("claim", stream=STREAM)
+    assert a("claim", stream=STREAM, finished=[0]) == {
+        "indices": [1],
+        "late": False,
+        "late_indices": [],
+    }
+    with pytest.raises(BoardError, match="count"):
+        a("claim", stream=STREAM, finished=[1], count=0)
+    assert a("claim", stream=STREAM, finished=[1])["complete"] is True
+
+
+def test_streams_are_opened_alike(board):
+    assert ask(board, "open", stream=STREAM, limit=4) == {"over": False, "length": 4}
+    assert ask(board, "open", stream=STREAM, limit=4) == {"over": False, "length": 4}
+    with pytest.raises(BoardError, match="must open it alike"):
+        ask(board, "open", stream=STREAM, limit=5)
+    with pytest.raises(BoardError, match="nothing is stale"):
+        ask(board, "open", stream="s/1", num_parts=2, max_staleness=1)
+    with pytest.raises(BoardError, match="backups=1 needs num_parts"):
+        ask(board, "open", stream="s/1", backups=1)
+
+
+def test_old_streams_are_forgotten_and_stay_over(board, clients):
+    a, b, _ = clients
+    for epoch in range(500):
+        stream = f"fit 0/epoch/{epoch}"
+        ask(board, "open", stream=stream, limit=1)
+        assert a("claim", stream=stream) == {"indices": [0]}
+        a("finish", stream=stream, indices=[0])
+    status = ask(board, "status")
+    assert list(status["streams"]) == ["fit 0/epoch/499"]
+    assert status["workers"]["worker:0"]["steps"] == 500
+    # A worker that comes late finds them over.
+    old = "fit 0/epoch/498"
+    assert ask(board, "open", stream=old, limit=1) == {"over": True, "length": 1}
+    assert b("claim", stream=old) == {"over": 1, "lost": 0, "complete": True}
+    assert b("finish", stream=old, indices=[0])["late"]
+    assert ask(board, "end", stream=old) == {"length": 1}
+    assert ask(board, "open", stream="fit 1/epoch/0") == {"over": False, "length": None}
+
+
+def test_an_older_stream_that_is_not_complete_is_kept(board, clients):
+    a, b, _ = clients
+    for stream in ("s/0", "s/1", "t/0"):
+        ask(board, "open", stream=stream, limit=1)
+        (b if stream == "s/0" else a)("claim", stream=stream)
+    a("finish", stream="s/1", indices=[0])
+    assert list(ask(board, "status")["streams"]) == ["s/0", "s/1", "t/0"]
+    assert not b("finish", stream="s/0", indices=[0])["late"]
+
+
+def test_streams_that_nobody_ends_are_bounded(board):
+    for number in range(256):
+        ask(board, "open", stream=f"s/{number}")
+    with pytest.raises(LimitError, match="256 streams are open"):
+        ask(board, "open", stream="s/256")
+    ask(board, "end", stream="s/3", length=0)
+    assert ask(board, "open", stream="s/256") == {"over": False, "length": None}
+
+
+def test_a_barrier_waits_for_those_alive(clients, clock):
+    a, b, c = clients
+    assert a("arrive", barrier="go") == {
+        "complete": False,
+        "missing": ["worker:1", "worker:2"],
+    }
+    clock.seconds = 8
+    a("beat")
+    b("beat")
+    clock.seconds = 15  # The third is dead.
+    assert a("arrive", barrier="go") == {"complete": False, "missing": ["worker:1"]}
+    assert b("arrive", barrier="go")["complete"]
+    assert a("arrive", barrier="go")["complete"]
+    assert c("arrive", barrier="go")["complete"]  # It is late.
+    assert a("arrive", barrier="next")["missing"] == ["worker:1", "worker:2"]
+
+
+def test_barriers_that_nobody_completes_are_bounded(clients):
+    for number in range(256):
+        clients[0]("arrive", barrier=f"b/{number}")
+    with pytest.raises(LimitError, match="wait at 256 barriers"):
+        clients[0]("arrive", barrier="b/256")
+
+
+def test_the_first_value_of_a_key_stands(board):
+    assert ask(board, "get", key="k") is None
+    assert ask(board, "put", key="k", value={"a": [1]}) == {"a": [1]}
+    assert ask(board, "put", key="k", value=2) == {"a": [1]}
+    assert ask(board, "put", key="k", value=2, first=False) == 2
+    assert ask(board, "get", key="k") == 2
+    with pytest.raises(BoardError, match="must not be null"):
+        ask(board, "put", key="k", value=None)
+
+
+def test_numbered_keys_are_kept_for_the_newest(board):
+    ask(board, "put", key="init", value=1)
+    for number in range(100):
+        ask(board, "put", key=f"verdict/{number}", value=number)
+    kept = [n for n in range(100) if ask(board, "get", key=f"verdict/{n}") is not None]
+    assert kept == list(range(36, 100))
+    assert ask(board, "get", key="init") == 1
+
+
+def test_keys_and_their_bytes_are_bounded(board):
+    for number in range(4096):
+        board.put(f"k{number}", 1)
+    with pytest.raises(LimitError, match="4096 keys are kept"):
+        board.put("k", 1)
+    board.put("k/1", "x" * 40 * 2**20)
+    with pytest.raises(LimitError, match="at most 67108864 are kept"):
+        board.put("k/2", "x" * 40 * 2**20)
+    board.put("k/1", 1, first=False)
+    board.put("k/2", "x" * 40 * 2**20)
+    board.put("k/2", "x" * 50 * 2**20, first=False)
+    for number in range(3, 67):
+        board.put(f"k/{number}", number)
+    board.put("k/67", "x" * 60 * 2**20)  # The large one was dropped.
+
+
+def test_reports_by_worker_and_the_newest_names(board, clients):
+    a, b, _ = clients
+    for epoch in range(70):
+        a("report", topic=f"m/{epoch}", values={"loss": epoch})
+    b("report", topic="m/69", values={"loss": 1.5})
+    assert ask(board, "reports", topic="m/69") == {
+        "worker:0": {"loss": 69},
+        "worker:1": {"loss": 1.5},
+    }
+    assert ask(board, "reports", topic="m/5") == {}
+    with pytest.raises(LimitError, match="at most 65536 are kept"):
+        a("report", topic="m/70", values="x" * 2**16)
+
+
+def test_everybody_hears_of_a_stop(board, clients):
+    assert ask(board, "stop", reason="early stopping") == "early stopping"
+    assert ask(board, "stop", reason="another") == "early stopping"
+    assert [client("beat")["stop"] for client in clients] == ["early stopping"] * 3
+    assert ask(board, "stop", reason=None) is None
+    assert clients[0]("beat")["stop"] is None
+
+
+def test_status_has_what_workers_tell_and_their_pace(board, clients, clock):
+    a, b, _ = clients
+    ask(board, "open", stream=STREAM)
+    for clock.seconds in range(1, 6):
+        done = a("claim", stream=STREAM, count=3)["indices"]
+        a("finish", stream=STREAM, indices=done, info={"bytes_per_second": 7})
+    b("beat", info={"staleness": {"0": 3}})
+    workers = ask(board, "status")["workers"]
+    assert workers["worker:0"]["steps"] == 15
+    assert workers["worker:0"]["steps_per_second"] == pytest.approx(15 / 4)
+    assert workers["worker:0"]["info"] == {"bytes_per_second": 7}
+    assert workers["worker:1"]["info"] == {"staleness": {"0": 3}}
+    clock.seconds = 30
+    workers = ask(board, "status")["workers"]
+    assert workers["worker:0"]["steps_per_second"] == 0
+    assert workers["worker:0"]["state"] == "dead"
+    with pytest.raises(LimitError, match="info has"):
+        a("beat", info={"x": "y" * 2**16})
+
+
+def test_a_failure_is_never_taken_back(board, clients, clock):
+    clients[1]("leave", ok=False, error="ValueError")
+    assert ask(board, "failed") is None
+    clients[0]("leave", ok=False, error="OSError: disk")
+    reason = "worker:0 (the chief) failed: OSError: disk"
+    assert ask(board, "failed") == reason
+    new = Client(board, "worker:0", "again")
+    assert new("join")["failed"] == reason
+    assert clients[2]("beat")["failed"] == reason
+    assert not ask(board, "is_done")
+
+
+def test_done_when_all_have_left(board, clients):
+    for client in clients:
+        assert not ask(board, "is_done")
+        client("leave", ok=True)
+        client("leave", ok=True)
+    assert ask(board, "is_done")
+    assert ask(board, "failed") is None
+    with pytest.raises(NotJoinedError, match="has left"):
+        clients[0]("beat")
+
+
+def test_closures_go_on_when_a_worker_dies(board, clients, clock):
+    chief, a, b = clients
+    chief("schedule", id="x", payload={"n": 1}, function="f")
+    assert a("take", functions=["f"])["payload"] == {"n": 1}
+    clock.seconds = 8
+    chief("beat")
+    b("beat")
+    clock.seconds = 15
+    assert ask(board, "pending")["unserved"] == {"f": 0}
+    assert b("take", functions=["f"])["id"] == "x"
+    assert not b("result", id="x", value=2)["late"]
+    assert ask(board, "done")
+    assert ask(board, "fetch") == {"x": {"status": "done", "value": 2}}
+    Client(board, "worker:0", "again")("join")
+    assert ask(board, "fetch", ids=["x"]) == {"x": {"status": "unknown"}}
+
+
+def test_a_restarted_server_goes_on_with_the_same_sessions(board, clients, clock):
+    a, b, _ = clients
+    ask(board, "open", stream=STREAM, limit=5)
+    a("claim", stream=STREAM, call=1)
+    b("claim", stream=STREAM)
+    a("schedule", id="x", payload=1)
+    b("take")
+    a("put", key="k", value=1)
+    a("report", topic="r", values=2)
+    a("arrive", barrier="go")
+    ask(board, "stop", reason="enough")
+    saved = json.loads(json.dumps(board.state()))
+    clock.seconds = 1000
+    again = Board(NAMES, heartbeat_seconds=10, grace_seconds=100, now=clock)
+    again.load_state(saved)
+    a.board = b.board = again
+    assert a("claim", stream=STREAM, call=1) == {"indices": [0]}
+    assert not a("finish", stream=STREAM, indices=[0])["late"]
+    assert not b("finish", stream=STREAM, indices=[1])["late"]
+    assert not b("result", id="x", value=3)["late"]
+    assert (a("get", key="k"), a("reports", topic="r")) == (1, {"worker:0": 2})
+    assert a("arrive", barrier="go")["missing"] == ["worker:1", "worker:2"]
+    assert a("beat") == {"alive": NAMES, "stop": "enough", "failed": None}
+    clock.seconds = 1011
+    assert ask(again, "alive") == []
+    with pytest.raises(ValueError, match="version None, expected 1"):
+        again.load_state({})
+
+
+def together(workers, work):
+    """Runs `work(client)` of every client in its own thread; raises what they do."""
+    errors = []
+
+    def run(client):
+        try:
+            work(client)
+        except Exception as error:  # noqa: BLE001 - raised below.
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(c,), daemon=True) for c in workers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert not any(thread.is_alive() for thread in threads)
+    if errors:
+        raise errors[0]
+
+
+def test_threads_hammer_the_board():
+    board = Board(NAMES, heartbeat_seconds=60, grace_seconds=60)
+    given: Counter[int] = Counter()
+    parts: Counter[tuple[int, int]] = Counter()
+    results: Counter[str] = Counter()
+
+    def steps(client, stream, count):
+        finished = []
+        while True:
+            answer = client("claim", stream=stream, finished=finished)
+            finished = answer.get("indices", [])
+            count(finished, answer.get("late_indices", []))
+            if answer.get("complete"):
+                return
+
+    def work(client):
+        client("join")
+        client("open", stream="a/0", limit=300, max_staleness=2)
+        steps(client, "a/0", lambda new, late: given.update(new))
+        client("open", stream="s/0", limit=60, num_parts=3, backups=1)
+        steps(client, "s/0", lambda new, late: parts.update(map(tuple, late)))
+        for number in range(50):
+            client("schedule", id=f"{client.worker} {number}", payload=number)
+        while not client("done"):
+            taken = client("take")
+            if taken and not client("result", id=taken["id"], value=1)["late"]:
+                results[taken["id"]] += 1
+            client("status")
+        while not client("arrive", barrier="end")["complete"]:
+            pass
+        json.dumps(board.state())
+
+    together([Client(board, name, name) for name in NAMES], work)
+    assert given == Counter(range(300))
+    assert len(results) == 150
+    assert set(results.values()) == {1}
+    status = ask(board, "status")
+    assert sum(w["steps"] for w in status["workers"].values()) == 300 + 3 * 60
+    assert status["streams"]["a/0"]["finished"] == 300
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Workers join, work, stop, die and come back; calls are repeated at random."""
+
+    workers = st.sampled_from(range(3))
+
+    @initialize(bound=st.none() | st.integers(0, 3))
+    def start(self, bound):
+        self.clock = Clock()
+        self.board = self.make()
+        self.sessions = 0
+        self.clients: dict[int, Client] = {}
+        self.given: Counter[int] = Counter()
+        self.finished: set[int] = set()
+        self.held: dict[int, list[int]] = {0: [], 1: [], 2: []}
+        self.open = {"stream": STREAM, "limit": 20, "max_staleness": bound}
+        ask(self.board, "open", **self.open)
+
+    def make(self):
+        return Board(NAMES, heartbeat_seconds=10, grace_seconds=1e9, now=self.clock)
+
+    def twice(self, client, name, **arguments):
+        """A call whose first answer was lost."""
+        answer = client(name, **arguments)
+        assert client(name, call=client.call, **arguments) == answer
+        return answer
+
+    def twice_or_once(self, lost, client, name, **arguments):
+        if lost:
+            return self.twice(client, name, **arguments)
+        return client(name, **arguments)
+
+    @rule(worker=workers)
+    def join(self, worker):
+        self.sessions += 1
+        old = self.clients.get(worker)
+        client = Client(self.board, NAMES[worker], f"s{self.sessions}")
+        client("join")
+        self.clients[worker] = client
+        self.held[worker] = []
+        if old:
+            with pytest.raises(SessionReplacedError):
+                old("beat")
+
+    @rule(worker=workers, count=st.integers(1, 3), lost=st.booleans())
+    def claim(self, worker, count, lost):
+        if worker not in self.clients:
+            return
+        client = self.clients[worker]
+        dead = NAMES[worker] not in ask(self.board, "alive")
+        answer = self.twice_or_once(lost, client, "claim", stream=STREAM, count=count)
+        if dead:
+            self.held[worker] = []
+        if "indices" in answer:
+            self.given.update(answer["indices"])
+            self.held[worker] += answer["indices"]
+        elif "wait" in answer:
+            status = ask(self.board, "status")["streams"][STREAM]
+            assert status["held"] > 0
+
+    @rule(worker=workers, lost=st.booleans())
+    def finish(self, worker, lost):
+        if worker not in self.clients or not self.held[worker]:
+            return
+        index = self.held[worker].pop(0)
+        dead = NAMES[worker] not in ask(self.board, "alive")
+        answer = self.twice_or_once(
+            lost, self.clients[worker], "finish", stream=STREAM, indices=[index]
+        )
+        if dead:
+            assert answer["late"]
+            self.held[worker] = []
+        else:
+            assert not answer["late"]
+            self.finished.add(index)
+
+    @rule(seconds=st.sampled_from([1, 6, 11]), awake=st.sets(workers))
+    def time_passes(self, seconds, awake):
+        self.clock.seconds += seconds
+        for worker in awake & set(self.clients):
+            gone = NAMES[worker] not in ask(self.board, "alive")
+            self.clients[worker]("beat")
+            if gone:
+                self.held[worker] = []
+
+    @rule()
+    def restart_of_the_server(self):
+        # Who died before has lost its tickets; only then is the state saved.
+        alive = ask(self.board, "alive")
+        for worker in self.held:
+            if NAMES[worker] not in alive:
+                self.held[worker] = []
+        saved = json.loads(json.dumps(self.board.state()))
+        self.board = self.make()
+        self.board.load_state(saved)
+        for client in self.clients.values():
+            client.board = self.board
+
+    @invariant()
+    def every_step_is_accounted_for(self):
+        if not hasattr(self, "board"):
+            return
+        status = ask(self.board, "status")
+        stream = status["streams"][STREAM]
+        assert set(self.given.values()) <= {1}
+        assert stream["finished"] == len(self.finished)
+        assert stream["finished"] + stream["held"] + stream["lost"] == stream["next"]
+        assert not set(stream["lost_steps"]) & self.finished
+        total = sum(worker["steps"] for worker in status["workers"].values())
+        assert total == len(self.finished)
+
+
+TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)

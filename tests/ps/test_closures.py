@@ -1,0 +1,307 @@
+"""Closures: who gets them, retries, errors, results, and what is kept."""
+
+import json
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from replicax.ps.closures import Closures
+from replicax.ps.refusals import BoardError, LimitError
+
+CHIEF, A, B = "worker:0", "worker:1", "worker:2"
+ERROR = {"type": "ValueError", "message": "bad", "traceback": "in step"}
+
+
+def schedule(closures, *ids, function=None):
+    return [closures.schedule(id, {"of": id}, function, CHIEF, 0.0) for id in ids]
+
+
+def taken(closures, worker, functions=()):
+    closure = closures.take(worker, functions)
+    return closure and closure["id"]
+
+
+def test_closures_are_taken_in_order_and_their_results_fetched():
+    closures = Closures()
+    schedule(closures, "x", "y")
+    assert closures.take(A, []) == {"id": "x", "function": None, "payload": {"of": "x"}}
+    assert taken(closures, B) == "y"
+    assert taken(closures, B) is None
+    assert closures.result("x", A, 7, None) == {"late": False}
+    assert closures.result("y", A, 8, None) == {"late": True}  # It is B's.
+    assert not closures.is_done()
+    assert closures.fetch(["x", "y", "z"], []) == {
+        "x": {"status": "done", "value": 7},
+        "y": {"status": "running"},
+        "z": {"status": "unknown"},
+    }
+    closures.result("y", B, None, None)
+    assert closures.is_done()
+    assert closures.fetch(None, ["x"]) == {"y": {"status": "done", "value": None}}
+    assert closures.fetch(["x"], []) == {"x": {"status": "unknown"}}
+
+
+def test_an_id_is_used_once():
+    closures = Closures()
+    schedule(closures, "x")
+    with pytest.raises(BoardError, match="'x' was scheduled already and is queued"):
+        schedule(closures, "x")
+
+
+def test_only_workers_that_have_the_function_get_the_closure():
+    closures = Closures()
+    schedule(closures, "x", function="step")
+    schedule(closures, "y", function="other")
+    schedule(closures, "z")
+    assert closures.pending([A], 5.0)["unserved"] == {"step": 5.0, "other": 5.0, "": 5}
+    assert taken(closures, A) == "z"
+    assert taken(closures, A, ["other"]) == "y"
+    assert taken(closures, A, ["other"]) is None
+    assert closures.pending([A], 7.0)["unserved"] == {"step": 7.0}
+    assert taken(closures, B, ["step", "other"]) == "x"
+
+
+def test_closures_of_a_dead_worker_go_to_the_front_in_their_order():
+    closures = Closures()
+    schedule(closures, "a", "b", "c")
+    taken(closures, A)
+    taken(closures, A)
+    closures.release(A, died=True, now=1.0)
+    assert closures.result("a", A, 1, None) == {"late": True}
+    assert [taken(closures, B) for _ in range(3)] == ["a", "b", "c"]
+
+
+def test_a_closure_that_kills_its_workers_is_an_error_that_names_them():
+    closures = Closures(max_retries=1)
+    schedule(closures, "x", "next", function="step")
+    for worker in (A, B):
+        assert taken(closures, worker, ["step"]) == "x"
+        closures.release(worker, died=True, now=1.0)
+    error = closures.raise_if_failed()
+    assert "'step' (x) was tried 2 times" in error["message"]
+    assert "worker:1, worker:2" in error["message"]
+    assert closures.fetch(["next"], [])["next"] == {"status": "cancelled"}
+    assert closures.is_done()
+
+
+def test_leaving_in_peace_is_no_try():
+    closures = Closures(max_retries=0)
+    schedule(closures, "x")
+    taken(closures, A)
+    closures.release(A, died=False, now=1.0)
+    assert taken(closures, B) == "x"
+
+
+def test_an_error_cancels_what_is_queued_and_is_told_once():
+    closures = Closures()
+    schedule(closures, "bad", "running", "queued")
+    taken(closures, A)
+    taken(closures, B)
+    closures.result("bad", A, None, ERROR)
+    assert closures.pending([A, B], 0.0)["failed"]
+    assert schedule(closures, "refused") == [{"failed": ERROR}]
+    assert schedule(closures, "later") == [{"scheduled": True}]
+    # It was begun before the error was told: its own error is not told as well.
+    closures.result("running", B, None, ERROR)
+    assert closures.raise_if_failed() is None
+    assert closures.fetch(["bad", "running", "queued", "refused", "later"], []) == {
+        "bad": {"status": "error", "error": ERROR},
+        "running": {"status": "error", "error": ERROR},
+        "queued": {"status": "cancelled"},
+        "refused": {"status": "unknown"},
+        "later": {"status": "queued"},
+    }
+    taken(closures, A)
+    closures.result("later", A, None, ERROR)
+    assert closures.raise_if_failed() == ERROR
+
+
+def test_what_ran_when_another_failed_is_not_tried_again():
+    closures = Closures()
+    schedule(closures, "bad", "running")
+    taken(closures, A)
+    taken(closures, B)
+    closures.result("bad", A, None, ERROR)
+    closures.release(B, died=True, now=1.0)
+    assert closures.fetch(["running"], []) == {"running": {"status": "cancelled"}}
+    assert closures.is_done()
+
+
+def test_the_queue_is_bounded_and_forgetting_makes_room():
+    closures = Closures(max_closures=3)
+    assert schedule(closures, "a", "b", "c") == [{"scheduled": True}] * 3
+    taken(closures, A)
+    closures.result("a", A, 1, None)
+    assert schedule(closures, "d") == [{"full": True, "known": 3, "finished": 1}]
+    closures.fetch([], ["a", "b"])  # b is not finished: it runs, and then is gone.
+    assert schedule(closures, "d") == [{"scheduled": True}]
+    assert taken(closures, A) == "b"
+    closures.result("b", A, 1, None)
+    assert closures.fetch(["b"], []) == {"b": {"status": "unknown"}}
+    assert closures.pending([A], 0.0)["finished"] == 0
+
+
+def test_large_payloads_and_many_of_them_are_refused():
+    closures = Closures()
+    large = "x" * (16 * 2**20 - 2)
+    with pytest.raises(LimitError, match="payload has"):
+        closures.schedule("x", large + "x", None, CHIEF, 0.0)
+    answers = [closures.schedule(str(i), large, None, CHIEF, 0.0) for i in range(17)]
+    assert [answer.get("full") for answer in answers] == [None] * 16 + [True]
+    for _ in range(16):
+        closures.result(taken(closures, A), A, None, None)
+    assert closures.schedule("y", large, None, CHIEF, 0.0) == {"scheduled": True}
+
+
+def test_a_worker_cannot_take_everything():
+    closures = Closures()
+    schedule(closures, *map(str, range(20)))
+    for _ in range(16):
+        closures.take(A, [])
+    with pytest.raises(LimitError, match="worker:1 has 16 closures without a result"):
+        closures.take(A, [])
+
+
+@pytest.mark.parametrize("error", ["ValueError", 3, ["a"]])
+def test_malformed_errors_are_refused_and_the_closure_goes_on(error):
+    closures = Closures()
+    schedule(closures, "x")
+    taken(closures, A)
+    with pytest.raises(BoardError, match="type, message and traceback"):
+        closures.result("x", A, None, error)
+    assert closures.result("x", A, 1, None) == {"late": False}
+
+
+def test_what_a_replaced_chief_scheduled_is_dropped():
+    closures = Closures()
+    schedule(closures, "a", "b", "c")
+    taken(closures, A)
+    taken(closures, A)
+    closures.result("a", A, None, ERROR)
+    closures.disown(B)
+    assert closures.pending([A], 0.0)["failed"]
+    closures.disown(CHIEF)
+    assert closures.raise_if_failed() is None
+    assert closures.result("b", A, 1, None) == {"late": True}
+    assert closures.is_done()
+    assert closures.fetch(None, []) == {}
+
+
+def test_dropping_one_owner_keeps_what_others_scheduled():
+    closures = Closures()
+    schedule(closures, "a")
+    closures.schedule("theirs", 1, None, B, 0.0)
+    closures.disown(CHIEF)
+    assert taken(closures, A) == "theirs"
+    assert taken(closures, A) is None
+
+
+def test_what_nobody_wants_is_forgotten_however_it_ends():
+    closures = Closures(max_retries=0)
+    schedule(closures, "dies", "queued")
+    taken(closures, A)
+    closures.fetch([], ["dies", "queued"])
+    closures.release(A, died=True, now=1.0)
+    assert "tried 1 times" in closures.raise_if_failed()["message"]
+    assert closures.fetch(["dies", "queued"], []) == {
+        "dies": {"status": "unknown"},
+        "queued": {"status": "unknown"},
+    }
+    assert closures.is_done()
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Each closure is done once, or failed, or cancelled; none is lost."""
+
+    workers = st.sampled_from([A, B])
+
+    def __init__(self):
+        super().__init__()
+        self.closures = Closures(max_retries=1, max_closures=8)
+        self.number = 0
+        self.done: Counter[str] = Counter()
+        self.scheduled: set[str] = set()
+        self.forgotten: set[str] = set()
+        self.running: dict[str, str] = {}
+        self.deaths: Counter[str] = Counter()
+
+    @rule()
+    def schedule(self):
+        self.number += 1
+        id = str(self.number)
+        answer = self.closures.schedule(id, {"of": id}, None, CHIEF, 0.0)
+        if answer == {"scheduled": True}:
+            self.scheduled.add(id)
+        elif "full" in answer:
+            assert len(self.scheduled - self.forgotten) >= 8
+        else:
+            assert set(answer) == {"failed"}
+
+    @rule(worker=workers)
+    def take(self, worker):
+        closure = self.closures.take(worker, [])
+        if closure is None:
+            assert self.closures.pending([A, B], 0.0)["queued"] == 0
+            return
+        assert closure["payload"] == {"of": closure["id"]}
+        assert closure["id"] not in self.running
+        assert closure["id"] not in self.done
+        self.running[closure["id"]] = worker
+
+    @rule(worker=workers, fails=st.booleans(), data=st.data())
+    def result(self, worker, fails, data):
+        if not self.running:
+            return
+        id = data.draw(st.sampled_from(sorted(self.running)))
+        answer = self.closures.result(id, worker, 1, ERROR if fails else None)
+        assert answer == {"late": self.running[id] != worker}
+        if not answer["late"]:
+            del self.running[id]
+            self.done[id] += 1
+
+    @rule(worker=workers)
+    def die(self, worker):
+        mine = [id for id, holder in self.running.items() if holder == worker]
+        self.closures.release(worker, died=True, now=0.0)
+        for id in mine:
+            del self.running[id]
+            self.deaths[id] += 1
+            assert self.deaths[id] <= 2
+
+    @rule()
+    def tell(self):
+        self.closures.raise_if_failed()
+
+    @rule()
+    def forget(self):
+        finished = list(self.closures.fetch(None, []))
+        self.closures.fetch([], finished)
+        self.forgotten |= set(finished)
+
+    @rule()
+    def reload(self):
+        again = Closures(max_retries=1, max_closures=8)
+        again.load_state(json.loads(json.dumps(self.closures.state())), 0.0)
+        self.closures = again
+
+    @invariant()
+    def none_is_lost(self):
+        status = {
+            id: self.closures.fetch([id], [])[id]["status"]
+            for id in self.scheduled - self.forgotten
+        }
+        assert "unknown" not in status.values()
+        running = self.closures.pending([A, B], 0.0)["running"]
+        assert running == self.running
+        assert {i for i, s in status.items() if s == "running"} == set(running)
+        assert all(status[id] in ("done", "error") for id in self.done if id in status)
+        assert set(self.done.values()) <= {1}
+        queued = [i for i, s in status.items() if s == "queued"]
+        assert self.closures.is_done() == (not queued and not running)
+
+
+TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

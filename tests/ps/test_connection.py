@@ -1,0 +1,348 @@
+"""A worker's side: lost servers, silent ones, and servers that come back."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from replicax.errors import ClusterError
+from replicax.ps import wire
+from replicax.ps.connection import Connection, ConnectionLost, ServerRefused
+from replicax.ps.credentials import Credentials, new_token
+from replicax.ps.service import Service
+from replicax.ps.watchdog import Watchdog
+
+pytest.importorskip("pyarrow")
+
+CREDENTIALS = Credentials(token=new_token())
+
+
+class Adds:
+    """An operation that adds to a number, and can be slow or drop the connection."""
+
+    def __init__(self):
+        self.total = 0
+        self.calls = 0
+        self.before = lambda: None
+
+    def expected(self, header):
+        return {"x": wire.Allowed(("float32",), 1, 1 << 24)}
+
+    def handle(self, header, vectors):
+        self.calls += 1
+        self.total += float(vectors["x"][0])
+        self.before()
+        return {"total": self.total}, {}
+
+
+class NoStore:
+    def __init__(self, incarnation):
+        self.incarnation = incarnation
+
+    def groups(self):
+        return {}
+
+    def status(self):
+        return {}
+
+
+def free_address():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+def serve(address, adds, incarnation="first"):
+    store = NoStore(incarnation)
+    service = Service(address, store, None, CREDENTIALS, operations={"add": adds})
+    service.serve_in_thread()
+    return service
+
+
+@pytest.fixture
+def adds():
+    return Adds()
+
+
+@pytest.fixture
+def service(adds):
+    service = serve(free_address(), adds)
+    yield service
+    service.close()
+
+
+def connect(address, **more):
+    settings = {
+        "task": "ps:0",
+        "connect_timeout_seconds": 1,
+        "reply_timeout_seconds": 5,
+        "retry_timeout_seconds": 5,
+    }
+    return Connection(address, CREDENTIALS, **settings | more)
+
+
+ONE = {"x": np.ones(1, np.float32)}
+
+
+def test_a_server_that_is_not_there_is_named_after_the_deadline():
+    address = free_address()
+    with connect(address, retry_timeout_seconds=1) as connection:
+        began = time.monotonic()
+        with pytest.raises(ConnectionLost, match=f"ps:0 at {address}.*'add'") as caught:
+            connection.exchange({"op": "add"}, ONE)
+        assert 1 <= time.monotonic() - began < 4
+        assert caught.value.culprit == "ps:0"
+        assert isinstance(caught.value, ClusterError)
+        with pytest.raises(ConnectionLost, match=r"'hello' for 1 s"):
+            connection.call("hello")
+
+
+def test_a_server_may_start_later_than_its_workers(adds):
+    address = free_address()
+    hellos = []
+    with connect(address, on_connect=hellos.append) as connection:
+        answers = []
+        thread = threading.Thread(
+            target=lambda: answers.append(connection.exchange({"op": "add"}, ONE))
+        )
+        thread.start()
+        time.sleep(0.5)
+        service = serve(address, adds)
+        thread.join(20)
+        service.close()
+    assert answers == [({"total": 1.0}, {})]
+    assert hellos == ["first"]
+
+
+def test_a_message_is_sent_again_after_the_connection_was_lost(service, adds):
+    with connect(service.address) as connection:
+        connection.exchange({"op": "add"}, ONE)
+
+        def cut_once():
+            adds.before = lambda: None
+            service._doorman.disconnect()
+
+        adds.before = cut_once
+        header, _ = connection.exchange({"op": "add"}, ONE)
+    assert adds.calls == 3
+    assert header == {"total": 3.0}
+
+
+def test_a_connection_survives_restarts_of_the_server(adds):
+    address = free_address()
+    met = []
+    services = [serve(address, adds)]
+
+    def start(incarnation):
+        services.append(serve(address, adds, incarnation=incarnation))
+
+    with connect(address, on_connect=met.append) as connection:
+        connection.exchange({"op": "add"}, ONE)
+        services[0].close()
+        timer = threading.Timer(0.5, start, ["second"])
+        timer.start()
+        assert connection.exchange({"op": "add"}, ONE)[0] == {"total": 2.0}
+        timer.join()
+        assert met == ["first", "second"]
+        services[1].close()
+        start("third")
+        assert connection.call("hello")["server"] == 0
+        assert met == ["first", "second", "third"]
+        services[2].close()
+
+
+def test_a_server_that_accepts_and_says_nothing():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with (
+            connect(address, connect_timeout_seconds=0.3, retry_timeout_seconds=1) as c,
+            pytest.raises(ConnectionLost, match="'add' for"),
+        ):
+            c.exchange({"op": "add"}, ONE)
+
+
+def test_a_server_that_never_answers_to_a_message(service, adds):
+    go_on = threading.Event()
+    adds.before = lambda: go_on.wait(20)
+    with connect(
+        service.address, reply_timeout_seconds=0.3, retry_timeout_seconds=0.5
+    ) as connection:
+        began = time.monotonic()
+        with pytest.raises(ConnectionLost, match=r"nothing came for 0\.3 s"):
+            connection.exchange({"op": "add"}, ONE)
+        assert time.monotonic() - began < 5
+        go_on.set()
+        adds.before = lambda: None
+        assert connection.exchange({"op": "add"}, ONE)[0]["total"] >= 2
+
+
+def test_the_deadline_of_one_message_may_be_longer(service, adds):
+    adds.before = lambda: time.sleep(0.6)
+    with connect(service.address, reply_timeout_seconds=0.3) as connection:
+        connection.exchange({"op": "add"}, ONE, reply_timeout_seconds=5)
+    assert adds.calls == 1
+
+
+def test_a_refusal_is_not_tried_again(service, adds):
+    with connect(service.address) as connection:
+        began = time.monotonic()
+        with pytest.raises(ServerRefused, match="elements") as caught:
+            connection.exchange({"op": "add"}, {"x": np.ones(0, np.float32)})
+        assert caught.value.kind == "WireError"
+        assert time.monotonic() - began < 2
+        connection.exchange({"op": "add"}, ONE)
+    assert adds.calls == 1
+
+
+def test_a_large_message_is_refused_before_it_was_sent(service):
+    with connect(service.address) as connection:
+        large = {"x": np.zeros(1 << 26, np.float32)}
+        with pytest.raises(ServerRefused, match="67108864 elements; expected 1 to"):
+            connection.exchange({"op": "add"}, large)
+
+
+def test_many_threads_share_a_connection(service, adds):
+    with connect(service.address) as connection:
+        threads = [
+            threading.Thread(
+                target=lambda: [
+                    (connection.exchange({"op": "add"}, ONE), connection.call("hello"))
+                    for _ in range(20)
+                ]
+            )
+            for _ in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert connection.exchange({"op": "add"}, ONE)[0] == {"total": 81.0}
+
+
+def test_closing_ends_what_waits_in_another_thread(service, adds):
+    go_on = threading.Event()
+    adds.before = lambda: go_on.wait(20)
+    connection = connect(service.address, reply_timeout_seconds=60)
+    errors = []
+
+    def wait():
+        try:
+            connection.exchange({"op": "add"}, ONE)
+        except ConnectionLost as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    while not adds.calls:
+        time.sleep(0.01)
+    connection.close()
+    thread.join(10)
+    go_on.set()
+    assert "closed here" in errors[0]
+
+
+def test_an_ipv6_address():
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6) as free:
+            address = f"[::1]:{free.getsockname()[1]}"
+    except OSError:
+        pytest.skip("no IPv6 on this machine")
+    service = serve(address, Adds())
+    try:
+        with connect(address) as connection:
+            assert connection.exchange({"op": "add"}, ONE)[0] == {"total": 1.0}
+    finally:
+        service.close()
+
+
+def test_an_address_that_is_none():
+    with pytest.raises(ValueError, match="'ps0' is not a server's address: it has no"):
+        connect("ps0")
+
+
+def test_without_pyarrow_the_error_says_what_to_install(tmp_path):
+    (tmp_path / "pyarrow").mkdir()
+    (tmp_path / "pyarrow" / "__init__.py").write_text("raise ImportError('not here')")
+    code = (
+        "from replicax.ps.connection import Connection\n"
+        "from replicax.ps.credentials import Credentials\n"
+        "Connection('localhost:1', Credentials(token='x' * 20))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}:src"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert 'pip install "replicax[ps]"' in result.stderr
+
+
+def test_the_watchdog_lets_progress_go_on_and_cancels_without():
+    cancelled = threading.Event()
+    with Watchdog("replicax-test") as watchdog:
+        with watchdog.watch(0.3, cancelled.set) as progress:
+            for _ in range(6):
+                time.sleep(0.1)
+                progress()
+        assert not cancelled.is_set()
+        began = time.monotonic()
+        with pytest.raises(TimeoutError, match=r"nothing came for 0\.1 s"):
+            blocks_until(watchdog, cancelled)
+        assert time.monotonic() - began < 5
+
+
+def blocks_until(watchdog, cancelled):
+    with watchdog.watch(0.1, cancelled.set):
+        assert cancelled.wait(10)
+        raise OSError("cancelled")
+
+
+SERVER = """
+import sys, threading
+from replicax.ps.credentials import Credentials
+from replicax.ps.service import Service
+class NoStore:
+    incarnation = ""
+    groups = status = lambda self: {}
+Service(sys.argv[1], NoStore(), None, Credentials.from_environment()).serve_in_thread()
+print("ready", flush=True)
+threading.Event().wait()
+"""
+
+
+@pytest.mark.multiprocess
+def test_a_killed_server_process_is_noticed_at_once_and_awaited():
+    address = free_address()
+    environment = os.environ | {"REPLICAX_PS_TOKEN": CREDENTIALS.token}
+
+    def start():
+        process = subprocess.Popen(
+            [sys.executable, "-c", SERVER, address],
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdout.readline() == "ready\n"
+        return process
+
+    first = start()
+    try:
+        with connect(address, retry_timeout_seconds=60) as connection:
+            assert connection.call("store.groups") == {}
+            first.send_signal(signal.SIGKILL)
+            first.wait(10)
+            second = start()
+            try:
+                assert connection.call("store.groups") == {}
+            finally:
+                second.kill()
+                second.communicate(timeout=10)
+    finally:
+        first.kill()
+        first.communicate(timeout=10)

@@ -1,0 +1,159 @@
+"""Sessions, deaths and returns, and when a job is done or has failed."""
+
+import json
+
+import pytest
+
+from replicax.ps.presence import Presence
+from replicax.ps.refusals import (
+    BoardError,
+    NotJoinedError,
+    SessionReplacedError,
+    UnknownWorkerError,
+)
+
+CHIEF, OTHER = "worker:0", "worker:1"
+
+
+def present(**changes) -> Presence:
+    seconds = {"heartbeat_seconds": 10, "grace_seconds": 100, "start_seconds": 200}
+    return Presence([CHIEF, OTHER], **(seconds | changes), now=0.0)
+
+
+@pytest.mark.parametrize("workers", [[], ["worker:0", "worker:0"]])
+def test_workers_must_be_different_names(workers):
+    with pytest.raises(ValueError, match="different names"):
+        Presence(
+            workers, heartbeat_seconds=1, grace_seconds=1, start_seconds=1, now=0.0
+        )
+
+
+@pytest.mark.parametrize("name", ["heartbeat_seconds", "grace_seconds"])
+def test_durations_must_be_positive(name):
+    with pytest.raises(ValueError, match=rf"{name} must be positive; got 0"):
+        present(**{name: 0})
+
+
+def test_a_silent_worker_is_dead_and_returns_with_its_next_sign():
+    presence = present()
+    presence.join(CHIEF, "a", {}, 0.0)
+    presence.join(OTHER, "b", {}, 0.0)
+    presence.sign(CHIEF, "a", 8.0)
+    assert presence.newly_dead(10.0) == []
+    assert presence.newly_dead(10.1) == [OTHER]
+    assert presence.newly_dead(10.2) == []  # Told once.
+    assert presence.alive() == [CHIEF]
+    presence.sign(OTHER, "b", 11.0)
+    assert presence.alive() == [CHIEF, OTHER]
+    assert presence.status(11.0)[OTHER]["deaths"] == 1
+
+
+def test_a_new_session_replaces_the_old_one_for_good():
+    presence = present()
+    assert presence.join(OTHER, "old", {}, 0.0) is False
+    assert presence.join(OTHER, "old", {}, 1.0) is False  # A repeated call.
+    assert presence.starts(OTHER) == 1
+    assert presence.join(OTHER, "new", {}, 2.0) is True
+    assert presence.starts(OTHER) == 2
+    for call in (presence.sign, lambda w, s, t: presence.join(w, s, {}, t)):
+        with pytest.raises(SessionReplacedError, match="old was replaced by new"):
+            call(OTHER, "old", 3.0)
+    with pytest.raises(SessionReplacedError, match="must stop"):
+        presence.leave(OTHER, "old", True, None, 3.0)
+    assert presence.alive() == [OTHER]
+
+
+def test_who_has_not_joined_or_has_left_is_refused():
+    presence = present()
+    with pytest.raises(UnknownWorkerError, match=r"no worker 'worker:7'.*worker:0, w"):
+        presence.join("worker:7", "a", {}, 0.0)
+    with pytest.raises(UnknownWorkerError, match="no worker"):
+        presence.sign(["worker:0"], "a", 0.0)
+    with pytest.raises(NotJoinedError, match="Join first"):
+        presence.sign(CHIEF, "a", 0.0)
+    with pytest.raises(BoardError, match="session must be a text"):
+        presence.join(CHIEF, 7, {}, 0.0)
+    presence.join(CHIEF, "a", {}, 0.0)
+    assert presence.leave(CHIEF, "a", True, None, 1.0) is True
+    assert presence.leave(CHIEF, "a", True, None, 2.0) is False
+    with pytest.raises(NotJoinedError, match="has left"):
+        presence.sign(CHIEF, "a", 3.0)
+
+
+def test_the_job_is_done_when_the_chief_left_and_nobody_is_alive():
+    presence = present()
+    presence.join(CHIEF, "a", {}, 0.0)
+    presence.join(OTHER, "b", {}, 0.0)
+    presence.leave(CHIEF, "a", True, None, 1.0)
+    assert not presence.is_done(1.0)
+    presence.newly_dead(20.0)
+    assert presence.is_done(20.0)
+    assert presence.failure(1000.0) is None
+
+
+def test_who_may_be_starting_still_is_waited_for():
+    presence = present()
+    presence.join(CHIEF, "a", {}, 0.0)
+    presence.leave(CHIEF, "a", True, None, 1.0)
+    assert not presence.is_done(200.0)
+    assert presence.is_done(200.1)
+
+
+def test_an_error_of_the_chief_fails_the_job_and_one_of_another_does_not():
+    presence = present()
+    presence.join(CHIEF, "a", {}, 0.0)
+    presence.join(OTHER, "b", {}, 0.0)
+    presence.leave(OTHER, "b", False, "ValueError: bad", 1.0)
+    assert presence.failure(2.0) is None
+    assert presence.status(2.0)[OTHER]["error"] == "ValueError: bad"
+    presence.leave(CHIEF, "a", False, "OSError: disk", 2.0)
+    assert presence.failure(2.0) == "worker:0 (the chief) failed: OSError: disk"
+    assert not presence.is_done(2.0)
+    presence.join(CHIEF, "a2", {}, 3.0)
+    assert presence.failure(3.0) is None
+
+
+def test_a_chief_that_stays_away_fails_the_job_after_the_grace_period():
+    presence = present()
+    presence.join(CHIEF, "a", {}, 0.0)
+    presence.join(OTHER, "b", {}, 0.0)
+    presence.sign(OTHER, "b", 105.0)
+    # It is dead since 10, not since somebody looked.
+    assert presence.newly_dead(105.0) == [CHIEF]
+    assert presence.failure(110.0) is None
+    assert "died and did not return for 100 s" in presence.failure(110.1)
+
+
+def test_a_job_without_workers_fails():
+    presence = present()
+    assert presence.failure(200.0) is None
+    assert "no worker has joined for 200 s" in presence.failure(200.1)
+    presence.join(OTHER, "b", {}, 0.0)
+    assert "has not joined for 200 s" in presence.failure(200.1)
+    presence.newly_dead(20.0)
+    assert presence.failure(110.0) is None
+    assert "no worker has been alive for 100 s" in presence.failure(110.1)
+
+
+def test_a_loaded_state_gives_everybody_time():
+    presence = present()
+    presence.join(CHIEF, "a0", {}, 0.0)
+    presence.join(CHIEF, "a", {}, 0.0)
+    presence.join(OTHER, "b", {}, 0.0)
+    presence.sign(OTHER, "b", 5.0)
+    presence.newly_dead(12.0)
+    saved = json.loads(json.dumps(presence.state()))
+    again = present()
+    again.load_state(saved, 1000.0)
+    assert again.newly_dead(1009.0) == []
+    assert again.alive() == [OTHER]
+    assert again.failure(1099.0) is None
+    assert "did not return" in again.failure(1101.0)
+    with pytest.raises(SessionReplacedError):
+        again.sign(CHIEF, "a0", 1001.0)
+    again.sign(CHIEF, "a", 1001.0)
+    other = Presence(
+        ["w"], heartbeat_seconds=1, grace_seconds=1, start_seconds=1, now=0.0
+    )
+    with pytest.raises(ValueError, match=r"of the workers worker:0, worker:1.*has w"):
+        other.load_state(saved, 0.0)

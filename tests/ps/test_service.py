@@ -1,0 +1,416 @@
+"""A server's port in this process: what it answers, what it refuses, how it ends."""
+
+import dataclasses
+import json
+import logging
+import os
+import socket
+import threading
+import time
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from replicax.errors import ClusterError
+from replicax.ps import wire
+from replicax.ps.board import Board
+from replicax.ps.connection import Connection, ServerRefused
+from replicax.ps.credentials import Credentials, new_token
+from replicax.ps.partition import VariableInfo, place
+from replicax.ps.service import Service
+from replicax.ps.store import Store
+
+pa = pytest.importorskip("pyarrow")
+
+CREDENTIALS = Credentials(token=new_token())
+SIZE = 1000
+GROUP = place(
+    "weights",
+    {"kind": "add"},
+    [
+        VariableInfo(path="kernel", shape=(SIZE // 2,), dtype="float32"),
+        VariableInfo(path="bias", shape=(SIZE // 2,), dtype="float32"),
+        VariableInfo(path="count", shape=(3,), dtype="int32"),
+    ],
+    1,
+)
+
+
+def free_address():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+def values(scale):
+    return {
+        "float32": np.full(SIZE, scale, np.float32),
+        "int32": np.full(3, scale, np.int32),
+    }
+
+
+def push(number, **more):
+    return {
+        "op": "push",
+        "group": "weights",
+        "worker": "worker:0",
+        "session": "a",
+        "sequence": number,
+        "based_on": 0,
+        "deadline_seconds": 5,
+        **more,
+    }
+
+
+@dataclasses.dataclass
+class Doubles:
+    """An operation that doubles up to ten numbers."""
+
+    began: threading.Event = dataclasses.field(default_factory=threading.Event)
+    go_on: threading.Event = dataclasses.field(default_factory=threading.Event)
+
+    def expected(self, header):
+        return {"ids": wire.Allowed(("int64",), 0, 10)}
+
+    def handle(self, header, vectors):
+        if header.get("wait"):
+            self.began.set()
+            self.go_on.wait(20)
+        if header.get("fail"):
+            raise ZeroDivisionError("on purpose")
+        return {"done": True}, {"ids": vectors["ids"] * 2}
+
+
+@pytest.fixture
+def doubles():
+    return Doubles()
+
+
+@pytest.fixture
+def events():
+    return []
+
+
+@pytest.fixture
+def service(doubles, events):
+    board = Board(["worker:0"], heartbeat_seconds=9, grace_seconds=9)
+    service = Service(
+        free_address(),
+        Store(0),
+        board,
+        CREDENTIALS,
+        operations={"double": doubles},
+        on_event=lambda kind, details: events.append((kind, details)),
+    )
+    service.serve_in_thread()
+    yield service
+    doubles.go_on.set()
+    service.close()
+
+
+@pytest.fixture
+def connection(service):
+    with Connection(service.address, CREDENTIALS, retry_timeout_seconds=5) as it:
+        yield it
+
+
+@pytest.fixture
+def created(connection):
+    connection.exchange({"op": "create", "group": GROUP.to_json()}, values(1))
+    return connection
+
+
+def test_create_pull_and_push(created):
+    header, vectors = created.exchange({"op": "pull", "group": "weights"})
+    assert header == {"version": 0, "unchanged": False}
+    np.testing.assert_array_equal(vectors["float32"], values(1)["float32"])
+    header, vectors = created.exchange(push(1), values(2))
+    assert (header["version"], header["staleness"], header["applied"]) == (1, 0, True)
+    np.testing.assert_array_equal(vectors["float32"], values(3)["float32"])
+    np.testing.assert_array_equal(vectors["int32"], values(3)["int32"])
+
+
+def test_who_has_the_newest_version_gets_no_bytes(created):
+    before = created.bytes_received
+    header, vectors = created.exchange({"op": "pull", "group": "weights", "have": 0})
+    assert header == {"version": 0, "unchanged": True}
+    assert vectors == {}
+    assert created.bytes_received == before
+    _, vectors = created.exchange(push(1, pull=False), values(2))
+    assert vectors == {}
+
+
+def test_gradients_may_come_as_bfloat16(created):
+    half = values(2) | {"float32": np.full(SIZE, 2, ml_dtypes.bfloat16)}
+    _, vectors = created.exchange(push(1), half)
+    np.testing.assert_array_equal(vectors["float32"], values(3)["float32"])
+
+
+def test_a_replayed_push_is_not_applied_again(created):
+    created.exchange(push(1), values(2))
+    created.exchange(push(2), values(2))
+    header, vectors = created.exchange(push(2), values(2))
+    assert header["version"] == 2
+    with pytest.raises(ServerRefused, match="push 1 of worker:0") as caught:
+        created.exchange(push(1), values(2))
+    assert caught.value.kind == "StaleSequence"
+    _, vectors = created.exchange({"op": "pull", "group": "weights"})
+    np.testing.assert_array_equal(vectors["float32"], values(5)["float32"])
+
+
+def test_a_synchronous_step_waits_for_its_parts(service, created):
+    part = {"step": 0, "num_parts": 2, "weight": None}
+    answers = []
+
+    def second():
+        with Connection(service.address, CREDENTIALS) as other:
+            message = push(1, worker="worker:1", part=part | {"part": 1})
+            answers.append(other.exchange(message, values(2)))
+
+    thread = threading.Thread(target=second)
+    thread.start()
+    header, vectors = created.exchange(push(1, part=part | {"part": 0}), values(1))
+    thread.join(20)
+    assert header["version"] == answers[0][0]["version"] == 1
+    np.testing.assert_array_equal(vectors["float32"], values(4)["float32"])
+
+
+@pytest.mark.parametrize(
+    ("header", "vectors", "why"),
+    [
+        ({"op": "explode"}, {}, "there is no operation 'explode'"),
+        ({}, {}, "there is no operation None"),
+        ({"op": ["pull"]}, {}, "there is no operation"),
+        ({"op": "pull", "group": "other"}, {}, "there is no group 'other'"),
+        ({"op": "pull", "group": 7}, {}, "group is 7; expected str"),
+        ({"op": "pull", "group": "weights", "have": "1"}, {}, "have is '1'"),
+        ({"op": "push", "group": "weights"}, {}, "worker is None; expected str"),
+        (push(1, sequence=True), {}, "sequence is True; expected int"),
+        (push(1), {}, r"has the vectors \[\]"),
+        (push(1), {"float32": np.ones(SIZE, np.float32)}, "has the vectors"),
+        (
+            push(1),
+            values(1) | {"float32": np.ones(SIZE + 1, np.float32)},
+            "has 1001 elements; expected 1000",
+        ),
+        (
+            push(1),
+            values(1) | {"float32": np.ones(SIZE, np.float64)},
+            "has dtype 'float64'",
+        ),
+        ({"op": "double"}, {"ids": np.arange(11)}, "11 elements; expected 0 to 10"),
+        ({"op": "create", "group": {}}, {}, "the group is malformed"),
+        ({"op": "create", "group": {"name": "x", "rule": {}, "parts": 3}}, {}, "malf"),
+    ],
+)
+def test_a_message_that_fits_nothing_is_refused(
+    created, caplog, events, header, vectors, why
+):
+    with pytest.raises(ServerRefused, match=why):
+        created.exchange(header, vectors)
+    assert any("Refused a message from 127.0.0.1:" in r.message for r in caplog.records)
+    assert [details["why"] for kind, details in events if kind == "refused"]
+    header, _ = created.exchange({"op": "pull", "group": "weights"})
+    assert header["version"] == 0
+
+
+def test_a_group_larger_than_the_limit_is_refused():
+    address = free_address()
+    service = Service(address, Store(0), None, CREDENTIALS, byte_limit=4 * SIZE)
+    service.serve_in_thread()
+    try:
+        with Connection(address, CREDENTIALS) as connection:
+            with pytest.raises(ServerRefused, match="would hold 4012 bytes"):
+                connection.exchange(
+                    {"op": "create", "group": GROUP.to_json()}, values(1)
+                )
+            with pytest.raises(ServerRefused, match=r"no action 'board\.alive'"):
+                connection.call("board.alive")
+    finally:
+        service.close()
+
+
+def test_a_payload_that_is_cut_or_goes_on_is_refused(service, created):
+    """Messages that a correct sender cannot send, written by hand."""
+    for length, why in ((10, "the next message came"), (30_000, "lacked")):
+        stream = OpenStream(service)
+        header = push(1) | {"vectors": [[k, k, v.size] for k, v in values(1).items()]}
+        stream.write(header)
+        stream.write_bytes(np.zeros(length, np.uint8))
+        stream.write({"op": "pull", "group": "weights"})
+        assert why in stream.error()
+    stream = OpenStream(service)
+    stream.write_bytes(np.zeros(10, np.uint8))
+    assert "where a message's header should be" in stream.error()
+    stream = OpenStream(service)
+    stream.writer.write_metadata(b"\x80\x04\x95 a pickle")
+    assert "is not JSON" in stream.error()
+    header, _ = created.exchange({"op": "pull", "group": "weights"})
+    assert header["version"] == 0
+
+
+class OpenStream:
+    """A stream that writes what it is told."""
+
+    def __init__(self, service):
+        flight = wire.flight()
+        self.client = flight.FlightClient(f"grpc+tcp://{service.address}")
+        token = f"Bearer {CREDENTIALS.token}".encode()
+        self.writer, self.reader = self.client.do_exchange(
+            flight.FlightDescriptor.for_path("x"),
+            flight.FlightCallOptions(headers=[(b"authorization", token)]),
+        )
+        wire.begin(self.writer)
+
+    def write(self, header):
+        self.writer.write_metadata(json.dumps(header).encode())
+
+    def write_bytes(self, values):
+        for batch in wire._batches(values):
+            self.writer.write_batch(batch)
+
+    def error(self):
+        flight = wire.flight()
+        with pytest.raises(flight.FlightServerError, match=r".") as caught:
+            self.reader.read_chunk()
+        with pytest.raises(flight.FlightServerError, match=r"."):
+            self.writer.close()
+        return str(caught.value)
+
+
+def test_what_fails_in_an_operation_is_told_and_the_stream_goes_on(created, caplog):
+    with pytest.raises(ServerRefused, match="on purpose") as caught:
+        created.exchange({"op": "double", "fail": True}, {"ids": np.arange(3)})
+    assert caught.value.kind == "ZeroDivisionError"
+    assert any(record.exc_info for record in caplog.records)
+    header, vectors = created.exchange({"op": "double"}, {"ids": np.arange(3)})
+    assert header == {"done": True}
+    assert vectors["ids"].tolist() == [0, 2, 4]
+
+
+def test_actions_of_the_board_and_the_store(created):
+    assert created.call("board.join", worker="worker:0", session="a")["is_chief"]
+    assert created.call("board.alive") == ["worker:0"]
+    assert created.call("store.groups") == {"weights": GROUP.digest}
+    assert created.call("store.status")["groups"]["weights"]["version"] == 0
+    assert created.call("hello")["server"] == 0
+    for name in ("board.state", "board.load_state", "board.__init__", "os.system", ""):
+        with pytest.raises(ServerRefused, match="there is no action"):
+            created.call(name)
+    with pytest.raises(ServerRefused, match="do not fit"):
+        created.call("board.alive", surplus=1)
+    with pytest.raises(ServerRefused, match="no worker 'nobody'") as caught:
+        created.call("board.join", worker="nobody", session="a")
+    assert caught.value.kind == "UnknownWorkerError"
+
+
+def test_the_other_calls_of_flight_are_refused(service, connection):
+    flight = wire.flight()
+    connection.call("hello")
+    token = f"Bearer {CREDENTIALS.token}".encode()
+    options = flight.FlightCallOptions(headers=[(b"authorization", token)])
+    descriptor = flight.FlightDescriptor.for_path("x")
+    with flight.FlightClient(f"grpc+tcp://{service.address}") as client:
+        calls = [
+            lambda: list(client.list_flights(options=options)),
+            lambda: client.list_actions(options=options),
+            lambda: client.get_flight_info(descriptor, options),
+            lambda: client.get_schema(descriptor, options),
+            lambda: client.do_get(flight.Ticket(b"x"), options).read_all(),
+        ]
+        for call in calls:
+            with pytest.raises(pa.ArrowException, match="there is no"):
+                call()
+        with pytest.raises(flight.FlightUnauthenticatedError, match="has no token"):
+            list(client.list_flights())
+
+
+@pytest.mark.parametrize(
+    ("address", "why"),
+    [
+        ("0.0.0.0:2222", "on every network"),
+        ("[::]:2222", "on every network"),
+        ("nowhere.invalid:2222", "cannot listen"),
+        ("127.0.0.1", "has no port"),
+    ],
+)
+def test_an_address_that_no_server_should_listen_at(address, why):
+    with pytest.raises(ValueError, match=why):
+        Service(address, Store(0), None, CREDENTIALS)
+
+
+def test_only_the_given_address_is_bound(service):
+    port = int(service.address.rpartition(":")[2])
+    with socket.create_server(("127.0.0.2", port)):
+        pass
+
+
+def test_a_port_that_is_taken_is_named(service):
+    other = Service(service.address, Store(0), None, CREDENTIALS)
+    with pytest.raises(ClusterError, match=f"cannot listen at {service.address}"):
+        other.serve_in_thread()
+    other.close()
+
+
+def test_closing_lets_an_answer_finish(service, connection, doubles):
+    answers = []
+    message = {"op": "double", "wait": True}
+    thread = threading.Thread(
+        target=lambda: answers.append(
+            connection.exchange(message, {"ids": np.arange(2)})
+        )
+    )
+    thread.start()
+    assert doubles.began.wait(20)
+    threading.Timer(0.3, doubles.go_on.set).start()
+    service.close(deadline=20)
+    thread.join(20)
+    assert answers[0][1]["ids"].tolist() == [0, 2]
+
+
+def test_closing_does_not_wait_for_idle_streams(service, created):
+    began = time.monotonic()
+    service.close(deadline=20)
+    assert time.monotonic() - began < 2
+    with socket.socket() as sock:
+        assert sock.connect_ex(("127.0.0.1", int(service.address[-5:]))) != 0
+
+
+def test_twenty_services_leave_no_thread_descriptor_or_port():
+    def one():
+        address = free_address()
+        service = Service(address, Store(0), None, CREDENTIALS)
+        service.serve_in_thread()
+        with Connection(address, CREDENTIALS) as connection:
+            connection.exchange({"op": "create", "group": GROUP.to_json()}, values(1))
+            service.close()
+        host, _, port = address.rpartition(":")
+        socket.create_server((host, int(port))).close()
+
+    one()
+    descriptors = len(os.listdir("/proc/self/fd"))
+    threads = len(os.listdir("/proc/self/task"))
+    for _ in range(20):
+        one()
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:  # gRPC's own threads end a little later.
+        descriptors_left = len(os.listdir("/proc/self/fd")) - descriptors
+        threads_left = len(os.listdir("/proc/self/task")) - threads
+        if descriptors_left <= 4 and threads_left <= 4:
+            break
+        time.sleep(0.1)
+    assert descriptors_left <= 4
+    assert threads_left <= 4
+
+
+def test_warnings_are_limited(service, caplog):
+    service._log._per_minute = 5
+    with caplog.at_level(logging.WARNING, logger="replicax"):
+        host, _, port = service.address.rpartition(":")
+        for _ in range(50):
+            socket.create_connection((host, int(port))).close()
+        time.sleep(0.3)
+        service.close()
+    lines = [r.getMessage() for r in caplog.records if r.name == "replicax"]
+    assert len(lines) <= 6
+    assert any("more such warnings were left out" in line for line in lines)

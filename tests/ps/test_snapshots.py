@@ -1,0 +1,241 @@
+"""Snapshots on disk: whole or not there, damaged ones skipped, written in a thread."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import keras
+import ml_dtypes
+import numpy as np
+import pytest
+
+from replicax.ps.partition import VariableInfo, place
+from replicax.ps.rules import optimizer_rule
+from replicax.ps.snapshots import Snapshots
+from replicax.ps.store import Store
+
+
+def filled(updates=0, dtype="float32") -> Store:
+    info = VariableInfo(path="w", shape=(3, 5), dtype=dtype)
+    rule = optimizer_rule(keras.optimizers.SGD(0.5, momentum=0.5), [])
+    store = Store(0)
+    store.create(place("g", rule, [info], 1), {dtype: np.ones(15, dtype)})
+    for i in range(updates):
+        push(store, i + 1)
+    return store
+
+
+def push(store, sequence) -> None:
+    dtype = store.groups()["g"].parts[0].dtype
+    store.push(
+        "g",
+        worker="worker:0",
+        session="a",
+        sequence=sequence,
+        based_on=0,
+        vectors={dtype: np.full(15, 0.25, dtype)},
+    )
+
+
+def wait_for(condition) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about in 20 s"
+        time.sleep(0.02)
+
+
+def written(snapshots) -> list[str]:
+    return sorted(os.listdir(snapshots.folder)) if snapshots.folder.exists() else []
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_round_trip(tmp_path, dtype) -> None:
+    store = filled(2, dtype)
+    snapshots = Snapshots(tmp_path, 3)
+    board = {"epoch": 4, "who": ["worker:0"]}
+    path = snapshots.write(store.state(), board)
+    assert path == tmp_path / "server-3" / "snapshot-000000001"
+    found = Snapshots(tmp_path, 3).restore()
+    assert (found.path, found.board) == (path, board)
+    other = Store(0)
+    other.load_state(found.state)
+    for each in (store, other):
+        push(each, 3)
+    one, two = (s.pull("g").vectors[dtype] for s in (store, other))
+    assert one.dtype == two.dtype == np.dtype(dtype)
+    np.testing.assert_array_equal(one, two)
+    assert Snapshots(tmp_path, 1).restore() is None
+
+
+def test_arrays_of_all_kinds(tmp_path) -> None:
+    arrays = {
+        "a": np.arange(3, dtype=np.int8),
+        "b": np.array(2.5),
+        "c": np.zeros((0, 4), np.float32),
+        "d": np.arange(6, dtype=ml_dtypes.bfloat16).reshape(2, 3).T,
+        "e": np.array([True, False]),
+    }
+    snapshots = Snapshots(tmp_path, 0)
+    snapshots.write({"meta": {}, "arrays": arrays})
+    found = snapshots.restore().state["arrays"]
+    assert list(found) == list(arrays)
+    for name, array in arrays.items():
+        assert found[name].dtype == array.dtype
+        np.testing.assert_array_equal(found[name], array)
+
+
+def test_keeps_the_newest(tmp_path) -> None:
+    snapshots = Snapshots(tmp_path, 0, keep=2)
+    for i in range(4):
+        snapshots.write({"meta": {"i": i}, "arrays": {}})
+    assert written(snapshots) == ["snapshot-000000003", "snapshot-000000004"]
+    assert snapshots.restore().state["meta"] == {"i": 3}
+    assert Snapshots(tmp_path, 0).write({"meta": {}, "arrays": {}}).name[-1] == "5"
+
+
+def flip(path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def spoil_format(path) -> None:
+    path.write_text(json.dumps({"format": 99, "files": {}}))
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "message"),
+    [
+        ("arrays.bin", flip, "arrays.bin does not have the checksum"),
+        ("state.json", flip, "state.json does not have the checksum"),
+        ("arrays.bin", lambda p: os.truncate(p, 9), "arrays.bin has 9 bytes, and had"),
+        ("state.json", lambda p: p.unlink(), "No such file"),
+        ("manifest.json", lambda p: p.write_text(""), "is damaged"),
+        ("manifest.json", lambda p: p.write_text("[1]"), "is damaged"),
+        ("manifest.json", spoil_format, "format 99"),
+    ],
+)
+def test_damaged_ones_are_named_and_skipped(
+    tmp_path, caplog, file, damage, message
+) -> None:
+    snapshots = Snapshots(tmp_path, 0)
+    snapshots.write(filled(1).state())
+    newest = snapshots.write(filled(2).state())
+    damage(newest / file)
+    found = snapshots.restore()
+    assert found.state["meta"]["groups"][0]["version"] == 1
+    assert f"snapshot {newest} is damaged" in caplog.text
+    assert message in caplog.text
+
+
+def test_the_thread_writes_after_so_many_updates(tmp_path) -> None:
+    store = filled(1)
+    with Snapshots(tmp_path, 0, every_updates=3) as snapshots:
+        snapshots.start(store, lambda: {"board": 1})
+        push(store, 2)
+        time.sleep(0.3)
+        assert not written(snapshots)
+        push(store, 3)
+        push(store, 4)
+        wait_for(lambda: written(snapshots))
+        wait_for(snapshots.restore)
+        found = snapshots.restore()
+        assert found.state["meta"]["groups"][0]["version"] == 4
+        assert found.board == {"board": 1}
+        push(store, 5)
+        with pytest.raises(RuntimeError, match="they are written already"):
+            snapshots.start(store)
+    assert snapshots.restore().state["meta"]["groups"][0]["version"] == 5
+
+
+def test_the_thread_writes_after_some_time_if_there_is_news(tmp_path) -> None:
+    store = filled(1)
+    with Snapshots(tmp_path, 0, every_seconds=0.2) as snapshots:
+        snapshots.start(store)
+        time.sleep(0.5)
+        assert not written(snapshots)
+        push(store, 2)
+        wait_for(snapshots.restore)
+    assert written(snapshots) == ["snapshot-000000001"]
+
+
+def test_a_failed_write_is_logged_and_tried_again(
+    tmp_path, caplog, monkeypatch
+) -> None:
+    monkeypatch.setattr("replicax.ps.snapshots._RETRY_SECONDS", 0.05)
+    store = filled(1)
+    with Snapshots(tmp_path, 0, every_updates=1) as snapshots:
+        good = snapshots.write(store.state())
+        # A file stands where the folder of the next one should be made.
+        blocker = snapshots.folder / ".snapshot-000000002.part"
+        blocker.write_text("")
+        snapshots.start(store)
+        push(store, 2)
+        wait_for(lambda: "no snapshot could be written" in caplog.text)
+        assert str(snapshots.folder) in caplog.text
+        assert snapshots.restore().path == good
+        blocker.unlink()
+        wait_for(lambda: snapshots.restore().path != good)
+    assert written(snapshots) == ["snapshot-000000001", "snapshot-000000002"]
+
+
+KILLED = """
+import sys, numpy as np
+from replicax.ps.snapshots import Snapshots
+snapshots = Snapshots(sys.argv[1], 0)
+state = {"meta": {}, "arrays": {"a": np.zeros(2_000_000)}}
+print("ready", flush=True)
+while True:
+    snapshots.write(state)
+"""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(120)
+def test_a_process_killed_while_it_writes_leaves_whole_ones(tmp_path, caplog) -> None:
+    for wait in (0.13, 0.24):
+        process = subprocess.Popen(
+            [sys.executable, "-c", KILLED, tmp_path],
+            stdout=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        try:
+            assert process.stdout.readline() == b"ready\n"
+            time.sleep(wait)
+        finally:
+            process.kill()
+            process.communicate(timeout=30)
+        snapshots = Snapshots(tmp_path, 0)
+        number = len([n for n in written(snapshots) if n.startswith("snapshot-")])
+        assert number <= 3, "older ones are removed"
+        if number:
+            assert snapshots.restore().state["arrays"]["a"].shape == (2_000_000,)
+    assert "damaged" not in caplog.text
+    snapshots.write({"meta": {}, "arrays": {}})
+    assert not [n for n in written(snapshots) if n.startswith(".")]
+
+
+def test_pushes_go_on_while_a_snapshot_is_written(tmp_path) -> None:
+    store = filled(1)
+    state = store.state()
+    push(store, 2)
+    before = {name: array.copy() for name, array in state["arrays"].items()}
+    writer = threading.Thread(
+        target=Snapshots(tmp_path, 0).write, args=(state,), name="writer"
+    )
+    writer.start()
+    for i in range(3, 20):
+        push(store, i)
+    writer.join()
+    found = Snapshots(tmp_path, 0).restore().state["arrays"]
+    for name, array in before.items():
+        np.testing.assert_array_equal(found[name], array)
+
+
+def test_wrong_arguments(tmp_path) -> None:
+    for arguments in ({"every_updates": 0}, {"every_seconds": -1.0}, {"keep": 0}):
+        with pytest.raises(ValueError, match=f"got {next(iter(arguments))}="):
+            Snapshots(tmp_path, 0, **arguments)

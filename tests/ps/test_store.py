@@ -1,0 +1,478 @@
+"""One server's store: pushes exactly once, versions, synchronous steps, its state."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import keras
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from replicax.ps.partition import FixedShardsPartitioner, VariableInfo, place
+from replicax.ps.rules import Slots, optimizer_rule
+from replicax.ps.store import (
+    BadVectors,
+    DifferentGroup,
+    StaleSequence,
+    Store,
+    StoreError,
+    Superseded,
+    SyncPart,
+    SyncTimeout,
+    UnknownGroup,
+)
+
+INFO = VariableInfo(path="dense/kernel", shape=(4, 2), dtype="float32")
+ADD = {"kind": "add"}
+
+
+def sgd(**arguments) -> dict:
+    return optimizer_rule(keras.optimizers.SGD(**arguments), [])
+
+
+def held(rule, num_servers=1, infos=(INFO,)):
+    """A group and the stores that hold it, at zero."""
+    partitioner = FixedShardsPartitioner(num_servers)
+    group = place("weights", rule, infos, num_servers, partitioner)
+    stores = [Store(server) for server in range(num_servers)]
+    for server, store in enumerate(stores):
+        lengths = group.lengths_on(server).items()
+        store.create(group, {d: np.zeros(n, d) for d, n in lengths})
+    return group, stores
+
+
+def push(store, sequence, value=1.0, *, worker="worker:0", session="a", **more):
+    length = store.groups()["weights"].lengths_on(store.server)["float32"]
+    vectors = {"float32": np.full(length, value, np.float32)}
+    more = {"based_on": 0, "vectors": vectors, "deadline_seconds": 30.0} | more
+    return store.push(
+        "weights", worker=worker, session=session, sequence=sequence, **more
+    )
+
+
+def values(store) -> list[float]:
+    return store.pull("weights").vectors["float32"].tolist()
+
+
+def test_push_applies_the_optimizer_and_returns_the_newest_values() -> None:
+    _, [store] = held(sgd(learning_rate=0.5))
+    pushed = push(store, 1)
+    assert (pushed.version, pushed.staleness, pushed.applied) == (1, 0, True)
+    assert pushed.vectors["float32"].tolist() == [-0.5] * 8
+    assert not pushed.vectors["float32"].flags.writeable
+    assert store.pull("weights", have=1).vectors is None
+    assert store.pull("weights", have=0).version == 1
+    assert values(store) == [-0.5] * 8
+
+
+def test_a_repeated_push_is_answered_and_not_applied() -> None:
+    _, [store] = held(ADD)
+    push(store, 5)
+    push(store, 1, worker="worker:1")
+    again = push(store, 5)
+    assert (again.version, again.applied) == (2, True)
+    assert values(store) == [2.0] * 8
+
+
+def test_an_older_push_and_an_older_session_are_refused(caplog) -> None:
+    _, [store] = held(ADD)
+    push(store, 5)
+    with pytest.raises(StaleSequence, match=r"push 4 of worker:0 is older.*push 5"):
+        push(store, 4)
+    assert "push 4 of worker:0" in caplog.text
+    push(store, 1, session="b")
+    with pytest.raises(Superseded, match=r"worker:0: session 'a' was ended by.*'b'"):
+        push(store, 6, session="a")
+    assert values(store) == [2.0] * 8
+
+
+def test_staleness_is_what_was_applied_in_between() -> None:
+    _, [store] = held(sgd(learning_rate=1.0))
+    push(store, 1, based_on=0)
+    push(store, 1, worker="worker:1", based_on=0)
+    push(store, 2, worker="worker:1", based_on=0)
+    push(store, 2, worker="worker:1", based_on=0)
+    assert push(store, 2, based_on=3).staleness == 0
+    assert store.staleness() == {"worker:0": {0: 2}, "worker:1": {1: 1, 2: 1}}
+    status = store.status()
+    assert status["num_updates"] == 4
+    assert status["groups"]["weights"]["pushed_by"] == {"worker:0": 2, "worker:1": 2}
+    assert status["staleness"]["worker:1"] == {"1": 1, "2": 1}
+    assert status["bytes_in"] == 6 * 32
+    assert status["bytes_out"] == 5 * 32
+
+
+def test_create_again_keeps_values_and_another_group_is_refused() -> None:
+    group, [store] = held(ADD)
+    push(store, 1)
+    store.create(group, {"float32": np.full(8, 9, np.float32)})
+    assert values(store) == [1.0] * 8
+    other = place("weights", sgd(), [INFO], 1)
+    with pytest.raises(DifferentGroup, match=r"'weights'.*its rule: clipped_by_worker"):
+        store.create(other, {"float32": np.zeros(8, np.float32)})
+    longer = place("weights", ADD, [INFO, INFO], 1)
+    with pytest.raises(DifferentGroup, match=r"its parts: 1 and 2"):
+        store.create(longer, {"float32": np.zeros(16, np.float32)})
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    group, [store] = held(ADD)
+    with pytest.raises(UnknownGroup, match=r"'other' is not on server 0.*'weights'"):
+        store.pull("other")
+    for vectors, message in (
+        ({}, r"got vectors of \[\], expected \['float32'\]"),
+        ({"float32": np.zeros(7, "f4")}, r"shape \(7,\), expected \(8,\)"),
+        ({"float32": np.zeros((4, 2), "f4")}, r"shape \(4, 2\), expected \(8,\)"),
+        ({"float32": np.zeros(8, "i4")}, r"got int32 for its float32 vector"),
+    ):
+        with pytest.raises(BadVectors, match=message):
+            push(store, 1, vectors=vectors)
+    with pytest.raises(BadVectors, match="got float16 for its float32 vector"):
+        Store(0).create(group, {"float32": np.zeros(8, "f2")})
+    config = {"module": "keras.optimizers", "class_name": "None", "config": {}}
+    bad = place("bad", {"kind": "optimizer", "config": config}, [INFO], 1)
+    with pytest.raises(StoreError, match=r"'bad': its optimizer cannot be built"):
+        store.create(bad, {"float32": np.zeros(8, "f4")})
+    assert list(store.groups()) == ["weights"]
+    good = place("bad", ADD, [INFO], 1)
+    store.create(good, {"float32": np.zeros(8, "f4")})
+    assert sorted(store.groups()) == ["bad", "weights"]
+    assert values(store) == [0.0] * 8
+
+
+def test_gradients_may_be_bfloat16_and_nan() -> None:
+    _, [store] = held(sgd(learning_rate=1.0))
+    half = np.full(8, 0.5, jax.numpy.bfloat16)
+    pushed = push(store, 1, vectors={"float32": half})
+    assert pushed.vectors["float32"].dtype == np.float32
+    assert values(store) == [-0.5] * 8
+    push(store, 2, np.nan)
+    assert np.isnan(values(store)).all()
+
+
+def test_a_server_without_parts_counts_versions() -> None:
+    group = place("weights", sgd(), [INFO], 2)
+    store = Store(1)
+    store.create(group, {})
+    pushed = store.push(
+        "weights", worker="worker:0", session="a", sequence=1, based_on=0, vectors={}
+    )
+    assert (pushed.version, pushed.vectors) == (1, {})
+    again = Store(1)
+    again.load_state(store.state())
+    assert again.pull("weights").version == 1
+
+
+def in_threads(*calls):
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [f.result(timeout=60) for f in [pool.submit(call) for call in calls]]
+
+
+def part_of(step, part, num_parts, weight=None) -> SyncPart:
+    return SyncPart(step=step, part=part, num_parts=num_parts, weight=weight)
+
+
+def test_a_synchronous_step_is_one_update_with_the_weighted_mean() -> None:
+    _, [store] = held(sgd(learning_rate=1.0))
+    results = in_threads(
+        *(
+            lambda i=i: push(
+                store, 1, float(i), worker=f"worker:{i}", part=part_of(0, i, 3, i + 1)
+            )
+            for i in range(3)
+        )
+    )
+    mean = (0 * 1 + 1 * 2 + 2 * 3) / 6
+    for pushed in results:
+        assert (pushed.version, pushed.applied) == (1, True)
+        np.testing.assert_allclose(pushed.vectors["float32"], -mean, rtol=1e-6)
+    assert store.staleness() == {f"worker:{i}": {0: 1} for i in range(3)}
+
+
+def test_parts_that_are_there_or_over_are_not_applied() -> None:
+    _, [store] = held(ADD)
+    first = threading.Thread(
+        target=push, args=(store, 1), kwargs={"part": part_of(0, 0, 2)}
+    )
+    first.start()
+    while not store._held["weights"].round:
+        time.sleep(0.01)
+    backup = push(store, 1, 5.0, worker="worker:1", part=part_of(0, 0, 2))
+    assert (backup.version, backup.applied) == (0, False)
+    push(store, 2, 2.0, worker="worker:1", part=part_of(0, 1, 2))
+    first.join(timeout=30)
+    late = push(store, 1, 9.0, worker="worker:2", part=part_of(0, 1, 2))
+    assert (late.version, late.applied) == (1, False)
+    assert not push(store, 1, 9.0, worker="worker:2", part=part_of(0, 1, 2)).applied
+    assert values(store) == [3.0] * 8
+    with pytest.raises(StoreError, match=r"part of step 3, but step 1 is not over"):
+        push(store, 9, part=part_of(3, 0, 2))
+    with pytest.raises(StoreError, match=r"part 2 of 2, expected 0 to 1"):
+        push(store, 9, part=part_of(1, 2, 2))
+    with pytest.raises(StoreError, match=r"weight=0.0, expected a positive"):
+        push(store, 9, part=part_of(1, 1, 2, 0.0))
+
+
+def test_missing_parts_are_named_and_a_retry_waits_again() -> None:
+    _, [store] = held(ADD)
+    message = r"step 0: parts \[0, 2\] of 3 did not come.*\{1: 'worker:0'\}"
+    for _ in range(2):
+        with pytest.raises(SyncTimeout, match=message):
+            push(store, 1, part=part_of(0, 1, 3), deadline_seconds=0.05)
+    with pytest.raises(StoreError, match=r"got num_parts=2.*its other parts have num"):
+        push(store, 1, worker="worker:1", part=part_of(0, 0, 2))
+    in_threads(
+        lambda: push(store, 1, part=part_of(0, 1, 3)),
+        lambda: push(store, 1, worker="worker:1", part=part_of(0, 0, 3)),
+        lambda: push(store, 1, worker="worker:2", part=part_of(0, 2, 3)),
+    )
+    assert values(store) == [3.0] * 8
+
+
+@pytest.mark.parametrize("clip", ["global_clipnorm", "clipnorm"])
+def test_synchronous_clipping_by_a_norm_over_servers(clip) -> None:
+    rule = sgd(learning_rate=1.0, **{clip: 1.0})
+    group, stores = held(rule, 2, [INFO, INFO])
+    assert {part.server for part in group.parts} == {0, 1}
+
+    def work(worker: int) -> None:
+        part = part_of(0, worker, 2, 1.0)
+        shares = [
+            push(s, 1, 4.0 * worker, worker=f"worker:{worker}", part=part)
+            for s in stores
+        ]
+        total: dict[str, float] = {}
+        for share in shares:
+            assert share.needs_norm
+            assert share.version == 0
+            for key, value in share.squared_norms.items():
+                total[key] = total.get(key, 0.0) + value
+        for store in stores:
+            assert store.commit("weights", 0, total).version == 1
+
+    in_threads(lambda: work(0), lambda: work(1))
+    local = [keras.Variable(np.zeros((4, 2), np.float32)) for _ in range(2)]
+    keras.optimizers.SGD(1.0, **{clip: 1.0}).apply([np.full((4, 2), 2.0)] * 2, local)
+    for store in stores:
+        np.testing.assert_allclose(values(store), np.asarray(local[0])[0, 0], rtol=1e-6)
+    with pytest.raises(StoreError, match=r"clipped_by_worker=True"):
+        push(stores[0], 2)
+    with pytest.raises(StoreError, match=r"step 1 is not complete"):
+        stores[0].commit("weights", 1, {})
+
+
+def test_slots_are_read_and_set() -> None:
+    _, [store] = held(sgd(learning_rate=1.0, momentum=0.5))
+    push(store, 1)
+    slots = store.slots("weights")
+    assert slots.shared["iteration"] == 1
+    assert slots.parts[0]["momentum"].tolist() == [[-1.0, -1.0]] * 4
+    store.assign("weights", "learning_rate", 0.0)
+    push(store, 2)
+    assert slots.parts[0]["momentum"].tolist() == [[-1.0, -1.0]] * 4
+    assert values(store) == [-1.5] * 8
+    zeros = {"momentum": np.zeros((4, 2), np.float32)}
+    store.assign_slots("weights", Slots(shared={"learning_rate": 1.0}, parts=[zeros]))
+    push(store, 3)
+    assert values(store) == [-2.5] * 8
+    with pytest.raises(StoreError, match="no variable 'speed'"):
+        store.assign("weights", "speed", 1.0)
+    bad = Slots(shared={}, parts=[{"momentum": np.zeros(3, "f4")}])
+    with pytest.raises(StoreError, match=r"got shape \(3,\)"):
+        store.assign_slots("weights", bad)
+
+
+def test_groups_do_not_wait_for_each_other() -> None:
+    _, [store] = held(ADD)
+    waiting = place("slow", ADD, [INFO], 1)
+    store.create(waiting, {"float32": np.zeros(8, np.float32)})
+    with store._held["slow"].condition:
+        in_threads(lambda: push(store, 1))
+    assert values(store) == [1.0] * 8
+
+
+def test_concurrent_pushes_and_states_lose_nothing() -> None:
+    _, [store] = held(sgd(learning_rate=1.0, momentum=0.0))
+    seen: list[tuple[int, float]] = []
+
+    def work(worker: int) -> None:
+        for i in range(1, 41):
+            pushed = push(store, i, worker=f"worker:{worker}", based_on=i)
+            vector = pushed.vectors["float32"]
+            assert (vector == vector[0]).all()
+            seen.append((pushed.version, float(vector[0])))
+
+    def watch() -> None:
+        for _ in range(10):
+            state = store.state()
+            version = state["meta"]["groups"][0]["version"]
+            assert state["arrays"]["0/values/float32"].tolist() == [-version] * 8
+            assert state["arrays"]["0/slots/0"] == version
+
+    in_threads(*(lambda w=w: work(w) for w in range(4)), watch)
+    assert all(value == -version for version, value in seen)
+    assert store.pull("weights").version == 160
+
+
+def test_state_goes_on_where_it_was() -> None:
+    _, [store] = held(sgd(learning_rate=0.1, momentum=0.9))
+    for i in range(1, 4):
+        push(store, i, based_on=i - 1)
+    state = store.state()
+    other = Store(0)
+    other.load_state(state)
+    before = state["arrays"]["0/values/float32"].copy()
+    for each in (store, other):
+        assert push(each, 3).applied, "it was applied before the state was taken"
+        push(each, 4, 2.0, based_on=3)
+    assert values(store) == values(other)
+    assert other.pull("weights").version == 4
+    assert other.staleness() == store.staleness()
+    np.testing.assert_array_equal(state["arrays"]["0/values/float32"], before)
+    assert other.incarnation != store.incarnation
+    push(other, 1, session="b")
+    with pytest.raises(Superseded):
+        push(other, 5, session="a")
+    with pytest.raises(StoreError, match="there are groups already"):
+        other.load_state(state)
+    state["arrays"]["0/slots/2"] = np.zeros(3, np.float32)
+    with pytest.raises(StoreError, match="this version of Keras has"):
+        Store(0).load_state(state)
+
+
+def test_lost_updates_are_counted_in_the_log(caplog) -> None:
+    _, [store] = held(ADD)
+    push(store, 1)
+    state = store.state()
+    other = Store(0)
+    other.load_state(state)
+    push(other, 9, based_on=7)
+    push(other, 10, based_on=8)
+    assert caplog.text.count("6 updates were lost") == 1
+
+
+def test_synchronous_steps_go_on_after_a_restart(caplog) -> None:
+    _, [store] = held(ADD)
+    push(store, 1, part=part_of(0, 0, 1))
+    other = Store(0)
+    other.load_state(store.state())
+    waits = ThreadPoolExecutor(1)
+    stuck = waits.submit(push, other, 1, worker="worker:9", part=part_of(1, 0, 2))
+    while not other._held["weights"].round:
+        time.sleep(0.01)
+    assert not push(other, 5, part=part_of(4, 1, 2)).applied
+    assert not stuck.result(timeout=30).applied
+    assert "steps 1 to 4 were lost" in caplog.text
+    assert not push(other, 1, worker="worker:1", part=part_of(4, 0, 2)).applied
+    in_threads(
+        lambda: push(other, 6, part=part_of(5, 1, 2)),
+        lambda: push(other, 2, worker="worker:1", part=part_of(5, 0, 2)),
+    )
+    assert values(other) == [3.0] * 8
+    waits.shutdown()
+
+
+class Model:
+    """What a store should hold: exact, for gradients are small whole numbers."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+        self.version = 0
+        self.done: dict[str, tuple[int, float]] = {}
+
+
+EVENTS = st.lists(
+    st.tuples(
+        st.sampled_from(["push", "push", "retry", "replay", "pull", "reload"]),
+        st.integers(0, 2),
+        st.integers(0, 1),
+        st.integers(-3, 3),
+    ),
+    max_size=25,
+)
+
+
+@pytest.mark.parametrize("lr", [None, 0.5])
+def test_any_interleaving_applies_each_push_once(lr) -> None:
+    rule = ADD if lr is None else sgd(learning_rate=lr)
+    factor = 1.0 if lr is None else -lr
+
+    @settings(max_examples=40 if lr is None else 6, deadline=None, database=None)
+    @given(EVENTS, st.integers(1, 2))
+    def check(events, num_servers) -> None:
+        _, stores = held(rule, num_servers)
+        models = [Model() for _ in stores]
+        handed: list[tuple[np.ndarray, np.ndarray]] = []
+        for kind, w, server, amount in events:
+            server %= num_servers
+            store, model = stores[server], models[server]
+            worker = f"worker:{w}"
+            sequence, last = model.done.get(worker, (0, 0.0))
+            if kind == "push":
+                model.done[worker] = sequence + 1, amount
+                model.value += factor * amount
+                model.version += 1
+                result = push(store, sequence + 1, amount, worker=worker)
+                assert result.applied
+            elif kind == "retry" and sequence:
+                result = push(store, sequence, last, worker=worker)
+                assert result.applied
+            elif kind == "replay" and sequence > 1:
+                with pytest.raises(StaleSequence):
+                    push(store, sequence - 1, 1.0, worker=worker)
+                continue
+            elif kind == "reload":
+                stores[server] = Store(server)
+                stores[server].load_state(store.state())
+                result = stores[server].pull("weights")
+            else:
+                result = store.pull("weights")
+            assert result.version == model.version
+            vector = result.vectors["float32"]
+            np.testing.assert_array_equal(vector, np.float32(model.value))
+            handed.append((vector, vector.copy()))
+        for vector, copy in handed:
+            np.testing.assert_array_equal(vector, copy)
+
+    check()
+
+
+@settings(max_examples=15, deadline=None, database=None)
+@given(st.data())
+def test_any_order_of_synchronous_parts_is_one_step(data) -> None:
+    num_parts = data.draw(st.integers(1, 3))
+    weighted = data.draw(st.booleans())
+    amounts = [data.draw(st.integers(-4, 4)) for _ in range(num_parts)]
+    _, [store] = held(ADD)
+    expected = 0.0
+    for step in range(2):
+        # Each part at least once, some again by another worker, in any order.
+        pushes = [
+            *range(num_parts),
+            *data.draw(st.lists(st.sampled_from(range(num_parts)), max_size=2)),
+        ]
+        order = data.draw(st.permutations(list(enumerate(pushes))))
+        with ThreadPoolExecutor(len(order)) as pool:
+            futures = [
+                pool.submit(
+                    push,
+                    store,
+                    step + 1,
+                    float(amounts[p]),
+                    worker=f"worker:{w}",
+                    part=part_of(step, p, num_parts, 2.0 if weighted else None),
+                )
+                for w, p in order
+            ]
+            results = [f.result(timeout=60) for f in futures]
+        assert sum(r.applied for r in results) == num_parts
+        expected += sum(amounts) / num_parts if weighted else sum(amounts)
+        pulled = store.pull("weights")
+        assert pulled.version == step + 1
+        np.testing.assert_allclose(pulled.vectors["float32"], expected, rtol=1e-6)
+        other = Store(0)
+        other.load_state(store.state())
+        store = other

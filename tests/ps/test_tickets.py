@@ -1,0 +1,366 @@
+"""Streams of step tickets: order, bounds on staleness, parts, losses, ends."""
+
+import json
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from replicax.ps.refusals import BoardError, LimitError
+from replicax.ps.tickets import PartTickets, StepTickets
+
+A, B, C = "worker:0", "worker:1", "worker:2"
+WORKERS = st.sampled_from([A, B, C])
+
+
+def reloaded(tickets, make):
+    again = make()
+    again.load_state(json.loads(json.dumps(tickets.state())))
+    return again
+
+
+def test_steps_are_given_once_and_in_order():
+    tickets = StepTickets(limit=5, start=1)
+    assert tickets.claim(A, 2) == [1, 2]
+    assert tickets.claim(B, 9) == [3, 4]
+    assert tickets.is_over
+    assert not tickets.is_complete
+    assert tickets.finish(A, [2, 1]) == []
+    assert tickets.finish(A, [1, 3]) == [1, 3]  # Finished before; not its own.
+    assert tickets.finish(B, [3, 4]) == []
+    assert tickets.is_complete
+    assert tickets.steps == {A: 2, B: 2}
+
+
+def test_steps_of_a_dead_worker_are_lost():
+    tickets = StepTickets(limit=3)
+    tickets.claim(A, 2)
+    assert tickets.release(A) == 2
+    assert tickets.finish(A, [0]) == [0]
+    assert tickets.claim(B, 2) == [2]
+    tickets.finish(B, [2])
+    assert tickets.is_complete
+    assert (tickets.lost, tickets.status()["lost_steps"]) == (2, [0, 1])
+
+
+def test_the_least_end_holds_and_voids_what_is_beyond():
+    tickets = StepTickets(limit=None)
+    assert tickets.claim(A, 2) == [0, 1]
+    assert tickets.claim(B, 2) == [2, 3]
+    tickets.release(B)
+    tickets.end(3)
+    assert tickets.lost == 1
+    tickets.end(9)
+    tickets.end(1)
+    assert tickets.length == 1
+    assert tickets.lost == 0
+    assert tickets.finish(A, [0, 1]) == [1]
+    assert tickets.is_complete
+
+
+def test_an_end_without_length_lets_what_was_given_finish():
+    tickets = StepTickets(limit=100)
+    tickets.claim(A, 2)
+    tickets.end(None)
+    assert (tickets.length, tickets.is_over, tickets.is_complete) == (2, True, False)
+    assert tickets.finish(A, [0, 1]) == []
+    assert tickets.is_complete
+
+
+def test_a_worker_cannot_hold_any_number_of_steps():
+    tickets = StepTickets(limit=None)
+    for _ in range(4):
+        tickets.claim(A, 64)
+    with pytest.raises(LimitError, match="worker:0 holds 256 unfinished steps"):
+        tickets.claim(A, 1)
+    assert tickets.claim(B, 1) == [256]
+
+
+def test_staleness_zero_gives_one_step_at_a_time():
+    tickets = StepTickets(limit=None, max_staleness=0)
+    assert tickets.claim(A, 3) == [0]
+    reason = tickets.claim(B, 1)
+    assert "step 0 of worker:0 was overtaken by 0" in reason
+    tickets.finish(A, [0])
+    assert tickets.claim(B, 1) == [1]
+
+
+def test_a_slow_worker_holds_the_others_back():
+    tickets = StepTickets(limit=None, max_staleness=2)
+    assert tickets.claim(A, 1) == [0]
+    for step in (1, 2):
+        assert tickets.claim(B, 1) == [step]
+        tickets.finish(B, [step])
+    assert isinstance(tickets.claim(B, 1), str)
+    tickets.release(A)  # Who is dead holds nobody back.
+    assert tickets.claim(B, 1) == [3]
+
+
+def test_the_slowest_worker_counts_and_not_the_one_that_came_last():
+    tickets = StepTickets(limit=None, max_staleness=2)
+    assert tickets.claim(A, 1) == [0]
+    assert tickets.claim(B, 1) == [1]
+    tickets.finish(B, [1])
+    assert tickets.claim(B, 1) == [2]
+    # Step 0 was overtaken by 1, and may be by 2; 3 would be the third.
+    assert isinstance(tickets.claim(C, 1), str)
+
+
+def test_parts_of_a_step_come_before_the_next_step():
+    tickets = PartTickets(num_parts=2, limit=2)
+    assert tickets.claim(A, 1) == [[0, 0]]
+    assert tickets.claim(B, 5) == [[0, 1]]
+    tickets.finish(A, [[0, 0]])
+    assert tickets.claim(A, 1) == "step 0 is in progress: part 1 of worker:1"
+    tickets.finish(B, [[0, 1]])
+    assert tickets.claim(A, 5) == [[1, 0], [1, 1]]
+    assert tickets.finish(A, [[0, 0]]) == [[0, 0]]  # Part 0 of the step before.
+    assert not tickets.is_over
+    assert tickets.finish(A, [[1, 1], [1, 0]]) == []
+    assert tickets.is_complete
+    assert tickets.steps == {A: 3, B: 1}
+
+
+def test_a_lost_part_is_given_again_at_once():
+    tickets = PartTickets(num_parts=2, limit=1)
+    tickets.claim(A, 1)
+    tickets.claim(B, 1)
+    tickets.release(A)
+    assert tickets.claim(B, 1) == [[0, 0]]
+    assert tickets.finish(A, [[0, 0]]) == [[0, 0]]
+    assert tickets.finish(B, [[0, 0], [0, 1]]) == []
+    assert tickets.is_complete
+
+
+def test_backups_are_given_to_others_and_only_so_many():
+    tickets = PartTickets(num_parts=2, limit=2, backups=1)
+    tickets.claim(A, 1)
+    tickets.claim(B, 1)
+    assert tickets.claim(C, 1) == [[0, 0]]
+    assert isinstance(tickets.claim(C, 1), str)
+    tickets.release(C)  # The backup may be given again.
+    assert tickets.claim(A, 1) == [[0, 1]]
+    tickets.finish(A, [[0, 1]])
+    assert tickets.finish(B, [[0, 1]]) == [[0, 1]]
+    assert tickets.claim(B, 1) == "step 0 is in progress: part 0 of worker:0"
+    tickets.finish(A, [[0, 0]])
+    assert tickets.claim(B, 2) == [[1, 0], [1, 1]]
+
+
+def test_the_owner_of_a_backed_up_part_may_die():
+    tickets = PartTickets(num_parts=1, limit=1, backups=1)
+    tickets.claim(A, 1)
+    tickets.claim(B, 1)
+    tickets.release(A)
+    assert tickets.finish(B, [[0, 0]]) == []
+    assert tickets.is_complete
+
+
+def test_ends_of_a_synchronous_stream():
+    tickets = PartTickets(num_parts=2, limit=None)
+    tickets.claim(A, 1)
+    tickets.end(None)  # The step in progress is completed.
+    assert tickets.length == 1
+    assert tickets.claim(A, 1) == [[0, 1]]
+    tickets.end(0)  # There is no such step.
+    assert tickets.is_complete
+    assert tickets.finish(A, [[0, 0]]) == [[0, 0]]
+
+
+@pytest.mark.parametrize("ticket", [3, [1], [0, 2], [-1, 0], ["0", 0], "00"])
+def test_malformed_parts_are_refused_and_change_nothing(ticket):
+    tickets = PartTickets(num_parts=2, limit=None)
+    tickets.claim(A, 1)
+    with pytest.raises(BoardError):
+        tickets.finish(A, [[0, 0], ticket])
+    assert tickets.finish(A, [[0, 0]]) == []
+
+
+@pytest.mark.parametrize("step", ["0", 0.0, True, None, [0, 0], -1])
+def test_malformed_steps_are_refused_and_change_nothing(step):
+    tickets = StepTickets(limit=None)
+    tickets.claim(A, 1)
+    with pytest.raises(BoardError):
+        tickets.finish(A, [0, step])
+    assert tickets.finish(A, [0]) == []
+
+
+class AnyOrderOfSteps(RuleBasedStateMachine):
+    """Asynchronous streams against what a list of events says."""
+
+    def make(self) -> StepTickets:
+        return StepTickets(limit=self.limit, max_staleness=self.bound)
+
+    @initialize(
+        limit=st.none() | st.integers(0, 40), bound=st.none() | st.integers(0, 4)
+    )
+    def start(self, limit, bound):
+        self.limit, self.bound = limit, bound
+        self.tickets = self.make()
+        self.length = limit
+        self.given: list[int] = []
+        self.held: dict[int, str] = {}
+        self.overtaken: dict[int, int] = {}
+        self.finished: set[int] = set()
+        self.lost: set[int] = set()
+
+    @rule(worker=WORKERS, count=st.integers(1, 3))
+    def claim(self, worker, count):
+        if self.tickets.is_over:
+            return
+        given = self.tickets.claim(worker, count)
+        if isinstance(given, str):
+            assert self.held, f"stuck: {given}"
+            assert self.bound is not None
+            return
+        assert 1 <= len(given) <= count
+        assert given == list(range(len(self.given), len(self.given) + len(given)))
+        self.given += given
+        self.held |= dict.fromkeys(given, worker)
+        self.overtaken |= dict.fromkeys(given, 0)
+        if self.bound is not None:
+            others = len(self.held) - 1
+            assert max(self.overtaken[s] for s in self.held) + others <= self.bound
+
+    @rule(worker=WORKERS, data=st.data())
+    def finish(self, worker, data):
+        mine = [step for step, holder in self.held.items() if holder == worker]
+        if not mine:
+            return
+        step = data.draw(st.sampled_from(mine))
+        assert self.tickets.finish(worker, [step]) == []
+        del self.held[step]
+        self.finished.add(step)
+        for other in self.held:
+            self.overtaken[other] += 1
+            assert self.bound is None or self.overtaken[other] <= self.bound
+
+    @rule(worker=WORKERS, step=st.integers(0, 15))
+    def finish_what_is_not_held(self, worker, step):
+        if self.held.get(step) != worker:
+            assert self.tickets.finish(worker, [step]) == [step]
+
+    @rule(worker=WORKERS)
+    def die(self, worker):
+        mine = {step for step, holder in self.held.items() if holder == worker}
+        assert self.tickets.release(worker) == len(mine)
+        self.lost |= mine
+        for step in mine:
+            del self.held[step]
+
+    @precondition(lambda self: len(self.given) > 8)
+    @rule(length=st.none() | st.integers(5, 40))
+    def end(self, length):
+        self.tickets.end(length)
+        length = len(self.given) if length is None else length
+        self.length = length if self.length is None else min(self.length, length)
+        self.held = {s: who for s, who in self.held.items() if s < self.length}
+        self.lost = {s for s in self.lost if s < self.length}
+
+    @rule()
+    def reload(self):
+        self.tickets = reloaded(self.tickets, self.make)
+
+    @invariant()
+    def every_step_is_finished_held_or_lost(self):
+        if not hasattr(self, "tickets"):
+            return
+        status = self.tickets.status()
+        assert status["length"] == self.length
+        assert status["lost_steps"] == sorted(self.lost, key=status["lost_steps"].index)
+        assert (status["held"], status["lost"]) == (len(self.held), len(self.lost))
+        assert sum(self.tickets.steps.values()) == len(self.finished)
+        length = self.length if self.tickets.is_over else len(self.given)
+        known = {s for s in self.finished if s < length} | set(self.held) | self.lost
+        assert known >= set(range(min(length, len(self.given))))
+        assert self.tickets.is_complete == (self.tickets.is_over and not self.held)
+
+
+class AnyOrderOfParts(RuleBasedStateMachine):
+    """Synchronous streams: every part once, steps in order, never stuck."""
+
+    def make(self) -> PartTickets:
+        return PartTickets(num_parts=self.num_parts, limit=6, backups=self.backups)
+
+    @initialize(num_parts=st.integers(1, 3), backups=st.integers(0, 2))
+    def start(self, num_parts, backups):
+        self.num_parts, self.backups = num_parts, backups
+        self.tickets = self.make()
+        self.length = 6
+        self.held: set[tuple[str, int, int]] = set()
+        self.finished: Counter[tuple[int, int]] = Counter()
+
+    def step(self) -> int:
+        return len(self.finished) // self.num_parts
+
+    @rule(worker=WORKERS, count=st.integers(1, 3))
+    def claim(self, worker, count):
+        if self.tickets.is_over:
+            return
+        given = self.tickets.claim(worker, count)
+        if isinstance(given, str):
+            assert self.held, f"stuck: {given}"
+            return
+        for step, part in given:
+            assert step == self.step() < self.length
+            assert (step, part) not in self.finished
+            assert (worker, step, part) not in self.held
+            self.held.add((worker, step, part))
+        second = len(self.held) - len({ticket[1:] for ticket in self.held})
+        assert second <= self.backups
+
+    @rule(worker=WORKERS, data=st.data())
+    def finish(self, worker, data):
+        mine = sorted(ticket for ticket in self.held if ticket[0] == worker)
+        if not mine:
+            return
+        _, step, part = data.draw(st.sampled_from(mine))
+        assert self.tickets.finish(worker, [[step, part]]) == []
+        self.finished[step, part] += 1
+        # Whoever else had it is too late.
+        for other, *_ in [t for t in self.held if t[1:] == (step, part)]:
+            self.held.remove((other, step, part))
+            assert self.tickets.finish(other, [[step, part]]) == [[step, part]]
+
+    @rule(worker=WORKERS)
+    def die(self, worker):
+        mine = {ticket for ticket in self.held if ticket[0] == worker}
+        assert self.tickets.release(worker) == len(mine)
+        self.held -= mine
+
+    @precondition(lambda self: len(self.finished) > 4)
+    @rule()
+    def stop(self):
+        begun = bool(self.held) or len(self.finished) % self.num_parts > 0
+        self.tickets.end(None)
+        if not self.tickets.is_over:
+            assert self.tickets.length <= self.step() + 1
+        # A step that has begun is completed; one of which all parts were lost again,
+        # before any was finished, need not be.
+        assert self.tickets.length >= min(self.length, self.step() + begun)
+        self.length = self.tickets.length
+
+    @rule()
+    def reload(self):
+        self.tickets = reloaded(self.tickets, self.make)
+
+    @invariant()
+    def every_part_is_finished_once(self):
+        if hasattr(self, "tickets"):
+            assert set(self.finished.values()) <= {1}
+            assert self.tickets.is_over == (self.step() >= self.length)
+
+
+TestSteps = AnyOrderOfSteps.TestCase
+TestParts = AnyOrderOfParts.TestCase
+TestSteps.settings = TestParts.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None
+)

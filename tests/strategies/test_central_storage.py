@@ -1,0 +1,557 @@
+"""CentralStorageStrategy: loops of one's own, memory, errors, checkpoints."""
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+from keras import layers, ops
+
+import replicax as rx
+
+COMPUTE = ["cpu:0", "cpu:1"]
+# Compute devices, and where the variables live.
+PLACES = {
+    "outside": (COMPUTE, "cpu:5"),
+    "inside": (COMPUTE, "cpu:0"),
+    "one": (["cpu:3"], None),
+}
+
+
+def central(place: str = "outside") -> rx.CentralStorageStrategy:
+    return rx.CentralStorageStrategy(*PLACES[place])
+
+
+def both(place: str = "inside") -> list[rx.Strategy]:
+    """Mirrored variables, which are the oracle, and stored ones."""
+    return [rx.MirroredStrategy(PLACES[place][0]), central(place)]
+
+
+def values(*variables: Any) -> list[np.ndarray]:
+    return [np.asarray(v.value) for v in variables]
+
+
+def assert_same(actual: Any, expected: Any) -> None:
+    # See test_central_storage_fit.py.
+    for a, e in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-6)
+
+
+# Devices.
+
+
+def test_the_experimental_name_is_the_same_class() -> None:
+    assert rx.experimental.CentralStorageStrategy is rx.CentralStorageStrategy
+
+
+def test_variables_live_on_the_cpu_by_default() -> None:
+    strategy = rx.experimental.CentralStorageStrategy()
+    assert strategy.num_replicas_in_sync == len(jax.local_devices()) == 8
+    assert repr(strategy).endswith("cpu:7; variables on cpu:0)")
+    with strategy.scope():
+        w = keras.Variable([1.0, 2.0])
+    assert w.value.devices() == {jax.devices("cpu")[0]}
+
+
+def test_a_single_compute_device_keeps_its_variables() -> None:
+    strategy = rx.CentralStorageStrategy(["/cpu:3"])
+    assert repr(strategy) == "CentralStorageStrategy(cpu:3; variables on cpu:3)"
+
+
+def test_devices_are_taken_as_given() -> None:
+    strategy = rx.CentralStorageStrategy(["/cpu:5", jax.devices()[1]], "/cpu:2")
+    assert repr(strategy) == "CentralStorageStrategy(cpu:5, cpu:1; variables on cpu:2)"
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
+        optimizer = keras.optimizers.Adam()
+        optimizer.build(model.trainable_variables)
+    for variable in [*model.variables, *optimizer.variables]:
+        assert variable.value.devices() == {jax.devices()[2]}, variable.path
+        variable.assign(np.zeros(variable.shape))
+        assert variable.value.devices() == {jax.devices()[2]}, variable.path
+
+
+@pytest.mark.parametrize(
+    ("devices", "home"),
+    [
+        ([], None),
+        (["cpu:0", "cpu:0"], None),
+        (["cpu:99"], None),
+        ("cpu:0", None),
+        (["x"], None),
+        (None, "cpu:99"),
+        (None, "x"),
+        (None, ["cpu:0"]),
+    ],
+)
+def test_bad_devices_are_refused_by_name(devices: Any, home: Any) -> None:
+    with pytest.raises(rx.DeviceError, match=r"^CentralStorageStrategy: "):
+        rx.CentralStorageStrategy(devices, home)
+
+
+def test_other_cross_device_ops_are_refused() -> None:
+    with pytest.raises(
+        TypeError, match=r"cross_device_ops must be a rx\.CrossDeviceOps; got 'nccl'"
+    ):
+        rx.CentralStorageStrategy(["cpu:0"], cross_device_ops="nccl")  # type: ignore[arg-type]
+
+
+# Loops.
+
+
+class Loop:
+    """A model of the digits with its optimizer, metrics and step."""
+
+    def __init__(
+        self,
+        strategy: rx.Strategy,
+        optimizer: Callable[[], Any] = keras.optimizers.Adam,
+        gradients: str = "tape",
+        width: int = 16,
+        built: bool = False,
+    ) -> None:
+        self.strategy, self.gradients = strategy, gradients
+        keras.utils.set_random_seed(3)
+        with strategy.scope():
+            self.model = keras.Sequential(
+                [
+                    layers.Dense(width),
+                    layers.BatchNormalization(),
+                    layers.Dropout(0.2),
+                    layers.Dense(10),
+                ]
+            )
+            if built:  # Else by the first step.
+                self.model.build((None, 64))
+            self.optimizer = optimizer()
+            self.loss = keras.losses.SparseCategoricalCrossentropy(
+                from_logits=True, reduction=None
+            )
+            self.accuracy = keras.metrics.SparseCategoricalAccuracy()
+
+    def forward(self, x: Any, y: Any) -> Any:
+        logits = self.model(x, training=True)
+        self.accuracy.update_state(y, logits)
+        return rx.compute_average_loss(self.loss(y, logits))
+
+    def step(self, x: Any, y: Any) -> Any:
+        variables = self.model.trainable_variables
+        if self.gradients == "tape":
+            with rx.GradientTape() as tape:
+                loss = self.forward(x, y)
+            variables = self.model.trainable_variables
+            grads = tape.gradient(loss, variables)
+        else:
+            loss, grads = rx.value_and_grad(lambda: self.forward(x, y), variables)()
+        self.optimizer.apply_gradients(zip(grads, variables, strict=True))
+        return loss
+
+    def train(self, data: Any, num_steps: int) -> list[float]:
+        batches = self.strategy.experimental_distribute_dataset(
+            tuple(a[: num_steps * 24] for a in data), batch_size=24
+        )
+        return [
+            float(self.strategy.reduce("sum", self.strategy.run(self.step, batch)))
+            for batch in batches
+        ]
+
+    def state(self) -> list[np.ndarray]:
+        return values(
+            *self.model.variables, *self.optimizer.variables, *self.accuracy.variables
+        )
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_loop_with_a_tape(digits: Any, place: str) -> None:
+    oracle, loop = (Loop(strategy) for strategy in both(place))
+    expected = oracle.train(digits, 6)
+    np.testing.assert_allclose(loop.train(digits, 6), expected, rtol=1e-5)
+    assert_same(loop.state(), oracle.state())
+    assert loop.optimizer.iterations == 6
+    loop.strategy.check_replicas()
+
+
+def test_loop_with_value_and_grad(digits: Any) -> None:
+    oracle, loop = (Loop(s, gradients="function", built=True) for s in both())
+    np.testing.assert_allclose(
+        loop.train(digits, 3), oracle.train(digits, 3), rtol=1e-5
+    )
+    assert_same(loop.state(), oracle.state())
+
+
+class Adversaries:
+    """A generator and a discriminator of digits, trained in one step."""
+
+    def __init__(self, strategy: rx.Strategy) -> None:
+        keras.utils.set_random_seed(4)
+        self.strategy = strategy
+        with strategy.scope():
+            self.make = keras.Sequential([keras.Input((8,)), layers.Dense(64)])
+            self.judge = keras.Sequential([keras.Input((64,)), layers.Dense(1)])
+            self.make_optimizer = keras.optimizers.Adam(1e-2)
+            self.judge_optimizer = keras.optimizers.SGD(1e-2, 0.9)
+            self.noise = keras.random.SeedGenerator(1)
+
+    def losses(self, x: Any) -> tuple[Any, Any]:
+        made = self.make(keras.random.normal((len(x), 8), seed=self.noise))
+        real, fake = self.judge(x), self.judge(made)
+        fooled = rx.compute_average_loss(ops.softplus(-fake)[:, 0])
+        missed = rx.compute_average_loss(ops.softplus(-real)[:, 0])
+        return fooled, missed + rx.compute_average_loss(ops.softplus(fake)[:, 0])
+
+    def step(self, x: Any) -> Any:
+        with rx.GradientTape(persistent=True) as tape:
+            make_loss, judge_loss = self.losses(x)
+        makers, judges = self.make.trainable_variables, self.judge.trainable_variables
+        make_grads = tape.gradient(make_loss, makers)
+        judge_grads = tape.gradient(judge_loss, judges)
+        self.judge_optimizer.apply(judge_grads, judges)
+        self.make_optimizer.apply(make_grads, makers)
+        return make_loss, judge_loss
+
+    def alternating_step(self, x: Any) -> Any:
+        """The judge's update comes before the maker's loss."""
+        for index, model, optimizer in (
+            (1, self.judge, self.judge_optimizer),
+            (0, self.make, self.make_optimizer),
+        ):
+            with rx.GradientTape() as tape:
+                loss = self.losses(x)[index]
+            grads = tape.gradient(loss, model.trainable_variables)
+            optimizer.apply(grads, model.trainable_variables)
+
+
+def test_two_optimizers_in_one_step(digits: Any) -> None:
+    x = digits[0][:32].reshape(2, 16, 64)
+    outcomes = []
+    for strategy in both("outside"):
+        gan = Adversaries(strategy)
+        for batch in x:
+            (per_replica,) = strategy.experimental_distribute_dataset(
+                batch, batch_size=16
+            )
+            losses = strategy.reduce("sum", strategy.run(gan.step, (per_replica,)))
+        variables = [
+            *gan.make.variables,
+            *gan.judge.variables,
+            *gan.make_optimizer.variables,
+            *gan.judge_optimizer.variables,
+        ]
+        outcomes.append([*losses, *values(*variables)])
+    assert_same(*outcomes)
+
+
+def test_a_model_cannot_be_used_after_its_update(digits: Any) -> None:
+    gan = Adversaries(central())
+    before = values(*gan.judge.variables)
+    with pytest.raises(
+        rx.ContextError,
+        match=r"variable 'sequential.*' is used after optimizer\.apply in the same",
+    ):
+        gan.strategy.run(gan.alternating_step, (digits[0][:8],))
+    assert_same(values(*gan.judge.variables), before)
+
+
+# Steps that do not go.
+
+
+@pytest.fixture
+def weight() -> Any:
+    """A strategy, a weight and its optimizer."""
+    strategy = central()
+    with strategy.scope():
+        return strategy, keras.Variable(jnp.ones(3), name="w"), keras.optimizers.SGD()
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda w, optimizer: w + 1,
+        lambda w, optimizer: w.value,
+        lambda w, optimizer: w.assign_add(jnp.ones(3)),
+        lambda w, optimizer: w.assign(jnp.ones(3)),
+        lambda w, optimizer: optimizer.iterations.value,
+        lambda w, optimizer: rx.value_and_grad(lambda: jnp.sum(w.value), [w])(),
+    ],
+    ids=["add", "value", "assign_add", "assign", "iterations", "gradient"],
+)
+def test_variables_cannot_be_used_after_apply(weight: Any, use: Any) -> None:
+    strategy, w, optimizer = weight
+
+    def step() -> None:
+        optimizer.apply([jnp.ones(3)], [w])
+        use(w, optimizer)
+
+    with pytest.raises(
+        rx.ContextError,
+        match=r"^CentralStorageStrategy: variable '(w|.*/iteration)' is used after "
+        r"optimizer\.apply in the same step\. .* next step\.",
+    ):
+        strategy.run(step)
+    np.testing.assert_array_equal(w, np.ones(3))
+
+
+def test_apply_twice_to_a_variable_is_refused(weight: Any) -> None:
+    strategy, w, optimizer = weight
+
+    def step() -> None:
+        optimizer.apply([jnp.ones(3)], [w])
+        optimizer.apply([jnp.ones(3)], [w])
+
+    with pytest.raises(
+        rx.ContextError, match=r"optimizer\.apply is called a second time for .*'w'"
+    ):
+        strategy.run(step)
+
+
+def test_apply_twice_to_different_variables(weight: Any) -> None:
+    strategy, w, optimizer = weight
+    with strategy.scope():
+        b = keras.Variable(jnp.ones(2), name="b")
+    optimizer.build([w, b])
+
+    def step() -> None:
+        optimizer.apply([jnp.ones(3)], [w])
+        optimizer.apply([jnp.ones(2)], [b])
+
+    strategy.run(step)
+    # Gradients of both replicas are summed; the learning rate is 0.01.
+    assert_same(values(w, b), [np.full(3, 0.98), np.full(2, 0.98)])
+    assert int(optimizer.iterations) == 2
+
+
+def test_errors_of_the_optimizer_leave_variables_as_they_were() -> None:
+    strategy = central("inside")
+    with strategy.scope():
+        w, b = keras.Variable(jnp.ones(3)), keras.Variable(jnp.ones(3))
+        optimizer, metric = keras.optimizers.SGD(), keras.metrics.Mean()
+    optimizer.build([b])
+
+    def step() -> None:
+        metric.update_state(1.0)
+        optimizer.apply([jnp.ones(3)], [w])
+
+    with pytest.raises(ValueError, match="Unknown variable"):
+        strategy.run(step)
+    assert_same(values(w, b, *metric.variables), [np.ones(3), np.ones(3), 0, 0])
+
+
+# Values that are shared, missing, changed in between.
+
+
+def steps_with_shared_arrays(strategy: rx.Strategy) -> list[np.ndarray]:
+    with strategy.scope():
+        online, target = keras.Variable(jnp.ones(4)), keras.Variable(jnp.zeros(4))
+        counter, other = keras.Variable(jnp.zeros(4)), keras.Variable(jnp.ones(4))
+        optimizer = keras.optimizers.SGD(0.1, 0.9)
+    target.assign(online.value)
+    other.assign(counter.value)
+
+    def step() -> None:
+        counter.assign(counter + 1)
+        other.assign(other + 2)
+        with rx.GradientTape() as tape:
+            loss = jnp.sum((online.value - target.value - 1) ** 2)
+        optimizer.apply(tape.gradient(loss, [online]), [online])
+
+    for _ in range(3):
+        strategy.run(step)
+    other.assign(counter.value)
+    for _ in range(2):
+        strategy.run(step)
+    return values(counter, other, online, target, *optimizer.variables)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_variables_that_share_an_array(place: str) -> None:
+    expected, actual = map(steps_with_shared_arrays, both(place))
+    assert_same(actual, expected)
+    np.testing.assert_array_equal(actual[:2], [np.full(4, 5.0), np.full(4, 7.0)])
+
+
+def steps_with_averages(
+    strategy: rx.Strategy, overwrite: int | None
+) -> list[np.ndarray]:
+    with strategy.scope():
+        w, unused = keras.Variable(jnp.ones(3)), keras.Variable(jnp.ones(2))
+        optimizer = keras.optimizers.SGD(
+            0.1, use_ema=True, ema_overwrite_frequency=overwrite
+        )
+    optimizer.build([w, unused])
+
+    def step() -> None:
+        with rx.GradientTape() as tape:
+            loss = jnp.sum(jnp.square(w.value - 3))
+        optimizer.apply(tape.gradient(loss, [w]), [w])
+
+    for _ in range(3):
+        strategy.run(step)
+    return values(w, unused, *optimizer.variables)
+
+
+@pytest.mark.parametrize("overwrite", [None, 2])
+def test_weight_averages_of_variables_without_gradient(overwrite: int | None) -> None:
+    expected, actual = (steps_with_averages(s, overwrite) for s in both())
+    assert_same(actual, expected)
+
+
+@pytest.mark.parametrize("place", ["outside", "inside"])
+def test_values_assigned_between_steps_are_seen(place: str) -> None:
+    strategy = central(place)
+    with strategy.scope():
+        w = keras.Variable(jnp.ones(2))
+    double = lambda: 2 * w.value  # noqa: E731
+
+    for value in (1.0, 5.0, 7.0):
+        w.assign(jnp.full(2, value))
+        for _ in range(2):
+            out = strategy.run(double)
+            np.testing.assert_array_equal(out.values[-1], np.full(2, 2 * value))
+
+
+# Memory and copies.
+
+
+def bytes_by_device() -> dict[int, int]:
+    """Bytes of all live arrays; memory that arrays share counts once."""
+    gc.collect()
+    buffers = {
+        (shard.device.id, shard.data.unsafe_buffer_pointer()): shard.data.nbytes
+        for array in jax.live_arrays()
+        for shard in array.addressable_shards
+    }
+    total = dict.fromkeys(range(8), 0)
+    for (device, _), size in buffers.items():
+        total[device] += size
+    return total
+
+
+def memory_after(strategy: rx.Strategy, train: Callable[[rx.Strategy], Any]) -> Any:
+    """Bytes on each device that remain, as multiples of the trained weights'."""
+    before = bytes_by_device()
+    model, optimizer = train(strategy)
+    weights = sum(v.value.nbytes for v in model.trainable_variables)
+    for variable in [*model.variables, *optimizer.variables]:
+        variable.value.block_until_ready()
+    after = bytes_by_device()
+    return [(after[d] - before[d]) / weights for d in range(8)]
+
+
+def in_the_middle_of_a_loop(digits: Any) -> Callable[[rx.Strategy], Any]:
+    def train(strategy: rx.Strategy) -> Any:
+        loop = Loop(strategy, width=1024)
+        for x, y in strategy.experimental_distribute_dataset(digits, batch_size=24):
+            strategy.run(loop.step, (x, y))
+            if int(loop.optimizer.iterations) == 3:
+                break
+        return loop.model, loop.optimizer
+
+    return train
+
+
+def after_fit(digits: Any) -> Callable[[rx.Strategy], Any]:
+    def train(strategy: rx.Strategy) -> Any:
+        with strategy.scope():
+            model: Any = Loop(strategy, width=1024).model
+            model.compile("adam", "sparse_categorical_crossentropy")
+        model.fit(*(a[:96] for a in digits), batch_size=24, verbose=0)
+        return model, model.optimizer
+
+    return train
+
+
+@pytest.mark.parametrize("train", [in_the_middle_of_a_loop, after_fit])
+def test_state_is_there_once(digits: Any, train: Any) -> None:
+    """Weights and Adam's two slots: 3 times the weights, 0.1 for all the rest."""
+    mirrored, outside = (memory_after(s, train(digits)) for s in both("outside"))
+    inside = memory_after(central("inside"), train(digits))
+    assert mirrored == pytest.approx([3, 3, 0, 0, 0, 0, 0, 0], abs=0.1)
+    assert outside == pytest.approx([0, 0, 0, 0, 0, 3, 0, 0], abs=0.1)
+    assert inside == pytest.approx([3, 0, 0, 0, 0, 0, 0, 0], abs=0.1)
+
+
+@pytest.fixture
+def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of each copy to all compute devices."""
+    sizes = []
+    put = jax.device_put
+
+    def device_put(x: Any, device: Any = None, **kwargs: Any) -> Any:
+        mesh = getattr(device, "mesh", None)
+        to_replicas = mesh is not None and mesh.axis_names == ("replica",)
+        if to_replicas and device.spec == PartitionSpec():
+            sizes.append(sum(a.nbytes for a in jax.tree.leaves(x)))
+        return put(x, device, **kwargs)
+
+    monkeypatch.setattr(jax, "device_put", device_put)
+    return sizes
+
+
+def test_only_what_changed_is_copied(digits: Any, copied: list[int]) -> None:
+    strategy = central()
+    with strategy.scope():
+        frozen = layers.Dense(512, trainable=False)
+        last = layers.Dense(10)
+        model: Any = keras.Sequential([keras.Input((64,)), frozen, last])
+        model.compile("adam", keras.losses.SparseCategoricalCrossentropy(True))
+    kept, trained = (sum(v.value.nbytes for v in x.weights) for x in (frozen, last))
+    model.fit(*(a[:96] for a in digits), batch_size=24, verbose=0)
+    copied = [size for size in copied if size]
+    assert len(copied) == 4  # One for each step; the slots stay where they are.
+    assert copied[0] == pytest.approx(kept + trained, abs=100)
+    assert copied[1:] == pytest.approx([trained] * 3, abs=100)
+
+
+def test_evaluation_copies_once(digits: Any, copied: list[int]) -> None:
+    loop = Loop(central())
+    loop.train(digits, 1)
+    copied.clear()
+    test = lambda x: loop.model(x)  # noqa: E731
+    for _ in range(3):
+        loop.strategy.run(test, (digits[0][:4],))
+    assert [bool(size) for size in copied].count(True) == 1
+
+
+# Checkpoints.
+
+
+def test_checkpoints_go_to_mirrored_variables_and_back(
+    digits: Any, tmp_path: Any
+) -> None:
+    here, there = (Loop(strategy) for strategy in reversed(both("outside")))
+    there.train(digits, 1)
+    here.train(digits, 2)
+    for old, new in ((here, there), (there, here)):
+        path = rx.Checkpoint(model=old.model, optimizer=old.optimizer).save(
+            tmp_path / "ckpt"
+        )
+        checkpoint = rx.Checkpoint(model=new.model, optimizer=new.optimizer)
+        checkpoint.restore(path).assert_consumed()
+        for each in (old, new):
+            each.accuracy.reset_state()
+        np.testing.assert_allclose(
+            new.train(digits, 2), old.train(digits, 2), rtol=1e-5
+        )
+        assert_same(new.state(), old.state())
+        old.train(digits, 1)
+
+
+@pytest.mark.slow
+def test_many_steps_without_waiting(digits: Any) -> None:
+    """Copies, steps and updates overlap; memory that they share is not mixed up."""
+    oracle, loop = (
+        Loop(s, lambda: keras.optimizers.SGD(0.01, 0.9)) for s in both("inside")
+    )
+    for each in (oracle, loop):
+        batch = next(
+            iter(each.strategy.experimental_distribute_dataset(digits, batch_size=24))
+        )
+        for _ in range(1000):
+            each.strategy.run(each.step, batch)
+    for a, e in zip(loop.state(), oracle.state(), strict=True):
+        np.testing.assert_allclose(a, e, rtol=1e-3, atol=1e-4)
