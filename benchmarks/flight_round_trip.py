@@ -103,11 +103,14 @@ def flight_round_trip(port: int, values: np.ndarray) -> Callable[[], object]:
 
 
 def tcp_round_trip(port: int, values: np.ndarray) -> Callable[[], object]:
-    for _ in range(200):
+    deadline = time.monotonic() + 20
+    while True:
         try:
             connection = socket.create_connection(("127.0.0.1", port))
             break
         except ConnectionRefusedError:
+            if time.monotonic() > deadline:
+                raise
             time.sleep(0.05)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     buffer = memoryview(bytearray(values.nbytes))

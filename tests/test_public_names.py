@@ -9,6 +9,7 @@ import replicax as rx
 PUBLIC_NAMES = [
     "AutoShardPolicy",
     "BackupAndRestore",
+    "CentralStorageStrategy",
     "Checkpoint",
     "CheckpointError",
     "CheckpointManager",
@@ -55,6 +56,15 @@ PUBLIC_NAMES = [
     "value_and_grad",
 ]
 
+EXPERIMENTAL_NAMES = [
+    "CentralStorageStrategy",
+    "CollectiveCommunication",
+    "CommunicationImplementation",
+    "CommunicationOptions",
+    "MultiWorkerMirroredStrategy",
+    "PreemptionCheckpointHandler",
+]
+
 METHODS = {
     rx.Strategy: [
         "call",
@@ -94,6 +104,11 @@ def test_names() -> None:
         assert hasattr(rx, name), name
 
 
+def test_names_under_experimental() -> None:
+    assert rx.experimental.__all__ == EXPERIMENTAL_NAMES
+    assert rx.experimental.CentralStorageStrategy is rx.CentralStorageStrategy
+
+
 @pytest.mark.parametrize("cls", METHODS)
 def test_methods(cls) -> None:
     public = [name for name in sorted(vars(cls)) if not name.startswith("_")]
@@ -123,6 +138,10 @@ def test_parameters_are_those_of_tensorflow() -> None:
     assert parameters(rx.Strategy.gather) == ["self", "value", "axis"]
     assert parameters(rx.MirroredStrategy)[:2] == ["devices", "cross_device_ops"]
     assert parameters(rx.OneDeviceStrategy) == ["device"]
+    assert parameters(rx.CentralStorageStrategy)[:2] == [
+        "compute_devices",
+        "parameter_device",
+    ]
     assert parameters(rx.MultiWorkerMirroredStrategy)[:2] == [
         "cluster_resolver",
         "communication_options",

@@ -77,6 +77,12 @@ def test_without_a_training_cluster_the_machine_decides(
     assert fitting_strategy(["gpu"] * 2, config).strategy == "MirroredStrategy"
 
 
+def test_several_accelerators_may_be_short_of_memory() -> None:
+    (note,) = fitting_strategy(["gpu"] * 2).notes
+    assert "CentralStorageStrategy keeps the variables and optimizer slots" in note
+    assert "not in this version" not in note
+
+
 def test_no_devices() -> None:
     with pytest.raises(ValueError, match=r"there must be a device; got devices=\[\]"):
         fitting_strategy([])
@@ -84,6 +90,7 @@ def test_no_devices() -> None:
 
 def test_available_strategies_are_those_of_the_package() -> None:
     recommended = {
+        "CentralStorageStrategy",
         "MirroredStrategy",
         "MultiWorkerMirroredStrategy",
         "OneDeviceStrategy",

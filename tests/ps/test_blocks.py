@@ -1,7 +1,7 @@
 """Blocks cover the vectors, and splitting and joining give what was there."""
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replicax.ps.blocks import blocks_of, join, join_parts, split, split_parts
@@ -18,6 +18,7 @@ PARTS = st.lists(
 )
 
 
+@settings(deadline=None, database=None, max_examples=40)
 @given(PARTS)
 def test_split_and_join_are_each_others_reverse(drawn) -> None:
     parts = [

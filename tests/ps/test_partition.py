@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replicax.ps.groups import Group
@@ -149,6 +149,7 @@ INFOS = st.lists(
 )
 
 
+@settings(deadline=None, database=None)
 @given(INFOS, st.integers(1, 5), PARTITIONERS)
 def test_every_row_is_on_one_server_and_servers_are_balanced(
     infos, num_servers, partitioner

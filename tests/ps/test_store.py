@@ -212,6 +212,8 @@ def test_parts_that_are_there_or_over_are_not_applied() -> None:
         push(store, 9, part=part_of(3, 0, 2))
     with pytest.raises(StoreError, match=r"part 2 of 2, expected 0 to 1"):
         push(store, 9, part=part_of(1, 2, 2))
+    with pytest.raises(StoreError, match=r"num_parts=1000000000, expected at most"):
+        push(store, 9, part=part_of(1, 0, 10**9))
     with pytest.raises(StoreError, match=r"weight=0.0, expected a positive"):
         push(store, 9, part=part_of(1, 1, 2, 0.0))
 

@@ -49,7 +49,6 @@ class ClaimedSteps:
         self._source: _Source | None = None
         self._pending: deque[Any] = deque()  # Tickets whose updates are under way.
         self._applied = 0
-        self._first_step = 0  # Synchronous steps that were done before the epoch.
         self._last_index = 0
         self._is_open = False
         going = self._session.board("get", key=f"{self._name} epoch")
@@ -127,7 +126,7 @@ class ClaimedSteps:
         message = {
             "random": _random_state(),
             "stop": bool(self._epoch and self._model.stop_training),
-            "num_steps": self._strategy.num_steps,
+            "num_updates": self._strategy.num_updates,
         }
         key = f"{self._name}/begin/{self._epoch}"
         self._session.board("put", key=key, value=message)
@@ -144,7 +143,7 @@ class ClaimedSteps:
         message = self._heard()
         # Shuffling depends on it, and all have to take the batches in the same order.
         _set_random_state(message["random"])
-        self._first_step = message["num_steps"]
+        self._strategy.begin_epoch(message["num_updates"])
         self._iterator.data_adapter.on_epoch_begin()
         self._applied = self._strategy.steps_applied
         iterator = self._iterator
@@ -240,7 +239,7 @@ class ClaimedSteps:
             )
         self._strategy.expect(
             Part(
-                step=self._first_step + step,
+                step=step,
                 part=part,
                 num_parts=num_parts,
                 weight=float(len(rows)),

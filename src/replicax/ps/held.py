@@ -22,6 +22,7 @@ __all__ = [
     "StaleSequence",
     "StoreError",
     "Superseded",
+    "SyncPart",
     "SyncTimeout",
     "UnknownGroup",
     "Vectors",
@@ -31,6 +32,7 @@ __all__ = [
 
 _logger = logging.getLogger("replicax")
 Vectors = Mapping[str, np.ndarray]
+_MOST_PARTS = 65_536
 
 
 class StoreError(RuntimeError):
@@ -324,6 +326,11 @@ class Held:
 
 
 def _check_part(name: str, part: SyncPart, dtypes: Mapping[str, int]) -> None:
+    if part.num_parts > _MOST_PARTS:
+        raise StoreError(
+            f"group {name!r}: got num_parts={part.num_parts}, expected at most "
+            f"{_MOST_PARTS}."
+        )
     if not 0 <= part.part < part.num_parts:
         raise StoreError(
             f"group {name!r}: got part {part.part} of {part.num_parts}, expected 0 to "

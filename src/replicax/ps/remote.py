@@ -27,14 +27,14 @@ class Part:
     """A worker's part of a synchronous step.
 
     Attributes:
-        step: The step, counted from the job's start.
+        step: The step, counted from the epoch's start; None: the group's next one.
         part: Which part this is.
         num_parts: How many the step has.
         weight: How much the part counts in a mean, such as its examples; None: parts
             are summed.
     """
 
-    step: int
+    step: int | None
     part: int
     num_parts: int
     weight: float | None = None

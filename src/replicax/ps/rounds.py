@@ -44,9 +44,11 @@ class Round:
 
     @property
     def missing(self) -> list[int]:
+        """The parts that are not there yet."""
         return [i for i in range(self.num_parts) if i not in self.pushers]
 
     def add(self, part: SyncPart, vectors: Mapping[str, np.ndarray]) -> None:
+        """Take a part's gradients, which must not be changed afterwards."""
         self._waiting[part.part] = vectors, 1.0 if part.weight is None else part.weight
         while self._next in self._waiting:
             gradients, weight = self._waiting.pop(self._next)

@@ -39,6 +39,8 @@ _FORMAT = 1
 _BLOCK_BYTES = 1 << 22
 _POLL_SECONDS = 0.05
 _RETRY_SECONDS = 5.0
+# What reading a file that was changed may raise; its values may be of other types.
+_DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError)
 
 
 class _Source(Protocol):
@@ -206,13 +208,7 @@ class Snapshots:
             path = self._path(number)
             try:
                 return _read(path)
-            except (
-                OSError,
-                ValueError,
-                LookupError,
-                TypeError,
-                AttributeError,
-            ) as error:
+            except _DAMAGE as error:
                 _logger.warning(
                     "snapshot %s is damaged and is skipped: %s", path, error
                 )

@@ -1,5 +1,6 @@
 """Which of a program's variables lie on servers, and their way there and back."""
 
+import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -57,15 +58,27 @@ class RemoteVariables:
         self._groups: list[tuple[RemoteGroup, list[Any]]] = []
         self._trained: dict[int, tuple[RemoteGroup, list[Any]]] = {}  # By optimizer.
         self._states: dict[tuple[int, ...], tuple[RemoteGroup, list[Any]]] = {}
+        self._first_steps: dict[str, int] = {}
         self._handed: dict[str, list[Any]] = {}  # Values that were put in `stored`.
         self._rates: dict[int, tuple[Any, float | None]] = {}
 
     @property
-    def num_steps(self) -> int:
-        """Synchronous steps that are done."""
-        return max(
-            (max(group.versions.values()) for group, _ in self._groups), default=0
-        )
+    def num_updates(self) -> dict[str, int]:
+        """Updates of each group that this worker knows of."""
+        return {g.group.name: max(g.versions.values()) for g, _ in self._groups}
+
+    def begin_epoch(self, num_updates: Mapping[str, int]) -> None:
+        """Count the steps of an epoch from these numbers of updates."""
+        self._first_steps = dict(num_updates)
+
+    def _part_of(self, group: RemoteGroup, part: Part | None) -> Part | None:
+        if part is None:
+            return None
+        if part.step is None:
+            step = max(group.versions.values())
+        else:
+            step = self._first_steps.get(group.group.name, 0) + part.step
+        return dataclasses.replace(part, step=step)
 
     def prepared(self, optimizer: Any, grads: list[Any]) -> list[Any]:
         """Gradients as servers expect them."""
@@ -129,11 +142,13 @@ class RemoteVariables:
         for update, grads in zip(updates, gradients, strict=True):
             group, _ = self._trained[id(update.optimizer)]
             based = based_on[group.group.name]
-            pushes.append((group, group.push(grads, based, part)))
+            own = self._part_of(group, part)
+            pushes.append((group, group.push(grads, based, own)))
         if state:
             group, _ = self._states[tuple(map(id, state))]
             based = based_on[group.group.name]
-            pushes.append((group, group.push(deltas, based, part)))
+            own = self._part_of(group, part)
+            pushes.append((group, group.push(deltas, based, own)))
         return pushes
 
     def finish(self, pushes: Any) -> bool:

@@ -1,7 +1,7 @@
 """ParameterServerStrategy: variables on servers, workers that come and go."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -201,9 +201,13 @@ class ParameterServerStrategy(Strategy):
         return ClaimedSteps(self, model, epoch_iterator, self._num_fits, first_epoch)
 
     @property
-    def num_steps(self) -> int:
-        """Updates of the variables that this worker has seen."""
-        return self._remote.num_steps
+    def num_updates(self) -> dict[str, int]:
+        """Updates of each group of variables that this worker knows of."""
+        return self._remote.num_updates
+
+    def begin_epoch(self, num_updates: Mapping[str, int]) -> None:
+        """Count synchronous steps of `fit` from these numbers of updates."""
+        self._remote.begin_epoch(num_updates)
 
     def expect(self, part: Part) -> None:
         """Say which part of a synchronous step the next training program computes."""
@@ -284,7 +288,7 @@ class ParameterServerStrategy(Strategy):
             )
         assert self.session is not None
         return Part(
-            step=self._remote.num_steps,
+            step=None,
             part=self.session.index,
             num_parts=self._num_parts,
         )
