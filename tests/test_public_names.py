@@ -48,6 +48,7 @@ PUBLIC_NAMES = [
     "has_strategy",
     "in_cross_replica_context",
     "latest_checkpoint",
+    "layers",
     "losses",
     "scale_regularization_loss",
     "schedules",

@@ -1,5 +1,6 @@
 """What a replica function sees: its context, while its program is traced."""
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -260,6 +261,15 @@ class ReplicaContext:
             raise ValueError(
                 f"optimizer.apply: none of {[v.path for v in variables]} has a "
                 "gradient. Does the loss depend on them?"
+            )
+        if len(pairs) < len(variables):  # Keras says the same where it makes updates.
+            without = [
+                v.path for v, g in zip(variables, combined, strict=True) if g is None
+            ]
+            warnings.warn(
+                f"Gradients do not exist for variables {without} when minimizing the "
+                "loss. Does the loss depend on them?",
+                stacklevel=2,
             )
         update = Update(
             optimizer, tuple(v for v, _ in pairs), type(self.strategy).__name__

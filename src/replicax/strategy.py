@@ -234,6 +234,9 @@ class Strategy:
         """How `fit` shares an epoch's steps with other workers; None: it does not."""
         return None
 
+    def finalize(self, optimizer: Any) -> None:
+        """Called when `fit` finalizes the variables that its optimizer trains."""
+
     @property
     def keeps_slots(self) -> bool:
         """Whether optimizers' slots are variables of this process."""

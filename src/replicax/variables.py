@@ -118,6 +118,10 @@ class ValueScope(_WritesScope):
         self._require_known(update[0])
         super().add_update(update)
 
+    def is_value_of(self, variable: Variable, value: Any) -> bool:
+        """Whether `value` is what the variable has here; True where nobody knows."""
+        return id(variable) in self._unused or self.get_current_value(variable) is value
+
     def _require_known(self, variable: Variable) -> None:
         if id(variable) not in self._known:
             raise ContextError(

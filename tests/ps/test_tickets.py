@@ -218,8 +218,11 @@ class AnyOrderOfSteps(RuleBasedStateMachine):
             return
         given = self.tickets.claim(worker, count)
         if isinstance(given, str):
-            assert self.held, f"stuck: {given}"
             assert self.bound is not None
+            if not self.held:  # Then somebody else's turn has come, who is served.
+                first = self.tickets.status()["waiting"][0]
+                assert first != worker, f"stuck: {given}"
+                assert given == f"it is the turn of {first}"
             return
         assert 1 <= len(given) <= count
         assert given == list(range(len(self.given), len(self.given) + len(given)))
@@ -364,3 +367,16 @@ TestParts = AnyOrderOfParts.TestCase
 TestSteps.settings = TestParts.settings = settings(
     max_examples=60, stateful_step_count=40, deadline=None
 )
+
+
+def test_waiting_workers_take_turns():
+    tickets = StepTickets(limit=None, max_staleness=0)
+    assert tickets.claim("a", 1) == [0]
+    assert "max_staleness=0" in tickets.claim("b", 1)
+    tickets.finish("a", [0])
+    assert tickets.claim("a", 1) == "it is the turn of b"
+    assert tickets.claim("b", 1) == [1]
+    tickets.finish("b", [1])
+    tickets.claim("b", 1)
+    tickets.release("a")  # Who is gone has no turn.
+    assert tickets.claim("b", 1) == [2]

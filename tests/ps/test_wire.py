@@ -64,8 +64,8 @@ def test_vectors_arrive_as_they_were_sent(stream, dtype, length):
 
 
 def test_what_was_received_cannot_be_written_to(stream):
-    sizes = {"small": np.ones(4, np.float32), "large": np.ones(1 << 20, np.float32)}
-    _, vectors = echo(stream, {}, sizes)
+    large = np.ones(wire.CHUNK_BYTES, np.float32)
+    _, vectors = echo(stream, {}, {"small": large[:4], "large": large})
     for vector in vectors.values():
         assert not vector.flags.writeable
 
@@ -80,9 +80,9 @@ def test_other_layouts_are_sent_as_what_they_mean(stream):
 
 
 def test_a_sender_copies_nothing():
-    values = np.arange(3 << 20, dtype=np.uint8)
+    values = np.zeros(3 * wire.CHUNK_BYTES - 1, np.uint8)
     batches = list(wire._batches(values))
-    assert len(batches) > 1
+    assert len(batches) == 3
     start = values.ctypes.data
     assert [b.column(0).buffers()[1].address - start for b in batches] == [
         i * wire.CHUNK_BYTES for i in range(len(batches))

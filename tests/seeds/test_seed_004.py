@@ -1,9 +1,9 @@
 """Seed 004, "Distributed Deep Learning in TensorFlow": a ResNet on one machine.
 
 The scripts of "MirroredStrategy" and "CentralStorageStrategy" with imports and data
-changed; they differ in the strategy only. The text lost its indentation, which is back.
-`train_dataset` and `val_dataset` are nowhere defined in it: here they are scikit-learn's
-digits, enlarged to 32x32 pixels in three channels.
+changed; they differ in the strategy only. The text lost its indentation, which is
+back. `train_dataset` and `val_dataset` are nowhere defined in it: here they are
+scikit-learn's digits, enlarged to 32x32 pixels in three channels.
 """
 
 import contextlib

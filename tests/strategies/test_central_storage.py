@@ -94,6 +94,18 @@ def test_bad_devices_are_refused_by_name(devices: Any, home: Any) -> None:
         rx.CentralStorageStrategy(devices, home)
 
 
+def test_without_a_cpu_device_one_must_be_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_cpu(backend: str | None = None) -> Any:
+        raise RuntimeError(f"Unknown backend {backend}")  # With JAX_PLATFORMS=cuda.
+
+    devices = jax.devices()
+    monkeypatch.setattr(jax, "local_devices", no_cpu)
+    with pytest.raises(rx.DeviceError, match=r"no CPU device .* parameter_device\.$"):
+        rx.CentralStorageStrategy(devices[:2])
+
+
 def test_other_cross_device_ops_are_refused() -> None:
     with pytest.raises(
         TypeError, match=r"cross_device_ops must be a rx\.CrossDeviceOps; got 'nccl'"
@@ -515,6 +527,23 @@ def test_evaluation_copies_once(digits: Any, copied: list[int]) -> None:
     for _ in range(3):
         loop.strategy.run(test, (digits[0][:4],))
     assert [bool(size) for size in copied].count(True) == 1
+
+
+def test_the_host_is_two_steps_ahead_at_most() -> None:
+    strategy = central()
+    with strategy.scope():
+        w, optimizer = keras.Variable(jnp.eye(256)), keras.optimizers.SGD(1e-3)
+
+    def step() -> Any:
+        product = jax.lax.fori_loop(0, 300, lambda i, x: jnp.sin(x @ x), w.value)
+        optimizer.apply([product], [w])
+        return product
+
+    jax.block_until_ready(strategy.run(step).array)
+    results = [strategy.run(step).array for _ in range(4)]
+    assert results[1].is_ready()
+    assert not results[3].is_ready()
+    assert not w.value.is_ready()
 
 
 # Checkpoints.

@@ -263,3 +263,65 @@ def test_model_files(data: Any, tmp_path: Any) -> None:
     np.testing.assert_array_equal(
         keras.models.load_model(path).get_weights()[0], model.get_weights()[0]
     )
+
+
+def test_train_steps_cannot_give_values_of_their_own(data: Any) -> None:
+    """The update is made on the stored values: others would be lost in silence."""
+
+    class Step(StatelessStep):
+        def train_step(self, state: Any, data: Any) -> Any:
+            trainable, _, slots, _ = state
+            decayed = [0.9 * v for v in trainable]
+            self.optimizer.stateless_apply(slots, trainable, decayed)
+            return {}, state
+
+    with rx.CentralStorageStrategy(COMPUTE, "cpu:5").scope():
+        model = classifier("sgd", kind=Step)
+    with pytest.raises(
+        rx.ContextError,
+        match=r"^optimizer\.stateless_apply: the value given for 'step.*' is not",
+    ):
+        model.fit(*data, verbose=0)
+
+
+def test_gradients_are_one_for_each_variable() -> None:
+    strategy = rx.CentralStorageStrategy(COMPUTE, "cpu:5")
+    with strategy.scope():
+        a, b = keras.Variable(np.ones(2)), keras.Variable(np.ones(2), name="b")
+        optimizer = keras.optimizers.SGD()
+    one = np.ones(2, "float32")
+    with pytest.raises(ValueError, match="the optimizer is not built"):
+        strategy.run(lambda: optimizer.apply([one]))
+    optimizer.build([a, b])
+    with pytest.raises(ValueError, match="got 1 gradients for 2 variables"):
+        strategy.run(lambda: optimizer.apply([one]))
+    with pytest.warns(UserWarning, match=r"Gradients do not exist .*'b'"):
+        strategy.run(lambda: optimizer.apply([one, None]))
+    with pytest.raises(ValueError, match=r"none of \['variable', 'b'\] has a gradient"):
+        strategy.run(lambda: optimizer.apply([None, None]))
+    np.testing.assert_array_equal(b, one)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_float8_is_refused(wrapped: bool) -> None:
+    strategy = rx.CentralStorageStrategy(COMPUTE, "cpu:5")
+    with strategy.scope():
+        w: Any = keras.Variable(np.ones(2))
+        w.overwrite_with_gradient = True
+        optimizer: Any = keras.optimizers.SGD()
+        if wrapped:
+            optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+    with pytest.raises(NotImplementedError, match="overwritten with its gradient"):
+        strategy.run(lambda: optimizer.apply([np.ones(2, "float32")], [w]))
+
+
+def test_stateless_apply_takes_keywords() -> None:
+    """As Keras names them, with and without a strategy."""
+    w, optimizer = keras.Variable(np.ones(2)), keras.optimizers.SGD(0.5)
+    optimizer.build([w])
+    (new,), _ = optimizer.stateless_apply(
+        optimizer_variables=[v.value for v in optimizer.variables],
+        grads=[np.ones(2, "float32")],
+        trainable_variables=[w.value],
+    )
+    np.testing.assert_array_equal(new, np.full(2, 0.5))

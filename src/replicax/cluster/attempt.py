@@ -1,4 +1,7 @@
-"""One attempt to run all tasks of a cluster on this machine, from start to end."""
+"""One attempt to run all tasks of a cluster on this machine, from start to end.
+
+These tasks start and end together. `cluster.served` has those that do not.
+"""
 
 import dataclasses
 import signal
@@ -8,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from replicax.cluster.console import TaskConsole
+from replicax.cluster.ending import KILL_AFTER_S, Ending
 from replicax.cluster.failure import REPORT_DIR, FailureReport
 from replicax.cluster.outcome import (
     Failure,
@@ -19,10 +23,12 @@ from replicax.cluster.outcome import (
 from replicax.cluster.placement import task_names, tf_configs
 from replicax.cluster.processes import TaskProcesses
 
-__all__ = ["ClusterCommand", "run_attempt"]
+__all__ = ["ATTEMPT", "ClusterCommand", "run_attempt"]
+
+ATTEMPT = "REPLICAX_ATTEMPT"
+"""Environment variable of a task: 0, then one more with each restart."""
 
 _TICK_S = 0.1
-_KILL_AFTER_S = 5.0  # From SIGTERM to SIGKILL, where nobody asked for an orderly end.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,13 +40,14 @@ class ClusterCommand:
         num_tasks: Number of tasks by job.
         environment: The whole environment of a task, but for what names the task.
         cores: The cores that each task is pinned to, by task name.
-        grace_seconds: How long tasks may take to end after a signal.
+        grace_seconds: How long tasks may take to end after a signal, and parameter
+            servers after the training.
         evaluator_seconds: How long the evaluator may go on after the training.
     """
 
     command: Sequence[str]
     num_tasks: Mapping[str, int]
-    environment: Mapping[str, str]
+    environment: Mapping[str, str] = dataclasses.field(repr=False)  # Has secrets.
     cores: Mapping[str, Sequence[int]] = dataclasses.field(default_factory=dict)
     grace_seconds: float = 30.0
     evaluator_seconds: float = 600.0
@@ -81,7 +88,7 @@ def run_attempt(
     return Outcome(
         failure=attempt.failure(reports),
         progress=progress(reports),
-        signal=attempt.asked_to_end,
+        signal=attempt.ending.signal,
     )
 
 
@@ -95,17 +102,13 @@ class _Attempt:
         console: TaskConsole,
         signals: Sequence[int],
     ) -> None:
-        self.asked_to_end: int | None = None
+        self.ending = Ending(processes, console, signals, command.grace_seconds)
         self._command = command
         self._processes = processes
         self._console = console
-        self._signals = signals
-        self._num_forwarded = 0
         self._running = set(processes.tasks)
         self._failed: list[tuple[str, int]] = []
         self._dismissed: set[str] = set()
-        self._killed: set[str] = set()
-        self._kill_at: dict[str, float] = {}
         self._evaluate_until: float | None = None
 
     def run(self) -> None:
@@ -113,22 +116,17 @@ class _Attempt:
         while self._running:
             self._processes.wait_until(self._something_ended, _TICK_S)
             self._note_ends()
-            self._forward_signals()
+            self.ending.forward_signals(self._running)
             if self._failed:
                 self._end_after_failure()
             elif not self._training:
                 self._end_after_training()
-            self._kill_overdue()
+            self.ending.kill_overdue()
 
     def failure(self, reports: Sequence[FailureReport]) -> Failure | None:
         """The first failure, once all have ended."""
         failure = first_failure(self._failed, reports) if self._failed else None
-        number = self.asked_to_end
-        if failure is None or number is None or failure.task not in self._killed:
-            return failure
-        # Killed by the launcher, which passes on what it was asked to do.
-        message = f"{failure.task} did not end after {signal.Signals(number).name}."
-        return dataclasses.replace(failure, exit_code=-number, message=message)
+        return None if failure is None else self.ending.explained(failure)
 
     @property
     def _training(self) -> set[str]:
@@ -145,65 +143,24 @@ class _Attempt:
             if code:
                 self._failed.append((name, code))
 
-    def _forward_signals(self) -> None:
-        if self._console.error is not None and self.asked_to_end is None:
-            # Whoever reads the output is gone, as after a hang-up.
-            self._ask_to_end(signal.SIGTERM)
-        for number in self._signals[self._num_forwarded :]:
-            self._num_forwarded += 1
-            if list(self._signals).count(signal.SIGINT) > 1:
-                self._kill_at = dict.fromkeys(self._running, 0.0)
-            else:
-                self._ask_to_end(number)
-
-    def _ask_to_end(self, number: int) -> None:
-        self.asked_to_end = number
-        seconds = self._command.grace_seconds
-        self._console.say(
-            f"{signal.Signals(number).name}: the tasks have {seconds:g} s to end."
-        )
-        self._end(self._running, number, seconds)
-
     def _end_after_failure(self) -> None:
         # After a signal the others are ending already, and have their time for it.
-        rest = self._running.difference(self._kill_at)
-        if rest and self.asked_to_end is None:
+        rest = self._running - self.ending.asked(self._running)
+        if rest and self.ending.signal is None:
             what = describe_exit(*self._failed[0])
             self._console.say(f"{what} Ending {', '.join(sorted(rest))}.")
-            self._end(rest, signal.SIGTERM, _KILL_AFTER_S)
+            self.ending.end(rest, signal.SIGTERM, KILL_AFTER_S)
 
     def _end_after_training(self) -> None:
-        servers = {name for name in self._running if name.startswith("ps")}
-        self._dismiss(servers)
-        evaluators = self._running - servers
         now = time.monotonic()
         if self._evaluate_until is None:
             self._evaluate_until = now + self._command.evaluator_seconds
-        if now >= self._evaluate_until and not self._dismissed >= evaluators:
+        if now >= self._evaluate_until and not self._dismissed >= self._running:
             self._console.say(
-                f"{', '.join(sorted(evaluators))} did not end within "
+                f"{', '.join(sorted(self._running))} did not end within "
                 f"{self._command.evaluator_seconds:g} s after the training: ending it."
             )
-            self._dismiss(evaluators)
-
-    def _dismiss(self, names: set[str]) -> None:
-        new = names - self._dismissed
-        self._dismissed |= new
-        self._end(new.difference(self._kill_at), signal.SIGTERM, _KILL_AFTER_S)
-
-    def _end(self, names: set[str], number: int, seconds: float) -> None:
-        kill_at = time.monotonic() + seconds
-        for name in names:
-            task = self._processes.tasks[name]
-            task.signal(number)
-            task.resume()  # A frozen task would not see the signal.
-            self._kill_at[name] = min(kill_at, self._kill_at.get(name, kill_at))
-
-    def _kill_overdue(self) -> None:
-        now = time.monotonic()
-        for name in [name for name, end in self._kill_at.items() if end <= now]:
-            # Others that were dismissed keep their entry: they are not asked again.
-            self._kill_at[name] = float("inf")
-            if name in self._running:
-                self._killed.add(name)
-                self._processes.tasks[name].kill()
+            new = self._running - self._dismissed
+            self._dismissed |= new
+            rest = new - self.ending.asked(new)
+            self.ending.end(rest, signal.SIGTERM, KILL_AFTER_S)

@@ -1,11 +1,13 @@
-"""The output of many tasks on one terminal or in one file."""
+"""The output of many tasks on one terminal or in one file, with a table below it."""
 
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import IO
 
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.segment import Segment
 from rich.text import Text
 
 __all__ = ["TaskConsole"]
@@ -18,7 +20,8 @@ class TaskConsole:
     """Writes whole lines, each behind the name of the task it comes from.
 
     Lines come out as the tasks wrote them, byte by byte, and never one inside another.
-    Prefixes are coloured on a terminal only.
+    Prefixes are coloured on a terminal only. A table stays below the lines there, and
+    is written once, at the end and on stderr, elsewhere.
 
     Args:
         names: The names of all tasks.
@@ -35,6 +38,8 @@ class TaskConsole:
         self._lock = threading.Lock()
         self._begun = {name: bytearray() for name in names}
         self._prefixes = _prefixes(names)
+        self._live: Live | None = None
+        self._table: RenderableType | None = None
 
     def take(self, name: str, chunk: bytes) -> None:
         """Write the lines that are complete with what a task has written now.
@@ -67,8 +72,65 @@ class TaskConsole:
         text = "".join(f"replicax: {line}\n" for line in message.splitlines())
         with self._lock:
             try:
-                sys.stderr.write(text)
-                sys.stderr.flush()
+                if self._live is not None and sys.stderr.isatty():
+                    self._write_above(self._live, text)
+                else:
+                    sys.stderr.write(text)
+                    sys.stderr.flush()
+            except OSError as error:
+                self.error = error
+
+    @property
+    def shows_tables(self) -> bool:
+        """Whether a table can stay below the lines: it is a terminal."""
+        console = Console()
+        return (
+            self._stream is sys.stdout.buffer
+            and sys.stdout.isatty()
+            and console.is_terminal
+            and not console.is_dumb_terminal
+        )
+
+    def show(self, table: RenderableType) -> None:
+        """Show this table below the lines, in place of the one before.
+
+        Where that cannot be it is kept, for `end_table`.
+        """
+        with self._lock:
+            self._table = table
+            if self.error is not None or not self.shows_tables:
+                return
+            try:
+                if self._live is None:
+                    self._live = Live(
+                        console=Console(highlight=False),
+                        auto_refresh=False,
+                        redirect_stdout=False,
+                        redirect_stderr=False,
+                        vertical_overflow="crop",
+                    )
+                    self._live.start()
+                self._live.update(table, refresh=True)
+            except OSError as error:
+                self.error = error
+
+    def end_table(self, table: RenderableType | None = None) -> None:
+        """Leave a last table where it is, if there was any.
+
+        Args:
+            table: The last one. None: the last that was shown.
+        """
+        with self._lock:
+            live, self._live = self._live, None
+            if self._table is None or self.error is not None:
+                return
+            last = table or self._table
+            try:
+                if live is not None:
+                    live.update(last, refresh=True)
+                    live.stop()
+                else:
+                    Console(stderr=True, highlight=False).print(last)
             except OSError as error:
                 self.error = error
 
@@ -77,10 +139,26 @@ class TaskConsole:
             if self.error is not None:
                 return
             try:
-                self._stream.write(text)
-                self._stream.flush()
+                if self._live is not None:
+                    self._write_above(self._live, text.decode(errors="replace"))
+                else:
+                    self._stream.write(text)
+                    self._stream.flush()
             except OSError as error:
                 self.error = error
+
+    def _write_above(self, live: Live, text: str) -> None:
+        live.console.print(_AsItIs(text), soft_wrap=True, end="")
+
+
+class _AsItIs:
+    """Text that Rich neither wraps nor styles: tasks may use colours themselves."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __rich_console__(self, *_: object) -> Iterator[Segment]:
+        yield Segment(self._text)
 
 
 def _lines(text: bytes) -> list[bytes]:

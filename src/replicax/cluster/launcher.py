@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-from replicax.cluster.attempt import ClusterCommand, run_attempt
+from replicax.cluster.attempt import ATTEMPT, ClusterCommand, run_attempt
 from replicax.cluster.console import TaskConsole
 from replicax.cluster.failure import ExitCode
 from replicax.cluster.outcome import (
@@ -18,11 +18,9 @@ from replicax.cluster.outcome import (
     exit_status,
     kind,
 )
+from replicax.cluster.served import run_served
 
 __all__ = ["ATTEMPT", "launch"]
-
-ATTEMPT = "REPLICAX_ATTEMPT"
-"""Environment variable of a task: 0, then one more with each restart."""
 
 _CRASH_LOOP = "retryable, but three attempts in a row got no further: a crash loop"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -37,13 +35,14 @@ def launch(
 ) -> int:
     """Run a cluster's tasks until they are done, or have failed for good.
 
-    All are started again when one fails with a retryable exit code, see `ExitCode`.
-    SIGINT, SIGTERM and SIGHUP go on to the tasks, and nothing is started again; a
-    second SIGINT kills the tasks. Must be called in the main thread.
+    All are started again when one fails with a retryable exit code, see `ExitCode`;
+    with parameter servers only that one is, and the others go on. SIGINT, SIGTERM and
+    SIGHUP go on to the tasks, and nothing is started again; a second SIGINT kills the
+    tasks. Must be called in the main thread.
 
     Args:
         command: What to run.
-        max_restarts: How often to start again.
+        max_restarts: How often to start again, each task with parameter servers.
         backoff_seconds: The wait before the first restart; it doubles from then on, up
             to a minute.
 
@@ -54,6 +53,14 @@ def launch(
     console = TaskConsole(command.names)
     outcomes: list[Outcome] = []
     with received_signals() as signals:
+        if "ps" in command.num_tasks:
+            return run_served(
+                command,
+                console,
+                signals,
+                max_restarts=max_restarts,
+                backoff_seconds=backoff_seconds,
+            )
         while True:
             attempt = dataclasses.replace(
                 command,

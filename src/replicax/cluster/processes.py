@@ -137,6 +137,9 @@ class TaskProcesses:
         self._cores = cores or {}
         self._outputs: dict[str, IO[bytes]] = {}
         self._changed = threading.Condition()
+        # Nobody starts a task again before its end is noted in full.
+        self._noting = threading.Lock()
+        self._closing = False
         self._error: BaseException | None = None
         self._selector = selectors.DefaultSelector()
         self._guard: subprocess.Popen[bytes] | None = None
@@ -199,6 +202,28 @@ class TaskProcesses:
         self._outputs[name] = output
         self._selector.register(output, selectors.EVENT_READ, name)
 
+    def start_again(self, name: str, environment: Mapping[str, str]) -> Task:
+        """Start a task that has ended, as a new process.
+
+        Args:
+            name: The task's name.
+            environment: Its whole environment from now on.
+
+        Returns:
+            The new task, which takes the place of the old one in `tasks`.
+
+        Raises:
+            RuntimeError: If it runs still.
+        """
+        with self._noting:
+            if self.tasks[name].exit_code is None:
+                raise RuntimeError(
+                    f"{name} cannot be started again: {self.tasks[name]!r}."
+                )
+            self._environments = {**self._environments, name: environment}
+            self._start(name)
+        return self.tasks[name]
+
     @property
     def running(self) -> list[str]:
         """The names of the tasks that have not ended."""
@@ -231,6 +256,7 @@ class TaskProcesses:
         Raises:
             RuntimeError: If a process does not end though it was killed.
         """
+        self._closing = True
         try:
             for task in self.tasks.values():
                 task.kill()
@@ -278,7 +304,7 @@ class TaskProcesses:
                 self._changed.notify_all()
 
     def _watch_all(self) -> None:
-        while running := self.running:
+        while (running := self.running) or not self._closing:
             events = self._selector.select(_TICK_S)
             for key, _ in events:
                 self._read(key.data)
@@ -288,12 +314,13 @@ class TaskProcesses:
                     self._changed.notify_all()
 
     def _settle(self, name: str) -> bool:
-        task, output = self.tasks[name], self._outputs[name]
-        if not task.settle(output):
-            return False
-        self._end_output(name)
-        self._tell_guard(b"-%d\n" % task.pid)
-        return True
+        with self._noting:
+            task, output = self.tasks[name], self._outputs[name]
+            if not task.settle(output):
+                return False
+            self._end_output(name)
+            self._tell_guard(b"-%d\n" % task.pid)
+            return True
 
     def _read(self, name: str) -> None:
         chunk = os.read(self._outputs[name].fileno(), _CHUNK_BYTES)

@@ -10,6 +10,7 @@ import typer
 from replicax.cluster.attempt import ClusterCommand
 from replicax.cluster.launcher import launch
 from replicax.cluster.placement import check_tasks, divide_cores, task_names
+from replicax.cluster.ps_token import ps_token
 from replicax.devices import cpu_pool_size
 
 __all__ = ["run"]
@@ -30,7 +31,11 @@ def run(
         bool, typer.Option("--evaluator", help="Add an evaluator.")
     ] = False,
     max_restarts: Annotated[
-        int, typer.Option(min=0, help="How often all tasks may be started again.")
+        int,
+        typer.Option(
+            min=0,
+            help="How often all tasks may be started again; with --ps: each of them.",
+        ),
     ] = 3,
     backoff_seconds: Annotated[
         float,
@@ -38,7 +43,7 @@ def run(
     ] = 1.0,
     grace_seconds: Annotated[
         float,
-        typer.Option(min=0, help="How long tasks may take to end after a signal."),
+        typer.Option(min=0, help="How long tasks may take to end when asked."),
     ] = 30.0,
     evaluator_seconds: Annotated[
         float,
@@ -55,8 +60,9 @@ def run(
     """Run a training script as all tasks of a cluster on this machine.
 
     Each task gets its TF_CONFIG. When one fails the others are ended; if its exit code
-    is 128 or more, all are started again. The exit status is that of the task that
-    failed first.
+    is 128 or more, all are started again. With parameter servers tasks are started
+    again one by one, the others go on, and a table shows what they do. The exit status
+    is that of the task that failed first.
     """
     if not module and not Path(script).is_file():
         raise typer.BadParameter(f"There is no script {script!r}.")
@@ -70,11 +76,12 @@ def run(
         cores = divide_cores(pinned, cores_per_worker) if cores_per_worker else {}
     except (ValueError, RuntimeError) as error:
         raise typer.BadParameter(str(error), param_hint="--cores-per-worker") from error
+    environment = _environment(logical_devices)
     start = [sys.executable, "-m", script] if module else [sys.executable, script]
     command = ClusterCommand(
         command=[*start, *(arguments or [])],
         num_tasks=num_tasks,
-        environment=_environment(logical_devices),
+        environment=environment | ps_token(num_tasks, environment),
         cores=cores,
         grace_seconds=grace_seconds,
         evaluator_seconds=evaluator_seconds,

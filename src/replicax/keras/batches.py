@@ -43,9 +43,16 @@ class PlacedBatch:
 
 @dataclasses.dataclass(frozen=True)
 class Ready:
-    """One execution's batches, on the devices; none for a step without work."""
+    """One execution's batches, on the devices.
+
+    Attributes:
+        batches: The batches.
+        is_dry: Whether they are not to be trained on: other workers have done all
+            steps, and this one has to know the variables only.
+    """
 
     batches: list[PlacedBatch]
+    is_dry: bool = False
 
     def next_execution(self) -> list[PlacedBatch]:
         """The batches."""

@@ -13,9 +13,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from replicax.errors import ClusterError
 from replicax.keras import internals
 from replicax.keras.adapters import fixed_number_of_batches
-from replicax.keras.batches import BatchIterator, Ready
+from replicax.keras.batches import BatchIterator, Ready, place
 from replicax.ps.remote import Part
 
 __all__ = ["ClaimedSteps"]
@@ -76,14 +77,28 @@ class ClaimedSteps:
             did_any = True
             yield self._last_index, self._last_index + size - 1, ready
         if not did_any:
-            # Keras wants logs of each epoch, also where others have done it all.
-            yield 0, 0, Ready([])
+            yield 0, 0, self._dry()
         self._iterator.data_adapter.on_epoch_end()
 
-    def end_epoch(self) -> None:
-        """Meet the others when the epoch's updates are made: metrics and values."""
+    def _dry(self) -> Ready:
+        """For an epoch that others have done: Keras wants a step, for its logs.
+
+        It makes the model's variables known, which this worker may not have met yet.
+        """
+        assert self._source is not None
+        batch = self._source.any()
+        if batch is None:
+            return Ready([], is_dry=True)
+        return Ready([place(batch, self._strategy.group)], is_dry=True)
+
+    def end_epoch(self) -> bool:
+        """Meet the others when the epoch's updates are made: metrics and values.
+
+        Returns:
+            False if it is an evaluation that ends.
+        """
         if not self._is_open:
-            return  # It is an evaluation that ends.
+            return False
         self._is_open = False
         self._strategy.settle()
         self._finish_tickets()
@@ -107,6 +122,7 @@ class ClaimedSteps:
                 total = total / len(values)
             variable.assign(total.astype(variable.dtype))
         self._strategy.refresh()
+        return True
 
     def after_epoch(self) -> None:
         """The chief says whether training goes on, when its callbacks have run."""
@@ -123,6 +139,7 @@ class ClaimedSteps:
         return f"{self._name}/epoch/{self._epoch}"
 
     def _say(self) -> None:
+        self._strategy.publish()
         message = {
             "random": _random_state(),
             "stop": bool(self._epoch and self._model.stop_training),
@@ -171,6 +188,9 @@ class ClaimedSteps:
             if ticket is None:
                 return
             index = ticket[0] if isinstance(ticket, list) else ticket
+            if self._source.has_passed(first + index):
+                self._pass_over(ticket)
+                continue
             try:
                 batch = self._source.at(first + index)
             except StopIteration:
@@ -205,11 +225,25 @@ class ClaimedSteps:
         )
         if "over" in answer:
             return None
-        if self._strategy.max_staleness is not None:
-            self._strategy.refresh_values()
         (ticket,) = answer["indices"]
+        if self._strategy.pulls_first:
+            self._strategy.refresh_values()
         self._pending.append(ticket)
         return ticket
+
+    def _pass_over(self, ticket: Any) -> None:
+        """A restarted server gives out again what it has forgotten; data only goes on.
+
+        Raises:
+            ClusterError: If the step is synchronous: all of its parts are needed.
+        """
+        if isinstance(ticket, list):
+            raise ClusterError(
+                f"{self._session.name}: the restarted server asks for step {ticket[0]} "
+                f"of {self._stream} again, which this worker's data has passed."
+            )
+        self._pending.pop()
+        self._session.once("finish", stream=self._stream, indices=[ticket])
 
     def _take_finished(self) -> list[Any]:
         """Tickets whose updates have been made since this was asked last."""
@@ -259,18 +293,35 @@ class _Source:
         self._adapter = adapter
         self._is_array = internals.is_array_adapter(adapter)
         self._num_batches = fixed_number_of_batches(adapter)
+        self._last: tuple[int, Any] = (-1, None)
         self._wanted = True
         self._next = 0
         self._batches: Iterator[Any] | None = None
 
     def at(self, index: int) -> Any:
-        """The batch of that index, which must grow from call to call."""
+        """The batch of that index, which never is less than the last one."""
+        if index == self._last[0]:
+            return self._last[1]  # Another part of the same step.
         if self._batches is None:
             self._batches = self._open()
         while True:
             batch = self._take(index)
             if self._next > index:
+                self._last = index, batch
                 return batch
+
+    def any(self) -> Any:
+        """Some batch; None: there is none left."""
+        if self._last[1] is not None:
+            return self._last[1]
+        try:
+            return self.at(self._next)
+        except StopIteration:
+            return None
+
+    def has_passed(self, index: int) -> bool:
+        """Whether that batch came by already, and is not the last one that did."""
+        return index < self._next and index != self._last[0]
 
     def _take(self, index: int) -> Any:
         assert self._batches is not None

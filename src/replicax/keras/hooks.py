@@ -13,7 +13,8 @@
 | `EpochIterator._enumerate_iterator` | `fit` begins in the middle of an epoch |
 | `CallbackList.on_{train_begin,epoch_end}` | backups see what other callbacks did |
 | `{BaseOptimizer,LossScaleOptimizer}.{apply,stateless_apply}` | the seam |
-| `BaseOptimizer.add_variable_from_reference` | no slots where servers keep them |
+| `BaseOptimizer.{add_variable_from_reference,finalize_variable_values}` | no slots \
+where servers keep them |
 | `losses.loss.{reduce_values,apply_mask}` | global means of losses |
 | `BatchNormalization.__init__`, `nn.moments` | `synchronized=True` |
 | `BatchNormalization.add_weight` | moving statistics are averaged over the replicas |
@@ -106,6 +107,7 @@ def install() -> None:
     _wrap(BaseOptimizer, "apply", _apply)
     _wrap(BaseOptimizer, "stateless_apply", _stateless_apply)
     _wrap(BaseOptimizer, "add_variable_from_reference", _add_slot)
+    _wrap(BaseOptimizer, "finalize_variable_values", _finalize)
     _wrap(LossScaleOptimizer, "apply", _apply_with_loss_scale)
     _wrap(LossScaleOptimizer, "stateless_apply", _stateless_apply)
     _wrap(loss_module, "reduce_values", _in_replica(reductions.reduce_values))
@@ -253,8 +255,8 @@ def _claimed(model: Any) -> Any:
 
 def _metrics_result(original: Any, model: Any, logs: Any) -> Any:
     claimed = _claimed(model)
-    if claimed is not None:
-        claimed.end_epoch()
+    if claimed is not None and claimed.end_epoch() and not logs:
+        logs = model.get_metrics_result()  # Other workers have done all steps.
     return original(model, logs)
 
 
@@ -292,11 +294,23 @@ def _apply(
 
 
 def _defer(context: Any, optimizer: Any, grads: Any, variables: Any) -> Any:
+    grads = list(grads)
     if not optimizer.built:
+        if variables is None:
+            raise ValueError(
+                "optimizer.apply: got gradients without their variables, and the "
+                "optimizer is not built. Pass the variables as well."
+            )
         with name_scope(optimizer.name, caller=optimizer):
-            optimizer.build(list(variables or ()))
-    trained = list(variables or trained_by(optimizer))
-    return context.defer_update(optimizer, trained, list(grads))
+            optimizer.build(list(variables))
+    trained = trained_by(optimizer) if variables is None else list(variables)
+    if len(grads) != len(trained):
+        raise ValueError(
+            f"optimizer.apply: got {len(grads)} gradients for {len(trained)} "
+            "variables. Pass one for each, None where there is none."
+        )
+    _refuse_overwriting_gradients(trained)
+    return context.defer_update(optimizer, trained, grads) if grads else None
 
 
 def _apply_with_loss_scale(
@@ -324,20 +338,46 @@ def _apply_with_loss_scale(
 
 
 def _stateless_apply(
-    original: Any, optimizer: Any, state: Any, grads: Any, trainable_variables: Any
+    original: Any,
+    optimizer: Any,
+    optimizer_variables: Any,
+    grads: Any,
+    trainable_variables: Any,
 ) -> Any:
     context = current_context()
     if context is None:
-        return original(optimizer, state, grads, trainable_variables)
+        return original(optimizer, optimizer_variables, grads, trainable_variables)
     if context.defers_updates:
+        _require_current(
+            [*trained_by(optimizer), *optimizer.variables],
+            [*trainable_variables, *optimizer_variables],
+        )
         update = _defer(context, optimizer, grads, None)
         return (
             [PendingValue(v, update) for v in trained_by(optimizer)],
             [PendingValue(v, update) for v in optimizer.variables],
         )
     return context.apply_gradients(
-        lambda grads: original(optimizer, state, grads, trainable_variables), grads
+        lambda grads: original(
+            optimizer, optimizer_variables, grads, trainable_variables
+        ),
+        grads,
     )
+
+
+def _require_current(variables: Any, values: Any) -> None:
+    """Refuse values of one's own: the update will be made on the stored ones."""
+    scope = current_scope()
+    if not isinstance(scope, ValueScope):
+        return
+    for variable, value in zip(variables, values, strict=False):
+        if not scope.is_value_of(variable, value):
+            raise ContextError(
+                f"optimizer.stateless_apply: the value given for {variable.path!r} is "
+                "not the variable's own, but under this strategy the update is made on "
+                "that, where it lives. Pass the values that the step got; change them "
+                "in a step of its own."
+            )
 
 
 def _add_slot(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -345,6 +385,14 @@ def _add_slot(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
     if strategy is not None and not strategy.keeps_slots:
         return None
     return original(optimizer, *args, **kwargs)
+
+
+def _finalize(original: Any, optimizer: Any, var_list: Any) -> None:
+    strategy = current_strategy()
+    if strategy is not None and not strategy.keeps_slots:
+        strategy.finalize(optimizer)
+        return
+    original(optimizer, var_list)
 
 
 def _refuse_overwriting_gradients(variables: Any) -> None:

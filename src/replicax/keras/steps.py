@@ -202,6 +202,19 @@ class _StateProgram:
         self._places = [index.get(id(v)) for v in program.variables]
         self._is_state = [id(v) for v in program.written] == [*index]
 
+    def adopt(self, strategy: Any, state: list[Any]) -> list[Any]:
+        """The state with the values that other workers have trained."""
+        stored = {
+            id(v): internals.read_values([v])[0] if i is None else state[i]
+            for v, i in zip(self._program.variables, self._places, strict=True)
+        }
+        strategy.adopt(self._program, stored)
+        state = list(state)
+        for variable, i in zip(self._program.variables, self._places, strict=True):
+            if i is not None:
+                state[i] = stored[id(variable)]
+        return state
+
     def __call__(
         self, strategy: Any, state: list[Any], arrays: Sequence[Any]
     ) -> tuple[Any, list[Any]]:
@@ -260,8 +273,6 @@ def _function(
             batches = iterator.next_execution()
         else:
             batches = [place(next(iterator), strategy.group)]
-        if not batches:  # Other workers have done it all.
-            return {}, state
         sizes = tuple(map(len, state))
         values = list(itertools.chain.from_iterable(state))
         results = []
@@ -270,6 +281,9 @@ def _function(
             program = programs.get(key)
             if program is None:
                 program = programs[key] = step.program(strategy, batch, values)
+            if isinstance(iterator, Ready) and iterator.is_dry:
+                values = program.adopt(strategy, values)
+                continue
             result, values = program(strategy, values, batch.arrays)
             results.append(result)
         remaining = iter(values)
@@ -280,7 +294,7 @@ def _function(
 
 
 def _last(results: Sequence[Any], batches: Sequence[PlacedBatch]) -> Any:
-    return results[-1]
+    return results[-1] if results else {}
 
 
 def _rows(results: Sequence[Any], batches: Sequence[PlacedBatch]) -> Any:

@@ -185,6 +185,7 @@ class Embedding(keras.layers.Embedding):
         self.anchor: Any = self.add_weight(
             shape=(1,), initializer="zeros", name="anchor", trainable=True
         )
+        self.anchor.table_name = self.name  # Says whose rows are updated with it.
         self._table = _RemoteTable(
             source=source,
             name=self.name,

@@ -89,6 +89,7 @@ class Held:
         self.steps = 0
         self.round: Round | None = None
         self.is_restored = False
+        self.closed = False
         self.last: dict[str, Last] = {}
         self.staleness: dict[str, dict[int, int]] = {}
 
@@ -104,6 +105,25 @@ class Held:
         except ValueError as error:
             raise StoreError(str(error)) from error
         self.rule = rule
+
+    def replace(self, vectors: Vectors) -> None:
+        """Take other values; the optimizer's slots stay. It counts as an update."""
+        assert self.rule is not None
+        self.vectors, _ = self.rule.start(vectors)
+        self.version += 1
+        self.steps += 1
+        self.round = None
+
+    def averages(self) -> dict[str, np.ndarray] | None:
+        """The optimizer's moving averages of the values; None: it has none."""
+        assert self.rule is not None
+        pieces: dict[str, list[np.ndarray]] = {}
+        parts = self.group.parts_on(self._server)
+        for part, slots in zip(parts, self.rule.slots(self.state).parts, strict=True):
+            if "average" not in slots:
+                return None
+            pieces.setdefault(part.dtype, []).append(slots["average"].ravel())
+        return {dtype: np.concatenate(found) for dtype, found in pieces.items()}
 
     def check(self, vectors: Vectors, *, floats: bool) -> None:
         """Refuse vectors that do not fit; `floats`: another float dtype does."""
@@ -193,6 +213,11 @@ class Held:
     def wait(self, step: int, deadline: float, now: Callable[[], float]) -> None:
         """Wait until a step is over, or complete and in want of its norm."""
         while self.steps <= step:
+            if self.closed:
+                raise StoreError(
+                    f"group {self.group.name!r}: the server ends, and step {step} with "
+                    "it."
+                )
             current = self.round
             if current is None or current.squared_norms is not None:
                 return

@@ -77,11 +77,23 @@ class TensorStore(Protocol):
         """Apply a synchronous step that is clipped by the norm of all servers."""
         ...
 
+    def replace(self, name: str, vectors: Vectors) -> Any:
+        """Give a group other values."""
+        ...
+
+    def averages(self, name: str) -> Vectors | None:
+        """Moving averages of a group's values."""
+        ...
+
+    def assign(self, name: str, variable: str, value: float) -> None:
+        """Set one of the optimizer's scalars."""
+        ...
+
 
 def store_operations(
     store: TensorStore, server: int, byte_limit: int
 ) -> dict[str, StreamOperation]:
-    """The operations `create`, `pull`, `push` and `commit` of one server's store.
+    """The operations of one server's store, by name.
 
     Args:
         store: The store.
@@ -94,6 +106,9 @@ def store_operations(
         "pull": _Pull(store, lengths),
         "push": _Push(store, lengths),
         "commit": _Commit(store, lengths),
+        "replace": _Replace(store, lengths),
+        "averages": _Averages(store, lengths),
+        "assign": _Assign(store, lengths),
     }
 
 
@@ -236,6 +251,55 @@ class _Commit:
             header["group"], header["step"], header["squared_norms"]
         )
         return {"version": pulled.version}, pulled.vectors
+
+
+@dataclasses.dataclass(frozen=True)
+class _Replace:
+    store: TensorStore
+    lengths: _Lengths
+
+    def expected(self, header: Mapping[str, Any]) -> dict[str, Allowed]:
+        return exactly(self.lengths.of(header))
+
+    def handle(
+        self, header: Mapping[str, Any], vectors: Vectors
+    ) -> tuple[dict[str, Any], Vectors]:
+        replaced = self.store.replace(header["group"], vectors)
+        return {"version": replaced.version}, replaced.vectors
+
+
+@dataclasses.dataclass(frozen=True)
+class _Averages:
+    store: TensorStore
+    lengths: _Lengths
+
+    def expected(self, header: Mapping[str, Any]) -> dict[str, Allowed]:
+        self.lengths.of(header)
+        return {}
+
+    def handle(
+        self, header: Mapping[str, Any], vectors: Vectors
+    ) -> tuple[dict[str, Any], Vectors]:
+        found = self.store.averages(header["group"])
+        return {"found": found is not None}, found or {}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Assign:
+    store: TensorStore
+    lengths: _Lengths
+
+    def expected(self, header: Mapping[str, Any]) -> dict[str, Allowed]:
+        self.lengths.of(header)
+        field(header, "name", str)
+        field(header, "value", int, float)
+        return {}
+
+    def handle(
+        self, header: Mapping[str, Any], vectors: Vectors
+    ) -> tuple[dict[str, Any], Vectors]:
+        self.store.assign(header["group"], header["name"], header["value"])
+        return {}, {}
 
 
 _PUSH_FIELDS: dict[str, tuple[type, ...]] = {

@@ -128,7 +128,7 @@ class RemoteGroup:
             self._on(
                 server,
                 {
-                    "op": "assign_scalar",
+                    "op": "assign",
                     "group": self.group.name,
                     "name": "learning_rate",
                     "value": rate,
@@ -140,8 +140,23 @@ class RemoteGroup:
         for server, vectors in zip(
             self._servers, self._pack_values(values), strict=True
         ):
-            self._on(server, {"op": "assign", "group": self.group.name}, vectors)
+            self._on(server, {"op": "replace", "group": self.group.name}, vectors)
         self.pull()
+
+    def averages(self) -> list[jax.Array] | None:
+        """The servers' moving averages of the values; None: the optimizer has none."""
+        answers = [
+            self._on(server, {"op": "averages", "group": self.group.name})
+            for server in self._servers
+        ]
+        if not all(header["found"] for header, _ in answers):
+            return None
+        return self._unpack(
+            [
+                {d: jax.device_put(v, self._sharding) for d, v in vectors.items()}
+                for _, vectors in answers
+            ]
+        )
 
     def push(
         self,
@@ -185,12 +200,31 @@ class RemoteGroup:
         """Wait for a push, and take over the values it brought."""
         answers = [future.result() for future in push.futures]
         norms = [header["squared_norms"] for _, header, _ in answers]
-        if any(n is not None for n in norms):
+        if all(n is not None for n in norms):
             answers = self._commit(push.part.step, norms, answers)
+        elif any(n is not None for n in norms):
+            # Another worker has all the norms and is finishing the step.
+            answers = [
+                answer if n is None else self._newer(*answer)
+                for answer, n in zip(answers, norms, strict=True)
+            ]
         self._take(answers)
         return Applied(
-            counts=all(header["applied"] for _, header, _ in answers),
+            # Servers may have got it from different workers; the first one decides.
+            counts=answers[0][1]["applied"],
             staleness=max(header["staleness"] for _, header, _ in answers),
+        )
+
+    def _newer(self, server: int, header: dict[str, Any], _: _Vectors) -> Any:
+        """A server's values after the version in `header`, once it has them."""
+        pull = {"op": "pull", "group": self.group.name, "have": header["version"]}
+
+        def poll() -> Any:
+            answer, vectors = self._on(server, pull)
+            return (server, header | answer, vectors) if vectors else None
+
+        return self._session.wait(
+            poll, f"the end of a step of {self.group.name!r}", lambda: "another worker"
         )
 
     def _commit(

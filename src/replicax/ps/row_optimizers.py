@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["RowOptimizer", "row_optimizer"]
+__all__ = ["RowOptimizer", "differing_options", "row_optimizer"]
 
 # rows, their slots by name, gradients, learning rate, number of this update from 1:
 # rows and slots are changed in place.
@@ -87,6 +87,29 @@ def row_optimizer(rule: dict[str, Any], *, whole_table: bool) -> RowOptimizer:
         _options=options,
         _clips=clips,
     )
+
+
+def differing_options(
+    one: dict[str, Any], other: dict[str, Any]
+) -> dict[str, tuple[Any, Any]]:
+    """What makes two rules' optimizers update rows differently.
+
+    Their names and learning rates, where those are numbers, do not count.
+
+    Returns:
+        By option, the value in each of the two.
+    """
+    described = []
+    for rule in (one, other):
+        config = rule["config"]
+        options = {"optimizer": config["class_name"], **config["config"]}
+        if isinstance(options.get("learning_rate"), int | float):
+            options["learning_rate"] = "a number"
+        options.pop("name", None)
+        described.append(options)
+    a, b = described
+    keys = sorted(a.keys() | b.keys())
+    return {k: (a.get(k), b.get(k)) for k in keys if a.get(k) != b.get(k)}
 
 
 def _described(rule: dict[str, Any]) -> tuple[str, dict[str, Any]]:

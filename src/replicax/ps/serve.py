@@ -1,7 +1,10 @@
 """What a parameter server does from its start to the end of the job."""
 
+import dataclasses
 import logging
+import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -10,9 +13,11 @@ from replicax.cluster.failure import ExitCode
 from replicax.ps.board import Board
 from replicax.ps.connection import Connection, ConnectionLost
 from replicax.ps.credentials import Credentials
+from replicax.ps.server_tables import Tables
 from replicax.ps.service import Service
 from replicax.ps.snapshots import Snapshots
 from replicax.ps.store import Store
+from replicax.ps.table_operations import table_actions, table_operations
 from replicax.ps.timeouts import Timeouts
 
 __all__ = ["serve"]
@@ -49,6 +54,8 @@ def serve(
     address = config.cluster.task_address("ps", server)
     num_servers = config.cluster.num_tasks("ps")
     store = Store(server)
+    tables = Tables(server, num_servers, byte_limit=_memory_bytes())
+    contents = _Contents(store, tables)
     board = None
     workers = [task.name for task in config.cluster.workers]
     if server == 0:
@@ -66,14 +73,22 @@ def serve(
             every_updates=snapshot_every_updates,
             every_seconds=snapshot_every_seconds,
         )
-        _restore(snapshots, store, board)
+        _restore(snapshots, contents, board)
     # The other servers learn of the end from the first one's board.
     first = config.cluster.task_address("ps", 0)
-    service = Service(address, store, board, credentials, server=server)
+    service = Service(
+        address,
+        store,
+        board,
+        credentials,
+        server=server,
+        operations=table_operations(tables),
+        actions=table_actions(tables),
+    )
     service.serve_in_thread()
     _logger.info("ps:%d serves at %s", server, address)
     if snapshots is not None:
-        snapshots.start(store, None if board is None else board.state)
+        snapshots.start(contents, None if board is None else board.state)
     try:
         failure = _until_over(board, server, num_servers, first, credentials, timeouts)
     finally:
@@ -87,18 +102,48 @@ def serve(
     raise SystemExit(int(ExitCode.DONE))
 
 
-def _restore(snapshots: Snapshots, store: Store, board: Board | None) -> None:
+@dataclasses.dataclass(frozen=True)
+class _Contents:
+    """What a server's snapshots hold: its groups of variables, and its tables."""
+
+    store: Store
+    tables: Tables
+
+    @property
+    def num_updates(self) -> int:
+        # Rows are updated with a group, whose values may all lie on other servers.
+        return max(self.store.num_updates, self.tables.num_updates)
+
+    def state(self) -> dict[str, Any]:
+        groups, tables = self.store.state(), self.tables.state()
+        return {
+            "meta": groups["meta"] | {"tables": tables["meta"]},
+            "arrays": groups["arrays"] | tables["arrays"],
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        meta, arrays = dict(state["meta"]), state["arrays"]
+        of_tables = meta.pop("tables", [])
+        self.store.load_state({"meta": meta, "arrays": arrays})
+        self.tables.load_state({"meta": of_tables, "arrays": arrays})
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _restore(snapshots: Snapshots, contents: _Contents, board: Board | None) -> None:
     found = snapshots.restore()
     if found is None:
         return
-    store.load_state(found.state)
+    contents.load_state(found.state)
     if board is not None and found.board is not None:
         board.load_state(found.board)
     _logger.warning(
         "ps:%d goes on from its snapshot %s, after %d updates",
-        store.server,
+        contents.store.server,
         found.path,
-        store.num_updates,
+        contents.num_updates,
     )
 
 

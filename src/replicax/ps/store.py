@@ -298,6 +298,33 @@ class Store:
             except ValueError as error:
                 raise StoreError(str(error)) from error
 
+    def replace(self, name: str, vectors: Vectors) -> Pulled:
+        """Give a group other values, as when a user assigns to its variables.
+
+        Raises:
+            BadVectors: If the vectors do not fit the group.
+        """
+        held = self._find(name)
+        held.check(vectors, floats=False)
+        with held.condition:
+            held.replace(vectors)
+            version, values = held.version, held.vectors
+            held.condition.notify_all()
+        return Pulled(version=version, vectors=self._hand_out(values))
+
+    def averages(self, name: str) -> dict[str, np.ndarray] | None:
+        """The moving averages that an optimizer with `use_ema` keeps, by dtype."""
+        held = self._find(name)
+        with held.condition:
+            return held.averages()
+
+    def close(self) -> None:
+        """End all waiting for other workers' parts."""
+        for held in self._all():
+            with held.condition:
+                held.closed = True
+                held.condition.notify_all()
+
     def staleness(self, name: str | None = None) -> dict[str, dict[int, int]]:
         """For each worker, how many of its pushes were applied with which staleness.
 

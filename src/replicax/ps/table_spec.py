@@ -27,7 +27,7 @@ class TableSpec:
             RandomUniform, RandomNormal, TruncatedNormal, Zeros, Ones or Constant.
         seed: Seed of random first values.
         rule: How rows are updated: `{"kind": "optimizer", "config": ...}`; see
-            `row_optimizer`.
+            `row_optimizer`. None: not known yet; `Table.set_rule` says it.
 
     Raises:
         TableError: For sizes below 1, another dtype, or an initializer that rows cannot
@@ -40,7 +40,7 @@ class TableSpec:
     dtype: str = "float32"
     initializer: dict[str, Any]
     seed: int
-    rule: dict[str, Any]
+    rule: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.num_rows < 1 or self.dim < 1:

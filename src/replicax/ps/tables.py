@@ -12,7 +12,7 @@ import numpy as np
 
 from replicax.ps.held import StaleSequence, Superseded, SyncPart
 from replicax.ps.row_ids import check_ids, sum_duplicates
-from replicax.ps.row_optimizers import row_optimizer
+from replicax.ps.row_optimizers import RowOptimizer, differing_options, row_optimizer
 from replicax.ps.row_values import fill_rows
 from replicax.ps.table_spec import TableError, TableSpec
 
@@ -90,20 +90,12 @@ class Table:
         self.spec = spec
         self._server = server
         self._num_servers = num_servers
-        try:
-            self._optimizer = row_optimizer(spec.rule, whole_table=num_servers == 1)
-        except ValueError as error:
-            raise TableError(f"Table {spec.name!r}: {error}") from error
+        self._optimizer = None if spec.rule is None else self.optimizer(spec.rule)
         shape = (len(range(server, spec.num_rows, num_servers)), spec.dim)
         self._values = np.empty(shape, np.float32)
         fill_rows(self._values, spec.initializer, spec.seed, server, num_servers)
         self._learning_rate: float | None = None  # Another than the rule's.
-        self._slots = {
-            name: np.full(shape, first, np.float32)
-            if first
-            else np.zeros(shape, np.float32)
-            for name, first in self._optimizer.slots.items()
-        }
+        self._slots = self._new_slots()
         self._version = 0
         self._steps = 0  # Synchronous steps that are over.
         self._is_restored = False
@@ -121,6 +113,47 @@ class Table:
     def num_bytes(self) -> int:
         """Bytes of the rows and their slots."""
         return self._values.nbytes * (1 + len(self._slots))
+
+    @property
+    def num_steps(self) -> int:
+        """Number of the next synchronous step."""
+        return self._steps
+
+    def optimizer(self, rule: dict[str, Any]) -> RowOptimizer:
+        """What would update the rows by this rule.
+
+        Raises:
+            TableError: If rows cannot be updated by it.
+        """
+        try:
+            return row_optimizer(rule, whole_table=self._num_servers == 1)
+        except ValueError as error:
+            raise TableError(f"Table {self.spec.name!r}: {error}") from error
+
+    def set_rule(self, rule: dict[str, Any]) -> None:
+        """Say how rows are updated, for a table that was made without a rule.
+
+        The first rule stands. The same optimizer again does nothing, whatever its name
+        and its learning rate.
+
+        Raises:
+            TableError: For an optimizer that cannot update some rows only, or another
+                than the table has.
+        """
+        optimizer = self.optimizer(rule)
+        with self._lock:
+            if self.spec.rule is None:
+                self.spec = dataclasses.replace(self.spec, rule=rule)
+                self._optimizer = optimizer
+                self._slots = self._new_slots()
+                return
+            if differing := differing_options(self.spec.rule, rule):
+                raise TableError(
+                    f"Table {self.spec.name!r}: its optimizer is there, with its "
+                    f"slots, and another one has {differing}. Train all models that "
+                    "share the table with the same optimizer, or give the layer "
+                    "another name."
+                )
 
     def rows(self, ids: np.ndarray) -> np.ndarray:
         """The rows' present values, a copy.
@@ -170,6 +203,7 @@ class Table:
             Superseded: For a session that a later one has replaced.
         """
         places = self._places(ids)
+        self._required_optimizer()
         gradients = np.asarray(gradients)
         if gradients.shape != (len(places), self.spec.dim):
             raise TableError(
@@ -199,9 +233,11 @@ class Table:
         """Use another learning rate from the next update on.
 
         Raises:
-            TableError: If the optimizer has a schedule, or the rate is no number.
+            TableError: If there is no optimizer yet, if it has a schedule, or if the
+                rate is no number.
         """
-        options = self.spec.rule["config"]["config"]
+        optimizer = self._required_optimizer()
+        options = (self.spec.rule or {})["config"]["config"]
         fixed = isinstance(options["learning_rate"], int | float)
         if not fixed or not np.isfinite(learning_rate):
             raise TableError(
@@ -211,7 +247,7 @@ class Table:
             )
         with self._lock:
             self._learning_rate = float(learning_rate)
-            self._optimizer.schedule = lambda num_updates: float(learning_rate)
+            optimizer.schedule = lambda num_updates: float(learning_rate)
 
     def state(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         """Copies of the table's arrays by name, and all else as JSON values.
@@ -240,6 +276,8 @@ class Table:
         Raises:
             TableError: If it is another table's, or that of another server.
         """
+        if self.spec.rule is None and described["spec"]["rule"] is not None:
+            self.set_rule(described["spec"]["rule"])
         mine = {"server": self._server, "num_servers": self._num_servers}
         mine |= {f: self.spec.to_json()[f] for f in ("name", "num_rows", "dim")}
         its = {k: described.get(k, described["spec"].get(k)) for k in mine}
@@ -263,6 +301,25 @@ class Table:
             self._parts.clear()
         if described["learning_rate"] is not None:
             self.set_learning_rate(described["learning_rate"])
+
+    def _required_optimizer(self) -> RowOptimizer:
+        if self._optimizer is None:
+            raise TableError(
+                f"Table {self.spec.name!r}: it has no optimizer yet. Set its rule "
+                "before rows are pushed."
+            )
+        return self._optimizer
+
+    def _new_slots(self) -> dict[str, np.ndarray]:
+        if self._optimizer is None:
+            return {}
+        shape = self._values.shape
+        return {
+            name: np.full(shape, first, np.float32)
+            if first
+            else np.zeros(shape, np.float32)
+            for name, first in self._optimizer.slots.items()
+        }
 
     def _places(self, ids: np.ndarray) -> np.ndarray:
         """Where the rows lie on this server."""
@@ -353,7 +410,7 @@ class Table:
     def _apply(self, places: np.ndarray, gradients: np.ndarray) -> None:
         rows = self._values[places]
         slots = {name: slot[places] for name, slot in self._slots.items()}
-        self._optimizer.apply(rows, slots, gradients, self._version)
+        self._required_optimizer().apply(rows, slots, gradients, self._version)
         self._values[places] = rows
         for name, slot in slots.items():
             self._slots[name][places] = slot

@@ -91,6 +91,9 @@ class StepTickets:
         # Step -> its holder, and how many steps were finished when it was given.
         self._held: dict[int, tuple[str, int]] = {}
         self._lost_steps: deque[int] = deque(maxlen=_LOST_KEPT)
+        # Who was told to wait, longest first: who has just finished asks at once, and
+        # would leave nothing to the others.
+        self._waiting: list[str] = []
 
     @property
     def is_over(self) -> bool:
@@ -110,12 +113,28 @@ class StepTickets:
                 f"{worker} holds {held} unfinished steps and wants {count} more; at "
                 f"most {_MAX_HELD} are given. Finish some first."
             )
+        why = self._not_yet(worker)
+        if why is not None:
+            if worker not in self._waiting:
+                self._waiting.append(worker)
+            return why
+        if worker in self._waiting:
+            self._waiting.remove(worker)
         given: list[int] = []
         while len(given) < count and not self.is_over and not self._overtaken():
             self._held[self._next] = (worker, self._finished)
             given.append(self._next)
             self._next += 1
         return given or self._overtaken() or "the stream is over"
+
+    def _not_yet(self, worker: str) -> str | None:
+        """Why this worker has to wait, where staleness is bounded."""
+        if self.is_over:
+            return None
+        why = self._overtaken()
+        if why is None and self._waiting and self._waiting[0] != worker:
+            return f"it is the turn of {self._waiting[0]}"
+        return why
 
     def _overtaken(self) -> str | None:
         """Why one more ticket could make another too stale; None: it could not."""
@@ -148,6 +167,8 @@ class StepTickets:
 
     def release(self, worker: str) -> int:
         """The steps it holds are lost."""
+        if worker in self._waiting:
+            self._waiting.remove(worker)
         lost = [step for step, (holder, _) in self._held.items() if holder == worker]
         for step in lost:
             del self._held[step]
@@ -177,6 +198,7 @@ class StepTickets:
             "held": len(self._held),
             "lost": self.lost,
             "lost_steps": list(self._lost_steps),
+            "waiting": list(self._waiting),
             "steps": dict(self.steps),
         }
 

@@ -1,6 +1,7 @@
 """Which of a program's variables lie on servers, and their way there and back."""
 
 import dataclasses
+import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,10 +13,13 @@ from jax.sharding import NamedSharding
 
 from replicax import placement
 from replicax.keras import internals
+from replicax.ps.groups import Group
+from replicax.ps.optimizers import can_split, clip_before_push, optimizer_rule
 from replicax.ps.partition import Partitioner, VariableInfo, place
 from replicax.ps.remote import Part, RemoteGroup
-from replicax.ps.optimizers import can_split, clip_before_push, optimizer_rule
+from replicax.ps.rows import Rows
 from replicax.ps.session import Session
+from replicax.ps.wanted import WantedGroups
 from replicax.scope import outside_scopes
 from replicax.updates import Update
 
@@ -37,6 +41,7 @@ class RemoteVariables:
         partitioner: How variables are cut; None: not at all.
         compression: Dtype in which float32 gradients travel.
         sync: Whether workers make each step together.
+        rows: The rows that are updated with the variables.
     """
 
     def __init__(
@@ -48,6 +53,7 @@ class RemoteVariables:
         partitioner: Partitioner | None,
         compression: str | None,
         sync: bool,
+        rows: Rows,
     ) -> None:
         self._session = session
         self._sharding = sharding
@@ -55,12 +61,15 @@ class RemoteVariables:
         self._partitioner = partitioner
         self._compression = compression
         self._sync = sync
+        self._rows = rows
         self._groups: list[tuple[RemoteGroup, list[Any]]] = []
         self._trained: dict[int, tuple[RemoteGroup, list[Any]]] = {}  # By optimizer.
+        self._optimizers: list[tuple[RemoteGroup, Any]] = []
         self._states: dict[tuple[int, ...], tuple[RemoteGroup, list[Any]]] = {}
         self._first_steps: dict[str, int] = {}
         self._handed: dict[str, list[Any]] = {}  # Values that were put in `stored`.
         self._rates: dict[int, tuple[Any, float | None]] = {}
+        self.wanted: WantedGroups | None = None
 
     @property
     def num_updates(self) -> dict[str, int]:
@@ -113,10 +122,76 @@ class RemoteVariables:
         """Of the newest known values, by group and server."""
         return {group.group.name: dict(group.versions) for group, _ in self._groups}
 
+    def publish(self) -> None:
+        """Send values that the user has assigned to the servers; the chief does."""
+        for group, variables in self._groups:
+            if not all(map(internals.has_value, variables)):
+                continue
+            given = internals.read_values(variables)
+            if not self._is_handed(group, given) and self._differ(group, given):
+                group.assign(given)
+                internals.write_values(variables, group.values)
+                self._handed[group.group.name] = group.values
+
+    def write_averages(self, optimizer: Any) -> None:
+        """Store the optimizer's moving averages in the variables that it trains."""
+        found = self._trained.get(id(optimizer))
+        if found is None:
+            return
+        group, variables = found
+        averages = group.averages()
+        if averages is not None:
+            internals.write_values(variables, averages)
+
     def pull(self) -> None:
         """Fetch what has changed, for the next step."""
         for group, _ in self._groups:
             group.pull()
+
+    def await_step(
+        self,
+        updates: Sequence[Update],
+        state: Sequence[Any],
+        part: Part,
+        stored: dict[int, Any],
+    ) -> bool:
+        """Have `stored` say the values that a synchronous step begins with.
+
+        A worker whose last part others had brought already has not seen that step's
+        end, and waits for it here.
+
+        Returns:
+            False if this step is made by now, at some server: others have brought this
+            part too, and of the values that it begins with some are gone.
+        """
+        for group, variables in self._of(updates, state):
+            own = self._part_of(group, part)
+            assert own is not None
+
+            def made(group: RemoteGroup = group, wanted: int = own.step or 0) -> Any:
+                if min(group.versions.values()) >= wanted:
+                    return True
+                group.pull()
+                return None
+
+            self._session.wait(
+                made,
+                f"step {own.step} of {group.group.name!r}",
+                lambda: "another worker",
+            )
+            self._hand_out(group, variables, stored)
+            if max(group.versions.values()) > (own.step or 0):
+                return False
+        return True
+
+    def _of(
+        self, updates: Sequence[Update], state: Sequence[Any]
+    ) -> list[tuple[RemoteGroup, list[Any]]]:
+        """The groups of a program, with their variables."""
+        found = [self._trained[id(update.optimizer)] for update in updates]
+        if state:
+            found.append(self._states[tuple(map(id, state))])
+        return found
 
     def refresh(self) -> None:
         """Fetch what has changed, into the variables that nobody has assigned to."""
@@ -127,6 +202,7 @@ class RemoteVariables:
             ):
                 internals.write_values(variables, group.values)
                 self._handed[group.group.name] = group.values
+        self.write_iterations()
 
     def push(
         self,
@@ -151,16 +227,37 @@ class RemoteVariables:
             pushes.append((group, group.push(deltas, based, own)))
         return pushes
 
+    def push_rows(self, updates: Sequence[Update], part: Part | None) -> Any:
+        """Send the gradients of rows; `Rows.finish` waits for it."""
+        pushes = []
+        for update in updates:
+            group, variables = self._trained[id(update.optimizer)]
+            own = self._part_of(group, part)
+            pushes += self._rows.push(group.group, variables, own)
+        return pushes
+
     def finish(self, pushes: Any) -> bool:
         """Wait for pushes; whether they count."""
-        counts = True
-        for group, push in pushes:
-            applied = group.finish(push)
-            counts = counts and applied.counts
-            if group.group.rule["kind"] == "optimizer" and applied.counts:
-                self._session.staleness[applied.staleness] += 1
+        results = [group.finish(push) for group, push in pushes]
+        # Groups may have got the part from different workers; the first one decides.
+        counts = not results or results[0].counts
+        if results and counts:
+            self._session.staleness[results[0].staleness] += 1
         self._session.steps += 1
         return counts
+
+    def write_iterations(self) -> None:
+        """Store in each optimizer how many updates the servers have made with it."""
+        for group, optimizer in self._optimizers:
+            iterations = optimizer.iterations
+            if internals.has_value(iterations):
+                internals.write_values(
+                    [iterations], [self._iterations(group, iterations)]
+                )
+
+    def _iterations(self, group: RemoteGroup, variable: Any) -> Any:
+        number = np.asarray(max(group.versions.values()), variable.dtype)
+        return placement.mirrored(number, self._sharding)
 
     def write_back(
         self, updates: Sequence[Update], state: Sequence[Any], stored: dict[int, Any]
@@ -170,10 +267,7 @@ class RemoteVariables:
             group, variables = self._trained[id(update.optimizer)]
             self._hand_out(group, variables, stored)
             iterations = update.optimizer.iterations
-            stored[id(iterations)] = placement.mirrored(
-                np.asarray(max(group.versions.values()), iterations.dtype),
-                self._sharding,
-            )
+            stored[id(iterations)] = self._iterations(group, iterations)
         if state:
             self._hand_out(*self._states[tuple(map(id, state))], stored)
 
@@ -190,6 +284,14 @@ class RemoteVariables:
             a is b or _same_memory(a, b) for a, b in zip(values, handed, strict=True)
         )
 
+    def _differ(self, group: RemoteGroup, values: Sequence[Any]) -> bool:
+        """Whether values are others than those that this object has given."""
+        handed = self._handed[group.group.name]
+        return any(
+            not np.array_equal(_host(a), _host(b))
+            for a, b in zip(values, handed, strict=True)
+        )
+
     def _connect_update(self, update: Update, stored: dict[int, Any]) -> None:
         optimizer = update.optimizer
         variables = list(update.variables)
@@ -197,9 +299,15 @@ class RemoteVariables:
         if found is None:
             rule = self._rule(optimizer, variables, stored)
             found = self._add(
-                optimizer.name, rule, variables, stored, can_split(optimizer)
+                optimizer.name,
+                rule,
+                variables,
+                stored,
+                can_split(optimizer),
+                optimizer,
             )
             self._trained[id(optimizer)] = found
+            self._optimizers.append((found[0], optimizer))
             self._rates[id(optimizer)] = (None, _rate(optimizer, stored))
         if [id(v) for v in found[1]] != [id(v) for v in variables]:
             raise NotImplementedError(
@@ -209,7 +317,8 @@ class RemoteVariables:
                 "variables."
             )
         self._take_over(found, stored)
-        self._follow_rate(optimizer, found[0], stored)
+        self._rows.connect(found[0].group, variables)
+        self._follow_rate(optimizer, found, stored)
 
     def _rule(
         self, optimizer: Any, variables: list[Any], stored: Mapping[int, Any]
@@ -228,7 +337,10 @@ class RemoteVariables:
             internals.write_values(own, before)
 
     def _follow_rate(
-        self, optimizer: Any, group: RemoteGroup, stored: Mapping[int, Any]
+        self,
+        optimizer: Any,
+        found: tuple[RemoteGroup, list[Any]],
+        stored: Mapping[int, Any],
     ) -> None:
         """A learning rate that was assigned, as callbacks do, goes to the servers."""
         known, rate = self._rates[id(optimizer)]
@@ -237,7 +349,9 @@ class RemoteVariables:
             return
         now = _rate(optimizer, stored)
         if now is not None and now != rate and self._session.is_chief:
+            group, variables = found
             group.assign_rate(now)
+            self._rows.assign_rate(variables, now)
         self._rates[id(optimizer)] = (array, now)
 
     def _take_over(
@@ -246,10 +360,7 @@ class RemoteVariables:
         """Values that a user has assigned go to the servers, from the chief."""
         group, variables = found
         given = [stored[id(v)] for v in variables]
-        if not self._is_handed(group, given) and any(
-            not np.array_equal(np.asarray(a), np.asarray(b))
-            for a, b in zip(given, self._handed[group.group.name], strict=True)
-        ):
+        if not self._is_handed(group, given) and self._differ(group, given):
             if self._session.is_chief:
                 group.assign(given)
             else:
@@ -261,6 +372,13 @@ class RemoteVariables:
                 )
         self._hand_out(group, variables, stored)
 
+    def _name(self, label: str, variables: Sequence[Any]) -> str:
+        """The same on all workers, also on one that had no step of an earlier group."""
+        paths = "\n".join(v.path for v in variables)
+        name = f"{label} {hashlib.blake2b(paths.encode(), digest_size=4).hexdigest()}"
+        again = sum(g.group.name.startswith(name) for g, _ in self._groups)
+        return f"{name} {again + 1}" if again else name
+
     def _add(
         self,
         label: str,
@@ -268,29 +386,56 @@ class RemoteVariables:
         variables: Sequence[Any],
         stored: dict[int, Any],
         can_split: bool = True,
+        optimizer: Any = None,
     ) -> tuple[RemoteGroup, list[Any]]:
+        if self.wanted is None:
+            name = self._name(label, variables)
+        else:
+            name = self.wanted.name_of(label, list(variables), optimizer)
+        for known in self._groups:
+            if known[0].group.name == name:  # Adopted before.
+                self._hand_out(*known, stored)
+                return known
         placed = place(
-            f"{label} {len(self._groups)}",
+            name,
             rule,
             [_info(v) for v in variables],
             self._num_servers,
             self._partitioner,
             can_split,
         )
-        group = RemoteGroup(
-            self._session,
-            placed,
-            self._sharding,
-            self._compression if rule["kind"] == "optimizer" else None,
-        )
+        group = self._remote_group(placed)
         if self._session.is_chief:
             group.create([stored[id(v)] for v in variables])
         else:
+            if self.wanted is not None:
+                self.wanted.ask(placed, list(variables), optimizer)
             group.require_created()
         group.pull()
         self._hand_out(group, variables, stored)
         self._groups.append((group, list(variables)))
         return self._groups[-1]
+
+    def adopt(self, placed: Group, variables: Sequence[Any]) -> RemoteGroup:
+        """The chief: create a group that a worker found, with the values here."""
+        for known, _ in self._groups:
+            if known.group.name == placed.name:
+                return known
+        group = self._remote_group(placed)
+        group.create(internals.read_values(variables))
+        group.pull()
+        internals.write_values(variables, group.values)
+        self._handed[placed.name] = group.values
+        self._groups.append((group, list(variables)))
+        return group
+
+    def _remote_group(self, placed: Group) -> RemoteGroup:
+        return RemoteGroup(
+            self._session,
+            placed,
+            self._sharding,
+            self._compression if placed.rule["kind"] == "optimizer" else None,
+        )
 
 
 def _info(variable: Any) -> VariableInfo:
@@ -324,6 +469,10 @@ def _rate_array(optimizer: Any, stored: Mapping[int, Any]) -> Any:
         return None
     value = stored.get(id(variable))
     return internals.read_values([variable])[0] if value is None else value
+
+
+def _host(value: Any) -> np.ndarray:
+    return np.asarray(placement.local_value(value))
 
 
 def _same_memory(a: Any, b: Any) -> bool:

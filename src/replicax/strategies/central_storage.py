@@ -90,6 +90,7 @@ class CentralStorageStrategy(Strategy):
             defers_updates=True,
         )
         self._copies = _Copies(self._group.mirrored)
+        self._running: collections.deque[jax.Array] = collections.deque()
         self._made: weakref.WeakKeyDictionary[Update, Any] = weakref.WeakKeyDictionary()
 
     def __repr__(self) -> str:
@@ -101,7 +102,11 @@ class CentralStorageStrategy(Strategy):
 
         `fit`, `evaluate` and `predict` end with it.
         """
+        self._dispatch(self._let_go)  # Other threads may be in a step.
+
+    def _let_go(self) -> None:
         self._copies.drop()
+        self._running.clear()
 
     def _execute(
         self, program: Program, values: Sequence[Any], arrays: Sequence[Any]
@@ -110,6 +115,7 @@ class CentralStorageStrategy(Strategy):
         if program.is_new:
             for update in program.updates:
                 self._trace(update)
+        self._wait_for_the_step_before_the_last()
         inputs = self._copies.of([(v, stored[id(v)]) for v in program.inputs])
         out, gradients, new = program(inputs, arrays)
         at_home = jax.device_put(new, self._home)
@@ -122,7 +128,15 @@ class CentralStorageStrategy(Strategy):
             make = self._function_of(update)
             after = make(before, jax.device_put(grads, self._home))
             stored |= zip(map(id, update.changed), after, strict=True)
+        if gradients:
+            self._running.append(min(gradients[0], key=lambda g: g.nbytes))
         return out, [stored[id(v)] for v in program.written]
+
+    def _wait_for_the_step_before_the_last(self) -> None:
+        # Memory for copies is taken when they are asked for, not when they are made. A
+        # host far ahead would fill a device with copies for steps to come.
+        while len(self._running) > 1:
+            self._running.popleft().block_until_ready()
 
     def _trace(self, update: Update) -> None:
         """Let the optimizer's errors come before the program gives values away."""
@@ -151,8 +165,9 @@ def _host(caller: str) -> Device:
     except RuntimeError as error:  # JAX's way to say that it was started without.
         raise DeviceError(
             f"{caller}: there is no CPU device for the variables, since JAX was "
-            f"started with JAX_PLATFORMS={jax.config.jax_platforms!r}. Add ',cpu' to "
-            "it, or name a parameter_device."
+            f"started for {jax.default_backend()!r} only. Set JAX_PLATFORMS="
+            f"{jax.default_backend()},cpu in the environment, or name a "
+            "parameter_device."
         ) from error
 
 

@@ -1,6 +1,6 @@
 """ParameterServerStrategy: variables on servers, workers that come and go."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,8 +15,10 @@ from replicax.errors import ClusterConfigError
 from replicax.keras.claimed import ClaimedSteps
 from replicax.program import Program
 from replicax.ps.credentials import Credentials
+from replicax.ps.labels import Labels
 from replicax.ps.partition import Partitioner
 from replicax.ps.remote import Part
+from replicax.ps.rows import Rows
 from replicax.ps.serve import serve
 from replicax.ps.session import Session
 from replicax.ps.timeouts import Timeouts
@@ -121,6 +123,8 @@ class ParameterServerStrategy(Strategy):
         self.backup_workers = backup_workers
         self.max_staleness = max_staleness
         self.session: Session | None = None
+        self.labels = Labels()
+        self.coordinator: Any = None
         self._num_parts = len(workers) - backup_workers if sync else 1
         devices = default_devices()
         index = config.process_id
@@ -139,6 +143,12 @@ class ParameterServerStrategy(Strategy):
         self.session = Session(
             workers, index, servers, Credentials.from_environment(), timeouts
         )
+        self._rows = Rows(
+            self.session,
+            servers,
+            Credentials.from_environment(),
+            compression=compression,
+        )
         self._remote = RemoteVariables(
             self.session,
             self._mirrored,
@@ -146,6 +156,7 @@ class ParameterServerStrategy(Strategy):
             partitioner=variable_partitioner,
             compression=compression,
             sync=sync,
+            rows=self._rows,
         )
         self._in_flight: Any = None
         self._parts: deque[Part] = deque()
@@ -183,6 +194,16 @@ class ParameterServerStrategy(Strategy):
         return not self.sync and self.max_staleness is None
 
     @property
+    def pulls_first(self) -> bool:
+        """Whether a step of `fit` fetches the newest values; staleness counts then."""
+        return self.max_staleness is not None
+
+    @property
+    def row_source(self) -> Rows | None:
+        """Where `rx.layers.Embedding` has its rows; None: in the layer."""
+        return None if self.session is None else self._rows
+
+    @property
     def keeps_slots(self) -> bool:
         """Whether optimizers' slots are in this process; the servers have them."""
         return self.session is None
@@ -205,6 +226,44 @@ class ParameterServerStrategy(Strategy):
         """Updates of each group of variables that this worker knows of."""
         return self._remote.num_updates
 
+    @property
+    def remote(self) -> RemoteVariables:
+        """This worker's variables that lie on servers."""
+        return self._remote
+
+    def own(self, variable: Any) -> None:
+        """Mirror a variable that is created in this strategy's scope."""
+        super().own(variable)
+        self.labels.add(variable)
+
+    def publish(self) -> None:
+        """Send values that were assigned on the chief to the servers."""
+        if self.is_chief:
+            self._remote.publish()
+
+    def finalize(self, optimizer: Any) -> None:
+        """The end of training: an optimizer's moving averages become the values."""
+        if self.session is not None:
+            self._finish()
+            self._remote.write_averages(optimizer)
+
+    def staleness(self) -> dict[str, dict[int, int]]:
+        """How stale the gradients were that the servers have applied until now.
+
+        Returns:
+            For each worker how many of its gradients had which staleness: the number of
+            updates between the values they are of and their own update. Each server
+            counts what came to it.
+        """
+        total: dict[str, Counter[int]] = {}
+        connections = [] if self.session is None else self.session.connections
+        for connection in connections:
+            found = connection.call("store.status")["staleness"]
+            for worker, histogram in found.items():
+                counts = {int(k): count for k, count in histogram.items()}
+                total.setdefault(worker, Counter()).update(counts)
+        return {worker: dict(sorted(total[worker].items())) for worker in sorted(total)}
+
     def begin_epoch(self, num_updates: Mapping[str, int]) -> None:
         """Count synchronous steps of `fit` from these numbers of updates."""
         self._remote.begin_epoch(num_updates)
@@ -221,9 +280,8 @@ class ParameterServerStrategy(Strategy):
 
     def refresh_values(self) -> None:
         """Fetch what the servers have for the next step; variables stay as they are."""
-        if self.session is not None:
-            self._finish()
-            self._remote.pull()
+        self._finish()
+        self._remote.pull()
 
     def settle(self) -> None:
         """Wait until this worker's last step is applied."""
@@ -240,11 +298,11 @@ class ParameterServerStrategy(Strategy):
         if self.session is None:
             return super()._execute(program, values, arrays)
         stored = dict(zip(map(id, program.variables), values, strict=True))
-        state = [v for v in program.outputs if _is_shared_state(v)]
-        if not program.updates:
-            state = []  # Not of a training step.
-        self._remote.connect(program.updates, state, stored)
+        state = self.adopt(program, stored)
         part = self._next_part(program)
+        is_due = part is None or self._remote.await_step(
+            program.updates, state, part, stored
+        )
         # The program gives these away, and they are needed after it.
         needed = program.outputs if self.sync and self.backup_workers else state
         kept = {id(v): stored[id(v)] for v in needed}
@@ -253,18 +311,50 @@ class ParameterServerStrategy(Strategy):
             jnp.copy(stored[id(v)]) if id(v) in kept else stored[id(v)]
             for v in program.inputs
         ]
-        out, gradients, new = program(inputs, arrays)
+        tables = self._rows.tables_of(program.inputs)
+        if tables:
+            # Copied, as the program gives them away and may have to run again.
+            own = len(program.outputs)
+            out, gradients, new = self._rows.complete(
+                lambda: program([*map(jnp.copy, inputs[:own]), *inputs[own:]], arrays)
+            )
+        else:
+            out, gradients, new = program(inputs, arrays)
         stored |= zip(map(id, program.outputs), new, strict=True)
         if program.updates:
-            deltas = [_difference(stored[id(v)], kept[id(v)]) for v in state]
-            self._finish()  # The last step's, while this one is computed.
-            self._in_flight = self._remote.push(
-                program.updates, gradients, state, deltas, based_on, part
-            )
-            if not self.overlaps and not self._finish():
-                stored |= kept  # Another worker brought this part: as if not done.
+            counts = False
+            if is_due:
+                deltas = [_difference(stored[id(v)], kept[id(v)]) for v in state]
+                self._finish()  # The last step's, while this one is computed.
+                row_pushes = self._remote.push_rows(program.updates, part)
+                if self.sync:
+                    # When a step is over, so are its rows.
+                    self._rows.finish(row_pushes)
+                self._in_flight = self._remote.push(
+                    program.updates, gradients, state, deltas, based_on, part
+                )
+                # The next step looks up rows that this one changes.
+                counts = (self.overlaps and not tables) or self._finish()
+                if not self.sync:
+                    self._rows.finish(row_pushes)
+            else:
+                self.steps_applied += 1
+            if not counts:
+                stored |= kept  # Others have brought this part: as if not done.
             self._remote.write_back(program.updates, state, stored)
         return out, [stored[id(v)] for v in program.written]
+
+    def adopt(self, program: Program, stored: dict[int, Any]) -> list[Any]:
+        """Put the servers' values in `stored`, which holds a program's by id.
+
+        Returns:
+            The program's moving statistics, which servers have too.
+        """
+        if not program.updates:
+            return []  # Not a training step.
+        state = [v for v in program.outputs if _is_shared_state(v)]
+        self._remote.connect(program.updates, state, stored)
+        return state
 
     def _finish(self) -> bool:
         """Wait for the step whose update is under way; whether it counts."""

@@ -13,6 +13,7 @@ from typing import Any
 from replicax.cluster.failure import REPORT_DIR, FailureReport
 from replicax.cluster.placement import check_tasks, tf_configs
 from replicax.cluster.processes import Task, TaskProcesses
+from replicax.cluster.ps_token import ps_token
 from replicax.testing import runner
 from replicax.testing.calls import call_of, child_environment
 from replicax.testing.results import (
@@ -213,6 +214,7 @@ class Cluster:
             **self._env,
             REPORT_DIR: str(folder / "reports"),
         }
+        common |= ps_token(self._num_tasks, common)
         self._processes = TaskProcesses(
             {
                 name: [

@@ -1,0 +1,215 @@
+"""What the parameter servers of a running job tell, asked for once a second."""
+
+import dataclasses
+import json
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from replicax.errors import ClusterError
+from replicax.ps.connection import Connection, ServerRefused
+from replicax.ps.credentials import Credentials
+
+__all__ = ["JobStatus", "Meter", "Readings", "servers_of"]
+
+_PERIOD_S = 1.0
+_ANSWER_S = 3.0
+_SPAN_S = 10.0
+
+
+class Meter:
+    """A counter that is read now and then: its pace, lately and on the whole.
+
+    Attributes:
+        total: How far it has come. A fall of the counter, which begins anew in a task
+            that was started again, takes nothing away.
+
+    Example:
+        >>> meter = Meter()
+        >>> for second in range(20):
+        ...     meter.read(100.0 + second, 5 * min(second, 10))
+        >>> meter.total, meter.per_second, meter.mean_per_second
+        (50, 0.5, 5.0)
+    """
+
+    def __init__(self) -> None:
+        self.total: float = 0
+        self._value: float = 0
+        self._recent: deque[tuple[float, float]] = deque()
+        self._gained: float = 0
+        self._busy_s = 0.0
+
+    def read(self, now: float, value: float) -> None:
+        """Note the counter's value, at a time in seconds."""
+        gain = max(0, value - self._value)
+        self._value = value
+        self.total += gain
+        if gain and self._recent:
+            self._gained += gain
+            self._busy_s += now - self._recent[-1][0]
+        self._recent.append((now, self.total))
+        while self._recent[0][0] < now - _SPAN_S:
+            self._recent.popleft()
+
+    @property
+    def per_second(self) -> float:
+        """The pace of the last ten seconds."""
+        if len(self._recent) < 2:
+            return 0.0
+        (begin, before), (end, after) = self._recent[0], self._recent[-1]
+        return (after - before) / (end - begin)
+
+    @property
+    def mean_per_second(self) -> float:
+        """The pace while it moved, pauses left out."""
+        return self._gained / self._busy_s if self._busy_s else 0.0
+
+
+@dataclasses.dataclass
+class Readings:
+    """What is known of a worker or a server.
+
+    Attributes:
+        state: What the board takes a worker for: `absent`, `alive`, `dead`, `left`.
+        silent_seconds: Since the board's last sign of it.
+        steps: A worker's steps; updates that a server has made.
+        traffic: Bytes to and fro.
+        staleness: How many of a worker's gradients had which staleness, as the servers
+            have counted them.
+    """
+
+    state: str = "absent"
+    silent_seconds: float = 0.0
+    steps: Meter = dataclasses.field(default_factory=Meter)
+    traffic: Meter = dataclasses.field(default_factory=Meter)
+    staleness: Mapping[int, int] = dataclasses.field(default_factory=dict)
+
+
+class JobStatus:
+    """Asks the servers in a thread of its own, which disturbs nobody.
+
+    What cannot be had is asked for again the next time.
+
+    Args:
+        servers: The parameter servers' addresses; the first one has the board.
+        credentials: The cluster's.
+        on_change: Called in the thread after each look.
+
+    Attributes:
+        is_known: Whether the board has ever answered.
+        readings: By the task's name.
+        streams: Counts of each epoch that is under way, by its name.
+        emptied: Servers that have been started again and have no variables any more.
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[str],
+        credentials: Credentials,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.is_known = False
+        self.readings: dict[str, Readings] = {}
+        self.streams: dict[str, dict[str, Any]] = {}
+        self.emptied: set[str] = set()
+        self._servers = servers
+        self._filled: dict[int, str] = {}  # Which start of a server had variables.
+        self._staleness: dict[int, dict[str, dict[str, int]]] = {}
+        self._credentials = credentials
+        self._on_change = on_change
+        self._wanted = threading.Event()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, name="replicax-job-status", daemon=True
+        )
+        self._thread.start()
+
+    def look(self) -> None:
+        """Ask at once, as something has happened."""
+        self._wanted.set()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed.set()
+        self._wanted.set()
+        self._thread.join((1 + len(self._servers)) * _ANSWER_S)
+
+    def progress(self, name: str) -> int:
+        """Steps of a worker, or updates of a server; -1: none is known."""
+        readings = self.readings.get(name)
+        return int(readings.steps.total) if readings and readings.steps.total else -1
+
+    def _run(self) -> None:
+        try:
+            connections = [self._connection(address) for address in self._servers]
+        except ImportError:
+            return  # Without Arrow there are no servers either, and they say so.
+        while not self._closed.is_set():
+            for server, connection in enumerate(connections):
+                self._ask(server, connection)
+            self._on_change()
+            self._wanted.wait(_PERIOD_S)
+            self._wanted.clear()
+        for connection in connections:
+            connection.close()
+
+    def _connection(self, address: str) -> Connection:
+        return Connection(
+            address,
+            self._credentials,
+            connect_timeout_seconds=_ANSWER_S,
+            reply_timeout_seconds=_ANSWER_S,
+            retry_timeout_seconds=0.0,
+        )
+
+    def _ask(self, server: int, connection: Connection) -> None:
+        try:
+            self._note_server(server, connection.call("store.status"))
+            if server == 0:
+                self._note_board(connection.call("board.status"))
+        except (ClusterError, ServerRefused):
+            pass  # It starts, or ends, or is gone: the tasks themselves say so.
+
+    def _note_server(self, server: int, status: Mapping[str, Any]) -> None:
+        now = time.monotonic()
+        readings = self.readings.setdefault(f"ps:{server}", Readings())
+        readings.state = "alive"
+        readings.steps.read(now, status["num_updates"])
+        readings.traffic.read(now, status["bytes_in"] + status["bytes_out"])
+        if status["groups"]:
+            self._filled[server] = status["incarnation"]
+        elif self._filled.get(server, status["incarnation"]) != status["incarnation"]:
+            self.emptied.add(f"ps:{server}")
+        self._staleness[server] = status["staleness"]
+        total: dict[str, Counter[int]] = {}
+        for of_server in self._staleness.values():
+            for worker, histogram in of_server.items():
+                counts = {int(k): count for k, count in histogram.items()}
+                total.setdefault(worker, Counter()).update(counts)
+        for worker, histogram in total.items():
+            self.readings.setdefault(worker, Readings()).staleness = histogram
+
+    def _note_board(self, status: Mapping[str, Any]) -> None:
+        now = time.monotonic()
+        self.is_known = True
+        self.streams = status["streams"]
+        for name, worker in status["workers"].items():
+            readings = self.readings.setdefault(name, Readings())
+            readings.state = worker["state"]
+            readings.silent_seconds = worker["silent_seconds"] or 0.0
+            # The board counts steps of `fit`; in other loops the worker itself does.
+            steps = worker["steps"] or worker["info"].get("steps", 0)
+            readings.steps.read(now, steps)
+            readings.traffic.read(now, worker["info"].get("bytes", 0))
+
+
+def servers_of(tf_config: str) -> list[str]:
+    """Addresses of the parameter servers in a `TF_CONFIG`.
+
+    Example:
+        >>> servers_of('{"cluster": {"ps": ["localhost:15001"]}}')
+        ['localhost:15001']
+    """
+    return json.loads(tf_config)["cluster"].get("ps", [])

@@ -1,0 +1,170 @@
+"""Arguments and results of closures as JSON values: data only, never code."""
+
+import base64
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+
+from replicax.values import PerReplica
+
+__all__ = ["MAX_BYTES", "decode", "encode", "require_size"]
+
+MAX_BYTES = 3 * 2**20
+"""Bytes of a closure's arguments, or of its result, as JSON."""
+
+_MARK = "$"
+_Mark = Callable[[Any], dict[str, Any] | None]
+
+
+def encode(value: Any, what: str, mark: _Mark = lambda value: None) -> Any:
+    """A value as JSON values.
+
+    Args:
+        value: None, a boolean, number, text or bytes, an array, a `PerReplica`, or
+            lists, tuples and dicts of them.
+        what: What it is, for messages, such as `"args[0]"`.
+        mark: Replaces values of other types; None: it does not know them.
+
+    Raises:
+        TypeError: For anything else, naming where it stands.
+
+    Example:
+        >>> import numpy as np
+        >>> sent = encode({"x": (1, np.float32([2.5]))}, "args[0]")
+        >>> decode(sent)
+        {'x': (1, array([2.5], dtype=float32))}
+    """
+    marked = mark(value)
+    if marked is not None:
+        return {_MARK: "mark", **marked}
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, np.generic | np.ndarray | jax.Array | keras.Variable):
+        return _encode_array(value, what)
+    if isinstance(value, int | float | complex):
+        return _encode_number(value)
+    if isinstance(value, bytes):
+        return {_MARK: "bytes", "v": base64.b64encode(value).decode()}
+    if isinstance(value, PerReplica):
+        return {_MARK: "replicas", "v": _encode_array(value.array, what)}
+    if type(value) in (list, tuple, dict):
+        return _encode_container(value, what, mark)
+    raise TypeError(
+        f"ClusterCoordinator: {what} is of type {type(value).__name__!r}, which cannot "
+        "be sent to another task; numbers, texts, arrays, and lists, tuples and dicts "
+        "of them can. Let the function close over it: the script is the same in every "
+        "task."
+    )
+
+
+def decode(sent: Any, resolve: Callable[[dict[str, Any]], Any] | None = None) -> Any:
+    """The value that `encode` wrote.
+
+    Args:
+        sent: JSON values.
+        resolve: Gives the values of what `mark` replaced.
+
+    Raises:
+        ValueError: If it is nothing that `encode` writes.
+    """
+    if isinstance(sent, list):
+        return [decode(x, resolve) for x in sent]
+    if not isinstance(sent, dict):
+        return sent
+    kind = sent.get(_MARK)
+    if kind == "mark" and resolve is not None:
+        return resolve(sent)
+    if kind == "array":
+        return _decode_array(sent)
+    if kind == "tuple":
+        return tuple(decode(x, resolve) for x in sent["v"])
+    if kind == "dict":
+        return {decode(k): decode(v, resolve) for k, v in sent["v"]}
+    if kind in _PLAIN:
+        return _PLAIN[kind](sent["v"])
+    raise ValueError(f"no value of a closure: {repr(sent)[:80]}")
+
+
+def require_size(sent: Any, what: str) -> None:
+    """Raise if JSON values are too large to be sent.
+
+    Raises:
+        ValueError: Above `MAX_BYTES`.
+    """
+    size = len(json.dumps(sent))
+    if size > MAX_BYTES:
+        raise ValueError(
+            f"ClusterCoordinator: {what} has {size:,} bytes as text; at most "
+            f"{MAX_BYTES:,} are sent. Closures are for small results: save large ones "
+            "to a file, and let the function close over large inputs."
+        )
+
+
+def _encode_number(value: complex) -> Any:
+    if isinstance(value, int):
+        return value
+    if isinstance(value, float):
+        # JSON has no word for infinity.
+        return value if math.isfinite(value) else {_MARK: "float", "v": repr(value)}
+    return {_MARK: "complex", "v": [repr(value.real), repr(value.imag)]}
+
+
+def _encode_container(value: Any, what: str, mark: _Mark) -> Any:
+    if isinstance(value, dict):
+        items = [
+            [encode(k, f"a key of {what}"), encode(v, f"{what}[{k!r}]", mark)]
+            for k, v in value.items()
+        ]
+        return {_MARK: "dict", "v": items}
+    items = [encode(x, f"{what}[{i}]", mark) for i, x in enumerate(value)]
+    return items if isinstance(value, list) else {_MARK: "tuple", "v": items}
+
+
+def _encode_array(value: Any, what: str) -> dict[str, Any]:
+    if isinstance(value, keras.Variable):
+        value = value.value
+    if jnp.issubdtype(value.dtype, jax.dtypes.extended):
+        raise TypeError(
+            f"ClusterCoordinator: {what} is an array of random keys. Send "
+            "jax.random.key_data of it."
+        )
+    array = np.asarray(value)
+    if not _is_sent(array.dtype):
+        raise TypeError(
+            f"ClusterCoordinator: {what} is an array of dtype {array.dtype}; those of "
+            "numbers and booleans can be sent."
+        )
+    return {
+        _MARK: "array",
+        "dtype": array.dtype.name,
+        "shape": list(array.shape),
+        "scalar": isinstance(value, np.generic),
+        "v": base64.b64encode(np.ascontiguousarray(array).tobytes()).decode(),
+    }
+
+
+def _decode_array(sent: dict[str, Any]) -> Any:
+    dtype = jnp.dtype(sent["dtype"])
+    if not _is_sent(dtype):
+        raise ValueError(f"no dtype of numbers: {sent['dtype']!r:.40}")
+    data = bytearray(base64.b64decode(sent["v"]))  # Writable.
+    array = np.frombuffer(data, dtype).reshape(sent["shape"])
+    return array[()] if sent["scalar"] else array
+
+
+def _is_sent(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.bool_) or jnp.issubdtype(dtype, jnp.number)
+
+
+_PLAIN: dict[str, Callable[[Any], Any]] = {
+    "float": float,
+    "complex": lambda parts: complex(*map(float, parts)),
+    "bytes": base64.b64decode,
+    "replicas": lambda sent: PerReplica(_decode_array(sent)),
+}

@@ -1,0 +1,330 @@
+"""A worker's way to the rows of tables on servers: the row source of its layers.
+
+Layers fetch rows and leave gradients by callbacks inside a running program; they must
+not wait for JAX. When the program is over the strategy has the gradients pushed.
+"""
+
+import dataclasses
+import itertools
+import logging
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from replicax.ps.connection import ConnectionLost
+from replicax.ps.credentials import Credentials
+from replicax.ps.groups import Group
+from replicax.ps.remote import Part
+from replicax.ps.row_ids import sum_duplicates
+from replicax.ps.row_links import RowLinks
+from replicax.ps.session import Session
+
+__all__ = ["Rows"]
+
+_logger = logging.getLogger("replicax")
+_Result = TypeVar("_Result")
+
+
+class Rows:
+    """The tables on the servers, as this worker uses them.
+
+    Layers call `create`, `pull`, `collect` and `fail`; the strategy calls the others,
+    for each program: `connect`, `complete`, `push`. May be used by several threads.
+
+    Args:
+        session: This worker's session.
+        servers: Addresses of the parameter servers.
+        credentials: The cluster's token and TLS files.
+        compression: Dtype in which gradients travel, such as `"bfloat16"`.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        servers: Sequence[str],
+        credentials: Credentials,
+        *,
+        compression: str | None = None,
+    ) -> None:
+        self._session = session
+        self._links = RowLinks(servers, credentials, session.timeouts)
+        self._compression = compression
+        self._lock = threading.Lock()
+        self._dims: dict[str, int] = {}
+        self._said: set[tuple[str, str]] = set()  # Tables and groups of their rules.
+        self._versions: dict[tuple[str, int], int] = {}
+        self._sequence = itertools.count(1)
+        # Of the program that runs.
+        self._memo: dict[tuple[str, bytes], Future[np.ndarray]] | None = None
+        self._collected: dict[str, list[tuple[np.ndarray, np.ndarray]]]
+        self._collected = defaultdict(list)
+        self._error: Exception | None = None
+
+    # What layers call.
+
+    def create(
+        self,
+        name: str,
+        num_rows: int,
+        dim: int,
+        dtype: str,
+        initializer_config: dict[str, Any],
+        seed: int,
+    ) -> None:
+        """Make a table, unless it is there already, with whatever seed.
+
+        Raises:
+            ValueError: If servers cannot have it, or a table of this name and other
+                sizes is there.
+        """
+        spec: dict[str, Any] = {
+            "name": name,
+            "num_rows": num_rows,
+            "dim": dim,
+            "dtype": dtype,
+            "initializer": initializer_config,
+            "seed": seed,
+        }
+        for server in range(self._links.num_servers):
+            header = {"op": "create_table", "spec": spec}
+            # It makes all of its rows before it answers.
+            answer, _ = self._links.slowly(
+                server,
+                lambda link, seconds, header=header: link.exchange(
+                    header, reply_timeout_seconds=seconds
+                ),
+            ).result()
+            # The first server says whose seed stands, where workers have different
+            # ones, so that all have the same.
+            spec = answer["spec"]
+            del spec["rule"]
+        self._dims[name] = dim
+
+    def pull(self, name: str, ids: np.ndarray) -> np.ndarray:
+        """The values `float32[n, dim]` of distinct rows `int64[n]`.
+
+        Within a program the same rows are fetched once.
+
+        Raises:
+            ConnectionLost: If a server does not answer in time.
+            ClusterError: If the table is gone, with the server that had it.
+        """
+        key = name, ids.tobytes()
+        with self._lock:
+            if self._error is not None:
+                raise self._error  # The program is lost; let it end soon.
+            memo = self._memo
+            known = None if memo is None else memo.get(key)
+            fetched: Future[np.ndarray] = Future()
+            if memo is not None and known is None:
+                memo[key] = fetched
+        if known is not None:
+            return known.result()
+        ask = self._links.patiently if memo is None else self._links.soon
+        try:
+            fetched.set_result(self._fetch(name, ids, ask))
+        except Exception as error:  # noqa: BLE001 - raised to all who wait for it
+            fetched.set_exception(error)
+        return fetched.result()
+
+    def collect(self, name: str, ids: np.ndarray, gradients: np.ndarray) -> None:
+        """Keep a replica's gradients `float32[n, dim]` of distinct rows `int64[n]`."""
+        with self._lock:
+            self._collected[name].append((ids, gradients))
+
+    def fail(self, error: Exception) -> None:
+        """Keep the first error of a callback; `complete` raises it."""
+        with self._lock:
+            self._error = self._error or error
+
+    # What the strategy calls.
+
+    def tables_of(self, variables: Iterable[Any]) -> list[str]:
+        """Names of the tables whose anchors are among the variables, each once."""
+        if not self._dims:
+            return []
+        names = (getattr(v, "table_name", None) for v in variables)
+        return list(dict.fromkeys(name for name in names if name is not None))
+
+    def connect(self, group: Group, variables: Sequence[Any]) -> None:
+        """Tell the servers how rows are updated: as the group of their anchors.
+
+        Args:
+            group: The group.
+            variables: Its variables.
+
+        Raises:
+            ValueError: If rows cannot be updated so.
+        """
+        for i, variable in enumerate(variables):
+            for name in self.tables_of([variable]):
+                if (name, group.name) not in self._said:
+                    rule = _rule_of_rows(group, i)
+                    self._links.call_all(
+                        "tables.set_rule", table=name, rule=rule, group=group.name
+                    )
+                    self._said.add((name, group.name))
+
+    def assign_rate(self, variables: Sequence[Any], rate: float) -> None:
+        """Give the tables of these variables another learning rate."""
+        for name in self.tables_of(variables):
+            self._links.call_all(
+                "tables.set_learning_rate", table=name, learning_rate=rate
+            )
+
+    def complete(self, run: Callable[[], _Result]) -> _Result:
+        """Run a program that looks up rows, and wait until it is over.
+
+        If a server is lost meanwhile the program runs again when it is back.
+
+        Args:
+            run: Starts the program, and may do so again.
+
+        Returns:
+            What `run` returned, ready.
+
+        Raises:
+            Exception: What a callback has raised.
+        """
+        end: float | None = None
+        while True:
+            with self._lock:
+                self._memo, self._error = {}, None
+                self._collected.clear()
+            try:
+                result = jax.block_until_ready(run())
+            finally:
+                with self._lock:
+                    self._memo = None
+                    error, self._error = self._error, None
+            if error is None:
+                return result
+            if end is None:
+                end = time.monotonic() + self._session.timeouts.server
+            if not isinstance(error, ConnectionLost) or time.monotonic() > end:
+                raise error
+            self._session.require_going()
+            _logger.warning("%s; the step is computed again when it is back", error)
+            self._links.call_all("hello")
+
+    def push(self, group: Group, variables: Sequence[Any], part: Part | None) -> Any:
+        """Send the rows' gradients that the program has left; `finish` waits for it.
+
+        Every table gets a push on every server, with no rows where there are none: each
+        counts as an update, so that schedules and Adam's correction go in step.
+
+        Args:
+            group: The group of variables that is updated with the rows.
+            variables: Its variables.
+            part: Of a synchronous step of the group; None: applied at once.
+        """
+        sequence = next(self._sequence)
+        pushes = []
+        for name in self.tables_of(variables):
+            with self._lock:
+                collected = self._collected.pop(name, [])
+            ids, gradients = self._summed(name, collected)
+            header = {
+                "op": "push_rows",
+                "table": name,
+                "group": group.name,
+                "worker": self._session.name,
+                "session": self._session.id,
+                "sequence": sequence,
+                "part": None if part is None else dataclasses.asdict(part),
+            }
+            for server in range(self._links.num_servers):
+                here = ids % self._links.num_servers == server
+                vectors = {
+                    "ids": ids[here],
+                    "gradients": gradients[here].reshape(-1),
+                }
+                own = header | {"num_rows": len(vectors["ids"])}
+                push = self._links.patiently(
+                    server,
+                    lambda link, own=own, vectors=vectors: link.exchange(own, vectors),
+                )
+                pushes.append((name, server, push))
+        return pushes
+
+    def finish(self, pushes: Any) -> None:
+        """Wait for what `push` began.
+
+        Raises:
+            ClusterError: If a server stays away.
+        """
+        for name, server, push in pushes:
+            header, _ = push.result()
+            before = self._versions.get((name, server), 0)
+            if header["version"] < before:
+                _logger.warning(
+                    "ps:%d was restarted from a snapshot: %d updates of table %r are "
+                    "lost.",
+                    server,
+                    before - header["version"],
+                    name,
+                )
+            self._versions[name, server] = header["version"]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes sent and received so far."""
+        return self._links.num_bytes
+
+    def close(self) -> None:
+        """End the connections. May be called again."""
+        self._links.close()
+
+    def _fetch(
+        self, name: str, ids: np.ndarray, ask: Callable[..., Future[Any]]
+    ) -> np.ndarray:
+        rows = np.empty((len(ids), self._dims[name]), np.float32)
+        server_of = ids % self._links.num_servers
+        pulls = []
+        for server in range(self._links.num_servers):
+            here = np.flatnonzero(server_of == server)
+            if len(here):
+                header = {"op": "rows", "table": name}
+                pull = ask(
+                    server,
+                    lambda link, header=header, vectors={"ids": ids[here]}: (
+                        link.exchange(header, vectors)
+                    ),
+                )
+                pulls.append((here, pull))
+        for here, pull in pulls:
+            _, vectors = pull.result()
+            rows[here] = vectors["rows"].reshape(len(here), -1)
+        return rows
+
+    def _summed(
+        self, name: str, collected: list[tuple[np.ndarray, np.ndarray]]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The step's gradient of each row, as it travels."""
+        if collected:
+            ids, gradients = sum_duplicates(
+                np.concatenate([ids for ids, _ in collected]),
+                np.concatenate([gradients for _, gradients in collected]),
+            )
+        else:
+            ids = np.empty(0, np.int64)
+            gradients = np.empty((0, self._dims[name]), np.float32)
+        if self._compression == "bfloat16":
+            gradients = gradients.astype(ml_dtypes.bfloat16)
+        return ids, gradients
+
+
+def _rule_of_rows(group: Group, anchor: int) -> dict[str, Any]:
+    """How the rows of an anchor, a variable of the group, are updated."""
+    config = group.rule["config"]
+    if anchor in group.rule.get("no_weight_decay", ()):
+        config = {**config, "config": {**config["config"], "weight_decay": None}}
+    # Workers clip dense gradients; the rows' are clipped where they are summed.
+    return {"kind": "optimizer", "config": config}

@@ -1,0 +1,423 @@
+"""A worker's rows: fetched from several servers, pushed once, and what goes wrong."""
+
+import dataclasses
+import socket
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from replicax.errors import ClusterError
+from replicax.layers import RowSource
+from replicax.ps import row_links
+from replicax.ps.connection import ConnectionLost
+from replicax.ps.credentials import Credentials, new_token
+from replicax.ps.groups import Group
+from replicax.ps.remote import Part
+from replicax.ps.rows import Rows
+from replicax.ps.server_tables import Tables
+from replicax.ps.service import Service
+from replicax.ps.store import Store
+from replicax.ps.table_operations import table_actions, table_operations
+from replicax.ps.timeouts import Timeouts
+
+pytest.importorskip("pyarrow")
+
+CREDENTIALS = Credentials(token=new_token())
+NUM_ROWS, DIM = 101, 4
+UNIFORM = {"class_name": "RandomUniform", "config": {}}
+ADAM = {
+    "learning_rate": 0.1,
+    "beta_1": 0.9,
+    "beta_2": 0.999,
+    "epsilon": 1e-7,
+    "amsgrad": False,
+}
+
+
+def group_of(class_name, config, name="group 0", **rule):
+    described = {"class_name": class_name, "config": config}
+    rule = {"kind": "optimizer", "config": described, **rule}
+    return Group(name=name, rule=rule, parts=())
+
+
+ADAM_GROUP = group_of("Adam", ADAM)
+SGD_GROUP = group_of(
+    "SGD", {"learning_rate": 0.5, "momentum": 0.0, "nesterov": False}, "group 1"
+)
+
+
+@dataclasses.dataclass
+class Anchor:
+    """What a strategy sees of a table: the variable that stands for it."""
+
+    table_name: str
+
+
+@dataclasses.dataclass
+class Worker:
+    """Which worker this is, as a session says it."""
+
+    name: str = "worker:0"
+    id: str = "a"
+    timeouts: Timeouts = dataclasses.field(
+        default_factory=lambda: Timeouts(server=10.0)
+    )
+
+    def require_going(self):
+        pass
+
+
+class Servers:
+    """Two servers at fixed addresses, which may be lost and come back."""
+
+    def __init__(self):
+        self.addresses = []
+        for _ in range(2):
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                self.addresses.append(f"127.0.0.1:{free.getsockname()[1]}")
+        self.tables = [Tables(i, 2, byte_limit=1 << 20) for i in range(2)]
+        self.services = [self._serve(i) for i in range(2)]
+
+    def lose(self, server):
+        state = self.tables[server].state()
+        self.services[server].close()
+        return state
+
+    def bring_back(self, server, state):
+        self.tables[server] = Tables(server, 2, byte_limit=1 << 20)
+        self.tables[server].load_state(state)
+        self.services[server] = self._serve(server)
+
+    def versions(self, name="words"):
+        return [tables.get(name).version for tables in self.tables]
+
+    def close(self):
+        for service in self.services:
+            service.close()
+
+    def _serve(self, server):
+        service = Service(
+            self.addresses[server],
+            Store(server),
+            None,
+            CREDENTIALS,
+            server=server,
+            operations=table_operations(self.tables[server]),
+            actions=table_actions(self.tables[server]),
+        )
+        service.serve_in_thread()
+        return service
+
+
+@pytest.fixture
+def servers():
+    found = Servers()
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def make_rows(servers):
+    made = []
+
+    def make(worker=None, **options):
+        rows = Rows(worker or Worker(), servers.addresses, CREDENTIALS, **options)
+        made.append(rows)
+        return rows
+
+    yield make
+    for rows in made:
+        rows.close()
+
+
+@pytest.fixture
+def rows(make_rows):
+    """A source with one table, which is updated with the first group."""
+    rows = make_rows()
+    rows.create("words", NUM_ROWS, DIM, "float32", UNIFORM, 3)
+    rows.connect(SGD_GROUP, [Anchor("words")])
+    return rows
+
+
+def everything(rows, name="words"):
+    return rows.pull(name, np.arange(NUM_ROWS))
+
+
+def step(rows, ids, value=1.0, group=SGD_GROUP, part=None, name="words"):
+    """What a program and the strategy do with one replica's rows."""
+    ids = np.asarray(ids)
+
+    def program():
+        rows.pull(name, ids)
+        rows.collect(name, ids, np.full((len(ids), DIM), value, np.float32))
+
+    rows.complete(program)
+    rows.finish(rows.push(group, [Anchor(name)], part))
+
+
+def test_it_is_a_row_source(rows):
+    assert isinstance(rows, RowSource)
+
+
+def test_rows_come_from_where_they_lie(rows, servers):
+    whole = everything(rows)
+    assert whole.shape == (NUM_ROWS, DIM)
+    np.testing.assert_array_equal(
+        whole[1::2], servers.tables[1].get("words").rows(np.arange(1, NUM_ROWS, 2))
+    )
+    some = np.array([100, 3, 4])
+    np.testing.assert_array_equal(rows.pull("words", some), whole[some])
+    assert rows.pull("words", np.array([], np.int64)).shape == (0, DIM)
+
+
+def test_all_replicas_gradients_make_one_update_of_each_server(rows, servers):
+    before = everything(rows)
+
+    def program():
+        rows.collect("words", np.array([2, 4]), np.ones((2, DIM), np.float32))
+        rows.collect("words", np.array([4, 8]), np.ones((2, DIM), np.float32))
+
+    rows.complete(program)
+    rows.finish(rows.push(SGD_GROUP, [Anchor("words")], None))
+    change = np.zeros((NUM_ROWS, DIM), np.float32)
+    change[[2, 4, 8]] = [[0.5], [1.0], [0.5]]
+    np.testing.assert_allclose(before - everything(rows), change, atol=1e-7)
+    assert servers.versions() == [1, 1]  # The odd rows' server had an empty push.
+
+
+def test_a_program_fetches_the_same_rows_once(rows):
+    ids = np.array([1, 2])
+
+    def program():
+        first = rows.pull("words", ids)
+        before = rows.num_bytes
+        assert rows.pull("words", ids.copy()) is first
+        assert rows.num_bytes == before
+        rows.pull("words", np.array([1, 3]))
+        assert rows.num_bytes > before
+        return first
+
+    first = rows.complete(program)
+    step(rows, ids)
+    np.testing.assert_allclose(rows.complete(program), first - 0.5, atol=1e-7)
+
+
+def test_what_a_program_leaves_that_is_not_pushed_is_forgotten(rows):
+    before = everything(rows)
+    rows.complete(
+        lambda: rows.collect("words", np.array([1]), np.ones((1, DIM), np.float32))
+    )
+    rows.complete(lambda: None)
+    rows.finish(rows.push(SGD_GROUP, [Anchor("words")], None))
+    np.testing.assert_array_equal(everything(rows), before)
+
+
+def test_only_tables_with_an_anchor_are_pushed(rows, servers):
+    rows.create("topics", 10, DIM, "float32", UNIFORM, 0)
+    assert rows.tables_of([object(), Anchor("topics"), Anchor("topics")]) == ["topics"]
+    step(rows, [1])
+    assert servers.versions("topics") == [0, 0]
+
+
+def test_the_first_error_of_a_callback_is_raised_after_the_program(rows, servers):
+    ended = []
+
+    def program():
+        rows.fail(ValueError("first"))
+        rows.fail(ValueError("second"))
+        with pytest.raises(ValueError, match="first"):
+            rows.pull("words", np.array([1]))  # So that the program ends soon.
+        ended.append(True)
+
+    with pytest.raises(ValueError, match="first"):
+        rows.complete(program)
+    assert ended == [True]
+    step(rows, [1])
+    assert servers.versions() == [1, 1]
+
+
+def test_complete_waits_for_callbacks(rows):
+    def slow(x):
+        time.sleep(0.2)
+        rows.fail(ValueError("late"))
+        return x
+
+    program = jax.jit(
+        lambda x: jax.pure_callback(slow, jax.ShapeDtypeStruct((), jnp.float32), x)
+    )
+    with pytest.raises(ValueError, match="late"):
+        rows.complete(lambda: program(jnp.float32(1)))
+
+
+def test_one_seed_stands_on_all_servers(make_rows):
+    first, second = make_rows(), make_rows(Worker("worker:1"))
+    threads = [
+        threading.Thread(
+            target=source.create,
+            args=("words", NUM_ROWS, DIM, "float32", UNIFORM, seed),
+        )
+        for seed, source in enumerate((first, second))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    np.testing.assert_array_equal(everything(first), everything(second))
+    candidates = []
+    for seed in range(2):
+        first.create(f"words {seed}", NUM_ROWS, DIM, "float32", UNIFORM, seed)
+        candidates.append(everything(first, f"words {seed}"))
+    assert any((everything(first) == candidate).all() for candidate in candidates)
+
+
+def test_tables_that_do_not_fit_are_errors(rows, make_rows):
+    with pytest.raises(ValueError, match="with 101 rows of 4; got 101 rows of 5"):
+        make_rows().create("words", NUM_ROWS, 5, "float32", UNIFORM, 3)
+    with pytest.raises(ValueError, match="may hold 1048576"):
+        rows.create("large", 10**9, DIM, "float32", UNIFORM, 3)
+    with pytest.raises(ValueError, match="its optimizer is there"):
+        rows.connect(ADAM_GROUP, [Anchor("words")])
+    rows.create("topics", 10, DIM, "float32", UNIFORM, 3)
+    lamb = group_of("Lamb", {}, "lamb 0")
+    with pytest.raises(ValueError, match="rows cannot be updated by 'Lamb'"):
+        rows.connect(lamb, [Anchor("topics")])
+
+
+def test_assigned_learning_rates_reach_the_rows(rows):
+    before = everything(rows)
+    rows.assign_rate([Anchor("words")], 0.25)
+    step(rows, [1, 2])
+    np.testing.assert_allclose(before[1:3] - everything(rows)[1:3], 0.25, atol=1e-7)
+
+
+def test_an_anchor_that_does_not_decay_keeps_its_rows(make_rows):
+    rows = make_rows()
+    config = {**ADAM, "weight_decay": 0.5}
+    changes = []
+    for name, excluded in (("decays", []), ("stays", [0])):
+        rows.create(name, NUM_ROWS, DIM, "float32", UNIFORM, 3)
+        group = group_of("AdamW", config, name, no_weight_decay=excluded)
+        rows.connect(group, [Anchor(name)])
+        before = everything(rows, name)
+        step(rows, [1], value=0.0, group=group, name=name)
+        changes.append(np.abs(everything(rows, name) - before).max())
+    assert changes[0] > 0 == changes[1]
+
+
+def test_gradients_may_travel_as_bfloat16(make_rows):
+    sizes = []
+    for i, compression in enumerate((None, "bfloat16")):
+        rows = make_rows(Worker(f"worker:{i}"), compression=compression)
+        rows.create("words", NUM_ROWS, DIM, "float32", UNIFORM, 3)
+        rows.connect(SGD_GROUP, [Anchor("words")])
+        before, sent = everything(rows), rows.num_bytes
+        step(rows, np.arange(100), value=0.3)
+        sizes.append(rows.num_bytes - sent)
+        change = (before - everything(rows))[:100]
+        np.testing.assert_allclose(change, 0.15, rtol=4e-3 if compression else 1e-5)
+    assert sizes[0] - sizes[1] > 100 * DIM
+
+
+def test_parts_of_a_step_make_one_update(rows, make_rows):
+    other = make_rows(Worker("worker:1", "b"))
+    other.create("words", NUM_ROWS, DIM, "float32", UNIFORM, 3)
+    other.connect(SGD_GROUP, [Anchor("words")])
+    before = everything(rows)
+    for number in range(2):
+        for i, source in enumerate((rows, other)):
+            part = Part(step=number, part=i, num_parts=2, weight=1.0 + 2 * i)
+            step(source, [1 + i, 9], value=4.0, part=part)
+    change = before - everything(rows)
+    np.testing.assert_allclose(change[[1, 2, 9]][:, 0], [1.0, 3.0, 4.0], rtol=1e-5)
+
+
+def test_a_later_process_of_the_worker_replaces_it(rows, make_rows):
+    step(rows, [1])
+    again = make_rows(Worker(id="b"))
+    again.create("words", NUM_ROWS, DIM, "float32", UNIFORM, 3)
+    again.connect(SGD_GROUP, [Anchor("words")])
+    step(again, [1])
+    with pytest.raises(ClusterError, match=r"ps:0 refuses to go on.*a later process"):
+        step(rows, [1])
+
+
+def test_a_server_that_comes_back_between_steps_goes_on(rows, servers):
+    before = everything(rows)
+    step(rows, [1, 2])
+    servers.bring_back(1, servers.lose(1))
+    step(rows, [1, 2])
+    np.testing.assert_allclose(before[1:3] - everything(rows)[1:3], 1.0, atol=1e-6)
+
+
+def test_a_restarted_server_tells_how_much_is_lost(rows, servers, caplog):
+    step(rows, [1, 2])
+    state = servers.tables[1].state()
+    for _ in range(3):
+        step(rows, [1, 2])
+    servers.lose(1)
+    servers.bring_back(1, state)
+    step(rows, [1, 2])
+    assert "ps:1 was restarted from a snapshot: 2 updates of table 'words'" in (
+        caplog.text
+    )
+    assert servers.versions() == [5, 2]
+
+
+def test_a_program_that_lost_a_server_runs_again(rows, servers, monkeypatch, caplog):
+    monkeypatch.setattr(row_links, "_RETRY_SECONDS", 0.3)
+    expected = everything(rows)[1:3]
+    runs, timers = [], []
+
+    def program():
+        runs.append(len(runs))
+        if not timers:
+            state = servers.lose(1)
+            timer = threading.Timer(1.5, servers.bring_back, (1, state))
+            timers.append(timer)
+            timer.start()
+        ids = np.array([1, 2])
+        rows.collect("words", ids, np.ones((2, DIM), np.float32))
+        try:
+            return rows.pull("words", ids)
+        except ConnectionLost as error:
+            rows.fail(error)
+            return None
+
+    found = rows.complete(program)
+    timers[0].join()
+    assert len(runs) > 1
+    np.testing.assert_array_equal(found, expected)
+    assert "the step is computed again when it is back" in caplog.text
+    rows.finish(rows.push(SGD_GROUP, [Anchor("words")], None))
+    # The gradients of the run that failed do not count.
+    np.testing.assert_allclose(expected - everything(rows)[1:3], 0.5, atol=1e-6)
+
+
+def test_a_server_that_stays_away_is_named(servers, make_rows, monkeypatch):
+    monkeypatch.setattr(row_links, "_RETRY_SECONDS", 0.3)
+    rows = make_rows(Worker(timeouts=Timeouts(server=1.0)))
+    rows.create("words", NUM_ROWS, DIM, "float32", UNIFORM, 3)
+    servers.lose(1)
+
+    def program():
+        try:
+            rows.pull("words", np.array([1]))
+        except ConnectionLost as error:
+            rows.fail(error)
+
+    began = time.monotonic()
+    with pytest.raises(ConnectionLost, match="ps:1") as lost:
+        rows.complete(program)
+    assert lost.value.culprit == "ps:1"
+    assert time.monotonic() - began < 10
+
+
+def test_a_server_that_lost_its_rows_ends_the_job(rows, servers):
+    servers.lose(1)
+    servers.bring_back(1, {"meta": [], "arrays": {}})
+    with pytest.raises(ClusterError, match=r"ps:1 refuses to go on.*no table 'words'"):
+        everything(rows)

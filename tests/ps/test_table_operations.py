@@ -1,0 +1,348 @@
+"""A server's tables over a real connection: rows out, gradients in, nothing more."""
+
+import socket
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from replicax.ps import wire
+from replicax.ps.connection import Connection, ServerRefused
+from replicax.ps.credentials import Credentials, new_token
+from replicax.ps.rounds import SyncPart
+from replicax.ps.server_tables import Tables, UnknownTable
+from replicax.ps.service import Service
+from replicax.ps.snapshots import Snapshots
+from replicax.ps.store import Store
+from replicax.ps.table_operations import table_actions, table_operations
+from replicax.ps.table_spec import TableError, TableSpec
+
+pytest.importorskip("pyarrow")
+
+CREDENTIALS = Credentials(token=new_token())
+NUM_ROWS, DIM = 100, 4
+SPEC = {
+    "name": "words",
+    "num_rows": NUM_ROWS,
+    "dim": DIM,
+    "dtype": "float32",
+    "initializer": {"class_name": "Ones", "config": {}},
+    "seed": 0,
+}
+GROUP = "sgd 0"
+
+
+def sgd(rate=0.5, **options):
+    config = {"learning_rate": rate, "momentum": 0.0, "nesterov": False, **options}
+    return {"kind": "optimizer", "config": {"class_name": "SGD", "config": config}}
+
+
+def adam(rate=0.1):
+    options = {"beta_1": 0.9, "beta_2": 0.999, "epsilon": 1e-7, "amsgrad": False}
+    config = {"learning_rate": rate, **options}
+    return {"kind": "optimizer", "config": {"class_name": "Adam", "config": config}}
+
+
+def free_address():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+def spec_of(**changes):
+    return TableSpec(**{**SPEC, **changes})
+
+
+@pytest.fixture
+def tables():
+    return Tables(1, 2, byte_limit=10_000)  # Has the odd rows.
+
+
+@pytest.fixture
+def connection(tables):
+    service = Service(
+        free_address(),
+        Store(1),
+        None,
+        CREDENTIALS,
+        server=1,
+        operations=table_operations(tables),
+        actions=table_actions(tables),
+    )
+    service.serve_in_thread()
+    try:
+        with Connection(
+            service.address, CREDENTIALS, task="ps:1", retry_timeout_seconds=5
+        ) as link:
+            yield link
+    finally:
+        service.close()
+
+
+@pytest.fixture
+def words(connection):
+    """A connection to a server that has the table, and knows how to update it."""
+    connection.exchange({"op": "create_table", "spec": SPEC})
+    connection.call("tables.set_rule", table="words", rule=sgd(), group=GROUP)
+    return connection
+
+
+def rows(connection, *ids):
+    vectors = {"ids": np.array(ids, np.int64)}
+    answer = connection.exchange({"op": "rows", "table": "words"}, vectors)[1]
+    return answer["rows"].reshape(len(ids), DIM)
+
+
+def push(connection, ids, value=1.0, sequence=1, dtype=np.float32, **changes):
+    header = {
+        "op": "push_rows",
+        "table": "words",
+        "group": GROUP,
+        "num_rows": len(ids),
+        "worker": "worker:0",
+        "session": "a",
+        "sequence": sequence,
+        "part": None,
+    } | changes
+    vectors = {
+        "ids": np.array(ids, np.int64),
+        "gradients": np.full(len(ids) * DIM, value, dtype),
+    }
+    return connection.exchange(header, vectors)[0]
+
+
+def test_rows_are_pulled_and_pushed(words):
+    assert push(words, [3, 7, 7]) == {"version": 1, "applied": True}
+    assert rows(words, 7, 1, 3)[:, 0].tolist() == [0.0, 1.0, 0.5]
+    assert rows(words).shape == (0, DIM)
+    assert push(words, [], sequence=2)["version"] == 2
+    status = words.call("tables.status")
+    assert status == {
+        "words": {"num_rows": 100, "dim": 4, "bytes": 50 * 4 * 4, "version": 2}
+    }
+
+
+def test_gradients_may_be_bfloat16(words):
+    push(words, [5], value=0.5, dtype=ml_dtypes.bfloat16)
+    assert rows(words, 5)[0].tolist() == [0.75] * DIM
+
+
+def test_a_push_that_comes_again_is_applied_once(words):
+    first = push(words, [3], sequence=7)
+    assert push(words, [3], sequence=7) == first
+    assert rows(words, 3)[0, 0] == 0.5
+    with pytest.raises(ServerRefused, match="number 6 after number 7") as refused:
+        push(words, [3], sequence=6)
+    assert refused.value.kind == "StaleSequence"
+    push(words, [3], session="b")
+    with pytest.raises(ServerRefused, match="a later process") as refused:
+        push(words, [3], sequence=8)
+    assert refused.value.kind == "Superseded"
+    assert rows(words, 3)[0, 0] == 0.0
+
+
+@pytest.mark.parametrize("bad", [-1, 100, 4])
+def test_ids_of_other_rows_are_refused(words, bad):
+    with pytest.raises(ServerRefused, match=r"not one of its rows|lies on server 0"):
+        rows(words, 3, bad)
+    with pytest.raises(ServerRefused, match=r"not one of its rows|lies on server 0"):
+        push(words, [3, bad])
+    assert (rows(words, 3) == 1).all()
+    assert push(words, [3])["version"] == 1
+
+
+@pytest.mark.parametrize(
+    ("header", "vectors", "message"),
+    [
+        ({"op": "rows", "table": "other"}, {"ids": ("<i8", 1)}, "no table 'other'"),
+        ({"op": "rows", "table": 7}, {"ids": ("<i8", 1)}, "table is 7; expected str"),
+        ({"op": "rows", "table": "words"}, {"ids": ("<i4", 1)}, "has dtype 'int32'"),
+        ({"op": "rows", "table": "words"}, {"ids": ("<i8", 51)}, "expected 0 to 50"),
+        ({"op": "rows", "table": "words"}, {}, "expected \\['ids'\\]"),
+        ({"op": "push_rows", "num_rows": 51}, {}, "has 50 rows here"),
+        ({"op": "push_rows", "num_rows": -1}, {}, "num_rows is -1"),
+        (
+            {"op": "push_rows", "num_rows": 2},
+            {"ids": ("<i8", 2), "gradients": ("<f4", 9)},
+            "has 9 elements; expected 8",
+        ),
+        (
+            {"op": "push_rows", "part": {"step": 0}},
+            {"ids": ("<i8", 0), "gradients": ("<f4", 0)},
+            "part is None; expected int",
+        ),
+    ],
+)
+def test_other_messages_are_refused_before_their_bytes_are_read(
+    words, tables, header, vectors, message
+):
+    operation = table_operations(tables)[header["op"]]
+    complete = {
+        "table": "words",
+        "group": GROUP,
+        "num_rows": 0,
+        "worker": "worker:0",
+        "session": "a",
+        "sequence": 1,
+        "part": None,
+    } | header
+    complete["vectors"] = [
+        [name, np.dtype(dtype).name, length]
+        for name, (dtype, length) in vectors.items()
+    ]
+    with pytest.raises(wire.WireError, match=message):
+        wire.announced(complete, operation.expected(complete))
+    # And over the wire, after which the server goes on.
+    arrays = {name: np.zeros(n, dtype) for name, (dtype, n) in vectors.items()}
+    with pytest.raises(ServerRefused, match=message):
+        words.exchange({k: v for k, v in complete.items() if k != "vectors"}, arrays)
+    assert rows(words, 3).shape == (1, DIM)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_rows": 0}, "num_rows=0"),
+        ({"num_rows": "9"}, "num_rows is '9'"),
+        ({"num_rows": 10**12}, "may hold 10000"),
+        ({"dim": True}, "dim is True"),
+        ({"name": ""}, "0 characters"),
+        ({"name": "x" * 300}, "300 characters"),
+        ({"dtype": "float64"}, "rows are float32"),
+        ({"initializer": {"class_name": "GlorotUniform"}}, "Use RandomUniform"),
+        ({"initializer": []}, "the table is malformed"),
+        ({"more": 1}, "the table is malformed"),
+    ],
+)
+def test_tables_that_cannot_be_are_refused(connection, changes, message):
+    with pytest.raises(ServerRefused, match=message):
+        connection.exchange({"op": "create_table", "spec": {**SPEC, **changes}})
+    assert connection.call("tables.status") == {}
+
+
+def test_the_first_table_of_a_name_stands(words):
+    push(words, [3])
+    again = {**SPEC, "seed": 5, "initializer": {"class_name": "Zeros", "config": {}}}
+    answer, _ = words.exchange({"op": "create_table", "spec": again})
+    assert answer["spec"]["initializer"] == SPEC["initializer"]
+    assert answer["version"] == 1
+    assert rows(words, 3)[0, 0] == 0.5
+    with pytest.raises(ServerRefused, match="with 100 rows of 4; got 100 rows of 5"):
+        words.exchange({"op": "create_table", "spec": {**SPEC, "dim": 5}})
+
+
+def test_slots_count_for_the_byte_limit():
+    tables = Tables(0, 1, byte_limit=4000)
+    tables.create(spec_of())  # 1600 bytes.
+    with pytest.raises(TableError, match="would hold 4800 bytes of tables"):
+        tables.set_rule("words", adam(), "adam 0")
+    with pytest.raises(TableError, match="would hold 4800 bytes of tables"):
+        tables.create(spec_of(name="more", num_rows=200))
+    tables.set_rule("words", sgd(momentum=0.9), "sgd 0")
+    assert tables.num_bytes == 3200
+
+
+def test_a_table_needs_an_optimizer_to_be_pushed_to(connection):
+    connection.exchange({"op": "create_table", "spec": SPEC})
+    assert (rows(connection, 3) == 1).all()
+    with pytest.raises(ServerRefused, match="Set its rule before rows are pushed"):
+        push(connection, [3])
+    for malformed in ({}, {"kind": "optimizer", "config": {"class_name": "SGD"}}):
+        with pytest.raises(ServerRefused, match=r"malformed|cannot be updated"):
+            connection.call(
+                "tables.set_rule", table="words", rule=malformed, group=GROUP
+            )
+
+
+def test_the_first_optimizer_stands(words):
+    with pytest.raises(ServerRefused, match=r"\('SGD', 'Adam'\)"):
+        words.call("tables.set_rule", table="words", rule=adam(), group="adam 1")
+    with pytest.raises(ServerRefused, match=r"'momentum': \(0.0, 0.9\)"):
+        words.call(
+            "tables.set_rule", table="words", rule=sgd(momentum=0.9), group="sgd 1"
+        )
+    # A worker that is late, or was restarted, has the first learning rate.
+    words.call("tables.set_learning_rate", table="words", learning_rate=0.25)
+    words.call("tables.set_rule", table="words", rule=sgd(name="b"), group=GROUP)
+    push(words, [3])
+    assert rows(words, 3)[0, 0] == 0.75
+    # A model that was compiled again brings its own.
+    words.call("tables.set_rule", table="words", rule=sgd(0.125), group="sgd 1")
+    push(words, [5], sequence=2, group="sgd 1")
+    assert rows(words, 5)[0, 0] == 0.875
+
+
+def test_steps_are_those_of_each_group():
+    tables = Tables(0, 1, byte_limit=10_000)
+    tables.create(spec_of())
+    tables.set_rule("words", sgd(), "first")
+    ids, gradients = np.array([3]), np.ones((1, DIM), np.float32)
+
+    def push_part(group, step, part, sequence):
+        return tables.push(
+            "words",
+            group,
+            SyncPart(step=step, part=part, num_parts=2, weight=1.0 + part),
+            ids=ids,
+            gradients=gradients * (part + 1),
+            worker=f"worker:{part}",
+            session="a",
+            sequence=sequence,
+        )
+
+    for step in (4, 5):  # The group had steps without the table.
+        push_part("first", step, 0, step)
+        assert tables.get("words").version == step - 4
+        push_part("first", step, 1, step)
+        assert tables.get("words").version == step - 3
+    mean = (1 * 1 + 2 * 2) / 3
+    expected = np.float32(1 - 2 * 0.5 * mean)
+    np.testing.assert_allclose(tables.get("words").rows(ids), expected, rtol=1e-6)
+    with pytest.raises(TableError, match="nobody has said how it is updated"):
+        push_part("second", 0, 0, 10)
+    tables.set_rule("words", sgd(), "second")
+    assert push_part("second", 0, 0, 10).applied
+    assert push_part("second", 0, 1, 10).version == 3
+    assert not push_part("first", 5, 0, 11).applied  # Too late.
+
+
+def test_tables_go_on_from_a_snapshot(tmp_path):
+    tables = Tables(1, 2, byte_limit=100_000)
+    tables.create(spec_of())
+    tables.create(spec_of(name="topics", dim=2, seed=1))
+    tables.set_rule("words", adam(), "adam 0")
+    tables.set_rule("words", adam(), "adam 1")
+
+    def push_row(tables, sequence):
+        return tables.push(
+            "words",
+            "adam 0",
+            None,
+            ids=np.array([3]),
+            gradients=np.full((1, DIM), sequence, np.float32),
+            worker="worker:0",
+            session="a",
+            sequence=sequence,
+        )
+
+    push_row(tables, 1)
+    Snapshots(tmp_path, 1).write(tables.state())
+    state = Snapshots(tmp_path, 1).restore().state
+    restored = Tables(1, 2, byte_limit=100_000)
+    restored.load_state(state)
+    assert restored.status() == tables.status()
+    assert push_row(restored, 1).version == 1  # Is in the snapshot.
+    for each in (tables, restored):
+        each.get("words").set_learning_rate(0.05)
+        push_row(each, 2)
+        assert each.get("topics").spec.rule is None
+    everything = np.arange(1, NUM_ROWS, 2)
+    for name in ("words", "topics"):
+        np.testing.assert_array_equal(
+            restored.get(name).rows(everything), tables.get(name).rows(everything)
+        )
+    assert restored.num_updates == 2
+    other = Tables(0, 2, byte_limit=100_000)
+    with pytest.raises(TableError, match="Use the same number of servers"):
+        other.load_state(state)
+    with pytest.raises(UnknownTable, match=r"no table 'words' on server 0"):
+        other.get("words")
