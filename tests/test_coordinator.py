@@ -1,6 +1,8 @@
 """ClusterCoordinator, on clusters of real processes."""
 
+import contextlib
 import os
+import re
 import subprocess
 import time
 from collections import Counter
@@ -233,24 +235,13 @@ def test_a_dead_workers_closure_is_run_again_and_it_may_come_back(tmp_path):
         survive, tasks=CLUSTER, args=(str(tmp_path),), env=ENV, deadline_seconds=100
     ) as cluster:
         victim = wait_for(lambda: next(tmp_path.glob("stays.*"), None)).name[6:]
-        task = cluster.task(victim)
-        process = Path(f"/proc/{task.pid}")
-        command = process.joinpath("cmdline").read_bytes().split(b"\0")[:-1]
-        environment = dict(
-            x.split(b"=", 1)
-            for x in process.joinpath("environ").read_bytes().split(b"\0")
-            if x
-        )
+        start_again = command_of(cluster.task(victim))
         (tmp_path / "killed").touch()
-        task.kill()
+        cluster.task(victim).kill()
         wait_for((tmp_path / "join").exists)
-        again = subprocess.Popen(command, env=environment)
-        try:
+        with start_again() as again:
             (tmp_path / "back").touch()
             assert again.wait(60) == 0
-        finally:
-            again.kill()
-            again.wait()
         results = cluster.wait()
     done, starts = results["chief:0"].value
     assert [i for i, _ in done] == list(range(12))
@@ -281,6 +272,62 @@ def test_without_a_worker_it_says_so_at_the_deadline():
         "chief:0: any of worker:0 (none is alive) did not come to a place in the queue "
         "within 3 s"
     ) in results["chief:0"].output
+
+
+def command_of(task):
+    """Starts the task once more, as `replicax run` does."""
+    process = Path(f"/proc/{task.pid}")
+    command = process.joinpath("cmdline").read_bytes().split(b"\0")[:-1]
+    entries = process.joinpath("environ").read_bytes().split(b"\0")
+    environment = dict(entry.split(b"=", 1) for entry in entries if entry)
+
+    @contextlib.contextmanager
+    def start_again():
+        again = subprocess.Popen(command, env=environment)
+        try:
+            yield again
+        finally:
+            again.kill()
+            again.wait()
+
+    return start_again
+
+
+def outlive_the_chief(folder):
+    strategy, coordinator = make(heartbeat_timeout_seconds=2)
+    folder = Path(folder)
+    rounds = []
+    for number in range(4):
+        values = [coordinator.schedule(pow, (i, 2)) for i in range(10)]
+        if number == 2 and strategy.is_chief and strategy.session.starts == 1:
+            (folder / "chief").touch()
+            time.sleep(60)
+        rounds.append(coordinator.fetch(values))
+        coordinator.join()
+        while not coordinator.done():
+            pass
+    return rounds
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(120)
+def test_workers_serve_a_chief_that_was_started_again(tmp_path):
+    with replicax.testing.Cluster(
+        outlive_the_chief,
+        tasks=CLUSTER,
+        args=(str(tmp_path),),
+        env=ENV,
+        deadline_seconds=100,
+    ) as cluster:
+        start_again = command_of(cluster.task("chief:0"))
+        wait_for((tmp_path / "chief").exists)
+        cluster.task("chief:0").kill()
+        with start_again() as again:
+            assert again.wait(60) == 0
+        results = cluster.wait()
+    for task in ("chief:0", "worker:0", "worker:1"):
+        assert results[task].value == [[i**2 for i in range(10)]] * 4
+    assert results["ps:0"].exit_code == 0
 
 
 def wait_for(condition, seconds=60):
@@ -398,6 +445,75 @@ def test_a_chief_alone_runs_the_closures_itself():
     assert found["test"] > 0.85
     assert found["iterations"] == 120
     assert [count for _, _, count in found["history"]] == [40 * 64] * 3
+
+
+def assign():
+    import keras
+
+    strategy, coordinator = make()
+    name = strategy.session.name
+    with strategy.scope():
+        variables = [keras.Variable([0.0], name="v") for _ in range(2)]
+        optimizers = [keras.optimizers.SGD(1.0) for _ in range(2)]
+
+    def train(number):
+        # Each worker meets another one first.
+        if name == "worker:0":
+            time.sleep(0.2)
+        (gradient,) = [variables[number].value * 0 + 1]
+        optimizers[number].apply([gradient], [variables[number]])
+
+    def step(number):
+        strategy.run(train, (number,))
+
+    def read():
+        return [float(v.value[0]) for v in variables]
+
+    def state():
+        return read(), coordinator.schedule(read).fetch()
+
+    found = []
+    for number in (0, 1, 1, 0, 1):
+        coordinator.schedule(step, (number,))
+    coordinator.join()
+    found.append(state())
+    optimizers[1].learning_rate = 10.0
+    coordinator.schedule(step, (1,))
+    coordinator.join()
+    found.append(state())
+    variables[0].assign([100.0])
+    coordinator.schedule(step, (0,))
+    coordinator.join()
+    found.append(state())
+    again = type(coordinator)(strategy)
+    return found, again is coordinator
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(120)
+def test_what_the_chief_assigns_holds_and_functions_see_the_newest_values():
+    results = run(assign)
+    for task in ("chief:0", "worker:0", "worker:1"):
+        found, is_same = results[task].value
+        assert is_same
+        assert found == [
+            ([-2.0, -3.0], [-2.0, -3.0]),
+            ([-2.0, -13.0], [-2.0, -13.0]),
+            ([99.0, -13.0], [99.0, -13.0]),
+        ]
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.timeout(120)
+def test_the_guides_script_trains(tmp_path):
+    guide = (Path(__file__).parents[1] / "docs" / "coordinator.md").read_text()
+    found = re.search(r"^```python no-run\n(.*?)^```", guide, re.DOTALL | re.MULTILINE)
+    script = tmp_path / "script.py"
+    script.write_text(found[1])
+    results = run(script, {"worker": 3, "ps": 1})
+    accuracy = re.search(r"test accuracy ([0-9.]+)", results["worker:0"].output)
+    assert float(accuracy[1]) > 0.9
 
 
 def test_it_takes_a_parameter_server_strategy():

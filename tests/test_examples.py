@@ -108,3 +108,22 @@ def test_multi_worker_on_two(tmp_path: Path) -> None:
     assert accuracy_in(chief) > 0.8
     assert "held-out" not in other
     assert "Epoch" not in other
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_parameter_server(tmp_path: Path) -> None:
+    results = replicax.testing.run(
+        EXAMPLES / "parameter_server.py",
+        tasks={"worker": 2, "ps": 2},
+        args=("--epochs=8", f"--out={tmp_path}"),
+        deadline_seconds=180,
+    )
+    chief, other = results["worker:0"].output, results["worker:1"].output
+    assert accuracy_in(chief) > 0.9
+    assert re.search(r"throughput +[\d,]+ examples/s  \(epochs 2 to 8\)", chief)
+    assert re.search(r"^worker:1 +staleness [\d.]+ in the mean", chief, re.MULTILINE)
+    assert "held-out" not in other
+    for name in ("loss_curve.png", "staleness.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")

@@ -2,11 +2,13 @@
 
 from typing import Any
 
+from replicax import partitioners
 from replicax.checkpoint.preemption import PreemptionCheckpointHandler
 from replicax.cluster.resolvers import ClusterResolver
 from replicax.communication import CollectiveCommunication, CommunicationOptions
 from replicax.strategies import multi_worker
 from replicax.strategies.central_storage import CentralStorageStrategy
+from replicax.strategies.parameter_server import ParameterServerStrategy
 
 __all__ = [
     "CentralStorageStrategy",
@@ -14,7 +16,9 @@ __all__ = [
     "CommunicationImplementation",
     "CommunicationOptions",
     "MultiWorkerMirroredStrategy",
+    "ParameterServerStrategy",
     "PreemptionCheckpointHandler",
+    "partitioners",
 ]
 
 CommunicationImplementation = CollectiveCommunication

@@ -7,7 +7,13 @@ from typing import Any
 
 from replicax.errors import ContextError
 
-__all__ = ["Scope", "current_context", "current_strategy", "entered_context", "outside_scopes"]
+__all__ = [
+    "Scope",
+    "current_context",
+    "current_strategy",
+    "entered_context",
+    "outside_scopes",
+]
 
 
 class _ThreadState(threading.local):

@@ -353,8 +353,8 @@ class Strategy:
             prefetch: Number of steps placed on the devices ahead.
         """
         context = InputContext(
-            num_input_pipelines=self._workers.count,
-            input_pipeline_id=self._workers.index,
+            num_input_pipelines=self.share.num_workers,
+            input_pipeline_id=self.share.worker,
             num_replicas_in_sync=self.num_replicas_in_sync,
         )
         return DistributedDatasetFromFunction(

@@ -1,7 +1,16 @@
 """The output of several tasks on one stream."""
 
+import fcntl
 import io
+import os
+import pty
 import random
+import re
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -9,6 +18,7 @@ from hypothesis import strategies as st
 
 from replicax.cluster.console import TaskConsole
 
+SOURCE = Path(__file__).parents[2] / "src"
 NAMES = ["worker:0", "evaluator:0"]
 PREFIXES = [b"worker:0    | ", b"evaluator:0 | "]
 
@@ -88,3 +98,56 @@ def test_a_stream_that_breaks_is_noted(capsys: pytest.CaptureFixture[str]) -> No
     console.take(NAMES[0], b"c\n")
     console.say("one\ntwo")
     assert capsys.readouterr().err == "replicax: one\nreplicax: two\n"
+
+
+SHOW = """
+import sys, time
+from rich.text import Text
+from replicax.cluster.console import TaskConsole
+console = TaskConsole(["worker:0", "ps:0"])
+console.take("worker:0", b"first\\n")
+for i in range(3):
+    console.show(Text(f"table {i}\\nits end"))
+    console.take("ps:0", b"x" * 150 + b" line %d\\n" % i)
+console.say("a message")
+console.end_table(Text("last table"))
+console.take("worker:0", b"over\\n")
+"""
+
+
+def test_a_table_stays_below_the_lines_of_a_terminal() -> None:
+    main, side = pty.openpty()
+    fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    process = subprocess.Popen(
+        [sys.executable, "-c", SHOW],
+        stdout=side,
+        stderr=side,
+        env={**os.environ, "TERM": "xterm", "PYTHONPATH": str(SOURCE)},
+    )
+    assert process.wait(30) == 0
+    os.close(side)
+    text = os.read(main, 1 << 16).decode()
+    os.close(main)
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text).replace("\r", "\n")
+    lines = plain.splitlines()
+    # Each line is whole, though longer than the terminal is wide.
+    assert "ps:0     | " + "x" * 150 + " line 2" in lines
+    assert "replicax: a message" in lines
+    shown = [i for i, line in enumerate(lines) if line == "its end"]
+    assert len(shown) > 3, "the table is drawn again below each line"
+    assert lines.index("last table") > shown[-1]
+    assert lines[-1] == "worker:0 | over"
+    assert "\x1b[1A" in text, "the table is drawn over the one before"
+
+
+def test_elsewhere_the_table_comes_once_and_at_the_end() -> None:
+    process = subprocess.run(
+        [sys.executable, "-c", SHOW],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+        timeout=30,
+        check=True,
+    )
+    assert "table" not in process.stdout
+    assert process.stderr.splitlines() == ["replicax: a message", "last table"]

@@ -369,7 +369,7 @@ class Course(keras.callbacks.Callback):
 
 
 keras.utils.set_random_seed(0)
-x = np.random.default_rng(0).normal(size=(640, 8)).astype("float32")
+x = np.random.default_rng(0).normal(size=(plan.get("rows", 640), 8)).astype("float32")
 with strategy.scope():
     model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
     model.compile(keras.optimizers.SGD(0.05), "mse")
@@ -502,6 +502,7 @@ def test_a_killed_server_goes_on_from_its_snapshot(tmp_path: Path, server: str) 
         *("--workers", "2"),
         snapshots=str(tmp_path / "snapshots"),
         until="enough",
+        rows=64_000,
     ) as process:
         when_marked(tmp_path, "trains-worker:1-0", process)
         time.sleep(1)

@@ -57,7 +57,12 @@ def draw(
         at_the_end: Whether rates are those of the whole run, not of the last seconds.
     """
     table = Table(
-        box=box.SIMPLE_HEAD, title=title, title_justify="left", show_edge=False
+        box=box.SIMPLE_HEAD,
+        title=title,
+        title_justify="left",
+        show_edge=False,
+        pad_edge=False,
+        collapse_padding=True,
     )
     table.title_style = "bold"
     table.add_column("task", no_wrap=True)
@@ -131,7 +136,7 @@ def _staleness(histogram: Mapping[int, int]) -> str:
     if not total:
         return ""
     mean = sum(k * count for k, count in histogram.items()) / total
-    return f"{mean:.1f}, max {max(histogram)}"
+    return f"{mean:,.1f}, max {max(histogram):,}"
 
 
 def _number(value: float) -> str:

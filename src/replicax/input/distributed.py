@@ -204,7 +204,7 @@ class DistributedDataset(_Distributed):
                 f"AutoShardPolicy.AUTO, FILE, DATA and OFF; got {auto_shard_policy!r}."
             )
         self._dataset, self._is_own = worker_files(
-            dataset, auto_shard_policy, self._share.index, self._share.count
+            dataset, auto_shard_policy, self._share.worker, self._share.num_workers
         )
         self._batch_size = batch_size
         self._started = False
@@ -226,8 +226,8 @@ class DistributedDataset(_Distributed):
             )
         if is_arrays(self._dataset) and self._remainder is Remainder.DROP:
             num_last = leading_size(self._dataset, "dataset") % (self._batch_size or 1)
-            return number - (0 < num_last < self._num_replicas and number > 1)
-        return number
+            number -= 0 < num_last < self._num_replicas and number > 1
+        return self._share.num_steps(number)
 
     def _start(self, num_skipped: int) -> Iterator[Any]:
         if self._started and is_one_shot(self._dataset):
@@ -284,7 +284,7 @@ class DistributedDataset(_Distributed):
     def _pieces(self, source: Iterable[Any]) -> Generator[Any]:
         """Batches of a worker's own data, cut to what a worker takes in one step."""
         for batch in source:
-            size = -(-_size(batch) // self._share.count)
+            size = -(-_size(batch) // self._share.num_pieces)
             for start in range(0, _size(batch), size):
                 rows = slice(start, start + size)
                 yield jax.tree.map(lambda x, rows=rows: x[rows], batch)

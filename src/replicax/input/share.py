@@ -34,9 +34,39 @@ class Share:
         """Number of workers."""
         return self._workers.count
 
+    @property
+    def worker(self) -> int:
+        """The worker's place among those that divide files."""
+        return self.index
+
+    @property
+    def num_workers(self) -> int:
+        """Number of workers that divide files."""
+        return self.count
+
+    @property
+    def num_pieces(self) -> int:
+        """In how many steps a worker takes a global batch of its own data."""
+        return self.count
+
+    def num_steps(self, num_batches: int) -> int:
+        """Number of this worker's steps for that many batches."""
+        return num_batches
+
     def new_stream(self, name: str) -> str:
         """A name for batches that all workers read together, the same on all."""
         return self._workers.new_stream(name)
+
+    def of_keras(
+        self, batches: Iterator[Any], num_batches: int | None
+    ) -> Iterator[Any]:
+        """Keras' own batches of `fit`, `evaluate` or `predict`, which all workers read.
+
+        Args:
+            batches: The batches, of all workers' rows.
+            num_batches: How many there are, if that is certain.
+        """
+        return self.in_step(batches, num_batches=num_batches)
 
     def in_step(
         self,

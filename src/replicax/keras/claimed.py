@@ -5,19 +5,21 @@ has claimed, so that each batch is trained on once, by whichever worker was free
 epoch ends for all when its batches are used up.
 """
 
+import itertools
 import random
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 import numpy as np
 
 from replicax.errors import ClusterError
+from replicax.input.split import leading_size
 from replicax.keras import internals
-from replicax.keras.adapters import fixed_number_of_batches
+from replicax.keras.adapters import DistributedAdapter, fixed_number_of_batches
 from replicax.keras.batches import BatchIterator, Ready, place
 from replicax.ps.remote import Part
+from replicax.ps.share import own_rows
 
 __all__ = ["ClaimedSteps"]
 
@@ -52,6 +54,8 @@ class ClaimedSteps:
         self._applied = 0
         self._last_index = 0
         self._is_open = False
+        # A distributed dataset: its batches are this worker's own already.
+        self._is_own = isinstance(epoch_iterator.data_adapter, DistributedAdapter)
         going = self._session.board("get", key=f"{self._name} epoch")
         if going is None and self._session.is_chief:
             self._say()
@@ -67,7 +71,8 @@ class ClaimedSteps:
         self._begin_epoch()
         self._is_open = True
         size = self._iterator.steps_per_execution
-        batches = BatchIterator(self._claimed(), self._strategy.group, size)
+        source = self._own() if self._is_own else self._claimed()
+        batches = BatchIterator(source, self._strategy.group, size, local=self._is_own)
         did_any = False
         while True:
             try:
@@ -200,8 +205,24 @@ class ClaimedSteps:
             self._last_index = index
             if isinstance(ticket, list):
                 batch = self._part_of(batch, *ticket)
-                if batch is None:
-                    continue
+            yield batch
+
+    def _own(self) -> Iterator[Any]:
+        """This worker's own batches, for as long as the epoch has steps."""
+        assert self._source is not None
+        for step in itertools.count():
+            if not self._strategy.sync and self._claim() is None:
+                return
+            batch = self._source.next()
+            if batch is None:
+                if self._pending:  # Nobody else has the batch of this ticket.
+                    self._session.once(
+                        "finish", stream=self._stream, indices=[self._pending.pop()]
+                    )
+                return
+            self._last_index = step
+            if self._strategy.sync:
+                self._expect(step, self._session.index, batch)
             yield batch
 
     def _claim(self) -> Any:
@@ -263,23 +284,19 @@ class ClaimedSteps:
 
     def _part_of(self, batch: Any, step: int, part: int) -> Any:
         """This worker's rows of a synchronous step's batch."""
-        num_parts = self._strategy.num_parts
-        leaves = jax.tree.leaves(batch)
-        rows = np.array_split(np.arange(len(leaves[0])), num_parts)[part]
-        if not len(rows):
-            raise ValueError(
-                f"fit: a batch of {len(leaves[0])} examples is too small for "
-                f"{num_parts} workers in step. Use batches of at least {num_parts}."
-            )
+        rows = own_rows(batch, part, self._strategy.num_parts)
+        self._expect(step, part, rows)
+        return rows
+
+    def _expect(self, step: int, part: int, rows: Any) -> None:
         self._strategy.expect(
             Part(
                 step=step,
                 part=part,
-                num_parts=num_parts,
-                weight=float(len(rows)),
+                num_parts=self._strategy.num_parts,
+                weight=float(leading_size(rows, "fit")),
             )
         )
-        return jax.tree.map(lambda x: x[rows[0] : rows[-1] + 1], batch)
 
 
 class _Source:
@@ -312,16 +329,18 @@ class _Source:
 
     def any(self) -> Any:
         """Some batch; None: there is none left."""
-        if self._last[1] is not None:
-            return self._last[1]
-        try:
-            return self.at(self._next)
-        except StopIteration:
-            return None
+        return self.next() if self._last[1] is None else self._last[1]
 
     def has_passed(self, index: int) -> bool:
         """Whether that batch came by already, and is not the last one that did."""
         return index < self._next and index != self._last[0]
+
+    def next(self) -> Any:
+        """The next batch; None at the end."""
+        try:
+            return self.at(self._next)
+        except StopIteration:
+            return None
 
     def _take(self, index: int) -> Any:
         assert self._batches is not None

@@ -268,9 +268,7 @@ def _get_iterator(original: Any, epoch_iterator: Any) -> Any:
     source = adapter.get_jax_iterator()
     local = isinstance(adapter, DistributedAdapter)
     if not local:  # A distributed dataset's workers are in step already.
-        source = strategy.share.in_step(
-            source, num_batches=fixed_number_of_batches(adapter)
-        )
+        source = strategy.share.of_keras(source, fixed_number_of_batches(adapter))
     return batches.BatchIterator(
         source, strategy.group, epoch_iterator.steps_per_execution, local=local
     )

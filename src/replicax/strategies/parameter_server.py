@@ -1,11 +1,15 @@
 """ParameterServerStrategy: variables on servers, workers that come and go."""
 
+import hashlib
+import random
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import keras
+import numpy as np
 
 from replicax.cluster.config import TaskConfig, check_cluster
 from replicax.cluster.resolvers import ClusterResolver, default_resolver
@@ -21,6 +25,7 @@ from replicax.ps.remote import Part
 from replicax.ps.rows import Rows
 from replicax.ps.serve import serve
 from replicax.ps.session import Session
+from replicax.ps.share import ServedShare
 from replicax.ps.timeouts import Timeouts
 from replicax.ps.variables import RemoteVariables
 from replicax.strategy import Strategy
@@ -158,11 +163,13 @@ class ParameterServerStrategy(Strategy):
             sync=sync,
             rows=self._rows,
         )
+        self.share = ServedShare(index, len(workers), self._num_parts if sync else None)
         self._in_flight: Any = None
         self._parts: deque[Part] = deque()
         self.steps_applied = 0
         self._num_fits = 0
         self.session.join()
+        self._agree_on_random_state()
 
     def __repr__(self) -> str:
         if self.session is None:
@@ -207,6 +214,16 @@ class ParameterServerStrategy(Strategy):
     def keeps_slots(self) -> bool:
         """Whether optimizers' slots are in this process; the servers have them."""
         return self.session is None
+
+    def _agree_on_random_state(self) -> None:
+        """All workers draw the chief's initial weights, where nobody sets a seed."""
+        assert self.session is not None
+        mine = _random_state()
+        key = "random state"
+        if self.is_chief:
+            self.session.board("put", key=key, value=mine)
+        if self.session.get(key, "the start") != mine:
+            keras.utils.set_random_seed(int(self.session.get(key, "the start")[:7], 16))
 
     def prepared_gradients(self, optimizer: Any, grads: list[Any]) -> list[Any]:
         """Clipped here where a push is the whole gradient of its step."""
@@ -382,6 +399,11 @@ class ParameterServerStrategy(Strategy):
             part=self.session.index,
             num_parts=self._num_parts,
         )
+
+
+def _random_state() -> str:
+    state = (random.getstate(), np.random.get_state(legacy=False))
+    return hashlib.blake2b(repr(state).encode(), digest_size=12).hexdigest()
 
 
 def _is_shared_state(variable: Any) -> bool:

@@ -1,0 +1,71 @@
+"""TensorFlow's ParameterServerStrategy: a task of its cluster.
+
+The chief has the loop, with a ClusterCoordinator; workers and servers are servers of
+TensorFlow's. With tf_keras (Keras 2), as Keras 3 has no such strategy.
+"""
+
+import os
+
+os.environ["TF_USE_LEGACY_KERAS"] = "1"
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+import protocol
+import tensorflow as tf
+import tf_keras
+
+resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+if resolver.task_type in ("worker", "ps"):
+    server = tf.distribute.Server(
+        resolver.cluster_spec(),
+        job_name=resolver.task_type,
+        task_index=resolver.task_id,
+        protocol="grpc",
+    )
+    server.join()
+
+strategy = tf.distribute.ParameterServerStrategy(resolver)
+coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+with strategy.scope():
+    hidden = [tf_keras.layers.Dense(n, "relu") for n in protocol.SIZES[1:-1]]
+    model = tf_keras.Sequential([*hidden, tf_keras.layers.Dense(10)])
+    model.build((None, protocol.SIZES[0]))
+    model.set_weights([array for pair in protocol.WEIGHTS for array in pair])
+    optimizer = tf_keras.optimizers.Adam(protocol.LEARNING_RATE, epsilon=1e-8)
+    optimizer.build(model.trainable_variables)
+    example_loss = tf_keras.losses.SparseCategoricalCrossentropy(
+        from_logits=True, reduction="none"
+    )
+
+
+@tf.function
+def step(batches: "tf.data.Iterator") -> tf.Tensor:
+    """A step of one worker."""
+
+    def replica_step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(example_loss(y, model(x, training=True)))
+        grads = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
+        return loss
+
+    losses = strategy.run(replica_step, next(batches))
+    return strategy.reduce(tf.distribute.ReduceOp.SUM, losses, axis=None)
+
+
+@tf.function
+def dataset() -> "tf.data.Dataset":
+    """What every worker trains on."""
+    examples = tf.data.Dataset.from_tensor_slices((protocol.X, protocol.Y))
+    return examples.batch(protocol.BATCH).repeat().prefetch(2)
+
+
+batches = iter(coordinator.create_per_worker_dataset(dataset))
+
+
+def train(start: int, count: int) -> float:
+    """The steps that all workers make together."""
+    losses = [coordinator.schedule(step, (batches,)) for _ in range(count)]
+    coordinator.join()
+    return sum(float(loss.fetch()) for loss in losses) / count
+
+
+protocol.serve(train)
