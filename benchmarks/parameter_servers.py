@@ -18,13 +18,13 @@ import os
 import queue
 import secrets
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from pathlib import Path
+from statistics import median
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--peer-python", help="a Python that has tensorflow and tf_keras")
@@ -62,8 +62,9 @@ class Cluster:
         self, python: str, script: str, jobs: dict[str, int], trainers: str
     ) -> None:
         self.steps_per_second: list[float] = []
+        self.cpu_ms: list[float] = []
         self.loss = float("nan")
-        self._log = tempfile.TemporaryFile("w+")
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - `close` closes it.
         ports = iter(free_ports(sum(jobs.values())))
         cluster = {
             job: [f"127.0.0.1:{next(ports)}" for _ in range(count)]
@@ -117,7 +118,9 @@ class Cluster:
             try:
                 line = self._lines[task].get(timeout=max(0.0, end - time.monotonic()))
             except queue.Empty:
-                raise RuntimeError(f"{task}: no {word!r} in time{self._tail()}") from None
+                raise RuntimeError(
+                    f"{task}: no {word!r} in time{self._tail()}"
+                ) from None
             if line is None:
                 raise RuntimeError(f"{task} ended before {word!r}{self._tail()}")
             if line.startswith(word):
@@ -132,9 +135,9 @@ class Cluster:
         for task in self._trainers:
             self._read(task, "ready")
 
-    def train(self, steps: int) -> float:
-        """Have so many steps done by all together; steps per second."""
-        begin = time.perf_counter()
+    def train(self, steps: int) -> None:
+        """Have so many steps done by all together, and note how long it took."""
+        begin, cpu = time.perf_counter(), self._cpu_seconds()
         for task in self._trainers:
             stdin = self._processes[task].stdin
             assert stdin is not None
@@ -142,7 +145,22 @@ class Cluster:
             stdin.flush()
         answers = [self._read(task, "took") for task in self._trainers]
         self.loss = float(answers[0].split()[2])
-        return steps / (time.perf_counter() - begin)
+        self.steps_per_second.append(steps / (time.perf_counter() - begin))
+        self.cpu_ms.append(1000 * (self._cpu_seconds() - cpu) / steps)
+
+    def forget(self) -> None:
+        """Begin to measure anew."""
+        self.steps_per_second.clear()
+        self.cpu_ms.clear()
+
+    def _cpu_seconds(self) -> float:
+        """What all processes have used of all cores until now."""
+        ticks = 0
+        for process in self._processes.values():
+            text = Path(f"/proc/{process.pid}/stat").read_text()
+            user, system = text.rpartition(")")[2].split()[11:13]
+            ticks += int(user) + int(system)
+        return ticks / os.sysconf("SC_CLK_TCK")
 
     def close(self) -> None:
         """End the processes."""
@@ -156,9 +174,7 @@ class Cluster:
 def clusters(num_workers: int, num_servers: int) -> dict[str, Cluster]:
     """The libraries' clusters of that size."""
     jobs = {"worker": num_workers, "ps": num_servers}
-    found = {
-        "replicax": Cluster(sys.executable, "ps_replicax_peer.py", jobs, "worker")
-    }
+    found = {"replicax": Cluster(sys.executable, "ps_replicax_peer.py", jobs, "worker")}
     if options.peer_python:
         # TensorFlow's chief does not train: it tells the workers what to do.
         chief = {"chief": 1, **jobs}
@@ -176,9 +192,10 @@ def measure(num_workers: int, num_servers: int) -> dict[str, Cluster]:
             cluster.wait_until_ready()
             for _ in range(2):  # Compile, on every worker.
                 cluster.train(max(4 * num_workers, options.steps // 2))
+            cluster.forget()
         for _ in range(options.rounds):
             for cluster in found.values():
-                cluster.steps_per_second.append(cluster.train(options.steps))
+                cluster.train(options.steps)
     finally:
         for cluster in found.values():
             cluster.close()
@@ -191,29 +208,24 @@ def main() -> None:
     print(f"{CORES} cores, load {load:.1f} before the first row", file=sys.stderr)
     print(
         "| workers | servers | replicax, steps/s | TensorFlow, steps/s "
-        "| ratio (min to max) | losses |"
+        "| ratio (min to max) | CPU ms per step | losses |"
     )
-    print("|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|")
     for num_workers, num_servers in itertools.product(options.workers, options.servers):
         found = measure(num_workers, num_servers)
-        ours, theirs = found["replicax"], found.get("TensorFlow")
-        row = [num_workers, num_servers, middle(ours.steps_per_second)]
-        if theirs is None:
-            row += ["", "", f"{ours.loss:.3f}"]
-        else:
-            pairs = zip(ours.steps_per_second, theirs.steps_per_second, strict=True)
-            ratios = sorted(a / b for a, b in pairs)
-            row += [
-                middle(theirs.steps_per_second),
-                f"{middle(ratios)} ({ratios[0]:.2f} to {ratios[-1]:.2f})",
-                f"{ours.loss:.3f}, {theirs.loss:.3f}",
-            ]
-        print("| " + " | ".join(map(str, row)) + " |", flush=True)
-
-
-def middle(values: list[float]) -> str:
-    """Their median, as text."""
-    return f"{statistics.median(values):.2f}"
+        ours, theirs = found["replicax"], found.get("TensorFlow", found["replicax"])
+        pairs = zip(ours.steps_per_second, theirs.steps_per_second, strict=True)
+        ratios = sorted(a / b for a, b in pairs)
+        row = [
+            str(num_workers),
+            str(num_servers),
+            f"{median(ours.steps_per_second):.2f}",
+            f"{median(theirs.steps_per_second):.2f}",
+            f"{median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})",
+            f"{median(ours.cpu_ms):.0f}, {median(theirs.cpu_ms):.0f}",
+            f"{ours.loss:.2f}, {theirs.loss:.2f}",
+        ]
+        print("| " + " | ".join(row) + " |", flush=True)
 
 
 if __name__ == "__main__":

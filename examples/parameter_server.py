@@ -12,6 +12,7 @@ import replicax  # noqa: F401 - First: it chooses JAX as Keras' backend.
 
 # isort: split
 import argparse
+import math
 from collections import Counter
 from pathlib import Path
 
@@ -56,6 +57,9 @@ def main() -> None:
     )
     keras.utils.set_random_seed(0)
     data = load(options.data)
+    # The servers count: these are the steps of all workers together.
+    num_steps = options.epochs * math.ceil(len(data.x_train) / options.batch_size)
+    learning_rate = keras.optimizers.schedules.CosineDecay(2e-3, num_steps)
 
     with strategy.scope():
         model = keras.Sequential(
@@ -68,7 +72,7 @@ def main() -> None:
             ]
         )
         model.compile(
-            optimizer=keras.optimizers.Adam(1e-3),
+            optimizer=keras.optimizers.Adam(learning_rate),
             loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             metrics=["accuracy"],
         )
@@ -134,7 +138,7 @@ def draw(
     common.plot_history(history, title, str(folder / "loss_curve.png"))
     matplotlib.use("agg")
     from matplotlib import pyplot
-    from matplotlib.ticker import PercentFormatter
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
 
     counts = Counter[int]()
     for histogram in staleness.values():
@@ -153,11 +157,14 @@ def draw(
             width,
             label=f"{worker}: {describe(histogram).removeprefix('staleness ')}",
         )
-    panel.set_xlabel("staleness: updates between fetching values and their gradient's")
+    panel.set_xlabel(
+        "staleness: updates made between fetching the values and applying the gradient"
+    )
     panel.set_ylabel("share of the worker's gradients")
-    panel.set_xticks(range(last + 1))
-    if last < max(counts):
-        panel.set_xticks(range(last + 1), [*map(str, range(last)), f"{last}\nor more"])
+    ticks = [*range(0, last, 1 + last // 25), last]
+    rest = "\nor more" if last < max(counts) else ""
+    panel.set_xticks(ticks, [*map(str, ticks[:-1]), f"{last}{rest}"])
+    panel.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
     panel.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     panel.grid(axis="y", alpha=0.3)
     panel.set_axisbelow(True)

@@ -127,3 +127,20 @@ def test_parameter_server(tmp_path: Path) -> None:
     assert "held-out" not in other
     for name in ("loss_curve.png", "staleness.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+def test_large_embedding() -> None:
+    results = replicax.testing.run(
+        EXAMPLES / "large_embedding.py",
+        tasks={"worker": 2, "ps": 2},
+        args=("--rows=100000", "--epochs=3"),
+        deadline_seconds=120,
+    )
+    chief, other = results["worker:0"].output, results["worker:1"].output
+    assert "table           6 MiB" in chief
+    (percent,) = re.findall(r"^accuracy +([\d.]+)%", chief, re.MULTILINE)
+    assert float(percent) > 90
+    assert "accuracy" not in other

@@ -5,6 +5,7 @@ import functools
 import replicax as rx
 
 from replicax.strategies.parameter_server import ParameterServerStrategy
+
 strategy = ParameterServerStrategy()  # A server stays here.
 
 import keras  # noqa: E402

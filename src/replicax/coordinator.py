@@ -16,6 +16,7 @@ from replicax.ps.functions import Functions
 from replicax.ps.meetings import Meetings
 from replicax.ps.outcomes import error_from_json
 from replicax.ps.payloads import decode, require_size
+from replicax.ps.progress import AGAIN, Progress
 from replicax.ps.session import Session
 from replicax.ps.sums import Sums
 from replicax.ps.wanted import WantedGroups
@@ -23,7 +24,6 @@ from replicax.strategies.parameter_server import ParameterServerStrategy
 
 __all__ = ["ClusterCoordinator", "RemoteValue"]
 
-_AGAIN = object()  # There was progress: the deadline begins anew.
 _LOOK_SECONDS = 1.0
 _PACE_SECONDS = 0.05
 _logger = logging.getLogger("replicax")
@@ -99,8 +99,9 @@ class ClusterCoordinator:
             self._meetings,
             self._sums,
             self._sources.own,
+            self._refresh,
         )
-        self._pending: dict[str, Any] = {"queued": 0, "running": {}}
+        self._progress = Progress(session)
         self._looked = 0.0
         strategy.coordinator = self
 
@@ -147,9 +148,9 @@ class ClusterCoordinator:
             )
             if "full" not in answer:
                 return answer
-            return _AGAIN if self._tend() else None
+            return AGAIN if self._tend() else None
 
-        answer = self._until(poll, "a place in the queue")
+        answer = self._progress.until(poll, "a place in the queue")
         if "failed" in answer:
             self._meetings.end({"at": "schedule", "error": answer["failed"]})
             raise error_from_json(answer["failed"])
@@ -172,7 +173,7 @@ class ClusterCoordinator:
         if not self._session.is_chief:
             self._follow("join")
             return
-        self._until(self._all_over, "the end of all closures")
+        self._progress.until(self._all_over, "the end of all closures")
         self._end_round("join")
 
     def done(self) -> bool:
@@ -272,33 +273,25 @@ class ClusterCoordinator:
 
     def _tend(self) -> bool:
         """What the chief does while it waits; whether closures got on."""
-        self._wanted.serve(self.strategy.remote)
+        self._wanted.adopt(self.strategy.remote)
         self._sums.add(self._owner.collect())
         if len(self._session.workers) == 1:
             end = time.monotonic() + _PACE_SECONDS
             while self._worker.run_one() and time.monotonic() < end:
                 pass
-        return self._look()
-
-    def _look(self) -> bool:
-        before = self._pending
-        self._pending = self._session.board("pending")
-        self._pending.pop("unserved")  # Seconds, which always change.
-        return self._pending != before
+        return self._progress.look()
 
     def _all_over(self) -> Any:
-        """True: all closures are over; `_AGAIN`: some are; None: no news."""
+        """True: all closures are over; `AGAIN`: some are; None: no news."""
         moved = self._tend()
-        pending = self._pending
-        if not pending["queued"] and not pending["running"] and self._owner.knows_all:
+        if self._progress.is_over and self._owner.knows_all:
             return True
-        return _AGAIN if moved else None
+        return AGAIN if moved else None
 
     def _end_round(self, at: str) -> None:
         """All closures are over: tell the others, or raise the error of one."""
         error = self._session.once("raise_if_failed")
-        self.strategy.refresh()
-        self._wanted.write_iterations()
+        self._refresh()
         record = {"at": at, "sums": self._sums.values(), "error": error}
         self._meetings.end(record | ({"done": True} if at == "done" else {}))
         if error is not None:
@@ -308,18 +301,16 @@ class ClusterCoordinator:
         def poll() -> Any:
             if all(outcome.is_known for outcome in outcomes):
                 return True
-            return _AGAIN if self._tend() else None
+            return AGAIN if self._tend() else None
 
-        self._until(poll, "the end of the closures whose results are fetched")
+        self._progress.until(poll, "the end of the closures whose results are fetched")
         errors = [x.error for x in outcomes if x.error is not None]
         values = [x.value for x in outcomes]
         try:
             if not errors:
                 require_size(values, "fetch: all results together")
         except ValueError as error:
-            errors = [
-                {"type": "ValueError", "message": str(error), "traceback": ""},
-            ]
+            errors = [{"type": "ValueError", "message": str(error), "traceback": ""}]
         if errors:
             self._meetings.end({"at": "fetch", "error": errors[0]})
             raise error_from_json(errors[0])
@@ -337,10 +328,10 @@ class ClusterCoordinator:
                 return record
             return self._run_one()
 
-        record = self._until(poll, f"{at} (number {self._meetings.passed} of its kind)")
+        record = self._progress.until(poll, f"coordinator.{at}")
         if "sums" in record:
             self._sums.assign(record["sums"])
-            self.strategy.refresh()
+            self._refresh()
         if record.get("error") is not None:
             raise error_from_json(record["error"])
         if record.get("at", at) != at:
@@ -355,7 +346,7 @@ class ClusterCoordinator:
 
     def _run_one(self) -> Any:
         if self._worker.run_one():
-            return _AGAIN
+            return AGAIN
         now = time.monotonic()
         if now - self._looked < _LOOK_SECONDS:
             return None
@@ -368,7 +359,7 @@ class ClusterCoordinator:
                 self._session.name,
             )
             raise SystemExit(0)
-        return _AGAIN if self._look() else None
+        return AGAIN if self._progress.look() else None
 
     def _serve_to_the_end(self) -> NoReturn:
         """Run closures only: the script cannot go on as the chief's went."""
@@ -378,29 +369,15 @@ class ClusterCoordinator:
             self._session.name,
         )
         while True:
-            self._until(self._run_one, "the end of the job")
+            self._progress.until(self._run_one, "the end of the job")
 
-    # Waiting.
+    # Both.
 
-    def _until(self, poll: Callable[[], Any], what: str) -> Any:
-        """Poll until there is a result; the deadline begins anew with any progress."""
-        while True:
-            result = self._session.wait(poll, what, self._missing)
-            if result is not _AGAIN:
-                return result
-
-    def _missing(self) -> str:
-        session = self._session
-        if not session.is_chief:
-            return f"{session.workers[0]} (the chief)"
-        running = sorted(set(self._pending["running"].values()))
-        if running:
-            return f"{' and '.join(running)} (in a function)"
-        others = session.workers[1:]
-        alive = [name for name in session.board("alive") if name in others]
-        if alive:
-            return f"{' and '.join(alive)} (which did not take any)"
-        return f"any of {' and '.join(others)} (none is alive)"
+    def _refresh(self) -> None:
+        """Variables get the newest values."""
+        self._wanted.adopt(self.strategy.remote)
+        self.strategy.refresh()
+        self._wanted.write_iterations()
 
 
 def _checked(strategy: Any) -> Session:

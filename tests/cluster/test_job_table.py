@@ -45,12 +45,12 @@ def test_the_longest_row_fits() -> None:
     readings = Readings(
         state="dead",
         silent_seconds=119.0,
-        steps=meter(0, 123_456_789),
+        steps=meter(0, 1_234_567),
         traffic=meter(0, 9_999_000_000),
         staleness={1000: 1, 2345: 1},
     )
     found = rows({"worker:117": "running"}, {"worker:117": readings})
-    words = "silent 119 s 123,456,789 0 1,672.5, max 2,345 0 0"
+    words = "silent 119 s 1,234,567 0 1,672.5, max 2,345 0 0"
     assert found["worker:117"] == words.split()
 
 

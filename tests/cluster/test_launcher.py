@@ -231,7 +231,7 @@ def test_parameter_servers_are_ended_when_the_training_is(
         while not os.path.exists(here + "/serving"):
             time.sleep(0.01)
     """
-    result = run(code, "--workers", "2", "--ps", "1")
+    result = run(code, "--workers", "2", "--ps", "1", "--grace-seconds", "0.5")
     assert result.exit_code == 0, result.output
     assert lines_of(result) == ["ps:0     | bye", "ps:0     | serving"]
 

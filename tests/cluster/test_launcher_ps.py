@@ -263,7 +263,7 @@ def test_nothing_is_restarted_when_the_chief_is_done(
     result = run(code)
     assert result.exit_code == 0, result.output
     assert "attempt 1" not in result.stdout
-    assert "The chief is done" in result.stderr
+    assert "The job is done without it." in result.stderr
 
 
 def test_workers_that_outlast_the_servers_are_ended(run: Callable[..., Result]) -> None:

@@ -22,7 +22,9 @@ def raised(error):
     try:
         closure()
     except Exception as caught:  # noqa: BLE001
-        return error_from_json(error_to_json(caught, "script.step", "worker:1"))
+        return error_from_json(
+            error_to_json(caught, "script.step", "worker:1", "other.py")
+        )
     raise AssertionError
 
 
@@ -45,6 +47,14 @@ def test_builtin_errors_keep_their_type(error, kind, message):
     (note,) = found.__notes__
     assert note.startswith("In script.step on worker:1:\nTraceback")
     assert "raise error" in note
+
+
+def test_frames_of_the_caller_are_left_out():
+    try:
+        int("no")
+    except ValueError as error:
+        told = error_to_json(error, "f", "worker:1", __file__)
+    assert told["traceback"].count("File") == 0
 
 
 def test_names_that_are_no_exceptions_are_not_called():

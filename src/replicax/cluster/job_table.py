@@ -58,7 +58,7 @@ def draw(
     """
     table = Table(
         box=box.SIMPLE_HEAD,
-        title=title,
+        title=f"\n{title}\n",
         title_justify="left",
         show_edge=False,
         pad_edge=False,
@@ -79,7 +79,7 @@ def draw(
     table.add_section()
     for task in servers:
         _add(table, task, readings.get(task.name), at_the_end)
-    table.caption = "A server's steps are the updates that it made."
+    table.caption = "\nA server's steps are the updates that it made."
     table.caption_justify = "left"
     return table
 

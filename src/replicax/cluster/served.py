@@ -76,9 +76,9 @@ def run_served(
             cores=command.cores,
         )
         with processes:
-            run = _Run(command, console, signals, processes, tasks)
-            run.max_restarts = max_restarts
-            run.backoff_s = backoff_seconds
+            ending = Ending(processes, console, signals, command.grace_seconds)
+            restarts = _Restarts(max_restarts, backoff_seconds)
+            run = _Run(command, console, processes, ending, tasks, restarts)
             with _Display(console, run, command.environment):
                 run.go_on()
     return run.summarize()
@@ -123,6 +123,14 @@ class _Task:
         return failure
 
 
+@dataclasses.dataclass(frozen=True)
+class _Restarts:
+    """How often each task may be started again, and the wait before the first time."""
+
+    most: int
+    backoff_s: float
+
+
 class _Run:
     """The tasks while they run, and what is known of them."""
 
@@ -130,18 +138,18 @@ class _Run:
         self,
         command: ClusterCommand,
         console: TaskConsole,
-        signals: Sequence[int],
         processes: TaskProcesses,
+        ending: Ending,
         tasks: dict[str, _Task],
+        restarts: _Restarts,
     ) -> None:
         self.tasks = tasks
         self.status: JobStatus | None = None
-        self.max_restarts = 0
-        self.backoff_s = 1.0
         self._command = command
         self._console = console
         self._processes = processes
-        self._ending = Ending(processes, console, signals, command.grace_seconds)
+        self._ending = ending
+        self._restarts = restarts
         self._chief = "chief:0" if "chief:0" in tasks else "worker:0"
         self._chief_is_done = False
         self._running = set(tasks)
@@ -212,17 +220,15 @@ class _Run:
         failure = self._ending.explained(task.failure(exit_code))
         progress = -1 if self.status is None else self.status.progress(task.name)
         task.outcomes.append(Outcome(failure=failure, progress=progress))
-        if self._why_over is not None:
+        if self._why_over is not None or self._ending.signal is not None:
             self._failures.append(failure)  # A consequence.
-        elif self._ending.signal is not None:
-            self._failures.append(failure)
         elif self._chief_is_done and kind(failure) == "retryable":
-            self._console.say(f"{failure.message} The chief is done: it may be so.")
+            self._console.say(f"{failure.message} The job is done without it.")
         elif (reason := self._why_for_good(task)) is None:
-            wait = back_off(len(task.outcomes) - 1, self.backoff_s)
+            wait = back_off(len(task.outcomes) - 1, self._restarts.backoff_s)
             task.restart_at = time.monotonic() + wait
             self._console.say(
-                f"{failure.message} Restart {task.num_starts} of {self.max_restarts} "
+                f"{failure.message} Restart {task.num_starts} of {self._restarts.most} "
                 f"in {wait:.1f} s."
             )
         else:
@@ -236,7 +242,7 @@ class _Run:
             return "It would fail again"
         if crash_loop(task.outcomes):
             return "Three restarts in a row brought no step more"
-        if task.num_restarts >= self.max_restarts:
+        if task.num_restarts >= self._restarts.most:
             return "No restart is left"
         return None
 

@@ -43,7 +43,7 @@ def run(
     ] = 1.0,
     grace_seconds: Annotated[
         float,
-        typer.Option(min=0, help="How long tasks may take to end when asked."),
+        typer.Option(min=0, help="How long tasks may take to end when they are asked."),
     ] = 30.0,
     evaluator_seconds: Annotated[
         float,

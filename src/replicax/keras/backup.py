@@ -84,7 +84,15 @@ class BackupAndRestore(LateCallback):
         Raises:
             CheckpointError: If it is damaged and there is no other, or if the model is
                 not the one that was saved.
+            NotImplementedError: On parameter servers.
         """
+        session = getattr(self.model, "_replicax_fit", None)
+        if getattr(session, "claimed", None) is not None:
+            raise NotImplementedError(
+                "BackupAndRestore: on parameter servers the values and the progress of "
+                "fit are with the servers. Use ParameterServerStrategy(snapshot_dir="
+                "...): restarted servers and workers go on from there."
+            )
         self._run = _Run(self, [c for c in callbacks if c is not self])
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:

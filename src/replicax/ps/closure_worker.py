@@ -26,6 +26,7 @@ class ClosureWorker:
         meetings: How far this task's script is.
         sums: Its metrics.
         own: Gives this worker's per-worker value of a number.
+        refresh: Gives variables the newest values.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class ClosureWorker:
         meetings: Meetings,
         sums: Sums,
         own: Callable[[int], Any],
+        refresh: Callable[[], None],
     ) -> None:
         self._session = session
         self._strategy = strategy
@@ -43,6 +45,7 @@ class ClosureWorker:
         self._meetings = meetings
         self._sums = sums
         self._own = own
+        self._refresh = refresh
         self._held: dict[str, Any] | None = None
         self._trained_last: str | None = None
         self._depth = 0
@@ -83,13 +86,14 @@ class ClosureWorker:
         except Exception as error:  # noqa: BLE001  It is the chief's to raise.
             self._strategy.settle()
             self._trained_last = None
-            answer = {"error": error_to_json(error, name, self._session.name)}
+            told = error_to_json(error, name, self._session.name, __file__)
+            answer = {"error": told}
         self._session.once("result", id=closure["id"], **answer)
 
     def _value_of(self, name: str, call: Any) -> dict[str, Any]:
         args, kwargs = decode(call, self._resolve)
         if name != self._trained_last:
-            self._strategy.refresh()
+            self._refresh()
         steps = self._strategy.steps_applied
         self._sums.begin()
         value = self._functions[name](*args, **kwargs)

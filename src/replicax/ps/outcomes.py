@@ -24,11 +24,20 @@ class ClosureCancelledError(ClosureError):
     """A closure was not run, since one before it has raised an error."""
 
 
-def error_to_json(error: Exception, function: str, worker: str) -> dict[str, str]:
-    """What a worker tells of an error: its type, message and traceback."""
-    # The first entry is the frame that called the closure.
+def error_to_json(
+    error: Exception, function: str, worker: str, caller: str
+) -> dict[str, str]:
+    """What a worker tells of an error: its type, message and traceback.
+
+    Args:
+        error: What the closure raised.
+        function: Its name.
+        worker: Where it ran.
+        caller: The file that called it, whose frames come first and say nothing.
+    """
     shown = traceback.TracebackException.from_exception(error)
-    del shown.stack[:1]
+    while shown.stack and shown.stack[0].filename == caller:
+        del shown.stack[0]
     return {
         "type": type(error).__qualname__,
         "message": str(error),

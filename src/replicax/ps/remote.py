@@ -97,6 +97,10 @@ class RemoteGroup:
             self._on(server, {"op": "create", "group": self.group.to_json()}, vectors)
         self._session.board("put", key=self._key, value={"digest": self.group.digest})
 
+    def is_created(self) -> bool:
+        """Whether the chief has created the group."""
+        return self._session.board("get", key=self._key) is not None
+
     def require_created(self) -> None:
         """Wait for the chief to create the group, and compare it with this one.
 

@@ -416,13 +416,24 @@ class RemoteVariables:
         self._groups.append((group, list(variables)))
         return self._groups[-1]
 
-    def adopt(self, placed: Group, variables: Sequence[Any]) -> RemoteGroup:
-        """The chief: create a group that a worker found, with the values here."""
+    def adopt(self, placed: Group, variables: Sequence[Any]) -> RemoteGroup | None:
+        """Take over a group that another worker has found.
+
+        The chief creates it, with the values here.
+
+        Returns:
+            The group; None: the chief has not created it yet.
+        """
         for known, _ in self._groups:
             if known.group.name == placed.name:
                 return known
         group = self._remote_group(placed)
-        group.create(internals.read_values(variables))
+        if self._session.is_chief:
+            group.create(internals.read_values(variables))
+        elif group.is_created():
+            group.require_created()
+        else:
+            return None
         group.pull()
         internals.write_values(variables, group.values)
         self._handed[placed.name] = group.values
@@ -440,13 +451,14 @@ class RemoteVariables:
 
 def _info(variable: Any) -> VariableInfo:
     constraint = getattr(variable, "constraint", None)
+    config: Any = (
+        None if constraint is None else keras.constraints.serialize(constraint)
+    )
     return VariableInfo(
         path=variable.path,
         shape=tuple(variable.shape),
         dtype=str(variable.dtype),
-        constraint=None
-        if constraint is None
-        else keras.constraints.serialize(constraint),
+        constraint=config,
     )
 
 

@@ -2,6 +2,7 @@
 
 A closure's first step shows which variables an optimizer trains. Only the worker that
 runs it knows, and only the chief's initial values count: so the worker asks the chief.
+The other workers hear of it too, and evaluate with the values that are trained.
 """
 
 import dataclasses
@@ -22,7 +23,14 @@ __all__ = ["WantedGroups"]
 
 @dataclasses.dataclass
 class _Trained:
-    """A group with an optimizer, as the chief has it."""
+    """A group that an optimizer trains.
+
+    Attributes:
+        group: The `RemoteGroup`.
+        iterations: The optimizer's count of updates.
+        rate: Its learning rate, if it is a variable.
+        known: The array of the rate that the servers have.
+    """
 
     group: Any
     iterations: Any
@@ -31,7 +39,7 @@ class _Trained:
 
 
 class WantedGroups:
-    """What workers ask of the chief, in the order of the asking.
+    """What workers ask for, in the order of the asking.
 
     Args:
         session: This worker's session.
@@ -64,39 +72,45 @@ class WantedGroups:
             else self._labels.of(optimizer.iterations),
             "rate": self._labels.of(rate) if isinstance(rate, keras.Variable) else None,
         }
+        number = self._next
         while True:
-            stands = self._session.board("put", key=self._key, value=want)
-            self._next += 1
+            key = _key(number)
+            stands = self._session.board("put", key=key, value=want)
             if stands["group"]["name"] == group.name:
                 return
+            number += 1
 
-    def serve(self, remote: Any) -> None:
-        """The chief: create what was asked for, in its `RemoteVariables`.
+    def adopt(self, remote: Any) -> None:
+        """Take over what was asked for: the chief creates it, the others have it then.
+
+        Args:
+            remote: This task's `RemoteVariables`.
 
         Raises:
             ClusterMismatchError: If the chief has no such variables.
         """
         while True:
-            want = self._session.board("get", key=self._key)
+            want = self._session.board("get", key=_key(self._next))
             if want is None:
                 return
+            variables = [self._labels.find((p, n)) for p, n in want["variables"]]
+            if any(v is None for v in variables):
+                self._require_worker(want, variables)
+                return  # This script is not there yet.
+            group = remote.adopt(Group.from_json(want["group"]), variables)
+            if group is None:
+                return
             self._next += 1
-            group = remote.adopt(
-                Group.from_json(want["group"]),
-                [self._find(label, want["by"]) for label in want["variables"]],
-            )
             if want["iterations"] is not None:
-                rate = None
-                if want["rate"] is not None:
-                    rate = self._labels.find(tuple(want["rate"]))
-                self._trained.append(
-                    _Trained(
-                        group,
-                        self._labels.find(tuple(want["iterations"])),
-                        rate,
-                        None if rate is None else _stored(rate),
-                    )
-                )
+                self._follow(group, want)
+
+    def _follow(self, group: Any, want: dict[str, Any]) -> None:
+        iterations = self._labels.find(tuple(want["iterations"]))
+        rate = None
+        if want["rate"] is not None:
+            rate = self._labels.find(tuple(want["rate"]))
+        known = None if rate is None else _stored(rate)
+        self._trained.append(_Trained(group, iterations, rate, known))
 
     def send_rates(self) -> None:
         """The chief: learning rates that were assigned go to the servers."""
@@ -109,25 +123,25 @@ class WantedGroups:
                 trained.group.assign_rate(float(np.asarray(value)))
 
     def write_iterations(self) -> None:
-        """The chief: optimizers count the updates that the servers made."""
+        """Optimizers count the updates that the servers made."""
         for trained in self._trained:
             if trained.iterations is not None:
                 trained.iterations.assign(max(trained.group.versions.values()))
 
-    @property
-    def _key(self) -> str:
-        return f"wanted group: {self._next}"
+    def _require_worker(self, want: dict[str, Any], variables: list[Any]) -> None:
+        if not self._session.is_chief:
+            return
+        missing = want["variables"][variables.index(None)][0]
+        raise ClusterMismatchError(
+            f"ClusterCoordinator: a closure on {want['by']} trains {missing!r}, which "
+            "the chief does not have. Create models under strategy.scope() and build "
+            "them (a keras.Input, or model.build) before the first "
+            "coordinator.schedule, in every task."
+        )
 
-    def _find(self, label: list[Any], worker: str) -> Any:
-        variable = self._labels.find((label[0], label[1]))
-        if variable is None:
-            raise ClusterMismatchError(
-                f"ClusterCoordinator: a closure on {worker} trains {label[0]!r}, which "
-                "the chief does not have. Create models under strategy.scope() and "
-                "build them (a keras.Input, or model.build) before the first "
-                "coordinator.schedule, in every task."
-            )
-        return variable
+
+def _key(number: int) -> str:
+    return f"wanted group: {number}"
 
 
 def _stored(variable: Any) -> Any:
