@@ -2,8 +2,9 @@
 
 Each worker and each server is a process. A round trip sends the bytes to the servers,
 an equal share to each, and takes as many back; server and worker take them from memory
-and leave them in memory, and nothing is computed. Flight and TCP take turns in each
-round, and medians are compared.
+and leave them in memory. The three cases take turns in each round, and medians are
+compared: raw TCP and Flight, where nothing is computed, and updates, where the servers'
+store makes a step of SGD with what is pushed and answers with the new values.
 
     python benchmarks/flight_round_trip.py --workers 1 2 4 --servers 1 2
 """
@@ -16,6 +17,7 @@ import socket
 import statistics
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -70,6 +72,16 @@ def serve_flight(port: int, size: int) -> None:
     threading.Event().wait()
 
 
+def serve_updates(port: int, size: int) -> None:
+    import replicax  # noqa: F401 - It chooses JAX as Keras' backend.
+    from replicax.ps.service import Service
+    from replicax.ps.store import Store
+
+    service = Service(f"127.0.0.1:{port}", Store(0), None, credentials())
+    service.serve_in_thread()
+    threading.Event().wait()
+
+
 def serve_tcp(port: int, size: int) -> None:
     values = np.ones(size // 4, np.float32)
 
@@ -102,6 +114,44 @@ def flight_round_trip(port: int, values: np.ndarray) -> Callable[[], object]:
     return lambda: connection.exchange({"op": "echo"}, {"float32": values})
 
 
+def update_round_trip(port: int, values: np.ndarray) -> Callable[[], object]:
+    import keras
+
+    from replicax.ps.connection import Connection
+    from replicax.ps.groups import Group, Part
+
+    part = Part(
+        variable=0, path="values", shape=values.shape, dtype="float32", server=0
+    )
+    rule = {
+        "kind": "optimizer",
+        "config": keras.optimizers.serialize(keras.optimizers.SGD(0.1)),
+    }
+    group = Group(name="all", rule=rule, parts=(part,))
+    connection = Connection(f"127.0.0.1:{port}", credentials())
+    connection.exchange({"op": "create", "group": group.to_json()}, {"float32": values})
+    session = uuid.uuid4().hex
+    numbers = itertools.count(1)
+    based_on = 0
+
+    def go() -> None:
+        nonlocal based_on
+        header = {
+            "op": "push",
+            "group": "all",
+            "worker": session,
+            "session": session,
+            "sequence": next(numbers),
+            "based_on": based_on,
+            "deadline_seconds": 60.0,
+            "part": None,
+        }
+        answer, _ = connection.exchange(header, {"float32": values})
+        based_on = answer["version"]
+
+    return go
+
+
 def tcp_round_trip(port: int, values: np.ndarray) -> Callable[[], object]:
     deadline = time.monotonic() + 20
     while True:
@@ -122,13 +172,20 @@ def tcp_round_trip(port: int, values: np.ndarray) -> Callable[[], object]:
     return go
 
 
+SERVE = {"tcp": serve_tcp, "flight": serve_flight, "updates": serve_updates}
+MAKE = {
+    "tcp": tcp_round_trip,
+    "flight": flight_round_trip,
+    "updates": update_round_trip,
+}
+
+
 def work(pipe, ports: dict[str, list[int]], size: int) -> None:
     """A worker: makes the round trips that it is told to make."""
     values = np.zeros(size // 4, np.float32)
-    make = {"tcp": tcp_round_trip, "flight": flight_round_trip}
-    trips = {kind: [make[kind](p, values) for p in ports[kind]] for kind in make}
+    trips = {kind: [MAKE[kind](p, values) for p in ports[kind]] for kind in MAKE}
     with ThreadPoolExecutor(len(ports["tcp"])) as pool:
-        for kind in make:
+        for kind in MAKE:
             list(pool.map(lambda trip: trip(), trips[kind]))
         pipe.send("ready")
         while (request := pipe.recv()) is not None:
@@ -151,11 +208,10 @@ def measure(num_workers: int, num_servers: int, options) -> dict[str, list[float
     """Seconds of a round trip of all workers, for each round."""
     context = multiprocessing.get_context("spawn")
     size = int(options.megabytes * 1e6) // num_servers // 4 * 4
-    free = free_ports(2 * num_servers)
-    ports = {"tcp": free[:num_servers], "flight": free[num_servers:]}
-    serve = {"tcp": serve_tcp, "flight": serve_flight}
+    free = iter(free_ports(len(SERVE) * num_servers))
+    ports = {kind: [next(free) for _ in range(num_servers)] for kind in SERVE}
     servers = [
-        context.Process(target=serve[kind], args=(port, size))
+        context.Process(target=SERVE[kind], args=(port, size))
         for kind in ports
         for port in ports[kind]
     ]
@@ -169,7 +225,7 @@ def measure(num_workers: int, num_servers: int, options) -> dict[str, list[float
     try:
         for pipe in mine:
             pipe.recv()
-        seconds: dict[str, list[float]] = {"tcp": [], "flight": []}
+        seconds: dict[str, list[float]] = {kind: [] for kind in SERVE}
         for _, kind in itertools.product(range(options.rounds), seconds):
             began = time.perf_counter()
             for pipe in mine:
@@ -192,14 +248,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--trips", type=int, default=4, help="round trips in a round")
     options = parser.parse_args()
-    print("workers servers   TCP GB/s   Flight GB/s   of TCP   round trips/s")
+    print(
+        "| workers | servers | TCP GB/s | Flight GB/s | of TCP "
+        "| with updates GB/s | of TCP | updates/s |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
     for num_workers, num_servers in itertools.product(options.workers, options.servers):
         seconds = measure(num_workers, num_servers, options)
-        tcp, flight = (statistics.median(seconds[kind]) for kind in ("tcp", "flight"))
+        tcp, flight, updates = (statistics.median(seconds[kind]) for kind in SERVE)
         total = 2 * options.megabytes * 1e6 * num_workers / 1e9
         print(
-            f"{num_workers:7d} {num_servers:7d} {total / tcp:10.2f} "
-            f"{total / flight:13.2f} {tcp / flight:8.2f} {num_workers / flight:15.1f}",
+            f"| {num_workers} | {num_servers} | {total / tcp:.2f} "
+            f"| {total / flight:.2f} | {tcp / flight:.2f} "
+            f"| {total / updates:.2f} | {tcp / updates:.2f} "
+            f"| {num_workers / updates:.1f} |",
             flush=True,
         )
 

@@ -4,9 +4,7 @@ import functools
 
 import replicax as rx
 
-from replicax.strategies.parameter_server import ParameterServerStrategy
-
-strategy = ParameterServerStrategy()  # A server stays here.
+strategy = rx.ParameterServerStrategy()  # A server stays here.
 
 import keras  # noqa: E402
 import numpy as np  # noqa: E402

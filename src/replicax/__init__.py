@@ -26,6 +26,7 @@ from replicax.collectives import (
     ReductionToOneDevice,
 )
 from replicax.communication import CollectiveCommunication, CommunicationOptions
+from replicax.coordinator import ClusterCoordinator, RemoteValue
 from replicax.current import (
     get_replica_context,
     get_strategy,
@@ -50,6 +51,8 @@ from replicax.keras import hooks
 from replicax.keras.backup import BackupAndRestore
 from replicax.keras.sidecar import SidecarEvaluator
 from replicax.losses import compute_average_loss, scale_regularization_loss
+from replicax.per_worker import PerWorkerValues
+from replicax.ps.outcomes import ClosureCancelledError, ClosureError
 from replicax.replica import ReplicaContext
 from replicax.strategies import (
     CentralStorageStrategy,
@@ -69,7 +72,10 @@ __all__ = [
     "Checkpoint",
     "CheckpointError",
     "CheckpointManager",
+    "ClosureCancelledError",
+    "ClosureError",
     "ClusterConfigError",
+    "ClusterCoordinator",
     "ClusterError",
     "ClusterMismatchError",
     "ClusterSpec",
@@ -91,8 +97,10 @@ __all__ = [
     "OneDeviceStrategy",
     "ParameterServerStrategy",
     "PerReplica",
+    "PerWorkerValues",
     "ReduceOp",
     "ReductionToOneDevice",
+    "RemoteValue",
     "ReplicaContext",
     "RestoreStatus",
     "SidecarEvaluator",

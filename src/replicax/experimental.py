@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from replicax import partitioners
+from replicax import coordinator, partitioners
 from replicax.checkpoint.preemption import PreemptionCheckpointHandler
 from replicax.cluster.resolvers import ClusterResolver
 from replicax.communication import CollectiveCommunication, CommunicationOptions
@@ -18,6 +18,7 @@ __all__ = [
     "MultiWorkerMirroredStrategy",
     "ParameterServerStrategy",
     "PreemptionCheckpointHandler",
+    "coordinator",
     "partitioners",
 ]
 

@@ -14,7 +14,7 @@ import keras
 import numpy as np
 import pytest
 
-from replicax.strategies.parameter_server import ParameterServerStrategy
+import replicax as rx
 from replicax.testing import run
 
 pytest.importorskip("pyarrow")
@@ -33,7 +33,7 @@ def guide() -> dict[str, Any]:
             "task": {"type": given["task"]["type"], "index": given["task"]["index"]},
         }
     )
-    ps_strategy = ParameterServerStrategy()
+    ps_strategy = rx.experimental.ParameterServerStrategy()
     print("This is a worker.")
     with ps_strategy.scope():
         model: Any = keras.Sequential([keras.layers.Dense(1, input_shape=(1,))])

@@ -11,7 +11,7 @@ import keras
 import pytest
 from sklearn.datasets import load_diabetes
 
-from replicax.strategies.parameter_server import ParameterServerStrategy
+import replicax as rx
 from replicax.testing import run
 
 pytest.importorskip("pyarrow")
@@ -31,7 +31,7 @@ def script() -> dict[str, Any]:
     train_dataset = patients(batch_size=32)
 
     # asynchronous
-    async_strategy = ParameterServerStrategy()
+    async_strategy = rx.ParameterServerStrategy()
     with async_strategy.scope():
         model: Any = keras.Sequential(
             [

@@ -26,7 +26,6 @@ from keras.models import Model
 from sklearn.datasets import load_digits
 
 import replicax as rx
-from replicax.strategies.parameter_server import ParameterServerStrategy
 from replicax.testing import run
 
 pytest.importorskip("pyarrow")
@@ -99,7 +98,7 @@ def script() -> dict[str, Any]:
         cluster_spec, task_type=task_type, task_id=task_index
     )
     # Instantiate the ParameterServerStrategy. Source: without an argument
-    strategy = ParameterServerStrategy(resolver)
+    strategy = rx.experimental.ParameterServerStrategy(resolver)
     # Create the ResNet model and compile it within the strategy scope
     with strategy.scope():
         input_shape = (32, 32, 3)  # Source: (224, 224, 3)

@@ -190,11 +190,13 @@ def cut_sockets(ports):
     """Break this process' connections to those ports; how many there were."""
     number = 0
     for entry in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            with socket.socket(fileno=os.dup(int(entry))) as found:
-                if found.getpeername()[1] in ports:
-                    found.shutdown(socket.SHUT_RDWR)
-                    number += 1
+        with (
+            contextlib.suppress(OSError),
+            socket.socket(fileno=os.dup(int(entry))) as found,
+        ):
+            if found.getpeername()[1] in ports:
+                found.shutdown(socket.SHUT_RDWR)
+                number += 1
     return number
 
 
@@ -355,19 +357,30 @@ def test_a_worker_that_does_not_come_back_ends_nothing(tmp_path):
     assert results["worker:0"].value["accuracy"] > 0.9
 
 
-def snapshots_in(tmp_path):
-    return {"snapshot_dir": str(tmp_path / "snapshots"), "snapshot_every_updates": 5}
+def snapshots_in(tmp_path, every_updates=5):
+    return {
+        "snapshot_dir": str(tmp_path / "snapshots"),
+        "snapshot_every_updates": every_updates,
+    }
 
 
-def has_snapshot(tmp_path, server):
-    return any((tmp_path / "snapshots" / f"server-{server}").glob("snapshot-*"))
+def await_snapshot(tmp_path, server, seconds=20):
+    """Wait for the next one, to which the next updates do not belong."""
+    folder = tmp_path / "snapshots" / f"server-{server}"
+    before = set(folder.glob("snapshot-*"))
+    end = time.monotonic() + seconds
+    while not set(folder.glob("snapshot-*")) - before:
+        assert time.monotonic() < end, f"no new snapshot in {folder}"
+        time.sleep(0.01)
 
 
 def test_killed_servers_go_on_from_their_snapshots(tmp_path):
-    with Job(tmp_path, options=snapshots_in(tmp_path), epochs=500) as cluster:
-        cluster.wait_for_step("worker:1", 25)
+    with Job(tmp_path, options=snapshots_in(tmp_path, 40), epochs=500) as cluster:
+        cluster.wait_for_step("worker:0", 5)
+        cluster.wait_for_step("worker:1", 5)
         for server in (1, 0):
-            assert has_snapshot(tmp_path, server)
+            await_snapshot(tmp_path, server)
+            cluster.wait_for_progress("worker:0", steps=3)
             cluster.kill(f"ps:{server}")
             cluster.restart(f"ps:{server}")
             cluster.wait_for_progress("worker:0", "worker:1", steps=40)
@@ -417,7 +430,7 @@ def test_without_its_chief_a_job_fails_when_the_grace_period_is_over(tmp_path):
 @pytest.mark.parametrize("restarted", [False, True])
 @pytest.mark.parametrize("server", [0, 1])
 def test_without_snapshots_a_killed_server_ends_the_job(tmp_path, server, restarted):
-    options = {"server_timeout_seconds": 8}
+    options = {"server_timeout_seconds": 40 if restarted else 8}
     with Job(tmp_path, options=options, epochs=500) as cluster:
         cluster.wait_for_step("worker:0", 5)
         cluster.wait_for_step("worker:1", 5)
@@ -519,24 +532,17 @@ def test_workers_in_step_name_one_that_does_not_come_back(tmp_path):
 
 
 @pytest.mark.slow
-def test_in_step_a_killed_server_goes_on_from_its_snapshot(tmp_path):
+def test_workers_in_step_go_on_with_the_snapshots_of_killed_servers(tmp_path):
     options = snapshots_in(tmp_path)
     with Job(tmp_path, in_step, options=options, epochs=12) as cluster:
         cluster.wait_for_step("worker:1", 12)
-        cluster.kill("ps:1")
-        cluster.restart("ps:1")
-        cluster.wait_for_progress("worker:0", "worker:1", steps=40)
-        all_done(cluster.ended(60))
-
-
-@pytest.mark.slow
-def test_in_step_a_killed_board_ends_the_job_or_goes_on(tmp_path):
-    options = snapshots_in(tmp_path) | {"server_timeout_seconds": 15}
-    with Job(tmp_path, in_step, options=options, epochs=50) as cluster:
-        cluster.wait_for_step("worker:1", 12)
-        cluster.kill("ps:0")
-        cluster.restart("ps:0")
+        for server in (1, 0):
+            cluster.kill(f"ps:{server}")
+            cluster.restart(f"ps:{server}")
+            cluster.wait_for_progress("worker:0", "worker:1", steps=30)
         results = cluster.ended(60)
-    assert results["worker:0"].exit_code == results["worker:1"].exit_code == 138
-    for name in ("worker:0", "worker:1"):
-        assert "ps:0" in results[name].output.splitlines()[-1]
+        all_done(results)
+    for one, other in zip(
+        results["worker:0"].value, results["worker:1"].value, strict=True
+    ):
+        np.testing.assert_array_equal(one, other)

@@ -69,6 +69,7 @@ class BatchIterator:
         group: The replicas.
         steps_per_execution: Number of batches to place together.
         local: Whether the batches hold this process' rows only, not those of all.
+        ahead: Whether to take a batch from `batches` before the step that is for it.
     """
 
     def __init__(
@@ -78,12 +79,14 @@ class BatchIterator:
         steps_per_execution: int,
         *,
         local: bool = False,
+        ahead: bool = True,
     ) -> None:
         self._batches = iter(batches)
         self._executions = self._place_ahead(
             _chunks(self._batches, steps_per_execution),
             _Placing(group, local),
             steps_per_execution,
+            ahead,
         )
 
     def __iter__(self) -> "BatchIterator":
@@ -103,9 +106,10 @@ class BatchIterator:
 
     @staticmethod
     def _place_ahead(
-        chunks: Iterable[list[Any]], placing: "_Placing", size: int
+        chunks: Iterable[list[Any]], placing: "_Placing", size: int, wanted: bool
     ) -> Iterator[list[PlacedBatch]]:
-        if placing.on_cpu:  # No transfer to overlap: take nothing before it is used.
+        # On a CPU there is no transfer to overlap: take nothing before it is used.
+        if placing.on_cpu or not wanted:
             yield from (placing.chunk(chunk, size) for chunk in chunks)
             return
         ahead = None

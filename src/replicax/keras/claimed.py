@@ -5,7 +5,9 @@ has claimed, so that each batch is trained on once, by whichever worker was free
 epoch ends for all when its batches are used up.
 """
 
+import hashlib
 import itertools
+import json
 import random
 from collections import deque
 from collections.abc import Iterator
@@ -13,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from replicax.errors import ClusterError
+from replicax.errors import ClusterMismatchError
 from replicax.input.split import leading_size
 from replicax.keras import internals
 from replicax.keras.adapters import DistributedAdapter, fixed_number_of_batches
@@ -21,7 +23,11 @@ from replicax.keras.batches import BatchIterator, Ready, place
 from replicax.ps.remote import Part
 from replicax.ps.share import own_rows
 
-__all__ = ["ClaimedSteps"]
+__all__ = ["ClaimedSteps", "random_state", "set_random_state"]
+
+_REPORTED = 2048  # Numbers of metrics in one report, of 20 letters or so.
+_MOST_REPORTED = 60 * _REPORTED
+_SHOWN = 500
 
 
 class ClaimedSteps:
@@ -50,6 +56,9 @@ class ClaimedSteps:
         self._name = f"fit {number}"
         self._epoch = 0  # Counted from the first one of this `fit`.
         self._source: _Source | None = None
+        self._first = 0  # The epoch's first batch, of those of `_source`.
+        self._length: int | None = None  # Of an epoch that is over.
+        self._stops = False  # Whether anybody stopped in the middle of the epoch.
         self._pending: deque[Any] = deque()  # Tickets whose updates are under way.
         self._applied = 0
         self._last_index = 0
@@ -57,12 +66,13 @@ class ClaimedSteps:
         # A distributed dataset: its batches are this worker's own already.
         self._is_own = isinstance(epoch_iterator.data_adapter, DistributedAdapter)
         going = self._session.board("get", key=f"{self._name} epoch")
-        if going is None and self._session.is_chief:
-            self._say()
-        elif going and self._session.starts > 1:
+        if going and self._session.starts > 1:
             # A restarted worker goes on with the epoch that the others are in.
-            self._epoch = going
+            for _ in range(going):
+                self._to_next_epoch()
             internals.set_initial_epoch(model, first_epoch + going)
+        # Nobody trains while others still use what the script had before.
+        self._session.barrier(f"{self._name}: begin")
 
     # Keras' loop over an epoch.
 
@@ -70,9 +80,12 @@ class ClaimedSteps:
         """The steps of an epoch that this worker does: `(first, last, Ready)`."""
         self._begin_epoch()
         self._is_open = True
-        size = self._iterator.steps_per_execution
         source = self._own() if self._is_own else self._claimed()
-        batches = BatchIterator(source, self._strategy.group, size, local=self._is_own)
+        # One by one, not ahead: some tickets are given when earlier ones are finished,
+        # and each step is a dispatch of its own, as its update is made elsewhere.
+        batches = BatchIterator(
+            source, self._strategy.group, 1, local=self._is_own, ahead=False
+        )
         did_any = False
         while True:
             try:
@@ -80,7 +93,7 @@ class ClaimedSteps:
             except StopIteration:
                 break
             did_any = True
-            yield self._last_index, self._last_index + size - 1, ready
+            yield self._last_index, self._last_index, ready
         if not did_any:
             yield 0, 0, self._dry()
         self._iterator.data_adapter.on_epoch_end()
@@ -106,36 +119,77 @@ class ClaimedSteps:
             return False
         self._is_open = False
         self._strategy.settle()
-        self._finish_tickets()
-        stream = self._stream
         if self._model.stop_training:  # In the middle of the epoch.
-            self._session.board("end", stream=stream)
+            # Before this worker's part is finished: no step begins that misses it.
+            self._session.board("end", stream=self._stream)
+        self._finish_tickets()
         metrics = self._model.metrics_variables
-        self._session.as_worker(
-            "report",
-            topic=f"{self._name}/metrics/{self._epoch}",
-            values=[np.asarray(v.value).tolist() for v in metrics],
-        )
+        self._report(metrics)
         self._session.barrier(f"{self._name}: end of epoch {self._epoch}")
-        reports = self._session.board(
-            "reports", topic=f"{self._name}/metrics/{self._epoch}"
-        )
-        for i, variable in enumerate(metrics):
-            values = [np.asarray(each[i], variable.dtype) for each in reports.values()]
-            total = np.sum(values, axis=0, dtype=values[0].dtype)
-            if variable.aggregation != "sum":
-                total = total / len(values)
-            variable.assign(total.astype(variable.dtype))
+        self._sum_up(metrics)
         self._strategy.refresh()
+        # Nobody begins the next epoch before all have this one's values.
+        self._session.barrier(f"{self._name}: values of epoch {self._epoch}")
         return True
 
     def after_epoch(self) -> None:
         """The chief says whether training goes on, when its callbacks have run."""
-        self._epoch += 1
+        self._to_next_epoch()
+        key = f"{self._name}/goes on/{self._epoch}"
         if self._session.is_chief:
-            self._say()
-        elif self._heard()["stop"]:
-            self._model.stop_training = True
+            stop = self._stops or bool(self._model.stop_training)
+            self._strategy.publish()
+            self._session.board("put", key=key, value=not stop)
+            # For workers that are restarted meanwhile.
+            self._session.board(
+                "put", key=f"{self._name} epoch", value=self._epoch, first=False
+            )
+        what = f"epoch {self._epoch} of {self._name}"
+        self._model.stop_training = not self._session.get(key, what)
+
+    def _report(self, metrics: Any) -> None:
+        """Give the others this worker's metrics, in pieces that the board takes."""
+        values = [np.asarray(v.value).ravel() for v in metrics]
+        flat = list(itertools.chain.from_iterable(v.tolist() for v in values))
+        if len(flat) > _MOST_REPORTED:
+            raise NotImplementedError(
+                f"ParameterServerStrategy: the metrics of {self._model.name!r} hold "
+                f"{len(flat)} numbers, and at most {_MOST_REPORTED} can be summed over "
+                "the workers. Compute large ones in evaluate."
+            )
+        for number in itertools.count():
+            piece, flat = flat[:_REPORTED], flat[_REPORTED:]
+            self._session.as_worker(
+                "report",
+                topic=f"{self._name} epoch {self._epoch}/metrics/{number}",
+                values={"values": piece, "stop": bool(self._model.stop_training)},
+            )
+            if not flat:
+                return
+
+    def _sum_up(self, metrics: Any) -> None:
+        """Give the metrics the values of all workers together."""
+        size = sum(int(np.prod(v.shape)) for v in metrics)
+        workers: dict[str, list[float]] = {}
+        for number in range(max(1, -(-size // _REPORTED))):
+            reports = self._session.board(
+                "reports",
+                topic=f"{self._name} epoch {self._epoch}/metrics/{number}",
+            )
+            for worker, report in reports.items():
+                workers.setdefault(worker, []).extend(report["values"])
+                self._stops = self._stops or report["stop"]
+        # One that died while it reported has not said all.
+        reported = [values for values in workers.values() if len(values) == size]
+        start = 0
+        for variable in metrics:
+            stop = start + int(np.prod(variable.shape))
+            values = [np.asarray(v[start:stop], variable.dtype) for v in reported]
+            total = np.sum(values, axis=0, dtype=values[0].dtype)
+            if variable.aggregation != "sum":
+                total = total / len(values)
+            variable.assign(total.astype(variable.dtype).reshape(variable.shape))
+            start = stop
 
     # What workers agree on before an epoch.
 
@@ -144,27 +198,38 @@ class ClaimedSteps:
         return f"{self._name}/epoch/{self._epoch}"
 
     def _say(self) -> None:
+        """The chief, when its callbacks have been told that the epoch begins."""
         self._strategy.publish()
+        self._strategy.publish_rate(self._model.optimizer)
         message = {
-            "random": _random_state(),
-            "stop": bool(self._epoch and self._model.stop_training),
+            "random": random_state(),
             "num_updates": self._strategy.num_updates,
+            "model": _described(self._model),
         }
         key = f"{self._name}/begin/{self._epoch}"
         self._session.board("put", key=key, value=message)
-        self._session.board(
-            "put", key=f"{self._name} epoch", value=self._epoch, first=False
-        )
 
     def _heard(self) -> dict[str, Any]:
-        return self._session.get(
-            f"{self._name}/begin/{self._epoch}", f"epoch {self._epoch} of {self._name}"
-        )
+        key = f"{self._name}/begin/{self._epoch}"
+        message = self._session.get(key, f"epoch {self._epoch} of {self._name}")
+        mine = _described(self._model)
+        if mine != message["model"]:
+            raise ClusterMismatchError(
+                f"{self._session.name}: the model of {self._name} differs from the "
+                f"chief's. Here it has {mine['text']}; there {message['model']['text']}"
+                ". All tasks must run the same script with the same arguments and "
+                "versions."
+            )
+        return message
 
     def _begin_epoch(self) -> None:
+        if self._session.is_chief:
+            self._say()
         message = self._heard()
         # Shuffling depends on it, and all have to take the batches in the same order.
-        _set_random_state(message["random"])
+        set_random_state(message["random"])
+        if not self._session.is_chief:
+            self._strategy.refresh_values()  # It may have assigned some.
         self._strategy.begin_epoch(message["num_updates"])
         self._iterator.data_adapter.on_epoch_begin()
         self._applied = self._strategy.steps_applied
@@ -179,15 +244,30 @@ class ClaimedSteps:
             num_parts=strategy.num_parts if strategy.sync else None,
             backups=strategy.backup_workers,
         )
-        if self._source is None or not iterator.steps_per_epoch:
+        if self._source is None:
             self._source = _Source(iterator.data_adapter)
+        self._length = None
+        self._stops = False
+
+    def _to_next_epoch(self) -> None:
+        """As in Keras: `steps_per_epoch` goes on in the data, and begins anew after it.
+
+        An epoch in which data ends is a short one.
+        """
+        self._epoch += 1
+        steps = self._iterator.steps_per_epoch
+        number = self._iterator.data_adapter.num_batches
+        is_short = steps and self._length is not None and self._length < steps
+        self._first += steps or 0
+        if not steps or is_short or (number and self._first >= number):
+            self._source, self._first = None, 0
 
     # Tickets.
 
     def _claimed(self) -> Iterator[Any]:
         """The batches of this epoch that this worker has claimed, one by one."""
         assert self._source is not None
-        first = self._epoch * (self._iterator.steps_per_epoch or 0)
+        first = self._first
         while True:
             ticket = self._claim()
             if ticket is None:
@@ -245,6 +325,7 @@ class ClaimedSteps:
             ask, f"a step of {self._stream}", lambda: "workers with unfinished steps"
         )
         if "over" in answer:
+            self._length = answer["over"]
             return None
         (ticket,) = answer["indices"]
         if self._strategy.pulls_first:
@@ -255,14 +336,8 @@ class ClaimedSteps:
     def _pass_over(self, ticket: Any) -> None:
         """A restarted server gives out again what it has forgotten; data only goes on.
 
-        Raises:
-            ClusterError: If the step is synchronous: all of its parts are needed.
+        A synchronous step is one that all have made: who has not cannot have passed it.
         """
-        if isinstance(ticket, list):
-            raise ClusterError(
-                f"{self._session.name}: the restarted server asks for step {ticket[0]} "
-                f"of {self._stream} again, which this worker's data has passed."
-            )
         self._pending.pop()
         self._session.once("finish", stream=self._stream, indices=[ticket])
 
@@ -309,7 +384,6 @@ class _Source:
     def __init__(self, adapter: Any) -> None:
         self._adapter = adapter
         self._is_array = internals.is_array_adapter(adapter)
-        self._num_batches = fixed_number_of_batches(adapter)
         self._last: tuple[int, Any] = (-1, None)
         self._wanted = True
         self._next = 0
@@ -345,13 +419,7 @@ class _Source:
     def _take(self, index: int) -> Any:
         assert self._batches is not None
         self._wanted = self._next == index
-        try:
-            batch = next(self._batches)
-        except StopIteration:
-            if not self._num_batches:
-                raise
-            self._batches = self._open()  # Arrays begin anew, as in Keras.
-            return self._take(index)
+        batch = next(self._batches)
         self._next += 1
         return batch
 
@@ -363,7 +431,17 @@ class _Source:
         )
 
 
-def _random_state() -> dict[str, Any]:
+def _described(model: Any) -> dict[str, str]:
+    """A model's variables, to be compared."""
+    found = [internals.described(v) for v in model.variables]
+    text = json.dumps(found)
+    digest = hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+    if len(text) > _SHOWN:
+        text = f"{text[:_SHOWN]}... ({len(found)} variables)"
+    return {"digest": digest, "text": text}
+
+
+def random_state() -> dict[str, Any]:
     """Python's and NumPy's random states, as JSON values."""
     version, numbers, gauss = random.getstate()
     state: Any = np.random.get_state(legacy=False)
@@ -374,7 +452,8 @@ def _random_state() -> dict[str, Any]:
     }
 
 
-def _set_random_state(state: dict[str, Any]) -> None:
+def set_random_state(state: dict[str, Any]) -> None:
+    """Go back to what `random_state` returned."""
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     inner = state["numpy"]["state"]

@@ -548,11 +548,16 @@ class Board:
                 "answers": self._turns.state(),
             }
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: dict[str, Any], *, release: bool = False) -> None:
         """Goes on from a snapshot, in a server that was restarted.
 
         The same sessions go on with the tickets and closures they had. Heartbeats start
         anew, so nobody is dead because the server was away.
+
+        Args:
+            state: What `state` returned.
+            release: Take all tickets away: those who had them may have finished them
+                since the snapshot, and would not say so again.
 
         Raises:
             ValueError: Another version of replicax wrote it, or for other workers.
@@ -567,3 +572,5 @@ class Board:
             self._streams.load_state(state["streams"])
             self._closures.load_state(state["closures"], now)
             self._rendezvous.load_state(state["rendezvous"])
+            for worker in state["presence"] if release else ():
+                self._streams.release(worker)

@@ -299,6 +299,8 @@ class Held:
         for last in self.last.values():
             if last.step is not None and last.step >= self.steps:
                 last.applied = False
+        # Workers find the steps of all servers by their versions.
+        self.version += last_step + 1 - self.steps
         self.steps = last_step + 1
         self.round = None
         self.is_restored = False

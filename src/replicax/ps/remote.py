@@ -82,6 +82,9 @@ class RemoteGroup:
         self._sharding = sharding
         self._compression = compression
         self._servers = sorted({part.server for part in group.parts})
+        self._incarnations: dict[int, str] = {}  # Of the servers, with `versions`.
+        self._behind: dict[int, int] = {}  # Version before a server went back, by it.
+        self._was_restarted = False
         self._held: dict[int, _Vectors] = {}
         self._sequence = 0
         self._pack = jax.jit(self._packed)
@@ -124,7 +127,25 @@ class RemoteGroup:
             self._session.submit(server, functools.partial(self._pull_from, server))
             for server in self._servers
         ]
-        return self._take([pull.result() for pull in pulls])
+        return self._take([self._session.result(pull) for pull in pulls])
+
+    def has_begun(self, step: int) -> bool:
+        """Whether the values are those that a synchronous step begins with, or later.
+
+        A restarted server may have none of these; the step's gradients bring it there.
+        """
+        return all(
+            version >= step or server in self._behind
+            for server, version in self.versions.items()
+        )
+
+    def has_ended(self, step: int) -> bool:
+        """Whether a synchronous step is over: at any server, as it soon is at the rest.
+
+        After a restart one may have given up a step which others still wait for.
+        """
+        decisive = min if self._was_restarted else max
+        return decisive(self.versions.values()) > step
 
     def assign_rate(self, rate: float) -> None:
         """Give the servers' optimizers another learning rate."""
@@ -202,7 +223,7 @@ class RemoteGroup:
 
     def finish(self, push: Any) -> Applied:
         """Wait for a push, and take over the values it brought."""
-        answers = [future.result() for future in push.futures]
+        answers = [self._session.result(future) for future in push.futures]
         norms = [header["squared_norms"] for _, header, _ in answers]
         if all(n is not None for n in norms):
             answers = self._commit(push.part.step, norms, answers)
@@ -265,7 +286,11 @@ class RemoteGroup:
                     before - header["version"],
                     self.group.name,
                 )
+                self._behind[server] = before
+            self._meet(server)
             self.versions[server] = header["version"]
+            if header["version"] >= self._behind.get(server, 0):
+                self._behind.pop(server, None)
             if vectors:
                 self._held[server] = vectors
                 changed = True
@@ -287,9 +312,11 @@ class RemoteGroup:
         self, server: int, header: Mapping[str, Any], vectors: _Vectors | None = None
     ) -> tuple[dict[str, Any], _Vectors]:
         """Exchange a message with a server, in its turn, and wait."""
-        return self._session.submit(
-            server, lambda connection: _exchange(connection, header, vectors)
-        ).result()
+        return self._session.result(
+            self._session.submit(
+                server, lambda connection: _exchange(connection, header, vectors)
+            )
+        )
 
     def _pull_from(self, server: int, connection: Connection) -> Any:
         header = {
@@ -298,10 +325,17 @@ class RemoteGroup:
             "have": self.versions.get(server),
         }
         answer, vectors = _exchange(connection, header)
-        if answer["version"] < self.versions.get(server, 0):
+        known = self._incarnations.get(server)
+        if not vectors and known not in (None, self._session.incarnations[server]):
             # Restored: what this worker has is of no version there.
             answer, vectors = _exchange(connection, header | {"have": None})
         return server, answer, vectors
+
+    def _meet(self, server: int) -> None:
+        now = self._session.incarnations[server]
+        if self._incarnations.setdefault(server, now) != now:
+            self._incarnations[server] = now
+            self._was_restarted = True
 
     def _push_to(
         self,
@@ -369,7 +403,14 @@ def _exchange(
     try:
         return connection.exchange(header, vectors)
     except ServerRefused as refused:
-        if refused.kind in ("UnknownGroup", "Superseded", "SyncTimeout"):
+        if refused.kind == "UnknownGroup":
+            raise ClusterError(
+                f"{connection.task} at {connection.address} has lost its values: it "
+                "was restarted without a snapshot that has them. Start the job again; "
+                "with snapshot_dir=... a restarted server goes on.",
+                culprit=connection.task,
+            ) from refused
+        if refused.kind in ("Superseded", "SyncTimeout"):
             raise ClusterError(
                 f"{connection.task} refuses to go on: {refused}",
                 culprit=connection.task,

@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import os
 import time
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,11 +20,13 @@ from replicax.ps.snapshots import Snapshots
 from replicax.ps.store import Store
 from replicax.ps.table_operations import table_actions, table_operations
 from replicax.ps.timeouts import Timeouts
+from replicax.ps.told import JOB
 
 __all__ = ["serve"]
 
 _POLL_SECONDS = 0.2
 _LINGER_SECONDS = 0.5
+_LINGER_AFTER_FAILURE_SECONDS = 2.5  # Two of the workers' signs of life.
 _logger = logging.getLogger("replicax")
 
 
@@ -74,6 +77,8 @@ def serve(
             every_seconds=snapshot_every_seconds,
         )
         _restore(snapshots, contents, board)
+    if board is not None:
+        board.put(JOB, uuid.uuid4().hex)  # The one of a snapshot stands.
     # The other servers learn of the end from the first one's board.
     first = config.cluster.task_address("ps", 0)
     service = Service(
@@ -89,12 +94,16 @@ def serve(
     _logger.info("ps:%d serves at %s", server, address)
     if snapshots is not None:
         snapshots.start(contents, None if board is None else board.state)
+    failure = None
     try:
         failure = _until_over(board, server, num_servers, first, credentials, timeouts)
     finally:
         service.close()
         if snapshots is not None:
-            snapshots.close()
+            # With the board of a failed job the next one would fail at once.
+            snapshots.close(write=failure is None)
+    if failure is None and snapshots is not None:
+        snapshots.finish()
     if failure is not None:
         _logger.error("ps:%d ends: %s", server, failure)
         raise SystemExit(int(ExitCode.FAILED))
@@ -138,7 +147,7 @@ def _restore(snapshots: Snapshots, contents: _Contents, board: Board | None) -> 
         return
     contents.load_state(found.state)
     if board is not None and found.board is not None:
-        board.load_state(found.board)
+        board.load_state(found.board, release=True)
     _logger.warning(
         "ps:%d goes on from its snapshot %s, after %d updates",
         contents.store.server,
@@ -167,7 +176,8 @@ def _until_over(
     end = time.monotonic() + timeouts.shutdown
     while any(board.get(key) is None for key in others) and time.monotonic() < end:
         time.sleep(_POLL_SECONDS)
-    time.sleep(_LINGER_SECONDS)
+    failed = failure is not None
+    time.sleep(_LINGER_AFTER_FAILURE_SECONDS if failed else _LINGER_SECONDS)
     return failure
 
 

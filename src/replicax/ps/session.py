@@ -1,6 +1,7 @@
 """A worker's session with the parameter servers: joined, alive, and in touch."""
 
 import atexit
+import functools
 import itertools
 import logging
 import os
@@ -10,7 +11,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from replicax.cluster.failure import ExitCode
@@ -18,11 +19,13 @@ from replicax.errors import ClusterError
 from replicax.ps.connection import Connection, ServerRefused
 from replicax.ps.credentials import Credentials
 from replicax.ps.timeouts import Timeouts
+from replicax.ps.told import JOB, Told
 
 __all__ = ["Session"]
 
 _REMIND_SECONDS = 10.0
 _LONGEST_PAUSE = 0.1
+_LOOK_SECONDS = 0.5
 _logger = logging.getLogger("replicax")
 _Result = TypeVar("_Result")
 
@@ -39,6 +42,7 @@ class Session:
 
     Attributes:
         id: Unique for this process; a restarted worker has another one.
+        incarnations: For each server a text that changes when it is restarted.
         steps: Number of steps done.
         staleness: How many of its pushes were applied with which staleness.
     """
@@ -57,6 +61,7 @@ class Session:
         self.timeouts = timeouts
         self.steps = 0
         self.staleness: Counter[int] = Counter()
+        self.incarnations = [""] * len(servers)
         self.connections = [
             Connection(
                 address,
@@ -65,6 +70,7 @@ class Session:
                 reply_timeout_seconds=timeouts.reply,
                 # For the start; `join` makes it that of a server's restart.
                 retry_timeout_seconds=timeouts.start_up,
+                on_connect=functools.partial(self._meet, i),
             )
             for i, address in enumerate(servers)
         ]
@@ -75,6 +81,10 @@ class Session:
         ]
         self._calls = itertools.count(1)
         self._board_lock = threading.Lock()
+        self._told = Told()
+        self._told_to = ""  # The incarnation of the first server that knows of it.
+        self._telling = threading.Lock()
+        self._job: Any = None
         self._ended = threading.Event()
         self._failure: str | None = None
         self._left = False
@@ -103,6 +113,8 @@ class Session:
             "board.join", worker=self.name, session=self.id, info=self._info()
         )
         self.starts = joined["starts"]
+        self._job = self.connections[0].call("board.get", key=JOB)
+        self._told_to = self.incarnations[0]
         self._note(joined)
         for connection in self.connections:
             connection.retry_timeout_seconds = self.timeouts.server
@@ -124,12 +136,70 @@ class Session:
         """
         return self._pools[server].submit(exchange, self.connections[server])
 
+    def result(self, future: "Future[_Result]") -> _Result:
+        """Wait for what `submit` gave.
+
+        Raises:
+            ClusterError: If the job fails meanwhile.
+        """
+        while True:
+            try:
+                return future.result(timeout=_LOOK_SECONDS)
+            except TimeoutError:
+                if future.done():
+                    return future.result()
+                self.require_going()
+
+    def _meet(self, server: int, incarnation: str) -> None:
+        self.incarnations[server] = incarnation
+
     # The board.
 
     def board(self, method: str, **arguments: Any) -> Any:
         """Call a method of the board."""
         self.require_going()
-        return self.connections[0].call(f"board.{method}", **arguments)
+        return self._call_board(method, arguments)
+
+    def _call_board(self, method: str, arguments: dict[str, Any]) -> Any:
+        """The same; a board that was restarted is told first what it has forgotten."""
+        self._told.note(method, arguments)
+        call = functools.partial(
+            self.connections[0].call, f"board.{method}", **arguments
+        )
+        try:
+            answer = call()
+        except ServerRefused:
+            if self._told_to == self.incarnations[0]:
+                raise
+        else:
+            if self._told_to == self.incarnations[0]:
+                if method == "put":  # Another's value may stand.
+                    self._told.note("put", arguments | {"value": answer})
+                return answer
+        self._tell_again()
+        return call()
+
+    def _tell_again(self) -> None:
+        with self._telling:
+            incarnation = self.incarnations[0]
+            if self._told_to == incarnation:
+                return  # Another thread has.
+            server = self.connections[0]
+            is_same_job = server.call("board.get", key=JOB) == self._job
+            if is_same_job or self.is_chief:
+                server.call(
+                    "board.join", worker=self.name, session=self.id, info=self._info()
+                )
+            if not is_same_job:
+                raise ClusterError(
+                    f"{server.task} at {server.address} was restarted without a "
+                    "snapshot, and what it held is lost. Start the job again; with "
+                    "snapshot_dir=... a restarted server goes on.",
+                    culprit=server.task,
+                )
+            for method, arguments in self._told.again():
+                server.call(f"board.{method}", **arguments)
+            self._told_to = incarnation
 
     def as_worker(self, method: str, **arguments: Any) -> Any:
         """Call a method of the board that wants to know who calls."""
@@ -247,14 +317,8 @@ class Session:
     def _beat(self, heartbeat_seconds: float) -> None:
         while not self._ended.wait(min(1.0, heartbeat_seconds / 4)):
             try:
-                self._note(
-                    self.connections[0].call(
-                        "board.beat",
-                        worker=self.name,
-                        session=self.id,
-                        info=self._info(),
-                    )
-                )
+                about = {"worker": self.name, "session": self.id}
+                self._note(self._call_board("beat", about | {"info": self._info()}))
             except (ClusterError, ServerRefused) as error:
                 if not self._ended.is_set():
                     self._failure = str(error)

@@ -34,6 +34,9 @@ _logger = logging.getLogger("replicax")
 _ARRAYS = "arrays.bin"
 _STATE = "state.json"
 _MANIFEST = "manifest.json"
+_DONE = (
+    "done"  # Beside the snapshots: the number of the last one of a job that is done.
+)
 _NAME = re.compile(r"snapshot-(\d{9})")
 _FORMAT = 1
 _BLOCK_BYTES = 1 << 22
@@ -148,15 +151,26 @@ class Snapshots:
         )
         self._thread.start()
 
-    def close(self) -> None:
-        """Write what was not yet written, and end the thread."""
+    def close(self, *, write: bool = True) -> None:
+        """End the thread.
+
+        Args:
+            write: Whether to write what was not yet written.
+        """
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-            if self._source is not None and self._source.num_updates > self._written:
-                self._try_to_write(self._source)
+            source = self._source
+            if write and source is not None and source.num_updates > self._written:
+                self._try_to_write(source)
         self._source = None
+
+    def finish(self) -> None:
+        """Say that the job is done: the next one begins anew, in the same folder."""
+        numbers = self._numbers()
+        if numbers:
+            (self.folder / _DONE).write_text(str(max(numbers)))
 
     def __enter__(self) -> "Snapshots":
         return self
@@ -202,9 +216,17 @@ class Snapshots:
     def restore(self) -> Snapshot | None:
         """The newest snapshot that is whole; None if there is none.
 
-        Damaged ones are named in the log and skipped.
+        Damaged ones are named in the log and skipped, and so are those of a job that
+        is done.
         """
-        for number in sorted(self._numbers(), reverse=True):
+        over = self._last_of_finished_job()
+        if over:
+            _logger.warning(
+                "snapshots up to %s are of a job that is done; they are not restored",
+                self._path(over),
+            )
+        fresh = [number for number in self._numbers() if number > over]
+        for number in sorted(fresh, reverse=True):
             path = self._path(number)
             try:
                 return _read(path)
@@ -252,6 +274,12 @@ class Snapshots:
             return []
         found = [_NAME.fullmatch(each.name) for each in self.folder.iterdir()]
         return [int(match[1]) for match in found if match]
+
+    def _last_of_finished_job(self) -> int:
+        try:
+            return int((self.folder / _DONE).read_text())
+        except (FileNotFoundError, ValueError):
+            return 0
 
     def _path(self, number: int) -> Path:
         return self.folder / f"snapshot-{number:09d}"

@@ -133,6 +133,12 @@ class RemoteVariables:
                 internals.write_values(variables, group.values)
                 self._handed[group.group.name] = group.values
 
+    def publish_rate(self, optimizer: Any) -> None:
+        """Send a learning rate that the user has assigned; the chief does."""
+        found = self._trained.get(id(optimizer))
+        if found is not None:
+            self._follow_rate(optimizer, found, {})
+
     def write_averages(self, optimizer: Any) -> None:
         """Store the optimizer's moving averages in the variables that it trains."""
         found = self._trained.get(id(optimizer))
@@ -169,7 +175,7 @@ class RemoteVariables:
             assert own is not None
 
             def made(group: RemoteGroup = group, wanted: int = own.step or 0) -> Any:
-                if min(group.versions.values()) >= wanted:
+                if group.has_begun(wanted):
                     return True
                 group.pull()
                 return None
@@ -180,7 +186,7 @@ class RemoteVariables:
                 lambda: "another worker",
             )
             self._hand_out(group, variables, stored)
-            if max(group.versions.values()) > (own.step or 0):
+            if group.has_ended(own.step or 0):
                 return False
         return True
 
@@ -197,9 +203,11 @@ class RemoteVariables:
         """Fetch what has changed, into the variables that nobody has assigned to."""
         for group, variables in self._groups:
             group.pull()
-            if all(map(internals.has_value, variables)) and self._is_handed(
-                group, internals.read_values(variables)
-            ):
+            if not all(map(internals.has_value, variables)):
+                continue
+            # Under a coordinator only the chief assigns; the others' scripts do too.
+            follows = self.wanted is not None and not self._session.is_chief
+            if follows or self._is_handed(group, internals.read_values(variables)):
                 internals.write_values(variables, group.values)
                 self._handed[group.group.name] = group.values
         self.write_iterations()

@@ -1,22 +1,18 @@
 """ParameterServerStrategy: variables on servers, workers that come and go."""
 
-import hashlib
-import random
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import keras
-import numpy as np
 
 from replicax.cluster.config import TaskConfig, check_cluster
 from replicax.cluster.resolvers import ClusterResolver, default_resolver
 from replicax.collectives import CrossDeviceOps
 from replicax.devices import default_devices
 from replicax.errors import ClusterConfigError
-from replicax.keras.claimed import ClaimedSteps
+from replicax.keras.claimed import ClaimedSteps, random_state, set_random_state
 from replicax.program import Program
 from replicax.ps.credentials import Credentials
 from replicax.ps.labels import Labels
@@ -218,12 +214,13 @@ class ParameterServerStrategy(Strategy):
     def _agree_on_random_state(self) -> None:
         """All workers draw the chief's initial weights, where nobody sets a seed."""
         assert self.session is not None
-        mine = _random_state()
+        mine = random_state()
         key = "random state"
         if self.is_chief:
             self.session.board("put", key=key, value=mine)
-        if self.session.get(key, "the start") != mine:
-            keras.utils.set_random_seed(int(self.session.get(key, "the start")[:7], 16))
+        found = self.session.get(key, "the start")
+        if found != mine:
+            set_random_state(found)
 
     def prepared_gradients(self, optimizer: Any, grads: list[Any]) -> list[Any]:
         """Clipped here where a push is the whole gradient of its step."""
@@ -257,6 +254,11 @@ class ParameterServerStrategy(Strategy):
         """Send values that were assigned on the chief to the servers."""
         if self.is_chief:
             self._remote.publish()
+
+    def publish_rate(self, optimizer: Any) -> None:
+        """Send a learning rate that was assigned on the chief to the servers."""
+        if self.is_chief:
+            self._remote.publish_rate(optimizer)
 
     def finalize(self, optimizer: Any) -> None:
         """The end of training: an optimizer's moving averages become the values."""
@@ -399,11 +401,6 @@ class ParameterServerStrategy(Strategy):
             part=self.session.index,
             num_parts=self._num_parts,
         )
-
-
-def _random_state() -> str:
-    state = (random.getstate(), np.random.get_state(legacy=False))
-    return hashlib.blake2b(repr(state).encode(), digest_size=12).hexdigest()
 
 
 def _is_shared_state(variable: Any) -> bool:
