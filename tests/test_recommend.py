@@ -57,8 +57,9 @@ def test_several_workers(platform: str) -> None:
 def test_parameter_servers() -> None:
     choice = fitting_strategy(["cpu"], tf_config(worker=3, ps=2))
     assert choice.strategy == "ParameterServerStrategy"
-    assert not choice.available
-    assert choice.until_then == "OneDeviceStrategy"
+    assert choice.available
+    assert choice.until_then is None
+    assert "parameter servers (2) for 3 workers" in choice.reason
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ AVAILABLE = frozenset(
         "MirroredStrategy",
         "MultiWorkerMirroredStrategy",
         "OneDeviceStrategy",
+        "ParameterServerStrategy",
     }
 )
 """The strategies, of those recommended here, that this version has."""
@@ -74,7 +75,6 @@ def fitting_strategy(
             until_then=here.until_then,
             notes=here.notes,
         )
-    usable = here.strategy if here.available else here.until_then
     cluster = tf_config.cluster
     num_workers = len(cluster.workers)
     if "ps" in cluster.jobs:
@@ -83,7 +83,6 @@ def fitting_strategy(
             reason=f"TF_CONFIG has parameter servers ({cluster.num_tasks('ps')}) for "
             f"{_count(num_workers, 'worker')}: they hold the variables, and the "
             "workers train asynchronously.",
-            until_then=usable,
         )
     if num_workers > 1:
         return Recommendation(

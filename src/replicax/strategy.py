@@ -272,7 +272,7 @@ class Strategy:
         self._require_cross_replica("reduce")
         op = ReduceOp.of(reduce_op, "Strategy.reduce")
         return self._dispatch(
-            lambda: combine.reduce(op, value, axis, self.num_replicas_in_sync)
+            lambda: combine.reduce(op, value, axis, self._group.axis.size)
         )
 
     def gather(self, value: Any, axis: int) -> Any:
@@ -291,7 +291,7 @@ class Strategy:
         """
         self._require_cross_replica("gather")
         return self._dispatch(
-            lambda: combine.gather(value, axis, self.num_replicas_in_sync)
+            lambda: combine.gather(value, axis, self._group.axis.size)
         )
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
@@ -385,7 +385,7 @@ class Strategy:
         Raises:
             ValueError: If shapes differ.
         """
-        stacked = stacked_values(value_fn, self.num_replicas_in_sync)
+        stacked = stacked_values(value_fn, self._group.axis.size)
         local = jax.tree.map(self._group.local_part, stacked)
         return jax.tree.map(PerReplica, placement.rows(local, self._per_replica))
 
@@ -492,9 +492,7 @@ class Strategy:
     def _place(self, array: Any, kind: Kind) -> Any:
         refuse_tracer(array)
         if kind is Kind.PER_REPLICA:
-            combine.require_all_replicas(
-                PerReplica(array), self.num_replicas_in_sync, "run"
-            )
+            combine.require_all_replicas(PerReplica(array), self._group.axis.size, "run")
             wanted = self._per_replica
         elif isinstance(array, jax.Array) and (
             array.committed or self._group.spans_processes

@@ -3,12 +3,12 @@
 Two workers of one device and two servers run every case below, in one cluster.
 """
 
-import functools
 import os
 import time
 import traceback
 
 import grain
+import jax
 import keras
 import numpy as np
 import pytest
@@ -83,10 +83,16 @@ def outcome(model, history=None, **more):
 
 
 CASES = {}
+SLOW_CASES = {}
 
 
 def case(function):
     CASES[function.__name__] = function
+    return function
+
+
+def slow_case(function):
+    SLOW_CASES[function.__name__] = function
     return function
 
 
@@ -109,7 +115,6 @@ def uneven_data_with_validation(strategy):
     )
 
 
-@case
 def unseeded_initial_weights(strategy):
     model = classifier("sgd")
     model.layers[0].trainable = False
@@ -117,7 +122,7 @@ def unseeded_initial_weights(strategy):
     return {"frozen": first[0], "trained": first[2]}
 
 
-@case
+@slow_case
 def frozen_layers_stay(strategy):
     model = classifier("sgd")
     model.layers[0].trainable = False
@@ -133,7 +138,9 @@ def learning_rate_scheduler(strategy):
     model = classifier(keras.optimizers.SGD(0.1))
     weights = []
     callbacks = [
-        keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.0 if epoch else 0.1),
+        keras.callbacks.LearningRateScheduler(
+            lambda epoch, rate: 0.0 if epoch else 0.1
+        ),
         keras.callbacks.LambdaCallback(
             on_epoch_end=lambda epoch, logs: weights.append(model.get_weights())
         ),
@@ -142,7 +149,7 @@ def learning_rate_scheduler(strategy):
     return outcome(model, history, each=weights)
 
 
-@case
+@slow_case
 def reduced_on_plateau(strategy):
     model = classifier(keras.optimizers.SGD(0.5))
     weights = []
@@ -165,7 +172,10 @@ def early_stopping_restores_best_weights(strategy):
     validation = (X[:50], Y[:50])
     stop = keras.callbacks.EarlyStopping(
         # Only the first epoch is an improvement.
-        monitor="val_loss", patience=2, min_delta=1e9, restore_best_weights=True
+        monitor="val_loss",
+        patience=2,
+        min_delta=1e9,
+        restore_best_weights=True,
     )
     history = model.fit(
         X, Y, epochs=9, validation_data=validation, callbacks=[stop], **QUIET
@@ -204,7 +214,7 @@ def py_dataset(strategy):
     return outcome(model, model.fit(Batches(), epochs=2, verbose=0))
 
 
-@case
+@slow_case
 def py_dataset_with_threads(strategy):
     model = classifier()
     data = Batches(workers=2, max_queue_size=3)
@@ -220,7 +230,7 @@ def part_of_a_py_dataset_in_each_epoch(strategy):
     return outcome(model, history)
 
 
-@case
+@slow_case
 def grain_dataset(strategy):
     rows = grain.MapDataset.range(NUM).seed(5).shuffle().batch(32)
     model = classifier()
@@ -229,7 +239,7 @@ def grain_dataset(strategy):
     )
 
 
-@case
+@slow_case
 def generator_that_ends(strategy):
     model = classifier()
     return outcome(model, model.fit(batches(), verbose=0))
@@ -241,14 +251,14 @@ def generator_in_epochs(strategy):
     return outcome(model, model.fit(endless(), steps_per_epoch=5, epochs=4, verbose=0))
 
 
-@case
+@slow_case
 def arrays_in_epochs_of_some_steps(strategy):
     model = classifier()
     history = model.fit(X, Y, steps_per_epoch=4, epochs=4, **QUIET)
     return outcome(model, history)
 
 
-@case
+@slow_case
 def steps_per_execution(strategy):
     model = classifier(keras.optimizers.Adam(0.01), steps_per_execution=3)
     return outcome(model, model.fit(X, Y, epochs=2, **QUIET))
@@ -264,7 +274,7 @@ def more_workers_than_steps(strategy):
     return outcome(model, history, own={"steps": strategy.session.steps - before})
 
 
-@case
+@slow_case
 def weights_of_classes_and_samples(strategy):
     model = classifier()
     model.fit(X, LABELS_ONLY, class_weight={0: 0.0, 1: 0.0, 2: 0.0}, **QUIET)
@@ -285,7 +295,7 @@ def batch_normalization(strategy):
     return outcome(model, history, predicted=model.predict(X[:20] + 5, **QUIET))
 
 
-@case
+@slow_case
 def dropout_masks(strategy):
     with_mask = keras.Sequential([keras.Input((200,)), layers.Dropout(0.5)])
 
@@ -326,7 +336,7 @@ def another_worker_stops_in_the_middle_of_an_epoch(strategy):
     return outcome(model, history)
 
 
-@case
+@slow_case
 def another_worker_stops_after_an_epoch(strategy):
     # The chief decides, and has not decided so.
     model = classifier()
@@ -359,13 +369,13 @@ def weights_that_the_chief_assigns(strategy):
     return outcome(model, history, first=first, second=second)
 
 
-@case
+@slow_case
 def moving_average_of_weights(strategy):
     model = classifier(keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.9))
     return outcome(model, model.fit(X, Y, epochs=2, **QUIET))
 
 
-@case
+@slow_case
 def constraints_and_regularizers(strategy):
     model = keras.Sequential(
         [
@@ -381,7 +391,7 @@ def constraints_and_regularizers(strategy):
     return outcome(model, model.fit(X, Y, epochs=2, **QUIET))
 
 
-@case
+@slow_case
 def clipped_by_its_norm(strategy):
     model = classifier(keras.optimizers.SGD(1.0, global_clipnorm=1e-3))
     first = model.get_weights()
@@ -389,7 +399,7 @@ def clipped_by_its_norm(strategy):
     return outcome(model, history, first=first)
 
 
-@case
+@slow_case
 def schedule_and_iterations(strategy):
     # Zero from the sixth update on.
     schedule = keras.optimizers.schedules.PiecewiseConstantDecay([4], [0.1, 0.0])
@@ -421,7 +431,7 @@ def a_distributed_dataset(strategy):
     return outcome(model, model.fit(data, epochs=3, verbose=0))
 
 
-@case
+@slow_case
 def datasets_from_a_function(strategy):
     def dataset(context):
         rows = np.arange(NUM)[context.input_pipeline_id :: context.num_input_pipelines]
@@ -440,7 +450,7 @@ class Slow(keras.callbacks.Callback):
         time.sleep(0.05)
 
 
-@case
+@slow_case
 def a_slow_worker_does_less(strategy):
     before = strategy.session.steps
     model = classifier()
@@ -449,7 +459,7 @@ def a_slow_worker_does_less(strategy):
     return outcome(model, history, own={"steps": strategy.session.steps - before})
 
 
-@case
+@slow_case
 def values_assigned_at_the_start_of_an_epoch(strategy):
     model = classifier(keras.optimizers.SGD(0.0))
 
@@ -462,7 +472,7 @@ def values_assigned_at_the_start_of_an_epoch(strategy):
     return outcome(model, history)
 
 
-@case
+@slow_case
 def a_large_metric(strategy):
     model = classifier()
     model.compile("sgd", loss_of, metrics=[Large(), Seen()])
@@ -504,37 +514,302 @@ def run_cases(strategy, cases):
         try:
             with strategy.scope():
                 results[name] = function(strategy)
-        except Exception:
+        except Exception:  # noqa: BLE001 - The test of the case shows it.
             results[name] = {"failed": traceback.format_exc()}
             print(name, results[name]["failed"], flush=True)
         print(f"{name}: {time.monotonic() - begin:.2f} s", flush=True)
     return results
 
 
-def train():
+def train(cases):
     # No seed: the workers' random numbers are the chief's all the same.
     strategy = rx.ParameterServerStrategy(step_timeout_seconds=30)
-    first = {}
     with strategy.scope():
-        first["no seed"] = unseeded_initial_weights(strategy)
-    names = os.environ.get("CASES", "").split()
-    cases = {n: c for n, c in CASES.items() if not names or n in names}
-    results = run_cases(strategy, cases)
-    return first | results, strategy.staleness(), dict(strategy.session.staleness)
+        unseeded = unseeded_initial_weights(strategy)
+    results = run_cases(strategy, cases) | {"unseeded": unseeded}
+    # Of the whole job: when all have come here.
+    strategy.session.barrier("the end")
+    return results, strategy.staleness(), dict(strategy.session.staleness)
 
 
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory):
-    return replicax.testing.run(
-        train,
+def train_in_most_ways():
+    return train(CASES)
+
+
+def train_in_other_ways():
+    return train(SLOW_CASES)
+
+
+def run(program, folder):
+    results = replicax.testing.run(
+        program,
         tasks={"worker": 2, "ps": 2},
         logical_devices=1,
-        env={"FOLDER": str(tmp_path_factory.mktemp("weights"))},
-        deadline_seconds=150,
+        env={"FOLDER": str(folder)},
+        deadline_seconds=200,
     )
+    return [results[name].value for name in WORKERS]
 
 
 @pytest.fixture(scope="module")
-def workers(ended):
-    """What both workers returned, by case."""
-    return [ended[name].value[0] for name in WORKERS]
+def most(tmp_path_factory):
+    """What both workers returned."""
+    return run(train_in_most_ways, tmp_path_factory.mktemp("most"))
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory):
+    return run(train_in_other_ways, tmp_path_factory.mktemp("others"))
+
+
+def equal_outcome(workers, name):
+    """A case's outcome, the very same on both workers, but for each one's own."""
+    found = [dict(results[name]) for results, _, _ in workers]
+    for outcome_of in found:
+        assert "failed" not in outcome_of, outcome_of["failed"]
+    own = [outcome_of.pop("own", None) for outcome_of in found]
+    leaves = [jax.tree_util.tree_leaves_with_path(f) for f in found]
+    for (path, a), (_, b) in zip(*leaves, strict=True):
+        where = jax.tree_util.keystr(path)
+        np.testing.assert_array_equal(a, b, err_msg=where)
+    return found[0], own
+
+
+NUM_STEPS = {
+    "uneven_data_with_validation": 88,
+    "learning_rate_scheduler": 33,
+    "early_stopping_restores_best_weights": 44,
+    "py_dataset": 22,
+    "part_of_a_py_dataset_in_each_epoch": 15,
+    "generator_in_epochs": 20,
+    "more_workers_than_steps": 3,
+    "batch_normalization": 44,
+}
+SLOW_NUM_STEPS = {
+    "frozen_layers_stay": 11,
+    "arrays_in_epochs_of_some_steps": 15,
+    "generator_that_ends": 11,
+    "steps_per_execution": 22,
+    "reduced_on_plateau": 33,
+    "grain_dataset": 22,
+    "py_dataset_with_threads": 22,
+    "moving_average_of_weights": 22,
+    "constraints_and_regularizers": 22,
+    "another_worker_stops_after_an_epoch": 33,
+    "schedule_and_iterations": 33,
+    "values_assigned_at_the_start_of_an_epoch": 33,
+    "dropout_masks": 22,
+    "a_slow_worker_does_less": 83,
+}
+# As in Keras, whose threads give some batches of an earlier start again; and epochs
+# of some of the data.
+NOT_ALL = {
+    "py_dataset_with_threads": [138, 138],
+    "part_of_a_py_dataset_in_each_epoch": [128, 128, 74, 128],
+    "arrays_in_epochs_of_some_steps": [128, 128, 74, 128],
+    "generator_in_epochs": [160, 160, 138, 160],
+}
+
+
+def assert_every_batch_once(workers, name, num_steps):
+    found, _ = equal_outcome(workers, name)
+    history = found["history"]
+    expected = NOT_ALL.get(name, [NUM] * len(history["once"]))
+    assert history["once"] == expected
+    assert name == "py_dataset_with_threads" or not any(history["more"])
+    assert found["iterations"] == num_steps
+    assert all(np.isfinite(loss) for loss in history["loss"])
+
+
+@pytest.mark.parametrize("name", NUM_STEPS)
+def test_every_batch_is_trained_on_once(most, name):
+    assert_every_batch_once(most, name, NUM_STEPS[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW_NUM_STEPS)
+def test_every_batch_is_trained_on_once_in_other_ways(others, name):
+    assert_every_batch_once(others, name, SLOW_NUM_STEPS[name])
+
+
+def test_both_workers_train_together(most):
+    found, own = equal_outcome(most, "uneven_data_with_validation")
+    assert sum(each["steps"] for each in own) == 88
+    assert min(each["steps"] for each in own) > 0
+    assert found["history"]["accuracy"][-1] > 0.93
+    assert found["history"]["val_accuracy"][-1] > 0.93
+    assert found["evaluated"][1] > 0.93
+    # Slots are on the servers: here are iterations and learning rate only.
+    assert found["num_optimizer_variables"] == 2
+
+
+def test_staleness_is_what_the_workers_saw(most):
+    for _, of_all, _ in most:
+        for name, (_, _, own) in zip(WORKERS, most, strict=True):
+            # Each server counts each push; the two see the same number of them.
+            assert sum(of_all[name].values()) >= sum(own.values())
+            assert max(of_all[name]) == max(own)
+
+
+def test_initial_weights_are_the_chiefs_without_a_seed(most):
+    equal_outcome(most, "unseeded")
+
+
+def test_a_scheduled_learning_rate_holds_from_its_epoch_on(most):
+    found, _ = equal_outcome(most, "learning_rate_scheduler")
+    assert_unchanged(found["each"][0], found["each"][2])
+    assert found["history"]["learning_rate"] == pytest.approx([0.1, 0, 0])
+
+
+def assert_unchanged(before, after, tolerance=0.0):
+    for a, b in zip(before, after, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance)
+
+
+def assert_changed(before, after):
+    assert max(np.abs(a - b).max() for a, b in zip(before, after, strict=True)) > 1e-3
+
+
+@pytest.mark.slow
+def test_a_reduced_learning_rate_reaches_the_servers(others):
+    found, _ = equal_outcome(others, "reduced_on_plateau")
+    assert_changed(found["each"][0], found["each"][1])
+    assert_unchanged(found["each"][1], found["each"][2], 1e-6)
+
+
+def test_early_stopping_restores_the_best_weights(most):
+    found, _ = equal_outcome(most, "early_stopping_restores_best_weights")
+    history = found["first"]
+    assert len(history["loss"]) == 3
+    assert found["evaluated"]["loss"] == pytest.approx(history["val_loss"][0], rel=1e-5)
+    # The next fit goes on from there.
+    assert found["history"]["loss"][0] < history["loss"][0]
+
+
+def test_a_worker_without_a_step_has_all_values(most):
+    found, own = equal_outcome(most, "more_workers_than_steps")
+    assert sum(each["steps"] for each in own) == 3
+    history = found["history"]
+    assert history["val_once"] == [NUM] * 3
+    assert history["val_loss"][2] < history["val_loss"][0]
+
+
+def test_moving_statistics_are_those_of_all_workers(most):
+    found, _ = equal_outcome(most, "batch_normalization")
+    mean = found["weights"][4]
+    assert np.abs(mean).max() > 0.1
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "chief_stops_in_the_middle_of_an_epoch",
+        "another_worker_stops_in_the_middle_of_an_epoch",
+    ],
+)
+def test_all_stop_in_the_middle_of_an_epoch(most, name):
+    found, _ = equal_outcome(most, name)
+    (once,) = found["history"]["once"]
+    assert 8 <= once < NUM
+    assert once == 4 * found["iterations"]
+
+
+def test_weights_that_the_chief_assigns_are_everywhere(most):
+    found, _ = equal_outcome(most, "weights_that_the_chief_assigns")
+    for weights, value in ((found["first"], 0.25), (found["second"], 0.5)):
+        # The learning rate is 0; the moving statistics do move.
+        for each in weights[:4] + weights[6:8]:
+            if each.ndim == 2:
+                np.testing.assert_array_equal(each, value)
+    for a, b in zip(found["weights"], found["second"], strict=True):
+        if a.ndim == 2:
+            np.testing.assert_array_equal(a, b)
+
+
+def test_single_batches_train_everywhere(most):
+    found, own = equal_outcome(most, "single_batches")
+    assert found["tested"] < min(each["losses"][0] for each in own)
+    assert found["iterations"] == 10
+
+
+def test_a_distributed_dataset_is_trained_on(most):
+    found, _ = equal_outcome(most, "a_distributed_dataset")
+    assert found["history"]["more"] == [0, 0, 0]
+    assert all(0 < once <= NUM for once in found["history"]["once"])
+
+
+def test_another_model_than_the_chiefs_is_an_error_at_once(most):
+    (chief, _, _), (worker, _, _) = most
+    name = "another_model_than_the_chief_has"
+    assert chief[name]["own"]["error"] is None
+    own = worker[name]["own"]
+    assert "differs from the chief's" in own["error"]
+    assert "[6, 9]" in own["error"]
+    assert "[6, 8]" in own["error"]
+    assert own["seconds"] < 20
+
+
+@pytest.mark.slow
+def test_weightless_examples_change_nothing(others):
+    found, _ = equal_outcome(others, "weights_of_classes_and_samples")
+    assert_unchanged(found["first"], found["weights"])
+
+
+@pytest.mark.slow
+def test_frozen_layers_stay(others):
+    found, _ = equal_outcome(others, "frozen_layers_stay")
+    assert_unchanged(found["first"][:2], found["weights"][:2])
+    assert_changed(found["first"][2:], found["weights"][2:])
+
+
+@pytest.mark.slow
+def test_masks_differ_between_workers(others):
+    _, own = equal_outcome(others, "dropout_masks")
+    assert (own[0]["mask"] != own[1]["mask"]).mean() > 0.2
+
+
+@pytest.mark.slow
+def test_constraints_hold(others):
+    found, _ = equal_outcome(others, "constraints_and_regularizers")
+    norms = np.linalg.norm(found["weights"][0], axis=0)
+    np.testing.assert_allclose(norms, 1, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_gradients_are_clipped(others):
+    found, _ = equal_outcome(others, "clipped_by_its_norm")
+    moved = [a - b for a, b in zip(found["first"], found["weights"], strict=True)]
+    norm = np.sqrt(sum(np.square(m).sum() for m in moved))
+    assert 0 < norm <= 11 * 1e-3 * 1.001
+
+
+@pytest.mark.slow
+def test_a_schedule_counts_the_updates_of_all(others):
+    found, _ = equal_outcome(others, "schedule_and_iterations")
+    assert_unchanged(found["first"], found["weights"])
+
+
+@pytest.mark.slow
+def test_a_slow_worker_does_less(others):
+    _, own = equal_outcome(others, "a_slow_worker_does_less")
+    assert 0 < own[1]["steps"] < own[0]["steps"]
+    assert own[0]["steps"] + own[1]["steps"] == 83
+
+
+@pytest.mark.slow
+def test_metrics_of_many_numbers_are_summed(others):
+    found, _ = equal_outcome(others, "a_large_metric")
+    assert found["history"]["large"] == pytest.approx([11 * 1.2345678], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_values_assigned_at_the_start_of_an_epoch_are_used(others):
+    found, _ = equal_outcome(others, "values_assigned_at_the_start_of_an_epoch")
+    for each in found["weights"]:
+        np.testing.assert_array_equal(each, 2)
+
+
+@pytest.mark.slow
+def test_each_worker_trains_on_its_own_files(others):
+    found, _ = equal_outcome(others, "datasets_from_a_function")
+    assert not any(found["history"]["more"])

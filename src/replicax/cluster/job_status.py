@@ -75,7 +75,7 @@ class Readings:
         state: What the board takes a worker for: `absent`, `alive`, `dead`, `left`.
         silent_seconds: Since the board's last sign of it.
         steps: A worker's steps; updates that a server has made.
-        traffic: Bytes to and fro.
+        traffic: Bytes back and forth.
         staleness: How many of a worker's gradients had which staleness, as the servers
             have counted them.
     """

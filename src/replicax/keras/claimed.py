@@ -73,6 +73,8 @@ class ClaimedSteps:
             internals.set_initial_epoch(model, first_epoch + going)
         # Nobody trains while others still use what the script had before.
         self._session.barrier(f"{self._name}: begin")
+        # Validation is with those of the end of the epoch.
+        strategy.keeps_values = True
 
     # Keras' loop over an epoch.
 
@@ -131,6 +133,10 @@ class ClaimedSteps:
         # Nobody begins the next epoch before all have this one's values.
         self._session.barrier(f"{self._name}: values of epoch {self._epoch}")
         return True
+
+    def close(self) -> None:
+        """The end of `fit`, in any way."""
+        self._strategy.keeps_values = False
 
     def after_epoch(self) -> None:
         """The chief says whether training goes on, when its callbacks have run."""
@@ -204,6 +210,7 @@ class ClaimedSteps:
         message = {
             "random": random_state(),
             "num_updates": self._strategy.num_updates,
+            "num_assigned": self._strategy.remote.num_assigned,
             "model": _described(self._model),
         }
         key = f"{self._name}/begin/{self._epoch}"
@@ -230,7 +237,7 @@ class ClaimedSteps:
         set_random_state(message["random"])
         if not self._session.is_chief:
             self._strategy.refresh_values()  # It may have assigned some.
-        self._strategy.begin_epoch(message["num_updates"])
+        self._strategy.begin_epoch(message["num_updates"], message["num_assigned"])
         self._iterator.data_adapter.on_epoch_begin()
         self._applied = self._strategy.steps_applied
         iterator = self._iterator
@@ -345,6 +352,8 @@ class ClaimedSteps:
         """Tickets whose updates have been made since this was asked last."""
         number = self._strategy.steps_applied - self._applied
         self._applied += number
+        if self._is_own and self._strategy.sync:
+            return []  # Those steps have no tickets.
         return [self._pending.popleft() for _ in range(number)]
 
     def _drain(self) -> list[Any]:

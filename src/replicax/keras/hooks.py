@@ -221,6 +221,8 @@ def _symbolic_build(
                 model, iterator, session.first_epoch
             )
             iterator.replicax_claimed = session.claimed
+            if session.claimed is not None:
+                session.callback(session.claimed.close)
 
 
 def _enumerate_iterator(original: Any, epoch_iterator: Any) -> Any:

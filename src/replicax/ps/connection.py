@@ -58,8 +58,8 @@ class Connection:
         credentials: The cluster's token and TLS files.
         task: The server's name in messages, such as `"ps:0"`.
         connect_timeout_seconds: For one attempt to reach the server.
-        reply_timeout_seconds: For a server that is there to answer; while bytes go to
-            and fro, the time starts anew.
+        reply_timeout_seconds: For a server that is there to answer; while bytes come or
+            go, the time starts anew.
         retry_timeout_seconds: For a lost server to come back. May be set later too.
         on_connect: Called with the server's incarnation, a text, when it is reached
             first, and when it is another one, which has other values or older ones. It

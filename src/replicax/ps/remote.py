@@ -78,6 +78,7 @@ class RemoteGroup:
         self.group = group
         self.values: list[jax.Array] = []
         self.versions: dict[int, int] = {}
+        self.num_assigned = 0  # Versions that were assigned, as the chief counts.
         self._session = session
         self._sharding = sharding
         self._compression = compression
@@ -166,6 +167,7 @@ class RemoteGroup:
             self._servers, self._pack_values(values), strict=True
         ):
             self._on(server, {"op": "replace", "group": self.group.name}, vectors)
+        self.num_assigned += 1
         self.pull()
 
     def averages(self) -> list[jax.Array] | None:
@@ -346,7 +348,21 @@ class RemoteGroup:
     ) -> Any:
         # Here the thread waits for the step to be computed.
         host = {dtype: np.asarray(v) for dtype, v in vectors.items()}
-        return server, *_exchange(connection, header, host)
+        step = self._session.timeouts.step
+        try:
+            # The server says first when other workers' parts do not come in time.
+            answer = _exchange(
+                connection, header, host, step + self._session.timeouts.shutdown
+            )
+        except ServerRefused as refused:
+            if refused.kind != "SyncTimeout":
+                raise
+            raise ClusterError(
+                f"{self._session.name}: {self._session.absent()} did not bring a part "
+                f"of step {header['part']['step']} within {step:.0f} s. See what it "
+                "prints, or give it more time (step_timeout_seconds)."
+            ) from refused
+        return server, *answer
 
     # Between variables and flat vectors.
 
@@ -399,9 +415,12 @@ def _exchange(
     connection: Connection,
     header: Mapping[str, Any],
     vectors: Mapping[str, np.ndarray] | None = None,
+    reply_timeout_seconds: float | None = None,
 ) -> tuple[dict[str, Any], _Vectors]:
     try:
-        return connection.exchange(header, vectors)
+        return connection.exchange(
+            header, vectors, reply_timeout_seconds=reply_timeout_seconds
+        )
     except ServerRefused as refused:
         if refused.kind == "UnknownGroup":
             raise ClusterError(
@@ -410,7 +429,7 @@ def _exchange(
                 "with snapshot_dir=... a restarted server goes on.",
                 culprit=connection.task,
             ) from refused
-        if refused.kind in ("Superseded", "SyncTimeout"):
+        if refused.kind == "Superseded":
             raise ClusterError(
                 f"{connection.task} refuses to go on: {refused}",
                 culprit=connection.task,

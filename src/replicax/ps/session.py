@@ -1,6 +1,7 @@
 """A worker's session with the parameter servers: joined, alive, and in touch."""
 
 import atexit
+import contextlib
 import functools
 import itertools
 import logging
@@ -274,6 +275,13 @@ class Session:
             lambda: self.board("get", key=key), what, lambda: f"{chief} (the chief)"
         )
 
+    def absent(self) -> str:
+        """Names of the other workers that are not alive, or of all the others."""
+        workers = self.board("status")["workers"]
+        others = [name for name in self.workers if name != self.name]
+        gone = [name for name in others if workers[name]["state"] != "alive"]
+        return " and ".join(gone or others)
+
     def require_going(self) -> None:
         """Raise if the job has failed."""
         if self._failure is not None:
@@ -288,6 +296,8 @@ class Session:
         try:
             for connection in self.connections:
                 connection.retry_timeout_seconds = self.timeouts.shutdown
+            with contextlib.suppress(ClusterError):
+                self._tell_again()
             self.connections[0].call(
                 "board.leave",
                 worker=self.name,
@@ -296,7 +306,8 @@ class Session:
                 error=error,
             )
         except (ClusterError, ServerRefused) as lost:
-            _logger.warning("%s could not say that it ends: %s", self.name, lost)
+            if self._told_to == self.incarnations[0]:  # Else it is another job's board.
+                _logger.warning("%s could not say that it ends: %s", self.name, lost)
         for pool in self._pools:
             pool.shutdown(wait=False, cancel_futures=True)
         for connection in self.connections:

@@ -76,9 +76,18 @@ class RemoteVariables:
         """Updates of each group that this worker knows of."""
         return {g.group.name: max(g.versions.values()) for g, _ in self._groups}
 
-    def begin_epoch(self, num_updates: Mapping[str, int]) -> None:
+    @property
+    def num_assigned(self) -> dict[str, int]:
+        """How many of each group's updates were assignments, as far as known here."""
+        return {g.group.name: g.num_assigned for g, _ in self._groups}
+
+    def begin_epoch(
+        self, num_updates: Mapping[str, int], num_assigned: Mapping[str, int]
+    ) -> None:
         """Count the steps of an epoch from these numbers of updates."""
         self._first_steps = dict(num_updates)
+        for group, _ in self._groups:
+            group.num_assigned = num_assigned.get(group.group.name, 0)
 
     def _part_of(self, group: RemoteGroup, part: Part | None) -> Part | None:
         if part is None:
@@ -257,14 +266,15 @@ class RemoteVariables:
     def write_iterations(self) -> None:
         """Store in each optimizer how many updates the servers have made with it."""
         for group, optimizer in self._optimizers:
-            iterations = optimizer.iterations
+            iterations = optimizer.variables[0]
             if internals.has_value(iterations):
                 internals.write_values(
                     [iterations], [self._iterations(group, iterations)]
                 )
 
     def _iterations(self, group: RemoteGroup, variable: Any) -> Any:
-        number = np.asarray(max(group.versions.values()), variable.dtype)
+        made = max(group.versions.values()) - group.num_assigned
+        number = np.asarray(made + group.group.rule["iterations"], variable.dtype)
         return placement.mirrored(number, self._sharding)
 
     def write_back(
@@ -274,7 +284,7 @@ class RemoteVariables:
         for update in updates:
             group, variables = self._trained[id(update.optimizer)]
             self._hand_out(group, variables, stored)
-            iterations = update.optimizer.iterations
+            iterations = update.optimizer.variables[0]
             stored[id(iterations)] = self._iterations(group, iterations)
         if state:
             self._hand_out(*self._states[tuple(map(id, state))], stored)
@@ -295,10 +305,7 @@ class RemoteVariables:
     def _differ(self, group: RemoteGroup, values: Sequence[Any]) -> bool:
         """Whether values are others than those that this object has given."""
         handed = self._handed[group.group.name]
-        return any(
-            not np.array_equal(_host(a), _host(b))
-            for a, b in zip(values, handed, strict=True)
-        )
+        return not _are_equal(values, handed)
 
     def _connect_update(self, update: Update, stored: dict[int, Any]) -> None:
         optimizer = update.optimizer
@@ -371,7 +378,7 @@ class RemoteVariables:
         if not self._is_handed(group, given) and self._differ(group, given):
             if self._session.is_chief:
                 group.assign(given)
-            else:
+            elif not _are_equal(given, group.values):  # Else the chief has as well.
                 _logger.warning(
                     "%s: values were assigned to variables of %s; those of the servers "
                     "are used instead. Assign on the chief.",
@@ -489,6 +496,12 @@ def _rate_array(optimizer: Any, stored: Mapping[int, Any]) -> Any:
         return None
     value = stored.get(id(variable))
     return internals.read_values([variable])[0] if value is None else value
+
+
+def _are_equal(values: Sequence[Any], others: Sequence[Any]) -> bool:
+    return all(
+        np.array_equal(_host(a), _host(b)) for a, b in zip(values, others, strict=True)
+    )
 
 
 def _host(value: Any) -> np.ndarray:

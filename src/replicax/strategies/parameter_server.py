@@ -163,6 +163,7 @@ class ParameterServerStrategy(Strategy):
         self._in_flight: Any = None
         self._parts: deque[Part] = deque()
         self.steps_applied = 0
+        self.keeps_values = False  # As inside of `fit`, which fetches them in time.
         self._num_fits = 0
         self.session.join()
         self._agree_on_random_state()
@@ -283,9 +284,11 @@ class ParameterServerStrategy(Strategy):
                 total.setdefault(worker, Counter()).update(counts)
         return {worker: dict(sorted(total[worker].items())) for worker in sorted(total)}
 
-    def begin_epoch(self, num_updates: Mapping[str, int]) -> None:
+    def begin_epoch(
+        self, num_updates: Mapping[str, int], num_assigned: Mapping[str, int]
+    ) -> None:
         """Count synchronous steps of `fit` from these numbers of updates."""
-        self._remote.begin_epoch(num_updates)
+        self._remote.begin_epoch(num_updates, num_assigned)
 
     def expect(self, part: Part) -> None:
         """Say which part of a synchronous step the next training program computes."""
@@ -309,7 +312,8 @@ class ParameterServerStrategy(Strategy):
 
     def synchronize_random_state(self) -> None:
         """Begin of `fit`, `evaluate` and `predict`: with the newest values."""
-        self.refresh()
+        if not self.keeps_values:
+            self.refresh()
 
     def _execute(
         self, program: Program, values: Sequence[Any], arrays: Sequence[Any]
