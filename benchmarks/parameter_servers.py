@@ -25,6 +25,7 @@ import threading
 import time
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--peer-python", help="a Python that has tensorflow and tf_keras")
@@ -171,23 +172,21 @@ class Cluster:
         self._log.close()
 
 
-def clusters(num_workers: int, num_servers: int) -> dict[str, Cluster]:
-    """The libraries' clusters of that size."""
-    jobs = {"worker": num_workers, "ps": num_servers}
-    found = {"replicax": Cluster(sys.executable, "ps_replicax_peer.py", jobs, "worker")}
-    if options.peer_python:
-        # TensorFlow's chief does not train: it tells the workers what to do.
-        chief = {"chief": 1, **jobs}
-        found["TensorFlow"] = Cluster(
-            options.peer_python, "ps_tf_peer.py", chief, "chief"
-        )
-    return found
-
-
 def measure(num_workers: int, num_servers: int) -> dict[str, Cluster]:
-    """Rounds in which the libraries take turns."""
-    found = clusters(num_workers, num_servers)
-    try:
+    """Rounds in which the libraries' clusters of that size take turns."""
+    jobs = {"worker": num_workers, "ps": num_servers}
+    found: dict[str, Cluster] = {}
+    with contextlib.ExitStack() as stack:
+
+        def start(library: str, *arguments: Any) -> None:
+            found[library] = Cluster(*arguments)
+            stack.callback(found[library].close)
+
+        start("replicax", sys.executable, "ps_replicax_peer.py", jobs, "worker")
+        if options.peer_python:
+            # TensorFlow's chief does not train: it tells the workers what to do.
+            jobs = {"chief": 1, **jobs}
+            start("TensorFlow", options.peer_python, "ps_tf_peer.py", jobs, "chief")
         for cluster in found.values():
             cluster.wait_until_ready()
             for _ in range(2):  # Compile, on every worker.
@@ -196,9 +195,6 @@ def measure(num_workers: int, num_servers: int) -> dict[str, Cluster]:
         for _ in range(options.rounds):
             for cluster in found.values():
                 cluster.train(options.steps)
-    finally:
-        for cluster in found.values():
-            cluster.close()
     return found
 
 

@@ -396,6 +396,19 @@ def test_a_restarted_server_goes_on_with_the_same_sessions(board, clients, clock
         again.load_state({})
 
 
+def test_a_restarted_server_may_take_back_what_was_held(board, clients, clock):
+    a, b, _ = clients
+    ask(board, "open", stream=STREAM, limit=3, max_staleness=1)
+    a("claim", stream=STREAM)
+    b("claim", stream=STREAM)
+    again = Board(NAMES, heartbeat_seconds=10, grace_seconds=100, now=clock)
+    again.load_state(json.loads(json.dumps(board.state())), release=True)
+    a.board = b.board = again
+    # Else `a` had to wait: both may have told the lost server that they were done.
+    assert a("claim", stream=STREAM) == {"indices": [2]}
+    assert b("finish", stream=STREAM, indices=[1])["late"]
+
+
 def together(workers, work):
     """Runs `work(client)` of every client in its own thread; raises what they do."""
     errors = []

@@ -239,3 +239,26 @@ def test_wrong_arguments(tmp_path) -> None:
     for arguments in ({"every_updates": 0}, {"every_seconds": -1.0}, {"keep": 0}):
         with pytest.raises(ValueError, match=f"got {next(iter(arguments))}="):
             Snapshots(tmp_path, 0, **arguments)
+
+
+def test_what_a_finished_job_has_left_is_not_restored(tmp_path, caplog) -> None:
+    snapshots = Snapshots(tmp_path, 0)
+    snapshots.finish()  # Of a job without any.
+    assert written(snapshots) == []
+    snapshots.write(filled(1).state())
+    assert snapshots.restore() is not None
+    snapshots.finish()
+    assert snapshots.restore() is None
+    assert "are of a job that is done" in caplog.text
+    path = snapshots.write(filled(2).state())
+    found = Snapshots(tmp_path, 0).restore()
+    assert found is not None
+    assert found.path == path
+
+
+def test_the_end_of_a_failed_job_is_not_written(tmp_path) -> None:
+    snapshots = Snapshots(tmp_path, 0, every_updates=100)
+    snapshots.start(store := filled(1))
+    push(store, 2)
+    snapshots.close(write=False)
+    assert written(snapshots) == []

@@ -368,6 +368,8 @@ def test_synchronous_steps_go_on_after_a_restart(caplog) -> None:
     assert not push(other, 5, part=part_of(4, 1, 2)).applied
     assert not stuck.result(timeout=30).applied
     assert "steps 1 to 4 were lost" in caplog.text
+    # Workers find the next step by it.
+    assert other.pull("weights").version == 5
     assert not push(other, 1, worker="worker:1", part=part_of(4, 0, 2)).applied
     in_threads(
         lambda: push(other, 6, part=part_of(5, 1, 2)),

@@ -34,9 +34,8 @@ _logger = logging.getLogger("replicax")
 _ARRAYS = "arrays.bin"
 _STATE = "state.json"
 _MANIFEST = "manifest.json"
-_DONE = (
-    "done"  # Beside the snapshots: the number of the last one of a job that is done.
-)
+# Beside the snapshots: the number of the last one of a job that is done.
+_DONE = "done"
 _NAME = re.compile(r"snapshot-(\d{9})")
 _FORMAT = 1
 _BLOCK_BYTES = 1 << 22

@@ -124,6 +124,7 @@ class ParameterServerStrategy(Strategy):
         self.backup_workers = backup_workers
         self.max_staleness = max_staleness
         self.session: Session | None = None
+        self.keeps_values = False  # As inside of `fit`, which fetches them in time.
         self.labels = Labels()
         self.coordinator: Any = None
         self._num_parts = len(workers) - backup_workers if sync else 1
@@ -163,7 +164,6 @@ class ParameterServerStrategy(Strategy):
         self._in_flight: Any = None
         self._parts: deque[Part] = deque()
         self.steps_applied = 0
-        self.keeps_values = False  # As inside of `fit`, which fetches them in time.
         self._num_fits = 0
         self.session.join()
         self._agree_on_random_state()
@@ -194,8 +194,12 @@ class ParameterServerStrategy(Strategy):
 
     @property
     def overlaps(self) -> bool:
-        """Whether a step begins before the last one's update has come back."""
-        return not self.sync and self.max_staleness is None
+        """Whether a step begins before the last one's update has come back.
+
+        A worker alone would only learn more slowly by it.
+        """
+        alone = self.session is None or len(self.session.workers) == 1
+        return not (alone or self.sync or self.max_staleness is not None)
 
     @property
     def pulls_first(self) -> bool:

@@ -1,0 +1,294 @@
+"""ParameterServerStrategy: roles, options and errors; bounded staleness; custom loops.
+
+What needs other tasks is in one cluster of two workers and two servers, whose staleness
+is bounded and whose gradients travel as bfloat16.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import replicax as rx
+import replicax.testing
+from replicax.ps.optimizers import can_split, optimizer_rule
+
+pytest.importorskip("pyarrow")
+
+CLUSTER = {"worker": ["localhost:1", "localhost:2"], "ps": ["localhost:3"]}
+
+
+def as_task(monkeypatch, cluster, task_type="worker", index=0):
+    task = {"type": task_type, "index": index}
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": task}))
+
+
+def test_it_has_both_of_its_names():
+    found = rx.experimental.ParameterServerStrategy
+    assert found is rx.ParameterServerStrategy
+
+
+def test_without_a_cluster(monkeypatch):
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    with pytest.raises(rx.ClusterConfigError, match="no cluster is described"):
+        rx.ParameterServerStrategy()
+
+
+def test_without_servers(monkeypatch):
+    as_task(monkeypatch, {"worker": ["localhost:1"]})
+    with pytest.raises(rx.ClusterConfigError, match="has no parameter servers"):
+        rx.ParameterServerStrategy()
+
+
+def test_without_workers(monkeypatch):
+    as_task(monkeypatch, {"ps": ["localhost:1"]}, "ps")
+    with pytest.raises(rx.ClusterConfigError, match="worker"):
+        rx.ParameterServerStrategy()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backup_workers": 2, "sync": True}, "backup_workers must be from 0 to 1"),
+        ({"backup_workers": -1, "sync": True}, "backup_workers must be from 0 to 1"),
+        ({"backup_workers": 1}, "needs sync=True"),
+        ({"max_staleness": -1}, "max_staleness=-1"),
+        ({"max_staleness": 1, "sync": True}, "None with sync=True"),
+        ({"compression": "float16"}, "None or 'bfloat16'; got 'float16'"),
+        ({"step_timeout_seconds": 0}, "positive number; got 0"),
+        ({"heartbeat_timeout_seconds": "soon"}, "positive number; got 'soon'"),
+    ],
+)
+def test_options_that_cannot_be(monkeypatch, options, message):
+    as_task(monkeypatch, CLUSTER)
+    with pytest.raises(ValueError, match=message):
+        rx.ParameterServerStrategy(**options)
+
+
+def test_without_a_token(monkeypatch):
+    as_task(monkeypatch, CLUSTER)
+    for name in ("REPLICAX_PS_TOKEN", "REPLICAX_PS_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ValueError, match="REPLICAX_PS_TOKEN"):
+        rx.ParameterServerStrategy()
+
+
+def test_servers_that_are_not_there(monkeypatch):
+    as_task(monkeypatch, CLUSTER)
+    monkeypatch.setenv("REPLICAX_PS_TOKEN", "of-this-test-0123456789")
+    with pytest.raises(rx.ClusterError, match="ps:0"):
+        rx.ParameterServerStrategy(startup_timeout_seconds=0.5)
+
+
+def test_an_evaluator_works_by_itself(monkeypatch):
+    as_task(monkeypatch, {**CLUSTER, "evaluator": ["localhost:4"]}, "evaluator")
+    strategy = rx.ParameterServerStrategy()
+    assert strategy.is_chief
+    assert strategy.staleness() == {}
+    x, y = np.ones((16, 3), "float32"), np.ones((16, 1), "float32")
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), layers.Dense(1)])
+        model.compile("adam", "mse")
+    history = model.fit(x, y, epochs=2, batch_size=8, verbose=0)
+    assert history.history["loss"][1] < history.history["loss"][0]
+    assert model.predict(x, verbose=0).shape == (16, 1)
+    assert len(model.optimizer.variables) > 4  # It has its slots.
+
+
+def test_without_pyarrow():
+    code = (
+        "import sys; sys.modules['pyarrow'] = None\n"
+        "import replicax as rx\n"
+        "try:\n"
+        "    rx.ParameterServerStrategy()\n"
+        "except ImportError as error:\n"
+        "    print(error)\n"
+    )
+    task = {"type": "worker", "index": 0}
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        env={
+            **os.environ,
+            "TF_CONFIG": json.dumps({"cluster": CLUSTER, "task": task}),
+            "REPLICAX_PS_TOKEN": "of-this-test-0123456789",
+        },
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
+    assert "replicax[ps]" in ended.stdout, ended
+
+
+def test_whole_variable_optimizers_are_not_split():
+    for name in ("Adafactor", "Lamb", "Muon"):
+        assert not can_split(getattr(keras.optimizers, name)())
+
+
+def test_a_dynamic_loss_scale_is_refused():
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
+    with pytest.raises(ValueError, match="LossScaleOptimizer cannot run"):
+        optimizer_rule(optimizer, [keras.Variable([1.0])])
+
+
+# The cluster.
+
+_RNG = np.random.default_rng(3)
+X = _RNG.normal(size=(320, 6)).astype("float32")
+Y = np.argmax(X @ _RNG.normal(size=(6, 3)), axis=1).astype("int32")
+
+
+def classifier(optimizer=None):
+    model = keras.Sequential([keras.Input((6,)), layers.Dense(3)])
+    if optimizer is not None:
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(optimizer, loss, metrics=["accuracy"])
+    return model
+
+
+def fitted(strategy, max_staleness):
+    keras.utils.set_random_seed(1)
+    strategy.max_staleness = max_staleness
+    before = dict(strategy.session.staleness)
+    with strategy.scope():
+        model = classifier(keras.optimizers.Adam(0.05))
+    history = model.fit(X, Y, batch_size=16, epochs=4, verbose=0)
+    seen = {
+        k: n - before.get(k, 0)
+        for k, n in strategy.session.staleness.items()
+        if n > before.get(k, 0)
+    }
+    return {"accuracy": history.history["accuracy"][-1], "staleness": seen}
+
+
+def loop(strategy, gradients_of):
+    """A custom loop with two optimizers."""
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((6,)), layers.Dense(8), layers.Dense(3)])
+        optimizers = keras.optimizers.SGD(0.2), keras.optimizers.Adam(0.02)
+        loss_fn = keras.losses.SparseCategoricalCrossentropy(
+            from_logits=True, reduction="none"
+        )
+
+    def step(x, y):
+        def loss_of():
+            losses = loss_fn(y, model(x, training=True))
+            return rx.compute_average_loss(losses, global_batch_size=16)
+
+        loss, gradients = gradients_of(loss_of, model.trainable_variables)
+        for optimizer, layer, grads in zip(
+            optimizers, model.layers, (gradients[:2], gradients[2:]), strict=True
+        ):
+            optimizer.apply(grads, layer.trainable_variables)
+        return loss, x[:, 0]
+
+    data = strategy.experimental_distribute_dataset((X, Y), batch_size=16)
+    losses, firsts = [], []
+    for _ in range(3):
+        for batch in data:
+            loss, first = strategy.run(step, batch)
+            losses.append(float(strategy.reduce("sum", loss)))
+            firsts.append(np.asarray(strategy.gather(first, 0)))
+    return {"losses": losses, "firsts": np.stack(firsts), "length": len(data)}
+
+
+def with_tape(loss_of, variables):
+    with rx.GradientTape() as tape:
+        loss = loss_of()
+    return loss, tape.gradient(loss, variables)
+
+
+def with_function(loss_of, variables):
+    return rx.value_and_grad(loss_of, variables)()
+
+
+def changing_variables(strategy):
+    with strategy.scope():
+        a, b = keras.Variable(1.0), keras.Variable(2.0)
+        optimizer = keras.optimizers.SGD(0.1)
+        optimizer.build([a, b])
+    strategy.run(lambda: optimizer.apply([a.value], [a]))
+    try:
+        strategy.run(lambda: optimizer.apply([b.value], [b]))
+    except NotImplementedError as error:
+        return str(error)
+    return None
+
+
+def bounded():
+    strategy = rx.ParameterServerStrategy(
+        max_staleness=1, compression="bfloat16", step_timeout_seconds=40
+    )
+    found = {
+        "one": fitted(strategy, 1),
+        "none": fitted(strategy, 0),
+        "tape": loop(strategy, with_tape),
+        "function": loop(strategy, with_function),
+        "changing": changing_variables(strategy),
+        "num_replicas": strategy.num_replicas_in_sync,
+        "repr": repr(strategy),
+    }
+    strategy.session.barrier("the end")
+    return found | {
+        "all": strategy.staleness(),
+        "own": dict(strategy.session.staleness),
+    }
+
+
+@pytest.fixture(scope="module")
+def workers():
+    results = replicax.testing.run(
+        bounded,
+        tasks={"worker": 2, "ps": 2},
+        logical_devices=1,
+        deadline_seconds=150,
+    )
+    return [results[f"worker:{i}"].value for i in range(2)]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("name", "most"), [("one", 1), ("none", 0)])
+def test_staleness_is_bounded(workers, name, most):
+    for found in workers:
+        assert max(found[name]["staleness"]) <= most
+        # Both did some steps, and all 80 were made.
+        assert sum(found[name]["staleness"].values()) > 0
+        assert found[name]["accuracy"] > 0.9
+    assert sum(sum(f[name]["staleness"].values()) for f in workers) == 80
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", ["tape", "function"])
+def test_custom_loops_take_turns_at_batches(workers, name):
+    for found in workers:
+        assert found[name]["length"] == 10
+        losses = found[name]["losses"]
+        assert np.mean(losses[-5:]) < 0.8 * np.mean(losses[:5])
+    firsts = [found[name]["firsts"].reshape(3, 10, 16) for found in workers]
+    # Of each epoch, one has the batches 0, 2, 4, ... and the other those between.
+    batches = np.stack(firsts, axis=2).reshape(3, 320)
+    np.testing.assert_array_equal(batches, np.stack([X[:, 0]] * 3))
+
+
+@pytest.mark.multiprocess
+def test_one_optimizer_for_each_set_of_variables(workers):
+    assert all("one optimizer for each set" in f["changing"].lower() for f in workers)
+
+
+@pytest.mark.multiprocess
+def test_replicas_of_one_worker_make_an_update(workers):
+    assert [found["num_replicas"] for found in workers] == [1, 1]
+    assert "worker:1 of 2 workers, 2 servers" in workers[1]["repr"]
+
+
+@pytest.mark.multiprocess
+def test_servers_tell_the_staleness_of_all(workers):
+    for found in workers:
+        assert sorted(found["all"]) == ["worker:0", "worker:1"]
+        assert found["all"] == workers[0]["all"]
