@@ -57,7 +57,7 @@ class ReplicaContext:
                 MEAN in `fit`.
             num_active: Only the first `num_active` replicas hold examples of this batch
                 and count; the others compute on copies. None: all do.
-            first_replica: Number of this axis' first replica among those of all workers.
+            first_replica: Number of the axis' first replica among those of all workers.
             defers_updates: Whether the strategy makes the updates when the program is
                 over, because the variables live elsewhere.
         """

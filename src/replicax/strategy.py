@@ -246,6 +246,9 @@ class Strategy:
         """Summed gradients as the one who makes a deferred update wants them."""
         return grads
 
+    def expect_rows(self, num_rows: int) -> None:
+        """Called before `train_on_batch` trains on that many examples."""
+
     def settle(self) -> None:
         """Called when `fit`, `evaluate` or `predict` is over."""
 
@@ -492,7 +495,9 @@ class Strategy:
     def _place(self, array: Any, kind: Kind) -> Any:
         refuse_tracer(array)
         if kind is Kind.PER_REPLICA:
-            combine.require_all_replicas(PerReplica(array), self._group.axis.size, "run")
+            combine.require_all_replicas(
+                PerReplica(array), self._group.axis.size, "run"
+            )
             wanted = self._per_replica
         elif isinstance(array, jax.Array) and (
             array.committed or self._group.spans_processes

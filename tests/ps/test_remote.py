@@ -119,7 +119,7 @@ def assert_equal(actual, expected):
 
 
 @settings(
-    max_examples=25,
+    max_examples=12,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
@@ -143,7 +143,7 @@ def test_values_come_back_as_they_were_sent(
 
 
 @settings(
-    max_examples=10,
+    max_examples=5,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

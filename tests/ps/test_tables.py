@@ -208,7 +208,9 @@ def test_duplicates_are_summed_first_and_servers_make_no_difference(ids, num_ser
         here = ids % num_servers == i
         push(table, ids[here], gradients[here], 0)
         mine = np.arange(i, 20, num_servers)
-        np.testing.assert_allclose(table.rows(mine), expected[mine], rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(
+            table.rows(mine), expected[mine], rtol=1e-4, atol=1e-6
+        )
         assert table.version == 1  # Even with no row here.
 
 

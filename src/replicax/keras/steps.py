@@ -273,6 +273,8 @@ def _function(
             batches = iterator.next_execution()
         else:
             batches = [place(next(iterator), strategy.group)]
+            if step.name == "train_step":
+                strategy.expect_rows(batches[0].num_rows)
         sizes = tuple(map(len, state))
         values = list(itertools.chain.from_iterable(state))
         results = []

@@ -1,5 +1,6 @@
 """ParameterServerStrategy: variables on servers, workers that come and go."""
 
+import sys
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ from replicax.cluster.config import TaskConfig, check_cluster
 from replicax.cluster.resolvers import ClusterResolver, default_resolver
 from replicax.collectives import CrossDeviceOps
 from replicax.devices import default_devices
-from replicax.errors import ClusterConfigError
+from replicax.errors import ClusterConfigError, ClusterError
 from replicax.keras.claimed import ClaimedSteps, random_state, set_random_state
 from replicax.program import Program
 from replicax.ps.credentials import Credentials
@@ -267,7 +268,9 @@ class ParameterServerStrategy(Strategy):
 
     def finalize(self, optimizer: Any) -> None:
         """The end of training: an optimizer's moving averages become the values."""
-        if self.session is not None:
+        # Keras does this after an error too; a server that is lost is not asked again.
+        is_lost = isinstance(sys.exc_info()[1], ClusterError)
+        if self.session is not None and not is_lost:
             self._finish()
             self._remote.write_averages(optimizer)
 
@@ -297,6 +300,18 @@ class ParameterServerStrategy(Strategy):
     def expect(self, part: Part) -> None:
         """Say which part of a synchronous step the next training program computes."""
         self._parts.append(part)
+
+    def expect_rows(self, num_rows: int) -> None:
+        """Have the synchronous step of `train_on_batch` count its examples."""
+        if self.session is not None and self.sync and not self.backup_workers:
+            self.expect(
+                Part(
+                    step=None,
+                    part=self.session.index,
+                    num_parts=self._num_parts,
+                    weight=float(num_rows),
+                )
+            )
 
     def refresh(self) -> None:
         """Fetch what the servers have into the variables."""
