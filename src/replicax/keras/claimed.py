@@ -20,6 +20,7 @@ from replicax.input.split import leading_size
 from replicax.keras import internals
 from replicax.keras.adapters import DistributedAdapter, fixed_number_of_batches
 from replicax.keras.batches import BatchIterator, Ready, place
+from replicax.keras.source import Source
 from replicax.ps.remote import Part
 from replicax.ps.share import own_rows
 
@@ -55,7 +56,7 @@ class ClaimedSteps:
         self._iterator = epoch_iterator
         self._name = f"fit {number}"
         self._epoch = 0  # Counted from the first one of this `fit`.
-        self._source: _Source | None = None
+        self._source: Source | None = None
         self._first = 0  # The epoch's first batch, of those of `_source`.
         self._length: int | None = None  # Of an epoch that is over.
         self._stops = False  # Whether anybody stopped in the middle of the epoch.
@@ -252,7 +253,7 @@ class ClaimedSteps:
             backups=strategy.backup_workers,
         )
         if self._source is None:
-            self._source = _Source(iterator.data_adapter)
+            self._source = Source(iterator.data_adapter)
         self._length = None
         self._stops = False
 
@@ -380,63 +381,6 @@ class ClaimedSteps:
                 num_parts=self._strategy.num_parts,
                 weight=float(leading_size(rows, "fit")),
             )
-        )
-
-
-class _Source:
-    """The batches of the data by their index, from the first to the last.
-
-    Args:
-        adapter: Keras' adapter of the data.
-    """
-
-    def __init__(self, adapter: Any) -> None:
-        self._adapter = adapter
-        self._is_array = internals.is_array_adapter(adapter)
-        self._last: tuple[int, Any] = (-1, None)
-        self._wanted = True
-        self._next = 0
-        self._batches: Iterator[Any] | None = None
-
-    def at(self, index: int) -> Any:
-        """The batch of that index, which never is less than the last one."""
-        if index == self._last[0]:
-            return self._last[1]  # Another part of the same step.
-        if self._batches is None:
-            self._batches = self._open()
-        while True:
-            batch = self._take(index)
-            if self._next > index:
-                self._last = index, batch
-                return batch
-
-    def any(self) -> Any:
-        """Some batch; None: there is none left."""
-        return self.next() if self._last[1] is None else self._last[1]
-
-    def has_passed(self, index: int) -> bool:
-        """Whether that batch came by already, and is not the last one that did."""
-        return index < self._next and index != self._last[0]
-
-    def next(self) -> Any:
-        """The next batch; None at the end."""
-        try:
-            return self.at(self._next)
-        except StopIteration:
-            return None
-
-    def _take(self, index: int) -> Any:
-        assert self._batches is not None
-        self._wanted = self._next == index
-        batch = next(self._batches)
-        self._next += 1
-        return batch
-
-    def _open(self) -> Iterator[Any]:
-        if not self._is_array:
-            return iter(self._adapter.get_jax_iterator())
-        return internals.array_batches(
-            self._adapter, self._adapter.get_jax_iterator, lambda: self._wanted
         )
 
 

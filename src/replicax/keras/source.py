@@ -1,0 +1,65 @@
+"""The data of `fit` by the number of the batch."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from replicax.keras import internals
+
+__all__ = ["Source"]
+
+
+class Source:
+    """The batches of the data by their index, from the first to the last.
+
+    Args:
+        adapter: Keras' adapter of the data.
+    """
+
+    def __init__(self, adapter: Any) -> None:
+        self._adapter = adapter
+        self._is_array = internals.is_array_adapter(adapter)
+        self._last: tuple[int, Any] = (-1, None)
+        self._wanted = True
+        self._next = 0
+        self._batches: Iterator[Any] | None = None
+
+    def at(self, index: int) -> Any:
+        """The batch of that index, which never is less than the last one."""
+        if index == self._last[0]:
+            return self._last[1]  # Another part of the same step.
+        if self._batches is None:
+            self._batches = self._open()
+        while True:
+            batch = self._take(index)
+            if self._next > index:
+                self._last = index, batch
+                return batch
+
+    def any(self) -> Any:
+        """Some batch; None: there is none left."""
+        return self.next() if self._last[1] is None else self._last[1]
+
+    def has_passed(self, index: int) -> bool:
+        """Whether that batch came by already, and is not the last one that did."""
+        return index < self._next and index != self._last[0]
+
+    def next(self) -> Any:
+        """The next batch; None at the end."""
+        try:
+            return self.at(self._next)
+        except StopIteration:
+            return None
+
+    def _take(self, index: int) -> Any:
+        assert self._batches is not None
+        self._wanted = self._next == index
+        batch = next(self._batches)
+        self._next += 1
+        return batch
+
+    def _open(self) -> Iterator[Any]:
+        if not self._is_array:
+            return iter(self._adapter.get_jax_iterator())
+        return internals.array_batches(
+            self._adapter, self._adapter.get_jax_iterator, lambda: self._wanted
+        )
