@@ -260,6 +260,7 @@ def leave_the_chief_alone():
         coordinator.schedule(len, ([i],))
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.timeout(120)
 def test_without_a_worker_it_says_so_at_the_deadline():
@@ -309,6 +310,7 @@ def outlive_the_chief(folder):
     return rounds
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.timeout(120)
 def test_workers_serve_a_chief_that_was_started_again(tmp_path):
@@ -488,6 +490,7 @@ def assign():
     return found, again is coordinator
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.timeout(120)
 def test_what_the_chief_assigns_holds_and_functions_see_the_newest_values():

@@ -70,6 +70,7 @@ def test_digits_mirrored_takes_a_file(
     assert (tmp_path / "curve.png").exists()
 
 
+@pytest.mark.slow
 def test_custom_loop_is_the_same_with_a_tape_and_without(tmp_path: Path) -> None:
     arguments = ("digits_custom_loop.py", "--replicas=2", "--epochs=6")
     tape = run_example(*arguments, cwd=tmp_path)

@@ -82,7 +82,14 @@ def test_flops_of_replay_once_compiled(strategy, kind) -> None:
     assert with_tape > 1e5
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2, 4])
+@pytest.mark.parametrize(
+    "num_replicas",
+    [
+        pytest.param(1, marks=pytest.mark.slow),
+        2,
+        pytest.param(4, marks=pytest.mark.slow),
+    ],
+)
 def test_tape_equals_value_and_grad_for_a_model_of_many_layers(num_replicas) -> None:
     """Dropout masks, moving statistics and seeds must be the same in a replay."""
     layers = keras.layers

@@ -199,7 +199,7 @@ def test_a_killed_task(run: Callable[..., Result]) -> None:
 def test_the_rest_is_killed_if_it_does_not_end(
     run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("replicax.cluster.attempt._KILL_AFTER_S", 0.3)
+    monkeypatch.setattr("replicax.cluster.attempt.KILL_AFTER_S", 0.3)
     code = """
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if name == "worker:0":

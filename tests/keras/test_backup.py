@@ -336,7 +336,8 @@ print(model.get_weights()[0].tolist(), history.history)
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
-    ("stop", "save_freq"), [(signal.SIGTERM, 0), (signal.SIGKILL, 1)]
+    ("stop", "save_freq"),
+    [(signal.SIGTERM, 0), pytest.param(signal.SIGKILL, 1, marks=pytest.mark.slow)],
 )
 def test_a_process_that_is_told_to_end(tmp_path, stop, save_freq):
     def start(seconds_a_step: float) -> subprocess.Popen[str]:

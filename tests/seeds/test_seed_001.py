@@ -92,6 +92,7 @@ def classify_digits(started: Path) -> dict[str, Any]:
     return train(strategy, examples, make_model, batch_size=64, num_epochs=5)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_the_machine_that_runs_first_waits_then_both_train(tmp_path: Path) -> None:
     started = tmp_path / "started"

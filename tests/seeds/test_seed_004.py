@@ -104,6 +104,7 @@ def script(
     return resnet_model, history.history
 
 
+@pytest.mark.slow
 def test_mirrored_strategy_trains_the_resnet(
     images: tuple[np.ndarray, np.ndarray],
 ) -> None:

@@ -287,7 +287,7 @@ def test_train_steps_cannot_give_values_of_their_own(data: Any) -> None:
 def test_gradients_are_one_for_each_variable() -> None:
     strategy = rx.CentralStorageStrategy(COMPUTE, "cpu:5")
     with strategy.scope():
-        a, b = keras.Variable(np.ones(2)), keras.Variable(np.ones(2), name="b")
+        a, b = (keras.Variable(np.ones(2), name=name) for name in "ab")
         optimizer = keras.optimizers.SGD()
     one = np.ones(2, "float32")
     with pytest.raises(ValueError, match="the optimizer is not built"):
@@ -297,7 +297,7 @@ def test_gradients_are_one_for_each_variable() -> None:
         strategy.run(lambda: optimizer.apply([one]))
     with pytest.warns(UserWarning, match=r"Gradients do not exist .*'b'"):
         strategy.run(lambda: optimizer.apply([one, None]))
-    with pytest.raises(ValueError, match=r"none of \['variable', 'b'\] has a gradient"):
+    with pytest.raises(ValueError, match=r"none of \['a', 'b'\] has a gradient"):
         strategy.run(lambda: optimizer.apply([None, None]))
     np.testing.assert_array_equal(b, one)
 
