@@ -237,8 +237,12 @@ def test_a_payload_that_is_cut_or_goes_on_is_refused(service, created):
         header = push(1) | {"vectors": [[k, k, v.size] for k, v in values(1).items()]}
         stream.write(header)
         stream.write_bytes(np.zeros(length, np.uint8))
-        stream.write({"op": "pull", "group": "weights"})
-        assert why in stream.error()
+        try:
+            stream.write({"op": "pull", "group": "weights"})
+            refusal = stream.error()
+        except wire.flight().FlightServerError as error:
+            refusal = str(error)  # It was faster than the next message.
+        assert why in refusal
     stream = OpenStream(service)
     stream.write_bytes(np.zeros(10, np.uint8))
     assert "where a message's header should be" in stream.error()

@@ -218,9 +218,11 @@ def test_moving_statistics_are_those_of_all_workers(most):
 )
 def test_all_stop_in_the_middle_of_an_epoch(most, name):
     found, _ = equal_outcome(most, name)
-    (once,) = found["history"]["once"]
-    assert 8 <= once < NUM
-    assert once == 4 * found["iterations"]
+    # The one that stops may have had no step in an epoch that others were quick to do.
+    *whole, once = found["history"]["once"]
+    assert all(epoch == NUM for epoch in whole)
+    assert 8 <= once <= NUM
+    assert sum(whole) + once == 4 * found["iterations"]
 
 
 def test_weights_that_the_chief_assigns_are_everywhere(most):

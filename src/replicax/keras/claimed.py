@@ -64,6 +64,7 @@ class ClaimedSteps:
         self._applied = 0
         self._last_index = 0
         self._is_open = False
+        self._has_begun = False
         # A distributed dataset: its batches are this worker's own already.
         self._is_own = isinstance(epoch_iterator.data_adapter, DistributedAdapter)
         going = self._session.board("get", key=f"{self._name} epoch")
@@ -329,9 +330,13 @@ class ClaimedSteps:
                 return None
             return answer
 
+        self._let_chief_begin()
         answer = self._session.wait(
             ask, f"a step of {self._stream}", lambda: "workers with unfinished steps"
         )
+        if self._session.is_chief and not self._has_begun:
+            self._session.board("put", key=f"{self._name} begun", value=True)
+            self._has_begun = True
         if "over" in answer:
             self._length = answer["over"]
             return None
@@ -340,6 +345,16 @@ class ClaimedSteps:
             self._strategy.refresh_values()
         self._pending.append(ticket)
         return ticket
+
+    def _let_chief_begin(self) -> None:
+        """Where workers wait for each other, the first step is the chief's.
+
+        It brings the initial values, for which another one would wait with its ticket.
+        """
+        bounded = self._strategy.sync or self._strategy.max_staleness is not None
+        if bounded and not self._session.is_chief and not self._has_begun:
+            self._session.get(f"{self._name} begun", f"the first step of {self._name}")
+            self._has_begun = True
 
     def _pass_over(self, ticket: Any) -> None:
         """A restarted server gives out again what it has forgotten; data only goes on.
