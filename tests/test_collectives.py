@@ -28,25 +28,29 @@ def all_reduce(strategy: rx.Strategy, x: Any, op: str = "sum") -> np.ndarray:
     return np.asarray(strategy.run(fn, (rx.PerReplica(x),)))
 
 
-def collectives(strategy: rx.Strategy, x: np.ndarray) -> set[str]:
-    """The kinds of collectives in the program that XLA compiled."""
+def program_text(strategy: rx.Strategy, x: np.ndarray) -> str:
+    """The program of `all_reduce` as XLA compiled it."""
     all_reduce(strategy, x)
     (program,) = strategy.programs._programs.values()
-    text = program._compiled.lower([], [], (x,)).compile().as_text()
-    return set(
-        re.findall(
-            r"\b(all-reduce|reduce-scatter|all-gather|collective-permute|all-to-all)"
-            r"(?:-start)?\(",
-            text,
-        )
+    return program._compiled.lower([], [], (x,)).compile().as_text()
+
+
+def collectives(text: str) -> dict[str, str]:
+    """The kinds of collectives in a program, with their groups or pairs."""
+    found = re.findall(
+        r"\b(all-reduce|reduce-scatter|all-gather|collective-permute|all-to-all)"
+        r"(?:-start)?\(.*?(?:replica_groups|source_target_pairs)=(\{\{.*?\}\})",
+        text,
     )
+    return dict(found)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_all_kinds_give_numpys_sum(data) -> None:
-    num_replicas = data.draw(st.integers(2, 8), "num_replicas")
-    shape = data.draw(st.lists(st.integers(1, 7), max_size=3).map(tuple), "shape")
+    num_replicas = data.draw(st.sampled_from([2, 3, 4, 6, 8]), "num_replicas")
+    shape = data.draw(st.lists(st.integers(0, 7), max_size=3).map(tuple), "shape")
+    dtype = data.draw(st.sampled_from(["float32", "bfloat16", "int32"]), "dtype")
     divisors = [k for k in range(1, num_replicas + 1) if num_replicas % k == 0]
     group_size = data.draw(st.sampled_from([None, *divisors]), "group_size")
     root = data.draw(st.integers(0, num_replicas - 1), "root")
@@ -60,14 +64,17 @@ def test_all_kinds_give_numpys_sum(data) -> None:
         ),
         "ops",
     )
-    x = np.random.default_rng(0).normal(size=(num_replicas, *shape)).astype("float32")
+    x = 9 * np.random.default_rng(0).normal(size=(num_replicas, *shape))
+    x = np.asarray(jnp.asarray(x, dtype))
     got = all_reduce(with_ops(num_replicas, ops), x)
-    assert got.shape == x.shape
-    np.testing.assert_allclose(
-        got, np.broadcast_to(x.sum(0), x.shape), rtol=1e-5, atol=1e-5
-    )
+    assert (got.shape, got.dtype) == (x.shape, x.dtype)
+    # Rounding of one addition each, in units of the dtype's.
+    unit = {"float32": 2**-23, "bfloat16": 2**-8, "int32": 0}[dtype]
+    terms = x.astype("float64")
+    bound = num_replicas * unit * np.abs(terms).sum(0)
+    assert (np.abs(got.astype("float64") - terms.sum(0)) <= bound).all()
     # Copies must not differ by as much as rounding.
-    np.testing.assert_array_equal(got, np.broadcast_to(got[0], got.shape))
+    np.testing.assert_array_equal(got, np.broadcast_to(got[:1], got.shape))
 
 
 @pytest.mark.parametrize(
@@ -104,15 +111,19 @@ def test_empty_arrays_and_one_replica() -> None:
 
 def test_compiled_programs_differ() -> None:
     x = np.ones((4, 5), "float32")
-    assert collectives(mirrored(4), x) == {"all-reduce"}
+    all_four = "{{0,1,2,3}}"
+    assert collectives(program_text(mirrored(4), x)) == {"all-reduce": all_four}
     hierarchical = rx.HierarchicalCopyAllReduce(group_size=2)
-    assert collectives(with_ops(4, hierarchical), x) == {
-        "reduce-scatter",
-        "all-reduce",
-        "all-gather",
+    assert collectives(program_text(with_ops(4, hierarchical), x)) == {
+        "reduce-scatter": "{{0,1},{2,3}}",
+        "all-reduce": "{{0,2},{1,3}}",
+        "all-gather": "{{0,1},{2,3}}",
     }
     to_one = rx.ReductionToOneDevice()
-    assert collectives(with_ops(4, to_one), x) == {"collective-permute"}
+    text = program_text(with_ops(4, to_one), x)
+    assert set(collectives(text)) == {"collective-permute"}
+    pairs = re.findall(r"source_target_pairs=(\{\{.*?\}\})", text)
+    assert pairs == ["{{1,0},{3,2}}", "{{2,0}}", "{{0,2}}", "{{0,1},{2,3}}"]
 
 
 def test_gradients_pass_through_the_chosen_operations() -> None:
@@ -200,3 +211,70 @@ def test_reduce_op_of_strings() -> None:
     assert rx.ReduceOp.of(rx.ReduceOp.SUM, "test") is rx.ReduceOp.SUM
     with pytest.raises(ValueError, match="test: unknown reduce operation 'max'"):
         rx.ReduceOp.of("max", "test")
+
+
+# Operations of a user's own.
+
+
+class Own(rx.CrossDeviceOps):
+    """Sums like XLA, then does what a test asks for."""
+
+    def __init__(self, change: Any) -> None:
+        self.change = change
+
+    def sum(self, value: jax.Array, axis: ReplicaAxis) -> Any:
+        return self.change(lax.psum(value, axis.name))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        (lambda x: None, TypeError, r"Own\.sum: returned None of type NoneType"),
+        (lambda x: x[:2], ValueError, r"shape \(2,\) .* value of shape \(3,\)"),
+        (
+            lambda x: x.astype("bfloat16"),
+            ValueError,
+            r"bfloat16 .* dtype float32",
+        ),
+    ],
+)
+def test_what_sum_may_not_return(change, error, match) -> None:
+    x = np.ones((2, 3), "float32")
+    with pytest.raises(error, match=match):
+        all_reduce(with_ops(2, Own(change)), x)
+
+
+def test_num_packs_of_operations() -> None:
+    assert rx.NcclAllReduce().num_packs == 1
+    assert rx.NcclAllReduce(4).num_packs == 4
+    assert rx.HierarchicalCopyAllReduce(2, group_size=2).num_packs == 2
+    assert rx.ReductionToOneDevice().num_packs == 0
+    assert Own(None).num_packs == 0
+
+
+@pytest.mark.parametrize("ops", [rx.NcclAllReduce, rx.HierarchicalCopyAllReduce])
+@pytest.mark.parametrize("num_packs", [-1, 2.0, True, "2"])
+def test_num_packs_must_be_an_integer(ops, num_packs) -> None:
+    with pytest.raises(
+        ValueError, match=rf"{ops.__name__}: num_packs .*; got {num_packs!r}"
+    ):
+        ops(num_packs=num_packs)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3, 6, 8])
+def test_accumulation_of_a_users_own(num_replicas) -> None:
+    """Order statistics need the mask: who receives nothing must not see zeros."""
+    ops = rx.ReductionToOneDevice(
+        "cpu:0", accumulation_fn=lambda values: jnp.maximum(*values)
+    )
+    x = -np.arange(1, num_replicas + 1, dtype="float32")[:, None]
+    got = all_reduce(with_ops(num_replicas, ops), x)
+    np.testing.assert_array_equal(got, np.full_like(x, -1))
+
+
+def test_what_accumulation_may_not_be() -> None:
+    with pytest.raises(TypeError, match=r"accumulation_fn must be .* got 'add'"):
+        rx.ReductionToOneDevice(accumulation_fn="add")
+    ops = rx.ReductionToOneDevice(accumulation_fn=lambda values: values[0].sum())
+    with pytest.raises(ValueError, match=r"accumulation_fn: returned shape \(\)"):
+        all_reduce(with_ops(2, ops), np.ones((2, 3), "float32"))

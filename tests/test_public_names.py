@@ -46,8 +46,10 @@ PUBLIC_NAMES = [
     "RestoreStatus",
     "SidecarEvaluator",
     "Strategy",
+    "TPUStrategy",
     "cluster_resolver",
     "compute_average_loss",
+    "config",
     "experimental",
     "get_replica_context",
     "get_strategy",
@@ -56,10 +58,12 @@ PUBLIC_NAMES = [
     "latest_checkpoint",
     "layers",
     "losses",
+    "plan",
     "scale_regularization_loss",
     "schedules",
     "set_logical_devices",
     "testing",
+    "tpu",
     "value_and_grad",
 ]
 
@@ -71,6 +75,7 @@ EXPERIMENTAL_NAMES = [
     "MultiWorkerMirroredStrategy",
     "ParameterServerStrategy",
     "PreemptionCheckpointHandler",
+    "TPUStrategy",
     "coordinator",
     "partitioners",
 ]

@@ -4,11 +4,14 @@ import replicax._backend  # noqa: F401  First: it settles Keras' backend.
 from replicax import (
     cluster_resolver,
     compat,
+    config,
     experimental,
     layers,
+    layout_maps,
     losses,
     schedules,
     testing,
+    tpu,
 )
 from replicax._version import __version__ as __version__
 from replicax.checkpoint import (
@@ -52,14 +55,18 @@ from replicax.keras.backup import BackupAndRestore
 from replicax.keras.sidecar import SidecarEvaluator
 from replicax.losses import compute_average_loss, scale_regularization_loss
 from replicax.per_worker import PerWorkerValues
+from replicax.plan import plan
 from replicax.ps.outcomes import ClosureCancelledError, ClosureError
 from replicax.replica import ReplicaContext
 from replicax.strategies import (
     CentralStorageStrategy,
+    FullyShardedStrategy,
     MirroredStrategy,
+    ModelParallelStrategy,
     MultiWorkerMirroredStrategy,
     OneDeviceStrategy,
     ParameterServerStrategy,
+    TPUStrategy,
 )
 from replicax.strategy import Strategy
 from replicax.tape import GradientTape
@@ -86,12 +93,14 @@ __all__ = [
     "DeviceError",
     "DivergenceError",
     "FileDataset",
+    "FullyShardedStrategy",
     "GradientTape",
     "HierarchicalCopyAllReduce",
     "InputContext",
     "InputError",
     "InternalError",
     "MirroredStrategy",
+    "ModelParallelStrategy",
     "MultiWorkerMirroredStrategy",
     "NcclAllReduce",
     "OneDeviceStrategy",
@@ -105,8 +114,10 @@ __all__ = [
     "RestoreStatus",
     "SidecarEvaluator",
     "Strategy",
+    "TPUStrategy",
     "cluster_resolver",
     "compute_average_loss",
+    "config",
     "experimental",
     "get_replica_context",
     "get_strategy",
@@ -114,11 +125,14 @@ __all__ = [
     "in_cross_replica_context",
     "latest_checkpoint",
     "layers",
+    "layout_maps",
     "losses",
+    "plan",
     "scale_regularization_loss",
     "schedules",
     "set_logical_devices",
     "testing",
+    "tpu",
     "value_and_grad",
 ]
 

@@ -48,6 +48,29 @@ class Arguments:
             if kind is not Kind.STATIC
         )
 
+    def on_device(
+        self, arrays: Sequence[Any], num_replicas: int
+    ) -> tuple[list[Any], list[int | None]]:
+        """One device's parts of the arrays, for a `vmap` over its replicas.
+
+        Args:
+            arrays: The device's parts.
+            num_replicas: Number of replicas on the device.
+
+        Returns:
+            The arrays, those that are split with a dimension of replicas in front, and
+            `in_axes` for them.
+        """
+        dynamic = [kind for kind in self._kinds if kind is not Kind.STATIC]
+        split = [None if kind is Kind.MIRRORED else 0 for kind in dynamic]
+        parts = [
+            x
+            if axis is None
+            else x.reshape(num_replicas, x.shape[0] // num_replicas, *x.shape[1:])
+            for x, axis in zip(arrays, split, strict=True)
+        ]
+        return parts, split
+
     def rebuild(self, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """One replica's `(args, kwargs)` from its parts of the arrays."""
         dynamic, static = iter(arrays), iter(self._statics)

@@ -17,6 +17,7 @@ from rich.text import Text
 from replicax import __version__
 from replicax.cluster.config import TaskConfig, tf_config
 from replicax.commands.manifest import manifest
+from replicax.commands.plan import plan
 from replicax.commands.run import run
 from replicax.errors import ClusterConfigError, DeviceError
 from replicax.recommend import fitting_strategy
@@ -47,6 +48,7 @@ def _print_version(wanted: bool) -> None:
 
 # What follows the script belongs to the script.
 app.command(context_settings={"allow_interspersed_args": False})(manifest)
+app.command(context_settings={"allow_interspersed_args": False})(plan)
 app.command(context_settings={"allow_interspersed_args": False})(run)
 
 

@@ -7,6 +7,7 @@ from replicax.cluster.resolvers import (
     TFConfigClusterResolver,
 )
 from replicax.cluster.slurm import SlurmClusterResolver
+from replicax.cluster.tpu import TPUClusterResolver
 
 __all__ = [
     "ClusterResolver",
@@ -14,4 +15,5 @@ __all__ = [
     "SimpleClusterResolver",
     "SlurmClusterResolver",
     "TFConfigClusterResolver",
+    "TPUClusterResolver",
 ]

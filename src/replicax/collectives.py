@@ -7,6 +7,7 @@ import dataclasses
 import enum
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ __all__ = [
     "ReduceOp",
     "ReductionToOneDevice",
     "ReplicaAxis",
+    "check_like",
 ]
 
 
@@ -71,22 +73,97 @@ class CrossDeviceOps(ABC):
     (TF: `tf.distribute.CrossDeviceOps`.)
 
     A subclass writes `sum`; it is traced into the step's program, so it may use any JAX
-    collective on `axis.name`.
+    collective on `axis.name`. It may also write `reduce`, to see all gradients of a
+    step at once, and `scatter`, if it can do better than `sum`.
+
+    Attributes:
+        num_packs: Number of packs that the gradients of a step are split into. 0 or 1:
+            no packing of our own. `CommunicationOptions.bytes_per_pack` wins over it.
+
+    Example:
+        >>> import jax, replicax as rx
+        >>> class InFloat32(rx.CrossDeviceOps):
+        ...     def sum(self, value, axis):
+        ...         total = jax.lax.psum(value.astype("float32"), axis.name)
+        ...         return total.astype(value.dtype)
+        >>> strategy = rx.MirroredStrategy(cross_device_ops=InFloat32())
     """
+
+    num_packs: int = 0
 
     @abstractmethod
     def sum(self, value: jax.Array, axis: ReplicaAxis) -> jax.Array:
         """Sum `value` (any shape, one per replica) over the replicas.
 
-        Must return the same array on every replica.
+        Must return the same array on every replica, of `value`'s shape and dtype.
         """
 
     def reduce(self, op: ReduceOp, tree: Any, axis: ReplicaAxis) -> Any:
-        """Combine every array of `tree` over the replicas with `op`."""
-        summed = jax.tree.map(lambda x: self.sum(x, axis), tree)
+        """Combine every array of `tree` over the replicas with `op`.
+
+        Raises:
+            TypeError: If `sum` returns what is no array.
+            ValueError: If `sum` returns another shape or dtype than it was given.
+        """
+        summed = jax.tree.map(lambda x: self._checked_sum(jnp.asarray(x), axis), tree)
         if op is ReduceOp.SUM:
             return summed
         return jax.tree.map(lambda x: x / axis.size, summed)
+
+    def scatter(self, value: jax.Array, axis: ReplicaAxis, dim: int = 0) -> jax.Array:
+        """This replica's block of the sum: block i of `axis.size` along `dim`.
+
+        Args:
+            value: Any shape, one per replica; `dim` divides by `axis.size`.
+            axis: The replicas.
+            dim: The dimension that is cut; negative ones count from the end.
+
+        Returns:
+            `value`'s shape with `dim` divided by `axis.size`.
+
+        Raises:
+            ValueError: If there is no such dimension, or if it does not divide.
+        """
+        dim, size = self._block(value, axis, dim)
+        total = self._checked_sum(value, axis)
+        start = lax.axis_index(axis.name) * size
+        return lax.dynamic_slice_in_dim(total, start, size, dim)
+
+    def _checked_sum(self, value: jax.Array, axis: ReplicaAxis) -> jax.Array:
+        total = self.sum(value, axis)
+        check_like(f"{type(self).__name__}.sum", total, value)
+        return total
+
+    def _block(self, value: jax.Array, axis: ReplicaAxis, dim: int) -> tuple[int, int]:
+        """`dim` from 0, and the size of a replica's block along it."""
+        call, shape = f"{type(self).__name__}.scatter", jnp.shape(value)
+        if not -len(shape) <= dim < len(shape):
+            raise ValueError(
+                f"{call}: {dim=} is no dimension of a value of shape {shape}."
+            )
+        dim %= len(shape)
+        if shape[dim] % axis.size:
+            raise ValueError(
+                f"{call}: dimension {dim} of a value of shape {shape} does not divide "
+                f"by the {axis.size} replicas. Pad it to "
+                f"{shape[dim] + -shape[dim] % axis.size}."
+            )
+        return dim, shape[dim] // axis.size
+
+
+def check_like(call: str, got: Any, value: jax.Array) -> None:
+    """Refuse what `call` returned, if it is no array of `value`'s shape and dtype."""
+    if not isinstance(got, jax.Array):
+        raise TypeError(
+            f"{call}: returned {got!r} of type {type(got).__name__}, expected an array "
+            f"of shape {value.shape} and dtype {value.dtype}."
+        )
+    if got.shape != value.shape or got.dtype != value.dtype:
+        raise ValueError(
+            f"{call}: returned shape {got.shape} and dtype {got.dtype} for a value of "
+            f"shape {value.shape} and dtype {value.dtype}. Return the value's shape "
+            "and dtype."
+        )
 
 
 class NcclAllReduce(CrossDeviceOps):
@@ -94,11 +171,24 @@ class NcclAllReduce(CrossDeviceOps):
 
     The default. XLA merges the all-reduces of a step into few large ones by itself.
     (TF: `tf.distribute.NcclAllReduce`.)
+
+    Args:
+        num_packs: See `CrossDeviceOps`.
     """
+
+    def __init__(self, num_packs: int = 1) -> None:
+        self.num_packs = _checked_num_packs(num_packs, "NcclAllReduce")
 
     def sum(self, value: jax.Array, axis: ReplicaAxis) -> jax.Array:
         """Sum `value` over the replicas with one all-reduce."""
         return lax.psum(value, axis.name)
+
+    def scatter(self, value: jax.Array, axis: ReplicaAxis, dim: int = 0) -> jax.Array:
+        """This replica's block of the sum, with one reduce-scatter."""
+        dim, size = self._block(value, axis, dim)
+        if jnp.size(value) == 0:
+            return lax.slice_in_dim(value, 0, size, axis=dim)
+        return lax.psum_scatter(value, axis.name, scatter_dimension=dim, tiled=True)
 
 
 class HierarchicalCopyAllReduce(CrossDeviceOps):
@@ -108,20 +198,49 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
     (TF: `tf.distribute.HierarchicalCopyAllReduce`.)
 
     Args:
+        num_packs: See `CrossDeviceOps`.
         group_size: Number of neighbouring replicas in one group; must divide the number
             of replicas. Defaults to the replicas of one host.
     """
 
-    def __init__(self, *, group_size: int | None = None) -> None:
+    def __init__(self, num_packs: int = 1, *, group_size: int | None = None) -> None:
         if group_size is not None and (type(group_size) is not int or group_size < 1):
             raise ValueError(
                 f"HierarchicalCopyAllReduce: got {group_size=}, expected a positive "
                 "integer or None."
             )
+        self.num_packs = _checked_num_packs(num_packs, "HierarchicalCopyAllReduce")
         self.group_size = group_size
 
     def sum(self, value: jax.Array, axis: ReplicaAxis) -> jax.Array:
         """Sum `value` over the replicas in the three steps."""
+        inside, across = self._groups(axis)
+        if jnp.size(value) == 0:
+            return value  # XLA refuses to scatter nothing.
+        flat = jnp.ravel(value)
+        padded = jnp.pad(flat, (0, -flat.size % len(inside[0])))
+        part = lax.psum_scatter(padded, axis.name, axis_index_groups=inside, tiled=True)
+        part = lax.psum(part, axis.name, axis_index_groups=across)
+        whole = lax.all_gather(part, axis.name, axis_index_groups=inside, tiled=True)
+        return whole[: flat.size].reshape(jnp.shape(value))
+
+    def scatter(self, value: jax.Array, axis: ReplicaAxis, dim: int = 0) -> jax.Array:
+        """This replica's block of the sum: scattered inside groups, then across."""
+        inside, across = self._groups(axis)
+        dim, size = self._block(value, axis, dim)
+        if jnp.size(value) == 0:
+            return lax.slice_in_dim(value, 0, size, axis=dim)
+        first = jnp.moveaxis(value, dim, 0)
+        # The first stage gives a group's member the blocks of all its peers in other
+        # groups, among whom the second one deals them out.
+        blocks = first.reshape(len(inside), len(across), size, *first.shape[1:])
+        part = jnp.swapaxes(blocks, 0, 1)
+        for groups in (inside, across):
+            part = lax.psum_scatter(part, axis.name, axis_index_groups=groups)
+        return jnp.moveaxis(part, 0, dim)
+
+    def _groups(self, axis: ReplicaAxis) -> tuple[list[list[int]], list[list[int]]]:
+        """The groups of neighbours, and the groups of their counterparts."""
         size = self.group_size or axis.num_per_host
         if axis.size % size:
             raise ValueError(
@@ -129,17 +248,10 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
                 f"{axis.size} replicas. Choose one of "
                 f"{[k for k in range(1, axis.size + 1) if axis.size % k == 0]}."
             )
-        if jnp.size(value) == 0:
-            return value  # XLA refuses to scatter nothing.
         starts = range(0, axis.size, size)
         inside = [list(range(start, start + size)) for start in starts]
         across = [[start + i for start in starts] for i in range(size)]
-        flat = jnp.ravel(value)
-        padded = jnp.pad(flat, (0, -flat.size % size))
-        part = lax.psum_scatter(padded, axis.name, axis_index_groups=inside, tiled=True)
-        part = lax.psum(part, axis.name, axis_index_groups=across)
-        whole = lax.all_gather(part, axis.name, axis_index_groups=inside, tiled=True)
-        return whole[: flat.size].reshape(jnp.shape(value))
+        return inside, across
 
 
 class ReductionToOneDevice(CrossDeviceOps):
@@ -150,10 +262,22 @@ class ReductionToOneDevice(CrossDeviceOps):
     Args:
         reduce_to_device: Device string of the replica that holds the sum, such as
             `"gpu:1"`. Defaults to the first replica's device.
+        accumulation_fn: Adds up a list of two arrays of one shape and dtype; traced.
+            Defaults to addition. (TF's gets the list of all replicas' values.)
     """
 
-    def __init__(self, reduce_to_device: str | None = None) -> None:
+    def __init__(
+        self,
+        reduce_to_device: str | None = None,
+        accumulation_fn: Callable[[list[jax.Array]], jax.Array] | None = None,
+    ) -> None:
+        if accumulation_fn is not None and not callable(accumulation_fn):
+            raise TypeError(
+                "ReductionToOneDevice: accumulation_fn must be a function of a list of "
+                f"arrays, or None; got {accumulation_fn!r}."
+            )
         self.reduce_to_device = reduce_to_device
+        self.accumulation_fn = accumulation_fn
 
     def sum(self, value: jax.Array, axis: ReplicaAxis) -> jax.Array:
         """Sum `value` to the one device and send the sum to all replicas."""
@@ -162,8 +286,15 @@ class ReductionToOneDevice(CrossDeviceOps):
         strides = [2**k for k in range(math.ceil(math.log2(num)))]
         for stride in strides:
             pairs = [(r + stride, r) for r in range(0, num - stride, 2 * stride)]
-            # Who receives nothing gets zeros, so everybody may add.
-            value = value + self._send(value, pairs, root, axis)
+            received = self._send(value, pairs, root, axis)
+            if self.accumulation_fn is None:
+                # Who receives nothing gets zeros, so everybody may add.
+                value = value + received
+            else:
+                total = self.accumulation_fn([value, received])
+                check_like("ReductionToOneDevice: accumulation_fn", total, value)
+                receives = (rank % (2 * stride) == 0) & (rank + stride < num)
+                value = jnp.where(receives, total, value)
         for stride in reversed(strides):
             pairs = [(r, r + stride) for r in range(0, num - stride, 2 * stride)]
             received = self._send(value, pairs, root, axis)
@@ -189,3 +320,11 @@ class ReductionToOneDevice(CrossDeviceOps):
     ) -> jax.Array:
         moved = [((a + root) % axis.size, (b + root) % axis.size) for a, b in pairs]
         return lax.ppermute(value, axis.name, moved)
+
+
+def _checked_num_packs(num_packs: int, name: str) -> int:
+    if type(num_packs) is not int or num_packs < 0:
+        raise ValueError(
+            f"{name}: num_packs must be an integer, 0 or more; got {num_packs!r}."
+        )
+    return num_packs

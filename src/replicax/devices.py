@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from replicax.errors import DeviceError
+from replicax.rehearsal import current_rehearsal, is_described
 
 Device = Any  # jax.Device, which type checkers take for a variable.
 
@@ -16,6 +17,7 @@ __all__ = [
     "cpu_pool_size",
     "default_devices",
     "device_name",
+    "devices_of_one_kind",
     "name_in_cluster",
     "resolve_devices",
     "set_logical_devices",
@@ -53,6 +55,8 @@ def set_logical_devices(n: int) -> None:
         raise ValueError(
             f"set_logical_devices: n must be a positive integer; got n={n!r}."
         )
+    if current_rehearsal() is not None:
+        return  # Strategies take the rehearsal's devices.
     try:
         jax.config.update("jax_num_cpu_devices", n)
     except RuntimeError as error:
@@ -92,6 +96,25 @@ def default_devices() -> list[Device]:
     return jax.local_devices()
 
 
+def devices_of_one_kind(
+    devices: Sequence[str | Device] | None, caller: str
+) -> list[Device]:
+    """The devices that were asked for, or all visible ones, all of one platform.
+
+    Raises:
+        DeviceError: As `resolve_devices`, and for devices of several kinds.
+    """
+    if devices is None:
+        return default_devices()
+    found = resolve_devices(devices, caller)
+    if len({d.platform for d in found}) > 1:
+        raise DeviceError(
+            f"{caller}: devices={list(devices)!r} mixes platforms; replicas in step "
+            "need devices of one kind."
+        )
+    return found
+
+
 def resolve_devices(devices: Sequence[str | Device], caller: str) -> list[Device]:
     """Find the devices that strings such as `"gpu:0"` or `"/gpu:0"` name.
 
@@ -108,6 +131,8 @@ def resolve_devices(devices: Sequence[str | Device], caller: str) -> list[Device
             f"{caller}: devices must be a list of device strings; got the string "
             f"{devices!r}. Write devices=[{devices!r}]."
         )
+    if current_rehearsal() is not None:
+        return default_devices()[:1]  # A strategy takes the rehearsal's instead.
     found = [_resolve(d, caller) for d in devices]
     if not found:
         raise DeviceError(
@@ -156,6 +181,8 @@ def _hint(platform: str, index: int) -> str:
 
 def device_name(device: Device) -> str:
     """A device's string, such as `"gpu:0"`."""
+    if is_described(device):
+        return f"{device.platform}:{device.id}"
     same = jax.devices(device.platform)
     local = [d for d in same if d.process_index == device.process_index]
     return f"{_short_platform(device.platform)}:{local.index(device)}"

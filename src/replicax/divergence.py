@@ -18,9 +18,10 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core as jex_core
 
-__all__ = ["declare_mirrored", "gradient_marks", "varying_marks"]
+__all__ = ["declare_mirrored", "declare_whole", "gradient_marks", "varying_marks"]
 
 _MIRRORED = "replicax_mirrored"
+_WHOLE = "replicax_whole:"
 
 # Collectives that give each replica something else, even of equal values.
 _DEALS_OUT = ("all_to_all", "ppermute", "psum_scatter", "reduce_scatter")
@@ -34,15 +35,26 @@ def declare_mirrored(tree: Any) -> Any:
     return jax.tree.map(lambda x: checkpoint_name(x, _MIRRORED), tree)
 
 
-def varying_marks(jaxpr: Jaxpr, marks: Sequence[int], axis_name: str) -> list[int]:
+def declare_whole(array: jax.Array, number: int) -> jax.Array:
+    """Have `varying_marks` report under `number` whether an array may differ."""
+    return checkpoint_name(array, f"{_WHOLE}{number}")
+
+
+def varying_marks(
+    jaxpr: Jaxpr, marks: Sequence[int], axis_name: str
+) -> tuple[list[int], dict[int, int]]:
     """Non-zero for every output of `jaxpr` that may differ between replicas.
 
     Args:
         jaxpr: An open jaxpr; its constants are equal on all replicas.
         marks: One mark per input, non-zero for those that differ.
         axis_name: The replicas' mesh axis.
+
+    Returns:
+        The outputs' marks, and those of arrays given to `declare_whole`, by number.
     """
-    return _Pass(axis_name).outputs(jaxpr, marks)
+    run = _Pass(axis_name)
+    return run.outputs(jaxpr, marks), run.wholes
 
 
 def gradient_marks(jaxpr: Jaxpr, marks: Sequence[int]) -> list[int]:
@@ -53,6 +65,7 @@ def gradient_marks(jaxpr: Jaxpr, marks: Sequence[int]) -> list[int]:
 class _Pass:
     def __init__(self, axis_name: str | None) -> None:
         self._axis_name = axis_name
+        self.wholes: dict[int, int] = {}
 
     def outputs(self, jaxpr: Jaxpr, marks: Sequence[int]) -> list[int]:
         known = dict(zip(jaxpr.invars, marks, strict=True))
@@ -70,6 +83,9 @@ class _Pass:
 
     def _propagate(self, eqn: Eqn, ins: list[int]) -> list[int]:
         name = eqn.primitive.name
+        if name == "name" and eqn.params["name"].startswith(_WHOLE):
+            number = int(eqn.params["name"].removeprefix(_WHOLE))
+            self.wholes[number] = self.wholes.get(number, 0) | ins[0]
         if name == "axis_index" and self._axis_name is not None:
             return [
                 int(eqn.params["axis_name"] in (self._axis_name, (self._axis_name,)))

@@ -9,6 +9,7 @@ from replicax.communication import CollectiveCommunication, CommunicationOptions
 from replicax.strategies import multi_worker
 from replicax.strategies.central_storage import CentralStorageStrategy
 from replicax.strategies.parameter_server import ParameterServerStrategy
+from replicax.strategies.tpu import TPUStrategy
 
 __all__ = [
     "CentralStorageStrategy",
@@ -18,6 +19,7 @@ __all__ = [
     "MultiWorkerMirroredStrategy",
     "ParameterServerStrategy",
     "PreemptionCheckpointHandler",
+    "TPUStrategy",
     "coordinator",
     "partitioners",
 ]

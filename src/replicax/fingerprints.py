@@ -22,10 +22,12 @@ def per_replica(arrays: Sequence[Any], mesh: Mesh, axis_name: str) -> np.ndarray
 
     Returns:
         `uint32[R, len(arrays)]`. Copies that differ in one bit have other checksums;
-        several changes may cancel with a chance of 2**-32.
+        several changes may cancel with a chance of 2**-32. Zeros where there is one
+        copy only.
     """
-    if not arrays:
-        return np.zeros((mesh.size, 0), np.uint32)
+    num_copies = mesh.shape[axis_name]
+    if not arrays or num_copies == 1:
+        return np.zeros((num_copies, len(arrays)), np.uint32)
     return np.asarray(_program(mesh, axis_name)(list(arrays)))
 
 
@@ -42,6 +44,7 @@ def _program(mesh: Mesh, axis_name: str) -> Any:
             mesh=mesh,
             in_specs=PartitionSpec(),
             out_specs=PartitionSpec(),
+            axis_names={axis_name},
             check_vma=False,
         )
     )

@@ -1,11 +1,17 @@
 """The replicas of a strategy: where they are, and which of them are here."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from replicax.axes import ReplicaAxes
 from replicax.collectives import CrossDeviceOps, ReplicaAxis
+from replicax.communication import CommunicationOptions
+from replicax.devices import device_name
+from replicax.layouts import Layouts
 
 __all__ = ["ReplicaGroup"]
 
@@ -16,9 +22,11 @@ class ReplicaGroup:
 
     Attributes:
         strategy: Whose replicas they are.
-        mesh: The devices, along one axis.
-        axis: That axis.
+        mesh: The devices. Replicas lie along one of its axes.
+        axes: That axis, and the one of several replicas on one device.
+        layouts: How variables lie on the mesh.
         cross_device_ops: How gradients are summed.
+        communication: What happens to gradients on their way.
         num_local: Number of replicas on this process' devices.
         first_local: The first of them.
         first_replica: Number of the mesh's first replica among those of all workers.
@@ -28,21 +36,33 @@ class ReplicaGroup:
 
     strategy: Any
     mesh: Mesh
-    axis: ReplicaAxis
+    axes: ReplicaAxes
+    layouts: Layouts
     cross_device_ops: CrossDeviceOps
+    communication: CommunicationOptions
     num_local: int
     first_local: int = 0
     first_replica: int = 0
     defers_updates: bool = False
 
     @property
+    def axis(self) -> ReplicaAxis:
+        """The mesh axis along which the replicas lie."""
+        return self.axes.devices
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of replicas in the mesh."""
+        return self.axes.size
+
+    @property
     def spans_processes(self) -> bool:
         """Whether other processes hold some of the replicas."""
-        return self.num_local < self.axis.size
+        return self.num_local < self.num_replicas
 
     def local_part(self, array: Any) -> Any:
         """What this process' replicas get of an array that all share, `[R*b, ...]`."""
-        size = array.shape[0] // self.axis.size
+        size = array.shape[0] // self.num_replicas
         return array[self.first_local * size :][: self.num_local * size]
 
     @property
@@ -52,5 +72,27 @@ class ReplicaGroup:
 
     @property
     def per_replica(self) -> NamedSharding:
-        """First dimension split over the replicas."""
+        """First dimension split over the replicas' devices."""
         return NamedSharding(self.mesh, PartitionSpec(self.axis.name))
+
+    def on(self, devices: Sequence[Any]) -> "ReplicaGroup":
+        """The group on other devices, all of them here or only described."""
+        grid = np.array(devices).reshape(-1, *self.mesh.devices.shape[1:])
+        of_replicas = grid.reshape(len(grid), -1).tolist()
+        names = tuple("+".join(map(device_name, row)) for row in of_replicas)
+        host = of_replicas[0][0].process_index
+        num_per_host = sum(row[0].process_index == host for row in of_replicas)
+        axis = dataclasses.replace(self.axis, devices=names, num_per_host=num_per_host)
+        axes = dataclasses.replace(self.axes, devices=axis)
+        return dataclasses.replace(
+            self,
+            mesh=Mesh(grid, self.mesh.axis_names),
+            axes=axes,
+            layouts=dataclasses.replace(self.layouts, num_devices=len(names)),
+            num_local=axes.size,
+            first_local=0,
+        )
+
+    def layout(self, variable: Any) -> NamedSharding:
+        """How programs take and return a variable."""
+        return NamedSharding(self.mesh, self.layouts.of(variable))

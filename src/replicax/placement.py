@@ -6,19 +6,26 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-__all__ = ["local_value", "mirrored", "rows"]
+from replicax.rehearsal import current_rehearsal, is_described
+
+__all__ = ["laid_out", "local_value", "rows"]
 
 
-def mirrored(value: Any, sharding: NamedSharding) -> jax.Array:
-    """`value`, whole on every device of `sharding`.
+def laid_out(value: Any, sharding: NamedSharding) -> jax.Array:
+    """`value`, which every process has, on the devices of `sharding` as that says.
 
     Across processes each one places its own value, which must be the same: nothing is
     sent. (`jax.device_put` would compare the values, a collective at each call.)
     """
+    if _is_nowhere(sharding):
+        return value
     if sharding.is_fully_addressable:
         return jax.device_put(value, sharding)
+    if isinstance(value, jax.Array) and value.sharding == sharding:
+        return value
     value = local_value(value)
-    shards = [jax.device_put(value, d) for d in sharding.addressable_devices]
+    places = sharding.addressable_devices_indices_map(np.shape(value))
+    shards = [jax.device_put(value[index], d) for d, index in places.items()]
     return jax.make_array_from_single_device_arrays(
         np.shape(value), sharding, shards, dtype=shards[0].dtype
     )
@@ -39,8 +46,17 @@ def rows(tree: Any, sharding: NamedSharding) -> Any:
             their order.
         sharding: Of each whole array.
     """
+    if _is_nowhere(sharding):
+        return tree
     if sharding.is_fully_addressable:
         return jax.device_put(tree, sharding)  # All arrays in one call.
     return jax.tree.map(
         lambda x: jax.make_array_from_process_local_data(sharding, np.asarray(x)), tree
+    )
+
+
+def _is_nowhere(sharding: NamedSharding) -> bool:
+    """Whether arrays cannot be placed: the devices are described ones."""
+    return current_rehearsal() is not None and is_described(
+        next(iter(sharding.device_set))
     )

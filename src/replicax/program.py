@@ -16,6 +16,7 @@ summed gradients come out of it, and the strategy makes the updates.
 
 import dataclasses
 import enum
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -27,9 +28,10 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from replicax.arguments import Arguments
+from replicax.blocks import Block, cut
 from replicax.cache import describe
 from replicax.collectives import ReduceOp
-from replicax.divergence import varying_marks
+from replicax.divergence import declare_whole, varying_marks
 from replicax.errors import DivergenceError
 from replicax.group import ReplicaGroup
 from replicax.replay import StepRun
@@ -43,6 +45,7 @@ from replicax.variables import (
     is_seed_state,
     restore_seed,
 )
+from replicax.xla_options import compiler_options
 
 __all__ = ["Options", "Outputs", "Program"]
 
@@ -107,6 +110,7 @@ class Program:
         self._options = options or Options()
         self._name = f"run({describe(fn)})"
         self.facts = dict(facts or {})
+        self.trains = False
         self._broadcast: set[int] = set()
         self._unused: set[int] = set()
         self._out_structure: Any = None
@@ -114,6 +118,7 @@ class Program:
             self._own, read, self.updates = self._discover(leaves)
         else:
             self._own, read, self.updates = list(variables), [], []
+        self._number = {id(v): i for i, v in enumerate(self._own)}
         self.inputs = [*self._own, *read]
         self._compiled = self._compile()
         if group.defers_updates:
@@ -139,11 +144,36 @@ class Program:
         """Whether the program has not run yet, and so is not traced in full."""
         return not self._checked
 
-    def text(self, values: Sequence[Any], leaves: Sequence[Any]) -> str:
-        """The program as StableHLO, for values and arguments like these."""
+    def lower(self, values: Sequence[Any], leaves: Sequence[Any]) -> Any:
+        """The program as `jax.stages.Lowered`, for values and arguments like these.
+
+        Args:
+            values: The values of `inputs`: arrays or `jax.ShapeDtypeStruct`s.
+            leaves: The arguments' arrays, likewise.
+        """
         num_own = len(self._own)
         written, read = list(values[:num_own]), list(values[num_own:])
-        return self._compiled.lower(written, read, tuple(leaves)).as_text()
+        return self._compiled.lower(written, read, tuple(leaves))
+
+    def check(self, values: Sequence[Any], leaves: Sequence[Any]) -> None:
+        """Trace the program in full, and refuse what its first call would refuse.
+
+        Args:
+            values: As for `lower`.
+            leaves: As for `lower`.
+        """
+        num_own = len(self._own)
+        self._check_divergence(list(values[:num_own]), list(values[num_own:]), leaves)
+        self._checked = True
+
+    def results_of(self, lowered: Any) -> Any:
+        """What the program returns, as shapes, from what `lower` returned."""
+        flat, _, _ = lowered.out_info
+        return jax.tree.unflatten(self._out_structure, flat)
+
+    def text(self, values: Sequence[Any], leaves: Sequence[Any]) -> str:
+        """The program as StableHLO, for values and arguments like these."""
+        return self.lower(values, leaves).as_text()
 
     @property
     def outputs(self) -> list[Variable]:
@@ -197,6 +227,9 @@ class Program:
         def step(leaves: tuple[Any, ...]) -> None:
             if self._options.num_steps is not None:
                 leaves = tuple(x[0] for x in leaves)
+            self._on_device(replica_step, leaves)
+
+        def replica_step(leaves: Sequence[Any]) -> None:
             args, kwargs = self._arguments.rebuild(leaves)
             run = StepRun(
                 lambda: self._fn(*args, **kwargs), lambda: RecordingScope(recorder)
@@ -240,10 +273,11 @@ class Program:
 
     def _compile(self) -> Any:
         mirrored = self._group.mirrored
+        own, read = self._layouts()
         spmd = self._spmd(
             self._steps,
-            (PartitionSpec(), PartitionSpec(), self._leaf_specs()),
-            (self._out_spec(), PartitionSpec(), PartitionSpec()),
+            (self._manual(own), self._manual(read), self._leaf_specs()),
+            (self._out_spec(), PartitionSpec(), self._manual(own)),
         )
 
         def program(*args: Any) -> Any:
@@ -251,9 +285,14 @@ class Program:
             if self._options.outputs is Outputs.ROWS and self._options.num_steps:
                 # [steps, rows, ...]: the steps' rows follow each other.
                 out = [x.reshape(-1, *x.shape[2:]) for x in out]
-            if self._options.outputs is Outputs.ROWS and self._group.spans_processes:
-                # Every process gets all rows, as predict returns them.
-                out = [lax.with_sharding_constraint(x, mirrored) for x in out]
+            # Every process gets all rows, as predict returns them.
+            everywhere = (
+                self._options.outputs is Outputs.ROWS and self._group.spans_processes
+            )
+            if everywhere or len(self._group.mesh.axis_names) > 1:
+                spec = PartitionSpec() if everywhere else self._result_spec()
+                where = NamedSharding(self._group.mesh, spec)
+                out = [lax.with_sharding_constraint(x, where) for x in out]
             return out, gradients, new
 
         leaves = tuple(
@@ -262,8 +301,29 @@ class Program:
         # Said here, or an array that came another way to the same place would compile
         # the program again.
         return jax.jit(
-            program, donate_argnums=0, in_shardings=(mirrored, mirrored, leaves)
+            program,
+            donate_argnums=0,
+            in_shardings=(own, read, leaves),
+            out_shardings=(None, mirrored, own),
+            compiler_options=compiler_options(
+                self._group.mesh.devices.flat[0].platform,
+                os.environ,
+                bytes_per_pack=self._group.communication.bytes_per_pack,
+            ),
         )
+
+    def _layouts(self) -> tuple[list[NamedSharding], list[NamedSharding]]:
+        """How the variables lie that the program writes, and those it only reads."""
+        layouts = [self._group.layout(v) for v in self.inputs]
+        return layouts[: len(self._own)], layouts[len(self._own) :]
+
+    def _manual(self, layouts: Sequence[NamedSharding]) -> list[PartitionSpec]:
+        """Of layouts, what concerns the replicas; the rest is up to XLA."""
+        axis = self._group.axis.name
+        return [
+            PartitionSpec(*(axis if names == axis else None for names in x.spec))
+            for x in layouts
+        ]
 
     def _spmd(self, body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
         # Results declared equal on all replicas are checked by `varying_marks`.
@@ -272,6 +332,7 @@ class Program:
             mesh=self._group.mesh,
             in_specs=in_specs,
             out_specs=PartitionSpec() if out_specs is None else out_specs,
+            axis_names={self._group.axis.name},
             check_vma=False,
         )
 
@@ -289,10 +350,15 @@ class Program:
             case _:
                 return PartitionSpec(axis)
 
+    def _result_spec(self) -> PartitionSpec:
+        """As `_out_spec`, after the steps' rows follow each other."""
+        spec = self._out_spec()
+        return PartitionSpec(spec[-1]) if len(spec) else spec
+
     def _steps(
         self, written: list[Any], read: list[Any], leaves: tuple[Any, ...]
     ) -> tuple[list[Any], list[list[Any]], list[Any]]:
-        """One replica's part of the program: one step, or a scan over several."""
+        """One device's part of the program: one step, or a scan over several."""
         gradients: list[list[Any]] = []
         if self._options.num_steps is None:
             out, gradients, written = self._step(written, read, leaves)
@@ -304,14 +370,67 @@ class Program:
 
             written, out = lax.scan(body, written, leaves)
             if self._options.outputs is not Outputs.ROWS:
-                out = jax.tree.map(lambda x: x[-1], out)
+                out = [x[-1] for x in out]
         if self._options.finish is not None:
-            with self._context().entered(), self._scope(written, read):
-                out = self._options.finish(out)
-        return self._flat_results(out), gradients, written
+            out = self._finished(self._options.finish, out, [*written, *read])
+        several = self._group.axes.num_per_device > 1
+        match self._options.outputs:
+            case Outputs.PER_REPLICA if not several:
+                out = [x[None] for x in out]
+            case Outputs.MIRRORED if several:
+                out = [x[0] for x in out]
+        return out, gradients, written
 
     def _step(
         self, written: list[Any], read: list[Any], leaves: tuple[Any, ...]
+    ) -> tuple[list[Any], list[list[Any]], list[Any]]:
+        """The step of one device's replicas, with their written variables combined."""
+
+        def run(leaves: Sequence[Any]) -> Any:
+            return self._replica_step(written, read, leaves)
+
+        out, gradients, new = self._on_device(run, leaves)
+        if self._group.axes.num_per_device > 1:
+            # Equal on all of the device's replicas, as the divergence pass sees to.
+            gradients, new = jax.tree.map(lambda x: x[0], (gradients, new))
+            if self._options.outputs is Outputs.ROWS:
+                out = [x.reshape(-1, *x.shape[2:]) for x in out]
+        return out, gradients, new
+
+    def _on_device(self, fn: Callable[[Any], Any], leaves: Sequence[Any]) -> Any:
+        """`fn` of each replica's leaves; of several replicas, results are stacked."""
+        axes = self._group.axes
+        if axes.num_per_device == 1:
+            return fn(leaves)
+        leaves, split = self._arguments.on_device(leaves, axes.num_per_device)
+        return jax.vmap(
+            fn,
+            in_axes=(split,),
+            axis_name=axes.local_name,
+            axis_size=axes.num_per_device,
+        )(leaves)
+
+    def _finished(
+        self, finish: Callable[[Any], Any], out: list[Any], values: list[Any]
+    ) -> list[Any]:
+        """The results, made when the variables have their new values."""
+
+        def run(out: list[Any]) -> list[Any]:
+            context = self._context()
+            with context.entered(), self._scope_of(self._wholes(context, values)):
+                return self._flat_results(
+                    finish(jax.tree.unflatten(self._out_structure, out))
+                )
+
+        axes = self._group.axes
+        if axes.num_per_device == 1:
+            return run(out)
+        return jax.vmap(run, axis_name=axes.local_name, axis_size=axes.num_per_device)(
+            out
+        )
+
+    def _replica_step(
+        self, written: list[Any], read: list[Any], leaves: Sequence[Any]
     ) -> tuple[Any, list[list[Any]], list[Any]]:
         """Run the function for one replica and combine what it wrote."""
         context = self._context()
@@ -333,21 +452,15 @@ class Program:
             new = [
                 jnp.asarray(x, old.dtype) for x, old in zip(new, written, strict=True)
             ]
-        return out, run.scope.deferred.gradients, new
+        self.trains = self.trains or context.has_trained
+        return self._flat_results(out), run.scope.deferred.gradients, new
 
     def _context(self) -> ReplicaContext:
         return ReplicaContext(
-            self._group.strategy,
-            self._group.axis,
-            self._group.cross_device_ops,
+            self._group,
             gradient_op=self._options.gradient_op,
             num_active=self._options.num_active,
-            first_replica=self._group.first_replica,
-            defers_updates=self._group.defers_updates,
         )
-
-    def _scope(self, written: list[Any], read: list[Any]) -> ValueScope:
-        return self._scope_of([*written, *read])
 
     def _scope_of(self, values: Sequence[Any]) -> ValueScope:
         return ValueScope(self.inputs, values, self._name, unused=self._unused)
@@ -364,11 +477,24 @@ class Program:
                 return context.share(value)
             return value
 
-        values = [*written, *read]
+        values = self._wholes(context, [*written, *read])
         return [
             own(v, x, i < len(written))
             for i, (v, x) in enumerate(zip(self.inputs, values, strict=True))
         ]
+
+    def _wholes(self, context: ReplicaContext, values: Sequence[Any]) -> list[Any]:
+        """The inputs' values, whole where replicas hold blocks."""
+        dims = [self._dim_of(v) for v in self.inputs]
+        return [
+            x if dim is None else context.blocked.whole(Block(x, dim))
+            for x, dim in zip(values, dims, strict=True)
+        ]
+
+    def _dim_of(self, variable: Variable) -> int | None:
+        """The dimension of which replicas hold blocks between steps."""
+        layouts = self._group.layouts
+        return layouts.dim_in(layouts.of(variable))
 
     # Write back.
 
@@ -383,14 +509,21 @@ class Program:
         if variable.aggregation == "mean":
             return context.mean(new)
         if id(variable) in self._broadcast:
-            return context.first(new)
-        return new
+            new = context.first(new)
+        dim = self._dim_of(variable)
+        if dim is None:
+            return new
+        block = context.blocked.block_of(new)
+        if block is None or block.dim != dim:
+            new = declare_whole(new, self._number[id(variable)])
+            block = cut(new, dim, self._group.axis)
+        return block.data
 
     def _check_divergence(
         self, written: list[Any], read: list[Any], leaves: Sequence[Any]
     ) -> None:
         """Trace, and refuse mirrored variables that would get different values."""
-        if self._group.axis.size == 1:
+        if self._group.num_replicas == 1:
             return
         diverging = self._diverging(written, read, leaves)
         first = {id(v) for v in diverging if v.aggregation == "only_first_replica"}
@@ -415,11 +548,16 @@ class Program:
         eqn = self._shard_map(written, read, leaves)
         axis = self._group.axis.name
         differs = [int(axis in _named(spec)) for spec in eqn.params["in_specs"]]
-        marks = varying_marks(_open(eqn.params["jaxpr"]), differs, axis)
         if not self._own:
             return []
+        marks, wholes = varying_marks(_open(eqn.params["jaxpr"]), differs, axis)
         new = marks[-len(self._own) :]
-        return [v for v, mark in zip(self._own, new, strict=True) if mark]
+        # Of blocks, which always differ, the wholes that they were cut from count.
+        return [
+            v
+            for i, (v, mark) in enumerate(zip(self._own, new, strict=True))
+            if (mark if self._dim_of(v) is None else wholes.get(i, 0))
+        ]
 
     def _shard_map(self, written: Any, read: Any, leaves: Sequence[Any]) -> Any:
         """The equation of the traced program that is the replicas' part."""
@@ -429,10 +567,7 @@ class Program:
 
     def _flat_results(self, out: Any) -> list[Any]:
         flat, self._out_structure = jax.tree.flatten(out)
-        arrays = [self._as_array(x) for x in flat]
-        if self._options.outputs is Outputs.PER_REPLICA:
-            return [x[None] for x in arrays]
-        return arrays
+        return [self._as_array(x) for x in flat]
 
     def _as_array(self, x: Any) -> jax.Array:
         if isinstance(x, keras.Variable):

@@ -9,9 +9,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from replicax.collectives import CrossDeviceOps, ReduceOp, ReplicaAxis
+from replicax.axes import ReplicaAxes
+from replicax.blocks import Block, BlockedValues, on_blocks
+from replicax.collectives import ReduceOp
 from replicax.divergence import declare_mirrored
 from replicax.errors import ContextError
+from replicax.group import ReplicaGroup
+from replicax.packing import scatter_gradients
 from replicax.replay import current_run
 from replicax.scope import current_context, current_strategy, entered_context
 from replicax.updates import Update
@@ -38,36 +42,28 @@ class ReplicaContext:
 
     def __init__(
         self,
-        strategy: Any,
-        axis: ReplicaAxis,
-        cross_device_ops: CrossDeviceOps,
+        group: ReplicaGroup,
         *,
         gradient_op: ReduceOp = ReduceOp.SUM,
         num_active: int | None = None,
-        first_replica: int = 0,
-        defers_updates: bool = False,
     ) -> None:
         """Make a context; only programs do.
 
         Args:
-            strategy: See the attribute.
-            axis: The replicas' axis.
-            cross_device_ops: How sums over replicas are made.
+            group: The replicas.
             gradient_op: How the optimizer seam combines gradients: SUM in custom loops,
                 MEAN in `fit`.
             num_active: Only the first `num_active` replicas hold examples of this batch
                 and count; the others compute on copies. None: all do.
-            first_replica: Number of the axis' first replica among those of all workers.
-            defers_updates: Whether the strategy makes the updates when the program is
-                over, because the variables live elsewhere.
         """
-        self.strategy = strategy
-        self._axis = axis
-        self._ops = cross_device_ops
+        self.strategy = group.strategy
+        self.defers_updates = group.defers_updates
+        self.blocked = BlockedValues(group.axis)
+        self.has_trained = False
+        self._group = group
+        self._axes: ReplicaAxes = group.axes
         self._gradient_op = gradient_op
         self._num_active = num_active
-        self._first_replica = first_replica
-        self.defers_updates = defers_updates
         self._applying = False
 
     @property
@@ -79,7 +75,7 @@ class ReplicaContext:
     def replica_id_in_sync_group(self) -> jax.Array:
         """This replica's number, an `int32[]` tracer from 0."""
         self._check("replica_id_in_sync_group")
-        return lax.axis_index(self._axis.name) + self._first_replica
+        return self._axes.index() + self._group.first_replica
 
     def all_reduce(self, op: ReduceOp | str, value: Any) -> Any:
         """Combine `value` over the replicas; every replica gets the result.
@@ -98,8 +94,11 @@ class ReplicaContext:
         """
         self._check("all_reduce")
         op = ReduceOp.of(op, "ReplicaContext.all_reduce")
-        tree = jax.tree.map(jnp.asarray, value)
-        return declare_mirrored(self._ops.reduce(op, tree, self._axis))
+        tree = jax.tree.map(_countable, value)
+        total = self._reduced(tree)
+        if op is ReduceOp.MEAN:
+            total = jax.tree.map(lambda x: x / self._axes.size, total)
+        return declare_mirrored(total)
 
     def all_gather(self, value: Any, axis: int) -> Any:
         """Concatenate the replicas' `value` along dimension `axis`, on every replica.
@@ -122,7 +121,7 @@ class ReplicaContext:
                     f"value of shape {x.shape}, rank {x.ndim}."
                     + ("" if x.ndim else " Use x[None] to gather scalars.")
                 )
-            return lax.all_gather(x, self._axis.name, axis=axis, tiled=True)
+            return self._axes.concatenated(x, axis)
 
         return jax.tree.map(gather, value)
 
@@ -147,14 +146,14 @@ class ReplicaContext:
         self._check("merge_call")
 
         def gather(x: Any) -> PerReplica:
-            return PerReplica(lax.all_gather(jnp.asarray(x), self._axis.name))
+            return PerReplica(self._axes.stacked(x))
 
         merged_args, merged_kwargs = jax.tree.map(
             gather, (tuple(args), dict(kwargs or {}))
         )
         with entered_context(None):
             result = merge_fn(self.strategy, *merged_args, **merged_kwargs)
-        index = lax.axis_index(self._axis.name)
+        index = self._axes.index()
         return jax.tree.map(
             lambda x: x.array[index] if isinstance(x, PerReplica) else x,
             result,
@@ -174,18 +173,18 @@ class ReplicaContext:
     @property
     def num_counted(self) -> int:
         """Number of replicas whose examples count in this step."""
-        return self._num_active or self._axis.size
+        return self._num_active or self._axes.size
 
     def counted(self, tree: Any) -> Any:
         """`tree` on replicas that count, zeros on the others."""
         if self._num_active is None:
             return tree
-        counts = lax.axis_index(self._axis.name) < self._num_active
+        counts = self._axes.index() < self._num_active
         return jax.tree.map(lambda x: jnp.where(counts, x, jnp.zeros_like(x)), tree)
 
     def sum(self, tree: Any) -> Any:
         """Sum over the replicas that count, with XLA's all-reduce."""
-        return lax.psum(self.counted(tree), self._axis.name)
+        return self._axes.sum(self.counted(tree))
 
     def mean(self, tree: Any) -> Any:
         """Mean over the replicas that count."""
@@ -208,22 +207,48 @@ class ReplicaContext:
             part = jnp.where(jnp.isfinite(value), part, 0)
         else:
             part = value // num
-        is_first = lax.axis_index(self._axis.name) == 0
+        is_first = self._axes.index() == 0
         return jnp.where(is_first, value - (num - 1) * part, part)
 
     def first(self, tree: Any) -> Any:
         """The first replica's value, on all replicas."""
-        return jax.tree.map(lambda x: lax.all_gather(x, self._axis.name)[0], tree)
+        return jax.tree.map(lambda x: self._axes.stacked(x)[0], tree)
+
+    def _reduced(self, tree: Any) -> Any:
+        """The sum of all replicas' arrays, as the user wants it made."""
+        tree = self._axes.sum_on_device(tree)
+        if self._group.axis.size == 1:
+            return tree
+        return self._group.cross_device_ops.reduce(ReduceOp.SUM, tree, self._group.axis)
 
     def combine_gradients(self, grads: Sequence[Any]) -> list[Any]:
         """Combine each gradient over the replicas as this step's seam says.
 
         None stands for a variable without gradient and stays None.
         """
-        total = self._ops.reduce(ReduceOp.SUM, self.counted(list(grads)), self._axis)
-        if self._gradient_op is ReduceOp.MEAN:
-            total = jax.tree.map(lambda g: g / self.num_counted, total)
-        return declare_mirrored(total)
+        return self._combined(grads, [None] * len(grads))
+
+    def _combined(self, grads: Sequence[Any], dims: Sequence[int | None]) -> list[Any]:
+        """Combined gradients, as `Block`s where a dimension to divide is given."""
+        self.has_trained = True
+        group = self._group
+        total = scatter_gradients(
+            list(grads),
+            dims,
+            group.cross_device_ops,
+            group.axis,
+            group.communication,
+            # After the user's hook, which may add something to what does not count.
+            on_device=lambda own: self._axes.sum_on_device(self.counted(own)),
+        )
+        combined = jax.tree.map(self._as_seam_says, total)
+        return [
+            declare_mirrored(x) if dim is None or x is None else Block(x, dim)
+            for x, dim in zip(combined, dims, strict=True)
+        ]
+
+    def _as_seam_says(self, total: Any) -> Any:
+        return total / self.num_counted if self._gradient_op is ReduceOp.MEAN else total
 
     def apply_gradients(
         self, apply: Callable[[list[Any]], Any], grads: Sequence[Any]
@@ -240,6 +265,59 @@ class ReplicaContext:
             return apply(self.combine_gradients(grads))
         finally:
             self._applying = False
+
+    @property
+    def divides_updates(self) -> bool:
+        """Whether each replica makes a part of every update."""
+        layouts = self._group.layouts
+        return layouts.split_slots or layouts.split_weights
+
+    def divide_update(
+        self,
+        make: Callable[..., Sequence[Any]],
+        values: Sequence[Any],
+        grads: Sequence[Any],
+        variables: Sequence[Any],
+    ) -> list[Any]:
+        """The seam where each replica makes a part of the update.
+
+        Args:
+            make: The update: takes `values` and the combined gradients, one after
+                another, and returns the new values. Traced for whole arrays.
+            values: The trained variables' and the slots', whole.
+            grads: This replica's gradients, one for each of `variables`, or None.
+            variables: The variables that gradients are for.
+
+        Returns:
+            The new values, whole.
+        """
+        self._applying = True
+        try:
+            known = [self.blocked.block_of(x) for x in values]
+            held = [
+                x if block is None else block
+                for x, block in zip(values, known, strict=True)
+            ]
+            dims = [self._group.layouts.dim_of_update(v) for v in variables]
+            combined = self._combined(grads, dims)
+            there = [i for i, g in enumerate(combined) if g is not None]
+
+            def update(*args: Any) -> Sequence[Any]:
+                given = dict(zip(there, args[len(values) :], strict=True))
+                return make(
+                    list(args[: len(values)]), [given.get(i) for i in range(len(grads))]
+                )
+
+            inputs = [*held, *(combined[i] for i in there)]
+            new = on_blocks(update, inputs, self._group.axis)
+        finally:
+            self._applying = False
+        return [self.blocked.whole(x) if isinstance(x, Block) else x for x in new]
+
+    @property
+    def is_applying(self) -> bool:
+        """Whether an optimizer that wraps another has combined the gradients."""
+        return self._applying
 
     def defer_update(
         self, optimizer: Any, variables: Sequence[Any], grads: Sequence[Any]
@@ -290,3 +368,8 @@ class ReplicaContext:
     def entered(self) -> AbstractContextManager[None]:
         """Make this the current context of the thread."""
         return entered_context(self)
+
+
+def _countable(x: Any) -> jax.Array:
+    x = jnp.asarray(x)
+    return x.astype(jnp.int32) if x.dtype == jnp.bool_ else x

@@ -1,8 +1,8 @@
 """Strategy: where a program's replicas run, and what a user calls."""
 
+import contextlib
 import threading
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,15 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from replicax import combine, fingerprints, placement
+from replicax import combine, placement
 from replicax.arguments import Kind, flatten_call
+from replicax.axes import ReplicaAxes
 from replicax.cache import ProgramCache, describe, unwrap_partial
 from replicax.checks import check_call, refuse_tracer
 from replicax.cluster.agreement import agree
 from replicax.cluster.workers import Workers
 from replicax.collectives import CrossDeviceOps, NcclAllReduce, ReduceOp, ReplicaAxis
+from replicax.communication import CommunicationOptions
+from replicax.consistency import CreatedVariables, require_equal
 from replicax.devices import Device, check_cpu_pool, device_name
-from replicax.errors import ContextError, DivergenceError
+from replicax.errors import ContextError
 from replicax.group import ReplicaGroup
 from replicax.input import (
     AutoShardPolicy,
@@ -30,7 +33,9 @@ from replicax.input import (
 )
 from replicax.input.values import stacked_values
 from replicax.keras import internals
+from replicax.layouts import Layouts, ModelSplit
 from replicax.program import Program
+from replicax.rehearsal import Rehearsal, current_rehearsal
 from replicax.scope import Scope, current_context
 from replicax.values import PerReplica
 
@@ -59,7 +64,24 @@ class Strategy:
         home: Where variables live, if not mirrored on the replicas' devices.
         defers_updates: Whether the strategy makes the updates, in `_execute`.
         first_replica: Number of the first of these replicas among those of all workers.
+        communication_options: What happens to gradients on their way.
+        replicas_per_device: Number of replicas on each device.
+        shard_update: Whether each replica makes a part of the optimizer's update and
+            holds only that part of the optimizer's slots.
+        shard_weights: Whether replicas hold only a part of the weights, too.
+        split: How a replica's weights are divided over several devices.
+
+    Raises:
+        ValueError: For numbers that are not positive.
+        TypeError: If `cross_device_ops` is none.
+        NotImplementedError: In a rehearsal, if the variables are to live elsewhere.
     """
+
+    rehearses = True
+    """Whether programs are not run in a rehearsal, but handed to it."""
+
+    num_rehearsed: int | None = None
+    """How many of a rehearsal's devices the strategy takes; None: all."""
 
     def __init__(
         self,
@@ -72,49 +94,96 @@ class Strategy:
         home: NamedSharding | None = None,
         defers_updates: bool = False,
         first_replica: int = 0,
+        communication_options: CommunicationOptions | None = None,
+        replicas_per_device: int = 1,
+        shard_update: bool = False,
+        shard_weights: bool = False,
+        split: ModelSplit | None = None,
     ) -> None:
+        name = type(self).__name__
+        if cross_device_ops is not None and not isinstance(
+            cross_device_ops, CrossDeviceOps
+        ):
+            raise TypeError(
+                f"{name}: cross_device_ops must be a rx.CrossDeviceOps; got "
+                f"{cross_device_ops!r}. Use for example rx.HierarchicalCopyAllReduce()."
+            )
         if check_replicas_every is not None and check_replicas_every < 1:
             raise ValueError(
-                f"{type(self).__name__}: check_replicas_every must be at least 1 or "
+                f"{name}: check_replicas_every must be at least 1 or "
                 f"None; got {check_replicas_every!r}."
+            )
+        if type(replicas_per_device) is not int or replicas_per_device < 1:
+            raise ValueError(
+                f"{name}: replicas_per_device must be a positive "
+                f"integer; got {replicas_per_device!r}."
             )
         check_cpu_pool(devices)
         self._workers = workers or Workers()
-        num_local = len(devices) // self._workers.count
-        names = tuple(
-            device_name(d)
-            if self._workers.count == 1
-            else f"{self._workers.names[i // num_local]}/{device_name(d)}"
-            for i, d in enumerate(devices)
-        )
+        mesh, names = self._mesh(devices, split)
+        num_local = len(names) // self._workers.count
+        axis = ReplicaAxis(name=_AXIS, devices=names, num_per_host=num_local)
         self._group = ReplicaGroup(
             strategy=self,
-            mesh=Mesh(np.array(devices), (_AXIS,)),
-            axis=ReplicaAxis(name=_AXIS, devices=names, num_per_host=num_local),
+            mesh=mesh,
+            axes=ReplicaAxes(devices=axis, num_per_device=replicas_per_device),
+            layouts=Layouts(
+                axis_name=_AXIS,
+                num_devices=axis.size,
+                split_slots=shard_update or shard_weights,
+                split_weights=shard_weights,
+                of_path=None if split is None else split.spec,
+            ),
             cross_device_ops=cross_device_ops or NcclAllReduce(),
-            num_local=num_local,
-            first_local=num_local * self._workers.index,
+            communication=communication_options or CommunicationOptions(),
+            num_local=num_local * replicas_per_device,
+            first_local=num_local * self._workers.index * replicas_per_device,
             first_replica=first_replica,
             defers_updates=defers_updates,
         )
+        self._rehearsal = current_rehearsal() if self.rehearses else None
+        if self._rehearsal is not None:
+            self._require_rehearsable(holds_variables=home is None)
+            home = self._rehearsal.home
+            self._group = self._group.on(self._rehearsal.devices[: self.num_rehearsed])
         self.share = Share(self._workers, check_input=check_input)
         # Programs and variables meet these shardings all the time: one object each.
         self._mirrored = self._group.mirrored
         self._per_replica = self._group.per_replica
+        self._at_home = self._group
         self._home = home or self._mirrored
+        self._mirrors = home is None
         self._programs = ProgramCache()
-        self._variables: dict[int, weakref.ref[Any]] = {}
-        self._num_variables = 0
+        self._created = CreatedVariables()
         self._check_every = check_replicas_every
         self._num_steps = 0
 
+    def _mesh(
+        self, devices: Sequence[Device], split: ModelSplit | None
+    ) -> tuple[Mesh, tuple[str, ...]]:
+        """The devices' mesh, and the names of those along the replicas' axis."""
+        num = 1 if split is None else split.num_devices
+        grid = np.array(devices).reshape(-1, num)
+        num_local = len(grid) // self._workers.count
+        names = tuple(
+            "+".join(map(device_name, row))
+            if self._workers.count == 1
+            else f"{self._workers.names[i // num_local]}/{'+'.join(map(device_name, row))}"
+            for i, row in enumerate(grid)
+        )
+        if split is None:
+            return Mesh(grid[:, 0], (_AXIS,)), names
+        return Mesh(grid, (_AXIS, split.axis_name)), names
+
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(self._group.axis.devices)})"
+        each = self._group.axes.num_per_device
+        several = f"; {each} replicas each" if each > 1 else ""
+        return f"{type(self).__name__}({', '.join(self._group.axis.devices)}{several})"
 
     @property
     def num_replicas_in_sync(self) -> int:
         """Number of replicas; the global batch is this many times a replica's."""
-        return self._group.axis.size
+        return self._group.num_replicas
 
     @property
     def group(self) -> ReplicaGroup:
@@ -213,14 +282,17 @@ class Strategy:
         self, program: Program, values: Sequence[Any], arrays: Sequence[Any]
     ) -> tuple[Any, list[Any]]:
         """Run a program on this strategy, with the check that was asked for."""
+        if self._rehearsal is not None:
+            return self._rehearsal.call(self._group, program, values, arrays)
         if program.is_new:
             self._meet(program, values, arrays)
         out, new = self._dispatch(
             lambda: self._execute(program, values, arrays), program.num_steps
         )
         self._num_steps += 1
-        if self._check_every and self._num_steps % self._check_every == 0:
-            self._raise_if_different(program.written, new)
+        every = self._check_every if self._mirrors else None
+        if every and self._num_steps % every == 0:
+            require_equal(self._group, program.written, new)
         return out, new
 
     def _execute(
@@ -229,6 +301,33 @@ class Strategy:
         """The program's results, and the new values of all that it writes."""
         out, _, new = program(values, arrays)
         return out, new
+
+    @contextlib.contextmanager
+    def rehearsing(self, rehearsal: Rehearsal) -> Iterator[None]:
+        """Within it, programs are for a rehearsal's devices and are handed to it.
+
+        Variables stay where they are. Nobody else may use the strategy meanwhile.
+        """
+        self._require_rehearsable(holds_variables=self._mirrors)
+        own = self._group, self._programs, self._rehearsal
+        self._group = self._group.on(rehearsal.devices)
+        self._programs, self._rehearsal = ProgramCache(), rehearsal
+        self._per_replica = self._group.per_replica
+        self._mirrored = self._group.mirrored
+        try:
+            yield
+        finally:
+            self._group, self._programs, self._rehearsal = own
+            self._per_replica = self._group.per_replica
+            self._mirrored = self._group.mirrored
+
+    def _require_rehearsable(self, *, holds_variables: bool) -> None:
+        if not holds_variables or self._group.defers_updates:
+            raise NotImplementedError(
+                f"plan: the variables of {type(self).__name__} live apart from its "
+                "replicas, which plans do not cover. Plan with a strategy whose "
+                "replicas hold them, such as rx.MirroredStrategy."
+            )
 
     def claimed_steps(self, model: Any, epoch_iterator: Any, first_epoch: int) -> Any:
         """How `fit` shares an epoch's steps with other workers; None: it does not."""
@@ -275,7 +374,7 @@ class Strategy:
         self._require_cross_replica("reduce")
         op = ReduceOp.of(reduce_op, "Strategy.reduce")
         return self._dispatch(
-            lambda: combine.reduce(op, value, axis, self._group.axis.size)
+            lambda: combine.reduce(op, value, axis, self._group.num_replicas)
         )
 
     def gather(self, value: Any, axis: int) -> Any:
@@ -294,7 +393,7 @@ class Strategy:
         """
         self._require_cross_replica("gather")
         return self._dispatch(
-            lambda: combine.gather(value, axis, self._group.axis.size)
+            lambda: combine.gather(value, axis, self._group.num_replicas)
         )
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
@@ -388,7 +487,7 @@ class Strategy:
         Raises:
             ValueError: If shapes differ.
         """
-        stacked = stacked_values(value_fn, self._group.axis.size)
+        stacked = stacked_values(value_fn, self._group.num_replicas)
         local = jax.tree.map(self._group.local_part, stacked)
         return jax.tree.map(PerReplica, placement.rows(local, self._per_replica))
 
@@ -402,45 +501,35 @@ class Strategy:
             DivergenceError: Naming the variables that differ and the replicas.
         """
         if variables is None:
-            chosen = self._variables_of_all_workers()
+            chosen = self._created.of_all_workers(self._workers)
         else:
             chosen = [v for v in variables if internals.has_value(v)]
             facts = {"the variables": [internals.described(v) for v in chosen]}
             agree(self._workers, facts, "check_replicas")
-        self._raise_if_different(chosen, internals.read_values(chosen))
-
-    def _variables_of_all_workers(self) -> list[Any]:
-        """The variables that were created in the scope and that every worker still has.
-
-        Python frees a model when it likes: another worker may have freed one already.
-        """
-        known = {number: ref() for number, ref in self._variables.items()}
-        alive = {
-            str(number): variable
-            for number, variable in known.items()
-            if variable is not None and internals.has_value(variable)
-        }
-        mine = {number: internals.described(v) for number, v in alive.items()}
-        of_all = self._workers.exchange("variables", mine)
-        return [
-            variable
-            for number, variable in alive.items()
-            if all(other.get(number) == mine[number] for other in of_all)
-        ]
+        if self._mirrors:
+            require_equal(self._group, chosen, internals.read_values(chosen))
 
     # What Keras hooks and programs need.
 
     def own(self, variable: Any) -> None:
-        """Mirror a variable that is created in this strategy's scope."""
-        internals.set_layout(variable, self._home)
-        self._variables[self._num_variables] = weakref.ref(variable)
-        self._num_variables += 1
-        if self._num_variables % 1024 == 0:
-            self._variables = {
-                number: ref
-                for number, ref in self._variables.items()
-                if ref() is not None
-            }
+        """Give a variable that is created in this strategy's scope its place."""
+        layout = self.layout(variable)
+        if internals.layout_of(variable) != layout:
+            internals.set_layout(variable, layout)
+        self._created.add(variable)
+
+    def slot_layout(
+        self, path: str, shape: tuple[int, ...], aggregation: str
+    ) -> NamedSharding:
+        """Where an optimizer's slot is to live that is about to be made."""
+        if not self._mirrors:
+            return self._home
+        spec = self._at_home.layouts.of_slot(path, shape, aggregation)
+        return NamedSharding(self._at_home.mesh, spec)
+
+    def layout(self, variable: Any) -> NamedSharding:
+        """Where a variable lives."""
+        return self._at_home.layout(variable) if self._mirrors else self._home
 
     def require_owned(self, variables: Iterable[Any], caller: str) -> None:
         """Raise unless each variable was created in this strategy's scope."""
@@ -448,7 +537,7 @@ class Strategy:
             layout = internals.layout_of(variable)
             if layout is None:
                 self._meet_outsider(variable, caller)
-            elif layout != self._home:
+            elif layout != self.layout(variable):
                 raise ContextError(
                     f"{caller}: variable {variable.path!r} was created in the scope of "
                     f"another strategy (placed as {layout}), not of {self!r}. Create "
@@ -496,7 +585,7 @@ class Strategy:
         refuse_tracer(array)
         if kind is Kind.PER_REPLICA:
             combine.require_all_replicas(
-                PerReplica(array), self._group.axis.size, "run"
+                PerReplica(array), self._group.num_replicas, "run"
             )
             wanted = self._per_replica
         elif isinstance(array, jax.Array) and (
@@ -512,7 +601,7 @@ class Strategy:
         # A copy first: placed, the array may share a variable's memory on one device,
         # which the program gives away (`may_alias=False` does not prevent it).
         if kind is Kind.MIRRORED:
-            return placement.mirrored(jnp.copy(array), wanted)
+            return placement.laid_out(jnp.copy(array), wanted)
         return placement.rows(self._group.local_part(jnp.copy(array)), wanted)
 
     def _require_cross_replica(self, name: str) -> None:
@@ -522,23 +611,3 @@ class Strategy:
                 "on what strategy.run returns; inside, use "
                 "rx.get_replica_context().all_reduce or .all_gather."
             )
-
-    def _raise_if_different(
-        self, variables: Sequence[Any], values: Sequence[Any]
-    ) -> None:
-        if self._home is not self._mirrored:
-            return  # There is one copy only.
-        prints = fingerprints.per_replica(values, self._group.mesh, _AXIS)
-        differing = np.flatnonzero((prints != prints[:1]).any(axis=0))
-        if not differing.size:
-            return
-        found = "; ".join(
-            f"{variables[i].path!r} on replicas "
-            f"{np.flatnonzero(prints[:, i] != prints[0, i]).tolist()}"
-            for i in differing.tolist()
-        )
-        raise DivergenceError(
-            f"Strategy.check_replicas: copies differ from replica 0's: {found}. The "
-            "replicas have drifted apart; restart from a checkpoint, and look for "
-            "host callbacks or random numbers outside Keras' SeedGenerator in the step."
-        )

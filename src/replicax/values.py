@@ -42,10 +42,9 @@ class PerReplica:
         if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
             sharding = array.sharding
             if not sharding.is_fully_replicated or len(sharding.device_set) == 1:
-                shards = sorted(
-                    array.addressable_shards, key=lambda s: s.index[0].start or 0
-                )
-                return tuple(row for shard in shards for row in shard.data)
+                # Devices that work on the same replica have the same rows.
+                rows = {s.index[0].start or 0: s.data for s in array.addressable_shards}
+                return tuple(row for start in sorted(rows) for row in rows[start])
         return tuple(array[i] for i in range(array.shape[0]))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:

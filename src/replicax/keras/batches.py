@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from replicax import placement
 from replicax.group import ReplicaGroup
+from replicax.rehearsal import current_rehearsal
 
 __all__ = ["BatchIterator", "PlacedBatch", "Ready", "place"]
 
@@ -135,7 +136,9 @@ def _chunks(batches: Iterable[Any], size: int) -> Iterator[list[Any]]:
 
 
 def _copied(x: Any) -> Any:
-    return x.copy() if isinstance(x, np.ndarray) else x
+    # In a rehearsal nobody reads it, and it may be as large as a pod wants.
+    is_read = isinstance(x, np.ndarray) and current_rehearsal() is None
+    return x.copy() if is_read else x
 
 
 def _alike(chunk: list[Any]) -> bool:
@@ -187,10 +190,10 @@ class _Placing:
         active = self._num_active(num_rows)
         flat = flat if stacked is None else stacked
         if active is not None:
-            rows = _rows_with_copies(num_rows, active, self._group.axis.size)
+            rows = _rows_with_copies(num_rows, active, self._group.num_replicas)
             flat = [np.asarray(x)[rows] for x in flat]
         if self._local:
-            num_rows *= self._group.axis.size // self._group.num_local
+            num_rows *= self._group.num_replicas // self._group.num_local
         elif self._group.spans_processes:
             flat = [self._local_part(x, num_steps) for x in flat]
         return PlacedBatch(
@@ -203,7 +206,7 @@ class _Placing:
 
     def _num_active(self, num_rows: int) -> int | None:
         if not self._local:
-            return _num_active(num_rows, self._group.axis.size)
+            return _num_active(num_rows, self._group.num_replicas)
         if num_rows % self._group.num_local:
             raise ValueError(
                 f"fit: a worker's own batch of {num_rows} examples does not divide by "

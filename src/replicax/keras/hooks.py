@@ -13,8 +13,9 @@
 | `EpochIterator._enumerate_iterator` | `fit` begins in the middle of an epoch |
 | `CallbackList.on_{train_begin,epoch_end}` | backups see what other callbacks did |
 | `{BaseOptimizer,LossScaleOptimizer}.{apply,stateless_apply}` | the seam |
-| `BaseOptimizer.{add_variable_from_reference,finalize_variable_values}` | no slots \
-where servers keep them |
+| `BaseOptimizer.{add_variable,add_variable_from_reference}` | where slots lie, and \
+none where servers keep them |
+| `BaseOptimizer.finalize_variable_values` | servers have the averages |
 | `losses.loss.{reduce_values,apply_mask}` | global means of losses |
 | `BatchNormalization.__init__`, `nn.moments` | `synchronized=True` |
 | `BatchNormalization.add_weight` | moving statistics are averaged over the replicas |
@@ -24,6 +25,7 @@ Tested with Keras 3.14 to 3.15.
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -52,11 +54,12 @@ from replicax.keras.internals import (
     current_scope,
     layout_of,
     set_initial_epoch,
+    set_reference,
     trained_by,
 )
 from replicax.scope import current_context, current_strategy
-from replicax.updates import PendingValue
-from replicax.variables import ValueScope
+from replicax.updates import PendingValue, Update
+from replicax.variables import ChildScope, ValueScope
 
 __all__ = ["install"]
 
@@ -106,6 +109,7 @@ def install() -> None:
     _wrap(CallbackList, "on_epoch_end", _on_epoch_end)
     _wrap(BaseOptimizer, "apply", _apply)
     _wrap(BaseOptimizer, "stateless_apply", _stateless_apply)
+    _wrap(BaseOptimizer, "add_variable", _add_optimizer_variable)
     _wrap(BaseOptimizer, "add_variable_from_reference", _add_slot)
     _wrap(BaseOptimizer, "finalize_variable_values", _finalize)
     _wrap(LossScaleOptimizer, "apply", _apply_with_loss_scale)
@@ -148,7 +152,7 @@ def _direct_assign(original: Any, variable: Any, value: Any) -> None:
         and not isinstance(value, jax.core.Tracer)
         and (value.sharding != layout or value.weak_type)
     ):
-        value = placement.mirrored(jnp.asarray(value, value.dtype), layout)
+        value = placement.laid_out(jnp.asarray(value, value.dtype), layout)
     original(variable, value)
 
 
@@ -288,9 +292,52 @@ def _apply(
     if context.defers_updates:
         _defer(context, optimizer, grads, trainable_variables)
         return None
+    if _divides(context):
+        _divide(original, context, optimizer, list(grads), trainable_variables)
+        return None
     return context.apply_gradients(
         lambda grads: original(optimizer, grads, trainable_variables), list(grads)
     )
+
+
+def _divides(context: Any) -> bool:
+    """Whether each replica is to make a part of an update that begins here.
+
+    While variables are discovered it makes the whole, which touches the same ones.
+    """
+    return (
+        context.divides_updates
+        and not context.is_applying
+        and isinstance(current_scope(), ValueScope)
+    )
+
+
+def _divide(
+    original: Any, context: Any, optimizer: Any, grads: list[Any], variables: Any
+) -> None:
+    """`optimizer.apply` where each replica makes a part of the update."""
+    trained = trained_by(optimizer) if variables is None else variables
+    changed = Update(optimizer, tuple(trained), "").changed
+    outer = current_scope()
+
+    def make(values: list[Any], grads: list[Any]) -> list[Any]:
+        with ChildScope(outer, dict(zip(map(id, changed), values, strict=True))) as own:
+            original(optimizer, grads, variables)
+            written = {id(v) for v, _ in own.updates()}
+            others = written - {id(v) for v in changed}
+            if others:
+                raise NotImplementedError(
+                    f"optimizer.apply: {type(optimizer).__name__} changes variables "
+                    "that are not among its own or those it trains, which replicas "
+                    "cannot do in parts. Make the strategy without shard_update."
+                )
+            return [own.get_current_value(v) for v in changed]
+
+    before = [v.value for v in changed]
+    new = context.divide_update(make, before, grads, trained)
+    for variable, old, value in zip(changed, before, new, strict=True):
+        if value is not old:
+            variable.assign(value)
 
 
 def _defer(context: Any, optimizer: Any, grads: Any, variables: Any) -> Any:
@@ -357,6 +404,20 @@ def _stateless_apply(
             [PendingValue(v, update) for v in trained_by(optimizer)],
             [PendingValue(v, update) for v in optimizer.variables],
         )
+    if _divides(context):
+        num = len(trainable_variables)
+
+        def make(values: list[Any], grads: list[Any]) -> list[Any]:
+            trained, state = original(optimizer, values[num:], grads, values[:num])
+            return [*trained, *state]
+
+        new = context.divide_update(
+            make,
+            [*trainable_variables, *optimizer_variables],
+            list(grads),
+            trained_by(optimizer),
+        )
+        return new[:num], new[num:]
     return context.apply_gradients(
         lambda grads: original(
             optimizer, optimizer_variables, grads, trainable_variables
@@ -380,11 +441,45 @@ def _require_current(variables: Any, values: Any) -> None:
             )
 
 
-def _add_slot(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+class _Reference(threading.local):
+    """The weight that an optimizer makes a slot for in this thread."""
+
+    path = ""
+
+
+_reference = _Reference()
+
+
+def _add_slot(
+    original: Any, optimizer: Any, reference_variable: Any, *args: Any, **kwargs: Any
+) -> Any:
     strategy = current_strategy()
-    if strategy is not None and not strategy.keeps_slots:
+    if strategy is None:
+        return original(optimizer, reference_variable, *args, **kwargs)
+    if not strategy.keeps_slots:
         return None
-    return original(optimizer, *args, **kwargs)
+    _reference.path = getattr(reference_variable, "path", "")
+    try:
+        return original(optimizer, reference_variable, *args, **kwargs)
+    finally:
+        _reference.path = ""
+
+
+def _add_optimizer_variable(
+    original: Any, optimizer: Any, shape: Any, *args: Any, **kwargs: Any
+) -> Any:
+    strategy = current_strategy()
+    if strategy is None:
+        return original(optimizer, shape, *args, **kwargs)
+    # Keras would give a slot the layout of its weight.
+    given = inspect.signature(original).bind(optimizer, shape, *args, **kwargs)
+    given.arguments["layout"] = strategy.slot_layout(
+        _reference.path, tuple(shape), given.arguments.get("aggregation", "none")
+    )
+    variable = original(*given.args, **given.kwargs)
+    set_reference(variable, _reference.path)
+    strategy.own(variable)
+    return variable
 
 
 def _finalize(original: Any, optimizer: Any, var_list: Any) -> None:

@@ -33,9 +33,11 @@ __all__ = [
     "makes_batches_ahead",
     "parts_of_layer",
     "read_values",
+    "reference_of",
     "set_initial_epoch",
     "set_known_length",
     "set_layout",
+    "set_reference",
     "shared_seed_generator",
     "steps_seen",
     "trained_by",
@@ -69,6 +71,19 @@ def set_layout(variable: Any, layout: Any) -> None:
     variable._layout = layout
     if variable._value is not None:
         variable._direct_assign(variable._value)
+
+
+def reference_of(variable: Any) -> str | None:
+    """The path of the weight that an optimizer's slot belongs to.
+
+    `""` if the slot belongs to none in particular, None if the variable is no slot.
+    """
+    return getattr(variable, "_replicax_reference", None)
+
+
+def set_reference(variable: Any, path: str) -> None:
+    """Note that a variable is an optimizer's slot, and of which weight."""
+    variable._replicax_reference = path
 
 
 def has_value(variable: Any) -> bool:

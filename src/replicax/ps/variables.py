@@ -275,7 +275,7 @@ class RemoteVariables:
     def _iterations(self, group: RemoteGroup, variable: Any) -> Any:
         made = max(group.versions.values()) - group.num_assigned
         number = np.asarray(made + group.group.rule["iterations"], variable.dtype)
-        return placement.mirrored(number, self._sharding)
+        return placement.laid_out(number, self._sharding)
 
     def write_back(
         self, updates: Sequence[Update], state: Sequence[Any], stored: dict[int, Any]

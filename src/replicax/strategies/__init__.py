@@ -2,16 +2,22 @@
 
 from replicax.strategies.central_storage import CentralStorageStrategy
 from replicax.strategies.default import DefaultStrategy
+from replicax.strategies.fully_sharded import FullyShardedStrategy
 from replicax.strategies.mirrored import MirroredStrategy
+from replicax.strategies.model_parallel import ModelParallelStrategy
 from replicax.strategies.multi_worker import MultiWorkerMirroredStrategy
 from replicax.strategies.one_device import OneDeviceStrategy
 from replicax.strategies.parameter_server import ParameterServerStrategy
+from replicax.strategies.tpu import TPUStrategy
 
 __all__ = [
     "CentralStorageStrategy",
     "DefaultStrategy",
+    "FullyShardedStrategy",
     "MirroredStrategy",
+    "ModelParallelStrategy",
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
     "ParameterServerStrategy",
+    "TPUStrategy",
 ]

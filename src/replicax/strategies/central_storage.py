@@ -62,13 +62,6 @@ class CentralStorageStrategy(Strategy):
         cross_device_ops: CrossDeviceOps | None = None,
     ) -> None:
         name = "CentralStorageStrategy"
-        if cross_device_ops is not None and not isinstance(
-            cross_device_ops, CrossDeviceOps
-        ):
-            raise TypeError(
-                f"{name}: cross_device_ops must be a rx.CrossDeviceOps; got "
-                f"{cross_device_ops!r}. Use for example rx.ReductionToOneDevice()."
-            )
         if compute_devices is None:
             devices = default_devices()
         else:

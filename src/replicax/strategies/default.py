@@ -15,8 +15,10 @@ class DefaultStrategy(Strategy):
     Unlike the others it also runs variables that were created outside its scope.
     """
 
+    rehearses = False  # What a script does besides training is done.
+
     def __init__(self) -> None:
         super().__init__(default_devices()[:1])
 
     def _meet_outsider(self, variable: Any, caller: str) -> None:
-        internals.set_layout(variable, self._mirrored)
+        internals.set_layout(variable, self.layout(variable))

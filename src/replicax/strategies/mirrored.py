@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from replicax.collectives import CrossDeviceOps
-from replicax.devices import Device, default_devices, resolve_devices
-from replicax.errors import DeviceError
+from replicax.communication import CommunicationOptions
+from replicax.devices import Device, devices_of_one_kind
 from replicax.strategy import Strategy
 
 __all__ = ["MirroredStrategy"]
@@ -21,17 +21,26 @@ class MirroredStrategy(Strategy):
         devices: Device strings such as `["gpu:0", "/gpu:1"]`, or JAX devices. Defaults
             to all visible accelerators, else all CPU devices.
         cross_device_ops: How gradients are summed. Defaults to `rx.NcclAllReduce()`.
+        communication_options: What happens to gradients on their way: packs,
+            compression, a hook.
+        replicas_per_device: Number of replicas on each device. A configuration of 8
+            replicas runs on one device with 8, and gives the same numbers as on eight
+            devices.
+        shard_update: Whether each device makes a part of the optimizer's update, and
+            holds only that part of the optimizer's slots. Sums of gradients and the
+            new weights travel in parts, as many bytes as before.
         check_replicas_every: Compare the replicas' variables after every that many
             steps. None: only when `check_replicas` is called.
 
     Raises:
-        DeviceError: For an unknown, absent or repeated device.
+        DeviceError: For an unknown, absent or repeated device, or several kinds.
+        ValueError: For a `replicas_per_device` that is not positive.
 
     Example:
         >>> import replicax as rx
-        >>> strategy = rx.MirroredStrategy(devices=["/cpu:0"])
+        >>> strategy = rx.MirroredStrategy(devices=["/cpu:0"], replicas_per_device=4)
         >>> strategy.num_replicas_in_sync
-        1
+        4
     """
 
     def __init__(
@@ -39,24 +48,16 @@ class MirroredStrategy(Strategy):
         devices: Sequence[str | Device] | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
         *,
+        communication_options: CommunicationOptions | None = None,
+        replicas_per_device: int = 1,
+        shard_update: bool = False,
         check_replicas_every: int | None = None,
     ) -> None:
-        if cross_device_ops is not None and not isinstance(
-            cross_device_ops, CrossDeviceOps
-        ):
-            raise TypeError(
-                "MirroredStrategy: cross_device_ops must be a rx.CrossDeviceOps; got "
-                f"{cross_device_ops!r}. Use for example rx.HierarchicalCopyAllReduce()."
-            )
-        if devices is None:
-            found = default_devices()
-        else:
-            found = resolve_devices(devices, "MirroredStrategy")
-        if len({d.platform for d in found}) > 1:
-            raise DeviceError(
-                f"MirroredStrategy: devices={list(devices or ())!r} mixes platforms; "
-                "replicas in step need devices of one kind."
-            )
         super().__init__(
-            found, cross_device_ops, check_replicas_every=check_replicas_every
+            devices_of_one_kind(devices, "MirroredStrategy"),
+            cross_device_ops,
+            communication_options=communication_options,
+            replicas_per_device=replicas_per_device,
+            shard_update=shard_update,
+            check_replicas_every=check_replicas_every,
         )

@@ -19,10 +19,11 @@ from replicax.cluster.resolvers import ClusterResolver, default_resolver
 from replicax.cluster.workers import Workers
 from replicax.collectives import CrossDeviceOps
 from replicax.communication import CollectiveCommunication, CommunicationOptions
-from replicax.devices import default_devices
+from replicax.devices import Device, default_devices
 from replicax.errors import ClusterConfigError, DeviceError
 from replicax.keras import internals
 from replicax.program import Program
+from replicax.rehearsal import current_rehearsal
 from replicax.strategy import Strategy
 
 __all__ = ["MultiWorkerMirroredStrategy"]
@@ -47,6 +48,9 @@ class MultiWorkerMirroredStrategy(Strategy):
             this process alone.
         communication_options: How workers communicate.
         cross_device_ops: How gradients are summed. Defaults to `rx.NcclAllReduce()`.
+        replicas_per_device: Number of replicas on each device.
+        shard_update: Whether each device makes a part of the optimizer's update, and
+            holds only that part of the optimizer's slots.
         check_replicas_every: Compare the replicas' variables after every that many
             steps. None: only when `check_replicas` is called.
         check_input: Compare the workers' first batches of each epoch where all should
@@ -79,6 +83,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         communication_options: CommunicationOptions | None = None,
         *,
         cross_device_ops: CrossDeviceOps | None = None,
+        replicas_per_device: int = 1,
+        shard_update: bool = False,
         check_replicas_every: int | None = None,
         check_input: bool = True,
         startup_timeout_seconds: float = 300.0,
@@ -94,22 +100,38 @@ class MultiWorkerMirroredStrategy(Strategy):
             shutdown=shutdown_timeout_seconds,
         )
         resolver = cluster_resolver or default_resolver()
-        workers, self._cluster_hash = _meet_workers(resolver, deadlines)
         self.cluster_resolver = resolver
-        if workers.count == 1:
+        if current_rehearsal() is None:
+            workers, self._cluster_hash = self._meet_workers(resolver, deadlines)
+            devices = self._find_devices(workers)
+        else:  # One process describes the devices of all.
+            workers, self._cluster_hash = Workers(), ""
             devices = default_devices()
-        else:
-            devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
-        _check_devices(devices, workers, options)
+        _check_devices(devices, workers, options, type(self).__name__)
         super().__init__(
             devices,
             cross_device_ops,
+            communication_options=options,
+            replicas_per_device=replicas_per_device,
+            shard_update=shard_update,
             check_replicas_every=check_replicas_every,
             workers=workers,
             check_input=check_input,
         )
         self._met: dict[int, weakref.ref[Any]] = {}
         self.synchronize_random_state()
+
+    def _meet_workers(
+        self, resolver: ClusterResolver | None, deadlines: Deadlines
+    ) -> tuple[Workers, str]:
+        """The workers to train with, and a digest of their cluster."""
+        return _meet_workers(resolver, deadlines)
+
+    def _find_devices(self, workers: Workers) -> list[Device]:
+        """The replicas' devices, each worker's together."""
+        if workers.count == 1:
+            return default_devices()
+        return sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
 
     def __repr__(self) -> str:
         if self.num_workers == 1:
@@ -168,7 +190,12 @@ class MultiWorkerMirroredStrategy(Strategy):
             "the arguments' shapes": [f"{x.dtype}{list(np.shape(x))}" for x in arrays],
             "the compiled program (its digest)": digest(program.text(values, arrays)),
         }
-        new = [i for i, v in enumerate(program.variables) if not self._is_met(v)]
+        new = [
+            i
+            for i, v in enumerate(program.variables)
+            # Of one that is split, every worker has something else.
+            if not self._is_met(v) and self.layout(v).is_fully_replicated
+        ]
         if new:
             checksums = fingerprints.local([values[i] for i in new])
             facts["the variables' values (their checksums)"] = [
@@ -211,14 +238,17 @@ def _meet_workers(
 
 
 def _check_devices(
-    devices: Sequence[Any], workers: Workers, options: CommunicationOptions
+    devices: Sequence[Any],
+    workers: Workers,
+    options: CommunicationOptions,
+    caller: str,
 ) -> None:
     platforms = sorted({d.platform for d in devices})
     if options.implementation is CollectiveCommunication.NCCL and not all(
         d.platform == "gpu" for d in devices
     ):
         raise DeviceError(
-            "MultiWorkerMirroredStrategy: CollectiveCommunication.NCCL needs GPUs, but "
+            f"{caller}: CollectiveCommunication.NCCL needs GPUs, but "
             f"the devices are {', '.join(platforms)}. Use AUTO, which takes what the "
             "devices have (Gloo on CPUs, ICI on TPUs)."
         )
@@ -229,7 +259,7 @@ def _check_devices(
             for name, count in zip(workers.names, counts, strict=True)
         )
         raise DeviceError(
-            "MultiWorkerMirroredStrategy: all workers need the same number of devices "
+            f"{caller}: all workers need the same number of devices "
             f"of one kind; got {listed} ({', '.join(platforms)}). Hide devices with "
             "CUDA_VISIBLE_DEVICES, or use the same kind of machine."
         )

@@ -181,7 +181,7 @@ class ParameterServerStrategy(Strategy):
     @property
     def num_replicas_in_sync(self) -> int:
         """Number of replicas whose gradients make one update."""
-        return self._group.axis.size * self._num_parts
+        return self._group.num_replicas * self._num_parts
 
     @property
     def num_parts(self) -> int:

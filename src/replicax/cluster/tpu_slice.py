@@ -1,0 +1,193 @@
+"""Which TPU slice this machine belongs to, without starting JAX's devices."""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+
+from replicax.cluster.metadata import instance_attribute, metadata_server
+from replicax.errors import ClusterConfigError
+
+__all__ = ["VARIABLES", "TpuSlice", "detect_slice", "on_tpu_vm"]
+
+VARIABLES = (
+    "TPU_NAME",
+    "TPU_WORKER_HOSTNAMES",
+    "TPU_PROCESS_ADDRESSES",
+    "TPU_WORKER_ID",
+    "MEGASCALE_NUM_SLICES",
+    "MEGASCALE_SLICE_ID",
+    "MEGASCALE_COORDINATOR_ADDRESS",
+)
+"""Environment variables that say where a TPU slice is; JAX reads most of them too."""
+
+_QUERY_SECONDS = 3.0
+_PORT = 8482  # JAX's own choice for the coordination service on TPUs.
+_ENTRY = re.compile(r"^\s*([A-Z_]+)\s*:\s*'?([^'\n]*)'?\s*$", re.MULTILINE)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TpuSlice:
+    """The hosts of a TPU slice, and which of them this machine is.
+
+    Attributes:
+        addresses: `"host:port"` of each process of this slice, in JAX's order; empty
+            for one alone.
+        index: This machine's place among them.
+        num_slices: Number of slices that train together.
+        slice_index: The place of this one among them.
+        name: The name of the TPU, `""` if nothing says it.
+    """
+
+    addresses: tuple[str, ...] = ()
+    index: int = 0
+    num_slices: int = 1
+    slice_index: int = 0
+    name: str = ""
+
+    @property
+    def num_hosts(self) -> int:
+        """Number of hosts of all slices."""
+        return max(1, len(self.addresses)) * self.num_slices
+
+
+def on_tpu_vm() -> bool:
+    """Whether this machine has TPU chips and libtpu, as JAX found on its import."""
+    from jax._src import cloud_tpu_init
+
+    return cloud_tpu_init.running_in_cloud_tpu_vm
+
+
+def detect_slice(
+    environ: Mapping[str, str],
+    *,
+    is_tpu_vm: bool,
+    timeout_seconds: float = _QUERY_SECONDS,
+) -> TpuSlice:
+    """The slice of this machine, from the sources that JAX itself uses.
+
+    The environment says it on GKE. Google Cloud's metadata server is asked only on a
+    machine that has TPU chips and no such variables, and not if `TPU_SKIP_MDS_QUERY`
+    is set.
+
+    Args:
+        environ: The environment variables.
+        is_tpu_vm: Whether the machine has TPU chips.
+        timeout_seconds: How long each question to the metadata server may take.
+
+    Raises:
+        ClusterConfigError: If variables are malformed or do not fit together; if the
+            metadata server does not answer in time.
+    """
+    source = _Source(environ, timeout_seconds)
+    hosts = environ.get("TPU_PROCESS_ADDRESSES")
+    if hosts is None:
+        hosts = environ.get("TPU_WORKER_HOSTNAMES")
+    if hosts is not None:
+        index = environ.get("TPU_WORKER_ID", "")
+    elif is_tpu_vm and "TPU_SKIP_MDS_QUERY" not in environ:
+        index = source.attribute("agent-worker-number") or ""
+        hosts = source.attribute("worker-network-endpoints") if index else None
+        source.ask_metadata = bool(index)
+    else:
+        index = ""
+    addresses = _addresses(hosts or "", source.port())
+    num_slices = source.number("MEGASCALE_NUM_SLICES", 1, 1, 100_000)
+    return TpuSlice(
+        addresses=addresses,
+        index=_index(index, addresses),
+        num_slices=num_slices,
+        slice_index=source.number("MEGASCALE_SLICE_ID", 0, 0, num_slices - 1),
+        name=environ.get("TPU_NAME", "")
+        or (source.attribute("instance-id") if source.ask_metadata else None)
+        or "",
+    )
+
+
+class _Source:
+    """Where to look values up: the environment, then the metadata server.
+
+    Args:
+        environ: The environment variables.
+        timeout_seconds: For each question to the metadata server.
+    """
+
+    def __init__(self, environ: Mapping[str, str], timeout_seconds: float) -> None:
+        self._environ = environ
+        self._timeout = timeout_seconds
+        self._tpu_env: dict[str, str] | None = None
+        self.ask_metadata = False
+
+    def attribute(self, name: str) -> str | None:
+        """An attribute of this machine."""
+        try:
+            return instance_attribute(name, self._timeout)
+        except OSError as error:
+            raise ClusterConfigError(
+                "TPUClusterResolver: this machine has TPU chips, but the metadata "
+                f"server at {metadata_server()}, asked for {name!r}, gave no answer: "
+                f"{error}. Set TPU_SKIP_MDS_QUERY=1 if this is a single machine; for a "
+                "slice set TPU_WORKER_HOSTNAMES and TPU_WORKER_ID on each host."
+            ) from error
+
+    def port(self) -> int:
+        """The port of the coordination service, which JAX lets users choose."""
+        text = self._environ.get("JAX_COORDINATOR_PORT") or str(_PORT)
+        return _number("JAX_COORDINATOR_PORT", text, 1, 65535)
+
+    def number(self, name: str, default: int, low: int, high: int) -> int:
+        """A number between `low` and `high`; `default` if it is said nowhere."""
+        text = self._environ.get(name)
+        if text is None and self.ask_metadata:
+            if self._tpu_env is None:
+                found = _ENTRY.findall(self.attribute("tpu-env") or "")
+                self._tpu_env = dict(found)
+            text = self._tpu_env.get(name)
+        return _number(name, text, low, high) if text else default
+
+
+def _number(name: str, text: str, low: int, high: int) -> int:
+    if text.isascii() and text.isdigit() and low <= int(text) <= high:
+        return int(text)
+    raise ClusterConfigError(
+        f"TPUClusterResolver: {name} is a number from {low} to {high}; got {text!r}. "
+        "Set it as the TPU's provisioner does, or unset it."
+    )
+
+
+def _addresses(hosts: str, port: int) -> tuple[str, ...]:
+    """Where the processes on `"host1,host2"` meet; nowhere if there is one only.
+
+    Ports that are listed are libtpu's. Processes of one host take consecutive ones.
+    """
+    names = [_host(entry) for entry in hosts.split(",")] if hosts else []
+    if len(names) <= 1:
+        return ()
+    return tuple(
+        f"{name}:{port + names[:i].count(name)}" for i, name in enumerate(names)
+    )
+
+
+def _host(entry: str) -> str:
+    """The host of `"host"`, `"host:port"` or `"name:id:ip"`."""
+    parts = entry.strip().split(":")
+    host = parts[2] if len(parts) == 3 else parts[0]
+    if not host or len(parts) > 3:
+        raise ClusterConfigError(
+            "TPUClusterResolver: the hosts of the slice are listed as 'host1,host2'; "
+            f"got the entry {entry!r}. Correct TPU_WORKER_HOSTNAMES (or "
+            "TPU_PROCESS_ADDRESSES, which comes before it)."
+        )
+    return host
+
+
+def _index(text: str, addresses: tuple[str, ...]) -> int:
+    if not addresses:
+        return 0
+    if text.isascii() and text.isdigit() and int(text) < len(addresses):
+        return int(text)
+    raise ClusterConfigError(
+        f"TPUClusterResolver: the slice has {len(addresses)} hosts "
+        f"({', '.join(addresses)}), so TPU_WORKER_ID is a number from 0 to "
+        f"{len(addresses) - 1}, another on each; got {text!r}. Set it as the TPU's "
+        "provisioner does."
+    )

@@ -1,0 +1,198 @@
+"""The TPU chips of a slice: joining its hosts, and starting them."""
+
+import dataclasses
+import glob
+import importlib.metadata
+import os
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from replicax.cluster.deadlines import Deadlines
+from replicax.cluster.joining import join, join_detected
+from replicax.cluster.tpu import TPUClusterResolver
+from replicax.cluster.tpu_slice import VARIABLES, on_tpu_vm
+from replicax.cluster.workers import Workers
+from replicax.errors import ClusterConfigError, DeviceError
+from replicax.rehearsal import current_rehearsal
+
+__all__ = ["Topology", "join_slice", "topology_of", "tpu_devices"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Topology:
+    """What a TPU system consists of.
+
+    (TF: `tf.tpu.experimental.Topology`.)
+
+    Attributes:
+        device_kind: JAX's name of the chips, such as `"TPU v5 lite"`.
+        num_chips: Number of chips.
+        num_devices: Number of JAX devices, each one replica: one or two to a chip.
+        num_hosts: Number of host machines.
+        num_slices: Number of slices.
+        mesh_shape: Chips in the three directions of one slice's interconnect, and
+            devices to a chip.
+    """
+
+    device_kind: str
+    num_chips: int
+    num_devices: int
+    num_hosts: int
+    num_slices: int
+    mesh_shape: tuple[int, int, int, int]
+
+    @property
+    def num_chips_per_host(self) -> int:
+        """Number of chips of one host."""
+        return self.num_chips // self.num_hosts
+
+    @property
+    def num_tasks(self) -> int:
+        """`num_hosts`, as TensorFlow calls it."""
+        return self.num_hosts
+
+    @property
+    def num_tpus_per_task(self) -> int:
+        """Number of devices of one host, as TensorFlow calls it."""
+        return self.num_devices // self.num_hosts
+
+
+def topology_of(devices: Sequence[Any]) -> Topology:
+    """The topology of TPU devices.
+
+    Args:
+        devices: All devices of a slice or of several, real ones or those that JAX
+            describes for the compiler.
+    """
+    slices = {getattr(d, "slice_index", None) or 0 for d in devices}
+    chips = {(getattr(d, "slice_index", None) or 0, *d.coords) for d in devices}
+    x, y, z = (
+        1 + max(chip[i] for chip in chips) - min(chip[i] for chip in chips)
+        for i in (1, 2, 3)
+    )
+    return Topology(
+        device_kind=devices[0].device_kind,
+        num_chips=len(chips),
+        num_devices=len(devices),
+        num_hosts=len({d.process_index for d in devices}),
+        num_slices=len(slices),
+        mesh_shape=(x, y, z, len(devices) // len(chips)),
+    )
+
+
+def join_slice(
+    resolver: TPUClusterResolver, deadlines: Deadlines, caller: str
+) -> Workers:
+    """Meet the processes of the slice's other hosts, once; this one alone if none.
+
+    A single host needs none of that, so there JAX's devices may have been started
+    before. Hosts of other slices are JAX's to find. Those of one slice are known here:
+    JAX would ask the metadata server about slices first, for up to minutes.
+
+    Args:
+        resolver: The slice.
+        deadlines: How long to wait for what.
+        caller: The public call to name in errors.
+
+    Raises:
+        DeviceError: If the environment describes a slice, but there are no chips here.
+        ClusterError: If a host is not there by the start-up deadline.
+    """
+    if current_rehearsal() is not None:
+        return Workers()  # One process describes the devices of all.
+    if resolver.num_hosts == 1 and not jax.distributed.is_initialized():
+        return Workers()
+    if resolver.num_hosts > 1 and not on_tpu_vm():
+        raise DeviceError(
+            f"{caller}: {resolver!r} has {resolver.num_hosts} hosts, but this machine "
+            f"is none of a TPU. {_search_report()}"
+        )
+    if resolver.num_slices > 1 or resolver.num_hosts == 1:
+        return join_detected(deadlines) or Workers()
+    cluster = resolver.cluster_spec()
+    return join(cluster, resolver.task_id or 0, deadlines, "TPUClusterResolver")
+
+
+def tpu_devices(workers: Workers, caller: str) -> list[Any]:
+    """All TPU devices of the slice, each host's together. Starts JAX's devices.
+
+    The order along the replicas' axis makes no difference to a sum over all of them:
+    XLA lays the rings of an all-reduce by the chips' coordinates.
+
+    Args:
+        workers: The processes of the slice.
+        caller: The public call to name in errors.
+
+    Raises:
+        DeviceError: If JAX has no TPU here; the message says what was looked for.
+        ClusterConfigError: If the chips belong to more hosts than are known.
+    """
+    rehearsal = current_rehearsal()
+    try:
+        devices = jax.devices() if rehearsal is None else list(rehearsal.devices)
+    except RuntimeError as error:  # JAX's way to say that a platform does not start.
+        raise DeviceError(
+            f"{caller}: JAX could not start its devices: {error}. {_search_report()}"
+        ) from error
+    if any(d.platform != "tpu" for d in devices):
+        counts = Counter(d.platform for d in devices)
+        found = ", ".join(f"{count} {name}" for name, count in counts.items())
+        raise DeviceError(
+            f"{caller}: there is no TPU here; JAX has {found} "
+            f"{'device' if len(devices) == 1 else 'devices'}. {_search_report()}"
+        )
+    hosts = {d.process_index for d in devices}
+    if rehearsal is None and len(hosts) != workers.count:
+        raise ClusterConfigError(
+            f"{caller}: the TPU's chips belong to {len(hosts)} hosts, but "
+            f"{workers.count} of them "
+            f"{'was' if workers.count == 1 else 'were'} found. Start the script on "
+            "every host of the slice, with TPU_WORKER_HOSTNAMES and TPU_WORKER_ID set "
+            "or without TPU_SKIP_MDS_QUERY."
+        )
+    return sorted(devices, key=lambda d: (d.process_index, d.id))
+
+
+def _search_report() -> str:
+    """Where TPUs were looked for, and what to do."""
+    set_here = [f"{name}={os.environ[name]!r}" for name in VARIABLES if _is_set(name)]
+    unset = [name for name in VARIABLES if not _is_set(name)]
+    looked = [
+        f"libtpu ({_libtpu()})",
+        f"chips ({', '.join(_device_files()) or 'no /dev/accel* or /dev/vfio/*'})",
+        f"JAX_PLATFORMS ({_platforms()})",
+        *set_here,
+        f"{', '.join(unset)} (not set)",
+    ]
+    return (
+        f"Looked for: {'; '.join(looked)}. Run the script on a TPU VM, on each host of "
+        "a slice at once. To develop without one: rx.set_logical_devices(8) and "
+        "rx.MirroredStrategy(), or `replicax plan train.py --topology v5e:2x4`."
+    )
+
+
+def _platforms() -> str:
+    platforms = os.environ.get("JAX_PLATFORMS", "")
+    if not platforms:
+        return "not set"
+    if "tpu" in platforms.split(","):
+        return repr(platforms)
+    return f"{platforms!r}, which keeps JAX from TPUs: unset it"
+
+
+def _is_set(name: str) -> bool:
+    return bool(os.environ.get(name))
+
+
+def _libtpu() -> str:
+    try:
+        return importlib.metadata.version("libtpu")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed: pip install 'replicax[tpu]'"
+
+
+def _device_files() -> list[str]:
+    return sorted(glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*"))

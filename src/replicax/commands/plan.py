@@ -1,0 +1,90 @@
+"""`replicax plan`: what a script's training step would do on other hardware."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from replicax.errors import DeviceError
+from replicax.plan.topology import check_topology, needs_libtpu
+
+__all__ = ["plan"]
+
+
+def plan(
+    script: Annotated[str, typer.Argument(help="Python script, or module with -m.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="What the script gets as arguments.")
+    ] = None,
+    module: Annotated[
+        bool, typer.Option("-m", "--module", help="The script is a module's name.")
+    ] = False,
+    topology: Annotated[
+        str,
+        typer.Option(help="TPU slice such as v5e:2x4, or cpu:N or gpu:N of here."),
+    ] = "v5e:16x16",
+    slices: Annotated[int, typer.Option(min=1, help="Number of such TPU slices.")] = 1,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the plan to this file.")
+    ] = None,
+    figure: Annotated[
+        Path | None,
+        typer.Option(help="Draw times and scaling to this file, such as plan.png."),
+    ] = None,
+) -> None:
+    """Compile a script's training step for other hardware, without running it.
+
+    The script runs on this machine up to its first training step; its strategy has the
+    topology's devices. The step is compiled for them, and its FLOPs, bytes, memory and
+    collectives are printed, with predicted times and what limits it first.
+    """
+    if not module and not Path(script).is_file():
+        raise typer.BadParameter(f"There is no script {script!r}.")
+    try:
+        check_topology(topology, slices)
+    except DeviceError as error:
+        raise typer.BadParameter(str(error), param_hint="--topology") from error
+    for file in (json_file, figure):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise typer.BadParameter(f"There is no folder for {str(file)!r}.")
+    _require_packages(topology, figure)
+    command = [sys.executable, "-m", "replicax.plan", "--topology", topology]
+    command += ["--slices", str(slices)]
+    if json_file is not None:
+        command += ["--json", str(json_file)]
+    if figure is not None:
+        command += ["--figure", str(figure)]
+    if module:
+        command.append("--module")
+    # A process of its own: JAX reads its environment when it starts.
+    ended = subprocess.run(
+        [*command, script, *(arguments or [])],
+        env=_environment(topology),
+        check=False,
+    )
+    raise typer.Exit(ended.returncode if ended.returncode >= 0 else 1)
+
+
+def _require_packages(topology: str, figure: Path | None) -> None:
+    wanted = {"libtpu": needs_libtpu(topology), "matplotlib": figure is not None}
+    for package, is_needed in wanted.items():
+        if is_needed and importlib.util.find_spec(package) is None:
+            typer.echo(
+                f"Error: this needs the package {package}, which is not installed. "
+                "Install it with: pip install 'replicax[plan]'",
+                err=True,
+            )
+            raise typer.Exit(1)
+
+
+def _environment(topology: str) -> dict[str, str]:
+    environment = dict(os.environ)
+    if not topology.startswith("gpu:"):
+        environment["JAX_PLATFORMS"] = "cpu"
+    if needs_libtpu(topology):
+        environment["TPU_SKIP_MDS_QUERY"] = "1"
+    return environment

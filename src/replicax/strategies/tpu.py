@@ -1,0 +1,120 @@
+"""TPUStrategy: one replica per TPU device of a slice."""
+
+import logging
+from typing import Any, cast
+
+from replicax.cluster.deadlines import Deadlines
+from replicax.cluster.resolvers import ClusterResolver
+from replicax.cluster.tpu import TPUClusterResolver
+from replicax.cluster.tpu_system import join_slice, tpu_devices
+from replicax.cluster.workers import Workers
+from replicax.collectives import CrossDeviceOps
+from replicax.communication import CommunicationOptions
+from replicax.errors import ClusterConfigError
+from replicax.strategies.multi_worker import MultiWorkerMirroredStrategy
+
+__all__ = ["TPUStrategy"]
+
+_logger = logging.getLogger("replicax")
+
+
+class TPUStrategy(MultiWorkerMirroredStrategy):
+    """Synchronous training on the chips of a TPU slice, on one host or many.
+
+    `MultiWorkerMirroredStrategy` with other devices: every TPU device of every host
+    holds a copy of each variable, and gradients are summed over the interconnect. Start
+    the same script on each host at once; JAX finds the others. XLA's and libtpu's
+    settings stay as they are: none is set here, and `LIBTPU_INIT_ARGS` is yours.
+    (TF: `tf.distribute.TPUStrategy`.)
+
+    Args:
+        tpu_cluster_resolver: The slice. Defaults to `TPUClusterResolver()`.
+        communication_options: How workers communicate.
+        cross_device_ops: How gradients are summed. Defaults to `rx.NcclAllReduce()`:
+            XLA's all-reduce.
+        replicas_per_device: Number of replicas on each device.
+        shard_update: Whether each device makes a part of the optimizer's update, and
+            holds only that part of the optimizer's slots.
+        check_replicas_every: Compare the replicas' variables after every that many
+            steps. None: only when `check_replicas` is called.
+        check_input: Compare the hosts' first batches of each epoch.
+        startup_timeout_seconds: How long hosts wait for each other to start, and to
+            get ready for a new program.
+        step_timeout_seconds: How long a step waits for a host that is alive but does
+            not come to it.
+        heartbeat_timeout_seconds: How long a host may give no sign of life.
+        shutdown_timeout_seconds: How long a host that is done waits for the others.
+
+    Raises:
+        DeviceError: If JAX has no TPU here; the message says what was looked for.
+        ClusterConfigError: If the slice's description is malformed, or the resolver of
+            another kind.
+        ClusterError: If a host is not there by the start-up deadline.
+        RuntimeError: If JAX has started its devices already, on one of several hosts.
+
+    Example:
+        >>> import replicax as rx
+        >>> strategy = rx.TPUStrategy()  # doctest: +SKIP
+        >>> strategy.num_replicas_in_sync  # doctest: +SKIP
+        8
+    """
+
+    def __init__(
+        self,
+        tpu_cluster_resolver: TPUClusterResolver | None = None,
+        communication_options: CommunicationOptions | None = None,
+        *,
+        cross_device_ops: CrossDeviceOps | None = None,
+        replicas_per_device: int = 1,
+        shard_update: bool = False,
+        check_replicas_every: int | None = None,
+        check_input: bool = True,
+        startup_timeout_seconds: float = 300.0,
+        step_timeout_seconds: float = 600.0,
+        heartbeat_timeout_seconds: float = 30.0,
+        shutdown_timeout_seconds: float = 300.0,
+    ) -> None:
+        if tpu_cluster_resolver is None:
+            tpu_cluster_resolver = TPUClusterResolver()
+        if not isinstance(tpu_cluster_resolver, TPUClusterResolver):
+            raise ClusterConfigError(
+                "TPUStrategy: tpu_cluster_resolver must be a "
+                "rx.cluster_resolver.TPUClusterResolver; got "
+                f"{tpu_cluster_resolver!r}. For other clusters use "
+                "rx.MultiWorkerMirroredStrategy(resolver)."
+            )
+        super().__init__(
+            tpu_cluster_resolver,
+            communication_options,
+            cross_device_ops=cross_device_ops,
+            replicas_per_device=replicas_per_device,
+            shard_update=shard_update,
+            check_replicas_every=check_replicas_every,
+            check_input=check_input,
+            startup_timeout_seconds=startup_timeout_seconds,
+            step_timeout_seconds=step_timeout_seconds,
+            heartbeat_timeout_seconds=heartbeat_timeout_seconds,
+            shutdown_timeout_seconds=shutdown_timeout_seconds,
+        )
+
+    @property
+    def task_id(self) -> int:
+        """This process' index among those of all slices."""
+        return self._workers.index
+
+    def _meet_workers(
+        self, resolver: ClusterResolver | None, deadlines: Deadlines
+    ) -> tuple[Workers, str]:
+        tpu = cast(TPUClusterResolver, resolver)  # As `__init__` has seen to.
+        workers = join_slice(tpu, deadlines, "TPUStrategy")
+        if workers.count > 1 and workers.deadlines != deadlines:
+            _logger.warning(
+                "TPUStrategy: the hosts were joined before, with %r; the timeouts "
+                "given here are ignored. Make the strategy first, without "
+                "experimental_connect_to_cluster and initialize_tpu_system.",
+                workers.deadlines,
+            )
+        return workers, ""
+
+    def _find_devices(self, workers: Workers) -> list[Any]:
+        return tpu_devices(workers, "TPUStrategy")

@@ -1,0 +1,94 @@
+"""What XLA is told when a step is compiled, so that sums overlap with computation."""
+
+import functools
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+__all__ = ["compiler_options"]
+
+Option = bool | int
+
+# Large enough to fill NVLink or a fast network, small enough that the first sums travel
+# while the backward pass still computes.
+_PACK_BYTES = 32 * 2**20
+
+_GPU: Mapping[str, Option] = {
+    # Starts a collective as early, and waits for it as late, as the program allows.
+    "xla_gpu_enable_latency_hiding_scheduler": True,
+    # Said, or XLA may merge by free memory: into one sum after the backward pass.
+    "xla_gpu_all_reduce_combine_threshold_bytes": _PACK_BYTES,
+    # The two halves of a sharded update, likewise.
+    "xla_gpu_reduce_scatter_combine_threshold_bytes": _PACK_BYTES,
+    "xla_gpu_all_gather_combine_threshold_bytes": _PACK_BYTES,
+}
+_PLATFORMS = ("gpu", "cuda", "rocm")
+
+_log = logging.getLogger("replicax")
+
+
+def compiler_options(
+    platform: str, environ: Mapping[str, str], *, bytes_per_pack: int = 0
+) -> dict[str, Option] | None:
+    """The `compiler_options` of `jax.jit` for a step on devices of `platform`.
+
+    What the user set in `XLA_FLAGS` is left out, and so is what this version of XLA
+    does not know (logged once).
+
+    Args:
+        platform: Of the devices, as JAX says it, such as `"gpu"`, `"cuda"` or `"tpu"`.
+        environ: The process' environment.
+        bytes_per_pack: Size of the packs that gradients are summed in; 0: not packed.
+
+    Returns:
+        Options by name; None where there are none: only GPUs have some.
+
+    Raises:
+        OSError: If `XLA_FLAGS` names a file of flags that cannot be read.
+
+    Example:
+        >>> options = compiler_options("gpu", {}, bytes_per_pack=1_000_000)
+        >>> options["xla_gpu_all_reduce_combine_threshold_bytes"]
+        1000000
+        >>> compiler_options("cpu", {}) is None
+        True
+    """
+    if platform not in _PLATFORMS:
+        return None
+    wanted = dict(_GPU)
+    if bytes_per_pack:
+        wanted["xla_gpu_all_reduce_combine_threshold_bytes"] = bytes_per_pack
+    own = _flags(environ.get("XLA_FLAGS", ""))
+    options = {
+        name: value
+        for name, value in wanted.items()
+        if name not in own and _is_known(name, value)
+    }
+    return options or None
+
+
+def _flags(text: str) -> set[str]:
+    """Names of the flags in `XLA_FLAGS`, which may also be the name of a file."""
+    text = text.strip()
+    if text and not text.startswith("-"):
+        text = Path(text).read_text(encoding="utf-8")
+    return {word.lstrip("-").split("=", 1)[0] for word in text.split()}
+
+
+@functools.cache
+def _is_known(name: str, value: Option) -> bool:
+    """Whether this XLA accepts an option: a tiny program is compiled with it."""
+    probe = jax.jit(lambda x: x, compiler_options={name: value})
+    try:
+        probe.lower(jax.ShapeDtypeStruct((), jnp.int32)).compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "No such compile option" not in str(error):
+            raise
+        _log.warning(
+            "This version of XLA has no option %s; steps are compiled without it.", name
+        )
+        return False
+    return True

@@ -1,0 +1,184 @@
+"""`replicax plan`, in a process of its own, on scripts as people write them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FIT = """
+import sys
+import keras, numpy as np
+import replicax as rx
+
+rx.set_logical_devices(2)
+strategy = rx.MirroredStrategy(["gpu:0", "gpu:1"])
+batch = 16 * strategy.num_replicas_in_sync
+with strategy.scope():
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+    model.compile(optimizer="adam", loss="mse", metrics=["mae"])
+x, y = np.ones((3 * batch, 8), "float32"), np.ones((3 * batch, 4), "float32")
+print("arguments", sys.argv[1:], "loss", model.evaluate(x, y, verbose=0)[0])
+try:
+    model.fit(x, y, batch_size=batch, verbose=0)
+except Exception:
+    print("not reached")
+print("not reached")
+"""
+
+LOOP = """
+import keras, numpy as np
+import replicax as rx
+
+strategy = rx.MultiWorkerMirroredStrategy()
+with strategy.scope():
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+    optimizer = keras.optimizers.SGD(0.1)
+size = 16 * strategy.num_replicas_in_sync
+x, y = np.ones((3 * size, 8), "float32"), np.ones((3 * size, 4), "float32")
+dataset = strategy.experimental_distribute_dataset((x, y), batch_size=size)
+
+def probe(batch):
+    return keras.ops.mean(model(batch[0]))
+
+def train_step(batch):
+    x, y = batch
+    with rx.GradientTape() as tape:
+        losses = keras.losses.mean_squared_error(y, model(x))
+        loss = rx.compute_average_loss(losses, global_batch_size=size)
+    variables = model.trainable_variables
+    optimizer.apply(tape.gradient(loss, variables), variables)
+    return loss
+
+for batch in dataset:
+    mean = strategy.reduce("mean", strategy.run(probe, (batch,)))
+    print("probe", float(mean))
+    strategy.run(train_step, (batch,))
+    print("not reached")
+"""
+
+
+def replicax(*arguments: object) -> subprocess.CompletedProcess[str]:
+    code = "from replicax.cli import main; main()"
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        env={**os.environ, "COLUMNS": "120", "KERAS_BACKEND": "jax"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+@pytest.fixture
+def fit(tmp_path: Path) -> Path:
+    script = tmp_path / "fit.py"
+    script.write_text(FIT)
+    return script
+
+
+@pytest.mark.usefixtures("tpu_compiler")
+def test_fit_for_a_slice(fit: Path, tmp_path: Path) -> None:
+    plan, figure = tmp_path / "plan.json", tmp_path / "plan.png"
+    ended = replicax(
+        *("plan", "--topology", "v5e:2x4", "--json", plan, "--figure", figure),
+        *(fit, "--epochs", "3"),
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "arguments ['--epochs', '3'] loss 0.0" in ended.stdout
+    assert "not reached" not in ended.stdout
+    assert "Sequential.train_step" in ended.stdout
+    assert "First limit" in ended.stdout
+    # What is said on the side: one line, and nothing of libtpu's.
+    assert "Sequential.test_step does not train" in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1
+    values = json.loads(plan.read_text())
+    assert values["num_replicas"] == values["num_devices"] == 8
+    gradients = 4 * (8 * 4 + 4)
+    sums = sum(c["bytes"] * c["count"] for c in values["collectives"])
+    assert gradients <= sums <= gradients + 64
+    assert figure.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_custom_loop_for_cpus(tmp_path: Path) -> None:
+    script, plan = tmp_path / "loop.py", tmp_path / "plan.json"
+    script.write_text(LOOP)
+    ended = replicax("plan", "--topology", "cpu:8", "--json", plan, script)
+    assert ended.returncode == 0, ended.stderr
+    assert "probe 0.0" in ended.stdout
+    assert "not reached" not in ended.stdout
+    values = json.loads(plan.read_text())
+    assert values["program"] == "train_step"
+    assert values["num_replicas"] == 8
+    assert values["scaling"] == []
+    assert values["rates"]["source"].startswith("measured on 8 x cpu")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "returncode", "message"),
+    [
+        (
+            "import replicax as rx\nrx.MirroredStrategy()\n",
+            1,
+            "without a training step",
+        ),
+        ("raise SystemExit(7)\n", 7, ""),
+        ("def f():\n    raise KeyError('mine')\nf()\n", 1, "in f\n.*KeyError: 'mine'"),
+        (
+            "import replicax as rx\n"
+            "rx.CentralStorageStrategy(['cpu:0'], parameter_device='cpu:0')\n",
+            1,
+            "live apart",
+        ),
+    ],
+    ids=["no step", "exit", "error", "variables elsewhere"],
+)
+def test_scripts_that_do_not_get_there(
+    text: str, returncode: int, message: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    ended = replicax("plan", "--topology", "cpu:2", script)
+    assert ended.returncode == returncode
+    lines = ended.stderr.splitlines()
+    assert all(part in ended.stderr for part in message.split("\n.*")), lines
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("tpu_compiler")
+def test_a_module_on_one_device_of_a_slice(tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "train.py").write_text(
+        FIT.replace(
+            'MirroredStrategy(["gpu:0", "gpu:1"])', 'OneDeviceStrategy("gpu:0")'
+        )
+    )
+    plan = tmp_path / "plan.json"
+    ended = subprocess.run(
+        [sys.executable, "-c", "from replicax.cli import main; main()", "plan"]
+        + ["--topology", "v5p:2x2x1", "--json", str(plan), "-m", "package.train"],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ['PYTHONPATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    values = json.loads(plan.read_text())
+    assert values["num_devices"] == 1
+    assert values["collectives"] == []
+
+
+def test_usage(fit: Path, tmp_path: Path) -> None:
+    for arguments, message in [
+        ((tmp_path / "none.py",), "There is no script"),
+        (("--topology", "v5e:3x3", fit), "no slice"),
+        (("--topology", "v7:3", fit), "unknown topology"),
+        (("--json", tmp_path / "no" / "plan.json", fit), "There is no folder"),
+    ]:
+        ended = replicax("plan", *arguments)
+        assert ended.returncode == 2, ended.stderr
+        assert message in ended.stderr
