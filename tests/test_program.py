@@ -11,7 +11,8 @@ from keras import layers, ops
 
 import replicax as rx
 from replicax.arguments import flatten_call
-from replicax.program import Options, Outputs, Program
+from replicax.options import Options, Outputs
+from replicax.program import Program
 from tests.conftest import mirrored
 
 

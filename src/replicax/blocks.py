@@ -62,12 +62,12 @@ class BlockedValues:
     """
 
     def __init__(self, axis: ReplicaAxis) -> None:
-        self._axis = axis
+        self.axis = axis
         self._known: dict[int, tuple[Any, Block]] = {}
 
     def whole(self, block: Block) -> Any:
         """The whole of a block, which `block_of` will know."""
-        value = whole(block, self._axis)
+        value = whole(block, self.axis)
         self._known[id(value)] = (value, block)  # Kept, or the id could be another's.
         return value
 
@@ -92,7 +92,7 @@ def on_blocks(
     """
     shapes = [_whole_shape(x, axis) for x in args]
     closed = jax.make_jaxpr(fn)(*shapes)
-    return _Evaluation(axis).jaxpr(closed.jaxpr, closed.consts, args)
+    return _Evaluation(axis, closed.jaxpr).jaxpr(closed.jaxpr, closed.consts, args)
 
 
 def _whole_shape(value: Any, axis: ReplicaAxis) -> Any:
@@ -106,8 +106,12 @@ def _whole_shape(value: Any, axis: ReplicaAxis) -> Any:
     )
 
 
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 # By name: the objects are spread over JAX's private modules.
-_ELEMENTWISE = frozenset(
+_ELEMENTWISE = _words(
     """
     abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp
     conj convert_element_type copy cos cosh digamma div eq erf erf_inv erfc exp exp2
@@ -115,28 +119,26 @@ _ELEMENTWISE = frozenset(
     mul name ne neg nextafter not or population_count pow real reduce_precision rem
     round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin
     sinh sqrt square stop_gradient sub tan tanh xor
-    """.split()
+    """
 )
 
-_CALLS = frozenset(
+_CALLS = _words(
     """
     jit pjit closed_call core_call remat remat2 checkpoint custom_jvp_call
     custom_vjp_call custom_vjp_call_jaxpr
-    """.split()
+    """
 )
 
-_REDUCTIONS: dict[str, Callable[[Any, str], Any]] = {
-    "reduce_sum": lax.psum,
-    "reduce_max": lax.pmax,
-    "reduce_min": lax.pmin,
-    "reduce_and": lambda x, name: lax.pmin(x.astype(jnp.int32), name).astype(x.dtype),
-    "reduce_or": lambda x, name: lax.pmax(x.astype(jnp.int32), name).astype(x.dtype),
-}
+# Of parts they are made of the parts' own.
+_REDUCTIONS = _words(
+    "reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor"
+)
 
 
 class _Evaluation:
-    def __init__(self, axis: ReplicaAxis) -> None:
+    def __init__(self, axis: ReplicaAxis, origin: Any) -> None:
         self._axis = axis
+        self._origin = origin  # The jaxpr, of which others are made.
 
     def jaxpr(
         self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]
@@ -158,7 +160,7 @@ class _Evaluation:
             closed = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
             return self.jaxpr(*_opened(closed), args)
         if not any(isinstance(x, Block) for x in args):
-            return _bind(eqn, args)
+            return self._bind(eqn, args)
         if name in _ELEMENTWISE:
             return self._elementwise(eqn, args)
         if name in _REDUCTIONS:
@@ -167,28 +169,38 @@ class _Evaluation:
             return self._broadcast(eqn, args[0])
         if name == "transpose":
             block = args[0]
-            (data,) = _bind(eqn, [block.data])
+            (data,) = self._bind(eqn, [block.data])
             return [Block(data, eqn.params["permutation"].index(block.dim))]
         if name == "cond":
             return self._cond(eqn, args)
-        return _bind(eqn, [whole(x, self._axis) for x in args])
+        return self._bind(eqn, [whole(x, self._axis) for x in args])
 
     def _elementwise(self, eqn: Any, args: list[Any]) -> list[Any]:
         dim = next(x.dim for x in args if isinstance(x, Block))
-        # Scalars, such as the bounds of a clamp, go with every element.
-        parts = [
-            x if jnp.ndim(_data(x)) == 0 else cut(x, dim, self._axis).data for x in args
-        ]
-        return [Block(x, dim) for x in _bind(eqn, parts)]
+        parts = [self._part(x, dim) for x in args]
+        return [Block(x, dim) for x in self._bind(eqn, parts)]
+
+    def _part(self, value: Any, dim: int) -> Any:
+        """What goes with the blocks along `dim` of the other operands."""
+        if isinstance(value, Block) and value.dim == dim:
+            return value.data
+        # Scalars, such as the bounds of a clamp, go with every element, and so does
+        # what has one element along the dimension.
+        if jnp.ndim(_data(value)) == 0 or _data(value).shape[dim] == 1:
+            return whole(value, self._axis)
+        return cut(value, dim, self._axis).data
 
     def _reduction(self, eqn: Any, args: list[Any]) -> list[Any]:
         (block,) = args
         axes = eqn.params["axes"]
-        (data,) = _bind(eqn, [block.data])
-        if block.dim in axes:
-            combine = _REDUCTIONS[eqn.primitive.name]
-            return [combine(data, self._axis.name)]
-        return [Block(data, block.dim - sum(a < block.dim for a in axes))]
+        (data,) = self._bind(eqn, [block.data])
+        if block.dim not in axes:
+            return [Block(data, block.dim - sum(a < block.dim for a in axes))]
+        if eqn.primitive.name == "reduce_sum":
+            return [lax.psum(data, self._axis.name)]
+        # XLA's own maximum over devices forgets NaN on CPUs.
+        parts = lax.all_gather(data, self._axis.name)
+        return [eqn.primitive.bind(parts, **eqn.params | {"axes": (0,)})]
 
     def _broadcast(self, eqn: Any, block: Block) -> list[Any]:
         dims, shape = eqn.params["broadcast_dimensions"], list(eqn.params["shape"])
@@ -227,6 +239,32 @@ class _Evaluation:
             for x, dim in zip(results, dims, strict=True)
         ]
 
+    def _bind(self, eqn: Any, args: Sequence[Any]) -> list[Any]:
+        if any(
+            isinstance(x, jex_core.Jaxpr | jex_core.ClosedJaxpr) for x in _flat(eqn)
+        ):
+            return self._bind_with_functions(eqn, args)
+        results = eqn.primitive.bind(*args, **eqn.params)
+        return list(results) if eqn.primitive.multiple_results else [results]
+
+    def _bind_with_functions(self, eqn: Any, args: Sequence[Any]) -> list[Any]:
+        # How functions are given to a primitive is JAX's own affair.
+        given = {
+            a: x
+            for a, x in zip(eqn.invars, args, strict=True)
+            if not isinstance(a, jex_core.Literal)
+        }
+        jaxpr = self._origin.replace(
+            constvars=[],
+            invars=list(given),
+            outvars=eqn.outvars,
+            eqns=[eqn],
+            effects=eqn.effects,
+            debug_info=self._origin.debug_info.with_unknown_names(),
+        )
+        closed = jex_core.ClosedJaxpr(jaxpr, ())
+        return jex_core.jaxpr_as_fun(closed)(*given.values())
+
 
 def _data(value: Any) -> Any:
     return value.data if isinstance(value, Block) else value
@@ -238,26 +276,5 @@ def _opened(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
     return jaxpr, ()
 
 
-def _bind(eqn: Any, args: Sequence[Any]) -> list[Any]:
-    if any(isinstance(x, jex_core.Jaxpr | jex_core.ClosedJaxpr) for x in _flat(eqn)):
-        return _bind_with_functions(eqn, args)
-    results = eqn.primitive.bind(*args, **eqn.params)
-    return list(results) if eqn.primitive.multiple_results else [results]
-
-
 def _flat(eqn: Any) -> list[Any]:
     return jax.tree.leaves(list(eqn.params.values()))
-
-
-def _bind_with_functions(eqn: Any, args: Sequence[Any]) -> list[Any]:
-    # How functions are given to a primitive is JAX's own affair.
-    variables = [a for a in eqn.invars if not isinstance(a, jex_core.Literal)]
-    given = [
-        x
-        for a, x in zip(eqn.invars, args, strict=True)
-        if not isinstance(a, jex_core.Literal)
-    ]
-    distinct = dict(zip(variables, given, strict=True))
-    jaxpr = jex_core.Jaxpr((), list(distinct), eqn.outvars, [eqn], eqn.effects)
-    closed = jex_core.ClosedJaxpr(jaxpr, ())
-    return jex_core.jaxpr_as_fun(closed)(*distinct.values())

@@ -83,9 +83,8 @@ class _Pass:
 
     def _propagate(self, eqn: Eqn, ins: list[int]) -> list[int]:
         name = eqn.primitive.name
-        if name == "name" and eqn.params["name"].startswith(_WHOLE):
-            number = int(eqn.params["name"].removeprefix(_WHOLE))
-            self.wholes[number] = self.wholes.get(number, 0) | ins[0]
+        if name == "name":
+            self._note_whole(eqn.params["name"], ins[0])
         if name == "axis_index" and self._axis_name is not None:
             return [
                 int(eqn.params["axis_name"] in (self._axis_name, (self._axis_name,)))
@@ -102,7 +101,7 @@ class _Pass:
             name in _DEALS_OUT or eqn.params.get("axis_index_groups") is not None
         ):
             return [1] * len(eqn.outvars)
-        inner = _inner_jaxprs(eqn)
+        inner = self._inner_jaxprs(eqn)
         if len(inner) == 1 and len(inner[0].invars) == len(ins):
             return self.outputs(inner[0], ins)
         mark = _union(ins)
@@ -110,6 +109,16 @@ class _Pass:
             # A callback into Python may answer each replica differently.
             mark |= int("callback" in name or _uses_axis_index(eqn))
         return [mark] * len(eqn.outvars)
+
+    def _note_whole(self, name: str, mark: int) -> None:
+        if name.startswith(_WHOLE):
+            number = int(name.removeprefix(_WHOLE))
+            self.wholes[number] = self.wholes.get(number, 0) | mark
+
+    def _inner_jaxprs(self, eqn: Eqn) -> list[Jaxpr]:
+        if self._axis_name is None and eqn.primitive.name.startswith("custom_vjp_call"):
+            return []  # Its gradients follow a rule of their own.
+        return _inner_jaxprs(eqn)
 
     def _washes(self, eqn: Eqn, name: str) -> bool:
         if self._axis_name is None:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from replicax.keras.internals import current_scope
+from replicax.regather import gathered_here, regathering, replicas_hold_blocks
 from replicax.variables import ChildScope, Variable
 
 __all__ = ["value_and_grad"]
@@ -54,6 +55,8 @@ def value_and_grad(
         outer = current_scope()
 
         def functional(values: list[Any]) -> Any:
+            if replicas_hold_blocks():
+                values = gathered_here(values, start)
             given = dict(zip(map(id, variables), values, strict=True))
             with ChildScope(outer, given) as scope:
                 result = loss_fn(*args, **kwargs)
@@ -63,9 +66,9 @@ def value_and_grad(
 
         written: list[Variable] = []
         start = [jnp.asarray(v.value) for v in variables]
-        (loss, (aux, updates)), grads = jax.value_and_grad(functional, has_aux=True)(
-            start
-        )
+        (loss, (aux, updates)), grads = jax.value_and_grad(
+            regathering(functional), has_aux=True
+        )(start)
         for variable, value in zip(written, updates, strict=True):
             variable.assign(value)
         return ((loss, aux) if has_aux else loss), grads

@@ -10,10 +10,36 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from replicax.axes import ReplicaAxes
 from replicax.collectives import CrossDeviceOps, ReplicaAxis
 from replicax.communication import CommunicationOptions
-from replicax.devices import device_name
-from replicax.layouts import Layouts
+from replicax.devices import Device, device_name
+from replicax.layouts import Layouts, ModelSplit
 
-__all__ = ["ReplicaGroup"]
+__all__ = ["ReplicaGroup", "mesh_of"]
+
+_AXIS = "replica"
+
+
+def mesh_of(
+    devices: Sequence[Device], workers: Sequence[str], split: ModelSplit | None = None
+) -> tuple[Mesh, ReplicaAxis]:
+    """The mesh of some devices, and its axis along which replicas lie.
+
+    Args:
+        devices: The devices, each worker's together.
+        workers: The workers' names.
+        split: How several devices work on one replica.
+    """
+    num = 1 if split is None else split.num_devices
+    grid = np.array(devices).reshape(-1, num)
+    num_per_worker = len(grid) // len(workers)
+    names = tuple("+".join(map(device_name, row)) for row in grid)
+    if len(workers) > 1:
+        names = tuple(
+            f"{workers[i // num_per_worker]}/{name}" for i, name in enumerate(names)
+        )
+    axis = ReplicaAxis(name=_AXIS, devices=names, num_per_host=num_per_worker)
+    if split is None:
+        return Mesh(grid[:, 0], (_AXIS,)), axis
+    return Mesh(grid, (_AXIS, split.axis_name)), axis
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

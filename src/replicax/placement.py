@@ -4,11 +4,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from replicax.rehearsal import current_rehearsal, is_described
 
-__all__ = ["laid_out", "local_value", "rows"]
+__all__ = ["gathered", "laid_out", "local_value", "rows"]
 
 
 def laid_out(value: Any, sharding: NamedSharding) -> jax.Array:
@@ -29,6 +29,18 @@ def laid_out(value: Any, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_single_device_arrays(
         np.shape(value), sharding, shards, dtype=shards[0].dtype
     )
+
+
+def gathered(array: jax.Array) -> jax.Array:
+    """An array of which processes have parts, whole on every device.
+
+    All processes have to call it, for the same arrays in the same order.
+    """
+    sharding = array.sharding
+    if not isinstance(sharding, NamedSharding):
+        raise TypeError(f"gathered: expected a NamedSharding, got {sharding!r}.")
+    whole = NamedSharding(sharding.mesh, PartitionSpec())
+    return jax.jit(lambda x: x, out_shardings=whole)(array)
 
 
 def local_value(value: Any) -> Any:

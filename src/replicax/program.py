@@ -14,8 +14,6 @@ Where variables live elsewhere, `optimizer.apply` makes no update in the program
 summed gradients come out of it, and the strategy makes the updates.
 """
 
-import dataclasses
-import enum
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -30,10 +28,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from replicax.arguments import Arguments
 from replicax.blocks import Block, cut
 from replicax.cache import describe
-from replicax.collectives import ReduceOp
 from replicax.divergence import declare_whole, varying_marks
 from replicax.errors import DivergenceError
 from replicax.group import ReplicaGroup
+from replicax.options import Options, Outputs
 from replicax.replay import StepRun
 from replicax.replica import ReplicaContext
 from replicax.updates import Update
@@ -47,37 +45,7 @@ from replicax.variables import (
 )
 from replicax.xla_options import compiler_options
 
-__all__ = ["Options", "Outputs", "Program"]
-
-
-class Outputs(enum.Enum):
-    """What becomes of a replica function's results."""
-
-    PER_REPLICA = enum.auto()  # [R, ...]: one entry per replica
-    ROWS = enum.auto()  # [R*b, ...]: the replicas' rows, one after another
-    MIRRORED = enum.auto()  # [...]: already equal on all replicas
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Options:
-    """How a program differs from that of a plain `strategy.run`.
-
-    Attributes:
-        gradient_op: How the optimizer seam combines gradients.
-        num_active: Replicas that hold examples of the batch; None: all.
-        num_steps: Steps in one dispatch; arguments then have them as first dimension.
-            None: one step, without that dimension.
-        outputs: What becomes of the results. Of several steps those of the last are
-            kept, except ROWS, which keeps all.
-        finish: Called with the last step's results when the variables have their new
-            values; what it returns are the results.
-    """
-
-    gradient_op: ReduceOp = ReduceOp.SUM
-    num_active: int | None = None
-    num_steps: int | None = None
-    outputs: Outputs = Outputs.PER_REPLICA
-    finish: Callable[[Any], Any] | None = None
+__all__ = ["Program"]
 
 
 class Program:

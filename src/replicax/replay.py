@@ -13,6 +13,7 @@ from typing import Any
 from jax.ad_checkpoint import checkpoint_name
 
 from replicax.errors import ContextError, InternalError
+from replicax.regather import gathered_here, replicas_hold_blocks
 
 __all__ = ["Perturbation", "Reached", "StepRun", "Watched", "current_run", "rebind"]
 
@@ -50,7 +51,10 @@ class Perturbation:
     def perturb(self, position: int, value: Any) -> Any:
         """The source's value as the replay shall see it."""
         if position not in self._fixed:
-            self._fixed[position] = value + self._deltas[position]
+            changed = value + self._deltas[position]
+            if replicas_hold_blocks():
+                (changed,) = gathered_here([changed], [value])
+            self._fixed[position] = changed
         # A name makes an equation of it, from which `rebind` reads off when it
         # happened. Unlike a barrier it does not keep XLA from merging the replay with
         # the first run.

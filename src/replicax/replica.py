@@ -272,6 +272,11 @@ class ReplicaContext:
         layouts = self._group.layouts
         return layouts.split_slots or layouts.split_weights
 
+    @property
+    def gathers_weights(self) -> bool:
+        """Whether replicas hold blocks of the weights."""
+        return self._group.layouts.split_weights and self._group.axis.size > 1
+
     def divide_update(
         self,
         make: Callable[..., Sequence[Any]],

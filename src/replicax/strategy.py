@@ -7,8 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from replicax import combine, placement
 from replicax.arguments import Kind, flatten_call
@@ -17,12 +16,12 @@ from replicax.cache import ProgramCache, describe, unwrap_partial
 from replicax.checks import check_call, refuse_tracer
 from replicax.cluster.agreement import agree
 from replicax.cluster.workers import Workers
-from replicax.collectives import CrossDeviceOps, NcclAllReduce, ReduceOp, ReplicaAxis
+from replicax.collectives import CrossDeviceOps, NcclAllReduce, ReduceOp
 from replicax.communication import CommunicationOptions
 from replicax.consistency import CreatedVariables, require_equal
-from replicax.devices import Device, check_cpu_pool, device_name
+from replicax.devices import Device, check_cpu_pool
 from replicax.errors import ContextError
-from replicax.group import ReplicaGroup
+from replicax.group import ReplicaGroup, mesh_of
 from replicax.input import (
     AutoShardPolicy,
     DistributedDataset,
@@ -40,8 +39,6 @@ from replicax.scope import Scope, current_context
 from replicax.values import PerReplica
 
 __all__ = ["Strategy"]
-
-_AXIS = "replica"
 
 # Threads may use strategies at once, but a program must be enqueued on all its devices
 # before another is: devices that meet collectives in different orders wait for ever.
@@ -77,10 +74,10 @@ class Strategy:
         NotImplementedError: In a rehearsal, if the variables are to live elsewhere.
     """
 
-    rehearses = True
+    _rehearses = True
     """Whether programs are not run in a rehearsal, but handed to it."""
 
-    num_rehearsed: int | None = None
+    _num_rehearsed: int | None = None
     """How many of a rehearsal's devices the strategy takes; None: all."""
 
     def __init__(
@@ -120,15 +117,14 @@ class Strategy:
             )
         check_cpu_pool(devices)
         self._workers = workers or Workers()
-        mesh, names = self._mesh(devices, split)
-        num_local = len(names) // self._workers.count
-        axis = ReplicaAxis(name=_AXIS, devices=names, num_per_host=num_local)
+        mesh, axis = mesh_of(devices, self._workers.names, split)
+        num_local = axis.num_per_host
         self._group = ReplicaGroup(
             strategy=self,
             mesh=mesh,
             axes=ReplicaAxes(devices=axis, num_per_device=replicas_per_device),
             layouts=Layouts(
-                axis_name=_AXIS,
+                axis_name=axis.name,
                 num_devices=axis.size,
                 split_slots=shard_update or shard_weights,
                 split_weights=shard_weights,
@@ -141,11 +137,11 @@ class Strategy:
             first_replica=first_replica,
             defers_updates=defers_updates,
         )
-        self._rehearsal = current_rehearsal() if self.rehearses else None
+        self._rehearsal = current_rehearsal() if self._rehearses else None
         if self._rehearsal is not None:
             self._require_rehearsable(holds_variables=home is None)
             home = self._rehearsal.home
-            self._group = self._group.on(self._rehearsal.devices[: self.num_rehearsed])
+            self._group = self._group.on(self._rehearsal.devices[: self._num_rehearsed])
         self.share = Share(self._workers, check_input=check_input)
         # Programs and variables meet these shardings all the time: one object each.
         self._mirrored = self._group.mirrored
@@ -157,23 +153,6 @@ class Strategy:
         self._created = CreatedVariables()
         self._check_every = check_replicas_every
         self._num_steps = 0
-
-    def _mesh(
-        self, devices: Sequence[Device], split: ModelSplit | None
-    ) -> tuple[Mesh, tuple[str, ...]]:
-        """The devices' mesh, and the names of those along the replicas' axis."""
-        num = 1 if split is None else split.num_devices
-        grid = np.array(devices).reshape(-1, num)
-        num_local = len(grid) // self._workers.count
-        names = tuple(
-            "+".join(map(device_name, row))
-            if self._workers.count == 1
-            else f"{self._workers.names[i // num_local]}/{'+'.join(map(device_name, row))}"
-            for i, row in enumerate(grid)
-        )
-        if split is None:
-            return Mesh(grid[:, 0], (_AXIS,)), names
-        return Mesh(grid, (_AXIS, split.axis_name)), names
 
     def __repr__(self) -> str:
         each = self._group.axes.num_per_device
@@ -436,6 +415,7 @@ class Strategy:
             prefetch=prefetch,
             auto_shard_policy=auto_shard_policy,
             share=self.share,
+            num_replicas=self._group.num_replicas,
         )
 
     def distribute_datasets_from_function(
@@ -466,6 +446,7 @@ class Strategy:
             remainder=remainder,
             prefetch=prefetch,
             share=self.share,
+            num_replicas=self._group.num_replicas,
         )
 
     def experimental_make_numpy_dataset(self, numpy_input: Any) -> Any:

@@ -10,6 +10,7 @@ from jax.extend import core as jex_core
 
 from replicax.divergence import gradient_marks
 from replicax.errors import ContextError
+from replicax.regather import regathering
 from replicax.replay import (
     Perturbation,
     Reached,
@@ -182,7 +183,7 @@ class GradientTape:
         reached = 0
         for mark in gradient_marks(closed.jaxpr, marks):
             reached |= mark
-        values, pullback = jax.vjp(jex_core.jaxpr_as_fun(closed), *deltas)
+        values, pullback = jax.vjp(regathering(jex_core.jaxpr_as_fun(closed)), *deltas)
         grads = pullback(
             [jnp.asarray(w, v.dtype) for w, v in zip(weights, values, strict=True)]
         )

@@ -7,6 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from replicax.cli import app
+
+SOURCES = Path(__file__).parents[2] / "src"
 
 FIT = """
 import sys
@@ -60,11 +65,15 @@ for batch in dataset:
 """
 
 
-def replicax(*arguments: object) -> subprocess.CompletedProcess[str]:
+def replicax(
+    *arguments: object, folder: Path | None = None
+) -> subprocess.CompletedProcess[str]:
     code = "from replicax.cli import main; main()"
+    environment = {"COLUMNS": "120", "KERAS_BACKEND": "jax", "PYTHONPATH": str(SOURCES)}
     return subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)],
-        env={**os.environ, "COLUMNS": "120", "KERAS_BACKEND": "jax"},
+        env={**os.environ, **environment},
+        cwd=folder,
         capture_output=True,
         text=True,
         timeout=240,
@@ -157,14 +166,9 @@ def test_a_module_on_one_device_of_a_slice(tmp_path: Path) -> None:
         )
     )
     plan = tmp_path / "plan.json"
-    ended = subprocess.run(
-        [sys.executable, "-c", "from replicax.cli import main; main()", "plan"]
-        + ["--topology", "v5p:2x2x1", "--json", str(plan), "-m", "package.train"],
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ['PYTHONPATH']}"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
+    ended = replicax(
+        *("plan", "--topology", "v5p:2x2x1", "--json", plan, "-m", "package.train"),
+        folder=tmp_path,
     )
     assert ended.returncode == 0, ended.stderr
     values = json.loads(plan.read_text())
@@ -172,13 +176,25 @@ def test_a_module_on_one_device_of_a_slice(tmp_path: Path) -> None:
     assert values["collectives"] == []
 
 
-def test_usage(fit: Path, tmp_path: Path) -> None:
-    for arguments, message in [
-        ((tmp_path / "none.py",), "There is no script"),
-        (("--topology", "v5e:3x3", fit), "no slice"),
-        (("--topology", "v7:3", fit), "unknown topology"),
-        (("--json", tmp_path / "no" / "plan.json", fit), "There is no folder"),
-    ]:
-        ended = replicax("plan", *arguments)
-        assert ended.returncode == 2, ended.stderr
-        assert message in ended.stderr
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["none.py"], "There is no script 'none.py'"),
+        (["--topology", "v5e:3x3", "fit.py"], "there is no slice"),
+        (["--topology", "v7:3", "fit.py"], "unknown topology"),
+        (["--topology", "cpu:2", "--slices", "2", "fit.py"], "needs TPU slices"),
+        (["--json", "no/plan.json", "fit.py"], "There is no folder for"),
+    ],
+)
+@pytest.mark.usefixtures("fit")
+def test_usage(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "400")
+    result = CliRunner().invoke(app, ["plan", *arguments])
+    assert result.exit_code == 2
+    assert message in result.output

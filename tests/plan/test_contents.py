@@ -32,7 +32,9 @@ def compiled_text(fn: Callable[[Any], Any], devices: Any = None, *, x: Any = X) 
             check_vma=False,
         )
     )
-    return program.lower(x).compile().as_text()
+    text = program.lower(x).compile().as_text()
+    assert text is not None
+    return text
 
 
 def only(text: str) -> Collective:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from replicax.plan.chips import CHIPS
 from replicax.plan.limits import first_limit
-from replicax.plan.report import Memory
+from replicax.plan.parts import Memory
 from replicax.plan.roofline import (
     collective_seconds,
     grid_bandwidth,

@@ -149,10 +149,11 @@ class Checkpoint:
         slots = self._slots()
         arrays = [slot for slot in slots if isinstance(slot, ArraySlot)]
         values = _worker_values(worker, slots)
+        on_host = to_host(arrays, wanted=worker.is_chief)
         if not worker.is_chief:
             return None
         return Contents(
-            arrays=to_host(arrays),
+            arrays=on_host,
             values=values,
             labels={slot.name: slot.label for slot in arrays},
         )

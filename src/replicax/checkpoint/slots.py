@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
+from replicax import placement
 from replicax.checkpoint.naming import named_variables
 from replicax.errors import CheckpointError
 from replicax.keras import internals
@@ -210,30 +211,50 @@ def _jax_slot(name: str, leaf: jax.Array, put: Callable[[Any], None]) -> ArraySl
     )
 
 
-def to_host(slots: Iterable[ArraySlot]) -> dict[str, np.ndarray]:
+def to_host(
+    slots: Iterable[ArraySlot], *, wanted: bool = True
+) -> dict[str, np.ndarray]:
     """Copies of the slots' arrays; the next step may give the arrays themselves away.
 
-    Mirrored arrays are read from one device, so nothing is communicated.
+    Mirrored arrays are read from one device, so nothing is communicated. Those of which
+    several processes have parts are gathered, one at a time, so all processes call this
+    for the same slots.
+
+    Args:
+        slots: The slots.
+        wanted: Whether this process needs the copies, or only has parts of them.
     """
-    here = {slot.name: _one_copy(slot) for slot in slots}
+    spread, here = [], {}
+    for slot in slots:
+        x = slot.read()
+        if _is_spread(x):
+            spread.append((slot.name, x))
+        elif wanted:
+            here[slot.name] = _one_copy(slot, x)
     for x in here.values():
         if isinstance(x, jax.Array):
             x.copy_to_host_async()
-    return {name: np.array(x) for name, x in here.items()}
+    copies = {name: np.array(x) for name, x in here.items()}
+    for name, x in spread:
+        whole = placement.gathered(x)
+        if wanted:
+            copies[name] = np.array(whole.addressable_data(0))
+    return copies
 
 
-def _one_copy(slot: ArraySlot) -> Any:
-    x = slot.read()
-    if not isinstance(x, jax.Array) or not slot.shape or x.size == 0:
-        return x.addressable_data(0) if isinstance(x, jax.Array) else x
-    if x.is_fully_replicated:
-        return x.addressable_data(0)
-    if x.is_fully_addressable:
-        return x
-    raise CheckpointError(
-        f"checkpoint: {slot.label!r} is spread over several processes as {x.sharding}, "
-        "and this one does not have all of it. Gather it first."
+def _is_spread(x: Any) -> bool:
+    """Whether this process has parts of an array only."""
+    return isinstance(x, jax.Array) and not (
+        x.is_fully_addressable or x.is_fully_replicated
     )
+
+
+def _one_copy(slot: ArraySlot, x: Any) -> Any:
+    if not isinstance(x, jax.Array):
+        return x
+    if x.is_fully_replicated or not slot.shape or x.size == 0:
+        return x.addressable_data(0)
+    return x
 
 
 def encode(value: Any, name: str) -> Any:

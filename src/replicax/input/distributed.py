@@ -41,7 +41,12 @@ class _Distributed(ABC):
     """What both kinds share: placing batches on devices, ahead of the training step."""
 
     def __init__(
-        self, mesh: Mesh, remainder: Remainder | str, prefetch: int, share: Share | None
+        self,
+        mesh: Mesh,
+        remainder: Remainder | str,
+        prefetch: int,
+        share: Share | None,
+        num_replicas: int | None,
     ) -> None:
         caller = type(self).__name__
         self._remainder = Remainder.of(remainder, caller)
@@ -52,7 +57,13 @@ class _Distributed(ABC):
             )
         self._prefetch = prefetch
         self._share = share or Share()
-        self._num_replicas = mesh.shape[_AXIS]
+        num_devices = mesh.shape[_AXIS]
+        self._num_replicas = num_devices if num_replicas is None else num_replicas
+        if self._num_replicas < 1 or self._num_replicas % num_devices:
+            raise ValueError(
+                f"{caller}: got num_replicas={num_replicas!r} on {num_devices} devices,"
+                " expected the same number of replicas on each."
+            )
         self._num_local = self._num_replicas // self._share.count
         self._name = self._share.new_stream(caller)
         self._num_epochs = 0
@@ -148,7 +159,7 @@ class _Distributed(ABC):
             )
 
     def _place(self, split: Split) -> Any:
-        """Put `[R, b, ...]` arrays on the devices, row `i` on replica `i`'s."""
+        """Put `[R, b, ...]` arrays on the devices, row `i` on replica `i`'s device."""
         value = split.batch if split.mask is None else (split.batch, split.mask)
         placed = placement.rows(jax.tree.map(_private, value), self._sharding)
         if self._element_spec is None:
@@ -178,6 +189,7 @@ class DistributedDataset(_Distributed):
         prefetch: Number of batches that are placed ahead of time; 0 uses no thread.
         auto_shard_policy: How workers divide the dataset.
         share: This worker's part; None: there is one worker.
+        num_replicas: `R`; None: one on each device along the axis.
 
     Raises:
         ValueError: For bad options; while iterating, for batches that cannot be split.
@@ -195,8 +207,9 @@ class DistributedDataset(_Distributed):
         prefetch: int = 2,
         auto_shard_policy: AutoShardPolicy = AutoShardPolicy.AUTO,
         share: Share | None = None,
+        num_replicas: int | None = None,
     ) -> None:
-        super().__init__(mesh, remainder, prefetch, share)
+        super().__init__(mesh, remainder, prefetch, share, num_replicas)
         check_dataset(dataset, batch_size)
         if not isinstance(auto_shard_policy, AutoShardPolicy):
             raise ValueError(
@@ -308,6 +321,7 @@ class DistributedDatasetFromFunction(_Distributed):
         prefetch: Number of steps whose batches are placed ahead of time; 0 uses no
             thread.
         share: This worker's part; None: there is one worker.
+        num_replicas: `R`; None: one on each device along the axis.
 
     Raises:
         ValueError: For bad options; while iterating, if batches of one step differ in
@@ -324,8 +338,9 @@ class DistributedDatasetFromFunction(_Distributed):
         remainder: Remainder | str = Remainder.DROP,
         prefetch: int = 2,
         share: Share | None = None,
+        num_replicas: int | None = None,
     ) -> None:
-        super().__init__(mesh, remainder, prefetch, share)
+        super().__init__(mesh, remainder, prefetch, share, num_replicas)
         self._fn = fn
         self._context = context
 

@@ -7,6 +7,7 @@
 | `JAXTrainer.__init__` | remembers the strategy a model was made under |
 | `Trainer.compile`, `JAXTrainer.{fit,evaluate,predict,*_on_batch}` | run in its scope |
 | `JAXTrainer.make_{train,test,predict}_function` | replica programs for Keras' own |
+| `JAXTrainer.compute_loss_and_updates` | gathers weights again for the backward pass |
 | `JAXEpochIterator._get_iterator` | places batches on the replicas' devices |
 | `JAXTrainer.fit`, `Trainer._symbolic_build` | which data `fit` trains on |
 | `Trainer._get_metrics_result_or_logs` | epochs end together on parameter servers |
@@ -25,14 +26,12 @@ Tested with Keras 3.14 to 3.15.
 
 import functools
 import inspect
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.core
 import jax.numpy as jnp
-from keras.src.backend.common.name_scope import name_scope
 from keras.src.backend.jax import nn as jax_nn
 from keras.src.backend.jax import trainer as jax_trainer
 from keras.src.backend.jax.core import JaxVariable
@@ -44,22 +43,23 @@ from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 
 from replicax import placement
 from replicax.errors import ContextError
-from replicax.keras import batches, reductions, resume, steps
+from replicax.keras import batches, optimizers, reductions, resume, steps
 from replicax.keras.adapters import (
     DistributedAdapter,
     fixed_number_of_batches,
     with_adapters,
 )
 from replicax.keras.internals import (
-    current_scope,
     layout_of,
     set_initial_epoch,
-    set_reference,
-    trained_by,
+)
+from replicax.regather import (
+    gathered_here,
+    primal_of,
+    regathering,
+    replicas_hold_blocks,
 )
 from replicax.scope import current_context, current_strategy
-from replicax.updates import PendingValue, Update
-from replicax.variables import ChildScope, ValueScope
 
 __all__ = ["install"]
 
@@ -103,17 +103,18 @@ def install() -> None:
     _wrap(trainer, "fit", _fit)
     _wrap(trainer, "_symbolic_build", _symbolic_build)
     _wrap(trainer, "_get_metrics_result_or_logs", _metrics_result)
+    _wrap(trainer, "compute_loss_and_updates", _compute_loss_and_updates)
     _wrap(jax_trainer.JAXEpochIterator, "_get_iterator", _get_iterator)
     _wrap(jax_trainer.JAXEpochIterator, "_enumerate_iterator", _enumerate_iterator)
     _wrap(CallbackList, "on_train_begin", _on_train_begin)
     _wrap(CallbackList, "on_epoch_end", _on_epoch_end)
-    _wrap(BaseOptimizer, "apply", _apply)
-    _wrap(BaseOptimizer, "stateless_apply", _stateless_apply)
-    _wrap(BaseOptimizer, "add_variable", _add_optimizer_variable)
-    _wrap(BaseOptimizer, "add_variable_from_reference", _add_slot)
-    _wrap(BaseOptimizer, "finalize_variable_values", _finalize)
-    _wrap(LossScaleOptimizer, "apply", _apply_with_loss_scale)
-    _wrap(LossScaleOptimizer, "stateless_apply", _stateless_apply)
+    _wrap(BaseOptimizer, "apply", optimizers.apply)
+    _wrap(BaseOptimizer, "stateless_apply", optimizers.stateless_apply)
+    _wrap(BaseOptimizer, "add_variable", optimizers.add_variable)
+    _wrap(BaseOptimizer, "add_variable_from_reference", optimizers.add_slot)
+    _wrap(BaseOptimizer, "finalize_variable_values", optimizers.finalize)
+    _wrap(LossScaleOptimizer, "apply", optimizers.apply_with_loss_scale)
+    _wrap(LossScaleOptimizer, "stateless_apply", optimizers.stateless_apply)
     _wrap(loss_module, "reduce_values", _in_replica(reductions.reduce_values))
     _wrap(loss_module, "apply_mask", _in_replica(reductions.apply_mask))
     _wrap(BatchNormalization, "__init__", _init_batch_normalization)
@@ -266,6 +267,33 @@ def _metrics_result(original: Any, model: Any, logs: Any) -> Any:
     return original(model, logs)
 
 
+def _compute_loss_and_updates(
+    original: Any,
+    model: Any,
+    trainable_variables: Any,
+    non_trainable_variables: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    if not replicas_hold_blocks():
+        return original(
+            model, trainable_variables, non_trainable_variables, *args, **kwargs
+        )
+    wholes = [primal_of(x) for x in [*trainable_variables, *non_trainable_variables]]
+    num = len(trainable_variables)
+
+    def run(values: list[Any], args: Any, kwargs: Any) -> Any:
+        values = gathered_here(values, wholes)
+        return original(model, values[:num], values[num:], *args, **kwargs)
+
+    dynamic, static = {}, {}
+    for name, value in kwargs.items():  # `training=True` decides what is traced.
+        (static if isinstance(value, bool) else dynamic)[name] = value
+    return regathering(lambda values, args, kwargs: run(values, args, kwargs | static))(
+        [*trainable_variables, *non_trainable_variables], args, dynamic
+    )
+
+
 def _get_iterator(original: Any, epoch_iterator: Any) -> Any:
     strategy = current_strategy()
     if strategy is None:
@@ -278,226 +306,6 @@ def _get_iterator(original: Any, epoch_iterator: Any) -> Any:
     return batches.BatchIterator(
         source, strategy.group, epoch_iterator.steps_per_execution, local=local
     )
-
-
-def _apply(
-    original: Any, optimizer: Any, grads: Any, trainable_variables: Any = None
-) -> Any:
-    context = current_context()
-    if context is None:
-        return original(optimizer, grads, trainable_variables)
-    if trainable_variables is not None:
-        trainable_variables = list(trainable_variables)
-    _refuse_overwriting_gradients(trainable_variables or optimizer._trainable_variables)
-    if context.defers_updates:
-        _defer(context, optimizer, grads, trainable_variables)
-        return None
-    if _divides(context):
-        _divide(original, context, optimizer, list(grads), trainable_variables)
-        return None
-    return context.apply_gradients(
-        lambda grads: original(optimizer, grads, trainable_variables), list(grads)
-    )
-
-
-def _divides(context: Any) -> bool:
-    """Whether each replica is to make a part of an update that begins here.
-
-    While variables are discovered it makes the whole, which touches the same ones.
-    """
-    return (
-        context.divides_updates
-        and not context.is_applying
-        and isinstance(current_scope(), ValueScope)
-    )
-
-
-def _divide(
-    original: Any, context: Any, optimizer: Any, grads: list[Any], variables: Any
-) -> None:
-    """`optimizer.apply` where each replica makes a part of the update."""
-    trained = trained_by(optimizer) if variables is None else variables
-    changed = Update(optimizer, tuple(trained), "").changed
-    outer = current_scope()
-
-    def make(values: list[Any], grads: list[Any]) -> list[Any]:
-        with ChildScope(outer, dict(zip(map(id, changed), values, strict=True))) as own:
-            original(optimizer, grads, variables)
-            written = {id(v) for v, _ in own.updates()}
-            others = written - {id(v) for v in changed}
-            if others:
-                raise NotImplementedError(
-                    f"optimizer.apply: {type(optimizer).__name__} changes variables "
-                    "that are not among its own or those it trains, which replicas "
-                    "cannot do in parts. Make the strategy without shard_update."
-                )
-            return [own.get_current_value(v) for v in changed]
-
-    before = [v.value for v in changed]
-    new = context.divide_update(make, before, grads, trained)
-    for variable, old, value in zip(changed, before, new, strict=True):
-        if value is not old:
-            variable.assign(value)
-
-
-def _defer(context: Any, optimizer: Any, grads: Any, variables: Any) -> Any:
-    grads = list(grads)
-    if not optimizer.built:
-        if variables is None:
-            raise ValueError(
-                "optimizer.apply: got gradients without their variables, and the "
-                "optimizer is not built. Pass the variables as well."
-            )
-        with name_scope(optimizer.name, caller=optimizer):
-            optimizer.build(list(variables))
-    trained = trained_by(optimizer) if variables is None else list(variables)
-    if len(grads) != len(trained):
-        raise ValueError(
-            f"optimizer.apply: got {len(grads)} gradients for {len(trained)} "
-            "variables. Pass one for each, None where there is none."
-        )
-    _refuse_overwriting_gradients(trained)
-    return context.defer_update(optimizer, trained, grads) if grads else None
-
-
-def _apply_with_loss_scale(
-    original: Any, optimizer: Any, grads: Any, trainable_variables: Any = None
-) -> Any:
-    context = current_context()
-    if context is not None and context.defers_updates:
-        _defer(context, optimizer, grads, trainable_variables)
-        return None
-    if context is None and not isinstance(current_scope(), ValueScope):
-        return original(optimizer, grads, trainable_variables)
-    # Keras assigns to variables inside a `cond`, where JAX loses them. Assign after it.
-    if not optimizer.built:
-        optimizer.build(list(trainable_variables or ()))
-    trained = list(trainable_variables or optimizer._trainable_variables)
-    state = optimizer.variables
-    new_trained, new_state = optimizer.stateless_apply(
-        [v.value for v in state], list(grads), [v.value for v in trained]
-    )
-    for variable, value in zip(
-        [*trained, *state], [*new_trained, *new_state], strict=True
-    ):
-        variable.assign(value)
-    return None
-
-
-def _stateless_apply(
-    original: Any,
-    optimizer: Any,
-    optimizer_variables: Any,
-    grads: Any,
-    trainable_variables: Any,
-) -> Any:
-    context = current_context()
-    if context is None:
-        return original(optimizer, optimizer_variables, grads, trainable_variables)
-    if context.defers_updates:
-        _require_current(
-            [*trained_by(optimizer), *optimizer.variables],
-            [*trainable_variables, *optimizer_variables],
-        )
-        update = _defer(context, optimizer, grads, None)
-        return (
-            [PendingValue(v, update) for v in trained_by(optimizer)],
-            [PendingValue(v, update) for v in optimizer.variables],
-        )
-    if _divides(context):
-        num = len(trainable_variables)
-
-        def make(values: list[Any], grads: list[Any]) -> list[Any]:
-            trained, state = original(optimizer, values[num:], grads, values[:num])
-            return [*trained, *state]
-
-        new = context.divide_update(
-            make,
-            [*trainable_variables, *optimizer_variables],
-            list(grads),
-            trained_by(optimizer),
-        )
-        return new[:num], new[num:]
-    return context.apply_gradients(
-        lambda grads: original(
-            optimizer, optimizer_variables, grads, trainable_variables
-        ),
-        grads,
-    )
-
-
-def _require_current(variables: Any, values: Any) -> None:
-    """Refuse values of one's own: the update will be made on the stored ones."""
-    scope = current_scope()
-    if not isinstance(scope, ValueScope):
-        return
-    for variable, value in zip(variables, values, strict=False):
-        if not scope.is_value_of(variable, value):
-            raise ContextError(
-                f"optimizer.stateless_apply: the value given for {variable.path!r} is "
-                "not the variable's own, but under this strategy the update is made on "
-                "that, where it lives. Pass the values that the step got; change them "
-                "in a step of its own."
-            )
-
-
-class _Reference(threading.local):
-    """The weight that an optimizer makes a slot for in this thread."""
-
-    path = ""
-
-
-_reference = _Reference()
-
-
-def _add_slot(
-    original: Any, optimizer: Any, reference_variable: Any, *args: Any, **kwargs: Any
-) -> Any:
-    strategy = current_strategy()
-    if strategy is None:
-        return original(optimizer, reference_variable, *args, **kwargs)
-    if not strategy.keeps_slots:
-        return None
-    _reference.path = getattr(reference_variable, "path", "")
-    try:
-        return original(optimizer, reference_variable, *args, **kwargs)
-    finally:
-        _reference.path = ""
-
-
-def _add_optimizer_variable(
-    original: Any, optimizer: Any, shape: Any, *args: Any, **kwargs: Any
-) -> Any:
-    strategy = current_strategy()
-    if strategy is None:
-        return original(optimizer, shape, *args, **kwargs)
-    # Keras would give a slot the layout of its weight.
-    given = inspect.signature(original).bind(optimizer, shape, *args, **kwargs)
-    given.arguments["layout"] = strategy.slot_layout(
-        _reference.path, tuple(shape), given.arguments.get("aggregation", "none")
-    )
-    variable = original(*given.args, **given.kwargs)
-    set_reference(variable, _reference.path)
-    strategy.own(variable)
-    return variable
-
-
-def _finalize(original: Any, optimizer: Any, var_list: Any) -> None:
-    strategy = current_strategy()
-    if strategy is not None and not strategy.keeps_slots:
-        strategy.finalize(optimizer)
-        return
-    original(optimizer, var_list)
-
-
-def _refuse_overwriting_gradients(variables: Any) -> None:
-    for variable in variables:
-        if getattr(variable, "overwrite_with_gradient", False):
-            raise NotImplementedError(
-                f"optimizer.apply: variable {variable.path!r} is overwritten with its "
-                "gradient (float8 training), which has no sum over replicas. Train "
-                "float8 layers without a strategy."
-            )
 
 
 def _in_replica(replacement: Callable[..., Any]) -> Callable[..., Any]:

@@ -24,7 +24,8 @@ from replicax.arguments import Arguments, Kind
 from replicax.collectives import ReduceOp
 from replicax.keras import internals
 from replicax.keras.batches import BatchIterator, PlacedBatch, Ready, place
-from replicax.program import Options, Outputs, Program
+from replicax.options import Options, Outputs
+from replicax.program import Program
 from replicax.scope import current_context
 from replicax.updates import PendingValue
 

@@ -9,7 +9,8 @@ import jax
 from replicax.plan.capture import Capture
 from replicax.plan.contents import Collective, Contents, read_program
 from replicax.plan.limits import first_limit
-from replicax.plan.report import CollectiveUse, Memory, Plan, Scale
+from replicax.plan.parts import CollectiveUse, Memory, Scale
+from replicax.plan.report import Plan
 from replicax.plan.roofline import (
     StepTime,
     collective_seconds,

@@ -1,9 +1,11 @@
 """The picture of a plan: what a step is made of, and how it scales."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from replicax.plan.report import Plan
+from replicax.plan.parts import Scale
+from replicax.plan.roofline import StepTime
 from replicax.plan.units import seconds
 
 __all__ = ["draw"]
@@ -17,12 +19,27 @@ _COLORS = {
 }
 
 
-def draw(plan: Plan, path: str | Path) -> None:
+def draw(
+    path: str | Path,
+    *,
+    title: str,
+    time: StepTime,
+    limit: str,
+    scaling: Sequence[Scale],
+    here: tuple[str, int],
+) -> None:
     """Draw a plan to a file whose ending says the format.
+
+    Args:
+        path: The file.
+        title: What is above the picture.
+        time: Of a step.
+        limit: What limits it.
+        scaling: Efficiencies by number of devices; without any only times are drawn.
+        here: Name of the hardware, and its number of devices.
 
     Raises:
         ImportError: Without matplotlib.
-        ValueError: If the step does not fit, so that there are no times to draw.
     """
     try:
         import matplotlib as mpl
@@ -32,28 +49,18 @@ def draw(plan: Plan, path: str | Path) -> None:
             "plan: drawing needs matplotlib. Install it with: "
             "pip install 'replicax[plan]'"
         ) from error
-    if plan.time is None:
-        raise ValueError(
-            f"plan: nothing to draw: {plan.program} does not fit on {plan.topology}."
-        )
     with mpl.rc_context({"font.size": 9, "text.color": _INK, "axes.labelcolor": _INK}):
-        columns = 2 if plan.scaling else 1
+        columns = 2 if scaling else 1
         figure = Figure(figsize=(5.2 * columns, 3.6), layout="constrained", dpi=160)
         axes = figure.subplots(1, columns, squeeze=False)[0]
-        _draw_times(axes[0], plan)
-        if plan.scaling:
-            _draw_scaling(axes[1], plan)
-        figure.suptitle(
-            f"{plan.program} on {plan.topology} ({plan.num_devices} devices): "
-            "compiled, never run",
-            fontsize=10,
-        )
+        _draw_times(axes[0], time, limit)
+        if scaling:
+            _draw_scaling(axes[1], scaling, here)
+        figure.suptitle(title, fontsize=10)
         figure.savefig(path)
 
 
-def _draw_times(ax: Any, plan: Plan) -> None:
-    assert plan.time is not None  # `draw` has looked.
-    time = plan.time
+def _draw_times(ax: Any, time: StepTime, limit: str) -> None:
     values = {
         "compute": time.compute,
         "memory": time.memory,
@@ -74,29 +81,33 @@ def _draw_times(ax: Any, plan: Plan) -> None:
     ax.invert_yaxis()
     ax.set_xlim(0, 1.3)
     ax.set_xticks([])
-    ax.set_title(f"One step. First limit: {plan.limit}", size=9)
-    ax.set_xlabel("step = the longer of compute and memory + communication not hidden")
+    ax.set_title(f"One step. First limit: {limit}", size=9)
+    ax.set_xlabel(
+        "step = the longer one of compute and memory traffic,\n"
+        "and the communication that computation does not hide"
+    )
     for side in ("top", "right", "bottom"):
         ax.spines[side].set_visible(False)
 
 
-def _draw_scaling(ax: Any, plan: Plan) -> None:
-    sizes = [s.num_devices for s in plan.scaling]
-    percent = [100 * s.efficiency for s in plan.scaling]
+def _draw_scaling(ax: Any, scaling: Sequence[Scale], here: tuple[str, int]) -> None:
+    name, num_devices = here
+    sizes = [s.num_devices for s in scaling]
+    percent = [100 * s.efficiency for s in scaling]
     ax.plot(sizes, percent, marker="o", markersize=4, color=_COLORS["compute"])
-    here = sizes.index(plan.num_devices)
+    own = sizes.index(num_devices)
     ax.plot(
-        sizes[here],
-        percent[here],
+        sizes[own],
+        percent[own],
         marker="o",
         markersize=9,
         fillstyle="none",
         color=_COLORS["communication"],
         linestyle="none",
-        label=f"{plan.topology}: {percent[here]:.1f} %",
+        label=f"{name}: {percent[own]:.1f} %",
     )
     ax.set_xscale("log", base=2)
-    ax.set_xticks(sizes, [f"{s.num_devices}\n{s.hardware}" for s in plan.scaling])
+    ax.set_xticks(sizes, [f"{s.num_devices}\n{s.hardware}" for s in scaling])
     ax.set_ylim(0, 105)
     ax.set_ylabel("efficiency, %")
     ax.set_xlabel("devices, and how they lie; same batch on each")

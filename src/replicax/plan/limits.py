@@ -1,6 +1,6 @@
 """What limits a step first, and what to do about it."""
 
-from replicax.plan.report import Memory
+from replicax.plan.parts import Memory
 from replicax.plan.roofline import StepTime
 
 __all__ = ["first_limit"]

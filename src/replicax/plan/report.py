@@ -9,85 +9,15 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from replicax.plan.figure import draw
+from replicax.plan.parts import CollectiveUse, Memory, Scale
 from replicax.plan.rates import Rates
 from replicax.plan.roofline import ASSUMPTIONS, StepTime
 from replicax.plan.units import binary_bytes, decimal, seconds
 
-__all__ = ["CollectiveUse", "Memory", "Plan", "Scale"]
+__all__ = ["Plan"]
 
 _FORMAT = 1
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Memory:
-    """Bytes on one device.
-
-    Attributes:
-        arguments: Variables and the batch.
-        outputs: Results and the new values of variables.
-        aliased: Of the outputs, what takes the place of arguments.
-        temporaries: What the step needs while it runs.
-        code: The program.
-        capacity: Of the device; None: shared with others, or not known.
-    """
-
-    arguments: int
-    outputs: int
-    aliased: int
-    temporaries: int
-    code: int
-    capacity: int | None
-
-    @property
-    def peak(self) -> int:
-        """All of it, while the step runs."""
-        held = self.arguments + self.outputs - self.aliased
-        return held + self.temporaries + self.code
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class CollectiveUse:
-    """Collectives of a step that are alike.
-
-    Attributes:
-        kind: XLA's name, such as `"all-reduce"`.
-        dtype: XLA's name of the element type.
-        count: How many of them a step makes.
-        bytes: Payload of one, on one device.
-        group_size: Number of devices that take part together.
-        num_groups: Number of such groups, at the same time.
-        spans_hosts: Whether a group's devices are on several machines.
-        num_slices: Number of slices that a group's devices are in.
-        is_async: Whether the device computes meanwhile.
-        seconds: Of all of them; None: no rates are known.
-    """
-
-    kind: str
-    dtype: str
-    count: float
-    bytes: int
-    group_size: int
-    num_groups: int
-    spans_hosts: bool
-    num_slices: int
-    is_async: bool
-    seconds: float | None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Scale:
-    """How efficient a step is on some number of devices.
-
-    Attributes:
-        num_devices: The number.
-        hardware: What they are, such as `"4x4"` chips of a slice.
-        efficiency: The time of a step on one device by that on so many, with the same
-            batch per device: in (0, 1].
-    """
-
-    num_devices: int
-    hardware: str
-    efficiency: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,9 +88,20 @@ class Plan:
             ImportError: Without matplotlib.
             ValueError: If there is nothing to draw: the step does not fit.
         """
-        from replicax.plan.figure import draw
-
-        draw(self, path)
+        if self.time is None:
+            raise ValueError(
+                f"plan: nothing to draw: {self.program} does not fit on "
+                f"{self.topology}."
+            )
+        draw(
+            path,
+            title=f"{self.program} on {self.topology} ({self.num_devices} devices): "
+            "compiled, never run",
+            time=self.time,
+            limit=self.limit,
+            scaling=self.scaling,
+            here=(self.topology, self.num_devices),
+        )
 
     def show(self, console: Console | None = None) -> None:
         """Print the plan as tables."""

@@ -15,7 +15,7 @@ class DefaultStrategy(Strategy):
     Unlike the others it also runs variables that were created outside its scope.
     """
 
-    rehearses = False  # What a script does besides training is done.
+    _rehearses = False  # What a script does besides training is done.
 
     def __init__(self) -> None:
         super().__init__(default_devices()[:1])

@@ -40,8 +40,8 @@ class ModelParallelStrategy(Strategy):
         DeviceError: For an unknown, absent or repeated device, several kinds, or a
             number of devices that `model_parallel` does not divide.
         TypeError: For a `layout_map` of another type.
-        ValueError: For packs of gradients, for other axis names in `layout_map`, and, when a weight is made, for a
-            dimension that cannot be split.
+        ValueError: For packs of gradients, for other axis names in `layout_map`, and,
+            when a weight is made, for a dimension that cannot be split.
 
     Example:
         >>> import keras, replicax as rx
@@ -80,9 +80,9 @@ class ModelParallelStrategy(Strategy):
         packs = packs or getattr(cross_device_ops, "num_packs", 0) > 1
         if packs:
             raise ValueError(
-                f"{name}: gradients cannot be packed (bytes_per_pack, num_packs), since "
-                "a pack would gather gradients that are split over a replica's devices."
-                " Leave it to XLA."
+                f"{name}: gradients cannot be packed (bytes_per_pack, num_packs): a "
+                "pack would gather gradients that are split over a replica's devices. "
+                "Leave it to XLA."
             )
         super().__init__(
             found,

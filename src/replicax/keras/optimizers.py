@@ -1,0 +1,251 @@
+"""What the hooks on Keras' optimizers do: the seam, and where slots lie.
+
+Installed by `hooks.py`. Tested with Keras 3.14 to 3.15.
+"""
+
+import inspect
+import threading
+from typing import Any
+
+from keras.src.backend.common.name_scope import name_scope
+
+from replicax.errors import ContextError
+from replicax.keras.internals import current_scope, set_reference, trained_by
+from replicax.scope import current_context, current_strategy
+from replicax.updates import PendingValue, Update
+from replicax.variables import ChildScope, ValueScope
+
+__all__ = [
+    "add_slot",
+    "add_variable",
+    "apply",
+    "apply_with_loss_scale",
+    "finalize",
+    "stateless_apply",
+]
+
+
+def apply(
+    original: Any, optimizer: Any, grads: Any, trainable_variables: Any = None
+) -> Any:
+    """`optimizer.apply` inside a replica function: the seam."""
+    context = current_context()
+    if context is None:
+        return original(optimizer, grads, trainable_variables)
+    if trainable_variables is not None:
+        trainable_variables = list(trainable_variables)
+    _refuse_overwriting_gradients(trainable_variables or optimizer._trainable_variables)
+    if context.defers_updates:
+        _defer(context, optimizer, grads, trainable_variables)
+        return None
+    if _divides(context):
+        _divide(original, context, optimizer, list(grads), trainable_variables)
+        return None
+    return context.apply_gradients(
+        lambda grads: original(optimizer, grads, trainable_variables), list(grads)
+    )
+
+
+def _divides(context: Any) -> bool:
+    """Whether each replica is to make a part of an update that begins here.
+
+    While variables are discovered it makes the whole, which touches the same ones.
+    """
+    return (
+        context.divides_updates
+        and not context.is_applying
+        and isinstance(current_scope(), ValueScope)
+    )
+
+
+def _divide(
+    original: Any, context: Any, optimizer: Any, grads: list[Any], variables: Any
+) -> None:
+    """`optimizer.apply` where each replica makes a part of the update."""
+    trained = trained_by(optimizer) if variables is None else variables
+    changed = Update(optimizer, tuple(trained), "").changed
+    outer = current_scope()
+
+    def make(values: list[Any], grads: list[Any]) -> list[Any]:
+        with ChildScope(outer, dict(zip(map(id, changed), values, strict=True))) as own:
+            original(optimizer, grads, variables)
+            written = {id(v) for v, _ in own.updates()}
+            others = written - {id(v) for v in changed}
+            if others:
+                raise NotImplementedError(
+                    f"optimizer.apply: {type(optimizer).__name__} changes variables "
+                    "that are not among its own or those it trains, which replicas "
+                    "cannot do in parts. Make the strategy without shard_update."
+                )
+            return [own.get_current_value(v) for v in changed]
+
+    before = [v.value for v in changed]
+    new = context.divide_update(make, before, grads, trained)
+    for variable, old, value in zip(changed, before, new, strict=True):
+        if value is not old:
+            variable.assign(value)
+
+
+def _defer(context: Any, optimizer: Any, grads: Any, variables: Any) -> Any:
+    grads = list(grads)
+    if not optimizer.built:
+        if variables is None:
+            raise ValueError(
+                "optimizer.apply: got gradients without their variables, and the "
+                "optimizer is not built. Pass the variables as well."
+            )
+        with name_scope(optimizer.name, caller=optimizer):
+            optimizer.build(list(variables))
+    trained = trained_by(optimizer) if variables is None else list(variables)
+    if len(grads) != len(trained):
+        raise ValueError(
+            f"optimizer.apply: got {len(grads)} gradients for {len(trained)} "
+            "variables. Pass one for each, None where there is none."
+        )
+    _refuse_overwriting_gradients(trained)
+    return context.defer_update(optimizer, trained, grads) if grads else None
+
+
+def apply_with_loss_scale(
+    original: Any, optimizer: Any, grads: Any, trainable_variables: Any = None
+) -> Any:
+    """The same of a loss-scaling optimizer, which decides before it applies."""
+    context = current_context()
+    if context is not None and context.defers_updates:
+        _defer(context, optimizer, grads, trainable_variables)
+        return None
+    if context is None and not isinstance(current_scope(), ValueScope):
+        return original(optimizer, grads, trainable_variables)
+    # Keras assigns to variables inside a `cond`, where JAX loses them. Assign after it.
+    if not optimizer.built:
+        optimizer.build(list(trainable_variables or ()))
+    trained = list(trainable_variables or optimizer._trainable_variables)
+    state = optimizer.variables
+    new_trained, new_state = optimizer.stateless_apply(
+        [v.value for v in state], list(grads), [v.value for v in trained]
+    )
+    for variable, value in zip(
+        [*trained, *state], [*new_trained, *new_state], strict=True
+    ):
+        variable.assign(value)
+    return None
+
+
+def stateless_apply(
+    original: Any,
+    optimizer: Any,
+    optimizer_variables: Any,
+    grads: Any,
+    trainable_variables: Any,
+) -> Any:
+    """`optimizer.stateless_apply` inside a replica function: the seam."""
+    context = current_context()
+    if context is None:
+        return original(optimizer, optimizer_variables, grads, trainable_variables)
+    if context.defers_updates:
+        _require_current(
+            [*trained_by(optimizer), *optimizer.variables],
+            [*trainable_variables, *optimizer_variables],
+        )
+        update = _defer(context, optimizer, grads, None)
+        return (
+            [PendingValue(v, update) for v in trained_by(optimizer)],
+            [PendingValue(v, update) for v in optimizer.variables],
+        )
+    if _divides(context):
+        num = len(trainable_variables)
+
+        def make(values: list[Any], grads: list[Any]) -> list[Any]:
+            trained, state = original(optimizer, values[num:], grads, values[:num])
+            return [*trained, *state]
+
+        new = context.divide_update(
+            make,
+            [*trainable_variables, *optimizer_variables],
+            list(grads),
+            trained_by(optimizer),
+        )
+        return new[:num], new[num:]
+    return context.apply_gradients(
+        lambda grads: original(
+            optimizer, optimizer_variables, grads, trainable_variables
+        ),
+        grads,
+    )
+
+
+def _require_current(variables: Any, values: Any) -> None:
+    """Refuse values of one's own: the update will be made on the stored ones."""
+    scope = current_scope()
+    if not isinstance(scope, ValueScope):
+        return
+    for variable, value in zip(variables, values, strict=False):
+        if not scope.is_value_of(variable, value):
+            raise ContextError(
+                f"optimizer.stateless_apply: the value given for {variable.path!r} is "
+                "not the variable's own, but under this strategy the update is made on "
+                "that, where it lives. Pass the values that the step got; change them "
+                "in a step of its own."
+            )
+
+
+class _Reference(threading.local):
+    """The weight that an optimizer makes a slot for in this thread."""
+
+    path = ""
+
+
+_reference = _Reference()
+
+
+def add_slot(
+    original: Any, optimizer: Any, reference_variable: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """A slot, where slots are variables of this process; else None."""
+    strategy = current_strategy()
+    if strategy is None:
+        return original(optimizer, reference_variable, *args, **kwargs)
+    if not strategy.keeps_slots:
+        return None
+    _reference.path = getattr(reference_variable, "path", "")
+    try:
+        return original(optimizer, reference_variable, *args, **kwargs)
+    finally:
+        _reference.path = ""
+
+
+def add_variable(
+    original: Any, optimizer: Any, shape: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """A variable of an optimizer, laid out as the strategy says."""
+    strategy = current_strategy()
+    if strategy is None:
+        return original(optimizer, shape, *args, **kwargs)
+    # Keras would give a slot the layout of its weight.
+    given = inspect.signature(original).bind(optimizer, shape, *args, **kwargs)
+    given.arguments["layout"] = strategy.slot_layout(
+        _reference.path, tuple(shape), given.arguments.get("aggregation", "none")
+    )
+    variable = original(*given.args, **given.kwargs)
+    set_reference(variable, _reference.path)
+    strategy.own(variable)
+    return variable
+
+
+def finalize(original: Any, optimizer: Any, var_list: Any) -> None:
+    """Weight averages become weights, or servers do it."""
+    strategy = current_strategy()
+    if strategy is not None and not strategy.keeps_slots:
+        strategy.finalize(optimizer)
+        return
+    original(optimizer, var_list)
+
+
+def _refuse_overwriting_gradients(variables: Any) -> None:
+    for variable in variables:
+        if getattr(variable, "overwrite_with_gradient", False):
+            raise NotImplementedError(
+                f"optimizer.apply: variable {variable.path!r} is overwritten with its "
+                "gradient (float8 training), which has no sum over replicas. Train "
+                "float8 layers without a strategy."
+            )

@@ -1,0 +1,154 @@
+"""Small models, and the same training under two strategies."""
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+from keras import layers
+
+import replicax as rx
+
+NUM_STEPS = 3
+BATCH_SIZE = 24
+
+# The first kernel is split on 2 and 4 devices, the rest is too small or indivisible.
+NUM_FEATURES, NUM_UNITS, NUM_CLASSES = 48, 32, 10
+
+
+def data(num: int = BATCH_SIZE * NUM_STEPS, seed: int = 0) -> tuple[Any, Any]:
+    """`float32[num, 48]` and `int32[num]`."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(num, NUM_FEATURES)).astype("float32")
+    return x, rng.integers(0, NUM_CLASSES, num).astype("int32")
+
+
+def crossentropy(**options: Any) -> Any:
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True, **options)
+
+
+def network(*hidden: Any) -> Any:
+    hidden = hidden or (layers.Dense(NUM_UNITS, activation="relu"),)
+    return keras.Sequential(
+        [keras.Input((NUM_FEATURES,)), *hidden, layers.Dense(NUM_CLASSES)]
+    )
+
+
+def compiled(model: Any, optimizer: Any = "adam", **options: Any) -> Any:
+    model.compile(optimizer, crossentropy(), **options)
+    return model
+
+
+def state(model: Any, optimizer: Any = None) -> dict[str, np.ndarray]:
+    """Weights and optimizer variables, by number and name."""
+    optimizer = optimizer or model.optimizer
+    # In the order of their numbers, which a dict's keys are sorted by.
+    variables = enumerate([*model.variables, *optimizer.variables])
+    # Keras numbers layers on; the same one is another in another model.
+    return {
+        f"{i:02} {re.sub(r'_[0-9]+', '', v.name)}": np.asarray(v) for i, v in variables
+    }
+
+
+def fitted(
+    strategy: Any, make: Callable[[], Any], xy: Any = None, **options: Any
+) -> tuple[Any, dict[str, Any]]:
+    """A model that was trained in `fit`, and its state and history."""
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = make()
+    history = model.fit(
+        *(xy or data()),
+        **{"batch_size": BATCH_SIZE, "verbose": 0, "shuffle": False} | options,
+    )
+    return model, {**state(model), "history": history.history}
+
+
+def example_loss(model: Any, x: Any, y: Any) -> Any:
+    losses = crossentropy(reduction=None)(y, model(x, training=True))
+    return rx.compute_average_loss(losses, global_batch_size=BATCH_SIZE)
+
+
+def looped(
+    strategy: Any,
+    make_optimizer: Callable[[], Any],
+    make_step: Callable[[Any, Any], Callable[..., Any]] | None = None,
+    num_steps: int = NUM_STEPS,
+) -> dict[str, Any]:
+    """The state after a loop of one's own."""
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model, optimizer = network(), make_optimizer()
+        optimizer.build(model.trainable_variables)
+    step = (make_step or functional_step)(model, optimizer)
+    outputs = []
+    for batch in batches(strategy, num_steps):
+        outputs.append(strategy.run(step, batch))
+    return {**state(model, optimizer), "outputs": jax.tree.map(np.asarray, outputs)}
+
+
+def batches(strategy: Any, num_steps: int = NUM_STEPS) -> Iterable[Any]:
+    xy = data(BATCH_SIZE * num_steps)
+    return strategy.experimental_distribute_dataset(
+        xy, batch_size=BATCH_SIZE, prefetch=0
+    )
+
+
+def functional_step(model: Any, optimizer: Any) -> Callable[..., Any]:
+    def step(x: Any, y: Any) -> Any:
+        loss, grads = rx.value_and_grad(
+            lambda: example_loss(model, x, y), model.trainable_variables
+        )()
+        optimizer.apply(grads, model.trainable_variables)
+        return loss
+
+    return step
+
+
+def tape_step(model: Any, optimizer: Any) -> Callable[..., Any]:
+    def step(x: Any, y: Any) -> Any:
+        with rx.GradientTape() as tape:
+            loss = example_loss(model, x, y)
+        grads = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
+        return loss
+
+    return step
+
+
+def assert_same(
+    actual: Any, expected: Any, *, rtol: float = 2e-5, atol: float = 2e-6
+) -> None:
+    """Compare array by array.
+
+    Sums over a whole array, such as a norm, are added up in another order by parts, and
+    XLA fuses an update of a part otherwise than one of the whole. Both are worth about
+    1e-7 of a value in each step; an optimizer that divides by a root of small second
+    moments makes more of it.
+    """
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for (path, a), e in zip(
+        jax.tree_util.tree_leaves_with_path(actual),
+        jax.tree.leaves(expected),
+        strict=True,
+    ):
+        np.testing.assert_allclose(
+            a, e, rtol=rtol, atol=atol, err_msg=jax.tree_util.keystr(path)
+        )
+
+
+def blocks_of(variable: Any) -> list[tuple[int, ...]]:
+    """The shapes of what each device holds of a variable."""
+    return [x.data.shape for x in variable.value.addressable_shards]
+
+
+def bytes_on(variables: Iterable[Any], device: Any) -> int:
+    """Bytes of the variables on one device."""
+    return sum(
+        shard.data.nbytes
+        for v in variables
+        for shard in v.value.addressable_shards
+        if shard.device == device
+    )

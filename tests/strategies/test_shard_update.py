@@ -1,0 +1,492 @@
+"""Updates made in parts give what whole updates give, with a part of the slots."""
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+from keras import optimizers
+
+import replicax as rx
+from tests.strategies.parity import (
+    BATCH_SIZE,
+    NUM_FEATURES,
+    NUM_UNITS,
+    assert_same,
+    batches,
+    blocks_of,
+    bytes_on,
+    compiled,
+    data,
+    example_loss,
+    fitted,
+    functional_step,
+    looped,
+    network,
+    state,
+    tape_step,
+)
+
+
+def mirrored(num: int = 4, *, shard_update: bool = False, **options: Any) -> Any:
+    return rx.MirroredStrategy(
+        [f"cpu:{i}" for i in range(num)], shard_update=shard_update, **options
+    )
+
+
+sharded = functools.partial(mirrored, shard_update=True)
+
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "Adadelta": lambda: optimizers.Adadelta(0.5),
+    "Adafactor": lambda: optimizers.Adafactor(0.01),
+    "Adagrad": lambda: optimizers.Adagrad(0.05),
+    "Adam": lambda: optimizers.Adam(0.01),
+    "Adam, amsgrad": lambda: optimizers.Adam(0.01, amsgrad=True),
+    "AdamW": lambda: optimizers.AdamW(0.01, weight_decay=0.1),
+    "Adamax": lambda: optimizers.Adamax(0.01),
+    "Ftrl": lambda: optimizers.Ftrl(0.05, l1_regularization_strength=0.01),
+    "Lamb": lambda: optimizers.Lamb(0.01),
+    "Lion": lambda: optimizers.Lion(0.005),
+    "Loss scale": lambda: optimizers.LossScaleOptimizer(
+        optimizers.Adam(0.01), initial_scale=8.0, dynamic_growth_steps=2
+    ),
+    "Muon": lambda: optimizers.Muon(0.01, exclude_layers=["dense_1"]),
+    "Nadam": lambda: optimizers.Nadam(0.01),
+    "RMSprop, centered": lambda: optimizers.RMSprop(0.01, momentum=0.5, centered=True),
+    "SGD, momentum": lambda: optimizers.SGD(0.1, momentum=0.9),
+    "SGD, Nesterov": lambda: optimizers.SGD(0.1, momentum=0.9, nesterov=True),
+}
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "clipnorm": {"clipnorm": 0.05},
+    "clipvalue": {"clipvalue": 0.01},
+    "global_clipnorm": {"global_clipnorm": 0.05},
+    "use_ema": {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 2},
+    "accumulation": {"gradient_accumulation_steps": 2},
+    "weight_decay": {"weight_decay": 0.1},
+    "schedule": {"learning_rate": optimizers.schedules.ExponentialDecay(0.1, 1, 0.5)},
+    "loss_scale_factor": {"loss_scale_factor": 4.0},
+}
+
+
+def test_all_of_keras_optimizers_are_here() -> None:
+    known = {
+        name
+        for name, kind in vars(optimizers).items()
+        if isinstance(kind, type) and issubclass(kind, optimizers.Optimizer)
+    }
+    tested = {type(make()).__name__ for make in OPTIMIZERS.values()}
+    assert known - {"Optimizer"} == tested
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers(name: str) -> None:
+    make = OPTIMIZERS[name]
+    assert_same(looped(sharded(), make), looped(mirrored(), make))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num", [2, 8])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_on_other_numbers_of_devices(name: str, num: int) -> None:
+    make = OPTIMIZERS[name]
+    assert_same(looped(sharded(num), make), looped(mirrored(num), make))
+
+
+def of_kind(kind: str, options: dict[str, Any]) -> Callable[[], Any]:
+    if kind == "Adam":
+        return lambda: optimizers.Adam(**{"learning_rate": 0.01} | options)
+    return lambda: optimizers.SGD(**{"learning_rate": 0.1, "momentum": 0.9} | options)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name: str) -> None:
+    make = of_kind("Adam", OPTIONS[name])
+    assert_same(looped(sharded(), make), looped(mirrored(), make))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Adam", "SGD"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_in_fit(name: str, kind: str) -> None:
+    make = of_kind(kind, OPTIONS[name])
+
+    def model() -> Any:
+        return compiled(network(), make())
+
+    _, actual = fitted(sharded(2), model)
+    _, expected = fitted(mirrored(2), model)
+    assert_same(actual, expected)
+
+
+class OwnStep(keras.Model):
+    """Overrides `train_step` as the stateful backends have it."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+        self.mean_loss = keras.metrics.Mean("loss")
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        return self.inner(x, training=training)
+
+    def train_step(self, batch: Any) -> Any:
+        x, y = batch
+        with rx.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        grads = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(grads, self.trainable_variables)
+        self.mean_loss.update_state(loss)
+        return {"loss": self.mean_loss.result()}
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "plain": lambda: compiled(
+        network(), optimizers.Adam(0.01, global_clipnorm=0.1), metrics=["accuracy"]
+    ),
+    "several steps": lambda: compiled(network(), "adam", steps_per_execution=2),
+    "loss scale": lambda: compiled(network(), OPTIMIZERS["Loss scale"]()),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_fit(name: str) -> None:
+    # Two whole batches of 24, and one of 13 which goes to one replica of four.
+    xy = data(2 * BATCH_SIZE + 13)
+    _, actual = fitted(sharded(), MODELS[name], xy, epochs=2)
+    _, expected = fitted(mirrored(), MODELS[name], xy, epochs=2)
+    assert_same(actual, expected)
+
+
+def test_train_step_of_a_user() -> None:
+    def model() -> Any:
+        made = OwnStep(network())
+        made.build((None, NUM_FEATURES))
+        return compiled(made, optimizers.Adam(0.01))
+
+    _, actual = fitted(sharded(2), model)
+    _, expected = fitted(mirrored(2), model)
+    assert_same(actual, expected)
+
+
+def test_tape() -> None:
+    make = OPTIMIZERS["Adam"]
+    assert_same(looped(sharded(2), make, tape_step), looped(mirrored(2), make))
+
+
+def test_accumulated_updates_with_virtual_replicas() -> None:
+    make = of_kind("Adam", OPTIONS["accumulation"])
+    several = sharded(2, replicas_per_device=2)
+    assert_same(looped(several, make), looped(mirrored(4), make))
+
+
+def test_overflow_changes_no_weight() -> None:
+    make = OPTIMIZERS["Loss scale"]
+
+    def step_with(model: Any, optimizer: Any) -> Callable[..., Any]:
+        def step(x: Any, y: Any, factor: Any) -> None:
+            _, grads = rx.value_and_grad(
+                lambda: optimizer.scale_loss(example_loss(model, x, y)) * factor,
+                model.trainable_variables,
+            )()
+            optimizer.apply(grads, model.trainable_variables)
+
+        return step
+
+    def work(strategy: Any) -> list[Any]:
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            model, optimizer = network(), make()
+            optimizer.build(model.trainable_variables)
+        step = step_with(model, optimizer)
+        # Only one replica of four overflows.
+        factors = [
+            np.array([1, 1, 1, 1], "float32"),
+            np.array([1, 1, np.inf, 1], "float32"),
+            np.array([1, 1, 1, 1], "float32"),
+        ]
+        states = []
+        for (x, y), factor in zip(batches(strategy), factors, strict=True):
+            strategy.run(step, (x, y, rx.PerReplica(factor)))
+            states.append(state(model, optimizer))
+        return states
+
+    actual = work(sharded())
+    assert_same(actual, work(mirrored()))
+    before, after, last = actual
+    kernel = next(name for name in before if name.endswith(" kernel"))
+    scale = next(name for name in before if name.endswith(" dynamic_scale"))
+    np.testing.assert_array_equal(after[kernel], before[kernel])
+    assert after[scale] == before[scale] / 2
+    assert (last[kernel] != after[kernel]).any()
+
+
+def test_two_optimizers_on_disjoint_variables() -> None:
+    def work(strategy: Any) -> Any:
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            first, second = network(), network()
+            left, right = optimizers.Adam(0.01), optimizers.SGD(0.1, momentum=0.9)
+
+        def step(x: Any, y: Any) -> Any:
+            for model, optimizer, other in [
+                (first, left, second),
+                (second, right, first),
+            ]:
+
+                def loss(model: Any = model, other: Any = other) -> Any:
+                    # The second sees what the first has become.
+                    return example_loss(model, x, y) + jnp.mean(model(x) * other(x))
+
+                _, grads = rx.value_and_grad(loss, model.trainable_variables)()
+                optimizer.apply(grads, model.trainable_variables)
+            return jnp.sum(first.layers[0].kernel)  # Read after it was trained.
+
+        outputs = [strategy.run(step, batch) for batch in batches(strategy, 2)]
+        return [
+            state(first, left),
+            state(second, right),
+            jax.tree.map(np.asarray, outputs),
+        ]
+
+    assert_same(work(sharded(2)), work(mirrored(2)))
+
+
+def test_applied_twice_in_a_step() -> None:
+    def twice(model: Any, optimizer: Any) -> Callable[..., Any]:
+        once = functional_step(model, optimizer)
+
+        def step(x: Any, y: Any) -> Any:
+            return once(x, y), once(x, y), jnp.sum(model.layers[0].kernel)
+
+        return step
+
+    make = OPTIMIZERS["Adam"]
+    assert_same(looped(sharded(2), make, twice), looped(mirrored(2), make, twice))
+
+
+def test_some_variables_have_no_gradient() -> None:
+    def partial(model: Any, optimizer: Any) -> Callable[..., Any]:
+        def step(x: Any, y: Any) -> None:
+            variables = model.trainable_variables
+            _, grads = rx.value_and_grad(lambda: example_loss(model, x, y), variables)()
+            optimizer.apply([None, *grads[1:]], variables)
+
+        return step
+
+    make = OPTIMIZERS["Adam"]
+    with pytest.warns(UserWarning, match="Gradients do not exist"):
+        actual = looped(sharded(2), make, partial)
+    with pytest.warns(UserWarning, match="Gradients do not exist"):
+        expected = looped(mirrored(2), make, partial)
+    assert_same(actual, expected)
+
+
+def test_a_subset_of_the_variables_is_trained() -> None:
+    def subset(model: Any, optimizer: Any) -> Callable[..., Any]:
+        def step(x: Any, y: Any) -> None:
+            variables = model.trainable_variables[:2]
+            _, grads = rx.value_and_grad(lambda: example_loss(model, x, y), variables)()
+            optimizer.apply(grads, variables)
+
+        return step
+
+    def make() -> Any:
+        return optimizers.SGD(0.1, momentum=0.9)
+
+    assert_same(looped(sharded(2), make, subset), looped(mirrored(2), make, subset))
+
+
+@pytest.mark.parametrize(
+    "ops",
+    [
+        rx.HierarchicalCopyAllReduce(group_size=2),
+        rx.ReductionToOneDevice(),
+        rx.NcclAllReduce(num_packs=2),
+    ],
+    ids=lambda ops: type(ops).__name__,
+)
+def test_cross_device_operations(ops: Any) -> None:
+    make = OPTIMIZERS["Adam"]
+    actual = looped(sharded(cross_device_ops=ops), make)
+    assert_same(actual, looped(mirrored(), make))
+
+
+def test_compression_hook_and_packs() -> None:
+    options = rx.CommunicationOptions(
+        compression="bfloat16",
+        bytes_per_pack=512,
+        gradient_hook=lambda grads: [None if g is None else 2 * g for g in grads],
+    )
+    make = OPTIMIZERS["SGD, momentum"]
+    actual = looped(sharded(communication_options=options), make)
+    expected = looped(mirrored(communication_options=options), make)
+    # A sum of numbers of 8 bits depends on the order in which they are added.
+    assert_same(actual, expected, rtol=0.02, atol=0.02)
+    plain = looped(mirrored(), make)
+    kernel = next(name for name in plain if name.endswith(" kernel"))
+    assert np.abs(actual[kernel] - plain[kernel]).max() > 0.03  # The hook was called.
+
+
+def test_each_device_holds_a_part_of_the_slots() -> None:
+    model, _ = fitted(sharded(), lambda: compiled(network(), OPTIMIZERS["Adam"]()))
+    kernel = model.layers[0].kernel
+    assert blocks_of(kernel) == [(NUM_FEATURES, NUM_UNITS)] * 4
+    slots = [v for v in model.optimizer.variables if v.shape == kernel.shape]
+    assert len(slots) == 2
+    for slot in slots:
+        assert blocks_of(slot) == [(NUM_FEATURES // 4, NUM_UNITS)] * 4
+    total = sum(np.asarray(v).nbytes for v in slots)
+    for device in jax.devices()[:4]:
+        assert bytes_on(slots, device) == total // 4
+
+
+def test_the_step_scatters_and_gathers() -> None:
+    def collectives(strategy: Any) -> set[tuple[str, str]]:
+        with strategy.scope():
+            model = compiled(network(), OPTIMIZERS["Adam"]())
+        texts = compiled_texts(strategy, model)
+        found = re.findall(
+            r"= \(?([a-z0-9]+\[[0-9,]*\]).* (all-reduce|reduce-scatter|all-gather)\(",
+            texts,
+        )
+        return {(kind, shape) for shape, kind in found}
+
+    whole, part = "f32[48,32]", "f32[12,32]"
+    in_parts = collectives(sharded())
+    assert ("reduce-scatter", part) in in_parts
+    assert ("all-gather", whole) in in_parts
+    assert ("all-reduce", whole) not in in_parts
+    assert ("all-reduce", whole) in collectives(mirrored())
+
+
+def compiled_texts(strategy: Any, model: Any) -> str:
+    """The compiled program of a step of one's own."""
+    texts: list[str] = []
+    original = strategy.call
+
+    def call(program: Any, values: Any, arrays: Any) -> Any:
+        texts.append(program.lower(values, arrays).compile().as_text())
+        return original(program, values, arrays)
+
+    strategy.call = call
+    (batch,) = batches(strategy, 1)
+    strategy.run(functional_step(model, model.optimizer), batch)
+    return "\n".join(texts)
+
+
+@pytest.mark.parametrize("before", ["whole", "parts"])
+def test_checkpoints_fit_both(before: str, tmp_path: Any) -> None:
+    kinds = {"whole": mirrored, "parts": sharded}
+    make = functools.partial(compiled, optimizer="adam")
+    model, _ = fitted(kinds[before](2), lambda: make(network()))
+    path = rx.Checkpoint(model=model).write(tmp_path / "checkpoint")
+    model.save(tmp_path / "model.keras")
+    model.save_weights(tmp_path / "own.weights.h5")
+    more = data(seed=1)
+    options: Any = {"batch_size": BATCH_SIZE, "verbose": 0, "shuffle": False}
+    model.fit(*more, **options)
+    expected = state(model)
+
+    for kind in kinds:
+        strategy = kinds[kind](2)
+        with strategy.scope():
+            restored = make(network())
+            saved = keras.models.load_model(tmp_path / "model.keras")
+        rx.Checkpoint(model=restored).restore(path).assert_consumed()
+        for model in (restored, saved):
+            model.fit(*more, **options)
+            assert_same(state(model), expected)
+            slot = model.optimizer.variables[2]
+            first = {"whole": NUM_FEATURES, "parts": NUM_FEATURES // 2}[kind]
+            assert blocks_of(slot) == [(first, NUM_UNITS)] * 2
+        with strategy.scope():
+            weights = network()
+        weights.load_weights(tmp_path / "own.weights.h5")
+        strategy.check_replicas()
+
+
+def test_back_up_and_restore(tmp_path: Any) -> None:
+    def make() -> Any:
+        return compiled(network(), "adam")
+
+    class Stop(Exception):
+        pass
+
+    def stop(epoch: int, logs: Any) -> None:
+        if epoch == 1:
+            raise Stop
+
+    strategy, xy = sharded(2), data()
+    _, expected = fitted(mirrored(2), make, xy, epochs=3)
+    backup = str(tmp_path / "backup")
+    with pytest.raises(Stop):
+        fitted(
+            strategy,
+            make,
+            xy,
+            epochs=3,
+            callbacks=[
+                rx.BackupAndRestore(backup),
+                keras.callbacks.LambdaCallback(on_epoch_begin=stop),
+            ],
+        )
+    _, actual = fitted(
+        sharded(2), make, xy, epochs=3, callbacks=[rx.BackupAndRestore(backup)]
+    )
+    del actual["history"], expected["history"]  # Of the epochs since.
+    assert_same(actual, expected)
+
+
+def test_check_replicas_finds_a_corrupted_weight() -> None:
+    strategy = sharded(2)
+    model, _ = fitted(strategy, lambda: compiled(network(), "adam"))
+    strategy.check_replicas()
+    kernel = model.layers[0].kernel
+    value = kernel.value
+    shards = [s.data for s in value.addressable_shards]
+    shards[1] = shards[1].at[0, 0].add(1)
+    kernel._value = jax.make_array_from_single_device_arrays(
+        value.shape, value.sharding, shards
+    )
+    with pytest.raises(rx.DivergenceError, match=r"dense.*/kernel' on replicas \[1\]"):
+        strategy.check_replicas()
+
+
+def test_different_updates_are_refused() -> None:
+    strategy = sharded(2)
+    with strategy.scope():
+        model, optimizer = network(), optimizers.Adam()
+
+    def step() -> None:
+        number = rx.get_replica_context().replica_id_in_sync_group
+        slot = optimizer.variables[2]
+        slot.assign(slot + number)
+
+    optimizer.build(model.trainable_variables)
+    with pytest.raises(rx.DivergenceError, match="momentum"):
+        strategy.run(step)
+
+
+def test_an_assigned_slot_stays_in_parts() -> None:
+    strategy = sharded(2)
+    with strategy.scope():
+        model, optimizer = network(), optimizers.Adam()
+        optimizer.build(model.trainable_variables)
+    slot = optimizer.variables[2]
+    slot.assign(np.ones(slot.shape))
+    assert blocks_of(slot) == [(NUM_FEATURES // 2, NUM_UNITS)] * 2
+
+    def step(x: Any) -> Any:
+        slot.assign(2 * slot + x)
+        return jnp.sum(slot.value)
+
+    total = strategy.run(step, (1.0,))
+    assert blocks_of(slot) == [(NUM_FEATURES // 2, NUM_UNITS)] * 2
+    np.testing.assert_array_equal(slot, np.full(slot.shape, 3.0))
+    np.testing.assert_array_equal(total.array, [3 * NUM_FEATURES * NUM_UNITS] * 2)
