@@ -1,6 +1,6 @@
 """Whether the replicas' copies of variables are equal."""
 
-import weakref
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,41 +11,24 @@ from replicax.cluster.workers import Workers
 from replicax.errors import DivergenceError
 from replicax.group import ReplicaGroup
 from replicax.keras import internals
+from replicax.labels import Labels
 
-__all__ = ["CreatedVariables", "require_equal"]
+__all__ = ["of_all_workers", "require_equal"]
 
 
-class CreatedVariables:
-    """The variables that were created in a strategy's scope and are still there."""
+def of_all_workers(labels: Labels, workers: Workers) -> list[Any]:
+    """The labelled variables that every worker has a value of, in a common order.
 
-    def __init__(self) -> None:
-        self._known: dict[int, weakref.ref[Any]] = {}
-        self._count = 0
-
-    def add(self, variable: Any) -> None:
-        """Note a variable, for as long as somebody else keeps it."""
-        self._known[self._count] = weakref.ref(variable)
-        self._count += 1
-        if self._count % 1024 == 0:
-            self._known = {n: r for n, r in self._known.items() if r() is not None}
-
-    def of_all_workers(self, workers: Workers) -> list[Any]:
-        """Those that every worker still has, in the order of their creation.
-
-        Python frees a model when it likes: another worker may have freed one already.
-        """
-        alive = {
-            str(number): variable
-            for number, variable in [(n, ref()) for n, ref in self._known.items()]
-            if variable is not None and internals.has_value(variable)
-        }
-        mine = {number: internals.described(v) for number, v in alive.items()}
-        of_all = workers.exchange("variables", mine)
-        return [
-            variable
-            for number, variable in alive.items()
-            if all(other.get(number) == mine[number] for other in of_all)
-        ]
+    Python frees a model when it likes: another worker may have freed one already.
+    """
+    alive = {json.dumps(k): v for k, v in labels if internals.has_value(v)}
+    mine = {label: internals.described(v) for label, v in alive.items()}
+    of_all = workers.exchange("variables", mine)
+    return [
+        alive[label]
+        for label in sorted(alive)
+        if all(other.get(label) == mine[label] for other in of_all)
+    ]
 
 
 def require_equal(

@@ -294,7 +294,7 @@ class ReplicaContext:
             variables: The variables that gradients are for.
 
         Returns:
-            The new values, whole.
+            The new values, whole; those of `values` that are not changed.
         """
         self._applying = True
         try:
@@ -317,7 +317,10 @@ class ReplicaContext:
             new = on_blocks(update, inputs, self._group.axis)
         finally:
             self._applying = False
-        return [self.blocked.whole(x) if isinstance(x, Block) else x for x in new]
+        return [
+            old if x is there else self.blocked.whole(x) if isinstance(x, Block) else x
+            for x, there, old in zip(new, held, values, strict=True)
+        ]
 
     @property
     def is_applying(self) -> bool:

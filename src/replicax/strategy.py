@@ -18,7 +18,7 @@ from replicax.cluster.agreement import agree
 from replicax.cluster.workers import Workers
 from replicax.collectives import CrossDeviceOps, NcclAllReduce, ReduceOp
 from replicax.communication import CommunicationOptions
-from replicax.consistency import CreatedVariables, require_equal
+from replicax.consistency import of_all_workers, require_equal
 from replicax.devices import Device, check_cpu_pool
 from replicax.errors import ContextError
 from replicax.group import ReplicaGroup, mesh_of
@@ -32,6 +32,7 @@ from replicax.input import (
 )
 from replicax.input.values import stacked_values
 from replicax.keras import internals
+from replicax.labels import Labels
 from replicax.layouts import Layouts, ModelSplit
 from replicax.program import Program
 from replicax.rehearsal import Rehearsal, current_rehearsal
@@ -150,7 +151,7 @@ class Strategy:
         self._home = home or self._mirrored
         self._mirrors = home is None
         self._programs = ProgramCache()
-        self._created = CreatedVariables()
+        self.labels = Labels()
         self._check_every = check_replicas_every
         self._num_steps = 0
 
@@ -482,7 +483,7 @@ class Strategy:
             DivergenceError: Naming the variables that differ and the replicas.
         """
         if variables is None:
-            chosen = self._created.of_all_workers(self._workers)
+            chosen = of_all_workers(self.labels, self._workers)
         else:
             chosen = [v for v in variables if internals.has_value(v)]
             facts = {"the variables": [internals.described(v) for v in chosen]}
@@ -497,7 +498,7 @@ class Strategy:
         layout = self.layout(variable)
         if internals.layout_of(variable) != layout:
             internals.set_layout(variable, layout)
-        self._created.add(variable)
+        self.labels.add(variable)
 
     def slot_layout(
         self, path: str, shape: tuple[int, ...], aggregation: str

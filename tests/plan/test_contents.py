@@ -178,13 +178,13 @@ ASYNC = """HloModule m, is_scheduled=true
 
 ENTRY %main (x: f32[4]) -> f32[8] {
   %x = f32[4]{0} parameter(0)
-  %ags = (f32[4]{0}, f32[8]{0}) all-gather-start(%x), replica_groups=[2,2]<=[4]
+  %gather = (f32[4]{0}, f32[8]{0}) all-gather-start(%x), replica_groups=[2,2]<=[4]
   %ars = f32[4]{0} all-reduce-start(%x), replica_groups={}, to_apply=%add
   %rss = ((f32[4]{0}), f32[1]{0}) async-start(%x), calls=%wrapped
-  %agd = f32[8]{0} all-gather-done(%ags)
+  %gathered = f32[8]{0} all-gather-done(%gather)
   %ard = f32[4]{0} all-reduce-done(%ars)
   %rsd = f32[1]{0} async-done(%rss), calls=%wrapped
-  ROOT %r = f32[8]{0} copy(%agd)
+  ROOT %r = f32[8]{0} copy(%gathered)
 }
 """
 

@@ -16,6 +16,9 @@ from rich.console import Console
 import replicax as rx
 from replicax.errors import DeviceError
 from replicax.plan import Plan
+from replicax.plan.capture import Capture
+from replicax.plan.topology import find_topology
+from replicax.rehearsal import rehearsing
 
 TPUS = ["v4:2x2x1", "v5e:2x4", "v5e:16x16", "v5p:4x4x4", "v6e:4x4"]
 SIZES = {"cpu:4": 4, "cpu:8": 8, "v4:2x2x1": 4, "v5e:2x4": 8, "v5e:16x16": 256}
@@ -388,3 +391,45 @@ def test_json_report_and_figure(topology: str, tmp_path: Path) -> None:
     assert plan.rates.source[:30] in text
     plan.write_figure(tmp_path / "plan.png")
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+@hardware(["v5e:2x4"])
+def test_divided_updates_scatter_and_gather(topology: str) -> None:
+    plans = []
+    for shard_update in (False, True):
+        strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"], shard_update=shard_update)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((512,)), keras.layers.Dense(1024)])
+            model.compile(optimizer="adam", loss="mse")
+        batch = struct(512, 512), struct(512, 1024)
+        plans.append(rx.plan(strategy, model, batch, topology=topology))
+    whole, divided = plans
+    assert {c.kind for c in whole.collectives} == {"all-reduce"}
+    assert {c.kind for c in divided.collectives} >= {"reduce-scatter", "all-gather"}
+    # Of both slots, 7 of 8 chips' parts are gone.
+    slots = 2 * 4 * 512 * 1024
+    saved = whole.memory.arguments - divided.memory.arguments
+    assert saved == pytest.approx(slots * 7 / 8, rel=0.02)
+
+
+@hardware(["v5e:2x4"])
+def test_hierarchies_follow_the_hosts(topology: str) -> None:
+    ops = rx.HierarchicalCopyAllReduce()
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"], cross_device_ops=ops)
+    plan = rx.plan(
+        strategy, make_model(strategy), batch_for(topology), topology=topology
+    )
+    groups = {(c.group_size, c.num_groups, c.spans_hosts) for c in plan.collectives}
+    assert {(4, 2, False), (2, 4, True)} <= groups
+
+
+def test_one_plan_at_a_time() -> None:
+    strategy = local_strategy()
+    model = make_model(strategy)
+    outer = Capture(find_topology("cpu:2"))
+    with (
+        rehearsing(outer),
+        pytest.raises(RuntimeError, match="a plan is being made already"),
+    ):
+        rx.plan(strategy, model, batch_for("cpu:4"), topology="cpu:4")
+    assert strategy.num_replicas_in_sync == 2

@@ -46,9 +46,10 @@ def state(model: Any, optimizer: Any = None) -> dict[str, np.ndarray]:
     optimizer = optimizer or model.optimizer
     # In the order of their numbers, which a dict's keys are sorted by.
     variables = enumerate([*model.variables, *optimizer.variables])
-    # Keras numbers layers on; the same one is another in another model.
+    # Keras numbers layers on, and may forget the model's name when it loads one.
     return {
-        f"{i:02} {re.sub(r'_[0-9]+', '', v.name)}": np.asarray(v) for i, v in variables
+        f"{i:02} {re.sub(r'_[0-9]+|^sequential(_[0-9]+)?_', '', v.name)}": np.asarray(v)
+        for i, v in variables
     }
 
 

@@ -1,14 +1,14 @@
 """Before a program runs first: do all workers have the same one?"""
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from replicax.cluster.workers import Workers
+from replicax.digests import digest
 from replicax.errors import ClusterMismatchError
 
-__all__ = ["agree", "digest"]
+__all__ = ["agree"]
 
 
 def agree(workers: Workers, facts: Mapping[str, Any], what: str) -> None:
@@ -36,11 +36,6 @@ def agree(workers: Workers, facts: Mapping[str, Any], what: str) -> None:
         if len(set(column)) > 1:
             values = workers.exchange("difference", facts[name], timeout_seconds=10)
             raise ClusterMismatchError(_difference(workers, what, name, values))
-
-
-def digest(text: str) -> str:
-    """A short text that is the same on all workers if `text` is."""
-    return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
 
 class _Overtaken:

@@ -257,9 +257,9 @@ def _check_devices_not_started() -> None:
         jax.config.update(name, before)
     except RuntimeError as error:
         raise RuntimeError(
-            "MultiWorkerMirroredStrategy: JAX has already started this process' "
-            "devices alone. Create the strategy at the top of the script, before "
-            "any array, model, dataset on a device or other strategy."
+            "JAX has already started this process' devices alone. Create the strategy "
+            "at the top of the script, before any array, model, dataset on a device or "
+            "other strategy."
         ) from error
 
 

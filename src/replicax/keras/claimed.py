@@ -5,7 +5,6 @@ has claimed, so that each batch is trained on once, by whichever worker was free
 epoch ends for all when its batches are used up.
 """
 
-import hashlib
 import itertools
 import json
 import random
@@ -15,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from replicax.digests import digest
 from replicax.errors import ClusterMismatchError
 from replicax.input.split import leading_size
 from replicax.keras import internals
@@ -403,10 +403,10 @@ def _described(model: Any) -> dict[str, str]:
     """A model's variables, to be compared."""
     found = [internals.described(v) for v in model.variables]
     text = json.dumps(found)
-    digest = hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+    summary = digest(text)
     if len(text) > _SHOWN:
         text = f"{text[:_SHOWN]}... ({len(found)} variables)"
-    return {"digest": digest, "text": text}
+    return {"digest": summary, "text": text}
 
 
 def random_state() -> dict[str, Any]:

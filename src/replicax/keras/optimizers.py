@@ -41,9 +41,18 @@ def apply(
     if _divides(context):
         _divide(original, context, optimizer, list(grads), trainable_variables)
         return None
-    return context.apply_gradients(
+    result = context.apply_gradients(
         lambda grads: original(optimizer, grads, trainable_variables), list(grads)
     )
+    if context.divides_updates:  # Discovered here; made in parts, it takes them all.
+        for variable in _changed(optimizer, trainable_variables):
+            _ = variable.value
+    return result
+
+
+def _changed(optimizer: Any, variables: Any) -> list[Any]:
+    trained = trained_by(optimizer) if variables is None else variables
+    return Update(optimizer, tuple(trained), "").changed
 
 
 def _divides(context: Any) -> bool:
@@ -63,7 +72,7 @@ def _divide(
 ) -> None:
     """`optimizer.apply` where each replica makes a part of the update."""
     trained = trained_by(optimizer) if variables is None else variables
-    changed = Update(optimizer, tuple(trained), "").changed
+    changed = _changed(optimizer, trained)
     outer = current_scope()
 
     def make(values: list[Any], grads: list[Any]) -> list[Any]:

@@ -7,11 +7,12 @@ row, one after another.
 """
 
 import dataclasses
-import hashlib
 import json
 from typing import Any
 
 import numpy as np
+
+from replicax.digests import digest
 
 __all__ = ["Group", "Part"]
 
@@ -101,4 +102,4 @@ class Group:
     def digest(self) -> str:
         """A short text that is the same for equal groups."""
         text = json.dumps(self.to_json(), sort_keys=True)
-        return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+        return digest(text)

@@ -7,9 +7,16 @@ from typing import Any, Protocol
 import numpy as np
 
 from replicax.ps.groups import Group
+from replicax.ps.rounds import SyncPart
 from replicax.ps.wire import Allowed, WireError, dtype_named, exactly
 
-__all__ = ["StreamOperation", "TensorStore", "field", "store_operations"]
+__all__ = [
+    "StreamOperation",
+    "TensorStore",
+    "field",
+    "read_part",
+    "store_operations",
+]
 
 Vectors = dict[str, np.ndarray]
 
@@ -220,7 +227,7 @@ class _Push:
             sequence=header["sequence"],
             based_on=header["based_on"],
             vectors=vectors,
-            part=_sync_part(header.get("part")),
+            part=read_part(header.get("part")),
             deadline_seconds=header["deadline_seconds"],
         )
         answer = {
@@ -313,11 +320,10 @@ _PUSH_FIELDS: dict[str, tuple[type, ...]] = {
 }
 
 
-def _sync_part(value: dict[str, Any] | None) -> Any:
+def read_part(value: dict[str, Any] | None) -> SyncPart | None:
+    """What part of a step a request is for; None: of none."""
     if value is None:
         return None
-    from replicax.ps.store import SyncPart
-
     return SyncPart(
         step=field(value, "step", int),
         part=field(value, "part", int),

@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-import os
 import time
 import uuid
 from collections.abc import Mapping
@@ -15,7 +14,7 @@ from replicax.ps.board import Board
 from replicax.ps.connection import Connection, ConnectionLost
 from replicax.ps.credentials import Credentials
 from replicax.ps.server_tables import Tables
-from replicax.ps.service import Service
+from replicax.ps.service import Service, memory_bytes
 from replicax.ps.snapshots import Snapshots
 from replicax.ps.store import Store
 from replicax.ps.table_operations import table_actions, table_operations
@@ -57,7 +56,7 @@ def serve(
     address = config.cluster.task_address("ps", server)
     num_servers = config.cluster.num_tasks("ps")
     store = Store(server)
-    tables = Tables(server, num_servers, byte_limit=_memory_bytes())
+    tables = Tables(server, num_servers, byte_limit=memory_bytes())
     contents = _Contents(store, tables)
     board = None
     workers = [task.name for task in config.cluster.workers]
@@ -135,10 +134,6 @@ class _Contents:
         of_tables = meta.pop("tables", [])
         self.store.load_state({"meta": meta, "arrays": arrays})
         self.tables.load_state({"meta": of_tables, "arrays": arrays})
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _restore(snapshots: Snapshots, contents: _Contents, board: Board | None) -> None:

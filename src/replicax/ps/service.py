@@ -27,7 +27,7 @@ from replicax.ps.doorman import Doorman, peer_of
 from replicax.ps.limited_log import LimitedLog
 from replicax.ps.operations import StreamOperation, TensorStore, store_operations
 
-__all__ = ["Service"]
+__all__ = ["Service", "memory_bytes"]
 
 _logger = logging.getLogger("replicax")
 
@@ -78,7 +78,7 @@ class Service:
         self._store = store
         self._credentials = credentials
         self._on_event = on_event
-        limit = _memory_bytes() if byte_limit is None else byte_limit
+        limit = memory_bytes() if byte_limit is None else byte_limit
         self._operations = {
             **store_operations(store, server, limit),
             **(operations or {}),
@@ -332,5 +332,6 @@ def _check_free(address: str, bound: Address) -> None:
             ) from error
 
 
-def _memory_bytes() -> int:
+def memory_bytes() -> int:
+    """The memory of this machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -89,7 +89,6 @@ class Session:
         self._ended = threading.Event()
         self._failure: str | None = None
         self._left = False
-        self.stop_reason: str | None = None
         self.starts = 0
 
     @property
@@ -322,7 +321,6 @@ class Session:
         }
 
     def _note(self, answer: dict[str, Any]) -> None:
-        self.stop_reason = answer["stop"]
         self._failure = answer["failed"]
 
     def _beat(self, heartbeat_seconds: float) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from replicax.keras import internals
-from replicax.ps.labels import Label, Labels
+from replicax.labels import Label, Labels
 from replicax.ps.payloads import decode, encode
 
 __all__ = ["Sums"]

@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from replicax.ps.held import StoreError
-from replicax.ps.operations import StreamOperation, Vectors, field
-from replicax.ps.rounds import SyncPart
+from replicax.ps.operations import StreamOperation, Vectors, field, read_part
 from replicax.ps.server_tables import Tables, UnknownTable
 from replicax.ps.table_spec import TableError, TableSpec
 from replicax.ps.wire import Allowed, WireError
@@ -96,7 +95,7 @@ class _Push:
     def expected(self, header: Mapping[str, Any]) -> dict[str, Allowed]:
         for name, kinds in _PUSH_FIELDS.items():
             field(header, name, *kinds)
-        _read_part(header["part"])
+        read_part(header["part"])
         table, count = self.tables.get(header["table"]), header["num_rows"]
         most = self.tables.num_rows_here(table.spec)
         if not 0 <= count <= most:
@@ -117,7 +116,7 @@ class _Push:
         pushed = self.tables.push(
             header["table"],
             header["group"],
-            _read_part(header["part"]),
+            read_part(header["part"]),
             ids=vectors["ids"],
             gradients=vectors["gradients"].reshape(-1, table.spec.dim),
             worker=header["worker"],
@@ -152,14 +151,3 @@ def _read_spec(header: Mapping[str, Any]) -> TableSpec:
         return TableSpec(**{**spec, "rule": None})
     except _MALFORMED as error:
         raise WireError(f"the table is malformed: {error}") from error
-
-
-def _read_part(value: dict[str, Any] | None) -> SyncPart | None:
-    if value is None:
-        return None
-    return SyncPart(
-        step=field(value, "step", int),
-        part=field(value, "part", int),
-        num_parts=field(value, "num_parts", int),
-        weight=field(value, "weight", int, float, type(None)),
-    )

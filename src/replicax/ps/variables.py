@@ -1,7 +1,6 @@
 """Which of a program's variables lie on servers, and their way there and back."""
 
 import dataclasses
-import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,6 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from replicax import placement
+from replicax.digests import digest
 from replicax.keras import internals
 from replicax.ps.groups import Group
 from replicax.ps.optimizers import can_split, clip_before_push, optimizer_rule
@@ -390,7 +390,7 @@ class RemoteVariables:
     def _name(self, label: str, variables: Sequence[Any]) -> str:
         """The same on all workers, also on one that had no step of an earlier group."""
         paths = "\n".join(v.path for v in variables)
-        name = f"{label} {hashlib.blake2b(paths.encode(), digest_size=4).hexdigest()}"
+        name = f"{label} {digest(paths, 4)}"
         again = sum(g.group.name.startswith(name) for g, _ in self._groups)
         return f"{name} {again + 1}" if again else name
 

@@ -6,16 +6,16 @@ The other workers hear of it too, and evaluate with the values that are trained.
 """
 
 import dataclasses
-import hashlib
 from typing import Any
 
 import keras
 import numpy as np
 
+from replicax.digests import digest
 from replicax.errors import ClusterMismatchError
 from replicax.keras import internals
+from replicax.labels import Labels
 from replicax.ps.groups import Group
-from replicax.ps.labels import Labels
 from replicax.ps.session import Session
 
 __all__ = ["WantedGroups"]
@@ -57,8 +57,8 @@ class WantedGroups:
         labels = [self._labels.of(v) for v in variables]
         if optimizer is not None:
             labels.append(self._labels.of(optimizer.iterations))
-        digest = hashlib.blake2b(repr(labels).encode(), digest_size=4).hexdigest()
-        return f"{label} {digest}"
+        number = digest(repr(labels), 4)
+        return f"{label} {number}"
 
     def ask(self, group: Group, variables: list[Any], optimizer: Any = None) -> None:
         """Have the chief create a group, unless it has or somebody has asked."""

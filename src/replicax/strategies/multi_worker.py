@@ -11,7 +11,7 @@ import numpy as np
 
 from replicax import fingerprints
 from replicax._version import __version__
-from replicax.cluster.agreement import agree, digest
+from replicax.cluster.agreement import agree
 from replicax.cluster.config import check_cluster
 from replicax.cluster.deadlines import Deadlines
 from replicax.cluster.joining import join, join_detected
@@ -20,6 +20,7 @@ from replicax.cluster.workers import Workers
 from replicax.collectives import CrossDeviceOps
 from replicax.communication import CollectiveCommunication, CommunicationOptions
 from replicax.devices import Device, default_devices
+from replicax.digests import digest
 from replicax.errors import ClusterConfigError, DeviceError
 from replicax.keras import internals
 from replicax.program import Program

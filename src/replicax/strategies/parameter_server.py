@@ -16,7 +16,6 @@ from replicax.errors import ClusterConfigError, ClusterError
 from replicax.keras.claimed import ClaimedSteps, random_state, set_random_state
 from replicax.program import Program
 from replicax.ps.credentials import Credentials
-from replicax.ps.labels import Labels
 from replicax.ps.partition import Partitioner
 from replicax.ps.remote import Part
 from replicax.ps.rows import Rows
@@ -25,6 +24,7 @@ from replicax.ps.session import Session
 from replicax.ps.share import ServedShare
 from replicax.ps.timeouts import Timeouts
 from replicax.ps.variables import RemoteVariables
+from replicax.rehearsal import current_rehearsal
 from replicax.strategy import Strategy
 from replicax.variables import is_seed_state
 
@@ -100,6 +100,11 @@ class ParameterServerStrategy(Strategy):
         server_timeout_seconds: float = 300.0,
         grace_seconds: float = 120.0,
     ) -> None:
+        if current_rehearsal() is not None:
+            raise NotImplementedError(
+                "plan: the variables of ParameterServerStrategy live apart from its "
+                "replicas, which plans do not cover. Plan with rx.MirroredStrategy."
+            )
         config = _cluster(cluster_resolver)
         timeouts = Timeouts(
             start_up=startup_timeout_seconds,
@@ -126,7 +131,6 @@ class ParameterServerStrategy(Strategy):
         self.max_staleness = max_staleness
         self.session: Session | None = None
         self.keeps_values = False  # As inside of `fit`, which fetches them in time.
-        self.labels = Labels()
         self.coordinator: Any = None
         self._num_parts = len(workers) - backup_workers if sync else 1
         devices = default_devices()
@@ -250,11 +254,6 @@ class ParameterServerStrategy(Strategy):
     def remote(self) -> RemoteVariables:
         """This worker's variables that lie on servers."""
         return self._remote
-
-    def own(self, variable: Any) -> None:
-        """Mirror a variable that is created in this strategy's scope."""
-        super().own(variable)
-        self.labels.add(variable)
 
     def publish(self) -> None:
         """Send values that were assigned on the chief to the servers."""

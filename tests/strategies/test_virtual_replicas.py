@@ -1,0 +1,368 @@
+"""Several replicas on one device compute what they compute on devices of their own."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import replicax as rx
+from tests.strategies.parity import (
+    BATCH_SIZE,
+    assert_same,
+    batches,
+    compiled,
+    crossentropy,
+    data,
+    fitted,
+    functional_step,
+    looped,
+    network,
+    tape_step,
+)
+
+ARRANGEMENTS = [(8, 1), (4, 2), (2, 4), (1, 8)]
+OTHERS = ARRANGEMENTS[1:]
+NUM = 8
+
+
+def strategy_of(devices: int, each: int, **options: Any) -> rx.MirroredStrategy:
+    return rx.MirroredStrategy(
+        [f"cpu:{i}" for i in range(devices)], replicas_per_device=each, **options
+    )
+
+
+def with_each_layer() -> Any:
+    model = network(
+        layers.Dense(16),
+        layers.BatchNormalization(),
+        layers.BatchNormalization(synchronized=True),
+        layers.Activation("relu"),
+        layers.Dropout(0.3),
+    )
+    return compiled(model, keras.optimizers.SGD(0.1, 0.9), metrics=["accuracy"])
+
+
+@functools.cache
+def of_each_layer(devices: int, each: int) -> Any:
+    """What `fit`, `evaluate` and `predict` give."""
+    # Two whole batches, and one of 9 that three replicas share.
+    x, y = data(2 * BATCH_SIZE + 9)
+    model, result = fitted(
+        strategy_of(devices, each), with_each_layer, (x, y), epochs=2
+    )
+    options: Any = {"batch_size": 20, "verbose": 0}
+    return {
+        **result,
+        "evaluated": model.evaluate(x, y, **options),
+        "predicted": model.predict(x, **options),
+    }
+
+
+@pytest.mark.parametrize(("devices", "each"), OTHERS)
+def test_fit_evaluate_predict(devices: int, each: int) -> None:
+    # Sums over rows of one device are added in another order than sums over devices.
+    assert_same(of_each_layer(devices, each), of_each_layer(8, 1), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("devices", "each"), [(2, 4), (1, 8)])
+def test_several_steps_at_once(devices: int, each: int) -> None:
+    def make() -> Any:
+        model = network(layers.Dense(16), layers.Dropout(0.3))
+        return compiled(model, "sgd", steps_per_execution=2, metrics=["accuracy"])
+
+    model, actual = fitted(strategy_of(devices, each), make)
+    other, expected = fitted(strategy_of(8, 1), make)
+    assert_same(actual, expected)
+    x, _ = data(40)  # An execution of two batches, and one of half a batch.
+    np.testing.assert_allclose(
+        model.predict(x, batch_size=16, verbose=0),
+        other.predict(x, batch_size=16, verbose=0),
+        rtol=1e-5,
+        atol=1e-6,
+    )
+
+
+@pytest.mark.parametrize("make_step", [functional_step, tape_step])
+def test_loops(make_step: Any) -> None:
+    work = functools.partial(
+        looped, make_optimizer=lambda: keras.optimizers.Adam(0.01), make_step=make_step
+    )
+    expected = work(strategy_of(8, 1))
+    assert_same(work(strategy_of(2, 4)), expected)
+    assert_same(work(strategy_of(1, 8)), expected)
+
+
+@pytest.mark.parametrize(("devices", "each"), ARRANGEMENTS)
+def test_numbers_and_masks_do_not_depend_on_the_arrangement(
+    devices: int, each: int
+) -> None:
+    strategy = strategy_of(devices, each)
+    assert strategy.num_replicas_in_sync == NUM
+    with strategy.scope():
+        dropout = layers.Dropout(0.5, seed=3)
+        state = dropout.seed_generator.state
+
+    def step() -> Any:
+        context = rx.get_replica_context()
+        assert context.num_replicas_in_sync == NUM
+        mask = dropout(jnp.ones((4, 5)), training=True)
+        again = dropout(jnp.ones((4, 5)), training=True)
+        return context.replica_id_in_sync_group, mask, again
+
+    numbers, *masks = strategy.run(step)
+    np.testing.assert_array_equal(numbers.array, np.arange(NUM))
+    for values, expected in zip(masks, masks_on_eight_devices(), strict=True):
+        np.testing.assert_array_equal(values.array, expected)
+        assert len(np.unique(np.asarray(values.array), axis=0)) == NUM
+    strategy.run(step)
+    strategy.check_replicas()
+    np.testing.assert_array_equal(state, [3, 4])  # Four uses, the same for all.
+
+
+@functools.cache
+def masks_on_eight_devices() -> list[np.ndarray]:
+    strategy = strategy_of(8, 1)
+    with strategy.scope():
+        dropout = layers.Dropout(0.5, seed=3)
+
+    def step() -> Any:
+        return [dropout(jnp.ones((4, 5)), training=True) for _ in range(2)]
+
+    return [np.asarray(x.array) for x in strategy.run(step)]
+
+
+@pytest.mark.parametrize(("devices", "each"), ARRANGEMENTS)
+def test_replica_context(devices: int, each: int) -> None:
+    strategy = strategy_of(devices, each)
+    values = np.arange(NUM * 6, dtype="float32").reshape(NUM, 3, 2)
+
+    def merged(strategy: Any, per_replica: Any) -> Any:
+        total = strategy.reduce("sum", per_replica, axis=None)
+        return total, rx.PerReplica(per_replica.array + total)
+
+    def step(x: Any) -> Any:
+        context = rx.get_replica_context()
+        number = context.replica_id_in_sync_group
+        assert x.shape == (3, 2)
+        return {
+            "sum": context.all_reduce("sum", x),
+            "mean": context.all_reduce("mean", {"x": x, "number": number}),
+            "ints": context.all_reduce("sum", number),
+            "bools": context.all_reduce("sum", number > 2),
+            "rows": context.all_gather(x, 0),
+            "columns": context.all_gather([x], -1),
+            "merged": context.merge_call(merged, (x,)),
+            "mirrored": jnp.float32(3),
+        }
+
+    got = strategy.run(step, (rx.PerReplica(values),))
+    found = jax.tree.map(np.asarray, got)
+    total = values.sum(0)
+
+    def all_have(value: Any) -> np.ndarray:
+        return np.stack([np.asarray(value)] * NUM)
+
+    expected = {
+        "sum": all_have(total),
+        "mean": {"x": all_have(total / NUM), "number": all_have(np.float32(3.5))},
+        "ints": all_have(np.int32(28)),
+        "bools": all_have(np.int32(5)),
+        "rows": all_have(values.reshape(-1, 2)),
+        "columns": [all_have(np.concatenate(list(values), -1))],
+        "merged": (all_have(total), values + total),
+        "mirrored": all_have(np.float32(3)),
+    }
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    assert found["ints"].dtype == np.int32
+
+
+@pytest.mark.parametrize(("devices", "each"), ARRANGEMENTS)
+def test_results_outside(devices: int, each: int) -> None:
+    strategy = strategy_of(devices, each)
+
+    def value(context: Any) -> np.ndarray:
+        return np.full((2, 3), context.replica_id_in_sync_group, "float32")
+
+    values = strategy.experimental_distribute_values_from_function(value)
+    doubled = strategy.run(lambda x: 2 * x, (values,))
+    local = strategy.experimental_local_results(doubled)
+    assert [float(x[0, 0]) for x in local] == [2.0 * i for i in range(NUM)]
+    assert all(x.shape == (2, 3) for x in local)
+    total = strategy.reduce("sum", doubled, axis=None)
+    np.testing.assert_array_equal(total, np.full((2, 3), 56.0))
+    np.testing.assert_array_equal(strategy.reduce("mean", doubled, axis=1), [7.0, 7.0])
+    assert strategy.gather(doubled, axis=0).shape == (16, 3)
+    np.testing.assert_array_equal(
+        strategy.gather(doubled, axis=1)[0], np.repeat(2.0 * np.arange(NUM), 3)
+    )
+
+
+@pytest.mark.parametrize(("devices", "each"), ARRANGEMENTS)
+@pytest.mark.parametrize("remainder", ["drop", "pad"])
+def test_distributed_datasets(devices: int, each: int, remainder: str) -> None:
+    strategy = strategy_of(devices, each)
+    x = np.arange(35)
+    dataset = strategy.experimental_distribute_dataset(
+        x, batch_size=16, remainder=remainder
+    )
+    assert len(dataset) == (2 if remainder == "drop" else 3)
+    found, real = [], []
+    for batch in dataset:
+        batch, mask = batch if remainder == "pad" else (batch, None)
+        assert batch.array.shape[0] == NUM
+        found += np.asarray(batch.array).reshape(-1).tolist()
+        size = batch.array.size
+        real += [True] * size if mask is None else np.ravel(mask.array).tolist()
+        # Row i is on the device of replica i.
+        places = [s.device for s in batch.array.addressable_shards]
+        assert places == jax.devices()[:devices]
+    expected = 32 if remainder == "drop" else 35
+    assert [i for i, ok in zip(found, real, strict=True) if ok] == [*range(expected)]
+
+
+@pytest.mark.parametrize(("devices", "each"), ARRANGEMENTS)
+def test_datasets_from_a_function(devices: int, each: int) -> None:
+    strategy = strategy_of(devices, each)
+
+    def make(context: Any) -> Any:
+        assert context.num_replicas_in_sync == NUM
+        assert context.get_per_replica_batch_size(24) == 3
+        return [np.full(3, i) for i in range(2 * NUM + 1)]
+
+    steps = list(strategy.distribute_datasets_from_function(make))
+    assert [s.array[:, 0].tolist() for s in steps] == [[*range(8)], [*range(8, 16)]]
+    total = strategy.reduce("sum", strategy.run(jnp.sum, (steps[1],)), axis=None)
+    assert int(total) == 3 * sum(range(8, 16))
+
+
+def test_fit_takes_a_distributed_dataset() -> None:
+    def trained(devices: int, each: int) -> Any:
+        keras.utils.set_random_seed(1)
+        strategy = strategy_of(devices, each)
+        with strategy.scope():
+            model = compiled(network(), "sgd")
+        model.fit(batches(strategy), verbose=0)
+        return model.get_weights()
+
+    assert_same(trained(2, 4), trained(8, 1))
+
+
+def test_different_values_on_one_device_are_refused() -> None:
+    strategy = strategy_of(1, 2)
+    with strategy.scope():
+        variable = keras.Variable(0.0, name="mine")
+        first = keras.Variable(0.0, aggregation="only_first_replica")
+        mean = keras.Variable(0.0, aggregation="mean")
+        total = keras.Variable(1.0, aggregation="sum")
+
+    def number() -> Any:
+        return 1.0 + rx.get_replica_context().replica_id_in_sync_group
+
+    with pytest.raises(rx.DivergenceError, match="assigned to 'mine'"):
+        strategy.run(lambda: variable.assign(number()))
+
+    def allowed() -> None:
+        variable.assign(rx.get_replica_context().all_reduce("sum", number()))
+        first.assign(number())
+        mean.assign(number())
+        total.assign(total + number())
+
+    strategy.run(allowed)
+    assert [float(v.value) for v in (variable, first, mean, total)] == [3, 1, 1.5, 4]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: [layers.Reshape((8, 6)), layers.LSTM(5)],
+        lambda: [
+            layers.Reshape((4, 4, 3)),
+            layers.Conv2D(4, 3, padding="same", strides=2),
+            layers.DepthwiseConv2D(3),
+            layers.Conv2DTranspose(2, 2),
+            layers.MaxPooling2D(2),
+            layers.Flatten(),
+        ],
+        lambda: [
+            layers.Reshape((8, 6)),
+            layers.LayerNormalization(),
+            layers.Conv1D(4, 3),
+            layers.Flatten(),
+        ],
+    ],
+    ids=["LSTM", "convolutions", "one dimension"],
+)
+def test_layers(make: Any) -> None:
+    def model() -> Any:
+        return compiled(network(*make()), "sgd")
+
+    xy = data(BATCH_SIZE)
+    _, actual = fitted(strategy_of(2, 2), model, xy)
+    _, expected = fitted(strategy_of(4, 1), model, xy)
+    assert_same(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_inner_transformations() -> None:
+    """Scans, conditions, loops and `vmap` work under the one over replicas."""
+
+    def step(x: Any) -> Any:
+        number = rx.get_replica_context().replica_id_in_sync_group
+        scanned, _ = jax.lax.scan(lambda c, row: (c + row, None), jnp.zeros(2), x)
+        chosen = jax.lax.cond(number % 2 == 0, jnp.sin, jnp.cos, scanned)
+        looped = jax.lax.while_loop(
+            lambda c: c[0] < number, lambda c: (c[0] + 1, c[1] * 2), (0, chosen)
+        )[1]
+        total = rx.get_replica_context().all_reduce("sum", looped)
+        return total, jax.vmap(lambda row: jnp.sum(row * number))(x)
+
+    x = rx.PerReplica(np.arange(NUM * 6, dtype="float32").reshape(NUM, 3, 2))
+    expected = jax.tree.map(np.asarray, strategy_of(8, 1).run(step, (x,)))
+    for devices, each in [(2, 4), (1, 8)]:
+        actual = jax.tree.map(np.asarray, strategy_of(devices, each).run(step, (x,)))
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, rtol=1e-5), actual, expected
+        )
+
+
+def test_losses_count_all_replicas() -> None:
+    strategy = strategy_of(2, 4)
+    loss = crossentropy()
+
+    def step(x: Any, y: Any) -> Any:
+        share = loss(y, jnp.zeros((y.shape[0], 10)))
+        return rx.get_replica_context().all_reduce("sum", share)
+
+    (batch,) = batches(strategy, 1)
+    values = np.asarray(strategy.run(step, batch).array)
+    np.testing.assert_allclose(values, np.full(NUM, np.log(10)), rtol=1e-6)
+
+
+def test_one_replica_each_is_the_default() -> None:
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+    assert strategy.num_replicas_in_sync == 2
+    assert strategy.group.axes.names == ("replica",)
+    assert "each" not in repr(strategy)
+    assert "4 replicas each" in repr(strategy_of(2, 4))
+
+
+@pytest.mark.parametrize("number", [0, -1, 1.5, True, "2"], ids=repr)
+def test_bad_numbers_are_refused(number: Any) -> None:
+    with pytest.raises(ValueError, match="replicas_per_device must be a positive"):
+        rx.MirroredStrategy(["cpu:0"], replicas_per_device=number)
+
+
+def test_check_replicas_names_all_replicas_of_a_device() -> None:
+    strategy = strategy_of(2, 2)
+    with strategy.scope():
+        variable = keras.Variable(np.zeros(3), name="mine")
+    shards = [s.data for s in variable.value.addressable_shards]
+    variable._value = jax.make_array_from_single_device_arrays(
+        (3,), variable.value.sharding, [shards[0], shards[1] + 1]
+    )
+    with pytest.raises(rx.DivergenceError, match=r"'mine' on replicas \[2, 3\]"):
+        strategy.check_replicas([variable])
