@@ -1,12 +1,20 @@
 """Eight logical CPU devices for the whole run, and checks that tests clean up."""
 
-import replicax as rx
+import importlib.util
+import os
+from pathlib import Path
+
+if importlib.util.find_spec("libtpu") and not Path("/dev/nvidia0").exists():
+    # The TPU compiler is a package of the tests. Where it is installed, JAX looks for
+    # chips in every process, which takes a lock and prints warnings.
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import replicax as rx  # noqa: E402
 
 rx.set_logical_devices(8)
 
 import threading  # noqa: E402
 from collections.abc import Iterator  # noqa: E402
-from pathlib import Path  # noqa: E402
 
 import keras  # noqa: E402
 import numpy as np  # noqa: E402
