@@ -9,7 +9,7 @@ if importlib.util.find_spec("libtpu") and not Path("/dev/nvidia0").exists():
     # chips in every process, which takes a lock and prints warnings.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-import replicax as rx  # noqa: E402
+import replicax as rx
 
 rx.set_logical_devices(8)
 

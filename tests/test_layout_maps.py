@@ -79,7 +79,7 @@ def test_other_axes_are_refused(names: Any) -> None:
 
 @pytest.mark.parametrize("given", [3, "dense", [("w", ("model",))]], ids=repr)
 def test_other_types_are_refused(given: Any) -> None:
-    with pytest.raises(TypeError, match="layout_map must be a keras.distribution"):
+    with pytest.raises(TypeError, match=r"layout_map must be a keras\.distribution"):
         of(given)
 
 

@@ -3,12 +3,13 @@
 from typing import Any
 
 import jax
+import jax.core
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from replicax.rehearsal import current_rehearsal, is_described
 
-__all__ = ["gathered", "laid_out", "local_value", "rows"]
+__all__ = ["gathered", "is_spread", "laid_out", "local_value", "rows"]
 
 
 def laid_out(value: Any, sharding: NamedSharding) -> jax.Array:
@@ -28,6 +29,15 @@ def laid_out(value: Any, sharding: NamedSharding) -> jax.Array:
     shards = [jax.device_put(value[index], d) for d, index in places.items()]
     return jax.make_array_from_single_device_arrays(
         np.shape(value), sharding, shards, dtype=shards[0].dtype
+    )
+
+
+def is_spread(value: Any) -> bool:
+    """Whether this process has only some parts of an array."""
+    return isinstance(value, jax.Array) and not (
+        isinstance(value, jax.core.Tracer)
+        or value.is_fully_addressable
+        or value.is_fully_replicated
     )
 
 

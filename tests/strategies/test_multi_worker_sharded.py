@@ -90,3 +90,54 @@ def test_as_one_process_and_saved_for_it(tmp_path):
     path = results.returned["worker:0"]["path"]
     rx.Checkpoint(model=other).restore(path).assert_consumed()
     np.testing.assert_allclose(fitted(other, 1), second, rtol=1e-5)
+
+
+
+def trained_by(name, options, folder):
+    strategy = getattr(rx, name)(**options)
+    with strategy.scope():
+        model = made()
+    losses = fitted(model, 1)
+    kernel = model.layers[0].kernel.value
+    here = sum(s.data.nbytes for s in kernel.addressable_shards)
+    return {
+        "held": here / kernel.nbytes,
+        "losses": losses,
+        "weights": model.get_weights(),
+        "predicted": model.predict(X[:10], verbose=0),
+        "path": rx.Checkpoint(model=model).save(f"{folder}/{name}"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "num_replicas", "held"),
+    [
+        ("FullyShardedStrategy", {}, 4, 1 / 2),
+        ("ModelParallelStrategy", {"model_parallel": 2}, 2, 1),
+    ],
+)
+def test_weights_spread_over_workers(tmp_path, name, options, num_replicas, held):
+    results = replicax.testing.run(
+        trained_by,
+        num_workers=2,
+        logical_devices=2,
+        args=(name, options, str(tmp_path)),
+        deadline_seconds=150,
+    )
+    strategy = rx.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
+    with strategy.scope():
+        model = made()
+    losses = fitted(model, 1)
+    for result in results.returned.values():
+        np.testing.assert_allclose(result["losses"], losses, rtol=1e-5)
+        for ours, theirs in zip(result["weights"], model.get_weights(), strict=True):
+            # Sums in another order, and Adam divides small numbers by small ones.
+            np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+        predicted = model.predict(X[:10], verbose=0)
+        np.testing.assert_allclose(result["predicted"], predicted, rtol=1e-4, atol=1e-4)
+        assert result["held"] == held
+    path = results.returned["worker:0"]["path"]
+    rx.Checkpoint(model=model).restore(path).assert_consumed()
+    np.testing.assert_array_equal(
+        model.get_weights()[0], results.returned["worker:1"]["weights"][0]
+    )

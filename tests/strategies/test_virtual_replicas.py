@@ -161,7 +161,15 @@ def test_replica_context(devices: int, each: int) -> None:
         }
 
     got = strategy.run(step, (rx.PerReplica(values),))
-    found = jax.tree.map(np.asarray, got)
+    # Arrays in place of `PerReplica`s.
+    found = {
+        name: jax.tree.map(
+            lambda x: np.asarray(x.array),
+            x,
+            is_leaf=lambda x: isinstance(x, rx.PerReplica),
+        )
+        for name, x in got.items()
+    }
     total = values.sum(0)
 
     def all_have(value: Any) -> np.ndarray:
@@ -240,6 +248,8 @@ def test_datasets_from_a_function(devices: int, each: int) -> None:
     assert int(total) == 3 * sum(range(8, 16))
 
 
+# Keras says so whenever it does not know the length.
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
 def test_fit_takes_a_distributed_dataset() -> None:
     def trained(devices: int, each: int) -> Any:
         keras.utils.set_random_seed(1)
@@ -283,7 +293,7 @@ def test_different_values_on_one_device_are_refused() -> None:
         lambda: [
             layers.Reshape((4, 4, 3)),
             layers.Conv2D(4, 3, padding="same", strides=2),
-            layers.DepthwiseConv2D(3),
+            layers.DepthwiseConv2D(3, padding="same"),
             layers.Conv2DTranspose(2, 2),
             layers.MaxPooling2D(2),
             layers.Flatten(),

@@ -227,7 +227,7 @@ def to_host(
     spread, here = [], {}
     for slot in slots:
         x = slot.read()
-        if _is_spread(x):
+        if placement.is_spread(x):
             spread.append((slot.name, x))
         elif wanted:
             here[slot.name] = _one_copy(slot, x)
@@ -240,13 +240,6 @@ def to_host(
         if wanted:
             copies[name] = np.array(whole.addressable_data(0))
     return copies
-
-
-def _is_spread(x: Any) -> bool:
-    """Whether this process has parts of an array only."""
-    return isinstance(x, jax.Array) and not (
-        x.is_fully_addressable or x.is_fully_replicated
-    )
 
 
 def _one_copy(slot: ArraySlot, x: Any) -> Any:

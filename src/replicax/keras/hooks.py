@@ -4,6 +4,7 @@
 |---|---|
 | `JaxVariable._initialize` | mirrors variables created in a scope |
 | `JaxVariable._direct_assign` | keeps an assigned value's sharding exact |
+| `KerasVariable.__array__` | gathers what several workers have parts of |
 | `JAXTrainer.__init__` | remembers the strategy a model was made under |
 | `Trainer.compile`, `JAXTrainer.{fit,evaluate,predict,*_on_batch}` | run in its scope |
 | `JAXTrainer.make_{train,test,predict}_function` | replica programs for Keras' own |
@@ -32,6 +33,8 @@ from typing import Any
 import jax
 import jax.core
 import jax.numpy as jnp
+import numpy as np
+from keras.src.backend.common import KerasVariable
 from keras.src.backend.jax import nn as jax_nn
 from keras.src.backend.jax import trainer as jax_trainer
 from keras.src.backend.jax.core import JaxVariable
@@ -86,6 +89,7 @@ def install() -> None:
     _installed = True
     _wrap(JaxVariable, "_initialize", _initialize)
     _wrap(JaxVariable, "_direct_assign", _direct_assign)
+    _wrap(KerasVariable, "__array__", _on_host)
     trainer = jax_trainer.JAXTrainer
     _wrap(trainer, "__init__", _init_trainer)
     for name in _ENTRY_POINTS:
@@ -155,6 +159,18 @@ def _direct_assign(original: Any, variable: Any, value: Any) -> None:
     ):
         value = placement.laid_out(jnp.asarray(value, value.dtype), layout)
     original(variable, value)
+
+
+def _on_host(
+    original: Any, variable: Any, dtype: Any = None, copy: bool | None = None
+) -> Any:
+    value = variable._value
+    if placement.is_spread(value):
+        # Other workers have parts of it, and do the same now.
+        value = placement.gathered(value).addressable_data(0)
+        return np.array(value, dtype)
+    array = original(variable, dtype)
+    return np.array(array) if copy else array
 
 
 def _init_trainer(original: Any, model: Any, *args: Any, **kwargs: Any) -> None:

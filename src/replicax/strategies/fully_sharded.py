@@ -2,15 +2,16 @@
 
 from collections.abc import Sequence
 
+from replicax.cluster.resolvers import ClusterResolver
 from replicax.collectives import CrossDeviceOps
 from replicax.communication import CommunicationOptions
-from replicax.devices import Device, devices_of_one_kind
-from replicax.strategy import Strategy
+from replicax.devices import Device
+from replicax.strategies.multi_worker import MultiWorkerMirroredStrategy
 
 __all__ = ["FullyShardedStrategy"]
 
 
-class FullyShardedStrategy(Strategy):
+class FullyShardedStrategy(MultiWorkerMirroredStrategy):
     """Synchronous training of models that are larger than one device.
 
     Between steps every device holds a block of each weight and of the optimizer's
@@ -21,14 +22,28 @@ class FullyShardedStrategy(Strategy):
     A weight is divided along its largest dimension that the number of devices divides.
     Weights without one, and those of fewer than 1,024 elements, are on every device.
 
+    With `TF_CONFIG` or a resolver, blocks are spread over the devices of all workers.
+    To save a model is then a matter of all of them: `rx.Checkpoint` does it, and
+    `model.save` has to be called by every worker.
+
     Args:
-        devices: As for `rx.MirroredStrategy`.
-        cross_device_ops: Likewise.
-        communication_options: Likewise.
-        check_replicas_every: Likewise, for the variables that are on every device.
+        devices: As for `rx.MirroredStrategy`; on one machine only.
+        cluster_resolver: As for `rx.MultiWorkerMirroredStrategy`.
+        cross_device_ops: How gradients are summed over the replicas.
+        communication_options: What happens to gradients on their way.
+        check_replicas_every: Compare the replicas' variables, those that are whole on
+            every device, after every that many steps.
+        check_input: As for `rx.MultiWorkerMirroredStrategy`.
+        startup_timeout_seconds: Likewise.
+        step_timeout_seconds: Likewise.
+        heartbeat_timeout_seconds: Likewise.
+        shutdown_timeout_seconds: Likewise.
 
     Raises:
-        DeviceError: For an unknown, absent or repeated device, or several kinds.
+        DeviceError: For an unknown, absent or repeated device, several kinds, or
+            `devices` for several workers.
+        ClusterConfigError: As `rx.MultiWorkerMirroredStrategy`.
+        ClusterError: Likewise.
 
     Example:
         >>> import keras, replicax as rx
@@ -41,18 +56,31 @@ class FullyShardedStrategy(Strategy):
         True
     """
 
+    _shards_weights = True
+
     def __init__(
         self,
         devices: Sequence[str | Device] | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
         *,
+        cluster_resolver: ClusterResolver | None = None,
         communication_options: CommunicationOptions | None = None,
         check_replicas_every: int | None = None,
+        check_input: bool = True,
+        startup_timeout_seconds: float = 300.0,
+        step_timeout_seconds: float = 600.0,
+        heartbeat_timeout_seconds: float = 30.0,
+        shutdown_timeout_seconds: float = 300.0,
     ) -> None:
+        self._given_devices = devices
         super().__init__(
-            devices_of_one_kind(devices, "FullyShardedStrategy"),
-            cross_device_ops,
-            communication_options=communication_options,
-            shard_weights=True,
+            cluster_resolver,
+            communication_options,
+            cross_device_ops=cross_device_ops,
             check_replicas_every=check_replicas_every,
+            check_input=check_input,
+            startup_timeout_seconds=startup_timeout_seconds,
+            step_timeout_seconds=step_timeout_seconds,
+            heartbeat_timeout_seconds=heartbeat_timeout_seconds,
+            shutdown_timeout_seconds=shutdown_timeout_seconds,
         )

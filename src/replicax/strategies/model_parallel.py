@@ -4,17 +4,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from replicax import layout_maps
+from replicax.cluster.resolvers import ClusterResolver
 from replicax.collectives import CrossDeviceOps
 from replicax.communication import CommunicationOptions
-from replicax.devices import Device, devices_of_one_kind
+from replicax.devices import Device
 from replicax.errors import DeviceError
 from replicax.layouts import ModelSplit
-from replicax.strategy import Strategy
+from replicax.strategies.multi_worker import MultiWorkerMirroredStrategy
 
 __all__ = ["ModelParallelStrategy"]
 
 
-class ModelParallelStrategy(Strategy):
+class ModelParallelStrategy(MultiWorkerMirroredStrategy):
     """Synchronous training with the layers' weights split over devices.
 
     The devices are a grid: `model_parallel` of them work on one replica, each with its
@@ -22,26 +23,40 @@ class ModelParallelStrategy(Strategy):
     What is computed is what one device would compute; XLA adds the communication
     between a replica's devices. (Keras: `keras.distribution.ModelParallel`.)
 
+    With `TF_CONFIG` or a resolver, the replicas are those of all workers; the devices
+    of one replica are of one worker.
+
     Args:
         layout_map: How weights are split over the axis `"model"`: a
             `keras.distribution.LayoutMap`, or a dict of regular expressions on
             variables' paths, such as `rx.layout_maps.TRANSFORMER`. What no expression
             matches is whole on each device. None: every weight of 1,024 elements or
             more along its largest dimension that divides.
-        model_parallel: Number of devices that work on one replica. None: all.
-        devices: As for `rx.MirroredStrategy`. Neighbours work on the same replica.
+        model_parallel: Number of devices that work on one replica. None: all of a
+            worker.
+        devices: As for `rx.MirroredStrategy`; on one machine only. Neighbours work on
+            the same replica.
+        cluster_resolver: As for `rx.MultiWorkerMirroredStrategy`.
         cross_device_ops: How gradients are summed over the replicas.
         communication_options: What happens to gradients on their way.
         shard_update: Whether the replicas divide the optimizer's update as well.
-        check_replicas_every: Compare the replicas' variables after every that many
-            steps. None: only when `check_replicas` is called.
+        check_replicas_every: Compare the replicas' variables, those that are whole on
+            every device, after every that many steps.
+        check_input: As for `rx.MultiWorkerMirroredStrategy`.
+        startup_timeout_seconds: Likewise.
+        step_timeout_seconds: Likewise.
+        heartbeat_timeout_seconds: Likewise.
+        shutdown_timeout_seconds: Likewise.
 
     Raises:
-        DeviceError: For an unknown, absent or repeated device, several kinds, or a
-            number of devices that `model_parallel` does not divide.
+        DeviceError: For an unknown, absent or repeated device, several kinds, `devices`
+            for several workers, or a number of devices that `model_parallel` does not
+            divide.
         TypeError: For a `layout_map` of another type.
         ValueError: For packs of gradients, for other axis names in `layout_map`, and,
             when a weight is made, for a dimension that cannot be split.
+        ClusterConfigError: As `rx.MultiWorkerMirroredStrategy`.
+        ClusterError: Likewise.
 
     Example:
         >>> import keras, replicax as rx
@@ -58,41 +73,59 @@ class ModelParallelStrategy(Strategy):
         model_parallel: int | None = None,
         *,
         devices: Sequence[str | Device] | None = None,
+        cluster_resolver: ClusterResolver | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
         communication_options: CommunicationOptions | None = None,
         shard_update: bool = False,
         check_replicas_every: int | None = None,
+        check_input: bool = True,
+        startup_timeout_seconds: float = 300.0,
+        step_timeout_seconds: float = 600.0,
+        heartbeat_timeout_seconds: float = 30.0,
+        shutdown_timeout_seconds: float = 300.0,
     ) -> None:
         name = "ModelParallelStrategy"
-        found = devices_of_one_kind(devices, name)
-        num = len(found) if model_parallel is None else model_parallel
-        if type(num) is not int or num < 1:
+        if model_parallel is not None and (
+            type(model_parallel) is not int or model_parallel < 1
+        ):
             raise ValueError(
                 f"{name}: model_parallel must be a positive integer or None; got "
                 f"{model_parallel!r}."
             )
-        if len(found) % num:
-            raise DeviceError(
-                f"{name}: model_parallel={num} does not divide the {len(found)} "
-                "devices. Every replica needs the same number of them."
-            )
         packs = getattr(communication_options, "bytes_per_pack", 0)
-        packs = packs or getattr(cross_device_ops, "num_packs", 0) > 1
-        if packs:
+        if packs or getattr(cross_device_ops, "num_packs", 0) > 1:
             raise ValueError(
                 f"{name}: gradients cannot be packed (bytes_per_pack, num_packs): a "
                 "pack would gather gradients that are split over a replica's devices. "
                 "Leave it to XLA."
             )
+        self._layout_map = layout_map
+        self._model_parallel = model_parallel
+        self._given_devices = devices
         super().__init__(
-            found,
-            cross_device_ops,
-            communication_options=communication_options,
+            cluster_resolver,
+            communication_options,
+            cross_device_ops=cross_device_ops,
             shard_update=shard_update,
-            split=ModelSplit(
-                num_devices=num,
-                axis_name=layout_maps.MODEL_AXIS,
-                spec=layout_maps.rule(layout_map, num, name),
-            ),
             check_replicas_every=check_replicas_every,
+            check_input=check_input,
+            startup_timeout_seconds=startup_timeout_seconds,
+            step_timeout_seconds=step_timeout_seconds,
+            heartbeat_timeout_seconds=heartbeat_timeout_seconds,
+            shutdown_timeout_seconds=shutdown_timeout_seconds,
+        )
+
+    def _model_split(self, num_local: int) -> ModelSplit:
+        name = "ModelParallelStrategy"
+        num = num_local if self._model_parallel is None else self._model_parallel
+        if num_local % num:
+            raise DeviceError(
+                f"{name}: model_parallel={num} does not divide the {num_local} devices"
+                f"{' of a worker' if self.cluster_resolver else ''}. Every replica "
+                "needs the same number of them."
+            )
+        return ModelSplit(
+            num_devices=num,
+            axis_name=layout_maps.MODEL_AXIS,
+            spec=layout_maps.rule(self._layout_map, num, name),
         )

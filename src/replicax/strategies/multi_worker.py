@@ -19,10 +19,11 @@ from replicax.cluster.resolvers import ClusterResolver, default_resolver
 from replicax.cluster.workers import Workers
 from replicax.collectives import CrossDeviceOps
 from replicax.communication import CollectiveCommunication, CommunicationOptions
-from replicax.devices import Device, default_devices
+from replicax.devices import Device, default_devices, devices_of_one_kind
 from replicax.digests import digest
 from replicax.errors import ClusterConfigError, DeviceError
 from replicax.keras import internals
+from replicax.layouts import ModelSplit
 from replicax.program import Program
 from replicax.rehearsal import current_rehearsal
 from replicax.strategy import Strategy
@@ -78,6 +79,9 @@ class MultiWorkerMirroredStrategy(Strategy):
         1
     """
 
+    _given_devices: Sequence[str | Device] | None = None
+    _shards_weights = False
+
     def __init__(
         self,
         cluster_resolver: ClusterResolver | None = None,
@@ -115,6 +119,8 @@ class MultiWorkerMirroredStrategy(Strategy):
             communication_options=options,
             replicas_per_device=replicas_per_device,
             shard_update=shard_update,
+            shard_weights=self._shards_weights,
+            split=self._model_split(len(devices) // workers.count),
             check_replicas_every=check_replicas_every,
             workers=workers,
             check_input=check_input,
@@ -130,9 +136,20 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     def _find_devices(self, workers: Workers) -> list[Device]:
         """The replicas' devices, each worker's together."""
+        name = type(self).__name__
         if workers.count == 1:
-            return default_devices()
+            return devices_of_one_kind(self._given_devices, name)
+        if self._given_devices is not None:
+            raise DeviceError(
+                f"{name}: devices={list(self._given_devices)!r} names devices of one "
+                f"machine, but there are {workers.count} workers. Leave it out, and "
+                "hide devices with CUDA_VISIBLE_DEVICES."
+            )
         return sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
+
+    def _model_split(self, num_local: int) -> ModelSplit | None:
+        """How each replica's weights are split over some of a worker's devices."""
+        return None
 
     def __repr__(self) -> str:
         if self.num_workers == 1:

@@ -1,0 +1,294 @@
+"""Weights in blocks give what whole weights give."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+from keras import layers, optimizers
+
+import replicax as rx
+from tests.strategies.parity import (
+    BATCH_SIZE,
+    NUM_FEATURES,
+    NUM_UNITS,
+    assert_same,
+    batches,
+    blocks_of,
+    bytes_on,
+    compiled,
+    data,
+    fitted,
+    functional_step,
+    looped,
+    network,
+    state,
+    tape_step,
+)
+
+
+def fully_sharded(num: int = 2, **options: Any) -> rx.FullyShardedStrategy:
+    return rx.FullyShardedStrategy([f"cpu:{i}" for i in range(num)], **options)
+
+
+def mirrored(num: int = 2, **options: Any) -> rx.MirroredStrategy:
+    return rx.MirroredStrategy([f"cpu:{i}" for i in range(num)], **options)
+
+
+def convolutions() -> list[Any]:
+    return [
+        layers.Reshape((4, 4, 3)),
+        layers.Conv2D(40, 3, padding="same", use_bias=False),
+        layers.BatchNormalization(),
+        layers.Activation("relu"),
+        layers.Dropout(0.3),
+        layers.Flatten(),
+    ]
+
+
+LAYERS: dict[str, Any] = {
+    "dense": lambda: [],
+    "convolutions": convolutions,
+    "recurrent": lambda: [layers.Reshape((6, 8)), layers.LSTM(16)],
+    "frozen": lambda: [
+        layers.Dense(NUM_UNITS, trainable=False, name="frozen"),
+        layers.Dense(NUM_UNITS, activation="relu"),
+    ],
+}
+
+
+class Attention(layers.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = layers.MultiHeadAttention(4, 8)
+        self.norm = layers.LayerNormalization()
+
+    def build(self, shape: Any) -> None:
+        self.attention.build(shape, shape)
+        self.norm.build(shape)
+
+    def call(self, x: Any) -> Any:
+        return self.norm(x + self.attention(x, x))
+
+
+SLOW = {"recurrent"}
+LAYERS["attention"] = lambda: [
+    layers.Reshape((3, 16)),
+    layers.Dense(32),
+    Attention(),
+    layers.Flatten(),
+]
+
+
+@functools.cache
+def both(name: str) -> Any:
+    """A kind of model after `fit`, sharded and mirrored, with its results."""
+    # Two whole batches, and one of 9 which goes to one of the replicas.
+    xy = data(2 * BATCH_SIZE + 9 * (name == "dense"))
+
+    def make() -> Any:
+        optimizer = optimizers.SGD(0.1, 0.9, global_clipnorm=0.5)
+        if name == "dense":
+            optimizer = optimizers.Adam(0.01)
+        return compiled(network(*LAYERS[name]()), optimizer, metrics=["accuracy"])
+
+    return fitted(fully_sharded(), make, xy), fitted(mirrored(), make, xy)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name
+        for name in LAYERS
+    ],
+)
+def test_fit(name: str) -> None:
+    (_, actual), (_, expected) = both(name)
+    assert_same(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_evaluate_and_predict() -> None:
+    (model, _), (other, _) = both("convolutions")
+    x, y = data(40)
+    options: Any = {"batch_size": 16, "verbose": 0}
+    assert_same(
+        [model.evaluate(x, y, **options), model.predict(x, **options)],
+        [other.evaluate(x, y, **options), other.predict(x, **options)],
+        rtol=1e-4,
+        atol=1e-5,
+    )
+
+
+def test_each_device_holds_a_part() -> None:
+    (model, _), _ = both("dense")
+    kernel = model.layers[0].kernel
+    slots = [v for v in model.optimizer.variables if v.shape == kernel.shape]
+    assert len(slots) == 2
+    for variable in (kernel, *slots):
+        assert blocks_of(variable) == [(NUM_FEATURES // 2, NUM_UNITS)] * 2
+        for device in jax.devices()[:2]:
+            assert bytes_on([variable], device) == kernel.shape[0] * NUM_UNITS * 2
+    small = model.layers[1].kernel
+    assert blocks_of(small) == [(NUM_UNITS, 10)] * 2
+
+
+def test_frozen_weights_are_in_blocks_and_do_not_change() -> None:
+    (model, _), _ = both("frozen")
+    frozen = model.get_layer("frozen").kernel
+    assert blocks_of(frozen) == [(NUM_FEATURES // 2, NUM_UNITS)] * 2
+    with fully_sharded().scope():
+        keras.utils.set_random_seed(1)
+        before = network(*LAYERS["frozen"]()).layers[0].kernel
+    np.testing.assert_array_equal(frozen, before)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "SGD",
+        pytest.param("Lamb", marks=pytest.mark.slow),
+        pytest.param("Muon", marks=pytest.mark.slow),
+        pytest.param("Adafactor", marks=pytest.mark.slow),
+    ],
+)
+def test_loops(name: str) -> None:
+    def make() -> Any:
+        return getattr(optimizers, name)(0.05, use_ema=True, clipnorm=0.1)
+
+    assert_same(looped(fully_sharded(), make), looped(mirrored(), make))
+
+
+def test_tape() -> None:
+    def make() -> Any:
+        return optimizers.Adam(0.01)
+
+    assert_same(
+        looped(fully_sharded(4), make, tape_step), looped(mirrored(4), make, tape_step)
+    )
+
+
+def test_several_steps_and_accumulation() -> None:
+    def make() -> Any:
+        optimizer = optimizers.SGD(0.1, 0.9, gradient_accumulation_steps=2)
+        return compiled(network(), optimizer, steps_per_execution=2)
+
+    (_, actual), (_, expected) = fitted(fully_sharded(), make), fitted(mirrored(), make)
+    assert_same(actual, expected)
+
+
+def test_weights_are_whole_where_a_step_uses_them() -> None:
+    strategy = fully_sharded(4)
+    with strategy.scope():
+        model = network()
+    kernel = model.layers[0].kernel
+
+    def step() -> Any:
+        assert kernel.value.shape == (NUM_FEATURES, NUM_UNITS)
+        before = jnp.sum(kernel.value)
+        kernel.assign(kernel.value + 1)
+        return before, jnp.sum(kernel.value)
+
+    expected = np.asarray(kernel).sum()
+    before, after = strategy.run(step)
+    np.testing.assert_allclose(before.array, [expected] * 4, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(after.array, before.array + kernel.value.size, rtol=1e-5)
+    assert blocks_of(kernel) == [(NUM_FEATURES // 4, NUM_UNITS)] * 4
+
+
+def test_different_values_are_refused() -> None:
+    strategy = fully_sharded()
+    with strategy.scope():
+        kernel = network().layers[0].kernel
+
+    def step() -> None:
+        number = rx.get_replica_context().replica_id_in_sync_group
+        kernel.assign(kernel.value + number)
+
+    with pytest.raises(rx.DivergenceError, match="kernel"):
+        strategy.run(step)
+
+
+@pytest.mark.parametrize("written_by", ["blocks", "whole"])
+def test_files_fit_both(written_by: str, tmp_path: Any) -> None:
+    kinds = {"blocks": fully_sharded, "whole": mirrored}
+    model, _ = fitted(kinds[written_by](), lambda: compiled(network()))
+    path = rx.Checkpoint(model=model).write(tmp_path / "checkpoint")
+    model.save(tmp_path / "model.keras")
+    more = data(seed=1)
+    options: Any = {"batch_size": BATCH_SIZE, "verbose": 0, "shuffle": False}
+    model.fit(*more, **options)
+    expected = state(model)
+
+    strategy = kinds["whole" if written_by == "blocks" else "blocks"]()
+    with strategy.scope():
+        restored = compiled(network())
+        saved = keras.models.load_model(tmp_path / "model.keras")
+    rx.Checkpoint(model=restored).restore(path).assert_consumed()
+    for model in (restored, saved):
+        model.fit(*more, **options)
+        assert_same(state(model), expected)
+        first = NUM_FEATURES if written_by == "blocks" else NUM_FEATURES // 2
+        assert blocks_of(model.layers[0].kernel)[0] == (first, NUM_UNITS)
+
+
+def test_weights_outside() -> None:
+    """What Keras does with weights outside of steps works on blocks."""
+    strategy = fully_sharded()
+    with strategy.scope():
+        model = network()
+    weights = [np.ones_like(w) for w in model.get_weights()]
+    model.set_weights(weights)
+    kernel = model.layers[0].kernel
+    assert blocks_of(kernel) == [(NUM_FEATURES // 2, NUM_UNITS)] * 2
+    assert model.count_params() == sum(w.size for w in weights)
+    strategy.check_replicas()
+
+
+def test_one_device_is_plain() -> None:
+    def make() -> Any:
+        return optimizers.Adam(0.01)
+
+    assert_same(looped(fully_sharded(1), make), looped(mirrored(1), make))
+
+
+def test_the_step_gathers_weights_and_scatters_gradients() -> None:
+    strategy = fully_sharded(4)
+    with strategy.scope():
+        model, optimizer = network(), optimizers.Adam()
+        optimizer.build(model.trainable_variables)
+    texts: list[str] = []
+    original = strategy.call
+
+    def call(program: Any, values: Any, arrays: Any) -> Any:
+        texts.append(program.lower(values, arrays).compile().as_text())
+        return original(program, values, arrays)
+
+    strategy.call = call
+    (batch,) = batches(strategy, 1)
+    strategy.run(functional_step(model, optimizer), batch)
+    lines = texts[0].splitlines()
+
+    def shapes(kind: str) -> list[str]:
+        made = [x.split("= ")[1] for x in lines if f" {kind}(" in x]
+        return [x.lstrip("(").split("{")[0] for x in made]
+
+    assert "f32[12,32]" in shapes("reduce-scatter")
+    assert "f32[48,32]" in shapes("all-gather")
+    assert "f32[48,32]" not in shapes("all-reduce")
+
+
+def test_compression_and_hooks() -> None:
+    options = rx.CommunicationOptions(
+        gradient_hook=lambda grads: [None if g is None else 2 * g for g in grads]
+    )
+
+    def make() -> Any:
+        return optimizers.SGD(0.1)
+
+    assert_same(
+        looped(fully_sharded(communication_options=options), make),
+        looped(mirrored(communication_options=options), make),
+    )

@@ -1,0 +1,358 @@
+"""Weights that are split over a replica's devices give what one device gives."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+from keras import layers, optimizers
+
+import replicax as rx
+from tests.strategies.parity import (
+    BATCH_SIZE,
+    NUM_FEATURES,
+    assert_same,
+    blocks_of,
+    bytes_on,
+    compiled,
+    data,
+    fitted,
+    looped,
+    network,
+    state,
+    tape_step,
+)
+
+FOUR = [f"cpu:{i}" for i in range(4)]
+MAP = {
+    r".*/first/kernel": (None, "model"),
+    r".*/first/bias": ("model",),
+    r".*/second/kernel": ("model", None),
+}
+
+
+def parallel(layout_map: Any = None, num: int | None = 2, **options: Any) -> Any:
+    return rx.ModelParallelStrategy(layout_map, num, devices=FOUR, **options)
+
+
+def mirrored(num: int = 2) -> rx.MirroredStrategy:
+    return rx.MirroredStrategy(FOUR[:num])
+
+
+def two_layers() -> Any:
+    return network(
+        layers.Dense(64, activation="relu", name="first"),
+        layers.Dense(32, activation="relu", name="second"),
+    )
+
+
+def dense(optimizer: Any = "adam", **options: Any) -> Any:
+    return compiled(two_layers(), optimizer, metrics=["accuracy"], **options)
+
+
+@functools.cache
+def expected_of(make: Callable[[], Any], replicas: int, rows: int) -> Any:
+    return fitted(mirrored(replicas), make, data(rows))
+
+
+def same_as_mirrored(strategy: Any, make: Callable[[], Any], rows: int = 72) -> Any:
+    """Train under both, compare, and return the model that is split."""
+    model, actual = fitted(strategy, make, data(rows))
+    _, expected = expected_of(make, strategy.num_replicas_in_sync, rows)
+    # XLA adds up the parts of a product in another order.
+    assert_same(actual, expected, rtol=1e-4, atol=1e-5)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("layout_map", "num", "options"),
+    [
+        (MAP, 2, {}),
+        (MAP, 2, {"shard_update": True}),
+        (MAP, None, {}),
+        (MAP, 1, {}),
+        (None, 4, {}),
+        (rx.layout_maps.DENSE, 2, {}),
+    ],
+    ids=["map", "updates", "one replica", "whole", "automatic", "DENSE"],
+)
+def test_fit(layout_map: Any, num: int | None, options: Any) -> None:
+    if layout_map is rx.layout_maps.DENSE:  # Layers that Keras named.
+
+        def make() -> Any:
+            return compiled(network(layers.Dense(64), layers.Dense(32)))
+
+        same_as_mirrored(parallel(layout_map, num), make)
+        return
+    # A last batch of 9 rows does not divide.
+    same_as_mirrored(parallel(layout_map, num, **options), dense, 2 * BATCH_SIZE + 9)
+
+
+@functools.cache
+def trained_by_map(shard_update: bool) -> Any:
+    return fitted(parallel(MAP, 2, shard_update=shard_update), dense, data(BATCH_SIZE))
+
+
+def test_each_device_holds_its_part() -> None:
+    model, _ = trained_by_map(shard_update=False)
+    first, second, last = model.layers
+    assert blocks_of(first.kernel) == [(NUM_FEATURES, 32)] * 4
+    assert blocks_of(first.bias) == [(32,)] * 4
+    assert blocks_of(second.kernel) == [(32, 32)] * 4
+    assert blocks_of(second.bias) == [(32,)] * 4
+    assert blocks_of(last.kernel) == [(32, 10)] * 4
+    slots = [v for v in model.optimizer.variables if v.shape == first.kernel.shape]
+    assert [blocks_of(v) for v in slots] == [[(NUM_FEATURES, 32)] * 4] * 2
+    split = [first.kernel, first.bias, second.kernel]
+    total = sum(np.asarray(v).nbytes for v in split)
+    for device in jax.devices()[:4]:
+        assert bytes_on(split, device) == total // 2
+
+
+def test_replicas_divide_the_slots_as_well() -> None:
+    model, _ = trained_by_map(shard_update=True)
+    kernel = model.layers[0].kernel
+    assert blocks_of(kernel) == [(NUM_FEATURES, 32)] * 4
+    slots = [v for v in model.optimizer.variables if v.shape == kernel.shape]
+    assert [blocks_of(v) for v in slots] == [[(NUM_FEATURES // 2, 32)] * 4] * 2
+
+
+def test_a_map_of_keras() -> None:
+    mesh = keras.distribution.DeviceMesh((2, 2), ["batch", "model"], FOUR)
+    given = keras.distribution.LayoutMap(mesh)
+    for path, axes in MAP.items():
+        given[path] = axes
+    model = same_as_mirrored(parallel(given), dense)
+    assert blocks_of(model.layers[0].kernel) == [(NUM_FEATURES, 32)] * 4
+
+
+def test_evaluate_and_predict() -> None:
+    model, _ = trained_by_map(shard_update=False)
+    strategy = mirrored(2)
+    with strategy.scope():
+        whole = dense()
+    whole.set_weights(model.get_weights())
+    x, y = data(41)
+    options: Any = {"batch_size": 16, "verbose": 0}
+    predicted = model.predict(x, **options)
+    assert predicted.shape == (41, 10)
+    assert_same(
+        [model.evaluate(x, y, **options), predicted],
+        [whole.evaluate(x, y, **options), whole.predict(x, **options)],
+        rtol=1e-4,
+        atol=1e-5,
+    )
+
+
+def test_several_steps_at_once() -> None:
+    make = functools.partial(dense, "sgd", steps_per_execution=2)
+    model = same_as_mirrored(parallel(MAP), make)
+    x, _ = data(32)
+    several = model.predict(x, batch_size=8, verbose=0)
+    np.testing.assert_allclose(
+        several, model.predict(x, batch_size=32, verbose=0), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_attention() -> None:
+    def make() -> Any:
+        inputs = keras.Input((NUM_FEATURES,))
+        x = layers.Reshape((6, 8))(inputs)
+        x = layers.LayerNormalization()(x + layers.MultiHeadAttention(4, 8)(x, x))
+        x = x + layers.Dense(8)(layers.Dense(32, activation="gelu")(x))
+        outputs = layers.Dense(10)(layers.Flatten()(x))
+        return compiled(keras.Model(inputs, outputs), optimizers.SGD(0.1, 0.9))
+
+    model = same_as_mirrored(parallel(rx.layout_maps.TRANSFORMER), make, BATCH_SIZE)
+    kernels = {v.path: blocks_of(v)[0] for v in model.weights if "query" in v.path}
+    assert sorted(kernels.values()) == [(2, 8), (8, 2, 8)]
+    assert any(
+        "momentum" in v.path and "query" in v.path for v in model.optimizer.variables
+    )
+
+
+def test_convolutions_and_statistics() -> None:
+    def make() -> Any:
+        model = network(
+            layers.Reshape((4, 4, 3)),
+            layers.Conv2D(64, 3, padding="same", use_bias=False),
+            layers.BatchNormalization(),
+            layers.Activation("relu"),
+            layers.GlobalAveragePooling2D(),
+        )
+        return compiled(model, optimizers.SGD(0.1))
+
+    model = same_as_mirrored(parallel(), make, BATCH_SIZE)
+    assert blocks_of(model.layers[1].kernel) == [(3, 3, 3, 32)] * 4
+
+
+def test_embedding_and_recurrent_layer() -> None:
+    x = np.random.default_rng(0).integers(0, 100, (BATCH_SIZE, 5)).astype("int32")
+    y = x[:, 0] % 10
+
+    def make() -> Any:
+        return compiled(
+            keras.Sequential(
+                [
+                    keras.Input((5,), dtype="int32"),
+                    layers.Embedding(100, 16),
+                    layers.GRU(16),
+                    layers.Dense(10),
+                ]
+            ),
+            optimizers.SGD(0.5),
+        )
+
+    model, actual = fitted(parallel(rx.layout_maps.EMBEDDING), make, (x, y))
+    _, expected = fitted(mirrored(2), make, (x, y))
+    assert_same(actual, expected, rtol=1e-4, atol=1e-5)
+    assert blocks_of(model.layers[0].embeddings) == [(100, 8)] * 4
+
+
+@pytest.mark.parametrize("make_step", [None, tape_step], ids=["function", "tape"])
+def test_loops(make_step: Any) -> None:
+    def make() -> Any:
+        return optimizers.Adam(0.01, global_clipnorm=0.1)
+
+    assert_same(
+        looped(parallel(None, 2), make, make_step),
+        looped(mirrored(2), make, make_step),
+        rtol=1e-4,
+        atol=1e-5,
+    )
+
+
+def test_replica_context_sees_replicas_only() -> None:
+    strategy = parallel(num=2)
+    assert strategy.num_replicas_in_sync == 2
+    assert repr(strategy) == "ModelParallelStrategy(cpu:0+cpu:1, cpu:2+cpu:3)"
+
+    def step(x: Any) -> Any:
+        context = rx.get_replica_context()
+        assert context.num_replicas_in_sync == 2
+        number = context.replica_id_in_sync_group
+        return number, context.all_reduce("sum", x), context.all_gather(x[None], 0)
+
+    x = rx.PerReplica(np.array([3.0, 4.0], "float32"))
+    numbers, sums, rows = strategy.run(step, (x,))
+    assert [int(i) for i in strategy.experimental_local_results(numbers)] == [0, 1]
+    np.testing.assert_array_equal(sums.array, [7, 7])
+    np.testing.assert_array_equal(rows.array, [[3, 4], [3, 4]])
+    assert float(strategy.reduce("mean", sums, axis=None)) == 7
+
+
+def test_different_values_are_refused() -> None:
+    strategy = parallel(num=2)
+    with strategy.scope():
+        kernel = network().layers[0].kernel
+
+    def step() -> None:
+        kernel.assign(kernel + rx.get_replica_context().replica_id_in_sync_group)
+
+    with pytest.raises(rx.DivergenceError, match="kernel"):
+        strategy.run(step)
+
+
+def test_check_replicas() -> None:
+    strategy = parallel(MAP, 2)
+    with strategy.scope():
+        model = two_layers()
+    strategy.check_replicas()
+    kernel = model.layers[0].kernel
+    shards = [s.data for s in kernel.value.addressable_shards]
+    shards[3] = shards[3] + 1  # Of the second replica.
+    kernel._value = jax.make_array_from_single_device_arrays(
+        kernel.value.shape, kernel.value.sharding, shards
+    )
+    with pytest.raises(rx.DivergenceError, match=r"first/kernel' on replicas \[1\]"):
+        strategy.check_replicas()
+
+
+@pytest.mark.parametrize("written_by", ["parts", "whole"])
+def test_files_fit_both(written_by: str, tmp_path: Any) -> None:
+    kinds = {"parts": lambda: parallel(MAP, 2), "whole": mirrored}
+    model, _ = fitted(kinds[written_by](), dense, data(BATCH_SIZE))
+    path = rx.Checkpoint(model=model).write(tmp_path / "checkpoint")
+    model.save(tmp_path / "model.keras")
+    expected = state(model)
+    other = kinds["whole" if written_by == "parts" else "parts"]()
+    with other.scope():
+        restored = dense()
+        loaded = keras.models.load_model(tmp_path / "model.keras")
+    rx.Checkpoint(model=restored).restore(path).assert_consumed()
+    assert_same(state(restored), expected, rtol=0, atol=0)
+    assert_same(loaded.get_weights(), model.get_weights(), rtol=0, atol=0)
+    columns = 64 if written_by == "parts" else 32
+    for model in (restored, loaded):
+        assert blocks_of(model.layers[0].kernel)[0] == (NUM_FEATURES, columns)
+
+
+def test_products_are_computed_in_parts() -> None:
+    """No device computes with a whole weight."""
+    strategy = parallel(MAP, 4)
+    with strategy.scope():
+        model = two_layers()
+    texts: list[str] = []
+    original = strategy.call
+
+    def call(program: Any, values: Any, arrays: Any) -> Any:
+        texts.append(program.lower(values, arrays).compile().as_text())
+        return original(program, values, arrays)
+
+    strategy.call = call
+    strategy.run(lambda x: jnp.sum(model(x)), (np.ones((8, NUM_FEATURES), "float32"),))
+    assert "f32[48,16]" in texts[0]
+    assert "f32[48,64]" not in texts[0]
+    assert "f32[8,64]" not in texts[0]
+
+
+# Refusals.
+
+
+@pytest.mark.parametrize("num", [3, 8])
+def test_devices_do_not_divide(num: int) -> None:
+    with pytest.raises(
+        rx.DeviceError, match=f"model_parallel={num} does not divide the 4 devices"
+    ):
+        parallel(num=num)
+
+
+@pytest.mark.parametrize("num", [0, -2, 1.0, True, "2"], ids=repr)
+def test_bad_numbers(num: Any) -> None:
+    with pytest.raises(ValueError, match="model_parallel must be a positive integer"):
+        parallel(num=num)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"communication_options": rx.CommunicationOptions(bytes_per_pack=1024)},
+        {"cross_device_ops": rx.NcclAllReduce(num_packs=2)},
+    ],
+    ids=["bytes_per_pack", "num_packs"],
+)
+def test_packs_are_refused(options: Any) -> None:
+    with pytest.raises(ValueError, match="gradients cannot be packed"):
+        parallel(**options)
+
+
+def test_other_axes_are_refused() -> None:
+    with pytest.raises(ValueError, match="only axis that weights are split over"):
+        parallel({"kernel": ("batch", None)})
+
+
+def test_maps_that_do_not_fit() -> None:
+    with (
+        parallel({".*kernel": (None, "model")}, 4).scope(),
+        pytest.raises(ValueError, match=r"dimension 1 of .*kernel' \(4, 6\) over 4"),
+    ):
+        layers.Dense(6).build((None, 4))
+    with (
+        parallel({".*kernel": (None, "model"), ".*dense.*": ("model", None)}).scope(),
+        pytest.raises(ValueError, match="matches several expressions"),
+    ):
+        layers.Dense(6).build((None, 4))
