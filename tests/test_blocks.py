@@ -183,7 +183,15 @@ FUNCTIONS: dict[str, Callable[..., list[Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("dims", [(0, 0), (1, 0), (None, 1)], ids=str)
+@pytest.mark.parametrize(
+    "dims",
+    [
+        (1, 0),
+        pytest.param((0, 0), marks=pytest.mark.slow),
+        pytest.param((None, 1), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_same_as_whole(name: str, dims: Dims) -> None:
     rng = np.random.default_rng(0)
@@ -219,9 +227,7 @@ def cases(draw: Any) -> tuple[int, list[tuple[int, ...]], list[int | None], Any]
     )
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
-@given(case=cases())
-def test_any_shape(case: Any) -> None:
+def check_shape(case: Any) -> None:
     num, shapes, dims, (axes, order) = case
 
     def fn(x: Any, y: Any) -> list[Any]:
@@ -237,6 +243,19 @@ def test_any_shape(case: Any) -> None:
     rng = np.random.default_rng(2)
     arrays = [rng.normal(size=shape).astype("float32") for shape in shapes]
     assert_as_whole(fn, arrays, dims, num)
+
+
+@settings(max_examples=4, deadline=None, derandomize=True)
+@given(case=cases())
+def test_any_shape(case: Any) -> None:
+    check_shape(case)
+
+
+@pytest.mark.slow
+@settings(max_examples=40, deadline=None)
+@given(case=cases())
+def test_more_shapes(case: Any) -> None:
+    check_shape(case)
 
 
 def test_not_a_number_is_noticed_by_all() -> None:

@@ -175,6 +175,14 @@ def test_mistakes_are_found_before_the_first_batch(mesh):
         DistributedDataset(X, mesh)
     with pytest.raises(TypeError, match="got int 3"):
         DistributedDataset(3, mesh)
+    with pytest.raises(ValueError, match="num_replicas=6 on 4 devices"):
+        DistributedDataset(X, mesh, batch_size=12, num_replicas=6)
+
+
+def test_several_replicas_on_a_device(mesh):
+    (batch,) = DistributedDataset(X[:16], mesh, batch_size=16, num_replicas=8)
+    np.testing.assert_array_equal(batch.array, X[:16].reshape(8, 2, *X.shape[1:]))
+    assert [s.data.shape[0] for s in batch.array.addressable_shards] == [2] * 4
 
 
 def test_unknown_length(mesh):

@@ -28,10 +28,11 @@ from tests.strategies.parity import (
 )
 
 FOUR = [f"cpu:{i}" for i in range(4)]
+# Models that Keras loads from files have paths without the model's name.
 MAP = {
-    r".*/first/kernel": (None, "model"),
-    r".*/first/bias": ("model",),
-    r".*/second/kernel": ("model", None),
+    r"(.*/)?first/kernel": (None, "model"),
+    r"(.*/)?first/bias": ("model",),
+    r"(.*/)?second/kernel": ("model", None),
 }
 
 
@@ -72,11 +73,11 @@ def same_as_mirrored(strategy: Any, make: Callable[[], Any], rows: int = 72) -> 
     ("layout_map", "num", "options"),
     [
         (MAP, 2, {}),
-        (MAP, 2, {"shard_update": True}),
+        pytest.param(MAP, 2, {"shard_update": True}, marks=pytest.mark.slow),
         (MAP, None, {}),
-        (MAP, 1, {}),
-        (None, 4, {}),
-        (rx.layout_maps.DENSE, 2, {}),
+        pytest.param(MAP, 1, {}, marks=pytest.mark.slow),
+        pytest.param(None, 4, {}, marks=pytest.mark.slow),
+        pytest.param(rx.layout_maps.DENSE, 2, {}, marks=pytest.mark.slow),
     ],
     ids=["map", "updates", "one replica", "whole", "automatic", "DENSE"],
 )
@@ -121,6 +122,7 @@ def test_replicas_divide_the_slots_as_well() -> None:
     assert [blocks_of(v) for v in slots] == [[(NUM_FEATURES // 2, 32)] * 4] * 2
 
 
+@pytest.mark.slow
 def test_a_map_of_keras() -> None:
     mesh = keras.distribution.DeviceMesh((2, 2), ["batch", "model"], FOUR)
     given = keras.distribution.LayoutMap(mesh)
@@ -148,6 +150,7 @@ def test_evaluate_and_predict() -> None:
     )
 
 
+@pytest.mark.slow
 def test_several_steps_at_once() -> None:
     make = functools.partial(dense, "sgd", steps_per_execution=2)
     model = same_as_mirrored(parallel(MAP), make)
@@ -158,6 +161,24 @@ def test_several_steps_at_once() -> None:
     )
 
 
+def test_heads() -> None:
+    x = np.random.default_rng(0).normal(size=(4, 6, 8)).astype("float32")
+
+    def outputs(strategy: Any) -> Any:
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            layer = layers.MultiHeadAttention(4, 8)
+            layer.build(x.shape, x.shape)
+        return layer, np.asarray(strategy.run(lambda x: layer(x, x), (x,)).array)
+
+    layer, actual = outputs(parallel(rx.layout_maps.TRANSFORMER))
+    _, expected = outputs(mirrored(2))
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
+    assert blocks_of(layer.query_dense.kernel) == [(8, 2, 8)] * 4
+    assert blocks_of(layer.output_dense.kernel) == [(2, 8, 8)] * 4
+
+
+@pytest.mark.slow
 def test_attention() -> None:
     def make() -> Any:
         inputs = keras.Input((NUM_FEATURES,))
@@ -175,6 +196,7 @@ def test_attention() -> None:
     )
 
 
+@pytest.mark.slow
 def test_convolutions_and_statistics() -> None:
     def make() -> Any:
         model = network(
@@ -190,6 +212,7 @@ def test_convolutions_and_statistics() -> None:
     assert blocks_of(model.layers[1].kernel) == [(3, 3, 3, 32)] * 4
 
 
+@pytest.mark.slow
 def test_embedding_and_recurrent_layer() -> None:
     x = np.random.default_rng(0).integers(0, 100, (BATCH_SIZE, 5)).astype("int32")
     y = x[:, 0] % 10
@@ -213,7 +236,11 @@ def test_embedding_and_recurrent_layer() -> None:
     assert blocks_of(model.layers[0].embeddings) == [(100, 8)] * 4
 
 
-@pytest.mark.parametrize("make_step", [None, tape_step], ids=["function", "tape"])
+@pytest.mark.parametrize(
+    "make_step",
+    [pytest.param(None, marks=pytest.mark.slow), tape_step],
+    ids=["function", "tape"],
+)
 def test_loops(make_step: Any) -> None:
     def make() -> Any:
         return optimizers.Adam(0.01, global_clipnorm=0.1)
@@ -272,7 +299,9 @@ def test_check_replicas() -> None:
         strategy.check_replicas()
 
 
-@pytest.mark.parametrize("written_by", ["parts", "whole"])
+@pytest.mark.parametrize(
+    "written_by", ["parts", pytest.param("whole", marks=pytest.mark.slow)]
+)
 def test_files_fit_both(written_by: str, tmp_path: Any) -> None:
     kinds = {"parts": lambda: parallel(MAP, 2), "whole": mirrored}
     model, _ = fitted(kinds[written_by](), dense, data(BATCH_SIZE))
