@@ -12,7 +12,15 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-__all__ = ["ATTENTION", "DENSE", "EMBEDDING", "TRANSFORMER", "largest_axis", "rule"]
+__all__ = [
+    "ATTENTION",
+    "DENSE",
+    "EMBEDDING",
+    "TRANSFORMER",
+    "largest_axis",
+    "matches_nothing",
+    "rule",
+]
 
 MODEL_AXIS = "model"
 
@@ -77,29 +85,48 @@ def rule(layout_map: Any, num_devices: int, caller: str) -> Rule:
                 "none. Batches are split over the replicas by themselves."
             )
 
-    def of_path(path: str, shape: tuple[int, ...]) -> PartitionSpec:
-        matching = [p for p in axes if p == path] or [
-            p for p in axes if re.fullmatch(p, path)
+    return _ByPath(axes, num_devices, caller)
+
+
+class _ByPath:
+    """A layout map's rule; remembers whether anything matched it."""
+
+    def __init__(
+        self, axes: Mapping[str, tuple[str | None, ...]], num_devices: int, caller: str
+    ) -> None:
+        self._axes = axes
+        self._num_devices = num_devices
+        self._caller = caller
+        self.has_matched = False
+
+    def __call__(self, path: str, shape: tuple[int, ...]) -> PartitionSpec:
+        matching = [p for p in self._axes if p == path] or [
+            p for p in self._axes if re.fullmatch(p, path)
         ]
         if len(matching) > 1:
             raise ValueError(
-                f"{caller}: {path!r} matches several expressions of layout_map, "
+                f"{self._caller}: {path!r} matches several expressions of layout_map, "
                 f"{matching}. Make them match one path only once."
             )
-        names = axes[matching[0]] if matching else ()
+        names = self._axes[matching[0]] if matching else ()
         # A slot may have fewer dimensions than its weight.
         if not matching or len(names) != len(shape):
             return PartitionSpec()
         for dim, name in enumerate(names):
-            if name is not None and shape[dim] % num_devices:
+            if name is not None and shape[dim] % self._num_devices:
                 raise ValueError(
-                    f"{caller}: layout_map[{matching[0]!r}] splits dimension {dim} of "
-                    f"{path!r} {shape} over {num_devices} devices, which does not "
-                    "divide it. Choose another dimension or another model_parallel."
+                    f"{self._caller}: layout_map[{matching[0]!r}] splits dimension "
+                    f"{dim} of {path!r} {shape} over {self._num_devices} devices, "
+                    "which does not divide it. Choose another dimension or another "
+                    "model_parallel."
                 )
+        self.has_matched = True
         return PartitionSpec(*names)
 
-    return of_path
+
+def matches_nothing(rule: Rule) -> bool:
+    """Whether a layout map was given, and no weight had a path that it names."""
+    return isinstance(rule, _ByPath) and not rule.has_matched
 
 
 def largest_axis(shape: tuple[int, ...], num_devices: int) -> PartitionSpec:

@@ -385,3 +385,15 @@ def test_maps_that_do_not_fit() -> None:
         pytest.raises(ValueError, match="matches several expressions"),
     ):
         layers.Dense(6).build((None, 4))
+
+
+def test_a_map_that_matches_nothing_is_said_once(caplog: Any) -> None:
+    strategy = rx.ModelParallelStrategy({"no/such/path": (None, "model")}, 2)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), layers.Dense(2)])
+        model.compile("sgd", "mse")
+    x = np.ones((8, 4), "float32")
+    model.fit(x, x[:, :2], verbose=0)
+    model.evaluate(x, x[:, :2], verbose=0)
+    (record,) = [r for r in caplog.records if "layout_map" in r.getMessage()]
+    assert "sequential" in record.getMessage()

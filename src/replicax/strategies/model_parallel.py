@@ -1,5 +1,6 @@
 """ModelParallelStrategy: each replica's weights are split over several devices."""
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,9 +11,12 @@ from replicax.communication import CommunicationOptions
 from replicax.devices import Device
 from replicax.errors import DeviceError
 from replicax.layouts import ModelSplit
+from replicax.program import Program
 from replicax.strategies.multi_worker import MultiWorkerMirroredStrategy
 
 __all__ = ["ModelParallelStrategy"]
+
+_logger = logging.getLogger("replicax")
 
 
 class ModelParallelStrategy(MultiWorkerMirroredStrategy):
@@ -99,6 +103,7 @@ class ModelParallelStrategy(MultiWorkerMirroredStrategy):
                 "pack would gather gradients that are split over a replica's devices. "
                 "Leave it to XLA."
             )
+        self._is_first = True
         self._layout_map = layout_map
         self._model_parallel = model_parallel
         self._given_devices = devices
@@ -124,8 +129,19 @@ class ModelParallelStrategy(MultiWorkerMirroredStrategy):
                 f"{' of a worker' if self.cluster_resolver else ''}. Every replica "
                 "needs the same number of them."
             )
+        self._rule = layout_maps.rule(self._layout_map, num, name)
         return ModelSplit(
-            num_devices=num,
-            axis_name=layout_maps.MODEL_AXIS,
-            spec=layout_maps.rule(self._layout_map, num, name),
+            num_devices=num, axis_name=layout_maps.MODEL_AXIS, spec=self._rule
         )
+
+    def _meet(
+        self, program: Program, values: Sequence[Any], arrays: Sequence[Any]
+    ) -> None:
+        super()._meet(program, values, arrays)
+        if self._is_first and layout_maps.matches_nothing(self._rule):
+            _logger.warning(
+                "ModelParallelStrategy: no variable's path matches an expression of "
+                "layout_map, so every weight is whole on each device. The paths: %s.",
+                ", ".join(v.path for v in program.variables[:5]),
+            )
+        self._is_first = False
