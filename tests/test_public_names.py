@@ -53,6 +53,7 @@ PUBLIC_NAMES = [
     "compute_average_loss",
     "config",
     "experimental",
+    "feature_column",
     "get_replica_context",
     "get_strategy",
     "has_strategy",

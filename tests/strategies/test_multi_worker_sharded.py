@@ -92,7 +92,6 @@ def test_as_one_process_and_saved_for_it(tmp_path):
     np.testing.assert_allclose(fitted(other, 1), second, rtol=1e-5)
 
 
-
 def trained_by(name, options, folder):
     strategy = getattr(rx, name)(**options)
     with strategy.scope():

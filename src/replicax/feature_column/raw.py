@@ -1,0 +1,210 @@
+"""Raw features on the host: read, checked, and brought into two dimensions."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+
+__all__ = [
+    "dtype_name",
+    "read_categories",
+    "read_numbers",
+    "real_dtype_name",
+    "require_feature",
+    "require_key",
+    "require_positive",
+    "require_rows",
+    "rows_of",
+]
+
+_LARGEST = np.iinfo(np.int64).max
+
+
+def require_feature(features: Mapping[str, Any], key: str, caller: str) -> Any:
+    """The feature as it is.
+
+    Raises:
+        ValueError: If there is none of this name.
+    """
+    if key not in features:
+        raise ValueError(
+            f"{caller}: there is no feature {key!r}; got features "
+            f"{sorted(features)}. Let the input function return it, or name another."
+        )
+    return features[key]
+
+
+def rows_of(features: Mapping[str, Any], caller: str) -> int:
+    """The number of rows B of a batch, by any of its features."""
+    for value in features.values():
+        shape = np.shape(value)
+        if shape and shape[0] is not None:
+            return shape[0]
+    raise ValueError(
+        f"{caller}: its feature is missing and there is no other that tells the "
+        f"number of rows; got features {sorted(features)}."
+    )
+
+
+def read_numbers(
+    features: Mapping[str, Any], key: str, shape: tuple[int, ...], caller: str
+) -> np.ndarray:
+    """A numeric feature `[B, *shape]` in its own dtype; `[B]` for shape `(1,)`.
+
+    Raises:
+        ValueError: If it is missing or has another shape.
+        TypeError: If its values are no real numbers.
+    """
+    array = _array(require_feature(features, key, caller), key, caller)
+    if not (jnp.issubdtype(array.dtype, np.number) or array.dtype == bool) or (
+        array.dtype.kind == "c"
+    ):
+        raise TypeError(
+            f"{caller}: feature {key!r} must have numbers; got dtype {array.dtype}. "
+            "Convert it with .astype('float32'), or use a categorical column."
+        )
+    return require_rows(array, shape, key, caller)
+
+
+def require_rows(array: Any, shape: tuple[int, ...], key: str, caller: str) -> Any:
+    """`array`, NumPy's or JAX's, as `[B, *shape]`.
+
+    Raises:
+        ValueError: If it has another shape.
+    """
+    if shape == (1,) and len(array.shape) == 1:
+        return array.reshape(-1, 1)
+    if len(array.shape) == 0 or tuple(array.shape[1:]) != shape:
+        also = " or [B]" if shape == (1,) else ""
+        expected = ", ".join(str(size) for size in ("B", *shape))
+        raise ValueError(
+            f"{caller}: feature {key!r} must have the shape [{expected}]{also}; got "
+            f"{list(array.shape)}. Give the column shape={tuple(array.shape[1:])} if "
+            "the feature is right."
+        )
+    return array
+
+
+def read_categories(features: Mapping[str, Any], key: str, caller: str) -> np.ndarray:
+    """A categorical feature `[B, k]`; `[B]` is one value a row.
+
+    Returns:
+        `int64`, or an object array of `str` with `""` where a value is missing (`None`
+        and NaN in object arrays, as pandas has them).
+
+    Raises:
+        ValueError: If it is missing or has another shape.
+        TypeError: If its values are neither integers nor strings.
+    """
+    array = _array(require_feature(features, key, caller), key, caller)
+    if array.ndim not in (1, 2):
+        raise ValueError(
+            f"{caller}: feature {key!r} must have the shape [B] or [B, k]; got "
+            f"{list(array.shape)}. A column takes up to k values a row."
+        )
+    if array.ndim == 1:
+        array = array.reshape(-1, 1)
+    if array.dtype.kind in "iu":
+        if array.dtype.kind == "u" and array.size and array.max() > _LARGEST:
+            raise ValueError(
+                f"{caller}: feature {key!r} has the value {array.max()}, and {_LARGEST}"
+                " is the largest. Give such ids as strings."
+            )
+        return array.astype(np.int64)
+    if array.dtype.kind in "UT":
+        return array.astype(object)
+    if array.dtype.kind in "OS":
+        texts = [_text(value, key, caller) for value in array.ravel().tolist()]
+        return np.array(texts, object).reshape(array.shape)
+    raise TypeError(
+        f"{caller}: feature {key!r} must have integers or strings; got dtype "
+        f"{array.dtype}. Convert it, or use numeric_column (and bucketized_column)."
+    )
+
+
+def _array(value: Any, key: str, caller: str) -> np.ndarray:
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(
+            f"{caller}: feature {key!r} is traced by JAX, but is transformed on the "
+            "host. Call features_of(columns, features) in the input function."
+        )
+    try:
+        return np.asarray(value)
+    except ValueError as error:
+        raise ValueError(
+            f"{caller}: feature {key!r} is no array: {error}. Fill shorter rows up "
+            "with '' or -1."
+        ) from error
+
+
+def _text(value: Any, key: str, caller: str) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "surrogateescape")
+    if value is None or (isinstance(value, float) and np.isnan(value)):
+        return ""
+    raise TypeError(
+        f"{caller}: feature {key!r} must have integers or strings; got {value!r} of "
+        f"type {type(value).__name__} in an array of objects. Convert it with "
+        ".astype('int64') or .astype(str)."
+    )
+
+
+def dtype_name(dtype: Any, caller: str) -> str:
+    """The name of a dtype however it is given; `"string"` for those of text.
+
+    Raises:
+        TypeError: If it is none.
+    """
+    name = getattr(dtype, "name", dtype)
+    if name in ("string", "str", str, np.str_):
+        return "string"
+    try:
+        found = np.dtype(name)
+    except TypeError as error:
+        raise TypeError(
+            f"{caller}: dtype must be 'string' or the name of a NumPy dtype; got "
+            f"{dtype!r}."
+        ) from error
+    return "string" if found.kind in "USO" else found.name
+
+
+def real_dtype_name(dtype: Any, caller: str) -> str:
+    """The name of a dtype of real numbers.
+
+    Raises:
+        TypeError: If it is none.
+    """
+    name = dtype_name(dtype, caller)
+    if name == "string" or np.dtype(name).kind not in "biuf":
+        raise TypeError(
+            f"{caller}: dtype must be one of real numbers, such as 'float32'; got "
+            f"{dtype!r}."
+        )
+    return name
+
+
+def require_key(key: Any, caller: str) -> None:
+    """Raise unless a feature can have this name.
+
+    Raises:
+        TypeError: Otherwise.
+    """
+    if not isinstance(key, str):
+        raise TypeError(f"{caller}: key must be a string; got {key!r}.")
+
+
+def require_positive(value: Any, name: str, caller: str) -> None:
+    """Raise unless `value` is an integer above zero that fits in `int32`.
+
+    Raises:
+        ValueError: Otherwise.
+    """
+    is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not is_integer or not 1 <= value < 2**31:
+        raise ValueError(
+            f"{caller}: {name} must be an integer from 1 to 2147483647; got {value!r}."
+        )
