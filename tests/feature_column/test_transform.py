@@ -81,7 +81,7 @@ def test_each_array_is_made_once_and_has_a_name_of_its_own() -> None:
 
 
 def test_names_of_arrays_are_stable() -> None:
-    assert IDS.outputs == ("i/ids-7c172b",)
+    assert IDS.outputs == ("i-ids-7c172b",)
     column = fc.numeric_column("age", normalizer_fn=np.log1p)
     assert column.outputs != fc.numeric_column("age").outputs
 

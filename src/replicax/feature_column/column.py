@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from replicax.digests import digest
+from replicax.feature_column.names import variable_name
 
 __all__ = ["CategoricalColumn", "Column", "DenseColumn"]
 
@@ -83,7 +84,7 @@ class Column(abc.ABC):
 
     def output(self, kind: str) -> str:
         """A name for an array of this column, which no other column's arrays have."""
-        return f"{self.name}/{kind}-{self._mark}"
+        return f"{variable_name(self.name)}-{kind}-{self._mark}"
 
     @functools.cached_property
     def _mark(self) -> str:

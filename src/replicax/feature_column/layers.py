@@ -192,11 +192,11 @@ class LinearModel(_ColumnsLayer):
     Example:
         >>> from replicax import feature_column as fc
         >>> day = fc.categorical_column_with_identity("day", 7)
-        >>> layer = fc.LinearModel([day, fc.numeric_column("price")])
+        >>> layer = fc.LinearModel([day, fc.numeric_column("price")], name="wide")
         >>> layer({"day": [0, 3], "price": [1.0, 2.0]}).tolist()
         [[0.0], [0.0]]
         >>> layer.variables[1].path
-        'linear_model/day/weights'
+        'wide/day/weights'
     """
 
     def __init__(
