@@ -2,10 +2,12 @@
 
 One process, the first 2, 4 and 8 of 8 logical CPU devices, and two models: an MLP
 784-2048-2048-10 with four large gradients, and one of many narrow layers with many
-small ones. Global batch 256, SGD, so that the update is small beside the sums. All ways
-take turns within each round, and ratios are those of neighbours in a round.
+small ones. Global batch 256; SGD, unless said otherwise, so that the update is small
+beside the sums. All ways take turns within each round, and ratios are those of
+neighbours in a round.
 
     python benchmarks/gradient_travel.py
+    python benchmarks/gradient_travel.py --optimizer adam --only shard
 """
 
 import argparse
@@ -22,6 +24,7 @@ parser.add_argument("--rounds", type=int, default=7)
 parser.add_argument("--steps", type=int, default=10, help="steps in one timing")
 parser.add_argument("--batch-size", type=int, default=256, help="global batch")
 parser.add_argument("--layers", type=int, default=60, help="of the narrow model")
+parser.add_argument("--optimizer", default="sgd", help="as Keras calls it")
 parser.add_argument("--only", default="", help="ways whose name has this in it")
 options = parser.parse_args()
 rx.set_logical_devices(max(8, *options.replicas))
@@ -30,8 +33,6 @@ import jax  # noqa: E402
 import keras  # noqa: E402
 import numpy as np  # noqa: E402
 
-from replicax.strategy import Strategy  # noqa: E402
-
 MB = 2**20
 BATCH, STEPS = options.batch_size, options.steps
 MODELS = {
@@ -39,27 +40,33 @@ MODELS = {
     f"{options.layers} layers of 64": [784, *[64] * options.layers, 10],
 }
 BASE = "NcclAllReduce"
-OPS: dict[str, Callable[[int], rx.CrossDeviceOps]] = {
-    BASE: lambda k: rx.NcclAllReduce(),
-    "HierarchicalCopyAllReduce": lambda k: rx.HierarchicalCopyAllReduce(
-        group_size=k // 2
+PLAIN = rx.CommunicationOptions()
+Ways = dict[str, Callable[[int], tuple[rx.CrossDeviceOps, rx.CommunicationOptions]]]
+ALL_WAYS: Ways = {
+    BASE: lambda k: (rx.NcclAllReduce(), PLAIN),
+    "packs of 1 MB": lambda k: (
+        rx.NcclAllReduce(),
+        rx.CommunicationOptions(bytes_per_pack=MB),
     ),
-    "ReductionToOneDevice": lambda k: rx.ReductionToOneDevice(),
-}
-TRAVEL = {
-    "": rx.CommunicationOptions(),
-    ", packs of 1 MB": rx.CommunicationOptions(bytes_per_pack=MB),
-    ", packs of 8 MB": rx.CommunicationOptions(bytes_per_pack=8 * MB),
-    ", bfloat16": rx.CommunicationOptions(compression="bfloat16"),
-    ", bfloat16, packs of 8 MB": rx.CommunicationOptions(
-        compression="bfloat16", bytes_per_pack=8 * MB
+    "packs of 8 MB": lambda k: (
+        rx.NcclAllReduce(),
+        rx.CommunicationOptions(bytes_per_pack=8 * MB),
     ),
+    "bfloat16": lambda k: (
+        rx.NcclAllReduce(),
+        rx.CommunicationOptions(compression="bfloat16"),
+    ),
+    "HierarchicalCopyAllReduce": lambda k: (
+        rx.HierarchicalCopyAllReduce(group_size=k // 2),
+        PLAIN,
+    ),
+    "ReductionToOneDevice": lambda k: (rx.ReductionToOneDevice(), PLAIN),
+    "shard_update": lambda k: (rx.NcclAllReduce(), PLAIN),
 }
 WAYS = {
-    name + how: (ops, travel)
-    for name, ops in OPS.items()
-    for how, travel in TRAVEL.items()
-    if options.only in name + how or name + how == BASE
+    name: make
+    for name, make in ALL_WAYS.items()
+    if options.only in name or name == BASE
 }
 rng = np.random.default_rng(0)
 X = rng.normal(size=(BATCH, 784)).astype("float32")
@@ -68,11 +75,12 @@ Y = rng.integers(0, 10, BATCH).astype("int32")
 
 def make_case(sizes: list[int], num_replicas: int, way: str) -> Callable[[], float]:
     """A function that trains `STEPS` steps and returns the last loss."""
-    ops, travel = WAYS[way]
-    strategy = Strategy(
+    ops, travel = WAYS[way](num_replicas)
+    strategy = rx.MirroredStrategy(
         jax.devices()[:num_replicas],
-        ops(num_replicas),
+        ops,
         communication_options=travel,
+        shard_update=way == "shard_update",
     )
     keras.utils.set_random_seed(0)
     with strategy.scope():
@@ -80,7 +88,7 @@ def make_case(sizes: list[int], num_replicas: int, way: str) -> Callable[[], flo
         model = keras.Sequential(
             [keras.Input((sizes[0],)), *hidden, keras.layers.Dense(sizes[-1])]
         )
-        sgd = keras.optimizers.SGD(1e-3)
+        optimizer = keras.optimizers.get(options.optimizer)
         losses = keras.losses.SparseCategoricalCrossentropy(
             from_logits=True, reduction=None
         )
@@ -91,7 +99,7 @@ def make_case(sizes: list[int], num_replicas: int, way: str) -> Callable[[], flo
 
     def step(x: jax.Array, y: jax.Array) -> jax.Array:
         loss, grads = rx.value_and_grad(loss_fn, weights)(x, y)
-        sgd.apply(grads, weights)
+        optimizer.apply(grads, weights)
         return loss
 
     (batch,) = strategy.experimental_distribute_dataset([(X, Y)])
@@ -124,7 +132,8 @@ def spread(values: list[float], digits: int) -> str:
     return f"{median:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
 
-print(f"\nGlobal batch {BATCH}, SGD, JAX {jax.__version__}, Keras {keras.__version__};")
+versions = f"JAX {jax.__version__}, Keras {keras.__version__}"
+print(f"\nGlobal batch {BATCH}, {options.optimizer}, {versions};")
 print(f"medians (minimum to maximum) of {options.rounds} rounds of {STEPS} steps")
 for title, sizes in MODELS.items():
     num_weights = sum((a + 1) * b for a, b in itertools.pairwise(sizes))

@@ -356,9 +356,9 @@ def test_varying_marks_of_a_nest() -> None:
 
     jaxpr = jax.make_jaxpr(fn)(1.0, 2.0).jaxpr
     # Outputs: carry a, carry b, ys x, ys b, declared b, a.
-    assert varying_marks(jaxpr, [0, 1], "replica") == [1, 1, 0, 1, 0, 0]
-    assert varying_marks(jaxpr, [1, 0], "replica") == [1, 0, 0, 0, 0, 1]
-    assert varying_marks(jaxpr, [1, 2], "replica")[0] == 3
+    assert varying_marks(jaxpr, [0, 1], "replica")[0] == [1, 1, 0, 1, 0, 0]
+    assert varying_marks(jaxpr, [1, 0], "replica")[0] == [1, 0, 0, 0, 0, 1]
+    assert varying_marks(jaxpr, [1, 2], "replica")[0][0] == 3
 
 
 def test_gradient_marks_stop_where_gradients_do() -> None:

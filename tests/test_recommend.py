@@ -3,7 +3,6 @@
 import pytest
 
 import replicax as rx
-from replicax import recommend
 from replicax.cluster.config import TaskConfig, check_cluster
 from replicax.cluster.spec import ClusterSpec
 from replicax.recommend import fitting_strategy
@@ -31,34 +30,24 @@ def tf_config(
 def test_one_machine(devices: list[str], strategy: str) -> None:
     choice = fitting_strategy(devices)
     assert choice.strategy == strategy
-    assert choice.available
-    assert choice.until_then is None
 
 
-@pytest.mark.parametrize(
-    ("num_devices", "until_then"), [(1, "OneDeviceStrategy"), (4, "MirroredStrategy")]
-)
-def test_tpu(num_devices: int, until_then: str) -> None:
+@pytest.mark.parametrize("num_devices", [1, 4])
+def test_tpu(num_devices: int) -> None:
     choice = fitting_strategy(["tpu"] * num_devices)
     assert choice.strategy == "TPUStrategy"
-    assert not choice.available
-    assert choice.until_then == until_then
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
 def test_several_workers(platform: str) -> None:
     choice = fitting_strategy([platform] * 2, tf_config(chief=1, worker=2))
     assert choice.strategy == "MultiWorkerMirroredStrategy"
-    assert choice.available
     assert "3 workers" in choice.reason
-    assert choice.until_then is None
 
 
 def test_parameter_servers() -> None:
     choice = fitting_strategy(["cpu"], tf_config(worker=3, ps=2))
     assert choice.strategy == "ParameterServerStrategy"
-    assert choice.available
-    assert choice.until_then is None
     assert "parameter servers (2) for 3 workers" in choice.reason
 
 
@@ -98,4 +87,4 @@ def test_available_strategies_are_those_of_the_package() -> None:
         "ParameterServerStrategy",
         "TPUStrategy",
     }
-    assert {name for name in recommended if hasattr(rx, name)} == recommend.AVAILABLE
+    assert all(hasattr(rx, name) for name in recommended)

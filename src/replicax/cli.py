@@ -96,7 +96,7 @@ def _report() -> dict[str, Any]:
     fits = None
     if not errors:
         choice = fitting_strategy([d.platform for d in devices], config)
-        fits = {**asdict(choice), "available": choice.available}
+        fits = asdict(choice)
     return {
         "versions": {
             "replicax": __version__,
@@ -186,9 +186,6 @@ def _show(report: dict[str, Any]) -> None:
     if choice := report["recommendation"]:
         add("fits here", choice["strategy"], "bold green")
         add("", choice["reason"])
-        if not choice["available"]:
-            add("", f"{choice['strategy']} is not in this version yet.", "yellow")
-            add("", f"Until then: {choice['until_then']} on this machine's devices.")
         for note in choice["notes"]:
             add("", note)
     for warning in report["warnings"]:

@@ -5,18 +5,7 @@ from dataclasses import dataclass
 
 from replicax.cluster.config import TaskConfig
 
-__all__ = ["AVAILABLE", "Recommendation", "fitting_strategy"]
-
-AVAILABLE = frozenset(
-    {
-        "CentralStorageStrategy",
-        "MirroredStrategy",
-        "MultiWorkerMirroredStrategy",
-        "OneDeviceStrategy",
-        "ParameterServerStrategy",
-    }
-)
-"""The strategies, of those recommended here, that this version has."""
+__all__ = ["Recommendation", "fitting_strategy"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,19 +15,12 @@ class Recommendation:
     Attributes:
         strategy: The name of the strategy that fits best.
         reason: Why it fits, in one sentence.
-        until_then: What to use here while this version lacks `strategy`, else None.
         notes: What else to know or to consider.
     """
 
     strategy: str
     reason: str
-    until_then: str | None = None
     notes: tuple[str, ...] = ()
-
-    @property
-    def available(self) -> bool:
-        """Whether this version of replicax has the strategy."""
-        return self.strategy in AVAILABLE
 
 
 def fitting_strategy(
@@ -72,7 +54,6 @@ def fitting_strategy(
             strategy=here.strategy,
             reason="TF_CONFIG makes this process the evaluator, which works beside "
             f"the cluster on its own devices: {here.reason}",
-            until_then=here.until_then,
             notes=here.notes,
         )
     cluster = tf_config.cluster
@@ -101,7 +82,6 @@ def _on_one_machine(devices: Sequence[str]) -> Recommendation:
         return Recommendation(
             strategy="TPUStrategy",
             reason=f"This process has {_count(num_devices, 'TPU device')}.",
-            until_then="MirroredStrategy" if several else "OneDeviceStrategy",
         )
     if not several:
         return Recommendation(

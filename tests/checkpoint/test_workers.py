@@ -169,6 +169,7 @@ def launched(tmp_path: Path, victim: str) -> tuple[list[str], str]:
 
 
 @pytest.mark.parametrize("victim", ["0", pytest.param("1", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_sigkill_and_restart_end_with_the_same_bits(
     tmp_path: Path, victim: str
 ) -> None:

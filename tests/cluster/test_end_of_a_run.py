@@ -189,6 +189,7 @@ def test_an_exception_on_one_worker(culprit: int) -> None:
     assert f"--- worker:{culprit}:\nTraceback" in other.output
 
 
+@pytest.mark.slow
 def test_a_worker_waits_for_its_data() -> None:
     results = run(
         train, num_workers=2, args=("blocked",), deadline_seconds=140, check=False
@@ -266,6 +267,7 @@ def test_a_worker_that_is_done_waits_for_the_others() -> None:
     assert results["worker:1"].value >= 3
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_done_does_not_wait_for_ever() -> None:
     results = run(
         end_at_different_times,

@@ -119,6 +119,7 @@ def test_at_every_step(tmp_path, after):
     check(tmp_path / "b", arrays, [after])
 
 
+@pytest.mark.slow
 def test_interrupted_many_times(tmp_path):
     check(tmp_path / "b", arrays, [2, 1, 3, 5, 1])
 
@@ -136,6 +137,7 @@ def test_steps_of_several_batches(tmp_path, after):
 
 @pytest.mark.parametrize("replicas", [*slow(1), 2])
 @pytest.mark.parametrize("steps_per_execution", [*slow(1), 3])
+@pytest.mark.slow
 def test_under_a_strategy(tmp_path, replicas, steps_per_execution):
     strategy = rx.MirroredStrategy([f"cpu:{i}" for i in range(replicas)])
     with strategy.scope():
@@ -207,11 +209,13 @@ def grain_iter() -> dict[str, Any]:
         *("grain-map", "grain-endless", "grain-iter"),
     ],
 )
+@pytest.mark.slow
 def test_every_kind_of_data(tmp_path, data):
     # In the middle of an epoch, at its last step, and in the middle of a later one.
     check(tmp_path / "b", data, [2, 5, 4])
 
 
+@pytest.mark.slow
 def test_optimizers_with_more_state(tmp_path):
     def optimizer() -> Any:
         inner = keras.optimizers.Adam(use_ema=True, gradient_accumulation_steps=2)
@@ -226,6 +230,7 @@ def test_optimizers_with_more_state(tmp_path):
 
 
 @pytest.mark.parametrize("save_freq", [*slow("epoch"), 1])
+@pytest.mark.slow
 def test_other_callbacks_go_on_too(tmp_path, save_freq):
     def others() -> list[Any]:
         return [

@@ -121,6 +121,7 @@ def central_storage_strategy() -> rx.CentralStorageStrategy:
     return rx.experimental.CentralStorageStrategy(["cpu:0", "cpu:1"])
 
 
+@pytest.mark.slow
 def test_central_storage_strategy_trains_the_resnet(
     images: tuple[np.ndarray, np.ndarray],
 ) -> None:

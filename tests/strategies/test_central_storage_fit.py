@@ -113,6 +113,7 @@ def every_entry_point(x: Any, y: Any) -> Any:
     )
 
 
+@pytest.mark.slow
 def test_every_entry_point(data: Any) -> None:
     def work() -> Any:
         return every_entry_point(*data)

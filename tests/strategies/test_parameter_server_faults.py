@@ -296,6 +296,7 @@ def check_counts(found):
         assert done <= version <= done + lost
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_not_waited_for_and_may_come_back(tmp_path):
     with Job(tmp_path, options={}) as cluster:
         cluster.wait_for_step("worker:1", 5)
@@ -395,6 +396,7 @@ def test_killed_servers_go_on_from_their_snapshots(tmp_path):
     cluster.assert_nothing_is_left()
 
 
+@pytest.mark.slow
 def test_a_killed_chief_resumes_the_running_epoch(tmp_path):
     with Job(tmp_path, options={}, epochs=500) as cluster:
         cluster.wait_for_step("worker:0", 25)

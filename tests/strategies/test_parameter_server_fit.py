@@ -221,7 +221,7 @@ def test_all_stop_in_the_middle_of_an_epoch(most, name):
     # The one that stops may have had no step in an epoch that others were quick to do.
     *whole, once = found["history"]["once"]
     assert all(epoch == NUM for epoch in whole)
-    assert 8 <= once <= NUM
+    assert 4 <= once <= NUM  # One batch at least.
     assert sum(whole) + once == 4 * found["iterations"]
 
 

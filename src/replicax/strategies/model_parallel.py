@@ -67,8 +67,8 @@ class ModelParallelStrategy(MultiWorkerMirroredStrategy):
         >>> strategy = rx.ModelParallelStrategy(rx.layout_maps.DENSE, model_parallel=1)
         >>> with strategy.scope():
         ...     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8)])
-        >>> model.layers[0].kernel.value.sharding.spec
-        PartitionSpec(None, 'model')
+        >>> tuple(model.layers[0].kernel.value.sharding.spec)
+        (None, 'model')
     """
 
     def __init__(
