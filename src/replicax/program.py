@@ -60,6 +60,9 @@ class Program:
         variables: All variables `fn` may touch, if known; else they are discovered, as
             those of deferred updates have to be.
         facts: What else must be the same on all workers, as JSON values by name.
+
+    Attributes:
+        trains: Whether an optimizer makes updates in it; known once it is traced.
     """
 
     def __init__(
