@@ -13,10 +13,10 @@ demo: $(VENV)/.demo ## train on the digits data with two replicas; draws digits_
 	$(PY) examples/digits_mirrored.py --replicas 2
 
 test: lint ## all checks, and the tests that are not slow
-	$(PY) -m pytest --numprocesses 2 --dist loadfile -m "not slow"
+	$(PY) -m pytest --numprocesses 2 -m "not slow"
 
 test-all: lint ## all checks and all tests
-	$(PY) -m pytest --numprocesses 2 --dist loadfile
+	$(PY) -m pytest --numprocesses 2
 
 lint: $(VENV)/.test ## style, types, spelling and file sizes; changes nothing
 	$(PY) -m ruff check .

@@ -96,6 +96,7 @@ def test_multi_worker_alone(tmp_path: Path) -> None:
 
 @pytest.mark.multiprocess
 @pytest.mark.timeout(200)
+@pytest.mark.slow
 def test_multi_worker_on_two(tmp_path: Path) -> None:
     results = replicax.testing.run(
         EXAMPLES / "multi_worker.py",

@@ -115,6 +115,7 @@ def interrupted(folder: Path, num_workers: int, victim: int) -> tuple[Results, s
     return results, step
 
 
+@pytest.mark.slow
 def test_sigterm_to_one_worker_and_going_on_in_one_process(tmp_path: Path) -> None:
     _, step = interrupted(tmp_path / "two", 2, victim=1)
     rest = fit(str(tmp_path / "two"), strategy=rx.OneDeviceStrategy("cpu:0"))

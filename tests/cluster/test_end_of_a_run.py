@@ -137,7 +137,7 @@ def check_steps(result: TaskResult) -> None:
     )
 
 
-@pytest.mark.parametrize("culprit", [1, 0])
+@pytest.mark.parametrize("culprit", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_worker_is_killed(culprit: int) -> None:
     def kill(cluster: Cluster) -> None:
         cluster.task(f"worker:{culprit}").kill()

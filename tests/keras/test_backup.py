@@ -124,6 +124,7 @@ def test_interrupted_many_times(tmp_path):
     check(tmp_path / "b", arrays, [2, 1, 3, 5, 1])
 
 
+@pytest.mark.slow
 def test_backups_that_are_some_steps_old(tmp_path):
     check(tmp_path / "b", arrays, [5, 9], save_freq=3)
     check(tmp_path / "c", arrays, [5, 12], save_freq="epoch")

@@ -112,15 +112,10 @@ def trained_by(name, options, folder):
     ("name", "options", "num_replicas", "held"),
     [
         ("FullyShardedStrategy", {}, 4, 1 / 2),
-        pytest.param(
-            "ModelParallelStrategy",
-            {"model_parallel": 2},
-            2,
-            1,
-            marks=pytest.mark.slow,
-        ),
+        ("ModelParallelStrategy", {"model_parallel": 2}, 2, 1),
     ],
 )
+@pytest.mark.slow
 def test_weights_spread_over_workers(tmp_path, name, options, num_replicas, held):
     results = replicax.testing.run(
         trained_by,

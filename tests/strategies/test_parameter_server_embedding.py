@@ -287,6 +287,7 @@ def test_an_optimizer_that_moves_all_rows_is_refused(alone):
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.slow
 def test_workers_in_step_equal_mirrored_keras(in_step, name):
     actual = [in_step[f"worker:{i}"].value[name] for i in range(2)]
     expected = expected_of(two_devices(), actual[0]["first"], OPTIMIZERS[name])
