@@ -433,3 +433,21 @@ def test_one_plan_at_a_time() -> None:
     ):
         rx.plan(strategy, model, batch_for("cpu:4"), topology="cpu:4")
     assert strategy.num_replicas_in_sync == 2
+
+
+@hardware(["v5e:2x4"])
+def test_two_chips_work_on_one_replica(topology: str) -> None:
+    strategy = rx.ModelParallelStrategy(
+        rx.layout_maps.DENSE, model_parallel=2, devices=["cpu:0", "cpu:1"]
+    )
+    model = make_model(strategy)
+    batch = struct(4 * ROWS, INPUTS), struct(4 * ROWS, CLASSES)
+    plan = rx.plan(strategy, model, batch, topology=topology)
+    assert (plan.num_devices, plan.num_replicas) == (8, 4)
+    groups = {(c.kind, c.group_size, c.num_groups) for c in plan.collectives}
+    assert ("all-reduce", 4, 2) in groups  # Gradients, over the replicas.
+    with rehearsing(Capture(find_topology(topology))):
+        made_there = rx.ModelParallelStrategy(rx.layout_maps.DENSE, model_parallel=4)
+        assert made_there.num_replicas_in_sync == 2
+        of_a_host = rx.ModelParallelStrategy(rx.layout_maps.DENSE)
+        assert of_a_host.num_replicas_in_sync == 2

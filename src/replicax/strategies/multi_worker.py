@@ -19,7 +19,7 @@ from replicax.cluster.resolvers import ClusterResolver, default_resolver
 from replicax.cluster.workers import Workers
 from replicax.collectives import CrossDeviceOps
 from replicax.communication import CollectiveCommunication, CommunicationOptions
-from replicax.devices import Device, default_devices, devices_of_one_kind
+from replicax.devices import Device, devices_of_one_kind
 from replicax.digests import digest
 from replicax.errors import ClusterConfigError, DeviceError
 from replicax.keras import internals
@@ -106,12 +106,16 @@ class MultiWorkerMirroredStrategy(Strategy):
         )
         resolver = cluster_resolver or default_resolver()
         self.cluster_resolver = resolver
-        if current_rehearsal() is None:
+        rehearsal = current_rehearsal()
+        if rehearsal is None:
             workers, self._cluster_hash = self._meet_workers(resolver, deadlines)
             devices = self._find_devices(workers)
+            num_local = len(devices) // workers.count
         else:  # One process describes the devices of all.
             workers, self._cluster_hash = Workers(), ""
-            devices = default_devices()
+            devices = list(rehearsal.devices)
+            host = devices[0].process_index
+            num_local = sum(d.process_index == host for d in devices)
         _check_devices(devices, workers, options, type(self).__name__)
         super().__init__(
             devices,
@@ -120,7 +124,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             replicas_per_device=replicas_per_device,
             shard_update=shard_update,
             shard_weights=self._shards_weights,
-            split=self._model_split(len(devices) // workers.count),
+            split=self._model_split(num_local),
             check_replicas_every=check_replicas_every,
             workers=workers,
             check_input=check_input,
