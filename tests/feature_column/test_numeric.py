@@ -104,10 +104,11 @@ def test_buckets_as_documented_by_tensorflow() -> None:
     assert (column.num_buckets, column.variable_shape) == (8, (2, 4))
 
 
-finite = st.floats(-1e6, 1e6, width=32)
+# XLA takes subnormal numbers for zero.
+finite = st.floats(-1e6, 1e6, width=32, allow_subnormal=False)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     raw=hnp.arrays(np.float32, (6,), elements=finite | st.just(np.nan)),
     edges=st.lists(finite, min_size=3, max_size=3, unique=True).map(sorted),

@@ -102,6 +102,7 @@ def test_bring_up_while_a_plan_is_made() -> None:
     }
 
 
+@pytest.mark.slow
 def test_one_host() -> None:
     (found,) = compile_step("mlp-loop", "v5p:2x2x1")
     assert found["mesh_shape"] == [2, 2, 1, 1]
