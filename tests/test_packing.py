@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import replicax as rx
 from replicax.collectives import ReplicaAxis
-from replicax.packing import plan_packs, scatter_gradients, sum_gradients
+from replicax.packing import plan_packs, sum_gradients
 
 DTYPES = ["float32", "bfloat16", "int32", "float16"]
 
@@ -486,8 +486,9 @@ def test_blocks_of_some_sums(bytes_per_pack) -> None:
     )
 
     def fn(a: Any, b: Any, c: Any) -> Any:
-        got = scatter_gradients(
-            [a, None, b, c], [0, 0, None, 1], rx.NcclAllReduce(), TWO, options
+        dims = [0, 0, None, 1]
+        got = sum_gradients(
+            [a, None, b, c], rx.NcclAllReduce(), TWO, options, dims=dims
         )
         assert got[1] is None
         assert [g.dtype for g in got if g is not None] == ["float32"] * 3

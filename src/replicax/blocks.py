@@ -209,7 +209,7 @@ class _Evaluation:
         return [Block(lax.broadcast_in_dim(block.data, shape, dims), dim)]
 
     def _cond(self, eqn: Any, args: list[Any]) -> list[Any]:
-        choice, *operands = [args[0], *args[1:]]
+        choice, *operands = args
         dims: list[int | None] = [None] * len(eqn.outvars)
 
         def branch(closed: Any) -> Callable[..., list[Any]]:

@@ -97,9 +97,14 @@ def default_devices() -> list[Device]:
 
 
 def devices_of_one_kind(
-    devices: Sequence[str | Device] | None, caller: str
+    devices: Sequence[str | Device] | None, caller: str, argument: str = "devices"
 ) -> list[Device]:
     """The devices that were asked for, or all visible ones, all of one platform.
+
+    Args:
+        devices: As for `resolve_devices`; None: the visible ones.
+        caller: The public call to name in errors.
+        argument: Its argument, likewise.
 
     Raises:
         DeviceError: As `resolve_devices`, and for devices of several kinds.
@@ -109,7 +114,7 @@ def devices_of_one_kind(
     found = resolve_devices(devices, caller)
     if len({d.platform for d in found}) > 1:
         raise DeviceError(
-            f"{caller}: devices={list(devices)!r} mixes platforms; replicas in step "
+            f"{caller}: {argument}={list(devices)!r} mixes platforms; replicas in step "
             "need devices of one kind."
         )
     return found

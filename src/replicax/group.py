@@ -31,7 +31,7 @@ def mesh_of(
     num = 1 if split is None else split.num_devices
     grid = np.array(devices).reshape(-1, num)
     num_per_worker = len(grid) // len(workers)
-    names = tuple("+".join(map(device_name, row)) for row in grid)
+    names = _names(grid)
     if len(workers) > 1:
         names = tuple(
             f"{workers[i // num_per_worker]}/{name}" for i, name in enumerate(names)
@@ -40,6 +40,11 @@ def mesh_of(
     if split is None:
         return Mesh(grid[:, 0], (_AXIS,)), axis
     return Mesh(grid, (_AXIS, split.axis_name)), axis
+
+
+def _names(grid: np.ndarray) -> tuple[str, ...]:
+    """Names of the devices of each replica; `grid` has a row for each."""
+    return tuple("+".join(map(device_name, row)) for row in grid)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -103,16 +108,18 @@ class ReplicaGroup:
 
     def on(self, devices: Sequence[Any]) -> "ReplicaGroup":
         """The group on other devices, all of them here or only described."""
-        grid = np.array(devices).reshape(-1, *self.mesh.devices.shape[1:])
-        of_replicas = grid.reshape(len(grid), -1).tolist()
-        names = tuple("+".join(map(device_name, row)) for row in of_replicas)
-        host = of_replicas[0][0].process_index
-        num_per_host = sum(row[0].process_index == host for row in of_replicas)
+        per_replica = self.mesh.size // self.axis.size
+        grid = np.array(devices).reshape(-1, per_replica)
+        names = _names(grid)
+        host = devices[0].process_index
+        num_per_host = sum(d.process_index == host for d in grid[:, 0])
         axis = dataclasses.replace(self.axis, devices=names, num_per_host=num_per_host)
         axes = dataclasses.replace(self.axes, devices=axis)
         return dataclasses.replace(
             self,
-            mesh=Mesh(grid, self.mesh.axis_names),
+            mesh=Mesh(
+                grid.reshape(-1, *self.mesh.devices.shape[1:]), self.mesh.axis_names
+            ),
             axes=axes,
             layouts=dataclasses.replace(self.layouts, num_devices=len(names)),
             num_local=axes.size,

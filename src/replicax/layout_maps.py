@@ -12,6 +12,8 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
+from replicax.layouts import FEWEST_ELEMENTS
+
 __all__ = [
     "ATTENTION",
     "DENSE",
@@ -47,9 +49,6 @@ EMBEDDING: Mapping[str, tuple[str | None, ...]] = {
 
 TRANSFORMER: Mapping[str, tuple[str | None, ...]] = {**DENSE, **ATTENTION, **EMBEDDING}
 """Stacks of attention and dense layers."""
-
-# Splitting less is not worth a collective.
-_FEWEST_ELEMENTS = 1024
 
 Rule = Callable[[str, tuple[int, ...]], PartitionSpec]
 
@@ -135,7 +134,7 @@ def largest_axis(shape: tuple[int, ...], num_devices: int) -> PartitionSpec:
     The last one of those that are equal. Small weights are not split.
     """
     can = [dim for dim, size in enumerate(shape) if size % num_devices == 0]
-    if num_devices == 1 or not can or math.prod(shape) < _FEWEST_ELEMENTS:
+    if num_devices == 1 or not can or math.prod(shape) < FEWEST_ELEMENTS:
         return PartitionSpec()
     chosen = max(can, key=lambda dim: (shape[dim], dim))
     return PartitionSpec(

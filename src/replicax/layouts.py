@@ -15,10 +15,10 @@ from jax.sharding import PartitionSpec
 
 from replicax.keras import internals
 
-__all__ = ["Layouts", "ModelSplit"]
+__all__ = ["FEWEST_ELEMENTS", "Layouts", "ModelSplit"]
 
-# Sending a smaller variable's blocks around costs more than holding all of it.
-_FEWEST_ELEMENTS = 1024
+FEWEST_ELEMENTS = 1024
+"""Sending a smaller variable's blocks around costs more than holding all of it."""
 
 # Variables whose replicas change them each by itself are combined as a whole.
 _SHARABLE = ("none", "only_first_replica")
@@ -98,7 +98,7 @@ class Layouts:
         if (
             not is_split
             or self.num_devices == 1
-            or math.prod(shape) < _FEWEST_ELEMENTS
+            or math.prod(shape) < FEWEST_ELEMENTS
             or aggregation not in _SHARABLE
         ):
             return spec

@@ -11,7 +11,7 @@ from jax import lax
 from replicax.collectives import CrossDeviceOps, ReduceOp, ReplicaAxis, check_like
 from replicax.communication import CommunicationOptions
 
-__all__ = ["plan_packs", "scatter_gradients", "sum_gradients"]
+__all__ = ["plan_packs", "sum_gradients"]
 
 
 def sum_gradients(
@@ -20,62 +20,35 @@ def sum_gradients(
     axis: ReplicaAxis,
     options: CommunicationOptions | None = None,
     *,
+    dims: Sequence[int | None] | None = None,
     on_device: Callable[[list[Any]], list[Any]] | None = None,
 ) -> list[Any]:
     """Sum each gradient over the replicas, the way that the options say.
 
     Traced into the replica program. In this order: the user's hook, `on_device`,
-    compression, packs, their sums, and all of it back.
+    compression, packs, their sums, and all of it back. Sums of which each replica gets
+    a block are not packed: its part of a pack would be no block of each gradient in it.
 
     Args:
         grads: This replica's gradients, any shapes and dtypes; None stays None.
         ops: Makes the sums.
         axis: The replicas' devices.
         options: None: the defaults.
+        dims: For each gradient the dimension that its sum is cut along, so that each
+            replica gets a block; None: every replica gets the whole sum. None: so of
+            all.
         on_device: Makes one value of what the replicas of a device have, of the same
             shapes and dtypes. It gets the gradients that there are.
 
     Returns:
-        The sums, in the gradients' order, shapes and dtypes.
+        The sums, or this replica's blocks of them, in the gradients' order and dtypes.
 
     Raises:
         TypeError: If the hook or the operations return what is no array.
-        ValueError: If they return another structure, shape or dtype.
+        ValueError: If they return another structure, shape or dtype, or for a dimension
+            that does not divide.
     """
-    dims = [None] * len(grads)
-    return scatter_gradients(grads, dims, ops, axis, options, on_device=on_device)
-
-
-def scatter_gradients(
-    grads: Sequence[Any | None],
-    dims: Sequence[int | None],
-    ops: CrossDeviceOps,
-    axis: ReplicaAxis,
-    options: CommunicationOptions | None = None,
-    *,
-    on_device: Callable[[list[Any]], list[Any]] | None = None,
-) -> list[Any]:
-    """As `sum_gradients`, but each replica gets its block of some of the sums.
-
-    Those are not packed: what a replica gets of a pack would be no block of each
-    gradient in it.
-
-    Args:
-        grads: As in `sum_gradients`.
-        dims: For each gradient the dimension that its sum is cut along; None: the whole
-            sum goes to every replica.
-        ops: As in `sum_gradients`.
-        axis: Likewise.
-        options: Likewise.
-        on_device: Likewise.
-
-    Returns:
-        Sums and blocks, in the gradients' order and dtypes.
-
-    Raises:
-        TypeError: As in `sum_gradients`.
-        ValueError: As in `sum_gradients`, and for a dimension that does not divide.
-    """
+    dims = [None] * len(grads) if dims is None else dims
     options = options or CommunicationOptions()
     arrays = [None if g is None else jnp.asarray(g) for g in grads]
     if options.gradient_hook is not None:

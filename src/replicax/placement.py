@@ -1,11 +1,12 @@
 """Arrays on the replicas' devices, also where other processes hold some of those."""
 
+import functools
 from typing import Any
 
 import jax
 import jax.core
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from replicax.rehearsal import current_rehearsal, is_described
 
@@ -42,15 +43,21 @@ def is_spread(value: Any) -> bool:
 
 
 def gathered(array: jax.Array) -> jax.Array:
-    """An array of which processes have parts, whole on every device.
+    """This process' copy of an array of which processes have parts.
 
     All processes have to call it, for the same arrays in the same order.
     """
     sharding = array.sharding
     if not isinstance(sharding, NamedSharding):
         raise TypeError(f"gathered: expected a NamedSharding, got {sharding!r}.")
-    whole = NamedSharding(sharding.mesh, PartitionSpec())
-    return jax.jit(lambda x: x, out_shardings=whole)(array)
+    return _to_all(sharding.mesh)(array).addressable_data(0)
+
+
+@functools.lru_cache(maxsize=16)
+def _to_all(mesh: Mesh) -> Any:
+    """One function for all arrays of a mesh, or JAX would compile for each call."""
+    whole = NamedSharding(mesh, PartitionSpec())
+    return jax.jit(lambda x: x, out_shardings=whole)
 
 
 def local_value(value: Any) -> Any:

@@ -15,7 +15,7 @@ from replicax.collectives import ReduceOp
 from replicax.divergence import declare_mirrored
 from replicax.errors import ContextError
 from replicax.group import ReplicaGroup
-from replicax.packing import scatter_gradients
+from replicax.packing import sum_gradients
 from replicax.replay import current_run
 from replicax.scope import current_context, current_strategy, entered_context
 from replicax.updates import Update
@@ -232,12 +232,12 @@ class ReplicaContext:
         """Combined gradients, as `Block`s where a dimension to divide is given."""
         self.has_trained = True
         group = self._group
-        total = scatter_gradients(
+        total = sum_gradients(
             list(grads),
-            dims,
             group.cross_device_ops,
             group.axis,
             group.communication,
+            dims=dims,
             # After the user's hook, which may add something to what does not count.
             on_device=lambda own: self._axes.sum_on_device(self.counted(own)),
         )

@@ -144,9 +144,7 @@ class Strategy:
             home = self._rehearsal.home
             self._group = self._group.on(self._rehearsal.devices[: self._num_rehearsed])
         self.share = Share(self._workers, check_input=check_input)
-        # Programs and variables meet these shardings all the time: one object each.
-        self._mirrored = self._group.mirrored
-        self._per_replica = self._group.per_replica
+        self._use(self._group)
         self._at_home = self._group
         self._home = home or self._mirrored
         self._mirrors = home is None
@@ -289,17 +287,20 @@ class Strategy:
         Variables stay where they are. Nobody else may use the strategy meanwhile.
         """
         self._require_rehearsable(holds_variables=self._mirrors)
-        own = self._group, self._programs, self._rehearsal
-        self._group = self._group.on(rehearsal.devices)
+        group, own = self._group, (self._programs, self._rehearsal)
+        self._use(group.on(rehearsal.devices))
         self._programs, self._rehearsal = ProgramCache(), rehearsal
-        self._per_replica = self._group.per_replica
-        self._mirrored = self._group.mirrored
         try:
             yield
         finally:
-            self._group, self._programs, self._rehearsal = own
-            self._per_replica = self._group.per_replica
-            self._mirrored = self._group.mirrored
+            self._use(group)
+            self._programs, self._rehearsal = own
+
+    def _use(self, group: ReplicaGroup) -> None:
+        """Make programs for these replicas from now on."""
+        self._group = group
+        # Programs and variables meet these shardings all the time: one object each.
+        self._mirrored, self._per_replica = group.mirrored, group.per_replica
 
     def _require_rehearsable(self, *, holds_variables: bool) -> None:
         if not holds_variables or self._group.defers_updates:

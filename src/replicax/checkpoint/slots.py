@@ -238,7 +238,7 @@ def to_host(
     for name, x in spread:
         whole = placement.gathered(x)
         if wanted:
-            copies[name] = np.array(whole.addressable_data(0))
+            copies[name] = np.array(whole)
     return copies
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from replicax.feature_column.column import CategoricalColumn
+from replicax.feature_column.column import CategoricalColumn, OfOneFeature
 from replicax.feature_column.fingerprints import fingerprints
 from replicax.feature_column.raw import (
     dtype_name,
@@ -54,7 +54,7 @@ def require_kind(values: np.ndarray, dtype: str, key: str, caller: str) -> None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class IdentityColumn(CategoricalColumn):
+class IdentityColumn(OfOneFeature, CategoricalColumn):
     """What `categorical_column_with_identity` returns."""
 
     key: str
@@ -70,16 +70,6 @@ class IdentityColumn(CategoricalColumn):
                 f"{self.title}: default_value must be an id from 0 to num_buckets - 1 "
                 f"= {self.number_buckets - 1}; got {default!r}."
             )
-
-    @property
-    def name(self) -> str:
-        """The key."""
-        return self.key
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """See the base class."""
-        return (self.key,)
 
     @property
     def num_buckets(self) -> int:
@@ -153,7 +143,7 @@ def categorical_column_with_identity(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HashedColumn(CategoricalColumn):
+class HashedColumn(OfOneFeature, CategoricalColumn):
     """What `categorical_column_with_hash_bucket` returns."""
 
     key: str
@@ -168,16 +158,6 @@ class HashedColumn(CategoricalColumn):
                 f"{self.title}: dtype must be 'string' or one of integers; got "
                 f"{self.dtype!r}."
             )
-
-    @property
-    def name(self) -> str:
-        """The key."""
-        return self.key
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """See the base class."""
-        return (self.key,)
 
     @property
     def num_buckets(self) -> int:

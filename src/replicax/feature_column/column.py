@@ -16,7 +16,7 @@ import numpy as np
 from replicax.digests import digest
 from replicax.feature_column.names import variable_name
 
-__all__ = ["CategoricalColumn", "Column", "DenseColumn"]
+__all__ = ["CategoricalColumn", "Column", "DenseColumn", "OfOneFeature"]
 
 _LOOKED_UP = "its values are looked up on the host"
 
@@ -90,6 +90,26 @@ class Column(abc.ABC):
     def _mark(self) -> str:
         # Columns of one key have one name, whatever else they differ in.
         return digest(_described(self), num_bytes=3)
+
+
+class OfOneFeature(Column):
+    """A column of a single raw feature, and of its name.
+
+    Attributes:
+        key: The feature's name.
+    """
+
+    key: str
+
+    @property
+    def name(self) -> str:
+        """The key."""
+        return self.key
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """See the base class."""
+        return (self.key,)
 
 
 class DenseColumn(Column):

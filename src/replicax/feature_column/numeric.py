@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from replicax.feature_column.column import CategoricalColumn, DenseColumn
+from replicax.feature_column.column import CategoricalColumn, DenseColumn, OfOneFeature
 from replicax.feature_column.combine import multi_hot
 from replicax.feature_column.raw import (
     read_numbers,
@@ -24,7 +24,7 @@ __all__ = ["BucketizedColumn", "NumericColumn", "bucketized_column", "numeric_co
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class NumericColumn(DenseColumn):
+class NumericColumn(OfOneFeature, DenseColumn):
     """What `numeric_column` returns."""
 
     key: str
@@ -42,16 +42,6 @@ class NumericColumn(DenseColumn):
                 f"{self.title}: normalizer_fn must be a function of an array; got "
                 f"{self.normalizer_fn!r}."
             )
-
-    @property
-    def name(self) -> str:
-        """The key."""
-        return self.key
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """See the base class."""
-        return (self.key,)
 
     @property
     def outputs(self) -> tuple[str, ...]:

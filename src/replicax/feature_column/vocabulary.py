@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from replicax.feature_column.categorical import is_missing, require_kind
-from replicax.feature_column.column import CategoricalColumn
+from replicax.feature_column.column import CategoricalColumn, OfOneFeature
 from replicax.feature_column.fingerprints import fingerprints
 from replicax.feature_column.raw import (
     dtype_name,
@@ -26,7 +26,7 @@ __all__ = [
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class VocabularyColumn(CategoricalColumn):
+class VocabularyColumn(OfOneFeature, CategoricalColumn):
     """What `categorical_column_with_vocabulary_list` and `..._file` return."""
 
     key: str
@@ -58,16 +58,6 @@ class VocabularyColumn(CategoricalColumn):
                 f"{self.title}: default_value must be -1 or an id below the "
                 f"vocabulary's size {len(words)}; got {self.default_value}."
             )
-
-    @property
-    def name(self) -> str:
-        """The key."""
-        return self.key
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """See the base class."""
-        return (self.key,)
 
     @property
     def num_buckets(self) -> int:

@@ -167,8 +167,7 @@ def _on_host(
     value = variable._value
     if placement.is_spread(value):
         # Other workers have parts of it, and do the same now.
-        value = placement.gathered(value).addressable_data(0)
-        return np.array(value, dtype)
+        return np.array(placement.gathered(value), dtype)
     array = original(variable, dtype)
     return np.array(array) if copy else array
 

@@ -11,7 +11,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from replicax.collectives import CrossDeviceOps
-from replicax.devices import Device, default_devices, device_name, resolve_devices
+from replicax.devices import (
+    Device,
+    device_name,
+    devices_of_one_kind,
+    resolve_devices,
+)
 from replicax.errors import DeviceError
 from replicax.program import Program
 from replicax.strategy import Strategy
@@ -62,15 +67,7 @@ class CentralStorageStrategy(Strategy):
         cross_device_ops: CrossDeviceOps | None = None,
     ) -> None:
         name = "CentralStorageStrategy"
-        if compute_devices is None:
-            devices = default_devices()
-        else:
-            devices = resolve_devices(compute_devices, name)
-        if len({d.platform for d in devices}) > 1:
-            raise DeviceError(
-                f"{name}: compute_devices={list(compute_devices or ())!r} mixes "
-                "platforms; replicas in step need devices of one kind."
-            )
+        devices = devices_of_one_kind(compute_devices, name, "compute_devices")
         if parameter_device is not None:
             (home,) = resolve_devices([parameter_device], name)
         else:
