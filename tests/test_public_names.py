@@ -52,6 +52,7 @@ PUBLIC_NAMES = [
     "cluster_resolver",
     "compute_average_loss",
     "config",
+    "estimator",
     "experimental",
     "feature_column",
     "get_replica_context",

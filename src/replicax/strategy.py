@@ -19,21 +19,16 @@ from replicax.cluster.workers import Workers
 from replicax.collectives import CrossDeviceOps, NcclAllReduce, ReduceOp
 from replicax.communication import CommunicationOptions
 from replicax.consistency import of_all_workers, require_equal
+from replicax.datasets import DatasetMaker
 from replicax.devices import Device, check_cpu_pool
 from replicax.errors import ContextError
 from replicax.group import ReplicaGroup, mesh_of
-from replicax.input import (
-    AutoShardPolicy,
-    DistributedDataset,
-    DistributedDatasetFromFunction,
-    InputContext,
-    Share,
-    numpy_dataset,
-)
+from replicax.input import Share
 from replicax.input.values import stacked_values
 from replicax.keras import internals
 from replicax.labels import Labels
 from replicax.layouts import Layouts, ModelSplit
+from replicax.options import Options
 from replicax.program import Program
 from replicax.rehearsal import Rehearsal, current_rehearsal
 from replicax.scope import Scope, current_context
@@ -46,7 +41,7 @@ __all__ = ["Strategy"]
 _dispatch_order = threading.RLock()
 
 
-class Strategy:
+class Strategy(DatasetMaker):
     """Runs the same function as several replicas that stay in step.
 
     The base of all strategies; make one of those. (TF: `tf.distribute.Strategy`.)
@@ -159,11 +154,6 @@ class Strategy:
         return f"{type(self).__name__}({', '.join(self._group.axis.devices)}{several})"
 
     @property
-    def num_replicas_in_sync(self) -> int:
-        """Number of replicas; the global batch is this many times a replica's."""
-        return self._group.num_replicas
-
-    @property
     def group(self) -> ReplicaGroup:
         """The replicas, for programs."""
         return self._group
@@ -239,13 +229,24 @@ class Strategy:
             >>> float(total) == 2.0 * sum(range(1, n + 1))
             True
         """
+        return self.run_as(Options(), fn, args, kwargs)
+
+    def run_as(
+        self,
+        options: Options,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """`run`, of a program that differs from a plain one as `options` say."""
         self._require_cross_replica("run")
         check_call(fn, args)
         fn, args, kwargs = unwrap_partial(fn, tuple(args), dict(kwargs or {}))
         key, arrays, make_arguments = flatten_call(args, kwargs, self._place)
+        key = (key, options)
         with self.scope():
             program = self._programs.get(
-                fn, key, lambda: self._program(fn, make_arguments(), arrays)
+                fn, key, lambda: self._program(fn, make_arguments(), arrays, options)
             )
             values = internals.read_values(program.variables)
             is_new = program.is_new
@@ -255,6 +256,16 @@ class Strategy:
             refuse_tracer(new[0] if new else None)
             internals.write_values(program.written, new)
         return jax.tree.map(PerReplica, out)
+
+    def variables_of(self, fn: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
+        """The variables that `fn` uses; what it makes is there afterwards.
+
+        It is traced as `run` traces it, and not run.
+        """
+        self._require_cross_replica("run")
+        _, arrays, make_arguments = flatten_call(args, {}, self._place)
+        with self.scope():
+            return self._program(fn, make_arguments(), arrays, Options()).variables
 
     def call(
         self, program: Program, values: Sequence[Any], arrays: Sequence[Any]
@@ -381,83 +392,6 @@ class Strategy:
         """This process' values of a `PerReplica`, one per local replica, as a tuple."""
         return value.values if isinstance(value, PerReplica) else (value,)
 
-    def experimental_distribute_dataset(
-        self,
-        dataset: Any,
-        *,
-        remainder: str = "drop",
-        batch_size: int | None = None,
-        prefetch: int = 2,
-        auto_shard_policy: AutoShardPolicy = AutoShardPolicy.AUTO,
-    ) -> DistributedDataset:
-        """Split every batch of a dataset over the replicas, ahead of the steps.
-
-        Args:
-            dataset: Yields **global** batches, pytrees of arrays `[B, ...]`: a Grain
-                dataset, `keras.utils.PyDataset`, `tf.data.Dataset`, torch `DataLoader`,
-                or any iterable. An array, or a tuple or dict of arrays, is cut into
-                batches of `batch_size`.
-            remainder: What to do with a batch that does not divide by the replicas:
-                `"drop"` its last examples (logged), `"pad"` it and yield
-                `(batch, mask)` for every batch, or raise an `"error"`.
-            batch_size: Global batch size for arrays.
-            prefetch: Number of batches placed on the devices ahead of the step.
-            auto_shard_policy: How several workers divide the dataset. By default all
-                read the same batches, and each takes its rows.
-
-        Returns:
-            An iterable of batches with `PerReplica` leaves, for `run`; `fit`,
-            `evaluate` and `predict` take it too.
-        """
-        return DistributedDataset(
-            dataset,
-            self._group.mesh,
-            remainder=remainder,
-            batch_size=batch_size,
-            prefetch=prefetch,
-            auto_shard_policy=auto_shard_policy,
-            share=self.share,
-            num_replicas=self._group.num_replicas,
-        )
-
-    def distribute_datasets_from_function(
-        self,
-        dataset_fn: Callable[[InputContext], Iterable[Any]],
-        *,
-        remainder: str = "drop",
-        prefetch: int = 2,
-    ) -> DistributedDatasetFromFunction:
-        """A distributed dataset from a function that makes per-replica batches.
-
-        Args:
-            dataset_fn: Gets an `InputContext` and returns a dataset whose batches are
-                **per-replica**; one step takes as many of them as there are replicas.
-            remainder: As in `experimental_distribute_dataset`, for a last step with
-                fewer batches than replicas.
-            prefetch: Number of steps placed on the devices ahead.
-        """
-        context = InputContext(
-            num_input_pipelines=self.share.num_workers,
-            input_pipeline_id=self.share.worker,
-            num_replicas_in_sync=self.num_replicas_in_sync,
-        )
-        return DistributedDatasetFromFunction(
-            dataset_fn,
-            self._group.mesh,
-            context,
-            remainder=remainder,
-            prefetch=prefetch,
-            share=self.share,
-            num_replicas=self._group.num_replicas,
-        )
-
-    def experimental_make_numpy_dataset(self, numpy_input: Any) -> Any:
-        """A `grain.MapDataset` of the examples in a pytree of arrays `[N, ...]`.
-
-        Shuffle and batch it, then hand it to `experimental_distribute_dataset`.
-        """
-        return numpy_dataset(numpy_input)
-
     def experimental_distribute_values_from_function(
         self, value_fn: Callable[[Any], Any]
     ) -> Any:
@@ -534,9 +468,11 @@ class Strategy:
             "compile, under `with strategy.scope():`."
         )
 
-    def _program(self, fn: Any, arguments: Any, arrays: Sequence[Any]) -> Program:
+    def _program(
+        self, fn: Any, arguments: Any, arrays: Sequence[Any], options: Options
+    ) -> Program:
         refuse_tracer(jnp.zeros(()))
-        program = Program(fn, self._group, arguments, arrays)
+        program = Program(fn, self._group, arguments, arrays, options)
         self.require_owned(program.variables, f"run({describe(fn)})")
         return program
 

@@ -17,12 +17,15 @@ class DistributedIterator(Iterator[Any]):
 
     Args:
         start: Starts the epoch after so many batches.
+        num_batches: Where to begin.
     """
 
-    def __init__(self, start: Callable[[int], Iterator[Any]]) -> None:
+    def __init__(
+        self, start: Callable[[int], Iterator[Any]], num_batches: int = 0
+    ) -> None:
         self._start = start
-        self._num_taken = 0
-        self._source = start(0)
+        self._num_taken = num_batches
+        self._source = start(num_batches)
 
     def __next__(self) -> Any:
         """The next batch; blocks until it is there."""

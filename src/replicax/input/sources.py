@@ -20,7 +20,14 @@ from jax import tree_util
 from replicax.input.prefetch import close_iterator
 from replicax.input.split import leading_size, leaf_name
 
-__all__ = ["batches", "check_dataset", "is_arrays", "is_one_shot", "num_batches"]
+__all__ = [
+    "batches",
+    "check_dataset",
+    "is_arrays",
+    "is_one_shot",
+    "num_batches",
+    "raw_batches",
+]
 
 # Grain reads 500 elements ahead by default, which is meant for single examples. Here
 # they are whole batches, and `prefetch` runs ahead once more.
@@ -52,6 +59,15 @@ def batches(dataset: Any, batch_size: int | None = None) -> Generator[Any]:
     """
     check_dataset(dataset, batch_size)
     return _arrays_only(dataset, batch_size)
+
+
+def raw_batches(dataset: Any) -> Iterator[Any]:
+    """Iterate over one epoch of `dataset`, whose leaves may be anything, also strings.
+
+    Args:
+        dataset: As for `batches`, but for arrays.
+    """
+    return _open(dataset, None)
 
 
 def check_dataset(dataset: Any, batch_size: int | None = None) -> None:

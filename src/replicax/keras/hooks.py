@@ -5,6 +5,8 @@
 | `JaxVariable._initialize` | mirrors variables created in a scope |
 | `JaxVariable._direct_assign` | keeps an assigned value's sharding exact |
 | `KerasVariable.__array__` | gathers what several workers have parts of |
+| `KerasVariable.__init__`, `variables.register_uninitialized_variable` | functions \
+that make their variables anew on each trace |
 | `JAXTrainer.__init__` | remembers the strategy a model was made under |
 | `Trainer.compile`, `JAXTrainer.{fit,evaluate,predict,*_on_batch}` | run in its scope |
 | `JAXTrainer.make_{train,test,predict}_function` | replica programs for Keras' own |
@@ -35,6 +37,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from keras.src.backend.common import KerasVariable
+from keras.src.backend.common import variables as variables_module
 from keras.src.backend.jax import nn as jax_nn
 from keras.src.backend.jax import trainer as jax_trainer
 from keras.src.backend.jax.core import JaxVariable
@@ -46,7 +49,7 @@ from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 
 from replicax import placement
 from replicax.errors import ContextError
-from replicax.keras import batches, optimizers, reductions, resume, steps
+from replicax.keras import batches, making, optimizers, reductions, resume, steps
 from replicax.keras.adapters import (
     DistributedAdapter,
     fixed_number_of_batches,
@@ -90,6 +93,8 @@ def install() -> None:
     _wrap(JaxVariable, "_initialize", _initialize)
     _wrap(JaxVariable, "_direct_assign", _direct_assign)
     _wrap(KerasVariable, "__array__", _on_host)
+    _wrap(KerasVariable, "__init__", making.init_variable)
+    _wrap(variables_module, "register_uninitialized_variable", making.register)
     trainer = jax_trainer.JAXTrainer
     _wrap(trainer, "__init__", _init_trainer)
     for name in _ENTRY_POINTS:

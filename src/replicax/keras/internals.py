@@ -30,6 +30,7 @@ __all__ = [
     "known_length",
     "layer_label",
     "layout_of",
+    "learning_rate_of",
     "makes_batches_ahead",
     "parts_of_layer",
     "read_values",
@@ -113,6 +114,13 @@ def trained_by(optimizer: Any) -> list[Any]:
     """The variables that an optimizer was built for."""
     inner = getattr(optimizer, "inner_optimizer", None)  # Of a loss-scaling one.
     return list((inner or optimizer)._trainable_variables)
+
+
+def learning_rate_of(optimizer: Any) -> Any:
+    """The variable of an optimizer's learning rate; None where it is a schedule."""
+    optimizer = getattr(optimizer, "inner_optimizer", None) or optimizer
+    rate = optimizer._learning_rate
+    return rate if hasattr(rate, "path") else None
 
 
 def shared_seed_generator(*, make: bool) -> Any:

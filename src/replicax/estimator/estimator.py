@@ -1,0 +1,365 @@
+"""Estimator: train, evaluate and predict with a model that a function describes."""
+
+import logging
+import os
+import random
+import tempfile
+from collections.abc import Callable, Generator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from replicax.checkpoint import latest_checkpoint
+from replicax.estimator.evaluating import (
+    Evaluation,
+    predictions,
+    write_eval_metrics,
+)
+from replicax.estimator.feeding import HostStep, Input
+from replicax.estimator.model import Model, ModelFunction
+from replicax.estimator.run_config import RunConfig, one_device
+from replicax.estimator.saving import CHECKPOINT_NAME, saved_variables
+from replicax.estimator.spec import ModeKeys
+from replicax.estimator.training import Training
+from replicax.strategy import Strategy
+
+__all__ = ["Estimator"]
+
+_logger = logging.getLogger("replicax")
+
+
+class Estimator:
+    """Trains, evaluates and predicts with a model that a function describes.
+
+    (TF: `tf.estimator.Estimator`.) Each call takes the model's state from the newest
+    checkpoint in `model_dir`, and training leaves its own there: a call may be in
+    another process, or under another strategy, than the one before.
+
+    Args:
+        model_fn: Called with `features` and those of `labels`, `mode`, `params` and
+            `config` that it has as arguments; returns an `EstimatorSpec`. It sees one
+            replica's batch and makes layers, optimizer and metrics itself. It is called
+            more than once and must make the same ones each time.
+        model_dir: Folder of the checkpoints; overrides the config's.
+        config: Strategies, intervals and the seed.
+        params: For `model_fn` and `input_fn`.
+        warm_start_from: A checkpoint, or a folder of them, from which a new training
+            takes the variables that it has.
+        preprocess: Called with each batch's features and labels (None for prediction)
+            on the host and returns both as arrays of numbers. Here strings become
+            numbers, as by `rx.feature_column.features_of`.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If the `model_fn` has other arguments, or model_dir differs.
+
+    Example:
+        >>> import grain, keras, numpy as np, replicax as rx
+        >>> def model_fn(features, labels, mode):
+        ...     prediction = keras.layers.Dense(1)(features)[:, 0]
+        ...     if mode == rx.estimator.ModeKeys.PREDICT:
+        ...         return rx.estimator.EstimatorSpec(mode, predictions=prediction)
+        ...     loss = keras.losses.MeanSquaredError()(labels, prediction)
+        ...     optimizer = keras.optimizers.SGD(0.1)
+        ...     return rx.estimator.EstimatorSpec(mode, loss=loss, optimizer=optimizer)
+        >>> def input_fn():
+        ...     x = np.linspace(-1, 1, 32, dtype="float32")[:, None]
+        ...     return grain.MapDataset.source([(x, 2 * x[:, 0])]).repeat(200)
+        >>> estimator = rx.estimator.Estimator(model_fn)
+        >>> estimator = estimator.train(input_fn, steps=100)
+        >>> results = estimator.evaluate(input_fn, steps=1)
+        >>> results["global_step"], results["loss"] < 1e-3
+        (100, True)
+    """
+
+    def __init__(
+        self,
+        model_fn: Callable[..., Any],
+        model_dir: str | os.PathLike[str] | None = None,
+        config: RunConfig | None = None,
+        params: Mapping[str, Any] | None = None,
+        warm_start_from: str | os.PathLike[str] | None = None,
+        *,
+        preprocess: HostStep | None = None,
+    ) -> None:
+        if config is not None and not isinstance(config, RunConfig):
+            raise TypeError(
+                f"Estimator: config must be a rx.estimator.RunConfig; got {config!r}."
+            )
+        if params is not None and not isinstance(params, Mapping):
+            raise TypeError(f"Estimator: params must be a dict; got {params!r}.")
+        config = config or RunConfig()
+        folder = _model_dir(model_dir, config)
+        self._config = config.replace(model_dir=folder)
+        self._function = ModelFunction(model_fn, params or {}, self._config)
+        self._preprocess = preprocess
+        self._warm_start_from = warm_start_from
+        self._models: dict[tuple[Any, ...], Model] = {}
+
+    @property
+    def model_dir(self) -> str:
+        """Folder of the checkpoints."""
+        return os.fspath(self._config.model_dir or "")
+
+    @property
+    def config(self) -> RunConfig:
+        """The configuration, with the `model_dir`."""
+        return self._config
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """A copy of the params."""
+        return dict(self._function.params)
+
+    def train(
+        self,
+        input_fn: Callable[..., Any],
+        hooks: Sequence[Any] | None = None,
+        steps: int | None = None,
+        max_steps: int | None = None,
+        saving_listeners: Sequence[Any] | None = None,
+    ) -> "Estimator":
+        """Train from the newest checkpoint on, and save one at the end.
+
+        Args:
+            input_fn: Returns a dataset of `(features, labels)` batches, each for **one
+                replica**: a step takes as many of them as there are replicas. May take
+                `input_context`, `mode`, `params` and `config`. Several workers call it
+                once each. A single batch in place of a dataset is repeated for ever.
+            hooks: `SessionRunHook`s.
+            steps: Number of steps of this call.
+            max_steps: The global step to end at. Without either, training ends with the
+                input.
+            saving_listeners: `CheckpointSaverListener`s.
+
+        Returns:
+            The estimator.
+
+        Raises:
+            ValueError: For `steps` together with `max_steps`, or less than 1; for input
+                that does not fit.
+            CheckpointError: If the checkpoint is of another model.
+            NanLossDuringTrainingError: If the loss is not a number any more.
+        """
+        _check_steps("train", steps, max_steps)
+        if steps is not None and max_steps is not None:
+            raise ValueError(
+                f"Estimator.train: got steps={steps!r} and max_steps={max_steps!r}. "
+                "steps is the number of steps to make now, max_steps the global step "
+                "to end at: give one of them."
+            )
+
+        def last_step(first: int) -> int | None:
+            return max_steps if steps is None else first + steps
+
+        model = self._model(ModeKeys.TRAIN, self._config.training_strategy())
+        Training(
+            model,
+            self._input(input_fn, ModeKeys.TRAIN),
+            self.model_dir,
+            self._config,
+            list(hooks or []),
+            list(saving_listeners or []),
+            last_step,
+        ).run()
+        return self
+
+    def evaluate(
+        self,
+        input_fn: Callable[..., Any],
+        steps: int | None = None,
+        hooks: Sequence[Any] | None = None,
+        checkpoint_path: str | None = None,
+        name: str | None = None,
+    ) -> dict[str, Any]:
+        """Evaluate a checkpoint.
+
+        Args:
+            input_fn: As for `train`. A single batch is evaluated once.
+            steps: Number of steps; None: until the input ends. Of the input's end
+                nothing is left out in one process.
+            hooks: `SessionRunHook`s.
+            checkpoint_path: Which one; None: the newest.
+            name: Tells evaluations on several data sets apart.
+
+        Returns:
+            The spec's `eval_metric_ops` by name, `loss` (the mean of the batches'
+            losses) and `global_step`.
+
+        Raises:
+            ValueError: If there is no checkpoint, or `steps` is less than 1.
+            CheckpointError: If it is of another model.
+        """
+        _check_steps("evaluate", steps)
+        path = self._checkpoint(checkpoint_path, "evaluate")
+        strategy = self._config.evaluating_strategy()
+        model = self._model(ModeKeys.EVAL, strategy)
+        source = self._input(input_fn, ModeKeys.EVAL)
+        results = Evaluation(model, source, steps, list(hooks or [])).run(path)
+        if strategy.is_chief:
+            write_eval_metrics(Path(self.eval_dir(name)), results, path)
+        _logger.info("Evaluation of %s: %s", path, results)
+        return results
+
+    def predict(
+        self,
+        input_fn: Callable[..., Any],
+        predict_keys: Sequence[str] | None = None,
+        hooks: Sequence[Any] | None = None,
+        checkpoint_path: str | None = None,
+        yield_single_examples: bool = True,
+    ) -> Generator[Any]:
+        """Predictions, on one device.
+
+        Args:
+            input_fn: Returns features, or `(features, labels)`, of which labels are
+                left out.
+            predict_keys: Which of the predictions; None: all.
+            hooks: Their `begin` and `end` are called.
+            checkpoint_path: Which one; None: the newest.
+            yield_single_examples: Yield example by example, not batch by batch.
+
+        Yields:
+            NumPy arrays, or dicts of them, without or with the batch's dimension.
+
+        Raises:
+            ValueError: When the generator starts: if there is no checkpoint, or no such
+                key; for predictions without a batch's dimension.
+        """
+        path = self._checkpoint(checkpoint_path, "predict")
+        model = self._model(ModeKeys.PREDICT, one_device())
+        source = self._input(input_fn, ModeKeys.PREDICT)
+        for hook in hooks or []:
+            hook.begin()
+        for batch in predictions(model, source, path):
+            yield from _yielded(
+                _chosen(self._postprocess(batch), predict_keys), yield_single_examples
+            )
+        for hook in hooks or []:
+            hook.end(None)
+
+    def latest_checkpoint(self) -> str | None:
+        """Path of the newest checkpoint in `model_dir`; None if there is none."""
+        return latest_checkpoint(self.model_dir, CHECKPOINT_NAME)
+
+    def get_variable_names(self) -> list[str]:
+        """Names of the variables in the newest checkpoint.
+
+        Raises:
+            ValueError: If there is no checkpoint.
+        """
+        return sorted(saved_variables(self._checkpoint(None, "get_variable_names")))
+
+    def get_variable_value(self, name: str) -> np.ndarray:
+        """A variable's value in the newest checkpoint.
+
+        Args:
+            name: One of `get_variable_names()`.
+
+        Raises:
+            ValueError: If there is no checkpoint, or no such variable in it.
+        """
+        values = saved_variables(self._checkpoint(None, "get_variable_value"))
+        if name not in values:
+            raise ValueError(
+                f"Estimator.get_variable_value: there is no variable {name!r}; there "
+                f"are {sorted(values)}."
+            )
+        return values[name]
+
+    def eval_dir(self, name: str | None = None) -> str:
+        """Folder of the evaluations: a line in `metrics.jsonl` for each."""
+        return os.path.join(self.model_dir, "eval" if not name else f"eval_{name}")
+
+    def _prepare(self, features: Any, labels: Any) -> tuple[Any, Any]:
+        """A batch as arrays of numbers."""
+        if self._preprocess is not None:
+            features, labels = self._preprocess(features, labels)
+        return features, labels
+
+    def _postprocess(self, predictions: Any) -> Any:
+        """Predictions of a batch, with what arrays of numbers cannot hold."""
+        return predictions
+
+    def _input(self, input_fn: Callable[..., Any], mode: ModeKeys) -> Input:
+        return Input(input_fn, mode, self._prepare, self.params, self._config)
+
+    def _model(self, mode: ModeKeys, strategy: Strategy) -> Model:
+        key = (mode, None if mode == ModeKeys.PREDICT else id(strategy))
+        if key not in self._models:
+            strategy.synchronize_random_state()
+            seed = self._config.tf_random_seed
+            if seed is None:
+                seed = random.randrange(2**31)
+            self._models[key] = Model(self._function, mode, strategy, seed)
+        return self._models[key]
+
+    def _checkpoint(self, path: str | None, method: str) -> str:
+        found = path or self.latest_checkpoint()
+        if found is None:
+            raise ValueError(
+                f"Estimator.{method}: there is no checkpoint in {self.model_dir}. "
+                "Call train first, or give the model_dir of a trained model."
+            )
+        return os.fspath(found)
+
+
+def _model_dir(given: str | os.PathLike[str] | None, config: RunConfig) -> str:
+    if None not in (given, config.model_dir) and os.fspath(given or "") != os.fspath(
+        config.model_dir or ""
+    ):
+        raise ValueError(
+            f"Estimator: model_dir={given!r} and the config's {config.model_dir!r} "
+            "differ. Give one of them."
+        )
+    folder = given if given is not None else config.model_dir
+    if folder is None:
+        folder = tempfile.mkdtemp(prefix="replicax-estimator-")
+        _logger.warning("Estimator: model_dir is the temporary folder %s.", folder)
+    return os.fspath(folder)
+
+
+def _check_steps(method: str, *numbers: int | None) -> None:
+    for number in numbers:
+        if number is not None and number < 1:
+            raise ValueError(
+                f"Estimator.{method}: the number of steps must be at least 1; got "
+                f"{number!r}."
+            )
+
+
+def _chosen(batch: Any, keys: Sequence[str] | None) -> Any:
+    if keys is None:
+        return batch
+    if not isinstance(batch, Mapping):
+        raise ValueError(
+            f"Estimator.predict: predict_keys={list(keys)!r} were given, but the "
+            "predictions are one array and not a dict."
+        )
+    unknown = [key for key in keys if key not in batch]
+    if unknown:
+        raise ValueError(
+            f"Estimator.predict: predict_keys has {unknown}; the predictions are "
+            f"{sorted(batch)}."
+        )
+    return {key: batch[key] for key in keys}
+
+
+def _yielded(batch: Any, one_by_one: bool) -> Generator[Any]:
+    if not one_by_one:
+        yield batch
+        return
+    arrays = batch.values() if isinstance(batch, Mapping) else [batch]
+    sizes = {x.shape[:1] for x in arrays}
+    if len(sizes) != 1 or sizes == {()}:
+        raise ValueError(
+            "Estimator.predict: predictions differ in their first dimension, the "
+            f"number of examples; got the shapes {[x.shape for x in arrays]}. Give "
+            "yield_single_examples=False for whole batches."
+        )
+    for i in range(next(iter(sizes))[0]):
+        if isinstance(batch, Mapping):
+            yield {name: x[i] for name, x in batch.items()}
+        else:
+            yield batch[i]

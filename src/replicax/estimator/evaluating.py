@@ -1,0 +1,153 @@
+"""Evaluation and prediction of an estimator, from a checkpoint."""
+
+import itertools
+import json
+import time
+from collections.abc import Generator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from replicax.estimator.feeding import Input
+from replicax.estimator.model import Model
+from replicax.estimator.saving import restore
+from replicax.estimator.training import run_hooks
+from replicax.values import PerReplica
+
+__all__ = ["Evaluation", "predictions", "read_eval_metrics", "write_eval_metrics"]
+
+_METRICS_FILE = "metrics.jsonl"
+
+
+class Evaluation:
+    """One call of `evaluate`.
+
+    Args:
+        model: What is evaluated.
+        source: The input.
+        steps: Number of steps; None: all of the input.
+        hooks: The user's.
+
+    Attributes:
+        global_step: That of the checkpoint.
+    """
+
+    def __init__(
+        self, model: Model, source: Input, steps: int | None, hooks: Sequence[Any]
+    ) -> None:
+        self._model = model
+        self._source = source
+        self._num_steps = steps
+        self._hooks = list(hooks)
+        self._stops = False
+        self.global_step = 0
+
+    def run(self, path: str) -> dict[str, Any]:
+        """The metrics, the mean loss of the batches, and the global step."""
+        for hook in self._hooks:
+            hook.begin()
+        steps = self._source.steps(self._model.strategy)
+        try:
+            return self._evaluate(steps, path)
+        finally:
+            steps.close()
+            self._model.strategy.settle()
+
+    def request_stop(self) -> None:
+        """Let the current step be the last one."""
+        self._stops = True
+
+    def _evaluate(self, steps: Any, path: str) -> dict[str, Any]:
+        model = self._model
+        first = next(steps, None)
+        if first is None:
+            raise ValueError(
+                "Estimator.evaluate: the input_fn gives no batch, or too few for one "
+                f"step of {model.strategy.num_replicas_in_sync} replicas."
+            )
+        model.build(*first[0])
+        self.global_step = restore(model, path)
+        hooks = [*self._hooks, *model.spec.hooks()]
+        for hook in model.spec.hooks():
+            hook.begin()
+        for hook in hooks:
+            hook.after_create_session(self, None)
+        metrics = model.metrics | {"loss": model.loss}
+        for metric in metrics.values():
+            metric.reset_state()
+        every = itertools.islice(itertools.chain([first], steps), self._num_steps)
+        for (features, labels), active in every:
+            run_hooks(
+                self,
+                hooks,
+                lambda f=features, y=labels, n=active: model.evaluate(f, y, n),
+            )
+            if self._stops and model.strategy.workers.count == 1:
+                break
+        with model.strategy.scope():
+            results = {name: _on_host(m.result()) for name, m in metrics.items()}
+        for hook in hooks:
+            hook.end(self)
+        return results | {"global_step": self.global_step}
+
+
+def _on_host(result: Any) -> Any:
+    """A metric's result as Python numbers or NumPy arrays."""
+    values = jax.tree.map(np.asarray, result)
+    return jax.tree.map(lambda x: float(x) if x.ndim == 0 else x, values)
+
+
+def write_eval_metrics(
+    folder: Path, results: Mapping[str, Any], checkpoint: str
+) -> None:
+    """Add a line to the evaluations in a folder."""
+    line = {"checkpoint": checkpoint, "time": time.time()}
+    line |= {k: np.asarray(v).tolist() for k, v in results.items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / _METRICS_FILE).open("a") as stream:
+        stream.write(json.dumps(line) + "\n")
+
+
+def read_eval_metrics(eval_dir: str | Path) -> dict[int, dict[str, Any]]:
+    """The evaluations in a folder by their global step, in its order.
+
+    (TF: `tf.estimator.experimental.read_eval_metrics`.) Of several evaluations of one
+    step the last counts.
+
+    Args:
+        eval_dir: What `estimator.eval_dir()` returns.
+
+    Returns:
+        For each global step the metrics by name; empty if there is no evaluation.
+    """
+    file = Path(eval_dir) / _METRICS_FILE
+    if not file.exists():
+        return {}
+    found: dict[int, dict[str, Any]] = {}
+    for text in file.read_text().splitlines():
+        line = json.loads(text)
+        del line["checkpoint"], line["time"]
+        found[line.pop("global_step")] = line
+    return dict(sorted(found.items()))
+
+
+def predictions(model: Model, source: Input, path: str) -> Generator[Any]:
+    """Predictions batch by batch, arrays `[b, ...]` on the host."""
+    steps = source.steps(model.strategy)
+    try:
+        is_restored = False
+        for (features, labels), _ in steps:
+            if not is_restored:
+                model.build(features, labels)
+                restore(model, path)
+                is_restored = True
+            result = model.predict(features)
+            yield jax.tree.map(
+                lambda x: np.asarray(x)[0],
+                result,
+                is_leaf=lambda x: isinstance(x, PerReplica),
+            )
+    finally:
+        steps.close()

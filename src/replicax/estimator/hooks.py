@@ -1,0 +1,382 @@
+"""Hooks: what goes along with the steps of an estimator."""
+
+import dataclasses
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+__all__ = [
+    "CheckpointSaverListener",
+    "LoggingTensorHook",
+    "NanLossDuringTrainingError",
+    "NanTensorHook",
+    "SessionRunArgs",
+    "SessionRunContext",
+    "SessionRunHook",
+    "SessionRunValues",
+    "StepCounterHook",
+    "StopAtStepHook",
+]
+
+_logger = logging.getLogger("replicax")
+
+
+class NanLossDuringTrainingError(RuntimeError):
+    """The loss is no longer a number.
+
+    (TF: the class of that name.)
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class SessionRunArgs:
+    """What a hook wants to see of a step.
+
+    (TF: `tf.compat.v1.train.SessionRunArgs`.)
+
+    Args:
+        fetches: A name, or a list or dict of names: `"loss"`, `"global_step"`, a key of
+            the spec's predictions, or a name in a `LoggingTensorHook` of the spec.
+    """
+
+    fetches: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class SessionRunValues:
+    """What a hook gets to see.
+
+    (TF: `tf.compat.v1.train.SessionRunValues`.)
+
+    Attributes:
+        results: As `SessionRunArgs.fetches`, with a NumPy array for each name: scalars
+            that are equal on all replicas, else this process' first replica's.
+    """
+
+    results: Any
+
+
+class SessionRunContext:
+    """One step, as hooks see it.
+
+    (TF: `tf.compat.v1.train.SessionRunContext`.)
+
+    Args:
+        session: The loop that the step is part of. It has `global_step`, an int.
+    """
+
+    def __init__(self, session: Any) -> None:
+        self.session = session
+        self._stops = False
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether a hook wants this step to be the last one."""
+        return self._stops
+
+    def request_stop(self) -> None:
+        """Let this step be the last one. With several workers, all of them stop."""
+        self._stops = True
+
+
+class SessionRunHook:
+    """Base of hooks; override what you need.
+
+    (TF: `tf.estimator.SessionRunHook`.)
+
+    The order of calls is `begin`, `after_create_session`, then for each step
+    `before_run` and `after_run`, and `end`, which is left out after an error.
+    """
+
+    def begin(self) -> None:
+        """Called once, before anything is made."""
+
+    def after_create_session(self, session: Any, coord: Any) -> None:
+        """Called when the variables have their values; `coord` is None."""
+
+    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
+        """Called before a step; returns what `after_run` wants to see of it."""
+
+    def after_run(
+        self, run_context: SessionRunContext, run_values: SessionRunValues
+    ) -> None:
+        """Called after a step. Looking at values waits for the device."""
+
+    def end(self, session: Any) -> None:
+        """Called after the last step."""
+
+
+class CheckpointSaverListener:
+    """Called around saving.
+
+    (TF: `tf.estimator.CheckpointSaverListener`.)
+    """
+
+    def begin(self) -> None:
+        """Called once, before anything is made."""
+
+    def before_save(self, session: Any, global_step_value: int) -> None:
+        """Called before a checkpoint is written."""
+
+    def after_save(self, session: Any, global_step_value: int) -> bool | None:
+        """Called when a checkpoint is complete; True ends the training."""
+
+    def end(self, session: Any, global_step_value: int) -> None:
+        """Called after the last step."""
+
+
+class StopAtStepHook(SessionRunHook):
+    """Ends training at a step.
+
+    (TF: `tf.estimator.StopAtStepHook`.)
+
+    Args:
+        num_steps: Number of steps from where training begins.
+        last_step: The global step to end at.
+
+    Raises:
+        ValueError: Unless exactly one of them is given.
+    """
+
+    def __init__(
+        self, num_steps: int | None = None, last_step: int | None = None
+    ) -> None:
+        if (num_steps is None) == (last_step is None):
+            raise ValueError(
+                f"StopAtStepHook: got num_steps={num_steps!r} and "
+                f"last_step={last_step!r}; give exactly one of them."
+            )
+        self._num_steps = num_steps
+        self._last_step = last_step
+
+    def after_create_session(self, session: Any, coord: Any) -> None:
+        """Count from here."""
+        if self._num_steps is not None:
+            self._last_step = session.global_step + self._num_steps
+
+    def after_run(
+        self, run_context: SessionRunContext, run_values: SessionRunValues
+    ) -> None:
+        """Stop at the step."""
+        if run_context.session.global_step >= (self._last_step or 0):
+            run_context.request_stop()
+
+
+class _Every:
+    """Says when something is due again, by steps or by seconds."""
+
+    def __init__(self, steps: int | None, seconds: float | None, caller: str) -> None:
+        if (steps is None) == (seconds is None):
+            raise ValueError(
+                f"{caller}: got an interval of {steps!r} steps and of {seconds!r} "
+                "seconds; give exactly one of them."
+            )
+        if not (steps or seconds or 0) > 0:
+            raise ValueError(
+                f"{caller}: the interval must be positive; got {steps or seconds!r}."
+            )
+        self._steps = steps
+        self._seconds = seconds
+        self.last: tuple[int, float] | None = None
+
+    def is_due(self, step: int) -> bool:
+        if self.last is None:
+            return True
+        if self._steps is not None:
+            return step >= self.last[0] + self._steps
+        return time.monotonic() >= self.last[1] + (self._seconds or 0.0)
+
+    def happened(self, step: int) -> tuple[int, float] | None:
+        """Start again from here; steps and seconds since the last time."""
+        now, before = (step, time.monotonic()), self.last
+        self.last = now
+        return None if before is None else (now[0] - before[0], now[1] - before[1])
+
+
+class StepCounterHook(SessionRunHook):
+    """Logs steps per second.
+
+    (TF: `tf.estimator.StepCounterHook`.)
+
+    Args:
+        every_n_steps: Interval in steps.
+        every_n_secs: Interval in seconds, in place of steps.
+
+    Attributes:
+        steps_per_second: What was logged last; None before.
+    """
+
+    def __init__(
+        self, every_n_steps: int | None = 100, every_n_secs: float | None = None
+    ) -> None:
+        steps = None if every_n_secs is not None else every_n_steps
+        self._every = _Every(steps, every_n_secs, "StepCounterHook")
+        self.steps_per_second: float | None = None
+
+    def after_run(
+        self, run_context: SessionRunContext, run_values: SessionRunValues
+    ) -> None:
+        """Log, where it is due."""
+        step = run_context.session.global_step
+        if not self._every.is_due(step):
+            return
+        passed = self._every.happened(step)
+        if passed is not None and passed[1] > 0:
+            self.steps_per_second = passed[0] / passed[1]
+            _logger.info("global_step/sec: %.6g", self.steps_per_second)
+
+
+class LoggingTensorHook(SessionRunHook):
+    """Logs values of a step.
+
+    (TF: `tf.estimator.LoggingTensorHook`.)
+
+    Made in a `model_fn` and given as one of the spec's hooks, it may log any array of
+    the model; made elsewhere, it logs by name.
+
+    Args:
+        tensors: Names, as in `SessionRunArgs`; or a dict of labels with names or, in a
+            `model_fn`, arrays.
+        every_n_iter: Interval in steps.
+        every_n_secs: Interval in seconds, in place of steps.
+        at_end: Log at the end, and then only.
+        formatter: Makes the text from a dict of arrays by label.
+
+    Raises:
+        ValueError: Without an interval, or with two.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Any] | Sequence[str],
+        every_n_iter: int | None = None,
+        every_n_secs: float | None = None,
+        at_end: bool = False,
+        formatter: Any = None,
+    ) -> None:
+        named = isinstance(tensors, Mapping)
+        self.tensors = dict(tensors) if named else {name: name for name in tensors}
+        self._every = (
+            None
+            if at_end and every_n_iter is None and every_n_secs is None
+            else _Every(every_n_iter, every_n_secs, "LoggingTensorHook")
+        )
+        self._at_end = at_end
+        self._format = formatter or _formatted
+        self._values: dict[str, Any] = {}
+        self._is_due = False
+
+    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
+        """Ask for the values where they are due."""
+        step = run_context.session.global_step
+        self._is_due = self._every is not None and self._every.is_due(step)
+        if not (self._is_due or self._at_end):
+            return None
+        return SessionRunArgs(
+            {
+                label: value if isinstance(value, str) else label
+                for label, value in self.tensors.items()
+            }
+        )
+
+    def after_run(
+        self, run_context: SessionRunContext, run_values: SessionRunValues
+    ) -> None:
+        """Log them."""
+        self._values = run_values.results or self._values
+        if self._is_due and self._every is not None:
+            passed = self._every.happened(run_context.session.global_step)
+            seconds = "" if passed is None else f" ({passed[1]:.3f} sec)"
+            _logger.info("%s%s", self._format(self._values), seconds)
+
+    def end(self, session: Any) -> None:
+        """Log the last ones."""
+        if self._at_end and self._values:
+            _logger.info("%s", self._format(self._values))
+
+
+def _formatted(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} = {value}" for name, value in values.items())
+
+
+class NanTensorHook(SessionRunHook):
+    """Ends training when a value is NaN or infinite.
+
+    (TF: `tf.estimator.NanTensorHook`.)
+
+    Args:
+        loss_tensor: Its name.
+        fail_on_nan_loss: Raise; else only stop.
+        every_n_iter: How often to look; each time waits for the device.
+    """
+
+    def __init__(
+        self,
+        loss_tensor: str = "loss",
+        fail_on_nan_loss: bool = True,
+        *,
+        every_n_iter: int = 1,
+    ) -> None:
+        self._name = loss_tensor
+        self._fails = fail_on_nan_loss
+        self._every = _Every(every_n_iter, None, "NanTensorHook")
+
+    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
+        """Ask for the value."""
+        step = run_context.session.global_step
+        return SessionRunArgs(self._name) if self._every.is_due(step) else None
+
+    def after_run(
+        self, run_context: SessionRunContext, run_values: SessionRunValues
+    ) -> None:
+        """Look at it."""
+        if run_values.results is None:
+            return
+        step = run_context.session.global_step
+        self._every.happened(step)
+        try:
+            require_finite(run_values.results, step, self._name)
+        except NanLossDuringTrainingError as error:
+            if self._fails:
+                raise
+            _logger.error("%s Training stops.", error)
+            run_context.request_stop()
+
+
+def require_finite(value: Any, step: int, name: str = "loss") -> None:
+    """Raise if a value is NaN or infinite.
+
+    Raises:
+        NanLossDuringTrainingError: Naming the step.
+    """
+    if not np.isfinite(np.asarray(value, dtype=np.float64)).all():
+        shown = float(value) if np.ndim(value) == 0 else value
+        shown = "NaN" if isinstance(shown, float) and math.isnan(shown) else shown
+        raise NanLossDuringTrainingError(
+            f"The {name} of global step {step} is {shown}: training has diverged. Use "
+            "a smaller learning rate, clip gradients (clipnorm=...), or scale the "
+            "features."
+        )
+
+
+def fetched(fetches: Any, tensors: Mapping[str, Any], caller: str) -> Any:
+    """`fetches` with the named values in place of the names.
+
+    Raises:
+        ValueError: If there is no such name.
+    """
+
+    def one(name: Any) -> np.ndarray:
+        if not isinstance(name, str) or name not in tensors:
+            raise ValueError(
+                f"{caller}: asks for {name!r}; there are {sorted(tensors)}."
+            )
+        value = tensors[name]
+        return np.asarray(value() if callable(value) else value)
+
+    return jax.tree.map(one, fetches)

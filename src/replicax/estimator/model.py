@@ -1,0 +1,285 @@
+"""A `model_fn` made into steps that a strategy runs.
+
+The function describes a model in TF 1's way: it makes layers, optimizer and metrics
+each time it is called. It is called first to make the variables, and then again on each
+trace of a step, where what it makes stands for what was made first.
+"""
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import keras
+
+from replicax.collectives import ReduceOp
+from replicax.errors import ContextError
+from replicax.estimator.spec import EstimatorSpec, ModeKeys, stepping
+from replicax.gradients import value_and_grad
+from replicax.keras import internals
+from replicax.keras.making import made_alike
+from replicax.options import Options
+from replicax.reuse import MadeVariables
+from replicax.scope import current_context
+from replicax.strategy import Strategy
+
+__all__ = ["Model", "ModelFunction"]
+
+_OPTIONAL = ("labels", "mode", "params", "config")
+
+
+class ModelFunction:
+    """A user's `model_fn`, called with those arguments that it has.
+
+    Args:
+        model_fn: Takes `features` and any of `labels`, `mode`, `params` and `config`.
+        params: Its `params`; copied.
+        config: Its `config`.
+
+    Raises:
+        TypeError: If it is not callable.
+        ValueError: If it has other arguments, or no use for `params`.
+    """
+
+    def __init__(
+        self, model_fn: Callable[..., Any], params: Mapping[str, Any], config: Any
+    ) -> None:
+        if not callable(model_fn):
+            raise TypeError(f"Estimator: model_fn must be callable; got {model_fn!r}.")
+        self.params = copy.copy(dict(params))
+        self._model_fn = model_fn
+        self._config = config
+        parameters = inspect.signature(model_fn).parameters.values()
+        if any(p.kind is p.VAR_KEYWORD for p in parameters):
+            self._accepted = set(_OPTIONAL)
+        else:
+            self._accepted = {p.name for p in parameters} & set(_OPTIONAL)
+        needed = [
+            p.name
+            for p in parameters
+            if p.default is p.empty
+            and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+            and p.name not in ("features", *_OPTIONAL)
+        ]
+        if needed:
+            raise ValueError(
+                f"Estimator: model_fn has the arguments {needed}. It is called with "
+                f"features and those of {list(_OPTIONAL)} that it has."
+            )
+        if params and "params" not in self._accepted:
+            raise ValueError(
+                f"Estimator: got params={dict(params)!r}, but model_fn has no argument "
+                "of that name."
+            )
+
+    def __call__(self, features: Any, labels: Any, mode: ModeKeys) -> EstimatorSpec:
+        """The spec for one replica's batch, checked."""
+        given = {
+            "labels": labels,
+            "mode": mode,
+            "params": copy.copy(self.params),
+            "config": self._config,
+        }
+        accepted = {name: given[name] for name in self._accepted}
+        if "labels" not in accepted and labels is not None:
+            raise ValueError(
+                "Estimator: the input has labels, but model_fn has no argument of that "
+                "name."
+            )
+        spec = self._model_fn(features, **accepted)
+        if not isinstance(spec, EstimatorSpec):
+            raise TypeError(
+                f"Estimator: model_fn must return an EstimatorSpec; got {spec!r}."
+            )
+        if spec.mode != mode:
+            raise ValueError(
+                f"Estimator: model_fn was called with mode={str(mode)!r} and returned "
+                f"an EstimatorSpec of mode {str(spec.mode)!r}."
+            )
+        return spec
+
+
+class Model:
+    """A model of one mode under one strategy: its variables and its step.
+
+    Args:
+        function: Describes it.
+        mode: What it is for.
+        strategy: Where it runs.
+        seed: Of what it draws at random.
+
+    Attributes:
+        spec: What the function returned when it made the variables. Its arrays mean
+            nothing now; its optimizers, metrics and hooks are those that are used.
+        loss: In EVAL mode the metric of the mean loss.
+    """
+
+    spec: EstimatorSpec
+
+    def __init__(
+        self, function: ModelFunction, mode: ModeKeys, strategy: Strategy, seed: int
+    ) -> None:
+        self.mode = mode
+        self.strategy = strategy
+        self._function = function
+        self._seed = seed
+        self._made = MadeVariables("model_fn")
+        self.is_built = False
+        with strategy.scope():
+            self.global_step = keras.Variable(
+                0,
+                dtype="int32",
+                trainable=False,
+                aggregation="only_first_replica",
+                name="global_step",
+            )
+            self.loss = keras.metrics.Mean(name="loss")
+
+    def build(self, features: Any, labels: Any) -> None:
+        """Make the variables, for batches like these.
+
+        Args:
+            features: Pytree of `PerReplica`.
+            labels: Likewise, or None.
+        """
+        if self.is_built:
+            return
+        used = self.strategy.variables_of(self._describe, (features, labels))
+        self._refuse_outsiders(used)
+        if self.mode == ModeKeys.TRAIN:
+            self._build_optimizers()
+        self.is_built = True
+
+    def _describe(self, features: Any, labels: Any) -> None:
+        spec = self._call(features, labels)
+        if not hasattr(self, "spec"):  # Its objects own the variables.
+            self.spec = spec
+
+    def _call(self, features: Any, labels: Any) -> EstimatorSpec:
+        with (
+            stepping(self.global_step),
+            made_alike(self._seed),
+            self._made.reused(),
+        ):
+            return self._function(features, labels, self.mode)
+
+    def _refuse_outsiders(self, used: list[Any]) -> None:
+        own = {id(v) for v in (*self._made.variables, self.global_step)}
+        foreign = [v.path for v in used if id(v) not in own]
+        if foreign:
+            raise ContextError(
+                f"model_fn: uses the variables {foreign}, which it has not made. Make "
+                "layers, optimizers and metrics in the model_fn; for a Keras model "
+                "there is rx.estimator.model_to_estimator(keras_model=...)."
+            )
+
+    def _build_optimizers(self) -> None:
+        made = {id(v) for v in self._made.variables}
+        trainable = [v for v in self._made.variables if v.trainable]
+        self._updates = []
+        for op in self.spec.train_ops:
+            if not {id(v) for v in op.optimizer.variables} <= made:
+                raise ContextError(
+                    f"model_fn: {type(op.optimizer).__name__} was made outside. Make "
+                    "the optimizer in the model_fn, which is called for each strategy."
+                )
+            trained = trainable if op.variables is None else list(op.variables)
+            if not trained:
+                raise ValueError(
+                    "model_fn: there is nothing to train, it made no trainable "
+                    "variables."
+                )
+            with self.strategy.scope():
+                op.optimizer.build(trained)
+            self._updates.append((op.optimizer, trained))
+        every = [v for _, trained in self._updates for v in trained]
+        self._trained = list({id(v): v for v in every}.values())
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """The metrics of EVAL mode by name."""
+        return dict(self.spec.eval_metric_ops or {})
+
+    def variables(self) -> dict[str, Any]:
+        """What is saved, by name: all but metrics and learning rates.
+
+        A learning rate that the script gives anew counts, not an old one.
+        """
+        left_out = {id(v) for m in self.metrics.values() for v in m.variables}
+        optimizers = [op.optimizer for op in self.spec.train_ops]
+        left_out |= {id(internals.learning_rate_of(o)) for o in optimizers}
+        slots = [v for o in optimizers for v in o.variables]
+        named: dict[str, Any] = {}
+        for variable in {id(v): v for v in (*self._made.variables, *slots)}.values():
+            if id(variable) in left_out:
+                continue
+            name, number = variable.path, 1
+            while name in named:
+                name, number = f"{variable.path}_{number}", number + 1
+            named[name] = variable
+        return named
+
+    def steps_of_updates(self) -> int:
+        """The optimizer's count, where other workers make updates as well."""
+        return int(self._updates[0][0].iterations.numpy())
+
+    # The steps. Results are one entry per replica.
+
+    def train(self, features: Any, labels: Any, num_active: int | None) -> Any:
+        """One training step; the loss, predictions and tensors of hooks, by name."""
+        return self._run(self._train_step, features, labels, num_active)
+
+    def evaluate(self, features: Any, labels: Any, num_active: int | None) -> Any:
+        """Update the metrics from one batch per replica."""
+        return self._run(self._eval_step, features, labels, num_active)
+
+    def predict(self, features: Any) -> Any:
+        """Predictions for one batch per replica."""
+        return self._run(self._predict_step, features, None, None)
+
+    def _run(self, step: Any, features: Any, labels: Any, active: int | None) -> Any:
+        options = Options(gradient_op=ReduceOp.MEAN, num_active=active)
+        return self.strategy.run_as(options, step, (features, labels))
+
+    def _train_step(self, features: Any, labels: Any) -> dict[str, Any]:
+        def loss_fn() -> tuple[Any, Any]:
+            spec = self._call(features, labels)
+            return spec.loss, self._tensors(spec)
+
+        (loss, tensors), grads = value_and_grad(loss_fn, self._trained, has_aux=True)()
+        of_variable = dict(zip(map(id, self._trained), grads, strict=True))
+        for optimizer, trained in self._updates:
+            optimizer.apply([of_variable[id(v)] for v in trained], trained)
+        self.global_step.assign_add(1)
+        return tensors | {"loss": current_context().mean(loss)}
+
+    def _eval_step(self, features: Any, labels: Any) -> dict[str, Any]:
+        spec = self._call(features, labels)
+        self.loss.update_state(spec.loss)
+        return self._tensors(spec) | {"loss": current_context().mean(spec.loss)}
+
+    def _predict_step(self, features: Any, labels: Any) -> Any:
+        return self._call(features, labels).predictions
+
+    def _tensors(self, spec: EstimatorSpec) -> dict[str, Any]:
+        """What hooks may ask for by name."""
+        named = spec.predictions
+        tensors = dict(named) if isinstance(named, Mapping) else {"predictions": named}
+        for hook in spec.hooks():
+            for name, value in (getattr(hook, "tensors", None) or {}).items():
+                if not isinstance(value, str):
+                    tensors[name] = jax.numpy.asarray(value)
+        return {name: x for name, x in tensors.items() if x is not None}
+
+    def prediction_of(self, values: Mapping[str, Any], features: Any) -> EstimatorSpec:
+        """The spec for one batch, as a pure function of the variables' values.
+
+        Args:
+            values: By the names of `variables()`.
+            features: Pytree of arrays, traced or not.
+        """
+        variables = self.variables()
+        mapping = [(variables[name], value) for name, value in values.items()]
+        with keras.StatelessScope(state_mapping=mapping, initialize_variables=False):
+            return self._call(features, None)

@@ -1,0 +1,145 @@
+"""RunConfig: where and how an estimator runs."""
+
+import dataclasses
+import functools
+import os
+from typing import Any
+
+from replicax.cluster.resolvers import ClusterResolver, default_resolver
+from replicax.cluster.spec import ClusterSpec
+from replicax.devices import default_devices
+from replicax.strategies.one_device import OneDeviceStrategy
+from replicax.strategy import Strategy
+
+__all__ = ["RunConfig", "one_device"]
+
+_DEFAULT_SECONDS = 600.0
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """Where and how an estimator runs.
+
+    (TF: `tf.estimator.RunConfig`.)
+
+    Args:
+        model_dir: Folder of checkpoints, evaluations and exports. The estimator's own
+            argument comes first; without either it is a new temporary folder.
+        train_distribute: The strategy that trains; None: one device.
+        eval_distribute: The strategy that evaluates; None: one device.
+        save_checkpoints_steps: Save after that many training steps.
+        save_checkpoints_secs: Save after that many seconds. By default 600, unless
+            `save_checkpoints_steps` is given. At the end of training the state is
+            always saved.
+        keep_checkpoint_max: Number of checkpoints that are kept; None or 0: all.
+        tf_random_seed: Seed of initial weights and of dropout. None: Python's random
+            numbers decide.
+        log_step_count_steps: Log the loss and steps/s, and look for NaN, after that
+            many steps; None: never.
+        restore_input: Whether training that was interrupted goes on in the data where
+            its last checkpoint was made. The data must come in the same order.
+
+    Raises:
+        ValueError: For numbers that are not positive, or two intervals.
+        TypeError: If a strategy is none.
+
+    Example:
+        >>> import replicax as rx
+        >>> strategy = rx.MirroredStrategy()
+        >>> config = rx.estimator.RunConfig(
+        ...     train_distribute=strategy, eval_distribute=strategy
+        ... )
+        >>> config.save_checkpoints_secs
+        600.0
+    """
+
+    model_dir: str | os.PathLike[str] | None = None
+    train_distribute: Strategy | None = None
+    eval_distribute: Strategy | None = None
+    save_checkpoints_steps: int | None = None
+    save_checkpoints_secs: float | None = None
+    keep_checkpoint_max: int | None = 5
+    tf_random_seed: int | None = None
+    log_step_count_steps: int | None = 100
+    restore_input: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("train_distribute", "eval_distribute"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, Strategy):
+                raise TypeError(
+                    f"RunConfig: {name} must be a strategy, such as "
+                    f"rx.MirroredStrategy(), or None; got {value!r}."
+                )
+        for name in (
+            "save_checkpoints_steps",
+            "save_checkpoints_secs",
+            "log_step_count_steps",
+        ):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(
+                    f"RunConfig: {name} must be positive or None; got {value!r}."
+                )
+        if self.save_checkpoints_steps and self.save_checkpoints_secs:
+            raise ValueError(
+                f"RunConfig: got save_checkpoints_steps={self.save_checkpoints_steps!r}"
+                f" and save_checkpoints_secs={self.save_checkpoints_secs!r}. Give one "
+                "of them."
+            )
+        if not self.save_checkpoints_steps and not self.save_checkpoints_secs:
+            object.__setattr__(self, "save_checkpoints_secs", _DEFAULT_SECONDS)
+        if self.keep_checkpoint_max is not None and self.keep_checkpoint_max < 0:
+            raise ValueError(
+                "RunConfig: keep_checkpoint_max must be at least 0, or None; got "
+                f"{self.keep_checkpoint_max!r}."
+            )
+
+    def replace(self, **changes: Any) -> "RunConfig":
+        """A copy with other values."""
+        if changes.get("save_checkpoints_steps") and "save_checkpoints_secs" not in (
+            changes
+        ):
+            changes["save_checkpoints_secs"] = None
+        return dataclasses.replace(self, **changes)
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver | None:
+        """What describes the cluster: the training strategy's, else TF_CONFIG's."""
+        own = getattr(self.train_distribute, "cluster_resolver", None)
+        return own or default_resolver()
+
+    @property
+    def cluster_spec(self) -> Any:
+        """The cluster; empty where this process is alone."""
+        resolver = self.cluster_resolver
+        return ClusterSpec({}) if resolver is None else resolver.cluster_spec()
+
+    @property
+    def task_type(self) -> str:
+        """This process' job, such as `"chief"`; `"worker"` without a cluster."""
+        return getattr(self.cluster_resolver, "task_type", None) or "worker"
+
+    @property
+    def task_id(self) -> int:
+        """This process' index in its job."""
+        return getattr(self.cluster_resolver, "task_id", None) or 0
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process does what is done once for all."""
+        return self.task_type != "evaluator" and self.training_strategy().is_chief
+
+    def training_strategy(self) -> Strategy:
+        """The strategy that trains."""
+        return self.train_distribute or one_device()
+
+    def evaluating_strategy(self) -> Strategy:
+        """The strategy that evaluates."""
+        return self.eval_distribute or one_device()
+
+
+@functools.cache
+def one_device() -> Strategy:
+    """One replica, where JAX puts arrays anyway."""
+    return OneDeviceStrategy(default_devices()[0])

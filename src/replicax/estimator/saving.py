@@ -1,0 +1,202 @@
+"""The state of a model in its `model_dir`: when it is saved, how it is restored."""
+
+import logging
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from replicax.checkpoint import Checkpoint, CheckpointError, CheckpointManager, storage
+from replicax.checkpoint.checkpoint import RestoreStatus, compare
+from replicax.checkpoint.slots import ArraySlot, bind
+from replicax.checkpoint.storage import Contents
+from replicax.estimator.model import Model
+from replicax.estimator.run_config import RunConfig
+from replicax.keras.internals import reference_of
+
+__all__ = ["CHECKPOINT_NAME", "Position", "Saver", "restore", "saved_variables"]
+
+CHECKPOINT_NAME = "model.ckpt"
+
+_logger = logging.getLogger("replicax")
+
+_VARIABLES = "variables/"
+
+
+class Position:
+    """Where in its input a training is that may be interrupted.
+
+    Attributes:
+        num_steps: Steps since the input began; 0 where training has ended by itself.
+    """
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+
+    def get_state(self) -> dict[str, int]:
+        """For checkpoints."""
+        return {"num_steps": self.num_steps}
+
+    def set_state(self, state: Mapping[str, int]) -> None:
+        """From checkpoints."""
+        self.num_steps = int(state["num_steps"])
+
+
+class _State:
+    """What a training saves: a `Checkpoint` that is restored whole, or not at all."""
+
+    def __init__(self, model: Model, position: Position) -> None:
+        self._model = model
+        self._checkpoint = Checkpoint(
+            variables=model.variables(), global_step=model.global_step, input=position
+        )
+        self.save_counter = 0
+
+    def contents(self) -> Contents | None:
+        return self._checkpoint.contents()
+
+    def require_built(self) -> None:
+        """Variables are there when there is a state."""
+
+    def apply(self, contents: Contents, path: str) -> RestoreStatus:
+        saved = {name for name in contents.arrays if name.startswith(_VARIABLES)}
+        variables = self._model.variables()
+        slots = {
+            _VARIABLES + name
+            for name, v in variables.items()
+            if reference_of(v) is not None
+        }
+        missing = {_VARIABLES + name for name in variables} - saved
+        unused = saved - {_VARIABLES + name for name in variables}
+        if missing and missing == slots:
+            # Where servers have the slots, checkpoints have none.
+            _logger.warning(
+                "Estimator: %s has no optimizer slots; they start from zero.", path
+            )
+            missing = set()
+        if not self._model.strategy.keeps_slots:
+            unused = set()
+        try:
+            status = compare(bind("variables", variables).slots, contents, path)
+        except CheckpointError as error:
+            raise _other_model(path) from error
+        if missing or unused:
+            status = RestoreStatus(path, missing, unused)
+            try:
+                status.assert_consumed()
+            except CheckpointError as error:
+                raise _other_model(path, error) from None
+        status.expect_partial()
+        return self._checkpoint.apply(contents, path).expect_partial()
+
+
+class Saver:
+    """Saves a training's state now and then, and restores it.
+
+    Args:
+        model: What is trained, built.
+        directory: The `model_dir`.
+        config: Says how often, and how many checkpoints are kept.
+        position: Where the input is.
+    """
+
+    def __init__(
+        self, model: Model, directory: str, config: RunConfig, position: Position
+    ) -> None:
+        self._model = model
+        self._config = config
+        self._position = position
+        self._manager = CheckpointManager(
+            _State(model, position),
+            directory,
+            config.keep_checkpoint_max or None,
+            checkpoint_name=CHECKPOINT_NAME,
+        )
+        strategy = model.strategy
+        # Workers that train in step save together; of others the chief saves.
+        self._saves = strategy.is_chief or strategy.workers.count > 1
+        self._last_step = 0
+        self._last_time = time.monotonic()
+        self._saved: tuple[int, int] | None = None
+
+    def restore(self) -> str | None:
+        """Restore the newest checkpoint; its path, None if there is none."""
+        path = self._manager.restore_or_initialize()
+        if path is not None:
+            step = int(self._model.global_step.numpy())
+            self._last_step, self._saved = step, (step, self._position.num_steps)
+        return path
+
+    def is_due(self, step: int) -> bool:
+        """Whether this process would save now."""
+        if self._config.save_checkpoints_steps is not None:
+            return step >= self._last_step + self._config.save_checkpoints_steps
+        return time.monotonic() >= self._last_time + (
+            self._config.save_checkpoints_secs or 0.0
+        )
+
+    def save(self, step: int, *, wait: bool = False) -> bool:
+        """Save the state under a step's number; whether there was anything new."""
+        self._last_step, self._last_time = step, time.monotonic()
+        state = (step, self._position.num_steps)
+        if state == self._saved or not self._saves:
+            return False
+        self._saved = state
+        self._manager.save(checkpoint_number=step)
+        if wait:
+            self._manager.wait()
+        return True
+
+    def close(self, *, finished: bool = False) -> None:
+        """Wait for the last save; `finished` tells those who wait for more."""
+        if not self._saves:
+            return
+        if finished:
+            self._manager.mark_finished()
+        else:
+            self._manager.close()
+
+
+def restore(model: Model, path: str) -> int:
+    """Give a model that is not trained its values from a checkpoint.
+
+    The checkpoint may have more: what only training needs.
+
+    Returns:
+        The checkpoint's global step.
+
+    Raises:
+        CheckpointError: If it is damaged, or of another model.
+    """
+    contents = storage.read(Path(path))
+    slots = [
+        *bind("variables", model.variables()).slots,
+        *bind("global_step", model.global_step).slots,
+    ]
+    try:
+        status = compare(slots, contents, path)
+        status.assert_existing_objects_matched()
+    except CheckpointError as error:
+        raise _other_model(path, error) from None
+    for slot in slots:
+        if isinstance(slot, ArraySlot):
+            slot.write(contents.arrays[slot.name])
+    return int(contents.arrays["global_step"])
+
+
+def saved_variables(path: str) -> dict[str, Any]:
+    """The values in a checkpoint by the variables' names, and `global_step`."""
+    arrays = storage.read(Path(path)).arrays
+    return {
+        name.removeprefix(_VARIABLES): value
+        for name, value in arrays.items()
+        if name.startswith(_VARIABLES) or name == "global_step"
+    }
+
+
+def _other_model(path: str, error: CheckpointError | None = None) -> CheckpointError:
+    return CheckpointError(
+        f"Estimator: the model_dir holds {path}, which is of another model or "
+        f"optimizer. Give a new model_dir, or the old layers and optimizer again."
+        + ("" if error is None else f" {error}")
+    )

@@ -1,0 +1,238 @@
+"""What a `model_fn` returns, and what it may call."""
+
+import dataclasses
+import enum
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import keras
+
+from replicax.errors import ContextError
+
+__all__ = [
+    "EstimatorSpec",
+    "ModeKeys",
+    "TrainOp",
+    "get_global_step",
+    "minimize",
+    "stepping",
+]
+
+
+class ModeKeys(enum.StrEnum):
+    """What a `model_fn` is called for.
+
+    (TF: `tf.estimator.ModeKeys`.)
+
+    Members compare equal to their strings: `"train"`, `"eval"`, `"infer"`.
+    """
+
+    TRAIN = "train"
+    EVAL = "eval"
+    PREDICT = "infer"
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainOp:
+    """An update: which optimizer trains which variables, for which loss."""
+
+    optimizer: Any
+    loss: Any
+    variables: tuple[Any, ...] | None = None
+
+
+def minimize(
+    optimizer: Any, loss: Any, var_list: Iterable[Any] | None = None
+) -> TrainOp:
+    """The `train_op` with which an optimizer makes a loss smaller.
+
+    (TF: `tf.compat.v1.train.Optimizer.minimize`.) The estimator computes gradients,
+    averages them over the replicas, applies them and counts the global step.
+
+    Args:
+        optimizer: A Keras optimizer that the `model_fn` has made.
+        loss: This replica's scalar loss, the same as the spec's.
+        var_list: Variables to train; None: all trainable ones that were made.
+
+    Returns:
+        A value for `EstimatorSpec(train_op=...)`. Several of them, for several
+        optimizers, are given as a list.
+
+    Raises:
+        TypeError: If `optimizer` is no Keras optimizer.
+    """
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise TypeError(
+            f"minimize: optimizer must be a Keras optimizer; got {optimizer!r}. Make "
+            "one in the model_fn, such as keras.optimizers.Adam(1e-3)."
+        )
+    return TrainOp(optimizer, loss, None if var_list is None else tuple(var_list))
+
+
+@dataclasses.dataclass(frozen=True)
+class EstimatorSpec:
+    """What a `model_fn` returns.
+
+    (TF: `tf.estimator.EstimatorSpec`.)
+
+    Arrays are those of one replica's batch of `b` examples.
+
+    Args:
+        mode: The mode that the `model_fn` was called for.
+        predictions: `[b, ...]`, or a dict of those. Needed in PREDICT mode.
+        loss: `float32[]`, the mean over the replica's examples. Needed in TRAIN and
+            EVAL mode.
+        train_op: What `minimize` returns, or a list of those.
+        eval_metric_ops: Keras metrics by name, which the `model_fn` has made and
+            updated.
+        export_outputs: Other predictions to export, by signature name; defaults to the
+            predictions as `"serving_default"`.
+        training_hooks: Hooks that go along with training.
+        evaluation_hooks: Hooks that go along with evaluation.
+        prediction_hooks: Hooks that go along with prediction.
+        optimizer: In place of `train_op`: trains all trainable variables.
+
+    Raises:
+        ValueError: If something is missing for the mode, or given twice.
+        TypeError: If a value is of the wrong kind.
+
+    Example:
+        >>> import keras, replicax as rx
+        >>> def model_fn(features, labels, mode):
+        ...     logits = keras.layers.Dense(1)(features["x"])
+        ...     if mode == rx.estimator.ModeKeys.PREDICT:
+        ...         return rx.estimator.EstimatorSpec(mode, predictions=logits)
+        ...     loss = keras.ops.mean((logits[:, 0] - labels) ** 2)
+        ...     optimizer = keras.optimizers.SGD(0.1)
+        ...     return rx.estimator.EstimatorSpec(mode, loss=loss, optimizer=optimizer)
+    """
+
+    mode: str
+    predictions: Any = None
+    loss: Any = None
+    train_op: TrainOp | Sequence[TrainOp] | None = None
+    eval_metric_ops: Mapping[str, Any] | None = None
+    export_outputs: Mapping[str, Any] | None = None
+    training_hooks: Sequence[Any] = ()
+    evaluation_hooks: Sequence[Any] = ()
+    prediction_hooks: Sequence[Any] = ()
+    optimizer: Any = None
+
+    def __post_init__(self) -> None:
+        if self.mode not in list(ModeKeys):
+            raise ValueError(
+                f"EstimatorSpec: mode must be one of {[str(m) for m in ModeKeys]}; got "
+                f"{self.mode!r}."
+            )
+        if self.mode == ModeKeys.PREDICT and self.predictions is None:
+            raise self._missing("predictions")
+        if self.mode != ModeKeys.PREDICT and self.loss is None:
+            raise self._missing("loss")
+        if self.mode == ModeKeys.TRAIN and self.train_op is self.optimizer is None:
+            raise self._missing("optimizer, or train_op")
+        if self.train_op is not None and self.optimizer is not None:
+            raise ValueError(
+                "EstimatorSpec: got both train_op and optimizer. optimizer=x stands "
+                "for train_op=minimize(x, loss); give one of them."
+            )
+        if self.loss is not None and getattr(self.loss, "shape", ()) != ():
+            raise ValueError(
+                "EstimatorSpec: loss must be a scalar; got shape "
+                f"{tuple(self.loss.shape)}. Take the mean over the examples."
+            )
+        self._check_metrics()
+        self._check_train_ops()
+
+    def _check_metrics(self) -> None:
+        for name, metric in (self.eval_metric_ops or {}).items():
+            if not isinstance(metric, keras.metrics.Metric):
+                raise TypeError(
+                    f"EstimatorSpec: eval_metric_ops[{name!r}] must be a Keras metric "
+                    f"that the model_fn has updated; got {type(metric).__name__}. "
+                    "Write metric = keras.metrics.Accuracy() and "
+                    "metric.update_state(labels, predictions)."
+                )
+
+    def _check_train_ops(self) -> None:
+        for op in self.train_ops:
+            if not isinstance(op, TrainOp):
+                raise TypeError(
+                    "EstimatorSpec: train_op must be what rx.estimator.minimize("
+                    f"optimizer, loss) returns, or a list of those; got {op!r}. "
+                    "To train all variables give optimizer=... alone."
+                )
+            if op.loss is not self.loss:
+                raise ValueError(
+                    "EstimatorSpec: a train_op is for another loss than the spec's. "
+                    "All must be for the same one; for several losses write the step "
+                    "yourself and call strategy.run."
+                )
+
+    @property
+    def train_ops(self) -> list[TrainOp]:
+        """The updates of a training step."""
+        if self.optimizer is not None:
+            return [minimize(self.optimizer, self.loss)]
+        if self.train_op is None:
+            return []
+        one = isinstance(self.train_op, TrainOp) or not isinstance(
+            self.train_op, list | tuple
+        )
+        return [self.train_op] if one else list(self.train_op)  # type: ignore[list-item, arg-type]
+
+    def hooks(self) -> list[Any]:
+        """The hooks of this spec's mode."""
+        match self.mode:
+            case ModeKeys.TRAIN:
+                return list(self.training_hooks)
+            case ModeKeys.EVAL:
+                return list(self.evaluation_hooks)
+            case _:
+                return list(self.prediction_hooks)
+
+    def _missing(self, what: str) -> ValueError:
+        return ValueError(
+            f"EstimatorSpec: {what} is needed in mode {str(self.mode)!r}, and is None."
+        )
+
+
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.global_step: Any = None
+
+
+_local = _Local()
+
+
+class stepping:
+    """Within it `get_global_step()` has a value.
+
+    Args:
+        variable: The variable that counts.
+    """
+
+    def __init__(self, variable: Any) -> None:
+        self._variable = variable
+
+    def __enter__(self) -> None:
+        self._outer, _local.global_step = _local.global_step, self._variable
+
+    def __exit__(self, *exc_info: object) -> None:
+        _local.global_step = self._outer
+
+
+def get_global_step() -> Any:
+    """Number of training steps made so far, `int32[]`, inside a `model_fn`.
+
+    (TF: `tf.compat.v1.train.get_global_step`.)
+
+    Raises:
+        ContextError: Outside a `model_fn`.
+    """
+    if _local.global_step is None:
+        raise ContextError(
+            "get_global_step: called outside a model_fn. Outside, read "
+            "estimator.get_variable_value('global_step')."
+        )
+    return _local.global_step.value

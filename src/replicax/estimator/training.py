@@ -1,0 +1,249 @@
+"""The training loop of an estimator."""
+
+import collections
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from replicax.estimator.feeding import Input
+from replicax.estimator.hooks import (
+    SessionRunArgs,
+    SessionRunContext,
+    SessionRunValues,
+    fetched,
+    require_finite,
+)
+from replicax.estimator.model import Model
+from replicax.estimator.run_config import RunConfig
+from replicax.estimator.saving import Position, Saver
+
+__all__ = ["Training", "run_hooks"]
+
+_logger = logging.getLogger("replicax")
+
+_AHEAD = 16
+"""Steps that are given to the devices before one is waited for."""
+
+_AGREE_EVERY = 20
+"""Steps between the moments when workers agree on what their clocks or hooks say."""
+
+
+class Training:
+    """One call of `train`.
+
+    Args:
+        model: What is trained.
+        source: The input.
+        directory: The `model_dir`.
+        config: How.
+        hooks: The user's.
+        listeners: Called around saving.
+        last_step: From the first global step, the one to end at; None: with the input.
+
+    Attributes:
+        global_step: Number of steps made, those before this call included.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        source: Input,
+        directory: str,
+        config: RunConfig,
+        hooks: Sequence[Any],
+        listeners: Sequence[Any],
+        last_step: Callable[[int], int | None],
+    ) -> None:
+        self._model = model
+        self._source = source
+        self._directory = directory
+        self._config = config
+        self._hooks = list(hooks)
+        self._listeners = list(listeners)
+        self._last_step = last_step
+        self._position = Position()
+        self._stops = False  # A hook of this process wants it.
+        self.global_step = 0
+
+    def run(self) -> None:
+        """Train until the last step, the end of the input, or a hook's request."""
+        for each in (*self._hooks, *self._listeners):
+            each.begin()
+        steps = self._source.steps(self._model.strategy)
+        try:
+            self._train(steps)
+        finally:
+            steps.close()
+            self._model.strategy.settle()
+
+    def _train(self, steps: Any) -> None:
+        first = next(steps, None)
+        if first is None:
+            raise ValueError(
+                "Estimator.train: the input_fn gives no batch, or too few for one step "
+                f"of {self._model.strategy.num_replicas_in_sync} replicas."
+            )
+        self._model.build(*first[0])
+        saver = Saver(self._model, self._directory, self._config, self._position)
+        saver.restore()
+        self.global_step = int(self._model.global_step.numpy())
+        last = self._last_step(self.global_step)
+        if last is not None and self.global_step >= last:
+            _logger.info("Training is skipped: step %d is reached.", self.global_step)
+            return
+        own = self._model.spec.hooks()
+        for hook in own:
+            hook.begin()
+        self._hooks += own
+        for hook in self._hooks:
+            hook.after_create_session(self, None)
+        self._loop(steps, self._first_item(steps, first), saver, last)
+        self._position.num_steps = 0  # Ended by itself: the next call begins anew.
+        self._save(saver, wait=True)
+        for hook in self._hooks:
+            hook.end(self)
+        for listener in self._listeners:
+            listener.end(self, self.global_step)
+        saver.close()
+
+    def _first_item(self, steps: Any, first: Any) -> Any:
+        """The step to begin with; `first` unless a training is resumed."""
+        number = self._position.num_steps
+        self._position.num_steps = 0
+        if number and self._config.restore_input and self._model.strategy.keeps_slots:
+            steps.set_state({"num_batches": number})
+            first = next(steps, None)
+            _tell_resumed(number, is_over=first is None)
+            self._position.num_steps = number
+        return first
+
+    def _loop(self, steps: Any, item: Any, saver: Saver, last: int | None) -> None:
+        log = _Log(self._config.log_step_count_steps, self.global_step)
+        losses: collections.deque[Any] = collections.deque()
+        while item is not None:
+            (features, labels), active = item
+            tensors = run_hooks(
+                self,
+                self._hooks,
+                lambda f=features, y=labels, n=active: self._step(f, y, n),
+            )
+            losses.append(tensors["loss"])
+            if len(losses) > _AHEAD:
+                jax.block_until_ready(losses.popleft())
+            log.after_step(self.global_step, losses[-1])
+            is_last = last is not None and self.global_step >= last
+            if is_last or self._save_or_stop(saver, losses[-1]):
+                break
+            item = next(steps, None)
+        if losses:
+            require_finite(_one(losses[-1]), self.global_step)
+
+    def _step(self, features: Any, labels: Any, active: int | None) -> dict[str, Any]:
+        model = self._model
+        tensors = model.train(features, labels, active)
+        self._position.num_steps += 1
+        if model.strategy.keeps_slots:
+            self.global_step += 1
+        else:  # Others make updates, too.
+            self.global_step = model.steps_of_updates()
+            model.global_step.assign(self.global_step)
+        return tensors
+
+    def request_stop(self) -> None:
+        """Let the current step be the last one."""
+        self._stops = True
+
+    def _save_or_stop(self, saver: Saver, loss: Any) -> bool:
+        """Save if that is due; whether training is to end here."""
+        workers = self._model.strategy.workers
+        due, stops = saver.is_due(self.global_step), self._stops
+        if workers.count > 1:
+            # Their clocks differ, and so may their hooks.
+            if self._position.num_steps % _AGREE_EVERY == 0:
+                answers = workers.exchange("replicax.estimator.agree", [due, stops])
+                due, stops = answers[0][0], any(stop for _, stop in answers)
+            else:
+                due = due and self._config.save_checkpoints_steps is not None
+                stops = False
+        if due and not stops:
+            require_finite(_one(loss), self.global_step)
+            self._save(saver, wait=bool(self._listeners))
+            stops = self._stops and workers.count == 1
+        return stops
+
+    def _save(self, saver: Saver, *, wait: bool) -> None:
+        for listener in self._listeners:
+            listener.before_save(self, self.global_step)
+        if not saver.save(self.global_step, wait=wait):
+            return
+        for listener in self._listeners:
+            if listener.after_save(self, self.global_step):
+                self._stops = True
+
+
+def _tell_resumed(number: int, *, is_over: bool) -> None:
+    if is_over:
+        what = "and the input has no more. Nothing is trained"
+    else:
+        what = "which are skipped: it has trained on them"
+    _logger.warning(
+        "Estimator.train: the last training was interrupted after %d steps of its "
+        "input, %s. To begin the input again give RunConfig(restore_input=False).",
+        number,
+        what,
+    )
+
+
+class _Log:
+    """Logs loss and speed every so many steps, and refuses NaN."""
+
+    def __init__(self, every: int | None, step: int) -> None:
+        self._every = every
+        self._first = step
+        self._last = (step, time.monotonic())
+
+    def after_step(self, step: int, loss: Any) -> None:
+        is_first = step == self._first + 1
+        if self._every is None or not (is_first or step >= self._last[0] + self._every):
+            return
+        value = _one(loss)
+        require_finite(value, step)
+        now = time.monotonic()
+        speed = (step - self._last[0]) / max(now - self._last[1], 1e-9)
+        self._last = (step, now)
+        if is_first:
+            _logger.info("loss = %.8g, step = %d", value, step)
+        else:
+            _logger.info("loss = %.8g, step = %d, %.4g steps/s", value, step, speed)
+
+
+def run_hooks(
+    session: Any, hooks: Sequence[Any], step: Callable[[], dict[str, Any]]
+) -> dict[str, Any]:
+    """Make a step with its hooks; what it returns."""
+    if not hooks:
+        return step()
+    context = SessionRunContext(session)
+    wanted = [hook.before_run(context) for hook in hooks]
+    results = step()
+    tensors: dict[str, Any] = {
+        name: (lambda x=value: _one(x)) for name, value in results.items()
+    }
+    tensors["global_step"] = session.global_step
+    for hook, args in zip(hooks, wanted, strict=True):
+        fetches = args.fetches if isinstance(args, SessionRunArgs) else args
+        values = None
+        if fetches is not None:
+            values = fetched(fetches, tensors, type(hook).__name__)
+        hook.after_run(context, SessionRunValues(values))
+    if context.stop_requested:
+        session.request_stop()
+    return results
+
+
+def _one(value: Any) -> Any:
+    """This process' first replica's entry, on the host."""
+    return jax.device_get(value.values[0])

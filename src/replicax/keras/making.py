@@ -1,0 +1,81 @@
+"""Hooks for functions that make Keras objects while they are traced.
+
+Installed by `hooks.py`. Tested with Keras 3.14 to 3.15.
+"""
+
+import collections
+import contextlib
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.core
+import numpy as np
+from keras.src.backend.common import global_state
+
+from replicax.reuse import current_reuse
+
+__all__ = ["init_variable", "made_alike", "register"]
+
+_NAMES = "object_name_uids"
+
+
+@contextlib.contextmanager
+def made_alike(seed: int) -> Iterator[None]:
+    """What is made in it gets the same names and seeds each time.
+
+    Keras numbers names in the order in which a process makes objects, and draws seeds
+    that nobody gave from Python's random numbers.
+    """
+    names = global_state.get_global_attribute(_NAMES)
+    state = random.getstate()
+    global_state.set_global_attribute(_NAMES, collections.defaultdict(int))
+    random.seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(state)
+        global_state.set_global_attribute(_NAMES, names)
+
+
+def init_variable(
+    original: Any,
+    variable: Any,
+    initializer: Any,
+    shape: Any = None,
+    dtype: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """`KerasVariable.__init__`: numbers as initial values are allowed in a trace.
+
+    Keras refuses them there, as it cannot keep them; as an initializer it can.
+    """
+    given = not (callable(initializer) or isinstance(initializer, str))
+    if current_reuse() is None or not given:
+        original(variable, initializer, shape, dtype, *args, **kwargs)
+        return
+    if isinstance(initializer, jax.core.Tracer):
+        raise TypeError(
+            f"{type(variable).__name__}: the initial value of a variable that is made "
+            "in a model function depends on its arguments or on other variables, as "
+            f"{initializer!r} does. Give a number, an array or an initializer; for a "
+            "learning rate that changes, a schedule such as "
+            "keras.optimizers.schedules.ExponentialDecay."
+        )
+    value = np.asarray(initializer)
+    if dtype is None:
+        dtype = jax.dtypes.canonicalize_dtype(value.dtype).name
+
+    def constant(shape: Any, dtype: Any = None) -> Any:
+        return jax.numpy.asarray(value, dtype)
+
+    original(variable, constant, value.shape, dtype, *args, **kwargs)
+
+
+def register(original: Any, variable: Any) -> None:
+    """`register_uninitialized_variable`: one that stands for another gets no value."""
+    reuse = current_reuse()
+    if reuse is None or reuse.note(variable):
+        original(variable)
