@@ -338,7 +338,7 @@ class Strategy(DatasetMaker):
         return grads
 
     def expect_rows(self, num_rows: int) -> None:
-        """Called before `train_on_batch` trains on that many examples."""
+        """Called before a step trains on that many examples of this process' own."""
 
     def settle(self) -> None:
         """Called when `fit`, `evaluate` or `predict` is over."""

@@ -13,7 +13,6 @@ import keras
 
 from replicax.divergence import declare_mirrored
 from replicax.errors import ContextError
-from replicax.keras.internals import has_value
 from replicax.updates import DeferredUpdates
 
 __all__ = [
@@ -71,9 +70,10 @@ class RecordingScope(_WritesScope):
         """Keras calls this for `variable.value`."""
         self.read.setdefault(id(variable), variable)
         value = super().get_current_value(variable)
-        if value is None and has_value(variable):
+        if value is None:
             # Not the stored array: in a replica program some operations refuse one that
-            # lies on the mesh. Only shape and dtype matter here.
+            # lies on the mesh. Only shape and dtype matter here, and one that is made
+            # in this trace has no array yet.
             value = jnp.zeros(variable.shape, variable.dtype)
         return value
 

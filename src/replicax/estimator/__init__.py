@@ -1,7 +1,28 @@
 """Estimators: `tf.estimator` on Keras, JAX and this library's strategies."""
 
+from replicax.estimator import experimental
+from replicax.estimator.baseline import BaselineClassifier, BaselineRegressor
+from replicax.estimator.combined import (
+    DNNLinearCombinedClassifier,
+    DNNLinearCombinedRegressor,
+)
+from replicax.estimator.dnn import DNNClassifier, DNNRegressor
+from replicax.estimator.early_stopping import (
+    make_early_stopping_hook,
+    stop_if_higher_hook,
+    stop_if_lower_hook,
+    stop_if_no_decrease_hook,
+    stop_if_no_increase_hook,
+)
 from replicax.estimator.estimator import Estimator
 from replicax.estimator.evaluating import read_eval_metrics
+from replicax.estimator.exporters import (
+    BestExporter,
+    Exporter,
+    FinalExporter,
+    LatestExporter,
+)
+from replicax.estimator.from_keras import model_to_estimator
 from replicax.estimator.hooks import (
     CheckpointSaverListener,
     LoggingTensorHook,
@@ -14,30 +35,70 @@ from replicax.estimator.hooks import (
     StepCounterHook,
     StopAtStepHook,
 )
+from replicax.estimator.inputs import numpy_input_fn, pandas_input_fn
+from replicax.estimator.linear import LinearClassifier, LinearRegressor
+from replicax.estimator.receivers import (
+    ServingInputReceiver,
+    build_raw_serving_input_receiver_fn,
+)
 from replicax.estimator.run_config import RunConfig
+from replicax.estimator.serving import SavedModel, load_saved_model
 from replicax.estimator.spec import (
     EstimatorSpec,
     ModeKeys,
     get_global_step,
     minimize,
 )
+from replicax.estimator.train_and_evaluate import (
+    EvalSpec,
+    TrainSpec,
+    train_and_evaluate,
+)
 
 __all__ = [
+    "BaselineClassifier",
+    "BaselineRegressor",
+    "BestExporter",
     "CheckpointSaverListener",
+    "DNNClassifier",
+    "DNNLinearCombinedClassifier",
+    "DNNLinearCombinedRegressor",
+    "DNNRegressor",
     "Estimator",
     "EstimatorSpec",
+    "EvalSpec",
+    "Exporter",
+    "FinalExporter",
+    "LatestExporter",
+    "LinearClassifier",
+    "LinearRegressor",
     "LoggingTensorHook",
     "ModeKeys",
     "NanLossDuringTrainingError",
     "NanTensorHook",
     "RunConfig",
+    "SavedModel",
+    "ServingInputReceiver",
     "SessionRunArgs",
     "SessionRunContext",
     "SessionRunHook",
     "SessionRunValues",
     "StepCounterHook",
     "StopAtStepHook",
+    "TrainSpec",
+    "build_raw_serving_input_receiver_fn",
+    "experimental",
     "get_global_step",
+    "load_saved_model",
+    "make_early_stopping_hook",
     "minimize",
+    "model_to_estimator",
+    "numpy_input_fn",
+    "pandas_input_fn",
     "read_eval_metrics",
+    "stop_if_higher_hook",
+    "stop_if_lower_hook",
+    "stop_if_no_decrease_hook",
+    "stop_if_no_increase_hook",
+    "train_and_evaluate",
 ]

@@ -16,10 +16,11 @@ from replicax.estimator.evaluating import (
     predictions,
     write_eval_metrics,
 )
+from replicax.estimator.exporting import export_model, tell_of_preprocess
 from replicax.estimator.feeding import HostStep, Input
 from replicax.estimator.model import Model, ModelFunction
 from replicax.estimator.run_config import RunConfig, one_device
-from replicax.estimator.saving import CHECKPOINT_NAME, saved_variables
+from replicax.estimator.saving import CHECKPOINT_NAME, saved_variables, warm_start
 from replicax.estimator.spec import ModeKeys
 from replicax.estimator.training import Training
 from replicax.strategy import Strategy
@@ -49,6 +50,9 @@ class Estimator:
         preprocess: Called with each batch's features and labels (None for prediction)
             on the host and returns both as arrays of numbers. Here strings become
             numbers, as by `rx.feature_column.features_of`.
+
+    Attributes:
+        is_temporary: Whether `model_dir` is a folder that nobody gave.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
@@ -90,6 +94,7 @@ class Estimator:
         if params is not None and not isinstance(params, Mapping):
             raise TypeError(f"Estimator: params must be a dict; got {params!r}.")
         config = config or RunConfig()
+        self.is_temporary = model_dir is None and config.model_dir is None
         folder = _model_dir(model_dir, config)
         self._config = config.replace(model_dir=folder)
         self._function = ModelFunction(model_fn, params or {}, self._config)
@@ -142,6 +147,19 @@ class Estimator:
             CheckpointError: If the checkpoint is of another model.
             NanLossDuringTrainingError: If the loss is not a number any more.
         """
+        self._train(input_fn, hooks, steps, max_steps, saving_listeners)
+        return self
+
+    def _train(
+        self,
+        input_fn: Callable[..., Any],
+        hooks: Sequence[Any] | None,
+        steps: int | None,
+        max_steps: int | None,
+        saving_listeners: Sequence[Any] | None,
+        *,
+        marks_end: bool = False,
+    ) -> None:
         _check_steps("train", steps, max_steps)
         if steps is not None and max_steps is not None:
             raise ValueError(
@@ -162,8 +180,19 @@ class Estimator:
             list(hooks or []),
             list(saving_listeners or []),
             last_step,
+            self._initialize,
+            marks_end=marks_end,
         ).run()
-        return self
+
+    def _initialize(self, model: Model) -> None:
+        """Take values that a new training begins with from another checkpoint."""
+        if self._warm_start_from is None:
+            return
+        path = os.fspath(self._warm_start_from)
+        path = latest_checkpoint(path, CHECKPOINT_NAME) or path
+        values = saved_variables(path)
+        taken = warm_start(model, values, path)
+        _logger.info("Estimator: %s begin with the values in %s.", taken, path)
 
     def evaluate(
         self,
@@ -238,6 +267,60 @@ class Estimator:
             )
         for hook in hooks or []:
             hook.end(None)
+
+    def export_saved_model(
+        self,
+        export_dir_base: str | os.PathLike[str],
+        serving_input_receiver_fn: Callable[[], Any],
+        checkpoint_path: str | None = None,
+        *,
+        platforms: Sequence[str] | None = None,
+    ) -> str:
+        """Export a checkpoint for prediction, without the Python code of the model.
+
+        `load_saved_model` loads it. What is exported is the `model_fn` in PREDICT mode,
+        made a program by `jax.export`: the predictions as the signature
+        `"serving_default"`, and the spec's `export_outputs`. A prediction that is one
+        array is called `"output"`, a feature that is one array `"feature"`. A canned
+        estimator's columns and class names go with it; of an estimator with a
+        `preprocess` function the model alone does, which takes what that returns.
+
+        Args:
+            export_dir_base: Folder that gets a new one, named after the time in
+                seconds, with `manifest.json` (names, shapes, dtypes, versions,
+                checksums), a `.program` for each signature, and `variables.npz`.
+            serving_input_receiver_fn: Says which features it is called with; see
+                `build_raw_serving_input_receiver_fn`.
+            checkpoint_path: Which checkpoint; None: the newest.
+            platforms: Where it can run, out of `"cpu"`, `"cuda"`, `"rocm"`, `"tpu"`.
+                None: on all but `"rocm"`.
+
+        Returns:
+            The new folder.
+
+        Raises:
+            ValueError: If there is no checkpoint, or the model cannot be exported for
+                any number of rows, or for a platform; says what may help.
+            TypeError: If `serving_input_receiver_fn` is no function, or returns
+                something else.
+            CheckpointError: If the checkpoint is of another model, or the folder cannot
+                be written.
+        """
+        path = self._checkpoint(checkpoint_path, "export_saved_model")
+        if self._preprocess is not None:
+            tell_of_preprocess(self.model_dir)
+        # Its own model: one that predicts meanwhile keeps its values.
+        seed = self._config.tf_random_seed or 0
+        model = Model(self._function, ModeKeys.PREDICT, one_device(), seed)
+        folder = export_model(
+            model,
+            path,
+            serving_input_receiver_fn,
+            Path(export_dir_base),
+            getattr(self, "host_side", None),
+            platforms,
+        )
+        return os.fspath(folder)
 
     def latest_checkpoint(self) -> str | None:
         """Path of the newest checkpoint in `model_dir`; None if there is none."""

@@ -86,17 +86,19 @@ class Evaluation:
             )
             if self._stops and model.strategy.workers.count == 1:
                 break
-        with model.strategy.scope():
-            results = {name: _on_host(m.result()) for name, m in metrics.items()}
+        results = _flat(model.results())
         for hook in hooks:
             hook.end(self)
         return results | {"global_step": self.global_step}
 
 
-def _on_host(result: Any) -> Any:
-    """A metric's result as Python numbers or NumPy arrays."""
-    values = jax.tree.map(np.asarray, result)
-    return jax.tree.map(lambda x: float(x) if x.ndim == 0 else x, values)
+def _flat(results: Mapping[str, Any]) -> dict[str, Any]:
+    """Python numbers, or NumPy arrays; of several metrics in one, each by its name."""
+    flat: dict[str, Any] = {}
+    for name, result in results.items():
+        named = result if isinstance(result, Mapping) else {name: result}
+        flat |= {n: float(x) if np.ndim(x) == 0 else x for n, x in named.items()}
+    return flat
 
 
 def write_eval_metrics(
@@ -126,7 +128,9 @@ def read_eval_metrics(eval_dir: str | Path) -> dict[int, dict[str, Any]]:
     if not file.exists():
         return {}
     found: dict[int, dict[str, Any]] = {}
-    for text in file.read_text().splitlines():
+    for text in file.read_text().splitlines(keepends=True):
+        if not text.endswith("\n") or not text.strip():
+            continue  # Another process is writing it.
         line = json.loads(text)
         del line["checkpoint"], line["time"]
         found[line.pop("global_step")] = line

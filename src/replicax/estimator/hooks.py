@@ -7,7 +7,6 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 __all__ = [
@@ -176,9 +175,10 @@ class _Every:
                 f"{caller}: got an interval of {steps!r} steps and of {seconds!r} "
                 "seconds; give exactly one of them."
             )
-        if not (steps or seconds or 0) > 0:
+        interval = seconds if steps is None else steps
+        if interval is None or not interval > 0:
             raise ValueError(
-                f"{caller}: the interval must be positive; got {steps or seconds!r}."
+                f"{caller}: the interval must be positive; got {interval!r}."
             )
         self._steps = steps
         self._seconds = seconds
@@ -270,11 +270,12 @@ class LoggingTensorHook(SessionRunHook):
         self._format = formatter or _formatted
         self._values: dict[str, Any] = {}
         self._is_due = False
+        self._step = 0
 
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
         """Ask for the values where they are due."""
-        step = run_context.session.global_step
-        self._is_due = self._every is not None and self._every.is_due(step)
+        self._step = run_context.session.global_step
+        self._is_due = self._every is not None and self._every.is_due(self._step)
         if not (self._is_due or self._at_end):
             return None
         return SessionRunArgs(
@@ -290,7 +291,7 @@ class LoggingTensorHook(SessionRunHook):
         """Log them."""
         self._values = run_values.results or self._values
         if self._is_due and self._every is not None:
-            passed = self._every.happened(run_context.session.global_step)
+            passed = self._every.happened(self._step)
             seconds = "" if passed is None else f" ({passed[1]:.3f} sec)"
             _logger.info("%s%s", self._format(self._values), seconds)
 
@@ -371,7 +372,11 @@ def fetched(fetches: Any, tensors: Mapping[str, Any], caller: str) -> Any:
         ValueError: If there is no such name.
     """
 
-    def one(name: Any) -> np.ndarray:
+    def of(name: Any) -> Any:
+        if isinstance(name, Mapping):
+            return {key: of(each) for key, each in name.items()}
+        if isinstance(name, list | tuple):
+            return type(name)(map(of, name))
         if not isinstance(name, str) or name not in tensors:
             raise ValueError(
                 f"{caller}: asks for {name!r}; there are {sorted(tensors)}."
@@ -379,4 +384,4 @@ def fetched(fetches: Any, tensors: Mapping[str, Any], caller: str) -> Any:
         value = tensors[name]
         return np.asarray(value() if callable(value) else value)
 
-    return jax.tree.map(one, fetches)
+    return of(fetches)

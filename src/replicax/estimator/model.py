@@ -23,6 +23,7 @@ from replicax.options import Options
 from replicax.reuse import MadeVariables
 from replicax.scope import current_context
 from replicax.strategy import Strategy
+from replicax.values import PerReplica
 
 __all__ = ["Model", "ModelFunction"]
 
@@ -202,14 +203,9 @@ class Model:
         return dict(self.spec.eval_metric_ops or {})
 
     def variables(self) -> dict[str, Any]:
-        """What is saved, by name: all but metrics and learning rates.
-
-        A learning rate that the script gives anew counts, not an old one.
-        """
+        """What is saved, by name: all but metrics."""
         left_out = {id(v) for m in self.metrics.values() for v in m.variables}
-        optimizers = [op.optimizer for op in self.spec.train_ops]
-        left_out |= {id(internals.learning_rate_of(o)) for o in optimizers}
-        slots = [v for o in optimizers for v in o.variables]
+        slots = [v for op in self.spec.train_ops for v in op.optimizer.variables]
         named: dict[str, Any] = {}
         for variable in {id(v): v for v in (*self._made.variables, *slots)}.values():
             if id(variable) in left_out:
@@ -219,6 +215,11 @@ class Model:
                 name, number = f"{variable.path}_{number}", number + 1
             named[name] = variable
         return named
+
+    def learning_rates(self) -> list[Any]:
+        """The variables of the optimizers' learning rates, where those are numbers."""
+        rates = [internals.learning_rate_of(o) for o, _ in self._updates]
+        return [rate for rate in rates if rate is not None]
 
     def steps_of_updates(self) -> int:
         """The optimizer's count, where other workers make updates as well."""
@@ -233,6 +234,18 @@ class Model:
     def evaluate(self, features: Any, labels: Any, num_active: int | None) -> Any:
         """Update the metrics from one batch per replica."""
         return self._run(self._eval_step, features, labels, num_active)
+
+    def results(self) -> dict[str, Any]:
+        """The metrics' results and the mean `loss`, on the host."""
+        results = self.strategy.run_as(Options(), self._result_step)
+        return {
+            name: jax.tree.map(
+                lambda x: jax.device_get(x.values[0]),
+                result,
+                is_leaf=lambda x: isinstance(x, PerReplica),
+            )
+            for name, result in results.items()
+        }
 
     def predict(self, features: Any) -> Any:
         """Predictions for one batch per replica."""
@@ -258,6 +271,10 @@ class Model:
         spec = self._call(features, labels)
         self.loss.update_state(spec.loss)
         return self._tensors(spec) | {"loss": current_context().mean(spec.loss)}
+
+    def _result_step(self) -> dict[str, Any]:
+        metrics = self.metrics | {"loss": self.loss}
+        return {name: metric.result() for name, metric in metrics.items()}
 
     def _predict_step(self, features: Any, labels: Any) -> Any:
         return self._call(features, labels).predictions

@@ -14,7 +14,14 @@ from replicax.estimator.model import Model
 from replicax.estimator.run_config import RunConfig
 from replicax.keras.internals import reference_of
 
-__all__ = ["CHECKPOINT_NAME", "Position", "Saver", "restore", "saved_variables"]
+__all__ = [
+    "CHECKPOINT_NAME",
+    "Position",
+    "Saver",
+    "restore",
+    "saved_variables",
+    "warm_start",
+]
 
 CHECKPOINT_NAME = "model.ckpt"
 
@@ -66,8 +73,12 @@ class _State:
             for name, v in variables.items()
             if reference_of(v) is not None
         }
-        missing = {_VARIABLES + name for name in variables} - saved
-        unused = saved - {_VARIABLES + name for name in variables}
+        own = {_VARIABLES + name for name in variables}
+        # A number in one script may be a schedule in the next.
+        missing, unused = (
+            {name for name in names if not name.endswith("/learning_rate")}
+            for names in (own - saved, saved - own)
+        )
         if missing and missing == slots:
             # Where servers have the slots, checkpoints have none.
             _logger.warning(
@@ -77,17 +88,17 @@ class _State:
         if not self._model.strategy.keeps_slots:
             unused = set()
         try:
-            status = compare(bind("variables", variables).slots, contents, path)
+            compare(bind("variables", variables).slots, contents, path).expect_partial()
+            status = RestoreStatus(path, sorted(missing), sorted(unused))
+            status.assert_consumed()
         except CheckpointError as error:
-            raise _other_model(path) from error
-        if missing or unused:
-            status = RestoreStatus(path, missing, unused)
-            try:
-                status.assert_consumed()
-            except CheckpointError as error:
-                raise _other_model(path, error) from None
-        status.expect_partial()
-        return self._checkpoint.apply(contents, path).expect_partial()
+            raise _other_model(path, error) from None
+        # The learning rate that the script gives now counts, not an old one.
+        rates = [(v, v.numpy()) for v in self._model.learning_rates()]
+        status = self._checkpoint.apply(contents, path).expect_partial()
+        for variable, value in rates:
+            variable.assign(value)
+        return status
 
 
 class Saver:
@@ -194,9 +205,38 @@ def saved_variables(path: str) -> dict[str, Any]:
     }
 
 
-def _other_model(path: str, error: CheckpointError | None = None) -> CheckpointError:
+def warm_start(model: Model, values: Mapping[str, Any], path: str) -> list[str]:
+    """Give a model's trainable and moving values those of another training.
+
+    The optimizer's slots and counts, and the global step, begin anew.
+
+    Returns:
+        The names of the variables that were found.
+
+    Raises:
+        CheckpointError: If none is found, or one has another shape.
+    """
+    own = model.variables()
+    kept = {id(v) for op in model.spec.train_ops for v in op.optimizer.variables}
+    taken = [n for n in own if n in values and id(own[n]) not in kept]
+    wrong = [
+        f"{n}: {values[n].shape} saved, {tuple(own[n].shape)} here"
+        for n in taken
+        if tuple(own[n].shape) != values[n].shape
+    ]
+    if wrong or not taken:
+        raise CheckpointError(
+            f"Estimator: warm_start_from={path!r} does not fit the model: "
+            + ("; ".join(wrong) or f"it has {sorted(values)}, the model {sorted(own)}")
+            + "."
+        )
+    for name in taken:
+        own[name].assign(values[name])
+    return taken
+
+
+def _other_model(path: str, error: CheckpointError) -> CheckpointError:
     return CheckpointError(
         f"Estimator: the model_dir holds {path}, which is of another model or "
-        f"optimizer. Give a new model_dir, or the old layers and optimizer again."
-        + ("" if error is None else f" {error}")
+        f"optimizer. Give a new model_dir, or the old layers and optimizer. {error}"
     )

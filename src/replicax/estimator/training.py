@@ -42,9 +42,12 @@ class Training:
         hooks: The user's.
         listeners: Called around saving.
         last_step: From the first global step, the one to end at; None: with the input.
+        initialize: Called with the model where there is no checkpoint to begin with.
+        marks_end: Whether to tell an evaluator when no other checkpoint follows.
 
     Attributes:
         global_step: Number of steps made, those before this call included.
+        is_over: Whether the last step was made.
     """
 
     def __init__(
@@ -56,6 +59,9 @@ class Training:
         hooks: Sequence[Any],
         listeners: Sequence[Any],
         last_step: Callable[[int], int | None],
+        initialize: Callable[[Model], None],
+        *,
+        marks_end: bool = False,
     ) -> None:
         self._model = model
         self._source = source
@@ -64,9 +70,12 @@ class Training:
         self._hooks = list(hooks)
         self._listeners = list(listeners)
         self._last_step = last_step
+        self._initialize = initialize
+        self._marks_end = marks_end
         self._position = Position()
         self._stops = False  # A hook of this process wants it.
         self.global_step = 0
+        self.is_over = False
 
     def run(self) -> None:
         """Train until the last step, the end of the input, or a hook's request."""
@@ -80,6 +89,11 @@ class Training:
             self._model.strategy.settle()
 
     def _train(self, steps: Any) -> None:
+        if getattr(self._model.strategy, "backup_workers", 0):
+            raise NotImplementedError(
+                "Estimator.train: backup_workers need batches that all workers read, "
+                "and an input_fn is each worker's own. Leave them out, or use fit."
+            )
         first = next(steps, None)
         if first is None:
             raise ValueError(
@@ -88,11 +102,13 @@ class Training:
             )
         self._model.build(*first[0])
         saver = Saver(self._model, self._directory, self._config, self._position)
-        saver.restore()
+        if saver.restore() is None:
+            self._initialize(self._model)
         self.global_step = int(self._model.global_step.numpy())
         last = self._last_step(self.global_step)
         if last is not None and self.global_step >= last:
             _logger.info("Training is skipped: step %d is reached.", self.global_step)
+            saver.close(finished=self._marks_end)
             return
         own = self._model.spec.hooks()
         for hook in own:
@@ -102,12 +118,13 @@ class Training:
             hook.after_create_session(self, None)
         self._loop(steps, self._first_item(steps, first), saver, last)
         self._position.num_steps = 0  # Ended by itself: the next call begins anew.
+        self.is_over = True
         self._save(saver, wait=True)
         for hook in self._hooks:
             hook.end(self)
         for listener in self._listeners:
             listener.end(self, self.global_step)
-        saver.close()
+        saver.close(finished=self._marks_end)
 
     def _first_item(self, steps: Any, first: Any) -> Any:
         """The step to begin with; `first` unless a training is resumed."""
@@ -143,6 +160,7 @@ class Training:
 
     def _step(self, features: Any, labels: Any, active: int | None) -> dict[str, Any]:
         model = self._model
+        model.strategy.expect_rows(_num_rows(features, active))
         tensors = model.train(features, labels, active)
         self._position.num_steps += 1
         if model.strategy.keeps_slots:
@@ -242,6 +260,12 @@ def run_hooks(
     if context.stop_requested:
         session.request_stop()
     return results
+
+
+def _num_rows(features: Any, active: int | None) -> int:
+    """Number of this process' examples in a step, of features `[R, b, ...]`."""
+    replicas, rows = jax.tree.leaves(features)[0].shape[:2]
+    return (active or replicas) * rows
 
 
 def _one(value: Any) -> Any:

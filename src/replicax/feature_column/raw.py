@@ -159,6 +159,8 @@ def dtype_name(dtype: Any, caller: str) -> str:
     Raises:
         TypeError: If it is none.
     """
+    if isinstance(dtype, np.dtype) and dtype.kind in "USOT":
+        return "string"
     name = getattr(dtype, "name", dtype)
     if name in ("string", "str", str, np.str_):
         return "string"

@@ -42,7 +42,7 @@ class UnevenBatches(DistributedDatasetFromFunction):
             yield from super()._groups()
             return
         size = self._num_local
-        with closing(batches(self._fn(self._context))) as source:
+        with closing(batches(lambda: self._fn(self._context))) as source:
             for _, alike in itertools.groupby(source, _shapes):
                 while group := list(map(_kept, itertools.islice(alike, size))):
                     yield self._step(group)

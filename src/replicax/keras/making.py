@@ -6,7 +6,7 @@ Installed by `hooks.py`. Tested with Keras 3.14 to 3.15.
 import collections
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from keras.src.backend.common import global_state
 
 from replicax.reuse import current_reuse
 
-__all__ = ["init_variable", "made_alike", "register"]
+__all__ = ["init_variable", "made_alike", "register", "start_from"]
 
 _NAMES = "object_name_uids"
 
@@ -68,10 +68,7 @@ def init_variable(
     if dtype is None:
         dtype = jax.dtypes.canonicalize_dtype(value.dtype).name
 
-    def constant(shape: Any, dtype: Any = None) -> Any:
-        return jax.numpy.asarray(value, dtype)
-
-    original(variable, constant, value.shape, dtype, *args, **kwargs)
+    original(variable, _constant(value), value.shape, dtype, *args, **kwargs)
 
 
 def register(original: Any, variable: Any) -> None:
@@ -79,3 +76,32 @@ def register(original: Any, variable: Any) -> None:
     reuse = current_reuse()
     if reuse is None or reuse.note(variable):
         original(variable)
+
+
+def start_from(variables: Sequence[Any], values: Sequence[Any]) -> None:
+    """Let variables that get their values later begin with these.
+
+    Args:
+        variables: Made in this trace; the others are left alone.
+        values: One array for each.
+
+    Raises:
+        ValueError: If number or shapes differ.
+    """
+    shapes = [tuple(v.shape) for v in variables]
+    given = [tuple(x.shape) for x in values]
+    if shapes != given:
+        raise ValueError(
+            f"model: the copy has variables of the shapes {shapes}, the model itself "
+            f"of {given}."
+        )
+    for variable, value in zip(variables, values, strict=True):
+        if variable._value is None:
+            variable._initializer = _constant(value)
+
+
+def _constant(value: Any) -> Any:
+    def constant(shape: Any, dtype: Any = None) -> Any:
+        return jax.numpy.asarray(value, dtype)
+
+    return constant

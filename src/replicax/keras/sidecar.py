@@ -9,14 +9,12 @@ from typing import Any
 
 import keras
 
-from replicax.checkpoint import CheckpointError, storage
+from replicax.checkpoint import storage
 from replicax.checkpoint.checkpoint import compare
-from replicax.checkpoint.manager import FINISHED, numbered_checkpoints
 from replicax.checkpoint.slots import ArraySlot, bind
+from replicax.checkpoint.watching import CheckpointWatch
 
 __all__ = ["SidecarEvaluator"]
-
-_POLL_SECONDS = 0.5
 
 
 class SidecarEvaluator:
@@ -65,14 +63,13 @@ class SidecarEvaluator:
             )
         self._model = model
         self._data = data
-        self._directory = Path(checkpoint_dir)
+        self._watch = CheckpointWatch(
+            Path(checkpoint_dir), checkpoint_name, timeout_seconds, "SidecarEvaluator"
+        )
         self._steps = steps
         self._max_evaluations = max_evaluations
         self._callbacks = list(callbacks or [])
-        self._log_dir = Path(log_dir or self._directory.absolute().parent / "eval")
-        self._name = checkpoint_name
-        self._timeout_seconds = timeout_seconds
-        self._evaluated: str | None = None
+        self._log_dir = Path(log_dir or Path(checkpoint_dir).absolute().parent / "eval")
 
     def start(self) -> None:
         """Evaluate until the training has ended, or `max_evaluations` were made.
@@ -83,12 +80,12 @@ class SidecarEvaluator:
         """
         number = 0
         while self._max_evaluations is None or number < self._max_evaluations:
-            contents = self._next()
-            if contents is None:
+            found = self._watch.next()
+            if found is None:
                 return
-            path = os.fspath(self._directory / str(self._evaluated))
-            self._restore(contents, path)
-            self._evaluate(path)
+            path, contents = found
+            self._restore(contents, os.fspath(path))
+            self._evaluate(os.fspath(path))
             number += 1
 
     def _restore(self, contents: storage.Contents, path: str) -> None:
@@ -98,45 +95,6 @@ class SidecarEvaluator:
         for slot in slots:
             if isinstance(slot, ArraySlot):
                 slot.write(contents.arrays[slot.name])
-
-    def _next(self) -> storage.Contents | None:
-        """The newest checkpoint that was not evaluated; None when there will be none.
-
-        The end is looked for first: what is there then is all there is.
-        """
-        deadline = time.monotonic() + self._timeout_seconds
-        while True:
-            last = self._last_of_finished_run()
-            paths = numbered_checkpoints(self._directory, self._name)
-            newest = paths[-1].name if paths else None
-            if last is not None and self._evaluated == last.get("checkpoint"):
-                return None
-            if newest is not None and newest != self._evaluated:
-                try:
-                    contents = storage.read(self._directory / newest)
-                except CheckpointError:
-                    # Deleted in the meantime. If it is damaged, it will still be.
-                    if last is not None and (self._directory / newest).exists():
-                        raise
-                else:
-                    self._evaluated = newest
-                    return contents
-            elif last is not None:
-                return None
-            if time.monotonic() > deadline:
-                raise CheckpointError(
-                    f"SidecarEvaluator: no new checkpoint {self._name}-* came to "
-                    f"{self._directory} within {self._timeout_seconds:.0f} s, nor the "
-                    f"file {FINISHED}. The last one evaluated was {self._evaluated}. "
-                    "See whether the training runs, or give timeout_seconds=..."
-                )
-            time.sleep(_POLL_SECONDS)
-
-    def _last_of_finished_run(self) -> dict[str, Any] | None:
-        try:
-            return json.loads((self._directory / FINISHED).read_text())
-        except FileNotFoundError:
-            return None
 
     def _evaluate(self, path: str) -> None:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(self._data)

@@ -301,7 +301,7 @@ class ParameterServerStrategy(Strategy):
         self._parts.append(part)
 
     def expect_rows(self, num_rows: int) -> None:
-        """Have the synchronous step of `train_on_batch` count its examples."""
+        """Have a synchronous step on this worker's own batch count its examples."""
         if self.session is not None and self.sync and not self.backup_workers:
             self.expect(
                 Part(

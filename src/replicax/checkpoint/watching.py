@@ -1,0 +1,95 @@
+"""Waiting for the checkpoints of a run that trains in another process."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from replicax.checkpoint import storage
+from replicax.checkpoint.manager import FINISHED, numbered_checkpoints
+from replicax.checkpoint.storage import Contents
+from replicax.errors import CheckpointError
+
+__all__ = ["CheckpointWatch"]
+
+_POLL_SECONDS = 0.5
+
+
+class CheckpointWatch:
+    """Finds each new checkpoint in a folder, until the run says that it has ended.
+
+    It skips checkpoints that are older than one it has found, or deleted before it has
+    read them, and always finds the last one of a run that says it has ended.
+
+    Args:
+        directory: The folder.
+        name: Beginning of the checkpoints' names.
+        timeout_seconds: How long to wait for the next checkpoint.
+        caller: The public name that errors speak of.
+
+    Attributes:
+        latest: Name of the checkpoint found last; None before.
+    """
+
+    def __init__(
+        self, directory: Path, name: str, timeout_seconds: float, caller: str
+    ) -> None:
+        self._directory = directory
+        self._name = name
+        self._timeout_seconds = timeout_seconds
+        self._caller = caller
+        self.latest: str | None = None
+
+    def next(self) -> tuple[Path, Contents] | None:
+        """The newest checkpoint that was not found yet; None when there will be none.
+
+        The end is looked for first: what is there then is all there is.
+
+        Raises:
+            CheckpointError: If none comes in time, or the last one is damaged.
+        """
+        deadline = time.monotonic() + self._timeout_seconds
+        while True:
+            last = self._last_of_finished_run()
+            paths = numbered_checkpoints(self._directory, self._name)
+            newest = paths[-1].name if paths else None
+            if last is not None and self.latest == last.get("checkpoint"):
+                return None
+            if newest is not None and newest != self.latest:
+                path = self._directory / newest
+                try:
+                    contents = storage.read(path)
+                except CheckpointError:
+                    # Deleted in the meantime. If it is damaged, it will still be.
+                    if last is not None and path.exists():
+                        raise
+                else:
+                    self.latest = newest
+                    return path, contents
+            elif last is not None:
+                return None
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"{self._caller}: no new checkpoint {self._name}-* came to "
+                    f"{self._directory} within {self._timeout_seconds:.0f} s, nor the "
+                    f"file {FINISHED}. The last one evaluated was {self.latest}. "
+                    "See whether the training runs, or wait longer."
+                )
+            time.sleep(_POLL_SECONDS)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run says that it has ended."""
+        return self._last_of_finished_run() is not None
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether the checkpoint found last is the last one of a run that has ended."""
+        last = self._last_of_finished_run()
+        return last is not None and last.get("checkpoint") == self.latest
+
+    def _last_of_finished_run(self) -> dict[str, Any] | None:
+        try:
+            return json.loads((self._directory / FINISHED).read_text())
+        except FileNotFoundError:
+            return None

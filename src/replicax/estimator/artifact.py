@@ -1,0 +1,262 @@
+"""A saved model on disk: a folder that is complete and checked, or not there.
+
+    exports/
+      1700000000/                  seconds since 1970, raised until nobody has them
+        manifest.json              what there is, in which format, with checksums
+        serving_default.program    a signature, as `jax.export` serializes it
+        variables.npz              each variable once, as bytes
+
+The folder is written under a hidden name beside it and renamed when all of it is on the
+disk, so nobody sees half of one.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from replicax.errors import CheckpointError
+
+__all__ = [
+    "MANIFEST",
+    "Artifact",
+    "is_signature_name",
+    "newest",
+    "read",
+    "remove",
+    "saved_in",
+    "write",
+]
+
+MANIFEST = "manifest.json"
+_FORMAT = "replicax-saved-model"
+_VERSION = 1
+_PROGRAM = ".program"
+_VARIABLES = "variables.npz"
+_STAMP_DIGITS = 10
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Artifact:
+    """What a saved model holds.
+
+    Attributes:
+        contents: What the manifest says besides variables and checksums, as values of
+            JSON; its `"signatures"` is a dict of them by name.
+        programs: The serialized programs by signature.
+        variables: Host arrays by the variables' names.
+    """
+
+    contents: Mapping[str, Any]
+    programs: Mapping[str, bytes]
+    variables: Mapping[str, np.ndarray]
+
+
+def write(base: Path, artifact: Artifact) -> Path:
+    """Write a saved model into a new folder in `base`.
+
+    Returns:
+        The folder.
+
+    Raises:
+        CheckpointError: If it cannot be written; nothing is left then.
+    """
+    part = base / f".{os.getpid()}-{secrets.token_hex(4)}.part"
+    try:
+        base.mkdir(parents=True, exist_ok=True)
+        part.mkdir()
+        for name, program in artifact.programs.items():
+            (part / f"{name}{_PROGRAM}").write_bytes(program)
+        # As bytes: NumPy's format knows no bfloat16, and names may have a slash.
+        flat: dict[str, Any] = {
+            str(i): np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+            for i, x in enumerate(artifact.variables.values())
+        }
+        np.savez(part / _VARIABLES, **flat)
+        (part / MANIFEST).write_bytes(_manifest(artifact, part))
+        for file in part.iterdir():
+            _sync(file)
+        _sync(part)
+        path = _renamed(part, base)
+        _sync(base)
+    except OSError as error:
+        raise CheckpointError(
+            f"saved model in {base}: could not be written: {error}. Make room, or give "
+            "another folder."
+        ) from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return path
+
+
+def _renamed(part: Path, base: Path) -> Path:
+    """`part` under a number that is its alone, later than the ones there."""
+    stamp = max([int(time.time()), *(int(p.name) + 1 for p in saved_in(base))])
+    while True:
+        path = base / f"{stamp:0{_STAMP_DIGITS}d}"
+        try:
+            return part.rename(path)
+        except OSError:  # Another process has just taken it; else the disk is at fault.
+            if not path.exists():
+                raise
+        stamp += 1
+
+
+def saved_in(base: Path) -> list[Path]:
+    """The saved models in a folder, the oldest first."""
+    if not base.is_dir():
+        return []
+    found = [
+        path
+        for path in base.iterdir()
+        if len(path.name) == _STAMP_DIGITS
+        and path.name.isascii()
+        and path.name.isdigit()
+        and (path / MANIFEST).exists()
+    ]
+    return sorted(found)
+
+
+def newest(path: Path) -> Path:
+    """The saved model at `path`, or the newest one in it.
+
+    Raises:
+        CheckpointError: If there is none.
+    """
+    if (path / MANIFEST).exists():
+        return path
+    found = saved_in(path)
+    if not found:
+        raise CheckpointError(
+            f"saved model {path}: there is none at this path, and no folder of one in "
+            "it. Give what estimator.export_saved_model returned, or its "
+            "export_dir_base."
+        )
+    return found[-1]
+
+
+def remove(path: Path) -> None:
+    """Delete a saved model, so that no half of it is taken for a good one.
+
+    Raises:
+        CheckpointError: If it cannot be deleted.
+    """
+    part = path.with_name(f".{path.name}-{secrets.token_hex(4)}.part")
+    try:
+        path.rename(part)
+        shutil.rmtree(part)
+    except FileNotFoundError:
+        return  # Somebody else did.
+    except OSError as error:
+        raise CheckpointError(
+            f"saved model {path}: could not be deleted: {error}."
+        ) from error
+
+
+def read(path: Path) -> Artifact:
+    """Read a saved model and check all of it.
+
+    Raises:
+        CheckpointError: If it is not there, damaged, or in a newer format; names the
+            file.
+    """
+    contents = _read_manifest(path)
+    for name, expected in contents.pop("files").items():
+        _check_file(path, name, expected)
+    with np.load(path / _VARIABLES, allow_pickle=False) as flat:
+        variables = {
+            name: flat[entry["array"]]
+            .view(np.dtype(entry["dtype"]))
+            .reshape(entry["shape"])
+            for name, entry in contents.pop("variables").items()
+        }
+    programs = {
+        name: (path / f"{name}{_PROGRAM}").read_bytes()
+        for name in contents["signatures"]
+    }
+    return Artifact(contents=contents, programs=programs, variables=variables)
+
+
+def _manifest(artifact: Artifact, part: Path) -> bytes:
+    body = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        **artifact.contents,
+        "variables": {
+            name: {"array": str(i), "shape": list(x.shape), "dtype": x.dtype.name}
+            for i, (name, x) in enumerate(artifact.variables.items())
+        },
+        "files": {file.name: _fingerprint(file) for file in sorted(part.iterdir())},
+    }
+    body["sha256"] = hashlib.sha256(_canonical(body)).hexdigest()
+    return json.dumps(body, indent=1, allow_nan=False).encode()
+
+
+def _canonical(body: Mapping[str, Any]) -> bytes:
+    return json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    try:
+        body = json.loads((path / MANIFEST).read_bytes())
+        kind, version = body["format"], body["version"]
+        if (kind, version) != (_FORMAT, _VERSION):
+            raise CheckpointError(
+                f"saved model {path}: {MANIFEST} has format {kind!r}, version "
+                f"{version!r}; expected {_FORMAT!r}, {_VERSION}. Load it with the "
+                "replicax that wrote it."
+            )
+        if body.pop("sha256") != hashlib.sha256(_canonical(body)).hexdigest():
+            raise _damaged(path, MANIFEST, "its checksum is wrong")
+    except OSError as error:
+        raise _damaged(path, MANIFEST, str(error)) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise _damaged(path, MANIFEST, f"it is no manifest ({error!r})") from error
+    return body
+
+
+def _check_file(path: Path, name: str, expected: Mapping[str, Any]) -> None:
+    try:
+        found = _fingerprint(path / name)
+    except OSError as error:
+        raise _damaged(path, name, str(error)) from error
+    if found["bytes"] != expected["bytes"]:
+        sizes = f"it has {found['bytes']} bytes, expected {expected['bytes']}"
+        raise _damaged(path, name, sizes)
+    if found["sha256"] != expected["sha256"]:
+        raise _damaged(path, name, "its checksum is wrong")
+
+
+def _fingerprint(file: Path) -> dict[str, Any]:
+    with file.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        return {"bytes": stream.tell(), "sha256": digest}
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _damaged(path: Path, name: str, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"saved model {path}: file {name} is damaged: {what}. Export it again, or load "
+        "another one."
+    )
+
+
+def is_signature_name(name: Any) -> bool:
+    """Whether a signature can have this name, and its file."""
+    return isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9_-]+", name) is not None

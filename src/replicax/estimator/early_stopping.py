@@ -1,0 +1,255 @@
+"""Hooks that end training when evaluations say so."""
+
+import operator
+import time
+from collections.abc import Callable
+from typing import Any
+
+from replicax.estimator.evaluating import read_eval_metrics
+from replicax.estimator.hooks import (
+    SessionRunContext,
+    SessionRunHook,
+    SessionRunValues,
+)
+
+__all__ = [
+    "make_early_stopping_hook",
+    "stop_if_higher_hook",
+    "stop_if_lower_hook",
+    "stop_if_no_decrease_hook",
+    "stop_if_no_increase_hook",
+]
+
+
+class _StopWhen(SessionRunHook):
+    def __init__(
+        self,
+        should_stop_fn: Callable[[], bool],
+        every_secs: float | None,
+        every_steps: int | None,
+    ) -> None:
+        self._should_stop = should_stop_fn
+        self._every_secs = every_secs
+        self._every_steps = every_steps
+        self._last: tuple[int, float] | None = None
+
+    def after_run(
+        self, run_context: SessionRunContext, run_values: SessionRunValues
+    ) -> None:
+        """Ask, where it is due."""
+        step = run_context.session.global_step
+        if self._last is None:
+            self._last = (step, time.monotonic())
+        if self._every_steps is not None:
+            due = step >= self._last[0] + self._every_steps
+        else:
+            due = time.monotonic() >= self._last[1] + (self._every_secs or 0.0)
+        if due:
+            self._last = (step, time.monotonic())
+            if self._should_stop():
+                run_context.request_stop()
+
+
+def make_early_stopping_hook(
+    estimator: Any,
+    should_stop_fn: Callable[[], bool],
+    run_every_secs: float | None = 60.0,
+    run_every_steps: int | None = None,
+) -> SessionRunHook:
+    """A hook that ends training when `should_stop_fn()` is true.
+
+    (TF: `tf.estimator.experimental.make_early_stopping_hook`.) With several workers all
+    of them stop together, some steps after one of them has asked for it.
+
+    Args:
+        estimator: The estimator that trains.
+        should_stop_fn: Says whether to stop.
+        run_every_secs: Seconds between two calls of it.
+        run_every_steps: Steps between them, in place of seconds.
+
+    Raises:
+        TypeError: If `should_stop_fn` is not callable.
+        ValueError: For an interval that is not positive, or none, or two.
+    """
+    if not callable(should_stop_fn):
+        raise TypeError(
+            "make_early_stopping_hook: should_stop_fn must be callable; got "
+            f"{should_stop_fn!r}."
+        )
+    if run_every_steps is not None and run_every_secs == 60.0:
+        run_every_secs = None  # The default gives way.
+    if (run_every_secs is None) == (run_every_steps is None):
+        raise ValueError(
+            f"make_early_stopping_hook: got run_every_secs={run_every_secs!r} and "
+            f"run_every_steps={run_every_steps!r}; give exactly one of them."
+        )
+    interval = run_every_secs if run_every_steps is None else run_every_steps
+    if interval is not None and interval < 0:
+        raise ValueError(
+            f"make_early_stopping_hook: the interval must not be negative; got "
+            f"{interval!r}."
+        )
+    return _StopWhen(should_stop_fn, run_every_secs, run_every_steps)
+
+
+def stop_if_no_decrease_hook(
+    estimator: Any,
+    metric_name: str,
+    max_steps_without_decrease: int,
+    eval_dir: str | None = None,
+    min_steps: int = 0,
+    run_every_secs: float | None = 60.0,
+    run_every_steps: int | None = None,
+) -> SessionRunHook:
+    """A hook that ends training when evaluations do not get better any more.
+
+    (TF: `tf.estimator.experimental.stop_if_no_decrease_hook`.)
+
+    Args:
+        estimator: The estimator that trains.
+        metric_name: A key of what `evaluate` returns, such as `"loss"`.
+        max_steps_without_decrease: How many training steps without a new lowest value.
+        eval_dir: Folder of the evaluations; defaults to `estimator.eval_dir()`.
+        min_steps: Never stop before that global step was evaluated.
+        run_every_secs: Seconds between two looks at the evaluations.
+        run_every_steps: Steps between them, in place of seconds.
+
+    Raises:
+        ValueError: When it looks: if evaluations have no such metric.
+    """
+    return _without_progress(
+        "stop_if_no_decrease_hook",
+        operator.lt,
+        estimator,
+        metric_name,
+        max_steps_without_decrease,
+        (eval_dir, min_steps, run_every_secs, run_every_steps),
+    )
+
+
+def stop_if_no_increase_hook(
+    estimator: Any,
+    metric_name: str,
+    max_steps_without_increase: int,
+    eval_dir: str | None = None,
+    min_steps: int = 0,
+    run_every_secs: float | None = 60.0,
+    run_every_steps: int | None = None,
+) -> SessionRunHook:
+    """As `stop_if_no_decrease_hook`, for metrics that are better when higher.
+
+    (TF: `tf.estimator.experimental.stop_if_no_increase_hook`.)
+    """
+    return _without_progress(
+        "stop_if_no_increase_hook",
+        operator.gt,
+        estimator,
+        metric_name,
+        max_steps_without_increase,
+        (eval_dir, min_steps, run_every_secs, run_every_steps),
+    )
+
+
+def stop_if_higher_hook(
+    estimator: Any,
+    metric_name: str,
+    threshold: float,
+    eval_dir: str | None = None,
+    min_steps: int = 0,
+    run_every_secs: float | None = 60.0,
+    run_every_steps: int | None = None,
+) -> SessionRunHook:
+    """A hook that ends training when an evaluation's metric is above a threshold.
+
+    (TF: `tf.estimator.experimental.stop_if_higher_hook`.) Arguments as for
+    `stop_if_no_decrease_hook`.
+    """
+    return _beyond(
+        "stop_if_higher_hook",
+        operator.gt,
+        estimator,
+        metric_name,
+        threshold,
+        (eval_dir, min_steps, run_every_secs, run_every_steps),
+    )
+
+
+def stop_if_lower_hook(
+    estimator: Any,
+    metric_name: str,
+    threshold: float,
+    eval_dir: str | None = None,
+    min_steps: int = 0,
+    run_every_secs: float | None = 60.0,
+    run_every_steps: int | None = None,
+) -> SessionRunHook:
+    """A hook that ends training when an evaluation's metric is below a threshold.
+
+    (TF: `tf.estimator.experimental.stop_if_lower_hook`.) Arguments as for
+    `stop_if_no_decrease_hook`.
+    """
+    return _beyond(
+        "stop_if_lower_hook",
+        operator.lt,
+        estimator,
+        metric_name,
+        threshold,
+        (eval_dir, min_steps, run_every_secs, run_every_steps),
+    )
+
+
+_When = tuple[str | None, int, float | None, int | None]
+
+
+def _without_progress(
+    caller: str,
+    is_better: Callable[[float, float], bool],
+    estimator: Any,
+    metric_name: str,
+    max_steps: int,
+    when: _When,
+) -> SessionRunHook:
+    eval_dir, min_steps, secs, steps = when
+
+    def should_stop() -> bool:
+        best: tuple[int, float] | None = None
+        for step, value in _values(caller, estimator, eval_dir, metric_name):
+            if best is None or is_better(value, best[1]):
+                best = (step, value)
+            elif step >= min_steps and step - best[0] >= max_steps:
+                return True
+        return False
+
+    return make_early_stopping_hook(estimator, should_stop, secs, steps)
+
+
+def _beyond(
+    caller: str,
+    is_beyond: Callable[[float, float], bool],
+    estimator: Any,
+    metric_name: str,
+    threshold: float,
+    when: _When,
+) -> SessionRunHook:
+    eval_dir, min_steps, secs, steps = when
+
+    def should_stop() -> bool:
+        return any(
+            step >= min_steps and is_beyond(value, threshold)
+            for step, value in _values(caller, estimator, eval_dir, metric_name)
+        )
+
+    return make_early_stopping_hook(estimator, should_stop, secs, steps)
+
+
+def _values(
+    caller: str, estimator: Any, eval_dir: str | None, metric_name: str
+) -> list[tuple[int, float]]:
+    results = read_eval_metrics(eval_dir or estimator.eval_dir())
+    for step, metrics in results.items():
+        if metric_name not in metrics:
+            raise ValueError(
+                f"{caller}: the evaluation of step {step} has no {metric_name!r}, only "
+                f"{sorted(metrics)}."
+            )
+    return [(step, metrics[metric_name]) for step, metrics in results.items()]

@@ -1,0 +1,308 @@
+"""Exporters: when `train_and_evaluate` exports, and which exports are kept."""
+
+import abc
+import inspect
+import logging
+import math
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from replicax.estimator.artifact import remove, saved_in
+from replicax.estimator.evaluating import read_eval_metrics
+
+__all__ = ["BestExporter", "Exporter", "FinalExporter", "LatestExporter"]
+
+_logger = logging.getLogger("replicax")
+
+
+class Exporter(abc.ABC):
+    """Exports a model after an evaluation, or does not.
+
+    (TF: `tf.estimator.Exporter`.)
+    """
+
+    @property
+    @abc.abstractmethod
+    def name(self) -> str:
+        """The folder's name: exports are in `<model_dir>/export/<name>`."""
+
+    @abc.abstractmethod
+    def export(
+        self,
+        estimator: Any,
+        export_path: str | os.PathLike[str],
+        checkpoint_path: str | None,
+        eval_result: Mapping[str, Any] | None,
+        is_the_final_export: bool,
+    ) -> str | None:
+        """Export, if this is a time for it.
+
+        Args:
+            estimator: The estimator.
+            export_path: This exporter's own folder.
+            checkpoint_path: The checkpoint that was evaluated.
+            eval_result: What `evaluate` returned.
+            is_the_final_export: Whether training has ended.
+
+        Returns:
+            The new export's folder, or None.
+        """
+
+
+class _SavedModelExporter(Exporter):
+    """Calls `export_saved_model`.
+
+    Args:
+        name: See `Exporter`.
+        serving_input_receiver_fn: For `export_saved_model`.
+        exports_to_keep: Older ones are deleted; None: all are kept.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        serving_input_receiver_fn: Callable[[], Any] | None,
+        exports_to_keep: int | None = None,
+    ) -> None:
+        caller = type(self).__name__
+        if not callable(serving_input_receiver_fn):
+            raise TypeError(
+                f"{caller}: serving_input_receiver_fn must be a function; got "
+                f"{serving_input_receiver_fn!r}. Make one with "
+                "rx.estimator.build_raw_serving_input_receiver_fn(features)."
+            )
+        if exports_to_keep is not None and exports_to_keep <= 0:
+            raise ValueError(
+                f"{caller}: exports_to_keep must be 1 or more, or None for all; got "
+                f"{exports_to_keep!r}."
+            )
+        self._name = name
+        self._receiver_fn = serving_input_receiver_fn
+        self._num_kept = exports_to_keep
+
+    @property
+    def name(self) -> str:
+        """See the base class."""
+        return self._name
+
+    def _export(
+        self, estimator: Any, export_path: Any, checkpoint_path: str | None
+    ) -> str:
+        base = os.fspath(export_path)
+        path = estimator.export_saved_model(base, self._receiver_fn, checkpoint_path)
+        if self._num_kept is not None:
+            for old in saved_in(Path(base))[: -self._num_kept]:
+                remove(old)
+        return path
+
+
+class FinalExporter(_SavedModelExporter):
+    """Exports once, when training has ended.
+
+    (TF: `tf.estimator.FinalExporter`.)
+
+    Args:
+        name: Names the folder of the exports.
+        serving_input_receiver_fn: For `Estimator.export_saved_model`.
+
+    Raises:
+        TypeError: If `serving_input_receiver_fn` is no function.
+
+    Example:
+        >>> import jax, replicax as rx
+        >>> receiver_fn = rx.estimator.build_raw_serving_input_receiver_fn(
+        ...     {"x": jax.ShapeDtypeStruct((None, 3), "float32")}
+        ... )
+        >>> rx.estimator.FinalExporter("final", receiver_fn).name
+        'final'
+    """
+
+    def __init__(self, name: str, serving_input_receiver_fn: Callable[[], Any]) -> None:
+        super().__init__(name, serving_input_receiver_fn)
+
+    def export(
+        self,
+        estimator: Any,
+        export_path: str | os.PathLike[str],
+        checkpoint_path: str | None,
+        eval_result: Mapping[str, Any] | None,
+        is_the_final_export: bool,
+    ) -> str | None:
+        """See the base class."""
+        if not is_the_final_export:
+            return None
+        return self._export(estimator, export_path, checkpoint_path)
+
+
+class LatestExporter(_SavedModelExporter):
+    """Exports after each evaluation.
+
+    (TF: `tf.estimator.LatestExporter`.)
+
+    Args:
+        name: Names the folder of the exports.
+        serving_input_receiver_fn: For `Estimator.export_saved_model`.
+        exports_to_keep: Number of exports that are kept, the latest; None: all.
+
+    Raises:
+        TypeError: If `serving_input_receiver_fn` is no function.
+        ValueError: If `exports_to_keep` is less than 1.
+
+    Example:
+        >>> import jax, replicax as rx
+        >>> receiver_fn = rx.estimator.build_raw_serving_input_receiver_fn(
+        ...     {"x": jax.ShapeDtypeStruct((None, 3), "float32")}
+        ... )
+        >>> rx.estimator.LatestExporter("latest", receiver_fn, exports_to_keep=2).name
+        'latest'
+    """
+
+    def __init__(
+        self,
+        name: str,
+        serving_input_receiver_fn: Callable[[], Any],
+        exports_to_keep: int | None = 5,
+    ) -> None:
+        super().__init__(name, serving_input_receiver_fn, exports_to_keep)
+
+    def export(
+        self,
+        estimator: Any,
+        export_path: str | os.PathLike[str],
+        checkpoint_path: str | None,
+        eval_result: Mapping[str, Any] | None,
+        is_the_final_export: bool,
+    ) -> str | None:
+        """See the base class."""
+        return self._export(estimator, export_path, checkpoint_path)
+
+
+class BestExporter(_SavedModelExporter):
+    """Exports when an evaluation is better than all before it.
+
+    (TF: `tf.estimator.BestExporter`.) Those before are also those of earlier processes,
+    which stand in `estimator.eval_dir(eval_name)`: a restart does not export a model
+    that is worse.
+
+    Args:
+        name: Names the folder of the exports.
+        serving_input_receiver_fn: For `Estimator.export_saved_model`.
+        compare_fn: Called with `best_eval_result` and `current_eval_result`, both dicts
+            of metrics, returns whether the current one is better. None: whether its
+            `"loss"` is smaller.
+        exports_to_keep: Number of exports that are kept, the latest; None: all.
+        eval_name: The name of the evaluations, as in `EvalSpec(name=...)`.
+
+    Raises:
+        TypeError: If a function is none.
+        ValueError: If `exports_to_keep` is less than 1, or `compare_fn` has other
+            arguments.
+
+    Example:
+        >>> import jax, replicax as rx
+        >>> receiver_fn = rx.estimator.build_raw_serving_input_receiver_fn(
+        ...     {"x": jax.ShapeDtypeStruct((None, 3), "float32")}
+        ... )
+        >>> def is_more_accurate(best_eval_result, current_eval_result):
+        ...     return current_eval_result["accuracy"] > best_eval_result["accuracy"]
+        >>> exporter = rx.estimator.BestExporter(
+        ...     serving_input_receiver_fn=receiver_fn, compare_fn=is_more_accurate
+        ... )
+        >>> exporter.name
+        'best_exporter'
+    """
+
+    def __init__(
+        self,
+        name: str = "best_exporter",
+        serving_input_receiver_fn: Callable[[], Any] | None = None,
+        compare_fn: Callable[..., bool] | None = None,
+        exports_to_keep: int | None = 5,
+        *,
+        eval_name: str | None = None,
+    ) -> None:
+        super().__init__(name, serving_input_receiver_fn, exports_to_keep)
+        self._is_better = _compare_fn(compare_fn)
+        self._eval_name = eval_name
+        self._best: Mapping[str, Any] | None = None
+        self._model_dir: str | None = None
+
+    def export(
+        self,
+        estimator: Any,
+        export_path: str | os.PathLike[str],
+        checkpoint_path: str | None,
+        eval_result: Mapping[str, Any] | None,
+        is_the_final_export: bool,
+    ) -> str | None:
+        """See the base class.
+
+        Raises:
+            ValueError: If there is no `eval_result`.
+        """
+        if not eval_result:
+            raise ValueError(
+                f"BestExporter: eval_result must be what evaluate returned; got "
+                f"{eval_result!r}."
+            )
+        if self._model_dir != estimator.model_dir:
+            self._model_dir = estimator.model_dir
+            self._best = self._best_before(estimator, eval_result)
+        if self._best is not None and not self._beats(eval_result, self._best):
+            return None
+        path = self._export(estimator, export_path, checkpoint_path)
+        self._best = dict(eval_result)
+        return path
+
+    def _best_before(
+        self, estimator: Any, eval_result: Mapping[str, Any]
+    ) -> Mapping[str, Any] | None:
+        """The best evaluation of earlier processes; the current one is listed, too."""
+        best: Mapping[str, Any] | None = None
+        folder = estimator.eval_dir(self._eval_name)
+        for step, metrics in read_eval_metrics(folder).items():
+            result = metrics | {"global_step": step}
+            if step != eval_result.get("global_step") and (
+                best is None or self._beats(result, best)
+            ):
+                best = result
+        if best is not None:
+            _logger.info("BestExporter: the best evaluation so far is %s.", best)
+        return best
+
+    def _beats(self, result: Mapping[str, Any], best: Mapping[str, Any]) -> bool:
+        return bool(self._is_better(best_eval_result=best, current_eval_result=result))
+
+
+def _compare_fn(compare_fn: Callable[..., bool] | None) -> Callable[..., bool]:
+    if compare_fn is None:
+        return _has_smaller_loss
+    if not callable(compare_fn):
+        raise TypeError(
+            f"BestExporter: compare_fn must be a function; got {compare_fn!r}."
+        )
+    try:
+        inspect.signature(compare_fn).bind(best_eval_result={}, current_eval_result={})
+    except TypeError as error:
+        raise ValueError(
+            "BestExporter: compare_fn is called with best_eval_result and "
+            f"current_eval_result by name; {compare_fn!r} takes other arguments: "
+            f"{error}."
+        ) from error
+    return compare_fn
+
+
+def _has_smaller_loss(
+    best_eval_result: Mapping[str, Any], current_eval_result: Mapping[str, Any]
+) -> bool:
+    results = {"best": best_eval_result, "current": current_eval_result}
+    for which, result in results.items():
+        if "loss" not in result:
+            raise ValueError(
+                f"BestExporter: the {which} evaluation has no 'loss'; it has "
+                f"{sorted(result)}. Give a compare_fn."
+            )
+    best, current = best_eval_result["loss"], current_eval_result["loss"]
+    return current < best or (math.isnan(best) and not math.isnan(current))

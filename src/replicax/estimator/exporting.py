@@ -1,0 +1,279 @@
+"""A trained model as programs that need none of its Python code."""
+
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+from jax import export
+
+from replicax._version import __version__
+from replicax.estimator.artifact import Artifact, is_signature_name, write
+from replicax.estimator.host import HostSide
+from replicax.estimator.host_half import HostHalf, host_half_config
+from replicax.estimator.model import Model
+from replicax.estimator.receivers import SINGLE, ArraySpec, Received, received
+from replicax.estimator.saving import restore
+
+__all__ = ["DEFAULT_SIGNATURE", "export_model", "tell_of_preprocess"]
+
+DEFAULT_SIGNATURE = "serving_default"
+
+_PLATFORMS = ("cpu", "cuda", "tpu")
+_KNOWN_PLATFORMS = (*_PLATFORMS, "rocm")
+_CALLER = "export_saved_model"
+_ROWS = 2
+"""Of the batch for which the model is made; a size of 1 would be taken for no size."""
+
+_logger = logging.getLogger("replicax")
+
+
+@functools.cache
+def tell_of_preprocess(model_dir: str) -> None:
+    """Log, once for a model_dir, that a user's function is not exported."""
+    _logger.warning(
+        "%s: the estimator in %s has a preprocess function, which is Python code and is"
+        " not exported. The saved model takes what it returns.",
+        _CALLER,
+        model_dir,
+    )
+
+
+def export_model(
+    model: Model,
+    checkpoint: str,
+    serving_input_receiver_fn: Callable[[], Any],
+    base: Path,
+    host_side: HostSide | None,
+    platforms: Sequence[str] | None,
+) -> Path:
+    """Write a saved model; the formats are described in `artifact`.
+
+    Args:
+        model: Of PREDICT mode, not yet built.
+        checkpoint: Its values.
+        serving_input_receiver_fn: Says what it is called with.
+        base: The folder gets another one.
+        host_side: What is done on the host besides.
+        platforms: For which it is compiled later; None: CPUs, NVIDIA GPUs and TPUs.
+
+    Returns:
+        The new folder.
+
+    Raises:
+        TypeError: If the receiver function or the model's outputs are of a wrong kind.
+        ValueError: If the model cannot be exported; says what may help.
+        CheckpointError: If the checkpoint is of another model, or nothing can be
+            written.
+    """
+    wanted = _platforms(platforms)
+    given = received(serving_input_receiver_fn, _CALLER)
+    host = None if host_side is None else host_half_config(host_side, given.specs)
+    inputs, arrays = _inputs(given, host)
+    example = arrays[SINGLE] if given.is_single else arrays
+    model.build(example, None)
+    global_step = restore(model, checkpoint)
+    values = {name: np.asarray(v.value) for name, v in model.variables().items()}
+    of_program = {
+        name: ArraySpec((given.batch_size, *x.shape[1:]), x.dtype.name)
+        for name, x in arrays.items()
+    }
+
+    def outputs_of(values: Any, features: Any) -> dict[str, dict[str, Any]]:
+        features = features[SINGLE] if given.is_single else features
+        return _signatures(model.prediction_of(values, features))
+
+    names = sorted(jax.eval_shape(outputs_of, values, arrays), key=_in_order)
+    programs: dict[str, bytes] = {}
+    signatures: dict[str, Any] = {}
+    for name in names:
+        exported = _exported(
+            lambda v, x, name=name: outputs_of(v, x)[name],
+            values,
+            of_program,
+            wanted,
+            f"signature {name!r}",
+        )
+        outputs = _outputs(exported, given.batch_size, host)
+        programs[name] = bytes(exported.serialize())
+        signatures[name] = {
+            "inputs": {n: [spec.shape, spec.dtype] for n, spec in inputs.items()},
+            "outputs": {n: [spec.shape, spec.dtype] for n, spec in outputs.items()},
+        }
+    contents = {
+        "versions": {
+            "jax": jax.__version__,
+            "jaxlib": version("jaxlib"),
+            "keras": keras.__version__,
+            "replicax": __version__,
+        },
+        "global_step": global_step,
+        "platforms": wanted,
+        "signatures": signatures,
+        "single_feature": given.is_single,
+        "host": host,
+    }
+    artifact = Artifact(contents=contents, programs=programs, variables=values)
+    path = write(base, artifact)
+    _logger.info("Exported step %d of %s to %s.", global_step, checkpoint, path)
+    return path
+
+
+def _in_order(signature: str) -> tuple[bool, str]:
+    return signature != DEFAULT_SIGNATURE, signature
+
+
+def _platforms(platforms: Sequence[str] | None) -> list[str]:
+    if platforms is None:
+        return list(_PLATFORMS)
+    given = [platforms] if isinstance(platforms, str) else list(platforms)
+    if not given or not set(given) <= set(_KNOWN_PLATFORMS):
+        raise ValueError(
+            f"{_CALLER}: platforms must be some of {list(_KNOWN_PLATFORMS)}; got "
+            f"{platforms!r}."
+        )
+    return list(dict.fromkeys(given))
+
+
+def _inputs(
+    given: Received, host: dict[str, Any] | None
+) -> tuple[dict[str, ArraySpec], dict[str, np.ndarray]]:
+    """What callers give, and a batch of what the program takes for it."""
+    rows = given.batch_size or _ROWS
+    if host is None:
+        for name, spec in given.specs.items():
+            if spec.dtype == "string":
+                raise ValueError(
+                    f"{_CALLER}: feature {name!r} has strings, which a program cannot "
+                    "take. Export what makes numbers of them: a canned estimator with "
+                    "feature columns; or name the features that the model_fn gets."
+                )
+        specs = {name: spec.in_program() for name, spec in given.specs.items()}
+        return specs, {name: spec.zeros(rows) for name, spec in specs.items()}
+    half = HostHalf.from_config(host)
+    specs = {
+        name: spec.in_program() if name in half.in_program else spec
+        for name, spec in given.specs.items()
+    }
+    raw = {name: spec.zeros(rows) for name, spec in specs.items()}
+    return specs, half.prepare(raw)
+
+
+def _signatures(spec: Any) -> dict[str, dict[str, Any]]:
+    """The outputs of each signature by name."""
+    found = {DEFAULT_SIGNATURE: spec.predictions} | dict(spec.export_outputs or {})
+    for name in found:
+        if not is_signature_name(name):
+            raise ValueError(
+                "EstimatorSpec: export_outputs must have names of letters, digits, '_' "
+                f"and '-', which files are named after; got {name!r}."
+            )
+    return {name: _named(name, outputs) for name, outputs in found.items()}
+
+
+def _named(signature: str, outputs: Any) -> dict[str, Any]:
+    named = dict(outputs) if isinstance(outputs, Mapping) else {"output": outputs}
+    for name, value in named.items():
+        is_array = hasattr(value, "shape") and hasattr(value, "dtype")
+        if not isinstance(name, str) or not is_array:
+            raise TypeError(
+                f"EstimatorSpec: outputs of signature {signature!r} must be an array, "
+                f"or a dict of arrays by name; got {name!r}: {value!r}."
+            )
+    return named
+
+
+def _exported(
+    fn: Callable[..., Any],
+    values: Mapping[str, np.ndarray],
+    specs: Mapping[str, ArraySpec],
+    platforms: Sequence[str],
+    title: str,
+) -> Any:
+    features = _structs(specs)
+    try:
+        return export.export(jax.jit(fn), platforms=platforms)(values, features)
+    except Exception as error:  # Of many kinds, from the tracing and from XLA.
+        raise ValueError(
+            f"{_CALLER}: {title} cannot be exported: "
+            f"{_reason(fn, values, specs, platforms, features)} It failed with: {error}"
+        ) from error
+
+
+def _structs(specs: Mapping[str, ArraySpec]) -> dict[str, jax.ShapeDtypeStruct]:
+    (any_number,) = export.symbolic_shape("b")
+    return {
+        name: jax.ShapeDtypeStruct(
+            spec.with_rows(spec.shape[0] or any_number), np.dtype(spec.dtype)
+        )
+        for name, spec in specs.items()
+    }
+
+
+def _reason(
+    fn: Callable[..., Any],
+    values: Mapping[str, np.ndarray],
+    specs: Mapping[str, ArraySpec],
+    platforms: Sequence[str],
+    features: Mapping[str, jax.ShapeDtypeStruct],
+) -> str:
+    """Which of its parts fails by itself."""
+    # It can be traced for a number of rows: so the model was made.
+    if _fails(lambda: jax.eval_shape(fn, values, features)):
+        return (
+            "the model_fn needs to know the number of rows. Use no Python numbers of "
+            "features.shape[0] (-1 in a reshape), or give build_raw_serving_input_"
+            "receiver_fn(..., default_batch_size=...) and call with that many rows."
+        )
+
+    def export_for(platform: str) -> Any:
+        return export.export(jax.jit(fn), platforms=[platform])(values, features)
+
+    failing = [p for p in platforms if _fails(lambda p=p: export_for(p))]
+    rest = tuple(name for name in platforms if name not in failing)
+    if failing and rest:
+        return f"not for {failing}. Give platforms={rest}."
+    which = f"for none of {failing}." if failing else "not for several platforms."
+    if next(iter(specs.values())).shape[0] is None:
+        which += " A default_batch_size=... may help, or a single platform."
+    return which
+
+
+def _fails(call: Callable[[], Any]) -> bool:
+    try:
+        call()
+    except Exception:  # noqa: BLE001 - whatever it is, `_exported` tells the first one.
+        return True
+    return False
+
+
+def _outputs(
+    exported: Any, batch_size: int | None, host: dict[str, Any] | None
+) -> dict[str, ArraySpec]:
+    avals = jax.tree.unflatten(exported.out_tree, exported.out_avals)
+    specs = {
+        name: ArraySpec(
+            tuple(n if isinstance(n, int) else None for n in aval.shape),
+            np.dtype(aval.dtype).name,
+        )
+        for name, aval in avals.items()
+    }
+    if host is None:
+        return specs
+    rows = batch_size or _ROWS
+    zeros = {name: _zeros(spec, rows) for name, spec in specs.items()}
+    finished = HostHalf.from_config(host).finish(zeros)
+    for name, array in finished.items():
+        if name not in specs:  # Strings.
+            specs[name] = ArraySpec((batch_size, *array.shape[1:]), "string")
+    return specs
+
+
+def _zeros(spec: ArraySpec, rows: int) -> np.ndarray:
+    shape = tuple(rows if size is None else size for size in spec.shape)
+    return np.zeros(shape, np.dtype(spec.dtype))

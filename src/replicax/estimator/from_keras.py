@@ -1,0 +1,115 @@
+"""A compiled Keras model as an estimator."""
+
+import copy
+import os
+from typing import Any
+
+import keras
+import numpy as np
+
+from replicax.estimator.estimator import Estimator
+from replicax.estimator.run_config import RunConfig
+from replicax.estimator.spec import EstimatorSpec, ModeKeys, minimize
+from replicax.keras.making import start_from
+
+__all__ = ["model_to_estimator"]
+
+
+def model_to_estimator(
+    keras_model: Any = None,
+    keras_model_path: str | os.PathLike[str] | None = None,
+    custom_objects: dict[str, Any] | None = None,
+    model_dir: str | os.PathLike[str] | None = None,
+    config: RunConfig | None = None,
+) -> Estimator:
+    """An estimator that trains copies of a compiled Keras model.
+
+    (TF: `tf.keras.estimator.model_to_estimator`.) Training begins with the model's
+    weights as they are now, and the model itself is not changed. Features are what the
+    model takes: an array, or a dict by the names of its inputs.
+
+    Args:
+        keras_model: The model, compiled with an optimizer and a loss.
+        keras_model_path: A saved one, in its place.
+        custom_objects: Classes and functions of the model by name, which Keras does not
+            know.
+        model_dir: As for `Estimator`.
+        config: Likewise.
+
+    Returns:
+        An estimator whose predictions are a dict by the names of the model's outputs,
+        and whose evaluation returns the compiled metrics.
+
+    Raises:
+        ValueError: Without a model, with two, or for one that is not compiled.
+
+    Example:
+        >>> import keras, numpy as np, replicax as rx
+        >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        >>> model.compile("sgd", "mse", metrics=["mae"])
+        >>> estimator = rx.estimator.model_to_estimator(model)
+        >>> x = np.ones((4, 2), "float32")
+        >>> estimator = estimator.train(lambda: (x, x[:, :1]), steps=20)
+        >>> sorted(estimator.evaluate(lambda: (x, x[:, :1])))
+        ['global_step', 'loss', 'mae']
+    """
+    if (keras_model is None) == (keras_model_path is None):
+        raise ValueError(
+            "model_to_estimator: give keras_model or keras_model_path, one of them; "
+            f"got {keras_model!r} and {keras_model_path!r}."
+        )
+    if keras_model is None:
+        keras_model = keras.models.load_model(
+            keras_model_path, custom_objects=custom_objects
+        )
+    compiled = keras_model.get_compile_config() if keras_model.compiled else None
+    if not compiled or compiled.get("optimizer") is None or not compiled.get("loss"):
+        raise ValueError(
+            f"model_to_estimator: model {keras_model.name!r} is not compiled with an "
+            "optimizer and a loss. Call model.compile(optimizer=..., loss=...) first."
+        )
+    # Made once more on each trace. Keras empties the descriptions that it reads.
+    class_of, described = type(keras_model), keras_model.get_config()
+    values = [np.asarray(v) for v in keras_model.variables]
+
+    def model_fn(features: Any, labels: Any, mode: ModeKeys) -> EstimatorSpec:
+        with keras.saving.custom_object_scope(custom_objects or {}):
+            model = class_of.from_config(copy.deepcopy(described))
+            if mode != ModeKeys.PREDICT:
+                model.compile_from_config(copy.deepcopy(compiled))
+        outputs = model(features, training=mode == ModeKeys.TRAIN)
+        if values:
+            start_from(model.variables, values)
+        predictions = _by_name(model, outputs)
+        if mode == ModeKeys.PREDICT:
+            return EstimatorSpec(mode, predictions=predictions)
+        training = mode == ModeKeys.TRAIN
+        loss = model.compute_loss(features, labels, outputs, training=training)
+        metrics = {}
+        if not training:
+            model.compute_metrics(features, labels, outputs)
+            metrics = {m.name: m for m in model.metrics if m.name != "loss"}
+        return EstimatorSpec(
+            mode,
+            predictions=predictions,
+            loss=loss,
+            train_op=minimize(model.optimizer, loss, model.trainable_variables)
+            if training
+            else None,
+            eval_metric_ops=metrics,
+        )
+
+    return Estimator(model_fn, model_dir, config)
+
+
+def _by_name(model: Any, outputs: Any) -> dict[str, Any]:
+    if isinstance(outputs, dict):
+        return outputs
+    listed = list(outputs) if isinstance(outputs, list | tuple) else [outputs]
+    if isinstance(model, keras.Sequential):
+        names = [model.layers[-1].name]
+    else:
+        names = getattr(model, "output_names", None) or []
+    if len(names) != len(listed):
+        names = [f"output_{i + 1}" for i in range(len(listed))]
+    return dict(zip(names, listed, strict=True))

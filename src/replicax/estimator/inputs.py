@@ -1,0 +1,260 @@
+"""Input functions over arrays and data frames."""
+
+import dataclasses
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+__all__ = ["numpy_input_fn", "pandas_input_fn"]
+
+InputFn = Callable[[], Iterable[Any]]
+
+
+def numpy_input_fn(
+    x: Any,
+    y: Any = None,
+    batch_size: int = 128,
+    num_epochs: int | None = 1,
+    shuffle: bool | None = None,
+    seed: int | None = None,
+) -> InputFn:
+    """An `input_fn` over arrays.
+
+    (TF: `tf.compat.v1.estimator.inputs.numpy_input_fn`.) Epochs follow each other
+    without a gap: a batch may have examples of two. Only the last batch may be short.
+
+    Args:
+        x: Features: a dict of arrays `[n, ...]`, or one array.
+        y: Labels, likewise; None: batches are features alone.
+        batch_size: Examples of a batch, which is for one replica.
+        num_epochs: How often to go through the data; None: for ever.
+        shuffle: Whether each epoch has an order of its own. Must be given.
+        seed: Of the orders. None: a call of the `input_fn` draws it from Python's
+            random numbers.
+
+    Returns:
+        A function without arguments. Each call returns a new iterable over
+        `(features, labels)`, or features.
+
+    Raises:
+        ValueError: If `shuffle` is not given, arrays differ in the number of examples
+            or have none, or a number is below 1.
+        TypeError: If `x` or `y` is no array or dict of arrays.
+
+    Example:
+        >>> import numpy as np, replicax as rx
+        >>> input_fn = rx.estimator.numpy_input_fn(
+        ...     {"x": np.arange(3)}, np.arange(3) * 2, 2, num_epochs=2, shuffle=False
+        ... )
+        >>> for features, labels in input_fn():
+        ...     print(features["x"].tolist(), labels.tolist())
+        [0, 1] [0, 2]
+        [2, 0] [4, 0]
+        [1, 2] [2, 4]
+    """
+    caller = "numpy_input_fn"
+    features = _as_arrays(x, "x", caller)
+    labels = None if y is None else _as_arrays(y, "y", caller)
+    return _input_fn(caller, features, labels, batch_size, num_epochs, shuffle, seed)
+
+
+def pandas_input_fn(
+    x: Any,
+    y: Any = None,
+    batch_size: int = 128,
+    num_epochs: int | None = 1,
+    shuffle: bool | None = None,
+    target_column: str = "target",
+    seed: int | None = None,
+) -> InputFn:
+    """An `input_fn` over the columns of a data frame.
+
+    (TF: `tf.compat.v1.estimator.inputs.pandas_input_fn`, without the queue's
+    arguments.) The arguments that are not listed are those of `numpy_input_fn`.
+
+    Args:
+        x: A pandas `DataFrame`: each column is a feature `[n]`.
+        y: Labels: a `Series`, or a `DataFrame` for a dict of labels.
+        batch_size: See `numpy_input_fn`.
+        num_epochs: See `numpy_input_fn`.
+        shuffle: See `numpy_input_fn`.
+        target_column: What the labels are called; `x` must have no such column.
+        seed: See `numpy_input_fn`.
+
+    Returns:
+        As `numpy_input_fn`.
+
+    Raises:
+        ValueError: As `numpy_input_fn`; if the indices of `x` and `y` differ, or `x`
+            has the target column.
+        TypeError: If `x` or `y` is not pandas'.
+
+    Example:
+        >>> import pandas as pd, replicax as rx  # doctest: +SKIP
+        >>> frame = pd.DataFrame({"city": ["Ulm", "Bonn"]})  # doctest: +SKIP
+        >>> input_fn = rx.estimator.pandas_input_fn(
+        ...     frame, shuffle=False
+        ... )  # doctest: +SKIP
+        >>> next(iter(input_fn()))["city"].tolist()  # doctest: +SKIP
+        ['Ulm', 'Bonn']
+    """
+    caller = "pandas_input_fn"
+    if not _is_frame(x):
+        raise TypeError(
+            f"{caller}: x must be a pandas DataFrame; got a {type(x).__name__}. For "
+            "arrays there is numpy_input_fn."
+        )
+    features = _columns_of(x)
+    if y is None:
+        labels = None
+    elif target_column in features:
+        raise ValueError(
+            f"{caller}: x has a column {target_column!r}, and the labels are called "
+            "so. Give another target_column, or drop the column from x."
+        )
+    elif not (hasattr(y, "index") and hasattr(y, "to_numpy")):
+        raise TypeError(
+            f"{caller}: y must be a pandas Series or DataFrame; got a "
+            f"{type(y).__name__}."
+        )
+    elif not np.array_equal(x.index, y.index):
+        raise ValueError(
+            f"{caller}: x and y must have the same index; got {x.index!r} and "
+            f"{y.index!r}. Use y.reindex(x.index), or drop both indices."
+        )
+    else:
+        labels = _columns_of(y) if _is_frame(y) else np.asarray(y)
+    return _input_fn(caller, features, labels, batch_size, num_epochs, shuffle, seed)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Batches:
+    """Batches of arrays; each iteration begins anew."""
+
+    features: Any
+    labels: Any
+    num_examples: int
+    batch_size: int
+    num_epochs: int | None
+    seed: int | None  # None: no shuffling.
+
+    def __iter__(self) -> Iterator[Any]:
+        for rows in self._rows():
+            features = _taken(self.features, rows)
+            if self.labels is None:
+                yield features
+            else:
+                yield features, _taken(self.labels, rows)
+
+    def _rows(self) -> Iterator[np.ndarray]:
+        """The numbers of a batch's examples."""
+        left = np.zeros(0, int)
+        epoch = 0
+        while self.num_epochs is None or epoch < self.num_epochs:
+            left = np.concatenate([left, self._order(epoch)])
+            epoch += 1
+            num_whole = len(left) // self.batch_size * self.batch_size
+            yield from left[:num_whole].reshape(-1, self.batch_size)
+            left = left[num_whole:]
+        if len(left):
+            yield left
+
+    def _order(self, epoch: int) -> np.ndarray:
+        if self.seed is None:
+            return np.arange(self.num_examples)
+        return np.random.default_rng([self.seed, epoch]).permutation(self.num_examples)
+
+
+def _input_fn(
+    caller: str,
+    features: Any,
+    labels: Any,
+    batch_size: int,
+    num_epochs: int | None,
+    shuffle: bool | None,
+    seed: int | None,
+) -> InputFn:
+    if not isinstance(shuffle, bool):
+        raise ValueError(
+            f"{caller}: shuffle must be True or False; got {shuffle!r}. Training "
+            "mostly wants True, evaluation and prediction False."
+        )
+    _require_positive(caller, "batch_size", batch_size)
+    if num_epochs is not None:
+        _require_positive(caller, "num_epochs", num_epochs)
+    if seed is not None and seed < 0:
+        raise ValueError(f"{caller}: seed must not be negative; got {seed!r}.")
+    sizes = {f"x{name}": len(array) for name, array in _named(features)}
+    if labels is not None:
+        sizes |= {f"y{name}": len(array) for name, array in _named(labels)}
+    if len(set(sizes.values())) != 1 or 0 in sizes.values():
+        raise ValueError(
+            f"{caller}: all arrays must have the same number of examples, and at least "
+            f"one; got {sizes}."
+        )
+    num_examples = next(iter(sizes.values()))
+
+    def input_fn() -> Iterable[Any]:
+        own = seed
+        if shuffle and own is None:
+            own = random.randrange(2**63)  # The workers of a strategy draw alike.
+        return _Batches(
+            features,
+            labels,
+            num_examples,
+            batch_size,
+            num_epochs,
+            own if shuffle else None,
+        )
+
+    return input_fn
+
+
+def _as_arrays(value: Any, name: str, caller: str) -> Any:
+    if isinstance(value, Mapping):
+        return {
+            key: _as_array(array, f"{name}[{key!r}]", caller)
+            for key, array in value.items()
+        }
+    return _as_array(value, name, caller)
+
+
+def _as_array(value: Any, name: str, caller: str) -> np.ndarray:
+    try:
+        array = np.asarray(value)
+    except ValueError as error:
+        raise TypeError(f"{caller}: {name} is no array: {error}.") from error
+    if array.ndim == 0:
+        raise TypeError(
+            f"{caller}: {name} must be an array with one row for each example; got "
+            f"{value!r}."
+        )
+    return array
+
+
+def _named(arrays: Any) -> list[tuple[str, np.ndarray]]:
+    if isinstance(arrays, dict):
+        return [(f"[{key!r}]", array) for key, array in arrays.items()]
+    return [("", arrays)]
+
+
+def _taken(arrays: Any, rows: np.ndarray) -> Any:
+    if isinstance(arrays, dict):
+        return {key: array[rows] for key, array in arrays.items()}
+    return arrays[rows]
+
+
+def _is_frame(value: Any) -> bool:
+    return all(hasattr(value, name) for name in ("columns", "index", "to_numpy"))
+
+
+def _columns_of(frame: Any) -> dict[str, np.ndarray]:
+    return {str(name): np.asarray(frame[name]) for name in frame.columns}
+
+
+def _require_positive(caller: str, name: str, value: Any) -> None:
+    is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not is_integer or value < 1:
+        raise ValueError(f"{caller}: {name} must be at least 1; got {value!r}.")

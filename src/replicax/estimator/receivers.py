@@ -1,0 +1,253 @@
+"""What a saved model is called with."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from replicax.feature_column.raw import dtype_name
+
+__all__ = [
+    "SINGLE",
+    "ArraySpec",
+    "Received",
+    "ServingInputReceiver",
+    "build_raw_serving_input_receiver_fn",
+    "received",
+]
+
+SINGLE = "feature"
+"""The name of features that are one array."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ArraySpec:
+    """Shape and dtype of an array that goes in or out.
+
+    Args:
+        shape: With the batch's dimension; a size that may be any is None.
+        dtype: Its name, such as `"float32"`, or `"string"`.
+    """
+
+    shape: tuple[int | None, ...]
+    dtype: str
+
+    def __str__(self) -> str:
+        sizes = ", ".join("b" if size is None else str(size) for size in self.shape)
+        return f"{self.dtype}[{sizes}]"
+
+    def in_program(self) -> "ArraySpec":
+        """Of the dtype that JAX gives it: 32 bits in place of 64, as a rule."""
+        dtype = jax.dtypes.canonicalize_dtype(np.dtype(self.dtype))
+        return dataclasses.replace(self, dtype=dtype.name)
+
+    def with_rows(self, rows: Any) -> tuple[Any, ...]:
+        """The shape of a batch of so many rows."""
+        return (rows, *self.shape[1:])
+
+    def zeros(self, rows: int) -> np.ndarray:
+        """An array as a program takes it; `""` for strings."""
+        dtype = "U1" if self.dtype == "string" else np.dtype(self.dtype)
+        return np.zeros(self.with_rows(rows), dtype)
+
+    def checked(self, value: Any, title: str) -> np.ndarray:
+        """A value as an array of this kind.
+
+        Numbers are converted to wider kinds (integers to floating point), and to other
+        numbers of bits where that leaves integers as they are.
+
+        Raises:
+            TypeError: For another dtype.
+            ValueError: For another shape, no rows, or integers that do not fit.
+        """
+        try:
+            array = np.asarray(value)
+        except ValueError as error:
+            raise ValueError(f"{title} is no array: {error}.") from error
+        is_text = array.dtype.kind in "OSTU"
+        rank, own = _rank(array.dtype), _rank(np.dtype(self.numeric_dtype))
+        if is_text != (self.dtype == "string") or not (is_text or rank <= own):
+            raise TypeError(
+                f"{title} must be {self}; got dtype {array.dtype}. Convert it."
+            )
+        fits = array.ndim == len(self.shape) and all(
+            size in (None, given)
+            for size, given in zip(self.shape, array.shape, strict=True)
+        )
+        if not fits:
+            raise ValueError(f"{title} must be {self}; got shape {list(array.shape)}.")
+        if not len(array):
+            raise ValueError(f"{title} must be {self}; got no rows. Give one or more.")
+        return array if is_text else self._converted(array, title)
+
+    @property
+    def numeric_dtype(self) -> str:
+        """The dtype; any for strings."""
+        return "float32" if self.dtype == "string" else self.dtype
+
+    def _converted(self, array: np.ndarray, title: str) -> np.ndarray:
+        dtype = np.dtype(self.dtype)
+        if all(jnp.issubdtype(each, np.integer) for each in (dtype, array.dtype)):
+            low, high = int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max)
+            outside = array[(array < low) | (array > high)]
+            if outside.size:
+                raise ValueError(
+                    f"{title} must be {self}; got {outside[0]}, which does not fit."
+                )
+        return array.astype(dtype)
+
+
+def _rank(dtype: np.dtype) -> int:
+    """Numbers of a kind are among those of the next."""
+    kinds = (np.bool_, np.integer, np.floating, np.complexfloating)
+    for rank, kind in enumerate(kinds):
+        if jnp.issubdtype(dtype, kind):
+            return rank
+    return len(kinds)
+
+
+@dataclasses.dataclass(frozen=True)
+class ServingInputReceiver:
+    """What a `serving_input_receiver_fn` returns.
+
+    (TF: `tf.estimator.export.ServingInputReceiver`, whose `receiver_tensors`, for
+    serialized examples, are not there.)
+
+    Args:
+        features: A dict by name, or a single one: anything with a shape and a dtype,
+            such as a `jax.ShapeDtypeStruct`, a `keras.KerasTensor` or an example array;
+            also lists of numbers or strings. The first dimension is the batch's.
+            Strings have the dtype `"str"`.
+        default_batch_size: The one size that batches have; None: any. The features'
+            own first size means nothing.
+
+    Raises:
+        ValueError: If there are no features, or a shape is not known.
+        TypeError: If a name is no string, or something is no array.
+
+    Example:
+        >>> import jax, replicax as rx
+        >>> pixels = jax.ShapeDtypeStruct((None, 8, 8), "float32")
+        >>> receiver = rx.estimator.ServingInputReceiver(pixels, default_batch_size=4)
+        >>> print(receiver.specs()["feature"])
+        float32[4, 8, 8]
+    """
+
+    features: Any
+    default_batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        size = self.default_batch_size
+        if size is not None and (not isinstance(size, int) or size < 1):
+            raise ValueError(
+                "ServingInputReceiver: default_batch_size must be 1 or more, or None "
+                f"for any; got {size!r}."
+            )
+        self.specs()
+
+    def specs(self) -> dict[str, ArraySpec]:
+        """What each feature is."""
+        if not isinstance(self.features, Mapping):
+            return {SINGLE: self._spec("the feature", self.features)}
+        if not self.features:
+            raise ValueError("ServingInputReceiver: there are no features. Name some.")
+        for name in self.features:
+            if not isinstance(name, str):
+                raise TypeError(
+                    "ServingInputReceiver: names of features must be strings; got "
+                    f"{name!r}."
+                )
+        return {
+            name: self._spec(f"feature {name!r}", value)
+            for name, value in self.features.items()
+        }
+
+    def _spec(self, title: str, value: Any) -> ArraySpec:
+        if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+            value = np.asarray(value)
+        # Those of NumPy have a length in their name.
+        is_text = getattr(value.dtype, "kind", "") in ("O", "S", "T", "U")
+        given = "string" if is_text else value.dtype
+        dtype = dtype_name(given, f"ServingInputReceiver: {title}")
+        if not value.shape or not all(isinstance(n, int) for n in value.shape[1:]):
+            raise ValueError(
+                f"ServingInputReceiver: {title} must have a first dimension for the "
+                f"batch, and numbers for the others; got shape {value.shape}. Give "
+                "jax.ShapeDtypeStruct((None, 3), 'float32') for rows of 3 numbers."
+            )
+        return ArraySpec((self.default_batch_size, *value.shape[1:]), dtype)
+
+
+def build_raw_serving_input_receiver_fn(
+    features: Any, default_batch_size: int | None = None
+) -> Callable[[], ServingInputReceiver]:
+    """A `serving_input_receiver_fn` for features as they are.
+
+    (TF: `tf.estimator.export.build_raw_serving_input_receiver_fn`.)
+
+    Args:
+        features: As for `ServingInputReceiver`.
+        default_batch_size: Likewise.
+
+    Returns:
+        A function without arguments, for `Estimator.export_saved_model`.
+
+    Raises:
+        ValueError: As `ServingInputReceiver`.
+        TypeError: As `ServingInputReceiver`.
+
+    Example:
+        >>> import jax, replicax as rx
+        >>> receiver_fn = rx.estimator.build_raw_serving_input_receiver_fn({
+        ...     "age": jax.ShapeDtypeStruct((None,), "float32"),
+        ...     "city": jax.ShapeDtypeStruct((None,), "str"),
+        ...     "pixels": np.zeros((1, 8, 8), "uint8"),
+        ... })
+        >>> for name, spec in receiver_fn().specs().items():
+        ...     print(name, spec)
+        age float32[b]
+        city string[b]
+        pixels uint8[b, 8, 8]
+    """
+    receiver = ServingInputReceiver(features, default_batch_size)
+    return lambda: receiver
+
+
+@dataclasses.dataclass(frozen=True)
+class Received:
+    """What a `serving_input_receiver_fn` says.
+
+    Attributes:
+        specs: The features by name.
+        is_single: Whether the model takes an array and not a dict.
+        batch_size: The one size that batches have; None: any.
+    """
+
+    specs: dict[str, ArraySpec]
+    is_single: bool
+    batch_size: int | None
+
+
+def received(serving_input_receiver_fn: Any, caller: str) -> Received:
+    """Call a user's `serving_input_receiver_fn`.
+
+    Raises:
+        TypeError: If it is no function, or returns something else than it should.
+    """
+    if not callable(serving_input_receiver_fn):
+        raise TypeError(
+            f"{caller}: serving_input_receiver_fn must be a function; got "
+            f"{serving_input_receiver_fn!r}. Make one with "
+            "rx.estimator.build_raw_serving_input_receiver_fn(features)."
+        )
+    receiver = serving_input_receiver_fn()
+    if not isinstance(receiver, ServingInputReceiver):
+        raise TypeError(
+            f"{caller}: serving_input_receiver_fn must return a ServingInputReceiver; "
+            f"got {receiver!r}."
+        )
+    is_single = not isinstance(receiver.features, Mapping)
+    return Received(receiver.specs(), is_single, receiver.default_batch_size)

@@ -1,0 +1,278 @@
+"""Training and evaluation together: in one process, or in the tasks of a cluster."""
+
+import dataclasses
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from replicax.checkpoint.watching import CheckpointWatch
+from replicax.estimator.estimator import Estimator
+from replicax.estimator.hooks import CheckpointSaverListener
+from replicax.estimator.saving import CHECKPOINT_NAME
+
+__all__ = ["EvalSpec", "TrainSpec", "train_and_evaluate"]
+
+_logger = logging.getLogger("replicax")
+
+_POLL_SECONDS = 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainSpec:
+    """What to train with.
+
+    (TF: `tf.estimator.TrainSpec`.)
+
+    Args:
+        input_fn: As for `Estimator.train`.
+        max_steps: The global step to end at; None: with the input.
+        hooks: `SessionRunHook`s, on all workers.
+        saving_listeners: `CheckpointSaverListener`s.
+
+    Raises:
+        TypeError: If `input_fn` is not callable.
+        ValueError: If `max_steps` is less than 1.
+    """
+
+    input_fn: Callable[..., Any]
+    max_steps: int | None = None
+    hooks: Sequence[Any] = ()
+    saving_listeners: Sequence[Any] = ()
+
+    def __post_init__(self) -> None:
+        _check("TrainSpec", self.input_fn, "max_steps", self.max_steps)
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalSpec:
+    """What to evaluate with.
+
+    (TF: `tf.estimator.EvalSpec`.)
+
+    Args:
+        input_fn: As for `Estimator.evaluate`.
+        steps: Number of steps; None: until the input ends.
+        name: As for `Estimator.evaluate`.
+        hooks: `SessionRunHook`s.
+        exporters: `Exporter`s, called after each evaluation.
+        start_delay_secs: An evaluator waits that long before it begins.
+        throttle_secs: Seconds between two evaluations, at least.
+        timeout_seconds: How long an evaluator waits for a new checkpoint.
+
+    Raises:
+        TypeError: If `input_fn` is not callable.
+        ValueError: For numbers that are negative, `steps` less than 1, or exporters of
+            the same name.
+    """
+
+    input_fn: Callable[..., Any]
+    steps: int | None = 100
+    name: str | None = None
+    hooks: Sequence[Any] = ()
+    exporters: Any = ()
+    start_delay_secs: float = 120.0
+    throttle_secs: float = 600.0
+    timeout_seconds: float = 3600.0
+
+    def __post_init__(self) -> None:
+        _check("EvalSpec", self.input_fn, "steps", self.steps)
+        for name in ("start_delay_secs", "throttle_secs", "timeout_seconds"):
+            if getattr(self, name) < 0:
+                raise ValueError(
+                    f"EvalSpec: {name} must not be negative; got "
+                    f"{getattr(self, name)!r}."
+                )
+        given = () if self.exporters is None else self.exporters
+        exporters = tuple(given) if isinstance(given, Sequence) else (given,)
+        object.__setattr__(self, "exporters", exporters)
+        names = [exporter.name for exporter in exporters]
+        if len(set(names)) < len(names):
+            raise ValueError(
+                f"EvalSpec: exporters must have different names; got {names}."
+            )
+
+
+def train_and_evaluate(
+    estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec
+) -> tuple[dict[str, Any] | None, list[Any]] | None:
+    """Train, and evaluate the checkpoints that training saves.
+
+    (TF: `tf.estimator.train_and_evaluate`.) In one process an evaluation follows each
+    saving, `throttle_secs` apart, and the end. In a cluster that TF_CONFIG describes
+    each task does its part: `chief` and `worker` tasks train, with the config's
+    `train_distribute`; an `evaluator` task evaluates what they save, until training has
+    ended; a `ps` task serves, which the constructor of `rx.ParameterServerStrategy`
+    does. All tasks need the same `model_dir`, on storage that they share.
+
+    Args:
+        estimator: The estimator.
+        train_spec: What to train with.
+        eval_spec: What to evaluate with.
+
+    Returns:
+        Where evaluations are made, the last one's results and what the exporters
+        returned for it; else None.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind.
+        ValueError: If the strategy or the model_dir does not fit the cluster.
+        CheckpointError: In an evaluator, if no new checkpoint comes in time.
+    """
+    for value, kind in (
+        (estimator, Estimator),
+        (train_spec, TrainSpec),
+        (eval_spec, EvalSpec),
+    ):
+        if not isinstance(value, kind):
+            raise TypeError(
+                f"train_and_evaluate: expected a {kind.__name__}; got {value!r}."
+            )
+    config = estimator.config
+    cluster = config.cluster_spec
+    evaluation = _Evaluations(estimator, train_spec, eval_spec)
+    if sum(map(cluster.num_tasks, cluster.jobs)) <= 1:
+        listeners = [*train_spec.saving_listeners, evaluation]
+        _train(estimator, train_spec, listeners)
+        if evaluation.results is None:  # There was nothing left to train.
+            evaluation.end(None, 0)
+        return evaluation.results, evaluation.exports
+    _check_cluster(estimator, cluster)
+    if config.task_type == "evaluator":
+        evaluation.run_until_finished()
+        return evaluation.results, evaluation.exports
+    if "evaluator" not in cluster.jobs and config.is_chief:
+        _logger.warning(
+            "train_and_evaluate: the cluster has no evaluator task, so nothing is "
+            "evaluated. Add one, or call evaluate when training has ended."
+        )
+    _train(estimator, train_spec, list(train_spec.saving_listeners), marks_end=True)
+    return None
+
+
+class _Evaluations(CheckpointSaverListener):
+    """Evaluates and exports: after each saving here, or as an evaluator."""
+
+    def __init__(
+        self, estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec
+    ) -> None:
+        self.results: dict[str, Any] | None = None
+        self.exports: list[Any] = []
+        self._estimator = estimator
+        self._max_steps = train_spec.max_steps
+        self._spec = eval_spec
+        self._last_time: float | None = None
+
+    def after_save(self, session: Any, global_step_value: int) -> None:
+        """Evaluate, unless that was done a moment ago or `end` is going to."""
+        passed = time.monotonic() - (self._last_time or 0.0)
+        is_due = self._last_time is None or passed >= self._spec.throttle_secs
+        if is_due and not session.is_over:
+            self._evaluate(None, is_final=False)
+
+    def end(self, session: Any, global_step_value: int) -> None:
+        """The last evaluation."""
+        self._evaluate(None, is_final=True)
+
+    def run_until_finished(self) -> None:
+        """Evaluate the checkpoints of a training in other processes."""
+        watch = CheckpointWatch(
+            Path(self._estimator.model_dir),
+            CHECKPOINT_NAME,
+            self._spec.timeout_seconds,
+            "train_and_evaluate",
+        )
+        _wait(self._spec.start_delay_secs, watch)
+        path, is_final = None, False
+        while not is_final and (found := watch.next()) is not None:
+            path, step = os.fspath(found[0]), int(found[1].arrays["global_step"])
+            is_final = watch.is_at_end or (
+                self._max_steps is not None and step >= self._max_steps
+            )
+            self._evaluate(path, is_final=is_final)
+            if not is_final:
+                _wait(self._spec.throttle_secs, watch)
+        if path is not None and not is_final:
+            # Only afterwards it turned out that this one was the last.
+            self._export(path, is_final=True)
+
+    def _evaluate(self, path: str | None, *, is_final: bool) -> None:
+        spec, estimator = self._spec, self._estimator
+        path = path or estimator.latest_checkpoint()
+        self.results = estimator.evaluate(
+            spec.input_fn, spec.steps, list(spec.hooks), path, spec.name
+        )
+        self._last_time = time.monotonic()
+        self._export(path, is_final=is_final)
+
+    def _export(self, path: str | None, *, is_final: bool) -> None:
+        folder = os.path.join(self._estimator.model_dir, "export")
+        self.exports = [
+            exporter.export(
+                estimator=self._estimator,
+                export_path=os.path.join(folder, exporter.name),
+                checkpoint_path=path,
+                eval_result=self.results,
+                is_the_final_export=is_final,
+            )
+            for exporter in self._spec.exporters
+        ]
+
+
+def _train(
+    estimator: Estimator,
+    spec: TrainSpec,
+    listeners: Sequence[Any],
+    *,
+    marks_end: bool = False,
+) -> None:
+    estimator._train(
+        spec.input_fn,
+        spec.hooks,
+        None,
+        spec.max_steps,
+        listeners,
+        marks_end=marks_end,
+    )
+
+
+def _wait(seconds: float, watch: CheckpointWatch) -> None:
+    """Wait, unless training ends meanwhile."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and not watch.is_finished:
+        time.sleep(min(_POLL_SECONDS, max(deadline - time.monotonic(), 0.0)))
+
+
+def _check_cluster(estimator: Estimator, cluster: Any) -> None:
+    config = estimator.config
+    strategy = config.train_distribute
+    if estimator.is_temporary:
+        raise ValueError(
+            "train_and_evaluate: the cluster has several tasks, and the estimator no "
+            "model_dir. Give one that all tasks share."
+        )
+    spans = strategy is not None and hasattr(strategy, "cluster_resolver")
+    if not spans:
+        raise ValueError(
+            f"train_and_evaluate: TF_CONFIG describes the tasks {cluster.as_dict()}, "
+            f"and train_distribute={strategy!r} trains in one process. Give "
+            "rx.MultiWorkerMirroredStrategy() or rx.ParameterServerStrategy()."
+        )
+    if config.task_type == "ps":
+        raise ValueError(
+            f"train_and_evaluate: this is task ps:{config.task_id}, and "
+            f"train_distribute={strategy!r} has no parameter servers. Give "
+            "rx.ParameterServerStrategy(), or leave them out of TF_CONFIG."
+        )
+
+
+def _check(caller: str, input_fn: Any, name: str, number: int | None) -> None:
+    if not callable(input_fn):
+        raise TypeError(
+            f"{caller}: input_fn must be a function that returns a dataset; got "
+            f"{input_fn!r}. Write input_fn=lambda: dataset."
+        )
+    if number is not None and number < 1:
+        raise ValueError(f"{caller}: {name} must be at least 1, or None; got {number}.")

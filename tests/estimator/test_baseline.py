@@ -1,0 +1,57 @@
+"""Baseline estimators learn means and frequencies."""
+
+import numpy as np
+import pytest
+from sklearn.datasets import load_diabetes, load_wine
+
+import replicax as rx
+from tests.conftest import mirrored
+
+E = rx.estimator
+
+
+def test_the_mean_of_the_labels(tmp_path) -> None:
+    x, y = load_diabetes(return_X_y=True)
+    labels = np.stack([y / 100, -y / 50], axis=1)
+    w = 1 + (y > 150)
+    features = {"x": x, "word": np.array(["a"] * len(y)), "w": w}
+    config = E.RunConfig(train_distribute=mirrored(2), eval_distribute=mirrored(2))
+    estimator = E.BaselineRegressor(
+        tmp_path, label_dimension=2, weight_column="w", optimizer="SGD", config=config
+    )
+    # Two batches that are all of the data are a step.
+    input_fn = E.numpy_input_fn(features, labels, len(y) // 2, 60, shuffle=False)
+    estimator.train(input_fn)
+    mean = np.average(labels, axis=0, weights=w)
+    bias = estimator.get_variable_value("baseline/bias")
+    np.testing.assert_allclose(bias, mean, rtol=1e-4)
+    all_once = E.numpy_input_fn(features, labels, 100, shuffle=False)
+    results = estimator.evaluate(all_once)
+    spread = np.average(((labels - mean) ** 2).mean(1), weights=w)
+    assert results["average_loss"] == pytest.approx(spread, rel=1e-4)
+    # Whatever the features are, of which only the number of rows counts.
+    (made,) = estimator.predict(
+        lambda: {"word": np.array(["b"] * 3)}, yield_single_examples=False
+    )
+    np.testing.assert_array_equal(made["predictions"], np.tile(bias, (3, 1)))
+
+
+def test_the_classes_frequencies(tmp_path) -> None:
+    x, y = load_wine(return_X_y=True)
+    names = np.array(["Barolo", "Grignolino", "Barbera"])
+    estimator = E.BaselineClassifier(
+        tmp_path, n_classes=3, label_vocabulary=names.tolist()
+    )
+    estimator.train(lambda: ({"x": x}, names[y]), steps=200)
+    shares = np.bincount(y) / len(y)
+    made = next(estimator.predict(lambda: x))
+    np.testing.assert_allclose(made["probabilities"], shares, rtol=1e-2)
+    assert made["classes"].tolist() == [names[shares.argmax()]]
+    results = estimator.evaluate(lambda: ({"x": x}, names[y]))
+    assert results["accuracy"] == pytest.approx(shares.max())
+
+
+def test_features_that_tell_no_number_of_rows(tmp_path) -> None:
+    estimator = E.BaselineRegressor(tmp_path)
+    with pytest.raises(ValueError, match="number of rows"):
+        estimator.train(lambda: ({}, [1.0, 2.0]), steps=1)
