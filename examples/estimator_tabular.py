@@ -1,10 +1,10 @@
 """A table of raw features: a DNN classifier, trained, evaluated, exported and loaded.
 
-569 tumours with 30 measurements each, from scikit-learn. Each example takes strings as
 569 tumours with 30 measurements each, from scikit-learn. Examples come as they are in a
 table: the class is "malignant" or "benign", and the radius is a word.
+
     python examples/estimator_tabular.py
-    replicax run --workers 2 --evaluators 1 examples/estimator_tabular.py -- \
+    replicax run --workers 2 --evaluator examples/estimator_tabular.py -- \
         --model-dir=/tmp/tumours
 
 Every worker trains on its own rows. With an evaluator, that task evaluates and exports.

@@ -146,3 +146,36 @@ def test_large_embedding() -> None:
     (percent,) = re.findall(r"^accuracy +([\d.]+)%", chief, re.MULTILINE)
     assert float(percent) > 90
     assert "accuracy" not in other
+
+
+def test_estimator_tabular_in_one_process(tmp_path: Path) -> None:
+    output = run_example(
+        "estimator_tabular.py",
+        f"--model-dir={tmp_path}",
+        "--max-steps=150",
+        cwd=tmp_path,
+    )
+    assert "strategy           MirroredStrategy(cpu:0, cpu:1)" in output
+    assert "steps              150" in output
+    assert accuracy_in(output) > 0.93
+    assert output.count("exported model ") == 3
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_estimator_tabular_on_two_workers_and_an_evaluator(tmp_path: Path) -> None:
+    arguments = [
+        *("run", "--workers=2", "--evaluator", str(EXAMPLES / "estimator_tabular.py")),
+        *("--", f"--model-dir={tmp_path}", "--max-steps=150"),
+    ]
+    process = subprocess.run(
+        [sys.executable, "-c", "from replicax.cli import main; main()", *arguments],
+        env={**os.environ, "PYTHONPATH": str(Path(rx.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert process.stdout.count("This task has trained") == 2
+    assert process.stdout.count("exported model ") == 3
