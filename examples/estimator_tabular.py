@@ -4,7 +4,7 @@
 table: the class is "malignant" or "benign", and the radius is a word.
 
     python examples/estimator_tabular.py
-    replicax run --workers 2 --evaluator examples/estimator_tabular.py -- \
+    replicax run --workers 2 --evaluator examples/estimator_tabular.py \
         --model-dir=/tmp/tumours
 
 Every worker trains on its own rows. With an evaluator, that task evaluates and exports.

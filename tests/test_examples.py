@@ -166,7 +166,7 @@ def test_estimator_tabular_in_one_process(tmp_path: Path) -> None:
 def test_estimator_tabular_on_two_workers_and_an_evaluator(tmp_path: Path) -> None:
     arguments = [
         *("run", "--workers=2", "--evaluator", str(EXAMPLES / "estimator_tabular.py")),
-        *("--", f"--model-dir={tmp_path}", "--max-steps=150"),
+        *(f"--model-dir={tmp_path}", "--max-steps=150"),
     ]
     process = subprocess.run(
         [sys.executable, "-c", "from replicax.cli import main; main()", *arguments],
