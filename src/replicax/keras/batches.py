@@ -71,6 +71,7 @@ class BatchIterator:
         steps_per_execution: Number of batches to place together.
         local: Whether the batches hold this process' rows only, not those of all.
         ahead: Whether to take a batch from `batches` before the step that is for it.
+        reused: Whether the arrays of a batch may be filled again with the next one.
     """
 
     def __init__(
@@ -81,10 +82,11 @@ class BatchIterator:
         *,
         local: bool = False,
         ahead: bool = True,
+        reused: bool = True,
     ) -> None:
         self._batches = iter(batches)
         self._executions = self._place_ahead(
-            _chunks(self._batches, steps_per_execution),
+            _chunks(self._batches, steps_per_execution, reused=reused),
             _Placing(group, local),
             steps_per_execution,
             ahead,
@@ -122,12 +124,12 @@ class BatchIterator:
             yield ahead
 
 
-def _chunks(batches: Iterable[Any], size: int) -> Iterator[list[Any]]:
+def _chunks(batches: Iterable[Any], size: int, *, reused: bool) -> Iterator[list[Any]]:
     chunk: list[Any] = []
     for batch in batches:
         # JAX goes on reading a NumPy array after the call that it was given to, and
         # generators may fill the same array again.
-        chunk.append(jax.tree.map(_copied, batch))
+        chunk.append(jax.tree.map(_copied, batch) if reused else batch)
         if len(chunk) == size:
             yield chunk
             chunk = []

@@ -56,6 +56,7 @@ from replicax.keras.adapters import (
     with_adapters,
 )
 from replicax.keras.internals import (
+    is_array_adapter,
     layout_of,
     set_initial_epoch,
 )
@@ -324,7 +325,11 @@ def _get_iterator(original: Any, epoch_iterator: Any) -> Any:
     if not local:  # A distributed dataset's workers are in step already.
         source = strategy.share.of_keras(source, fixed_number_of_batches(adapter))
     return batches.BatchIterator(
-        source, strategy.group, epoch_iterator.steps_per_execution, local=local
+        source,
+        strategy.group,
+        epoch_iterator.steps_per_execution,
+        local=local,
+        reused=not is_array_adapter(adapter),  # It cuts each batch out anew.
     )
 
 

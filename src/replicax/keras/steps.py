@@ -13,7 +13,7 @@ import inspect
 import itertools
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -33,7 +33,55 @@ __all__ = ["predict_function", "test_function", "train_function"]
 
 _logger = logging.getLogger("replicax")
 
-State = tuple[list[Any], ...]
+State = tuple[Iterable[Any], ...]
+
+
+class _Values:
+    """One of the lists of Keras' state: a part of all values, which stay one list.
+
+    No list itself: Keras would wrap it, and look at each value, whenever the model
+    remembers its state, which is in every step.
+
+    Args:
+        everything: The values of all lists, one after another.
+        part: Which of them.
+        sizes: The lengths of all lists.
+    """
+
+    __slots__ = ("everything", "part", "sizes")
+
+    def __init__(
+        self, everything: list[Any], part: slice, sizes: tuple[int, ...]
+    ) -> None:
+        self.everything = everything
+        self.part = part
+        self.sizes = sizes
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.everything[self.part])
+
+    def __len__(self) -> int:
+        return self.part.stop - self.part.start
+
+
+def _joined(state: State) -> tuple[list[Any], tuple[int, ...]]:
+    """All values of a state, and the lengths of its lists."""
+    first = state[0]
+    if isinstance(first, _Values) and all(
+        isinstance(x, _Values) and x.everything is first.everything for x in state
+    ):
+        return first.everything, first.sizes
+    lists = [list(values) for values in state]
+    return list(itertools.chain.from_iterable(lists)), tuple(map(len, lists))
+
+
+def _divided(values: list[Any], sizes: tuple[int, ...]) -> State:
+    """A state of the values, in lists of these lengths."""
+    ends = list(itertools.accumulate(sizes))
+    return tuple(
+        _Values(values, slice(end - size, end), sizes)
+        for end, size in zip(ends, sizes, strict=True)
+    )
 
 
 def train_function(model: Any, strategy: Any) -> Callable[..., Any]:
@@ -276,8 +324,7 @@ def _function(
             batches = [place(next(iterator), strategy.group)]
             if step.name == "train_step":
                 strategy.expect_rows(batches[0].num_rows)
-        sizes = tuple(map(len, state))
-        values = list(itertools.chain.from_iterable(state))
+        values, sizes = _joined(state)
         results = []
         for batch in batches:
             key = (sizes, batch.key)
@@ -289,9 +336,7 @@ def _function(
                 continue
             result, values = program(strategy, values, batch.arrays)
             results.append(result)
-        remaining = iter(values)
-        new_state = tuple(list(itertools.islice(remaining, n)) for n in sizes)
-        return combine(results, batches), new_state
+        return combine(results, batches), _divided(values, sizes)
 
     return function
 
