@@ -15,8 +15,8 @@ demo: $(VENV)/.demo ## train on the digits data with two replicas; draws digits_
 test: lint ## all checks, and the tests that are not slow
 	$(PY) -m pytest --numprocesses 2 -m "not slow"
 
-test-all: lint ## all checks and all tests
-	$(PY) -m pytest --numprocesses 2
+test-all: lint ## all checks and all tests, compiled as they are for users
+	XLA_FLAGS="$$XLA_FLAGS" $(PY) -m pytest --numprocesses 2
 
 lint: $(VENV)/.test ## style, types, spelling and file sizes; changes nothing
 	$(PY) -m ruff check .

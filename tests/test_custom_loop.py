@@ -286,3 +286,32 @@ def test_evaluation_step_only_reads(digits) -> None:
         float(loop.accuracy.result()), np.mean(want.argmax(-1) == y), rtol=1e-6
     )
     assert len(loop.strategy.programs._programs.popitem()[1].written) == 2
+
+
+@pytest.mark.parametrize("with_tape", [True, False])
+def test_losses_that_layers_add_count(with_tape: bool) -> None:
+    strategy = mirrored(2)
+    with strategy.scope():
+        layer = layers.Dense(2, kernel_initializer="ones", activity_regularizer="l2")
+        layer.build((None, 3))
+    x = np.random.default_rng(0).normal(size=(2, 5, 3)).astype("float32")
+
+    def step(x: Any) -> Any:
+        if not with_tape:
+            return rx.value_and_grad(
+                lambda: 0.0 * ops.sum(layer(x)) + sum(layer.losses), [layer.kernel]
+            )()
+        with rx.GradientTape() as tape:
+            loss = 0.0 * ops.sum(layer(x)) + sum(layer.losses)
+        return loss, [tape.gradient(loss, layer.kernel)]
+
+    rows = strategy.experimental_distribute_values_from_function(
+        lambda context: x[context.replica_id_in_sync_group]
+    )
+    found = strategy.run(step, (rows,))
+    loss, (gradient,) = strategy.reduce("mean", found)
+    sums = x.sum(axis=2)
+    # Keras divides the penalty by the batch: 0.01 * 2 * sum of squares / 5.
+    assert float(loss) == pytest.approx(0.02 * np.mean(sums**2), rel=1e-5)
+    expected = 0.02 * np.mean(x * sums[..., None], axis=(0, 1))
+    np.testing.assert_allclose(gradient[:, 0], expected, rtol=1e-4, atol=1e-7)

@@ -148,9 +148,9 @@ def waits_for_ever(word: str) -> None:
 
 def test_the_deadline_shows_outputs_and_stacks_of_all_threads() -> None:
     with pytest.raises(ClusterTimeout) as caught:
-        run(waits_for_ever, num_workers=2, args=["here I am"], deadline_seconds=6)
+        run(waits_for_ever, num_workers=2, args=["here I am"], deadline_seconds=15)
     message = str(caught.value)
-    assert "deadline of 6 s found these tasks running: worker:0, worker:1" in message
+    assert "deadline of 15 s found these tasks running: worker:0, worker:1" in message
     for i in range(2):
         part = message.partition(f"--- output of worker:{i} ---\n")[2]
         assert part.startswith("here I am\n")

@@ -13,6 +13,7 @@ from typing import Any
 import keras
 
 from replicax.errors import ContextError
+from replicax.keras.internals import current_scope
 
 __all__ = ["MadeVariables", "current_reuse"]
 
@@ -53,6 +54,8 @@ class MadeVariables:
         Raises:
             ContextError: If the function makes other variables than the first time.
         """
+        if not self._is_complete:
+            self.variables.clear()  # Of a first call that has failed.
         reuse = _Reuse(self, is_first=not self._is_complete)
         outer, _local.reuse = _local.reuse, reuse
         try:
@@ -80,7 +83,7 @@ class _Reuse(keras.StatelessScope):
     """
 
     def __init__(self, store: MadeVariables, *, is_first: bool) -> None:
-        super().__init__(initialize_variables=False)
+        super().__init__(collect_losses=True, initialize_variables=False)
         self.is_first = is_first
         self._store = store
         self._pairs: list[tuple[Any, Any]] = []
@@ -88,13 +91,13 @@ class _Reuse(keras.StatelessScope):
         self._outer: Any = None
 
     def __enter__(self) -> "_Reuse":
-        super().__enter__()
-        self._outer = self.original_scope
+        self._outer = current_scope()
         if self._outer is None:
             raise ContextError(
                 f"{self._store.caller}: called outside a program. Only a strategy "
                 "calls it."
             )
+        super().__enter__()
         return self
 
     def note(self, variable: Any) -> bool:

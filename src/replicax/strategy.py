@@ -258,14 +258,14 @@ class Strategy(DatasetMaker):
         return jax.tree.map(PerReplica, out)
 
     def variables_of(self, fn: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
-        """The variables that `fn` uses; what it makes is there afterwards.
+        """The variables that `fn` uses, whosever; what it makes is there afterwards.
 
         It is traced as `run` traces it, and not run.
         """
         self._require_cross_replica("run")
         _, arrays, make_arguments = flatten_call(args, {}, self._place)
         with self.scope():
-            return self._program(fn, make_arguments(), arrays, Options()).variables
+            return Program(fn, self._group, make_arguments(), arrays).variables
 
     def call(
         self, program: Program, values: Sequence[Any], arrays: Sequence[Any]

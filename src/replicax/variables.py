@@ -32,7 +32,7 @@ class _WritesScope(keras.StatelessScope):
     """A scope that remembers, in order, which variables were written."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(collect_losses=True)  # Else `add_loss` is lost.
         self.written: dict[int, Variable] = {}
         self.deferred = DeferredUpdates()
 

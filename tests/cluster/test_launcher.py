@@ -317,7 +317,8 @@ def launcher(folder: Path, code: str, *options: str) -> Iterator[subprocess.Pope
 
 
 def task_pids(folder: Path) -> list[int]:
-    return [int(path.read_text()) for path in folder.glob("ready-*")]
+    texts = [path.read_text() for path in folder.glob("ready-*")]
+    return [int(text) for text in texts if text]  # One may be about to be written.
 
 
 def gone(pids: list[int]) -> bool:

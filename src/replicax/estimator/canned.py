@@ -54,6 +54,8 @@ class CannedEstimator(Estimator):
         host_side: What is done on the host with a batch.
     """
 
+    _needs_labels = True
+
     def __init__(
         self,
         parts: Sequence[Part],

@@ -33,6 +33,10 @@ class _StopWhen(SessionRunHook):
         self._every_steps = every_steps
         self._last: tuple[int, float] | None = None
 
+    def begin(self) -> None:
+        """Count from here."""
+        self._last = None
+
     def after_run(
         self, run_context: SessionRunContext, run_values: SessionRunValues
     ) -> None:

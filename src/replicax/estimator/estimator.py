@@ -1,6 +1,7 @@
 """Estimator: train, evaluate and predict with a model that a function describes."""
 
 import logging
+import math
 import os
 import random
 import tempfile
@@ -20,7 +21,12 @@ from replicax.estimator.exporting import export_model, tell_of_preprocess
 from replicax.estimator.feeding import HostStep, Input
 from replicax.estimator.model import Model, ModelFunction
 from replicax.estimator.run_config import RunConfig, one_device
-from replicax.estimator.saving import CHECKPOINT_NAME, saved_variables, warm_start
+from replicax.estimator.saving import (
+    CHECKPOINT_NAME,
+    saved_variables,
+    step_of,
+    warm_start,
+)
 from replicax.estimator.spec import ModeKeys
 from replicax.estimator.training import Training
 from replicax.strategy import Strategy
@@ -76,6 +82,8 @@ class Estimator:
         >>> results["global_step"], results["loss"] < 1e-3
         (100, True)
     """
+
+    _needs_labels = False
 
     def __init__(
         self,
@@ -171,8 +179,17 @@ class Estimator:
         def last_step(first: int) -> int | None:
             return max_steps if steps is None else first + steps
 
-        model = self._model(ModeKeys.TRAIN, self._config.training_strategy())
-        Training(
+        strategy = self._config.training_strategy()
+        key = (ModeKeys.TRAIN, id(strategy))
+        if strategy.workers.count == 1 and strategy.keeps_slots:
+            path = self.latest_checkpoint()
+            if path is None:
+                self._models.pop(key, None)  # Its folder was deleted: begin anew.
+            elif not marks_end and step_of(path) >= (max_steps or math.inf):
+                _logger.info("Training is skipped: %s is step %d.", path, max_steps)
+                return
+        model = self._model(ModeKeys.TRAIN, strategy)
+        training = Training(
             model,
             self._input(input_fn, ModeKeys.TRAIN),
             self.model_dir,
@@ -182,7 +199,13 @@ class Estimator:
             last_step,
             self._initialize,
             marks_end=marks_end,
-        ).run()
+        )
+        try:
+            training.run()
+        except BaseException:
+            # What it has in memory is in no checkpoint.
+            self._models.pop(key, None)
+            raise
 
     def _initialize(self, model: Model) -> None:
         """Take values that a new training begins with from another checkpoint."""
@@ -221,11 +244,12 @@ class Estimator:
             CheckpointError: If it is of another model.
         """
         _check_steps("evaluate", steps)
-        path = self._checkpoint(checkpoint_path, "evaluate")
+        find_path = self._finder(checkpoint_path, "evaluate")
         strategy = self._config.evaluating_strategy()
         model = self._model(ModeKeys.EVAL, strategy)
         source = self._input(input_fn, ModeKeys.EVAL)
-        results = Evaluation(model, source, steps, list(hooks or [])).run(path)
+        evaluation = Evaluation(model, source, steps, list(hooks or []))
+        results, path = evaluation.run(find_path)
         if strategy.is_chief:
             write_eval_metrics(Path(self.eval_dir(name)), results, path)
         _logger.info("Evaluation of %s: %s", path, results)
@@ -256,16 +280,24 @@ class Estimator:
             ValueError: When the generator starts: if there is no checkpoint, or no such
                 key; for predictions without a batch's dimension.
         """
-        path = self._checkpoint(checkpoint_path, "predict")
+        find_path = self._finder(checkpoint_path, "predict")
         model = self._model(ModeKeys.PREDICT, one_device())
         source = self._input(input_fn, ModeKeys.PREDICT)
         for hook in hooks or []:
             hook.begin()
-        for batch in predictions(model, source, path):
-            yield from _yielded(
-                _chosen(self._postprocess(batch), predict_keys), yield_single_examples
-            )
-        for hook in hooks or []:
+        every = list(hooks or [])
+        # Another generator meanwhile, of another checkpoint, makes a model of its own.
+        key = (ModeKeys.PREDICT, None)
+        self._models.pop(key, None)
+        try:
+            for batch in predictions(model, source, find_path, every):
+                yield from _yielded(
+                    _chosen(self._postprocess(batch), predict_keys),
+                    yield_single_examples,
+                )
+        finally:
+            self._models[key] = model
+        for hook in every:
             hook.end(None)
 
     def export_saved_model(
@@ -366,7 +398,14 @@ class Estimator:
         return predictions
 
     def _input(self, input_fn: Callable[..., Any], mode: ModeKeys) -> Input:
-        return Input(input_fn, mode, self._prepare, self.params, self._config)
+        return Input(
+            input_fn,
+            mode,
+            self._prepare,
+            self.params,
+            self._config,
+            needs_labels=self._needs_labels,
+        )
 
     def _model(self, mode: ModeKeys, strategy: Strategy) -> Model:
         key = (mode, None if mode == ModeKeys.PREDICT else id(strategy))
@@ -377,6 +416,11 @@ class Estimator:
                 seed = random.randrange(2**31)
             self._models[key] = Model(self._function, mode, strategy, seed)
         return self._models[key]
+
+    def _finder(self, path: str | None, method: str) -> Callable[[], str]:
+        """Finds the checkpoint to take, when it is wanted; there must be one now."""
+        self._checkpoint(path, method)
+        return lambda: self._checkpoint(path, method)
 
     def _checkpoint(self, path: str | None, method: str) -> str:
         found = path or self.latest_checkpoint()

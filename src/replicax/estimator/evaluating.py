@@ -3,7 +3,7 @@
 import itertools
 import json
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from replicax.estimator.feeding import Input
 from replicax.estimator.model import Model
-from replicax.estimator.saving import restore
+from replicax.estimator.saving import restore_found
 from replicax.estimator.training import run_hooks
 from replicax.values import PerReplica
 
@@ -44,13 +44,17 @@ class Evaluation:
         self._stops = False
         self.global_step = 0
 
-    def run(self, path: str) -> dict[str, Any]:
-        """The metrics, the mean loss of the batches, and the global step."""
+    def run(self, find_path: Callable[[], str]) -> tuple[dict[str, Any], str]:
+        """The metrics, the mean loss of the batches and the global step; which path.
+
+        Args:
+            find_path: Finds the checkpoint.
+        """
         for hook in self._hooks:
             hook.begin()
         steps = self._source.steps(self._model.strategy)
         try:
-            return self._evaluate(steps, path)
+            return self._evaluate(steps, find_path)
         finally:
             steps.close()
             self._model.strategy.settle()
@@ -59,7 +63,9 @@ class Evaluation:
         """Let the current step be the last one."""
         self._stops = True
 
-    def _evaluate(self, steps: Any, path: str) -> dict[str, Any]:
+    def _evaluate(
+        self, steps: Any, find_path: Callable[[], str]
+    ) -> tuple[dict[str, Any], str]:
         model = self._model
         first = next(steps, None)
         if first is None:
@@ -68,7 +74,8 @@ class Evaluation:
                 f"step of {model.strategy.num_replicas_in_sync} replicas."
             )
         model.build(*first[0])
-        self.global_step = restore(model, path)
+        path = restore_found(model, find_path)
+        self.global_step = int(model.global_step.numpy())
         hooks = [*self._hooks, *model.spec.hooks()]
         for hook in model.spec.hooks():
             hook.begin()
@@ -89,7 +96,7 @@ class Evaluation:
         results = _flat(model.results())
         for hook in hooks:
             hook.end(self)
-        return results | {"global_step": self.global_step}
+        return results | {"global_step": self.global_step}, path
 
 
 def _flat(results: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,15 +144,23 @@ def read_eval_metrics(eval_dir: str | Path) -> dict[int, dict[str, Any]]:
     return dict(sorted(found.items()))
 
 
-def predictions(model: Model, source: Input, path: str) -> Generator[Any]:
-    """Predictions batch by batch, arrays `[b, ...]` on the host."""
+def predictions(
+    model: Model, source: Input, find_path: Callable[[], str], hooks: list[Any]
+) -> Generator[Any]:
+    """Predictions batch by batch, arrays `[b, ...]` on the host.
+
+    The spec's hooks are added to `hooks` when they have begun.
+    """
     steps = source.steps(model.strategy)
     try:
         is_restored = False
         for (features, labels), _ in steps:
             if not is_restored:
                 model.build(features, labels)
-                restore(model, path)
+                restore_found(model, find_path)
+                for hook in model.spec.hooks():
+                    hook.begin()
+                    hooks.append(hook)
                 is_restored = True
             result = model.predict(features)
             yield jax.tree.map(

@@ -30,6 +30,7 @@ class Input:
         host_step: Makes each batch ready.
         params: Handed to `input_fn`, if it has such an argument.
         config: Likewise.
+        needs_labels: Whether batches must have labels, but for prediction.
 
     Raises:
         TypeError: If it is not callable.
@@ -43,6 +44,8 @@ class Input:
         host_step: HostStep,
         params: Any = None,
         config: Any = None,
+        *,
+        needs_labels: bool = False,
     ) -> None:
         if not callable(input_fn):
             raise TypeError(
@@ -52,6 +55,7 @@ class Input:
         self._input_fn = input_fn
         self._mode = mode
         self._host_step = host_step
+        self._needs_labels = needs_labels
         self._given = {"mode": mode, "params": params, "config": config}
         names = [*self._given, "input_context"]
         parameters = inspect.signature(input_fn).parameters.values()
@@ -116,7 +120,7 @@ class Input:
                 "Estimator: a batch of the input_fn must be (features, labels) or "
                 f"features; got a {type(batch).__name__} of {len(batch)}."
             )
-        if labels is None and self._mode != ModeKeys.PREDICT:
+        if labels is None and self._needs_labels and self._mode != ModeKeys.PREDICT:
             raise ValueError(
                 "Estimator: the input_fn gives features without labels, which mode "
                 f"{str(self._mode)!r} needs. Return batches (features, labels)."
@@ -130,6 +134,9 @@ def _arrays(value: Any) -> Any:
     """Lists of numbers or strings as arrays, in dicts of features too."""
     if isinstance(value, dict):
         return {name: _arrays(x) for name, x in value.items()}
+    if isinstance(value, tuple):
+        parts = map(_arrays, value)
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
     if isinstance(value, list | int | float | bool | str | bytes):
         return np.asarray(value)
     return value

@@ -99,7 +99,11 @@ def model_to_estimator(
             eval_metric_ops=metrics,
         )
 
-    return Estimator(model_fn, model_dir, config)
+    return _KerasEstimator(model_fn, model_dir, config)
+
+
+class _KerasEstimator(Estimator):
+    _needs_labels = True
 
 
 def _by_name(model: Any, outputs: Any) -> dict[str, Any]:

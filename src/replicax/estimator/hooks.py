@@ -218,6 +218,10 @@ class StepCounterHook(SessionRunHook):
         self._every = _Every(steps, every_n_secs, "StepCounterHook")
         self.steps_per_second: float | None = None
 
+    def begin(self) -> None:
+        """Count from here."""
+        self._every.last = None
+
     def after_run(
         self, run_context: SessionRunContext, run_values: SessionRunValues
     ) -> None:
@@ -272,6 +276,12 @@ class LoggingTensorHook(SessionRunHook):
         self._is_due = False
         self._step = 0
 
+    def begin(self) -> None:
+        """Log the first step."""
+        self._values = {}
+        if self._every is not None:
+            self._every.last = None
+
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
         """Ask for the values where they are due."""
         self._step = run_context.session.global_step
@@ -312,7 +322,8 @@ class NanTensorHook(SessionRunHook):
 
     Args:
         loss_tensor: Its name.
-        fail_on_nan_loss: Raise; else only stop.
+        fail_on_nan_loss: Raise; else only stop. Of the loss itself, training raises at
+            its end in any case.
         every_n_iter: How often to look; each time waits for the device.
     """
 
@@ -326,6 +337,10 @@ class NanTensorHook(SessionRunHook):
         self._name = loss_tensor
         self._fails = fail_on_nan_loss
         self._every = _Every(every_n_iter, None, "NanTensorHook")
+
+    def begin(self) -> None:
+        """Look at the first step."""
+        self._every.last = None
 
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
         """Ask for the value."""

@@ -79,8 +79,8 @@ class LinearRegressor(CannedRegressor):
             1 / sqrt(number of columns))`.
         config: See `Estimator`.
         warm_start_from: See `Estimator`.
-        loss_reduction: `"sum_over_batch_size"`, or `"sum"` over a replica's batch, as
-            TF 1 had it. Gradients are averaged over the replicas in both cases.
+        loss_reduction: `"sum_over_batch_size"`, or `"sum"` over the batches of all
+            replicas, as TF 1 had it.
         sparse_combiner: How the weights of several ids of a row are put together:
             `"sum"`, `"mean"` or `"sqrtn"`.
 

@@ -179,6 +179,12 @@ class Model:
         made = {id(v) for v in self._made.variables}
         trainable = [v for v in self._made.variables if v.trainable]
         self._updates = []
+        optimizers = [op.optimizer for op in self.spec.train_ops]
+        if len({id(o) for o in optimizers}) < len(optimizers):
+            raise ValueError(
+                "model_fn: two train_ops have the same optimizer. Make one for each, "
+                "or give one train_op all their variables."
+            )
         for op in self.spec.train_ops:
             if not {id(v) for v in op.optimizer.variables} <= made:
                 raise ContextError(
@@ -221,15 +227,24 @@ class Model:
         rates = [internals.learning_rate_of(o) for o, _ in self._updates]
         return [rate for rate in rates if rate is not None]
 
+    def finalize(self) -> None:
+        """The end of training: moving averages of weights become the weights."""
+        with self.strategy.scope():
+            for optimizer, trained in self._updates:
+                optimizer.finalize_variable_values(trained)
+
     def steps_of_updates(self) -> int:
         """The optimizer's count, where other workers make updates as well."""
         return int(self._updates[0][0].iterations.numpy())
 
     # The steps. Results are one entry per replica.
 
-    def train(self, features: Any, labels: Any, num_active: int | None) -> Any:
-        """One training step; the loss, predictions and tensors of hooks, by name."""
-        return self._run(self._train_step, features, labels, num_active)
+    def train(
+        self, features: Any, labels: Any, num_active: int | None, *, watched: bool
+    ) -> Any:
+        """One training step; the loss and, if `watched`, what hooks may ask for."""
+        step = self._watched_train_step if watched else self._train_step
+        return self._run(step, features, labels, num_active)
 
     def evaluate(self, features: Any, labels: Any, num_active: int | None) -> Any:
         """Update the metrics from one batch per replica."""
@@ -255,15 +270,28 @@ class Model:
         options = Options(gradient_op=ReduceOp.MEAN, num_active=active)
         return self.strategy.run_as(options, step, (features, labels))
 
-    def _train_step(self, features: Any, labels: Any) -> dict[str, Any]:
+    def _watched_train_step(self, features: Any, labels: Any) -> dict[str, Any]:
+        return self._train_step(features, labels, watched=True)
+
+    def _train_step(
+        self, features: Any, labels: Any, *, watched: bool = False
+    ) -> dict[str, Any]:
         def loss_fn() -> tuple[Any, Any]:
             spec = self._call(features, labels)
-            return spec.loss, self._tensors(spec)
+            tensors = self._tensors(spec) if watched else {}
+            return spec.loss * scales[0], (spec.loss, tensors)
 
-        (loss, tensors), grads = value_and_grad(loss_fn, self._trained, has_aux=True)()
+        # Optimizers divide by their scale, which may be a variable that they change.
+        scales = [optimizer.scale_loss(1.0) for optimizer, _ in self._updates]
+        (_, (loss, tensors)), grads = value_and_grad(
+            loss_fn, self._trained, has_aux=True
+        )()
         of_variable = dict(zip(map(id, self._trained), grads, strict=True))
-        for optimizer, trained in self._updates:
-            optimizer.apply([of_variable[id(v)] for v in trained], trained)
+        for (optimizer, trained), scale in zip(self._updates, scales, strict=True):
+            grads = [of_variable[id(v)] for v in trained]
+            if scale is not scales[0]:
+                grads = [g * (scale / scales[0]) for g in grads]
+            optimizer.apply(grads, trained)
         self.global_step.assign_add(1)
         return tensors | {"loss": current_context().mean(loss)}
 

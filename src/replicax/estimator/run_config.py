@@ -97,10 +97,10 @@ class RunConfig:
 
     def replace(self, **changes: Any) -> "RunConfig":
         """A copy with other values."""
-        if changes.get("save_checkpoints_steps") and "save_checkpoints_secs" not in (
-            changes
-        ):
-            changes["save_checkpoints_secs"] = None
+        steps, seconds = "save_checkpoints_steps", "save_checkpoints_secs"
+        for given, other in ((steps, seconds), (seconds, steps)):
+            if changes.get(given) and other not in changes:
+                changes[other] = None
         return dataclasses.replace(self, **changes)
 
     @property

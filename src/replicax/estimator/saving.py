@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,9 @@ __all__ = [
     "Position",
     "Saver",
     "restore",
+    "restore_found",
     "saved_variables",
+    "step_of",
     "warm_start",
 ]
 
@@ -33,20 +35,26 @@ _VARIABLES = "variables/"
 class Position:
     """Where in its input a training is that may be interrupted.
 
+    Args:
+        num_replicas: Batches of a step.
+
     Attributes:
         num_steps: Steps since the input began; 0 where training has ended by itself.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_replicas: int) -> None:
         self.num_steps = 0
+        self._num_replicas = num_replicas
 
     def get_state(self) -> dict[str, int]:
         """For checkpoints."""
-        return {"num_steps": self.num_steps}
+        return {"num_steps": self.num_steps, "num_replicas": self._num_replicas}
 
     def set_state(self, state: Mapping[str, int]) -> None:
         """From checkpoints."""
-        self.num_steps = int(state["num_steps"])
+        # The last step may have begun before: better one step twice than one left out.
+        saved = int(state.get("num_replicas", self._num_replicas))
+        self.num_steps = int(state["num_steps"]) * saved // self._num_replicas
 
 
 class _State:
@@ -193,6 +201,28 @@ def restore(model: Model, path: str) -> int:
         if isinstance(slot, ArraySlot):
             slot.write(contents.arrays[slot.name])
     return int(contents.arrays["global_step"])
+
+
+def restore_found(model: Model, find_path: Callable[[], str]) -> str:
+    """`restore` a checkpoint that a training in another process may delete meanwhile.
+
+    Returns:
+        The path of the one that was restored.
+    """
+    while True:
+        path = find_path()
+        try:
+            restore(model, path)
+        except CheckpointError:
+            if Path(path).exists() or find_path() == path:
+                raise
+        else:
+            return path
+
+
+def step_of(path: str) -> int:
+    """The global step in the name of a numbered checkpoint."""
+    return int(path.rpartition("-")[2])
 
 
 def saved_variables(path: str) -> dict[str, Any]:

@@ -146,6 +146,11 @@ class EstimatorSpec:
 
     def _check_metrics(self) -> None:
         for name, metric in (self.eval_metric_ops or {}).items():
+            if name in ("loss", "global_step"):
+                raise ValueError(
+                    f"EstimatorSpec: eval_metric_ops has the name {name!r}, which "
+                    "evaluate returns by itself. Choose another."
+                )
             if not isinstance(metric, keras.metrics.Metric):
                 raise TypeError(
                     f"EstimatorSpec: eval_metric_ops[{name!r}] must be a Keras metric "

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from replicax.checkpoint.watching import CheckpointWatch
+from replicax.errors import CheckpointError
 from replicax.estimator.estimator import Estimator
 from replicax.estimator.hooks import CheckpointSaverListener
 from replicax.estimator.saving import CHECKPOINT_NAME
@@ -191,7 +192,17 @@ class _Evaluations(CheckpointSaverListener):
             is_final = watch.is_at_end or (
                 self._max_steps is not None and step >= self._max_steps
             )
-            self._evaluate(path, is_final=is_final)
+            try:
+                self._evaluate(path, is_final=is_final)
+            except CheckpointError:
+                if is_final or Path(path).exists():
+                    raise
+                _logger.warning(
+                    "train_and_evaluate: %s was deleted before it was evaluated. Raise "
+                    "keep_checkpoint_max to keep checkpoints longer.",
+                    path,
+                )
+                continue
             if not is_final:
                 _wait(self._spec.throttle_secs, watch)
         if path is not None and not is_final:

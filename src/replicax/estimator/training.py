@@ -72,7 +72,7 @@ class Training:
         self._last_step = last_step
         self._initialize = initialize
         self._marks_end = marks_end
-        self._position = Position()
+        self._position = Position(model.strategy.num_replicas_in_sync)
         self._stops = False  # A hook of this process wants it.
         self.global_step = 0
         self.is_over = False
@@ -117,6 +117,7 @@ class Training:
         for hook in self._hooks:
             hook.after_create_session(self, None)
         self._loop(steps, self._first_item(steps, first), saver, last)
+        self._model.finalize()
         self._position.num_steps = 0  # Ended by itself: the next call begins anew.
         self.is_over = True
         self._save(saver, wait=True)
@@ -161,7 +162,7 @@ class Training:
     def _step(self, features: Any, labels: Any, active: int | None) -> dict[str, Any]:
         model = self._model
         model.strategy.expect_rows(_num_rows(features, active))
-        tensors = model.train(features, labels, active)
+        tensors = model.train(features, labels, active, watched=bool(self._hooks))
         self._position.num_steps += 1
         if model.strategy.keeps_slots:
             self.global_step += 1

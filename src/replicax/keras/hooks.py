@@ -5,8 +5,8 @@
 | `JaxVariable._initialize` | mirrors variables created in a scope |
 | `JaxVariable._direct_assign` | keeps an assigned value's sharding exact |
 | `KerasVariable.__array__` | gathers what several workers have parts of |
-| `KerasVariable.__init__`, `variables.register_uninitialized_variable` | functions \
-that make their variables anew on each trace |
+| `KerasVariable.__init__`, `variables.register_uninitialized_variable`, \
+`make_default_seed` | functions that make their variables anew on each trace |
 | `JAXTrainer.__init__` | remembers the strategy a model was made under |
 | `Trainer.compile`, `JAXTrainer.{fit,evaluate,predict,*_on_batch}` | run in its scope |
 | `JAXTrainer.make_{train,test,predict}_function` | replica programs for Keras' own |
@@ -39,6 +39,7 @@ import numpy as np
 from keras.src.backend.common import KerasVariable
 from keras.src.backend.common import variables as variables_module
 from keras.src.backend.jax import nn as jax_nn
+from keras.src.backend.jax import random as keras_random
 from keras.src.backend.jax import trainer as jax_trainer
 from keras.src.backend.jax.core import JaxVariable
 from keras.src.callbacks.callback_list import CallbackList
@@ -46,6 +47,7 @@ from keras.src.layers.normalization.batch_normalization import BatchNormalizatio
 from keras.src.losses import loss as loss_module
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
+from keras.src.random import seed_generator
 
 from replicax import placement
 from replicax.errors import ContextError
@@ -97,6 +99,8 @@ def install() -> None:
     _wrap(KerasVariable, "__init__", making.init_variable)
     _wrap(variables_module, "register_uninitialized_variable", making.register)
     trainer = jax_trainer.JAXTrainer
+    for module in (seed_generator, keras_random):
+        _wrap(module, "make_default_seed", making.default_seed)
     _wrap(trainer, "__init__", _init_trainer)
     for name in _ENTRY_POINTS:
         # Where it is defined: Keras compares a model's `compile` with its base class',

@@ -6,6 +6,7 @@ Installed by `hooks.py`. Tested with Keras 3.14 to 3.15.
 import collections
 import contextlib
 import random
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from keras.src.backend.common import global_state
 
 from replicax.reuse import current_reuse
 
-__all__ = ["init_variable", "made_alike", "register", "start_from"]
+__all__ = ["default_seed", "init_variable", "made_alike", "register", "start_from"]
 
 _NAMES = "object_name_uids"
 
@@ -28,15 +29,27 @@ def made_alike(seed: int) -> Iterator[None]:
     Keras numbers names in the order in which a process makes objects, and draws seeds
     that nobody gave from Python's random numbers.
     """
-    names = global_state.get_global_attribute(_NAMES)
-    state = random.getstate()
+    names, draws = global_state.get_global_attribute(_NAMES), _local.draws
     global_state.set_global_attribute(_NAMES, collections.defaultdict(int))
-    random.seed(seed)
+    _local.draws = random.Random(seed)
     try:
         yield
     finally:
-        random.setstate(state)
+        _local.draws = draws
         global_state.set_global_attribute(_NAMES, names)
+
+
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.draws: random.Random | None = None
+
+
+_local = _Local()
+
+
+def default_seed(original: Any) -> int:
+    """`make_default_seed`: not from Python's own numbers, which input may draw from."""
+    return original() if _local.draws is None else _local.draws.randint(1, 10**9)
 
 
 def init_variable(
