@@ -5,6 +5,7 @@ from replicax import (
     cluster_resolver,
     compat,
     config,
+    cpu_convolutions,
     estimator,
     experimental,
     feature_column,
@@ -142,3 +143,4 @@ __all__ = [
 
 compat.install()
 hooks.install()
+cpu_convolutions.install_if_asked()

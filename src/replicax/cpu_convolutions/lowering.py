@@ -1,0 +1,182 @@
+"""Convolutions of JAX as the forms that serve them, and the registration with JAX."""
+
+import contextlib
+import contextvars
+import functools
+import logging
+import os
+from collections.abc import Iterator
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.interpreters import mlir
+
+from replicax.cpu_convolutions.choice import Form, choose, spatial_windows
+from replicax.cpu_convolutions.forms import (
+    by_groups,
+    by_outputs,
+    by_patches,
+    by_sums,
+    without_zeros,
+)
+
+__all__ = ["Mode", "install", "install_if_asked", "using"]
+
+Mode = Literal["products", "xla"]
+_SWITCH = "REPLICAX_CPU_CONVOLUTIONS"
+
+_log = logging.getLogger("replicax")
+_mode: contextvars.ContextVar[Mode | None] = contextvars.ContextVar(
+    "cpu_convolutions", default=None
+)
+
+
+def install() -> None:
+    """Lowers convolutions for CPUs to matrix products, where that is faster.
+
+    Programs for GPUs and TPUs are left alone, and so are those compiled before. A
+    second call changes nothing. `REPLICAX_CPU_CONVOLUTIONS=xla` in the environment
+    leaves all convolutions to XLA; it is read whenever a convolution is lowered.
+
+    Raises:
+        RuntimeError: If this version of JAX does not say how it lowers convolutions.
+
+    Example:
+        >>> install()
+        >>> jax.jit(lambda x: lax.conv(x, x, (1, 1), "VALID"))(jnp.ones((1, 1, 2, 2)))
+        Array([[[[4.]]]], dtype=float32)
+    """
+    rule = _rule_of_jax()
+    if rule is None:
+        if _current_mode() == "xla":
+            return
+        raise RuntimeError(
+            f"JAX {jax.__version__} does not say how it lowers convolutions for CPUs: "
+            f"set {_SWITCH}=xla to leave them to XLA, or use JAX 0.10.2."
+        )
+    if not isinstance(rule, functools.partial) or rule.func is not _lower:
+        mlir.register_lowering(
+            lax.conv_general_dilated_p, functools.partial(_lower, rule), platform="cpu"
+        )
+
+
+def install_if_asked() -> None:
+    """`install`, if `REPLICAX_CPU_CONVOLUTIONS=products` is set; on import."""
+    if os.environ.get(_SWITCH) and _current_mode() == "products":
+        install()
+
+
+@contextlib.contextmanager
+def using(mode: Mode) -> Iterator[None]:
+    """What convolutions lowered in this context, in this thread, become on CPUs.
+
+    It comes before the environment. A function that JAX compiled already keeps its
+    program: compile another `jax.jit` of it, or call `jax.clear_caches()`.
+
+    Args:
+        mode: `"products"` where those are faster, or `"xla"`.
+
+    Raises:
+        ValueError: If there is no such mode.
+
+    Example:
+        >>> with using("xla"):
+        ...     program = jax.jit(jnp.sin).lower(1.0)
+    """
+    token = _mode.set(_known(mode, "using()"))
+    try:
+        yield
+    finally:
+        _mode.reset(token)
+
+
+def _known(mode: str, where: str) -> Mode:
+    if mode not in get_args(Mode):
+        raise ValueError(
+            f"{where} has {mode!r}: no such mode; use one of {list(get_args(Mode))}"
+        )
+    return mode  # pyright: ignore[reportReturnType]
+
+
+def _current_mode() -> Mode:
+    return _mode.get() or _known(os.environ.get(_SWITCH) or "products", _SWITCH)
+
+
+def _rule_of_jax() -> Any:
+    """The rule that JAX lowers convolutions for CPUs by; None: it does not say.
+
+    The only private name: JAX has a function to register rules but none to look them
+    up. `jax.interpreters.mlir` has this table since 0.3; seen in 0.10.2.
+    """
+    table = getattr(mlir, "_platform_specific_lowerings", None)
+    entry = table["cpu"].get(lax.conv_general_dilated_p) if table else None
+    return getattr(entry, "rule", entry)
+
+
+def _lower(
+    rule_of_jax: Any, ctx: mlir.LoweringRuleContext, lhs: Any, rhs: Any, **params: Any
+) -> Any:
+    """The lowering rule: ours where a form serves the convolution, JAX's elsewhere."""
+    form = None
+    if _current_mode() == "products" and not _is_sharded_explicitly(ctx, params):
+        lhs_type, rhs_type = ctx.avals_in
+        form = choose(lhs_type, rhs_type, ctx.avals_out[0], params)
+    if form is None:
+        return rule_of_jax(ctx, lhs, rhs, **params)
+    out: Any = ctx.avals_out[0]
+    convolve = functools.partial(_convolve, form=form, dtype=out.dtype, params=params)
+    rule: Any = mlir.lower_fun(convolve, multiple_results=False)
+    return rule(ctx, lhs, rhs)
+
+
+def _is_sharded_explicitly(ctx: mlir.LoweringRuleContext, params: dict) -> bool:
+    """Whether types say how the arrays are sharded: the forms' reshapes would not."""
+    if params.get("out_sharding") is not None:
+        return True
+    avals: list[Any] = [*ctx.avals_in, *ctx.avals_out]
+    return any(axis is not None for aval in avals for axis in aval.sharding.spec)
+
+
+def _convolve(
+    lhs: jax.Array, rhs: jax.Array, *, form: Form, dtype: Any, params: dict[str, Any]
+) -> jax.Array:
+    """What `lax.conv_general_dilated_p` computes, by the form that `choose` names."""
+    lhs_spec, rhs_spec, out_spec = params["dimension_numbers"]
+    of_batch, precision = params["batch_group_count"], params["precision"]
+    windows = spatial_windows(lhs, rhs, params)
+    # As in XLA, products of halves are summed in float32.
+    wide = jnp.promote_types(lhs.dtype, jnp.float32)
+    lhs, rhs = lhs.astype(wide), rhs.astype(wide)
+    if form in ("outputs", "sums"):
+        x = jnp.transpose(lhs, (lhs_spec[1], *lhs_spec[2:], lhs_spec[0]))
+        kernel = jnp.transpose(rhs, (rhs_spec[1], *rhs_spec[2:], rhs_spec[0]))
+        if form == "sums":
+            y = by_sums(x, kernel, windows)
+        else:
+            y = by_outputs(x, kernel, windows, of_batch, precision)
+        order = (*out_spec[2:], *out_spec[:2])
+    else:
+        x = jnp.transpose(lhs, (lhs_spec[0], *lhs_spec[2:], lhs_spec[1]))
+        kernel = jnp.transpose(rhs, (*rhs_spec[2:], rhs_spec[1], rhs_spec[0]))
+        if of_batch > 1:
+            x = _groups_of_features(x, of_batch)
+        y = without_zeros(
+            by_groups if form == "groups" else by_patches,
+            x,
+            kernel,
+            windows,
+            params["feature_group_count"] * of_batch,
+            precision,
+        )
+        order = (out_spec[0], *out_spec[2:], out_spec[1])
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return jnp.transpose(y, back).astype(dtype)
+
+
+def _groups_of_features(x: jax.Array, groups: int) -> jax.Array:
+    """`[groups * n, *space, m]` as `[n, *space, groups * m]`: the same convolution."""
+    x = x.reshape(groups, -1, *x.shape[1:])
+    x = jnp.moveaxis(x, 0, -2)
+    return x.reshape(*x.shape[:-2], -1)

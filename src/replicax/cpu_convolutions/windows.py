@@ -1,0 +1,153 @@
+"""The arithmetic of a convolution's windows, one spatial dimension at a time."""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+__all__ = ["Phase", "Window", "phases", "trimmed", "windows_of"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """One spatial dimension: output `p` reads `p * stride + tap * dilation - low`.
+
+    Attributes:
+        size: Of the input, in elements.
+        taps: Of the kernel, in elements.
+        stride: Between two outputs.
+        low: Zeros before the input; negative: elements that are left out.
+        high: Zeros after it, likewise.
+        input_dilation: The input's elements lie so far apart, with zeros between.
+        dilation: The kernel's elements lie so far apart.
+    """
+
+    size: int
+    taps: int
+    stride: int = 1
+    low: int = 0
+    high: int = 0
+    input_dilation: int = 1
+    dilation: int = 1
+
+    @property
+    def padded(self) -> int:
+        """Elements of the input with its zeros."""
+        return (self.size - 1) * self.input_dilation + 1 + self.low + self.high
+
+    @property
+    def outputs(self) -> int:
+        """Positions of the window."""
+        span = (self.taps - 1) * self.dilation + 1
+        return max(0, (self.padded - span) // self.stride + 1)
+
+
+class Phase(NamedTuple):
+    """Every `input_dilation`-th output: it needs only some taps, and no dilated input.
+
+    Attributes:
+        first: The first output.
+        taps: Those of the kernel that meet elements of the input.
+        window: The convolution that computes these outputs; None where no tap does.
+    """
+
+    first: int
+    taps: slice
+    window: Window | None
+
+
+def windows_of(
+    input_shape: Sequence[int],
+    kernel_shape: Sequence[int],
+    *,
+    strides: Sequence[int],
+    padding: Sequence[tuple[int, int]],
+    input_dilation: Sequence[int],
+    dilation: Sequence[int],
+) -> tuple[Window, ...]:
+    """The windows of all spatial dimensions.
+
+    Example:
+        >>> same = dict(strides=[1], padding=[(1, 1)], input_dilation=[1], dilation=[1])
+        >>> windows_of([8], [3], **same)[0].outputs
+        8
+    """
+    return tuple(
+        Window(size, taps, stride, low, high, spread, apart)
+        for size, taps, stride, (low, high), spread, apart in zip(
+            input_shape,
+            kernel_shape,
+            strides,
+            padding,
+            input_dilation,
+            dilation,
+            strict=True,
+        )
+    )
+
+
+def trimmed(window: Window) -> tuple[slice, Window]:
+    """The taps that ever meet the input, and the window of these alone.
+
+    A 3x3 kernel over a 1x1 image, as at the end of a network, has one of nine.
+
+    Returns:
+        Taps, a slice without step, and the window. It keeps one tap at least.
+
+    Example:
+        >>> trimmed(Window(size=1, taps=3, low=1, high=1))[0]
+        slice(1, 2, None)
+    """
+    last = (window.size - 1) * window.input_dilation
+    met = [
+        tap
+        for tap in range(window.taps)
+        if any(
+            0 <= p * window.stride + tap * window.dilation - window.low <= last
+            for p in range(window.outputs)
+        )
+    ]
+    first, end = (met[0], met[-1] + 1) if met else (0, 1)
+    before = first * window.dilation
+    after = (window.taps - end) * window.dilation
+    return slice(first, end), dataclasses.replace(
+        window, taps=end - first, low=window.low - before, high=window.high - after
+    )
+
+
+def phases(window: Window) -> Iterator[Phase]:
+    """The parts that a window over a dilated input of stride 1 falls into.
+
+    Multiplying by the zeros of a dilated input is a waste: of the gradient of a layer
+    with strides 2x2, 3/4 of the work. Each phase multiplies with elements only.
+
+    Args:
+        window: Of stride 1.
+
+    Yields:
+        As many as `window.input_dilation`, or fewer where there are fewer outputs.
+    """
+    spread = window.input_dilation
+    step = spread // math.gcd(spread, window.dilation)
+    for first in range(min(spread, window.outputs)):
+        offsets = (
+            (tap, first + tap * window.dilation - window.low)
+            for tap in range(min(step, window.taps))
+        )
+        start = next(((tap, at) for tap, at in offsets if at % spread == 0), None)
+        if start is None:
+            yield Phase(first, slice(0, 0), None)
+            continue
+        tap, at = start
+        taps = len(range(tap, window.taps, step))
+        outputs = len(range(first, window.outputs, spread))
+        apart = step * window.dilation // spread
+        reached = outputs + (taps - 1) * apart
+        low = -(at // spread)
+        yield Phase(
+            first,
+            slice(tap, None, step),
+            Window(
+                window.size, taps, 1, low, reached - window.size - low, 1, max(1, apart)
+            ),
+        )
