@@ -22,7 +22,7 @@ from replicax.estimator import (
     load_saved_model,
     train_and_evaluate,
 )
-from replicax.estimator.evaluating import write_eval_metrics
+from replicax.evaluations import append_evaluation
 
 X = np.ones((4, 2), "float32")
 RECEIVER_FN = build_raw_serving_input_receiver_fn({"x": X})
@@ -103,9 +103,9 @@ def test_the_best_exporter_exports_better_ones(estimator) -> None:
 def test_the_best_exporter_knows_of_earlier_runs(estimator) -> None:
     evaluations = Path(estimator.eval_dir())
     for step, loss in ((1, 2.0), (2, 1.0), (3, 5.0)):
-        write_eval_metrics(evaluations, {"loss": loss, "global_step": step}, "x")
+        append_evaluation(evaluations, "x", {"loss": loss, "global_step": step})
     # As in training: the evaluation in question is listed already.
-    write_eval_metrics(evaluations, {"loss": 1.5, "global_step": 4}, "x")
+    append_evaluation(evaluations, "x", {"loss": 1.5, "global_step": 4})
     exporter = BestExporter(serving_input_receiver_fn=RECEIVER_FN)
     assert export(exporter, estimator, {"loss": 1.5, "global_step": 4}) is None
     assert export(exporter, estimator, {"loss": 0.5, "global_step": 5}) is not None
@@ -116,7 +116,7 @@ def test_the_best_exporter_knows_of_earlier_runs(estimator) -> None:
 
 def test_a_restart_repeats_an_export_that_was_the_best(estimator) -> None:
     evaluations = Path(estimator.eval_dir())
-    write_eval_metrics(evaluations, {"loss": 2.0, "global_step": 1}, "x")
+    append_evaluation(evaluations, "x", {"loss": 2.0, "global_step": 1})
     exporter = BestExporter(serving_input_receiver_fn=RECEIVER_FN)
     assert export(exporter, estimator, {"loss": 2.0, "global_step": 1}) is not None
 

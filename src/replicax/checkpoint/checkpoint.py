@@ -23,7 +23,7 @@ from replicax.checkpoint.storage import Contents
 from replicax.cluster import workers
 from replicax.errors import CheckpointError
 
-__all__ = ["Checkpoint", "RestoreStatus", "compare"]
+__all__ = ["Checkpoint", "RestoreStatus", "compare", "write_existing"]
 
 _logger = logging.getLogger("replicax")
 
@@ -321,6 +321,22 @@ def compare(
             "they were when the checkpoint was saved, or restore only some of them."
         )
     return RestoreStatus(path, missing, unused)
+
+
+def write_existing(
+    slots: Iterable[ArraySlot | ValueSlot], contents: Contents, path: str
+) -> None:
+    """Set arrays from a checkpoint that has all of them, and may have more.
+
+    Raises:
+        CheckpointError: If it has not, or if something has another shape or dtype;
+            nothing is changed then.
+    """
+    slots = list(slots)
+    compare(slots, contents, path).assert_existing_objects_matched()
+    for slot in slots:
+        if isinstance(slot, ArraySlot):
+            slot.write(contents.arrays[slot.name])
 
 
 def _describe(shape: Iterable[int], dtype: Any) -> str:

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from replicax.disk import sync
 from replicax.errors import CheckpointError
 
 __all__ = ["MANIFEST", "Contents", "part_of", "read", "remove", "write"]
@@ -63,7 +64,7 @@ def write(path: Path, contents: Contents) -> None:
         manifest = _manifest(part, contents)
         (part / MANIFEST).write_text(manifest, encoding="utf-8")
         for file in _walk(part):
-            _sync(file)
+            sync(file)
         _rename(part, path)
     # Orbax and TensorStore report a full disk in exceptions of many kinds.
     except Exception as error:
@@ -129,7 +130,7 @@ def _rename(part: Path, path: Path) -> None:
         _delete(old)
         path.rename(old)
     part.rename(path)
-    _sync(path.parent)
+    sync(path.parent)
     _delete(old)
 
 
@@ -253,14 +254,6 @@ def _walk(folder: Path) -> Iterator[Path]:
     for root, _, files in os.walk(folder, topdown=False):
         yield from (Path(root, file) for file in sorted(files))
         yield Path(root)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _fingerprint(file: Path) -> dict[str, int]:

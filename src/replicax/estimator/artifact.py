@@ -24,9 +24,11 @@ from typing import Any
 
 import numpy as np
 
+from replicax.disk import sync
 from replicax.errors import CheckpointError
 
 __all__ = [
+    "DEFAULT_SIGNATURE",
     "MANIFEST",
     "Artifact",
     "is_signature_name",
@@ -38,6 +40,7 @@ __all__ = [
 ]
 
 MANIFEST = "manifest.json"
+DEFAULT_SIGNATURE = "serving_default"
 _FORMAT = "replicax-saved-model"
 _VERSION = 1
 _PROGRAM = ".program"
@@ -84,10 +87,10 @@ def write(base: Path, artifact: Artifact) -> Path:
         np.savez(part / _VARIABLES, **flat)
         (part / MANIFEST).write_bytes(_manifest(artifact, part))
         for file in part.iterdir():
-            _sync(file)
-        _sync(part)
+            sync(file)
+        sync(part)
         path = _renamed(part, base)
-        _sync(base)
+        sync(base)
     except OSError as error:
         raise CheckpointError(
             f"saved model in {base}: could not be written: {error}. Make room, or give "
@@ -240,14 +243,6 @@ def _fingerprint(file: Path) -> dict[str, Any]:
     with file.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
         return {"bytes": stream.tell(), "sha256": digest}
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _damaged(path: Path, name: str, what: str) -> CheckpointError:

@@ -1,7 +1,6 @@
 """Hooks that end training when evaluations say so."""
 
 import operator
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,7 @@ from replicax.estimator.hooks import (
     SessionRunHook,
     SessionRunValues,
 )
+from replicax.estimator.interval import Interval
 
 __all__ = [
     "make_early_stopping_hook",
@@ -22,34 +22,23 @@ __all__ = [
 
 
 class _StopWhen(SessionRunHook):
-    def __init__(
-        self,
-        should_stop_fn: Callable[[], bool],
-        every_secs: float | None,
-        every_steps: int | None,
-    ) -> None:
+    def __init__(self, should_stop_fn: Callable[[], bool], every: Interval) -> None:
         self._should_stop = should_stop_fn
-        self._every_secs = every_secs
-        self._every_steps = every_steps
-        self._last: tuple[int, float] | None = None
+        self._every = every
 
     def begin(self) -> None:
         """Count from here."""
-        self._last = None
+        self._every.last = None
 
     def after_run(
         self, run_context: SessionRunContext, run_values: SessionRunValues
     ) -> None:
         """Ask, where it is due."""
         step = run_context.session.global_step
-        if self._last is None:
-            self._last = (step, time.monotonic())
-        if self._every_steps is not None:
-            due = step >= self._last[0] + self._every_steps
-        else:
-            due = time.monotonic() >= self._last[1] + (self._every_secs or 0.0)
-        if due:
-            self._last = (step, time.monotonic())
+        if self._every.last is None:
+            self._every.happened(step)
+        if self._every.is_due(step):
+            self._every.happened(step)
             if self._should_stop():
                 run_context.request_stop()
 
@@ -93,7 +82,7 @@ def make_early_stopping_hook(
             f"make_early_stopping_hook: the interval must not be negative; got "
             f"{interval!r}."
         )
-    return _StopWhen(should_stop_fn, run_every_secs, run_every_steps)
+    return _StopWhen(should_stop_fn, Interval(run_every_steps, run_every_secs))
 
 
 def stop_if_no_decrease_hook(
@@ -121,13 +110,14 @@ def stop_if_no_decrease_hook(
     Raises:
         ValueError: When it looks: if evaluations have no such metric.
     """
-    return _without_progress(
+    return _stopping(
         "stop_if_no_decrease_hook",
-        operator.lt,
+        _without_progress(operator.lt, max_steps_without_decrease, min_steps),
         estimator,
         metric_name,
-        max_steps_without_decrease,
-        (eval_dir, min_steps, run_every_secs, run_every_steps),
+        eval_dir,
+        run_every_secs,
+        run_every_steps,
     )
 
 
@@ -144,13 +134,14 @@ def stop_if_no_increase_hook(
 
     (TF: `tf.estimator.experimental.stop_if_no_increase_hook`.)
     """
-    return _without_progress(
+    return _stopping(
         "stop_if_no_increase_hook",
-        operator.gt,
+        _without_progress(operator.gt, max_steps_without_increase, min_steps),
         estimator,
         metric_name,
-        max_steps_without_increase,
-        (eval_dir, min_steps, run_every_secs, run_every_steps),
+        eval_dir,
+        run_every_secs,
+        run_every_steps,
     )
 
 
@@ -168,13 +159,14 @@ def stop_if_higher_hook(
     (TF: `tf.estimator.experimental.stop_if_higher_hook`.) Arguments as for
     `stop_if_no_decrease_hook`.
     """
-    return _beyond(
+    return _stopping(
         "stop_if_higher_hook",
-        operator.gt,
+        _beyond(operator.gt, threshold, min_steps),
         estimator,
         metric_name,
-        threshold,
-        (eval_dir, min_steps, run_every_secs, run_every_steps),
+        eval_dir,
+        run_every_secs,
+        run_every_steps,
     )
 
 
@@ -192,63 +184,66 @@ def stop_if_lower_hook(
     (TF: `tf.estimator.experimental.stop_if_lower_hook`.) Arguments as for
     `stop_if_no_decrease_hook`.
     """
-    return _beyond(
+    return _stopping(
         "stop_if_lower_hook",
-        operator.lt,
+        _beyond(operator.lt, threshold, min_steps),
         estimator,
         metric_name,
-        threshold,
-        (eval_dir, min_steps, run_every_secs, run_every_steps),
+        eval_dir,
+        run_every_secs,
+        run_every_steps,
     )
 
 
-_When = tuple[str | None, int, float | None, int | None]
+_Values = list[tuple[int, float]]
+"""A metric's values by global step, in its order."""
 
 
 def _without_progress(
-    caller: str,
-    is_better: Callable[[float, float], bool],
-    estimator: Any,
-    metric_name: str,
-    max_steps: int,
-    when: _When,
-) -> SessionRunHook:
-    eval_dir, min_steps, secs, steps = when
-
-    def should_stop() -> bool:
+    is_better: Callable[[float, float], bool], max_steps: int, min_steps: int
+) -> Callable[[_Values], bool]:
+    def says_stop(values: _Values) -> bool:
         best: tuple[int, float] | None = None
-        for step, value in _values(caller, estimator, eval_dir, metric_name):
+        for step, value in values:
             if best is None or is_better(value, best[1]):
                 best = (step, value)
             elif step >= min_steps and step - best[0] >= max_steps:
                 return True
         return False
 
-    return make_early_stopping_hook(estimator, should_stop, secs, steps)
+    return says_stop
 
 
 def _beyond(
+    is_beyond: Callable[[float, float], bool], threshold: float, min_steps: int
+) -> Callable[[_Values], bool]:
+    return lambda values: any(
+        step >= min_steps and is_beyond(value, threshold) for step, value in values
+    )
+
+
+def _stopping(
     caller: str,
-    is_beyond: Callable[[float, float], bool],
+    says_stop: Callable[[_Values], bool],
     estimator: Any,
     metric_name: str,
-    threshold: float,
-    when: _When,
+    eval_dir: str | None,
+    run_every_secs: float | None,
+    run_every_steps: int | None,
 ) -> SessionRunHook:
-    eval_dir, min_steps, secs, steps = when
+    """A hook that asks `says_stop` of the evaluations there are."""
 
     def should_stop() -> bool:
-        return any(
-            step >= min_steps and is_beyond(value, threshold)
-            for step, value in _values(caller, estimator, eval_dir, metric_name)
-        )
+        return says_stop(_values(caller, estimator, eval_dir, metric_name))
 
-    return make_early_stopping_hook(estimator, should_stop, secs, steps)
+    return make_early_stopping_hook(
+        estimator, should_stop, run_every_secs, run_every_steps
+    )
 
 
 def _values(
     caller: str, estimator: Any, eval_dir: str | None, metric_name: str
-) -> list[tuple[int, float]]:
+) -> _Values:
     results = read_eval_metrics(eval_dir or estimator.eval_dir())
     for step, metrics in results.items():
         if metric_name not in metrics:

@@ -15,7 +15,6 @@ from replicax.checkpoint import latest_checkpoint
 from replicax.estimator.evaluating import (
     Evaluation,
     predictions,
-    write_eval_metrics,
 )
 from replicax.estimator.exporting import export_model, tell_of_preprocess
 from replicax.estimator.feeding import HostStep, Input
@@ -29,6 +28,7 @@ from replicax.estimator.saving import (
 )
 from replicax.estimator.spec import ModeKeys
 from replicax.estimator.training import Training
+from replicax.evaluations import append_evaluation
 from replicax.strategy import Strategy
 
 __all__ = ["Estimator"]
@@ -180,7 +180,7 @@ class Estimator:
             return max_steps if steps is None else first + steps
 
         strategy = self._config.training_strategy()
-        key = (ModeKeys.TRAIN, id(strategy))
+        key = _key(ModeKeys.TRAIN, strategy)
         if strategy.workers.count == 1 and strategy.keeps_slots:
             path = self.latest_checkpoint()
             if path is None:
@@ -251,7 +251,7 @@ class Estimator:
         evaluation = Evaluation(model, source, steps, list(hooks or []))
         results, path = evaluation.run(find_path)
         if strategy.is_chief:
-            write_eval_metrics(Path(self.eval_dir(name)), results, path)
+            append_evaluation(Path(self.eval_dir(name)), path, results)
         _logger.info("Evaluation of %s: %s", path, results)
         return results
 
@@ -287,7 +287,7 @@ class Estimator:
             hook.begin()
         every = list(hooks or [])
         # Another generator meanwhile, of another checkpoint, makes a model of its own.
-        key = (ModeKeys.PREDICT, None)
+        key = _key(ModeKeys.PREDICT, model.strategy)
         self._models.pop(key, None)
         try:
             for batch in predictions(model, source, find_path, every):
@@ -408,7 +408,7 @@ class Estimator:
         )
 
     def _model(self, mode: ModeKeys, strategy: Strategy) -> Model:
-        key = (mode, None if mode == ModeKeys.PREDICT else id(strategy))
+        key = _key(mode, strategy)
         if key not in self._models:
             strategy.synchronize_random_state()
             seed = self._config.tf_random_seed
@@ -430,6 +430,10 @@ class Estimator:
                 "Call train first, or give the model_dir of a trained model."
             )
         return os.fspath(found)
+
+
+def _key(mode: ModeKeys, strategy: Strategy) -> tuple[ModeKeys, int]:
+    return mode, id(strategy)  # A model keeps its strategy alive.
 
 
 def _model_dir(given: str | os.PathLike[str] | None, config: RunConfig) -> str:

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,15 +9,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from replicax.estimator.feeding import Input
+from replicax.estimator.feeding import Input, first_step
 from replicax.estimator.model import Model
 from replicax.estimator.saving import restore_found
-from replicax.estimator.training import run_hooks
+from replicax.estimator.training import run_hooks, started_hooks
+from replicax.evaluations import METRICS_FILE
 from replicax.values import PerReplica
 
-__all__ = ["Evaluation", "predictions", "read_eval_metrics", "write_eval_metrics"]
-
-_METRICS_FILE = "metrics.jsonl"
+__all__ = ["Evaluation", "predictions", "read_eval_metrics"]
 
 
 class Evaluation:
@@ -67,20 +65,11 @@ class Evaluation:
         self, steps: Any, find_path: Callable[[], str]
     ) -> tuple[dict[str, Any], str]:
         model = self._model
-        first = next(steps, None)
-        if first is None:
-            raise ValueError(
-                "Estimator.evaluate: the input_fn gives no batch, or too few for one "
-                f"step of {model.strategy.num_replicas_in_sync} replicas."
-            )
+        first = first_step(steps, model.strategy, "evaluate")
         model.build(*first[0])
         path = restore_found(model, find_path)
         self.global_step = int(model.global_step.numpy())
-        hooks = [*self._hooks, *model.spec.hooks()]
-        for hook in model.spec.hooks():
-            hook.begin()
-        for hook in hooks:
-            hook.after_create_session(self, None)
+        hooks = started_hooks(self, self._hooks, model.spec.hooks())
         metrics = model.metrics | {"loss": model.loss}
         for metric in metrics.values():
             metric.reset_state()
@@ -89,7 +78,9 @@ class Evaluation:
             run_hooks(
                 self,
                 hooks,
-                lambda f=features, y=labels, n=active: model.evaluate(f, y, n),
+                lambda f=features, y=labels, n=active: model.evaluate(
+                    f, y, n, watched=bool(hooks)
+                ),
             )
             if self._stops and model.strategy.workers.count == 1:
                 break
@@ -108,17 +99,6 @@ def _flat(results: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def write_eval_metrics(
-    folder: Path, results: Mapping[str, Any], checkpoint: str
-) -> None:
-    """Add a line to the evaluations in a folder."""
-    line = {"checkpoint": checkpoint, "time": time.time()}
-    line |= {k: np.asarray(v).tolist() for k, v in results.items()}
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / _METRICS_FILE).open("a") as stream:
-        stream.write(json.dumps(line) + "\n")
-
-
 def read_eval_metrics(eval_dir: str | Path) -> dict[int, dict[str, Any]]:
     """The evaluations in a folder by their global step, in its order.
 
@@ -131,7 +111,7 @@ def read_eval_metrics(eval_dir: str | Path) -> dict[int, dict[str, Any]]:
     Returns:
         For each global step the metrics by name; empty if there is no evaluation.
     """
-    file = Path(eval_dir) / _METRICS_FILE
+    file = Path(eval_dir) / METRICS_FILE
     if not file.exists():
         return {}
     found: dict[int, dict[str, Any]] = {}

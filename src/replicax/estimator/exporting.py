@@ -13,16 +13,19 @@ import numpy as np
 from jax import export
 
 from replicax._version import __version__
-from replicax.estimator.artifact import Artifact, is_signature_name, write
+from replicax.estimator.artifact import (
+    DEFAULT_SIGNATURE,
+    Artifact,
+    is_signature_name,
+    write,
+)
 from replicax.estimator.host import HostSide
 from replicax.estimator.host_half import HostHalf, host_half_config
 from replicax.estimator.model import Model
 from replicax.estimator.receivers import SINGLE, ArraySpec, Received, received
 from replicax.estimator.saving import restore
 
-__all__ = ["DEFAULT_SIGNATURE", "export_model", "tell_of_preprocess"]
-
-DEFAULT_SIGNATURE = "serving_default"
+__all__ = ["export_model", "tell_of_preprocess"]
 
 _PLATFORMS = ("cpu", "cuda", "tpu")
 _KNOWN_PLATFORMS = (*_PLATFORMS, "rocm")

@@ -1,12 +1,12 @@
 """What an `input_fn` returns, as steps of a strategy."""
 
-import inspect
 import itertools
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import numpy as np
 
+from replicax.estimator.arguments import wanted_arguments
 from replicax.estimator.spec import ModeKeys
 from replicax.input import InputContext
 from replicax.input.prefetch import close_iterator
@@ -14,7 +14,7 @@ from replicax.input.sources import is_arrays, raw_batches
 from replicax.input.uneven import UnevenBatches
 from replicax.strategy import Strategy
 
-__all__ = ["HostStep", "Input"]
+__all__ = ["HostStep", "Input", "first_step"]
 
 HostStep = Callable[[Any, Any], tuple[Any, Any]]
 """Makes a batch's features and labels ready on the host: arrays of numbers."""
@@ -58,20 +58,7 @@ class Input:
         self._needs_labels = needs_labels
         self._given = {"mode": mode, "params": params, "config": config}
         names = [*self._given, "input_context"]
-        parameters = inspect.signature(input_fn).parameters.values()
-        unknown = [
-            p.name
-            for p in parameters
-            if p.default is p.empty
-            and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
-            and p.name not in names
-        ]
-        if unknown:
-            raise ValueError(
-                f"Estimator: input_fn has the arguments {unknown}. It is called with "
-                f"those of {names} that it has."
-            )
-        self._accepted = {p.name for p in parameters} & set(names)
+        self._accepted = wanted_arguments(input_fn, "input_fn", names)
 
     def steps(self, strategy: Strategy, num_skipped: int = 0) -> Any:
         """An iterator over `((features, labels), num_active)`, leaves `PerReplica`.
@@ -128,6 +115,21 @@ class Input:
         if self._mode == ModeKeys.PREDICT:
             labels = None
         return _arrays(features), _arrays(labels)
+
+
+def first_step(steps: Iterator[Any], strategy: Strategy, method: str) -> Any:
+    """The first of an input's steps.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    first = next(steps, None)
+    if first is None:
+        raise ValueError(
+            f"Estimator.{method}: the input_fn gives no batch, or too few for one step "
+            f"of {strategy.num_replicas_in_sync} replicas."
+        )
+    return first
 
 
 def _arrays(value: Any) -> Any:

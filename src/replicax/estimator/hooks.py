@@ -3,11 +3,12 @@
 import dataclasses
 import logging
 import math
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+
+from replicax.estimator.interval import Interval
 
 __all__ = [
     "CheckpointSaverListener",
@@ -166,36 +167,16 @@ class StopAtStepHook(SessionRunHook):
             run_context.request_stop()
 
 
-class _Every:
-    """Says when something is due again, by steps or by seconds."""
-
-    def __init__(self, steps: int | None, seconds: float | None, caller: str) -> None:
-        if (steps is None) == (seconds is None):
-            raise ValueError(
-                f"{caller}: got an interval of {steps!r} steps and of {seconds!r} "
-                "seconds; give exactly one of them."
-            )
-        interval = seconds if steps is None else steps
-        if interval is None or not interval > 0:
-            raise ValueError(
-                f"{caller}: the interval must be positive; got {interval!r}."
-            )
-        self._steps = steps
-        self._seconds = seconds
-        self.last: tuple[int, float] | None = None
-
-    def is_due(self, step: int) -> bool:
-        if self.last is None:
-            return True
-        if self._steps is not None:
-            return step >= self.last[0] + self._steps
-        return time.monotonic() >= self.last[1] + (self._seconds or 0.0)
-
-    def happened(self, step: int) -> tuple[int, float] | None:
-        """Start again from here; steps and seconds since the last time."""
-        now, before = (step, time.monotonic()), self.last
-        self.last = now
-        return None if before is None else (now[0] - before[0], now[1] - before[1])
+def _interval(steps: int | None, seconds: float | None, caller: str) -> Interval:
+    if (steps is None) == (seconds is None):
+        raise ValueError(
+            f"{caller}: got an interval of {steps!r} steps and of {seconds!r} "
+            "seconds; give exactly one of them."
+        )
+    length = seconds if steps is None else steps
+    if length is None or not length > 0:
+        raise ValueError(f"{caller}: the interval must be positive; got {length!r}.")
+    return Interval(steps, seconds)
 
 
 class StepCounterHook(SessionRunHook):
@@ -215,7 +196,7 @@ class StepCounterHook(SessionRunHook):
         self, every_n_steps: int | None = 100, every_n_secs: float | None = None
     ) -> None:
         steps = None if every_n_secs is not None else every_n_steps
-        self._every = _Every(steps, every_n_secs, "StepCounterHook")
+        self._every = _interval(steps, every_n_secs, "StepCounterHook")
         self.steps_per_second: float | None = None
 
     def begin(self) -> None:
@@ -268,7 +249,7 @@ class LoggingTensorHook(SessionRunHook):
         self._every = (
             None
             if at_end and every_n_iter is None and every_n_secs is None
-            else _Every(every_n_iter, every_n_secs, "LoggingTensorHook")
+            else _interval(every_n_iter, every_n_secs, "LoggingTensorHook")
         )
         self._at_end = at_end
         self._format = formatter or _formatted
@@ -336,7 +317,7 @@ class NanTensorHook(SessionRunHook):
     ) -> None:
         self._name = loss_tensor
         self._fails = fail_on_nan_loss
-        self._every = _Every(every_n_iter, None, "NanTensorHook")
+        self._every = _interval(every_n_iter, None, "NanTensorHook")
 
     def begin(self) -> None:
         """Look at the first step."""

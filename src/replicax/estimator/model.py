@@ -15,6 +15,7 @@ import keras
 
 from replicax.collectives import ReduceOp
 from replicax.errors import ContextError
+from replicax.estimator.arguments import wanted_arguments
 from replicax.estimator.spec import EstimatorSpec, ModeKeys, stepping
 from replicax.gradients import value_and_grad
 from replicax.keras import internals
@@ -51,23 +52,12 @@ class ModelFunction:
         self.params = copy.copy(dict(params))
         self._model_fn = model_fn
         self._config = config
+        self._accepted = wanted_arguments(
+            model_fn, "model_fn", _OPTIONAL, given=("features",)
+        )
         parameters = inspect.signature(model_fn).parameters.values()
         if any(p.kind is p.VAR_KEYWORD for p in parameters):
             self._accepted = set(_OPTIONAL)
-        else:
-            self._accepted = {p.name for p in parameters} & set(_OPTIONAL)
-        needed = [
-            p.name
-            for p in parameters
-            if p.default is p.empty
-            and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
-            and p.name not in ("features", *_OPTIONAL)
-        ]
-        if needed:
-            raise ValueError(
-                f"Estimator: model_fn has the arguments {needed}. It is called with "
-                f"features and those of {list(_OPTIONAL)} that it has."
-            )
         if params and "params" not in self._accepted:
             raise ValueError(
                 f"Estimator: got params={dict(params)!r}, but model_fn has no argument "
@@ -243,12 +233,13 @@ class Model:
         self, features: Any, labels: Any, num_active: int | None, *, watched: bool
     ) -> Any:
         """One training step; the loss and, if `watched`, what hooks may ask for."""
-        step = self._watched_train_step if watched else self._train_step
-        return self._run(step, features, labels, num_active)
+        return self._run(self._train_step, (features, labels, watched), num_active)
 
-    def evaluate(self, features: Any, labels: Any, num_active: int | None) -> Any:
-        """Update the metrics from one batch per replica."""
-        return self._run(self._eval_step, features, labels, num_active)
+    def evaluate(
+        self, features: Any, labels: Any, num_active: int | None, *, watched: bool
+    ) -> Any:
+        """Update the metrics from one batch per replica; returns what `train` does."""
+        return self._run(self._eval_step, (features, labels, watched), num_active)
 
     def results(self) -> dict[str, Any]:
         """The metrics' results and the mean `loss`, on the host."""
@@ -264,18 +255,13 @@ class Model:
 
     def predict(self, features: Any) -> Any:
         """Predictions for one batch per replica."""
-        return self._run(self._predict_step, features, None, None)
+        return self._run(self._predict_step, (features,), None)
 
-    def _run(self, step: Any, features: Any, labels: Any, active: int | None) -> Any:
+    def _run(self, step: Any, args: tuple[Any, ...], active: int | None) -> Any:
         options = Options(gradient_op=ReduceOp.MEAN, num_active=active)
-        return self.strategy.run_as(options, step, (features, labels))
+        return self.strategy.run_as(options, step, args)
 
-    def _watched_train_step(self, features: Any, labels: Any) -> dict[str, Any]:
-        return self._train_step(features, labels, watched=True)
-
-    def _train_step(
-        self, features: Any, labels: Any, *, watched: bool = False
-    ) -> dict[str, Any]:
+    def _train_step(self, features: Any, labels: Any, watched: bool) -> dict[str, Any]:
         def loss_fn() -> tuple[Any, Any]:
             spec = self._call(features, labels)
             tensors = self._tensors(spec) if watched else {}
@@ -295,17 +281,18 @@ class Model:
         self.global_step.assign_add(1)
         return tensors | {"loss": current_context().mean(loss)}
 
-    def _eval_step(self, features: Any, labels: Any) -> dict[str, Any]:
+    def _eval_step(self, features: Any, labels: Any, watched: bool) -> dict[str, Any]:
         spec = self._call(features, labels)
         self.loss.update_state(spec.loss)
-        return self._tensors(spec) | {"loss": current_context().mean(spec.loss)}
+        tensors = self._tensors(spec) if watched else {}
+        return tensors | {"loss": current_context().mean(spec.loss)}
 
     def _result_step(self) -> dict[str, Any]:
         metrics = self.metrics | {"loss": self.loss}
         return {name: metric.result() for name, metric in metrics.items()}
 
-    def _predict_step(self, features: Any, labels: Any) -> Any:
-        return self._call(features, labels).predictions
+    def _predict_step(self, features: Any) -> Any:
+        return self._call(features, None).predictions
 
     def _tensors(self, spec: EstimatorSpec) -> dict[str, Any]:
         """What hooks may ask for by name."""

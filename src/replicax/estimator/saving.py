@@ -1,15 +1,15 @@
 """The state of a model in its `model_dir`: when it is saved, how it is restored."""
 
 import logging
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from replicax.checkpoint import Checkpoint, CheckpointError, CheckpointManager, storage
-from replicax.checkpoint.checkpoint import RestoreStatus, compare
-from replicax.checkpoint.slots import ArraySlot, bind
+from replicax.checkpoint.checkpoint import RestoreStatus, compare, write_existing
+from replicax.checkpoint.slots import bind
 from replicax.checkpoint.storage import Contents
+from replicax.estimator.interval import Interval
 from replicax.estimator.model import Model
 from replicax.estimator.run_config import RunConfig
 from replicax.keras.internals import reference_of
@@ -123,7 +123,6 @@ class Saver:
         self, model: Model, directory: str, config: RunConfig, position: Position
     ) -> None:
         self._model = model
-        self._config = config
         self._position = position
         self._manager = CheckpointManager(
             _State(model, position),
@@ -134,8 +133,10 @@ class Saver:
         strategy = model.strategy
         # Workers that train in step save together; of others the chief saves.
         self._saves = strategy.is_chief or strategy.workers.count > 1
-        self._last_step = 0
-        self._last_time = time.monotonic()
+        self._interval = Interval(
+            config.save_checkpoints_steps, config.save_checkpoints_secs
+        )
+        self._interval.happened(0)
         self._saved: tuple[int, int] | None = None
 
     def restore(self) -> str | None:
@@ -143,20 +144,17 @@ class Saver:
         path = self._manager.restore_or_initialize()
         if path is not None:
             step = int(self._model.global_step.numpy())
-            self._last_step, self._saved = step, (step, self._position.num_steps)
+            self._interval.happened(step)
+            self._saved = (step, self._position.num_steps)
         return path
 
     def is_due(self, step: int) -> bool:
         """Whether this process would save now."""
-        if self._config.save_checkpoints_steps is not None:
-            return step >= self._last_step + self._config.save_checkpoints_steps
-        return time.monotonic() >= self._last_time + (
-            self._config.save_checkpoints_secs or 0.0
-        )
+        return self._interval.is_due(step)
 
     def save(self, step: int, *, wait: bool = False) -> bool:
         """Save the state under a step's number; whether there was anything new."""
-        self._last_step, self._last_time = step, time.monotonic()
+        self._interval.happened(step)
         state = (step, self._position.num_steps)
         if state == self._saved or not self._saves:
             return False
@@ -193,13 +191,9 @@ def restore(model: Model, path: str) -> int:
         *bind("global_step", model.global_step).slots,
     ]
     try:
-        status = compare(slots, contents, path)
-        status.assert_existing_objects_matched()
+        write_existing(slots, contents, path)
     except CheckpointError as error:
         raise _other_model(path, error) from None
-    for slot in slots:
-        if isinstance(slot, ArraySlot):
-            slot.write(contents.arrays[slot.name])
     return int(contents.arrays["global_step"])
 
 

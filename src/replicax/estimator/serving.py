@@ -10,13 +10,11 @@ import numpy as np
 from jax import export
 
 from replicax.errors import CheckpointError
-from replicax.estimator.artifact import newest, read
+from replicax.estimator.artifact import DEFAULT_SIGNATURE, newest, read
 from replicax.estimator.host_half import HostHalf
 from replicax.estimator.receivers import SINGLE, ArraySpec
 
 __all__ = ["SavedModel", "load_saved_model"]
-
-_DEFAULT = "serving_default"
 
 
 class SavedModel:
@@ -48,7 +46,7 @@ class SavedModel:
         self._programs = {n: jax.jit(e.call) for n, e in exported.items()}
         self._variables = jax.device_put(dict(artifact.variables))
 
-    def inputs(self, signature: str = _DEFAULT) -> dict[str, ArraySpec]:
+    def inputs(self, signature: str = DEFAULT_SIGNATURE) -> dict[str, ArraySpec]:
         """What a signature takes, by name.
 
         Raises:
@@ -56,7 +54,7 @@ class SavedModel:
         """
         return dict(self._inputs[self._known(signature)])
 
-    def outputs(self, signature: str = _DEFAULT) -> dict[str, ArraySpec]:
+    def outputs(self, signature: str = DEFAULT_SIGNATURE) -> dict[str, ArraySpec]:
         """What a signature returns, by name.
 
         Raises:
@@ -65,7 +63,7 @@ class SavedModel:
         return dict(self._outputs[self._known(signature)])
 
     def __call__(
-        self, features: Any, signature: str = _DEFAULT
+        self, features: Any, signature: str = DEFAULT_SIGNATURE
     ) -> dict[str, np.ndarray]:
         """Predictions for a batch.
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from replicax.estimator.feeding import Input
+from replicax.estimator.feeding import Input, first_step
 from replicax.estimator.hooks import (
     SessionRunArgs,
     SessionRunContext,
@@ -20,7 +20,7 @@ from replicax.estimator.model import Model
 from replicax.estimator.run_config import RunConfig
 from replicax.estimator.saving import Position, Saver
 
-__all__ = ["Training", "run_hooks"]
+__all__ = ["Training", "run_hooks", "started_hooks"]
 
 _logger = logging.getLogger("replicax")
 
@@ -94,12 +94,7 @@ class Training:
                 "Estimator.train: backup_workers need batches that all workers read, "
                 "and an input_fn is each worker's own. Leave them out, or use fit."
             )
-        first = next(steps, None)
-        if first is None:
-            raise ValueError(
-                "Estimator.train: the input_fn gives no batch, or too few for one step "
-                f"of {self._model.strategy.num_replicas_in_sync} replicas."
-            )
+        first = first_step(steps, self._model.strategy, "train")
         self._model.build(*first[0])
         saver = Saver(self._model, self._directory, self._config, self._position)
         if saver.restore() is None:
@@ -110,12 +105,7 @@ class Training:
             _logger.info("Training is skipped: step %d is reached.", self.global_step)
             saver.close(finished=self._marks_end)
             return
-        own = self._model.spec.hooks()
-        for hook in own:
-            hook.begin()
-        self._hooks += own
-        for hook in self._hooks:
-            hook.after_create_session(self, None)
+        self._hooks = started_hooks(self, self._hooks, self._model.spec.hooks())
         self._loop(steps, self._first_item(steps, first), saver, last)
         self._model.finalize()
         self._position.num_steps = 0  # Ended by itself: the next call begins anew.
@@ -237,6 +227,22 @@ class _Log:
             _logger.info("loss = %.8g, step = %d", value, step)
         else:
             _logger.info("loss = %.8g, step = %d, %.4g steps/s", value, step, speed)
+
+
+def started_hooks(session: Any, hooks: Sequence[Any], own: Sequence[Any]) -> list[Any]:
+    """The hooks of a loop whose variables have their values.
+
+    Args:
+        session: The loop.
+        hooks: The user's, which have begun.
+        own: The spec's, which have not.
+    """
+    for hook in own:
+        hook.begin()
+    every = [*hooks, *own]
+    for hook in every:
+        hook.after_create_session(session, None)
+    return every
 
 
 def run_hooks(

@@ -32,7 +32,11 @@ from replicax.input.split import (
 )
 from replicax.values import PerReplica
 
-__all__ = ["DistributedDataset", "DistributedDatasetFromFunction"]
+__all__ = [
+    "DistributedDataset",
+    "DistributedDatasetFromFunction",
+    "own_copies",
+]
 
 _AXIS = "replica"
 
@@ -353,7 +357,7 @@ class DistributedDatasetFromFunction(_Distributed):
         num_replicas = self._num_local
         with closing(batches(self._fn(self._context))) as source:
             for index in itertools.count():
-                group = list(itertools.islice(source, num_replicas))
+                group = own_copies(itertools.islice(source, num_replicas), num_replicas)
                 if not group:
                     return
                 split = stack_replica_batches(group, num_replicas, self._remainder)
@@ -365,6 +369,20 @@ class DistributedDatasetFromFunction(_Distributed):
                         "remainder='pad'."
                     )
                 yield split
+
+
+def own_copies(batches: Iterable[Any], number: int) -> list[Any]:
+    """Batches that are read one after another, at most `number` of them.
+
+    A dataset may fill the same buffers with its next batch, so of several each is
+    copied before the next one is read.
+    """
+    if number == 1:
+        return list(batches)
+    return [
+        jax.tree.map(lambda x: np.array(x) if isinstance(x, np.ndarray) else x, batch)
+        for batch in batches
+    ]
 
 
 def _size(batch: Any) -> int:

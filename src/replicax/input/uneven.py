@@ -7,9 +7,11 @@ from contextlib import closing
 from typing import Any
 
 import jax
-import numpy as np
 
-from replicax.input.distributed import DistributedDatasetFromFunction
+from replicax.input.distributed import (
+    DistributedDatasetFromFunction,
+    own_copies,
+)
 from replicax.input.position import DistributedIterator
 from replicax.input.sources import batches
 from replicax.input.split import Remainder, Split, leading_size, stack_replica_batches
@@ -44,7 +46,7 @@ class UnevenBatches(DistributedDatasetFromFunction):
         size = self._num_local
         with closing(batches(lambda: self._fn(self._context))) as source:
             for _, alike in itertools.groupby(source, _shapes):
-                while group := list(map(_kept, itertools.islice(alike, size))):
+                while group := own_copies(itertools.islice(alike, size), size):
                     yield self._step(group)
 
     def _step(self, group: list[Any]) -> Split:
@@ -55,13 +57,6 @@ class UnevenBatches(DistributedDatasetFromFunction):
 
     def _place(self, split: Split) -> Any:
         return super()._place(split), getattr(split, "num_active", None)
-
-
-def _kept(batch: Any) -> Any:
-    """A copy: the dataset may fill the same buffers with its next batch."""
-    return jax.tree.map(
-        lambda x: np.array(x) if isinstance(x, np.ndarray) else x, batch
-    )
 
 
 def _shapes(batch: Any) -> Any:

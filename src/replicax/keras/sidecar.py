@@ -1,18 +1,16 @@
 """SidecarEvaluator: evaluates checkpoints while another process trains."""
 
-import json
 import os
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import keras
 
-from replicax.checkpoint import storage
-from replicax.checkpoint.checkpoint import compare
-from replicax.checkpoint.slots import ArraySlot, bind
+from replicax.checkpoint.checkpoint import write_existing
+from replicax.checkpoint.slots import bind
 from replicax.checkpoint.watching import CheckpointWatch
+from replicax.evaluations import append_evaluation
 
 __all__ = ["SidecarEvaluator"]
 
@@ -84,17 +82,11 @@ class SidecarEvaluator:
             if found is None:
                 return
             path, contents = found
-            self._restore(contents, os.fspath(path))
+            # It has more than the model: the optimizer for one.
+            slots = bind("model", self._model).slots
+            write_existing(slots, contents, os.fspath(path))
             self._evaluate(os.fspath(path))
             number += 1
-
-    def _restore(self, contents: storage.Contents, path: str) -> None:
-        """Take the model from a checkpoint, which has more: its optimizer for one."""
-        slots = bind("model", self._model).slots
-        compare(slots, contents, path).assert_existing_objects_matched()
-        for slot in slots:
-            if isinstance(slot, ArraySlot):
-                slot.write(contents.arrays[slot.name])
 
     def _evaluate(self, path: str) -> None:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(self._data)
@@ -108,9 +100,6 @@ class SidecarEvaluator:
             return_dict=True,
         )
         results = {name: float(value) for name, value in results.items()}
-        line = {"checkpoint": path, "time": time.time(), **results}
-        self._log_dir.mkdir(parents=True, exist_ok=True)
-        with (self._log_dir / "metrics.jsonl").open("a") as stream:
-            stream.write(json.dumps(line) + "\n")
+        append_evaluation(self._log_dir, path, results)
         numbers = ", ".join(f"{name} {value:.4g}" for name, value in results.items())
         print(f"{path}: {numbers}", flush=True)

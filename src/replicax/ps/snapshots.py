@@ -27,6 +27,8 @@ from typing import Any, Protocol
 import ml_dtypes  # noqa: F401  NumPy learns of bfloat16.
 import numpy as np
 
+from replicax.disk import sync
+
 __all__ = ["Snapshot", "Snapshots"]
 
 _logger = logging.getLogger("replicax")
@@ -205,7 +207,7 @@ class Snapshots:
             part.mkdir()
             _write_files(part, state, board)
             part.rename(path)
-            _sync(self.folder)
+            sync(self.folder)
         except OSError:
             shutil.rmtree(part, ignore_errors=True)
             raise
@@ -317,7 +319,7 @@ def _write_files(folder: Path, state: Mapping[str, Any], board: Any) -> None:
         with (folder / name).open("wb") as file:
             file.write(content)
             _flush(file)
-    _sync(folder)
+    sync(folder)
 
 
 def _read(path: Path) -> Snapshot:
@@ -360,12 +362,3 @@ def _check(file: Path, size: int, expected: str) -> None:
 def _flush(file: Any) -> None:
     file.flush()
     os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    """Have a folder's entries on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
