@@ -16,6 +16,9 @@ if importlib.util.find_spec("libtpu") and not Path("/dev/nvidia0").exists():
 if os.environ.get("JAX_PLATFORMS") == "cpu":
     os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
+# No test depends on what earlier ones left in a user's folder.
+os.environ["REPLICAX_COMPILATION_CACHE"] = "off"
+
 import replicax as rx
 
 rx.set_logical_devices(8)

@@ -362,6 +362,9 @@ def test_in_shard_map(check) -> None:
         return y, dx, jax.tree.map(lambda a: a[None], dw)
 
     assert_equal(*both(run, x, w))
+    with cpu_convolutions.using("products"):
+        # Gradients have types that name the mesh.
+        assert "stablehlo.convolution" not in lowered(run, x, w)
 
 
 def test_with_arrays_that_are_sharded() -> None:
@@ -496,9 +499,18 @@ def test_an_unknown_mode_is_refused() -> None:
         stack.enter_context(cpu_convolutions.using("dots"))
 
 
-def test_a_jax_without_the_table_is_named(monkeypatch) -> None:
+def test_a_jax_without_the_table_keeps_its_convolutions(monkeypatch, caplog) -> None:
     monkeypatch.setattr(lowering.mlir, "_platform_specific_lowerings", None)
-    with pytest.raises(RuntimeError, match="REPLICAX_CPU_CONVOLUTIONS=xla"):
-        cpu_convolutions.install()
+    caplog.set_level("INFO", logger="replicax")
+    cpu_convolutions.install()
+    assert "all of them are left to XLA" in caplog.text
+    caplog.clear()
     monkeypatch.setenv("REPLICAX_CPU_CONVOLUTIONS", "xla")
     cpu_convolutions.install()
+    assert not caplog.text
+
+
+def test_an_unknown_mode_in_the_environment_is_refused(monkeypatch) -> None:
+    monkeypatch.setenv("REPLICAX_CPU_CONVOLUTIONS", "off")
+    with pytest.raises(ValueError, match=r"'off'.*'products', 'xla'"):
+        cpu_convolutions.install()

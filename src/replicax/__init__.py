@@ -143,4 +143,4 @@ __all__ = [
 
 compat.install()
 hooks.install()
-cpu_convolutions.install_if_asked()
+cpu_convolutions.install()

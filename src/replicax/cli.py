@@ -16,6 +16,7 @@ from rich.text import Text
 
 from replicax import __version__
 from replicax.cluster.config import TaskConfig, tf_config
+from replicax.commands.bench import bench
 from replicax.commands.manifest import manifest
 from replicax.commands.plan import plan
 from replicax.commands.run import run
@@ -46,6 +47,7 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+app.command()(bench)
 # What follows the script belongs to the script.
 app.command(context_settings={"allow_interspersed_args": False})(manifest)
 app.command(context_settings={"allow_interspersed_args": False})(plan)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from replicax import combine, placement
+from replicax import combine, compilation_cache, placement
 from replicax.arguments import Kind, flatten_call
 from replicax.axes import ReplicaAxes
 from replicax.cache import ProgramCache, describe, unwrap_partial
@@ -134,7 +134,9 @@ class Strategy(DatasetMaker):
             defers_updates=defers_updates,
         )
         self._rehearsal = current_rehearsal() if self._rehearses else None
-        if self._rehearsal is not None:
+        if self._rehearsal is None:
+            compilation_cache.turn_on(devices[0].platform)
+        else:
             self._require_rehearsable(holds_variables=home is None)
             home = self._rehearsal.home
             self._group = self._group.on(self._rehearsal.devices[: self._num_rehearsed])

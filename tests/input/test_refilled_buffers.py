@@ -1,6 +1,7 @@
 """Datasets that fill the same arrays with their next batch."""
 
 import numpy as np
+
 import replicax as rx
 
 

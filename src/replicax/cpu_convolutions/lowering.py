@@ -22,7 +22,7 @@ from replicax.cpu_convolutions.forms import (
     without_zeros,
 )
 
-__all__ = ["Mode", "install", "install_if_asked", "using"]
+__all__ = ["Mode", "install", "using"]
 
 Mode = Literal["products", "xla"]
 _SWITCH = "REPLICAX_CPU_CONVOLUTIONS"
@@ -36,36 +36,35 @@ _mode: contextvars.ContextVar[Mode | None] = contextvars.ContextVar(
 def install() -> None:
     """Lowers convolutions for CPUs to matrix products, where that is faster.
 
-    Programs for GPUs and TPUs are left alone, and so are those compiled before. A
-    second call changes nothing. `REPLICAX_CPU_CONVOLUTIONS=xla` in the environment
-    leaves all convolutions to XLA; it is read whenever a convolution is lowered.
+    Done on import. Programs for GPUs and TPUs are left alone, and so are those compiled
+    before. A second call changes nothing. `REPLICAX_CPU_CONVOLUTIONS=xla` in the
+    environment leaves all convolutions to XLA; it is read whenever one is lowered.
+    Versions of JAX that do not say how they lower convolutions keep theirs, which is
+    logged.
 
     Raises:
-        RuntimeError: If this version of JAX does not say how it lowers convolutions.
+        ValueError: If `REPLICAX_CPU_CONVOLUTIONS` has a mode that does not exist.
 
     Example:
         >>> install()
         >>> jax.jit(lambda x: lax.conv(x, x, (1, 1), "VALID"))(jnp.ones((1, 1, 2, 2)))
         Array([[[[4.]]]], dtype=float32)
     """
+    wanted = _current_mode() == "products"
     rule = _rule_of_jax()
     if rule is None:
-        if _current_mode() == "xla":
-            return
-        raise RuntimeError(
-            f"JAX {jax.__version__} does not say how it lowers convolutions for CPUs: "
-            f"set {_SWITCH}=xla to leave them to XLA, or use JAX 0.10.2."
-        )
+        if wanted:
+            _log.info(
+                "JAX %s does not say how it lowers convolutions for CPUs: all of them "
+                "are left to XLA, as with %s=xla.",
+                jax.__version__,
+                _SWITCH,
+            )
+        return
     if not isinstance(rule, functools.partial) or rule.func is not _lower:
         mlir.register_lowering(
             lax.conv_general_dilated_p, functools.partial(_lower, rule), platform="cpu"
         )
-
-
-def install_if_asked() -> None:
-    """`install`, if `REPLICAX_CPU_CONVOLUTIONS=products` is set; on import."""
-    if os.environ.get(_SWITCH) and _current_mode() == "products":
-        install()
 
 
 @contextlib.contextmanager
@@ -132,11 +131,15 @@ def _lower(
 
 
 def _is_sharded_explicitly(ctx: mlir.LoweringRuleContext, params: dict) -> bool:
-    """Whether types say how the arrays are sharded: the forms' reshapes would not."""
-    if params.get("out_sharding") is not None:
-        return True
+    """Whether types say how the arrays are sharded: the forms' reshapes would not.
+
+    In a replica function they name a mesh, and no axis of it.
+    """
     avals: list[Any] = [*ctx.avals_in, *ctx.avals_out]
-    return any(axis is not None for aval in avals for axis in aval.sharding.spec)
+    shardings = [aval.sharding for aval in avals]
+    if params.get("out_sharding") is not None:
+        shardings.append(params["out_sharding"])
+    return any(axis is not None for sharding in shardings for axis in sharding.spec)
 
 
 def _convolve(

@@ -1,0 +1,1 @@
+"""Step times of replicax beside other libraries, in turns on one machine."""

@@ -1,0 +1,91 @@
+"""Who is compared in which layout."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+__all__ = ["LAYOUTS", "Entry", "Environment", "Layout", "entries_of", "reference_of"]
+
+Environment = Literal["here", "tensorflow", "torch"]
+Layout = Literal["one", "logical", "processes"]
+
+LAYOUTS: dict[Layout, str] = {
+    "one": "one device with all cores",
+    "logical": "two logical devices in one process",
+    "processes": "two processes of one core each",
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of a table: a library, its way of training and where it runs.
+
+    Attributes:
+        name: What tables call it.
+        script: Its script in the folder `peers`.
+        environment: The Python that runs it.
+        loop: "custom", "fit", or "fit32", which is `steps_per_execution=32`.
+        processes: Number of processes, each on a core of its own if there are several.
+        devices: Logical devices of each process.
+        cores: Cores of each process; None: all.
+        batches: The global batch in multiples of the case's.
+        keras: Major version of Keras, for TensorFlow.
+    """
+
+    name: str
+    script: str
+    environment: Environment
+    loop: str = "custom"
+    processes: int = 1
+    devices: int = 1
+    cores: int | None = None
+    batches: int = 1
+    keras: int = 3
+
+
+_JAX = Entry("bare JAX", "jax_peer.py", "here")
+_RUN = Entry("replicax run", "replicax_peer.py", "here")
+_FIT = Entry("replicax fit", "replicax_peer.py", "here", loop="fit")
+_KERAS = Entry("Keras fit", "keras_peer.py", "here", loop="fit")
+_TF_FIT = Entry("TF fit, tf_keras", "tf_peer.py", "tensorflow", loop="fit", keras=2)
+_TF_RUN = Entry("TF run, tf_keras", "tf_peer.py", "tensorflow", keras=2)
+_TF_FIT3 = Entry("TF fit, Keras 3", "tf_peer.py", "tensorflow", loop="fit")
+_TORCH = Entry("torch", "torch_peer.py", "torch")
+
+
+def _with_32_steps(entry: Entry) -> Entry:
+    return replace(entry, name=f"{entry.name}, 32 steps", loop="fit32")
+
+
+def entries_of(case: str, layout: Layout) -> Sequence[Entry]:
+    """What is compared, the reference first.
+
+    Args:
+        case: The case's letter.
+        layout: The layout.
+    """
+    if layout == "one":
+        entries = [_JAX, _RUN, _FIT, _KERAS, _TF_FIT, _TF_FIT3, _TORCH]
+        if case == "f":
+            entries += map(_with_32_steps, (_JAX, _FIT, _KERAS))
+        return entries
+    if layout == "logical":
+        keras = replace(_KERAS, name="Keras DataParallel fit")
+        several = [_JAX, _RUN, _FIT, keras, _TF_FIT, _TF_RUN, _TF_FIT3]
+        return [replace(entry, devices=2) for entry in several]
+    several = [_JAX, _RUN, _FIT, replace(_TORCH, name="torch DDP"), _TF_FIT, _TF_RUN]
+    pairs = [replace(entry, processes=2, cores=1) for entry in several]
+    double = "twice the batch"
+    return [
+        *pairs,
+        replace(_FIT, name="replicax fit, 1 process", cores=1),
+        replace(pairs[2], name=f"replicax fit, {double}", batches=2),
+        replace(_TORCH, name="torch, 1 process", cores=1),
+        replace(pairs[3], name=f"torch DDP, {double}", batches=2),
+    ]
+
+
+def reference_of(layout: Layout) -> str:
+    """The name of the entry that others are compared with."""
+    del layout
+    return _JAX.name

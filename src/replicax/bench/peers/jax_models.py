@@ -1,0 +1,349 @@
+"""The models in bare JAX: functions of dicts of weights.
+
+They do the operations that Keras' layers do on JAX, with the same weights by the same
+names, so that a difference in time is the library's and not another model's.
+"""
+
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from cases import Case, initial
+from jax import lax
+from keras_models import RESNET_BLOCKS
+
+__all__ = ["MODELS", "Weights", "first_weights", "loss_of"]
+
+Weights = dict[str, jax.Array]
+"""Arrays by Keras' names of weights."""
+
+_Shapes = dict[str, tuple[int, ...]]
+
+
+def first_weights(
+    case: Case,
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """A case's first parameters, and its first moving statistics."""
+    params, stats = {}, {}
+    for name, shape in _SHAPES[case.model](case).items():
+        (stats if "/moving_" in name else params)[name] = initial(name, shape)
+    return params, stats
+
+
+def loss_of(case: Case, logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """The mean loss of a batch."""
+    if not case.num_classes:
+        return jnp.mean(jnp.square(labels - logits))
+    # As Keras: a product with a one-hot array, not a look-up.
+    target = jax.nn.one_hot(labels, case.num_classes)
+    return jnp.mean(-jnp.sum(target * jax.nn.log_softmax(logits), axis=-1))
+
+
+# Layers.
+
+
+def _dense(params: Weights, name: str, x: jax.Array) -> jax.Array:
+    return x @ params[f"{name}/kernel"] + params[f"{name}/bias"]
+
+
+def _convolution(
+    params: Weights,
+    name: str,
+    x: jax.Array,
+    strides: int = 1,
+    padding: str = "SAME",
+) -> jax.Array:
+    kernel, groups = params[f"{name}/kernel"], 1
+    if name.endswith("depthwise"):
+        groups = x.shape[-1]
+        kernel = kernel.reshape(*kernel.shape[:2], 1, groups)
+    x = lax.conv_general_dilated(
+        x,
+        kernel,
+        (strides, strides),
+        padding,
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        feature_group_count=groups,
+    )
+    bias = params.get(f"{name}/bias")
+    return x if bias is None else x + bias
+
+
+def _max_pool(x: jax.Array, size: int, padding: str) -> jax.Array:
+    window, strides = (1, size, size, 1), (1, 2, 2, 1)
+    return lax.reduce_window(x, -jnp.inf, lax.max, window, strides, padding)
+
+
+def _batch_norm(
+    params: Weights, stats: Weights, name: str, x: jax.Array, momentum: float = 0.99
+) -> tuple[jax.Array, Weights]:
+    """The layer in training, and `stats` with its moving statistics moved on."""
+    mean, variance = jnp.mean(x, (0, 1, 2)), jnp.var(x, (0, 1, 2))
+    moved = {
+        key: stats[key] * momentum + value * (1 - momentum)
+        for key, value in (
+            (f"{name}/moving_mean", mean),
+            (f"{name}/moving_variance", variance),
+        )
+    }
+    return _normalized(params, name, x, mean, variance, 1e-3), stats | moved
+
+
+def _layer_norm(params: Weights, name: str, x: jax.Array) -> jax.Array:
+    mean, variance = jnp.mean(x, -1, keepdims=True), jnp.var(x, -1, keepdims=True)
+    return _normalized(params, name, x, mean, variance, 1e-6)
+
+
+def _normalized(
+    params: Weights,
+    name: str,
+    x: jax.Array,
+    mean: jax.Array,
+    variance: jax.Array,
+    epsilon: float,
+) -> jax.Array:
+    scale = lax.rsqrt(variance + epsilon) * params[f"{name}/gamma"]
+    return x * scale + (-mean * scale + params[f"{name}/beta"])
+
+
+def _attention(params: Weights, name: str, x: jax.Array) -> jax.Array:
+    query, key, value = (
+        jnp.einsum("btd,dhk->bthk", x, params[f"{name}/{part}/kernel"])
+        + params[f"{name}/{part}/bias"]
+        for part in ("query", "key", "value")
+    )
+    x = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+    name = f"{name}/attention_output"
+    x = jnp.einsum("bthk,hkd->btd", x, params[f"{name}/kernel"])
+    return x + params[f"{name}/bias"]
+
+
+# Models: logits, and new moving statistics.
+
+
+def _mlp(params: Weights, stats: Weights, x: jax.Array) -> tuple[jax.Array, Weights]:
+    x = jax.nn.relu(_dense(params, "hidden_0", x))
+    x = jax.nn.relu(_dense(params, "hidden_1", x))
+    return _dense(params, "output", x), stats
+
+
+def _cnn(params: Weights, stats: Weights, x: jax.Array) -> tuple[jax.Array, Weights]:
+    for name in ("conv_0", "conv_1"):
+        x = jax.nn.relu(_convolution(params, name, x, padding="VALID"))
+        x = _max_pool(x, 2, "VALID")
+    x = jax.nn.relu(_dense(params, "hidden", x.reshape(len(x), -1)))
+    return _dense(params, "output", x), stats
+
+
+def _resnet(params: Weights, stats: Weights, x: jax.Array) -> tuple[jax.Array, Weights]:
+    def convolution(
+        stats: Weights, name: str, x: jax.Array, strides: int
+    ) -> tuple[jax.Array, Weights]:
+        x = _convolution(params, name, x, strides)
+        return _batch_norm(params, stats, f"{name}_norm", x)
+
+    x, stats = convolution(stats, "stem", x, 2)
+    x = _max_pool(jax.nn.relu(x), 3, "SAME")
+    for i, (_, strides) in enumerate(RESNET_BLOCKS):
+        shortcut = x
+        x, stats = convolution(stats, f"block_{i}_conv_0", x, strides)
+        x, stats = convolution(stats, f"block_{i}_conv_1", jax.nn.relu(x), 1)
+        if strides != 1:
+            name = f"block_{i}_shortcut"
+            shortcut, stats = convolution(stats, name, shortcut, strides)
+        x = jax.nn.relu(x + shortcut)
+    return _dense(params, "output", jnp.mean(x, (1, 2))), stats
+
+
+def _mobilenet(
+    params: Weights, stats: Weights, x: jax.Array
+) -> tuple[jax.Array, Weights]:
+    def norm(stats: Weights, name: str, x: jax.Array) -> tuple[jax.Array, Weights]:
+        return _batch_norm(params, stats, name, x, momentum=0.999)
+
+    x, stats = norm(stats, "bn_Conv1", _convolution(params, "Conv1", x, 2))
+    x = jax.nn.relu6(x)
+    for block, inputs, wide, outputs, strides in _mobilenet_blocks():
+        shortcut = x
+        if wide != inputs:
+            x = _convolution(params, f"{block}_expand", x)
+            x, stats = norm(stats, f"{block}_expand_BN", x)
+            x = jax.nn.relu6(x)
+        padding = "SAME"
+        if strides == 2:
+            # As in Keras, an operation of its own; sizes are even.
+            x, padding = jnp.pad(x, ((0, 0), (0, 1), (0, 1), (0, 0))), "VALID"
+        x = _convolution(params, f"{block}_depthwise", x, strides, padding)
+        x, stats = norm(stats, f"{block}_depthwise_BN", x)
+        x = _convolution(params, f"{block}_project", jax.nn.relu6(x))
+        x, stats = norm(stats, f"{block}_project_BN", x)
+        if strides == 1 and inputs == outputs:
+            x = shortcut + x
+    x, stats = norm(stats, "Conv_1_bn", _convolution(params, "Conv_1", x))
+    x = jnp.mean(jax.nn.relu6(x), (1, 2))
+    return _dense(params, "predictions", x), stats
+
+
+def _mobilenet_blocks() -> Iterator[tuple[str, int, int, int, int]]:
+    """Name, inputs, filters inside, outputs and strides of each block."""
+    stages = [
+        (1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 2, 3), (6, 64, 2, 4),
+        (6, 96, 1, 3), (6, 160, 2, 3), (6, 320, 1, 1),
+    ]  # fmt: skip
+    inputs, index = 32, 0
+    for expansion, outputs, strides, repeats in stages:
+        for repeat in range(repeats):
+            name = f"block_{index}" if index else "expanded_conv"
+            yield name, inputs, expansion * inputs, outputs, 1 if repeat else strides
+            inputs, index = outputs, index + 1
+
+
+def _transformer(
+    params: Weights, stats: Weights, x: jax.Array
+) -> tuple[jax.Array, Weights]:
+    x = jnp.take(params["tokens/embeddings"], x, axis=0)
+    x = x + params["positions/embeddings"]
+    for i in range(_NUM_BLOCKS):
+        y = _layer_norm(params, f"block_{i}_norm_0", x)
+        x = x + _attention(params, f"block_{i}_attention", y)
+        y = _layer_norm(params, f"block_{i}_norm_1", x)
+        y = jax.nn.relu(_dense(params, f"block_{i}_expand", y))
+        x = x + _dense(params, f"block_{i}_contract", y)
+    return _dense(params, "output", _layer_norm(params, "norm", x)), stats
+
+
+_NUM_BLOCKS, _WIDTH, _HEADS = 6, 256, 8  # Of the transformer.
+
+
+def _tiny(params: Weights, stats: Weights, x: jax.Array) -> tuple[jax.Array, Weights]:
+    x = _dense(params, "hidden_0", x)
+    x = jax.nn.relu(_dense(params, "hidden_1", x))
+    return _dense(params, "output", x), stats
+
+
+Model = Callable[[Weights, Weights, jax.Array], tuple[jax.Array, Weights]]
+
+MODELS: dict[str, Model] = {
+    "mlp": _mlp,
+    "cnn": _cnn,
+    "resnet": _resnet,
+    "mobilenet": _mobilenet,
+    "transformer": _transformer,
+    "tiny": _tiny,
+}
+"""Functions of parameters, moving statistics and inputs, in training."""
+
+
+# Shapes of weights.
+
+
+def _dense_shapes(sizes: dict[str, tuple[int, int]]) -> _Shapes:
+    """Of layers with these inputs and outputs."""
+    shapes: _Shapes = {}
+    for name, (inputs, outputs) in sizes.items():
+        shapes[f"{name}/kernel"] = (inputs, outputs)
+        shapes[f"{name}/bias"] = (outputs,)
+    return shapes
+
+
+def _norm_shapes(name: str, size: int, weights: str) -> _Shapes:
+    return {f"{name}/{weight}": (size,) for weight in weights.split()}
+
+
+_LAYER_NORM = "gamma beta"
+_BATCH_NORM = "gamma beta moving_mean moving_variance"
+
+
+def _mlp_shapes(case: Case) -> _Shapes:
+    return _dense_shapes(
+        {
+            "hidden_0": (*case.input_shape, 2048),
+            "hidden_1": (2048, 2048),
+            "output": (2048, case.num_classes),
+        }
+    )
+
+
+def _cnn_shapes(case: Case) -> _Shapes:
+    return {
+        "conv_0/kernel": (3, 3, 1, 32),
+        "conv_0/bias": (32,),
+        "conv_1/kernel": (3, 3, 32, 64),
+        "conv_1/bias": (64,),
+        **_dense_shapes({"hidden": (1600, 128), "output": (128, case.num_classes)}),
+    }
+
+
+def _resnet_shapes(case: Case) -> _Shapes:
+    convolutions = {"stem": (7, 7, 3, 64)}
+    inputs = 64
+    for i, (filters, strides) in enumerate(RESNET_BLOCKS):
+        convolutions[f"block_{i}_conv_0"] = (3, 3, inputs, filters)
+        convolutions[f"block_{i}_conv_1"] = (3, 3, filters, filters)
+        if strides != 1:
+            convolutions[f"block_{i}_shortcut"] = (1, 1, inputs, filters)
+        inputs = filters
+    shapes = _dense_shapes({"output": (inputs, case.num_classes)})
+    for name, kernel in convolutions.items():
+        shapes |= {f"{name}/kernel": kernel, f"{name}/bias": kernel[-1:]}
+        shapes |= _norm_shapes(f"{name}_norm", kernel[-1], _BATCH_NORM)
+    return shapes
+
+
+def _mobilenet_shapes(case: Case) -> _Shapes:
+    shapes = {"Conv1/kernel": (3, 3, 3, 32)}
+    shapes |= _norm_shapes("bn_Conv1", 32, _BATCH_NORM)
+    for block, inputs, wide, outputs, _ in _mobilenet_blocks():
+        if wide != inputs:
+            shapes[f"{block}_expand/kernel"] = (1, 1, inputs, wide)
+            shapes |= _norm_shapes(f"{block}_expand_BN", wide, _BATCH_NORM)
+        shapes[f"{block}_depthwise/kernel"] = (3, 3, wide, 1)
+        shapes |= _norm_shapes(f"{block}_depthwise_BN", wide, _BATCH_NORM)
+        shapes[f"{block}_project/kernel"] = (1, 1, wide, outputs)
+        shapes |= _norm_shapes(f"{block}_project_BN", outputs, _BATCH_NORM)
+    shapes["Conv_1/kernel"] = (1, 1, 320, 1280)
+    shapes |= _norm_shapes("Conv_1_bn", 1280, _BATCH_NORM)
+    return shapes | _dense_shapes({"predictions": (1280, case.num_classes)})
+
+
+def _transformer_shapes(case: Case) -> _Shapes:
+    size = _WIDTH // _HEADS
+    shapes = {
+        "tokens/embeddings": (case.num_classes, _WIDTH),
+        "positions/embeddings": (*case.input_shape, _WIDTH),
+        **_norm_shapes("norm", _WIDTH, _LAYER_NORM),
+        **_dense_shapes({"output": (_WIDTH, case.num_classes)}),
+    }
+    for i in range(_NUM_BLOCKS):
+        name = f"block_{i}_attention"
+        for part in ("query", "key", "value"):
+            shapes[f"{name}/{part}/kernel"] = (_WIDTH, _HEADS, size)
+            shapes[f"{name}/{part}/bias"] = (_HEADS, size)
+        shapes[f"{name}/attention_output/kernel"] = (_HEADS, size, _WIDTH)
+        shapes[f"{name}/attention_output/bias"] = (_WIDTH,)
+        shapes |= _norm_shapes(f"block_{i}_norm_0", _WIDTH, _LAYER_NORM)
+        shapes |= _norm_shapes(f"block_{i}_norm_1", _WIDTH, _LAYER_NORM)
+        shapes |= _dense_shapes(
+            {
+                f"block_{i}_expand": (_WIDTH, 4 * _WIDTH),
+                f"block_{i}_contract": (4 * _WIDTH, _WIDTH),
+            }
+        )
+    return shapes
+
+
+def _tiny_shapes(case: Case) -> _Shapes:
+    return _dense_shapes(
+        {"hidden_0": (*case.input_shape, 32), "hidden_1": (32, 16), "output": (16, 1)}
+    )
+
+
+_SHAPES: dict[str, Callable[[Case], _Shapes]] = {
+    "mlp": _mlp_shapes,
+    "cnn": _cnn_shapes,
+    "resnet": _resnet_shapes,
+    "mobilenet": _mobilenet_shapes,
+    "transformer": _transformer_shapes,
+    "tiny": _tiny_shapes,
+}

@@ -1,0 +1,214 @@
+"""A peer's processes: started, told to train, ended."""
+
+import contextlib
+import json
+import os
+import selectors
+import socket
+import subprocess
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from replicax.bench.entries import Entry
+from replicax.devices import cpu_pool_size
+
+__all__ = ["Answer", "Peer", "PeerError"]
+
+_FOLDER = Path(__file__).parent / "peers"
+
+
+class PeerError(Exception):
+    """A peer failed or did not answer in time; says what it printed last."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a peer says of the steps it did.
+
+    Attributes:
+        seconds: What one step took, the slowest process'.
+        cpu_seconds: Processor time of one step, all processes together.
+        loss: The global loss.
+        peak_bytes: The largest memory so far, of the process with the most.
+    """
+
+    seconds: float
+    cpu_seconds: float
+    loss: float
+    peak_bytes: float
+
+
+class Peer:
+    """The processes of one entry, waiting for orders.
+
+    Args:
+        entry: What runs.
+        python: Its interpreter.
+        case: The case's letter.
+        batch: The global batch.
+        limit_seconds: For each answer.
+
+    Attributes:
+        entry: What runs.
+        resident_bytes: Memory of a process before its model was made.
+    """
+
+    def __init__(
+        self, entry: Entry, python: str, case: str, batch: int, limit_seconds: float
+    ) -> None:
+        self.entry = entry
+        self.resident_bytes = 0.0
+        self._limit = limit_seconds
+        addresses = [f"localhost:{_free_port()}" for _ in range(entry.processes)]
+        self._errors = [
+            tempfile.TemporaryFile("w+")  # noqa: SIM115
+            for _ in addresses
+        ]
+        self._processes = [
+            _start(entry, python, case, batch, addresses, rank, errors)
+            for rank, errors in enumerate(self._errors)
+        ]
+        self._texts = [b""] * entry.processes
+
+    def wait_until_ready(self) -> None:
+        """Wait for the imports.
+
+        Raises:
+            PeerError: If a process ends or does not answer in time.
+        """
+        self.resident_bytes = max(a["resident"] for a in self._answers())
+
+    def train(self, steps: int) -> Answer:
+        """Do so many steps.
+
+        Raises:
+            PeerError: If a process ends or does not answer in time.
+        """
+        for process in self._processes:
+            if process.stdin is not None:
+                with contextlib.suppress(BrokenPipeError):  # Reading says why.
+                    process.stdin.write(f"{steps}\n".encode())
+                    process.stdin.flush()
+        answers = self._answers()
+        return Answer(
+            max(a["seconds"] for a in answers) / steps,
+            sum(a["cpu"] for a in answers) / steps,
+            answers[0]["loss"],
+            max(a["peak"] for a in answers),
+        )
+
+    def close(self) -> None:
+        """End the processes; those that do not end by themselves are killed."""
+        for process in self._processes:
+            if process.stdin is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    process.stdin.close()
+        deadline = time.monotonic() + 10
+        for process in self._processes:
+            try:
+                process.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+        for stream in self._errors:
+            stream.close()
+
+    def _answers(self) -> list[dict[str, Any]]:
+        deadline = time.monotonic() + self._limit
+        return [self._answer(i, deadline) for i in range(len(self._processes))]
+
+    def _answer(self, index: int, deadline: float) -> dict[str, Any]:
+        """The next line of a process that is for us."""
+        stream = self._processes[index].stdout
+        if stream is None:
+            raise PeerError(f"{self.entry.name}: no pipe.")
+        with selectors.DefaultSelector() as selector:
+            selector.register(stream, selectors.EVENT_READ)
+            while True:
+                line, newline, rest = self._texts[index].partition(b"\n")
+                if newline:
+                    self._texts[index] = rest
+                    if line.startswith(b"BENCH "):
+                        return json.loads(line[6:])
+                    continue
+                if not selector.select(deadline - time.monotonic()):
+                    raise PeerError(
+                        f"{self.entry.name}: process {index} did not answer within "
+                        f"{self._limit:.0f} s. {self._tail(index)}"
+                    )
+                chunk = os.read(stream.fileno(), 65536)
+                if not chunk:
+                    code = self._processes[index].wait()
+                    raise PeerError(
+                        f"{self.entry.name}: process {index} ended with {code}. "
+                        f"{self._tail(index)}"
+                    )
+                self._texts[index] += chunk
+
+    def _tail(self, index: int) -> str:
+        stream = self._errors[index]
+        stream.seek(0)
+        lines = [line for line in stream.read().splitlines() if line.strip()]
+        return lines[-1][:300] if lines else ""
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        return s.getsockname()[1]
+
+
+def _start(
+    entry: Entry,
+    python: str,
+    case: str,
+    batch: int,
+    addresses: list[str],
+    rank: int,
+    errors: IO[str],
+) -> "subprocess.Popen[bytes]":
+    cores = sorted(os.sched_getaffinity(0))
+    if entry.cores is not None:
+        first = rank * entry.cores % len(cores)
+        cores = cores[first : first + entry.cores]
+    task = {"type": "worker", "index": rank}
+    config = {"cluster": {"worker": addresses}, "task": task}
+    environment = {
+        **os.environ,
+        "BENCH_CASE": case,
+        "BENCH_BATCH": str(batch),
+        "BENCH_LOOP": entry.loop,
+        "BENCH_RANK": str(rank),
+        "BENCH_WORLD": str(entry.processes),
+        "BENCH_DEVICES": str(entry.devices),
+        "BENCH_ADDRESSES": " ".join(addresses),
+        "BENCH_KERAS": str(entry.keras),
+        "KERAS_BACKEND": "jax",
+        "JAX_PLATFORMS": "cpu",
+        "OMP_NUM_THREADS": str(len(cores)),
+        # Every first step compiles.
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
+        "REPLICAX_COMPILATION_CACHE": "off",
+    }
+    environment.pop("TF_CONFIG", None)
+    if entry.processes > 1:
+        environment["TF_CONFIG"] = json.dumps(config)
+    if entry.devices > 1 and entry.script != "replicax_peer.py":
+        # For those that make their own JAX devices: as many threads as we give ours.
+        environment["XLA_FLAGS"] = (
+            f"--xla_force_host_platform_device_count={entry.devices}"
+        )
+        environment["NPROC"] = str(cpu_pool_size(entry.devices))
+    names = ",".join(map(str, cores))
+    return subprocess.Popen(
+        ["taskset", "--cpu-list", names, python, str(_FOLDER / entry.script)],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=errors,
+    )

@@ -1,0 +1,181 @@
+"""One group: the peers of a case in a layout, measured in turns."""
+
+import datetime
+import os
+import platform
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from replicax.bench.entries import Entry, Layout, entries_of
+from replicax.bench.environments import versions_of
+from replicax.bench.peers.cases import CASES
+from replicax.bench.processes import Peer, PeerError
+
+__all__ = ["measure"]
+
+_FIRST_STEPS = 3  # Done one by one; their losses are compared.
+
+
+def measure(
+    case: str,
+    layout: Layout,
+    pythons: Mapping[str, str],
+    *,
+    rounds: int,
+    seconds: float,
+    limit_seconds: float,
+    tell: Callable[[str], None],
+) -> dict[str, Any]:
+    """Measure a group.
+
+    Every entry's processes are started and stay; in each round each of them trains so
+    many steps while the others wait. The steps before the first round, which compile,
+    do not count.
+
+    Args:
+        case: The case's letter.
+        layout: The layout.
+        pythons: The Python of each environment that there is.
+        rounds: How often each is measured.
+        seconds: About how long the reference is measured in a round.
+        limit_seconds: For each answer.
+        tell: Called with what happens.
+
+    Returns:
+        What is written as JSON: `entries` by name with `seconds` of each round per
+        step, `cpu_seconds`, `losses` of the first steps, `first_step_seconds`,
+        `memory_bytes`; `left_out` with reasons; and what ran where.
+
+    Raises:
+        PeerError: If the first of them, the reference, fails.
+    """
+    entries = entries_of(case, layout)
+    load = os.getloadavg()[0]
+    peers, left_out = _start(case, entries, pythons, limit_seconds, tell)
+    results: dict[str, dict[str, Any]] = {}
+    try:
+        for name in list(peers):
+            tell(f"  {name}: first steps")
+            _try(peers, left_out, name, lambda p: _first_steps(p, results))
+        if entries[0].name not in peers:
+            raise PeerError(left_out[entries[0].name])
+        steps = _steps_of(peers[entries[0].name], seconds)
+        for name in list(peers):
+            _try(peers, left_out, name, lambda p: p.train(steps))
+        for i in range(rounds):
+            tell(f"  round {i + 1} of {rounds}, {steps} steps each")
+            # Each round begins with another one: whoever follows a heavy one loses.
+            names = list(peers)
+            shift = i % len(names)
+            for name in names[shift:] + names[:shift]:
+                _try(peers, left_out, name, lambda p: _add(p, steps, results))
+    finally:
+        for peer in peers.values():
+            peer.close()
+    return {
+        "case": case,
+        "title": CASES[case].title,
+        "layout": layout,
+        "batch": _batch(case, entries[0]),
+        "steps": steps,
+        "rounds": rounds,
+        "entries": {name: results[name] for name in peers},
+        "left_out": left_out,
+        "machine": _machine(load),
+        "versions": {name: versions_of(python) for name, python in pythons.items()},
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
+
+
+def _start(
+    case: str,
+    entries: Sequence[Entry],
+    pythons: Mapping[str, str],
+    limit_seconds: float,
+    tell: Callable[[str], None],
+) -> tuple[dict[str, Peer], dict[str, str]]:
+    """The peers, all imports done, and why some are left out."""
+    peers: dict[str, Peer] = {}
+    left_out: dict[str, str] = {}
+    for entry in entries:
+        python = pythons.get(entry.environment)
+        if python is None:
+            left_out[entry.name] = f"there is no environment {entry.environment}"
+            continue
+        batch = _batch(case, entry)
+        peers[entry.name] = Peer(entry, python, case, batch, limit_seconds)
+    tell(f"  starting {len(peers)} entries")
+    for name in list(peers):
+        _try(peers, left_out, name, Peer.wait_until_ready)
+    return peers, left_out
+
+
+def _try(
+    peers: dict[str, Peer],
+    left_out: dict[str, str],
+    name: str,
+    action: Callable[[Peer], Any],
+) -> None:
+    """Leave a peer out, with its reason, if it fails; others go on."""
+    try:
+        action(peers[name])
+    except PeerError as error:
+        left_out[name] = str(error)
+        peers.pop(name).close()
+
+
+def _first_steps(peer: Peer, results: dict[str, dict[str, Any]]) -> None:
+    answers = [peer.train(1) for _ in range(_FIRST_STEPS)]
+    results[peer.entry.name] = {
+        "first_step_seconds": answers[0].seconds,
+        "losses": [answer.loss for answer in answers],
+        "batch_ratio": peer.entry.batches,
+        "seconds": [],
+        "cpu_seconds": [],
+        "memory_bytes": 0.0,
+    }
+
+
+def _add(peer: Peer, steps: int, results: dict[str, dict[str, Any]]) -> None:
+    answer = peer.train(steps)
+    result = results[peer.entry.name]
+    result["seconds"].append(answer.seconds)
+    result["cpu_seconds"].append(answer.cpu_seconds)
+    result["memory_bytes"] = answer.peak_bytes - peer.resident_bytes
+
+
+def _steps_of(peer: Peer, seconds: float) -> int:
+    """Steps that take the reference about so long."""
+    once = statistics.median(peer.train(1).seconds for _ in range(3))
+    if once < seconds / 64:  # One alone is mostly the begin and the end.
+        once = peer.train(64).seconds
+        return 32 * max(1, round(seconds / once / 32))
+    return max(2, round(seconds / once))
+
+
+def _batch(case: str, entry: Entry) -> int:
+    replicas = entry.processes * entry.devices
+    grows = replicas if CASES[case].batch_grows else 1
+    return CASES[case].batch * grows * entry.batches
+
+
+def _machine(load: float) -> dict[str, Any]:
+    return {
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "load_at_start": round(load, 2),
+    }
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as stream:
+            for line in stream:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or "unknown"
