@@ -7,7 +7,7 @@ PIP_INSTALL := $(PY) -m pip install -qq --disable-pip-version-check --editable
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: demo test test-all lint format clean help
+.PHONY: bench demo test test-all lint format clean help
 
 demo: $(VENV)/.demo ## train on the digits data with two replicas; draws digits_mirrored.png
 	$(PY) examples/digits_mirrored.py --replicas 2
@@ -17,6 +17,9 @@ test: lint ## all checks, and the tests that are not slow
 
 test-all: lint ## all checks and all tests, compiled as they are for users
 	XLA_FLAGS="$$XLA_FLAGS" $(PY) -m pytest --numprocesses 2
+
+bench: $(VENV)/.test ## steps beside other libraries, into benchmarks/results; takes an hour
+	$(VENV)/bin/replicax bench --output benchmarks/results --resume
 
 lint: $(VENV)/.test ## style, types, spelling and file sizes; changes nothing
 	$(PY) -m ruff check .
