@@ -1,8 +1,8 @@
 """Convolutions on CPUs: matrix products of ours over XLA's convolutions.
 
-Layers are timed forward and with both gradients, networks as whole training steps with
-SGD. Both programs are compiled first and take turns in each round; the table has the
-median of the rounds' ratios, and below 1 ours is faster.
+And gradients of max pooling. Layers are timed forward and with all gradients, networks
+as whole training steps with SGD. Both programs are compiled first and take turns in
+each round; the table has the median of the rounds' ratios, and below 1 ours is faster.
 
     python benchmarks/cpu_convolutions.py --rounds 5
 """
@@ -34,6 +34,13 @@ LAYERS = [
     ("3x3 depthwise, 144 at 24x24", 16, 24, 3, 1, 144, 144, 144),
     ("3x3 depthwise stride 2, 96 at 48x48", 16, 48, 3, 2, 96, 96, 96),
     ("7x7 depthwise, 64 at 24x24", 16, 24, 7, 1, 64, 64, 64),
+]
+# Name, shape, size of the window, stride, padding.
+POOLING = [
+    ("max pool 2x2, 32 at 26x26, batch 64", (64, 26, 26, 32), 2, 2, "VALID"),
+    ("max pool 2x2, 64 at 11x11, batch 64", (64, 11, 11, 64), 2, 2, "VALID"),
+    ("max pool 3x3 stride 2, 64 at 32x32", (16, 32, 32, 64), 3, 2, "SAME"),
+    ("max pool 5x5 stride 1, 64 at 24x24", (16, 24, 24, 64), 5, 1, "SAME"),
 ]
 Case = tuple[str, Callable, tuple]
 
@@ -73,6 +80,21 @@ def volume() -> Case:
 
     x, w = jnp.ones((4, 12, 12, 12, 16)), jnp.ones((3, 3, 3, 16, 32))
     return "3x3x3, 16 to 32 at 12x12x12", step, (x, w, jnp.ones((4, 12, 12, 12, 32)))
+
+
+def pooling(name, shape, size, stride, padding) -> Case:
+    def forward(x):
+        return lax.reduce_window(
+            x, -np.inf, lax.max, (1, size, size, 1), (1, stride, stride, 1), padding
+        )
+
+    def step(x, g):
+        y, back = jax.vjp(forward, x)
+        return y, back(g)
+
+    x = np.random.default_rng(0).normal(size=shape).astype("float32")
+    g = jnp.ones(jax.eval_shape(forward, x).shape)
+    return name, step, (jnp.asarray(x), g)
 
 
 def mnist_cnn() -> keras.Model:
@@ -167,16 +189,19 @@ def compare(case: Case, rounds: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--only", choices=["layers", "networks"])
+    parser.add_argument("--only", choices=["layers", "pooling", "networks"])
     options = parser.parse_args()
     cpu_convolutions.install()
     print("| case | XLA ms | ours ms | ratio (min to max) | XLA MB | ours MB |")
     print("|---|---|---|---|---|---|")
-    if options.only != "networks":
+    if options.only in (None, "layers"):
         for shape in LAYERS:
             compare(layer(*shape), options.rounds)
         compare(volume(), options.rounds)
-    if options.only != "layers":
+    if options.only in (None, "pooling"):
+        for shape in POOLING:
+            compare(pooling(*shape), options.rounds)
+    if options.only in (None, "networks"):
         compare(network("MNIST CNN, batch 64", mnist_cnn, 64), options.rounds)
         compare(network("ResNet-18, 64x64, batch 16", resnet18, 16), options.rounds)
         compare(network("MobileNetV2, 96x96, batch 16", mobilenet, 16), options.rounds)

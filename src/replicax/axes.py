@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from replicax.collectives import ReplicaAxis
+from replicax.collectives import ReplicaAxis, joined_sum
 
 __all__ = ["ReplicaAxes"]
 
@@ -49,7 +49,7 @@ class ReplicaAxes:
 
     def sum(self, tree: Any) -> Any:
         """Sum over all replicas, with XLA's all-reduce."""
-        return lax.psum(tree, self.names) if self.size > 1 else tree
+        return joined_sum(tree, self.devices, self.names) if self.size > 1 else tree
 
     def sum_on_device(self, tree: Any) -> Any:
         """Sum over the replicas of this device."""

@@ -47,6 +47,9 @@ class ReduceOp(enum.StrEnum):
         )
 
 
+_SMALL_BYTES = 2**18  # Larger arrays would only be copied.
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaAxis:
     """The mesh axis along which the replicas lie.
@@ -65,6 +68,53 @@ class ReplicaAxis:
     def size(self) -> int:
         """Number of replicas."""
         return len(self.devices)
+
+    @property
+    def is_of_cpus(self) -> bool:
+        """Whether the replicas' devices are CPUs."""
+        return self.devices[0].split("/")[-1].startswith("cpu:")
+
+    @property
+    def joins_small(self) -> bool:
+        """Whether small arrays are summed as one.
+
+        On CPUs each array of an all-reduce is a message of its own, and between
+        processes it waits for the other side: summing the gradients of MobileNetV2 one
+        by one takes half of a step. On other devices XLA sends them together. Those of
+        a replica on several devices are left as they lie.
+        """
+        return self.is_of_cpus and "+" not in self.devices[0]
+
+
+def joined_sum(tree: Any, axis: ReplicaAxis, names: str | tuple[str, ...]) -> Any:
+    """Sum each array over the replicas, with as few messages as the devices want.
+
+    Args:
+        tree: A pytree of arrays, this replica's.
+        axis: The replicas' devices.
+        names: The mesh axes to sum over, for JAX.
+    """
+    if not axis.joins_small:
+        return lax.psum(tree, names)
+    leaves, structure = jax.tree.flatten(tree)
+    leaves = [jnp.asarray(x) for x in leaves]
+    of_dtype: dict[Any, list[int]] = {}
+    for i, x in enumerate(leaves):
+        if 0 < x.size * x.dtype.itemsize <= _SMALL_BYTES:
+            of_dtype.setdefault(x.dtype, []).append(i)
+    joined = [numbers for numbers in of_dtype.values() if len(numbers) > 1]
+    inside = {i for numbers in joined for i in numbers}
+    alone = [i for i in range(len(leaves)) if i not in inside]
+    packs = [jnp.concatenate([leaves[i].ravel() for i in n]) for n in joined]
+    sums = lax.psum(packs + [leaves[i] for i in alone], names)
+    results = dict(zip(alone, sums[len(packs) :], strict=True))
+    for numbers, pack in zip(joined, sums, strict=False):
+        start = 0
+        for i in numbers:
+            stop = start + leaves[i].size
+            results[i] = pack[start:stop].reshape(leaves[i].shape)
+            start = stop
+    return jax.tree.unflatten(structure, [results[i] for i in range(len(leaves))])
 
 
 class CrossDeviceOps(ABC):
@@ -182,6 +232,15 @@ class NcclAllReduce(CrossDeviceOps):
     def sum(self, value: jax.Array, axis: ReplicaAxis) -> jax.Array:
         """Sum `value` over the replicas with one all-reduce."""
         return lax.psum(value, axis.name)
+
+    def reduce(self, op: ReduceOp, tree: Any, axis: ReplicaAxis) -> Any:
+        """Combine every array of `tree`; on CPUs small ones travel together."""
+        if type(self).sum is not NcclAllReduce.sum:
+            return super().reduce(op, tree, axis)
+        total = joined_sum(tree, axis, axis.name)
+        if op is ReduceOp.SUM:
+            return total
+        return jax.tree.map(lambda x: x / axis.size, total)
 
     def scatter(self, value: jax.Array, axis: ReplicaAxis, dim: int = 0) -> jax.Array:
         """This replica's block of the sum, with one reduce-scatter."""

@@ -225,7 +225,7 @@ def _after(value: jax.Array, previous: jax.Array, axis: ReplicaAxis) -> jax.Arra
     go in this order.
     """
     value, previous = lax.optimization_barrier((value, previous))
-    if not axis.devices[0].split("/")[-1].startswith("cpu:"):
+    if not axis.is_of_cpus:
         return value
     # XLA drops barriers on CPUs before it merges. So the value has to depend on the
     # sum: by a condition that is never true, and that XLA does not see through.

@@ -89,7 +89,6 @@ class Program:
             self._own, read, self.updates = self._discover(leaves)
         else:
             self._own, read, self.updates = list(variables), [], []
-        self._number = {id(v): i for i, v in enumerate(self._own)}
         self.inputs = [*self._own, *read]
         self._compiled = self._compile()
         if group.defers_updates:
@@ -413,12 +412,14 @@ class Program:
                 lambda: self._scope_of(start),
             )
             out = run.execute()
-            new = [
-                self._combined(context, v, old, run.scope.state_mapping[id(v)])
+            new = list(written)  # Not what the replica started from.
+            changed = {
+                i: run.scope.state_mapping[id(v)]
+                for i, v in enumerate(self._own)
                 if id(v) in run.scope.written
-                else old  # Not what the replica started from.
-                for v, old in zip(self._own, written, strict=True)
-            ]
+            }
+            for i, value in self._combined(context, written, changed).items():
+                new[i] = value
             # A number assigned has a weak type; the next step would compile for it.
             new = [
                 jnp.asarray(x, old.dtype) for x, old in zip(new, written, strict=True)
@@ -470,15 +471,30 @@ class Program:
     # Write back.
 
     def _combined(
-        self, context: ReplicaContext, variable: Variable, old: Any, new: Any
+        self, context: ReplicaContext, old: Sequence[Any], new: Mapping[int, Any]
+    ) -> dict[int, Any]:
+        """Written variables' values for all replicas, by the variables' numbers."""
+        alike: dict[str, list[int]] = {"mean": [], "sum": [], "": []}
+        for i in new:
+            variable = self._own[i]
+            added = variable.aggregation in alike and not is_seed_state(variable)
+            alike[variable.aggregation if added else ""].append(i)
+        # All means at once, and all sums: each replica started from its share of those.
+        means = context.mean([new[i] for i in alike["mean"]])
+        sums = context.sum([new[i] for i in alike["sum"]])
+        return {
+            **dict(zip(alike["mean"], means, strict=True)),
+            **dict(zip(alike["sum"], sums, strict=True)),
+            **{i: self._mirrored(context, i, old[i], new[i]) for i in alike[""]},
+        }
+
+    def _mirrored(
+        self, context: ReplicaContext, number: int, old: Any, new: Any
     ) -> Any:
-        """A written variable's value for all replicas."""
+        """The value of a variable that replicas do not add up."""
+        variable = self._own[number]
         if is_seed_state(variable):
             return restore_seed(new, old)
-        if variable.aggregation == "sum":
-            return context.sum(new)  # Each replica started from its share.
-        if variable.aggregation == "mean":
-            return context.mean(new)
         if id(variable) in self._broadcast:
             new = context.first(new)
         dim = self._dim_of(variable)
@@ -486,7 +502,7 @@ class Program:
             return new
         block = context.blocked.block_of(new)
         if block is None or block.dim != dim:
-            new = declare_whole(new, self._number[id(variable)])
+            new = declare_whole(new, number)
             block = cut(new, dim, self._group.axis)
         return block.data
 

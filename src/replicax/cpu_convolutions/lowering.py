@@ -1,11 +1,11 @@
-"""Convolutions of JAX as the forms that serve them, and the registration with JAX."""
+"""What serves the primitives of JAX that are slow, and the registration with JAX."""
 
 import contextlib
 import contextvars
 import functools
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, get_args
 
 import jax
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import mlir
 
+from replicax.cpu_convolutions import pooling
 from replicax.cpu_convolutions.choice import Form, choose, spatial_windows
 from replicax.cpu_convolutions.forms import (
     by_groups,
@@ -36,11 +37,11 @@ _mode: contextvars.ContextVar[Mode | None] = contextvars.ContextVar(
 def install() -> None:
     """Lowers convolutions for CPUs to matrix products, where that is faster.
 
-    Done on import. Programs for GPUs and TPUs are left alone, and so are those compiled
-    before. A second call changes nothing. `REPLICAX_CPU_CONVOLUTIONS=xla` in the
-    environment leaves all convolutions to XLA; it is read whenever one is lowered.
-    Versions of JAX that do not say how they lower convolutions keep theirs, which is
-    logged.
+    And gradients of max pooling to elementwise operations. Done on import. Programs for
+    GPUs and TPUs are left alone, and so are those compiled before. A second call
+    changes nothing. `REPLICAX_CPU_CONVOLUTIONS=xla` in the environment leaves all of
+    them to XLA; it is read whenever one is lowered. Versions of JAX that do not say how
+    they lower them keep theirs, which is logged.
 
     Raises:
         ValueError: If `REPLICAX_CPU_CONVOLUTIONS` has a mode that does not exist.
@@ -51,19 +52,22 @@ def install() -> None:
         Array([[[[4.]]]], dtype=float32)
     """
     wanted = _current_mode() == "products"
-    rule = _rule_of_jax()
-    if rule is None:
-        if wanted:
-            _log.info(
-                "JAX %s does not say how it lowers convolutions for CPUs: all of them "
-                "are left to XLA, as with %s=xla.",
-                jax.__version__,
-                _SWITCH,
+    unknown = []
+    for primitive, (name, serve) in _SERVED.items():
+        rule = _rule_of_jax(primitive)
+        if rule is None:
+            unknown.append(name)
+        elif not isinstance(rule, functools.partial) or rule.func is not _lower:
+            mlir.register_lowering(
+                primitive, functools.partial(_lower, rule, serve), platform="cpu"
             )
-        return
-    if not isinstance(rule, functools.partial) or rule.func is not _lower:
-        mlir.register_lowering(
-            lax.conv_general_dilated_p, functools.partial(_lower, rule), platform="cpu"
+    if unknown and wanted:
+        _log.info(
+            "JAX %s does not say how it lowers %s for CPUs: all of them are left to "
+            "XLA, as with %s=xla.",
+            jax.__version__,
+            " and ".join(unknown),
+            _SWITCH,
         )
 
 
@@ -71,8 +75,9 @@ def install() -> None:
 def using(mode: Mode) -> Iterator[None]:
     """What convolutions lowered in this context, in this thread, become on CPUs.
 
-    It comes before the environment. A function that JAX compiled already keeps its
-    program: compile another `jax.jit` of it, or call `jax.clear_caches()`.
+    Gradients of max pooling likewise. It comes before the environment. A function that
+    JAX compiled already keeps its program: compile another `jax.jit` of it, or call
+    `jax.clear_caches()`.
 
     Args:
         mode: `"products"` where those are faster, or `"xla"`.
@@ -103,31 +108,36 @@ def _current_mode() -> Mode:
     return _mode.get() or _known(os.environ.get(_SWITCH) or "products", _SWITCH)
 
 
-def _rule_of_jax() -> Any:
-    """The rule that JAX lowers convolutions for CPUs by; None: it does not say.
+def _rule_of_jax(primitive: Any = lax.conv_general_dilated_p) -> Any:
+    """The rule that JAX lowers a primitive for CPUs by; None: it does not say.
 
-    The only private name: JAX has a function to register rules but none to look them
-    up. `jax.interpreters.mlir` has this table since 0.3; seen in 0.10.2.
+    The only private names: JAX has a function to register rules but none to look them
+    up. `jax.interpreters.mlir` has these tables since 0.3; seen in 0.10.2.
     """
     table = getattr(mlir, "_platform_specific_lowerings", None)
-    entry = table["cpu"].get(lax.conv_general_dilated_p) if table else None
+    if table is None:
+        return None
+    entry = table["cpu"].get(primitive)
+    if entry is None:
+        entry = (getattr(mlir, "_lowerings", None) or {}).get(primitive)
     return getattr(entry, "rule", entry)
 
 
 def _lower(
-    rule_of_jax: Any, ctx: mlir.LoweringRuleContext, lhs: Any, rhs: Any, **params: Any
+    rule_of_jax: Any,
+    serve: "_Serve",
+    ctx: mlir.LoweringRuleContext,
+    *operands: Any,
+    **params: Any,
 ) -> Any:
-    """The lowering rule: ours where a form serves the convolution, JAX's elsewhere."""
-    form = None
+    """The lowering rule: ours where `serve` has something, JAX's elsewhere."""
+    ours = None
     if _current_mode() == "products" and not _is_sharded_explicitly(ctx, params):
-        lhs_type, rhs_type = ctx.avals_in
-        form = choose(lhs_type, rhs_type, ctx.avals_out[0], params)
-    if form is None:
-        return rule_of_jax(ctx, lhs, rhs, **params)
-    out: Any = ctx.avals_out[0]
-    convolve = functools.partial(_convolve, form=form, dtype=out.dtype, params=params)
-    rule: Any = mlir.lower_fun(convolve, multiple_results=False)
-    return rule(ctx, lhs, rhs)
+        ours = serve(ctx, params)
+    if ours is None:
+        return rule_of_jax(ctx, *operands, **params)
+    rule: Any = mlir.lower_fun(ours, multiple_results=False)
+    return rule(ctx, *operands)
 
 
 def _is_sharded_explicitly(ctx: mlir.LoweringRuleContext, params: dict) -> bool:
@@ -140,6 +150,26 @@ def _is_sharded_explicitly(ctx: mlir.LoweringRuleContext, params: dict) -> bool:
     if params.get("out_sharding") is not None:
         shardings.append(params["out_sharding"])
     return any(axis is not None for sharding in shardings for axis in sharding.spec)
+
+
+def _serve_convolution(
+    ctx: mlir.LoweringRuleContext, params: dict[str, Any]
+) -> Callable[..., jax.Array] | None:
+    lhs, rhs = ctx.avals_in
+    out: Any = ctx.avals_out[0]
+    form = choose(lhs, rhs, out, params)
+    if form is None:
+        return None
+    return functools.partial(_convolve, form=form, dtype=out.dtype, params=params)
+
+
+def _serve_pooling(
+    ctx: mlir.LoweringRuleContext, params: dict[str, Any]
+) -> Callable[..., jax.Array] | None:
+    source, operand = ctx.avals_in
+    if not pooling.is_served(source, operand, params):
+        return None
+    return functools.partial(pooling.gradient, params=params)
 
 
 def _convolve(
@@ -183,3 +213,13 @@ def _groups_of_features(x: jax.Array, groups: int) -> jax.Array:
     x = x.reshape(groups, -1, *x.shape[1:])
     x = jnp.moveaxis(x, 0, -2)
     return x.reshape(*x.shape[:-2], -1)
+
+
+_Serve = Callable[
+    [mlir.LoweringRuleContext, dict[str, Any]], Callable[..., jax.Array] | None
+]
+# Each primitive with its name for people, and what computes it, None where XLA does.
+_SERVED: Mapping[Any, tuple[str, _Serve]] = {
+    lax.conv_general_dilated_p: ("convolutions", _serve_convolution),
+    lax.select_and_scatter_add_p: ("gradients of max pooling", _serve_pooling),
+}

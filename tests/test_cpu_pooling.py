@@ -1,0 +1,212 @@
+"""Gradients of max pooling on CPUs: the values of XLA's, and only where wanted.
+
+Gradients by the pooled arrays are small whole numbers, -0 among them: sums of them are
+exact in any order, so that results must be equal to the bit where nothing else is said.
+"""
+
+import collections
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from replicax import cpu_convolutions
+from replicax.cpu_convolutions import lowering
+from tests.test_cpu_convolutions import both, lowered
+
+ONCE = settings(deadline=None, derandomize=True, phases=[Phase.generate])
+
+
+def assert_same_bits(ours, theirs):
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        a, b = np.asarray(a), np.asarray(b)
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
+        np.testing.assert_array_equal(np.signbit(a), np.signbit(b))
+
+
+def source(x, window, strides, padding, normal=False):
+    """A gradient by the pooled array."""
+    dims = zip(x.shape, window, strides, padding, strict=True)
+    shape = [(n + low + high - w) // s + 1 for n, w, s, (low, high) in dims]
+    rng = np.random.default_rng(7)
+    return rng.normal(size=shape) if normal else -1.0 * rng.integers(-3, 4, shape)
+
+
+def gradient(x, window, strides, padding, select=lax.ge_p, normal=False):
+    dy = jnp.asarray(source(x, window, strides, padding, normal), x.dtype)
+    params = {"window_dimensions": tuple(window), "window_strides": tuple(strides)}
+    params |= {"padding": tuple(padding), "select_prim": select}
+    return lax.select_and_scatter_add_p.bind(dy, x, **params)
+
+
+def is_served(f, *args, platform="cpu"):
+    return "select_and_scatter" not in lowered(f, *args, platform=platform)
+
+
+@st.composite
+def layers(draw):
+    """Shape, window, strides and padding, with one window at least."""
+    shape, window, strides, edges = [], [], [], []
+    padding = draw(st.sampled_from(["VALID", "SAME", None]))
+    for _ in range(draw(st.integers(1, 4))):
+        taps, low = draw(st.integers(1, 3)), draw(st.integers(0, 3))
+        size = draw(st.integers(taps if padding == "VALID" else 1, 7))
+        high = draw(st.integers(max(0, taps - size - low), 4))
+        shape.append(size)
+        window.append(taps)
+        strides.append(draw(st.integers(1, 3)))
+        edges.append((low, high))
+    edges = lax.padtype_to_pads(shape, window, strides, padding) if padding else edges
+    return shape, window, strides, edges
+
+
+def values(rng, shape, dtype="float32", special=()):
+    """Whole numbers with many ties, and some others."""
+    x = rng.integers(-1, 2, shape).astype("float32")
+    for number in special:
+        x = np.where(rng.random(shape) < 0.4, number, x)
+    return jnp.asarray(x, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@settings(ONCE, max_examples=3)
+@given(st.lists(layers(), min_size=6, max_size=6))
+def test_gradients_are_those_of_xla(dtype, cases) -> None:
+    rng = np.random.default_rng(0)
+    special = [np.inf, np.nan, -np.inf]
+    arrays = [values(rng, a, dtype, [] if np.any(b) else special) for a, *_, b in cases]
+
+    def run(arrays):
+        return [
+            gradient(x, *layer, [lax.ge_p, lax.le_p][n % 2])
+            for n, (x, (_, *layer)) in enumerate(zip(arrays, cases, strict=True))
+        ]
+
+    assert_same_bits(*both(run, arrays))
+
+
+def by_numpy(x, dy, window, strides, padding, keeps):
+    """XLA's select-and-scatter, where padding is never chosen."""
+    x, dx = np.asarray(x), np.zeros(x.shape, x.dtype)
+    edges = np.array([low for low, _ in padding])
+    for position in np.ndindex(dy.shape):
+        best = None
+        for tap in np.ndindex(*window):
+            at = tuple(np.array(position) * strides + tap - edges)
+            inside = all(0 <= i < n for i, n in zip(at, x.shape, strict=True))
+            if inside and (best is None or not keeps(x[best], x[at])):
+                best = at
+        if best is not None:
+            dx[best] += dy[position]
+    return dx
+
+
+@settings(ONCE, max_examples=4)
+@given(st.lists(layers(), min_size=4, max_size=4), st.integers(0, 9))
+def test_nan_and_infinities_and_padding(cases, seed) -> None:
+    """JAX's own rule for CPUs pads with -inf: then gradients get lost in padding."""
+    rng = np.random.default_rng(seed)
+    for n, (shape, window, strides, padding) in enumerate(cases):
+        x = values(rng, shape, special=[np.nan, -np.inf, np.inf][n % 2 :])
+        x = x if n else jnp.full_like(x, -np.inf)
+        names = {"window": window, "strides": strides, "padding": padding}
+        dy = source(x, **names)
+        for select, keeps in ((lax.ge_p, np.greater_equal), (lax.le_p, np.less_equal)):
+            ours = jax.jit(partial(gradient, **names, select=select))(x)
+            assert_same_bits(ours, by_numpy(x, dy, **names, keeps=keeps))
+
+
+@pytest.mark.parametrize(("dtype", "close"), [("float32", 1e-5), ("bfloat16", 0.03)])
+def test_sums_of_windows_that_overlap(dtype, close) -> None:
+    x = jnp.asarray(np.random.default_rng(2).normal(size=(2, 9, 9, 4)), dtype)
+    window = (1, 3, 3, 1)
+    f = partial(
+        gradient, window=window, padding=[(0, 0), (1, 1), (1, 1), (0, 0)], normal=True
+    )
+    ours, theirs = both(partial(f, strides=(1, 2, 2, 1)), x)
+    a, b = np.asarray(ours, "float32"), np.asarray(theirs, "float32")
+    np.testing.assert_allclose(a, b, atol=close * np.abs(b).max(), rtol=0)
+    assert_same_bits(*both(partial(f, strides=window), x))
+
+
+POOLING = [
+    (keras.layers.MaxPooling1D(3, 2, padding="same"), (2, 7, 3)),
+    (keras.layers.MaxPooling2D(), (2, 7, 6, 3)),
+    (keras.layers.MaxPooling2D(2, data_format="channels_first"), (2, 3, 6, 7)),
+    (keras.layers.MaxPooling2D(3, 2, padding="same"), (2, 7, 6, 3)),
+    (keras.layers.MaxPooling3D(2, padding="same"), (2, 4, 5, 4, 3)),
+]
+
+
+def squares(layer, x):
+    return jnp.sum(layer(x) ** 2)
+
+
+def test_keras_layers_and_transformations() -> None:
+    """Gradients, those of rows under vmap, and the second order."""
+    rng = np.random.default_rng(3)
+    arrays = [values(rng, shape) for _, shape in POOLING]
+
+    def run(arrays):
+        results = []
+        for (layer, _), x in zip(POOLING, arrays, strict=True):
+            first = jax.grad(partial(squares, layer))
+            rows = jax.vmap(first)(x[:, None])
+            second = jax.grad(lambda x, first=first: jnp.sum(first(x) ** 2))(x)
+            results.append((rows, second, jax.jvp(first, (x,), (jnp.sign(x) - 2,))))
+        return results
+
+    assert_same_bits(*both(run, arrays))
+    assert is_served(run, arrays)
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_in_shard_map_and_with_sharded_arrays(check) -> None:
+    x = values(np.random.default_rng(4), (4, 5, 5, 3))
+    mesh = Mesh(np.array(jax.devices()[:2]), ("replica",))
+    rows = P("replica")
+
+    def run(x):
+        return [jax.grad(partial(squares, POOLING[n][0]))(x) for n in (1, 3)]
+
+    specs = {"in_specs": rows, "out_specs": rows}
+    mapped = jax.shard_map(run, mesh=mesh, check_vma=check, **specs)
+    assert_same_bits(*both(mapped, x))
+    assert is_served(mapped, x)
+    sharded = jax.device_put(x, jax.sharding.NamedSharding(mesh, rows))
+    assert_same_bits(*both(run, sharded))
+
+
+def test_what_is_served() -> None:
+    x = jnp.ones((2, 12, 12, 3))
+    layers = [keras.layers.MaxPooling2D(n, s) for n, s in [(2, 2), (6, 6), (12, 1)]]
+    two, six, twelve = (jax.grad(partial(squares, layer)) for layer in layers)
+    assert [is_served(f, x) for f in (two, six, twelve)] == [True, False, False]
+    assert not is_served(two, x, platform="tpu")
+    with cpu_convolutions.using("xla"):
+        assert not is_served(two, x)
+    [n] = jax.export.symbolic_shape("n")
+    of_n = jax.ShapeDtypeStruct((n, 12, 12, 3), jnp.float32)
+    exported = jax.export.export(jax.jit(two), platforms=["cpu"])(of_n)
+    assert_same_bits(exported.call(x), two(x))
+
+
+def test_a_jax_without_rules_for_cpus(monkeypatch, caplog) -> None:
+    """Its rules for all platforms serve; where JAX does not say, it is left alone."""
+    pooling = lax.select_and_scatter_add_p
+    nothing = collections.defaultdict(dict)
+    monkeypatch.setattr(lowering.mlir, "_platform_specific_lowerings", nothing)
+    assert lowering._rule_of_jax(pooling) is lowering.mlir._lowerings[pooling].rule
+    monkeypatch.setattr(lowering.mlir, "_platform_specific_lowerings", None)
+    caplog.set_level("INFO", logger="replicax")
+    cpu_convolutions.install()
+    assert caplog.text.count("convolutions and gradients of max pooling") == 1
