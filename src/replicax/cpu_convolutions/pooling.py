@@ -4,8 +4,8 @@ XLA expands that to a reduction of windows with one array of indices for each di
 and a scatter. Here the taps of the windows are gone through once, all windows at a
 time, and the gradient is then read from where each window found its value.
 
-Times below are milliseconds on two cores with JAX 0.10.2, XLA's first, float32 of shape
-`[batch, height, width, channels]`.
+Times below are milliseconds, the least of some calls on two cores that had other work
+too, with JAX 0.10.2: XLA's first, float32 of shape `[batch, height, width, channels]`.
 """
 
 import itertools
@@ -24,12 +24,12 @@ __all__ = ["gradient", "is_served"]
 
 _KEEPS = {lax.ge_p: lax.ge, lax.le_p: lax.le}
 # Every tap is a few operations of the program. Windows that overlap pay for any number:
-# [16, 32, 32, 64] with 3x3 and strides 1 takes 44 or 2.5, [2, 24, 24, 64] with 11x11
-# 70 or 3.2; more was not measured.
+# [16, 32, 32, 64] with 3x3 and strides 1 takes 44 or 2.0, [2, 24, 24, 64] with 11x11
+# 60 or 3.2; more was not measured.
 _MOST_TAPS = 128
 # Elements of the input from one window to the next, each with operations of its own
-# where windows overlap. At [16, 24, 24, 64] 2x2 windows side by side take 13 or 1, 6x6
-# 5.9 or 3.1, and 8x8 (a quarter of the batch) 1.1 or 1.6.
+# where windows overlap. At [16, 24, 24, 64] windows side by side of 3x3 take 6.6 or
+# 0.5, of 6x6 5.6 or 3.0, and of 8x8 (a quarter of the batch) 0.9 or 1.6.
 _MOST_PHASES = 32
 
 
@@ -78,8 +78,9 @@ def gradient(
         input_dilation=ones,
         dilation=ones,
     )
-    # Where windows overlap, gradients in halves are summed in float32; and transposing
-    # bfloat16 is slow: [4, 12, 12, 12, 32] with 2x2x2 takes 3.4, 7.6 or 0.4 in float32.
+    # Where windows overlap, gradients in halves are summed in float32; and bfloat16 is
+    # slow to transpose: [16, 64, 28, 28] with 3x3 and strides 2 takes 12 or 17, in
+    # float32 4.8.
     wide = jnp.promote_types(operand.dtype, jnp.float32)
     dy = source.astype(wide)
     chosen = _chosen(operand.astype(wide), windows, params["select_prim"])
@@ -87,7 +88,7 @@ def gradient(
     chosen = jnp.where(dy == 0, -1, chosen)
     overlap = any(w.taps > w.stride for w in windows)
     # Windows over the innermost dimension, as of layers with channels first:
-    # [64, 32, 26, 26] with 2x2 takes 107, by broadcasts 7.9, by phases 2.8.
+    # [64, 32, 26, 26] with 2x2 takes 41, by broadcasts 7.9, by phases 2.7.
     by = _by_phases if overlap or windows[-1].stride > 1 else _by_broadcasts
     return by(chosen, dy, windows).astype(operand.dtype)
 
@@ -143,9 +144,9 @@ def _by_broadcasts(
 ) -> jax.Array:
     """For windows that do not overlap: one loop over the gradient, without sums.
 
-    [64, 26, 26, 32] with 2x2 takes 54 or 0.6, [64, 11, 11, 64] 4.4 or 0.2. Stacked and
-    transposed it is 0.4 and 0.3, but 3x3 at [16, 24, 24, 64] 1.4 instead of 0.7, and it
-    compiles in 0.5 s instead of 0.1. A sum of arrays with zeros between takes 2.9.
+    [64, 26, 26, 32] with 2x2 takes 36 or 0.4, [64, 11, 11, 64] 3.1 or 0.15. Stacked
+    and transposed it is 0.3 and 0.2, but 3x3 at [16, 24, 24, 64] 1.3, not 0.5, and it
+    compiles in 0.5 s instead of 0.1. A sum of arrays with zeros between takes 2.2.
     """
     # Elements between two windows have the number of no tap.
     numbers = np.full([w.stride for w in windows], -2, np.int32)
@@ -172,7 +173,7 @@ def _by_phases(
 
     Elements of the input that lie a stride apart, a phase, meet the same taps. The
     phases are computed one by one and then interleaved. [16, 32, 32, 64] with 3x3 and
-    strides 2 takes 18 or 1.1; a sum of arrays with zeros between takes 22.
+    strides 2 takes 17 or 0.9; a sum of arrays with zeros between takes 21.
     """
     lengths = [-(-(w.size + w.low) // w.stride) for w in windows]
     reaches = [-(-w.taps // w.stride) for w in windows]
