@@ -30,6 +30,7 @@ class Entry:
         cores: Cores of each process; None: all.
         batches: The global batch in multiples of the case's.
         keras: Major version of Keras, for TensorFlow.
+        shard_update: Whether replicax' replicas divide the optimizer's update.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Entry:
     cores: int | None = None
     batches: int = 1
     keras: int = 3
+    shard_update: bool = False
 
 
 _JAX = Entry("bare JAX", "jax_peer.py", "here")
@@ -72,6 +74,9 @@ def entries_of(case: str, layout: Layout) -> Sequence[Entry]:
     if layout == "logical":
         keras = replace(_KERAS, name="Keras DataParallel fit")
         several = [_JAX, _RUN, _FIT, keras, _TF_FIT, _TF_RUN, _TF_FIT3]
+        if case in "ae":
+            name = f"{_FIT.name}, shard_update"
+            several.append(replace(_FIT, name=name, shard_update=True))
         return [replace(entry, devices=2) for entry in several]
     several = [_JAX, _RUN, _FIT, replace(_TORCH, name="torch DDP"), _TF_FIT, _TF_RUN]
     pairs = [replace(entry, processes=2, cores=1) for entry in several]

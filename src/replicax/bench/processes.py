@@ -188,6 +188,7 @@ def _start(
         "BENCH_DEVICES": str(entry.devices),
         "BENCH_ADDRESSES": " ".join(addresses),
         "BENCH_KERAS": str(entry.keras),
+        "BENCH_SHARD_UPDATE": str(int(entry.shard_update)),
         "KERAS_BACKEND": "jax",
         "JAX_PLATFORMS": "cpu",
         "OMP_NUM_THREADS": str(len(cores)),

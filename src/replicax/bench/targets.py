@@ -38,6 +38,7 @@ class Target:
 
 
 _BOTH = ("replicax run", "replicax fit")
+_PARTS = "replicax fit, shard_update"
 _TF = ("TF fit, tf_keras", "TF run, tf_keras", "TF fit, Keras 3")
 _FIT32 = "replicax fit, 32 steps"
 
@@ -85,14 +86,14 @@ TARGETS = [
         "times faster than TF MirroredStrategy",
         "logical",
         {**_all(1.5, "aef"), **_all(1.0, "bcd")},
-        _BOTH,
+        [*_BOTH, _PARTS],
         _TF,
     ),
     Target(
         "times faster than Keras DataParallel",
         "logical",
         _all(1.5),
-        ["replicax fit"],
+        ["replicax fit", _PARTS],
         ["Keras DataParallel fit"],
     ),
     Target(

@@ -13,7 +13,7 @@ import keras_models
 if protocol.WORLD > 1:
     strategy: rx.Strategy = rx.MultiWorkerMirroredStrategy()
 elif protocol.DEVICES > 1:
-    strategy = rx.MirroredStrategy()
+    strategy = rx.MirroredStrategy(shard_update=protocol.SHARD_UPDATE)
 else:
     strategy = rx.OneDeviceStrategy("cpu:0")
 resident = protocol.resident_bytes()
