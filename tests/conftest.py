@@ -18,6 +18,8 @@ if os.environ.get("JAX_PLATFORMS") == "cpu":
 
 # No test depends on what earlier ones left in a user's folder.
 os.environ["REPLICAX_COMPILATION_CACHE"] = "off"
+# Nor keeps the memory that earlier ones needed.
+os.environ["REPLICAX_HUGE_PAGES"] = "off"
 
 import replicax as rx
 

@@ -110,12 +110,10 @@ def test_a_step_of_many_small_layers_sends_two_messages() -> None:
         _, grads = rx.value_and_grad(loss_fn, model.trainable_variables)()
         optimizer.apply(grads, model.trainable_variables)
 
-    batch = rx.PerReplica([np.ones((2, 4), "float32")] * 2)
+    batch = rx.PerReplica(np.ones((2, 2, 4), "float32"))
     strategy.run(step, (batch,))
     (program,) = strategy.programs._programs.values()
-    text = program.text(
-        [v.value for v in program.inputs], [jnp.ones((4, 4), "float32")]
-    )
+    text = program.text([v.value for v in program.inputs], [batch.array])
     assert messages(text) == 2
 
 

@@ -7,6 +7,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import jaxlib
@@ -74,7 +75,7 @@ def turn_on(platform: str) -> Path | None:
         return None
     if (
         "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES" not in os.environ
-        and jax.config.jax_persistent_cache_enable_xla_caches == _XLA_CACHES_OF_JAX
+        and _config("jax_persistent_cache_enable_xla_caches") == _XLA_CACHES_OF_JAX
     ):
         # XLA's own files there have no bound, and one that cannot be written fails the
         # compilation, where JAX only warns.
@@ -87,9 +88,13 @@ def _is_settled_by_user() -> bool:
     """Whether the user turned JAX's cache on or off, in any of JAX's ways."""
     return (
         any(name in os.environ for name in _JAX_VARIABLES)
-        or jax.config.jax_compilation_cache_dir is not None
-        or not jax.config.jax_enable_compilation_cache
+        or _config("jax_compilation_cache_dir") is not None
+        or not _config("jax_enable_compilation_cache")
     )
+
+
+def _config(name: str) -> Any:
+    return getattr(jax.config, name)  # JAX makes its options as it is loaded.
 
 
 def _is_safe(platform: str) -> bool:

@@ -31,6 +31,7 @@ from replicax.cache import describe
 from replicax.divergence import declare_whole, varying_marks
 from replicax.errors import DivergenceError
 from replicax.group import ReplicaGroup
+from replicax.huge_pages import use_huge_pages
 from replicax.options import Options, Outputs
 from replicax.replay import StepRun
 from replicax.replica import ReplicaContext
@@ -175,10 +176,13 @@ class Program:
             # An array that is needed twice cannot be given away: two variables share
             # it, or a variable's value is an argument as well.
             written = [jnp.copy(x) for x in written]
-        if not self._checked:
+        is_first = not self._checked
+        if is_first:
             self._check_divergence(written, read, leaves)
             self._checked = True
         flat, gradients, new = self._compiled(written, read, tuple(leaves))
+        if is_first and self._group.axis.is_of_cpus:
+            use_huge_pages()  # The compiler took memory.
         return jax.tree.unflatten(self._out_structure, flat), gradients, new
 
     # Discover.

@@ -258,7 +258,7 @@ _BATCH_NORM = "gamma beta moving_mean moving_variance"
 def _mlp_shapes(case: Case) -> _Shapes:
     return _dense_shapes(
         {
-            "hidden_0": (*case.input_shape, 2048),
+            "hidden_0": (case.input_shape[0], 2048),
             "hidden_1": (2048, 2048),
             "output": (2048, case.num_classes),
         }
@@ -335,7 +335,7 @@ def _transformer_shapes(case: Case) -> _Shapes:
 
 def _tiny_shapes(case: Case) -> _Shapes:
     return _dense_shapes(
-        {"hidden_0": (*case.input_shape, 32), "hidden_1": (32, 16), "output": (16, 1)}
+        {"hidden_0": (case.input_shape[0], 32), "hidden_1": (32, 16), "output": (16, 1)}
     )
 
 

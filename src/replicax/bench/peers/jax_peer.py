@@ -99,6 +99,7 @@ def host_batch(first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
 def train(start: int, count: int) -> float:
     """Step after step, without a wait between them."""
     global state
+    loss = jnp.nan
     for first in range(start, start + count, steps_per_call):
         last = min(first + steps_per_call, start + count)
         state, loss = compiled(state, *place(host_batch(first, last), rows))

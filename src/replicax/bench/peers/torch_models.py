@@ -135,7 +135,7 @@ def _image_model(
 
 def _mlp(case: Case) -> nn.Module:
     return nn.Sequential(
-        _dense("hidden_0", *case.input_shape, 2048),
+        _dense("hidden_0", case.input_shape[0], 2048),
         nn.ReLU(),
         _dense("hidden_1", 2048, 2048),
         nn.ReLU(),
@@ -340,7 +340,7 @@ def _transformer(case: Case) -> nn.Module:
 
 def _tiny(case: Case) -> nn.Module:
     return nn.Sequential(
-        _dense("hidden_0", *case.input_shape, 32),
+        _dense("hidden_0", case.input_shape[0], 32),
         _dense("hidden_1", 32, 16),
         nn.ReLU(),
         _dense("output", 16, 1),

@@ -28,6 +28,7 @@ optimizer = torch.optim.Adam(
 
 def train(start: int, count: int) -> float:
     """Steps in a loop of one's own; the last one's mean loss over all processes."""
+    loss = torch.zeros(())
     for i in range(start, start + count):
         x, y = map(torch.from_numpy, protocol.local_batch(i))
         loss = torch_models.loss_of(protocol.CASE, model(x), y)

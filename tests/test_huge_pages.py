@@ -1,0 +1,75 @@
+"""Memory that is kept in huge pages, in processes of their own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+pytestmark = [
+    pytest.mark.multiprocess,
+    pytest.mark.skipif(
+        not ENABLED.exists() or "[never]" in ENABLED.read_text(),
+        reason="the kernel has no huge pages",
+    ),
+]
+
+SCRIPT = """
+import jax.numpy as jnp, numpy as np
+import replicax as rx
+from replicax.huge_pages import use_huge_pages
+
+strategy = rx.OneDeviceStrategy("cpu:0")
+# Each step needs 32 MB for what it returns.
+x = np.arange(2**23, dtype="float32")
+for _ in range(3):
+    y = strategy.run(lambda x: jnp.flip(x) + 1, (x,))
+(y,) = strategy.experimental_local_results(y)
+np.testing.assert_array_equal(y, np.flip(x) + 1)
+heap = False
+huge = 0
+for line in open("/proc/self/smaps"):
+    if " " in line and "-" in line.split()[0]:
+        heap = line.endswith("[heap]\\n")
+    elif heap and line.startswith("AnonHugePages"):
+        huge += int(line.split()[1])
+# NumPy asks for huge pages for its arrays, such as x, wherever they are.
+print(use_huge_pages(), huge > 50_000)
+"""
+
+
+def outcome(**environment: str) -> list[str]:
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name != "REPLICAX_HUGE_PAGES" and not name.startswith("MALLOC_")
+    }
+    ended = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        env={**inherited, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.split()[-2:]
+
+
+def test_steps_have_their_memory_in_huge_pages() -> None:
+    assert outcome() == ["True", "True"]
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"REPLICAX_HUGE_PAGES": "off"},
+        {"MALLOC_ARENA_MAX": "2"},
+        {"GLIBC_TUNABLES": "glibc.malloc.arena_max=2"},
+    ],
+    ids=lambda e: next(iter(e)),
+)
+def test_it_is_off_where_somebody_else_decides(environment) -> None:
+    assert outcome(**environment) == ["False", "False"]
