@@ -144,3 +144,26 @@ def test_pictures_of_all_layouts(tmp_path) -> None:
         "scaling.png",
     ]
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)
+
+
+def test_the_page_begins_with_ratios_to_ours() -> None:
+    page = markdown(
+        [
+            group(
+                {
+                    "bare JAX": entry(1.0, 1.0, 1.0),
+                    "replicax fit": entry(2.0, 2.0, 2.0),
+                    "torch": entry(5.0, 5.0, 6.0),
+                    "replicax fit, twice the batch": entry(3.0, 3.0, 3.0, batches=2),
+                },
+                case=case,
+                layout="one",
+            )
+            for case in "ab"
+        ]
+    )
+    short = page.split("## In short")[1].split("## Targets")[0]
+    assert "| one device with all cores | (a) | (b) |" in short
+    assert "| bare JAX | 0.50 | 0.50 |" in short
+    assert "| torch | 2.50 | 2.50 |" in short
+    assert "twice" not in short

@@ -4,12 +4,12 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from replicax.bench.entries import LAYOUTS
+from replicax.bench.entries import LAYOUTS, Layout
 from replicax.bench.targets import Figure, figures, ratio_of
 
 __all__ = ["disagreeing", "markdown"]
 
-_REFERENCE = "bare JAX"
+_REFERENCE, _OURS = "bare JAX", "replicax fit"
 # Sums in another order, and Adam of another library, whose epsilon stands elsewhere.
 _FIRST_LOSS, _LATER_LOSS = 1e-3, 2e-2
 
@@ -30,6 +30,11 @@ def markdown(groups: Sequence[Mapping[str, Any]]) -> str:
         "process takes at most above what it had after its imports.",
         "",
         *_machines(groups),
+        "",
+        "## In short",
+        "",
+        f"How many times as long as `{_OURS}` a step takes, beside it in turns.",
+        *(line for layout in LAYOUTS for line in _summary(groups, layout)),
         "",
         "## Targets",
         "",
@@ -60,6 +65,37 @@ def disagreeing(group: Mapping[str, Any]) -> dict[str, str]:
         ):
             found[name] = f"first loss off by {off[0]:.2g}, third by {off[-1]:.2g}"
     return found
+
+
+def _summary(groups: Sequence[Mapping[str, Any]], layout: Layout) -> list[str]:
+    """A row for each entry that does the same work, a column for each case."""
+    chosen = {
+        group["case"]: group["entries"]
+        for group in groups
+        if group["layout"] == layout and _OURS in group["entries"]
+    }
+    names = dict.fromkeys(
+        name
+        for entries in chosen.values()
+        for name, entry in entries.items()
+        if name != _OURS and entry["batch_ratio"] == 1
+    )
+    if not chosen:
+        return []
+    lines = [
+        "",
+        f"| {LAYOUTS[layout]} | " + " | ".join(f"({case})" for case in chosen) + " |",
+        "|---|" + "---|" * len(chosen),
+    ]
+    for name in names:
+        ratios = [
+            f"{ratio_of(entries[name]['seconds'], entries[_OURS]['seconds'])[0]:.2f}"
+            if name in entries
+            else ""
+            for entries in chosen.values()
+        ]
+        lines.append(f"| {name} | " + " | ".join(ratios) + " |")
+    return lines
 
 
 def _machines(groups: Iterable[Mapping[str, Any]]) -> list[str]:
