@@ -7,7 +7,9 @@ from replicax.bench.tables import disagreeing, markdown
 from replicax.bench.targets import TARGETS, figures, ratio_of
 
 
-def entry(*seconds, losses=(2.0, 1.5, 1.0), first=1.0, memory=1e8, batches=1):
+def entry(
+    *seconds, losses=(2.0, 1.5, 1.0), first=1.0, memory=1e8, batches=1, replicas=2
+):
     return {
         "seconds": list(seconds),
         "cpu_seconds": list(seconds),
@@ -15,6 +17,7 @@ def entry(*seconds, losses=(2.0, 1.5, 1.0), first=1.0, memory=1e8, batches=1):
         "first_step_seconds": first,
         "memory_bytes": memory,
         "batch_ratio": batches,
+        "replicas": replicas,
     }
 
 
@@ -105,6 +108,7 @@ def test_losses_that_differ_are_named() -> None:
             "first": entry(1.0, losses=(2.1, 1.5, 1.0)),
             "invalid": entry(1.0, losses=(float("nan"),) * 3),
             "double": entry(1.0, losses=(3.0, 3.0, 3.0), batches=2),
+            "alone": entry(1.0, losses=(2.1, 1.6, 1.1), replicas=1),
         }
     )
     assert set(disagreeing(measured)) == {"later", "first", "invalid"}

@@ -131,6 +131,7 @@ def _first_steps(peer: Peer, results: dict[str, dict[str, Any]]) -> None:
         "first_step_seconds": answers[0].seconds,
         "losses": [answer.loss for answer in answers],
         "batch_ratio": peer.entry.batches,
+        "replicas": peer.entry.processes * peer.entry.devices,
         "seconds": [],
         "cpu_seconds": [],
         "memory_bytes": 0.0,

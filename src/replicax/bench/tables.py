@@ -52,17 +52,18 @@ def markdown(groups: Sequence[Mapping[str, Any]]) -> str:
 def disagreeing(group: Mapping[str, Any]) -> dict[str, str]:
     """Entries whose first losses are not the reference's, and how far they are off.
 
-    Those with another batch are not compared.
+    Those with another batch are not compared, nor those with another number of
+    replicas: batch normalisation takes the means of a replica's part.
     """
     entries = group["entries"]
-    expected = entries[_REFERENCE]["losses"]
+    reference = entries[_REFERENCE]
+    expected = reference["losses"]
     found = {}
     for name, entry in entries.items():
         losses = entry["losses"]
         off = [abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True)]
-        if entry["batch_ratio"] == 1 and not (
-            off[0] <= _FIRST_LOSS and max(off) <= _LATER_LOSS
-        ):
+        alike = entry["batch_ratio"] == 1 and entry["replicas"] == reference["replicas"]
+        if alike and not (off[0] <= _FIRST_LOSS and max(off) <= _LATER_LOSS):
             found[name] = f"first loss off by {off[0]:.2g}, third by {off[-1]:.2g}"
     return found
 
