@@ -109,10 +109,10 @@ def _draw_scaling(groups: list[Mapping[str, Any]], path: Path) -> Path:
                 [j + 0.2 for j in range(len(pairs))], [f"({c})" for c, *_ in pairs]
             )
         panel.axhline(2, color="#607d8b", linewidth=0.8, linestyle="--")
-        panel.set_ylim(0, 2.4)
+        panel.set_ylim(0, 2.6)
         panel.set_title(title, loc="left")
         panel.set_ylabel("examples/s, of one process")
-    panels[0].legend(loc="lower right")
+    panels[0].legend(loc="upper left", ncols=2)
     figure.suptitle("From one one-core process to two", x=0.01, ha="left")
     return _save(figure, path)
 
