@@ -1,8 +1,7 @@
-"""What a peer's process does for `two_workers.py`: it trains when it is told to.
+"""What a worker does for `parameter_servers.py`: it trains when it is told to.
 
-The same MLP, data and optimizer everywhere: 784-2048-2048-10, Adam, a global batch that
-the workers share. Lines on standard input say how many steps to do; the answer is the
-time they took and the last loss.
+The same MLP, data and optimizer everywhere: 784-2048-2048-10, Adam. Lines on standard
+input say how many steps to do; the answer is the time they took and the last loss.
 """
 
 import itertools
@@ -14,8 +13,6 @@ from collections.abc import Callable
 import numpy as np
 
 SIZES = (784, 2048, 2048, 10)
-RANK = int(os.environ.get("BENCH_RANK", "0"))
-WORLD = int(os.environ.get("BENCH_WORLD", "1"))
 BATCH = int(os.environ.get("BENCH_BATCH", "256"))
 LEARNING_RATE = 1e-3
 
@@ -30,19 +27,6 @@ WEIGHTS = [
     for a, b in itertools.pairwise(SIZES)
 ]
 """Kernels and biases that every peer starts from."""
-
-
-def batch(index: int) -> tuple[np.ndarray, np.ndarray]:
-    """A global batch."""
-    rows = slice(index % 20 * BATCH, (index % 20 + 1) * BATCH)
-    return X[rows], Y[rows]
-
-
-def local_batch(index: int) -> tuple[np.ndarray, np.ndarray]:
-    """This worker's part of it."""
-    x, y = batch(index)
-    size = BATCH // WORLD
-    return x[RANK * size :][:size], y[RANK * size :][:size]
 
 
 def serve(train: Callable[[int, int], float]) -> None:

@@ -7,7 +7,7 @@ import dataclasses
 import enum
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +24,9 @@ __all__ = [
     "ReductionToOneDevice",
     "ReplicaAxis",
     "check_like",
+    "join",
+    "joined_sum",
+    "part",
 ]
 
 
@@ -86,6 +89,23 @@ class ReplicaAxis:
         return self.is_of_cpus and "+" not in self.devices[0]
 
 
+def join(arrays: Sequence[jax.Array]) -> jax.Array:
+    """Arrays of one dtype as one; a single one stays in its shape: nothing to copy."""
+    if len(arrays) == 1:
+        return arrays[0]
+    return jnp.concatenate([jnp.ravel(x) for x in arrays])
+
+
+def part(joined: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
+    """What `join` made one, in the shapes of the arrays that it was given."""
+    flat, parts, start = jnp.ravel(joined), [], 0
+    for x in like:
+        stop = start + x.size
+        parts.append(lax.slice(flat, (start,), (stop,)).reshape(x.shape))
+        start = stop
+    return parts
+
+
 def joined_sum(tree: Any, axis: ReplicaAxis, names: str | tuple[str, ...]) -> Any:
     """Sum each array over the replicas, with as few messages as the devices want.
 
@@ -105,15 +125,12 @@ def joined_sum(tree: Any, axis: ReplicaAxis, names: str | tuple[str, ...]) -> An
     joined = [numbers for numbers in of_dtype.values() if len(numbers) > 1]
     inside = {i for numbers in joined for i in numbers}
     alone = [i for i in range(len(leaves)) if i not in inside]
-    packs = [jnp.concatenate([leaves[i].ravel() for i in n]) for n in joined]
+    packs = [join([leaves[i] for i in numbers]) for numbers in joined]
     sums = lax.psum(packs + [leaves[i] for i in alone], names)
     results = dict(zip(alone, sums[len(packs) :], strict=True))
     for numbers, pack in zip(joined, sums, strict=False):
-        start = 0
-        for i in numbers:
-            stop = start + leaves[i].size
-            results[i] = pack[start:stop].reshape(leaves[i].shape)
-            start = stop
+        parts = part(pack, [leaves[i] for i in numbers])
+        results.update(zip(numbers, parts, strict=True))
     return jax.tree.unflatten(structure, [results[i] for i in range(len(leaves))])
 
 

@@ -12,6 +12,8 @@ from typing import Any
 import jax
 import jaxlib
 
+from replicax.environment import is_off, usable_cores
+
 __all__ = ["turn_on"]
 
 _SWITCH = "REPLICAX_COMPILATION_CACHE"
@@ -47,7 +49,7 @@ def turn_on(platform: str) -> Path | None:
     asked = os.environ.get(_SWITCH, "").strip()
     if asked.lower() in ("on", "1", "true"):
         asked = ""  # As without the switch, not a folder of that name.
-    if asked.lower() in ("off", "0", "false") or _is_settled_by_user():
+    if is_off(_SWITCH) or _is_settled_by_user():
         return None
     if not asked and not _is_safe(platform):
         return None
@@ -126,10 +128,7 @@ def _threads(environ: Mapping[str, str]) -> str:
     XLA divides loops of a CPU program by the threads that it finds when it compiles,
     and JAX's key says nothing of them: a program from one core would stay on one of 64.
     """
-    if sys.platform == "linux":
-        cores = len(os.sched_getaffinity(0))
-    else:
-        cores = os.cpu_count() or 1
+    cores = usable_cores()
     pool = environ.get("NPROC", "")
     return f"threads-{cores}-{pool}" if pool.isdecimal() else f"threads-{cores}"
 

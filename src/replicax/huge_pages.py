@@ -14,6 +14,8 @@ import platform
 import sys
 from pathlib import Path
 
+from replicax.environment import is_off, usable_cores
+
 __all__ = ["use_huge_pages"]
 
 _SWITCH = "REPLICAX_HUGE_PAGES"
@@ -68,7 +70,7 @@ def _libc() -> ctypes.CDLL | None:
     libc.free.argtypes, libc.free.restype = [ctypes.c_void_p], None
     libc.sbrk.argtypes, libc.sbrk.restype = [ctypes.c_ssize_t], ctypes.c_size_t
     libc.madvise.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
-    if len(os.sched_getaffinity(0)) <= _FEW_CORES:
+    if usable_cores() <= _FEW_CORES:
         libc.mallopt(_M_ARENA_MAX, 1)
     libc.mallopt(_M_MMAP_MAX, 0)
     libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
@@ -83,7 +85,7 @@ def _tell_once(reason: str) -> None:
 def _is_wanted() -> bool:
     if sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
         return False
-    if os.environ.get(_SWITCH, "").lower() in ("off", "0", "false"):
+    if is_off(_SWITCH):
         return False
     # Somebody has thought about memory already.
     if any(name.startswith("MALLOC_") for name in os.environ):

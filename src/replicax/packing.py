@@ -8,7 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from replicax.collectives import CrossDeviceOps, ReduceOp, ReplicaAxis, check_like
+from replicax.collectives import (
+    CrossDeviceOps,
+    ReduceOp,
+    ReplicaAxis,
+    check_like,
+    join,
+    part,
+)
 from replicax.communication import CommunicationOptions
 
 __all__ = ["plan_packs", "sum_gradients"]
@@ -202,19 +209,13 @@ def _packed_sums(
     sums = list(grads)  # Empty gradients are their own sums.
     previous = None
     for pack in packs:
-        first = grads[pack[0]]
-        if len(pack) == 1:
-            bucket = first  # In its own shape: nothing to copy.
-        else:
-            bucket = jnp.concatenate([jnp.ravel(grads[i]) for i in pack])
+        packed = [grads[i] for i in pack]
+        bucket = join(packed)
         if previous is not None:
             bucket = _after(bucket, previous, axis)
         (previous,) = _reduced([bucket], ops, axis)
-        flat, start = jnp.ravel(previous), 0
-        for i in pack:
-            stop = start + grads[i].size
-            sums[i] = lax.slice(flat, (start,), (stop,)).reshape(grads[i].shape)
-            start = stop
+        for i, total in zip(pack, part(previous, packed), strict=True):
+            sums[i] = total
     return sums
 
 

@@ -478,18 +478,21 @@ class Program:
         self, context: ReplicaContext, old: Sequence[Any], new: Mapping[int, Any]
     ) -> dict[int, Any]:
         """Written variables' values for all replicas, by the variables' numbers."""
-        alike: dict[str, list[int]] = {"mean": [], "sum": [], "": []}
-        for i in new:
-            variable = self._own[i]
-            added = variable.aggregation in alike and not is_seed_state(variable)
-            alike[variable.aggregation if added else ""].append(i)
+
+        def of(aggregation: str) -> dict[int, Any]:
+            return {
+                i: x
+                for i, x in new.items()
+                if self._own[i].aggregation == aggregation
+                and not is_seed_state(self._own[i])
+            }
+
         # All means at once, and all sums: each replica started from its share of those.
-        means = context.mean([new[i] for i in alike["mean"]])
-        sums = context.sum([new[i] for i in alike["sum"]])
-        return {
-            **dict(zip(alike["mean"], means, strict=True)),
-            **dict(zip(alike["sum"], sums, strict=True)),
-            **{i: self._mirrored(context, i, old[i], new[i]) for i in alike[""]},
+        added = context.mean(of("mean")) | context.sum(of("sum"))
+        return added | {
+            i: self._mirrored(context, i, old[i], x)
+            for i, x in new.items()
+            if i not in added
         }
 
     def _mirrored(

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-__all__ = ["LAYOUTS", "Entry", "Environment", "Layout", "entries_of", "reference_of"]
+__all__ = ["LAYOUTS", "Entry", "Environment", "Layout", "entries_of"]
 
 Environment = Literal["here", "tensorflow", "torch"]
 Layout = Literal["one", "logical", "processes"]
@@ -88,9 +88,3 @@ def entries_of(case: str, layout: Layout) -> Sequence[Entry]:
         replace(_TORCH, name="torch, 1 process", cores=1),
         replace(pairs[3], name=f"torch DDP, {double}", batches=2),
     ]
-
-
-def reference_of(layout: Layout) -> str:
-    """The name of the entry that others are compared with."""
-    del layout
-    return _JAX.name

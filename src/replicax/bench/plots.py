@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from replicax.bench.entries import LAYOUTS
+from replicax.bench.tables import comparable
 
 __all__ = ["draw"]
 
@@ -57,8 +58,7 @@ def _draw_steps(groups: list[Mapping[str, Any]], title: str, path: Path) -> Path
     for group, panel in zip(groups, panels, strict=False):
         alike = {
             name: [1000 * s for s in entry["seconds"]]
-            for name, entry in group["entries"].items()
-            if entry["batch_ratio"] == 1 and "1 process" not in name
+            for name, entry in comparable(group).items()
         }
         middles = [statistics.median(times) for times in alike.values()]
         below = [m - min(t) for m, t in zip(middles, alike.values(), strict=True)]

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import selectors
-import socket
 import subprocess
 import tempfile
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from replicax.bench.entries import Entry
+from replicax.cluster.placement import free_ports
 from replicax.devices import cpu_pool_size
 
 __all__ = ["Answer", "Peer", "PeerError"]
@@ -62,7 +62,7 @@ class Peer:
         self.entry = entry
         self.resident_bytes = 0.0
         self._limit = limit_seconds
-        addresses = [f"localhost:{_free_port()}" for _ in range(entry.processes)]
+        addresses = [f"localhost:{port}" for port in free_ports(entry.processes)]
         self._errors = [
             tempfile.TemporaryFile("w+")  # noqa: SIM115
             for _ in addresses
@@ -155,12 +155,6 @@ class Peer:
         stream.seek(0)
         lines = [line for line in stream.read().splitlines() if line.strip()]
         return lines[-1][:300] if lines else ""
-
-
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        return s.getsockname()[1]
 
 
 def _start(

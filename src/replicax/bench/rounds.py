@@ -11,6 +11,7 @@ from replicax.bench.entries import Entry, Layout, entries_of
 from replicax.bench.environments import versions_of
 from replicax.bench.peers.cases import CASES
 from replicax.bench.processes import Peer, PeerError
+from replicax.environment import usable_cores
 
 __all__ = ["measure"]
 
@@ -164,7 +165,7 @@ def _batch(case: str, entry: Entry) -> int:
 def _machine(load: float) -> dict[str, Any]:
     return {
         "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": usable_cores(),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "load_at_start": round(load, 2),

@@ -7,7 +7,7 @@ from typing import Any
 from replicax.bench.entries import LAYOUTS, Layout
 from replicax.bench.targets import Figure, figures, ratio_of
 
-__all__ = ["disagreeing", "markdown"]
+__all__ = ["comparable", "disagreeing", "markdown"]
 
 _REFERENCE, _OURS = "bare JAX", "replicax fit"
 # Sums in another order, and Adam of another library, whose epsilon stands elsewhere.
@@ -49,21 +49,30 @@ def markdown(groups: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def comparable(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Entries with the reference's batch and number of replicas, by name."""
+    entries = group["entries"]
+    replicas = entries[_REFERENCE]["replicas"]
+    return {
+        name: entry
+        for name, entry in entries.items()
+        if entry["batch_ratio"] == 1 and entry["replicas"] == replicas
+    }
+
+
 def disagreeing(group: Mapping[str, Any]) -> dict[str, str]:
     """Entries whose first losses are not the reference's, and how far they are off.
 
     Those with another batch are not compared, nor those with another number of
     replicas: batch normalisation takes the means of a replica's part.
     """
-    entries = group["entries"]
-    reference = entries[_REFERENCE]
-    expected = reference["losses"]
+    entries = comparable(group)
+    expected = entries[_REFERENCE]["losses"]
     found = {}
     for name, entry in entries.items():
         losses = entry["losses"]
         off = [abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True)]
-        alike = entry["batch_ratio"] == 1 and entry["replicas"] == reference["replicas"]
-        if alike and not (off[0] <= _FIRST_LOSS and max(off) <= _LATER_LOSS):
+        if not (off[0] <= _FIRST_LOSS and max(off) <= _LATER_LOSS):
             found[name] = f"first loss off by {off[0]:.2g}, third by {off[-1]:.2g}"
     return found
 
