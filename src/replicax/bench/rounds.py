@@ -4,7 +4,7 @@ import datetime
 import os
 import platform
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from replicax.bench.entries import Entry, Layout, entries_of
@@ -53,15 +53,26 @@ def measure(
     """
     entries = entries_of(case, layout)
     load = os.getloadavg()[0]
-    peers, left_out = _start(case, entries, pythons, limit_seconds, tell)
+    reference = entries[0].name
+    peers: dict[str, Peer] = {}
+    left_out: dict[str, str] = {}
     results: dict[str, dict[str, Any]] = {}
     try:
+        for entry in entries:
+            python = pythons.get(entry.environment)
+            if python is None:
+                left_out[entry.name] = f"there is no environment {entry.environment}"
+            else:
+                batch = _batch(case, entry)
+                peers[entry.name] = Peer(entry, python, case, batch, limit_seconds)
+        tell(f"  starting {len(peers)} entries")
+        for name in list(peers):
+            _try(peers, left_out, name, Peer.wait_until_ready)
         for name in list(peers):
             tell(f"  {name}: first steps")
             _try(peers, left_out, name, lambda p: _first_steps(p, results))
-        if entries[0].name not in peers:
-            raise PeerError(left_out[entries[0].name])
-        steps = _steps_of(peers[entries[0].name], seconds)
+        _require(reference, left_out)
+        steps = _steps_of(peers[reference], seconds)
         for name in list(peers):
             _try(peers, left_out, name, lambda p: p.train(steps))
         for i in range(rounds):
@@ -71,6 +82,7 @@ def measure(
             shift = i % len(names)
             for name in names[shift:] + names[:shift]:
                 _try(peers, left_out, name, lambda p: _add(p, steps, results))
+            _require(reference, left_out)
     finally:
         for peer in peers.values():
             peer.close()
@@ -89,27 +101,10 @@ def measure(
     }
 
 
-def _start(
-    case: str,
-    entries: Sequence[Entry],
-    pythons: Mapping[str, str],
-    limit_seconds: float,
-    tell: Callable[[str], None],
-) -> tuple[dict[str, Peer], dict[str, str]]:
-    """The peers, all imports done, and why some are left out."""
-    peers: dict[str, Peer] = {}
-    left_out: dict[str, str] = {}
-    for entry in entries:
-        python = pythons.get(entry.environment)
-        if python is None:
-            left_out[entry.name] = f"there is no environment {entry.environment}"
-            continue
-        batch = _batch(case, entry)
-        peers[entry.name] = Peer(entry, python, case, batch, limit_seconds)
-    tell(f"  starting {len(peers)} entries")
-    for name in list(peers):
-        _try(peers, left_out, name, Peer.wait_until_ready)
-    return peers, left_out
+def _require(reference: str, left_out: Mapping[str, str]) -> None:
+    """All ratios are to it."""
+    if reference in left_out:
+        raise PeerError(left_out[reference])
 
 
 def _try(
