@@ -118,6 +118,8 @@ def applicable(lhs, rhs, params):
     """All forms that can compute a convolution, be they faster or not."""
     lhs_spec, _, _ = params["dimension_numbers"]
     found = ["patches", "groups"]
+    if params["feature_group_count"] == params["batch_group_count"] == 1:
+        found.append("taps")
     outputs = [w.outputs for w in choice.spatial_windows(lhs, rhs, params)]
     if params["feature_group_count"] > 1 or np.prod(outputs) > 16:
         return found

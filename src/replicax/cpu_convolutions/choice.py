@@ -16,11 +16,16 @@ from replicax.cpu_convolutions.windows import Window, windows_of
 
 __all__ = ["Form", "choose", "spatial_windows"]
 
-Form = Literal["patches", "groups", "outputs", "sums"]
+Form = Literal["patches", "groups", "outputs", "sums", "taps"]
 
 # Weights of one tap and group. 1: a depthwise layer of 32 channels at 48x48 takes 92.6
 # or 2.7, and its gradient by the input 73.2 or 2.5; 4x4 at 24x24 14.4 or 1.9.
 _GROUP_WEIGHTS = 16
+# A kernel with so many times the elements of input and result is not moved in memory.
+# One core, 512 channels at 2x2, batch 8: 0.9 or 108, and by the input 1.2, which took
+# 9.5 with the kernel moved; at 7x7 11 or 15 and 11 or 19; 256 at 4x4 0.9 or 1.4. With
+# half as many weights, 128 channels at 8x8, it is no longer quicker.
+_MANY_WEIGHTS = 4
 # Taps, outputs or phases that become operations of the program each.
 _MOST = 128
 
@@ -75,6 +80,12 @@ def choose(lhs: Any, rhs: Any, out: Any, params: Mapping[str, Any]) -> Form | No
         return "patches" if len(windows) == 3 and taps <= _MOST else None
     if of_batch > 1:
         return _of_batch_groups(lhs, params, all_outputs, taps, outputs)
+    is_swapped = rhs_spec[1] > rhs_spec[0]  # As gradients by the input have it.
+    numbers = max(math.prod(lhs.shape), math.prod(out.shape))
+    if math.prod(rhs.shape) >= _MANY_WEIGHTS * numbers and 1 < taps <= _MOST:
+        return "taps" if is_swapped else "patches"
+    if taps == 1 and is_swapped:
+        return "taps"
     if not _is_slow_by_xla(windows, taps, outputs):
         return None
     return "outputs" if outputs < taps or taps > _MOST else "patches"

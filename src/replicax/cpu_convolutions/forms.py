@@ -6,8 +6,10 @@ result `[batch, *space, outputs]`. Filter gradients have an order of their own, 
 those of layers that hold features last need no transposition.
 """
 
+import functools
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
@@ -21,6 +23,7 @@ __all__ = [
     "by_outputs",
     "by_patches",
     "by_sums",
+    "by_taps",
     "without_zeros",
 ]
 
@@ -60,13 +63,13 @@ def _taps(
 ) -> Iterator[tuple[tuple[int, ...], jax.Array]]:
     """Each tap of the kernel, and the padded input's elements that meet it."""
     for tap in itertools.product(*(range(w.taps) for w in windows)):
-        starts = [t * w.dilation for t, w in zip(tap, windows, strict=True)]
-        yield (
-            tap,
-            _slice(
-                x, starts, [w.outputs for w in windows], [w.stride for w in windows]
-            ),
-        )
+        yield tap, _at_tap(tap, x, windows)
+
+
+def _at_tap(tap: Sequence[int], x: jax.Array, windows: Sequence[Window]) -> jax.Array:
+    """The padded input's elements that meet a tap of the kernel."""
+    starts = [t * w.dilation for t, w in zip(tap, windows, strict=True)]
+    return _slice(x, starts, [w.outputs for w in windows], [w.stride for w in windows])
 
 
 def by_patches(
@@ -131,6 +134,52 @@ def _patches_times(
             precision=precision,
         )
     return y.reshape(*space, outputs)
+
+
+def by_taps(
+    x: jax.Array,
+    kernel: jax.Array,
+    windows: Sequence[Window],
+    precision: lax.PrecisionLike = None,
+) -> jax.Array:
+    """Products of the input with all taps, which are then shifted and summed.
+
+    The kernel is taken as the gradient by a layer's input has it. The other forms would
+    have its features and outputs swapped in memory first, which takes longer than the
+    product where weights are many and positions few.
+
+    Args:
+        x: `[batch, *space, features]`.
+        kernel: `[*taps, outputs, features]`, the last tap first.
+        windows: One for each spatial dimension.
+        precision: Of the product.
+
+    Returns:
+        `[batch, *space, outputs]`.
+    """
+    cuts = [trimmed(w) for w in windows]
+    windows = [w for _, w in cuts]
+    sizes = kernel.shape[: len(cuts)]
+    kernel = kernel[
+        tuple(
+            slice(size - taps.stop, size - taps.start)
+            for size, (taps, _) in zip(sizes, cuts, strict=True)
+        )
+    ]
+    outputs, features = kernel.shape[-2:]
+    products = lax.dot_general(
+        x.reshape(-1, features),
+        kernel.reshape(-1, features),
+        (((1,), (1,)), ((), ())),
+        precision=precision,
+    )
+    taps = list(itertools.product(*(range(w.taps) for w in windows)))
+    products = products.reshape(*x.shape[:-1], len(taps), outputs)
+    parts = [
+        _at_tap(tap, _pad(products[..., i, :], windows), windows)
+        for i, tap in enumerate(reversed(taps))
+    ]
+    return functools.reduce(operator.add, parts)
 
 
 def by_groups(

@@ -20,6 +20,7 @@ from replicax.cpu_convolutions.forms import (
     by_outputs,
     by_patches,
     by_sums,
+    by_taps,
     without_zeros,
 )
 
@@ -192,17 +193,23 @@ def _convolve(
         order = (*out_spec[2:], *out_spec[:2])
     else:
         x = jnp.transpose(lhs, (lhs_spec[0], *lhs_spec[2:], lhs_spec[1]))
-        kernel = jnp.transpose(rhs, (*rhs_spec[2:], rhs_spec[1], rhs_spec[0]))
-        if of_batch > 1:
-            x = _groups_of_features(x, of_batch)
-        y = without_zeros(
-            by_groups if form == "groups" else by_patches,
-            x,
-            kernel,
-            windows,
-            params["feature_group_count"] * of_batch,
-            precision,
-        )
+        if form == "taps":
+            # JAX has reversed it for the gradient by the input: XLA drops both.
+            kernel = lax.rev(rhs, rhs_spec[2:])
+            kernel = jnp.transpose(kernel, (*rhs_spec[2:], rhs_spec[0], rhs_spec[1]))
+            y = by_taps(x, kernel, windows, precision)
+        else:
+            kernel = jnp.transpose(rhs, (*rhs_spec[2:], rhs_spec[1], rhs_spec[0]))
+            if of_batch > 1:
+                x = _groups_of_features(x, of_batch)
+            y = without_zeros(
+                by_groups if form == "groups" else by_patches,
+                x,
+                kernel,
+                windows,
+                params["feature_group_count"] * of_batch,
+                precision,
+            )
         order = (out_spec[0], *out_spec[2:], out_spec[1])
     back = sorted(range(len(order)), key=order.__getitem__)
     return jnp.transpose(y, back).astype(dtype)
