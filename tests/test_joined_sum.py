@@ -87,8 +87,10 @@ def test_other_devices_get_the_arrays_as_they_are(name) -> None:
 
 def test_replicas_on_several_devices_each_keep_theirs() -> None:
     """Their arrays may lie in parts, which joining would gather."""
-    assert not axis_of("cpu:0+cpu:1", "cpu:2+cpu:3").joins_small
-    assert axis_of("worker/0/cpu:0", "worker/1/cpu:0").joins_small
+    assert not axis_of("cpu:0+cpu:1", "cpu:2+cpu:3").joined_bytes
+    assert axis_of("worker/0/cpu:0", "worker/1/cpu:0").joined_bytes > (
+        axis_of("cpu:0", "cpu:1").joined_bytes
+    )
 
 
 def test_a_step_of_many_small_layers_sends_two_messages() -> None:
