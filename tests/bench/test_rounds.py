@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from replicax.bench.environments import EnvironmentMissingError, python_of
+from replicax.bench.peers.cases import CASES
 from replicax.bench.rounds import measure
 from replicax.bench.tables import disagreeing, markdown
 
@@ -16,7 +17,7 @@ pytestmark = [
 ]
 
 
-def measured(case, layout, **pythons):
+def measured(case, layout, tiny=False, **pythons):
     return measure(
         case,
         layout,
@@ -25,6 +26,7 @@ def measured(case, layout, **pythons):
         seconds=0.05,
         limit_seconds=250,
         tell=print,
+        tiny=tiny,
     )
 
 
@@ -55,6 +57,27 @@ def test_all_compute_the_same_in_two_processes() -> None:
     assert "replicax fit, 1 process" in markdown([group])
 
 
+@pytest.mark.parametrize("case", ["g", "h"])
+def test_programs_for_a_gpu_compute_the_same(case) -> None:
+    """Small ones, on the CPU: bfloat16, data on the device, 8 steps in a call."""
+    group = measured(case, "gpu", tiny=True)
+    assert list(group["entries"]) == [
+        "bare JAX",
+        "replicax run",
+        "replicax fit",
+        "replicax fit, 8 steps",
+        "Keras fit",
+    ]
+    assert disagreeing(group) == {}
+    assert group["left_out"] == {"torch": "there is no environment torch"}
+    # By hand it is Keras' forward pass to the last bit.
+    losses = {name: entry["losses"] for name, entry in group["entries"].items()}
+    assert losses["bare JAX"][0] == pytest.approx(losses["Keras fit"][0], rel=1e-5)
+    assert group["steps"] % 8 == 0
+    assert group["machine"]["gpu"] is None
+    assert f"| {group['unit']}/s | utilisation |" in markdown([group])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["one", "logical"])
 @pytest.mark.parametrize("case", list("abcde"))
@@ -65,6 +88,23 @@ def test_all_compute_the_same(case, layout) -> None:
         # Its BatchNormalization takes means over the global batch.
         off.pop("Keras DataParallel fit")
     assert off == {}
+
+
+def test_operations_of_known_models_are_counted() -> None:
+    """ResNet-50 "v1.5" has 4.09 billion products for an image."""
+    assert CASES["g"].flops(2) == pytest.approx(2 * 6 * 4.09e9, rel=1e-3)
+    assert CASES["a"].flops(1) is None
+    transformer = CASES["h"]
+    assert transformer.units(3) == 3 * 512
+    weights = 12 * 12 * 1024**2 + 1024 * transformer.num_classes
+    attention = 12 * 12 * 512 * 1024
+    assert transformer.flops(1) == 512 * (6 * weights + attention)
+
+
+def test_torch_for_a_gpu_is_never_installed(tmp_path) -> None:
+    with pytest.raises(EnvironmentMissingError, match="--python torch=PATH"):
+        python_of("torch", tmp_path, print, on_gpu=True)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_environment_that_cannot_be_made_is_named(tmp_path) -> None:

@@ -138,13 +138,14 @@ def test_pictures_of_all_layouts(tmp_path) -> None:
     more = ("replicax fit, 1 process", "replicax fit, twice the batch")
     groups = [
         group({n: entry(1.0, 1.1, 1.3) for n in names + more}, layout=layout)
-        for layout in ("one", "logical", "processes")
+        for layout in ("one", "logical", "processes", "gpu")
     ]
     files = draw(groups, tmp_path)
     assert [file.name for file in files] == [
         "step_time_one.png",
         "step_time_logical.png",
         "step_time_processes.png",
+        "step_time_gpu.png",
         "scaling.png",
     ]
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)
@@ -171,3 +172,43 @@ def test_the_page_begins_with_ratios_to_ours() -> None:
     assert "| bare JAX | 0.50 | 0.50 |" in short
     assert "| torch | 2.50 | 2.50 |" in short
     assert "twice" not in short
+
+
+def gpu_group(gpu):
+    """One step takes the bare program 10 ms, and those after it longer."""
+    measured = group(
+        {
+            "bare JAX": entry(0.010, 0.010, replicas=1),
+            "replicax run": entry(0.010, 0.010, replicas=1),
+            "replicax fit": entry(0.0105, 0.0105, replicas=1),
+            "torch": entry(0.020, 0.020, losses=(2.01, 1.5, 1.0), replicas=1),
+        },
+        "g",
+        "gpu",
+    )
+    measured |= {"unit": "images", "units": 96, "flops": 2e12, "dtype": "bfloat16"}
+    measured["machine"]["gpu"] = gpu
+    for found in measured["entries"].values():
+        found["device_bytes"] = 5e9
+    return measured
+
+
+def test_a_gpu_has_columns_of_its_own() -> None:
+    page = markdown([gpu_group("NVIDIA H100 80GB HBM3")])
+    assert "Linux x86_64, NVIDIA H100 80GB HBM3; Python" in page
+    assert "| GPU memory MB |" in page
+    assert "| 1.00 | 9600 | 20.2 % | 1.0 | 5000 | 1.0000 |" in page
+    assert "| ≤ 1.0204 | 1.00 | yes |" in page
+    assert "| ≤ 1.0204 | 1.05 | **no** |" in page
+    assert "| replicax fit | torch | ≥ 1.0 | 1.90 | yes |" in page
+
+
+def test_an_unknown_gpu_has_no_utilisation() -> None:
+    assert "| 1.00 | 9600 |  | 1.0 | 5000 |" in markdown([gpu_group("Some card")])
+
+
+def test_losses_in_bfloat16_agree_less_closely() -> None:
+    measured = gpu_group(None)
+    assert disagreeing(measured) == {}
+    measured["dtype"] = "float32"
+    assert set(disagreeing(measured)) == {"torch"}

@@ -4,15 +4,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-__all__ = ["LAYOUTS", "Entry", "Environment", "Layout", "entries_of"]
+__all__ = ["LAYOUTS", "Entry", "Environment", "Layout", "cases_of", "entries_of"]
 
 Environment = Literal["here", "tensorflow", "torch"]
-Layout = Literal["one", "logical", "processes"]
+Layout = Literal["one", "logical", "processes", "gpu"]
 
 LAYOUTS: dict[Layout, str] = {
     "one": "one device with all cores",
     "logical": "two logical devices in one process",
     "processes": "two processes of one core each",
+    "gpu": "one GPU",
 }
 
 
@@ -24,13 +25,15 @@ class Entry:
         name: What tables call it.
         script: Its script in the folder `peers`.
         environment: The Python that runs it.
-        loop: "custom", "fit", or "fit32", which is `steps_per_execution=32`.
+        loop: "custom", "fit", or "fit32", which is `steps_per_execution=32`; so with
+            other numbers.
         processes: Number of processes, each on a core of its own if there are several.
         devices: Logical devices of each process.
         cores: Cores of each process; None: all.
         batches: The global batch in multiples of the case's.
         keras: Major version of Keras, for TensorFlow.
         shard_update: Whether replicax' replicas divide the optimizer's update.
+        accelerated: Whether it is trained as one does on a GPU, and on one.
     """
 
     name: str
@@ -43,6 +46,7 @@ class Entry:
     batches: int = 1
     keras: int = 3
     shard_update: bool = False
+    accelerated: bool = False
 
 
 _JAX = Entry("bare JAX", "jax_peer.py", "here")
@@ -55,8 +59,13 @@ _TF_FIT3 = Entry("TF fit, Keras 3", "tf_peer.py", "tensorflow", loop="fit")
 _TORCH = Entry("torch", "torch_peer.py", "torch")
 
 
-def _with_32_steps(entry: Entry) -> Entry:
-    return replace(entry, name=f"{entry.name}, 32 steps", loop="fit32")
+def _with_steps(entry: Entry, count: int) -> Entry:
+    return replace(entry, name=f"{entry.name}, {count} steps", loop=f"fit{count}")
+
+
+def cases_of(layout: Layout) -> str:
+    """The letters of the cases that a layout has."""
+    return "gh" if layout == "gpu" else "abcdef"
 
 
 def entries_of(case: str, layout: Layout) -> Sequence[Entry]:
@@ -69,8 +78,11 @@ def entries_of(case: str, layout: Layout) -> Sequence[Entry]:
     if layout == "one":
         entries = [_JAX, _RUN, _FIT, _KERAS, _TF_FIT, _TF_FIT3, _TORCH]
         if case == "f":
-            entries += map(_with_32_steps, (_JAX, _FIT, _KERAS))
+            entries += [_with_steps(entry, 32) for entry in (_JAX, _FIT, _KERAS)]
         return entries
+    if layout == "gpu":
+        entries = [_JAX, _RUN, _FIT, _with_steps(_FIT, 8), _KERAS, _TORCH]
+        return [replace(entry, accelerated=True) for entry in entries]
     if layout == "logical":
         keras = replace(_KERAS, name="Keras DataParallel fit")
         several = [_JAX, _RUN, _FIT, keras, _TF_FIT, _TF_RUN, _TF_FIT3]

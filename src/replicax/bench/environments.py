@@ -1,5 +1,6 @@
 """Virtual environments of the peers, made when they are first needed."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -32,6 +33,7 @@ def python_of(
     folder: Path,
     tell: Callable[[str], None],
     *,
+    on_gpu: bool = False,
     limit_seconds: float = 1800.0,
 ) -> str:
     """The Python of an environment, which is made if it is not there.
@@ -40,12 +42,22 @@ def python_of(
         environment: Which one; "here" is this one.
         folder: Where environments are.
         tell: Called with what is done, since it can take minutes.
+        on_gpu: Whether it is to use a GPU. Then nothing is installed: it is this
+            Python, if that has the library.
         limit_seconds: For pip.
 
     Raises:
         EnvironmentMissingError: If it cannot be made.
     """
     if environment == "here":
+        return sys.executable
+    if on_gpu:
+        if importlib.util.find_spec(environment) is None:
+            raise EnvironmentMissingError(
+                f"{sys.executable} has no {environment}, and builds for GPUs are not "
+                f"installed here. Name a Python that has it: "
+                f"--python {environment}=PATH."
+            )
         return sys.executable
     place = folder / environment
     python, done = place / "bin" / "python", place / "complete"

@@ -17,6 +17,10 @@ from replicax.devices import cpu_pool_size
 
 __all__ = ["Answer", "Peer", "PeerError"]
 
+# All entries of a table wait on one card, five of them JAX'. Each takes what it needs,
+# but it doubles what it has when that is too little: this is where that ends, at 13 GB
+# of 80. It leaves 10 GB for torch and 4 for the CUDA libraries of six processes.
+_MEMORY_FRACTION = "0.165"
 _FOLDER = Path(__file__).parent / "peers"
 
 
@@ -33,12 +37,14 @@ class Answer:
         cpu_seconds: Processor time of one step, all processes together.
         loss: The global loss.
         peak_bytes: The largest memory so far, of the process with the most.
+        device_bytes: The same of its accelerator; 0 without one.
     """
 
     seconds: float
     cpu_seconds: float
     loss: float
     peak_bytes: float
+    device_bytes: float = 0.0
 
 
 class Peer:
@@ -50,6 +56,7 @@ class Peer:
         case: The case's letter.
         batch: The global batch.
         limit_seconds: For each answer.
+        tiny: Take small cases, on the CPU, to test the programs.
 
     Attributes:
         entry: What runs.
@@ -57,7 +64,14 @@ class Peer:
     """
 
     def __init__(
-        self, entry: Entry, python: str, case: str, batch: int, limit_seconds: float
+        self,
+        entry: Entry,
+        python: str,
+        case: str,
+        batch: int,
+        limit_seconds: float,
+        *,
+        tiny: bool = False,
     ) -> None:
         self.entry = entry
         self.resident_bytes = 0.0
@@ -68,7 +82,7 @@ class Peer:
             for _ in addresses
         ]
         self._processes = [
-            _start(entry, python, case, batch, addresses, rank, errors)
+            _start(entry, python, case, batch, addresses, rank, errors, tiny)
             for rank, errors in enumerate(self._errors)
         ]
         self._texts = [b""] * entry.processes
@@ -98,6 +112,7 @@ class Peer:
             sum(a["cpu"] for a in answers) / steps,
             answers[0]["loss"],
             max(a["peak"] for a in answers),
+            max(a["device_peak"] for a in answers),
         )
 
     def close(self) -> None:
@@ -157,6 +172,22 @@ class Peer:
         return lines[-1][:300] if lines else ""
 
 
+def _on_gpu() -> dict[str, str]:
+    """The first GPU, shared; who sets JAX' variables of memory keeps them."""
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+    found = {
+        "BENCH_PLATFORM": "cuda",
+        "JAX_PLATFORMS": "cuda,cpu",
+        "CUDA_VISIBLE_DEVICES": gpus.partition(",")[0],
+    }
+    if "XLA_PYTHON_CLIENT_PREALLOCATE" not in os.environ:
+        found["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    names = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+    if not any(name in os.environ for name in names):
+        found["XLA_CLIENT_MEM_FRACTION"] = _MEMORY_FRACTION
+    return found
+
+
 def _start(
     entry: Entry,
     python: str,
@@ -165,6 +196,7 @@ def _start(
     addresses: list[str],
     rank: int,
     errors: IO[str],
+    tiny: bool,
 ) -> "subprocess.Popen[bytes]":
     cores = sorted(os.sched_getaffinity(0))
     if entry.cores is not None:
@@ -183,6 +215,8 @@ def _start(
         "BENCH_ADDRESSES": " ".join(addresses),
         "BENCH_KERAS": str(entry.keras),
         "BENCH_SHARD_UPDATE": str(int(entry.shard_update)),
+        "BENCH_ACCELERATED": str(int(entry.accelerated)),
+        "BENCH_TINY": str(int(tiny)),
         "KERAS_BACKEND": "jax",
         "JAX_PLATFORMS": "cpu",
         "OMP_NUM_THREADS": str(len(cores)),
@@ -190,6 +224,8 @@ def _start(
         "JAX_ENABLE_COMPILATION_CACHE": "false",
         "REPLICAX_COMPILATION_CACHE": "off",
     }
+    if entry.accelerated and not tiny:
+        environment |= _on_gpu()
     environment.pop("TF_CONFIG", None)
     if entry.processes > 1:
         environment["TF_CONFIG"] = json.dumps(config)

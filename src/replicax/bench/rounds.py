@@ -9,7 +9,7 @@ from typing import Any
 
 from replicax.bench.entries import Entry, Layout, entries_of
 from replicax.bench.environments import versions_of
-from replicax.bench.peers.cases import CASES
+from replicax.bench.peers.cases import Case, case_of
 from replicax.bench.processes import Peer, PeerError
 from replicax.environment import usable_cores
 
@@ -27,6 +27,8 @@ def measure(
     seconds: float,
     limit_seconds: float,
     tell: Callable[[str], None],
+    gpu: str | None = None,
+    tiny: bool = False,
 ) -> dict[str, Any]:
     """Measure a group.
 
@@ -42,17 +44,21 @@ def measure(
         seconds: About how long the reference is measured in a round.
         limit_seconds: For each answer.
         tell: Called with what happens.
+        gpu: Its name, which is written down.
+        tiny: Take a small model, on the CPU, instead of a GPU's; tests do.
 
     Returns:
         What is written as JSON: `entries` by name with `seconds` of each round per
         step, `cpu_seconds`, `losses` of the first steps, `first_step_seconds`,
-        `memory_bytes`; `left_out` with reasons; and what ran where.
+        `memory_bytes`, `device_bytes`; `left_out` with reasons; what a step does; and
+        what ran where.
 
     Raises:
         PeerError: If the first of them, the reference, fails.
     """
     entries = entries_of(case, layout)
     load = os.getloadavg()[0]
+    work = case_of(case, tiny)
     reference = entries[0].name
     peers: dict[str, Peer] = {}
     left_out: dict[str, str] = {}
@@ -63,8 +69,9 @@ def measure(
             if python is None:
                 left_out[entry.name] = f"there is no environment {entry.environment}"
             else:
-                batch = _batch(case, entry)
-                peers[entry.name] = Peer(entry, python, case, batch, limit_seconds)
+                peers[entry.name] = Peer(
+                    entry, python, case, _batch(work, entry), limit_seconds, tiny=tiny
+                )
         tell(f"  starting {len(peers)} entries")
         for name in list(peers):
             _try(peers, left_out, name, Peer.wait_until_ready)
@@ -88,14 +95,14 @@ def measure(
             peer.close()
     return {
         "case": case,
-        "title": CASES[case].title,
+        "title": work.title,
         "layout": layout,
-        "batch": _batch(case, entries[0]),
+        **_work_of(work, _batch(work, entries[0])),
         "steps": steps,
         "rounds": rounds,
         "entries": {name: results[name] for name in peers},
         "left_out": left_out,
-        "machine": _machine(load),
+        "machine": _machine(load, gpu),
         "versions": {name: versions_of(python) for name, python in pythons.items()},
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
@@ -131,6 +138,7 @@ def _first_steps(peer: Peer, results: dict[str, dict[str, Any]]) -> None:
         "seconds": [],
         "cpu_seconds": [],
         "memory_bytes": 0.0,
+        "device_bytes": 0.0,
     }
 
 
@@ -140,25 +148,40 @@ def _add(peer: Peer, steps: int, results: dict[str, dict[str, Any]]) -> None:
     result["seconds"].append(answer.seconds)
     result["cpu_seconds"].append(answer.cpu_seconds)
     result["memory_bytes"] = answer.peak_bytes - peer.resident_bytes
+    result["device_bytes"] = answer.device_bytes
 
 
 def _steps_of(peer: Peer, seconds: float) -> int:
     """Steps that take the reference about so long."""
     once = statistics.median(peer.train(1).seconds for _ in range(3))
+    if peer.entry.accelerated:  # Some do 8 in one call.
+        return 8 * max(1, round(seconds / once / 8))
     if once < seconds / 64:  # One alone is mostly the begin and the end.
         once = peer.train(64).seconds
         return 32 * max(1, round(seconds / once / 32))
     return max(2, round(seconds / once))
 
 
-def _batch(case: str, entry: Entry) -> int:
+def _batch(case: Case, entry: Entry) -> int:
     replicas = entry.processes * entry.devices
-    grows = replicas if CASES[case].batch_grows else 1
-    return CASES[case].batch * grows * entry.batches
+    grows = replicas if case.batch_grows else 1
+    return case.batch * grows * entry.batches
 
 
-def _machine(load: float) -> dict[str, Any]:
+def _work_of(case: Case, batch: int) -> dict[str, Any]:
+    """What a step of the reference does."""
     return {
+        "batch": batch,
+        "dtype": case.dtype,
+        "unit": case.unit,
+        "units": case.units(batch),
+        "flops": case.flops(batch),
+    }
+
+
+def _machine(load: float, gpu: str | None) -> dict[str, Any]:
+    return {
+        "gpu": gpu,
         "processor": _processor(),
         "cores": usable_cores(),
         "system": f"{platform.system()} {platform.machine()}",

@@ -40,6 +40,7 @@ class Target:
 _BOTH = ("replicax run", "replicax fit")
 _PARTS = "replicax fit, shard_update"
 _TF = ("TF fit, tf_keras", "TF run, tf_keras", "TF fit, Keras 3")
+_FIT8 = "replicax fit, 8 steps"
 _FIT32 = "replicax fit, 32 steps"
 
 
@@ -138,6 +139,22 @@ TARGETS = [
         ["replicax fit, twice the batch"],
         ["replicax fit, 1 process"],
         examples=2.0,
+    ),
+    Target(
+        "step time over bare JAX (gpu)",
+        "gpu",
+        _all(1.0204, "gh"),  # 0.98 of its speed.
+        _BOTH,
+        ["bare JAX"],
+        at_most=True,
+        speedup=False,
+    ),
+    Target(
+        "times faster than torch (gpu)",
+        "gpu",
+        _all(1.0, "gh"),
+        (*_BOTH, _FIT8),
+        ["torch"],
     ),
     *_bare("first step over bare JAX", "first_step_seconds", 1.15, "abcdef"),
     *_bare("peak memory over bare JAX", "memory_bytes", 1.05, "abcdef"),

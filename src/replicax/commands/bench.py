@@ -3,12 +3,21 @@
 import json
 import os
 import shutil
+import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
 
-from replicax.bench.entries import LAYOUTS, Environment, Layout, entries_of
+from replicax.bench.accelerators import gpu_name
+from replicax.bench.entries import (
+    LAYOUTS,
+    Environment,
+    Layout,
+    cases_of,
+    entries_of,
+)
 from replicax.bench.environments import EnvironmentMissingError, python_of
 from replicax.bench.peers.cases import CASES
 from replicax.bench.plots import draw
@@ -25,12 +34,16 @@ def bench(
         typer.Option(
             help="Letters of the cases: "
             + ", ".join(f"{key} {case.title}" for key, case in CASES.items())
-            + "."
+            + ". By default those that the layouts have."
         ),
     ] = "".join(CASES),
     layouts: Annotated[
-        str, typer.Option(help=f"Some of {', '.join(LAYOUTS)}.")
-    ] = ",".join(LAYOUTS),
+        str,
+        typer.Option(
+            help=f"Some of {', '.join(LAYOUTS)}; gpu has the cases {cases_of('gpu')}, "
+            f"the others {cases_of('one')}."
+        ),
+    ] = "one,logical,processes",
     rounds: Annotated[int, typer.Option(min=1, help="Measurements of each.")] = 7,
     seconds: Annotated[
         float, typer.Option(min=0.01, help="About how long one measurement takes.")
@@ -41,6 +54,14 @@ def bench(
     peers: Annotated[
         Path, typer.Option(help="Folder for the peers' virtual environments.")
     ] = Path(".bench"),
+    python: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=PATH",
+            help="An interpreter that has the peer tensorflow or torch, instead of "
+            "installing it. May be given for each.",
+        ),
+    ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Leave out what was measured before.")
     ] = False,
@@ -51,7 +72,8 @@ def bench(
     """Measure steps beside bare JAX, Keras, tf.distribute and torch, in turns.
 
     Peers that are not installed are installed first, each in an environment of its own.
-    A peer that cannot be installed or fails is left out and named. Linux only.
+    A peer that cannot be installed or fails is left out and named. On a GPU, torch is
+    taken from this Python or the one named. Linux only.
 
     Exits with status 1 if nothing could be measured in some group.
     """
@@ -59,9 +81,21 @@ def bench(
     if not hasattr(os, "sched_getaffinity") or shutil.which("taskset") is None:
         raise typer.BadParameter("This needs Linux and its command taskset.")
     raw = output / "raw"
+    given = _given(python or [])
     raw.mkdir(parents=True, exist_ok=True)
-    pythons = _pythons(wanted, peers)
-    failed = False
+    gpu = _gpu(wanted)
+    if gpu is None:
+        wanted = [group for group in wanted if group[1] != "gpu"]
+    pythons = {
+        on_gpu: _pythons(
+            [group for group in wanted if (group[1] == "gpu") == on_gpu],
+            peers,
+            given,
+            on_gpu,
+        )
+        for on_gpu in (False, True)
+    }
+    failed = not wanted
     for case, layout in wanted:
         file = raw / f"{case}_{layout}.json"
         if resume and file.exists():
@@ -71,11 +105,12 @@ def bench(
             group = measure(
                 case,
                 layout,
-                pythons,
+                pythons[layout == "gpu"],
                 rounds=rounds,
                 seconds=seconds,
                 limit_seconds=limit_seconds,
                 tell=typer.echo,
+                gpu=gpu if layout == "gpu" else None,
             )
         except PeerError as error:
             typer.echo(f"  Not measured: {error}", err=True)
@@ -95,17 +130,66 @@ def _groups(cases: str, layouts: str) -> list[tuple[str, Layout]]:
         raise typer.BadParameter(f"There are no cases {sorted(unknown)}.")
     if unknown := set(chosen) - set(LAYOUTS):
         raise typer.BadParameter(f"There are no layouts {sorted(unknown)}.")
-    return [(case, cast(Layout, layout)) for layout in chosen for case in cases]
+    known: list[Layout] = [cast(Layout, layout) for layout in chosen]
+    groups: list[tuple[str, Layout]] = [
+        (case, layout) for layout in known for case in cases if case in cases_of(layout)
+    ]
+    unused = set(cases) - {case for case, _ in groups}
+    if unused and cases != "".join(CASES):  # All is what was not asked for by name.
+        raise typer.BadParameter(
+            f"The layouts {chosen} have no cases {sorted(unused)}."
+        )
+    return groups
 
 
-def _pythons(wanted: list[tuple[str, Layout]], folder: Path) -> dict[str, str]:
+def _given(options: list[str]) -> dict[str, str]:
+    """Interpreters by environment, as `--python` names them."""
+    found = {}
+    for option in options:
+        name, equals, path = option.partition("=")
+        if name not in ("tensorflow", "torch") or not equals:
+            raise typer.BadParameter(
+                f"--python {option!r}: write tensorflow=PATH or torch=PATH."
+            )
+        place = shutil.which(path)
+        if place is None:
+            raise typer.BadParameter(f"--python {option!r}: there is no {path!r}.")
+        found[name] = place
+    return found
+
+
+def _gpu(wanted: list[tuple[str, Layout]]) -> str | None:
+    """The GPU's name, if one is wanted and there is one."""
+    if not any(layout == "gpu" for _, layout in wanted):
+        return None
+    try:
+        name = gpu_name()
+    except subprocess.TimeoutExpired as error:
+        typer.echo(f"Layout gpu is left out: the GPU did not answer. {error}", err=True)
+        return None
+    if name is None:
+        typer.echo("Layout gpu is left out: JAX finds no CUDA device here.", err=True)
+    return name
+
+
+def _pythons(
+    wanted: list[tuple[str, Layout]],
+    folder: Path,
+    given: Mapping[str, str],
+    on_gpu: bool,
+) -> dict[str, str]:
     environments: dict[Environment, None] = dict.fromkeys(
         entry.environment for group in wanted for entry in entries_of(*group)
     )
     found = {}
     for environment in environments:
+        if environment in given:
+            found[environment] = given[environment]
+            continue
         try:
-            found[environment] = python_of(environment, folder, typer.echo)
+            found[environment] = python_of(
+                environment, folder, typer.echo, on_gpu=on_gpu
+            )
         except EnvironmentMissingError as error:
             typer.echo(f"No {environment}: {error}", err=True)
     return found

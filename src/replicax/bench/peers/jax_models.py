@@ -4,16 +4,18 @@ They do the operations that Keras' layers do on JAX, with the same weights by th
 names, so that a difference in time is the library's and not another model's.
 """
 
+import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from cases import Case, initial
+from cases import Case, bottlenecks, initial
 from jax import lax
 from keras_models import RESNET_BLOCKS
 
-__all__ = ["MODELS", "Weights", "first_weights", "loss_of"]
+__all__ = ["MODELS", "Weights", "computing", "first_weights", "loss_of"]
 
 Weights = dict[str, jax.Array]
 """Arrays by Keras' names of weights."""
@@ -31,10 +33,26 @@ def first_weights(
     return params, stats
 
 
+def computing(case: Case, params: Weights) -> Weights:
+    """Parameters in the type that the case computes in.
+
+    Layer normalisations have theirs in float32, as in Keras; batch normalisations
+    compute in float32 with parameters that were rounded.
+    """
+    if case.dtype == "float32":
+        return params
+    kept = ("/gamma", "/beta") if case.model == "transformer" else ()
+    return {
+        name: value if name.endswith(kept) else value.astype(case.dtype)
+        for name, value in params.items()
+    }
+
+
 def loss_of(case: Case, logits: jax.Array, labels: jax.Array) -> jax.Array:
     """The mean loss of a batch."""
     if not case.num_classes:
         return jnp.mean(jnp.square(labels - logits))
+    logits = logits.astype("float32")
     # As Keras: a product with a one-hot array, not a look-up.
     target = jax.nn.one_hot(labels, case.num_classes)
     return jnp.mean(-jnp.sum(target * jax.nn.log_softmax(logits), axis=-1))
@@ -52,7 +70,7 @@ def _convolution(
     name: str,
     x: jax.Array,
     strides: int = 1,
-    padding: str = "SAME",
+    padding: str | list[tuple[int, int]] = "SAME",
 ) -> jax.Array:
     kernel, groups = params[f"{name}/kernel"], 1
     if name.endswith("depthwise"):
@@ -79,7 +97,8 @@ def _batch_norm(
     params: Weights, stats: Weights, name: str, x: jax.Array, momentum: float = 0.99
 ) -> tuple[jax.Array, Weights]:
     """The layer in training, and `stats` with its moving statistics moved on."""
-    mean, variance = jnp.mean(x, (0, 1, 2)), jnp.var(x, (0, 1, 2))
+    wide = x.astype("float32")  # As in Keras; so it is for layers.
+    mean, variance = jnp.mean(wide, (0, 1, 2)), jnp.var(wide, (0, 1, 2))
     moved = {
         key: stats[key] * momentum + value * (1 - momentum)
         for key, value in (
@@ -87,12 +106,15 @@ def _batch_norm(
             (f"{name}/moving_variance", variance),
         )
     }
-    return _normalized(params, name, x, mean, variance, 1e-3), stats | moved
+    normalized = _normalized(params, name, wide, mean, variance, 1e-3)
+    return normalized.astype(x.dtype), stats | moved
 
 
 def _layer_norm(params: Weights, name: str, x: jax.Array) -> jax.Array:
-    mean, variance = jnp.mean(x, -1, keepdims=True), jnp.var(x, -1, keepdims=True)
-    return _normalized(params, name, x, mean, variance, 1e-6)
+    wide = x.astype("float32")
+    mean = jnp.mean(wide, -1, keepdims=True)
+    variance = jnp.var(wide, -1, keepdims=True)
+    return _normalized(params, name, wide, mean, variance, 1e-6).astype(x.dtype)
 
 
 def _normalized(
@@ -113,10 +135,35 @@ def _attention(params: Weights, name: str, x: jax.Array) -> jax.Array:
         + params[f"{name}/{part}/bias"]
         for part in ("query", "key", "value")
     )
-    x = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+    x = jax.nn.dot_product_attention(
+        query,
+        key,
+        value,
+        is_causal=True,
+        implementation="cudnn" if _has_flash(query.shape, query.dtype) else None,
+    )
     name = f"{name}/attention_output"
     x = jnp.einsum("bthk,hkd->btd", x, params[f"{name}/kernel"])
     return x + params[f"{name}/bias"]
+
+
+@cache
+def _has_flash(shape: tuple[int, ...], dtype: jnp.dtype) -> bool:
+    """Whether cuDNN has an attention for this; Keras asks the same functions of JAX."""
+    if jax.default_backend() != "gpu" or dtype == jnp.float32:
+        return False
+    example = jax.ShapeDtypeStruct(shape, dtype)
+    try:
+        jax.eval_shape(
+            lambda x: jax.nn.dot_product_attention(
+                x, x, x, is_causal=True, implementation="cudnn"
+            ),
+            example,
+        )
+    except (NotImplementedError, RuntimeError, ValueError) as error:
+        print(f"No attention of cuDNN: {error}", file=sys.stderr)
+        return False
+    return True
 
 
 # Models: logits, and new moving statistics.
@@ -154,6 +201,35 @@ def _resnet(params: Weights, stats: Weights, x: jax.Array) -> tuple[jax.Array, W
             shortcut, stats = convolution(stats, name, shortcut, strides)
         x = jax.nn.relu(x + shortcut)
     return _dense(params, "output", jnp.mean(x, (1, 2))), stats
+
+
+def _resnet50(case: Case) -> "Model":
+    def model(
+        params: Weights, stats: Weights, x: jax.Array
+    ) -> tuple[jax.Array, Weights]:
+        def convolution(
+            stats: Weights, name: str, x: jax.Array, size: int, strides: int
+        ) -> tuple[jax.Array, Weights]:
+            padding = [(size // 2, size // 2)] * 2
+            x = _convolution(params, name, x, strides, padding)
+            return _batch_norm(params, stats, f"{name}_norm", x)
+
+        x = x.astype(case.dtype) * (1 / 127.5) - 1
+        x, stats = convolution(stats, "stem", x, 7, 2)
+        x = _max_pool(jax.nn.relu(x), 3, "SAME")
+        for name, _, _, strides, has_shortcut in bottlenecks(case):
+            shortcut = x
+            x, stats = convolution(stats, f"{name}_conv_0", x, 1, 1)
+            x, stats = convolution(stats, f"{name}_conv_1", jax.nn.relu(x), 3, strides)
+            x, stats = convolution(stats, f"{name}_conv_2", jax.nn.relu(x), 1, 1)
+            if has_shortcut:
+                shortcut, stats = convolution(
+                    stats, f"{name}_shortcut", shortcut, 1, strides
+                )
+            x = jax.nn.relu(x + shortcut)
+        return _dense(params, "output", jnp.mean(x, (1, 2))), stats
+
+    return model
 
 
 def _mobilenet(
@@ -199,21 +275,21 @@ def _mobilenet_blocks() -> Iterator[tuple[str, int, int, int, int]]:
             inputs, index = outputs, index + 1
 
 
-def _transformer(
-    params: Weights, stats: Weights, x: jax.Array
-) -> tuple[jax.Array, Weights]:
-    x = jnp.take(params["tokens/embeddings"], x, axis=0)
-    x = x + params["positions/embeddings"]
-    for i in range(_NUM_BLOCKS):
-        y = _layer_norm(params, f"block_{i}_norm_0", x)
-        x = x + _attention(params, f"block_{i}_attention", y)
-        y = _layer_norm(params, f"block_{i}_norm_1", x)
-        y = jax.nn.relu(_dense(params, f"block_{i}_expand", y))
-        x = x + _dense(params, f"block_{i}_contract", y)
-    return _dense(params, "output", _layer_norm(params, "norm", x)), stats
+def _transformer(case: Case) -> "Model":
+    def model(
+        params: Weights, stats: Weights, x: jax.Array
+    ) -> tuple[jax.Array, Weights]:
+        x = jnp.take(params["tokens/embeddings"], x, axis=0)
+        x = x + params["positions/embeddings"]
+        for i in range(case.depths[0]):
+            y = _layer_norm(params, f"block_{i}_norm_0", x)
+            x = x + _attention(params, f"block_{i}_attention", y)
+            y = _layer_norm(params, f"block_{i}_norm_1", x)
+            y = jax.nn.relu(_dense(params, f"block_{i}_expand", y))
+            x = x + _dense(params, f"block_{i}_contract", y)
+        return _dense(params, "output", _layer_norm(params, "norm", x)), stats
 
-
-_NUM_BLOCKS, _WIDTH, _HEADS = 6, 256, 8  # Of the transformer.
+    return model
 
 
 def _tiny(params: Weights, stats: Weights, x: jax.Array) -> tuple[jax.Array, Weights]:
@@ -224,15 +300,16 @@ def _tiny(params: Weights, stats: Weights, x: jax.Array) -> tuple[jax.Array, Wei
 
 Model = Callable[[Weights, Weights, jax.Array], tuple[jax.Array, Weights]]
 
-MODELS: dict[str, Model] = {
-    "mlp": _mlp,
-    "cnn": _cnn,
-    "resnet": _resnet,
-    "mobilenet": _mobilenet,
+MODELS: dict[str, Callable[[Case], Model]] = {
+    "mlp": lambda case: _mlp,
+    "cnn": lambda case: _cnn,
+    "resnet": lambda case: _resnet,
+    "resnet50": _resnet50,
+    "mobilenet": lambda case: _mobilenet,
     "transformer": _transformer,
-    "tiny": _tiny,
+    "tiny": lambda case: _tiny,
 }
-"""Functions of parameters, moving statistics and inputs, in training."""
+"""Of a case: functions of parameters, moving statistics and inputs, in training."""
 
 
 # Shapes of weights.
@@ -291,6 +368,23 @@ def _resnet_shapes(case: Case) -> _Shapes:
     return shapes
 
 
+def _resnet50_shapes(case: Case) -> _Shapes:
+    kernels = {"stem": (7, 7, case.input_shape[-1], case.width)}
+    outputs = 0
+    for name, inputs, filters, _, has_shortcut in bottlenecks(case):
+        outputs = 4 * filters
+        kernels[f"{name}_conv_0"] = (1, 1, inputs, filters)
+        kernels[f"{name}_conv_1"] = (3, 3, filters, filters)
+        kernels[f"{name}_conv_2"] = (1, 1, filters, outputs)
+        if has_shortcut:
+            kernels[f"{name}_shortcut"] = (1, 1, inputs, outputs)
+    shapes = _dense_shapes({"output": (outputs, case.num_classes)})
+    for name, kernel in kernels.items():
+        shapes[f"{name}/kernel"] = kernel
+        shapes |= _norm_shapes(f"{name}_norm", kernel[-1], _BATCH_NORM)
+    return shapes
+
+
 def _mobilenet_shapes(case: Case) -> _Shapes:
     shapes = {"Conv1/kernel": (3, 3, 3, 32)}
     shapes |= _norm_shapes("bn_Conv1", 32, _BATCH_NORM)
@@ -308,26 +402,27 @@ def _mobilenet_shapes(case: Case) -> _Shapes:
 
 
 def _transformer_shapes(case: Case) -> _Shapes:
-    size = _WIDTH // _HEADS
+    width, heads = case.width, case.heads
+    size = width // heads
     shapes = {
-        "tokens/embeddings": (case.num_classes, _WIDTH),
-        "positions/embeddings": (*case.input_shape, _WIDTH),
-        **_norm_shapes("norm", _WIDTH, _LAYER_NORM),
-        **_dense_shapes({"output": (_WIDTH, case.num_classes)}),
+        "tokens/embeddings": (case.num_classes, width),
+        "positions/embeddings": (*case.input_shape, width),
+        **_norm_shapes("norm", width, _LAYER_NORM),
+        **_dense_shapes({"output": (width, case.num_classes)}),
     }
-    for i in range(_NUM_BLOCKS):
+    for i in range(case.depths[0]):
         name = f"block_{i}_attention"
         for part in ("query", "key", "value"):
-            shapes[f"{name}/{part}/kernel"] = (_WIDTH, _HEADS, size)
-            shapes[f"{name}/{part}/bias"] = (_HEADS, size)
-        shapes[f"{name}/attention_output/kernel"] = (_HEADS, size, _WIDTH)
-        shapes[f"{name}/attention_output/bias"] = (_WIDTH,)
-        shapes |= _norm_shapes(f"block_{i}_norm_0", _WIDTH, _LAYER_NORM)
-        shapes |= _norm_shapes(f"block_{i}_norm_1", _WIDTH, _LAYER_NORM)
+            shapes[f"{name}/{part}/kernel"] = (width, heads, size)
+            shapes[f"{name}/{part}/bias"] = (heads, size)
+        shapes[f"{name}/attention_output/kernel"] = (heads, size, width)
+        shapes[f"{name}/attention_output/bias"] = (width,)
+        shapes |= _norm_shapes(f"block_{i}_norm_0", width, _LAYER_NORM)
+        shapes |= _norm_shapes(f"block_{i}_norm_1", width, _LAYER_NORM)
         shapes |= _dense_shapes(
             {
-                f"block_{i}_expand": (_WIDTH, 4 * _WIDTH),
-                f"block_{i}_contract": (4 * _WIDTH, _WIDTH),
+                f"block_{i}_expand": (width, 4 * width),
+                f"block_{i}_contract": (4 * width, width),
             }
         )
     return shapes
@@ -343,6 +438,7 @@ _SHAPES: dict[str, Callable[[Case], _Shapes]] = {
     "mlp": _mlp_shapes,
     "cnn": _cnn_shapes,
     "resnet": _resnet_shapes,
+    "resnet50": _resnet50_shapes,
     "mobilenet": _mobilenet_shapes,
     "transformer": _transformer_shapes,
     "tiny": _tiny_shapes,

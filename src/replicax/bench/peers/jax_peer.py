@@ -8,10 +8,10 @@ import numpy as np
 import protocol
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax_models import MODELS, Weights, first_weights, loss_of
+from jax_models import MODELS, Weights, computing, first_weights, loss_of
 
 State = dict[str, Any]
-"""`params`, `m`, `v`, `step` and `stats`, the moving statistics."""
+"""`params`, `stats`, the moving statistics, and the optimizer's `m`, `v`, `step`."""
 
 if protocol.WORLD > 1:
     jax.distributed.initialize(
@@ -22,21 +22,21 @@ if protocol.WORLD > 1:
     )
 replicas = len(jax.devices())
 mesh = Mesh(np.array(jax.devices()), ("replica",))
-steps_per_call = 32 if protocol.LOOP == "fit32" else 1
+steps_per_call = protocol.STEPS_PER_CALL
 rows = P("replica") if steps_per_call == 1 else P(None, "replica")
-model = MODELS[protocol.CASE.model]
+model = MODELS[protocol.CASE.model](protocol.CASE)
 
 
 def loss_and_stats(
     params: Weights, stats: Weights, x: jax.Array, y: jax.Array
 ) -> tuple[jax.Array, Weights]:
     """The mean loss over this replica's examples, and new moving statistics."""
-    logits, stats = model(params, stats, x)
+    logits, stats = model(computing(protocol.CASE, params), stats, x)
     return loss_of(protocol.CASE, logits, y), stats
 
 
 def step(state: State, x: jax.Array, y: jax.Array) -> tuple[State, jax.Array]:
-    """Gradients, their mean over the replicas, and Adam."""
+    """Gradients, their mean over the replicas, and the optimizer."""
     params, stats = state["params"], state["stats"]
     if replicas > 1:
         # Gradients of this replica's loss alone: of parameters that all replicas have
@@ -46,7 +46,8 @@ def step(state: State, x: jax.Array, y: jax.Array) -> tuple[State, jax.Array]:
     (loss, stats), grads = grad_fn(params, stats, x, y)
     if replicas > 1:
         loss, stats, grads = jax.lax.pmean((loss, stats, grads), "replica")
-    return adam(state, grads) | {"stats": stats}, loss
+    update = sgd if protocol.CASE.momentum else adam
+    return update(state, grads) | {"stats": stats}, loss
 
 
 def adam(state: State, grads: Weights) -> State:
@@ -60,6 +61,13 @@ def adam(state: State, grads: Weights) -> State:
         lambda p, m, v: p - rate * m / (jnp.sqrt(v) + 1e-7), state["params"], m, v
     )
     return {"params": params, "m": m, "v": v, "step": t}
+
+
+def sgd(state: State, grads: Weights) -> State:
+    """Parameters and their moments after Keras' SGD with momentum."""
+    rate, momentum = protocol.CASE.learning_rate, protocol.CASE.momentum
+    m = jax.tree.map(lambda m, g: m * momentum - g * rate, state["m"], grads)
+    return {"params": jax.tree.map(jnp.add, state["params"], m), "m": m}
 
 
 def steps(state: State, xs: jax.Array, ys: jax.Array) -> tuple[State, jax.Array]:
@@ -83,8 +91,9 @@ def place(tree: Any, spec: P) -> Any:
 def first_state() -> State:
     """All that a step changes, before the first."""
     params, stats = first_weights(protocol.CASE)
-    m, v = jax.tree.map(np.zeros_like, (params, params))
-    state = {"params": params, "m": m, "v": v, "step": np.int32(0), "stats": stats}
+    state = {"params": params, "stats": stats, "m": jax.tree.map(np.zeros_like, params)}
+    if not protocol.CASE.momentum:
+        state |= {"v": jax.tree.map(np.zeros_like, params), "step": np.int32(0)}
     return place(state, P())
 
 
@@ -102,7 +111,11 @@ def train(start: int, count: int) -> float:
     loss = jnp.nan
     for first in range(start, start + count, steps_per_call):
         last = min(first + steps_per_call, start + count)
-        state, loss = compiled(state, *place(host_batch(first, last), rows))
+        if held:
+            batch = held[first % len(held)]
+        else:
+            batch = place(host_batch(first, last), rows)
+        state, loss = compiled(state, *batch)
     return float(loss)
 
 
@@ -114,6 +127,15 @@ if replicas > 1:
 compiled = jax.jit(function, donate_argnums=0)
 resident = protocol.resident_bytes()
 state = first_state()
+# All batches that there are, on the device already.
+held: list[Any] = []
+if protocol.ACCELERATED and steps_per_call == 1:
+    held = [place(protocol.local_batch(i), rows) for i in range(protocol.NUM_BATCHES)]
 
 if __name__ == "__main__":
-    protocol.serve(train, resident=resident)
+    protocol.serve(
+        train,
+        resident=resident,
+        wait=lambda: jax.block_until_ready(state) if protocol.ACCELERATED else None,
+        device_peak=lambda: protocol.device_peak_bytes(jax.local_devices()[0]),
+    )

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from cases import Case, initial
+from cases import Case, bottlenecks, initial
 
 
 def build(keras: Any, case: Case) -> Any:
@@ -12,6 +12,8 @@ def build(keras: Any, case: Case) -> Any:
         keras: The module, `keras` or `tf_keras`.
         case: The case.
     """
+    if case.dtype != "float32":
+        keras.config.set_dtype_policy(f"mixed_{case.dtype}")
     model = _BUILDERS[case.model](keras, case)
     for layer in model.layers:
         for variable, name in _named_weights(layer):
@@ -24,6 +26,13 @@ def loss_of(keras: Any, case: Case, **arguments: Any) -> Any:
     if case.num_classes:
         return keras.losses.SparseCategoricalCrossentropy(from_logits=True, **arguments)
     return keras.losses.MeanSquaredError(**arguments)
+
+
+def optimizer_of(keras: Any, case: Case) -> Any:
+    """The optimizer of a case."""
+    if case.momentum:
+        return keras.optimizers.SGD(case.learning_rate, case.momentum)
+    return keras.optimizers.Adam(case.learning_rate, epsilon=1e-7)
 
 
 def _named_weights(layer: Any) -> list[tuple[Any, str]]:
@@ -93,6 +102,38 @@ RESNET_BLOCKS = [
 """Filters and strides of the blocks."""
 
 
+def _resnet50(keras: Any, case: Case) -> Any:
+    layers = keras.layers
+
+    def convolution(x: Any, filters: int, size: int, strides: int, name: str) -> Any:
+        padding = "same"
+        if strides != 1:
+            # The same on all sides, which cuDNN takes without a copy.
+            x, padding = layers.ZeroPadding2D(size // 2)(x), "valid"
+        x = layers.Conv2D(
+            filters, size, strides, padding=padding, use_bias=False, name=name
+        )(x)
+        return layers.BatchNormalization(name=f"{name}_norm")(x)
+
+    inputs = keras.Input(case.input_shape, dtype="uint8")
+    x = layers.Rescaling(1 / 127.5, -1)(inputs)
+    x = layers.Activation("relu")(convolution(x, case.width, 7, 2, "stem"))
+    x = layers.MaxPooling2D(3, 2, padding="same")(x)
+    for name, _, filters, strides, has_shortcut in bottlenecks(case):
+        shortcut = x
+        x = layers.Activation("relu")(convolution(x, filters, 1, 1, f"{name}_conv_0"))
+        x = convolution(x, filters, 3, strides, f"{name}_conv_1")
+        x = layers.Activation("relu")(x)
+        x = convolution(x, 4 * filters, 1, 1, f"{name}_conv_2")
+        if has_shortcut:
+            shortcut = convolution(
+                shortcut, 4 * filters, 1, strides, f"{name}_shortcut"
+            )
+        x = layers.Activation("relu")(layers.Add()([x, shortcut]))
+    x = layers.GlobalAveragePooling2D()(x)
+    return keras.Model(inputs, layers.Dense(case.num_classes, name="output")(x))
+
+
 def _mobilenet(keras: Any, case: Case) -> Any:
     return keras.applications.MobileNetV2(
         input_shape=case.input_shape,
@@ -104,7 +145,8 @@ def _mobilenet(keras: Any, case: Case) -> Any:
 
 def _transformer(keras: Any, case: Case) -> Any:
     layers, ops = keras.layers, keras.ops if hasattr(keras, "ops") else None
-    (length,), width, heads = case.input_shape, 256, 8
+    (length,), (depth,) = case.input_shape, case.depths
+    width, heads = case.width, case.heads
 
     class Positions(layers.Layer):
         def build(self, input_shape: Any) -> None:
@@ -119,7 +161,7 @@ def _transformer(keras: Any, case: Case) -> Any:
     inputs = keras.Input(case.input_shape, dtype="int32")
     x = layers.Embedding(case.num_classes, width, name="tokens")(inputs)
     x = Positions(name="positions")(x)
-    for i in range(6):
+    for i in range(depth):
         y = layers.LayerNormalization(epsilon=1e-6, name=f"block_{i}_norm_0")(x)
         attention = layers.MultiHeadAttention(
             heads, width // heads, name=f"block_{i}_attention"
@@ -148,6 +190,7 @@ _BUILDERS = {
     "mlp": _mlp,
     "cnn": _cnn,
     "resnet": _resnet,
+    "resnet50": _resnet50,
     "mobilenet": _mobilenet,
     "transformer": _transformer,
     "tiny": _tiny,

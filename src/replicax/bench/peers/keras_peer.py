@@ -3,6 +3,7 @@
 import os
 
 os.environ["KERAS_BACKEND"] = "jax"
+import jax
 import keras
 import keras_models
 import protocol
@@ -12,9 +13,9 @@ if protocol.DEVICES > 1:
 resident = protocol.resident_bytes()
 model = keras_models.build(keras, protocol.CASE)
 model.compile(
-    keras.optimizers.Adam(protocol.CASE.learning_rate),
+    keras_models.optimizer_of(keras, protocol.CASE),
     keras_models.loss_of(keras, protocol.CASE),
-    steps_per_execution=32 if protocol.LOOP == "fit32" else 1,
+    steps_per_execution=protocol.STEPS_PER_CALL,
 )
 data = protocol.rows(0, 1)
 
@@ -31,4 +32,16 @@ def fit(start: int, count: int) -> float:
     return history.history["loss"][-1]
 
 
-protocol.serve(fit, prepare, resident)
+def wait() -> None:
+    """Wait for the weights."""
+    if protocol.ACCELERATED:
+        jax.block_until_ready([v.value for v in model.variables])
+
+
+protocol.serve(
+    fit,
+    prepare,
+    resident,
+    wait,
+    lambda: protocol.device_peak_bytes(jax.local_devices()[0]),
+)

@@ -11,12 +11,17 @@ import resource
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
-from cases import CASES
+from cases import case_of
 
-CASE = CASES[os.environ["BENCH_CASE"]]
+CASE = case_of(os.environ["BENCH_CASE"], os.environ.get("BENCH_TINY") == "1")
 LOOP = os.environ.get("BENCH_LOOP", "custom")  # or "fit", "fit32"
+STEPS_PER_CALL = int(LOOP.strip("abcdefghijklmnopqrstuvwxyz") or 1)
+PLATFORM = os.environ.get("BENCH_PLATFORM", "cpu")  # or "cuda"
+# Loops of one's own have their data on the device, and torch compiles.
+ACCELERATED = os.environ.get("BENCH_ACCELERATED") == "1"
 RANK = int(os.environ.get("BENCH_RANK", "0"))
 WORLD = int(os.environ.get("BENCH_WORLD", "1"))  # processes
 DEVICES = int(os.environ.get("BENCH_DEVICES", "1"))  # of this process
@@ -25,6 +30,7 @@ BATCH = int(os.environ["BENCH_BATCH"])  # of all processes and devices together
 SHARD_UPDATE = os.environ.get("BENCH_SHARD_UPDATE") == "1"
 CORES = len(os.sched_getaffinity(0))
 X, Y = CASE.data(BATCH)
+NUM_BATCHES = len(X) // BATCH  # Then they begin again.
 
 
 def batch(index: int) -> tuple[np.ndarray, np.ndarray]:
@@ -46,6 +52,12 @@ def resident_bytes() -> int:
         return int(stream.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def device_peak_bytes(device: Any) -> int:
+    """The largest memory so far of a JAX device; 0 for a CPU, which does not say."""
+    stats = device.memory_stats()
+    return stats["peak_bytes_in_use"] if stats else 0
+
+
 def rows(start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
     """The examples of so many global batches one after another, as `fit` takes them."""
     chosen = np.arange(start * BATCH, (start + count) * BATCH) % len(X)
@@ -56,6 +68,8 @@ def serve(
     train: Callable[[int, int], float],
     prepare: Callable[[int, int], None] = lambda start, count: None,
     resident: int = 0,
+    wait: Callable[[], object] = lambda: None,
+    device_peak: Callable[[], int] = lambda: 0,
 ) -> None:
     """Answer the driver until it closes the pipe.
 
@@ -67,6 +81,8 @@ def serve(
             arrays for `fit`.
         resident: Memory when all was imported and before the model was made, bytes;
             what training takes is counted from there.
+        wait: Waits until all that was computed is there, not the loss alone; timed.
+        device_peak: The largest memory of the device so far, bytes.
     """
     _answer(resident=resident)
     start = 0
@@ -75,10 +91,17 @@ def serve(
         prepare(start, count)
         cpu, begin = time.process_time(), time.perf_counter()
         loss = train(start, count)
+        wait()
         seconds = time.perf_counter() - begin
         cpu = time.process_time() - cpu
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        _answer(seconds=seconds, cpu=cpu, loss=float(loss), peak=peak)
+        _answer(
+            seconds=seconds,
+            cpu=cpu,
+            loss=float(loss),
+            peak=peak,
+            device_peak=device_peak(),
+        )
         start += count
 
 

@@ -1,5 +1,8 @@
 """replicax: `fit`, or a loop of one's own."""
 
+from collections.abc import Iterable
+from typing import Any
+
 import protocol
 
 import replicax as rx
@@ -7,6 +10,7 @@ import replicax as rx
 if protocol.DEVICES > 1:
     rx.set_logical_devices(protocol.DEVICES)
 
+import jax
 import keras
 import keras_models
 
@@ -15,15 +19,16 @@ if protocol.WORLD > 1:
 elif protocol.DEVICES > 1:
     strategy = rx.MirroredStrategy(shard_update=protocol.SHARD_UPDATE)
 else:
-    strategy = rx.OneDeviceStrategy("cpu:0")
+    platform = "gpu" if protocol.PLATFORM == "cuda" else "cpu"
+    strategy = rx.OneDeviceStrategy(f"{platform}:0")
 resident = protocol.resident_bytes()
 with strategy.scope():
     model = keras_models.build(keras, protocol.CASE)
-    optimizer = keras.optimizers.Adam(protocol.CASE.learning_rate)
+    optimizer = keras_models.optimizer_of(keras, protocol.CASE)
     model.compile(
         optimizer,
         keras_models.loss_of(keras, protocol.CASE),
-        steps_per_execution=32 if protocol.LOOP == "fit32" else 1,
+        steps_per_execution=protocol.STEPS_PER_CALL,
     )
     example_loss = keras_models.loss_of(keras, protocol.CASE, reduction=None)
 data = protocol.rows(0, 1)
@@ -48,6 +53,8 @@ def replica_step(batch: tuple) -> object:
 
     def loss_fn() -> object:
         losses = example_loss(labels, model(inputs, training=True))
+        if losses.ndim == 2:  # Tokens; as in TensorFlow, they would be summed.
+            losses = losses.mean(1)
         return rx.compute_average_loss(losses)
 
     loss, grads = rx.value_and_grad(loss_fn, model.trainable_variables)()
@@ -55,15 +62,40 @@ def replica_step(batch: tuple) -> object:
     return loss
 
 
-def custom(start: int, count: int) -> float:
-    """A loop of one's own on a distributed dataset."""
-    batches = strategy.experimental_distribute_dataset(
+def batches_of(start: int, count: int) -> Iterable[Any]:
+    """These batches, distributed."""
+    return strategy.experimental_distribute_dataset(
         lambda: (protocol.batch(i) for i in range(start, start + count))
     )
+
+
+def custom(start: int, count: int) -> float:
+    """A loop of one's own on a distributed dataset."""
     losses = None
+    if held:
+        batches = (held[i % len(held)] for i in range(start, start + count))
+    else:
+        batches = batches_of(start, count)
     for batch in batches:
         losses = strategy.run(replica_step, (batch,))
     return float(strategy.reduce("sum", losses))
 
 
-protocol.serve(custom if protocol.LOOP == "custom" else fit, prepare, resident)
+def wait() -> None:
+    """Wait for the weights."""
+    if protocol.ACCELERATED:
+        jax.block_until_ready([v.value for v in model.variables])
+
+
+is_custom = protocol.LOOP == "custom"
+# All batches that there are, on the device already.
+held: list[Any] = []
+if is_custom and protocol.ACCELERATED:
+    held = list(batches_of(0, protocol.NUM_BATCHES))
+protocol.serve(
+    custom if is_custom else fit,
+    prepare,
+    resident,
+    wait,
+    lambda: protocol.device_peak_bytes(jax.local_devices()[0]),
+)

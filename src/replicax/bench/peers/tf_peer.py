@@ -39,7 +39,7 @@ with strategy.scope():
     model.compile(
         optimizer,
         keras_models.loss_of(keras, protocol.CASE),
-        steps_per_execution=32 if protocol.LOOP == "fit32" else 1,
+        steps_per_execution=protocol.STEPS_PER_CALL,
     )
     reduction = "none" if LEGACY else None
     example_loss = keras_models.loss_of(keras, protocol.CASE, reduction=reduction)

@@ -1,15 +1,15 @@
 """The models in torch: the functions of the Keras models, from the same first weights.
 
 Data is NHWC, as for Keras, and the models see it as NCHW. Each has the memory format in
-which it trains faster on a CPU: channels_last, which is the order of the data, but for
-the ResNet.
+which it trains faster: channels_last, which is the order of the data, but for the
+ResNet of CPUs.
 """
 
 from collections.abc import Callable
 
 import numpy as np
 import torch
-from cases import Case, initial
+from cases import Case, bottlenecks, initial
 from keras_models import RESNET_BLOCKS
 from torch import nn
 from torch.nn import functional
@@ -207,6 +207,64 @@ def _resnet(case: Case) -> nn.Module:
     )
 
 
+class _FromBytes(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # Of NHWC this is a view, in channels_last.
+        return x.permute(0, 3, 1, 2).to(self.dtype) * (1 / 127.5) - 1
+
+
+class _Bottleneck(nn.Module):
+    def __init__(
+        self, name: str, inputs: int, filters: int, strides: int, has_shortcut: bool
+    ) -> None:
+        super().__init__()
+        outputs = 4 * filters
+        self.body = nn.Sequential(
+            *_plain_convolution(f"{name}_conv_0", inputs, filters, 1, 1),
+            nn.ReLU(inplace=True),
+            *_plain_convolution(f"{name}_conv_1", filters, filters, 3, strides),
+            nn.ReLU(inplace=True),
+            *_plain_convolution(f"{name}_conv_2", filters, outputs, 1, 1),
+        )
+        self.shortcut = nn.Sequential()
+        if has_shortcut:
+            self.shortcut = nn.Sequential(
+                *_plain_convolution(f"{name}_shortcut", inputs, outputs, 1, strides)
+            )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.relu(self.body(x) + self.shortcut(x), inplace=True)
+
+
+def _plain_convolution(
+    name: str, inputs: int, filters: int, size: int, strides: int
+) -> list[nn.Module]:
+    padding = size // 2
+    return [
+        _convolution(name, inputs, filters, size, strides, padding, bias=False),
+        _batch_norm(filters),
+    ]
+
+
+def _resnet50(case: Case) -> nn.Module:
+    outputs = 4 * case.width * 2 ** (len(case.depths) - 1)
+    model = nn.Sequential(
+        _FromBytes(getattr(torch, case.dtype)),
+        *_plain_convolution("stem", case.input_shape[-1], case.width, 7, 2),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(3, 2, ceil_mode=True),
+        *(_Bottleneck(*block) for block in bottlenecks(case)),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        _dense("output", outputs, case.num_classes),
+    )
+    return model.to(memory_format=torch.channels_last)
+
+
 _MOBILENET_MOMENTUM = 0.999
 
 # Filters and strides of the blocks.
@@ -329,10 +387,10 @@ class _Embeddings(nn.Module):
 
 
 def _transformer(case: Case) -> nn.Module:
-    (length,), width, heads = case.input_shape, 256, 8
+    (length,), width, heads = case.input_shape, case.width, case.heads
     return nn.Sequential(
         _Embeddings(case.num_classes, length, width),
-        *(_TransformerBlock(f"block_{i}", width, heads) for i in range(6)),
+        *(_TransformerBlock(f"block_{i}", width, heads) for i in range(case.depths[0])),
         _layer_norm(width),
         _dense("output", width, case.num_classes),
     )
@@ -351,6 +409,7 @@ _BUILDERS: dict[str, Callable[[Case], nn.Module]] = {
     "mlp": _mlp,
     "cnn": _cnn,
     "resnet": _resnet,
+    "resnet50": _resnet50,
     "mobilenet": _mobilenet,
     "transformer": _transformer,
     "tiny": _tiny,
