@@ -49,6 +49,7 @@ PUBLIC_NAMES = [
     "SidecarEvaluator",
     "Strategy",
     "TPUStrategy",
+    "callbacks",
     "cluster_resolver",
     "compute_average_loss",
     "config",

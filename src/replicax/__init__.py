@@ -2,6 +2,7 @@
 
 import replicax._backend  # noqa: F401  First: it settles Keras' backend.
 from replicax import (
+    callbacks,
     cluster_resolver,
     compat,
     config,
@@ -118,6 +119,7 @@ __all__ = [
     "SidecarEvaluator",
     "Strategy",
     "TPUStrategy",
+    "callbacks",
     "cluster_resolver",
     "compute_average_loss",
     "config",

@@ -18,6 +18,8 @@ from replicax import __version__
 from replicax.cluster.config import TaskConfig, tf_config
 from replicax.commands.bench import bench
 from replicax.commands.manifest import manifest
+from replicax.commands.migrate import migrate
+from replicax.commands.monitor import monitor
 from replicax.commands.plan import plan
 from replicax.commands.run import run
 from replicax.errors import ClusterConfigError, DeviceError
@@ -48,8 +50,10 @@ def _print_version(wanted: bool) -> None:
 
 
 app.command()(bench)
+app.command()(migrate)
 # What follows the script belongs to the script.
 app.command(context_settings={"allow_interspersed_args": False})(manifest)
+app.command()(monitor)
 app.command(context_settings={"allow_interspersed_args": False})(plan)
 app.command(context_settings={"allow_interspersed_args": False})(run)
 

@@ -12,6 +12,7 @@ from replicax.cluster.launcher import launch
 from replicax.cluster.placement import check_tasks, divide_cores, task_names
 from replicax.cluster.ps_token import ps_token
 from replicax.devices import cpu_pool_size
+from replicax.report.journal import REPORT
 
 __all__ = ["run"]
 
@@ -56,6 +57,18 @@ def run(
     logical_devices: Annotated[
         int | None, typer.Option(min=1, help="Number of CPU devices of each task.")
     ] = None,
+    profile: Annotated[
+        bool,
+        typer.Option(
+            "--profile", help="Report every fit, and say what limits its speed."
+        ),
+    ] = False,
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            help="--profile into this page; otherwise into replicax-report.html."
+        ),
+    ] = None,
 ) -> None:
     """Run a training script as all tasks of a cluster on this machine.
 
@@ -77,6 +90,8 @@ def run(
     except (ValueError, RuntimeError) as error:
         raise typer.BadParameter(str(error), param_hint="--cores-per-worker") from error
     environment = _environment(logical_devices)
+    if profile or report is not None:
+        environment[REPORT] = _page(report or Path("replicax-report.html"))
     start = [sys.executable, "-m", script] if module else [sys.executable, script]
     command = ClusterCommand(
         command=[*start, *(arguments or [])],
@@ -89,6 +104,12 @@ def run(
     raise typer.Exit(
         launch(command, max_restarts=max_restarts, backoff_seconds=backoff_seconds)
     )
+
+
+def _page(path: Path) -> str:
+    if path.is_dir():
+        raise typer.BadParameter(f"{str(path)!r} is a folder.", param_hint="--report")
+    return str(path.absolute())
 
 
 def _environment(logical_devices: int | None) -> dict[str, str]:

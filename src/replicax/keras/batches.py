@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from replicax import placement
 from replicax.group import ReplicaGroup
 from replicax.rehearsal import current_rehearsal
+from replicax.report.recorder import Recorder
 
 __all__ = ["BatchIterator", "PlacedBatch", "Ready", "place"]
 
@@ -72,6 +73,7 @@ class BatchIterator:
         local: Whether the batches hold this process' rows only, not those of all.
         ahead: Whether to take a batch from `batches` before the step that is for it.
         reused: Whether the arrays of a batch may be filled again with the next one.
+        recorder: Who notes how long batches take; None: nobody.
     """
 
     def __init__(
@@ -83,7 +85,9 @@ class BatchIterator:
         local: bool = False,
         ahead: bool = True,
         reused: bool = True,
+        recorder: Recorder | None = None,
     ) -> None:
+        self._recorder = recorder
         self._batches = iter(batches)
         self._executions = self._place_ahead(
             _chunks(self._batches, steps_per_execution, reused=reused),
@@ -105,7 +109,20 @@ class BatchIterator:
 
     def next_execution(self) -> list[PlacedBatch]:
         """The next execution's batches; several only if they cannot go together."""
-        return next(self._executions)
+        recorder = self._recorder
+        if recorder is None:
+            return next(self._executions)
+        began = recorder.begin_input()
+        placed = next(self._executions)
+        steps, examples, shapes = 0, 0, []
+        for batch in placed:
+            number = batch.num_steps or 1
+            steps += number
+            examples += number * batch.num_rows
+            shapes.append(batch.num_active)
+            shapes.extend([x.shape for x in batch.arrays])
+        recorder.end_input(began, tuple(shapes), steps, examples)
+        return placed
 
     @staticmethod
     def _place_ahead(

@@ -10,6 +10,7 @@ import json
 import random
 from collections import deque
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,7 @@ class ClaimedSteps:
         self._last_index = 0
         self._is_open = False
         self._has_begun = False
+        self._recorder: Any = None
         # A distributed dataset: its batches are this worker's own already.
         self._is_own = isinstance(epoch_iterator.data_adapter, DistributedAdapter)
         going = self._session.board("get", key=f"{self._name} epoch")
@@ -82,13 +84,20 @@ class ClaimedSteps:
 
     def steps(self) -> Iterator[tuple[int, int, Any]]:
         """The steps of an epoch that this worker does: `(first, last, Ready)`."""
-        self._begin_epoch()
+        self._recorder = getattr(self._iterator, "replicax_recorder", None)
+        with self._waiting():
+            self._begin_epoch()
         self._is_open = True
         source = self._own() if self._is_own else self._claimed()
         # One by one, not ahead: some tickets are given when earlier ones are finished,
         # and each step is a dispatch of its own, as its update is made elsewhere.
         batches = BatchIterator(
-            source, self._strategy.group, 1, local=self._is_own, ahead=False
+            source,
+            self._strategy.group,
+            1,
+            local=self._is_own,
+            ahead=False,
+            recorder=self._recorder,
         )
         did_any = False
         while True:
@@ -126,6 +135,11 @@ class ClaimedSteps:
         if self._model.stop_training:  # In the middle of the epoch.
             # Before this worker's part is finished: no step begins that misses it.
             self._session.board("end", stream=self._stream)
+        with self._waiting():
+            self._meet_others()
+        return True
+
+    def _meet_others(self) -> None:
         self._finish_tickets()
         metrics = self._model.metrics_variables
         self._report(metrics)
@@ -134,7 +148,11 @@ class ClaimedSteps:
         self._strategy.refresh()
         # Nobody begins the next epoch before all have this one's values.
         self._session.barrier(f"{self._name}: values of epoch {self._epoch}")
-        return True
+
+    def _waiting(self) -> AbstractContextManager[None]:
+        """In it, this worker waits for others, which a report has to know."""
+        recorder = self._recorder
+        return nullcontext() if recorder is None else recorder.waiting()
 
     def close(self) -> None:
         """The end of `fit`, in any way."""
@@ -330,10 +348,13 @@ class ClaimedSteps:
                 return None
             return answer
 
-        self._let_chief_begin()
-        answer = self._session.wait(
-            ask, f"a step of {self._stream}", lambda: "workers with unfinished steps"
-        )
+        with self._waiting():
+            self._let_chief_begin()
+            answer = self._session.wait(
+                ask,
+                f"a step of {self._stream}",
+                lambda: "workers with unfinished steps",
+            )
         if self._session.is_chief and not self._has_begun:
             self._session.board("put", key=f"{self._name} begun", value=True)
             self._has_begun = True

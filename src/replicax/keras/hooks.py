@@ -12,7 +12,8 @@
 | `JAXTrainer.make_{train,test,predict}_function` | replica programs for Keras' own |
 | `JAXTrainer.compute_loss_and_updates` | gathers weights again for the backward pass |
 | `JAXEpochIterator._get_iterator` | places batches on the replicas' devices |
-| `JAXTrainer.fit`, `Trainer._symbolic_build` | which data `fit` trains on |
+| `JAXTrainer.fit`, `Trainer._symbolic_build` | which data `fit` trains on; a report \
+that the environment asks for |
 | `Trainer._get_metrics_result_or_logs` | epochs end together on parameter servers |
 | `EpochIterator._enumerate_iterator` | `fit` begins in the middle of an epoch |
 | `CallbackList.on_{train_begin,epoch_end}` | backups see what other callbacks did |
@@ -29,6 +30,7 @@ Tested with Keras 3.14 to 3.15.
 
 import functools
 import inspect
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -50,6 +52,7 @@ from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 from keras.src.random import seed_generator
 
 from replicax import placement
+from replicax.callbacks import with_report
 from replicax.errors import ContextError
 from replicax.keras import batches, making, optimizers, reductions, resume, steps
 from replicax.keras.adapters import (
@@ -68,6 +71,8 @@ from replicax.regather import (
     regathering,
     replicas_hold_blocks,
 )
+from replicax.report.journal import REPORT
+from replicax.report.recorder import TimedBatches
 from replicax.scope import current_context, current_strategy
 
 __all__ = ["install"]
@@ -226,13 +231,16 @@ def _make(make: Callable[[Any, Any], Any], attribute: str) -> Callable[..., None
 
 def _fit(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     before = getattr(model, "_replicax_fit", None)
-    given = inspect.signature(original).bind(model, *args, **kwargs).arguments
+    call = inspect.signature(original).bind(model, *args, **kwargs)
+    page = os.environ.get(REPORT)
+    if page:
+        call.arguments["callbacks"] = with_report(call.arguments.get("callbacks"), page)
     with resume.FitSession() as session:
-        session.first_epoch = given.get("initial_epoch", 0)
+        session.first_epoch = call.arguments.get("initial_epoch", 0)
         session.callback(set_initial_epoch, model, None)
         model._replicax_fit = session
         try:
-            return original(model, *args, **kwargs)
+            return original(*call.args, **call.kwargs)
         finally:
             model._replicax_fit = before
 
@@ -287,7 +295,11 @@ def _claimed(model: Any) -> Any:
 
 def _metrics_result(original: Any, model: Any, logs: Any) -> Any:
     claimed = _claimed(model)
-    if claimed is not None and claimed.end_epoch() and not logs:
+    is_over = claimed is not None and claimed.end_epoch()
+    recorder = getattr(getattr(model, "_replicax_fit", None), "recorder", None)
+    if recorder is not None:
+        recorder.end_steps()  # Before metrics are computed, and validation begins.
+    if is_over and not logs:
         logs = model.get_metrics_result()  # Other workers have done all steps.
     return original(model, logs)
 
@@ -321,8 +333,10 @@ def _compute_loss_and_updates(
 
 def _get_iterator(original: Any, epoch_iterator: Any) -> Any:
     strategy = current_strategy()
+    recorder = getattr(epoch_iterator, "replicax_recorder", None)
     if strategy is None:
-        return original(epoch_iterator)
+        source = original(epoch_iterator)
+        return source if recorder is None else TimedBatches(source, recorder)
     adapter = epoch_iterator.data_adapter
     source = adapter.get_jax_iterator()
     local = isinstance(adapter, DistributedAdapter)
@@ -334,6 +348,7 @@ def _get_iterator(original: Any, epoch_iterator: Any) -> Any:
         epoch_iterator.steps_per_execution,
         local=local,
         reused=not is_array_adapter(adapter),  # It cuts each batch out anew.
+        recorder=recorder,
     )
 
 

@@ -18,6 +18,7 @@ import keras
 import numpy as np
 
 from replicax.keras import internals
+from replicax.report.recorder import Recorder
 
 __all__ = [
     "FitSession",
@@ -41,11 +42,25 @@ class FitSession(ExitStack):
         epoch_iterator: Keras' iterator over the training data; None before there is.
         first_epoch: `initial_epoch` of `fit`.
         claimed: How a worker of parameter servers takes part; None otherwise.
+        recorder: Who notes what the time goes into; None: nobody.
     """
 
     epoch_iterator: Any = None
     first_epoch: int = 0
     claimed: Any = None
+    recorder: Recorder | None = None
+
+    def note_with(self, recorder: Recorder, model: Any) -> None:
+        """Have a recorder note the steps of `model`, until `fit` ends."""
+        self.recorder = self.epoch_iterator.replicax_recorder = recorder
+        before = model.train_function
+        noted = model.train_function = recorder.around(before)
+
+        def restore() -> None:
+            if model.train_function is noted:
+                model.train_function = before
+
+        self.callback(restore)
 
 
 class LateCallback(keras.callbacks.Callback):

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -326,7 +327,9 @@ class RemoteGroup:
             "group": self.group.name,
             "have": self.versions.get(server),
         }
+        began = time.perf_counter()
         answer, vectors = _exchange(connection, header)
+        self._session.exchange_s[server] += time.perf_counter() - began
         known = self._incarnations.get(server)
         if not vectors and known not in (None, self._session.incarnations[server]):
             # Restored: what this worker has is of no version there.
@@ -349,6 +352,7 @@ class RemoteGroup:
         # Here the thread waits for the step to be computed.
         host = {dtype: np.asarray(v) for dtype, v in vectors.items()}
         step = self._session.timeouts.step
+        began = time.perf_counter()
         try:
             # The server says first when other workers' parts do not come in time.
             answer = _exchange(
@@ -362,6 +366,7 @@ class RemoteGroup:
                 f"of step {header['part']['step']} within {step:.0f} s. See what it "
                 "prints, or give it more time (step_timeout_seconds)."
             ) from refused
+        self._session.exchange_s[server] += time.perf_counter() - began
         return server, *answer
 
     # Between variables and flat vectors.

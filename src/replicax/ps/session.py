@@ -46,6 +46,7 @@ class Session:
         incarnations: For each server a text that changes when it is restarted.
         steps: Number of steps done.
         staleness: How many of its pushes were applied with which staleness.
+        exchange_s: For each server how long values and gradients have travelled.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Session:
         self.timeouts = timeouts
         self.steps = 0
         self.staleness: Counter[int] = Counter()
+        self.exchange_s = [0.0] * len(servers)
         self.incarnations = [""] * len(servers)
         self.connections = [
             Connection(

@@ -128,6 +128,7 @@ class ParameterServerStrategy(Strategy):
         self.cluster_resolver = cluster_resolver or default_resolver()
         self.sync = sync
         self.backup_workers = backup_workers
+        self.compression = compression
         self.max_staleness = max_staleness
         self.session: Session | None = None
         self.keeps_values = False  # As inside of `fit`, which fetches them in time.

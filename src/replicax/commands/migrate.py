@@ -1,0 +1,146 @@
+"""`replicax migrate`: port tf.distribute scripts to replicax."""
+
+import difflib
+import importlib.util
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from replicax.migrate import Ported
+
+__all__ = ["migrate"]
+
+_COLOURS = {"+": typer.colors.GREEN, "-": typer.colors.RED, "@": typer.colors.CYAN}
+_NOTHING_LEFT, _SOMETHING_LEFT, _UNREADABLE = 0, 1, 2
+
+
+def migrate(
+    scripts: Annotated[
+        list[str],
+        typer.Argument(
+            help="Python scripts, folders of them, or - for standard input."
+        ),
+    ],
+    diff: Annotated[
+        bool, typer.Option("--diff", help="Print what would change.")
+    ] = False,
+    write: Annotated[
+        bool, typer.Option("--write", help="Change the scripts in place.")
+    ] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", help="No notes, only what is left.")
+    ] = False,
+) -> None:
+    """Port tf.distribute scripts to replicax, Keras 3 and Grain.
+
+    Prints the ported script, and on standard error what could not be ported, with
+    line numbers of the original. In the script those places are marked with comments
+    that begin with "# replicax:".
+
+    Exits with status 0 if nothing is left to do, with 1 if something is, and with 2 if
+    a script cannot be read or is not Python.
+    """
+    if diff and write:
+        raise typer.BadParameter("Pass --diff or --write, not both.")
+    if importlib.util.find_spec("libcst") is None:
+        typer.echo(
+            "Error: this needs the package libcst, which is not installed. Install it "
+            "with: pip install 'replicax[migrate]'",
+            err=True,
+        )
+        raise typer.Exit(_UNREADABLE)
+    files = _files(scripts)
+    if len(files) > 1 and not (diff or write):
+        raise typer.BadParameter(
+            f"Got {len(files)} scripts: pass --diff or --write.", param_hint="SCRIPTS"
+        )
+    statuses = [_migrate(file, diff, write, quiet) for file in files]
+    raise typer.Exit(max(statuses, default=_NOTHING_LEFT))
+
+
+def _files(scripts: list[str]) -> list[str]:
+    files: list[str] = []
+    for script in scripts:
+        if script != "-" and Path(script).is_dir():
+            files += [str(path) for path in sorted(Path(script).rglob("*.py"))]
+        else:
+            files.append(script)
+    if not files:
+        raise typer.BadParameter(f"There is no Python script in {', '.join(scripts)}.")
+    return list(dict.fromkeys(files))
+
+
+def _migrate(file: str, diff: bool, write: bool, quiet: bool) -> int:
+    """Port one script; its exit status."""
+    from libcst import ParserSyntaxError
+
+    from replicax.migrate import port
+
+    name = "<stdin>" if file == "-" else file
+    try:
+        source = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+        ported = port(source)
+    except OSError as error:
+        typer.echo(f"{name}: cannot be read: {error.strerror}", err=True)
+        return _UNREADABLE
+    except SyntaxError as error:  # Only of the encoding; ParserSyntaxError is none.
+        typer.echo(f"{name}:1: {error.msg}", err=True)
+        return _UNREADABLE
+    except ParserSyntaxError as error:
+        line, column = error.raw_line, error.raw_column + 1
+        typer.echo(f"{name}:{line}:{column}: {error.message}", err=True)
+        return _UNREADABLE
+    if diff:
+        _print_diff(name, source, ported.source)
+    elif write and file != "-":
+        if ported.source != source:
+            _write(Path(file), ported.source)
+    else:
+        sys.stdout.flush()
+        sys.stdout.buffer.write(ported.source)
+        sys.stdout.buffer.flush()
+    _report(name, ported, quiet)
+    return _SOMETHING_LEFT if ported.left else _NOTHING_LEFT
+
+
+def _print_diff(name: str, before: bytes, after: bytes) -> None:
+    old, new = (x.decode("utf-8", "replace").splitlines(True) for x in (before, after))
+    for line in difflib.unified_diff(old, new, name, name):
+        text = (
+            line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
+        )
+        typer.secho(text, fg=_COLOURS.get(line[0]), nl=False)
+
+
+def _write(file: Path, source: bytes) -> None:
+    """Replace a file as a whole, or not at all; mode bits and links stay."""
+    target = file.resolve()
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(source)
+        shutil.copymode(target, temporary)
+        os.replace(temporary, target)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def _report(name: str, ported: "Ported", quiet: bool) -> None:
+    for finding in () if quiet else ported.notes:
+        typer.echo(f"{name}:{finding.line}: note: {finding.reason}", err=True)
+    for finding in ported.left:
+        typer.echo(
+            f"{name}:{finding.line}: left: {finding.reason}  [{finding.source}]",
+            err=True,
+        )
+    number = len(ported.left)
+    things = "1 thing is" if number == 1 else f"{number or 'nothing'} things are"
+    things = things if number else "nothing is"
+    typer.echo(f"{name}: {things} left to port by hand", err=True)

@@ -1,0 +1,46 @@
+"""`replicax monitor`: a report of a training that goes on, in the browser."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from replicax.report.journal import folder_of
+from replicax.report.serving import ReportServer
+
+__all__ = ["monitor"]
+
+
+def monitor(
+    path: Annotated[Path, typer.Argument(help="The page that Report was given.")],
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port on this machine; 0: a free one.")
+    ] = 0,
+) -> None:
+    """Serve a training report on this machine's loopback, as it grows.
+
+    It reads what workers write beside the page, and the browser follows it. Nobody else
+    in the network can reach it. Ctrl-C ends it.
+    """
+    if path.is_dir():
+        raise typer.BadParameter(
+            f"{str(path)!r} is a folder. Give the page's file, as Report was given it."
+        )
+    try:
+        server = ReportServer(path, port)
+    except OSError as error:
+        raise typer.BadParameter(
+            f"Port {port} cannot be used: {error}.", param_hint="--port"
+        ) from error
+    with server:
+        try:
+            _say_where(path, server.url)
+            server.serve_forever(poll_interval=0.2)
+        except KeyboardInterrupt:
+            typer.echo("")
+
+
+def _say_where(path: Path, url: str) -> None:
+    if not folder_of(path).is_dir():
+        typer.echo(f"{folder_of(path)} is not there yet; waiting for it.", err=True)
+    typer.echo(f"Training report {path}: {url}  (Ctrl-C ends this)")

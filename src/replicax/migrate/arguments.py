@@ -1,0 +1,144 @@
+"""Arguments of calls, from TensorFlow's parameters to those of a target."""
+
+from collections.abc import Sequence
+
+import libcst as cst
+
+from replicax.migrate.operators import Operator
+from replicax.migrate.script import Unported
+
+__all__ = ["argument", "bound", "keyword", "remade", "renamed", "without"]
+
+_OLD_KEYWORDS = {
+    "keep_dims": "keepdims",
+    "reduction_indices": "axis",
+    "dimension": "axis",
+    "dim": "axis",
+    "tensor": "input",
+    "x": "input",
+    "input_tensor": "input",
+}
+_TRIVIAL = ("None", "False")
+
+
+def keyword(name: str, value: cst.BaseExpression) -> cst.Arg:
+    """The argument `name=value`."""
+    no_space = cst.SimpleWhitespace("")
+    equal = cst.AssignEqual(
+        whitespace_before=no_space,
+        whitespace_after=no_space,
+    )
+    return cst.Arg(value=value, keyword=cst.Name(name), equal=equal)
+
+
+def bound(args: Sequence[cst.Arg], parameters: Sequence[str]) -> dict[str, cst.Arg]:
+    """Which of TF's parameters each argument is for.
+
+    Raises:
+        Unported: If that cannot be seen, or if there is no such parameter.
+    """
+    found: dict[str, cst.Arg] = {}
+    for i, arg in enumerate(args):
+        if arg.star:
+            raise Unported(f"its arguments stand behind `{arg.star}`: port it by hand")
+        if arg.keyword is None:
+            if i >= len(parameters):
+                raise Unported(f"it has more than the arguments {list(parameters)}")
+            name = parameters[i]
+        else:
+            name = _known_name(arg.keyword.value, parameters)
+        found[name] = arg
+    return found
+
+
+def _known_name(name: str, parameters: Sequence[str]) -> str:
+    if name in parameters:
+        return name
+    today = _OLD_KEYWORDS.get(name)
+    if today is not None and today in parameters:
+        return today
+    if name == "axes" and "axis" in parameters:
+        return "axis"
+    raise Unported(f"its argument {name!r} is not among {list(parameters)}")
+
+
+def argument(args: Sequence[cst.Arg], position: int, name: str) -> cst.Arg | None:
+    """The argument at a position or of a name."""
+    for i, arg in enumerate(args):
+        if arg.star:
+            return None
+        if (arg.keyword.value == name) if arg.keyword else (i == position):
+            return arg
+    return None
+
+
+def remade(
+    call: cst.Call, operator: Operator, func: cst.BaseExpression, path: str
+) -> cst.Call:
+    """A call of an operator's target, with the arguments of `call`.
+
+    Raises:
+        Unported: If the target has no such argument.
+    """
+    try:
+        given = bound(call.args, list(operator.parameters))
+    except Unported as why:
+        raise Unported(f"tf.{path} stays: {why.reason}") from None
+    kept: list[cst.Arg] = []
+    must_be_named = False
+    for name, arg in given.items():
+        target = operator.parameters[name]
+        is_named = target.startswith("*")
+        target = target.lstrip("*")
+        if target == "-" or (target == "!" and _is_trivial(arg)):
+            must_be_named = True
+        elif target == "!":
+            raise Unported(
+                f"tf.{path} stays: {operator.target} has no argument {name!r}"
+            )
+        elif arg.keyword or must_be_named or is_named:
+            kept.append(renamed(arg, target))
+        else:
+            kept.append(arg)
+    extra = [
+        keyword(name, cst.parse_expression(value))
+        for name, value in operator.defaults.items()
+        if not any(operator.parameters[p].lstrip("*") == name for p in given)
+    ]
+    return call.with_changes(func=func, args=without(call.args, kept, extra))
+
+
+def renamed(arg: cst.Arg, name: str) -> cst.Arg:
+    """`arg` as a keyword argument of another name."""
+    if arg.keyword:
+        return arg.with_changes(keyword=cst.Name(name))
+    made = keyword(name, arg.value)
+    return arg.with_changes(keyword=made.keyword, equal=made.equal)
+
+
+def without(
+    args: Sequence[cst.Arg], kept: Sequence[cst.Arg], extra: Sequence[cst.Arg] = ()
+) -> list[cst.Arg]:
+    """`kept` and `extra`, ending as `args` do: with a comma or a line of their own."""
+    new = [*kept, *extra]
+    if not new or not args:
+        return new
+    last = args[-1]
+    end = new[-1].with_changes(
+        comma=last.comma, whitespace_after_arg=last.whitespace_after_arg
+    )
+    *first, _ = new
+    comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+    ends = [
+        arg
+        if isinstance(arg.comma, cst.Comma) and arg is not last
+        else arg.with_changes(
+            comma=comma, whitespace_after_arg=cst.SimpleWhitespace("")
+        )
+        for arg in first
+    ]
+    return [*ends, end]
+
+
+def _is_trivial(arg: cst.Arg) -> bool:
+    return isinstance(arg.value, cst.Name) and arg.value.value in _TRIVIAL

@@ -1,0 +1,350 @@
+"""Calls of TensorFlow's functions."""
+
+from collections.abc import Callable
+
+import libcst as cst
+
+from replicax.migrate import keras_calls, legacy
+from replicax.migrate.arguments import argument, keyword, remade, renamed, without
+from replicax.migrate.functions import is_traced
+from replicax.migrate.operators import DEVICE_OPERATORS, HOST_OPERATORS, Operator
+from replicax.migrate.randomness import RANDOM
+from replicax.migrate.script import Script, Unported, walk
+from replicax.migrate.targets import find_note
+
+__all__ = ["Rule", "arguments_stay", "call_of", "has_rule", "ported"]
+
+_UNTOUCHED_ARGUMENTS = (
+    "config.set_logical_device_configuration",
+    "config.experimental.set_virtual_device_configuration",
+)
+
+Rule = Callable[[Script, cst.Call, cst.Call, str], cst.BaseExpression]
+"""Gets the script, the original call, the call with ported arguments, and its path."""
+
+
+def arguments_stay(path: str) -> bool:
+    """Whether a rule looks at the arguments as they were."""
+    return path in _UNTOUCHED_ARGUMENTS
+
+
+def has_rule(script: Script, node: cst.Call, path: str) -> bool:
+    """Whether `ported` knows what to do with a call."""
+    if _in_pipeline(script, node):
+        return path in _HOST_RULES or path in HOST_OPERATORS
+    return path in _RULES or path in DEVICE_OPERATORS
+
+
+def ported(
+    script: Script, node: cst.Call, updated: cst.Call, path: str
+) -> cst.BaseExpression:
+    """What a call of `tf.<path>` becomes.
+
+    Raises:
+        Unported: If it must stay as it is.
+    """
+    on_host = _in_pipeline(script, node)
+    rule = (_HOST_RULES if on_host else _RULES).get(path)
+    if rule is not None:
+        result = rule(script, node, updated, path)
+    else:
+        table = HOST_OPERATORS if on_host else DEVICE_OPERATORS
+        result = _operator(script, updated, table[path], path)
+    if (note := find_note(path)) and not on_host:
+        script.note(node, f"tf.{path}: {note}")
+    return result
+
+
+def _operator(
+    script: Script, updated: cst.Call, operator: Operator, path: str
+) -> cst.Call:
+    return remade(updated, operator, script.expression(operator.target), path)
+
+
+def _in_pipeline(script: Script, node: cst.CSTNode) -> bool:
+    return any(parent in script.host_functions for parent in script.parents(node))
+
+
+def call_of(func: cst.BaseExpression, *values: cst.BaseExpression) -> cst.Call:
+    """A call with positional arguments."""
+    return cst.Call(func=func, args=[cst.Arg(value) for value in values])
+
+
+def _first(updated: cst.Call, name: str, path: str) -> cst.BaseExpression:
+    arg = argument(updated.args, 0, name)
+    if arg is None:
+        raise Unported(f"tf.{path}: its argument {name!r} was not found")
+    return arg.value
+
+
+def _identity(
+    script: Script, node: cst.Call, updated: cst.Call, path: str
+) -> cst.BaseExpression:
+    return _first(updated, "input", path)
+
+
+def _function(
+    script: Script, node: cst.Call, updated: cst.Call, path: str
+) -> cst.BaseExpression:
+    return _first(updated, "func", path)
+
+
+def _range(
+    script: Script, node: cst.Call, updated: cst.Call, path: str
+) -> cst.BaseExpression:
+    parent = script.parent(node)
+    if isinstance(parent, cst.For) and parent.iter is node:
+        if any(arg.keyword or arg.star for arg in updated.args):
+            raise Unported("tf.range in a `for`: write Python's `range`")
+        return updated.with_changes(func=cst.Name("range"))
+    return _operator(script, updated, DEVICE_OPERATORS[path], path)
+
+
+def _constant(
+    script: Script, node: cst.Call, updated: cst.Call, path: str
+) -> cst.BaseExpression:
+    value = _first(updated, "value", path)
+    if isinstance(value, (cst.SimpleString, cst.FormattedString)):
+        raise Unported(f"tf.{path} of a string stays: arrays are of numbers")
+    return _operator(script, updated, DEVICE_OPERATORS[path], path)
+
+
+def _variable(
+    script: Script, node: cst.Call, updated: cst.Call, path: str
+) -> cst.BaseExpression:
+    made = _operator(script, updated, DEVICE_OPERATORS[path], path)
+    has_dtype = any(a.keyword and a.keyword.value == "dtype" for a in made.args)
+    if not has_dtype and made.args and isinstance(made.args[0].value, cst.Integer):
+        dtype = keyword("dtype", script.string("int32"))  # Keras' would be a float.
+        made = made.with_changes(args=without(made.args, made.args, [dtype]))
+    return made
+
+
+def _where(
+    script: Script, node: cst.Call, updated: cst.Call, path: str
+) -> cst.BaseExpression:
+    if len(updated.args) < 3:
+        raise Unported("tf.where of a condition alone stays: use keras.ops.nonzero")
+    return _operator(script, updated, DEVICE_OPERATORS[path], path)
+
+
+def _split(
+    script: Script, node: cst.Call, updated: cst.Call, path: str
+) -> cst.BaseExpression:
+    sizes = argument(updated.args, 1, "num_or_size_splits")
+    if sizes is None or not isinstance(sizes.value, cst.Integer):
+        raise Unported(
+            "tf.split stays: keras.ops.split takes a number of parts, or positions "
+            "where TensorFlow takes sizes"
+        )
+    row = Operator(
+        target="keras.ops.split",
+        parameters={
+            "value": "x",
+            "num_or_size_splits": "indices_or_sections",
+            "axis": "axis",
+            "num": "!",
+            "name": "-",
+        },
+    )
+    return _operator(script, updated, row, path)
+
+
+def _renaming(target: str) -> Rule:
+    """A rule for functions of any number of arguments."""
+
+    def rule(
+        script: Script, node: cst.Call, updated: cst.Call, path: str
+    ) -> cst.BaseExpression:
+        kept = [
+            a for a in updated.args if not (a.keyword and a.keyword.value == "name")
+        ]
+        return updated.with_changes(
+            func=script.expression(target), args=without(updated.args, kept)
+        )
+
+    return rule
+
+
+def _l2_loss(
+    script: Script, node: cst.Call, updated: cst.Call, path: str
+) -> cst.BaseExpression:
+    square = call_of(script.expression("keras.ops.square"), _first(updated, "t", path))
+    total = call_of(script.expression("keras.ops.sum"), square)
+    half = cst.BinaryOperation(total, cst.Divide(), cst.Integer("2"))
+    parenthesized = not isinstance(
+        script.parent(node), (cst.Assign, cst.Return, cst.Arg, cst.Expr)
+    )
+    if not parenthesized:
+        return half
+    return half.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
+
+
+def _map_fn(
+    script: Script, node: cst.Call, updated: cst.Call, path: str
+) -> cst.BaseExpression:
+    row = Operator(
+        target="keras.ops.map", parameters={"fn": "f", "elems": "xs", "name": "-"}
+    )
+    return _operator(script, updated, row, path)
+
+
+def _print(
+    script: Script, node: cst.Call, updated: cst.Call, path: str
+) -> cst.BaseExpression:
+    values = [arg.value for arg in updated.args if arg.keyword is None]
+    if any(arg.star for arg in updated.args):
+        raise Unported("tf.print of `*` arguments stays: use jax.debug.print")
+    if not is_traced(script, node):
+        kept = [
+            renamed(arg, "file") if _names(arg, "output_stream") else arg
+            for arg in updated.args
+            if not (_names(arg, "summarize") or _names(arg, "name"))
+        ]
+        return updated.with_changes(
+            func=cst.Name("print"), args=without(updated.args, kept)
+        )
+    text, shown = "", []
+    for value in values:
+        text += " " if text else ""
+        if isinstance(value, cst.SimpleString):
+            text += str(value.evaluated_value).replace("{", "{{").replace("}", "}}")
+        else:
+            text += "{}"
+            shown.append(value)
+    literal = cst.SimpleString(repr(text).replace("'", '"'))
+    if '"' in text or "\\" in text:
+        literal = cst.SimpleString(repr(text))
+    script.note(node, "jax.debug.print prints once for each replica")
+    return call_of(script.expression("jax.debug.print"), literal, *shown)
+
+
+def _names(arg: cst.Arg, name: str) -> bool:
+    return arg.keyword is not None and arg.keyword.value == name
+
+
+def _tape(
+    script: Script, node: cst.Call, updated: cst.Call, path: str
+) -> cst.BaseExpression:
+    if not is_traced(script, node):
+        script.leave(
+            node,
+            "rx.GradientTape works in a function that a strategy runs: call the "
+            "function of this tape with `strategy.run` or `rx.get_strategy().run`",
+        )
+    return updated.with_changes(func=script.expression("rx.GradientTape"))
+
+
+def _makedirs(
+    script: Script, node: cst.Call, updated: cst.Call, path: str
+) -> cst.BaseExpression:
+    made = call_of(script.expression("os.makedirs"), _first(updated, "path", path))
+    return made.with_changes(args=[*made.args, keyword("exist_ok", cst.Name("True"))])
+
+
+def _device(
+    script: Script, node: cst.Call, updated: cst.Call, path: str
+) -> cst.BaseExpression:
+    value = _first(updated, "device_name", path)
+    if not isinstance(value, cst.SimpleString):
+        raise Unported("tf.device stays: give keras.device a name such as 'gpu:0'")
+    name = str(value.evaluated_value).lower().lstrip("/").removeprefix("device:")
+    return call_of(script.expression("keras.device"), script.string(name))
+
+
+def _random(
+    script: Script, node: cst.Call, updated: cst.Call, path: str
+) -> cst.BaseExpression:
+    made = _operator(script, updated, DEVICE_OPERATORS[path], path)
+    dtype = next((a.value for a in made.args if _names(a, "dtype")), None)
+    if isinstance(dtype, cst.SimpleString) and "int" in dtype.value:
+        made = made.with_changes(func=script.expression("keras.random.randint"))
+    seed = next((a for a in made.args if _names(a, "seed")), None)
+    if not is_traced(script, node):
+        return made
+    if seed is not None:
+        raise Unported(
+            "random numbers of a fixed seed are the same in each step: pass seed= a "
+            "keras.random.SeedGenerator that was made in `strategy.scope()`"
+        )
+    generator = script.generators.get(node)
+    if generator is None:
+        raise Unported(
+            "random numbers in a compiled step need state: make a "
+            "keras.random.SeedGenerator in `strategy.scope()`, pass it as seed="
+        )
+    extra = [keyword("seed", cst.Name(generator))]
+    return made.with_changes(args=without(made.args, made.args, extra))
+
+
+def _cast_on_host(
+    script: Script, node: cst.Call, updated: cst.Call, path: str
+) -> cst.BaseExpression:
+    value = _first(updated, "x", path)
+    dtype = argument(updated.args, 1, "dtype")
+    if dtype is None:
+        raise Unported("tf.cast: its argument 'dtype' was not found")
+    if isinstance(value, cst.BinaryOperation | cst.UnaryOperation | cst.Comparison):
+        value = value.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
+    if isinstance(value, (cst.Integer, cst.Float)):
+        return call_of(script.expression("np.array"), value, dtype.value)
+    method = cst.Attribute(value=value, attr=cst.Name("astype"))
+    return call_of(method, dtype.value)
+
+
+def _constant_on_host(
+    script: Script, node: cst.Call, updated: cst.Call, path: str
+) -> cst.BaseExpression:
+    value = _first(updated, "value", path)
+    made = _operator(script, updated, HOST_OPERATORS[path], path)
+    kinds = {type(part) for part in walk(value)}
+    if len(made.args) > 1 or not kinds & {cst.Float, cst.Integer}:
+        return made
+    # As TensorFlow has Python's numbers.
+    dtype = script.string("float32" if cst.Float in kinds else "int32")
+    return made.with_changes(args=[cst.Arg(value), cst.Arg(dtype)])
+
+
+def _one_hot_on_host(
+    script: Script, node: cst.Call, updated: cst.Call, path: str
+) -> cst.BaseExpression:
+    depth = argument(updated.args, 1, "depth")
+    if depth is None or len(updated.args) != 2:
+        raise Unported("tf.one_hot with more than indices and depth: port it by hand")
+    table = call_of(script.expression("np.eye"), depth.value)
+    dtype = keyword("dtype", script.string("float32"))
+    table = table.with_changes(args=[*table.args, dtype])
+    index = cst.SubscriptElement(cst.Index(_first(updated, "indices", path)))
+    return cst.Subscript(value=table, slice=[index])
+
+
+_RULES: dict[str, Rule] = {
+    "identity": _identity,
+    "function": _function,
+    "range": _range,
+    "constant": _constant,
+    "convert_to_tensor": _constant,
+    "Variable": _variable,
+    "where": _where,
+    "split": _split,
+    "einsum": _renaming("keras.ops.einsum"),
+    "linalg.einsum": _renaming("keras.ops.einsum"),
+    "meshgrid": _renaming("keras.ops.meshgrid"),
+    "nn.l2_loss": _l2_loss,
+    "map_fn": _map_fn,
+    "print": _print,
+    "GradientTape": _tape,
+    "io.gfile.makedirs": _makedirs,
+    "gfile.MakeDirs": _makedirs,
+    "device": _device,
+    **dict.fromkeys(RANDOM, _random),
+    **keras_calls.RULES,
+    **legacy.RULES,
+}
+_HOST_RULES: dict[str, Rule] = {
+    "cast": _cast_on_host,
+    "one_hot": _one_hot_on_host,
+    "constant": _constant_on_host,
+    "convert_to_tensor": _constant_on_host,
+    "identity": _identity,
+}

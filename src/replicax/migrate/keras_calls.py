@@ -1,0 +1,171 @@
+"""Calls of Keras whose arguments changed between tf.keras and Keras 3."""
+
+from collections.abc import Callable
+
+import libcst as cst
+
+from replicax.migrate.arguments import argument, keyword, renamed, without
+from replicax.migrate.script import Script, Unported
+from replicax.migrate.targets import exists, find_target
+
+__all__ = ["RULES", "compiled", "fitted", "saved"]
+
+_NAMES = ["Adadelta", "Adagrad", "Adam", "Adamax", "Ftrl", "Nadam", "RMSprop", "SGD"]
+_OPTIMIZERS = [
+    f"{module}.{name}"
+    for module in (
+        "keras.optimizers",
+        "keras.optimizers.legacy",
+        "keras.optimizers.experimental",
+        "optimizers",
+    )
+    for name in _NAMES
+]
+_GONE_FROM_FIT = ("workers", "use_multiprocessing", "max_queue_size")
+
+
+def _named(arg: cst.Arg, *names: str) -> bool:
+    return arg.keyword is not None and arg.keyword.value in names
+
+
+def _optimizer(
+    script: Script, node: cst.Call, updated: cst.Call, path: str
+) -> cst.BaseExpression:
+    args = []
+    for arg in updated.args:
+        if _named(arg, "lr"):
+            args.append(renamed(arg, "learning_rate"))
+        elif _named(arg, "decay"):
+            raise Unported(
+                "the optimizer's decay= stays: use a schedule such as "
+                "keras.optimizers.schedules.InverseTimeDecay for learning_rate"
+            )
+        else:
+            args.append(arg)
+    return updated.with_changes(func=_kept_or_target(script, node, path), args=args)
+
+
+def _kept_or_target(script: Script, node: cst.Call, path: str) -> cst.BaseExpression:
+    """The function's name: as it is if its import stays, else the target's."""
+    target = find_target(path)
+    if target is None or not exists(target):
+        raise Unported(f"tf.{path} is not in Keras 3")
+    text = script.code(node.func)
+    local, _, rest = text.partition(".")
+    kept = script.retained.get(local)
+    if kept is not None and ".".join(filter(None, [kept, rest])) == target:
+        return node.func
+    return script.expression(target)
+
+
+def _image_folder(
+    script: Script, node: cst.Call, updated: cst.Call, path: str
+) -> cst.BaseExpression:
+    if any(_named(arg, "format") for arg in updated.args):
+        return updated.with_changes(func=_kept_or_target(script, node, path))
+    extra = [keyword("format", script.string("grain"))]
+    script.note(node, "the images come from Grain: `map` gets one argument, a batch")
+    return updated.with_changes(
+        func=script.expression("keras.utils.image_dataset_from_directory"),
+        args=without(updated.args, updated.args, extra),
+    )
+
+
+def _set_value(
+    script: Script, node: cst.Call, updated: cst.Call, path: str
+) -> cst.BaseExpression:
+    variable = argument(updated.args, 0, "x")
+    value = argument(updated.args, 1, "value")
+    if variable is None or value is None:
+        raise Unported("keras.backend.set_value: write variable.assign(value)")
+    method = cst.Attribute(value=variable.value, attr=cst.Name("assign"))
+    return cst.Call(func=method, args=[cst.Arg(value.value)])
+
+
+def compiled(script: Script, node: cst.Call, updated: cst.Call) -> cst.Call:
+    """`model.compile(...)` without arguments that are gone."""
+    kept = []
+    for arg in updated.args:
+        if _named(arg, "experimental_run_tf_function", "distribute"):
+            script.note(node, f"{arg.keyword.value}= is taken out of compile")  # type: ignore[union-attr]
+        elif _named(arg, "experimental_steps_per_execution"):
+            kept.append(renamed(arg, "steps_per_execution"))
+        else:
+            kept.append(arg)
+    if len(kept) == len(updated.args) and all(
+        a is b for a, b in zip(kept, updated.args, strict=True)
+    ):
+        return updated
+    return updated.with_changes(args=without(updated.args, kept))
+
+
+def fitted(script: Script, node: cst.Call, updated: cst.Call) -> cst.Call:
+    """`model.fit(...)` or `fit_generator`, without arguments that are gone."""
+    func = updated.func
+    assert isinstance(func, cst.Attribute)
+    name = func.attr.value.removesuffix("_generator")
+    kept = []
+    for arg in updated.args:
+        if _named(arg, *_GONE_FROM_FIT):
+            script.note(
+                node, "threads are those of a keras.utils.PyDataset, not arguments"
+            )
+        elif _named(arg, "generator"):
+            kept.append(renamed(arg, "x"))
+        else:
+            kept.append(arg)
+    if name == func.attr.value and len(kept) == len(updated.args):
+        return updated
+    return updated.with_changes(
+        func=func.with_changes(attr=cst.Name(name)), args=without(updated.args, kept)
+    )
+
+
+def saved(script: Script, node: cst.Call, endings: tuple[str, ...]) -> None:
+    """Report a literal file name that Keras 3 refuses.
+
+    Args:
+        script: The script.
+        node: A call whose first argument is a path.
+        endings: What the path may end with.
+    """
+    path = argument(node.args, 0, "filepath")
+    if path is None:
+        return
+    value = path.value
+    if isinstance(value, cst.FormattedString):
+        last = value.parts[-1] if value.parts else None
+        text = last.value if isinstance(last, cst.FormattedStringText) else ""
+    elif isinstance(value, cst.SimpleString):
+        text = str(value.evaluated_value)
+    else:
+        return
+    if not text.endswith(endings):
+        script.leave(
+            node, f"Keras 3 wants a file name that ends with {' or '.join(endings)}"
+        )
+
+
+def _model_checkpoint(
+    script: Script, node: cst.Call, updated: cst.Call, path: str
+) -> cst.BaseExpression:
+    weights_only = any(
+        _named(arg, "save_weights_only")
+        and isinstance(arg.value, cst.Name)
+        and arg.value.value == "True"
+        for arg in node.args
+    )
+    saved(script, node, (".weights.h5",) if weights_only else (".keras", ".h5"))
+    if any(_named(arg, "period") for arg in node.args):
+        raise Unported("ModelCheckpoint has no period=: use save_freq= in steps")
+    return updated.with_changes(func=_kept_or_target(script, node, path))
+
+
+RULES: dict[str, Callable[[Script, cst.Call, cst.Call, str], cst.BaseExpression]] = {
+    **dict.fromkeys(_OPTIMIZERS, _optimizer),
+    "keras.preprocessing.image_dataset_from_directory": _image_folder,
+    "keras.utils.image_dataset_from_directory": _image_folder,
+    "keras.backend.set_value": _set_value,
+    "keras.callbacks.ModelCheckpoint": _model_checkpoint,
+}
+"""By the path of the function."""

@@ -1,0 +1,184 @@
+"""Functions of TensorFlow 1, and of `tf.config`, that are written another way now."""
+
+from collections.abc import Callable
+
+import libcst as cst
+
+from replicax.migrate.arguments import argument, bound, keyword, without
+from replicax.migrate.script import Script, Unported, walk
+
+__all__ = ["RULES"]
+
+_LAYERS = {
+    "dense": "Dense",
+    "conv2d": "Conv2D",
+    "conv1d": "Conv1D",
+    "max_pooling2d": "MaxPooling2D",
+    "average_pooling2d": "AveragePooling2D",
+    "flatten": "Flatten",
+    "dropout": "Dropout",
+    "batch_normalization": "BatchNormalization",
+}
+_LOSSES = {
+    "sparse_softmax_cross_entropy": ("SparseCategoricalCrossentropy", True),
+    "softmax_cross_entropy": ("CategoricalCrossentropy", True),
+    "sigmoid_cross_entropy": ("BinaryCrossentropy", True),
+    "absolute_difference": ("MeanAbsoluteError", False),
+}
+_LOSS_ARGUMENTS = {
+    "softmax_cross_entropy": ("onehot_labels", "logits", "weights"),
+    "sigmoid_cross_entropy": ("multi_class_labels", "logits", "weights"),
+    "absolute_difference": ("labels", "predictions", "weights"),
+}
+_SETTINGS = (
+    "set_logical_device_configuration",
+    "set_virtual_device_configuration",
+    "set_logical_devices",
+)
+_NEED_UNSTARTED = (
+    "MultiWorkerMirroredStrategy",
+    "ParameterServerStrategy",
+    "TPUStrategy",
+)
+
+
+def _layer(
+    script: Script, node: cst.Call, updated: cst.Call, path: str
+) -> cst.BaseExpression:
+    """`tf.layers.dense(x, 10)` as `keras.layers.Dense(10)(x)`."""
+    inputs = argument(updated.args, 0, "inputs")
+    if inputs is None or any(arg.star for arg in updated.args):
+        raise Unported(f"tf.{path}: its inputs were not found")
+    called = [cst.Arg(inputs.value)]
+    made = []
+    for arg in updated.args:
+        name = arg.keyword.value if arg.keyword else None
+        if name == "training":
+            called.append(arg.with_changes(comma=cst.MaybeSentinel.DEFAULT))
+        elif name == "reuse":
+            raise Unported(f"tf.{path} with reuse=: make the layer once, call it twice")
+        elif arg is not inputs:
+            made.append(arg)
+    layer = script.expression(f"keras.layers.{_LAYERS[path.rpartition('.')[2]]}")
+    return cst.Call(
+        func=cst.Call(func=layer, args=without(updated.args, made)), args=called
+    )
+
+
+def _loss(
+    script: Script, node: cst.Call, updated: cst.Call, path: str
+) -> cst.BaseExpression:
+    """A mean loss of `tf.losses` of TensorFlow 1, as a loss object that is called."""
+    name = path.rpartition(".")[2]
+    target, from_logits = _LOSSES[name]
+    parameters = _LOSS_ARGUMENTS.get(name, ("labels", "logits", "weights"))
+    try:
+        given = bound(updated.args, parameters)
+    except Unported as why:
+        raise Unported(f"tf.{path} stays: {why.reason}") from None
+    if len(given) < 2 or parameters[0] not in given or parameters[1] not in given:
+        raise Unported(f"tf.{path}: its arguments were not found")
+    options = [keyword("from_logits", cst.Name("True"))] if from_logits else []
+    made = cst.Call(func=script.expression(f"keras.losses.{target}"), args=options)
+    values = [given[parameters[0]], given[parameters[1]]]
+    args = [cst.Arg(value.value) for value in values]
+    if parameters[2] in given:
+        args.append(keyword("sample_weight", given[parameters[2]].value))
+    return cst.Call(func=made, args=args)
+
+
+def _refuse_before_start(script: Script, path: str) -> None:
+    """Looking at devices starts JAX, which clusters and other settings must do."""
+    for node in walk(script.module):
+        name = node.attr.value if isinstance(node, cst.Attribute) else ""
+        if name in _NEED_UNSTARTED:
+            raise Unported(
+                f"tf.{path} stays: with {name}, look at `jax.devices()` only after the "
+                "strategy is made"
+            )
+        if name in _SETTINGS:
+            raise Unported(
+                f"tf.{path} stays: look at `jax.devices()` after rx.set_logical_devices"
+            )
+
+
+def _devices(
+    script: Script, node: cst.Call, updated: cst.Call, path: str
+) -> cst.BaseExpression:
+    _refuse_before_start(script, path)
+    kind = argument(updated.args, 0, "device_type")
+    devices = cst.Call(func=script.expression("jax.devices"))
+    if kind is None:
+        return devices
+    if not isinstance(kind.value, cst.SimpleString):
+        raise Unported(f"tf.{path} of a variable kind: use `jax.devices()`")
+    platform = str(kind.value.evaluated_value).lower()
+    text = (
+        f"[d for d in jax.devices() if d.platform == {script.string(platform).value}]"
+    )
+    text = text.replace("jax.devices", f"{script.alias('jax')}.devices")
+    return cst.parse_expression(text)
+
+
+def _gpu_available(
+    script: Script, node: cst.Call, updated: cst.Call, path: str
+) -> cst.BaseExpression:
+    _refuse_before_start(script, path)
+    backend = cst.Call(func=script.expression("jax.default_backend"))
+    gpu = cst.ComparisonTarget(cst.Equal(), script.string("gpu"))
+    return cst.Comparison(
+        backend, [gpu], lpar=[cst.LeftParen()], rpar=[cst.RightParen()]
+    )
+
+
+def _logical_devices(
+    script: Script, node: cst.Call, updated: cst.Call, path: str
+) -> cst.BaseExpression:
+    parts = argument(updated.args, 1, "logical_devices")
+    number = _length(parts.value) if parts else None
+    if number is None:
+        raise Unported(f"tf.{path} stays: use rx.set_logical_devices(n)")
+    script.note(node, "rx.set_logical_devices divides the CPU, for all of the script")
+    func = script.expression("rx.set_logical_devices")
+    return cst.Call(func=func, args=[cst.Arg(number)])
+
+
+def _length(node: cst.BaseExpression) -> cst.BaseExpression | None:
+    if isinstance(node, cst.List):
+        return cst.Integer(str(len(node.elements)))
+    if isinstance(node, cst.BinaryOperation) and isinstance(
+        node.operator, cst.Multiply
+    ):
+        is_one = isinstance(node.left, cst.List) and len(node.left.elements) == 1
+        return node.right if is_one else None
+    return None
+
+
+def _mirrored(
+    script: Script, node: cst.Call, updated: cst.Call, path: str
+) -> cst.BaseExpression:
+    for arg in updated.args:
+        name = arg.keyword.value if arg.keyword else None
+        if name in {"num_gpus", "num_gpus_per_worker", "prefetch_on_device"}:
+            raise Unported(
+                f"{name}= of tf.contrib.distribute stays: pass "
+                'devices=["gpu:0", "gpu:1"] to rx.MirroredStrategy'
+            )
+        if name == "auto_shard_dataset":
+            raise Unported("auto_shard_dataset= stays: see rx.AutoShardPolicy")
+    return updated.with_changes(func=script.expression("rx.MirroredStrategy"))
+
+
+RULES: dict[str, Callable[[Script, cst.Call, cst.Call, str], cst.BaseExpression]] = {
+    **{f"layers.{name}": _layer for name in _LAYERS},
+    **{f"losses.{name}": _loss for name in _LOSSES},
+    "config.list_physical_devices": _devices,
+    "config.experimental.list_physical_devices": _devices,
+    "config.list_logical_devices": _devices,
+    "config.experimental.list_logical_devices": _devices,
+    "config.set_logical_device_configuration": _logical_devices,
+    "config.experimental.set_virtual_device_configuration": _logical_devices,
+    "test.is_gpu_available": _gpu_available,
+    "distribute.MirroredStrategy": _mirrored,
+}
+"""By the path of the function."""

@@ -1,0 +1,272 @@
+"""Methods and attributes of objects: strategies, tensors, iterators, models."""
+
+from collections.abc import Callable
+
+import libcst as cst
+
+from replicax.migrate import keras_calls
+from replicax.migrate.arguments import argument, keyword
+from replicax.migrate.script import Script, Unported
+
+__all__ = ["attribute", "call"]
+
+_RENAMED = {
+    "experimental_distribute_datasets_from_function": (
+        "distribute_datasets_from_function"
+    ),
+    "reset_states": "reset_state",
+    "get_scaled_loss": "scale_loss",
+    "unwrap": "experimental_local_results",
+}
+_LEFT = {
+    "batch_jacobian": "use jax.vmap of jax.jacobian",
+    "jacobian": "use jax.jacobian",
+    "stop_recording": "use keras.ops.stop_gradient",
+    "get_unscaled_gradients": "`apply_gradients` of Keras 3 does it",
+    "get_next_as_optional": "use next(iterator, None)",
+    "make_initializer": "variables are made with values",
+    "get_concrete_function": "leave it away: `strategy.run` compiles",
+}
+
+
+def attribute(
+    script: Script, node: cst.Attribute, updated: cst.Attribute
+) -> cst.BaseExpression:
+    """What an attribute of an object becomes."""
+    name = node.attr.value
+    if name == "lr" and script.code(node.value).lower().endswith("optimizer"):
+        return updated.with_changes(attr=cst.Name("learning_rate"))
+    inner = updated.value
+    of_shape = isinstance(inner, cst.Attribute) and inner.attr.value == "shape"
+    if name in {"rank", "ndims"} and isinstance(inner, cst.Attribute) and of_shape:
+        return cst.Attribute(inner.value, cst.Name("ndim"))
+    if name == "extended" and "strategy" in script.code(node.value).lower():
+        if _is_replica_call(script, node):
+            return updated.value
+        raise Unported("there is no strategy.extended: use the strategy's methods")
+    return updated
+
+
+def _is_replica_call(script: Script, node: cst.Attribute) -> bool:
+    parent = script.parent(node)
+    return isinstance(parent, cst.Attribute) and (
+        parent.attr.value == "call_for_each_replica"
+    )
+
+
+def call(
+    script: Script, node: cst.Call, updated: cst.Call, path: str | None
+) -> cst.BaseExpression:
+    """What a call of a method becomes."""
+    func = updated.func
+    if path is not None or not isinstance(func, cst.Attribute):
+        return updated
+    name = func.attr.value
+    if name in _LEFT and _is_of_tensorflow(script, node):
+        raise Unported(f".{name}: {_LEFT[name]}")
+    if name in _RENAMED:
+        return updated.with_changes(
+            func=func.with_changes(attr=cst.Name(_RENAMED[name]))
+        )
+    rule = _METHODS.get(name)
+    return rule(script, node, updated, func) if rule else updated
+
+
+def _is_of_tensorflow(script: Script, node: cst.Call) -> bool:
+    return not (
+        isinstance(node.func, cst.Attribute) and script.names.imported(node.func.value)
+    )
+
+
+def _numpy(
+    script: Script, node: cst.Call, updated: cst.Call, func: cst.Attribute
+) -> cst.BaseExpression:
+    if updated.args or not _is_of_tensorflow(script, node):
+        return updated
+    if any(parent in script.host_functions for parent in script.parents(node)):
+        return func.value
+    convert = script.expression("keras.ops.convert_to_numpy")
+    return cst.Call(func=convert, args=[cst.Arg(_unparenthesized(func.value))])
+
+
+def _unparenthesized(node: cst.BaseExpression) -> cst.BaseExpression:
+    if isinstance(node, cst.GeneratorExp):
+        return node
+    return node.with_changes(lpar=[], rpar=[])
+
+
+def _shape(
+    script: Script, node: cst.Call, updated: cst.Call, func: cst.Attribute
+) -> cst.BaseExpression:
+    return updated if updated.args else func.with_changes(attr=cst.Name("shape"))
+
+
+def _as_list(
+    script: Script, node: cst.Call, updated: cst.Call, func: cst.Attribute
+) -> cst.BaseExpression:
+    is_shape = (
+        isinstance(func.value, cst.Attribute) and func.value.attr.value == "shape"
+    )
+    if updated.args or not is_shape:
+        return updated
+    return cst.Call(func=cst.Name("list"), args=[cst.Arg(func.value)])
+
+
+def _next(
+    script: Script, node: cst.Call, updated: cst.Call, func: cst.Attribute
+) -> cst.BaseExpression:
+    if updated.args:
+        return updated
+    return cst.Call(func=cst.Name("next"), args=[cst.Arg(func.value)])
+
+
+def _iter(
+    script: Script, node: cst.Call, updated: cst.Call, func: cst.Attribute
+) -> cst.BaseExpression:
+    return cst.Call(func=cst.Name("iter"), args=[cst.Arg(func.value)])
+
+
+def _experimental_run(
+    script: Script, node: cst.Call, updated: cst.Call, func: cst.Attribute
+) -> cst.BaseExpression:
+    """The oldest spelling: `strategy.experimental_run(step, iterator)`."""
+    step = argument(updated.args, 0, "fn")
+    iterator = argument(updated.args, 1, "input_iterator")
+    if step is None:
+        raise Unported("experimental_run without a function: use strategy.run")
+    args = [cst.Arg(step.value)]
+    if iterator is not None:
+        batch = cst.Call(func=cst.Name("next"), args=[cst.Arg(iterator.value)])
+        args.append(keyword("args", cst.Tuple([cst.Element(batch, _comma())])))
+    return updated.with_changes(func=func.with_changes(attr=cst.Name("run")), args=args)
+
+
+def _comma() -> cst.Comma:
+    return cst.Comma(whitespace_after=cst.SimpleWhitespace(""))
+
+
+def _dataset_iterator(
+    script: Script, node: cst.Call, updated: cst.Call, func: cst.Attribute
+) -> cst.BaseExpression:
+    name = {
+        "make_dataset_iterator": "experimental_distribute_dataset",
+        "make_input_fn_iterator": "distribute_datasets_from_function",
+    }[func.attr.value]
+    made = updated.with_changes(func=func.with_changes(attr=cst.Name(name)))
+    return cst.Call(func=cst.Name("iter"), args=[cst.Arg(made)])
+
+
+def _each_replica(
+    script: Script, node: cst.Call, updated: cst.Call, func: cst.Attribute
+) -> cst.BaseExpression:
+    return updated.with_changes(func=func.with_changes(attr=cst.Name("run")))
+
+
+def _apply_gradients(
+    script: Script, node: cst.Call, updated: cst.Call, func: cst.Attribute
+) -> cst.BaseExpression:
+    for arg in node.args:
+        name = arg.keyword.value if arg.keyword else ""
+        if name in {"experimental_aggregate_gradients", "skip_gradients_aggregation"}:
+            raise Unported(
+                f"apply_gradients has no {name}=: gradients are summed over replicas"
+            )
+    kept = [a for a in updated.args if not (a.keyword and a.keyword.value == "name")]
+    if len(kept) == len(updated.args):
+        return updated
+    return updated.with_changes(args=kept)
+
+
+def _minimize(
+    script: Script, node: cst.Call, updated: cst.Call, func: cst.Attribute
+) -> cst.BaseExpression:
+    if "optimizer" not in script.code(node).lower() and "opt" not in script.code(
+        func.value
+    ):
+        return updated
+    raise Unported(
+        "Keras 3 has no optimizer.minimize: compute the loss in `with "
+        "rx.GradientTape() as tape:`, then tape.gradient and apply_gradients"
+    )
+
+
+def _compile(
+    script: Script, node: cst.Call, updated: cst.Call, func: cst.Attribute
+) -> cst.BaseExpression:
+    return keras_calls.compiled(script, node, updated)
+
+
+def _fit(
+    script: Script, node: cst.Call, updated: cst.Call, func: cst.Attribute
+) -> cst.BaseExpression:
+    return keras_calls.fitted(script, node, updated)
+
+
+def _save(
+    script: Script, node: cst.Call, updated: cst.Call, func: cst.Attribute
+) -> cst.BaseExpression:
+    if "model" in script.code(func.value).lower():
+        keras_calls.saved(script, node, (".keras", ".h5"))
+    return updated
+
+
+def _save_weights(
+    script: Script, node: cst.Call, updated: cst.Call, func: cst.Attribute
+) -> cst.BaseExpression:
+    keras_calls.saved(script, node, (".weights.h5",))
+    return updated
+
+
+def _compiled_loss(
+    script: Script, node: cst.Call, updated: cst.Call, func: cst.Attribute
+) -> cst.BaseExpression:
+    y, y_pred = argument(updated.args, 0, "y_true"), argument(updated.args, 1, "y_pred")
+    if y is None or y_pred is None:
+        raise Unported("compiled_loss: use self.compute_loss(y=y, y_pred=y_pred)")
+    comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+    args = [
+        keyword("y", y.value).with_changes(comma=comma),
+        keyword("y_pred", y_pred.value),
+    ]
+    return updated.with_changes(
+        func=func.with_changes(attr=cst.Name("compute_loss")), args=args
+    )
+
+
+def _update_state(
+    script: Script, node: cst.Call, updated: cst.Call, func: cst.Attribute
+) -> cst.BaseExpression:
+    if script.code(func.value).endswith("compiled_metrics"):
+        raise Unported(
+            "there is no compiled_metrics: return self.compute_metrics(x, y, y_pred) "
+            "from train_step"
+        )
+    return updated
+
+
+_Rule = Callable[[Script, cst.Call, cst.Call, cst.Attribute], cst.BaseExpression]
+_METHODS: dict[str, _Rule] = {
+    "numpy": _numpy,
+    "get_shape": _shape,
+    "as_list": _as_list,
+    "get_next": _next,
+    "make_initializable_iterator": _iter,
+    "make_one_shot_iterator": _iter,
+    "experimental_run": _experimental_run,
+    "make_dataset_iterator": _dataset_iterator,
+    "make_input_fn_iterator": _dataset_iterator,
+    "call_for_each_replica": _each_replica,
+    "apply_gradients": _apply_gradients,
+    "minimize": _minimize,
+    "compile": _compile,
+    "fit": _fit,
+    "fit_generator": _fit,
+    "evaluate": _fit,
+    "evaluate_generator": _fit,
+    "predict": _fit,
+    "predict_generator": _fit,
+    "save": _save,
+    "save_weights": _save_weights,
+    "compiled_loss": _compiled_loss,
+    "update_state": _update_state,
+}

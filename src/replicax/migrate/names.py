@@ -1,0 +1,179 @@
+"""What the names of a script stand for: paths in TensorFlow, seen through imports."""
+
+from collections.abc import Sequence
+
+import libcst as cst
+from libcst.metadata import (
+    GlobalScope,
+    ImportAssignment,
+    MetadataWrapper,
+    QualifiedNameSource,
+    Scope,
+    ScopeProvider,
+)
+
+from replicax.migrate.tables import OLD_PREFIXES
+
+__all__ = ["Names", "dotted", "path_in_tensorflow", "root_of"]
+
+_ROOTS = ("tensorflow", "tensorflow_core", "tf_keras")
+
+
+def dotted(node: cst.CSTNode | None) -> str | None:
+    """The text of a name or of attributes of a name, such as `a.b.c`; else None."""
+    parts: list[str] = []
+    while isinstance(node, cst.Attribute):
+        parts.append(node.attr.value)
+        node = node.value
+    if not isinstance(node, cst.Name):
+        return None
+    return ".".join([node.value, *reversed(parts)])
+
+
+def root_of(node: cst.CSTNode) -> cst.Name | None:
+    """The name that `a.b.c` begins with."""
+    while isinstance(node, cst.Attribute):
+        node = node.value
+    return node if isinstance(node, cst.Name) else None
+
+
+def path_in_tensorflow(name: str) -> str | None:
+    """`name` without `tensorflow`, in today's spelling; None for another module's.
+
+    Example:
+        >>> path_in_tensorflow("tensorflow.compat.v1.train.Saver")
+        'train.Saver'
+    """
+    root, _, path = name.partition(".")
+    if root not in _ROOTS:
+        return None
+    if root == "tf_keras":
+        path = f"keras.{path}" if path else "keras"
+    if path in {"compat.v1", "compat.v2", "_api.v2"}:
+        return ""
+    for old, new in OLD_PREFIXES.items():
+        if path.startswith(old):
+            return new + path[len(old) :]
+        if f"{path}." == old:
+            return new.rstrip(".")
+    return path
+
+
+class Names:
+    """Resolves expressions of one module.
+
+    Attributes:
+        is_assumed: Whether `tf` is used and nowhere bound, and taken for TensorFlow.
+    """
+
+    def __init__(self, wrapper: MetadataWrapper) -> None:
+        self._scopes = wrapper.resolve(ScopeProvider)
+        self.module = wrapper.module
+        self.is_assumed = False
+        self._globals = self._global_scope()
+        self.aliases: dict[str, str] = {}
+        self.aliases = self._find_aliases()
+
+    def scope_of(self, node: cst.CSTNode) -> Scope | None:
+        """The scope that a node is in."""
+        return self._scopes.get(node)
+
+    def path(self, node: cst.CSTNode | None) -> str | None:
+        """Where `node`, a name or attributes of one, is in TensorFlow.
+
+        Returns:
+            Its path, such as `"keras.layers.Dense"` (`""` for the package itself), or
+            None for everything else.
+        """
+        text, root = dotted(node), root_of(node) if node else None
+        if text is None or root is None or node is None:
+            return None
+        scope = self._scopes.get(root) or self._globals
+        if scope is None:
+            return None
+        if scope is not self._globals and not self._reaches_globals(scope, root.value):
+            return self._imported(scope, text)
+        if root.value in self.aliases and text != root.value:
+            return self.aliases[root.value] + text[len(root.value) :]
+        if root.value == "tf" and not scope[root.value]:
+            self.is_assumed = True
+            return path_in_tensorflow("tensorflow" + text[2:])
+        return self._imported(scope, text)
+
+    def imported(self, node: cst.CSTNode) -> str | None:
+        """The full name of what `node` is, if its root was imported."""
+        text, root = dotted(node), root_of(node)
+        scope = self._scopes.get(root) if root else None
+        return self._module_name(scope, text) if scope and text else None
+
+    def key(self, name: cst.Name) -> tuple[int, str] | None:
+        """What tells a variable from those of other scopes with the same name."""
+        scope = self._scopes.get(name)
+        if scope is None:
+            return None
+        for assignment in scope[name.value]:
+            return (id(assignment.scope), name.value)
+        return (0, name.value)
+
+    def is_bound(self, name: str) -> bool:
+        """Whether any scope of the module binds `name`."""
+        return any(name in scope for scope in self._all_scopes())
+
+    def accesses(self, name: str) -> list[cst.CSTNode]:
+        """Where a global `name` is read, anywhere in the module."""
+        if self._globals is None:
+            return []
+        return [access.node for access in self._globals.accesses[name]]
+
+    def global_assignments(self, name: str) -> list[cst.CSTNode]:
+        """The nodes that bind a global `name`."""
+        if self._globals is None:
+            return []
+        return [getattr(a, "node", self.module) for a in self._globals[name]]
+
+    def _imported(self, scope: Scope, text: str) -> str | None:
+        name = self._module_name(scope, text)
+        return path_in_tensorflow(name) if name else None
+
+    def _module_name(self, scope: Scope, text: str) -> str | None:
+        for qualified in scope.get_qualified_names_for(text):
+            if qualified.source is QualifiedNameSource.IMPORT:
+                return qualified.name
+        return None
+
+    def _reaches_globals(self, scope: Scope, name: str) -> bool:
+        found = scope[name]
+        return not found or all(a.scope is self._globals for a in found)
+
+    def _all_scopes(self) -> set[Scope]:
+        return {scope for scope in self._scopes.values() if scope is not None}
+
+    def _global_scope(self) -> Scope | None:
+        scopes = [s for s in self._all_scopes() if isinstance(s, GlobalScope)]
+        return scopes[0] if scopes else None
+
+    def _find_aliases(self) -> dict[str, str]:
+        """Names given to parts of TensorFlow, as in `layers = tf.keras.layers`."""
+        aliases = {}
+        for target, value in _assignments(self.module.body):
+            assigned = self._globals[target] if self._globals else ()
+            if len(list(assigned)) == 1 and not any(
+                isinstance(a, ImportAssignment) for a in assigned
+            ):
+                path = self.path(value)
+                if path:
+                    aliases[target] = path
+        return aliases
+
+
+def _assignments(
+    statements: Sequence[cst.CSTNode],
+) -> list[tuple[str, cst.BaseExpression]]:
+    found = []
+    for line in statements:
+        for small in line.body if isinstance(line, cst.SimpleStatementLine) else ():
+            if isinstance(small, cst.Assign) and len(small.targets) == 1:
+                target = small.targets[0].target
+                if isinstance(target, cst.Name):
+                    found.append((target.value, small.value))
+    return found

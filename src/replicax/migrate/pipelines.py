@@ -1,0 +1,336 @@
+"""`tf.data` pipelines, as Grain's where all operators map, else kept."""
+
+from collections.abc import Callable
+
+import libcst as cst
+
+from replicax.migrate.arguments import argument, keyword, without
+from replicax.migrate.datasets import Group, find_datasets
+from replicax.migrate.host import (
+    example_function,
+    host_functions_of,
+    plan_in_place,
+    why_not_on_host,
+)
+from replicax.migrate.names import dotted
+from replicax.migrate.script import Script, Unported, walk
+from replicax.migrate.sources import KNOWN_SOURCES, source
+
+__all__ = ["MAPPED", "plan_pipelines"]
+
+_SHUFFLED = (
+    "Grain shuffles all examples by a fixed seed, not a buffer of them; each epoch "
+    "begins the dataset anew, in the same order"
+)
+
+
+def plan_pipelines(script: Script) -> None:
+    """Decide which pipelines become Grain's, and how; the others are frozen."""
+    for group in find_datasets(script):
+        problem = _problem(script, group)
+        if problem is None:
+            _plan(script, group)
+        else:
+            _freeze(script, group, *problem)
+    _drop_options(script)
+    _drop_autotune(script)
+
+
+def _problem(script: Script, group: Group) -> tuple[cst.CSTNode, str] | None:
+    """Why a pipeline stays as it is, and where."""
+    if group.foreign:
+        return group.foreign[0], "its examples come from TensorFlow Datasets"
+    for node, path in group.sources:
+        if path not in KNOWN_SOURCES:
+            return node, f"tf.{path} has no counterpart in Grain"
+    repeated = False
+    for call in sorted(group.operators, key=script.line):
+        name = _method(call)
+        if name not in MAPPED:
+            return call, f"Grain's datasets have no `{name}` like tf.data's"
+        if name == "shuffle" and repeated and _repeats_before(call):
+            return call, "Grain cannot shuffle after an endless `repeat()`: swap them"
+        repeated = repeated or name == "repeat"
+        if name == "map" and (why := _map_problem(script, call)):
+            return call, why
+    return None
+
+
+def _repeats_before(call: cst.Call) -> bool:
+    node: cst.BaseExpression = call
+    while isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
+        if _method(node) == "repeat" and not node.args:
+            return True
+        node = node.func.value
+    return False
+
+
+def _map_problem(script: Script, call: cst.Call) -> str | None:
+    function = argument(call.args, 0, "map_func")
+    if function is None:
+        return "the function of `map` was not found"
+    found = host_functions_of(script, function.value)
+    if example_function(script, function.value, function.value) is None:
+        text = script.code(function.value)
+        return f"how many arguments `{text}` takes cannot be seen"
+    for each in sorted(found, key=script.line):
+        if why := why_not_on_host(script, each):
+            return f"{why}, which has no counterpart in NumPy"
+    return None
+
+
+def _method(call: cst.Call) -> str:
+    return call.func.attr.value if isinstance(call.func, cst.Attribute) else ""
+
+
+def _plan(script: Script, group: Group) -> None:
+    for node in group.unknown:
+        text = script.code(node)
+        script.note(node, f"`{text}` is not made here: taken for a Grain dataset")
+    for node, path in group.sources:
+        if path in KNOWN_SOURCES and KNOWN_SOURCES[path] is not None:
+            script.frozen.add(node.func)
+            script.replacements[node] = source(script, node, path)
+    for call in group.operators:
+        name = _method(call)
+        _freeze_autotune(script, call)
+        script.replacements[call] = _replacement(script, call, MAPPED[name])
+        if name == "map":
+            function = argument(call.args, 0, "map_func")
+            assert function is not None
+            found = host_functions_of(script, function.value)
+            script.host_functions |= found
+            for each in found:
+                plan_in_place(script, each)
+                _note_other_uses(script, each, call)
+
+
+def _note_other_uses(script: Script, function: cst.CSTNode, call: cst.Call) -> None:
+    if function in script.traced_functions:
+        script.leave(
+            call,
+            f"{script.code(call.args[0].value)} is used in a compiled step too: it is "
+            "ported to NumPy, for the pipeline; write another one for the step",
+        )
+
+
+def _replacement(
+    script: Script, call: cst.Call, rule: "_Rule"
+) -> Callable[[cst.Call], cst.BaseExpression]:
+    def replacement(updated: cst.Call) -> cst.BaseExpression:
+        try:
+            return rule(script, call, updated)
+        except Unported as why:
+            script.leave(call, why.reason)
+            return updated
+
+    return replacement
+
+
+def _freeze(script: Script, group: Group, where: cst.CSTNode, why: str) -> None:
+    """Leave a pipeline to tf.data, with the functions that it maps."""
+    reason = f"stays a tf.data pipeline, which needs TensorFlow: {why}"
+    script.leave(where, reason)
+    reported = {script.statement_of(where)}
+    calls = [*group.operators, *(node for node, _ in group.sources)]
+    for call in sorted(calls, key=script.line):
+        statement = script.statement_of(call)
+        if statement not in reported:
+            reported.add(statement)
+            script.leave(call, reason)
+        script.frozen.add(call)
+        if _method(call) == "map" and call.args:
+            for function in host_functions_of(script, call.args[0].value):
+                if function not in script.traced_functions:
+                    script.frozen.add(function)
+    for call in group.foreign:
+        script.frozen.add(call)
+
+
+# The operators: each gets the script, the original call and the ported one.
+
+_Rule = Callable[[Script, cst.Call, cst.Call], cst.BaseExpression]
+
+
+def _receiver(updated: cst.Call) -> cst.BaseExpression:
+    assert isinstance(updated.func, cst.Attribute)
+    return updated.func.value
+
+
+def _map(script: Script, call: cst.Call, updated: cst.Call) -> cst.BaseExpression:
+    before = argument(call.args, 0, "map_func")
+    after = argument(updated.args, 0, "map_func")
+    assert before is not None
+    assert after is not None
+    function = example_function(script, before.value, after.value)
+    if function is None:
+        raise Unported("how many arguments the function takes cannot be seen")
+    arg = cst.Arg(function)
+    return updated.with_changes(args=without(updated.args, [arg]))
+
+
+def _batch(script: Script, call: cst.Call, updated: cst.Call) -> cst.BaseExpression:
+    size = argument(updated.args, 0, "batch_size")
+    drop = argument(updated.args, 1, "drop_remainder")
+    if size is None:
+        raise Unported("batch: its batch_size was not found")
+    kept = [size]
+    if drop is not None:
+        kept.append(keyword("drop_remainder", drop.value))
+    return updated.with_changes(args=without(updated.args, kept))
+
+
+def _shuffle(script: Script, call: cst.Call, updated: cst.Call) -> cst.BaseExpression:
+    seed = argument(updated.args, 1, "seed")
+    is_ported = [a for a in call.args if a.keyword and a.keyword.value == "seed"]
+    if is_ported and len(call.args) == 1:
+        return updated
+    script.note(call, _SHUFFLED)
+    value = seed.value if seed is not None else cst.Integer("0")
+    return updated.with_changes(args=[keyword("seed", value)])
+
+
+def _repeat(script: Script, call: cst.Call, updated: cst.Call) -> cst.BaseExpression:
+    count = argument(updated.args, 0, "count")
+    if count is None or script.code(count.value) in {"None", "-1"}:
+        return updated.with_changes(args=[])
+    return updated.with_changes(args=[cst.Arg(count.value)])
+
+
+def _dropped(what: str) -> _Rule:
+    def rule(script: Script, call: cst.Call, updated: cst.Call) -> cst.BaseExpression:
+        script.note(call, f".{_method(call)} is taken out: {what}")
+        return _receiver(updated)
+
+    return rule
+
+
+def _slice(before: bool) -> _Rule:
+    def rule(script: Script, call: cst.Call, updated: cst.Call) -> cst.BaseExpression:
+        count = argument(updated.args, 0, "count")
+        if count is None:
+            raise Unported(f"{_method(call)}: its count was not found")
+        part = cst.Slice(
+            lower=None if before else count.value,
+            upper=count.value if before else None,
+        )
+        return cst.Subscript(_receiver(updated), [cst.SubscriptElement(part)])
+
+    return rule
+
+
+def _shard(script: Script, call: cst.Call, updated: cst.Call) -> cst.BaseExpression:
+    number = argument(updated.args, 0, "num_shards")
+    index = argument(updated.args, 1, "index")
+    if number is None or index is None:
+        raise Unported("shard: its arguments were not found")
+    part = cst.Slice(
+        lower=index.value,
+        upper=None,
+        step=number.value,
+        first_colon=cst.Colon(),
+        second_colon=cst.Colon(),
+    )
+    return cst.Subscript(_receiver(updated), [cst.SubscriptElement(part)])
+
+
+def _concatenate(
+    script: Script, call: cst.Call, updated: cst.Call
+) -> cst.BaseExpression:
+    other = argument(updated.args, 0, "dataset")
+    if other is None:
+        raise Unported("concatenate: its dataset was not found")
+    both = cst.List([cst.Element(_receiver(updated)), cst.Element(other.value)])
+    func = script.expression("grain.MapDataset.concatenate")
+    return cst.Call(func, [cst.Arg(both)])
+
+
+MAPPED: dict[str, _Rule] = {
+    "map": _map,
+    "batch": _batch,
+    "shuffle": _shuffle,
+    "repeat": _repeat,
+    "cache": _dropped("examples are arrays in memory, and maps run as they are read"),
+    "prefetch": _dropped("strategies read ahead by themselves"),
+    "with_options": _dropped(
+        "see `auto_shard_policy=` of strategy.experimental_distribute_dataset"
+    ),
+    "as_numpy_iterator": _dropped("Grain's examples are NumPy's"),
+    "take": _slice(before=True),
+    "skip": _slice(before=False),
+    "shard": _shard,
+    "concatenate": _concatenate,
+}
+"""Methods of tf.data's datasets that Grain has, or that are not needed there."""
+
+
+def _drop_options(script: Script) -> None:
+    """Take `options = tf.data.Options()` out, and what is set there."""
+    names = set()
+    for node in walk(script.module):
+        if (
+            isinstance(node, cst.Assign)
+            and isinstance(node.value, cst.Call)
+            and script.names.path(node.value.func) == "data.Options"
+        ):
+            names |= {script.code(target.target) for target in node.targets}
+    used = {
+        script.code(node.args[0].value)
+        for node in walk(script.module)
+        if isinstance(node, cst.Call) and _method(node) == "with_options" and node.args
+        if node in script.frozen
+    }
+    for node in walk(script.module):
+        if not isinstance(node, cst.Assign):
+            continue
+        target = dotted(node.targets[0].target) or ""
+        if target.partition(".")[0] in names - used:
+            _drop_statement(script, node)
+            if "policy" in target.lower():
+                _report_policy(script, node)
+
+
+def _report_policy(script: Script, node: cst.Assign) -> None:
+    policy = (dotted(node.value) or script.code(node.value)).rpartition(".")[2]
+    what = f"pass auto_shard_policy=rx.AutoShardPolicy.{policy}"
+    script.note(
+        node,
+        f"dataset options are taken out; for several workers {what} to "
+        "strategy.experimental_distribute_dataset",
+    )
+
+
+def _drop_autotune(script: Script) -> None:
+    """Take `AUTOTUNE = tf.data.AUTOTUNE` out where only dropped arguments used it."""
+    for node in walk(script.module):
+        if not isinstance(node, cst.Assign) or len(node.targets) != 1:
+            continue
+        path = script.names.path(node.value) or ""
+        target = node.targets[0].target
+        if not path.startswith("data.") or not path.endswith("AUTOTUNE"):
+            continue
+        if isinstance(target, cst.Name) and all(
+            _is_in_ported_chain(script, access)
+            for access in script.names.accesses(target.value)
+        ):
+            _drop_statement(script, node)
+
+
+def _is_in_ported_chain(script: Script, node: cst.CSTNode) -> bool:
+    arg = script.parent(node)
+    call = script.parent(arg) if arg is not None else None
+    return isinstance(arg, cst.Arg) and call in script.replacements
+
+
+def _drop_statement(script: Script, node: cst.CSTNode) -> None:
+    line = script.parent(node)
+    if isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1:
+        script.take_out(line)
+
+
+def _freeze_autotune(script: Script, call: cst.Call) -> None:
+    """Arguments that are dropped are not reported."""
+    for arg in call.args:
+        path = script.names.path(arg.value) or ""
+        if path.startswith("data.") and path.endswith("AUTOTUNE"):
+            script.frozen.add(arg)

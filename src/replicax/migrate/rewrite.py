@@ -1,0 +1,289 @@
+"""The rewriting of one script's tree, by the tables and rules of the other modules."""
+
+from collections.abc import Callable
+from typing import Any
+
+import libcst as cst
+
+from replicax.migrate import calls, methods, statements
+from replicax.migrate.comments import comment_lines, lost_comments
+from replicax.migrate.functions import is_graph_decorator
+from replicax.migrate.names import root_of
+from replicax.migrate.report import with_marks
+from replicax.migrate.script import Script, Unported
+from replicax.migrate.targets import find_note, find_reason, find_target
+
+__all__ = ["Rewriter"]
+
+_STATEMENTS = (cst.SimpleStatementLine, cst.BaseCompoundStatement)
+
+
+class Rewriter(cst.CSTTransformer):
+    """Ports expressions and statements; imports are left for later."""
+
+    def __init__(self, script: Script) -> None:
+        super().__init__()
+        self._script = script
+
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        """Go into a node unless it stays as it is."""
+        if node in self._script.frozen:
+            return False
+        return super().on_visit(node)
+
+    def on_leave(self, original_node: Any, updated_node: Any) -> Any:
+        """Port a node whose children are ported."""
+        script = self._script
+        result = updated_node
+        if original_node in script.replacements:
+            result = script.replacements[original_node](updated_node)
+        elif original_node not in script.frozen:
+            result = super().on_leave(original_node, updated_node)
+        if isinstance(original_node, cst.BaseExpression):
+            result = _with_parentheses_of(original_node, result)
+        elif isinstance(original_node, _STATEMENTS):
+            result = self._finish(original_node, result)
+        return result
+
+    def _finish(self, original: Any, result: Any) -> Any:
+        """Mark a statement, save its comments, and remember what became of it."""
+        if result is cst.RemovalSentinel.REMOVE:
+            nodes: list[Any] = []
+        elif isinstance(result, cst.FlattenSentinel):
+            nodes = list(result)
+        else:
+            nodes = [result]
+        if nodes:
+            lost = lost_comments(original, nodes)
+            lines = [*nodes[0].leading_lines, *lost]
+            nodes[0] = with_marks(
+                nodes[0].with_changes(leading_lines=lines),
+                self._script.report.marks_of(original),
+            )
+        self._script.outcomes[original] = nodes
+        if len(nodes) == 1:
+            return nodes[0]
+        return cst.FlattenSentinel(nodes) if nodes else cst.RemoveFromParent()
+
+    # Nodes that end the visit.
+
+    def visit_Import(self, node: cst.Import) -> bool:
+        """Imports are not ported here."""
+        return False
+
+    def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
+        """Imports are not ported here."""
+        return False
+
+    # Names.
+
+    def visit_Attribute(self, node: cst.Attribute) -> bool:
+        """Names of TensorFlow are ported as a whole."""
+        if self._script.names.path(node) is not None:
+            return False
+        self._script.frozen.add(node.attr)
+        return True
+
+    def leave_Attribute(
+        self, original_node: cst.Attribute, updated_node: cst.Attribute
+    ) -> cst.BaseExpression:
+        """Port `tf.a.b`, and attributes of objects."""
+        if self._script.names.path(original_node) is not None:
+            return self._reference(original_node)
+        return self._try(
+            original_node,
+            lambda: methods.attribute(self._script, original_node, updated_node),
+        )
+
+    def leave_Name(
+        self, original_node: cst.Name, updated_node: cst.Name
+    ) -> cst.BaseExpression:
+        """Port a name that was imported from TensorFlow."""
+        if self._script.names.path(original_node) is None or not self._is_read(
+            original_node
+        ):
+            return updated_node
+        return self._reference(original_node)
+
+    def _is_read(self, node: cst.Name) -> bool:
+        parent = self._script.parent(node)
+        if isinstance(parent, cst.Arg):
+            return parent.keyword is not node
+        if isinstance(parent, (cst.Param, cst.FunctionDef, cst.ClassDef)):
+            return parent.name is not node
+        return not isinstance(
+            parent,
+            (cst.AssignTarget, cst.NameItem, cst.AsName, cst.CompFor, cst.AnnAssign),
+        )
+
+    def _reference(self, node: cst.Name | cst.Attribute) -> cst.BaseExpression:
+        script = self._script
+        path = script.names.path(node) or ""
+        target = find_target(path)
+        root = root_of(node)
+        local = root.value if root else ""
+        if target is None:
+            script.leave(node, find_reason(path) if path else _MODULE_AS_VALUE)
+            return node
+        if note := find_note(path):
+            script.note(node, f"tf.{path}: {note}")
+        kept = script.retained.get(local)
+        if local in script.names.aliases:
+            kept = find_target(script.names.aliases[local])
+        if kept is not None and (f"{target}.").startswith(f"{kept}."):
+            return cst.parse_expression(local + target[len(kept) :])
+        return script.expression(target)
+
+    # Calls.
+
+    def visit_Call(self, node: cst.Call) -> bool:
+        """What has no port stays with its arguments, all of it TensorFlow's."""
+        script = self._script
+        path = script.names.path(node.func)
+        if path is None or node in script.replacements:
+            return True
+        if calls.has_rule(script, node, path):
+            script.frozen.add(node.func)
+            if calls.arguments_stay(path):
+                script.frozen |= set(node.args)
+        elif find_target(path) is None:
+            script.leave(node.func, find_reason(path) if path else _MODULE_AS_VALUE)
+            script.frozen.add(node)
+            return False
+        return True
+
+    def leave_Call(
+        self, original_node: cst.Call, updated_node: cst.Call
+    ) -> cst.BaseExpression:
+        """Port a call by its rule."""
+        script = self._script
+        path = script.names.path(original_node.func)
+        if path is not None and calls.has_rule(script, original_node, path):
+            return self._try(
+                original_node,
+                lambda: calls.ported(script, original_node, updated_node, path),
+            )
+        return self._try(
+            original_node,
+            lambda: methods.call(script, original_node, updated_node, path),
+        )
+
+    def _try(
+        self, original: cst.BaseExpression, rule: Callable[[], cst.BaseExpression]
+    ) -> cst.BaseExpression:
+        try:
+            return rule()
+        except Unported as why:
+            self._script.leave(why.node or original, why.reason)
+            return original
+
+    # Statements.
+
+    def leave_Decorator(
+        self, original_node: cst.Decorator, updated_node: cst.Decorator
+    ) -> Any:
+        """Take `@tf.function` away."""
+        if is_graph_decorator(self._script, original_node):
+            return cst.RemoveFromParent()
+        return updated_node
+
+    def visit_Decorator(self, node: cst.Decorator) -> bool:
+        """What `@tf.function` is given goes with it."""
+        return not is_graph_decorator(self._script, node)
+
+    def visit_With(self, node: cst.With) -> bool:
+        """What those contexts are given goes with them."""
+        self._script.frozen |= set(statements.transparent_items(self._script, node))
+        return True
+
+    def leave_With(self, original_node: cst.With, updated_node: cst.With) -> Any:
+        """Unwrap contexts that graphs needed."""
+        return statements.unwrapped(self._script, original_node, updated_node)
+
+    def visit_SimpleStatementLine(self, node: cst.SimpleStatementLine) -> bool:
+        """Statements that only TensorFlow needs are not gone into."""
+        return not statements.is_dropped(self._script, node)
+
+    def leave_SimpleStatementLine(
+        self,
+        original_node: cst.SimpleStatementLine,
+        updated_node: cst.SimpleStatementLine,
+    ) -> Any:
+        """Take those statements out."""
+        if statements.is_dropped(self._script, original_node):
+            statements.note_dropped(self._script, original_node)
+            return cst.RemoveFromParent()
+        return updated_node
+
+    def leave_For(self, original_node: cst.For, updated_node: cst.For) -> Any:
+        """Take out a loop of which nothing is left."""
+        return statements.unless_empty(original_node, updated_node)
+
+    def leave_If(self, original_node: cst.If, updated_node: cst.If) -> Any:
+        """Take out a branch of which nothing is left."""
+        if isinstance(self._script.parent(original_node), cst.If):
+            return updated_node  # An `elif`.
+        return statements.unless_empty(original_node, updated_node)
+
+    def leave_IndentedBlock(
+        self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock
+    ) -> cst.IndentedBlock:
+        """Put a block together from what became of its statements."""
+        body, rest = self._assembled(original_node)
+        return updated_node.with_changes(
+            body=body, footer=[*rest, *updated_node.footer]
+        )
+
+    def leave_Module(
+        self, original_node: cst.Module, updated_node: cst.Module
+    ) -> cst.Module:
+        """Put the module together from what became of its statements."""
+        body, rest = self._assembled(original_node)
+        return updated_node.with_changes(
+            body=body, footer=[*rest, *updated_node.footer]
+        )
+
+    def _assembled(
+        self, block: cst.IndentedBlock | cst.Module
+    ) -> tuple[list[Any], list[cst.EmptyLine]]:
+        """The statements; comments of those taken out stand above the next one."""
+        body: list[Any] = []
+        pending: list[cst.EmptyLine] = []
+        gap: list[cst.EmptyLine] = []
+        if block in self._script.first_lines:
+            body.append(cst.parse_statement(self._script.first_lines[block]))
+        for statement in block.body:
+            nodes = self._script.outcomes.get(statement, [statement])
+            if not nodes:
+                if statement not in self._script.moved:
+                    pending += comment_lines(statement)
+                    gap = gap or _gap(statement)
+                continue
+            first, *others = nodes
+            if not body or (_gap(first) and not pending):
+                gap = []
+            lines = [*gap, *pending, *first.leading_lines]
+            first = first.with_changes(leading_lines=lines)
+            pending, gap = [], []
+            body += [first, *others]
+        return body, pending
+
+
+def _gap(statement: Any) -> list[cst.EmptyLine]:
+    """The blank lines above a statement."""
+    lines = []
+    for line in statement.leading_lines:
+        if line.comment is not None:
+            break
+        lines.append(line)
+    return lines
+
+
+_MODULE_AS_VALUE = "the module `tensorflow` is used as a value: port it by hand"
+
+
+def _with_parentheses_of(original: cst.BaseExpression, result: Any) -> Any:
+    """`result` in the parentheses that an expression had, on several lines perhaps."""
+    if not original.lpar or not isinstance(result, cst.BaseExpression) or result.lpar:
+        return result
+    return result.with_changes(lpar=original.lpar, rpar=original.rpar)

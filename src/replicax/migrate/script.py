@@ -1,0 +1,231 @@
+"""One script on its way: its tree, its names, and what has been found in it."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import libcst as cst
+from libcst.metadata import MetadataWrapper, ParentNodeProvider, PositionProvider
+
+from replicax.migrate.names import Names, path_in_tensorflow
+from replicax.migrate.report import Report, with_marks
+from replicax.migrate.tables import ALIASES
+from replicax.migrate.targets import is_dotted
+
+__all__ = ["Script", "Unported", "imported_modules", "walk"]
+
+_COMPOUND = (
+    cst.If,
+    cst.For,
+    cst.While,
+    cst.With,
+    cst.Try,
+    cst.TryStar,
+    cst.FunctionDef,
+    cst.ClassDef,
+    cst.Match,
+)
+
+
+class Unported(Exception):
+    """Something that a rule leaves as it is.
+
+    Args:
+        reason: Why, and what to do about it.
+        node: What to point at; by default the node that the rule was for.
+    """
+
+    def __init__(self, reason: str, node: cst.CSTNode | None = None) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.node = node
+
+
+class Script:
+    """A module with what the rules need to know, and where they say what they did.
+
+    Attributes:
+        module: The tree of the original, whose nodes are the keys everywhere.
+        names: What names stand for.
+        report: Findings so far.
+        needed: First names of targets that were written, such as `"keras"`.
+        frozen: Nodes that stay as they are, with all that is in them.
+        retained: Names of `from tensorflow.x import y` that stay, and their targets.
+        replacements: What is made of original nodes, for nodes that a plan has; given
+            the node with its children ported.
+        host_functions: Functions and lambdas that run in an input pipeline, on NumPy.
+        traced_functions: Functions and lambdas that a strategy compiles.
+        outcomes: What became of each original statement so far.
+        moved: Ported statements that stand elsewhere now, by the original.
+        first_lines: Code that a block begins with, by the original block.
+        generators: Names of what gives random numbers to original calls.
+    """
+
+    def __init__(self, module: cst.Module) -> None:
+        wrapper = MetadataWrapper(module, unsafe_skip_copy=True)
+        self.module = wrapper.module
+        self.names = Names(wrapper)
+        self.report = Report()
+        self.needed: set[str] = set()
+        self.frozen: set[cst.CSTNode] = set()
+        self.retained: dict[str, str] = {}
+        self.replacements: dict[cst.CSTNode, Callable[[Any], Any]] = {}
+        self.host_functions: set[cst.CSTNode] = set()
+        self.traced_functions: set[cst.CSTNode] = set()
+        self.outcomes: dict[cst.CSTNode, list[Any]] = {}
+        self.moved: dict[cst.CSTNode, Any] = {}
+        self.first_lines: dict[cst.CSTNode, str] = {}
+        self.generators: dict[cst.CSTNode, str] = {}
+        self._positions = wrapper.resolve(PositionProvider)
+        self._parents = wrapper.resolve(ParentNodeProvider)
+        self._aliases: dict[str, str] = {}
+        self._quote = _usual_quote(self.module)
+        self._functions: dict[str, list[cst.FunctionDef]] = {}
+        for node in walk(self.module):
+            if isinstance(node, cst.FunctionDef):
+                self._functions.setdefault(node.name.value, []).append(node)
+
+    def code(self, node: cst.CSTNode) -> str:
+        """The text of a node."""
+        return self.module.code_for_node(node)
+
+    def parent(self, node: cst.CSTNode) -> cst.CSTNode | None:
+        """The node around an original node."""
+        return self._parents.get(node)
+
+    def parents(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+        """The nodes around an original node, from inside to outside."""
+        parent = self._parents.get(node)
+        while parent is not None:
+            yield parent
+            parent = self._parents.get(parent)
+
+    def function_of(self, node: cst.CSTNode) -> cst.FunctionDef | None:
+        """The function that an original node is in."""
+        for parent in self.parents(node):
+            if isinstance(parent, cst.FunctionDef):
+                return parent
+        return None
+
+    def functions(self, name: str) -> list[cst.FunctionDef]:
+        """The functions and methods of a name that the script defines."""
+        return self._functions.get(name, [])
+
+    def line(self, node: cst.CSTNode) -> int:
+        """The line on which an original node begins."""
+        return self._positions[node].start.line
+
+    def statement_of(self, node: cst.CSTNode) -> cst.CSTNode:
+        """The innermost statement of its own line that an original node is in."""
+        statement = node
+        for candidate in [node, *self.parents(node)]:
+            if isinstance(candidate, (cst.SimpleStatementLine, *_COMPOUND)):
+                statement = candidate
+                if isinstance(self.parent(candidate), (cst.IndentedBlock, cst.Module)):
+                    break
+                if isinstance(self.parent(candidate), cst.If):
+                    break  # An `elif`.
+        return statement
+
+    def take_out(self, statement: cst.CSTNode) -> None:
+        """Plan that a statement goes, and is not gone into."""
+        self.frozen.add(statement)
+        self.replacements[statement] = lambda updated: cst.RemoveFromParent()
+
+    def move(self, statement: cst.CSTNode) -> None:
+        """Plan that a statement, once ported, is in `moved` and not in its place."""
+
+        def keep(updated: Any) -> Any:
+            marks = self.report.marks_of(statement)
+            self.moved[statement] = with_marks(updated, marks)
+            return cst.RemoveFromParent()
+
+        self.replacements[statement] = keep
+
+    def leave(self, node: cst.CSTNode, reason: str) -> None:
+        """Report an original node that stays as it is, and mark its statement."""
+        statement = self.statement_of(node)
+        self.report.leave(statement, self.line(node), self.code(node), reason)
+
+    def note(self, node: cst.CSTNode, what: str) -> None:
+        """Report an original node whose port behaves differently."""
+        self.report.note(self.line(node), self.code(node), what)
+
+    def expression(self, target: str) -> cst.BaseExpression:
+        """A target of the tables as an expression of this script."""
+        if not is_dotted(target):
+            if target[0] == '"':
+                return self.string(target.strip('"'))
+            return cst.parse_expression(target)
+        root, _, rest = target.partition(".")
+        self.needed.add(root)
+        text = f"{self.alias(root)}.{rest}" if rest else self.alias(root)
+        return cst.parse_expression(text)
+
+    def string(self, text: str) -> cst.SimpleString:
+        """A literal in the script's usual quotes."""
+        return cst.SimpleString(f"{self._quote}{text}{self._quote}")
+
+    def alias(self, root: str) -> str:
+        """What a target's first name, such as `"np"`, is called in this script."""
+        if root not in self._aliases:
+            self._aliases[root] = self._find_alias(root)
+        return self._aliases[root]
+
+    def _find_alias(self, root: str) -> str:
+        module = ALIASES[root]
+        for alias, imported in imported_modules(self.module):
+            if imported == module or (
+                root == "keras" and path_in_tensorflow(imported) == "keras"
+            ):
+                return alias
+        # A name that means something else in the script cannot be taken.
+        for name in (root, module, f"{module}_"):
+            if not self.names.is_bound(name) or self._will_be_free(name):
+                return name
+        return f"_{module}"
+
+    def _will_be_free(self, name: str) -> bool:
+        path = self.names.aliases.get(name)
+        return name == "keras" and path == "keras"
+
+
+def imported_modules(module: cst.Module) -> list[tuple[str, str]]:
+    """The modules that a script imports at its top level: name here, full name."""
+    found = []
+    for line in module.body:
+        for small in line.body if isinstance(line, cst.SimpleStatementLine) else ():
+            if isinstance(small, cst.Import):
+                found += [_import_as(alias) for alias in small.names]
+            elif isinstance(small, cst.ImportFrom):
+                found += list(_from_import_as(small))
+    return found
+
+
+def _import_as(alias: cst.ImportAlias) -> tuple[str, str]:
+    name = alias.evaluated_name
+    return (alias.evaluated_alias or name, name)
+
+
+def _from_import_as(small: cst.ImportFrom) -> Iterator[tuple[str, str]]:
+    if isinstance(small.names, cst.ImportStar) or small.module is None:
+        return
+    module = cst.Module([]).code_for_node(small.module)
+    for alias in small.names:
+        name = alias.evaluated_name
+        yield (alias.evaluated_alias or name, f"{module}.{name}")
+
+
+def walk(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+    """`node` and all nodes in it, in the order of the text."""
+    yield node
+    for child in node.children:
+        yield from walk(child)
+
+
+def _usual_quote(module: cst.Module) -> str:
+    single = double = 0
+    for node in walk(module):
+        if isinstance(node, cst.SimpleString) and len(node.quote) == 1:
+            single += node.quote == "'"
+            double += node.quote == '"'
+    return "'" if single > double else '"'

@@ -1,0 +1,134 @@
+"""What makes a `tf.data` dataset, as what makes one of Grain's."""
+
+from collections.abc import Callable
+
+import libcst as cst
+
+from replicax.migrate.arguments import argument
+from replicax.migrate.names import dotted
+from replicax.migrate.script import Script, Unported, walk
+
+__all__ = ["KNOWN_SOURCES", "source"]
+
+_LISTS = ("list", "sorted")
+
+
+def source(
+    script: Script, node: cst.Call, path: str
+) -> Callable[[cst.Call], cst.BaseExpression]:
+    """What is made of a call that makes a dataset, once its arguments are ported."""
+    rule = KNOWN_SOURCES[path]
+    assert rule is not None
+
+    def replacement(updated: cst.Call) -> cst.BaseExpression:
+        try:
+            return rule(script, updated)
+        except Unported as why:
+            script.leave(node, why.reason)
+            return updated
+
+    return replacement
+
+
+def _slices(script: Script, updated: cst.Call) -> cst.BaseExpression:
+    arrays = _arrays(script, _only(updated, "tensors"))
+    func = script.expression("rx.input.numpy_dataset")
+    return updated.with_changes(func=func, args=[_in_place(updated, arrays)])
+
+
+def _tensors(script: Script, updated: cst.Call) -> cst.BaseExpression:
+    arrays = _arrays(script, _only(updated, "tensors"))
+    func = script.expression("grain.MapDataset.source")
+    return cst.Call(func, [cst.Arg(cst.List([cst.Element(arrays)]))])
+
+
+def _range(script: Script, updated: cst.Call) -> cst.BaseExpression:
+    if any(arg.keyword for arg in updated.args):
+        raise Unported("tf.data.Dataset.range with keywords: port it by hand")
+    return updated.with_changes(func=script.expression("grain.MapDataset.range"))
+
+
+def _zip(script: Script, updated: cst.Call) -> cst.BaseExpression:
+    func = script.expression("grain.experimental.ZipMapDataset")
+    if len(updated.args) == 1:
+        parts = updated.args[0].value
+        if not isinstance(parts, (cst.Tuple, cst.List)):
+            raise Unported("tf.data.Dataset.zip stays: its datasets were not found")
+        return cst.Call(func, [cst.Arg(parts)])
+    parts = cst.List([cst.Element(arg.value) for arg in updated.args])
+    return cst.Call(func, [cst.Arg(parts)])
+
+
+def _only(updated: cst.Call, name: str) -> cst.BaseExpression:
+    arg = argument(updated.args, 0, name)
+    if arg is None:
+        raise Unported("its tensors were not found")
+    return arg.value
+
+
+def _in_place(updated: cst.Call, value: cst.BaseExpression) -> cst.Arg:
+    """The first argument with another value, without its keyword."""
+    return updated.args[0].with_changes(
+        value=value, keyword=None, equal=cst.MaybeSentinel.DEFAULT
+    )
+
+
+def _arrays(script: Script, node: cst.BaseExpression) -> cst.BaseExpression:
+    """A structure of tensors with its lists, which TF makes tensors of, as arrays."""
+    if isinstance(node, cst.Tuple):
+        elements = [
+            element.with_changes(value=_arrays(script, element.value))
+            for element in node.elements
+        ]
+        return node.with_changes(elements=elements)
+    if isinstance(node, cst.Dict):
+        entries = [
+            element.with_changes(value=_arrays(script, element.value))
+            if isinstance(element, cst.DictElement)
+            else element
+            for element in node.elements
+        ]
+        return node.with_changes(elements=entries)
+    if isinstance(node, (cst.List, cst.ListComp)) or _is_list(script, node):
+        return _array(script, node)
+    return node
+
+
+def _array(script: Script, node: cst.BaseExpression) -> cst.BaseExpression:
+    args = [cst.Arg(node)]
+    kinds = {type(part) for part in walk(node)}
+    # As TensorFlow has Python's numbers.
+    if cst.Float in kinds:
+        args.append(cst.Arg(script.string("float32")))
+    elif isinstance(node, cst.List) and cst.Integer in kinds:
+        args.append(cst.Arg(script.string("int32")))
+    return cst.Call(script.expression("np.array"), args)
+
+
+def _is_list(script: Script, node: cst.BaseExpression) -> bool:
+    """Whether a name was assigned a list."""
+    if not isinstance(node, cst.Name):
+        return False
+    for assignment in walk(script.module):
+        if isinstance(assignment, cst.Assign) and any(
+            isinstance(t.target, cst.Name) and t.target.value == node.value
+            for t in assignment.targets
+        ):
+            value = assignment.value
+            if isinstance(value, (cst.List, cst.ListComp)):
+                return True
+            if isinstance(value, cst.Call) and dotted(value.func) in _LISTS:
+                return True
+    return False
+
+
+KNOWN_SOURCES: dict[str, Callable[[Script, cst.Call], cst.BaseExpression] | None] = {
+    "data.Dataset.from_tensor_slices": _slices,
+    "data.Dataset.from_tensors": _tensors,
+    "data.Dataset.range": _range,
+    "data.Dataset.zip": _zip,
+    # Ported as other calls of Keras are.
+    "keras.preprocessing.image_dataset_from_directory": None,
+    "keras.utils.image_dataset_from_directory": None,
+}
+"""Paths of what makes datasets that Grain can make too."""

@@ -1,0 +1,134 @@
+"""Where a path in TensorFlow leads to: names that exist in Keras and in replicax."""
+
+import difflib
+import functools
+import importlib
+from typing import Any
+
+from replicax.migrate.operators import DEVICE_OPERATORS
+from replicax.migrate.tables import (
+    ALIASES,
+    DTYPES,
+    EXACT,
+    NOTES,
+    PREFIXES,
+    REASONS,
+)
+
+__all__ = ["exists", "find_note", "find_reason", "find_target", "is_dotted"]
+
+_ACTIVATIONS = frozenset(
+    [
+        "elu",
+        "gelu",
+        "leaky_relu",
+        "relu",
+        "relu6",
+        "selu",
+        "sigmoid",
+        "silu",
+        "softmax",
+        "softplus",
+        "softsign",
+        "swish",
+        "tanh",
+    ]
+)
+
+
+def is_dotted(target: str) -> bool:
+    """Whether a target is a name in a module, not a literal or a builtin."""
+    return target.partition(".")[0] in ALIASES
+
+
+@functools.cache
+def exists(target: str) -> bool:
+    """Whether a dotted target such as `"keras.layers.Dense"` is public there."""
+    root, *parts = target.split(".")
+    found: Any = importlib.import_module(ALIASES[root])
+    for i, part in enumerate(parts):
+        if part not in getattr(found, "__all__", [part]):
+            return False
+        if not hasattr(found, part):
+            try:  # A module that nobody has imported yet.
+                importlib.import_module(f"{found.__name__}.{part}")
+            except (AttributeError, ImportError):
+                return i > 0 and _is_field(found, parts[i:])
+        found = getattr(found, part)
+    return True
+
+
+def _is_field(found: Any, parts: list[str]) -> bool:
+    """Whether `parts` is one attribute that instances of a class have."""
+    return len(parts) == 1 and parts[0] in getattr(found, "__annotations__", ())
+
+
+@functools.cache
+def find_target(path: str) -> str | None:
+    """What a path under `tensorflow` is here: a dotted name or a literal, or None.
+
+    Example:
+        >>> find_target("distribute.MirroredStrategy"), find_target("float32")
+        ('rx.MirroredStrategy', '"float32"')
+    """
+    if path in EXACT:
+        return EXACT[path]
+    if path.removeprefix("dtypes.") in DTYPES:
+        return f'"{path.removeprefix("dtypes.")}"'
+    if path in DEVICE_OPERATORS:
+        return _function(path)
+    return _by_prefix(path)
+
+
+def _function(path: str) -> str:
+    module, _, name = path.rpartition(".")
+    if module == "nn" and name in _ACTIVATIONS:
+        return f"keras.activations.{name}"
+    return DEVICE_OPERATORS[path].target
+
+
+def _by_prefix(path: str) -> str | None:
+    parts = path.split(".")
+    for n in range(len(parts), 0, -1):
+        prefix = ".".join(parts[:n])
+        if prefix in PREFIXES:
+            target = ".".join([PREFIXES[prefix], *parts[n:]])
+            if exists(target):
+                return target
+        elif prefix in EXACT and is_dotted(EXACT[prefix]):
+            target = ".".join([EXACT[prefix], *parts[n:]])
+            if exists(target):
+                return target
+    return None
+
+
+def find_note(path: str) -> str | None:
+    """What behaves differently in a target, if anything."""
+    return NOTES.get(path)
+
+
+def find_reason(path: str) -> str:
+    """Why a path stays as it is, and what to do."""
+    parts = path.split(".")
+    for n in range(len(parts), 0, -1):
+        prefix = ".".join(parts[:n])
+        if prefix in REASONS:
+            return f"tf.{path} {_predicate(REASONS[prefix])}{_suggestion(path)}"
+    return f"tf.{path} has no counterpart here"
+
+
+def _predicate(reason: str) -> str:
+    return reason if reason.split()[0] in {"is", "has", "stays"} else f"stays: {reason}"
+
+
+def _suggestion(path: str) -> str:
+    """A name much like the last part of `path`, for those that are misspelt."""
+    prefix, _, name = path.rpartition(".")
+    target = PREFIXES.get(prefix) or (prefix if prefix.startswith("keras") else None)
+    if target is None or not target.startswith("keras") or not exists(target):
+        return ""
+    module = importlib.import_module(ALIASES[target.partition(".")[0]])
+    for part in target.split(".")[1:]:
+        module = getattr(module, part)
+    close = difflib.get_close_matches(name, dir(module), n=1, cutoff=0.9)
+    return f"; there is {target}.{close[0]}" if close else ""

@@ -1,0 +1,1 @@
+"""Training reports: what a run of `fit` did, and where its time went."""

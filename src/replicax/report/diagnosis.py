@@ -1,0 +1,162 @@
+"""One line at the end of training: how fast it was, and the first thing to change."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from replicax.plan.units import seconds
+
+__all__ = ["FEWEST_EXECUTIONS", "Measurements", "diagnose", "shares", "summary"]
+
+FEWEST_EXECUTIONS = 10
+"""With fewer, times say more about the machine's mood than about the training."""
+
+_MUCH = 0.30
+
+Kind = Literal["alone", "replicas", "servers", "central"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Measurements:
+    """What was measured of a training; shares are of a step's time, from 0 to 1.
+
+    Attributes:
+        executions: Programs that were started and timed, without those that compiled.
+        step_s: Time of a training step in seconds.
+        examples_per_s: Of all workers.
+        batch: Examples of a step, of all replicas that make it.
+        num_replicas: How many those are.
+        kind: How variables are kept: by one device, by each replica, by parameter
+            servers, or in one place of the machine.
+        input: The devices waited for input.
+        communication: Sums of gradients, or the way to servers; None: not measured.
+        start: Starting programs; None: not measured.
+        steps_per_execution: Steps that one program makes.
+        is_compressed: Whether gradients travel as bfloat16.
+        input_worker: The worker that `input` is of, where there are several.
+    """
+
+    executions: int
+    step_s: float
+    examples_per_s: float
+    batch: float
+    num_replicas: int = 1
+    kind: Kind = "alone"
+    input: float = 0.0
+    communication: float | None = None
+    start: float | None = None
+    steps_per_execution: int = 1
+    is_compressed: bool = False
+    input_worker: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("input", "communication", "start"):
+            share = getattr(self, name)
+            if share is not None and not 0 <= share <= 1:
+                raise ValueError(
+                    f"Measurements: {name} must be a share from 0 to 1; got {share!r}."
+                )
+
+
+def shares(measured: Measurements) -> dict[str, float | None]:
+    """Where a step's time goes: shares that sum to 1, None where not measured.
+
+    Compute is what remains. Input was seen; communication and starts were measured by
+    themselves, so they get at most the rest.
+    """
+    left = 1.0 - measured.input
+    parts: dict[str, float | None] = {"input": measured.input}
+    for name in ("start", "communication"):
+        part = getattr(measured, name)
+        parts[name] = None if part is None else min(part, left)
+        left -= parts[name] or 0.0
+    return parts | {"compute": max(0.0, left)}
+
+
+def diagnose(measured: Measurements) -> str:
+    """The first thing to change, in one line.
+
+    Example:
+        >>> m = Measurements(executions=90, step_s=0.01, examples_per_s=6400, batch=64)
+        >>> diagnose(m)
+        'compute-bound: nothing to change first'
+        >>> diagnose(dataclasses.replace(m, input=0.6)).split(":")[0]
+        'input-bound'
+    """
+    return next(advice(measured) for applies, advice in _RULES if applies(measured))
+
+
+def summary(measured: Measurements) -> str:
+    """The line that is printed: speed, shares and `diagnose`."""
+    parts = ", ".join(
+        f"{name} {share:.0%}" if share is not None else f"{name} not measured"
+        for name, share in shares(measured).items()
+    )
+    if not math.isfinite(measured.step_s):
+        return diagnose(measured)
+    rate = measured.examples_per_s
+    speed = f"{rate:,.0f} examples/s" if rate >= 10 else f"{rate:.2g} examples/s"
+    return f"{speed}, {seconds(measured.step_s)} a step ({parts}); {diagnose(measured)}"
+
+
+def _too_few(measured: Measurements) -> bool:
+    is_timed = math.isfinite(measured.step_s) and measured.step_s > 0
+    return measured.executions < FEWEST_EXECUTIONS or not is_timed
+
+
+def _say_too_few(measured: Measurements) -> str:
+    return (
+        f"too few steps to say what limits them ({measured.executions} were timed "
+        f"after compiling, at least {FEWEST_EXECUTIONS} are needed): train longer"
+    )
+
+
+def _say_input(measured: Measurements) -> str:
+    where = f" on {measured.input_worker}" if measured.input_worker else ""
+    more = ""
+    if measured.kind == "servers":
+        more = ", or use more workers"
+    return (
+        f"input-bound{where}: make batches in more threads or processes "
+        "(PyDataset(workers=...), Grain's mp_prefetch), or keep prepared ones in "
+        f"memory{more}"
+    )
+
+
+def _say_start(measured: Measurements) -> str:
+    replicas = measured.num_replicas
+    each = measured.batch / replicas
+    what = f"batch of {measured.batch:,.0f} too small"
+    if replicas > 1:
+        what += f" for {replicas} replicas ({each:,.3g} examples each)"
+    advice = "use a larger batch_size"
+    if measured.steps_per_execution == 1 and measured.kind in ("alone", "replicas"):
+        advice += " or compile(steps_per_execution=16)"
+    return f"{what}: {advice}, since starting programs takes much of a step"
+
+
+def _say_communication(measured: Measurements) -> str:
+    advice = "use a larger batch_size, so that fewer sums serve as many examples"
+    if measured.kind == "servers":
+        advice = "use a larger batch_size, so that fewer exchanges serve as many"
+        if not measured.is_compressed:
+            advice += ', or ParameterServerStrategy(compression="bfloat16")'
+    elif measured.kind == "replicas" and not measured.is_compressed:
+        advice += ', or CommunicationOptions(compression="bfloat16")'
+    return f"communication-bound: {advice}"
+
+
+def _is_much(name: str) -> Callable[[Measurements], bool]:
+    return lambda measured: (shares(measured)[name] or 0.0) > _MUCH
+
+
+_Rule = tuple[Callable[[Measurements], bool], Callable[[Measurements], str]]
+_RULES: Sequence[_Rule] = (
+    (_too_few, _say_too_few),
+    (_is_much("input"), _say_input),
+    (_is_much("start"), _say_start),
+    (_is_much("communication"), _say_communication),
+    (lambda _: True, lambda _: "compute-bound: nothing to change first"),
+)
+"""From the first that applies: what it says."""

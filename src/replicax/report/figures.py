@@ -1,0 +1,215 @@
+"""The figures of a report: which curves there are, of which workers."""
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+
+from replicax.plan.units import binary_bytes, decimal, seconds
+from replicax.report.charts import Point, Series, chart
+from replicax.report.runs import Epoch, Fit, Run, Worker
+
+__all__ = ["memory_bytes", "metric_figures", "speed_figures", "stale_mean"]
+
+_MOST_WORKERS = 6
+
+
+class _Places:
+    """Where epochs lie on the axis: `fit` after `fit`, as the chief made them.
+
+    A `fit` that begins with a later epoch goes on where another one stopped.
+    """
+
+    def __init__(self, fits: Sequence[Fit]) -> None:
+        self._offsets: dict[int, int] = {}
+        self.borders: list[tuple[float, str]] = []
+        end = offset = 0
+        for i, fit in enumerate(fits):
+            first = fit.epochs[0].number if fit.epochs else 0
+            number = number_of_fit(fit)
+            if i and not first and number not in self._offsets:
+                offset = end
+                self.borders.append((offset + 0.5, f"fit {number}"))
+            self._offsets.setdefault(number, offset)
+            end = max([end, *(offset + e.number + 1 for e in fit.epochs)])
+
+    def of(self, fit: Fit, epoch: Epoch) -> float:
+        return float(self._offsets.get(number_of_fit(fit), 0) + epoch.number + 1)
+
+
+def number_of_fit(fit: Fit) -> int:
+    """Which call of `fit` of its process it is."""
+    number = fit.facts.get("fit")
+    return number if isinstance(number, int) else 1
+
+
+def metric_figures(run: Run) -> list[str]:
+    """A figure for each loss and metric, of training and validation together."""
+    if run.chief is None:
+        return []
+    fits = run.chief.fits
+    places = _Places(fits)
+    names = dict.fromkeys(n for f in fits for e in f.epochs for n in e.logs)
+    bases = list(dict.fromkeys(name.removeprefix("val_") for name in names))
+    bases.sort(key=lambda base: base != "loss")  # Everybody looks for it first.
+    figures = []
+    for base in bases:
+        found = [(base, "training"), (f"val_{base}", "validation")]
+        series = [
+            Series(name=label, parts=_parts(fits, places, _log(name)))
+            for name, label in found
+            if name in names
+        ]
+        alone = "" if base in names else " (validation)"
+        figures.append(chart(base + alone, series, borders=places.borders))
+    return figures
+
+
+def _log(name: str) -> Callable[[Epoch], float | None]:
+    return lambda epoch: epoch.logs.get(name)
+
+
+def speed_figures(run: Run) -> list[str]:
+    """Throughput, step time, input wait, memory and staleness."""
+    if run.chief is None:
+        return []
+    places = _Places(run.chief.fits)
+    borders = places.borders
+    rates = Series(name="all workers", parts=_throughput(run, places))
+    is_served = any(e.staleness for w in run.workers for f in w.fits for e in f.epochs)
+    is_process = any(
+        e.memory.get("of") == "process"
+        for w in run.workers
+        for f in w.fits
+        for e in f.epochs
+    )
+    memory = "Memory of the process" if is_process else "Memory of the fullest device"
+    figures = [
+        chart(
+            "Throughput",
+            [rates],
+            unit=lambda y: f"{decimal(y)}/s".replace(" /", "/"),
+            from_zero=True,
+            borders=borders,
+            note="Examples per second, of all workers, without the time to compile.",
+        ),
+        chart(
+            "Time of a step",
+            _by_worker(run, places, lambda e: e.step_s),
+            unit=lambda y: seconds(y) if y else "0",
+            from_zero=True,
+            borders=borders,
+        ),
+        chart(
+            "Waiting for input",
+            _by_worker(run, places, lambda e: e.input_share),
+            unit=lambda y: f"{y:.0%}" if y >= 0.1 or not y else f"{y:.1%}",
+            from_zero=True,
+            borders=borders,
+            note="Share of the time in which the devices had nothing to compute.",
+        ),
+        _memory_figure(run, places, memory),
+    ]
+    if is_served:
+        figures.append(
+            chart(
+                "Staleness of gradients",
+                _by_worker(run, places, lambda e: stale_mean(e.staleness)),
+                from_zero=True,
+                borders=borders,
+                note="Mean number of updates by others between values and gradients.",
+            )
+        )
+    return figures
+
+
+def _memory_figure(run: Run, places: _Places, title: str) -> str:
+    known = [memory_bytes(e) for w in run.workers for f in w.fits for e in f.epochs]
+    most = max((b for b in known if math.isfinite(b)), default=0.0)
+    unit = 2.0**30 if most >= 2**31 else 2.0**20  # For round numbers at the axis.
+    return chart(
+        title,
+        _by_worker(run, places, lambda e: memory_bytes(e) / unit),
+        unit=lambda y: binary_bytes(y * unit),
+        from_zero=True,
+        borders=places.borders,
+    )
+
+
+def memory_bytes(epoch: Epoch) -> float:
+    """Memory in use at the end of an epoch; the peak, where that is unknown."""
+    for name in ("bytes", "peak_bytes"):
+        value = epoch.memory.get(name)
+        if isinstance(value, int | float):
+            return float(value)
+    return math.nan
+
+
+def stale_mean(staleness: Mapping[int, int]) -> float:
+    """Mean of a histogram; NaN where nothing was counted."""
+    count = sum(staleness.values())
+    return sum(k * n for k, n in staleness.items()) / count if count else math.nan
+
+
+def _parts(
+    fits: Sequence[Fit], places: _Places, value: Callable[[Epoch], float | None]
+) -> list[list[Point]]:
+    parts = []
+    for fit in fits:
+        found = [(places.of(fit, e), value(e)) for e in fit.epochs]
+        parts.append([(x, y) for x, y in found if y is not None])
+    return [part for part in parts if part]
+
+
+def _known(part: Sequence[Point]) -> bool:
+    return any(math.isfinite(y) for _, y in part)
+
+
+def _by_worker(
+    run: Run, places: _Places, value: Callable[[Epoch], float]
+) -> list[Series]:
+    """A curve for each worker; of many the lowest, the middle and the highest."""
+    curves = {w.name: _parts(w.fits, places, value) for w in run.workers}
+    curves = {name: parts for name, parts in curves.items() if any(map(_known, parts))}
+    if len(curves) <= _MOST_WORKERS:
+        return [Series(name=name, parts=parts) for name, parts in curves.items()]
+    of_place: dict[float, list[float]] = {}
+    for parts in curves.values():
+        for x, y in (point for part in parts for point in part):
+            if math.isfinite(y):
+                of_place.setdefault(x, []).append(y)
+    kinds: list[tuple[str, Callable[[list[float]], float]]] = [
+        ("highest", max),
+        ("middle", statistics.median),
+        ("lowest", min),
+    ]
+    return [
+        Series(
+            name=f"{name} of {len(curves)} workers",
+            parts=[[(x, pick(ys)) for x, ys in sorted(of_place.items())]],
+        )
+        for name, pick in kinds
+    ]
+
+
+def _throughput(run: Run, places: _Places) -> list[list[Point]]:
+    assert run.chief is not None
+    if not counts_own(run.chief):
+        return _parts(run.chief.fits, places, lambda e: e.examples_per_s)
+    total: dict[tuple[int, int], float] = {}
+    for fit, epoch in ((f, e) for w in run.workers for f in w.fits for e in f.epochs):
+        if math.isfinite(epoch.examples_per_s):
+            key = number_of_fit(fit), epoch.number
+            total[key] = total.get(key, 0.0) + epoch.examples_per_s
+    return [
+        [
+            (places.of(fit, e), total.get((number_of_fit(fit), e.number), math.nan))
+            for e in fit.epochs
+        ]
+        for fit in run.chief.fits
+        if fit.epochs
+    ]
+
+
+def counts_own(worker: Worker) -> bool:
+    """Whether a worker counts its own examples, not those of all workers."""
+    return worker.fits[-1].facts.get("examples_of") == "own"

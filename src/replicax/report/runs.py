@@ -1,0 +1,288 @@
+"""What workers have written, as the page shows it.
+
+Files may be half written, of another version or made by hand, so nothing that they say
+is taken for granted: what makes no sense is counted and left out.
+"""
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from replicax.report.journal import folder_of, number_of, read_events
+
+__all__ = ["Epoch", "Fit", "Run", "Worker", "read_epoch", "read_run", "together"]
+
+_STALE_S = 300.0
+"""A worker's file that ends so long before the chief's report begins is another's."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Epoch:
+    """An epoch of one worker, or the part of one until now; times in seconds.
+
+    Attributes:
+        number: As Keras counts, from 0.
+        logs: Losses and metrics; NaN where they are not numbers.
+        wall_s: From its beginning until the devices had done its steps.
+        counts: The recorder's tally by name.
+        after_s: How long validation and callbacks took after it.
+        exchange_s: Of parameter servers: how long gradients and values travelled.
+        memory: What `memory_of` found.
+        staleness: Of parameter servers: updates by how stale they were.
+    """
+
+    number: int
+    logs: Mapping[str, float]
+    wall_s: float
+    counts: Mapping[str, float]
+    after_s: float
+    exchange_s: float
+    memory: Mapping[str, Any]
+    staleness: Mapping[int, int]
+
+    @property
+    def timed_s(self) -> float:
+        """Its time without that of executions that compiled."""
+        return max(0.0, self.wall_s - self.counts.get("first_s", 0.0))
+
+    @property
+    def timed_steps(self) -> float:
+        """Its steps without those of executions that compiled."""
+        return self.counts.get("steps", 0) - self.counts.get("first_steps", 0)
+
+    @property
+    def step_s(self) -> float:
+        """Time of one step; NaN where no step was timed."""
+        return self.timed_s / self.timed_steps if self.timed_steps > 0 else math.nan
+
+    @property
+    def examples_per_s(self) -> float:
+        """Examples that this worker counted, per second; NaN where none was timed."""
+        examples = self.counts.get("examples", 0) - self.counts.get("first_examples", 0)
+        is_timed = self.timed_s > 0 and self.timed_steps > 0
+        return examples / self.timed_s if is_timed else math.nan
+
+    @property
+    def input_share(self) -> float:
+        """Share of its time in which the devices waited for input; NaN: unknown."""
+        if self.timed_s <= 0:
+            return math.nan
+        return min(1.0, self.counts.get("stalled_s", 0.0) / self.timed_s)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Fit:
+    """One call of `fit`, as a worker saw it.
+
+    Attributes:
+        facts: What is trained, with what and on what.
+        began: When, in seconds since 1970.
+        last: When something was written last.
+        epochs: Those that have ended.
+        current: The epoch that goes on, until now; None: none that is known of.
+        state: `"running"`, `"done"` or `"interrupted"`.
+        error: What interrupted it.
+        shares: Shares of a step's time by name, measured at the end.
+        diagnosis: The line that was printed.
+    """
+
+    facts: Mapping[str, Any]
+    began: float
+    last: float
+    epochs: list[Epoch] = dataclasses.field(default_factory=list)
+    current: Epoch | None = None
+    state: str = "running"
+    error: str = ""
+    shares: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    diagnosis: str = ""
+
+
+@dataclasses.dataclass(kw_only=True)
+class Worker:
+    """What one worker has written.
+
+    Attributes:
+        name: Such as `"worker:1"`.
+        fits: Its calls of `fit`, in order.
+        num_bad: Lines that make no sense.
+    """
+
+    name: str
+    fits: list[Fit]
+    num_bad: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """What is known of a training.
+
+    Attributes:
+        workers: Those that have written, the one that makes the page first.
+        missing: Names of workers that should write and have not.
+    """
+
+    workers: Sequence[Worker]
+    missing: Sequence[str]
+
+    @property
+    def chief(self) -> Worker | None:
+        """The worker whose logs are shown."""
+        return self.workers[0] if self.workers else None
+
+
+def read_run(page: Path) -> Run:
+    """Read what workers have written for a page; nothing, where there is no folder.
+
+    Raises:
+        OSError: If a file is there and cannot be read.
+    """
+    folder = folder_of(page)
+    files = list(folder.iterdir()) if folder.is_dir() else []
+    numbered = [(n, file) for file in files if (n := number_of(file)) is not None]
+    workers = [_worker(number, file) for number, file in sorted(numbered)]
+    workers = [worker for worker in workers if worker.fits]
+    if not workers:
+        return Run(workers=[], missing=[])
+    expected = [str(name) for name in _list(workers[0].fits[-1].facts.get("workers"))]
+    began = workers[0].fits[0].began
+    kept = [
+        worker
+        for worker in workers
+        if (not expected or worker.name in expected)
+        and worker.fits[-1].last > began - _STALE_S
+    ]
+    there = {worker.name for worker in kept}
+    return Run(workers=kept, missing=[n for n in expected if n not in there])
+
+
+def _worker(number: int, file: Path) -> Worker:
+    events, num_bad = read_events(file)
+    worker = Worker(name=f"worker:{number}", fits=[], num_bad=num_bad)
+    for event in events:
+        take = _TAKERS.get(str(event.get("event")))
+        try:
+            if take is None:
+                raise ValueError(f"no such event: {event.get('event')!r}")
+            take(worker, event)
+        except (ValueError, TypeError, IndexError, OverflowError):
+            worker.num_bad += 1
+    return worker
+
+
+def _begin(worker: Worker, event: Mapping[str, Any]) -> None:
+    facts = _mapping(event.get("facts"))
+    now = _number(event.get("time", math.nan))
+    if not math.isfinite(now):
+        raise ValueError("time is no number")
+    if worker.fits and worker.fits[-1].state == "running":
+        worker.fits[-1].state = "interrupted"
+        worker.fits[-1].error = worker.fits[-1].error or "the process was restarted"
+    worker.name = str(facts.get("worker", worker.name))
+    worker.fits.append(Fit(facts=facts, began=now, last=now))
+
+
+def _epoch(worker: Worker, event: Mapping[str, Any]) -> None:
+    fit = worker.fits[-1]
+    epoch = read_epoch(event)
+    fit.last = max(fit.last, _number(event.get("time", fit.last)))
+    fit.epochs.append(epoch)
+    fit.current = None
+
+
+def _progress(worker: Worker, event: Mapping[str, Any]) -> None:
+    fit = worker.fits[-1]
+    epoch = read_epoch(event)
+    fit.last = max(fit.last, _number(event.get("time", fit.last)))
+    fit.current = epoch
+
+
+def _end(worker: Worker, event: Mapping[str, Any]) -> None:
+    fit = worker.fits[-1]
+    state = str(event.get("state"))
+    if state not in ("done", "interrupted"):
+        raise ValueError(f"no such state: {state!r}")
+    fit.state = state
+    fit.error = str(event.get("error") or "")
+    fit.shares = _mapping(event.get("shares"))
+    fit.diagnosis = str(event.get("diagnosis") or "")
+    fit.last = max(fit.last, _number(event.get("time", fit.last)))
+
+
+_TAKERS: Mapping[str, Callable[[Worker, Mapping[str, Any]], None]] = {
+    "begin": _begin,
+    "epoch": _epoch,
+    "progress": _progress,
+    "end": _end,
+}
+
+
+def read_epoch(event: Mapping[str, Any]) -> Epoch:
+    """The epoch that an event tells of.
+
+    Raises:
+        ValueError: If a number is none, or a duration is negative.
+        TypeError: If something is of another kind than it should be.
+    """
+    return Epoch(
+        number=int(event.get("epoch", 0)),
+        logs={str(k): _number(v) for k, v in _mapping(event.get("logs")).items()},
+        wall_s=_duration(event.get("wall_s", 0.0)),
+        counts={str(k): _duration(v) for k, v in _mapping(event.get("counts")).items()},
+        after_s=_duration(event.get("after_s", 0.0)),
+        exchange_s=_duration(event.get("exchange_s", 0.0)),
+        memory=_mapping(event.get("memory")),
+        staleness={int(k): int(v) for k, v in _mapping(event.get("staleness")).items()},
+    )
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise TypeError(f"expected an object, got {type(value).__name__}")
+    return value
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _number(value: Any) -> float:
+    """A number of the file, where NaN and infinities are strings."""
+    if isinstance(value, str) and value not in ("nan", "inf", "-inf"):
+        raise ValueError(f"no number: {value!r}")
+    return float(value)
+
+
+def _duration(value: Any) -> float:
+    number = _number(value)
+    if not math.isfinite(number) or number < 0:
+        raise ValueError(f"no duration or count: {value!r}")
+    return number
+
+
+def together(epochs: Sequence[Epoch]) -> Epoch:
+    """Several epochs as if they were one, with the last one's logs and number.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    if not epochs:
+        raise ValueError("together: got no epochs, expected at least one.")
+    last = epochs[-1]
+    counts: Counter[str] = Counter()
+    staleness: Counter[int] = Counter()
+    for epoch in epochs:
+        counts.update(epoch.counts)
+        staleness.update(epoch.staleness)
+    return dataclasses.replace(
+        last,
+        wall_s=sum(e.wall_s for e in epochs),
+        counts=dict(counts),
+        after_s=sum(e.after_s for e in epochs),
+        exchange_s=sum(e.exchange_s for e in epochs),
+        staleness=dict(staleness),
+    )

@@ -1,0 +1,170 @@
+"""A page of a training that goes on, served to this machine's browsers only."""
+
+import hashlib
+import http.server
+import secrets
+import threading
+import time
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+from replicax.report.journal import folder_of, number_of
+from replicax.report.page import page_of
+from replicax.report.runs import read_run
+
+__all__ = ["ReportServer"]
+
+_HOST = "127.0.0.1"
+_NAMES = ("127.0.0.1", "localhost")
+_TIMEOUT_S = 10.0
+_EVERY_MS = 3000
+_REFRESH_S = 15
+
+# It replaces the page's content, and opens again what was open. Without it a reload
+# would close all tables and jump.
+_SCRIPT = """
+setInterval(async()=>{try{const r=await fetch('/',{cache:'no-cache'});
+if(!r.ok)return;const t=await r.text();
+const n=new DOMParser().parseFromString(t,'text/html').querySelector('main');
+const o=document.querySelector('main');if(!n||n.innerHTML===o.innerHTML)return;
+const k=d=>d.closest('figure,section')?.querySelector('h3,h2')?.textContent;
+const open=new Set([...o.querySelectorAll('details[open]')].map(k));
+n.querySelectorAll('details').forEach(d=>{d.open=open.has(k(d))});
+o.replaceWith(n)}catch(e){document.title='(stopped) '+
+document.title.replace('(stopped) ','')}},%d)
+"""
+
+
+class ReportServer(http.server.ThreadingHTTPServer):
+    """Serves one page, made anew from what workers have written.
+
+    Only this machine reaches it, only by the names of this machine, and there is
+    nothing else to get.
+
+    Args:
+        page: The page's file, which need not be there yet.
+        port: The port; 0: any free one.
+
+    Raises:
+        OSError: If the port is taken.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, page: Path, port: int = 0) -> None:
+        self._page = page
+        self._lock = threading.Lock()
+        self._state: Any = None
+        self._made: tuple[bytes, str, str] = b"", "", ""
+        super().__init__((_HOST, port), _Handler)
+
+    @property
+    def port(self) -> int:
+        """The port that it listens on."""
+        return self.server_address[1]
+
+    @property
+    def url(self) -> str:
+        """Where the page is."""
+        return f"http://{_HOST}:{self.port}/"
+
+    def is_addressed(self, host: str) -> bool:
+        """Whether a request's `Host` names this server, as one that a user made does.
+
+        A page of another site may have its name resolve to this machine; then the
+        browser still says that name.
+        """
+        return host in {f"{name}:{self.port}" for name in _NAMES} or (
+            self.port == 80 and host in _NAMES
+        )
+
+    def content(self) -> tuple[bytes, str, str]:
+        """The page, its tag, which differs when it does, and its security policy."""
+        with self._lock:
+            # It says for how long nothing was heard, so it is made anew without news.
+            state = self._files(), int(time.monotonic() / _REFRESH_S)
+            if state != self._state:
+                self._made, self._state = self._make(), state
+            return self._made
+
+    def _files(self) -> Any:
+        folder = folder_of(self._page)
+        if not folder.is_dir():
+            return ()
+        found = []
+        for file in sorted(folder.iterdir()):
+            if number_of(file) is not None:
+                about = file.stat()
+                found.append((file.name, about.st_size, about.st_mtime_ns))
+        return tuple(found)
+
+    def _make(self) -> tuple[bytes, str, str]:
+        nonce = secrets.token_urlsafe(16)
+        script = f'<script nonce="{nonce}">{_SCRIPT % _EVERY_MS}</script>'
+        page = page_of(read_run(self._page), head=script).encode()
+        tag = f'"{hashlib.sha256(page).hexdigest()[:32]}"'
+        policy = (
+            "default-src 'none'; style-src 'unsafe-inline'; connect-src 'self'; "
+            f"script-src 'nonce-{nonce}'; frame-ancestors 'none'; base-uri 'none'"
+        )
+        return page, tag, policy
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    """Answers one request."""
+
+    timeout = _TIMEOUT_S
+    server_version = "replicax"
+    sys_version = ""
+
+    def do_GET(self) -> None:
+        self._answer(with_body=True)
+
+    def do_HEAD(self) -> None:
+        self._answer(with_body=False)
+
+    @property
+    def _report(self) -> ReportServer:
+        assert isinstance(self.server, ReportServer)
+        return self.server
+
+    def _answer(self, *, with_body: bool) -> None:
+        if not self._report.is_addressed(self.headers.get("Host", "")):
+            self._refuse(HTTPStatus.FORBIDDEN, "Ask 127.0.0.1 or localhost.")
+        elif self.path != "/":
+            self._refuse(HTTPStatus.NOT_FOUND, "There is only one page, /.")
+        else:
+            self._send_page(with_body)
+
+    def _send_page(self, with_body: bool) -> None:
+        try:
+            page, tag, policy = self._report.content()
+        except OSError as error:
+            self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, f"Not readable: {error}")
+            return
+        is_known = self.headers.get("If-None-Match") == tag
+        self.send_response(HTTPStatus.NOT_MODIFIED if is_known else HTTPStatus.OK)
+        self.send_header("ETag", tag)
+        self.send_header("Cache-Control", "no-cache")
+        self.send_header("Content-Security-Policy", policy)
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("Referrer-Policy", "no-referrer")
+        if not is_known:
+            self.send_header("Content-Type", "text/html; charset=utf-8")
+            self.send_header("Content-Length", str(len(page)))
+        self.end_headers()
+        if with_body and not is_known:
+            self.wfile.write(page)
+
+    def _refuse(self, status: HTTPStatus, reason: str) -> None:
+        body = f"{reason}\n".encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "text/plain; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing: a browser asks every few seconds."""

@@ -1,0 +1,153 @@
+"""Properties of the port that hold for any script."""
+
+import libcst
+import pytest
+
+from replicax.migrate import port
+
+
+def text(source: str) -> str:
+    return port(source.encode()).source.decode()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        b"",
+        b"import numpy as np\nx = np.ones(3)  # three\n",
+        b"import keras\nimport torch\nmodel.minimize(x)\nx.numpy()\n",
+        "# -*- coding: latin-1 -*-\nname = 'Zo\xeb'\n".encode("latin-1"),
+        b"import os\r\nprint( os.name )\r\n",
+        b"tf = load()\ntf.reduce_sum(1)\n",
+    ],
+)
+def test_scripts_without_tensorflow_come_back_byte_for_byte(source: bytes) -> None:
+    ported = port(source)
+    assert ported.source == source
+    assert ported.left == ported.notes == ()
+
+
+def test_encoding_and_newlines_stay() -> None:
+    lines = ["# -*- coding: latin-1 -*-", "import tensorflow as tf"]
+    source = "\r\n".join([*lines, "x = tf.abs(-1)  # Zo\xeb", ""])
+    ported = port(source.encode("latin-1")).source
+    assert "keras.ops.abs(-1)  # Zo\xeb\r\n" in ported.decode("latin-1")
+    assert ported.count(b"\n") == ported.count(b"\r\n")
+
+
+def test_what_is_not_python_is_an_error_with_its_line() -> None:
+    with pytest.raises(libcst.ParserSyntaxError) as error:
+        port(b"import tensorflow as tf\nx = (\n")
+    assert error.value.raw_line >= 2
+
+
+def test_names_that_mean_something_else_are_not_taken() -> None:
+    ported = text(
+        "import tensorflow as tf\nrx = 1\nstrategy = tf.distribute.Strategy\n"
+    )
+    assert "import replicax\n" in ported
+    assert "strategy = replicax.Strategy" in ported
+
+
+def test_a_local_tf_is_not_tensorflow() -> None:
+    source = "import tensorflow as tf\ndef f(tf):\n    return tf.reduce_sum(1)\n"
+    assert "return tf.reduce_sum(1)" in text(source)
+
+
+@pytest.mark.parametrize(
+    ("imported", "used"),
+    [
+        ("import tensorflow as t", "t.reduce_sum(x)"),
+        ("import tensorflow", "tensorflow.reduce_sum(x)"),
+        ("import tensorflow.compat.v1 as tf", "tf.reduce_sum(x)"),
+        ("import tensorflow.compat.v2 as tf", "tf.math.reduce_sum(x)"),
+        ("from tensorflow import reduce_sum", "reduce_sum(x)"),
+        ("from tensorflow import math as m", "m.reduce_sum(x)"),
+        ("from tensorflow.math import reduce_sum as rs", "rs(x)"),
+    ],
+)
+def test_names_are_seen_through_imports(imported: str, used: str) -> None:
+    ported = text(f"{imported}\ny = {used}\n")
+    assert ported.endswith("y = keras.ops.sum(x)\n")
+    assert "tensorflow" not in ported
+
+
+@pytest.mark.parametrize(
+    ("imported", "expected"),
+    [
+        ("from tensorflow import keras", "import keras\n"),
+        ("import tensorflow.keras as k", "import keras as k\n"),
+        ("from tensorflow.keras import layers", "from keras import layers\n"),
+        (
+            "from tensorflow.keras.layers import Dense",
+            "from keras.layers import Dense\n",
+        ),
+        ("import tf_keras as keras", "import keras\n"),
+    ],
+)
+def test_replicax_is_imported_before_keras(imported: str, expected: str) -> None:
+    ported = text(f"{imported}\n")
+    assert ported.startswith("import replicax as rx  # Before keras")
+    assert ported.endswith(expected)
+
+
+def test_marks_that_nobody_has_done_are_still_left() -> None:
+    ported = port(b"import tensorflow as tf\nx = tf.image.resize(y, (1, 1))\n")
+    by_hand = ported.source.replace(b"x = tf.image.resize", b"x = resize")
+    by_hand = by_hand.replace(b"import tensorflow as tf\n", b"")
+    again = port(by_hand)
+    assert again.source == by_hand
+    assert [f.reason for f in again.left] == [f.reason for f in ported.left]
+    assert again.left[0].line == 1
+
+
+def test_an_operator_of_a_kept_pipeline_keeps_all_of_it() -> None:
+    source = """import tensorflow as tf
+
+def read(name):
+    return tf.cast(tf.strings.to_number(name), tf.float32)
+
+def make():
+    return tf.data.TextLineDataset("x.csv").map(read)
+
+dataset = make().batch(4).prefetch(1)
+other = tf.cast(1, tf.float32)
+"""
+    ported = port(source.encode())
+    result = ported.source.decode()
+    assert "tf.cast(tf.strings.to_number(name), tf.float32)" in result
+    assert "dataset = make().batch(4).prefetch(1)" in result
+    assert 'other = keras.ops.cast(1, "float32")' in result
+    assert {f.line for f in ported.left} == {7, 9}
+
+
+@pytest.mark.parametrize(
+    ("argument", "expected"),
+    [
+        ("lambda x, y: (y, x)", "lambda example: (example[1], example[0])"),
+        ("lambda x: x + 1", "lambda x: x + 1"),
+        ("two", "lambda example: two(*example)"),
+        ("one", "one"),
+    ],
+)
+def test_functions_of_map_get_the_example(argument: str, expected: str) -> None:
+    source = f"""import tensorflow as tf
+def one(x):
+    return x
+def two(x, y):
+    return x
+d = tf.data.Dataset.from_tensor_slices(a).map({argument}, num_parallel_calls=4)
+"""
+    assert f".map({expected})" in text(source)
+
+
+def test_another_backend_of_keras_is_left() -> None:
+    source = b"""import os
+os.environ["KERAS_BACKEND"] = "tensorflow"
+import tensorflow as tf
+print(tf.constant(1).shape.rank)
+"""
+    ported = port(source)
+    assert [f.line for f in ported.left] == [2]
+    assert b"# replicax: replicax needs Keras on its 'jax' backend" in ported.source
+    assert b"print(keras.ops.array(1).ndim)" in ported.source

@@ -1,0 +1,307 @@
+"""`Report` in `fit`, with and without a strategy: what it notes, and what it leaves."""
+
+import contextlib
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import replicax as rx
+from replicax.callbacks import with_report
+from replicax.report.journal import REPORT
+from replicax.report.runs import read_run
+from tests.conftest import mirrored
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(160, 6)).astype("float32")
+Y = X.sum(axis=1, keepdims=True)
+STRATEGIES = {
+    "no strategy": lambda: None,
+    "one device": lambda: rx.OneDeviceStrategy("cpu:0"),
+    "mirrored": lambda: mirrored(2),
+    "several each": lambda: rx.MirroredStrategy(["cpu:0"], replicas_per_device=2),
+    "parts": lambda: rx.FullyShardedStrategy(["cpu:0", "cpu:1"]),
+    "central": lambda: rx.CentralStorageStrategy(["cpu:0", "cpu:1"]),
+}
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Path:
+    return tmp_path / "folder" / "report.html"
+
+
+def make(strategy=None, cls=keras.Model, **options):
+    scope: Any = strategy.scope() if strategy else contextlib.nullcontext()
+    with scope:
+        inputs = keras.Input((6,))
+        model = cls(inputs, keras.layers.Dense(1)(inputs), name="linear")
+        model.compile("sgd", "mse", metrics=["mae"], **options)
+    return model
+
+
+def train(model, page, **options):
+    given: dict[str, Any] = {"batch_size": 16, "epochs": 2, "verbose": 0} | options
+    diagnosis = given.pop("diagnosis", None)
+    callbacks = given.pop("callbacks", [])
+    report = rx.callbacks.Report(page, diagnosis=diagnosis)
+    return model.fit(X, Y, callbacks=[report, *callbacks], **given)
+
+
+def fits_of(page):
+    run = read_run(page)
+    assert run.chief is not None
+    assert not run.missing
+    return run.chief.fits
+
+
+def events_of(page):
+    file = page.with_name(page.name + ".d") / "worker-0.jsonl"
+
+    def refuse(name):
+        raise AssertionError(f"{name} is no JSON")
+
+    lines = file.read_text().splitlines()
+    return [json.loads(line, parse_constant=refuse) for line in lines]
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_what_is_noted(name, page, capsys) -> None:
+    model = make(STRATEGIES[name]())
+    history = train(model, page, validation_data=(X[:32], Y[:32]), diagnosis=True)
+    (fit,) = fits_of(page)
+    assert fit.state == "done"
+    assert [e.number for e in fit.epochs] == [0, 1]
+    for i, epoch in enumerate(fit.epochs):
+        logs = {k: v[i] for k, v in history.history.items()}
+        assert epoch.logs == pytest.approx(logs)
+        assert (epoch.counts["steps"], epoch.counts["examples"]) == (10, 160)
+        assert 0 <= epoch.counts["stalled_s"] <= epoch.counts["input_s"] <= epoch.wall_s
+        assert epoch.memory["bytes"] > 0
+    assert fit.epochs[0].counts["first_executions"] == 1
+    assert fit.epochs[1].counts["first_executions"] == 0
+    assert sum(v or 0 for v in fit.shares.values()) == pytest.approx(1)
+    if name == "parts":  # Weights travel there, too, which was not measured.
+        assert fit.shares["communication"] is None
+    assert fit.diagnosis in capsys.readouterr().out
+    assert fit.facts["model"] == "linear"
+    assert "val_mae" not in page.read_text()  # It is a curve of mae.
+    assert "mae: training from" in page.read_text()
+
+
+def test_weights_are_those_without_a_report(page) -> None:
+    found = []
+    for reported in (False, True):
+        keras.utils.set_random_seed(7)
+        model = make(mirrored(2))
+        if reported:
+            train(model, page, diagnosis=True)
+        else:
+            model.fit(X, Y, batch_size=16, epochs=2, verbose=0)
+        found.append(model.get_weights())
+    for with_it, without in zip(*found, strict=True):
+        np.testing.assert_array_equal(with_it, without)
+
+
+def test_nothing_is_left_in_the_model(page) -> None:
+    model = make(mirrored(2))
+    train(model, page)
+    before = model.train_function
+    assert not hasattr(before, "__wrapped__")
+    train(model, page)
+    assert model.train_function is before
+
+
+@pytest.mark.parametrize("verbose", [0, 2])
+def test_the_line_is_printed_where_fit_is_not_silent(verbose, page, capsys) -> None:
+    train(make(), page, verbose=verbose)
+    out = capsys.readouterr().out
+    assert (f"{page}: " in out) == bool(verbose)
+    assert bool(fits_of(page)[0].diagnosis) == bool(verbose)
+
+
+def test_fits_one_after_another(page) -> None:
+    model = make(mirrored(2))
+    train(model, page, epochs=2)
+    train(model, page, epochs=3)
+    train(model, page, epochs=5, initial_epoch=3)
+    fits = fits_of(page)
+    assert [len(f.epochs) for f in fits] == [2, 3, 2]
+    assert [f.facts["fit"] for f in fits] == [1, 2, 3]
+    text = page.read_text()
+    assert text.count("fit 2 begins") > 0
+    assert "fit 3 begins" not in text  # It goes on with epoch 4 of fit 2.
+    assert "in epoch 7" in text
+
+
+def test_another_process_begins_anew(page, monkeypatch) -> None:
+    model = make()
+    train(model, page)
+    monkeypatch.setattr("replicax.callbacks._begun", {})
+    train(model, page)
+    assert len(fits_of(page)) == 1
+
+
+@pytest.mark.parametrize("how", ["attempt", "initial_epoch"])
+def test_a_process_that_goes_on_keeps_the_page(how, page, monkeypatch) -> None:
+    model = make()
+    train(model, page)
+    monkeypatch.setattr("replicax.callbacks._begun", {})
+    if how == "attempt":
+        monkeypatch.setenv("REPLICAX_ATTEMPT", "1")
+    train(model, page, epochs=4, initial_epoch=2 if how == "initial_epoch" else 0)
+    assert len(fits_of(page)) == 2
+
+
+class Boom(keras.callbacks.Callback):
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch == 1:
+            raise self.error
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("the <b>data</b>"), KeyboardInterrupt(), SystemExit(138)]
+)
+def test_fit_is_interrupted(error, page) -> None:
+    model = make(mirrored(2))
+    with pytest.raises(type(error)):
+        train(model, page, epochs=4, callbacks=[Boom(error)])
+    (fit,) = fits_of(page)
+    assert (fit.state, len(fit.epochs)) == ("interrupted", 1)
+    assert fit.error == f"{type(error).__name__}: {error}"
+    assert f"was interrupted: {type(error).__name__}" in page.read_text()
+    assert "<b>data" not in page.read_text()
+    train(model, page)  # It can be trained again.
+    assert [f.state for f in fits_of(page)] == ["interrupted", "done"]
+
+
+class Later(keras.callbacks.Callback):
+    """Adds to the logs after a report was told of them."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        logs["bad"] = math.nan if epoch == 0 else math.inf
+        logs["vector"] = np.ones(3)
+        if epoch:
+            logs["late"] = np.float32(0.5)
+
+
+def test_metrics_of_other_callbacks(page) -> None:
+    train(make(), page, epochs=3, callbacks=[Later()])
+    logs = [event["logs"] for event in events_of(page) if event["event"] == "epoch"]
+    assert [each["bad"] for each in logs] == ["nan", "inf", "inf"]
+    assert ["late" in each for each in logs] == [False, True, True]
+    assert not any("vector" in each for each in logs)
+    assert "late: training from 0.5 in epoch 2" in page.read_text()
+
+
+class TapeStep(keras.Model):
+    def train_step(self, data):
+        x, y = data
+        with rx.GradientTape() as tape:
+            loss = keras.ops.mean((self(x, training=True) - y) ** 2)
+        grads = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(
+            zip(grads, self.trainable_variables, strict=True)
+        )
+        return {"distance": loss}
+
+
+@pytest.mark.parametrize("name", ["mirrored", "one device"])
+def test_a_step_of_ones_own(name, page) -> None:
+    train(make(STRATEGIES[name](), TapeStep), page, diagnosis=True)
+    (fit,) = fits_of(page)
+    assert [set(e.logs) for e in fit.epochs] == [{"distance"}] * 2
+    assert fit.state == "done"
+
+
+@pytest.mark.parametrize("name", ["no strategy", "mirrored"])
+def test_several_steps_in_one_execution(name, page) -> None:
+    model = make(STRATEGIES[name](), steps_per_execution=4)
+    train(model, page, batch_size=10, diagnosis=True)
+    for epoch in fits_of(page)[0].epochs:
+        assert (epoch.counts["steps"], epoch.counts["executions"]) == (16, 4)
+        assert epoch.counts["examples"] == 160
+
+
+def test_slow_input_is_seen(page, capsys) -> None:
+    import time
+
+    class Slow(keras.utils.PyDataset):
+        def __len__(self):
+            return 15
+
+        def __getitem__(self, index):
+            time.sleep(0.02)
+            return X[:16], Y[:16]
+
+    report = rx.callbacks.Report(page, diagnosis=True)
+    make(mirrored(2)).fit(Slow(), epochs=2, verbose=0, callbacks=[report])
+    (fit,) = fits_of(page)
+    assert fit.epochs[1].input_share > 0.5
+    assert "input-bound" in capsys.readouterr().out
+
+
+def test_one_report_is_enough(page) -> None:
+    model = make()
+    second = rx.callbacks.Report(page.with_name("other.html"))
+    with pytest.raises(ValueError, match=r"got a second one for .*other\.html"):
+        train(model, page, callbacks=[second])
+
+
+def test_a_folder_is_no_page(tmp_path) -> None:
+    with pytest.raises(ValueError, match="path must be a file's name"):
+        rx.callbacks.Report(tmp_path)
+
+
+def test_a_folder_that_cannot_be_made(tmp_path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        train(make(), tmp_path / "file" / "report.html")
+
+
+@pytest.mark.parametrize("kind", ["none", "one", "list", "CallbackList"])
+def test_the_environment_asks_for_it(kind, page, monkeypatch) -> None:
+    monkeypatch.setenv(REPORT, str(page))
+    model = make(mirrored(2))
+    own = keras.callbacks.LambdaCallback()
+    given = {
+        "none": None,
+        "one": own,
+        "list": [own],
+        "CallbackList": keras.callbacks.CallbackList(
+            [own], add_history=True, model=model, epochs=2
+        ),
+    }[kind]
+    model.fit(X, Y, batch_size=16, epochs=2, verbose=0, callbacks=given)
+    (fit,) = fits_of(page)
+    assert (fit.state, bool(fit.diagnosis)) == ("done", True)
+
+
+def test_ones_own_report_is_taken(page) -> None:
+    own = rx.callbacks.Report(page)
+    assert with_report([[own]], "other.html") == [own]
+    callbacks = keras.callbacks.CallbackList([own], model=make())
+    assert with_report(callbacks, "other.html") is callbacks
+    assert callbacks.callbacks == [own]
+
+
+def test_progress_amid_an_epoch(page, monkeypatch) -> None:
+    monkeypatch.setattr("replicax.report.session._PAGE_EVERY_S", 0.0)
+    monkeypatch.setattr("replicax.report.session._PAGE_SHARE", 0)
+    monkeypatch.setattr("replicax.report.recorder._MARK_EVERY_S", 0.0)
+    seen = []
+
+    class Look(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            seen.append(page.read_text())
+
+    train(make(mirrored(2)), page, epochs=1, callbacks=[Look()])
+    assert "Epoch 1 is under way, with 5 steps" in seen[4]
+    assert all('class="state running"' in text for text in seen)

@@ -1,0 +1,201 @@
+"""The page: whole, escaped, readable without a network, and honest about gaps."""
+
+import math
+import re
+from html.parser import HTMLParser
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from replicax.report.charts import Series, chart, thinned, ticks
+from replicax.report.page import page_of
+from replicax.report.runs import Epoch, Fit, Run, Worker
+
+HOSTILE = "</title><script>alert(1)</script><img src=//evil.test onerror='x'>\"&"
+VOID = {"meta", "path", "br", "img", "link", "input", "hr"}
+
+
+class Parsed(HTMLParser):
+    """Tags with their attributes; raises where they do not match."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID or tag == "path":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def epoch(number, logs=None, **fields):
+    values = {
+        "logs": {"loss": 2.0 / (number + 1)} if logs is None else logs,
+        "wall_s": 1.0,
+        "counts": {"steps": 20, "examples": 1280, "executions": 20, "stalled_s": 0.25},
+        "after_s": 0.1,
+        "exchange_s": 0.0,
+        "memory": {"of": "device", "bytes": 2**30, "peak_bytes": 2**31},
+        "staleness": {},
+    } | fields
+    return Epoch(number=number, **values)
+
+
+def fit(*epochs, **fields):
+    facts = {"model": "digits", "fit": 1} | fields.pop("facts", {})
+    return Fit(facts=facts, began=0.0, last=60.0, epochs=list(epochs), **fields)
+
+
+def page(*fits, **names):
+    workers = [Worker(name="worker:0", fits=list(fits))]
+    return page_of(Run(workers=workers, missing=names.get("missing", [])), now=61.0)
+
+
+def test_names_are_text_and_nothing_else() -> None:
+    logs = {HOSTILE: 1.0, f"val_{HOSTILE}": 2.0}
+    facts = {"model": HOSTILE, HOSTILE: HOSTILE, "host": HOSTILE}
+    hostile = fit(
+        epoch(0, logs),
+        epoch(1, logs),
+        facts=facts,
+        state="interrupted",
+        error=HOSTILE,
+        diagnosis=HOSTILE,
+        shares={"input": 0.5, HOSTILE: 0.5},
+    )
+    workers = [Worker(name=HOSTILE, fits=[hostile])]
+    text = page_of(Run(workers=workers, missing=[HOSTILE]), now=61.0)
+    tags = Parsed(text).tags
+    assert not {"script", "img", "a", "link", "iframe", "base"} & {t for t, _ in tags}
+    assert not [a for _, attrs in tags for a in attrs if a.startswith("on")]
+
+
+def test_it_loads_nothing() -> None:
+    text = page(fit(epoch(0), epoch(1), state="done"))
+    assert "default-src 'none'" in text
+    assert not re.search(r"https?:|//|@import|url\(|\bsrc=|\bhref=", text)
+
+
+def test_every_curve_has_its_numbers_and_words() -> None:
+    text = page(fit(epoch(0), epoch(1), epoch(2), state="done"))
+    tags = Parsed(text).tags
+    plots = [a for t, a in tags if t == "div" and a.get("class") == "plot"]
+    assert len(plots) == sum(t == "figure" for t, _ in tags) == text.count("Numbers<")
+    labels = [a["aria-label"] for a in plots]
+    assert labels[0] == "loss: training from 2 in epoch 1 to 0.6667 in epoch 3"
+    assert all(a["role"] == "img" for a in plots)
+
+
+def test_nothing_is_there_yet() -> None:
+    assert "Nothing is here yet" in page_of(Run(workers=[], missing=[]))
+    assert "No epoch has ended yet" in page(fit())
+
+
+def test_nan_is_a_gap() -> None:
+    values = [1.0, 2.0, math.nan, 3.0, math.inf, 4.0]
+    epochs = [epoch(i, {"loss": v}) for i, v in enumerate(values)]
+    text = page(fit(*epochs))
+    figure = text[text.index("<figure") : text.index("</figure>")]
+    line = re.search(r'class="line" d="([^"]*)"', figure)
+    assert line is not None
+    assert line[1].count("M") == 3
+    assert figure.count('class="dot"') == 4
+    assert "<td>NaN</td>" in figure
+    assert "<td>+inf</td>" in figure
+
+
+def test_a_metric_that_is_never_a_number() -> None:
+    text = page(fit(epoch(0, {"loss": math.nan}), epoch(1, {"loss": math.nan})))
+    assert text.count("<td>NaN</td>") == 2
+
+
+def test_a_metric_that_comes_later() -> None:
+    logs = [{"loss": 1.0}, {"loss": 0.9, "auc": 0.6}, {"loss": 0.8, "auc": 0.7}]
+    text = page(fit(*(epoch(i, each) for i, each in enumerate(logs))))
+    assert "auc: training from 0.6 in epoch 2 to 0.7 in epoch 3" in text
+
+
+def test_fits_one_after_another() -> None:
+    second = fit(epoch(0), epoch(1), facts={"fit": 2, "model": "other"})
+    text = page(fit(epoch(0), epoch(1), state="done"), second)
+    assert "fit 2 begins" in text
+    assert "in epoch 4" in text
+    assert "Of fit 2, the last one" in text
+
+
+def test_large_ratios_are_logarithmic() -> None:
+    epochs = [epoch(i, {"loss": 10.0 ** (3 - i)}) for i in range(6)]
+    assert "loss (logarithmic)" in page(fit(*epochs))
+
+
+def test_many_workers_are_summed_up() -> None:
+    workers = [Worker(name=f"worker:{i}", fits=[fit(epoch(0))]) for i in range(16)]
+    text = page_of(Run(workers=workers, missing=[]))
+    assert "highest of 16 workers" in text
+    assert text.count('<th scope="row">worker:') == 16
+
+
+def test_long_trainings_stay_small() -> None:
+    epochs = [epoch(i, {"loss": math.sin(i)}) for i in range(20_000)]
+    assert len(page(fit(*epochs))) < 600_000
+
+
+def test_staleness_is_shown_where_there_is_any() -> None:
+    assert "Staleness of gradients" not in page(fit(epoch(0)))
+    text = page(fit(epoch(0, staleness={0: 3, 4: 1})))
+    assert "Staleness of gradients" in text
+    assert "<td>1, 4</td>" in text
+
+
+FLOATS = st.floats(-1e9, 1e9) | st.just(math.nan) | st.just(math.inf)
+
+
+@given(st.lists(FLOATS, min_size=1, max_size=50), st.booleans())
+def test_any_values_can_be_drawn(values, from_zero) -> None:
+    points = [(float(i), y) for i, y in enumerate(values)]
+    text = chart("any", [Series(name="s", parts=[points])], from_zero=from_zero)
+    Parsed(text)
+    for place in re.findall(r'class="line" d="([^"]*)"', text):
+        numbers = re.findall(r"-?[\d.]+", place)
+        assert all(0 <= float(n) <= 1000 for n in numbers)
+
+
+@given(st.floats(-1e6, 1e6), st.floats(1e-6, 1e6))
+def test_ticks_are_few_and_inside(low, size) -> None:
+    found = ticks(low, low + size)
+    assert 1 <= len(found) <= 7
+    room = 1e-6 * (abs(low) + size)
+    assert all(low - room <= t <= low + size + room for t in found)
+    assert found == sorted(found)
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=2000))
+def test_thinned_curves_keep_their_extremes(values) -> None:
+    points = [(float(i), y) for i, y in enumerate(values)]
+    kept = thinned(points, 100)
+    assert len(kept) <= 102
+    assert max(y for _, y in kept) == max(values)
+    assert min(y for _, y in kept) == min(values)
+    assert kept == sorted(kept)
+
+
+def test_no_series_no_figure() -> None:
+    assert chart("nothing", [Series(name="s", parts=[])]) == ""
+
+
+@pytest.mark.parametrize("state", ["running", "done", "interrupted"])
+def test_state_is_said(state) -> None:
+    text = page(fit(epoch(0), state=state, error="ValueError: bad"))
+    assert f'<span class="state {state}">{state}</span>' in text
+    assert ("was interrupted: ValueError: bad" in text) == (state == "interrupted")

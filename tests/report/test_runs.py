@@ -1,0 +1,211 @@
+"""Files of workers: always valid JSON, and read as if anybody had written them."""
+
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from replicax.report.journal import Journal, folder_of, read_events, write_whole
+from replicax.report.page import page_of
+from replicax.report.runs import read_run, together
+
+WORKERS = ["worker:0", "worker:1"]
+
+
+def begin(worker="worker:0", time=1000.0, workers=("worker:0",), **facts):
+    facts = {"worker": worker, "workers": list(workers), "fit": 1} | facts
+    return {"event": "begin", "time": time, "facts": facts}
+
+
+def epoch(number, time=1001.0, **fields):
+    counts = {"steps": 10, "examples": 640, "executions": 10}
+    return {
+        "event": "epoch",
+        "time": time,
+        "epoch": number,
+        "logs": {"loss": 1.0 / (number + 1)},
+        "wall_s": 0.5,
+        "counts": counts,
+    } | fields
+
+
+def write(page, index, *events, fresh=True):
+    journal = Journal(page, index, fresh=fresh, clears=False)
+    for event in events:
+        journal.add(event)
+    return journal
+
+
+def refuse(name):
+    raise AssertionError(f"{name} is no JSON")
+
+
+def test_numbers_that_json_has_none_for(tmp_path: Path) -> None:
+    logs = {"loss": math.nan, "a": math.inf, "b": -math.inf, "c": 0.5}
+    journal = write(tmp_path / "r.html", 0, begin(), epoch(0, logs=logs))
+    for line in journal.path.read_text().splitlines():
+        json.loads(line, parse_constant=refuse)
+    run = read_run(tmp_path / "r.html")
+    assert run.chief is not None
+    found = run.chief.fits[0].epochs[0].logs
+    assert math.isnan(found.pop("loss"))
+    assert found == {"a": math.inf, "b": -math.inf, "c": 0.5}
+
+
+def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
+    journal = write(tmp_path / "r.html", 0, begin(), epoch(0))
+    with journal.path.open("a") as stream:
+        stream.write('{"event": "epo')
+    events, num_bad = read_events(journal.path)
+    assert [e["event"] for e in events] == ["begin", "epoch"]
+    assert num_bad == 0
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "no JSON",
+        "[1, 2]",
+        '{"event": "party"}',
+        '{"event": "epoch", "logs": 3}',
+        '{"event": "epoch", "wall_s": -1}',
+        '{"event": "epoch", "wall_s": "soon"}',
+        '{"event": "epoch", "counts": {"steps": "nan"}}',
+        '{"event": "epoch", "epoch": "inf"}',
+        '{"event": "end", "state": "fine"}',
+        '{"event": "begin", "facts": {}, "time": "nan"}',
+    ],
+)
+def test_lines_without_sense_are_counted(tmp_path: Path, line) -> None:
+    page = tmp_path / "r.html"
+    journal = write(page, 0, begin())
+    with journal.path.open("a") as stream:
+        stream.write(line + "\n")
+    journal.add(epoch(0))
+    chief = read_run(page).chief
+    assert chief is not None
+    assert (chief.num_bad, len(chief.fits), len(chief.fits[0].epochs)) == (1, 1, 1)
+    assert "1 line of worker:0 make no sense" in page_of(read_run(page))
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["steps", "loss", "0", "of"]), inner, max_size=3
+        )
+    ),
+    max_leaves=6,
+)
+FIELDS = ["time", "epoch", "logs", "wall_s", "counts", "memory", "staleness", "facts"]
+EVENT = st.builds(
+    lambda kind, rest: {"event": kind} | rest,
+    st.sampled_from(["begin", "epoch", "progress", "end"]),
+    st.dictionaries(st.sampled_from([*FIELDS, "state", "shares"]), JSON, max_size=6),
+)
+
+
+@given(st.lists(EVENT, max_size=6))
+def test_any_file_makes_a_page(tmp_path_factory, events) -> None:
+    page = tmp_path_factory.mktemp("any") / "r.html"
+    write(page, 0, begin(), *events, epoch(1))
+    assert page_of(read_run(page)).endswith("</html>\n")
+
+
+def test_who_has_not_written_is_missing(tmp_path: Path) -> None:
+    page = tmp_path / "r.html"
+    write(page, 0, begin(workers=WORKERS), epoch(0))
+    assert list(read_run(page).missing) == ["worker:1"]
+    assert "No figures of worker:1" in page_of(read_run(page))
+    write(page, 1, begin("worker:1", workers=WORKERS), epoch(0))
+    assert [w.name for w in read_run(page).workers] == WORKERS
+    assert not read_run(page).missing
+
+
+def test_files_of_older_runs_do_not_count(tmp_path: Path) -> None:
+    page = tmp_path / "r.html"
+    write(page, 1, begin("worker:1", time=1000.0), epoch(0, time=1001.0))
+    write(page, 2, begin("worker:2", time=5000.0), epoch(0, time=5001.0))
+    write(page, 0, begin(time=5000.0, workers=WORKERS), epoch(0, time=5001.0))
+    run = read_run(page)
+    assert [w.name for w in run.workers] == ["worker:0"]
+    assert list(run.missing) == ["worker:1"]
+
+
+def test_a_new_report_removes_older_files_only(tmp_path: Path) -> None:
+    page = tmp_path / "r.html"
+    old = write(page, 1, begin("worker:1"))
+    mine = folder_of(page) / "notes.txt"
+    mine.write_text("mine")
+    Journal(page, 0, fresh=True, clears=True)
+    assert not old.path.exists()
+    assert mine.read_text() == "mine"
+
+
+def test_a_file_that_was_removed_begins_anew(tmp_path: Path) -> None:
+    page = tmp_path / "r.html"
+    journal = Journal(page, 1, fresh=True, clears=False)
+    journal.begin(begin("worker:1", workers=["worker:1"]))
+    journal.path.unlink()  # By the chief, which began later.
+    journal.add(epoch(0))
+    chief = read_run(page).chief
+    assert chief is not None
+    assert (chief.name, len(chief.fits[0].epochs)) == ("worker:1", 1)
+
+
+def test_training_goes_on_when_the_disk_does_not(tmp_path: Path, caplog) -> None:
+    journal = write(tmp_path / "r.html", 0, begin())
+    journal.path.unlink()
+    journal.path.mkdir()
+    journal.add(epoch(0))
+    journal.add(epoch(1))
+    assert len(caplog.records) == 1
+    assert "cannot be written" in caplog.text
+    assert str(journal.path) in caplog.text
+
+
+def test_a_process_that_was_restarted(tmp_path: Path) -> None:
+    page = tmp_path / "r.html"
+    write(page, 0, begin(), epoch(0), epoch(1))
+    write(page, 0, begin(time=1002.0), epoch(1), epoch(2), fresh=False)
+    chief = read_run(page).chief
+    assert chief is not None
+    first, second = chief.fits
+    assert (first.state, second.state) == ("interrupted", "running")
+    assert "restarted" in first.error
+    text = page_of(read_run(page))
+    assert "in epoch 3" in text  # It goes on counting,
+    assert 'class="border"' not in text  # and is no other training.
+
+
+def test_epochs_together(tmp_path: Path) -> None:
+    page = tmp_path / "r.html"
+    counts = {"steps": 10, "examples": 640, "first_steps": 4, "first_s": 0.2}
+    write(
+        page,
+        0,
+        begin(),
+        epoch(0, counts=counts | {"first_examples": 256}, staleness={"0": 3, "2": 1}),
+        epoch(1, staleness={"2": 4}),
+    )
+    chief = read_run(page).chief
+    assert chief is not None
+    total = together(chief.fits[0].epochs)
+    assert total.step_s == pytest.approx((1.0 - 0.2) / 16)
+    assert total.examples_per_s == pytest.approx((1280 - 256) / 0.8)
+    assert total.staleness == {0: 3, 2: 5}
+    with pytest.raises(ValueError, match="got no epochs"):
+        together([])
+
+
+def test_a_page_is_replaced_whole(tmp_path: Path) -> None:
+    page = tmp_path / "r.html"
+    write_whole(page, "one")
+    write_whole(page, "two")
+    assert page.read_text() == "two"
+    assert os.listdir(tmp_path) == ["r.html"]

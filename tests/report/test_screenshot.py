@@ -1,0 +1,158 @@
+"""What a browser makes of the page, on a desk and on a phone; skipped without one."""
+
+import shutil
+import struct
+import subprocess
+import threading
+import zlib
+from pathlib import Path
+
+import pytest
+
+from replicax.report.journal import Journal
+from replicax.report.page import page_of
+from replicax.report.runs import Run, Worker
+from replicax.report.serving import ReportServer
+from tests.report.test_page import epoch, fit
+from tests.report.test_runs import begin
+from tests.report.test_runs import epoch as later_epoch
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(150)]
+
+BROWSER = next(
+    filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome"])),
+    None,
+)
+BLUE = (0x1F, 0x6F, 0xEB)  # The first curve's color.
+
+
+def pixels(path: Path) -> tuple[int, int, list[bytes]]:
+    """Width, height and rows of RGB bytes of a PNG of 8 bits a channel."""
+    data, at, parts, width, height, depth = path.read_bytes(), 8, [], 0, 0, 3
+    while at < len(data):
+        (size,) = struct.unpack(">I", data[at : at + 4])
+        kind, body = data[at + 4 : at + 8], data[at + 8 : at + 8 + size]
+        if kind == b"IHDR":
+            width, height, bits, color = struct.unpack(">IIBB", body[:10])
+            assert bits == 8
+            depth = {2: 3, 6: 4}[color]
+        elif kind == b"IDAT":
+            parts.append(body)
+        at += 12 + size
+    raw, rows, before = zlib.decompress(b"".join(parts)), [], bytes(width * depth)
+    for y in range(height):
+        start = y * (width * depth + 1)
+        line = bytearray(raw[start + 1 : start + 1 + width * depth])
+        before = unfilter(raw[start], line, before, depth)
+        rows.append(before)
+    if depth == 4:
+        rows = [b"".join(r[i : i + 3] for i in range(0, len(r), 4)) for r in rows]
+    return width, height, rows
+
+
+def unfilter(kind: int, line: bytearray, above: bytes, depth: int) -> bytes:
+    for i in range(len(line)):
+        left = line[i - depth] if i >= depth else 0
+        corner = above[i - depth] if i >= depth else 0
+        if kind == 1:
+            guess = left
+        elif kind == 2:
+            guess = above[i]
+        elif kind == 3:
+            guess = (left + above[i]) // 2
+        elif kind == 4:
+            near = left + above[i] - corner
+            guess = min((left, above[i], corner), key=lambda value: abs(near - value))
+        else:
+            guess = 0
+        line[i] = (line[i] + guess) & 0xFF
+    return bytes(line)
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no chromium or chrome is installed")
+@pytest.mark.parametrize("width", [1280, 500])
+def test_a_browser_draws_it(width: int, tmp_path: Path) -> None:
+    workers = [
+        Worker(name=f"worker:{i}", fits=[fit(*map(epoch, range(8)), state="done")])
+        for i in range(2)
+    ]
+    page, picture = tmp_path / "report.html", tmp_path / "report.png"
+    page.write_text(page_of(Run(workers=workers, missing=[])), encoding="utf-8")
+    assert BROWSER is not None
+    process = subprocess.run(
+        [
+            BROWSER,
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--hide-scrollbars",
+            "--force-device-scale-factor=1",
+            f"--user-data-dir={tmp_path / 'profile'}",
+            f"--window-size={width},1200",
+            f"--screenshot={picture}",
+            page.as_uri(),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert picture.exists(), process.stderr
+    found_width, height, rows = pixels(picture)
+    assert (found_width, height) == (width, 1200)
+    blue = [(x, y) for y, row in enumerate(rows) for x in columns_of(row, BLUE)]
+    assert len(blue) > 300  # Curves are there,
+    assert max(x for x, _ in blue) - min(x for x, _ in blue) > width / 4  # across it,
+    # and nothing sticks out at the right: the margin has the background's color.
+    margin = {row[3 * (width - 4) :] for row in rows}
+    assert len(margin) == 1
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no chromium or chrome is installed")
+def test_the_monitors_page_follows_in_a_browser(tmp_path: Path) -> None:
+    """Its script may run under its own policy, and brings what came later."""
+    page = tmp_path / "report.html"
+    journal = Journal(page, 0, fresh=True, clears=True)
+    journal.begin(begin(model="digits"))
+
+    class Growing(ReportServer):
+        def content(self):
+            served = super().content()
+            journal.add(later_epoch(0))
+            return served
+
+    with Growing(page) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            assert BROWSER is not None
+            process = subprocess.run(
+                [
+                    BROWSER,
+                    "--headless",
+                    "--no-sandbox",
+                    "--disable-gpu",
+                    f"--user-data-dir={tmp_path / 'profile'}",
+                    "--virtual-time-budget=10000",
+                    "--dump-dom",
+                    server.url,
+                ],
+                capture_output=True,
+                text=True,
+                timeout=120,
+                check=False,
+            )
+        finally:
+            server.shutdown()
+            thread.join(timeout=10)
+    assert "Training report: digits" in process.stdout, process.stderr
+    assert "Numbers" in process.stdout  # That was not there at first.
+
+
+def columns_of(row: bytes, color: tuple[int, int, int]) -> list[int]:
+    wanted, found, at = bytes(color), [], row.find(bytes(color))
+    while at >= 0:
+        if at % 3 == 0:
+            found.append(at // 3)
+        at = row.find(wanted, at + 1)
+    return found
