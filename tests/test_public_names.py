@@ -60,6 +60,7 @@ PUBLIC_NAMES = [
     "get_strategy",
     "has_strategy",
     "in_cross_replica_context",
+    "input",
     "latest_checkpoint",
     "layers",
     "layout_maps",
