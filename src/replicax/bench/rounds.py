@@ -159,7 +159,7 @@ def _steps_of(peer: Peer, seconds: float) -> int:
     if once < seconds / 64:  # One alone is mostly the begin and the end.
         once = peer.train(64).seconds
         return 32 * max(1, round(seconds / once / 32))
-    return max(2, round(seconds / once))
+    return max(4, round(seconds / once))  # Calls of `fit` have a begin and an end.
 
 
 def _batch(case: Case, entry: Entry) -> int:
