@@ -81,9 +81,11 @@ def choose(lhs: Any, rhs: Any, out: Any, params: Mapping[str, Any]) -> Form | No
     if of_batch > 1:
         return _of_batch_groups(lhs, params, all_outputs, taps, outputs)
     is_swapped = rhs_spec[1] > rhs_spec[0]  # As gradients by the input have it.
-    numbers = max(math.prod(lhs.shape), math.prod(out.shape))
-    if math.prod(rhs.shape) >= _MANY_WEIGHTS * numbers and 1 < taps <= _MOST:
+    inputs, weights, results = (math.prod(x.shape) for x in (lhs, rhs, out))
+    if weights >= _MANY_WEIGHTS * max(inputs, results) and 1 < taps <= _MOST:
         return "taps" if is_swapped else "patches"
+    if results >= _MANY_WEIGHTS * max(inputs, weights) and 1 < outputs <= _MOST:
+        return "outputs"  # Of their gradients.
     if taps == 1 and is_swapped:
         return "taps"
     if not _is_slow_by_xla(windows, taps, outputs):

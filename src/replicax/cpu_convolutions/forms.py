@@ -296,8 +296,21 @@ def by_outputs(
     outputs = kernel.shape[-1]
     batch = x.shape[-1] // groups
     weights = kernel.reshape(-1, groups, outputs // groups)
+    space = [w.outputs for w in windows]
+    positions = _at_outputs(_pad(x, windows), windows)
+    length = weights.shape[0]
+    if groups == 1 and length * (batch + outputs) <= batch * outputs:
+        # Copies of both are smaller than the result, which is then written once.
+        elements = jnp.stack([e.reshape(length, batch) for e in positions])
+        y = jnp.einsum(
+            "pkn,pko->pno",
+            elements,
+            jnp.broadcast_to(weights[:, 0], (len(elements), length, outputs)),
+            precision=precision,
+        )
+        return y.reshape(*space, batch, outputs)
     results = []
-    for elements in _at_outputs(_pad(x, windows), windows):
+    for elements in positions:
         if groups == 1:
             # Without the axis of groups it is a plain product, not a batch of one.
             y = jnp.einsum(
@@ -314,7 +327,7 @@ def by_outputs(
                 precision=precision,
             )
         results.append(y.reshape(batch, outputs))
-    return jnp.stack(results).reshape(*(w.outputs for w in windows), batch, outputs)
+    return jnp.stack(results).reshape(*space, batch, outputs)
 
 
 def by_sums(x: jax.Array, kernel: jax.Array, windows: Sequence[Window]) -> jax.Array:
