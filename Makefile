@@ -7,7 +7,7 @@ PIP_INSTALL := $(PY) -m pip install -qq --disable-pip-version-check --editable
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: bench demo test test-all lint format clean help
+.PHONY: bench demo docs test test-all lint format clean help
 
 demo: $(VENV)/.demo ## train on the digits data with two replicas; draws digits_mirrored.png
 	$(PY) examples/digits_mirrored.py --replicas 2
@@ -21,6 +21,9 @@ test-all: lint ## all checks and all tests, compiled as they are for users
 bench: $(VENV)/.test ## steps beside other libraries, into benchmarks/results; takes an hour
 	$(VENV)/bin/replicax bench --output benchmarks/results --resume
 
+docs: $(VENV)/.docs ## the site, into site/; fails on broken links
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+
 lint: $(VENV)/.test ## style, types, spelling and file sizes; changes nothing
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
@@ -33,7 +36,7 @@ format: $(VENV)/.test ## format the code, and mend what ruff can mend
 	$(PY) -m ruff format .
 
 clean: ## remove .venv, caches, builds and the demo's pictures
-	rm -rf $(VENV) build dist .hypothesis .pytest_cache .ruff_cache digits_*.png
+	rm -rf $(VENV) build dist site .hypothesis .pytest_cache .ruff_cache digits_*.png
 	find src tests examples scripts -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help: ## this list
@@ -51,6 +54,11 @@ $(VENV)/.made:
 $(VENV)/.demo: $(VENV)/.made pyproject.toml
 	@echo 'Installing replicax into $(VENV); the first time takes a minute or two.'
 	$(PIP_INSTALL) '.[examples]'
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.made pyproject.toml
+	@echo 'Installing replicax into $(VENV); the first time takes a minute or two.'
+	$(PIP_INSTALL) '.[docs]'
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.made pyproject.toml

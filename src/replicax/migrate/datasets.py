@@ -69,6 +69,11 @@ class Group:
     unknown: list[cst.BaseExpression] = field(default_factory=list)
     foreign: list[cst.Call] = field(default_factory=list)
 
+    @property
+    def is_stream(self) -> bool:
+        """Whether a folder of images is among them, which Keras reads as a stream."""
+        return any(path in _FOLDERS for _, path in self.sources)
+
 
 class Datasets:
     """All datasets of a script.

@@ -15,6 +15,7 @@ from replicax.migrate.host import (
 from replicax.migrate.names import dotted
 from replicax.migrate.script import Script, Unported, walk
 from replicax.migrate.sources import KNOWN_SOURCES, source
+from replicax.migrate.streams import STREAM_RULES, Rule, receiver, stream_problem
 
 __all__ = ["MAPPED", "plan_pipelines"]
 
@@ -43,6 +44,14 @@ def _problem(script: Script, group: Group) -> tuple[cst.CSTNode, str] | None:
     for node, path in group.sources:
         if path not in KNOWN_SOURCES:
             return node, f"tf.{path} has no counterpart in Grain"
+    if group.is_stream:
+        calls = sorted(group.operators, key=script.line)
+        if problem := stream_problem(script, group.sources, calls):
+            return problem
+    return _operator_problem(script, group)
+
+
+def _operator_problem(script: Script, group: Group) -> tuple[cst.CSTNode, str] | None:
     repeated = False
     for call in sorted(group.operators, key=script.line):
         name = _method(call)
@@ -91,10 +100,11 @@ def _plan(script: Script, group: Group) -> None:
         if path in KNOWN_SOURCES and KNOWN_SOURCES[path] is not None:
             script.frozen.add(node.func)
             script.replacements[node] = source(script, node, path)
+    rules = {**MAPPED, **STREAM_RULES} if group.is_stream else MAPPED
     for call in group.operators:
         name = _method(call)
         _freeze_autotune(script, call)
-        script.replacements[call] = _replacement(script, call, MAPPED[name])
+        script.replacements[call] = _replacement(script, call, rules[name])
         if name == "map":
             function = argument(call.args, 0, "map_func")
             assert function is not None
@@ -115,7 +125,7 @@ def _note_other_uses(script: Script, function: cst.CSTNode, call: cst.Call) -> N
 
 
 def _replacement(
-    script: Script, call: cst.Call, rule: "_Rule"
+    script: Script, call: cst.Call, rule: Rule
 ) -> Callable[[cst.Call], cst.BaseExpression]:
     def replacement(updated: cst.Call) -> cst.BaseExpression:
         try:
@@ -148,13 +158,6 @@ def _freeze(script: Script, group: Group, where: cst.CSTNode, why: str) -> None:
 
 
 # The operators: each gets the script, the original call and the ported one.
-
-_Rule = Callable[[Script, cst.Call, cst.Call], cst.BaseExpression]
-
-
-def _receiver(updated: cst.Call) -> cst.BaseExpression:
-    assert isinstance(updated.func, cst.Attribute)
-    return updated.func.value
 
 
 def _map(script: Script, call: cst.Call, updated: cst.Call) -> cst.BaseExpression:
@@ -197,15 +200,15 @@ def _repeat(script: Script, call: cst.Call, updated: cst.Call) -> cst.BaseExpres
     return updated.with_changes(args=[cst.Arg(count.value)])
 
 
-def _dropped(what: str) -> _Rule:
+def _dropped(what: str) -> Rule:
     def rule(script: Script, call: cst.Call, updated: cst.Call) -> cst.BaseExpression:
         script.note(call, f".{_method(call)} is taken out: {what}")
-        return _receiver(updated)
+        return receiver(updated)
 
     return rule
 
 
-def _slice(before: bool) -> _Rule:
+def _slice(before: bool) -> Rule:
     def rule(script: Script, call: cst.Call, updated: cst.Call) -> cst.BaseExpression:
         count = argument(updated.args, 0, "count")
         if count is None:
@@ -214,7 +217,7 @@ def _slice(before: bool) -> _Rule:
             lower=None if before else count.value,
             upper=count.value if before else None,
         )
-        return cst.Subscript(_receiver(updated), [cst.SubscriptElement(part)])
+        return cst.Subscript(receiver(updated), [cst.SubscriptElement(part)])
 
     return rule
 
@@ -231,7 +234,7 @@ def _shard(script: Script, call: cst.Call, updated: cst.Call) -> cst.BaseExpress
         first_colon=cst.Colon(),
         second_colon=cst.Colon(),
     )
-    return cst.Subscript(_receiver(updated), [cst.SubscriptElement(part)])
+    return cst.Subscript(receiver(updated), [cst.SubscriptElement(part)])
 
 
 def _concatenate(
@@ -240,12 +243,12 @@ def _concatenate(
     other = argument(updated.args, 0, "dataset")
     if other is None:
         raise Unported("concatenate: its dataset was not found")
-    both = cst.List([cst.Element(_receiver(updated)), cst.Element(other.value)])
+    both = cst.List([cst.Element(receiver(updated)), cst.Element(other.value)])
     func = script.expression("grain.MapDataset.concatenate")
     return cst.Call(func, [cst.Arg(both)])
 
 
-MAPPED: dict[str, _Rule] = {
+MAPPED: dict[str, Rule] = {
     "map": _map,
     "batch": _batch,
     "shuffle": _shuffle,

@@ -109,17 +109,31 @@ def _is_list(script: Script, node: cst.BaseExpression) -> bool:
     """Whether a name was assigned a list."""
     if not isinstance(node, cst.Name):
         return False
-    for assignment in walk(script.module):
-        if isinstance(assignment, cst.Assign) and any(
-            isinstance(t.target, cst.Name) and t.target.value == node.value
-            for t in assignment.targets
-        ):
-            value = assignment.value
-            if isinstance(value, (cst.List, cst.ListComp)):
-                return True
-            if isinstance(value, cst.Call) and dotted(value.func) in _LISTS:
-                return True
-    return False
+    return any(
+        isinstance(target, cst.Name)
+        and target.value == node.value
+        and _makes_list(value)
+        for assignment in walk(script.module)
+        if isinstance(assignment, cst.Assign)
+        for each in assignment.targets
+        for target, value in _pairs(each.target, assignment.value)
+    )
+
+
+def _pairs(
+    target: cst.BaseExpression, value: cst.BaseExpression
+) -> list[tuple[cst.BaseExpression, cst.BaseExpression]]:
+    """What is assigned to what, also in `a, b = [], []`."""
+    if isinstance(target, (cst.Tuple, cst.List)) and isinstance(value, cst.Tuple):
+        parts = zip(target.elements, value.elements, strict=False)
+        return [(one.value, other.value) for one, other in parts]
+    return [(target, value)]
+
+
+def _makes_list(value: cst.BaseExpression) -> bool:
+    if isinstance(value, cst.Call):
+        return dotted(value.func) in _LISTS
+    return isinstance(value, (cst.List, cst.ListComp))
 
 
 KNOWN_SOURCES: dict[str, Callable[[Script, cst.Call], cst.BaseExpression] | None] = {

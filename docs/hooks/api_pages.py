@@ -1,0 +1,286 @@
+"""Pages of the API: which names stand on which page.
+
+A page is a heading and a line for each name; mkdocstrings reads the sources. A public
+name that stands on no page, or a page's name that is not public, is an error.
+"""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+SOURCES = Path(__file__).resolve().parents[2] / "src"
+
+STRATEGY = (
+    "scope",
+    "run",
+    "reduce",
+    "gather",
+    "experimental_local_results",
+    "experimental_distribute_dataset",
+    "distribute_datasets_from_function",
+    "experimental_distribute_values_from_function",
+    "experimental_make_numpy_dataset",
+    "num_replicas_in_sync",
+    "is_chief",
+    "check_replicas",
+)
+"""Methods of a strategy that scripts call; others are for the package itself."""
+
+MEMBERS = {
+    "Strategy": STRATEGY,
+    "MultiWorkerMirroredStrategy": (
+        "num_workers",
+        "task_type",
+        "task_id",
+        "synchronize_random_state",
+    ),
+    "CentralStorageStrategy": (),
+    "ParameterServerStrategy": (
+        "num_replicas_in_sync",
+        "is_chief",
+        "staleness",
+        "num_updates",
+    ),
+    "TPUStrategy": ("task_id",),
+    "ReplicaContext": (
+        "num_replicas_in_sync",
+        "replica_id_in_sync_group",
+        "all_reduce",
+        "all_gather",
+        "merge_call",
+    ),
+    "input.DistributedDataset": ("element_spec",),
+    "input.DistributedDatasetFromFunction": ("element_spec",),
+    "layers.Embedding": (),
+    "callbacks.Report": (),
+    "BackupAndRestore": (),
+}
+"""What is shown of a class whose other methods are for the package or for Keras."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Page:
+    """One page of the API.
+
+    Attributes:
+        title: Its heading.
+        text: What the names have in common.
+        names: Names below `replicax`; `module.*` stands for all names of a module.
+    """
+
+    title: str
+    text: str
+    names: tuple[str, ...]
+
+
+PAGES = {
+    "strategies.md": Page(
+        title="Strategies",
+        text="Each strategy has the methods of `Strategy`, which come first.",
+        names=(
+            "Strategy",
+            "OneDeviceStrategy",
+            "MirroredStrategy",
+            "MultiWorkerMirroredStrategy",
+            "CentralStorageStrategy",
+            "ParameterServerStrategy",
+            "TPUStrategy",
+            "FullyShardedStrategy",
+            "ModelParallelStrategy",
+            "layout_maps.*",
+            "experimental.MultiWorkerMirroredStrategy",
+        ),
+    ),
+    "steps.md": Page(
+        title="Steps",
+        text="What is used inside a replica function, and what `run` returns.",
+        names=(
+            "get_replica_context",
+            "ReplicaContext",
+            "GradientTape",
+            "value_and_grad",
+            "compute_average_loss",
+            "scale_regularization_loss",
+            "PerReplica",
+            "ReduceOp",
+            "get_strategy",
+            "has_strategy",
+            "in_cross_replica_context",
+            "schedules.LinearScalingWarmup",
+        ),
+    ),
+    "input.md": Page(
+        title="Input",
+        text="Datasets, and how replicas and workers divide them.",
+        names=("InputContext", "AutoShardPolicy", "FileDataset", "input.*"),
+    ),
+    "gradients.md": Page(
+        title="How gradients travel",
+        text="Cross-device operations and their options.",
+        names=(
+            "CrossDeviceOps",
+            "NcclAllReduce",
+            "HierarchicalCopyAllReduce",
+            "ReductionToOneDevice",
+            "CommunicationOptions",
+            "CollectiveCommunication",
+        ),
+    ),
+    "clusters.md": Page(
+        title="Clusters",
+        text="Who takes part, on which machines and devices.",
+        names=(
+            "ClusterSpec",
+            "cluster_resolver.*",
+            "set_logical_devices",
+            "config.experimental_connect_to_cluster",
+            "tpu.experimental.*",
+        ),
+    ),
+    "parameter-servers.md": Page(
+        title="Parameter servers",
+        text="The coordinator, how variables are cut, and large embeddings.",
+        names=(
+            "ClusterCoordinator",
+            "RemoteValue",
+            "PerWorkerValues",
+            "experimental.partitioners.*",
+            "layers.Embedding",
+            "layers.RowSource",
+        ),
+    ),
+    "checkpoints.md": Page(
+        title="Checkpoints and reports",
+        text="What outlives a process.",
+        names=(
+            "Checkpoint",
+            "CheckpointManager",
+            "RestoreStatus",
+            "latest_checkpoint",
+            "BackupAndRestore",
+            "SidecarEvaluator",
+            "experimental.PreemptionCheckpointHandler",
+            "callbacks.Report",
+        ),
+    ),
+    "plans.md": Page(
+        title="Plans",
+        text="A training step on other hardware.",
+        names=("plan.*",),
+    ),
+    "estimator.md": Page(
+        title="Estimators",
+        text="`rx.estimator`, in the shape of `tf.estimator`.",
+        names=("estimator.*", "estimator.experimental.*"),
+    ),
+    "feature-columns.md": Page(
+        title="Feature columns",
+        text="`rx.feature_column`, in the shape of `tf.feature_column`.",
+        names=("feature_column.*",),
+    ),
+    "testing.md": Page(
+        title="Testing",
+        text="`rx.testing`: clusters on one machine, in tests.",
+        names=("testing.*",),
+    ),
+    "errors.md": Page(
+        title="Errors",
+        text="Each is a builtin exception as well.",
+        names=(
+            "CheckpointError",
+            "ClosureCancelledError",
+            "ClosureError",
+            "ClusterConfigError",
+            "ClusterError",
+            "ClusterMismatchError",
+            "ContextError",
+            "DeviceError",
+            "DivergenceError",
+            "InputError",
+            "InternalError",
+        ),
+    ),
+}
+"""The pages, by file name."""
+
+
+def module_file(module: str) -> Path:
+    """The file of a module or package below `replicax`."""
+    path = (
+        SOURCES.joinpath("replicax", *module.split("."))
+        if module
+        else (SOURCES / "replicax")
+    )
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def public_names(module: str) -> list[str]:
+    """A module's `__all__`, read without importing anything.
+
+    Raises:
+        ValueError: If it has none.
+    """
+    file = module_file(module)
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return list(ast.literal_eval(node.value))
+    raise ValueError(f"api_pages: {file} has no __all__; expected a list of names.")
+
+
+# These are packages' parts, shown under their own names, or no names to call.
+_ELSEWHERE = {
+    "estimator": ("experimental",),
+    "layout_maps": ("largest_axis", "matches_nothing", "rule"),
+    "input": ("AutoShardPolicy", "FileDataset", "InputContext", "Remainder", "Share",
+              "Split", "batches", "prefetch", "split_global_batch"),
+}  # fmt: skip
+_MODULES = {"experimental.partitioners": "partitioners"}
+
+
+def expanded(names: tuple[str, ...]) -> Iterator[str]:
+    """The names, those of `module.*` one by one."""
+    for name in names:
+        module, star, _ = name.partition(".*")
+        if not star:
+            yield name
+            continue
+        for part in public_names(_MODULES.get(module, module)):
+            if part not in _ELSEWHERE.get(module, ()):
+                yield f"{module}.{part}"
+
+
+def entry(name: str) -> str:
+    """The lines that ask for a name's documentation."""
+    lines = [f"::: replicax.{name}"]
+    members = MEMBERS.get(name)
+    if members == ():
+        lines.append("    options:\n      members: []")
+    elif members:
+        shown = "".join(f"\n        - {member}" for member in members)
+        lines.append(
+            f"    options:\n      inherited_members: true\n      members:{shown}"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def pages() -> dict[str, str]:
+    """File names and Markdown of all pages.
+
+    Raises:
+        ValueError: If a public name stands on no page, or a page has another.
+    """
+    wanted = set(public_names(""))
+    shown = [name for page in PAGES.values() for name in page.names]
+    missing = sorted(wanted - {name.partition(".")[0] for name in shown} - {"losses"})
+    unknown = sorted(n for n in shown if n.partition(".")[0] not in wanted)
+    if missing or unknown:
+        raise ValueError(
+            f"api_pages: pages and replicax.__all__ differ; on no page: {missing}; not "
+            f"public: {unknown}. Put each name on a page of PAGES."
+        )
+    return {
+        file: f"# {page.title}\n\n{page.text}\n\n"
+        + "\n".join(entry(name) for name in expanded(page.names))
+        for file, page in PAGES.items()
+    }

@@ -1,0 +1,160 @@
+"""Write docs/seeds.md: each program of the seeds, ported, run, and what it has shown.
+
+    JAX_PLATFORMS=cpu python scripts/seeds_table.py             # all, some minutes
+    JAX_PLATFORMS=cpu python scripts/seeds_table.py 003 002_tpu # those that begin so
+
+Rows of programs that are not run keep the results of the page.
+"""
+
+import argparse
+import functools
+import os
+import re
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "src")]
+os.environ.setdefault("REPLICAX_COMPILATION_CACHE", "off")
+
+from tests.seeds.blocks import PROGRAMS  # noqa: E402
+from tests.seeds.blocks_program import (  # noqa: E402
+    Machines,
+    Planned,
+    Process,
+    Program,
+    Tasks,
+)
+from tests.seeds.blocks_run import check, migrate, start  # noqa: E402
+from tests.seeds.blocks_source import Counts, counts  # noqa: E402
+
+PAGE = ROOT / "docs" / "seeds.md"
+DATA = ROOT.parent / "shared" / "data"
+NOT_RUN = "not run"
+
+HEADER = """\
+# Programs of the texts that replicax began with
+
+replicax began with five texts about `tf.distribute`: notes (000), a chapter of a
+handbook (001), TensorFlow's guide (002) and two articles (003, 004). This page lists
+every program in them. Each is the code as its author wrote it, in
+[`tests/seeds/blocks`](../tests/seeds/blocks), ported by
+[`replicax migrate`](migrate.md) with nothing left to do by hand, and run.
+
+`python scripts/seeds_table.py` writes this page; `tests/seeds/test_blocks.py` runs the
+same programs as tests.
+
+- **lines**: of the author's blocks, without empty ones. **ported**: how many of them
+  the command changed or took out. **repaired**: lines that are broken in the text, such
+  as `model.complie`; beside each repaired line stands what it was.
+- What a text presupposes, such as `train_dataset`, stands in preludes, and what it says
+  in words only, such as a last `fit`, in codas. They are written for TensorFlow too and
+  ported with the blocks. Line breaks and indentation that a text has lost are back.
+- Where a text has GPUs and the machine has none, the error is the expected one. With a
+  list of devices the program runs a second time, with CPU devices in their place.
+- Epochs are as many as in the text, and batches as large where it says how large, but
+  an epoch has few examples: MobileNetV2 gets one batch of 64 photos, ResNets two of 4
+  digits. Both see 224x224 pixels, as in the texts. Other data are digits and patients
+  that come with scikit-learn, and the guide's own ones. So the losses show that a
+  program trains, not how well it would.
+- Seed 001 includes its program from a file that the text has not: its two MobileNetV2
+  programs are written from its description, and have the author's lines around them.
+  Their batches have 64 images, as in its first table; 256 on four devices is not run.
+
+Losses are the first and the last epoch's, all on CPU devices of one machine with two
+cores. Programs for TPUs are compiled by the TPU compiler and not run.
+
+"""
+COLUMNS = (
+    "program",
+    "section of the text",
+    "blocks",
+    "strategy",
+    "lines",
+    "ported",
+    "repaired",
+    "run as",
+    "result",
+)
+
+_ROW = re.compile(r"^\| `(?P<name>\d\d\d_\w+)` \|.*\| (?P<result>[^|]*) \|$", re.M)
+
+
+@functools.cache
+def lines_of(program_name: str) -> Counts:
+    """How many lines the program's blocks have, and how many are changed."""
+    (program,) = (p for p in PROGRAMS if p.name == program_name)
+    with tempfile.TemporaryDirectory() as folder:
+        ported = migrate(program, Path(folder)).read_text(encoding="utf-8")
+    return counts(program, ported)
+
+
+def row(program: Program, result: str) -> str:
+    """The row of a program in the page."""
+    lines = lines_of(program.name)
+    blocks = ", ".join(f"`{block}`" for block in program.blocks)
+    cells = [f"`{program.name}`", program.title, blocks, f"`{program.strategy}`"]
+    cells += [str(lines.source), str(lines.changed), str(lines.repaired)]
+    return f"| {' | '.join([*cells, how(program), result])} |\n"
+
+
+def how(program: Program) -> str:
+    """How a program is started."""
+    match program.run:
+        case Process(num_devices):
+            return f"process, {num_devices} devices"
+        case Tasks(workers, ps):
+            servers = f" --ps {ps}" if ps else ""
+            return f"`replicax run --workers {workers}{servers}`"
+        case Machines(addresses):
+            return f"{len(addresses)} processes with their own `TF_CONFIG`"
+        case Planned(topology):
+            return f"`replicax plan --topology {topology}`"
+
+
+def run(program: Program) -> tuple[str, bool]:
+    """What a run of the program has shown, and whether it is what is expected."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            script = migrate(program, Path(folder))
+            return check(program, start(program, script, DATA)), True
+        except (AssertionError, TimeoutError) as error:
+            print(error, file=sys.stderr, flush=True)
+            return "**failed**", False
+
+
+def main() -> int:
+    """Run the programs that are asked for and write the page; the exit status."""
+    parser = argparse.ArgumentParser(description="Write docs/seeds.md.")
+    parser.add_argument("names", nargs="*", help="how the programs' names begin")
+    names = tuple(parser.parse_args().names)
+    page = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
+    results = {match["name"]: match["result"] for match in _ROW.finditer(page)}
+    is_whole = True
+    for program in PROGRAMS:
+        if names and not program.name.startswith(names):
+            continue
+        if program.data and not (DATA / program.data).is_dir():
+            print(f"{program.name}: the folder {program.data} is not here", flush=True)
+            continue
+        begin = time.monotonic()
+        results[program.name], is_expected = run(program)
+        is_whole &= is_expected
+        seconds = time.monotonic() - begin
+        print(f"{program.name}: {results[program.name]} ({seconds:.0f} s)", flush=True)
+        write(results)
+    write(results)
+    return 0 if is_whole else 1
+
+
+def write(results: dict[str, str]) -> None:
+    """Write the page."""
+    head = f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}\n"
+    rows = [row(program, results.get(program.name, NOT_RUN)) for program in PROGRAMS]
+    PAGE.write_text(HEADER + head + "".join(rows), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
