@@ -2,14 +2,16 @@
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 
 from replicax.cluster.attempt import ATTEMPT
 from replicax.keras.resume import LateCallback
 from replicax.rehearsal import current_rehearsal
-from replicax.report.session import FitReport
+
+if TYPE_CHECKING:
+    from replicax.report.session import FitReport
 
 __all__ = ["Report", "with_report"]
 
@@ -72,6 +74,9 @@ class Report(LateCallback):
         """
         if current_rehearsal() is not None:
             return  # Nothing is trained, and an older page is to stay.
+        # Here, as what draws pages need not be loaded by those who ask for none.
+        from replicax.report.session import FitReport
+
         model: Any = self.model
         session = model._replicax_fit
         if session.recorder is not None:

@@ -78,24 +78,13 @@ def test_a_browser_draws_it(width: int, tmp_path: Path) -> None:
     ]
     page, picture = tmp_path / "report.html", tmp_path / "report.png"
     page.write_text(page_of(Run(workers=workers, missing=[])), encoding="utf-8")
-    assert BROWSER is not None
-    process = subprocess.run(
-        [
-            BROWSER,
-            "--headless",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--hide-scrollbars",
-            "--force-device-scale-factor=1",
-            f"--user-data-dir={tmp_path / 'profile'}",
-            f"--window-size={width},1200",
-            f"--screenshot={picture}",
-            page.as_uri(),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+    process = browse(
+        tmp_path,
+        "--hide-scrollbars",
+        "--force-device-scale-factor=1",
+        f"--window-size={width},1200",
+        f"--screenshot={picture}",
+        page.as_uri(),
     )
     assert picture.exists(), process.stderr
     found_width, height, rows = pixels(picture)
@@ -125,28 +114,33 @@ def test_the_monitors_page_follows_in_a_browser(tmp_path: Path) -> None:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:
-            assert BROWSER is not None
-            process = subprocess.run(
-                [
-                    BROWSER,
-                    "--headless",
-                    "--no-sandbox",
-                    "--disable-gpu",
-                    f"--user-data-dir={tmp_path / 'profile'}",
-                    "--virtual-time-budget=10000",
-                    "--dump-dom",
-                    server.url,
-                ],
-                capture_output=True,
-                text=True,
-                timeout=120,
-                check=False,
+            process = browse(
+                tmp_path, "--virtual-time-budget=10000", "--dump-dom", server.url
             )
         finally:
             server.shutdown()
             thread.join(timeout=10)
     assert "Training report: digits" in process.stdout, process.stderr
     assert "Numbers" in process.stdout  # That was not there at first.
+
+
+def browse(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """What a browser without a window, with a profile in `folder`, did and printed."""
+    assert BROWSER is not None
+    return subprocess.run(
+        [
+            BROWSER,
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            f"--user-data-dir={folder / 'profile'}",
+            *arguments,
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
 
 
 def columns_of(row: bytes, color: tuple[int, int, int]) -> list[int]:

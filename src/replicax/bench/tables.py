@@ -96,11 +96,7 @@ def _summary(groups: Sequence[Mapping[str, Any]], layout: Layout) -> list[str]:
     )
     if not chosen:
         return []
-    lines = [
-        "",
-        f"| {LAYOUTS[layout]} | " + " | ".join(f"({case})" for case in chosen) + " |",
-        "|---|" + "---|" * len(chosen),
-    ]
+    rows = []
     for name in names:
         ratios = [
             f"{ratio_of(entries[name]['seconds'], entries[_OURS]['seconds'])[0]:.2f}"
@@ -108,8 +104,9 @@ def _summary(groups: Sequence[Mapping[str, Any]], layout: Layout) -> list[str]:
             else ""
             for entries in chosen.values()
         ]
-        lines.append(f"| {name} | " + " | ".join(ratios) + " |")
-    return lines
+        rows.append([name, *ratios])
+    columns = [LAYOUTS[layout], *(f"({case})" for case in chosen)]
+    return ["", *_table(columns, rows)]
 
 
 def _machines(groups: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -141,19 +138,21 @@ def _versions(group: Mapping[str, Any]) -> str:
 
 
 def _target_lines(found: Sequence[Figure]) -> list[str]:
-    lines = [
-        "| target | case | ours | beside | bound | measured | met |",
-        "|---|---|---|---|---|---|---|",
+    columns = ["target", "case", "ours", "beside", "bound", "measured", "met"]
+    rows = [
+        [
+            figure.target.title,
+            figure.case,
+            figure.ours,
+            figure.theirs,
+            f"{'≤' if figure.target.at_most else '≥'} "
+            f"{figure.target.cases[figure.case]}",
+            _ratio(figure.ratio),
+            "yes" if figure.is_met else "**no**",
+        ]
+        for figure in found
     ]
-    for figure in found:
-        target = figure.target
-        sign = "≤" if target.at_most else "≥"
-        lines.append(
-            f"| {target.title} | {figure.case} | {figure.ours} | {figure.theirs} | "
-            f"{sign} {target.cases[figure.case]} | {_ratio(figure.ratio)} | "
-            f"{'yes' if figure.is_met else '**no**'} |"
-        )
-    return lines
+    return _table(columns, rows)
 
 
 def _ratio(ratio: tuple[float, float, float]) -> str:
@@ -165,23 +164,24 @@ def _ratio(ratio: tuple[float, float, float]) -> str:
 
 def _group_lines(group: Mapping[str, Any]) -> list[str]:
     reference = group["entries"][_REFERENCE]
+    rows = [
+        {
+            "entry": name,
+            "ms per step": f"{1000 * statistics.median(entry['seconds']):.4g}",
+            "of bare JAX": _ratio(ratio_of(entry["seconds"], reference["seconds"])),
+            **_throughput(group, entry),
+            "first step s": f"{entry['first_step_seconds']:.1f}",
+            **_memory(group, entry),
+            "loss": f"{entry['losses'][-1]:.4f}",
+        }
+        for name, entry in group["entries"].items()
+    ]
     lines = [
         f"### ({group['case']}) {group['title']}, global batch {group['batch']}",
         "",
         f"{group['rounds']} rounds of {group['steps']} steps.",
         "",
-        *_rows(
-            {
-                "entry": name,
-                "ms per step": f"{1000 * statistics.median(entry['seconds']):.4g}",
-                "of bare JAX": _ratio(ratio_of(entry["seconds"], reference["seconds"])),
-                **_throughput(group, entry),
-                "first step s": f"{entry['first_step_seconds']:.1f}",
-                **_memory(group, entry),
-                "loss": f"{entry['losses'][-1]:.4f}",
-            }
-            for name, entry in group["entries"].items()
-        ),
+        *_table(list(rows[0]), [list(row.values()) for row in rows]),
     ]
     for name, off in disagreeing(group).items():
         lines += ["", f"{name} computes something else: {off}."]
@@ -190,13 +190,11 @@ def _group_lines(group: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _rows(rows: Iterable[Mapping[str, str]]) -> list[str]:
-    """A table of rows with the same columns."""
-    rows = list(rows)
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return [
-        f"| {' | '.join(rows[0])} |",
-        "|---" * len(rows[0]) + "|",
-        *(f"| {' | '.join(row.values())} |" for row in rows),
+        f"| {' | '.join(columns)} |",
+        "|---" * len(columns) + "|",
+        *(f"| {' | '.join(row)} |" for row in rows),
     ]
 
 

@@ -174,8 +174,9 @@ broadcast_to | input shape name | np.broadcast_to | array shape -
 """
 _HOST_UNARY = {
     **{
-        name: name
-        for name in [
+        prefix + name: name
+        for prefix in ("", "math.")
+        for name in (
             "abs",
             "sqrt",
             "square",
@@ -186,30 +187,18 @@ _HOST_UNARY = {
             "tanh",
             "floor",
             "sign",
-        ]
-    },
-    **{
-        f"math.{name}": name
-        for name in [
-            "abs",
-            "sqrt",
-            "square",
-            "exp",
-            "log",
-            "sin",
-            "cos",
-            "tanh",
-            "floor",
-            "sign",
-        ]
+        )
     },
     "math.log1p": "log1p",
     "math.ceil": "ceil",
     "round": "round",
 }
 _HOST_BINARY = {
-    **{name: name for name in ["add", "subtract", "multiply", "divide"]},
-    **{f"math.{name}": name for name in ["add", "subtract", "multiply", "divide"]},
+    **{
+        prefix + name: name
+        for prefix in ("", "math.")
+        for name in ("add", "subtract", "multiply", "divide")
+    },
     **{name: name for name in ["maximum", "minimum", "equal", "less", "greater"]},
     "pow": "power",
     "math.pow": "power",

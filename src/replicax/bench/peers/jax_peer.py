@@ -137,5 +137,5 @@ if __name__ == "__main__":
         train,
         resident=resident,
         wait=lambda: jax.block_until_ready(state) if protocol.ACCELERATED else None,
-        device_peak=lambda: protocol.device_peak_bytes(jax.local_devices()[0]),
+        device_peak=protocol.jax_peak_bytes,
     )

@@ -8,17 +8,17 @@ take turns on the same machine.
 import json
 import os
 import resource
+import string
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from cases import case_of
 
 CASE = case_of(os.environ["BENCH_CASE"], os.environ.get("BENCH_TINY") == "1")
 LOOP = os.environ.get("BENCH_LOOP", "custom")  # or "fit", "fit32"
-STEPS_PER_CALL = int(LOOP.strip("abcdefghijklmnopqrstuvwxyz") or 1)
+STEPS_PER_CALL = int(LOOP.lstrip(string.ascii_lowercase) or 1)
 PLATFORM = os.environ.get("BENCH_PLATFORM", "cpu")  # or "cuda"
 # Loops of one's own have their data on the device, and torch compiles.
 ACCELERATED = os.environ.get("BENCH_ACCELERATED") == "1"
@@ -52,9 +52,11 @@ def resident_bytes() -> int:
         return int(stream.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def device_peak_bytes(device: Any) -> int:
-    """The largest memory so far of a JAX device; 0 for a CPU, which does not say."""
-    stats = device.memory_stats()
+def jax_peak_bytes() -> int:
+    """The largest memory so far of JAX' device; 0 for a CPU, which does not say."""
+    import jax  # Not every peer has it.
+
+    stats = jax.local_devices()[0].memory_stats()
     return stats["peak_bytes_in_use"] if stats else 0
 
 

@@ -97,5 +97,5 @@ protocol.serve(
     prepare,
     resident,
     wait,
-    lambda: protocol.device_peak_bytes(jax.local_devices()[0]),
+    protocol.jax_peak_bytes,
 )
