@@ -1,6 +1,8 @@
 """How often programs are compiled, and how often they are called."""
 
+import jax.numpy as jnp
 import keras
+import numpy as np
 import pytest
 from jax import monitoring
 from keras import layers
@@ -77,6 +79,33 @@ def test_batches_that_differ_in_an_execution(digits, outcome, assert_same):
 
     expected = outcome(lambda: work(1), 4)
     assert_same(outcome(lambda: work(2), 4), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("array_of", [np.asarray, jnp.asarray])
+@pytest.mark.parametrize("shuffle", [False, True, "batch"])
+def test_an_execution_has_the_rows_that_keras_would_take(
+    digits, outcome, assert_same, shuffle, array_of
+):
+    """Cut out of the arrays together: 16 batches of 6 rows in fives, and one of 5."""
+    x, y = (array_of(a[:101]) for a in digits)
+    halves = {"left": x[:, :32], "right": x[:, 32:]}
+
+    def work(steps_per_execution):
+        inputs = {name: keras.Input((32,), name=name) for name in halves}
+        joined = layers.Concatenate()(list(inputs.values()))
+        model = keras.Model(inputs, layers.Dense(10)(joined))
+        model.compile(
+            keras.optimizers.SGD(0.5),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            steps_per_execution=steps_per_execution,
+        )
+        weights = array_of(np.linspace(0.5, 2, 101, dtype="float32"))
+        model.fit(
+            halves, y, 6, epochs=2, sample_weight=weights, shuffle=shuffle, verbose=0
+        )
+        return model.get_weights()
+
+    assert_same(outcome(lambda: work(5), 2), outcome(lambda: work(1), 0))
 
 
 class Compilations:

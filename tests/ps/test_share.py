@@ -38,7 +38,6 @@ def test_a_batch_with_fewer_rows_than_parts_is_refused():
 def test_own_data_is_taken_whole(num_parts):
     share = ServedShare(1, 3, num_parts)
     assert list(share.in_step(iter([1, 2, 3]), same_data=False, name="x")) == [1, 2, 3]
-    assert list(share.of_keras(iter([1, 2]), 2)) == [1, 2]
 
 
 def test_files_are_divided_between_all_workers():

@@ -7,6 +7,8 @@ masks, batch statistics).
 """
 
 import contextlib
+import tempfile
+from pathlib import Path
 
 import grain
 import jax
@@ -157,6 +159,22 @@ def generators():
     }
 
 
+def images_of_a_folder():
+    """Keras reads and resizes them on the CPU, which is to be the worker's own."""
+    with tempfile.TemporaryDirectory() as folder:
+        for index, row in enumerate(X[:48]):
+            file = Path(folder, str(index % 3), f"{index}.png")
+            file.parent.mkdir(exist_ok=True)
+            pixels = np.tile(row, 24).reshape(4, 12, 3)
+            keras.utils.save_img(file, pixels, scale=True)
+        data = keras.utils.image_dataset_from_directory(
+            folder, image_size=(1, 2), batch_size=12, seed=3, verbose=0, format="grain"
+        )
+        rows = data.map(lambda b: (np.asarray(b[0]).reshape(-1, 6) / 255, b[1]))
+        model = classifier("sgd")
+        return outcome(model, model.fit(rows, epochs=2, shuffle=False, verbose=0))
+
+
 def dropout_and_replica_statistics():
     model = classifier("sgd", layers.BatchNormalization(), layers.Dropout(0.5))
     history = model.fit(X[:56], Y[:56], batch_size=8, epochs=2, verbose=0)
@@ -171,6 +189,7 @@ AS_ONE_DEVICE = [
     a_shuffled_py_dataset,
     a_grain_dataset,
     generators,
+    images_of_a_folder,
 ]
 AS_FOUR_REPLICAS = [dropout_and_replica_statistics]
 SOME = [adam_with_all_that_fit_takes, dropout_and_replica_statistics]

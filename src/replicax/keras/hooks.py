@@ -24,6 +24,7 @@ none where servers keep them |
 | `losses.loss.{reduce_values,apply_mask}` | global means of losses |
 | `BatchNormalization.__init__`, `nn.moments` | `synchronized=True` |
 | `BatchNormalization.add_weight` | moving statistics are averaged over the replicas |
+| `distribution_lib._to_backend_device` | "cpu" is this worker's, not the first one's |
 
 Tested with Keras 3.14 to 3.15.
 """
@@ -40,6 +41,7 @@ import jax.numpy as jnp
 import numpy as np
 from keras.src.backend.common import KerasVariable
 from keras.src.backend.common import variables as variables_module
+from keras.src.backend.jax import distribution_lib
 from keras.src.backend.jax import nn as jax_nn
 from keras.src.backend.jax import random as keras_random
 from keras.src.backend.jax import trainer as jax_trainer
@@ -61,6 +63,8 @@ from replicax.keras.adapters import (
     with_adapters,
 )
 from replicax.keras.internals import (
+    batch_of,
+    cut_late,
     is_array_adapter,
     layout_of,
     set_initial_epoch,
@@ -139,6 +143,7 @@ def install() -> None:
     _wrap(BatchNormalization, "__init__", _init_batch_normalization)
     _wrap(BatchNormalization, "add_weight", _add_batch_statistic)
     _wrap(jax_nn, "moments", _moments)
+    _wrap(distribution_lib, "_to_backend_device", _to_backend_device)
 
 
 def _wrap(owner: Any, name: str, hook: Callable[..., Any]) -> None:
@@ -334,14 +339,19 @@ def _compute_loss_and_updates(
 def _get_iterator(original: Any, epoch_iterator: Any) -> Any:
     strategy = current_strategy()
     recorder = getattr(epoch_iterator, "replicax_recorder", None)
+    adapter = epoch_iterator.data_adapter
     if strategy is None:
         source = original(epoch_iterator)
         return source if recorder is None else TimedBatches(source, recorder)
-    adapter = epoch_iterator.data_adapter
+    cut_late(adapter)
     source = adapter.get_jax_iterator()
     local = isinstance(adapter, DistributedAdapter)
-    if not local:  # A distributed dataset's workers are in step already.
-        source = strategy.share.of_keras(source, fixed_number_of_batches(adapter))
+    if not local and strategy.share.count > 1:
+        # A distributed dataset's workers are in step already, and those of parameter
+        # servers evaluate and predict each by itself.
+        source = strategy.share.of_keras(
+            map(batch_of, source), fixed_number_of_batches(adapter)
+        )
     return batches.BatchIterator(
         source,
         strategy.group,
@@ -388,3 +398,11 @@ def _moments(
     if synchronized and context is not None:
         return reductions.synchronized_moments(context, mean, variance)
     return mean, variance
+
+
+def _to_backend_device(original: Any, device_name: Any) -> Any:
+    # Keras takes the first device of a kind in the whole cluster. Where data are made
+    # (`keras.device("cpu")`, images by Grain), that would be another worker's memory.
+    if isinstance(device_name, str) and ":" not in device_name:
+        return jax.local_devices(backend=device_name)[0]
+    return original(device_name)

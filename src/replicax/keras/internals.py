@@ -4,10 +4,14 @@ Tested with Keras 3.14 to 3.15. Everything that a new Keras may move is in this 
 in `hooks.py`.
 """
 
+import functools
+import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import keras
+import numpy as np
 from keras.src.backend.common.global_state import get_global_attribute
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.random.seed_generator import (
@@ -19,9 +23,11 @@ from keras.src.utils.naming import to_snake_case
 
 __all__ = [
     "CALLBACK_STATE",
+    "Rows",
     "add_steps_seen",
-    "array_batches",
+    "batch_of",
     "current_scope",
+    "cut_late",
     "dataset_with_epochs",
     "described",
     "has_value",
@@ -173,27 +179,69 @@ def is_array_adapter(adapter: Any) -> bool:
     return isinstance(adapter, ArrayDataAdapter)
 
 
-def array_batches(
-    adapter: Any, batches: Callable[[], Any], is_wanted: Callable[[], bool]
-) -> Iterator[Any]:
-    """The batches of arrays in memory; while `is_wanted()` is false, nothing is sliced.
+class Rows:
+    """A batch of arrays in memory, which is cut out of them when somebody needs it.
 
-    `batches` is the adapter's own `get_jax_iterator`. Random numbers are drawn either
-    way.
+    Args:
+        cut: Cuts a batch of these indices out, as Keras would.
+        indices: Of its rows: `[B]`, or a slice.
     """
+
+    __slots__ = ("_cut", "indices")
+
+    def __init__(self, cut: Callable[[Any], Any], indices: Any) -> None:
+        self._cut = cut
+        self.indices = indices
+
+    def __len__(self) -> int:
+        if isinstance(self.indices, slice):
+            return self.indices.stop - self.indices.start
+        return len(self.indices)
+
+    def batch(self) -> Any:
+        """The batch."""
+        return self._cut(self.indices)
+
+    def joined(self, others: Sequence["Rows"]) -> "Rows | None":
+        """The rows of this and other batches of the same arrays as one batch.
+
+        None if they are slices that do not follow each other.
+        """
+        everything = [self.indices, *(rows.indices for rows in others)]
+        if not isinstance(self.indices, slice):
+            return Rows(self._cut, np.concatenate(everything))
+        for one, following in itertools.pairwise(everything):
+            if one.stop != following.start:
+                return None
+        return Rows(self._cut, slice(self.indices.start, everything[-1].stop))
+
+
+def cut_late(adapter: Any) -> None:
+    """Have the adapter of arrays in memory give `Rows` in place of batches.
+
+    Random numbers are drawn as before. Nothing happens to other adapters.
+    """
+    if not is_array_adapter(adapter) or "_get_iterator" in vars(adapter):
+        return
     make = adapter._get_iterator
 
-    def make_some(slice_and_convert: Callable[..., Any], inputs: Any) -> Any:
-        def slice_if_wanted(x: Any, indices: Any = None) -> Any:
-            return slice_and_convert(x, indices=indices) if is_wanted() else None
+    def make_rows(slice_and_convert: Callable[..., Any], inputs: Any) -> Any:
+        def cut(indices: Any) -> Any:
+            return keras.tree.map_structure(
+                functools.partial(slice_and_convert, indices=indices),
+                inputs,
+                none_is_leaf=False,
+            )
 
-        return make(slice_if_wanted, inputs)
+        # To Keras a tree of one leaf, which is quick to map.
+        return make(lambda leaf, indices: Rows(cut, indices), 0)
 
-    adapter._get_iterator = make_some
-    try:
-        return batches()
-    finally:
-        del adapter._get_iterator
+    adapter._get_iterator = make_rows
+
+
+def batch_of(batch: Any) -> Any:
+    """A batch that may be `Rows`."""
+    return batch.batch() if isinstance(batch, Rows) else batch
 
 
 def makes_batches_ahead(adapter: Any) -> bool:

@@ -19,6 +19,7 @@ import numpy as np
 
 from replicax.keras import internals
 from replicax.report.recorder import Recorder
+from replicax.scope import current_strategy
 
 __all__ = [
     "FitSession",
@@ -120,6 +121,7 @@ class TrackedData:
 
     def __init__(self, epoch_iterator: Any) -> None:
         self.adapter = adapter = epoch_iterator.data_adapter
+        internals.cut_late(adapter)
         self.pending: Position | None = None
         self.consumed = 0
         self.source: Callable[[], Any] = adapter.get_jax_iterator
@@ -263,9 +265,9 @@ class _Stream:
     def __next__(self) -> Any:
         if self._source is None:
             self._source = self._open()
-        if self._ahead:
-            return self._ahead.popleft()
-        return self._draw(self._source)
+        batch = self._ahead.popleft() if self._ahead else self._draw(self._source)
+        # Without a strategy it is Keras that takes it.
+        return internals.batch_of(batch) if current_strategy() is None else batch
 
     def has_more(self) -> bool:
         if not self._ahead and self._source is not None:
@@ -300,18 +302,15 @@ class _Stream:
 
 def _skipping(data: TrackedData, number: int) -> Iterator[Any]:
     """The batches of an iteration after the first `number`."""
-    if internals.is_array_adapter(data.adapter):
-        wanted = False
-        source = internals.array_batches(data.adapter, data.source, lambda: wanted)
-        _drop(source, number)
-        wanted = True
-        return source
     source = data.source()
     grain = sys.modules.get("grain")
     if grain is not None and isinstance(source, grain.MapDataset):
         return iter(source[number:])
     source = iter(source)
-    _logger.info("fit: reading %d batches again to get to where training was.", number)
+    if not internals.is_array_adapter(data.adapter):  # Of arrays nothing is read.
+        _logger.info(
+            "fit: reading %d batches again to get to where training was.", number
+        )
     _drop(source, number)
     return source
 

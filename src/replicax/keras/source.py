@@ -16,10 +16,9 @@ class Source:
     """
 
     def __init__(self, adapter: Any) -> None:
+        internals.cut_late(adapter)  # Most batches are passed by.
         self._adapter = adapter
-        self._is_array = internals.is_array_adapter(adapter)
         self._last: tuple[int, Any] = (-1, None)
-        self._wanted = True
         self._next = 0
         self._batches: Iterator[Any] | None = None
 
@@ -28,12 +27,13 @@ class Source:
         if index == self._last[0]:
             return self._last[1]  # Another part of the same step.
         if self._batches is None:
-            self._batches = self._open()
+            self._batches = iter(self._adapter.get_jax_iterator())
         while True:
-            batch = self._take(index)
+            batch = next(self._batches)
+            self._next += 1
             if self._next > index:
-                self._last = index, batch
-                return batch
+                self._last = index, internals.batch_of(batch)
+                return self._last[1]
 
     def any(self) -> Any:
         """Some batch; None: there is none left."""
@@ -49,17 +49,3 @@ class Source:
             return self.at(self._next)
         except StopIteration:
             return None
-
-    def _take(self, index: int) -> Any:
-        assert self._batches is not None
-        self._wanted = self._next == index
-        batch = next(self._batches)
-        self._next += 1
-        return batch
-
-    def _open(self) -> Iterator[Any]:
-        if not self._is_array:
-            return iter(self._adapter.get_jax_iterator())
-        return internals.array_batches(
-            self._adapter, self._adapter.get_jax_iterator, lambda: self._wanted
-        )

@@ -51,12 +51,6 @@ class ServedShare(Share):
             return num_batches
         return len(range(self._worker, num_batches, self._num_workers))
 
-    def of_keras(
-        self, batches: Iterator[Any], num_batches: int | None
-    ) -> Iterator[Any]:
-        """All of them: each worker evaluates and predicts by itself."""
-        return batches
-
     def in_step(
         self, batches: Iterator[Any], *, same_data: bool = True, **_: Any
     ) -> Iterator[Any]:
