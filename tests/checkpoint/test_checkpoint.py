@@ -88,6 +88,18 @@ def test_a_compiled_model_brings_its_optimizer(tmp_path):
         status.assert_consumed()
 
 
+def test_nothing_is_restored_before_the_first_checkpoint(tmp_path, caplog):
+    model = small_model()
+    before = values(model)
+    checkpoint = Checkpoint(model=model)
+    manager = rx.CheckpointManager(checkpoint, tmp_path, max_to_keep=2)
+    status = checkpoint.restore(manager.latest_checkpoint)
+    assert_equal(values(model), before)
+    with pytest.raises(CheckpointError, match="checkpoint None does not fit"):
+        status.assert_consumed()
+    assert not caplog.records
+
+
 def test_layers_of_equal_names_stay_apart(tmp_path):
     def model(seed: int) -> keras.Model:
         class Twins(keras.Model):

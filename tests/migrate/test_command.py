@@ -114,6 +114,13 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     assert "latin.py:1: invalid or missing encoding" in result.stderr
 
 
+def test_deep_nesting_is_said(script: Path) -> None:
+    script.write_text("import tensorflow as tf\nx = 1" + " + 1" * 3000 + "\n")
+    result = invoke(script)
+    assert result.exit_code == 2
+    assert f"{script}:1: its expressions are nested too deeply" in result.stderr
+
+
 @pytest.mark.parametrize("arguments", [["--diff", "--write", "x.py"], []])
 def test_wrong_usage(arguments: list[str]) -> None:
     assert invoke(*arguments).exit_code == 2

@@ -120,22 +120,26 @@ class Checkpoint:
             storage.write(Path(path), contents)
         return os.fspath(path)
 
-    def restore(self, path: str | os.PathLike[str]) -> "RestoreStatus":
+    def restore(self, path: str | os.PathLike[str] | None) -> "RestoreStatus":
         """Set the objects to what was saved, keeping where they are placed.
 
         Objects need not be those that were saved, nor all of them: the status tells.
 
         Args:
-            path: What `save` or `write` returned.
+            path: What `save` or `write` returned. None, as `latest_checkpoint` is
+                before the first: nothing happens.
 
         Returns:
-            A status with `assert_consumed()` and `expect_partial()`.
+            A status with `assert_consumed()`, which raises if the path was None, and
+            `expect_partial()`.
 
         Raises:
             CheckpointError: If the checkpoint is damaged or not there, if shapes or
                 dtypes differ (all of them are listed and nothing is changed), or if a
                 model is not built.
         """
+        if path is None:
+            return RestoreStatus("None", missing=self._names).expect_partial()
         return self.apply(storage.read(Path(path)), os.fspath(path))
 
     read = restore
@@ -232,16 +236,18 @@ class RestoreStatus:
 
     (TF: what `tf.train.Checkpoint.restore` returns.) Values of the checkpoint that were
     not used are logged when this is thrown away, unless one of its methods was called.
-
-    Args:
-        path: The checkpoint.
-        missing: Names that the objects have and the checkpoint has not.
-        unused: Names that the checkpoint has and the objects have not.
     """
 
     def __init__(
         self, path: str, missing: Iterable[str] = (), unused: Iterable[str] = ()
     ) -> None:
+        """Make a status; only `Checkpoint` does.
+
+        Args:
+            path: The checkpoint.
+            missing: Names that the objects have and the checkpoint has not.
+            unused: Names that the checkpoint has and the objects have not.
+        """
         self._path = path
         self._missing = list(missing)
         self._unused = list(unused)

@@ -10,9 +10,16 @@ from replicax.migrate.functions import is_traced
 from replicax.migrate.operators import DEVICE_OPERATORS, HOST_OPERATORS, Operator
 from replicax.migrate.randomness import RANDOM
 from replicax.migrate.script import Script, Unported, walk
-from replicax.migrate.targets import find_note
+from replicax.migrate.targets import accepted_arguments, find_note, find_target
 
-__all__ = ["Rule", "arguments_stay", "call_of", "has_rule", "ported"]
+__all__ = [
+    "Rule",
+    "arguments_stay",
+    "call_of",
+    "has_rule",
+    "leave_unknown_arguments",
+    "ported",
+]
 
 _UNTOUCHED_ARGUMENTS = (
     "config.set_logical_device_configuration",
@@ -63,6 +70,19 @@ def _operator(
 
 def _in_pipeline(script: Script, node: cst.CSTNode) -> bool:
     return any(parent in script.host_functions for parent in script.parents(node))
+
+
+def leave_unknown_arguments(
+    script: Script, node: cst.Call, result: cst.BaseExpression, path: str
+) -> None:
+    """Report keywords that a target does not have."""
+    target = find_target(path)
+    if not isinstance(result, cst.Call) or target is None:
+        return
+    accepted = accepted_arguments(target)
+    for arg in result.args:
+        if arg.keyword and accepted is not None and arg.keyword.value not in accepted:
+            script.leave(node, f"{target} has no argument {arg.keyword.value!r}")
 
 
 def call_of(func: cst.BaseExpression, *values: cst.BaseExpression) -> cst.Call:
@@ -189,6 +209,23 @@ def _map_fn(
     return _operator(script, updated, row, path)
 
 
+def _add_n(
+    script: Script, node: cst.Call, updated: cst.Call, path: str
+) -> cst.BaseExpression:
+    return call_of(cst.Name("sum"), _first(updated, "inputs", path))
+
+
+def _app_run(
+    script: Script, node: cst.Call, updated: cst.Call, path: str
+) -> cst.BaseExpression:
+    run = script.expression("absl.app.run")
+    if updated.args:
+        return updated.with_changes(func=run)
+    if not script.functions("main"):
+        raise Unported("tf.app.run runs `main`, which is not here: use absl.app.run")
+    return call_of(run, cst.Name("main"))
+
+
 def _print(
     script: Script, node: cst.Call, updated: cst.Call, path: str
 ) -> cst.BaseExpression:
@@ -259,6 +296,9 @@ def _random(
     dtype = next((a.value for a in made.args if _names(a, "dtype")), None)
     if isinstance(dtype, cst.SimpleString) and "int" in dtype.value:
         made = made.with_changes(func=script.expression("keras.random.randint"))
+        if argument(made.args, 1, "minval") is None:
+            zero = keyword("minval", cst.Integer("0"))
+            made = made.with_changes(args=without(made.args, made.args, [zero]))
     seed = next((a for a in made.args if _names(a, "seed")), None)
     if not is_traced(script, node):
         return made
@@ -332,6 +372,9 @@ _RULES: dict[str, Rule] = {
     "meshgrid": _renaming("keras.ops.meshgrid"),
     "nn.l2_loss": _l2_loss,
     "map_fn": _map_fn,
+    "add_n": _add_n,
+    "math.add_n": _add_n,
+    "app.run": _app_run,
     "print": _print,
     "GradientTape": _tape,
     "io.gfile.makedirs": _makedirs,

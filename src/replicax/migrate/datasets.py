@@ -186,6 +186,8 @@ class Datasets:
                 return self._is_dataset(receiver) or self._looks_like_one(node)
             name = dotted(node.func)
             return name is not None and ("function", name) in self._known
+        if isinstance(node, cst.Subscript):  # Of a dictionary of datasets.
+            return self._is_dataset(node.value)
         key = self._variable(node)
         return key is not None and key in self._known
 
@@ -263,6 +265,8 @@ class Datasets:
             if name is not None and ("function", name) in self._known:
                 return ("function", name)
             return (id(node), "call")
+        if isinstance(node, cst.Subscript):
+            return self._key_of(node.value)
         return self._variable(node) or (id(node), "expression")
 
     def _root(self, key: Key) -> Key:
@@ -290,6 +294,8 @@ class Datasets:
             group.unknown.append(node)
 
     def _is_made_here(self, node: cst.BaseExpression) -> bool:
+        if isinstance(node, cst.Subscript):
+            return self._is_made_here(node.value)
         key = self._variable(node)
         if key is not None:
             return key in self._known

@@ -7,7 +7,13 @@ import libcst as cst
 from replicax.migrate.names import dotted, root_of
 from replicax.migrate.script import Script, walk
 
-__all__ = ["called_functions", "find_traced", "is_graph_decorator", "is_traced"]
+__all__ = [
+    "called_functions",
+    "find_traced",
+    "is_graph_decorator",
+    "is_traced",
+    "makes_spec",
+]
 
 _RUN = frozenset(
     [
@@ -93,7 +99,7 @@ def _compiled_methods(script: Script) -> Iterator[cst.CSTNode]:
         if isinstance(node, cst.FunctionDef):
             in_class = isinstance(_class_of(script, node), cst.ClassDef)
             is_step = in_class and node.name.value in _METHODS
-            if is_step or _makes_spec(script, node):
+            if is_step or makes_spec(script, node):
                 yield node
 
 
@@ -102,7 +108,8 @@ def _class_of(script: Script, node: cst.FunctionDef) -> cst.CSTNode | None:
     return script.parent(block) if block else None
 
 
-def _makes_spec(script: Script, node: cst.FunctionDef) -> bool:
+def makes_spec(script: Script, node: cst.CSTNode) -> bool:
+    """Whether `EstimatorSpec` is called in a node, such as a model function."""
     return any(
         isinstance(call, cst.Call)
         and script.names.path(call.func) == "estimator.EstimatorSpec"

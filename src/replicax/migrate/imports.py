@@ -172,7 +172,11 @@ class _Imports(cst.CSTTransformer):
             return [small]
         target = _module_target(name)
         if target is None:
-            self._leave(small, f"names of `{name}` are imported with `*`", marks)
+            self._leave(
+                small,
+                f"names of `{name}` are imported with `*`: import it by name",
+                marks,
+            )
             return [small]
         return [small.with_changes(module=cst.parse_expression(target))]
 

@@ -5,10 +5,11 @@ from collections.abc import Callable
 import libcst as cst
 
 from replicax.migrate.arguments import argument, keyword, renamed, without
+from replicax.migrate.saving import MODELS, WEIGHTS, report_path
 from replicax.migrate.script import Script, Unported
 from replicax.migrate.targets import exists, find_target
 
-__all__ = ["RULES", "compiled", "fitted", "saved"]
+__all__ = ["RULES", "compiled", "fitted", "written"]
 
 _NAMES = ["Adadelta", "Adagrad", "Adam", "Adamax", "Ftrl", "Nadam", "RMSprop", "SGD"]
 _OPTIMIZERS = [
@@ -86,7 +87,9 @@ def compiled(script: Script, node: cst.Call, updated: cst.Call) -> cst.Call:
     """`model.compile(...)` without arguments that are gone."""
     kept = []
     for arg in updated.args:
-        if _named(arg, "experimental_run_tf_function", "distribute"):
+        if _named(
+            arg, "experimental_run_tf_function", "distribute", "sample_weight_mode"
+        ):
             script.note(node, f"{arg.keyword.value}= is taken out of compile")  # type: ignore[union-attr]
         elif _named(arg, "experimental_steps_per_execution"):
             kept.append(renamed(arg, "steps_per_execution"))
@@ -121,29 +124,27 @@ def fitted(script: Script, node: cst.Call, updated: cst.Call) -> cst.Call:
     )
 
 
-def saved(script: Script, node: cst.Call, endings: tuple[str, ...]) -> None:
-    """Report a literal file name that Keras 3 refuses.
+def written(script: Script, node: cst.Call, updated: cst.Call) -> cst.Call:
+    """`model.save(...)` without `save_format=`, which Keras 3 sees from the name."""
+    report_path(script, node, MODELS)
+    kept = [arg for arg in updated.args if not _named(arg, "save_format")]
+    if len(kept) == len(updated.args):
+        return updated
+    return updated.with_changes(args=without(updated.args, kept))
 
-    Args:
-        script: The script.
-        node: A call whose first argument is a path.
-        endings: What the path may end with.
-    """
-    path = argument(node.args, 0, "filepath")
-    if path is None:
-        return
-    value = path.value
-    if isinstance(value, cst.FormattedString):
-        last = value.parts[-1] if value.parts else None
-        text = last.value if isinstance(last, cst.FormattedStringText) else ""
-    elif isinstance(value, cst.SimpleString):
-        text = str(value.evaluated_value)
-    else:
-        return
-    if not text.endswith(endings):
-        script.leave(
-            node, f"Keras 3 wants a file name that ends with {' or '.join(endings)}"
-        )
+
+def _save_model(
+    script: Script, node: cst.Call, updated: cst.Call, path: str
+) -> cst.BaseExpression:
+    report_path(script, node, MODELS, position=1)
+    return updated.with_changes(func=_kept_or_target(script, node, path))
+
+
+def _load_model(
+    script: Script, node: cst.Call, updated: cst.Call, path: str
+) -> cst.BaseExpression:
+    report_path(script, node, MODELS, is_read=True)
+    return updated.with_changes(func=_kept_or_target(script, node, path))
 
 
 def _model_checkpoint(
@@ -155,10 +156,19 @@ def _model_checkpoint(
         and arg.value.value == "True"
         for arg in node.args
     )
-    saved(script, node, (".weights.h5",) if weights_only else (".keras", ".h5"))
+    report_path(script, node, WEIGHTS if weights_only else MODELS[:2])
     if any(_named(arg, "period") for arg in node.args):
         raise Unported("ModelCheckpoint has no period=: use save_freq= in steps")
     return updated.with_changes(func=_kept_or_target(script, node, path))
+
+
+def _tensorboard(
+    script: Script, node: cst.Call, updated: cst.Call, path: str
+) -> cst.BaseExpression:
+    raise Unported(
+        "the TensorBoard callback writes with TensorFlow: use "
+        'rx.callbacks.Report("report.html"), or the package tensorboardX'
+    )
 
 
 RULES: dict[str, Callable[[Script, cst.Call, cst.Call, str], cst.BaseExpression]] = {
@@ -167,5 +177,8 @@ RULES: dict[str, Callable[[Script, cst.Call, cst.Call, str], cst.BaseExpression]
     "keras.utils.image_dataset_from_directory": _image_folder,
     "keras.backend.set_value": _set_value,
     "keras.callbacks.ModelCheckpoint": _model_checkpoint,
+    "keras.callbacks.TensorBoard": _tensorboard,
+    "keras.models.save_model": _save_model,
+    "keras.models.load_model": _load_model,
 }
 """By the path of the function."""

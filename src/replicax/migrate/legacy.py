@@ -5,6 +5,7 @@ from collections.abc import Callable
 import libcst as cst
 
 from replicax.migrate.arguments import argument, bound, keyword, without
+from replicax.migrate.functions import makes_spec
 from replicax.migrate.script import Script, Unported, walk
 
 __all__ = ["RULES"]
@@ -59,6 +60,13 @@ def _layer(
             raise Unported(f"tf.{path} with reuse=: make the layer once, call it twice")
         elif arg is not inputs:
             made.append(arg)
+    if script.function_of(node) and not makes_spec(script, script.module):
+        raise Unported(
+            f"tf.{path} makes a new layer in each call: make keras.layers."
+            f"{_LAYERS[path.rpartition('.')[2]]} once, in `strategy.scope()`"
+        )
+    if path in {"layers.dropout", "layers.batch_normalization"} and len(called) == 1:
+        called.append(keyword("training", cst.Name("False")))
     layer = script.expression(f"keras.layers.{_LAYERS[path.rpartition('.')[2]]}")
     return cst.Call(
         func=cst.Call(func=layer, args=without(updated.args, made)), args=called

@@ -5,12 +5,15 @@ from collections.abc import Callable
 import libcst as cst
 
 from replicax.migrate import keras_calls
-from replicax.migrate.arguments import argument, keyword
+from replicax.migrate.arguments import argument, keyword, renamed
+from replicax.migrate.names import root_of
+from replicax.migrate.saving import MODELS, WEIGHTS, is_latest_checkpoint, report_path
 from replicax.migrate.script import Script, Unported
 
 __all__ = ["attribute", "call"]
 
 _RENAMED = {
+    "experimental_run_v2": "run",
     "experimental_distribute_datasets_from_function": (
         "distribute_datasets_from_function"
     ),
@@ -22,7 +25,13 @@ _LEFT = {
     "batch_jacobian": "use jax.vmap of jax.jacobian",
     "jacobian": "use jax.jacobian",
     "stop_recording": "use keras.ops.stop_gradient",
-    "get_unscaled_gradients": "`apply_gradients` of Keras 3 does it",
+    "eval": "use the value itself: nothing runs in a session",
+    "experimental_assign_to_logical_device": "use rx.ModelParallelStrategy",
+    "experimental_split_to_logical_devices": "use rx.ModelParallelStrategy",
+    "colocate_vars_with": "remove it: the strategy places variables and their slots",
+    "predict_classes": "use keras.ops.argmax of `predict`",
+    "predict_proba": "use `predict`",
+    "add_metric": "make a metric in __init__, and update it in `call`",
     "get_next_as_optional": "use next(iterator, None)",
     "make_initializer": "variables are made with values",
     "get_concrete_function": "leave it away: `strategy.run` compiles",
@@ -40,11 +49,22 @@ def attribute(
     of_shape = isinstance(inner, cst.Attribute) and inner.attr.value == "shape"
     if name in {"rank", "ndims"} and isinstance(inner, cst.Attribute) and of_shape:
         return cst.Attribute(inner.value, cst.Name("ndim"))
+    if name == "value" and _is_dimension(inner):
+        return inner
     if name == "extended" and "strategy" in script.code(node.value).lower():
         if _is_replica_call(script, node):
             return updated.value
         raise Unported("there is no strategy.extended: use the strategy's methods")
     return updated
+
+
+def _is_dimension(node: cst.BaseExpression) -> bool:
+    """Whether a node is `x.shape[i]`, which had a value in TensorFlow 1."""
+    return (
+        isinstance(node, cst.Subscript)
+        and isinstance(node.value, cst.Attribute)
+        and node.value.attr.value == "shape"
+    )
 
 
 def _is_replica_call(script: Script, node: cst.Attribute) -> bool:
@@ -62,7 +82,9 @@ def call(
     if path is not None or not isinstance(func, cst.Attribute):
         return updated
     name = func.attr.value
-    if name in _LEFT and _is_of_tensorflow(script, node):
+    if _is_of_module(script, node):
+        return updated
+    if name in _LEFT:
         raise Unported(f".{name}: {_LEFT[name]}")
     if name in _RENAMED:
         return updated.with_changes(
@@ -72,16 +94,17 @@ def call(
     return rule(script, node, updated, func) if rule else updated
 
 
-def _is_of_tensorflow(script: Script, node: cst.Call) -> bool:
-    return not (
-        isinstance(node.func, cst.Attribute) and script.names.imported(node.func.value)
-    )
+def _is_of_module(script: Script, node: cst.Call) -> bool:
+    """Whether a function of an imported module is called: `inspect.unwrap(f)`."""
+    root = root_of(node.func)
+    name = script.names.imported(root) if root else None
+    return name is not None and "." not in name
 
 
 def _numpy(
     script: Script, node: cst.Call, updated: cst.Call, func: cst.Attribute
 ) -> cst.BaseExpression:
-    if updated.args or not _is_of_tensorflow(script, node):
+    if updated.args:
         return updated
     if any(parent in script.host_functions for parent in script.parents(node)):
         return func.value
@@ -206,15 +229,62 @@ def _save(
     script: Script, node: cst.Call, updated: cst.Call, func: cst.Attribute
 ) -> cst.BaseExpression:
     if "model" in script.code(func.value).lower():
-        keras_calls.saved(script, node, (".keras", ".h5"))
+        return keras_calls.written(script, node, updated)
     return updated
 
 
 def _save_weights(
     script: Script, node: cst.Call, updated: cst.Call, func: cst.Attribute
 ) -> cst.BaseExpression:
-    keras_calls.saved(script, node, (".weights.h5",))
+    report_path(script, node, WEIGHTS)
     return updated
+
+
+def _load_weights(
+    script: Script, node: cst.Call, updated: cst.Call, func: cst.Attribute
+) -> cst.BaseExpression:
+    path = argument(node.args, 0, "filepath")
+    if path is not None and is_latest_checkpoint(script, path.value):
+        script.leave(
+            node,
+            "rx.latest_checkpoint finds what rx.Checkpoint writes: give load_weights "
+            "the name of a .weights.h5 file",
+        )
+    report_path(script, node, (*WEIGHTS, *MODELS), is_read=True)
+    return updated
+
+
+def _add_weight(
+    script: Script, node: cst.Call, updated: cst.Call, func: cst.Attribute
+) -> cst.BaseExpression:
+    """In Keras 3 the shape comes first, not the name."""
+    names = ["name", "shape", "dtype", "initializer"]
+    given = [a for a in updated.args if a.keyword is None]
+    is_named = any(a.keyword and a.keyword.value == "shape" for a in updated.args)
+    is_old = func.attr.value == "add_variable" or is_named
+    if given and isinstance(given[0].value, (cst.SimpleString, cst.FormattedString)):
+        is_old = True
+    if not is_old:
+        return updated
+    if len(given) > len(names) or any(arg.star for arg in updated.args):
+        raise Unported("add_weight: name its arguments")
+    args = [
+        renamed(arg, names[i]) if arg.keyword is None else arg
+        for i, arg in enumerate(updated.args)
+    ]
+    return updated.with_changes(
+        func=func.with_changes(attr=cst.Name("add_weight")), args=args
+    )
+
+
+def _unscaled(
+    script: Script, node: cst.Call, updated: cst.Call, func: cst.Attribute
+) -> cst.BaseExpression:
+    gradients = argument(updated.args, 0, "grads")
+    if gradients is None:
+        raise Unported("get_unscaled_gradients: `apply_gradients` of Keras 3 does it")
+    script.note(node, "gradients are unscaled by `apply_gradients`, after clipping")
+    return gradients.value
 
 
 def _compiled_loss(
@@ -267,6 +337,10 @@ _METHODS: dict[str, _Rule] = {
     "predict_generator": _fit,
     "save": _save,
     "save_weights": _save_weights,
+    "load_weights": _load_weights,
+    "add_weight": _add_weight,
+    "add_variable": _add_weight,
+    "get_unscaled_gradients": _unscaled,
     "compiled_loss": _compiled_loss,
     "update_state": _update_state,
 }

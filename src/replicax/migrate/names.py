@@ -115,6 +115,15 @@ class Names:
             return (id(assignment.scope), name.value)
         return (0, name.value)
 
+    def num_bindings(self, name: cst.Name) -> int:
+        """How often a variable is bound, in assignments, loops or otherwise."""
+        scope = self._scopes.get(name)
+        return len(list(scope[name.value])) if scope is not None else 0
+
+    def global_path(self, text: str) -> str | None:
+        """Where a dotted name in a string is in TensorFlow, at the top level."""
+        return self._imported(self._globals, text) if self._globals else None
+
     def is_bound(self, name: str) -> bool:
         """Whether any scope of the module binds `name`."""
         return any(name in scope for scope in self._all_scopes())
@@ -123,7 +132,11 @@ class Names:
         """Where a global `name` is read, anywhere in the module."""
         if self._globals is None:
             return []
-        return [access.node for access in self._globals.accesses[name]]
+        return [
+            access.node
+            for assignment in self._globals[name]
+            for access in assignment.references
+        ]
 
     def global_assignments(self, name: str) -> list[cst.CSTNode]:
         """The nodes that bind a global `name`."""

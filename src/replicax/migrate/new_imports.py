@@ -6,6 +6,7 @@ from typing import Any
 import libcst as cst
 
 from replicax.migrate.bindings import (
+    NOTHING,
     import_alias,
     import_names,
     is_name,
@@ -13,6 +14,7 @@ from replicax.migrate.bindings import (
     module_of,
     used_names,
 )
+from replicax.migrate.comments import comment_lines
 from replicax.migrate.names import path_in_tensorflow
 from replicax.migrate.script import Script, imported_modules, walk
 from replicax.migrate.tables import ALIASES
@@ -54,6 +56,16 @@ class _WithoutNothing(cst.CSTTransformer):
         self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock
     ) -> cst.IndentedBlock:
         return updated_node.with_changes(body=_without_nothing(updated_node.body))
+
+    def leave_Try(self, original_node: cst.Try, updated_node: cst.Try) -> Any:
+        """Take out a `try` that only imported TensorFlow."""
+        body = original_node.body.body
+        is_gone = all(is_nothing(statement) for statement in body)
+        if is_gone and not (updated_node.orelse or updated_node.finalbody):
+            return cst.SimpleStatementLine(
+                [NOTHING], leading_lines=comment_lines(original_node)
+            )
+        return updated_node
 
 
 def _without_nothing(body: Iterable[Any]) -> list[Any]:

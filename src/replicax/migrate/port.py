@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import libcst as cst
 
+from replicax.migrate.control import report_branches
 from replicax.migrate.functions import find_traced
 from replicax.migrate.imports import find_retained, ported_imports, uses_tensorflow
 from replicax.migrate.pipelines import plan_pipelines
@@ -70,6 +71,7 @@ def port(source: bytes) -> Ported:
     plan_training(script)
     plan_servers(script)
     _report_backend(script)
+    report_branches(script)
     changed = script.module.visit(Rewriter(script))
     changed = ported_imports(script, changed)
     if script.names.is_assumed:

@@ -1,5 +1,6 @@
 """The rewriting of one script's tree, by the tables and rules of the other modules."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -134,6 +135,18 @@ class Rewriter(cst.CSTTransformer):
             return cst.parse_expression(local + target[len(kept) :])
         return script.expression(target)
 
+    def leave_FormattedString(
+        self,
+        original_node: cst.FormattedString,
+        updated_node: cst.FormattedString,
+    ) -> cst.BaseExpression:
+        """Before Python 3.12 an f-string cannot hold its own kind of quote."""
+        quote = original_node.quote
+        if '"' in quote or "'" in quote:
+            other = "'" if '"' in quote else '"'
+            return updated_node.visit(_Quotes(quote, other))  # type: ignore[return-value]
+        return updated_node
+
     # Calls.
 
     def visit_Call(self, node: cst.Call) -> bool:
@@ -158,11 +171,16 @@ class Rewriter(cst.CSTTransformer):
         """Port a call by its rule."""
         script = self._script
         path = script.names.path(original_node.func)
-        if path is not None and calls.has_rule(script, original_node, path):
-            return self._try(
-                original_node,
-                lambda: calls.ported(script, original_node, updated_node, path),
-            )
+        if path is not None:
+            result: cst.BaseExpression = updated_node
+            if calls.has_rule(script, original_node, path):
+                result = self._try(
+                    original_node,
+                    lambda: calls.ported(script, original_node, updated_node, path),
+                )
+            if result is not original_node:
+                calls.leave_unknown_arguments(script, original_node, result, path)
+            return result
         return self._try(
             original_node,
             lambda: methods.call(script, original_node, updated_node, path),
@@ -213,6 +231,36 @@ class Rewriter(cst.CSTTransformer):
         if statements.is_dropped(self._script, original_node):
             statements.note_dropped(self._script, original_node)
             return cst.RemoveFromParent()
+        if self._is_idle(original_node, updated_node):
+            return cst.RemoveFromParent()
+        return updated_node
+
+    def _is_idle(
+        self, original: cst.SimpleStatementLine, updated: cst.SimpleStatementLine
+    ) -> bool:
+        """Whether a line says `d = d`, once `d = d.prefetch(1)`."""
+        small, was = updated.body[0], original.body[0]
+        return (
+            len(updated.body) == 1
+            and isinstance(small, cst.Assign)
+            and isinstance(was, cst.Assign)
+            and isinstance(was.value, cst.Call)
+            and len(small.targets) == 1
+            and small.targets[0].target.deep_equals(small.value)
+        )
+
+    def leave_Annotation(
+        self, original_node: cst.Annotation, updated_node: cst.Annotation
+    ) -> cst.Annotation:
+        """Report names of TensorFlow in the string of an annotation."""
+        text = original_node.annotation
+        if isinstance(text, cst.SimpleString):
+            for name in re.findall(r"[A-Za-z_][\w.]*", str(text.evaluated_value)):
+                if path := self._script.names.global_path(name):
+                    target = find_target(path)
+                    what = f"write {target}" if target else find_reason(path)
+                    reason = f"an annotation in a string names {name}: {what}"
+                    self._script.leave(text, reason)
         return updated_node
 
     def leave_For(self, original_node: cst.For, updated_node: cst.For) -> Any:
@@ -267,6 +315,22 @@ class Rewriter(cst.CSTTransformer):
             pending, gap = [], []
             body += [first, *others]
         return body, pending
+
+
+class _Quotes(cst.CSTTransformer):
+    """Writes the strings in an f-string that were made for it with other quotes."""
+
+    def __init__(self, quote: str, other: str) -> None:
+        super().__init__()
+        self._quote = quote
+        self._other = other
+
+    def leave_SimpleString(
+        self, original_node: cst.SimpleString, updated_node: cst.SimpleString
+    ) -> cst.SimpleString:
+        if updated_node.quote != self._quote:
+            return updated_node
+        return cst.SimpleString(f"{self._other}{updated_node.raw_value}{self._other}")
 
 
 def _gap(statement: Any) -> list[cst.EmptyLine]:

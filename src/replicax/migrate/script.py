@@ -7,7 +7,7 @@ import libcst as cst
 from libcst.metadata import MetadataWrapper, ParentNodeProvider, PositionProvider
 
 from replicax.migrate.names import Names, path_in_tensorflow
-from replicax.migrate.report import Report, with_marks
+from replicax.migrate.report import Report, is_mark, with_marks
 from replicax.migrate.tables import ALIASES
 from replicax.migrate.targets import is_dotted
 
@@ -61,6 +61,7 @@ class Script:
     """
 
     def __init__(self, module: cst.Module) -> None:
+        module = _with_first_marks(module)
         wrapper = MetadataWrapper(module, unsafe_skip_copy=True)
         self.module = wrapper.module
         self.names = Names(wrapper)
@@ -187,6 +188,19 @@ class Script:
     def _will_be_free(self, name: str) -> bool:
         path = self.names.aliases.get(name)
         return name == "keras" and path == "keras"
+
+
+def _with_first_marks(module: cst.Module) -> cst.Module:
+    """The marks above the first statement at it: LibCST has them at the module."""
+    header = list(module.header)
+    while header and is_mark(header[-1]):
+        header.pop()
+    marks = module.header[len(header) :]
+    if not marks or not module.body:
+        return module
+    first: Any = module.body[0]
+    first = first.with_changes(leading_lines=[*marks, *first.leading_lines])
+    return module.with_changes(header=header, body=[first, *module.body[1:]])
 
 
 def imported_modules(module: cst.Module) -> list[tuple[str, str]]:

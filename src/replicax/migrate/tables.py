@@ -1,7 +1,7 @@
 """Tables of names: what `tf.X` is called here, and why some names stay.
 
 All paths are those under `tensorflow`, without `compat.v1`. Targets begin with `rx`,
-`keras`, `np`, `jax`, `grain`, `os`, `logging` or `absl`.
+`keras`, `np`, `jax`, `grain`, `os`, `shutil`, `logging` or `absl`.
 """
 
 __all__ = [
@@ -23,6 +23,7 @@ ALIASES = {
     "jax": "jax",
     "grain": "grain",
     "os": "os",
+    "shutil": "shutil",
     "logging": "logging",
     "absl": "absl",
 }
@@ -93,6 +94,11 @@ _SYNCHRONIZATION = {
     "ON_WRITE": '"on_write"',
     "ON_READ": '"on_read"',
 }
+_ERRORS = {
+    "mean_squared_error": ("mse", "MSE"),
+    "mean_absolute_error": ("mae", "MAE"),
+    "mean_squared_logarithmic_error": ("msle", "MSLE"),
+}
 _HOOKS = [
     "CheckpointSaverListener",
     "LoggingTensorHook",
@@ -160,6 +166,35 @@ EXACT = {
     "keras.backend.shape": "keras.ops.shape",
     "keras.backend.softmax": "keras.ops.softmax",
     "keras.backend.get_value": "keras.ops.convert_to_numpy",
+    "keras.backend.cast": "keras.ops.cast",
+    "keras.backend.clip": "keras.ops.clip",
+    "keras.backend.concatenate": "keras.ops.concatenate",
+    "keras.backend.flatten": "keras.ops.ravel",
+    "keras.backend.int_shape": "keras.ops.shape",
+    "keras.backend.ndim": "keras.ops.ndim",
+    "keras.backend.ones_like": "keras.ops.ones_like",
+    "keras.backend.pow": "keras.ops.power",
+    "keras.backend.round": "keras.ops.round",
+    "keras.backend.sigmoid": "keras.ops.sigmoid",
+    "keras.backend.sign": "keras.ops.sign",
+    "keras.backend.stop_gradient": "keras.ops.stop_gradient",
+    "keras.backend.tanh": "keras.ops.tanh",
+    "keras.backend.zeros_like": "keras.ops.zeros_like",
+    "zeros_initializer": "keras.initializers.Zeros",
+    "ones_initializer": "keras.initializers.Ones",
+    "constant_initializer": "keras.initializers.Constant",
+    "glorot_uniform_initializer": "keras.initializers.GlorotUniform",
+    "glorot_normal_initializer": "keras.initializers.GlorotNormal",
+    "VERSION": "keras.__version__",
+    "version.VERSION": "keras.__version__",
+    "io.gfile.rmtree": "shutil.rmtree",
+    "gfile.DeleteRecursively": "shutil.rmtree",
+    **{
+        f"keras.{module}.{short}": f"keras.{module}.{name}"
+        for module in ("losses", "metrics")
+        for name, shorts in _ERRORS.items()
+        for short in shorts
+    },
     "Variable": "keras.Variable",
     "Tensor": "jax.Array",
     "Module": "keras.layers.Layer",
@@ -231,7 +266,10 @@ NOTES = {
     },
     "train.get_or_create_global_step": "is counted by the estimator",
     "compat.as_str_any": "is `str`",
-    "__version__": "is Keras' version now",
+    **dict.fromkeys(
+        ("__version__", "VERSION", "version.VERSION"), "is Keras' version now"
+    ),
+    "Module": "is a layer of Keras now; one with a `call` of its own is called by it",
     "io.gfile.GFile": "opens local files only",
     "gfile.GFile": "opens local files only",
     "gfile.Open": "opens local files only",
@@ -280,6 +318,23 @@ DROPPED = {
 
 REASONS = {
     "Session": "is a TF 1 session that was not understood; call the step in a loop",
+    "ConfigProto": "sessions have no settings here: remove it",
+    "GPUOptions": "sessions have no settings here: remove it",
+    "executing_eagerly": "is always true outside of steps: remove it",
+    "random_normal_initializer": (
+        "use keras.initializers.RandomNormal, whose stddev is 0.05"
+    ),
+    "random_uniform_initializer": (
+        "use keras.initializers.RandomUniform, from -0.05 to 0.05"
+    ),
+    "truncated_normal_initializer": (
+        "use keras.initializers.TruncatedNormal, whose stddev is 0.05"
+    ),
+    "GraphKeys": "use the attributes of Keras' models",
+    "metrics.accuracy": (
+        "make `keras.metrics.Accuracy()`, call its `update_state(labels, predictions)`"
+        " and pass the metric itself"
+    ),
     "placeholder": "is a TF 1 placeholder: make it an argument of a step function",
     "placeholder_with_default": "make it an argument of a step function",
     "get_variable": "use a Keras layer, or `keras.Variable` in `strategy.scope()`",
@@ -308,7 +363,7 @@ REASONS = {
     ),
     "train": "has no counterpart; use Keras' optimizers, or `rx.Checkpoint`",
     "summary": (
-        "write metrics with `keras.callbacks.TensorBoard` or the package tensorboardX"
+        "write metrics with `keras.callbacks.CSVLogger` or the package tensorboardX"
     ),
     "saved_model": "use `model.save` or `model.export`",
     "io.gfile": "use `pathlib` or `os`",
@@ -343,6 +398,12 @@ REASONS = {
     "metrics": "use the metric of `keras.metrics`, updated with `update_state`",
     "contrib": "is not in TensorFlow any more; look for it in Keras",
     "data": "stays with tf.data",
+    "config.set_visible_devices": (
+        "pass `devices=` to the strategy, or set CUDA_VISIBLE_DEVICES"
+    ),
+    "config.experimental.set_visible_devices": (
+        "pass `devices=` to the strategy, or set CUDA_VISIBLE_DEVICES"
+    ),
     "config": "devices are JAX's: `jax.devices()`, `rx.set_logical_devices(n)`",
     "debugging": "use `checkify` of JAX, or `jax.debug.print`",
     "profiler": "use `jax.profiler.trace`",
@@ -359,6 +420,13 @@ REASONS = {
     "keras.utils.experimental.DatasetCreator": (
         "pass `strategy.distribute_datasets_from_function(dataset_fn)` to `fit`"
     ),
+    "keras.layers.experimental.SyncBatchNormalization": (
+        "use keras.layers.BatchNormalization(synchronized=True)"
+    ),
+    "keras.layers.CuDNNLSTM": "use keras.layers.LSTM",
+    "keras.layers.CuDNNGRU": "use keras.layers.GRU",
+    "keras.backend.set_learning_phase": "pass `training=` where the model is called",
+    "keras.backend.learning_phase": "pass `training=` where the model is called",
     "keras.backend": "use `keras.ops`",
     "keras.wrappers.scikit_learn": "use `keras.wrappers.SKLearnClassifier`",
     "keras": "is not in Keras 3",
@@ -372,6 +440,8 @@ REASONS = {
     "feature_column": "is not in `rx.feature_column`",
     "tpu": "use `rx.TPUStrategy`",
     "raw_ops": "use `keras.ops`",
+    "test.is_built_with_cuda": 'use `jax.default_backend() == "gpu"`',
+    "test.is_built_with_gpu_support": 'use `jax.default_backend() == "gpu"`',
     "test": "use pytest",
 }
 """Why a name stays, by the longest path that fits, and what to do instead."""

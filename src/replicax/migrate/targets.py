@@ -3,6 +3,8 @@
 import difflib
 import functools
 import importlib
+import inspect
+import re
 from typing import Any
 
 from replicax.migrate.operators import DEVICE_OPERATORS
@@ -15,7 +17,14 @@ from replicax.migrate.tables import (
     REASONS,
 )
 
-__all__ = ["exists", "find_note", "find_reason", "find_target", "is_dotted"]
+__all__ = [
+    "accepted_arguments",
+    "exists",
+    "find_note",
+    "find_reason",
+    "find_target",
+    "is_dotted",
+]
 
 _ACTIVATIONS = frozenset(
     [
@@ -61,6 +70,60 @@ def exists(target: str) -> bool:
 def _is_field(found: Any, parts: list[str]) -> bool:
     """Whether `parts` is one attribute that instances of a class have."""
     return len(parts) == 1 and parts[0] in getattr(found, "__annotations__", ())
+
+
+@functools.cache
+def accepted_arguments(target: str) -> frozenset[str] | None:
+    """The keywords that a target can be called with; None if any might do."""
+    if target.partition(".")[0] not in {"keras", "rx"} or not exists(target):
+        return None
+    found = _resolved(target)
+    if not inspect.isclass(found):
+        names, is_open = _keywords(found)
+        return None if is_open else names
+    keras = importlib.import_module("keras")
+    is_optimizer = issubclass(found, keras.optimizers.Optimizer)
+    accepted: frozenset[str] = frozenset()
+    for each in found.__mro__[:-1]:
+        init = vars(each).get("__init__")
+        names, is_open = _keywords(init) if init else (frozenset(), True)
+        accepted |= names
+        if "*" in names and not is_optimizer:
+            return None
+        if not is_open:
+            return accepted
+    # The innermost constructor of optimizers refuses what is left over.
+    return accepted if is_optimizer else None
+
+
+def _keywords(function: Any) -> tuple[frozenset[str], bool]:
+    """A function's keywords, `*` for any number of values; whether others may come.
+
+    Keras takes some old arguments out of `**kwargs` by their names.
+    """
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return frozenset(), True
+    is_open = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    names = {
+        "*" if p.kind is p.VAR_POSITIONAL else p.name
+        for p in parameters
+        if p.kind is not p.VAR_KEYWORD
+    }
+    if is_open and inspect.isfunction(function):
+        source = inspect.getsource(function)
+        names |= set(re.findall(r"""kwargs\.(?:pop|get)\(\s*["'](\w+)""", source))
+        names |= set(re.findall(r"""["'](\w+)["'] in kwargs""", source))
+    return frozenset(names), is_open
+
+
+def _resolved(target: str) -> Any:
+    root, *parts = target.split(".")
+    found: Any = importlib.import_module(ALIASES[root])
+    for part in parts:
+        found = getattr(found, part, None)
+    return found
 
 
 @functools.cache

@@ -5,6 +5,7 @@ from typing import Any
 import libcst as cst
 
 from replicax.migrate.arguments import argument
+from replicax.migrate.functions import makes_spec
 from replicax.migrate.names import dotted
 from replicax.migrate.script import Script, walk
 
@@ -33,7 +34,7 @@ def plan_training(script: Script) -> None:
         function = script.function_of(node)
         if function is None:
             continue
-        if _makes_spec(script, function):
+        if makes_spec(script, function):
             script.replacements[node] = lambda updated: _estimators(script, updated)
         else:
             _plan_tape(script, node, models)
@@ -45,14 +46,6 @@ def _is_minimize(node: cst.CSTNode) -> bool:
         and isinstance(node.func, cst.Attribute)
         and node.func.attr.value == "minimize"
         and bool(node.args)
-    )
-
-
-def _makes_spec(script: Script, function: cst.FunctionDef) -> bool:
-    return any(
-        isinstance(call, cst.Call)
-        and script.names.path(call.func) == "estimator.EstimatorSpec"
-        for call in walk(function)
     )
 
 

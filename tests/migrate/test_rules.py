@@ -1,0 +1,159 @@
+"""Calls whose arguments changed, and what only looks ported: one line in, one out."""
+
+import pytest
+
+from replicax.migrate import port
+
+
+def lines(source: str) -> tuple[str, list[str]]:
+    """The ported text of statements after the import, and what is left."""
+    ported = port(f"import tensorflow as tf\n{source}\n".encode())
+    compile(ported.source, "ported", "exec")
+    assert port(ported.source).source == ported.source
+    return ported.source.decode(), [finding.reason for finding in ported.left]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (
+            'print(f"{tf.cast(x, tf.float32)}")',
+            "print(f\"{keras.ops.cast(x, 'float32')}\")",
+        ),
+        ("x = tf.add_n(model.losses)", "x = sum(model.losses)"),
+        (
+            "x = tf.random.uniform([2], maxval=3, dtype=tf.int32)",
+            'keras.random.randint([2], maxval=3, dtype="int32", minval=0)',
+        ),
+        ("def main(_): pass\ntf.app.run()", "absl.app.run(main)"),
+        (
+            'w = self.add_weight("w", shape=[3])',
+            'w = self.add_weight(name="w", shape=[3])',
+        ),
+        (
+            'w = self.add_variable("w", [3])',
+            'w = self.add_weight(name="w", shape=[3])',
+        ),
+        ("g = optimizer.get_unscaled_gradients(h)", "g = h"),
+        ('model.save("m.keras", save_format="keras")', 'model.save("m.keras")'),
+        ("n = x.get_shape()[1].value", "n = x.shape[1]"),
+        ("l = tf.keras.losses.mse(y, z)", "keras.losses.mean_squared_error(y, z)"),
+        ("i = tf.zeros_initializer()", "i = keras.initializers.Zeros()"),
+        ("s.experimental_run_v2(f, args=(x,))", "s.run(f, args=(x,))"),
+        ("import inspect\ninspect.unwrap(f)", "inspect.unwrap(f)"),
+        ("tf.keras.layers.Embedding(9, 3, input_length=3)", "input_length=3)"),
+    ],
+)
+def test_what_is_ported(before: str, after: str) -> None:
+    text, left = lines(before)
+    assert after in text
+    assert left == []
+
+
+@pytest.mark.parametrize(
+    ("before", "reason"),
+    [
+        ("tf.keras.layers.BatchNormalization(fused=True)", "no argument 'fused'"),
+        ("tf.keras.layers.Dense(3, batch_input_shape=(1, 2))", "'batch_input_shape'"),
+        ("tf.keras.optimizers.SGD(0.1, use_locking=True)", "argument 'use_locking'"),
+        ("tf.estimator.RunConfig(session_config=c)", "no argument 'session_config'"),
+        ("tf.keras.callbacks.TensorBoard('logs')", "writes with TensorFlow"),
+        (
+            "p = os.path.join(d, 'ckpt')\n"
+            "tf.keras.callbacks.ModelCheckpoint(p, save_weights_only=True)",
+            "ends with .weights.h5",
+        ),
+        ("model.load_weights('x.ckpt')", "ends with .weights.h5 or .keras"),
+        ("tf.keras.models.load_model('folder')", "ends with .keras or .h5"),
+        (
+            "latest = tf.train.latest_checkpoint(d)\nmodel.load_weights(latest)",
+            "finds what rx.Checkpoint writes",
+        ),
+        ("model.predict_classes(x)", "use keras.ops.argmax"),
+        ("def f(x: 'tf.Tensor'): pass", "write jax.Array"),
+        (
+            "def f(x):\n    return tf.layers.dense(x, 3)",
+            "makes a new layer in each call",
+        ),
+        ("tf.app.run()", "which is not here"),
+    ],
+)
+def test_what_is_left(before: str, reason: str) -> None:
+    text, left = lines(before)
+    assert any(reason in each for each in left), left
+    assert all(f"# replicax: {each}\n" in text for each in left)
+
+
+def test_a_path_that_cannot_be_seen_is_noted() -> None:
+    ported = port(b"import tensorflow as tf\nmodel.save(args.path)\n")
+    assert ported.left == ()
+    assert [note.line for note in ported.notes] == [2]
+    assert "see that `args.path` does" in ported.notes[0].reason
+
+
+STEP = """import tensorflow as tf
+
+def step(x):
+    n = tf.shape(x)[0]
+    loss = tf.reduce_sum(x)
+    if n > 3 or loss is None:
+        x = x * 2
+    {}
+
+strategy.run(step, args=(x,))
+"""
+
+
+@pytest.mark.parametrize(
+    ("statement", "num_left"),
+    [
+        ("y = 1 if loss > 3 else 2", 1),
+        ("while tf.reduce_any(x > 3): pass", 1),
+        ("assert -loss + 1 > 0 and n", 1),
+        ("y = 1 if n > 3 else 2", 0),
+    ],
+)
+def test_branches_on_tensors_are_left(statement: str, num_left: int) -> None:
+    left = port(STEP.format(statement).encode()).left
+    assert [f.line for f in left] == [8] * num_left
+    assert all("AutoGraph is gone" in f.reason for f in left)
+
+
+def test_datasets_of_a_dictionary_stay_with_their_source() -> None:
+    text, left = lines(
+        "import tensorflow_datasets as tfds\n"
+        "parts = tfds.load('mnist')\n"
+        "train, test = parts['train'], parts['test']\n"
+        "def scale(x, y): return tf.cast(x, tf.float32), y\n"
+        "train = train.map(scale).shuffle(9).batch(8)"
+    )
+    assert "train.map(scale).shuffle(9).batch(8)" in text
+    assert "return tf.cast(x, tf.float32), y" in text
+    assert len(left) == 3
+
+
+def test_autotune_stays_where_a_kept_pipeline_uses_it() -> None:
+    source = (
+        "AUTO = tf.data.AUTOTUNE\n"
+        "def load(name):\n"
+        "    return tf.data.TFRecordDataset(name).prefetch(AUTO)"
+    )
+    assert "AUTO = tf.data.AUTOTUNE\n" in lines(source)[0]
+    source = source.replace("TFRecordDataset(name)", "Dataset.from_tensors(name)")
+    assert "AUTO" not in lines(source)[0]
+
+
+def test_what_does_nothing_any_more_goes() -> None:
+    ported = port(
+        b"try:\n    import tensorflow.compat.v2 as tf\nexcept ImportError:\n"
+        b"    import tensorflow as tf\n"
+        b"d = tf.data.Dataset.range(3)\nd = d.prefetch(1)\n"
+    )
+    assert ported.source.decode().endswith("grain.MapDataset.range(3)\n")
+    assert b"try" not in ported.source
+
+
+def test_a_mark_on_the_first_line_does_not_double() -> None:
+    ported = port(b"from tensorflow import *\nx = reduce_sum(y)\n")
+    assert ported.source.startswith(b"# replicax: names of")
+    assert port(ported.source).source == ported.source
