@@ -31,7 +31,8 @@ class Report(LateCallback):
     (Keras: `keras.callbacks.TensorBoard`, for what it shows.)
 
     Args:
-        path: The page's file, such as `"report.html"`.
+        path: The page's file, such as `"report.html"`; `~` is the home folder. Folders
+            that are not there are made.
         diagnosis: Whether to measure communication and starts of programs when
             training ends, and to print a line: examples per second, where the time of a
             step goes, and the first thing to change. None: where `fit` is not silent,
@@ -56,7 +57,9 @@ class Report(LateCallback):
         self, path: str | os.PathLike[str], *, diagnosis: bool | None = None
     ) -> None:
         super().__init__()
-        self.path = Path(path)
+        self.path = Path(path).expanduser()
+        # A script may change its working directory later.
+        self._page = self.path.absolute()
         self.diagnosis = diagnosis
         if not self.path.name or self.path.is_dir():
             raise ValueError(
@@ -67,10 +70,10 @@ class Report(LateCallback):
         self._logs: Any = None
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Begin to write.
+        """Begin to note. What is written begins with the first epoch.
 
         Raises:
-            OSError: If the folder beside the page cannot be written to.
+            ValueError: If this `fit` has another `Report`.
         """
         if current_rehearsal() is not None:
             return  # Nothing is trained, and an older page is to stay.
@@ -84,7 +87,7 @@ class Report(LateCallback):
                 "Report: another Report of this fit was given; got a second one for "
                 f"{os.fspath(self.path)!r}. Pass one."
             )
-        page = self.path.absolute()
+        page = self._page
         wanted = self.diagnosis
         params = self.params or {}
         if wanted is None:
@@ -103,7 +106,11 @@ class Report(LateCallback):
         session.note_with(run.recorder, model)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Count from zero."""
+        """Count from zero.
+
+        Raises:
+            OSError: If the folder beside the page cannot be written to.
+        """
         if self._run is not None:
             self._run.begin_epoch(epoch)
 

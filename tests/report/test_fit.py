@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import jax
 import keras
 import numpy as np
 import pytest
@@ -157,12 +158,12 @@ def test_a_process_that_goes_on_keeps_the_page(how, page, monkeypatch) -> None:
 
 
 class Boom(keras.callbacks.Callback):
-    def __init__(self, error):
+    def __init__(self, error, at=1):
         super().__init__()
-        self.error = error
+        self.error, self.at = error, at
 
     def on_epoch_end(self, epoch, logs=None):
-        if epoch == 1:
+        if epoch == self.at:
             raise self.error
 
 
@@ -176,7 +177,8 @@ def test_fit_is_interrupted(error, page) -> None:
     (fit,) = fits_of(page)
     assert (fit.state, len(fit.epochs)) == ("interrupted", 1)
     assert fit.error == f"{type(error).__name__}: {error}"
-    assert f"was interrupted: {type(error).__name__}" in page.read_text()
+    where = "epoch 2, after 10 steps"
+    assert f"was interrupted in {where}: {type(error).__name__}" in page.read_text()
     assert "<b>data" not in page.read_text()
     train(model, page)  # It can be trained again.
     assert [f.state for f in fits_of(page)] == ["interrupted", "done"]
@@ -262,8 +264,11 @@ def test_a_folder_is_no_page(tmp_path) -> None:
 
 def test_a_folder_that_cannot_be_made(tmp_path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="file"):
-        train(make(), tmp_path / "file" / "report.html")
+    wrong = tmp_path / "file" / "report.html"
+    with pytest.raises(
+        NotADirectoryError, match=r"cannot be written to .* Give a path"
+    ):
+        train(make(), wrong)
 
 
 @pytest.mark.parametrize("kind", ["none", "one", "list", "CallbackList"])
@@ -292,6 +297,80 @@ def test_ones_own_report_is_taken(page) -> None:
     assert callbacks.callbacks == [own]
 
 
+def test_the_home_folder(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    train(make(), "~/report.html", epochs=1)
+    assert (tmp_path / "report.html").exists()
+
+
+def test_the_working_directory_may_change(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    report = rx.callbacks.Report("report.html")
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    make().fit(X, Y, verbose=0, callbacks=[report])
+    assert (tmp_path / "report.html").exists()
+
+
+def test_devices_that_have_failed_are_not_asked(page, monkeypatch) -> None:
+    def fail(devices):
+        raise jax.errors.JaxRuntimeError("the device is lost")
+
+    class Break(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            monkeypatch.setattr("replicax.report.session.memory_of", fail)
+            raise ValueError("the first error")
+
+    with pytest.raises(ValueError, match="the first error"):
+        train(make(), page, callbacks=[Break()])
+    text = page.read_text()
+    assert "interrupted in epoch 1, after 1 step: ValueError: the first error" in text
+
+
+def test_an_error_that_is_no_text(page) -> None:
+    error = FileNotFoundError("train\udce9.npz")
+    with pytest.raises(FileNotFoundError):
+        train(make(), page, callbacks=[Boom(error)])
+    assert ": FileNotFoundError: train" in page.read_text()
+
+
+def test_many_epochs_are_few_lines(page, monkeypatch) -> None:
+    monkeypatch.setattr("replicax.report.runs._ALL_EPOCHS", 3)
+    train(make(), page, epochs=14)
+    (fit,) = fits_of(page)
+    # One by one until the third, then by 2, by 4 from the seventh on; and the rest.
+    assert [e.number for e in fit.epochs] == [0, 1, 2, 3, 5, 7, 11, 13]
+    assert [e.counts["steps"] for e in fit.epochs] == [10] * 4 + [20] * 2 + [40, 20]
+    with pytest.raises(SystemExit):
+        train(make(), page, epochs=14, callbacks=[Boom(SystemExit(1), at=8)])
+    last = fits_of(page)[-1]
+    assert (last.state, last.epochs[-1].number) == ("interrupted", 7)
+
+
+def test_too_little_memory_to_measure(page, monkeypatch, caplog) -> None:
+    def fail(*arguments):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    monkeypatch.setattr("replicax.report.session.sum_seconds", fail)
+    train(make(mirrored(2)), page, diagnosis=True)
+    (fit,) = fits_of(page)
+    assert fit.state == "done"
+    assert fit.shares["communication"] is None
+    assert "communication not measured" in fit.diagnosis
+    assert "RESOURCE_EXHAUSTED" in caplog.text
+
+
+def test_many_fits_write_the_page_now_and_then(page, monkeypatch) -> None:
+    written = []
+    monkeypatch.setattr(
+        "replicax.report.session.write_whole", lambda *whole: written.append(whole)
+    )
+    model = make()
+    for _ in range(4):
+        train(model, page, epochs=1)
+    assert len(written) == 5  # At the beginning, and at each one's end.
+
+
 def test_progress_amid_an_epoch(page, monkeypatch) -> None:
     monkeypatch.setattr("replicax.report.session._PAGE_EVERY_S", 0.0)
     monkeypatch.setattr("replicax.report.session._PAGE_SHARE", 0)
@@ -303,5 +382,7 @@ def test_progress_amid_an_epoch(page, monkeypatch) -> None:
             seen.append(page.read_text())
 
     train(make(mirrored(2)), page, epochs=1, callbacks=[Look()])
-    assert "Epoch 1 is under way, with 5 steps" in seen[4]
+    assert "It is in epoch 1, after 5 steps, at a loss of" in seen[4]
+    # Marks took each other's place, and the epoch theirs.
+    assert [e["event"] for e in events_of(page)] == ["begin", "epoch", "end"]
     assert all('class="state running"' in text for text in seen)

@@ -80,7 +80,8 @@ def test_what_the_browser_has_is_not_sent_again(server, page, monkeypatch) -> No
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.test", "evil.test:{port}", "127.0.0.1:1", "localhost.evil.test", ""]
+    "host",
+    ["evil.test", "evil.test:{port}", "localhost.evil.test", "x@localhost:{port}", ""],
 )
 def test_other_hosts_are_refused(server, host) -> None:
     host = host.format(port=server.port) or " "
@@ -88,8 +89,19 @@ def test_other_hosts_are_refused(server, host) -> None:
     assert (status, "<html" in text) == (403, False)
 
 
-def test_localhost_is_this_machine(server) -> None:
-    assert ask(server, host=f"localhost:{server.port}")[0] == 200
+@pytest.mark.parametrize("host", ["localhost:{port}", "localhost:1", "LOCALHOST"])
+def test_localhost_is_this_machine(server, host) -> None:
+    """By any port, as that of a tunnel may be another one."""
+    assert ask(server, host=host.format(port=server.port))[0] == 200
+
+
+def test_a_browser_that_goes_is_no_error(server, capfd) -> None:
+    for error in (BrokenPipeError(), ConnectionResetError()):
+        try:
+            raise error
+        except ConnectionError:
+            server.handle_error(None, ("127.0.0.1", 1))
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
@@ -129,9 +141,12 @@ def test_a_port_that_is_taken() -> None:
 
 
 def test_a_folder_is_no_page(tmp_path) -> None:
+    Journal(tmp_path / "a.html", 0, fresh=True, clears=True)
     result = CliRunner().invoke(app, ["monitor", str(tmp_path)])
     assert result.exit_code == 2
-    assert "is a folder" in " ".join(result.output.replace("│", " ").split())
+    text = "".join(result.output.replace("│", " ").split())
+    assert "isafolder" in text
+    assert f"givenit:{tmp_path / 'a.html'}." in text
 
 
 @pytest.mark.multiprocess

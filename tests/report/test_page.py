@@ -113,6 +113,7 @@ def test_nan_is_a_gap() -> None:
     assert figure.count('class="dot"') == 4
     assert "<td>NaN</td>" in figure
     assert "<td>+inf</td>" in figure
+    assert "Not finite in 2 epochs, first in epoch 3." in figure
 
 
 def test_a_metric_that_is_never_a_number() -> None:
@@ -158,7 +159,7 @@ def test_staleness_is_shown_where_there_is_any() -> None:
     assert "<td>1, 4</td>" in text
 
 
-FLOATS = st.floats(-1e9, 1e9) | st.just(math.nan) | st.just(math.inf)
+FLOATS = st.floats(-1e9, 1e9) | st.floats()
 
 
 @given(st.lists(FLOATS, min_size=1, max_size=50), st.booleans())
@@ -188,6 +189,39 @@ def test_thinned_curves_keep_their_extremes(values) -> None:
     assert max(y for _, y in kept) == max(values)
     assert min(y for _, y in kept) == min(values)
     assert kept == sorted(kept)
+
+
+def test_before_the_first_epoch_has_ended() -> None:
+    text = page(fit(current=epoch(0, {"loss": 0.5})))
+    assert "It is in epoch 1, after 20 steps, at a loss of 0.5." in text
+    assert "<dd>1,280</dd>" in text  # Examples per second.
+    assert "<dd>none has ended</dd>" in text
+
+
+def test_names_that_are_no_text() -> None:
+    text = page(fit(epoch(0), facts={"script": "train\udce9.py"}))
+    assert "train\\udce9.py" in text
+    assert text.encode()
+
+
+def test_a_restarted_worker_counts_once() -> None:
+    own = {"facts": {"examples_of": "own"}}
+    once = fit(epoch(0), **own)
+    again = fit(epoch(0), epoch(1), **own)
+    workers = [
+        Worker(name="worker:0", fits=[again]),
+        Worker(name="worker:1", fits=[once, again]),
+    ]
+    text = page_of(Run(workers=workers, missing=[]))
+    assert "<dd>2,560</dd>" in text
+    assert "all workers from 2,560 in epoch 1 to 2,560 in epoch 2" in text
+
+
+def test_memory_has_round_numbers() -> None:
+    text = page(fit(epoch(0, memory={"of": "process", "bytes": 450 * 2**20})))
+    figure = text[text.index("Memory of the process") :]
+    assert ">400 MiB<" in figure
+    assert "<td>450 MiB</td>" in figure
 
 
 def test_no_series_no_figure() -> None:

@@ -82,6 +82,29 @@ def test_executions_with_new_shapes_are_counted_apart():
     assert recorder.tally.first_executions == 0
 
 
+class Slow:
+    """A result that takes seconds, of which the host learns nothing before."""
+
+    def __init__(self, recorder) -> None:
+        self.recorder, self.asked = recorder, []
+
+    def is_ready(self) -> bool:
+        return False
+
+    def block_until_ready(self):
+        self.asked.append(self.recorder.tally.first_executions)
+        return self
+
+
+def test_devices_are_waited_for_around_what_compiles_only():
+    recorder = Recorder()
+    result = Slow(recorder)
+    shapes = ["a", "a", "a", "b", "a", "b"]
+    train(recorder, [(shape, 1, 8) for shape in shapes], result)
+    # After "a" was compiled; before "b" was, and after it.
+    assert result.asked == [0, 1, 1]
+
+
 def test_input_may_come_before_the_call():
     recorder = Recorder()  # As with parameter servers, whose steps are claimed first.
     noted = recorder.around(lambda state, iterator: ({}, state))
@@ -112,6 +135,23 @@ def test_marks_come_between_steps():
     recorder = Recorder(on_mark=lambda: marks.append(1), mark_every_s=0.0)
     train(recorder, [("a", 1, 8)] * 3)
     assert len(marks) == 3
+
+
+def test_a_mark_has_the_logs_of_what_is_done():
+    recorder = Recorder(mark_every_s=0.0)
+    results, seen = [Pending(0), Pending(9), Pending(0), Pending(0)], []
+    noted = recorder.around(lambda state, logs: (logs, state))
+    recorder._on_mark = lambda: seen.append(recorder.logs)
+    recorder._seen.add("a")  # Nothing compiles, so nothing is waited for.
+    for result in results:
+        take_batch(recorder)
+        noted((), {"loss": result})
+    none, first, still_first, third = seen
+    assert none is None
+    assert first["loss"] is still_first["loss"] is results[0]
+    assert third["loss"] is results[2]
+    recorder.begin_epoch()
+    assert recorder.logs is None
 
 
 def test_batches_without_a_strategy_are_counted():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from replicax.report.journal import Journal, folder_of, read_events, write_whole
 from replicax.report.page import page_of
-from replicax.report.runs import read_run, together
+from replicax.report.runs import is_written, read_run, together
 
 WORKERS = ["worker:0", "worker:1"]
 
@@ -85,7 +85,7 @@ def test_lines_without_sense_are_counted(tmp_path: Path, line) -> None:
     journal = write(page, 0, begin())
     with journal.path.open("a") as stream:
         stream.write(line + "\n")
-    journal.add(epoch(0))
+    write(page, 0, epoch(0), fresh=False)
     chief = read_run(page).chief
     assert chief is not None
     assert (chief.num_bad, len(chief.fits), len(chief.fits[0].epochs)) == (1, 1, 1)
@@ -158,6 +158,51 @@ def test_a_file_that_was_removed_begins_anew(tmp_path: Path) -> None:
     assert (chief.name, len(chief.fits[0].epochs)) == ("worker:1", 1)
 
 
+def test_a_passing_line_is_replaced(tmp_path: Path) -> None:
+    page = tmp_path / "r.html"
+    journal = Journal(page, 1, fresh=True, clears=False)
+    journal.begin(begin("worker:1", workers=["worker:1"]))
+    progress = epoch(0) | {"event": "progress"}
+    for _ in range(100):
+        journal.add(progress, passing=True)
+    assert [e["event"] for e in read_events(journal.path)[0]] == ["begin", "progress"]
+    journal.path.unlink()  # The beginning is written again, and stays.
+    journal.add(progress, passing=True)
+    journal.add(epoch(0))
+    assert [e["event"] for e in read_events(journal.path)[0]] == ["begin", "epoch"]
+
+
+def test_a_killed_process_leaves_part_of_a_line(tmp_path: Path) -> None:
+    page = tmp_path / "r.html"
+    journal = write(page, 0, begin(), epoch(0))
+    with journal.path.open("a") as stream:
+        stream.write('{"event": "epo')
+    write(page, 0, begin(time=1002.0), epoch(1), fresh=False)
+    chief = read_run(page).chief
+    assert chief is not None
+    assert [[e.number for e in f.epochs] for f in chief.fits] == [[0], [1]]
+    assert chief.num_bad == 1
+
+
+def test_two_processes_with_one_path(tmp_path: Path, caplog) -> None:
+    page = tmp_path / "r.html"
+    first = write(page, 0, begin(model="first"))
+    second = write(page, 0, begin(model="the second"), epoch(0))
+    first.add(epoch(0))
+    assert (first.is_taken, second.is_taken) == (True, False)
+    assert f"{first.path} was changed by another process" in caplog.text
+    second.add(epoch(1))
+    chief = read_run(page).chief
+    assert chief is not None
+    assert [e.number for e in chief.fits[0].epochs] == [0, 1]
+
+
+def test_a_million_epochs_are_few_lines() -> None:
+    written = [n for n in range(1_000_000) if is_written(n)]
+    assert written[:1000] == list(range(1000))
+    assert len(written) < 6500
+
+
 def test_training_goes_on_when_the_disk_does_not(tmp_path: Path, caplog) -> None:
     journal = write(tmp_path / "r.html", 0, begin())
     journal.path.unlink()
@@ -201,6 +246,26 @@ def test_epochs_together(tmp_path: Path) -> None:
     assert total.staleness == {0: 3, 2: 5}
     with pytest.raises(ValueError, match="got no epochs"):
         together([])
+
+
+def test_epochs_without_timed_steps_take_no_time(tmp_path: Path) -> None:
+    page = tmp_path / "r.html"
+    idle = {"executions": 0, "steps": 0, "examples": 0, "waits_s": 9.0}
+    compiled = {"executions": 1, "steps": 1, "first_steps": 1, "first_s": 3.0}
+    write(
+        page,
+        0,
+        begin(),
+        epoch(0, wall_s=9.0, counts=idle, exchange_s=4.0),
+        epoch(1, wall_s=4.0, counts=compiled),
+        epoch(2),
+    )
+    chief = read_run(page).chief
+    assert chief is not None
+    total = together(chief.fits[0].epochs)
+    assert total.step_s == pytest.approx(0.05)
+    assert total.counts["first_s"] == 3.0
+    assert (total.counts["waits_s"], total.exchange_s) == (0.0, 0.0)
 
 
 def test_a_page_is_replaced_whole(tmp_path: Path) -> None:

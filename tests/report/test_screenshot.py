@@ -110,18 +110,45 @@ def test_the_monitors_page_follows_in_a_browser(tmp_path: Path) -> None:
             journal.add(later_epoch(0))
             return served
 
-    with Growing(page) as server:
+    process = follow(Growing(page), tmp_path)
+    assert "Training report: digits" in process.stdout, process.stderr
+    assert "Numbers" in process.stdout  # That was not there at first.
+    assert "does not answer" not in process.stdout.split("<main>")[1]
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no chromium or chrome is installed")
+def test_a_monitor_that_has_ended_is_said(tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    journal = Journal(page, 0, fresh=True, clears=True)
+    journal.begin(begin(model="digits"))
+
+    class Ending(ReportServer):
+        num_served = 0
+
+        def content(self):
+            self.num_served += 1
+            if self.num_served > 1:
+                raise OSError("it has ended")
+            return super().content()
+
+    process = follow(Ending(page), tmp_path)
+    shown = process.stdout.split("<main>")[1]
+    assert shown.count("replicax monitor does not answer") == 1, process.stderr
+    assert "Training report: digits" in shown  # What it had stays.
+
+
+def follow(server: ReportServer, folder: Path) -> subprocess.CompletedProcess[str]:
+    """What a browser shows of a served page after some seconds."""
+    with server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:
-            process = browse(
-                tmp_path, "--virtual-time-budget=10000", "--dump-dom", server.url
+            return browse(
+                folder, "--virtual-time-budget=10000", "--dump-dom", server.url
             )
         finally:
             server.shutdown()
             thread.join(timeout=10)
-    assert "Training report: digits" in process.stdout, process.stderr
-    assert "Numbers" in process.stdout  # That was not there at first.
 
 
 def browse(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -96,6 +96,9 @@ def _migrate(file: str, diff: bool, write: bool, quiet: bool) -> int:
         line, column = error.raw_line, error.raw_column + 1
         typer.echo(f"{name}:{line}:{column}: {error.message}", err=True)
         return _UNREADABLE
+    except RecursionError:
+        typer.echo(f"{name}:1: its expressions are nested too deeply", err=True)
+        return _UNREADABLE
     if diff:
         _print_diff(name, source, ported.source)
     elif write and file != "-":

@@ -22,15 +22,19 @@ def monitor(
     It reads what workers write beside the page, and the browser follows it. Nobody else
     in the network can reach it. Ctrl-C ends it.
     """
+    path = path.expanduser()
     if path.is_dir():
         raise typer.BadParameter(
-            f"{str(path)!r} is a folder. Give the page's file, as Report was given it."
+            f"{str(path)!r} is a folder. Give the page's file, as Report was given it"
+            f"{_pages_in(path)}."
         )
     try:
         server = ReportServer(path, port)
     except OSError as error:
         raise typer.BadParameter(
-            f"Port {port} cannot be used: {error}.", param_hint="--port"
+            f"Port {port} cannot be used ({error.strerror}). Leave --port out for a "
+            "free one.",
+            param_hint="--port",
         ) from error
     with server:
         try:
@@ -38,6 +42,13 @@ def monitor(
             server.serve_forever(poll_interval=0.2)
         except KeyboardInterrupt:
             typer.echo("")
+
+
+def _pages_in(folder: Path) -> str:
+    """The pages of a folder that workers write for, as the end of a sentence."""
+    pages = [f.with_name(f.name.removesuffix(".d")) for f in folder.glob("*.d")]
+    names = sorted(str(page) for page in pages if folder_of(page).is_dir())
+    return f": {', '.join(names)}" if names else ""
 
 
 def _say_where(path: Path, url: str) -> None:

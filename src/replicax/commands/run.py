@@ -107,6 +107,7 @@ def run(
 
 
 def _page(path: Path) -> str:
+    path = path.expanduser()
     if path.is_dir():
         raise typer.BadParameter(f"{str(path)!r} is a folder.", param_hint="--report")
     return str(path.absolute())

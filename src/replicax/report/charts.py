@@ -17,6 +17,8 @@ _FEW_POINTS = 40  # So few get a dot each.
 _NUM_COLORS = 8
 _SIZE = 1000.0
 _LOG_FROM = 100.0  # Ratio of the largest value to the smallest.
+_HUGE = 1e300  # So that differences and powers of ten are numbers, too.
+_FLAT = 1e-9  # Values that differ by less, relative to the largest, are equal.
 
 Point = tuple[float, float]
 
@@ -148,14 +150,18 @@ class _Scale:
     def __init__(
         self, ys: Sequence[float], xs: Sequence[float], from_zero: bool
     ) -> None:
-        low, high = min(ys, default=0.0), max(ys, default=1.0)
+        low = max(-_HUGE, min(ys, default=0.0))
+        high = min(_HUGE, max(ys, default=1.0))
         self.is_log = not from_zero and low > 0 and high / low >= _LOG_FROM
         if self.is_log:
-            self._low, self._high = math.log10(low), math.log10(high)
+            self._low = math.log10(max(low, 1 / _HUGE))
+            self._high = math.log10(high)
             self.y_ticks = self._powers()
         else:
             low = min(0.0, low) if from_zero else low
-            room = 0.05 * (high - low) or max(abs(high), 1e-12) * 0.1
+            size = high - low
+            largest = max(abs(low), abs(high), 1e-12)
+            room = 0.05 * size if size > _FLAT * largest else 0.1 * largest
             self._low = low if from_zero and low == 0 else low - room
             self._high = high + room
             self.y_ticks = ticks(self._low, self._high)
@@ -163,7 +169,7 @@ class _Scale:
         self.x_ticks = self._epochs()
 
     def up(self, y: float) -> float:
-        value = math.log10(y) if self.is_log else y
+        value = math.log10(max(y, 1 / _HUGE)) if self.is_log else y
         height = (value - self._low) / (self._high - self._low)
         return min(1.0, max(0.0, height))
 

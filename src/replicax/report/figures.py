@@ -4,7 +4,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 
-from replicax.plan.units import binary_bytes, decimal, seconds
+from replicax.plan.units import decimal, seconds
 from replicax.report.charts import Point, Series, chart
 from replicax.report.runs import Epoch, Fit, Run, Worker
 
@@ -60,8 +60,19 @@ def metric_figures(run: Run) -> list[str]:
             if name in names
         ]
         alone = "" if base in names else " (validation)"
-        figures.append(chart(base + alone, series, borders=places.borders))
+        figures.append(
+            chart(base + alone, series, borders=places.borders, note=_gaps(series))
+        )
     return figures
+
+
+def _gaps(series: Sequence[Series]) -> str:
+    """What is said of values that cannot be drawn."""
+    found = sorted({x for s in series for x, y in s.points if not math.isfinite(y)})
+    if not found:
+        return ""
+    number = "1 epoch" if len(found) == 1 else f"{len(found):,} epochs"
+    return f"Not finite in {number}, first in epoch {found[0]:,.0f}."
 
 
 def _log(name: str) -> Callable[[Epoch], float | None]:
@@ -102,7 +113,7 @@ def speed_figures(run: Run) -> list[str]:
         chart(
             "Waiting for input",
             _by_worker(run, places, lambda e: e.input_share),
-            unit=lambda y: f"{y:.0%}" if y >= 0.1 or not y else f"{y:.1%}",
+            unit=lambda y: f"{100 * y:.3g}%",
             from_zero=True,
             borders=borders,
             note="Share of the time in which the devices had nothing to compute.",
@@ -125,11 +136,12 @@ def speed_figures(run: Run) -> list[str]:
 def _memory_figure(run: Run, places: _Places, title: str) -> str:
     known = [memory_bytes(e) for w in run.workers for f in w.fits for e in f.epochs]
     most = max((b for b in known if math.isfinite(b)), default=0.0)
-    unit = 2.0**30 if most >= 2**31 else 2.0**20  # For round numbers at the axis.
+    # For round numbers at the axis.
+    unit, name = (2.0**30, "GiB") if most >= 2**31 else (2.0**20, "MiB")
     return chart(
         title,
         _by_worker(run, places, lambda e: memory_bytes(e) / unit),
-        unit=lambda y: binary_bytes(y * unit),
+        unit=lambda y: f"{y:.4g} {name}",
         from_zero=True,
         borders=places.borders,
     )
@@ -196,10 +208,16 @@ def _throughput(run: Run, places: _Places) -> list[list[Point]]:
     if not counts_own(run.chief):
         return _parts(run.chief.fits, places, lambda e: e.examples_per_s)
     total: dict[tuple[int, int], float] = {}
-    for fit, epoch in ((f, e) for w in run.workers for f in w.fits for e in f.epochs):
-        if math.isfinite(epoch.examples_per_s):
-            key = number_of_fit(fit), epoch.number
-            total[key] = total.get(key, 0.0) + epoch.examples_per_s
+    for worker in run.workers:
+        # Of an epoch that a restarted worker has done again, the last time.
+        rates = {
+            (number_of_fit(f), e.number): e.examples_per_s
+            for f in worker.fits
+            for e in f.epochs
+        }
+        for key, rate in rates.items():
+            if math.isfinite(rate):
+                total[key] = total.get(key, 0.0) + rate
     return [
         [
             (places.of(fit, e), total.get((number_of_fit(fit), e.number), math.nan))

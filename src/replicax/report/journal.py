@@ -45,49 +45,94 @@ class Journal:
             other workers, are of an older one.
         clears: Whether this worker removes older files.
 
+    Attributes:
+        path: The file.
+        is_taken: Whether another process was found to write there, too.
+
     Raises:
         OSError: If the folder cannot be made or written to.
     """
 
     def __init__(self, page: Path, index: int, *, fresh: bool, clears: bool) -> None:
         folder = folder_of(page)
-        folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / f"{_PREFIX}{index}{_SUFFIX}"
+        self.is_taken = False
         self._begin: Mapping[str, Any] | None = None
         self._has_failed = False
-        if fresh and clears:
-            for file in folder.iterdir():
-                if number_of(file) is not None:
-                    file.unlink(missing_ok=True)
-        if fresh:
-            self.path.write_text("", encoding="utf-8")
-        else:
-            self.path.touch()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if fresh and clears:
+                for file in folder.iterdir():
+                    if number_of(file) is not None:
+                        file.unlink(missing_ok=True)
+            self._size = self._kept = self._begin_file(fresh)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"Report: {folder} cannot be written to ({error.strerror}). Give a "
+                "path in a folder that this process may write to; got",
+                str(page),
+            ) from error
+
+    def _begin_file(self, fresh: bool) -> int:
+        """Make the file, and return its size."""
+        with self.path.open("wb" if fresh else "a+b") as stream:
+            size = stream.tell()
+            if size:
+                stream.seek(-1, os.SEEK_END)
+                if stream.read(1) != b"\n":  # A process was killed amid a line.
+                    stream.write(b"\n")
+                    size += 1
+            return size
 
     def begin(self, event: Mapping[str, Any]) -> None:
         """A run of `fit` begins."""
         self._begin = event
         self.add(event)
 
-    def add(self, event: Mapping[str, Any]) -> None:
-        """Add a line. Training goes on if it cannot be written; a warning says so."""
+    def add(self, event: Mapping[str, Any], *, passing: bool = False) -> None:
+        """Add a line. Training goes on if it cannot be written; a warning says so.
+
+        Args:
+            event: What happened.
+            passing: Whether the next event takes its place, so that files stay small.
+        """
         if self._has_failed:
             return
         try:
-            # The one who makes the page may have removed it as an older report's.
-            is_lost = not self.path.exists()
-            with self.path.open("a", encoding="utf-8") as stream:
-                if is_lost and self._begin is not None and event is not self._begin:
-                    stream.write(_line(self._begin))
-                stream.write(_line(event))
+            self._write(event, passing)
         except OSError as error:
-            self._has_failed = True
-            _logger.warning(
-                "Report: %s cannot be written (%s). Training goes on, and the report "
-                "ends here.",
-                self.path,
-                error,
+            self._fail(f"cannot be written ({error})")
+
+    def _write(self, event: Mapping[str, Any], passing: bool) -> None:
+        if not self.path.is_file():
+            # The one who makes the page has removed it as an older report's.
+            self.path.write_bytes(b"")
+            self._size = self._kept = 0
+            if self._begin is not None and event is not self._begin:
+                self._write(self._begin, passing=False)
+        if self.path.stat().st_size != self._size:
+            self.is_taken = True
+            self._fail(
+                "was changed by another process (give each training a path of its own)"
             )
+            return
+        data = _line(event).encode()
+        with self.path.open("r+b") as stream:
+            stream.truncate(self._kept)
+            stream.seek(self._kept)
+            stream.write(data)
+        self._size = self._kept + len(data)
+        if not passing:
+            self._kept = self._size
+
+    def _fail(self, what: str) -> None:
+        self._has_failed = True
+        _logger.warning(
+            "Report: %s %s. Training goes on, and the report ends here.",
+            self.path,
+            what,
+        )
 
 
 def _line(event: Mapping[str, Any]) -> str:

@@ -26,8 +26,8 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 _SHARES = {
     "input": "waiting for input",
-    "communication": "communication",
     "start": "starting programs",
+    "communication": "communication",
     "compute": "compute",
 }
 
@@ -40,9 +40,10 @@ _NOTES = (
     "If that result came meanwhile, half of the time counts. Nothing was blocked to "
     "find out.",
     "Communication between replicas is the time that the sum of arrays like the "
-    "gradients takes by itself, with the strategy's own operations, measured five "
-    "times after training (the median). In a step it may overlap with computing, so "
-    "the share is an upper limit. Waiting for a slower worker counts as compute.",
+    "gradients takes by itself, with the strategy's own operations: a program with the "
+    "sums, less one without them, measured five times each after training (the "
+    "median). In a step it may overlap with computing, so the share is an upper limit. "
+    "Waiting for a slower worker counts as compute.",
     "With parameter servers communication is what this worker has measured while it "
     "trained: how long its exchanges with the slowest server took, and how long it "
     "waited for steps to do and for other workers; the longer of the two where steps "
@@ -67,13 +68,15 @@ def page_of(run: Run, *, now: float | None = None, head: str = "") -> str:
     now = time.time() if now is None else now
     title, body = _body(run, now)
     policy = f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-    return (
+    text = (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">\n'
         f"{head or policy}\n"
         '<meta name="viewport" content="width=device-width,initial-scale=1">\n'
         f"<title>{escape(title)}</title>\n<style>{STYLE}</style></head>\n"
         f"<body><main>{body}</main></body></html>\n"
     )
+    # Names of files that are no text come as lone surrogates, which no file can hold.
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _body(run: Run, now: float) -> tuple[str, str]:
@@ -118,12 +121,20 @@ def _header(title: str, chief: Worker, now: float) -> str:
     if len(chief.fits) > 1:
         told += f" {len(chief.fits)} calls of fit."
     if fit.state == "running" and fit.current is not None:
-        steps = int(fit.current.counts.get("steps", 0))
-        told += f" Epoch {fit.current.number + 1} is under way, with {steps:,} steps."
+        told += f" It is in {_where(fit.current)}."
     return (
         f'<header><h1>{escape(title)}</h1><span class="state {escape(fit.state)}">'
         f'{escape(fit.state)}</span><p class="soft">{escape(told)}</p></header>'
     )
+
+
+def _where(epoch: Epoch) -> str:
+    """How far an epoch is that has not ended."""
+    steps = epoch.counts.get("steps", 0)
+    name = "step" if steps == 1 else "steps"
+    said = f"epoch {epoch.number + 1}, after {steps:,.0f} {name}"
+    loss = epoch.logs.get("loss")
+    return said if loss is None else f"{said}, at a loss of {plain(loss)}"
 
 
 def _problems(run: Run) -> str:
@@ -131,7 +142,10 @@ def _problems(run: Run) -> str:
     for worker in run.workers:
         fit = worker.fits[-1]
         if fit.state == "interrupted":
-            found.append(("error", f"{worker.name} was interrupted: {fit.error}"))
+            where = f" in {_where(fit.current)}" if fit.current else ""
+            found.append(
+                ("error", f"{worker.name} was interrupted{where}: {fit.error}")
+            )
         if worker.num_bad:
             lines = "line" if worker.num_bad == 1 else "lines"
             found.append(
@@ -184,13 +198,14 @@ def _verdict(fit: Fit) -> str:
 
 
 def _key_figures(run: Run, fit: Fit) -> str:
-    if not fit.epochs:
+    epochs = _shown(fit)
+    if not epochs:
         return '<p class="soft">No epoch has ended yet.</p>'
-    total = together(fit.epochs)
+    total = together(epochs)
     steps = total.step_s
-    everything = [e for w in run.workers for f in w.fits for e in f.epochs]
+    everything = [e for w in run.workers for f in w.fits for e in _shown(f)]
     figures = {
-        "epochs": str(total.number + 1),
+        "epochs": str(total.number + 1) if fit.epochs else "none has ended",
         "examples/s": _rate(run),
         "time of a step": seconds(steps) if math.isfinite(steps) else "not measured",
         "waiting for input": _percent(total.input_share),
@@ -213,13 +228,19 @@ def _rate(run: Run) -> str:
     chief = run.chief
     assert chief is not None
     number = number_of_fit(chief.fits[-1])
-    workers = run.workers if counts_own(chief) else [chief]
-    fits = [f for w in workers for f in w.fits if number_of_fit(f) == number]
-    if not counts_own(chief):
-        fits = fits[-1:]
-    rates = [together(f.epochs).examples_per_s for f in fits if f.epochs]
+    fits = [chief.fits[-1]]
+    if counts_own(chief):
+        # Of one that was restarted the last one.
+        last = [[f for f in w.fits if number_of_fit(f) == number] for w in run.workers]
+        fits = [found[-1] for found in last if found]
+    rates = [together(_shown(f)).examples_per_s for f in fits if _shown(f)]
     known = [rate for rate in rates if math.isfinite(rate)]
     return plain(round(sum(known), 1)) if known else "not measured"
+
+
+def _shown(fit: Fit) -> Sequence[Epoch]:
+    """Epochs that have ended; before the first one has, what is known of it."""
+    return fit.epochs or ([fit.current] if fit.current else [])
 
 
 def _percent(share: float) -> str:
@@ -253,7 +274,7 @@ def _workers(run: Run) -> str:
 
 def _worker_row(worker: Worker, is_served: bool) -> list[str]:
     fit = worker.fits[-1]
-    epochs = fit.epochs or ([fit.current] if fit.current else [])
+    epochs = _shown(fit)
     row = [worker.name, str(fit.facts.get("host", "")), fit.state]
     if not epochs:
         return row + [""] * (6 if is_served else 5)

@@ -3,7 +3,8 @@
 Dispatch is asynchronous, so no single step is timed: what counts is the wall time of an
 epoch, until the devices are done, and the part of it in which they had to wait for
 input. Whether they wait is asked without blocking: the last step's result is there, or
-it is not.
+it is not. Only around an execution that compiles are the devices waited for: otherwise
+earlier steps would be done within its time, and seem to take none.
 """
 
 import contextlib
@@ -34,7 +35,7 @@ class Tally:
         first_executions: Executions whose program was new, so that it was compiled.
         first_steps: Their steps.
         first_examples: Their examples.
-        first_s: Their time, without their input.
+        first_s: Their time until the devices were done, without their input.
     """
 
     executions: int = 0
@@ -58,6 +59,7 @@ class Recorder:
 
     Attributes:
         tally: Of the epoch until now.
+        logs: Of an execution of the epoch that is done, for marks; None: of none yet.
     """
 
     def __init__(
@@ -66,6 +68,8 @@ class Recorder:
         mark_every_s: float | None = None,
     ) -> None:
         self.tally = Tally()
+        self.logs: Any = None
+        self._marked: Any = None  # Logs of the execution at the last mark.
         self._on_mark = on_mark
         self._mark_every_s = _MARK_EVERY_S if mark_every_s is None else mark_every_s
         self._began = time.perf_counter()
@@ -74,7 +78,8 @@ class Recorder:
         self._executed = 0, 0  # Steps and examples of the executions in `tally`.
         self._steps_s: float | None = None
         self._seen: set[Any] = set()
-        self._is_first = False  # Whether a batch has shapes that were not seen before.
+        # Since when, and after which waits, an execution is on its way that compiles.
+        self._first: tuple[float, float] | None = None
         self._elsewhere_s = 0.0
         self._devices_idle = True
 
@@ -83,6 +88,7 @@ class Recorder:
     def begin_epoch(self) -> None:
         """Count from zero."""
         self.tally = Tally()
+        self.logs = self._marked = None
         self._executed = 0, 0
         self._steps_s = None
         self._began = time.perf_counter()
@@ -121,7 +127,8 @@ class Recorder:
             examples: In those steps.
         """
         tally = self.tally
-        took = time.perf_counter() - began - self._elsewhere_s
+        # Rounding may leave a little less than nothing.
+        took = max(0.0, time.perf_counter() - began - self._elsewhere_s)
         tally.input_s += took
         if self._devices_idle:
             tally.stalled_s += took
@@ -131,7 +138,9 @@ class Recorder:
         tally.examples += examples
         if shapes not in self._seen:
             self._seen.add(shapes)
-            self._is_first = True
+            if self._first is None:
+                jax.block_until_ready(self._last)
+                self._first = time.perf_counter(), tally.waits_s
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -149,35 +158,40 @@ class Recorder:
 
         @functools.wraps(train_function)
         def noted(state: Any, iterator: Any) -> Any:
-            began = time.perf_counter()
             tally = self.tally
-            apart = tally.input_s + tally.waits_s
             out = train_function(state, iterator)
-            now = time.perf_counter()
             if tally.steps == self._executed[0]:
                 return out  # Nothing was trained on.
             self._last = _array_of(out[0])
             self._steps_s = None
             tally.executions += 1
-            if self._is_first:
-                took = now - began - (tally.input_s + tally.waits_s - apart)
-                self._note_first(took)
+            if self._first is not None:
+                self._end_first(*self._first)
             self._executed = tally.steps, tally.examples
-            if now >= self._next_mark and self._on_mark is not None:
-                self._on_mark()
-                self._next_mark = time.perf_counter() + self._mark_every_s
+            if time.perf_counter() >= self._next_mark:
+                self._mark(out[0])
             return out
 
         return noted
 
-    def _note_first(self, took: float) -> None:
-        """The execution that is over has compiled."""
-        self._is_first = False
+    def _mark(self, logs: Any) -> None:
+        if _is_ready(_array_of(self._marked)):
+            self.logs = self._marked
+        self._marked = logs
+        if self._on_mark is not None:
+            self._on_mark()
+        self._next_mark = time.perf_counter() + self._mark_every_s
+
+    def _end_first(self, began: float, waits_s: float) -> None:
+        """The execution that has compiled is started."""
+        jax.block_until_ready(self._last)
+        self._first = None
         tally, (steps, examples) = self.tally, self._executed
+        took = time.perf_counter() - began - (tally.waits_s - waits_s)
         tally.first_executions += 1
         tally.first_steps += tally.steps - steps
         tally.first_examples += tally.examples - examples
-        tally.first_s += took
+        tally.first_s += max(0.0, took)
 
 
 class TimedBatches:

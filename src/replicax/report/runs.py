@@ -13,10 +13,25 @@ from typing import Any
 
 from replicax.report.journal import folder_of, number_of, read_events
 
-__all__ = ["Epoch", "Fit", "Run", "Worker", "read_epoch", "read_run", "together"]
+__all__ = [
+    "Epoch",
+    "Fit",
+    "Run",
+    "Worker",
+    "as_event",
+    "is_written",
+    "read_run",
+    "together",
+]
 
 _STALE_S = 300.0
 """A worker's file that ends so long before the chief's report begins is another's."""
+
+_ALL_EPOCHS = 1000
+"""So many epochs have a line each in a worker's file."""
+
+_AMID_STEPS = ("input_s", "stalled_s", "waits_s")
+"""Counts that are compared with the time of steps."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -186,7 +201,7 @@ def _begin(worker: Worker, event: Mapping[str, Any]) -> None:
 
 def _epoch(worker: Worker, event: Mapping[str, Any]) -> None:
     fit = worker.fits[-1]
-    epoch = read_epoch(event)
+    epoch = _read_epoch(event)
     fit.last = max(fit.last, _number(event.get("time", fit.last)))
     fit.epochs.append(epoch)
     fit.current = None
@@ -194,7 +209,7 @@ def _epoch(worker: Worker, event: Mapping[str, Any]) -> None:
 
 def _progress(worker: Worker, event: Mapping[str, Any]) -> None:
     fit = worker.fits[-1]
-    epoch = read_epoch(event)
+    epoch = _read_epoch(event)
     fit.last = max(fit.last, _number(event.get("time", fit.last)))
     fit.current = epoch
 
@@ -219,7 +234,7 @@ _TAKERS: Mapping[str, Callable[[Worker, Mapping[str, Any]], None]] = {
 }
 
 
-def read_epoch(event: Mapping[str, Any]) -> Epoch:
+def _read_epoch(event: Mapping[str, Any]) -> Epoch:
     """The epoch that an event tells of.
 
     Raises:
@@ -236,6 +251,26 @@ def read_epoch(event: Mapping[str, Any]) -> Epoch:
         memory=_mapping(event.get("memory")),
         staleness={int(k): int(v) for k, v in _mapping(event.get("staleness")).items()},
     )
+
+
+def as_event(epoch: Epoch) -> dict[str, Any]:
+    """The fields of an event that tells of an epoch."""
+    fields = {f.name: getattr(epoch, f.name) for f in dataclasses.fields(epoch)}
+    return {"epoch": fields.pop("number"), **fields}
+
+
+def is_written(number: int) -> bool:
+    """Whether a file has a line when epoch `number` ends, of those since the last one.
+
+    The lines of a million epochs are about six thousand. Of later epochs there is a
+    line for 2, 4, 8, ... that belong together, for all workers the same.
+
+    Example:
+        >>> [n for n in range(3996, 4016) if is_written(n)]
+        [3999, 4007, 4015]
+    """
+    stride = 1 << (number // _ALL_EPOCHS).bit_length()
+    return (number + 1) % stride == 0
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
@@ -267,22 +302,31 @@ def _duration(value: Any) -> float:
 def together(epochs: Sequence[Epoch]) -> Epoch:
     """Several epochs as if they were one, with the last one's logs and number.
 
+    Of epochs in which no step was timed, as all of them compiled or other workers did
+    them, only what was counted is taken.
+
     Raises:
         ValueError: If there is none.
     """
     if not epochs:
         raise ValueError("together: got no epochs, expected at least one.")
-    last = epochs[-1]
     counts: Counter[str] = Counter()
     staleness: Counter[int] = Counter()
+    wall_s = exchange_s = 0.0
     for epoch in epochs:
-        counts.update(epoch.counts)
         staleness.update(epoch.staleness)
+        counts.update(epoch.counts)
+        if epoch.timed_steps > 0:
+            wall_s += epoch.wall_s
+            exchange_s += epoch.exchange_s
+        else:
+            counts.subtract({k: epoch.counts.get(k, 0) for k in _AMID_STEPS})
+            wall_s += epoch.counts.get("first_s", 0.0)
     return dataclasses.replace(
-        last,
-        wall_s=sum(e.wall_s for e in epochs),
-        counts=dict(counts),
+        epochs[-1],
+        wall_s=wall_s,
+        counts={name: max(0, count) for name, count in counts.items()},
         after_s=sum(e.after_s for e in epochs),
-        exchange_s=sum(e.exchange_s for e in epochs),
+        exchange_s=exchange_s,
         staleness=dict(staleness),
     )

@@ -2,7 +2,9 @@
 
 import hashlib
 import http.server
+import re
 import secrets
+import sys
 import threading
 import time
 from http import HTTPStatus
@@ -16,23 +18,34 @@ from replicax.report.runs import read_run
 __all__ = ["ReportServer"]
 
 _HOST = "127.0.0.1"
-_NAMES = ("127.0.0.1", "localhost")
+_LOCAL = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d{1,5})?", re.IGNORECASE)
 _TIMEOUT_S = 10.0
 _EVERY_MS = 3000
 _REFRESH_S = 15
 
-# It replaces the page's content, and opens again what was open. Without it a reload
+# It replaces the page's content, and opens again what was open, where it was. A reload
 # would close all tables and jump.
 _SCRIPT = """
-setInterval(async()=>{try{const r=await fetch('/',{cache:'no-cache'});
-if(!r.ok)return;const t=await r.text();
-const n=new DOMParser().parseFromString(t,'text/html').querySelector('main');
-const o=document.querySelector('main');if(!n||n.innerHTML===o.innerHTML)return;
-const k=d=>d.closest('figure,section')?.querySelector('h3,h2')?.textContent;
-const open=new Set([...o.querySelectorAll('details[open]')].map(k));
-n.querySelectorAll('details').forEach(d=>{d.open=open.has(k(d))});
-o.replaceWith(n)}catch(e){document.title='(stopped) '+
-document.title.replace('(stopped) ','')}},%d)
+let last='';
+const key=d=>d.closest('figure,section')?.querySelector('h3,h2')?.textContent;
+const all=(e,s)=>[...e.querySelectorAll(s)];
+async function follow(){let text;
+try{const r=await fetch('/',{cache:'no-cache'});if(!r.ok)throw r.status;
+text=await r.text()}
+catch(e){if(!document.getElementById('silent')){
+const p=document.createElement('p');p.id='silent';p.className='warn';
+p.textContent='replicax monitor does not answer. What is below may be old.';
+document.querySelector('main').prepend(p)}return}
+const page=new DOMParser().parseFromString(text,'text/html');
+const old=document.querySelector('main'),now=page.querySelector('main');
+if(now.innerHTML===last&&!document.getElementById('silent'))return;
+last=now.innerHTML;document.title=page.title;
+const open=new Set(all(old,'details[open]').map(key));
+const places=new Map(all(old,'.scroll').map(d=>[key(d),[d.scrollLeft,d.scrollTop]]));
+all(now,'details').forEach(d=>{d.open=open.has(key(d))});
+old.replaceWith(now);
+all(now,'.scroll').forEach(d=>{[d.scrollLeft,d.scrollTop]=places.get(key(d))||[0,0]})}
+setInterval(follow,%d)
 """
 
 
@@ -70,14 +83,17 @@ class ReportServer(http.server.ThreadingHTTPServer):
         return f"http://{_HOST}:{self.port}/"
 
     def is_addressed(self, host: str) -> bool:
-        """Whether a request's `Host` names this server, as one that a user made does.
+        """Whether a request's `Host` names this machine, as one that a user made does.
 
         A page of another site may have its name resolve to this machine; then the
-        browser still says that name.
+        browser still says that name. The port may be another one: that of a tunnel.
         """
-        return host in {f"{name}:{self.port}" for name in _NAMES} or (
-            self.port == 80 and host in _NAMES
-        )
+        return _LOCAL.fullmatch(host) is not None
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of a browser that has gone; print what else went wrong."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
     def content(self) -> tuple[bytes, str, str]:
         """The page, its tag, which differs when it does, and its security policy."""
@@ -131,7 +147,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def _answer(self, *, with_body: bool) -> None:
         if not self._report.is_addressed(self.headers.get("Host", "")):
-            self._refuse(HTTPStatus.FORBIDDEN, "Ask 127.0.0.1 or localhost.")
+            self._refuse(HTTPStatus.FORBIDDEN, "Ask for 127.0.0.1 or localhost.")
         elif self.path != "/":
             self._refuse(HTTPStatus.NOT_FOUND, "There is only one page, /.")
         else:

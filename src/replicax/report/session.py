@@ -1,14 +1,16 @@
 """One call of `fit` that is reported: what is noted, written, measured at the end."""
 
+import dataclasses
 import json
 import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from replicax.errors import ClusterError
@@ -19,7 +21,14 @@ from replicax.report.memory import memory_of
 from replicax.report.page import page_of
 from replicax.report.probes import start_seconds, sum_seconds
 from replicax.report.recorder import Recorder
-from replicax.report.runs import Epoch, read_epoch, read_run, together
+from replicax.report.runs import (
+    Epoch,
+    Worker,
+    as_event,
+    is_written,
+    read_run,
+    together,
+)
 
 __all__ = ["FitReport", "Task"]
 
@@ -30,6 +39,9 @@ _PAGE_SHARE = 50  # At most one part in so many of the time goes into the page.
 _OTHERS_S = 3.0
 _MEET_S = 10.0
 _LONGEST_ERROR = 300
+
+_next_pages: dict[Path, float] = {}
+"""When each page may be written again, also by later calls of `fit`."""
 
 
 class Task:
@@ -131,13 +143,12 @@ class FitReport:
         self._fit_number = number
         self._measures = wants_diagnosis
         self._opened: Journal | None = None
-        self._epochs: list[Epoch] = []
+        self._total: Epoch | None = None  # All epochs,
+        self._unwritten: Epoch | None = None  # and those since the last line.
         self._number = 0
-        self._logs: Mapping[str, Any] = {}
         self._exchange_s = task.exchange_s()
         self._staleness = task.staleness()
         self._has_ended = False
-        self._next_page = 0.0
 
     # Epochs, as Keras tells them.
 
@@ -158,72 +169,91 @@ class FitReport:
         steps_s = self.recorder.end_steps()
         # With what else Keras and other callbacks did.
         after_s = max(0.0, self.recorder.elapsed_s() - steps_s)
-        event = self._event("epoch", steps_s, logs)
         exchange_s, staleness = self.task.exchange_s(), self.task.staleness()
-        event |= {
-            "after_s": after_s,
-            "exchange_s": max(0.0, exchange_s - self._exchange_s),
-            "staleness": {str(k): n for k, n in (staleness - self._staleness).items()},
-        }
+        epoch = dataclasses.replace(
+            self._epoch(steps_s, logs),
+            after_s=after_s,
+            exchange_s=max(0.0, exchange_s - self._exchange_s),
+            staleness=staleness - self._staleness,
+        )
         self._exchange_s, self._staleness = exchange_s, staleness
-        self._epochs.append(read_epoch(event))
-        self._journal.add(event)
+        self._total = _joined(self._total, epoch)
+        self._unwritten = _joined(self._unwritten, epoch)
+        if is_written(epoch.number):
+            self._write_epochs()
         self._write_page()
+
+    def _write_epochs(self) -> None:
+        epoch, self._unwritten = self._unwritten, None
+        if epoch is not None:
+            self._add("epoch", **as_event(epoch))
 
     def end(self) -> str:
         """`fit` is over; returns the diagnosis, "" where there is none."""
         if self._opened is None:
             self._has_ended = True
             return ""
-        event: dict[str, Any] = {"event": "end", "time": time.time(), "state": "done"}
-        measured = self._measured() if self._measures and self._epochs else None
+        self._write_epochs()
+        measured = self._measured() if self._measures and self._total else None
+        found: dict[str, Any] = {}
         line = ""
-        if measured is not None and self.task.is_chief:
-            line = diagnosis.summary(measured)
-            event |= {"diagnosis": line}
         if measured is not None:
-            event |= {"shares": diagnosis.shares(measured)}
-        self._finish(event)
+            found["shares"] = diagnosis.shares(measured)
+            if self.task.is_chief:
+                line = found["diagnosis"] = diagnosis.summary(measured)
+        self._finish("done", **found)
         return line
 
     def close(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """The end of `fit` in any way; an `__exit__`."""
         if self._has_ended or self._opened is None:
             return
+        self._write_epochs()
+        if self._total is None or self._total.number != self._number:
+            # How far the epoch came. The devices are not asked: they may have failed.
+            wall_s, counts = self.recorder.elapsed_s(), self._counts()
+            self._add("progress", epoch=self._number, wall_s=wall_s, counts=counts)
         text = "fit did not end"
         if error is not None:
             text = f"{type(error).__name__}: {error}"[:_LONGEST_ERROR]
-        self._finish(
-            {"event": "end", "time": time.time(), "state": "interrupted", "error": text}
-        )
+        self._finish("interrupted", error=text)
 
-    def _finish(self, event: Mapping[str, Any]) -> None:
+    def _finish(self, state: str, **fields: Any) -> None:
         self._has_ended = True
-        self._journal.add(event)
+        self._add("end", state=state, **fields)
         if self.task.is_chief:
-            if event["state"] == "done":
-                self._await_others()
+            if state == "done":
+                self._await_others(lambda worker: worker.fits[-1].state != "running")
             self._write_page(now=True)
 
     def _mark(self) -> None:
         """Amid an epoch: tell that training goes on."""
-        self._journal.add(self._event("progress", self.recorder.elapsed_s(), {}))
+        logs = self.recorder.logs
+        known = logs if isinstance(logs, Mapping) else {}
+        epoch = self._epoch(self.recorder.elapsed_s(), known)
+        self._add("progress", passing=True, **as_event(epoch))
         self._write_page()
 
-    def _event(
-        self, kind: str, wall_s: float, logs: Mapping[str, Any]
-    ) -> dict[str, Any]:
+    def _counts(self) -> dict[str, float]:
         tally = self.recorder.tally
-        counts = {name: getattr(tally, name) for name in tally.__slots__}
-        return {
-            "event": kind,
-            "time": time.time(),
-            "epoch": self._number,
-            "logs": _numbers(logs),
-            "wall_s": wall_s,
-            "counts": counts,
-            "memory": memory_of(self._devices),
-        }
+        return {name: getattr(tally, name) for name in tally.__slots__}
+
+    def _epoch(self, wall_s: float, logs: Mapping[str, Any]) -> Epoch:
+        """What is known of the epoch until now."""
+        return Epoch(
+            number=self._number,
+            logs=_numbers(logs),
+            wall_s=wall_s,
+            counts=self._counts(),
+            after_s=0.0,
+            exchange_s=0.0,
+            memory=memory_of(self._devices),
+            staleness={},
+        )
+
+    def _add(self, kind: str, *, passing: bool = False, **fields: Any) -> None:
+        event = {"event": kind, "time": time.time(), **fields}
+        self._journal.add(event, passing=passing)
 
     def _open(self, epoch: int) -> Journal:
         """Begin to write, now that it is known in which epoch.
@@ -257,7 +287,8 @@ class FitReport:
     def _write_page(self, *, now: bool = False) -> None:
         """Write it, if this is the chief and it is time again."""
         began = time.monotonic()
-        if not self.task.is_chief or not (now or began >= self._next_page):
+        is_time = now or began >= _next_pages.get(self._page, 0.0)
+        if not is_time or not self.task.is_chief or self._journal.is_taken:
             return
         try:
             write_whole(self._page, page_of(read_run(self._page)))
@@ -268,66 +299,80 @@ class FitReport:
                 error,
             )
         took = time.monotonic() - began
-        self._next_page = began + max(_PAGE_EVERY_S, _PAGE_SHARE * took)
+        _next_pages[self._page] = began + max(_PAGE_EVERY_S, _PAGE_SHARE * took)
 
-    def _await_others(self) -> None:
-        """Give workers that write here a moment to write that they are done."""
-        deadline = time.monotonic() + (_OTHERS_S if len(self.task.names) > 1 else 0.0)
-        while time.monotonic() < deadline:
-            others = read_run(self._page).workers[1:]
-            if all(worker.fits[-1].state != "running" for worker in others):
-                return
-            time.sleep(0.05)
+    def _await_others(self, is_done: Callable[[Worker], bool]) -> list[Worker]:
+        """Those that write here, too, which get a moment until all are done."""
+        deadline = time.monotonic() + _OTHERS_S
+        while len(self.task.names) > 1:
+            try:
+                run = read_run(self._page)
+            except OSError as error:
+                _logger.warning("Report: other workers' files: %s.", error)
+                break
+            others = [w for w in run.workers if w.name != self.task.name]
+            if all(map(is_done, others)) or time.monotonic() >= deadline:
+                return others
+            time.sleep(0.1)
+        return []
 
     # What is measured.
 
     def _measured(self) -> diagnosis.Measurements:
         """What training was like; every worker in step has to call it at once."""
-        total = together(self._epochs)
-        strategy = self.task.strategy
+        assert self._total is not None
+        total, strategy = self._total, self.task.strategy
         executions = int(total.counts["executions"] - total.counts["first_executions"])
-        group = None if strategy is None else strategy.group
-        # Even where too little was timed: the others do it, too.
-        start_s = start_seconds(len(self._model.variables), group)
-        sum_s = (
-            0.0
-            if group is None
-            else sum_seconds(strategy, self._model.trainable_variables)
-        )
+        start_s, sum_s = self._probed(executions)
         steps, wall = total.timed_steps, total.timed_s
-        is_timed = steps > 0 and wall > 0
         outside = total.counts["waits_s"], total.exchange_s
         # Asynchronous workers ask for a step while the last one's values travel.
         is_both = getattr(strategy, "overlaps", False)
         around_s = max(outside) if is_both else sum(outside)
-        communication = None
-        if sum_s is not None:
-            communication = _share(sum_s * steps + around_s, wall)
         rate, slow_share, slow_name = self._of_all(total)
-        batch = total.counts["examples"] / max(1.0, total.counts["steps"])
         return diagnosis.Measurements(
             executions=executions,
-            step_s=wall / steps if is_timed else math.nan,
+            step_s=total.step_s,
             examples_per_s=rate,
-            batch=batch,
+            batch=total.counts["examples"] / max(1.0, total.counts["steps"]),
             num_replicas=1 if strategy is None else strategy.num_replicas_in_sync,
             kind=self._kind(),
             input=slow_share,
-            communication=communication,
-            start=_share(start_s * executions, wall),
+            communication=(
+                None if sum_s is None else _share(sum_s * steps + around_s, wall)
+            ),
+            start=None if start_s is None else _share(start_s * executions, wall),
             steps_per_execution=self._model.steps_per_execution,
             is_compressed=self._is_compressed(),
             input_worker=slow_name,
         )
+
+    def _probed(self, executions: int) -> tuple[float | None, float | None]:
+        """Seconds of a start and of a step's sums; None: not measured."""
+        if executions < diagnosis.FEWEST_EXECUTIONS and not self.task.is_in_step:
+            return None, None  # Nothing would be said about it. Others may need us.
+        strategy, model = self.task.strategy, self._model
+        group = None if strategy is None else strategy.group
+        try:
+            start_s = start_seconds(len(model.variables), group)
+            if strategy is None:
+                return start_s, 0.0
+            return start_s, sum_seconds(strategy, model.trainable_variables)
+        except jax.errors.JaxRuntimeError as error:  # Such as too little memory.
+            _logger.warning(
+                "Report: communication and starts could not be measured (%s). The "
+                "model is trained, and the report says the rest.",
+                str(error)[:_LONGEST_ERROR],
+            )
+            return None, None
 
     def _of_all(self, total: Epoch) -> tuple[float, float, str]:
         """Examples per second of all workers, and who waited for input most."""
         mine = total.input_share if math.isfinite(total.input_share) else 0.0
         if not self.task.is_chief or len(self.task.names) == 1:
             return total.examples_per_s, mine, ""
-        self._await_epochs()
         found = {self.task.name: total}
-        for worker in read_run(self._page).workers[1:]:
+        for worker in self._await_others(self._has_last):
             if worker.fits[-1].epochs:
                 found[worker.name] = together(worker.fits[-1].epochs)
         shares = {n: e.input_share for n, e in found.items()}
@@ -339,17 +384,9 @@ class FitReport:
             rate = sum(r for r in rates if math.isfinite(r))
         return rate, known.get(slowest, 0.0), slowest
 
-    def _await_epochs(self) -> None:
-        """Give workers that write here a moment to write their last epoch."""
-        deadline = time.monotonic() + _OTHERS_S
-        while time.monotonic() < deadline:
-            others = read_run(self._page).workers[1:]
-            if all(self._has_last(worker.fits[-1].epochs) for worker in others):
-                return
-            time.sleep(0.05)
-
-    def _has_last(self, epochs: list[Epoch]) -> bool:
-        return bool(epochs) and epochs[-1].number >= self._epochs[-1].number
+    def _has_last(self, worker: Worker) -> bool:
+        epochs = worker.fits[-1].epochs
+        return bool(epochs) and epochs[-1].number >= self._number
 
     def _kind(self) -> diagnosis.Kind:
         strategy = self.task.strategy
@@ -366,6 +403,10 @@ class FitReport:
         is_served = self.task.served is not None
         options = strategy if is_served else strategy.group.communication
         return options.compression is not None
+
+
+def _joined(before: Epoch | None, epoch: Epoch) -> Epoch:
+    return epoch if before is None else together([before, epoch])
 
 
 def _share(part: float, whole: float) -> float:

@@ -1,0 +1,36 @@
+"""What is measured after training: sums without the starts around them."""
+
+import keras
+import pytest
+
+from replicax.report import probes
+from replicax.report.probes import start_seconds, sum_seconds
+from tests.conftest import mirrored
+
+
+def variables(strategy):
+    with strategy.scope():
+        return [keras.Variable([1.0, 2.0]), keras.Variable(3.0)]
+
+
+@pytest.mark.parametrize(("times", "expected"), [([3.0, 1.0], 2.0), ([1.0, 3.0], 0.0)])
+def test_starting_a_program_is_no_part_of_a_sum(monkeypatch, times, expected) -> None:
+    left = iter(times)
+
+    def median(call, number):
+        call()  # It runs.
+        return next(left)
+
+    monkeypatch.setattr(probes, "_median", median)
+    strategy = mirrored(2)
+    assert sum_seconds(strategy, variables(strategy)) == expected
+
+
+def test_one_replica_sums_nothing() -> None:
+    strategy = mirrored(1)
+    assert sum_seconds(strategy, variables(strategy)) == 0.0
+
+
+@pytest.mark.parametrize("number", [0, 3, 10_000])
+def test_a_start_takes_some_time(number) -> None:
+    assert start_seconds(number, mirrored(2).group) > 0
