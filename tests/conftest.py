@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import signal
 from pathlib import Path
 
 if importlib.util.find_spec("libtpu") and not Path("/dev/nvidia0").exists():
@@ -16,12 +17,21 @@ if importlib.util.find_spec("libtpu") and not Path("/dev/nvidia0").exists():
 if os.environ.get("JAX_PLATFORMS") == "cpu":
     os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
+# Tests send these to processes that they start, which would inherit it if whoever runs
+# the tests ignores them, as `nohup` and scripts in the background do.
+for _signal, _handler in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGHUP, signal.SIG_DFL),
+):
+    if signal.getsignal(_signal) is signal.SIG_IGN:
+        signal.signal(_signal, _handler)
+
 # No test depends on what earlier ones left in a user's folder.
 os.environ["REPLICAX_COMPILATION_CACHE"] = "off"
 # Nor keeps the memory that earlier ones needed.
 os.environ["REPLICAX_HUGE_PAGES"] = "off"
 
-import replicax as rx
+import replicax as rx  # noqa: E402
 
 rx.set_logical_devices(8)
 

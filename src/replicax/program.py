@@ -170,9 +170,8 @@ class Program:
         """
         num_own = len(self._own)
         written, read = list(values[:num_own]), list(values[num_own:])
-        if len({id(x) for x in values}) < len(values) or not {
-            id(x) for x in written
-        }.isdisjoint(map(id, leaves)):
+        ids = set(map(id, values))
+        if len(ids) < len(values) or not ids.isdisjoint(map(id, leaves)):
             # An array that is needed twice cannot be given away: two variables share
             # it, or a variable's value is an argument as well.
             written = [jnp.copy(x) for x in written]

@@ -57,6 +57,7 @@ def test_all_compute_the_same_in_two_processes() -> None:
     assert "replicax fit, 1 process" in markdown([group])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["g", "h"])
 def test_programs_for_a_gpu_compute_the_same(case) -> None:
     """Small ones, on the CPU: bfloat16, data on the device, 8 steps in a call."""

@@ -4,13 +4,12 @@ Tested with Keras 3.14 to 3.15. Everything that a new Keras may move is in this 
 in `hooks.py`.
 """
 
-import functools
 import itertools
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import keras
+import jax
 import numpy as np
 from keras.src.backend.common.global_state import get_global_attribute
 from keras.src.backend.common.stateless_scope import get_stateless_scope
@@ -226,12 +225,11 @@ def cut_late(adapter: Any) -> None:
     make = adapter._get_iterator
 
     def make_rows(slice_and_convert: Callable[..., Any], inputs: Any) -> Any:
+        flat, structure = jax.tree.flatten(inputs)
+
         def cut(indices: Any) -> Any:
-            return keras.tree.map_structure(
-                functools.partial(slice_and_convert, indices=indices),
-                inputs,
-                none_is_leaf=False,
-            )
+            rows = [slice_and_convert(x, indices=indices) for x in flat]
+            return jax.tree.unflatten(structure, rows)
 
         # To Keras a tree of one leaf, which is quick to map.
         return make(lambda leaf, indices: Rows(cut, indices), 0)

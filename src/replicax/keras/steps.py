@@ -9,6 +9,7 @@ happens to metrics and moving statistics, and gradients go through the optimizer
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import itertools
 import json
@@ -64,8 +65,17 @@ class _Values:
         return self.part.stop - self.part.start
 
 
+class _State(tuple[_Values, ...]):
+    """Keras' state, the parts of one list of values."""
+
+    everything: list[Any]
+    sizes: tuple[int, ...]
+
+
 def _joined(state: State) -> tuple[list[Any], tuple[int, ...]]:
     """All values of a state, and the lengths of its lists."""
+    if isinstance(state, _State):  # As `_divided` made it in the last step.
+        return state.everything, state.sizes
     first = state[0]
     if isinstance(first, _Values) and all(
         isinstance(x, _Values) and x.everything is first.everything for x in state
@@ -77,11 +87,15 @@ def _joined(state: State) -> tuple[list[Any], tuple[int, ...]]:
 
 def _divided(values: list[Any], sizes: tuple[int, ...]) -> State:
     """A state of the values, in lists of these lengths."""
+    state = _State([_Values(values, part, sizes) for part in _parts(sizes)])
+    state.everything, state.sizes = values, sizes
+    return state
+
+
+@functools.cache
+def _parts(sizes: tuple[int, ...]) -> tuple[slice, ...]:
     ends = list(itertools.accumulate(sizes))
-    return tuple(
-        _Values(values, slice(end - size, end), sizes)
-        for end, size in zip(ends, sizes, strict=True)
-    )
+    return tuple(slice(end - size, end) for end, size in zip(ends, sizes, strict=True))
 
 
 def train_function(model: Any, strategy: Any) -> Callable[..., Any]:
