@@ -17,17 +17,6 @@ PREAMBLE = """
 import replicax as rx
 rx.set_logical_devices(2)
 """
-DIGITS = """
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
-_images, _labels = load_digits(return_X_y=True)
-x_train, x_test, y_train, y_test = train_test_split(
-    (_images / 16).astype("float32"),
-    _labels.astype("int32"),
-    test_size=0.2,
-    random_state=0,
-)
-"""
 
 _FENCE = re.compile(r"^```python *(.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
@@ -49,8 +38,6 @@ def blocks(page: Path) -> list[tuple[int, str, str]]:
 def script(page: Path) -> str:
     """All samples of a page as one program, whose errors name the page's lines."""
     parts = [PREAMBLE]
-    if "<!-- test: digits -->" in page.read_text(encoding="utf-8"):
-        parts.append(DIGITS)
     for line, words, code in blocks(page):
         padded = "\n" * (line - 1) + code
         compile(padded, page_id(page), "exec")

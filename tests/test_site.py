@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,6 +20,11 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 HOOKS = DOCS / "hooks"
 TIMEOUT_S = 240
+
+BROWSER = next(
+    filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome"])),
+    None,
+)
 
 FIGURES = {
     "one-device": "one-device",
@@ -224,6 +230,7 @@ def test_every_public_name_has_its_entry(site: Path) -> None:
     assert not sorted(set(shown) - ids)
     methods = {f"Strategy.{name}" for name in api_pages.STRATEGY}
     assert not sorted(methods - ids)
+    assert "doc-symbol-heading doc-symbol-module" not in html  # In a function's place.
     for name in shown:
         public(name)
 
@@ -236,6 +243,106 @@ def test_docstrings_are_read_as_they_are_written(site: Path) -> None:
     for page in (site / "api").glob("*.html"):
         html = page.read_text(encoding="utf-8")
         assert "<blockquote" not in html, page.name  # `>>>` as Markdown has it.
+
+
+def own_part(site: Path, page: str, name: str) -> str:
+    """What stands on an API page below a name's heading, up to the next heading."""
+    html = (site / "api" / page).read_text(encoding="utf-8")
+    found = re.search(
+        rf'<h\d id="replicax\.{name}".*?(?=<h\d id=|</article>)', html, re.S
+    )
+    assert found is not None, name
+    return found[0]
+
+
+def test_constructors_are_shown_to_those_who_call_them(site: Path) -> None:
+    given = {
+        "strategies.html": ["Strategy"],
+        "steps.html": ["ReplicaContext"],
+        "input.html": [r"input\.DistributedDataset", "InputContext"],
+        "checkpoints.html": ["RestoreStatus"],
+        "plans.html": [r"plan\.Plan"],
+    }
+    for page, names in given.items():
+        for name in names:
+            part = own_part(site, page, name)
+            assert "doc-signature" not in part, name
+            assert "Parameters:" not in part, name
+    made = {
+        "strategies.html": "MirroredStrategy",
+        "gradients.html": "CommunicationOptions",
+        "estimator.html": r"estimator\.RunConfig",
+    }
+    for page, name in made.items():
+        part = own_part(site, page, name)
+        assert "doc-signature" in part, name
+        assert "Parameters:" in part, name
+
+
+def test_results_are_not_read_as_types(site: Path) -> None:
+    """Words before a colon, where a docstring says what is returned."""
+    item = r'<li class="doc-section-item field-body">\s*<code>(.*?)</code>'
+    for page in (site / "api").glob("*.html"):
+        for found in re.findall(item, page.read_text(encoding="utf-8"), re.DOTALL):
+            words = re.sub(r"<[^>]+>", "", found)
+            assert " " not in re.sub(r"\[.*\]| \| ", "", words), f"{page.name}: {words}"
+
+
+def test_names_lead_to_the_api(site: Path) -> None:
+    html = (site / "mirrored.html").read_text(encoding="utf-8")
+    assert 'href="api/strategies.html#replicax.MirroredStrategy"' in html
+    assert 'href="api/strategies.html#replicax.Strategy.check_replicas"' not in html
+    html = (site / "custom-loops.html").read_text(encoding="utf-8")
+    assert 'href="api/strategies.html#replicax.Strategy.run"' in html
+    assert "<autoref" not in html
+
+
+def test_a_lost_reader_is_shown_the_way(site: Path) -> None:
+    assert 'href="/index.html">overview<' in (site / "404.html").read_text("utf-8")
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no chromium or chrome is installed")
+def test_search_works_in_a_folder(site: Path, tmp_path: Path) -> None:
+    """Without a server, and so without workers and requests."""
+    assert BROWSER is not None
+    process = subprocess.run(
+        [
+            BROWSER,
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            f"--user-data-dir={tmp_path / 'profile'}",
+            "--virtual-time-budget=20000",
+            "--dump-dom",
+            (site / "index.html").as_uri() + "?q=ParameterServerStrategy",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    found = re.findall(
+        r'<a href="([^"]*)" class="md-search-result__link', process.stdout
+    )
+    pages = {url.partition("?")[0].rpartition("/")[2] for url in found}
+    assert {"strategies.html", "parameter-servers.html"} <= pages, process.stderr
+
+
+@pytest.mark.parametrize(
+    "page",
+    sorted(DOCS.glob("*.md")),
+    ids=lambda page: page.stem,
+)
+def test_replicax_is_imported_before_keras(page: Path) -> None:
+    """It chooses Keras' backend, which whoever tries a sample may not have set."""
+    text = page.read_text(encoding="utf-8")
+    for code in re.findall(
+        r"^```python.*?\n(.*?)^```$", text, re.MULTILINE | re.DOTALL
+    ):
+        keras = re.search(r"^(import|from) .*\bkeras\b", code, re.MULTILINE)
+        if keras is not None:
+            later = code[keras.end() :]
+            assert not re.search(r"^import replicax", later, re.MULTILINE), code
 
 
 def test_api_page_for_a_name_that_is_not_public(

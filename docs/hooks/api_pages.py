@@ -167,12 +167,21 @@ PAGES = {
     "plans.md": Page(
         title="Plans",
         text="A training step on other hardware.",
-        names=("plan.*",),
+        names=("plan.plan", "plan.Plan", "plan.*"),
     ),
     "estimator.md": Page(
         title="Estimators",
         text="`rx.estimator`, in the shape of `tf.estimator`.",
-        names=("estimator.*", "estimator.experimental.*"),
+        names=(
+            "estimator.Estimator",
+            "estimator.EstimatorSpec",
+            "estimator.RunConfig",
+            "estimator.train_and_evaluate",
+            "estimator.TrainSpec",
+            "estimator.EvalSpec",
+            "estimator.*",
+            "estimator.experimental.*",
+        ),
     ),
     "feature-columns.md": Page(
         title="Feature columns",
@@ -182,7 +191,7 @@ PAGES = {
     "testing.md": Page(
         title="Testing",
         text="`rx.testing`: clusters on one machine, in tests.",
-        names=("testing.*",),
+        names=("testing.run", "testing.*"),
     ),
     "errors.md": Page(
         title="Errors",
@@ -239,15 +248,16 @@ _MODULES = {"experimental.partitioners": "partitioners"}
 
 
 def expanded(names: tuple[str, ...]) -> Iterator[str]:
-    """The names, those of `module.*` one by one."""
+    """The names, of `module.*` those that are not given by themselves."""
     for name in names:
         module, star, _ = name.partition(".*")
         if not star:
             yield name
             continue
         for part in public_names(_MODULES.get(module, module)):
-            if part not in _ELSEWHERE.get(module, ()):
-                yield f"{module}.{part}"
+            full = f"{module}.{part}"
+            if part not in _ELSEWHERE.get(module, ()) and full not in names:
+                yield full
 
 
 def entry(name: str) -> str:

@@ -1,8 +1,8 @@
 """What the figures of the strategies show: a few words of data for each.
 
-`svg.py` draws them. A row of devices, each with what it holds; buses below them, by
-which gradients, weights or activations move; stores below those, where a strategy keeps
-variables apart from the devices that compute.
+`draw_figures.py` draws them. A row of devices, each with what it holds; buses below
+them, by which gradients, weights or activations move; stores below those, where a
+strategy keeps variables apart from the devices that compute.
 """
 
 from dataclasses import dataclass

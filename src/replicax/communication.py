@@ -33,7 +33,7 @@ class CommunicationOptions:
 
     (TF: `tf.distribute.experimental.CommunicationOptions`.)
 
-    Attributes:
+    Args:
         bytes_per_pack: Gradients are summed in packs of at most this many bytes, the
             last layers' first, as the backward pass finishes them. A larger gradient is
             a pack of its own. 0: XLA decides.

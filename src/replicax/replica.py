@@ -85,7 +85,7 @@ class ReplicaContext:
             value: A pytree of arrays of any shape, one per replica.
 
         Returns:
-            The same pytree, combined element by element: with 2 replicas that hold 1.0
+            The same pytree, combined element by element. With 2 replicas that hold 1.0
             and 3.0, SUM gives 4.0 and MEAN 2.0 on both.
 
         Raises:

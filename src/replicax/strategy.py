@@ -46,29 +46,6 @@ class Strategy(DatasetMaker):
     """Runs the same function as several replicas that stay in step.
 
     The base of all strategies; make one of those. (TF: `tf.distribute.Strategy`.)
-
-    Args:
-        devices: One device per replica.
-        cross_device_ops: How gradients are summed over them.
-        check_replicas_every: Compare the replicas' copies of the variables after every
-            that many steps and raise on a difference. None: never by itself.
-        workers: The processes that hold the devices, in the devices' order.
-        check_input: Compare the workers' first batches of each epoch, where all should
-            read the same data.
-        home: Where variables live, if not mirrored on the replicas' devices.
-        defers_updates: Whether the strategy makes the updates, in `_execute`.
-        first_replica: Number of the first of these replicas among those of all workers.
-        communication_options: What happens to gradients on their way.
-        replicas_per_device: Number of replicas on each device.
-        shard_update: Whether each replica makes a part of the optimizer's update and
-            holds only that part of the optimizer's slots.
-        shard_weights: Whether replicas hold only a part of the weights, too.
-        split: How a replica's weights are divided over several devices.
-
-    Raises:
-        ValueError: For numbers that are not positive.
-        TypeError: If `cross_device_ops` is none.
-        NotImplementedError: In a rehearsal, if the variables are to live elsewhere.
     """
 
     _rehearses = True
@@ -94,6 +71,32 @@ class Strategy(DatasetMaker):
         shard_weights: bool = False,
         split: ModelSplit | None = None,
     ) -> None:
+        """Make a strategy; only those derived from this class do.
+
+        Args:
+            devices: One device per replica.
+            cross_device_ops: How gradients are summed over them.
+            check_replicas_every: Compare the replicas' copies of the variables after
+                every that many steps and raise on a difference. None: never by itself.
+            workers: The processes that hold the devices, in the devices' order.
+            check_input: Compare the workers' first batches of each epoch, where all
+                should read the same data.
+            home: Where variables live, if not mirrored on the replicas' devices.
+            defers_updates: Whether the strategy makes the updates, in `_execute`.
+            first_replica: Number of the first of these replicas among those of all
+                workers.
+            communication_options: What happens to gradients on their way.
+            replicas_per_device: Number of replicas on each device.
+            shard_update: Whether each replica makes a part of the optimizer's update
+                and holds only that part of the optimizer's slots.
+            shard_weights: Whether replicas hold only a part of the weights, too.
+            split: How a replica's weights are divided over several devices.
+
+        Raises:
+            ValueError: For numbers that are not positive.
+            TypeError: If `cross_device_ops` is none.
+            NotImplementedError: In a rehearsal, if the variables are to live elsewhere.
+        """
         name = type(self).__name__
         if cross_device_ops is not None and not isinstance(
             cross_device_ops, CrossDeviceOps
@@ -382,7 +385,7 @@ class Strategy(DatasetMaker):
             axis: Dimension of the per-replica value.
 
         Returns:
-            Arrays: per-replica `[b, d]` gives `[R*b, d]` along 0.
+            Arrays. Per-replica `[b, d]` gives `[R*b, d]` along 0.
 
         Raises:
             ContextError: Inside a replica function.

@@ -66,7 +66,7 @@ class SessionRunContext:
 
     (TF: `tf.compat.v1.train.SessionRunContext`.)
 
-    Args:
+    Attributes:
         session: The loop that the step is part of. It has `global_step`, an int.
     """
 

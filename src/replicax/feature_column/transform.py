@@ -46,7 +46,7 @@ def features_of(columns: Any, features: Mapping[str, Any]) -> dict[str, np.ndarr
             need may be there.
 
     Returns:
-        Arrays by names of their own, see `Column.outputs`: numbers `float32[B, ...]`,
+        Arrays by names of their own, see `Column.outputs`. Numbers `float32[B, ...]`,
         ids `int32[B, k]` with -1 where there is none, weights `float32[B, k]`.
 
     Raises:

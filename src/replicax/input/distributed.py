@@ -183,18 +183,6 @@ class DistributedDataset(_Distributed):
     x64 mode is on. A dataset that can be iterated once raises `RuntimeError` the second
     time. (TF: `strategy.experimental_distribute_dataset`.)
 
-    Args:
-        dataset: Whatever `replicax.input.batches` takes.
-        mesh: Mesh with an axis `"replica"`.
-        remainder: What to do with the rows by which a batch exceeds a multiple of `R`.
-            Under `"drop"`, a batch of fewer than `R` rows is left out too, but for the
-            first one of an epoch, which is an error.
-        batch_size: `B`, if `dataset` is arrays.
-        prefetch: Number of batches that are placed ahead of time; 0 uses no thread.
-        auto_shard_policy: How workers divide the dataset.
-        share: This worker's part; None: there is one worker.
-        num_replicas: `R`; None: one on each device along the axis.
-
     Raises:
         ValueError: For bad options; while iterating, for batches that cannot be split.
         TypeError: If `dataset` is no dataset; while iterating, for leaves that are no
@@ -213,6 +201,20 @@ class DistributedDataset(_Distributed):
         share: Share | None = None,
         num_replicas: int | None = None,
     ) -> None:
+        """Make a dataset; only strategies do.
+
+        Args:
+            dataset: Whatever `replicax.input.batches` takes.
+            mesh: Mesh with an axis `"replica"`.
+            remainder: What to do with the rows by which a batch exceeds a multiple of
+                `R`. Under `"drop"`, a batch of fewer than `R` rows is left out too, but
+                for the first one of an epoch, which is an error.
+            batch_size: `B`, if `dataset` is arrays.
+            prefetch: Number of batches that are placed ahead of time; 0 uses no thread.
+            auto_shard_policy: How workers divide the dataset.
+            share: This worker's part; None: there is one worker.
+            num_replicas: `R`; None: one on each device along the axis.
+        """
         super().__init__(mesh, remainder, prefetch, share, num_replicas)
         check_dataset(dataset, batch_size)
         if not isinstance(auto_shard_policy, AutoShardPolicy):
@@ -314,19 +316,6 @@ class DistributedDatasetFromFunction(_Distributed):
     returns make one step: the first goes to replica 0. Elements look as those of a
     `DistributedDataset`. (TF: `strategy.distribute_datasets_from_function`.)
 
-    Args:
-        fn: Takes the `InputContext` and returns a dataset of `[b, ...]` batches,
-            anything that `replicax.input.batches` takes without a batch size.
-        mesh: Mesh with an axis `"replica"`.
-        context: Given to `fn`.
-        remainder: What to do at the end of an epoch with fewer than `R` batches, or
-            with a shorter last one: leave all of them out, fill up with masked copies,
-            or raise.
-        prefetch: Number of steps whose batches are placed ahead of time; 0 uses no
-            thread.
-        share: This worker's part; None: there is one worker.
-        num_replicas: `R`; None: one on each device along the axis.
-
     Raises:
         ValueError: For bad options; while iterating, if batches of one step differ in
             shape, or if there is not one batch for each replica in all.
@@ -344,6 +333,21 @@ class DistributedDatasetFromFunction(_Distributed):
         share: Share | None = None,
         num_replicas: int | None = None,
     ) -> None:
+        """Make a dataset; only strategies do.
+
+        Args:
+            fn: Takes the `InputContext` and returns a dataset of `[b, ...]` batches,
+                anything that `replicax.input.batches` takes without a batch size.
+            mesh: Mesh with an axis `"replica"`.
+            context: Given to `fn`.
+            remainder: What to do at the end of an epoch with fewer than `R` batches, or
+                with a shorter last one: leave all of them out, fill up with masked
+                copies, or raise.
+            prefetch: Number of steps whose batches are placed ahead of time; 0 uses no
+                thread.
+            share: This worker's part; None: there is one worker.
+            num_replicas: `R`; None: one on each device along the axis.
+        """
         super().__init__(mesh, remainder, prefetch, share, num_replicas)
         self._fn = fn
         self._context = context

@@ -278,9 +278,9 @@ class ParameterServerStrategy(Strategy):
         """How stale the gradients were that the servers have applied until now.
 
         Returns:
-            For each worker how many of its gradients had which staleness: the number of
-            updates between the values they are of and their own update. Each server
-            counts what came to it.
+            For each worker how many of its gradients had which staleness, which is the
+            number of updates between the values they are of and their own update. Each
+            server counts what came to it.
         """
         total: dict[str, Counter[int]] = {}
         connections = [] if self.session is None else self.session.connections

@@ -36,7 +36,7 @@ def run(
         check: Whether to raise if a task fails. False: look at the exit codes yourself.
 
     Returns:
-        How each task ended, by name: `results["worker:1"].value`.
+        How each task ended, by the name of the task.
 
     Raises:
         TaskFailed: If a task's exit code is not 0, with all outputs.
