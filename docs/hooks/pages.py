@@ -6,12 +6,15 @@ switch between light and dark, and pages of the API are made from the sources' n
 """
 
 import re
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from api_pages import PAGES, STRATEGY, expanded, pages
 from draw_figures import SITE_STYLE, drawings
 from mkdocs.structure.files import File, Files
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./[^)]*\)")
 _LOST = "<h1>404 - Not found</h1>"
@@ -48,6 +51,10 @@ def on_files(files: Files, *, config: Any) -> Files:
     made: dict[str, str] = {f"figures/{name}": svg for name, svg in drawings().items()}
     made |= {f"api/{name}": text for name, text in pages().items()}
     made["assets/figures.css"] = SITE_STYLE
+    made["results.md"] = (RESULTS / "README.md").read_text(encoding="utf-8")
+    for picture in RESULTS.glob("*.png"):
+        source = f"results/{picture.name}"
+        files.append(File.generated(config, source, abs_src_path=str(picture)))
     for path, content in made.items():
         there = files.get_file_from_path(path)
         if there is not None:
@@ -60,6 +67,8 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     """Take away what is for the tests, and links to files that the site has not."""
     if page.file.src_uri in SEARCH:
         page.meta["search"] = {"boost": SEARCH[page.file.src_uri]}
+    markdown = markdown.replace("](../benchmarks/results/README.md)", "](results.md)")
+    markdown = markdown.replace("](../benchmarks/results/", "](results/")
     markdown = re.sub(r"^```python no-run$", "```python", markdown, flags=re.MULTILINE)
     return _OUTSIDE.sub(r"\1", markdown)
 

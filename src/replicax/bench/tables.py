@@ -8,7 +8,7 @@ from replicax.bench.accelerators import peak_flops
 from replicax.bench.entries import LAYOUTS, Layout
 from replicax.bench.targets import Figure, figures, ratio_of
 
-__all__ = ["comparable", "disagreeing", "markdown"]
+__all__ = ["comparable", "disagreeing", "headline", "machines", "markdown", "summary"]
 
 _REFERENCE, _OURS = "bare JAX", "replicax fit"
 # Sums in another order, and Adam of another library, whose epsilon stands elsewhere.
@@ -32,12 +32,11 @@ def markdown(groups: Sequence[Mapping[str, Any]]) -> str:
         "that was ever in use at once, trials of the compiler included. Utilisation is "
         "the model's operations per second of what the GPU's data sheet promises.",
         "",
-        *_machines(groups),
+        *machines(groups),
         "",
         "## In short",
         "",
-        f"How many times as long as `{_OURS}` a step takes, beside it in turns.",
-        *(line for layout in LAYOUTS for line in _summary(groups, layout)),
+        *summary(groups),
         "",
         "## Targets",
         "",
@@ -81,6 +80,41 @@ def disagreeing(group: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
+def headline(groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A table of how many times faster `fit` is than other libraries.
+
+    Args:
+        groups: What `measure` returned, in any order.
+    """
+    rows: dict[tuple[str, Layout], dict[str, str]] = {}
+    for figure in figures(groups):
+        peer = figure.target.title.removeprefix("times faster than ")
+        if figure.ours == _OURS and peer != figure.target.title:
+            row = rows.setdefault((peer, figure.target.layout), {})
+            row[figure.case] = f"{figure.ratio[0]:.1f}"
+    cases = sorted({case for row in rows.values() for case in row})
+    columns = ["times faster than", *(f"({case})" for case in cases)]
+    return _table(
+        columns,
+        [
+            [f"{peer}, {LAYOUTS[layout]}", *(row.get(case, "") for case in cases)]
+            for (peer, layout), row in rows.items()
+        ],
+    )
+
+
+def summary(groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Step times of all entries as tables of multiples of ours, one for each layout.
+
+    Args:
+        groups: What `measure` returned, in any order.
+    """
+    return [
+        f"How many times as long as `{_OURS}` a step takes, beside it in turns.",
+        *(line for layout in LAYOUTS for line in _summary(groups, layout)),
+    ]
+
+
 def _summary(groups: Sequence[Mapping[str, Any]], layout: Layout) -> list[str]:
     """A row for each entry that does the same work, a column for each case."""
     chosen = {
@@ -109,7 +143,12 @@ def _summary(groups: Sequence[Mapping[str, Any]], layout: Layout) -> list[str]:
     return ["", *_table(columns, rows)]
 
 
-def _machines(groups: Iterable[Mapping[str, Any]]) -> list[str]:
+def machines(groups: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Where and with what they were measured, as items of a list.
+
+    Args:
+        groups: What `measure` returned.
+    """
     found = {
         (
             f"{group['machine']['processor']}, {group['machine']['cores']} cores, "
