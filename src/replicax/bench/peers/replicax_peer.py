@@ -15,7 +15,9 @@ import keras
 import keras_models
 
 if protocol.WORLD > 1:
-    strategy: rx.Strategy = rx.MultiWorkerMirroredStrategy()
+    strategy: rx.Strategy = rx.MultiWorkerMirroredStrategy(
+        shard_update=protocol.SHARD_UPDATE
+    )
 elif protocol.DEVICES > 1:
     strategy = rx.MirroredStrategy(shard_update=protocol.SHARD_UPDATE)
 else:
