@@ -81,6 +81,7 @@ def test_two_workers_and_a_server(tmp_path: Path) -> None:
     assert "Staleness of gradients" in (tmp_path / "ps.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_worker_without_a_report_is_missed(tmp_path: Path) -> None:
     callbacks = "[rx.callbacks.Report('r.html')] if strategy.is_chief else []"
     script = callbacks.replace("'r.html'", repr(str(tmp_path / "r.html")))

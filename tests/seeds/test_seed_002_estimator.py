@@ -99,6 +99,8 @@ def with_servers(folder: str, sync: bool) -> Any:
     return train_and_evaluate(strategy, folder)
 
 
+# `test_blocks.py` runs the same programs, as the command ports them.
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.timeout(150)
 def test_the_guides_estimator_on_two_workers_and_an_evaluator(tmp_path: Path) -> None:
@@ -116,6 +118,8 @@ def test_the_guides_estimator_on_two_workers_and_an_evaluator(tmp_path: Path) ->
     assert evaluated["prediction/mean"] == pytest.approx(1.0, rel=1e-6)
 
 
+# `test_blocks.py` runs the same programs, as the command ports them.
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("sync", [False, True])

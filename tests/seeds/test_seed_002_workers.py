@@ -108,6 +108,8 @@ def guide() -> dict[str, Any]:
     }
 
 
+# `test_blocks.py` runs the same programs, as the command ports them.
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.timeout(120)
 def test_the_guides_snippets_on_two_workers() -> None:

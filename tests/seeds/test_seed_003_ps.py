@@ -52,6 +52,8 @@ def script() -> dict[str, Any]:
     }
 
 
+# `test_blocks.py` runs the same programs, as the command ports them.
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.timeout(120)
 def test_the_model_is_updated_as_soon_as_a_worker_has_a_gradient() -> None:
