@@ -11,6 +11,12 @@ from replicax.bench.targets import Figure, figures, ratio_of
 __all__ = ["comparable", "disagreeing", "headline", "machines", "markdown", "summary"]
 
 _REFERENCE, _OURS = "bare JAX", "replicax fit"
+_PLACES: dict[Layout, str] = {
+    "one": "one device",
+    "logical": "two devices",
+    "processes": "two processes",
+    "gpu": "one GPU",
+}
 # Sums in another order, and Adam of another library, whose epsilon stands elsewhere.
 _LOSSES = {"float32": (1e-3, 2e-2), "bfloat16": (1e-2, 5e-2)}
 
@@ -97,7 +103,7 @@ def headline(groups: Sequence[Mapping[str, Any]]) -> list[str]:
     return _table(
         columns,
         [
-            [f"{peer}, {LAYOUTS[layout]}", *(row.get(case, "") for case in cases)]
+            [f"{peer}, {_PLACES[layout]}", *(row.get(case, "") for case in cases)]
             for (peer, layout), row in rows.items()
         ],
     )
