@@ -10,7 +10,6 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
@@ -53,7 +52,7 @@ def pictures() -> list[str]:
     ]
 
 
-def filled(page: str, lines: Sequence[Any]) -> str:
+def filled(page: str, lines: Sequence[str]) -> str:
     """The page with these lines between its marks."""
     block = "\n".join(["<!-- measured -->", "", *lines, "", "<!-- /measured -->"])
     return re.sub(

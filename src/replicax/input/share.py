@@ -57,17 +57,6 @@ class Share:
         """A name for batches that all workers read together, the same on all."""
         return self._workers.new_stream(name)
 
-    def of_keras(
-        self, batches: Iterator[Any], num_batches: int | None
-    ) -> Iterator[Any]:
-        """Keras' own batches of `fit`, `evaluate` or `predict`, which all workers read.
-
-        Args:
-            batches: The batches, of all workers' rows.
-            num_batches: How many there are, if that is certain.
-        """
-        return self.in_step(batches, num_batches=num_batches)
-
     def in_step(
         self,
         batches: Iterator[Any],

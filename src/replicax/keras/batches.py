@@ -167,6 +167,8 @@ def _stacked(chunk: list[Any]) -> tuple[Any, list[np.ndarray]] | None:
     None if they are not alike.
     """
     if all(isinstance(batch, Rows) for batch in chunk):
+        if len(set(map(len, chunk))) > 1:
+            return None
         stacked = _cut_at_once(chunk)
         if stacked is not None:
             return stacked
@@ -185,8 +187,6 @@ def _cut_at_once(chunk: list[Rows]) -> tuple[Any, list[np.ndarray]] | None:
     # Cut out one by one and copied together, batches take most of the time of a tiny
     # model's steps (measured: 14 of 32 us a step, at 32 steps an execution).
     size = len(chunk[0])
-    if any(len(rows) != size for rows in chunk):
-        return None
     rows = chunk[0].joined(chunk[1:])
     flat, structure = jax.tree.flatten(rows and rows.batch())
     if not flat or not all(isinstance(x, np.ndarray) for x in flat):
@@ -222,9 +222,10 @@ class _Placing:
         """Place the batches of one execution, together if they are alike."""
         # Deferred updates come between the steps, so each is a dispatch of its own.
         together = size > 1 and not self._group.defers_updates
-        if together and len(chunk) == size and (found := _stacked(chunk)):
-            first, stacked = found
-            if self._num_active(stacked[0].shape[1]) is None:
+        if together and len(chunk) == size and self._divides(chunk[0]):
+            found = _stacked(chunk)
+            if found is not None:
+                first, stacked = found
                 return [self.batch(first, size, stacked)]
         return [self.batch(batch_of(batch)) for batch in chunk]
 
@@ -253,6 +254,12 @@ class _Placing:
             num_active=active,
             num_steps=num_steps,
         )
+
+    def _divides(self, batch: Any) -> bool:
+        """Whether all replicas get equally many of the batch's examples."""
+        if isinstance(batch, Rows):
+            return self._num_active(len(batch)) is None
+        return self._num_active(_num_rows(batch, jax.tree.leaves(batch))) is None
 
     def _num_active(self, num_rows: int) -> int | None:
         if not self._local:

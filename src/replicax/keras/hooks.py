@@ -339,18 +339,18 @@ def _compute_loss_and_updates(
 def _get_iterator(original: Any, epoch_iterator: Any) -> Any:
     strategy = current_strategy()
     recorder = getattr(epoch_iterator, "replicax_recorder", None)
-    adapter = epoch_iterator.data_adapter
     if strategy is None:
         source = original(epoch_iterator)
         return source if recorder is None else TimedBatches(source, recorder)
+    adapter = epoch_iterator.data_adapter
     cut_late(adapter)
     source = adapter.get_jax_iterator()
     local = isinstance(adapter, DistributedAdapter)
     if not local and strategy.share.count > 1:
         # A distributed dataset's workers are in step already, and those of parameter
         # servers evaluate and predict each by itself.
-        source = strategy.share.of_keras(
-            map(batch_of, source), fixed_number_of_batches(adapter)
+        source = strategy.share.in_step(
+            map(batch_of, source), num_batches=fixed_number_of_batches(adapter)
         )
     return batches.BatchIterator(
         source,

@@ -46,23 +46,19 @@ class _Values:
     Args:
         everything: The values of all lists, one after another.
         part: Which of them.
-        sizes: The lengths of all lists.
     """
 
-    __slots__ = ("everything", "part", "sizes")
+    __slots__ = ("_everything", "_part")
 
-    def __init__(
-        self, everything: list[Any], part: slice, sizes: tuple[int, ...]
-    ) -> None:
-        self.everything = everything
-        self.part = part
-        self.sizes = sizes
+    def __init__(self, everything: list[Any], part: slice) -> None:
+        self._everything = everything
+        self._part = part
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.everything[self.part])
+        return iter(self._everything[self._part])
 
     def __len__(self) -> int:
-        return self.part.stop - self.part.start
+        return self._part.stop - self._part.start
 
 
 class _State(tuple[_Values, ...]):
@@ -76,18 +72,13 @@ def _joined(state: State) -> tuple[list[Any], tuple[int, ...]]:
     """All values of a state, and the lengths of its lists."""
     if isinstance(state, _State):  # As `_divided` made it in the last step.
         return state.everything, state.sizes
-    first = state[0]
-    if isinstance(first, _Values) and all(
-        isinstance(x, _Values) and x.everything is first.everything for x in state
-    ):
-        return first.everything, first.sizes
     lists = [list(values) for values in state]
     return list(itertools.chain.from_iterable(lists)), tuple(map(len, lists))
 
 
 def _divided(values: list[Any], sizes: tuple[int, ...]) -> State:
     """A state of the values, in lists of these lengths."""
-    state = _State([_Values(values, part, sizes) for part in _parts(sizes)])
+    state = _State([_Values(values, part) for part in _parts(sizes)])
     state.everything, state.sizes = values, sizes
     return state
 

@@ -15,7 +15,14 @@ from replicax.migrate.host import (
 from replicax.migrate.names import dotted
 from replicax.migrate.script import Script, Unported, walk
 from replicax.migrate.sources import KNOWN_SOURCES, source
-from replicax.migrate.streams import STREAM_RULES, Rule, receiver, stream_problem
+from replicax.migrate.streams import (
+    STREAM_RULES,
+    Rule,
+    dropped,
+    method_of,
+    receiver,
+    stream_problem,
+)
 
 __all__ = ["MAPPED", "plan_pipelines"]
 
@@ -54,7 +61,7 @@ def _problem(script: Script, group: Group) -> tuple[cst.CSTNode, str] | None:
 def _operator_problem(script: Script, group: Group) -> tuple[cst.CSTNode, str] | None:
     repeated = False
     for call in sorted(group.operators, key=script.line):
-        name = _method(call)
+        name = method_of(call)
         if name not in MAPPED:
             return call, f"Grain's datasets have no `{name}` like tf.data's"
         if name == "shuffle" and repeated and _repeats_before(call):
@@ -68,7 +75,7 @@ def _operator_problem(script: Script, group: Group) -> tuple[cst.CSTNode, str] |
 def _repeats_before(call: cst.Call) -> bool:
     node: cst.BaseExpression = call
     while isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
-        if _method(node) == "repeat" and not node.args:
+        if method_of(node) == "repeat" and not node.args:
             return True
         node = node.func.value
     return False
@@ -88,10 +95,6 @@ def _map_problem(script: Script, call: cst.Call) -> str | None:
     return None
 
 
-def _method(call: cst.Call) -> str:
-    return call.func.attr.value if isinstance(call.func, cst.Attribute) else ""
-
-
 def _plan(script: Script, group: Group) -> None:
     for node in group.unknown:
         text = script.code(node)
@@ -102,7 +105,7 @@ def _plan(script: Script, group: Group) -> None:
             script.replacements[node] = source(script, node, path)
     rules = {**MAPPED, **STREAM_RULES} if group.is_stream else MAPPED
     for call in group.operators:
-        name = _method(call)
+        name = method_of(call)
         _freeze_autotune(script, call)
         script.replacements[call] = _replacement(script, call, rules[name])
         if name == "map":
@@ -149,7 +152,7 @@ def _freeze(script: Script, group: Group, where: cst.CSTNode, why: str) -> None:
             reported.add(statement)
             script.leave(call, reason)
         script.frozen.add(call)
-        if _method(call) == "map" and call.args:
+        if method_of(call) == "map" and call.args:
             for function in host_functions_of(script, call.args[0].value):
                 if function not in script.traced_functions:
                     script.frozen.add(function)
@@ -200,19 +203,11 @@ def _repeat(script: Script, call: cst.Call, updated: cst.Call) -> cst.BaseExpres
     return updated.with_changes(args=[cst.Arg(count.value)])
 
 
-def _dropped(what: str) -> Rule:
-    def rule(script: Script, call: cst.Call, updated: cst.Call) -> cst.BaseExpression:
-        script.note(call, f".{_method(call)} is taken out: {what}")
-        return receiver(updated)
-
-    return rule
-
-
 def _slice(before: bool) -> Rule:
     def rule(script: Script, call: cst.Call, updated: cst.Call) -> cst.BaseExpression:
         count = argument(updated.args, 0, "count")
         if count is None:
-            raise Unported(f"{_method(call)}: its count was not found")
+            raise Unported(f"{method_of(call)}: its count was not found")
         part = cst.Slice(
             lower=None if before else count.value,
             upper=count.value if before else None,
@@ -253,12 +248,12 @@ MAPPED: dict[str, Rule] = {
     "batch": _batch,
     "shuffle": _shuffle,
     "repeat": _repeat,
-    "cache": _dropped("examples are arrays in memory, and maps run as they are read"),
-    "prefetch": _dropped("strategies read ahead by themselves"),
-    "with_options": _dropped(
+    "cache": dropped("examples are arrays in memory, and maps run as they are read"),
+    "prefetch": dropped("strategies read ahead by themselves"),
+    "with_options": dropped(
         "see `auto_shard_policy=` of strategy.experimental_distribute_dataset"
     ),
-    "as_numpy_iterator": _dropped("Grain's examples are NumPy's"),
+    "as_numpy_iterator": dropped("Grain's examples are NumPy's"),
     "take": _slice(before=True),
     "skip": _slice(before=False),
     "shard": _shard,
@@ -280,7 +275,9 @@ def _drop_options(script: Script) -> None:
     used = {
         script.code(node.args[0].value)
         for node in walk(script.module)
-        if isinstance(node, cst.Call) and _method(node) == "with_options" and node.args
+        if isinstance(node, cst.Call)
+        and method_of(node) == "with_options"
+        and node.args
         if node in script.frozen
     }
     for node in walk(script.module):

@@ -10,7 +10,14 @@ import libcst as cst
 from replicax.migrate.arguments import argument
 from replicax.migrate.script import Script, Unported
 
-__all__ = ["STREAM_RULES", "Rule", "receiver", "stream_problem"]
+__all__ = [
+    "STREAM_RULES",
+    "Rule",
+    "dropped",
+    "method_of",
+    "receiver",
+    "stream_problem",
+]
 
 Rule = Callable[[Script, cst.Call, cst.Call], cst.BaseExpression]
 """What is made of a call of a dataset's method: the original call, and the ported."""
@@ -24,6 +31,11 @@ _SHUFFLED = (
     "image_dataset_from_directory has shuffled the files already, by `seed=`; batches "
     "are not shuffled again"
 )
+
+
+def method_of(call: cst.Call) -> str:
+    """The name of the method that is called; "" where it is no method."""
+    return call.func.attr.value if isinstance(call.func, cst.Attribute) else ""
 
 
 def receiver(updated: cst.Call) -> cst.BaseExpression:
@@ -43,8 +55,7 @@ def stream_problem(
             return node, "Grain cannot zip a folder of images with other datasets"
     in_order = [node for node, _ in sources if _is_in_order(script, node)]
     for call in operators:
-        assert isinstance(call.func, cst.Attribute)
-        name = call.func.attr.value
+        name = method_of(call)
         if name in _WITHOUT:
             what = f"Grain's stream of images has no `{name}`: {_WITHOUT[name]}"
             return call, what
@@ -87,10 +98,11 @@ def _wrapped(
     return cst.Call(func, [cst.Arg(value) for value in (receiver(updated), *values)])
 
 
-def _dropped(why: str) -> Rule:
+def dropped(why: str) -> Rule:
+    """The rule of a call that is taken out, with a note that says why."""
+
     def rule(script: Script, call: cst.Call, updated: cst.Call) -> cst.BaseExpression:
-        assert isinstance(call.func, cst.Attribute)
-        script.note(call, f".{call.func.attr.value} is taken out: {why}")
+        script.note(call, f".{method_of(call)} is taken out: {why}")
         return receiver(updated)
 
     return rule
@@ -99,7 +111,7 @@ def _dropped(why: str) -> Rule:
 STREAM_RULES: dict[str, Rule] = {
     "take": _take,
     "repeat": _repeat,
-    "shuffle": _dropped(_SHUFFLED),
-    "cache": _dropped("the images are read again in each epoch"),
+    "shuffle": dropped(_SHUFFLED),
+    "cache": dropped("the images are read again in each epoch"),
 }
 """Methods that Grain's streams have by another name, or not at all."""

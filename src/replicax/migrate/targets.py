@@ -26,6 +26,7 @@ __all__ = [
     "is_dotted",
 ]
 
+_NOTHING = object()
 _ACTIVATIONS = frozenset(
     [
         "elu",
@@ -53,18 +54,23 @@ def is_dotted(target: str) -> bool:
 @functools.cache
 def exists(target: str) -> bool:
     """Whether a dotted target such as `"keras.layers.Dense"` is public there."""
+    return _resolved(target) is not _NOTHING
+
+
+def _resolved(target: str) -> Any:
+    """What a public target is; a field that instances of a class have is None."""
     root, *parts = target.split(".")
     found: Any = importlib.import_module(ALIASES[root])
     for i, part in enumerate(parts):
         if part not in getattr(found, "__all__", [part]):
-            return False
+            return _NOTHING
         if not hasattr(found, part):
             try:  # A module that nobody has imported yet.
                 importlib.import_module(f"{found.__name__}.{part}")
             except (AttributeError, ImportError):
-                return i > 0 and _is_field(found, parts[i:])
+                return None if i > 0 and _is_field(found, parts[i:]) else _NOTHING
         found = getattr(found, part)
-    return True
+    return found
 
 
 def _is_field(found: Any, parts: list[str]) -> bool:
@@ -75,9 +81,11 @@ def _is_field(found: Any, parts: list[str]) -> bool:
 @functools.cache
 def accepted_arguments(target: str) -> frozenset[str] | None:
     """The keywords that a target can be called with; None if any might do."""
-    if target.partition(".")[0] not in {"keras", "rx"} or not exists(target):
+    if target.partition(".")[0] not in {"keras", "rx"}:
         return None
     found = _resolved(target)
+    if found is _NOTHING:
+        return None
     if not inspect.isclass(found):
         names, is_open = _keywords(found)
         return None if is_open else names
@@ -116,14 +124,6 @@ def _keywords(function: Any) -> tuple[frozenset[str], bool]:
         names |= set(re.findall(r"""kwargs\.(?:pop|get)\(\s*["'](\w+)""", source))
         names |= set(re.findall(r"""["'](\w+)["'] in kwargs""", source))
     return frozenset(names), is_open
-
-
-def _resolved(target: str) -> Any:
-    root, *parts = target.split(".")
-    found: Any = importlib.import_module(ALIASES[root])
-    for part in parts:
-        found = getattr(found, part, None)
-    return found
 
 
 @functools.cache
