@@ -20,7 +20,7 @@ import keras  # isort: skip
 import numpy as np  # isort: skip
 from jax import lax  # isort: skip
 
-from replicax import cpu_convolutions  # isort: skip
+from replicax import cpu_lowerings  # isort: skip
 
 # Name, batch, size, kernel, stride, features, outputs, groups.
 LAYERS = [
@@ -157,8 +157,8 @@ def network(name: str, make: Callable[[], keras.Model], batch: int) -> Case:
     return name, step, (trainable, others, x, y)
 
 
-def compiled(step: Callable, arguments: tuple, mode: cpu_convolutions.Mode):
-    with cpu_convolutions.using(mode):
+def compiled(step: Callable, arguments: tuple, mode: cpu_lowerings.Mode):
+    with cpu_lowerings.using(mode):
         return jax.jit(lambda *a: step(*a)).lower(*arguments).compile()
 
 
@@ -171,7 +171,7 @@ def timed(program, arguments: tuple) -> float:
 
 def compare(case: Case, rounds: int) -> None:
     name, step, arguments = case
-    modes: tuple[cpu_convolutions.Mode, ...] = ("xla", "products")
+    modes: tuple[cpu_lowerings.Mode, ...] = ("xla", "replicax")
     programs = [compiled(step, arguments, mode) for mode in modes]
     for program in programs:
         timed(program, arguments)
@@ -191,7 +191,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--only", choices=["layers", "pooling", "networks"])
     options = parser.parse_args()
-    cpu_convolutions.install()
+    cpu_lowerings.install()
     print("| case | XLA ms | ours ms | ratio (min to max) | XLA MB | ours MB |")
     print("|---|---|---|---|---|---|")
     if options.only in (None, "layers"):

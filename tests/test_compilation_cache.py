@@ -92,8 +92,8 @@ def test_it_is_on_by_default_and_for_the_user_only(tmp_path: Path) -> None:
     "environ",
     [
         {"REPLICAX_COMPILATION_CACHE": "off"},
-        {"JAX_ENABLE_COMPILATION_CACHE": "false"},
-        {"JAX_COMPILATION_CACHE_DIR": ""},
+        pytest.param({"JAX_ENABLE_COMPILATION_CACHE": "false"}, marks=pytest.mark.slow),
+        pytest.param({"JAX_COMPILATION_CACHE_DIR": ""}, marks=pytest.mark.slow),
     ],
 )
 def test_off(tmp_path: Path, environ: dict[str, str]) -> None:
@@ -127,6 +127,7 @@ def test_a_folder_that_cannot_be_written_is_said_once(tmp_path: Path) -> None:
     assert "UserWarning" not in stderr
 
 
+@pytest.mark.slow
 def test_a_damaged_program_is_compiled_again(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     run(tmp_path, REPLICAX_COMPILATION_CACHE=str(kept))

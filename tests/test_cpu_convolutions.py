@@ -20,9 +20,9 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from replicax import cpu_convolutions
-from replicax.cpu_convolutions import choice, forms, lowering
-from replicax.cpu_convolutions.windows import Window, phases, trimmed
+from replicax import cpu_lowerings
+from replicax.cpu_lowerings import choice, forms, lowering
+from replicax.cpu_lowerings.windows import Window, phases, trimmed
 
 NHWC = ("NHWC", "HWIO", "NHWC")
 SUMS = 1e-5
@@ -30,14 +30,14 @@ SUMS = 1e-5
 
 @pytest.fixture(autouse=True, scope="module")
 def installed():
-    cpu_convolutions.install()
+    cpu_lowerings.install()
 
 
 def both(f, *args):
-    """Results by products and by XLA, each from a program of its own."""
-    with cpu_convolutions.using("products"):
+    """Results by replicax and by XLA, each from a program of its own."""
+    with cpu_lowerings.using("replicax"):
         ours = jax.jit(lambda *a: f(*a))(*args)
-    with cpu_convolutions.using("xla"):
+    with cpu_lowerings.using("xla"):
         theirs = jax.jit(lambda *a: f(*a))(*args)
     return ours, theirs
 
@@ -156,7 +156,7 @@ def test_every_form_computes_every_convolution(cases) -> None:
     def run(functions, arrays):
         return [f(*arrays[i]) for f, i in zip(functions, index, strict=True)]
 
-    with cpu_convolutions.using("xla"):
+    with cpu_lowerings.using("xla"):
         expected = jax.jit(partial(run, theirs))(arrays)
         got = jax.jit(partial(run, ours))(arrays)
     assert_equal(got, expected)
@@ -231,7 +231,7 @@ def filter_gradient(f, x, w):
 def test_the_rule(f, x, w, served) -> None:
     text = lowered(f, jnp.ones(x), jnp.ones(w))
     assert ("stablehlo.convolution" in text) is not served
-    with cpu_convolutions.using("xla"):
+    with cpu_lowerings.using("xla"):
         assert "stablehlo.convolution" in lowered(f, jnp.ones(x), jnp.ones(w))
 
 
@@ -364,7 +364,7 @@ def test_in_shard_map(check) -> None:
         return y, dx, jax.tree.map(lambda a: a[None], dw)
 
     assert_equal(*both(run, x, w))
-    with cpu_convolutions.using("products"):
+    with cpu_lowerings.using("replicax"):
         # Gradients have types that name the mesh.
         assert "stablehlo.convolution" not in lowered(run, x, w)
 
@@ -473,7 +473,7 @@ def test_shapes_of_jax_tests() -> None:
             results.append(f(x, w))
         return results
 
-    with cpu_convolutions.using("xla"):
+    with cpu_lowerings.using("xla"):
         ours = jax.jit(partial(run, forced=True))(arrays)
         theirs = jax.jit(partial(run, forced=False))(arrays)
     assert_equal(ours, theirs)
@@ -481,38 +481,38 @@ def test_shapes_of_jax_tests() -> None:
 
 def test_installing_twice_changes_nothing() -> None:
     before = lowering._rule_of_jax()
-    cpu_convolutions.install()
+    cpu_lowerings.install()
     assert lowering._rule_of_jax() is before
 
 
 def test_the_switch_in_the_environment(monkeypatch) -> None:
     x, w = jnp.ones((2, 9, 9, 4)), jnp.ones((3, 3, 1, 4))
-    monkeypatch.setenv("REPLICAX_CPU_CONVOLUTIONS", "xla")
+    monkeypatch.setenv("REPLICAX_CPU_LOWERINGS", "xla")
     assert "stablehlo.convolution" in lowered(depthwise, x, w)
-    with cpu_convolutions.using("products"):
+    with cpu_lowerings.using("replicax"):
         assert "stablehlo.convolution" not in lowered(depthwise, x, w)
-    monkeypatch.setenv("REPLICAX_CPU_CONVOLUTIONS", "fast")
-    with pytest.raises(ValueError, match=r"REPLICAX_CPU_CONVOLUTIONS has 'fast'"):
+    monkeypatch.setenv("REPLICAX_CPU_LOWERINGS", "fast")
+    with pytest.raises(ValueError, match=r"REPLICAX_CPU_LOWERINGS has 'fast'"):
         lowered(depthwise, x, w)
 
 
 def test_an_unknown_mode_is_refused() -> None:
     with pytest.raises(ValueError, match="'dots'"), contextlib.ExitStack() as stack:
-        stack.enter_context(cpu_convolutions.using("dots"))
+        stack.enter_context(cpu_lowerings.using("dots"))
 
 
 def test_a_jax_without_the_table_keeps_its_convolutions(monkeypatch, caplog) -> None:
     monkeypatch.setattr(lowering.mlir, "_platform_specific_lowerings", None)
     caplog.set_level("INFO", logger="replicax")
-    cpu_convolutions.install()
+    cpu_lowerings.install()
     assert "all of them are left to XLA" in caplog.text
     caplog.clear()
-    monkeypatch.setenv("REPLICAX_CPU_CONVOLUTIONS", "xla")
-    cpu_convolutions.install()
+    monkeypatch.setenv("REPLICAX_CPU_LOWERINGS", "xla")
+    cpu_lowerings.install()
     assert not caplog.text
 
 
 def test_an_unknown_mode_in_the_environment_is_refused(monkeypatch) -> None:
-    monkeypatch.setenv("REPLICAX_CPU_CONVOLUTIONS", "off")
-    with pytest.raises(ValueError, match=r"'off'.*'products', 'xla'"):
-        cpu_convolutions.install()
+    monkeypatch.setenv("REPLICAX_CPU_LOWERINGS", "off")
+    with pytest.raises(ValueError, match=r"'off'.*'replicax', 'xla'"):
+        cpu_lowerings.install()

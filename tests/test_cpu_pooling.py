@@ -16,8 +16,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from jax import lax
 
-from replicax import cpu_convolutions
-from replicax.cpu_convolutions import lowering
+from replicax import cpu_lowerings
+from replicax.cpu_lowerings import lowering
 from tests.test_cpu_convolutions import both, lowered
 
 ONCE = settings(deadline=None, derandomize=True, phases=[Phase.generate])
@@ -181,7 +181,7 @@ def test_what_is_served() -> None:
     two, six, twelve = (jax.grad(partial(squares, layer)) for layer in layers)
     assert [is_served(f, x) for f in (two, six, twelve)] == [True, False, False]
     assert not is_served(two, x, platform="tpu")
-    with cpu_convolutions.using("xla"):
+    with cpu_lowerings.using("xla"):
         assert not is_served(two, x)
     of_n = jax.ShapeDtypeStruct(jax.export.symbolic_shape("n, 12, 12, 3"), x.dtype)
     exported = jax.export.export(jax.jit(two), platforms=["cpu"])(of_n)
@@ -196,5 +196,5 @@ def test_a_jax_without_rules_for_cpus(monkeypatch, caplog) -> None:
     assert lowering._rule_of_jax(pooling) is lowering.mlir._lowerings[pooling].rule
     monkeypatch.setattr(lowering.mlir, "_platform_specific_lowerings", None)
     caplog.set_level("INFO", logger="replicax")
-    cpu_convolutions.install()
+    cpu_lowerings.install()
     assert caplog.text.count("convolutions and gradients of max pooling") == 1

@@ -6,11 +6,21 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+# Each page is a program that imports JAX and Keras: of the others `make test-all`.
+ALWAYS_RUN = {
+    "README.md",
+    "docs/custom-loops.md",
+    "docs/getting-started.md",
+    "docs/keras.md",
+    "docs/parameter-servers.md",
+    "docs/sharding.md",
+}
 TIMEOUT_S = 120
 
 PREAMBLE = """
@@ -35,6 +45,13 @@ def blocks(page: Path) -> list[tuple[int, str, str]]:
     ]
 
 
+def _sometimes(page: Path) -> Any:
+    name = page_id(page)
+    return pytest.param(
+        page, id=name, marks=() if name in ALWAYS_RUN else pytest.mark.slow
+    )
+
+
 def script(page: Path) -> str:
     """All samples of a page as one program, whose errors name the page's lines."""
     parts = [PREAMBLE]
@@ -46,7 +63,7 @@ def script(page: Path) -> str:
     return "\n".join(parts)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=page_id)
+@pytest.mark.parametrize("page", [_sometimes(page) for page in PAGES])
 def test_samples_run(page: Path, tmp_path: Path) -> None:
     if not blocks(page):
         return

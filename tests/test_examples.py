@@ -50,6 +50,7 @@ def test_digits_mirrored_draws_its_training_curve(tmp_path: Path) -> None:
     assert len(picture) > 10_000
 
 
+@pytest.mark.slow
 def test_digits_mirrored_takes_a_file(
     tmp_path: Path, digits: tuple[np.ndarray, np.ndarray]
 ) -> None:
@@ -88,6 +89,7 @@ def test_loop_in_plain_jax(tmp_path: Path) -> None:
     assert "All replicas hold the same parameters." in output
 
 
+@pytest.mark.slow
 def test_multi_worker_alone(tmp_path: Path) -> None:
     output = run_example("multi_worker.py", "--epochs=6", cwd=tmp_path)
     assert "replicas           1  MultiWorkerMirroredStrategy(" in output

@@ -23,7 +23,7 @@ import replicax as rx
 from replicax.huge_pages import use_huge_pages
 
 strategy = rx.OneDeviceStrategy("cpu:0")
-# Each step needs 32 MB for what it returns.
+# Each step needs 32 MB for what it returns, and as much on the way there.
 x = np.arange(2**23, dtype="float32")
 for _ in range(3):
     y = strategy.run(lambda x: jnp.flip(x) + 1, (x,))

@@ -146,6 +146,7 @@ def waits_for_ever(word: str) -> None:
     thread.join()
 
 
+@pytest.mark.slow
 def test_the_deadline_shows_outputs_and_stacks_of_all_threads() -> None:
     with pytest.raises(ClusterTimeout) as caught:
         run(waits_for_ever, num_workers=2, args=["here I am"], deadline_seconds=15)

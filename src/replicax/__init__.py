@@ -6,10 +6,11 @@ from replicax import (
     cluster_resolver,
     compat,
     config,
-    cpu_convolutions,
+    cpu_lowerings,
     estimator,
     experimental,
     feature_column,
+    huge_pages,
     input,
     layers,
     layout_maps,
@@ -147,4 +148,5 @@ __all__ = [
 
 compat.install()
 hooks.install()
-cpu_convolutions.install()
+huge_pages.share_one_heap()
+cpu_lowerings.install()

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from replicax.environment import is_off, usable_cores
 
-__all__ = ["use_huge_pages"]
+__all__ = ["share_one_heap", "use_huge_pages"]
 
 _SWITCH = "REPLICAX_HUGE_PAGES"
 _log = logging.getLogger("replicax")
@@ -26,10 +26,25 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
 _MADV_HUGEPAGE = 14
 _AHEAD = 2**29  # Address space that is asked for in advance; memory only when used.
 _PAGE = 2**21
-# Threads otherwise have heaps of their own, which are given back at once. With many
-# cores those spare the threads that compile a wait for each other.
+# With many cores, heaps of their own spare the threads that compile a wait for each
+# other.
 _FEW_CORES = 8
 _end = 0  # Of the heap, when it was last seen to.
+
+
+def share_one_heap() -> None:
+    """Has all threads of this process that are yet to come use its one heap.
+
+    A thread has a heap of its own from its first allocation on, which gives large
+    arrays back at once. Those of JAX begin with its backend, often before the first
+    strategy. So this is done on import, on machines with few cores, and where
+    `use_huge_pages` would do something.
+
+    Example:
+        >>> share_one_heap()
+    """
+    if usable_cores() <= _FEW_CORES and _is_wanted():
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
 
 
 def use_huge_pages() -> bool:
@@ -39,9 +54,12 @@ def use_huge_pages() -> bool:
     stays with the process for its next arrays. `REPLICAX_HUGE_PAGES=off` leaves malloc
     as it is, and so does a user who has configured malloc or put another in its place.
 
+    To be called after the first step of a program, and not before: its compiler takes
+    much memory in small pieces, which would be slower in pages that are not there yet,
+    and is given back here.
+
     Returns:
-        Whether it is done. To be called again when something took much memory, such as
-        the compiler: if the heap has grown, that is given back or advised, too.
+        Whether it is done.
     """
     global _end
     libc = _libc()
@@ -70,8 +88,6 @@ def _libc() -> ctypes.CDLL | None:
     libc.free.argtypes, libc.free.restype = [ctypes.c_void_p], None
     libc.sbrk.argtypes, libc.sbrk.restype = [ctypes.c_ssize_t], ctypes.c_size_t
     libc.madvise.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
-    if usable_cores() <= _FEW_CORES:
-        libc.mallopt(_M_ARENA_MAX, 1)
     libc.mallopt(_M_MMAP_MAX, 0)
     libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
     return libc

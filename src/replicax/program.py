@@ -181,7 +181,7 @@ class Program:
             self._checked = True
         flat, gradients, new = self._compiled(written, read, tuple(leaves))
         if is_first and self._group.axis.is_of_cpus:
-            use_huge_pages()  # The compiler took memory.
+            use_huge_pages()
         return jax.tree.unflatten(self._out_structure, flat), gradients, new
 
     # Discover.

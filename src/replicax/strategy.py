@@ -23,7 +23,6 @@ from replicax.datasets import DatasetMaker
 from replicax.devices import Device, check_cpu_pool
 from replicax.errors import ContextError
 from replicax.group import ReplicaGroup, mesh_of
-from replicax.huge_pages import use_huge_pages
 from replicax.input import Share
 from replicax.input.values import stacked_values
 from replicax.keras import internals
@@ -140,8 +139,6 @@ class Strategy(DatasetMaker):
         self._rehearsal = current_rehearsal() if self._rehearses else None
         if self._rehearsal is None:
             compilation_cache.turn_on(devices[0].platform)
-            if devices[0].platform == "cpu":
-                use_huge_pages()
         else:
             self._require_rehearsable(holds_variables=home is None)
             home = self._rehearsal.home

@@ -30,6 +30,7 @@ def measured(case, layout, tiny=False, **pythons):
     )
 
 
+@pytest.mark.slow
 def test_all_compute_the_same_in_two_processes() -> None:
     """Here the environments of other libraries are missing, or lack the library."""
     group = measured("f", "processes", torch=sys.executable)

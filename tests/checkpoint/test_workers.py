@@ -225,6 +225,7 @@ def loop(folder: str, num_steps: int, damage: bool = False) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_a_loop_with_a_manager_goes_on_where_it_was(tmp_path: Path) -> None:
     folder = str(tmp_path / "loop")
     first = run(loop, num_workers=2, args=(folder, 4), deadline_seconds=90).returned

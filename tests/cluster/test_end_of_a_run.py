@@ -219,6 +219,7 @@ def test_the_generator_that_fit_reads_is_stuck() -> None:
     assert "read_next_batch" in culprit.partition("It is here:")[2]
 
 
+@pytest.mark.slow
 def test_a_worker_ends_its_script_early() -> None:
     results = run(
         train, num_workers=2, args=("exit",), deadline_seconds=140, check=False

@@ -157,6 +157,7 @@ def wait_for(
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_the_cable_between_two_hosts_is_cut(hosts: list[str], tmp_path: Path) -> None:
     with started(hosts, tmp_path) as workers:
         told = [re.findall(r"trained to (\S+)", w.output) for w in workers]

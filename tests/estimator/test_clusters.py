@@ -139,7 +139,7 @@ def asynchronous(folder: str, max_steps: int, sync: bool) -> Any:
 
 @pytest.mark.multiprocess
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize("sync", [False, True])
+@pytest.mark.parametrize("sync", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_two_workers_and_a_server(tmp_path: Path, sync: bool) -> None:
     pytest.importorskip("pyarrow")
     results = run(
@@ -178,6 +178,7 @@ def continued(folder: str, max_steps: int) -> Any:
     return int(estimator.get_variable_value("global_step"))
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.timeout(150)
 def test_servers_go_on_from_the_checkpoint_of_another_strategy(tmp_path: Path) -> None:

@@ -14,7 +14,11 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).parent / "scripts"
 TIMEOUT_S = 200
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(TIMEOUT_S + 40)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.multiprocess,
+    pytest.mark.timeout(TIMEOUT_S + 40),
+]
 
 
 def environment(**variables: str) -> dict[str, str]:

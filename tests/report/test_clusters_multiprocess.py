@@ -46,6 +46,7 @@ def run(folder, *options, strategy="MultiWorkerMirroredStrategy()", callbacks="[
     return process.stdout
 
 
+@pytest.mark.slow
 def test_two_workers_in_step(tmp_path: Path) -> None:
     out = run(tmp_path, "--profile", "--logical-devices", "2")
     page = tmp_path / "replicax-report.html"

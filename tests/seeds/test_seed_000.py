@@ -16,7 +16,10 @@ from tests.conftest import mirrored
 
 Examples = tuple[np.ndarray, np.ndarray]
 
-pytestmark = [  # Keras about `input_shape=`, and about any Grain dataset in `fit`.
+pytestmark = [
+    # The same programs run as the command ports them, in test_blocks.py.
+    pytest.mark.slow,
+    # Keras about `input_shape=`, and about any Grain dataset in `fit`.
     pytest.mark.filterwarnings("ignore:Do not pass an `input_shape`"),
     pytest.mark.filterwarnings("ignore:`shuffle=True` was passed"),
     pytest.mark.filterwarnings("ignore:Your input ran out of data"),

@@ -5,17 +5,17 @@ import contextvars
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.interpreters import mlir
+from jax.interpreters import ad, mlir
 
-from replicax.cpu_convolutions import pooling
-from replicax.cpu_convolutions.choice import Form, choose, spatial_windows
-from replicax.cpu_convolutions.forms import (
+from replicax.cpu_lowerings import contractions, pooling, sums
+from replicax.cpu_lowerings.choice import Form, choose, spatial_windows
+from replicax.cpu_lowerings.forms import (
     by_groups,
     by_outputs,
     by_patches,
@@ -26,33 +26,34 @@ from replicax.cpu_convolutions.forms import (
 
 __all__ = ["Mode", "install", "using"]
 
-Mode = Literal["products", "xla"]
-_SWITCH = "REPLICAX_CPU_CONVOLUTIONS"
+Mode = Literal["replicax", "xla"]
+_SWITCH = "REPLICAX_CPU_LOWERINGS"
 
 _log = logging.getLogger("replicax")
 _mode: contextvars.ContextVar[Mode | None] = contextvars.ContextVar(
-    "cpu_convolutions", default=None
+    "cpu_lowerings", default=None
 )
 
 
 def install() -> None:
     """Lowers convolutions for CPUs to matrix products, where that is faster.
 
-    And gradients of max pooling to elementwise operations. Done on import. Programs for
-    GPUs and TPUs are left alone, and so are those compiled before. A second call
-    changes nothing. `REPLICAX_CPU_CONVOLUTIONS=xla` in the environment leaves all of
-    them to XLA; it is read whenever one is lowered. Versions of JAX that do not say how
-    they lower them keep theirs, which is logged.
+    And gradients of max pooling to elementwise operations, contractions over several
+    leading dimensions to a product of two matrices, long sums of gradients to arrays in
+    memory. Done on import. Programs for GPUs and TPUs are left alone, and so are those
+    compiled before. A second call changes nothing. `REPLICAX_CPU_LOWERINGS=xla` in the
+    environment leaves all of them to XLA; it is read whenever one is lowered. Versions
+    of JAX that do not say how they lower them keep theirs, which is logged.
 
     Raises:
-        ValueError: If `REPLICAX_CPU_CONVOLUTIONS` has a mode that does not exist.
+        ValueError: If `REPLICAX_CPU_LOWERINGS` has a mode that does not exist.
 
     Example:
         >>> install()
         >>> jax.jit(lambda x: lax.conv(x, x, (1, 1), "VALID"))(jnp.ones((1, 1, 2, 2)))
         Array([[[[4.]]]], dtype=float32)
     """
-    wanted = _current_mode() == "products"
+    wanted = _current_mode() == "replicax"
     unknown = []
     for primitive, (name, serve) in _SERVED.items():
         rule = _rule_of_jax(primitive)
@@ -60,7 +61,11 @@ def install() -> None:
             unknown.append(name)
         elif not isinstance(rule, functools.partial) or rule.func is not _lower:
             mlir.register_lowering(
-                primitive, functools.partial(_lower, rule, serve), platform="cpu"
+                primitive,
+                functools.partial(_lower, rule, serve),
+                platform="cpu",
+                # Those of equal types are otherwise lowered once, without operands.
+                cacheable=serve is not _serve_sum,
             )
     if unknown and wanted:
         _log.info(
@@ -74,14 +79,14 @@ def install() -> None:
 
 @contextlib.contextmanager
 def using(mode: Mode) -> Iterator[None]:
-    """What convolutions lowered in this context, in this thread, become on CPUs.
+    """Who lowers convolutions in this context, in this thread, for CPUs.
 
-    Gradients of max pooling likewise. It comes before the environment. A function that
+    And all else that `install` names. It comes before the environment. A function that
     JAX compiled already keeps its program: compile another `jax.jit` of it, or call
     `jax.clear_caches()`.
 
     Args:
-        mode: `"products"` where those are faster, or `"xla"`.
+        mode: `"replicax"`, where that is faster, or `"xla"`.
 
     Raises:
         ValueError: If there is no such mode.
@@ -106,7 +111,7 @@ def _known(mode: str, where: str) -> Mode:
 
 
 def _current_mode() -> Mode:
-    return _mode.get() or _known(os.environ.get(_SWITCH) or "products", _SWITCH)
+    return _mode.get() or _known(os.environ.get(_SWITCH) or "replicax", _SWITCH)
 
 
 def _rule_of_jax(primitive: Any = lax.conv_general_dilated_p) -> Any:
@@ -133,8 +138,8 @@ def _lower(
 ) -> Any:
     """The lowering rule: ours where `serve` has something, JAX's elsewhere."""
     ours = None
-    if _current_mode() == "products" and not _is_sharded_explicitly(ctx, params):
-        ours = serve(ctx, params)
+    if _current_mode() == "replicax" and not _is_sharded_explicitly(ctx, params):
+        ours = serve(ctx, operands, params)
     if ours is None:
         return rule_of_jax(ctx, *operands, **params)
     rule: Any = mlir.lower_fun(ours, multiple_results=False)
@@ -154,7 +159,7 @@ def _is_sharded_explicitly(ctx: mlir.LoweringRuleContext, params: dict) -> bool:
 
 
 def _serve_convolution(
-    ctx: mlir.LoweringRuleContext, params: dict[str, Any]
+    ctx: mlir.LoweringRuleContext, operands: Sequence[Any], params: dict[str, Any]
 ) -> Callable[..., jax.Array] | None:
     lhs, rhs = ctx.avals_in
     out: Any = ctx.avals_out[0]
@@ -165,12 +170,43 @@ def _serve_convolution(
 
 
 def _serve_pooling(
-    ctx: mlir.LoweringRuleContext, params: dict[str, Any]
+    ctx: mlir.LoweringRuleContext, operands: Sequence[Any], params: dict[str, Any]
 ) -> Callable[..., jax.Array] | None:
     source, operand = ctx.avals_in
     if not pooling.is_served(source, operand, params):
         return None
     return functools.partial(pooling.gradient, params=params)
+
+
+def _is_divided_by_xla(ctx: mlir.LoweringRuleContext) -> bool:
+    """Whether XLA divides arrays among devices, by dimensions that it should see.
+
+    In a replica function it does not, but under `ModelParallel` within each replica.
+    """
+    context: Any = ctx.module_context.axis_context
+    if not hasattr(context, "mesh"):
+        return getattr(context, "num_devices", 1) > 1
+    return context.mesh.size > 1 and not context.manual_axes.issuperset(
+        context.mesh.axis_names
+    )
+
+
+def _serve_contraction(
+    ctx: mlir.LoweringRuleContext, operands: Sequence[Any], params: dict[str, Any]
+) -> Callable[..., jax.Array] | None:
+    lhs, rhs = ctx.avals_in
+    if _is_divided_by_xla(ctx) or not contractions.is_served(lhs, rhs, params):
+        return None
+    return functools.partial(contractions.contract, params=params)
+
+
+def _serve_sum(
+    ctx: mlir.LoweringRuleContext, operands: Sequence[Any], params: dict[str, Any]
+) -> Callable[..., jax.Array] | None:
+    out = ctx.avals_out[0]
+    if _is_divided_by_xla(ctx) or not sums.is_served(out, operands):
+        return None
+    return sums.written_sum
 
 
 def _convolve(
@@ -223,10 +259,13 @@ def _groups_of_features(x: jax.Array, groups: int) -> jax.Array:
 
 
 _Serve = Callable[
-    [mlir.LoweringRuleContext, dict[str, Any]], Callable[..., jax.Array] | None
+    [mlir.LoweringRuleContext, Sequence[Any], dict[str, Any]],
+    Callable[..., jax.Array] | None,
 ]
 # Each primitive with its name for people, and what computes it, None where XLA does.
 _SERVED: Mapping[Any, tuple[str, _Serve]] = {
     lax.conv_general_dilated_p: ("convolutions", _serve_convolution),
     lax.select_and_scatter_add_p: ("gradients of max pooling", _serve_pooling),
+    lax.dot_general_p: ("contractions", _serve_contraction),
+    ad.add_jaxvals_p: ("sums of gradients", _serve_sum),
 }

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from replicax.cpu_convolutions.windows import Window, windows_of
+from replicax.cpu_lowerings.windows import Window, windows_of
 
 __all__ = ["Form", "choose", "spatial_windows"]
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from replicax.cpu_convolutions.windows import Window, phases, trimmed
+from replicax.cpu_lowerings.windows import Window, phases, trimmed
 
 __all__ = [
     "by_groups",

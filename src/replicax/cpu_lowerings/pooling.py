@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from replicax.cpu_convolutions.windows import Window, windows_of
+from replicax.cpu_lowerings.windows import Window, windows_of
 
 __all__ = ["gradient", "is_served"]
 
