@@ -1,5 +1,7 @@
 """replicax: tf.distribute's Strategy for Keras 3 on JAX."""
 
+import os
+
 import replicax._backend  # noqa: F401  First: it settles Keras' backend.
 from replicax import (
     callbacks,
@@ -18,6 +20,7 @@ from replicax import (
     schedules,
     testing,
     tpu,
+    xla_options,
 )
 from replicax._version import __version__ as __version__
 from replicax.checkpoint import (
@@ -149,4 +152,5 @@ __all__ = [
 compat.install()
 hooks.install()
 huge_pages.share_one_heap()
+xla_options.keep_loops(os.environ)
 cpu_lowerings.install()

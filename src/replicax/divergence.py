@@ -17,8 +17,16 @@ import jax
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core as jex_core
+from jax.sharding import PartitionSpec
 
-__all__ = ["declare_mirrored", "declare_whole", "gradient_marks", "varying_marks"]
+__all__ = [
+    "declare_mirrored",
+    "declare_whole",
+    "differing",
+    "gradient_marks",
+    "open_jaxpr",
+    "varying_marks",
+]
 
 _MIRRORED = "replicax_mirrored"
 _WHOLE = "replicax_whole:"
@@ -55,6 +63,28 @@ def varying_marks(
     """
     run = _Pass(axis_name)
     return run.outputs(jaxpr, marks), run.wholes
+
+
+def differing(equation: Eqn, axis_name: str, dims: Sequence[int | None]) -> list[int]:
+    """Which of a `shard_map`'s last results may differ between replicas, by position.
+
+    Args:
+        equation: The `shard_map`, as an equation of a jaxpr.
+        axis_name: The replicas' mesh axis.
+        dims: For each of those results the dimension of which replicas hold blocks, or
+            None where all hold it. Blocks always differ: what counts is the whole that
+            one was cut from, given to `declare_whole` under its position.
+    """
+    if not dims:
+        return []
+    inputs = [int(axis_name in _named(s)) for s in equation.params["in_specs"]]
+    jaxpr = open_jaxpr(equation.params["jaxpr"])
+    marks, wholes = varying_marks(jaxpr, inputs, axis_name)
+    return [
+        i
+        for i, (dim, mark) in enumerate(zip(dims, marks[-len(dims) :], strict=True))
+        if (mark if dim is None else wholes.get(i, 0))
+    ]
 
 
 def gradient_marks(jaxpr: Jaxpr, marks: Sequence[int]) -> list[int]:
@@ -135,7 +165,7 @@ class _Pass:
         return self._axis_name in axes and eqn.params.get("axis_index_groups") is None
 
     def _scan(self, eqn: Eqn, ins: list[int]) -> list[int]:
-        body = _open(eqn.params["jaxpr"])
+        body = open_jaxpr(eqn.params["jaxpr"])
         consts, carry = _num_consts_and_carry(eqn.params)
         before, after = ins[:consts], ins[consts + carry :]
         return _fixpoint(
@@ -144,8 +174,8 @@ class _Pass:
         )
 
     def _while(self, eqn: Eqn, ins: list[int]) -> list[int]:
-        cond = _open(eqn.params["cond_jaxpr"])
-        body = _open(eqn.params["body_jaxpr"])
+        cond = open_jaxpr(eqn.params["cond_jaxpr"])
+        body = open_jaxpr(eqn.params["body_jaxpr"])
         n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         cond_ins, body_ins = ins[:n_cond], ins[n_cond : n_cond + n_body]
 
@@ -157,7 +187,9 @@ class _Pass:
         return _fixpoint(step, ins[n_cond + n_body :])
 
     def _cond(self, eqn: Eqn, ins: list[int]) -> list[int]:
-        branches = [self.outputs(_open(b), ins[1:]) for b in eqn.params["branches"]]
+        branches = [
+            self.outputs(open_jaxpr(b), ins[1:]) for b in eqn.params["branches"]
+        ]
         # Replicas may take different branches where the choice differs.
         return [_union(marks) | ins[0] for marks in zip(*branches, strict=True)]
 
@@ -180,7 +212,16 @@ def _differentiable(var: Any) -> bool:
     return dtype is not None and jax.numpy.issubdtype(dtype, np.inexact)
 
 
-def _open(jaxpr: Any) -> Jaxpr:
+def _named(spec: PartitionSpec) -> set[str]:
+    """The mesh axes that a spec names."""
+    names: set[str] = set()
+    for entry in spec:
+        names.update(entry if isinstance(entry, tuple) else (entry,))
+    return names
+
+
+def open_jaxpr(jaxpr: Any) -> Jaxpr:
+    """A jaxpr without its constants, which are its first inputs then."""
     return jaxpr.jaxpr if isinstance(jaxpr, jex_core.ClosedJaxpr) else jaxpr
 
 
@@ -189,7 +230,7 @@ def _inner_jaxprs(eqn: Eqn) -> list[Jaxpr]:
     for param in eqn.params.values():
         for item in param if isinstance(param, tuple | list) else (param,):
             if isinstance(item, jex_core.ClosedJaxpr | jex_core.Jaxpr):
-                found.append(_open(item))
+                found.append(open_jaxpr(item))
     return found
 
 

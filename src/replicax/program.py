@@ -28,11 +28,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from replicax.arguments import Arguments
 from replicax.blocks import Block, cut
 from replicax.cache import describe
-from replicax.divergence import declare_whole, varying_marks
+from replicax.divergence import declare_whole, differing, open_jaxpr
 from replicax.errors import DivergenceError
 from replicax.group import ReplicaGroup
 from replicax.huge_pages import use_huge_pages
 from replicax.options import Options, Outputs
+from replicax.raveling import RaveledValues, Raveling
 from replicax.replay import StepRun
 from replicax.replica import ReplicaContext
 from replicax.updates import Update
@@ -91,6 +92,9 @@ class Program:
         else:
             self._own, read, self.updates = list(variables), [], []
         self.inputs = [*self._own, *read]
+        # A state that is all that the program takes, but for arguments.
+        raveled = self._options.raveled and not read
+        self._raveling = Raveling.of_variables(self._own, group) if raveled else None
         self._compiled = self._compile()
         if group.defers_updates:
             self._drop_unused(leaves)
@@ -122,9 +126,7 @@ class Program:
             values: The values of `inputs`: arrays or `jax.ShapeDtypeStruct`s.
             leaves: The arguments' arrays, likewise.
         """
-        num_own = len(self._own)
-        written, read = list(values[:num_own]), list(values[num_own:])
-        return self._compiled.lower(written, read, tuple(leaves))
+        return self._compiled.lower(*self._given(values), tuple(leaves))
 
     def check(self, values: Sequence[Any], leaves: Sequence[Any]) -> None:
         """Trace the program in full, and refuse what its first call would refuse.
@@ -133,8 +135,7 @@ class Program:
             values: As for `lower`.
             leaves: As for `lower`.
         """
-        num_own = len(self._own)
-        self._check_divergence(list(values[:num_own]), list(values[num_own:]), leaves)
+        self._check_divergence(*self._given(values), leaves)
         self._checked = True
 
     def results_of(self, lowered: Any) -> Any:
@@ -156,7 +157,7 @@ class Program:
 
     def __call__(
         self, values: Sequence[Any], leaves: Sequence[Any]
-    ) -> tuple[Any, list[list[Any]], list[Any]]:
+    ) -> tuple[Any, list[list[Any]], Sequence[Any]]:
         """Run the program.
 
         Args:
@@ -168,10 +169,10 @@ class Program:
             The results, the gradients of each of `updates`, and the new values of
             `outputs`.
         """
-        num_own = len(self._own)
-        written, read = list(values[:num_own]), list(values[num_own:])
-        ids = set(map(id, values))
-        if len(ids) < len(values) or not ids.isdisjoint(map(id, leaves)):
+        written, read = self._given(values)
+        given = [*written, *read]
+        ids = set(map(id, given))
+        if len(ids) < len(given) or not ids.isdisjoint(map(id, leaves)):
             # An array that is needed twice cannot be given away: two variables share
             # it, or a variable's value is an argument as well.
             written = [jnp.copy(x) for x in written]
@@ -182,7 +183,19 @@ class Program:
         flat, gradients, new = self._compiled(written, read, tuple(leaves))
         if is_first and self._group.axis.is_of_cpus:
             use_huge_pages()
+        if self._raveling is not None:
+            new = RaveledValues(self._raveling, new)
         return jax.tree.unflatten(self._out_structure, flat), gradients, new
+
+    def _given(self, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """What the compiled program takes as values, written and read, of `inputs`."""
+        raveling = self._raveling
+        if raveling is None:
+            num_own = len(self._own)
+            return list(values[:num_own]), list(values[num_own:])
+        if not isinstance(values, RaveledValues) or values.raveling is not raveling:
+            values = raveling.of_values(values)
+        return values.arrays, []
 
     # Discover.
 
@@ -227,7 +240,7 @@ class Program:
             [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in variables]
             for variables in (self._own, self.inputs[len(self._own) :])
         )
-        jaxpr = _open(self._shard_map(own, read, leaves).params["jaxpr"])
+        jaxpr = open_jaxpr(self._shard_map(own, read, leaves).params["jaxpr"])
         used = {id(a) for e in jaxpr.eqns for a in e.invars}
         used |= {id(a) for a in jaxpr.outvars}
         # Constants that the function closes over come before the arguments.
@@ -245,7 +258,7 @@ class Program:
     # Compile.
 
     def _compile(self) -> Any:
-        mirrored = self._group.mirrored
+        mirrored, raveling = self._group.mirrored, self._raveling
         own, read = self._layouts()
         spmd = self._spmd(
             self._steps,
@@ -253,8 +266,10 @@ class Program:
             (self._out_spec(), PartitionSpec(), self._manual(own)),
         )
 
-        def program(*args: Any) -> Any:
-            out, gradients, new = spmd(*args)
+        def program(written: list[Any], *others: Any) -> Any:
+            if raveling is not None:
+                written = raveling.unravel(written)
+            out, gradients, new = spmd(written, *others)
             if self._options.outputs is Outputs.ROWS and self._options.num_steps:
                 # [steps, rows, ...]: the steps' rows follow each other.
                 out = [x.reshape(-1, *x.shape[2:]) for x in out]
@@ -266,11 +281,15 @@ class Program:
                 spec = PartitionSpec() if everywhere else self._result_spec()
                 where = NamedSharding(self._group.mesh, spec)
                 out = [lax.with_sharding_constraint(x, where) for x in out]
+            if raveling is not None:
+                new = raveling.ravel(new)
             return out, gradients, new
 
         leaves = tuple(
             NamedSharding(self._group.mesh, spec) for spec in self._leaf_specs()
         )
+        if raveling is not None:
+            own = raveling.shardings
         # Said here, or an array that came another way to the same place would compile
         # the program again.
         return jax.jit(
@@ -538,19 +557,10 @@ class Program:
     def _diverging(
         self, written: list[Any], read: list[Any], leaves: Sequence[Any]
     ) -> list[Variable]:
-        eqn = self._shard_map(written, read, leaves)
-        axis = self._group.axis.name
-        differs = [int(axis in _named(spec)) for spec in eqn.params["in_specs"]]
-        if not self._own:
-            return []
-        marks, wholes = varying_marks(_open(eqn.params["jaxpr"]), differs, axis)
-        new = marks[-len(self._own) :]
-        # Of blocks, which always differ, the wholes that they were cut from count.
-        return [
-            v
-            for i, (v, mark) in enumerate(zip(self._own, new, strict=True))
-            if (mark if self._dim_of(v) is None else wholes.get(i, 0))
-        ]
+        equation = self._shard_map(written, read, leaves)
+        dims = [self._dim_of(v) for v in self._own]
+        found = differing(equation, self._group.axis.name, dims)
+        return [self._own[i] for i in found]
 
     def _shard_map(self, written: Any, read: Any, leaves: Sequence[Any]) -> Any:
         """The equation of the traced program that is the replicas' part."""
@@ -575,14 +585,3 @@ class Program:
 
 def _distinct(variables: Sequence[Variable]) -> list[Variable]:
     return list({id(v): v for v in variables}.values())
-
-
-def _named(spec: PartitionSpec) -> set[str]:
-    names: set[str] = set()
-    for entry in spec:
-        names.update(entry if isinstance(entry, tuple) else (entry,))
-    return names
-
-
-def _open(jaxpr: Any) -> Any:
-    return getattr(jaxpr, "jaxpr", jaxpr)

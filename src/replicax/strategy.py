@@ -274,7 +274,7 @@ class Strategy(DatasetMaker):
 
     def call(
         self, program: Program, values: Sequence[Any], arrays: Sequence[Any]
-    ) -> tuple[Any, list[Any]]:
+    ) -> tuple[Any, Sequence[Any]]:
         """Run a program on this strategy, with the check that was asked for."""
         if self._rehearsal is not None:
             return self._rehearsal.call(self._group, program, values, arrays)
@@ -291,7 +291,7 @@ class Strategy(DatasetMaker):
 
     def _execute(
         self, program: Program, values: Sequence[Any], arrays: Sequence[Any]
-    ) -> tuple[Any, list[Any]]:
+    ) -> tuple[Any, Sequence[Any]]:
         """The program's results, and the new values of all that it writes."""
         out, _, new = program(values, arrays)
         return out, new

@@ -14,6 +14,7 @@ from typing import IO, Any
 from replicax.bench.entries import Entry
 from replicax.cluster.placement import free_ports
 from replicax.devices import cpu_pool_size
+from replicax.xla_options import without_kept_loops
 
 __all__ = ["Answer", "Peer", "PeerError"]
 
@@ -205,7 +206,7 @@ def _start(
     task = {"type": "worker", "index": rank}
     config = {"cluster": {"worker": addresses}, "task": task}
     environment = {
-        **os.environ,
+        **without_kept_loops(os.environ),
         "BENCH_CASE": case,
         "BENCH_BATCH": str(batch),
         "BENCH_LOOP": entry.loop,

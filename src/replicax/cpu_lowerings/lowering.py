@@ -138,12 +138,19 @@ def _lower(
 ) -> Any:
     """The lowering rule: ours where `serve` has something, JAX's elsewhere."""
     ours = None
-    if _current_mode() == "replicax" and not _is_sharded_explicitly(ctx, params):
+    wanted = _current_mode() == "replicax"
+    if wanted and _is_static(ctx) and not _is_sharded_explicitly(ctx, params):
         ours = serve(ctx, operands, params)
     if ours is None:
         return rule_of_jax(ctx, *operands, **params)
     rule: Any = mlir.lower_fun(ours, multiple_results=False)
     return rule(ctx, *operands)
+
+
+def _is_static(ctx: mlir.LoweringRuleContext) -> bool:
+    """Whether all shapes are numbers: `jax.export` has some with symbols."""
+    avals: list[Any] = [*ctx.avals_in, *ctx.avals_out]
+    return all(isinstance(n, int) for x in avals for n in getattr(x, "shape", ()))
 
 
 def _is_sharded_explicitly(ctx: mlir.LoweringRuleContext, params: dict) -> bool:
@@ -194,8 +201,7 @@ def _is_divided_by_xla(ctx: mlir.LoweringRuleContext) -> bool:
 def _serve_contraction(
     ctx: mlir.LoweringRuleContext, operands: Sequence[Any], params: dict[str, Any]
 ) -> Callable[..., jax.Array] | None:
-    lhs, rhs = ctx.avals_in
-    if _is_divided_by_xla(ctx) or not contractions.is_served(lhs, rhs, params):
+    if _is_divided_by_xla(ctx) or not contractions.is_served(params):
         return None
     return functools.partial(contractions.contract, params=params)
 

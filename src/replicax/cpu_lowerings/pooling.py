@@ -47,8 +47,6 @@ def is_served(source: Any, operand: Any, params: Mapping[str, Any]) -> bool:
     return (
         source.dtype == operand.dtype
         and params["select_prim"] in _KEEPS
-        # jax.export has shapes with symbols.
-        and all(isinstance(n, int) for n in (*source.shape, *operand.shape, *edges))
         and 0 not in (*source.shape, *operand.shape)
         and all(n >= 0 for n in edges)
         and math.prod(params["window_dimensions"]) <= _MOST_TAPS

@@ -50,7 +50,7 @@ class _Values:
 
     __slots__ = ("_everything", "_part")
 
-    def __init__(self, everything: list[Any], part: slice) -> None:
+    def __init__(self, everything: Sequence[Any], part: slice) -> None:
         self._everything = everything
         self._part = part
 
@@ -64,11 +64,11 @@ class _Values:
 class _State(tuple[_Values, ...]):
     """Keras' state, the parts of one list of values."""
 
-    everything: list[Any]
+    everything: Sequence[Any]
     sizes: tuple[int, ...]
 
 
-def _joined(state: State) -> tuple[list[Any], tuple[int, ...]]:
+def _joined(state: State) -> tuple[Sequence[Any], tuple[int, ...]]:
     """All values of a state, and the lengths of its lists."""
     if isinstance(state, _State):  # As `_divided` made it in the last step.
         return state.everything, state.sizes
@@ -76,7 +76,7 @@ def _joined(state: State) -> tuple[list[Any], tuple[int, ...]]:
     return list(itertools.chain.from_iterable(lists)), tuple(map(len, lists))
 
 
-def _divided(values: list[Any], sizes: tuple[int, ...]) -> State:
+def _divided(values: Sequence[Any], sizes: tuple[int, ...]) -> State:
     """A state of the values, in lists of these lengths."""
     state = _State([_Values(values, part) for part in _parts(sizes)])
     state.everything, state.sizes = values, sizes
@@ -147,9 +147,21 @@ class _KerasStep:
     written: set[int] = dataclasses.field(default_factory=set)
 
     def program(
-        self, strategy: Any, batch: PlacedBatch, values: Sequence[Any]
+        self,
+        strategy: Any,
+        batch: PlacedBatch,
+        values: Sequence[Any],
+        *,
+        is_one_of_many: bool,
     ) -> "_StateProgram":
-        """Compile the step for batches like `batch` and a state like `values`."""
+        """Compile the step for batches like `batch` and a state like `values`.
+
+        Args:
+            strategy: Whose replicas run it.
+            batch: The batch, placed.
+            values: The state's values.
+            is_one_of_many: Whether the next step takes the state as this one left it.
+        """
         groups = self.groups()
         variables = list(itertools.chain.from_iterable(groups))
         step = getattr(self.model, self.name)
@@ -168,6 +180,7 @@ class _KerasStep:
                     num_steps=batch.num_steps,
                     outputs=self.outputs,
                     finish=self._final_logs if mirrored else None,
+                    raveled=is_one_of_many and mirrored and not with_tape,
                 ),
                 # A step with a tape may use any variable, a second optimizer's too.
                 None if with_tape or strategy.group.defers_updates else variables,
@@ -256,7 +269,7 @@ class _StateProgram:
         self._places = [index.get(id(v)) for v in program.variables]
         self._is_state = [id(v) for v in program.written] == [*index]
 
-    def adopt(self, strategy: Any, state: list[Any]) -> list[Any]:
+    def adopt(self, strategy: Any, state: Sequence[Any]) -> list[Any]:
         """The state with the values that other workers have trained."""
         stored = {
             id(v): internals.read_values([v])[0] if i is None else state[i]
@@ -270,8 +283,8 @@ class _StateProgram:
         return state
 
     def __call__(
-        self, strategy: Any, state: list[Any], arrays: Sequence[Any]
-    ) -> tuple[Any, list[Any]]:
+        self, strategy: Any, state: Sequence[Any], arrays: Sequence[Any]
+    ) -> tuple[Any, Sequence[Any]]:
         """Run the program; returns its results and the new state."""
         if self._is_state:  # Keras' own steps: the same variables in the same order.
             return strategy.call(self._program, state, arrays)
@@ -323,7 +336,8 @@ def _function(
     programs: dict[Any, _StateProgram] = {}
 
     def function(state: State, iterator: Any) -> tuple[Any, State]:
-        if isinstance(iterator, BatchIterator | Ready):
+        in_loop = isinstance(iterator, BatchIterator | Ready)
+        if in_loop:
             batches = iterator.next_execution()
         else:
             batches = [place(next(iterator), strategy.group)]
@@ -332,10 +346,12 @@ def _function(
         values, sizes = _joined(state)
         results = []
         for batch in batches:
-            key = (sizes, batch.key)
+            key = (sizes, in_loop, batch.key)
             program = programs.get(key)
             if program is None:
-                program = programs[key] = step.program(strategy, batch, values)
+                program = programs[key] = step.program(
+                    strategy, batch, values, is_one_of_many=in_loop
+                )
             if isinstance(iterator, Ready) and iterator.is_dry:
                 values = program.adopt(strategy, values)
                 continue

@@ -336,7 +336,7 @@ class ParameterServerStrategy(Strategy):
 
     def _execute(
         self, program: Program, values: Sequence[Any], arrays: Sequence[Any]
-    ) -> tuple[Any, list[Any]]:
+    ) -> tuple[Any, Sequence[Any]]:
         if self.session is None:
             return super()._execute(program, values, arrays)
         stored = dict(zip(map(id, program.variables), values, strict=True))
