@@ -3,6 +3,8 @@
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
+# Each process begins with its part of the files: a cluster that tests share starts once.
+PROCESSES := --numprocesses 2 --dist worksteal
 PIP_INSTALL := $(PY) -m pip install -qq --disable-pip-version-check --editable
 
 .DEFAULT_GOAL := help
@@ -13,10 +15,10 @@ demo: $(VENV)/.demo ## train on the digits data with two replicas; draws digits_
 	$(PY) examples/digits_mirrored.py --replicas 2
 
 test: lint ## all checks, and the tests that are not slow
-	$(PY) -m pytest --numprocesses 2 -m "not slow"
+	$(PY) -m pytest $(PROCESSES) -m "not slow"
 
 test-all: lint ## all checks and all tests, compiled as they are for users
-	XLA_FLAGS="$$XLA_FLAGS" $(PY) -m pytest --numprocesses 2
+	XLA_FLAGS="$$XLA_FLAGS" $(PY) -m pytest $(PROCESSES)
 
 bench: $(VENV)/.test ## steps beside other libraries, into benchmarks/results; takes an hour
 	$(VENV)/bin/replicax bench --output benchmarks/results --resume

@@ -1,5 +1,6 @@
 """Eight logical CPU devices for the whole run, and checks that tests clean up."""
 
+import gc
 import importlib.util
 import os
 import signal
@@ -44,6 +45,9 @@ import pytest  # noqa: E402
 from sklearn.datasets import load_digits  # noqa: E402
 
 from replicax.scope import current_context, current_strategy  # noqa: E402
+
+# What is imported stays: a collection of garbage, which tests ask for, need not see it.
+gc.freeze()
 
 DATA = Path(__file__).parents[2] / "shared" / "data"
 

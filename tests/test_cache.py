@@ -311,6 +311,7 @@ def test_cache_is_bounded_and_drops_the_least_recently_used() -> None:
     assert made == [0, 1, 2, 3, 1]
 
 
+@pytest.mark.slow
 def test_strategy_keeps_64_programs_and_lets_old_functions_go() -> None:
     strategy = rx.OneDeviceStrategy("cpu:0")
     refs = []

@@ -101,6 +101,7 @@ def test_off(tmp_path: Path, environ: dict[str, str]) -> None:
     assert not entries(tmp_path)
 
 
+@pytest.mark.slow
 def test_what_the_user_told_jax_wins(tmp_path: Path) -> None:
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     setting = f"jax.config.update('jax_compilation_cache_dir', {str(theirs)!r} '/{{}}')"

@@ -82,6 +82,7 @@ def use_results():
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.timeout(120)
 def test_results_come_back_from_whichever_worker_is_free():

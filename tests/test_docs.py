@@ -17,9 +17,6 @@ ALWAYS_RUN = {
     "README.md",
     "docs/custom-loops.md",
     "docs/getting-started.md",
-    "docs/keras.md",
-    "docs/parameter-servers.md",
-    "docs/sharding.md",
 }
 TIMEOUT_S = 120
 

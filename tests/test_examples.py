@@ -83,6 +83,7 @@ def test_custom_loop_is_the_same_with_a_tape_and_without(tmp_path: Path) -> None
     assert len(losses) == 6
 
 
+@pytest.mark.slow
 def test_loop_in_plain_jax(tmp_path: Path) -> None:
     output = run_example("flax_or_jax_loop.py", "--replicas=2", cwd=tmp_path)
     assert accuracy_in(output) > 0.93
@@ -150,6 +151,7 @@ def test_large_embedding() -> None:
     assert "accuracy" not in other
 
 
+@pytest.mark.slow
 def test_estimator_tabular_in_one_process(tmp_path: Path) -> None:
     output = run_example(
         "estimator_tabular.py",

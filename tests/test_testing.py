@@ -129,6 +129,7 @@ def exits() -> None:
     sys.exit(138)
 
 
+@pytest.mark.slow
 def test_an_exit_code_and_a_value_that_cannot_travel() -> None:
     results = run(exits, num_workers=1, deadline_seconds=60, check=False)
     assert results["worker:0"].exit_code == 138
@@ -241,6 +242,7 @@ def test_parameter_servers_are_dismissed() -> None:
     assert not results["worker:0"].dismissed
 
 
+@pytest.mark.slow
 def test_the_end_of_a_long_output_is_shown() -> None:
     results = Results({})
     assert results.check() is results
@@ -325,6 +327,7 @@ MAIN = """
 """
 
 
+@pytest.mark.slow
 def test_a_function_of_the_main_script(tmp_path: Path) -> None:
     script = tmp_path / "main.py"
     script.write_text(textwrap.dedent(MAIN))

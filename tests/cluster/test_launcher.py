@@ -384,6 +384,7 @@ def test_a_second_interrupt_kills(tmp_path: Path) -> None:
     assert gone(task_pids(tmp_path))
 
 
+@pytest.mark.slow
 def test_tasks_are_killed_after_the_grace_period(tmp_path: Path) -> None:
     with launcher(tmp_path, STUBBORN, "--grace-seconds", "0.5") as process:
         process.send_signal(signal.SIGTERM)
@@ -402,6 +403,7 @@ def test_a_killed_launcher_leaves_no_task(tmp_path: Path) -> None:
         assert gone(pids)
 
 
+@pytest.mark.slow
 def test_an_output_that_nobody_reads_ends_the_tasks_in_order(tmp_path: Path) -> None:
     code = """
         def save(*_):

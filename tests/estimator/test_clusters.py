@@ -139,7 +139,8 @@ def asynchronous(folder: str, max_steps: int, sync: bool) -> Any:
 
 @pytest.mark.multiprocess
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize("sync", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("sync", [False, True])
 def test_two_workers_and_a_server(tmp_path: Path, sync: bool) -> None:
     pytest.importorskip("pyarrow")
     results = run(

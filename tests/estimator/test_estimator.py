@@ -177,6 +177,7 @@ def test_predictions_come_example_by_example_or_by_batch(tmp_path: Path) -> None
     )
 
 
+@pytest.mark.slow
 def test_dropout_and_moving_statistics_are_part_of_the_state(tmp_path: Path) -> None:
     params = {"normalize": True, "dropout": 0.5}
     strategy = rx.MirroredStrategy(devices(2))

@@ -148,6 +148,7 @@ def roc_of(labels, scores, weights) -> float:
     return float(-np.trapezoid(rates[1], rates[0]))
 
 
+@pytest.mark.slow
 def test_two_classes(tmp_path) -> None:
     x, y = load_breast_cancer(return_X_y=True)
     x = ((x - x.mean(0)) / x.std(0))[:120, :2].astype("float32")

@@ -44,6 +44,7 @@ def train_or_evaluate(folder: str) -> dict[str, Any]:
     return {"loss": loss, "num_workers": strategy.num_workers}
 
 
+@pytest.mark.slow
 def test_the_last_checkpoint_is_evaluated(tmp_path: Path) -> None:
     results = run(
         train_or_evaluate,

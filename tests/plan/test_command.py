@@ -111,6 +111,7 @@ def test_fit_for_a_slice(fit: Path, tmp_path: Path) -> None:
     assert figure.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_a_custom_loop_for_cpus(tmp_path: Path) -> None:
     script, plan = tmp_path / "loop.py", tmp_path / "plan.json"
     script.write_text(LOOP)

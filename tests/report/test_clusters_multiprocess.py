@@ -66,6 +66,7 @@ def test_two_workers_in_step(tmp_path: Path) -> None:
     assert "No figures of" not in text
 
 
+@pytest.mark.slow
 def test_two_workers_and_a_server(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     options = ("--ps", "1", "--report", str(tmp_path / "ps.html"))

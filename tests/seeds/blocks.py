@@ -166,12 +166,14 @@ _STRATEGIES_002 = (
         parts=("002_import", "002_devices", *TRAIN),
         replaced=CPUS,
         run=Process(4),
+        is_slow=True,
     ),
     _guide(
         "002_hierarchical_copy",
         "MirroredStrategy: cross device communication",
         "MirroredStrategy",
         "mirrored_strategy",
+        is_slow=True,
     ),
     _guide(
         "002_central_storage",
@@ -261,6 +263,7 @@ _USES_002 = (
         names={"strategy": "mirrored_strategy"},
         replicas=2,
         falls=True,
+        is_slow=True,
     ),
     Program(
         name="002_keras_numpy",
@@ -270,6 +273,7 @@ _USES_002 = (
         names={"strategy": "mirrored_strategy"},
         replicas=2,
         falls=True,
+        is_slow=True,
     ),
     Program(
         name="002_keras_batch_size",
@@ -312,6 +316,7 @@ _USES_002 = (
             "002_estimator_train",
         ),
         run=Planned(),
+        is_slow=True,
     ),
     Program(
         name="002_loop",
@@ -341,6 +346,7 @@ _SEED_003 = (
         names={"strategy": "mirrored_strategy"},
         replicas=2,
         falls=True,
+        is_slow=True,
     ),
     Program(
         name="003_asynchronous",
@@ -358,6 +364,7 @@ _SEED_003 = (
         strategy="TPUStrategy",
         parts=("003_patients.prelude", "003_tpu.prelude", "003_tpu", "003_tpu.coda"),
         run=Planned(),
+        is_slow=True,
     ),
 )
 

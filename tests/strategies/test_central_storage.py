@@ -477,7 +477,9 @@ def after_fit(digits: Any) -> Callable[[rx.Strategy], Any]:
     return train
 
 
-@pytest.mark.parametrize("train", [in_the_middle_of_a_loop, after_fit])
+@pytest.mark.parametrize(
+    "train", [in_the_middle_of_a_loop, pytest.param(after_fit, marks=pytest.mark.slow)]
+)
 def test_state_is_there_once(digits: Any, train: Any) -> None:
     """Weights and Adam's two slots: 3 times the weights, 0.1 for all the rest."""
     mirrored, outside = (memory_after(s, train(digits)) for s in both("outside"))

@@ -63,6 +63,7 @@ def trained_in_parts(folder):
     }
 
 
+@pytest.mark.slow
 def test_as_one_process_and_saved_for_it(tmp_path):
     results = replicax.testing.run(
         trained_in_parts,

@@ -338,6 +338,7 @@ def test_nothing_is_stale(two):
         assert all(set(found) == {0} for found in staleness.values()), staleness
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", BACKED_UP, ids=lambda case: case.__name__)
 def test_with_a_backup_worker_equal_two_devices(three, case):
     expected = expected_of(case)
@@ -345,6 +346,7 @@ def test_with_a_backup_worker_equal_two_devices(three, case):
         assert_same(results[case.__name__], expected)
 
 
+@pytest.mark.slow
 def test_a_slow_worker_is_done_without(three):
     expected = expected_of(plain_sgd)
     for results, _, _ in three:
@@ -352,5 +354,6 @@ def test_a_slow_worker_is_done_without(three):
     assert min(steps for _, steps, _ in three[:2]) > 0
 
 
+@pytest.mark.slow
 def test_a_custom_loop_has_no_backups(three):
     assert all("backup_workers" in error for _, _, error in three)

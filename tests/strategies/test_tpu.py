@@ -98,6 +98,7 @@ def test_jax_is_told_to_use_a_tpu() -> None:
     assert "JAX_PLATFORMS ('tpu')" in error
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.timeout(150)
 def test_hosts_of_a_slice_join() -> None:
