@@ -115,8 +115,7 @@ class Watch(keras.callbacks.Callback):
             self.sums.append(sum(float(np.sum(w)) for w in self.model.get_weights()))
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2])
-@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize(("num_replicas", "steps"), [(1, 3), (2, 1)])
 def test_fit_is_what_it_is_without(digits, monkeypatch, num_replicas, steps) -> None:
     """Sizes that do not divide, random numbers, and several programs of one state.
 

@@ -27,6 +27,7 @@ from replicax.keras import internals
 from replicax.keras.batches import BatchIterator, PlacedBatch, Ready, place
 from replicax.options import Options, Outputs
 from replicax.program import Program
+from replicax.rehearsal import current_rehearsal
 from replicax.scope import current_context
 from replicax.updates import PendingValue
 
@@ -160,7 +161,7 @@ class _KerasStep:
             strategy: Whose replicas run it.
             batch: The batch, placed.
             values: The state's values.
-            is_one_of_many: Whether the next step takes the state as this one left it.
+            is_one_of_many: Whether the next step takes the state as this one leaves it.
         """
         groups = self.groups()
         variables = list(itertools.chain.from_iterable(groups))
@@ -168,6 +169,8 @@ class _KerasStep:
         # As tf.keras has it: `train_step(data)`, with a tape.
         with_tape = len(inspect.signature(step).parameters) == 1
         mirrored = self.outputs is Outputs.MIRRORED
+        # In a rehearsal values are shapes.
+        stays = is_one_of_many and current_rehearsal() is None
         with _values_in_place(variables, values):
             program = Program(
                 self._replica_function(step, None if with_tape else groups),
@@ -180,7 +183,7 @@ class _KerasStep:
                     num_steps=batch.num_steps,
                     outputs=self.outputs,
                     finish=self._final_logs if mirrored else None,
-                    raveled=is_one_of_many and mirrored and not with_tape,
+                    raveled=stays and mirrored and not with_tape,
                 ),
                 # A step with a tape may use any variable, a second optimizer's too.
                 None if with_tape or strategy.group.defers_updates else variables,
