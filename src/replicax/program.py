@@ -92,8 +92,8 @@ class Program:
         else:
             self._own, read, self.updates = list(variables), [], []
         self.inputs = [*self._own, *read]
-        # A state that is all that the program takes, but for arguments.
-        raveled = self._options.raveled and not read
+        # Variables that are known are all that the program takes, but for arguments.
+        raveled = self._options.raveled and variables is not None
         self._raveling = Raveling.of_variables(self._own, group) if raveled else None
         self._compiled = self._compile()
         if group.defers_updates:

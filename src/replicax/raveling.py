@@ -119,28 +119,17 @@ class Raveling:
     def of_values(self, values: Sequence[Any]) -> "RaveledValues":
         """Values on the devices or the host, put together here; no program runs."""
         copies = [_by_device(x, self._sharding) for x in values]
-        return RaveledValues(
-            self,
-            [
-                jax.make_array_from_single_device_arrays(
-                    (sum(math.prod(self._shapes[i]) for i in members),),
-                    self._sharding,
-                    [
-                        jax.device_put(
-                            np.concatenate(
-                                [
-                                    np.asarray(copies[i][device], dtype).ravel()
-                                    for i in members
-                                ]
-                            ),
-                            device,
-                        )
-                        for device in self._sharding.addressable_devices
-                    ],
-                )
-                for dtype, members in self._members.items()
-            ],
-        )
+        return RaveledValues(self, [self._joined(copies, d) for d in self._members])
+
+    def _joined(self, copies: list[dict[Any, Any]], dtype: Any) -> jax.Array:
+        """The values of one dtype, from each device's copies of all values."""
+        members = self._members[dtype]
+        parts = []
+        for device in self._sharding.addressable_devices:
+            flat = [np.asarray(copies[i][device], dtype).ravel() for i in members]
+            parts.append(jax.device_put(np.concatenate(flat), device))
+        shape = (sum(math.prod(self._shapes[i]) for i in members),)
+        return jax.make_array_from_single_device_arrays(shape, self._sharding, parts)
 
     def taken_apart(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
         """The values, on the devices. The arrays stay."""
