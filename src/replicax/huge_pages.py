@@ -35,16 +35,18 @@ def share_one_heap() -> None:
     A thread has a heap of its own from its first allocation on, which gives arrays of
     64 MiB and more back at once. Those of JAX begin with its backend, often before the
     first strategy. So this is done on import, where `use_huge_pages` would do
-    something, and where the process has one core, as workers that share a machine do.
+    something, and where the process has one core, as workers that share a machine do,
+    or is asked to by `REPLICAX_HUGE_PAGES=shared`.
 
     On two cores threads wait for each other's allocations: MobileNetV2 takes 28 s to
-    compile and not 22, and 190 ms a step on two devices and not 138; only a transformer
-    gains, on one device 459 ms a step and then 339.
+    compile and not 22, and 190 ms a step on two devices and not 138. A transformer
+    gains all the same, on one device 339 ms a step and not 459.
 
     Example:
         >>> share_one_heap()
     """
-    if usable_cores() == 1 and _is_wanted():
+    shared = os.environ.get(_SWITCH) == "shared"
+    if (shared or usable_cores() == 1) and _is_wanted():
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
 
 
