@@ -11,12 +11,16 @@ if importlib.util.find_spec("libtpu") and not Path("/dev/nvidia0").exists():
     # chips in every process, which takes a lock and prints warnings.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-# Tests compile much and compute little: XLA makes code quickly rather than fast code.
+# Tests compile much and compute little: XLA makes code quickly rather than fast code,
+# and in one piece, which costs less than pieces for several threads.
 # Processes that tests start inherit it; for TPUs the program is the same, and with GPUs
 # nothing is set. XLA_FLAGS of the environment stay, even empty ones: with them `make
 # test-all` compiles as it is done for users.
 if os.environ.get("JAX_PLATFORMS") == "cpu":
-    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+    os.environ.setdefault(
+        "XLA_FLAGS",
+        "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1",
+    )
 
 # Tests send these to processes that they start, which would inherit it if whoever runs
 # the tests ignores them, as `nohup` and scripts in the background do.

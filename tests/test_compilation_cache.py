@@ -91,7 +91,7 @@ def test_it_is_on_by_default_and_for_the_user_only(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "environ",
     [
-        {"REPLICAX_COMPILATION_CACHE": "off"},
+        pytest.param({"REPLICAX_COMPILATION_CACHE": "off"}, marks=pytest.mark.slow),
         pytest.param({"JAX_ENABLE_COMPILATION_CACHE": "false"}, marks=pytest.mark.slow),
         pytest.param({"JAX_COMPILATION_CACHE_DIR": ""}, marks=pytest.mark.slow),
     ],
@@ -188,6 +188,7 @@ def test_those_unused_for_longest_go_first(tmp_path: Path) -> None:
     assert (tmp_path / "notes").exists()
 
 
+@pytest.mark.slow
 def test_an_import_does_not_turn_it_on(tmp_path: Path) -> None:
     code = "import jax, replicax; print(jax.config.jax_compilation_cache_dir)"
     environ = {k: v for k, v in os.environ.items() if k not in JAX_VARIABLES}

@@ -15,7 +15,6 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Each page is a program that imports JAX and Keras: of the others `make test-all`.
 ALWAYS_RUN = {
     "README.md",
-    "docs/custom-loops.md",
     "docs/getting-started.md",
 }
 TIMEOUT_S = 120

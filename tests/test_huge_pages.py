@@ -66,8 +66,10 @@ def test_steps_have_their_memory_in_huge_pages() -> None:
     "environment",
     [
         {"REPLICAX_HUGE_PAGES": "off"},
-        {"MALLOC_ARENA_MAX": "2"},
-        {"GLIBC_TUNABLES": "glibc.malloc.arena_max=2"},
+        pytest.param({"MALLOC_ARENA_MAX": "2"}, marks=pytest.mark.slow),
+        pytest.param(
+            {"GLIBC_TUNABLES": "glibc.malloc.arena_max=2"}, marks=pytest.mark.slow
+        ),
     ],
     ids=lambda e: next(iter(e)),
 )

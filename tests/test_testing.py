@@ -211,6 +211,7 @@ def test_a_test_can_interfere() -> None:
     assert "KeyboardInterrupt" in results["worker:2"].output
 
 
+@pytest.mark.slow
 def test_waiting_in_vain() -> None:
     with Cluster(steps, num_workers=2, deadline_seconds=60) as cluster:
         first = cluster.task("worker:0")
@@ -234,6 +235,7 @@ def serves_or_works() -> str:
     return "done"
 
 
+@pytest.mark.slow
 def test_parameter_servers_are_dismissed() -> None:
     tasks = {"worker": 1, "ps": 1}
     results = run(serves_or_works, tasks=tasks, deadline_seconds=60)

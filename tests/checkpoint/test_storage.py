@@ -145,7 +145,15 @@ while True:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("delay", [0.003, 0.03, 0.06, 0.1])
+@pytest.mark.parametrize(
+    "delay",
+    [
+        0.003,
+        pytest.param(0.03, marks=pytest.mark.slow),
+        pytest.param(0.06, marks=pytest.mark.slow),
+        0.1,
+    ],
+)
 def test_killed_while_writing(tmp_path, delay):
     script = [sys.executable, "-c", _WRITES, str(tmp_path)]
     child = subprocess.Popen(script, stdout=subprocess.PIPE, text=True)

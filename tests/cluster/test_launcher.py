@@ -350,7 +350,14 @@ time.sleep(100)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, marks=pytest.mark.slow),
+    ],
+)
 def test_a_signal_goes_on_to_the_tasks_and_nothing_is_restarted(
     tmp_path: Path, number: signal.Signals
 ) -> None:

@@ -192,7 +192,9 @@ def test_a_crash_loop_of_the_chief_ends_the_job(run: Callable[..., Result]) -> N
     assert time.monotonic() - began < 60
 
 
-@pytest.mark.parametrize("chief", ["worker:0", "chief:0"])
+@pytest.mark.parametrize(
+    "chief", [pytest.param("worker:0", marks=pytest.mark.slow), "chief:0"]
+)
 def test_an_exception_of_the_chief_ends_the_job(
     run: Callable[..., Result], chief: str
 ) -> None:

@@ -268,7 +268,14 @@ STARTER = """
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGKILL,
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
+    ],
+)
 def test_nothing_is_left_of_a_starter_that_is_killed(number: int) -> None:
     code = STARTER.format(tests=str(Path(__file__).parent), sleep=SLEEP)
     with subprocess.Popen(

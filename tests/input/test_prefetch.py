@@ -171,6 +171,7 @@ def test_collection_in_the_producer_thread_does_not_deadlock():
             gc.collect()
             yield 0
 
+    gc.freeze()  # What other tests left need not be looked at again and again.
     for _ in range(30):
         owner = Cycle(prefetch(source, 2))
         next(owner.iterator)

@@ -53,9 +53,16 @@ MODELS = {
         layers.Flatten(), layers.BatchNormalization(synchronized=True)
     ),
 }
+LONG = {"attention", "lstm", "synchronized"}
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in LONG else ())
+        for name in MODELS
+    ],
+)
 def test_layers(images, same_as_one_device, name):
     same_as_one_device(lambda: fitted(MODELS[name](), images), 8)
 

@@ -127,6 +127,7 @@ _SEED_001 = (
         strategy="MirroredStrategy",
         parts=("001_model.prelude", "001_devices"),
         error=NO_GPU,
+        is_slow=True,
     ),
     Program(
         name="001_devices_of_cpu",
@@ -150,7 +151,13 @@ _SEED_001 = (
 )
 
 _STRATEGIES_002 = (
-    _guide("002_mirrored", "MirroredStrategy", "MirroredStrategy", "mirrored_strategy"),
+    _guide(
+        "002_mirrored",
+        "MirroredStrategy",
+        "MirroredStrategy",
+        "mirrored_strategy",
+        is_slow=True,
+    ),
     Program(
         name="002_devices",
         title="MirroredStrategy: some GPUs, without GPUs",
@@ -180,6 +187,7 @@ _STRATEGIES_002 = (
         "CentralStorageStrategy",
         "CentralStorageStrategy",
         "central_storage_strategy",
+        is_slow=True,
     ),
     _guide(
         "002_multi_worker",
@@ -195,6 +203,7 @@ _STRATEGIES_002 = (
         strategy="MultiWorkerMirroredStrategy",
         parts=("002_import", "002_nccl"),
         error="CollectiveCommunication.NCCL needs GPUs, but the devices are cpu",
+        is_slow=True,
     ),
     _guide(
         "002_tpu",
@@ -289,6 +298,7 @@ _USES_002 = (
         names={"strategy": "mirrored_strategy"},
         replicas=2,
         falls=True,
+        is_slow=True,
     ),
     Program(
         name="002_estimator",
@@ -334,6 +344,7 @@ _USES_002 = (
         ),
         # The guide prints ten times 0.0 as well: its softmax has one class.
         prints=(r"(?:0\.0\s+){10}Steps: 10",),
+        is_slow=True,
     ),
 )
 

@@ -60,7 +60,8 @@ class Program:
         prints: Patterns that must be found in the output.
         at_least: Names that are printed with a number, and the least one.
         error: What the program ends with; "" where it succeeds.
-        is_slow: Whether it takes more than a few seconds.
+        is_slow: Whether it runs with the slow tests only, as it takes more than a few
+            seconds or others run most of its lines.
         limit_s: When it is ended.
     """
 

@@ -80,6 +80,7 @@ def test_the_seeds_lines_say_what_is_missing() -> None:
     assert "replicax plan train.py --topology v5e:2x4" in error
 
 
+@pytest.mark.slow
 def test_the_seeds_lines_with_an_address() -> None:
     process = start(SEED, "grpc://10.0.0.2:8470", env=environment())
     status, out, err = result_of(process)
