@@ -17,6 +17,8 @@ that the environment asks for |
 | `Trainer._get_metrics_result_or_logs` | epochs end together on parameter servers |
 | `EpochIterator._enumerate_iterator` | `fit` begins in the middle of an epoch |
 | `CallbackList.on_{train_begin,epoch_end}` | backups see what other callbacks did |
+| `CallbackList.on_{train,test,predict}_begin` | no threads for callbacks that do \
+nothing after a batch |
 | `{BaseOptimizer,LossScaleOptimizer}.{apply,stateless_apply}` | the seam |
 | `BaseOptimizer.{add_variable,add_variable_from_reference}` | where slots lie, and \
 none where servers keep them |
@@ -68,6 +70,7 @@ from replicax.keras.internals import (
     is_array_adapter,
     layout_of,
     set_initial_epoch,
+    skip_unheard_ends,
 )
 from replicax.regather import (
     gathered_here,
@@ -129,7 +132,8 @@ def install() -> None:
     _wrap(trainer, "compute_loss_and_updates", _compute_loss_and_updates)
     _wrap(jax_trainer.JAXEpochIterator, "_get_iterator", _get_iterator)
     _wrap(jax_trainer.JAXEpochIterator, "_enumerate_iterator", _enumerate_iterator)
-    _wrap(CallbackList, "on_train_begin", _on_train_begin)
+    for kind in ("train", "test", "predict"):
+        _wrap(CallbackList, f"on_{kind}_begin", _on_begin(kind))
     _wrap(CallbackList, "on_epoch_end", _on_epoch_end)
     _wrap(BaseOptimizer, "apply", optimizers.apply)
     _wrap(BaseOptimizer, "stateless_apply", optimizers.stateless_apply)
@@ -275,11 +279,17 @@ def _enumerate_iterator(original: Any, epoch_iterator: Any) -> Any:
     return resume.begin_steps(epoch_iterator, original)
 
 
-def _on_train_begin(original: Any, callbacks: Any, logs: Any = None) -> None:
-    original(callbacks, logs)
-    for callback in callbacks.callbacks:
-        if isinstance(callback, resume.LateCallback):
-            callback.after_train_begin(callbacks.callbacks)
+def _on_begin(kind: str) -> Callable[..., None]:
+    def hook(original: Any, callbacks: Any, logs: Any = None) -> None:
+        original(callbacks, logs)
+        if kind == "train":
+            for callback in callbacks.callbacks:
+                if isinstance(callback, resume.LateCallback):
+                    callback.after_train_begin(callbacks.callbacks)
+        if _strategy_of(callbacks.model) is not None:
+            skip_unheard_ends(callbacks, kind)
+
+    return hook
 
 
 def _on_epoch_end(original: Any, callbacks: Any, epoch: int, logs: Any = None) -> None:

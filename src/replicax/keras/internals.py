@@ -4,21 +4,24 @@ Tested with Keras 3.14 to 3.15. Everything that a new Keras may move is in this 
 in `hooks.py`.
 """
 
+import functools
 import itertools
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from keras.src.backend.common.global_state import get_global_attribute
 from keras.src.backend.common.stateless_scope import get_stateless_scope
+from keras.src.callbacks.callback_list import CallbackList
 from keras.src.random.seed_generator import (
     GLOBAL_SEED_GENERATOR,
     global_seed_generator,
 )
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.utils.naming import to_snake_case
+from keras.src.utils.python_utils import is_default
 
 __all__ = [
     "CALLBACK_STATE",
@@ -36,6 +39,7 @@ __all__ = [
     "layer_label",
     "layout_of",
     "learning_rate_of",
+    "leave_untracked",
     "makes_batches_ahead",
     "parts_of_layer",
     "read_values",
@@ -45,6 +49,7 @@ __all__ = [
     "set_layout",
     "set_reference",
     "shared_seed_generator",
+    "skip_unheard_ends",
     "steps_seen",
     "trained_by",
     "write_values",
@@ -222,17 +227,28 @@ def cut_late(adapter: Any) -> None:
     """
     if not is_array_adapter(adapter) or "_get_iterator" in vars(adapter):
         return
-    make = adapter._get_iterator
 
-    def make_rows(slice_and_convert: Callable[..., Any], inputs: Any) -> Any:
+    def make_rows(slice_and_convert: Callable[..., Any], inputs: Any) -> Iterator[Rows]:
         flat, structure = jax.tree.flatten(inputs)
 
         def cut(indices: Any) -> Any:
             rows = [slice_and_convert(x, indices=indices) for x in flat]
             return jax.tree.unflatten(structure, rows)
 
-        # To Keras a tree of one leaf, which is quick to map.
-        return make(lambda leaf, indices: Rows(cut, indices), 0)
+        # As Keras draws them. Its own iterator maps a tree for each batch, which takes
+        # longer than all else that a batch of a tiny model needs here.
+        shuffle, num_rows = adapter._shuffle, adapter._num_samples
+        order = None
+        if shuffle and shuffle != "batch":
+            order = np.random.permutation(num_rows)
+        for start in range(0, num_rows, adapter._batch_size):
+            stop = min(start + adapter._batch_size, num_rows)
+            if order is not None:
+                yield Rows(cut, order[start:stop])
+            elif shuffle:
+                yield Rows(cut, np.random.permutation(stop - start) + start)
+            else:
+                yield Rows(cut, slice(start, stop))
 
     adapter._get_iterator = make_rows
 
@@ -257,6 +273,48 @@ def dataset_with_epochs(adapter: Any) -> Any:
     if all(getattr(type(dataset), h) is getattr(base, h) for h in hooks):
         return None
     return dataset
+
+
+def skip_unheard_ends(callbacks: Any, kind: str) -> None:
+    """Have the list do nothing after a batch where none of its callbacks would.
+
+    Keras hands the logs of each batch to a thread all the same, which reads them: half
+    of the time that a step of a tiny model takes.
+
+    Args:
+        callbacks: Keras' `CallbackList`, whose callbacks are complete.
+        kind: "train", "test" or "predict".
+    """
+    name = f"on_{kind}_batch_end"
+    vars(callbacks).pop(name, None)
+    if getattr(type(callbacks), name) is not getattr(CallbackList, name):
+        return
+    ends = [
+        getattr(callback, method, None)
+        for callback in callbacks.callbacks
+        for method in (name, "on_batch_end")
+    ]
+    if all(map(is_default, ends)):
+        setattr(callbacks, name, _do_nothing)
+
+
+def _do_nothing(batch: int, logs: Any = None) -> None:
+    pass
+
+
+def leave_untracked(model: Any, is_left: Callable[[Any], bool]) -> None:
+    """Have the model remember values as they are, without a look for layers in them.
+
+    Keras looks into all that a model is given, also into the state that its loops give
+    it in each step, which takes a third of what else there is to do for a tiny model.
+
+    Args:
+        model: The model.
+        is_left: Tells which values are meant.
+    """
+    tracker = model._tracker
+    track = functools.partial(type(tracker).track, tracker)
+    tracker.track = lambda value: value if is_left(value) else track(value)
 
 
 def set_initial_epoch(model: Any, epoch: int | None) -> None:

@@ -69,6 +69,10 @@ class _State(tuple[_Values, ...]):
     sizes: tuple[int, ...]
 
 
+def _is_remembered_state(value: Any) -> bool:
+    return type(value) is dict and type(value.get("trainable_variables")) is _Values
+
+
 def _joined(state: State) -> tuple[Sequence[Any], tuple[int, ...]]:
     """All values of a state, and the lengths of its lists."""
     if isinstance(state, _State):  # As `_divided` made it in the last step.
@@ -337,6 +341,7 @@ def _function(
             step.model.name,
         )
     programs: dict[Any, _StateProgram] = {}
+    internals.leave_untracked(step.model, _is_remembered_state)
 
     def function(state: State, iterator: Any) -> tuple[Any, State]:
         in_loop = isinstance(iterator, BatchIterator | Ready)

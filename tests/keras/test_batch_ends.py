@@ -1,0 +1,146 @@
+"""What Keras does after each batch is left out only where nobody would notice."""
+
+import threading
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+BATCH_SIZE = 4
+X = np.random.default_rng(0).normal(size=(12, 3)).astype("float32")
+Y = X[:, :1]
+
+
+def regression() -> Any:
+    model = keras.Sequential([keras.Input((3,)), layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
+
+
+class Listener(keras.callbacks.Callback):
+    """Remembers batches; its subclasses say which."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[Any] = []
+
+    def hear(self, batch: int, logs: Any = None) -> None:
+        self.heard.append((batch, sorted(logs)))
+
+
+class OfTraining(Listener):
+    on_train_batch_end = Listener.hear
+
+
+class OfTests(Listener):
+    on_test_batch_end = Listener.hear
+
+
+class OfPredictions(Listener):
+    on_predict_batch_end = Listener.hear
+
+
+class OfAnything(Listener):
+    on_batch_end = Listener.hear
+
+
+class Late(Listener):
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.on_train_batch_end = self.hear
+
+
+@pytest.mark.parametrize("kind", [OfTraining, OfTests, OfPredictions, OfAnything, Late])
+def test_callbacks_hear_what_they_hear_in_keras(kind: Any, outcome: Any) -> None:
+    def work() -> list[Any]:
+        model, listener = regression(), kind()
+        options: Any = {
+            "batch_size": BATCH_SIZE,
+            "verbose": 0,
+            "callbacks": [listener],
+        }
+        model.fit(X, Y, validation_data=(X, Y), **options)
+        listener.heard.append((-1, ["fit"]))
+        model.evaluate(X, Y, **options)
+        listener.heard.append((-1, ["evaluate"]))
+        model.predict(X, **options)
+        return [(batch, ",".join(logs)) for batch, logs in listener.heard]
+
+    def listed(num_replicas: int) -> list[Any]:
+        return [x.item() for pair in outcome(work, num_replicas) for x in pair]
+
+    assert listed(2) == listed(0)
+    assert len(listed(2)) > 2 * 2  # More than the two that the test puts in.
+
+
+def test_lists_of_callbacks_that_are_used_again(outcome: Any) -> None:
+    def work() -> list[int]:
+        model, listener = regression(), OfTraining()
+        callbacks = keras.callbacks.CallbackList([], add_history=True, model=model)
+        options: Any = {"batch_size": BATCH_SIZE, "verbose": 0, "callbacks": callbacks}
+        model.fit(X, Y, **options)
+        callbacks.callbacks.append(listener)
+        model.fit(X, Y, **options)
+        first = len(listener.heard)
+        callbacks.callbacks.remove(listener)
+        model.fit(X, Y, **options)
+        return [first, len(listener.heard)]
+
+    assert list(map(int, outcome(work, 2))) == [3, 3]
+
+
+def test_a_list_of_ones_own_is_called(outcome: Any) -> None:
+    class Own(keras.callbacks.CallbackList):
+        calls = 0
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.calls += 1
+
+    def work() -> int:
+        model = regression()
+        callbacks = Own(add_history=True, model=model)
+        model.fit(X, Y, batch_size=BATCH_SIZE, verbose=0, callbacks=callbacks)
+        return callbacks.calls
+
+    assert outcome(work, 2) == 3
+
+
+def test_no_thread_reads_logs_that_nobody_wants(outcome: Any) -> None:
+    def work() -> int:
+        model, found = regression(), []
+
+        def count(epoch: int, logs: Any) -> None:
+            found.extend(
+                t for t in threading.enumerate() if t.name.startswith("ThreadPool")
+            )
+
+        at_end = keras.callbacks.LambdaCallback(on_epoch_end=count)
+        model.fit(X, Y, batch_size=BATCH_SIZE, verbose=0, callbacks=[at_end])
+        return len(found)
+
+    assert outcome(work, 2) == 0
+    assert outcome(work, 0) > 0  # Else there is nothing to leave out any more.
+
+
+class Net(keras.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = layers.Dense(1)
+
+    def call(self, x: Any) -> Any:
+        return self.first(x)
+
+
+def test_layers_are_found_in_what_a_trained_model_is_given(outcome: Any) -> None:
+    def work() -> int:
+        model = Net()
+        model.compile("sgd", "mse")
+        model.fit(X, Y, batch_size=BATCH_SIZE, verbose=0)
+        model._tracker.unlock()  # As Keras does where it builds a model again.
+        model.more = [layers.Dense(2)]
+        model.state = {"trainable_variables": layers.Dense(3), "metrics_variables": []}
+        model.state["late"] = layers.Dense(4)
+        return len(model.layers)
+
+    assert outcome(work, 2) == outcome(work, 0) == 4
