@@ -110,3 +110,57 @@ def test_threads_of_jax_keep_their_memory_too(cores: int, switch: str) -> None:
     )
     assert ended.returncode == 0, ended.stderr
     assert int(ended.stdout) < 1000
+
+
+FAULTS_OF_A_STRATEGY = """
+import os, resource
+os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
+import numpy as np
+import replicax as rx
+import jax, jax.numpy as jnp
+
+# Ten arrays of 24 MB wait for the backward pass, or three of 72.
+num_layers, width = {layers}
+x = np.ones((6000, width), "float32")
+layer = np.ones((width, 4), "float32"), np.ones((4, width), "float32")
+weights = [layer] * num_layers
+
+def loss(weights, x):
+    for a, b in weights:
+        x = jnp.tanh(x @ a @ b)
+    return jnp.mean(x)
+
+strategy = rx.OneDeviceStrategy("cpu:0")
+for i in range(8):
+    jax.block_until_ready(strategy.run(lambda: jax.grad(loss)(weights, x)))
+    if i == 3:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 4)
+"""
+
+
+def faults(layers: str, flags: str = "") -> int:
+    """Page faults in each step of a strategy with two cores."""
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}
+    ended = subprocess.run(
+        [sys.executable, "-c", FAULTS_OF_A_STRATEGY.format(layers=layers)],
+        env={**inherited, "REPLICAX_HUGE_PAGES": "", "XLA_FLAGS": flags},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "limit" not in ended.stderr  # XLA's warning of arrays above `HEAP_BYTES`.
+    return int(ended.stdout)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="not Linux")
+def test_a_steps_arrays_come_in_pieces_that_a_thread_can_keep() -> None:
+    assert faults("10, 1000") < 1000
+    # As XLA does it unasked, which is how a user asks for it.
+    assert faults("10, 1000", "--xla_multiheap_size_constraint_per_heap=-1") > 20_000
+
+
+@pytest.mark.slow
+def test_xla_does_not_warn_of_arrays_that_do_not_fit() -> None:
+    faults("3, 3000")

@@ -6,12 +6,20 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from replicax import xla_options
-from replicax.xla_options import compiler_options, keep_loops, without_kept_loops
+from replicax.xla_options import (
+    HEAP_BYTES,
+    compiler_options,
+    keep_loops,
+    largest_array,
+    without_kept_loops,
+)
 
 ALL_REDUCE = "xla_gpu_all_reduce_combine_threshold_bytes"
+HEAP = "xla_multiheap_size_constraint_per_heap"
 SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"
 
 
@@ -23,9 +31,37 @@ def test_gpus_overlap_sums_with_computation(platform) -> None:
     assert options[ALL_REDUCE] == 32 * 2**20
 
 
-@pytest.mark.parametrize("platform", ["cpu", "tpu"])
-def test_others_get_none(platform) -> None:
-    assert compiler_options(platform, {}, bytes_per_pack=1024) is None
+def test_tpus_get_none() -> None:
+    assert compiler_options("tpu", {}, bytes_per_pack=1024) is None
+
+
+def test_steps_on_cpus_take_memory_in_pieces() -> None:
+    options = compiler_options("cpu", {})
+    assert options == {HEAP: HEAP_BYTES}
+    step = jax.jit(lambda x: x + 1, compiler_options=dict(options))
+    assert int(step(1)) == 2
+    assert compiler_options("cpu", {}, largest_bytes=HEAP_BYTES) == options
+    assert compiler_options("cpu", {}, largest_bytes=HEAP_BYTES + 1) is None
+    assert compiler_options("cpu", {"XLA_FLAGS": f"--{HEAP}=-1"}) is None
+
+
+def test_the_largest_array_is_found_wherever_it_is_made() -> None:
+    def inner(x: jax.Array) -> jax.Array:
+        return jnp.outer(x, x).sum()
+
+    def looped(x: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, 3, lambda i, y: y + inner(x), 0.0)
+
+    def chosen(x: jax.Array) -> jax.Array:
+        return jax.lax.cond(x[0] > 0, inner, lambda x: x[0], x)
+
+    x = jnp.ones(10)
+    for function in (inner, jax.jit(inner), looped, chosen, jax.checkpoint(inner)):
+        assert largest_array(jax.make_jaxpr(function)(x)) == 4 * 10 * 10, function
+    halves = jax.make_jaxpr(inner)(x.astype("bfloat16"))
+    assert largest_array(halves) == 4 * 10 * 10
+    assert largest_array(jax.make_jaxpr(lambda: jax.random.key(0))()) < 100
+    assert largest_array(jax.make_jaxpr(lambda x: x)(x)) == 0
 
 
 def test_xla_accepts_every_option(caplog) -> None:

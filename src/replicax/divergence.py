@@ -24,6 +24,7 @@ __all__ = [
     "declare_whole",
     "differing",
     "gradient_marks",
+    "inner_jaxprs",
     "open_jaxpr",
     "varying_marks",
 ]
@@ -148,7 +149,7 @@ class _Pass:
     def _inner_jaxprs(self, eqn: Eqn) -> list[Jaxpr]:
         if self._axis_name is None and eqn.primitive.name.startswith("custom_vjp_call"):
             return []  # Its gradients follow a rule of their own.
-        return _inner_jaxprs(eqn)
+        return inner_jaxprs(eqn)
 
     def _washes(self, eqn: Eqn, name: str) -> bool:
         if self._axis_name is None:
@@ -225,7 +226,8 @@ def open_jaxpr(jaxpr: Any) -> Jaxpr:
     return jaxpr.jaxpr if isinstance(jaxpr, jex_core.ClosedJaxpr) else jaxpr
 
 
-def _inner_jaxprs(eqn: Eqn) -> list[Jaxpr]:
+def inner_jaxprs(eqn: Eqn) -> list[Jaxpr]:
+    """The jaxprs that an equation calls, such as a loop's body."""
     found = []
     for param in eqn.params.values():
         for item in param if isinstance(param, tuple | list) else (param,):
@@ -244,6 +246,6 @@ def _num_consts_and_carry(params: dict[str, Any]) -> tuple[int, int]:
 def _uses_axis_index(eqn: Eqn) -> bool:
     return any(
         e.primitive.name == "axis_index" or _uses_axis_index(e)
-        for jaxpr in _inner_jaxprs(eqn)
+        for jaxpr in inner_jaxprs(eqn)
         for e in jaxpr.eqns
     )

@@ -45,7 +45,7 @@ from replicax.variables import (
     is_seed_state,
     restore_seed,
 )
-from replicax.xla_options import compiler_options
+from replicax.xla_options import HEAP_BYTES, compiler_options, largest_array
 
 __all__ = ["Program"]
 
@@ -85,6 +85,7 @@ class Program:
         self.facts = dict(facts or {})
         self.trains = False
         self._broadcast: set[int] = set()
+        self._largest_bytes = 0
         self._unused: set[int] = set()
         self._out_structure: Any = None
         if variables is None:
@@ -179,6 +180,7 @@ class Program:
         is_first = not self._checked
         if is_first:
             self._check_divergence(written, read, leaves)
+            self._fit_heaps(written, read, leaves)
             self._checked = True
         flat, gradients, new = self._compiled(written, read, tuple(leaves))
         if is_first and self._group.axis.is_of_cpus:
@@ -301,6 +303,7 @@ class Program:
                 self._group.mesh.devices.flat[0].platform,
                 os.environ,
                 bytes_per_pack=self._group.communication.bytes_per_pack,
+                largest_bytes=self._largest_bytes,
             ),
         )
 
@@ -561,6 +564,16 @@ class Program:
         dims = [self._dim_of(v) for v in self._own]
         found = differing(equation, self._group.axis.name, dims)
         return [self._own[i] for i in found]
+
+    def _fit_heaps(
+        self, written: list[Any], read: list[Any], leaves: Sequence[Any]
+    ) -> None:
+        """Compile without the bound on heaps where an array is larger than that."""
+        if self._group.axis.is_of_cpus:
+            equation = self._shard_map(written, read, leaves)
+            self._largest_bytes = largest_array(equation.params["jaxpr"])
+            if self._largest_bytes > HEAP_BYTES:
+                self._compiled = self._compile()
 
     def _shard_map(self, written: Any, read: Any, leaves: Sequence[Any]) -> Any:
         """The equation of the traced program that is the replicas' part."""
