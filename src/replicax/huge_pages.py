@@ -32,15 +32,14 @@ _end = 0  # Of the heap, when it was last seen to.
 def share_one_heap() -> None:
     """Has all threads of this process that are yet to come use its one heap.
 
-    A thread has a heap of its own from its first allocation on, which gives arrays of
-    64 MiB and more back at once. Those of JAX begin with its backend, often before the
-    first strategy. So this is done on import, where `use_huge_pages` would do
-    something, and where the process has one core, as workers that share a machine do,
-    or is asked to by `REPLICAX_HUGE_PAGES=shared`.
+    A thread has a heap of its own from its first allocation on, which `use_huge_pages`
+    does not reach, and which gives arrays of 64 MiB and more back at once. Those of JAX
+    begin with its backend, often before the first strategy. So this is done on import,
+    where `use_huge_pages` would do something, and where the process has one core, as
+    workers that share a machine do, or is asked to by `REPLICAX_HUGE_PAGES=shared`.
 
     On two cores threads wait for each other's allocations: MobileNetV2 takes 28 s to
-    compile and not 22, and 190 ms a step on two devices and not 138. A transformer
-    gains all the same, on one device 339 ms a step and not 459.
+    compile and not 22, and 190 ms a step on two devices and not 138.
 
     Example:
         >>> share_one_heap()

@@ -46,8 +46,8 @@ HEAP_BYTES = 48 * 2**20
 XLA asks for all intermediate arrays of a step together. glibc serves JAX' threads from
 heaps of 64 MiB each, which it keeps; what does not fit into one comes from the kernel
 and goes back to it, page by page, in every step. In pieces that fit, the transformer of
-`replicax bench` takes 701 ms a step on two devices and not 1093, and MobileNetV2 187 and
-not 276; pieces of 2 to 16 MiB gain less.
+`replicax bench` takes 701 ms a step on two devices and not 1093, and MobileNetV2 187
+and not 276; pieces of 2 to 16 MiB gain less.
 """
 
 # Every XLA that JAX 0.10 to 0.12 come with knows it. To ask would cost 20 ms.
