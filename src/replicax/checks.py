@@ -1,13 +1,15 @@
 """What calls of `Strategy.run` are refused for."""
 
+import functools
 from typing import Any
 
 import jax
 import jax.core
+from jax.extend.core import find_top_trace
 
 from replicax.errors import ContextError
 
-__all__ = ["check_call", "refuse_tracer"]
+__all__ = ["check_call", "refuse_tracer", "refuse_tracing"]
 
 
 def check_call(fn: Any, args: Any) -> None:
@@ -24,7 +26,24 @@ def check_call(fn: Any, args: Any) -> None:
 def refuse_tracer(array: Any) -> None:
     """Raise if `array` is what a JAX transformation traces with."""
     if isinstance(array, jax.core.Tracer):
-        raise ContextError(
-            "Strategy.run: called inside a JAX transformation such as jax.jit. "
-            "run compiles by itself; take the decorator away (like @tf.function)."
-        )
+        raise _inside_a_transformation()
+
+
+def refuse_tracing() -> None:
+    """Raise if this thread is in the trace of a function that JAX will compile."""
+    if type(find_top_trace(())) is _kind_of_trace():
+        raise _inside_a_transformation()
+
+
+@functools.cache
+def _kind_of_trace() -> type:
+    found: list[type] = []
+    jax.make_jaxpr(lambda: found.append(type(find_top_trace(()))))()
+    return found[0]
+
+
+def _inside_a_transformation() -> ContextError:
+    return ContextError(
+        "Strategy.run: called inside a JAX transformation such as jax.jit. "
+        "run compiles by itself; take the decorator away (like @tf.function)."
+    )

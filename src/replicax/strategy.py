@@ -13,7 +13,7 @@ from replicax import combine, compilation_cache, placement
 from replicax.arguments import Kind, flatten_call
 from replicax.axes import ReplicaAxes
 from replicax.cache import ProgramCache, describe, unwrap_partial
-from replicax.checks import check_call, refuse_tracer
+from replicax.checks import check_call, refuse_tracer, refuse_tracing
 from replicax.cluster.agreement import agree
 from replicax.cluster.workers import Workers
 from replicax.collectives import CrossDeviceOps, NcclAllReduce, ReduceOp
@@ -245,6 +245,7 @@ class Strategy(DatasetMaker):
     ) -> Any:
         """`run`, of a program that differs from a plain one as `options` say."""
         self._require_cross_replica("run")
+        refuse_tracing()
         check_call(fn, args)
         fn, args, kwargs = unwrap_partial(fn, tuple(args), dict(kwargs or {}))
         key, arrays, make_arguments = flatten_call(args, kwargs, self._place)
