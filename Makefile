@@ -21,7 +21,7 @@ test-all: lint ## all checks and all tests, compiled as they are for users
 	XLA_FLAGS="$$XLA_FLAGS" $(PY) -m pytest $(PROCESSES)
 
 bench: $(VENV)/.test ## steps beside other libraries, into benchmarks/results; takes an hour
-	$(VENV)/bin/replicax bench --output benchmarks/results --resume
+	cd benchmarks && ../$(PY) -m bench --output results --peers ../.bench --resume
 
 docs: $(VENV)/.docs ## the site, into site/; fails on broken links
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "src"))
+sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from replicax.bench.entries import LAYOUTS  # noqa: E402
-from replicax.bench.tables import headline, machines, summary  # noqa: E402
+from bench.entries import LAYOUTS  # noqa: E402
+from bench.tables import headline, machines, summary  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 

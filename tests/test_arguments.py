@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
+from tests.conftest import mirrored
 
 import replicax as rx
 from replicax.arguments import Arguments, Kind, flatten_call
-from tests.conftest import mirrored
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
+from tests.conftest import mirrored
 
 import replicax as rx
 from replicax.cache import (
@@ -22,7 +23,6 @@ from replicax.cache import (
     static_key,
     unwrap_partial,
 )
-from tests.conftest import mirrored
 
 _compilations: list[str] = []
 

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
+from tests.conftest import mirrored
 
 import replicax as rx
 from replicax.collectives import ReplicaAxis
-from tests.conftest import mirrored
 
 
 def with_ops(num_replicas: int, ops: rx.CrossDeviceOps | None) -> rx.Strategy:

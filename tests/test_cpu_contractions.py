@@ -10,9 +10,9 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from jax import lax
+from tests.test_cpu_convolutions import assert_equal, both, lowered
 
 from replicax import cpu_lowerings
-from tests.test_cpu_convolutions import assert_equal, both, lowered
 
 SIZES = st.lists(st.integers(0, 4), max_size=2).map(tuple)
 ONE_PRODUCT = "contracting_dims = [0] x [0]"

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from jax import lax
+from tests.test_cpu_convolutions import both, lowered
 
 from replicax import cpu_lowerings
 from replicax.cpu_lowerings import lowering
-from tests.test_cpu_convolutions import both, lowered
 
 ONCE = settings(deadline=None, derandomize=True, phases=[Phase.generate])
 

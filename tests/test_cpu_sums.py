@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.test_cpu_convolutions import assert_close, both, lowered
 
 import replicax as rx
 from replicax import cpu_lowerings
-from tests.test_cpu_convolutions import assert_close, both, lowered
 
 WRITTEN = 'inlineable = "false"'
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from keras import layers, ops
+from tests.conftest import mirrored
 
 import replicax as rx
-from tests.conftest import mirrored
 
 REPLICAS = [1, 2, 4, 8]
 BATCH = 48

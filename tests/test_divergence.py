@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from jax import lax
 from keras import layers, ops
+from tests.conftest import mirrored
 
 import replicax as rx
 from replicax.divergence import declare_mirrored, gradient_marks, varying_marks
-from tests.conftest import mirrored
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.conftest import mirrored
 
 from replicax import fingerprints
-from tests.conftest import mirrored
 
 
 def prints(*arrays: np.ndarray, num_replicas: int = 2) -> np.ndarray:

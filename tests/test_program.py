@@ -8,12 +8,12 @@ import keras
 import numpy as np
 import pytest
 from keras import layers, ops
+from tests.conftest import mirrored
 
 import replicax as rx
 from replicax.arguments import flatten_call
 from replicax.options import Options, Outputs
 from replicax.program import Program
-from tests.conftest import mirrored
 
 
 @pytest.fixture

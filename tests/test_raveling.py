@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tests.conftest import mirrored
 
 import replicax as rx
 from replicax import raveling
 from replicax.raveling import RaveledValues, Raveling
-from tests.conftest import mirrored
 
 DTYPES = ["float32", "int32", "uint32", "bool", "bfloat16"]
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.conftest import mirrored
 
 import replicax as rx
-from tests.conftest import mirrored
 
 
 @pytest.fixture

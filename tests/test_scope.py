@@ -8,10 +8,10 @@ import jax
 import keras
 import numpy as np
 import pytest
+from tests.conftest import mirrored
 
 import replicax as rx
 from replicax.scope import current_context, current_strategy, entered_context
-from tests.conftest import mirrored
 
 
 def test_what_the_scope_tells() -> None:

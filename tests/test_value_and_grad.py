@@ -9,9 +9,9 @@ import keras
 import numpy as np
 import pytest
 from keras import ops
+from tests.conftest import mirrored
 
 import replicax as rx
-from tests.conftest import mirrored
 
 
 @pytest.fixture

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.conftest import mirrored
 
 import replicax as rx
-from tests.conftest import mirrored
 
 
 def test_numpy_conversion() -> None:

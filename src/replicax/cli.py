@@ -16,7 +16,6 @@ from rich.text import Text
 
 from replicax import __version__
 from replicax.cluster.config import TaskConfig, tf_config
-from replicax.commands.bench import bench
 from replicax.commands.manifest import manifest
 from replicax.commands.migrate import migrate
 from replicax.commands.monitor import monitor
@@ -49,7 +48,6 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-app.command()(bench)
 app.command()(migrate)
 # What follows the script belongs to the script.
 app.command(context_settings={"allow_interspersed_args": False})(manifest)

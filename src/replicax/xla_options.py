@@ -46,7 +46,7 @@ HEAP_BYTES = 48 * 2**20
 XLA asks for all intermediate arrays of a step together. glibc serves JAX' threads from
 heaps of 64 MiB each, which it keeps; what does not fit into one comes from the kernel
 and goes back to it, page by page, in every step. In pieces that fit, the transformer of
-`replicax bench` takes 701 ms a step on two devices and not 1093, and MobileNetV2 187
+the bench takes 701 ms a step on two devices and not 1093, and MobileNetV2 187
 and not 276; pieces of 2 to 16 MiB gain less.
 """
 
@@ -54,7 +54,7 @@ and not 276; pieces of 2 to 16 MiB gain less.
 _HEAP = "xla_multiheap_size_constraint_per_heap"
 
 # No option of a program: XLA takes these from its flags only. Unrolled loops take time
-# to compile (on one core the first step of ResNet-18 in `replicax bench` 8.6 s and not
+# to compile (on one core the first step of ResNet-18 in the bench 8.6 s and not
 # 7.8, of MobileNetV2 41 and not 32), and steps take as long with and without.
 _EXTRA = "--xla_backend_extra_options"
 _KEEP_LOOPS = f"{_EXTRA}=xla_cpu_disable_loop_unrolling"

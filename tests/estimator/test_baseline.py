@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 from sklearn.datasets import load_diabetes, load_wine
+from tests.conftest import mirrored
 
 import replicax as rx
-from tests.conftest import mirrored
 
 E = rx.estimator
 

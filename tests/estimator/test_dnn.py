@@ -7,10 +7,10 @@ from sklearn.datasets import load_breast_cancer, load_diabetes
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import train_test_split
 from sklearn.preprocessing import StandardScaler
+from tests.conftest import mirrored
 
 import replicax as rx
 from replicax import feature_column as fc
-from tests.conftest import mirrored
 
 E = rx.estimator
 X = fc.numeric_column("x", 2)

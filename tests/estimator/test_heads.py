@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from sklearn.datasets import load_breast_cancer, load_wine
 from sklearn.metrics import average_precision_score
+from tests.conftest import mirrored
 
 import replicax as rx
 from replicax import feature_column as fc
 from replicax.estimator.host import HostSide
-from tests.conftest import mirrored
 
 E = rx.estimator
 X = fc.numeric_column("x")

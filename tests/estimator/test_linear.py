@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from sklearn.datasets import load_diabetes
 from sklearn.linear_model import LinearRegression
+from tests.conftest import mirrored
 
 import replicax as rx
 from replicax import feature_column as fc
 from replicax.estimator.dnn import DNNPart
 from replicax.estimator.linear import LinearPart
 from replicax.estimator.optimizers import optimizer_maker
-from tests.conftest import mirrored
 
 E = rx.estimator
 COLORS = ["red", "green", "blue"]

@@ -10,12 +10,12 @@ import jax
 import keras
 import numpy as np
 import pytest
+from tests.conftest import mirrored
 
 import replicax as rx
 from replicax.callbacks import with_report
 from replicax.report.journal import REPORT
 from replicax.report.runs import read_run
-from tests.conftest import mirrored
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(160, 6)).astype("float32")

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.report.test_runs import begin, epoch
 from typer.testing import CliRunner
 
 from replicax.cli import app
 from replicax.report.journal import Journal
 from replicax.report.serving import ReportServer
-from tests.report.test_runs import begin, epoch
 
 SOURCE = Path(__file__).parents[2] / "src"
 

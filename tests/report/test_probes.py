@@ -2,10 +2,10 @@
 
 import keras
 import pytest
+from tests.conftest import mirrored
 
 from replicax.report import probes
 from replicax.report.probes import start_seconds, sum_seconds
-from tests.conftest import mirrored
 
 
 def variables(strategy):

@@ -8,14 +8,14 @@ import zlib
 from pathlib import Path
 
 import pytest
+from tests.report.test_page import epoch, fit
+from tests.report.test_runs import begin
+from tests.report.test_runs import epoch as later_epoch
 
 from replicax.report.journal import Journal
 from replicax.report.page import page_of
 from replicax.report.runs import Run, Worker
 from replicax.report.serving import ReportServer
-from tests.report.test_page import epoch, fit
-from tests.report.test_runs import begin
-from tests.report.test_runs import epoch as later_epoch
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(150)]
 

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import numpy as np
 from sklearn.datasets import load_digits
+from tests.seeds.blocks_program import Machines, Planned, Process, Program, Tasks
+from tests.seeds.blocks_source import program_text
 from typer.testing import CliRunner
 
 from replicax.cli import app
-from tests.seeds.blocks_program import Machines, Planned, Process, Program, Tasks
-from tests.seeds.blocks_source import program_text
 
 __all__ = ["Ended", "check", "migrate", "start"]
 

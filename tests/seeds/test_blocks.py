@@ -5,7 +5,6 @@ import re
 from pathlib import Path
 
 import pytest
-
 from tests.seeds.blocks import PROGRAMS
 from tests.seeds.blocks_program import Machines, Planned, Program, Tasks
 from tests.seeds.blocks_run import check, migrate, start

@@ -10,9 +10,9 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+from tests.conftest import mirrored
 
 import replicax as rx
-from tests.conftest import mirrored
 
 Examples = tuple[np.ndarray, np.ndarray]
 

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
+from tests.seeds.machines import take_machine
 
 import replicax as rx
 from replicax.testing import Cluster, run
-from tests.seeds.machines import take_machine
 
 pytestmark = pytest.mark.multiprocess
 

@@ -13,10 +13,10 @@ import grain
 import keras
 import numpy as np
 import pytest
+from tests.seeds.machines import take_machine
 
 import replicax as rx
 from replicax.testing import run
-from tests.seeds.machines import take_machine
 
 
 def make_strategies() -> tuple[str, dict[str, Any]]:

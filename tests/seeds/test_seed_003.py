@@ -13,9 +13,9 @@ import keras
 import numpy as np
 import pytest
 from sklearn.datasets import load_diabetes
+from tests.conftest import mirrored
 
 import replicax as rx
-from tests.conftest import mirrored
 
 pytestmark = [  # Keras about `input_shape=`, and about any Grain dataset in `fit`.
     pytest.mark.filterwarnings("ignore:Do not pass an `input_shape`"),

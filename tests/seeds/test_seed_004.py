@@ -24,9 +24,9 @@ from keras.layers import (
     MaxPooling2D,
 )
 from keras.models import Model
+from tests.conftest import mirrored
 
 import replicax as rx
-from tests.conftest import mirrored
 
 pytestmark = [  # Keras about any Grain dataset in `fit`.
     pytest.mark.filterwarnings("ignore:`shuffle=True` was passed"),

@@ -23,10 +23,10 @@ from keras.layers import (
 )
 from keras.models import Model
 from sklearn.datasets import load_digits
+from tests.seeds.machines import take_machine
 
 import replicax as rx
 from replicax.testing import run
-from tests.seeds.machines import take_machine
 
 
 # Define the residual block

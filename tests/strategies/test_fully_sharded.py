@@ -9,8 +9,6 @@ import keras
 import numpy as np
 import pytest
 from keras import layers, optimizers
-
-import replicax as rx
 from tests.strategies.parity import (
     BATCH_SIZE,
     NUM_FEATURES,
@@ -28,6 +26,8 @@ from tests.strategies.parity import (
     state,
     tape_step,
 )
+
+import replicax as rx
 
 
 def fully_sharded(num: int = 2, **options: Any) -> rx.FullyShardedStrategy:

@@ -10,8 +10,6 @@ import keras
 import numpy as np
 import pytest
 from keras import layers, optimizers
-
-import replicax as rx
 from tests.strategies.parity import (
     BATCH_SIZE,
     NUM_FEATURES,
@@ -26,6 +24,8 @@ from tests.strategies.parity import (
     state,
     tape_step,
 )
+
+import replicax as rx
 
 FOUR = [f"cpu:{i}" for i in range(4)]
 # Models that Keras loads from files have paths without the model's name.

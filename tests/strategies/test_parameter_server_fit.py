@@ -9,9 +9,6 @@ import math
 import jax
 import numpy as np
 import pytest
-
-import replicax as rx
-import replicax.testing
 from tests.strategies.served_cases import (
     CASES,
     NUM,
@@ -20,6 +17,9 @@ from tests.strategies.served_cases import (
     run_cases,
     unseeded_initial_weights,
 )
+
+import replicax as rx
+import replicax.testing
 
 pytest.importorskip("pyarrow")
 pytestmark = pytest.mark.multiprocess

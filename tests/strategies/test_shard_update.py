@@ -12,8 +12,6 @@ import keras
 import numpy as np
 import pytest
 from keras import optimizers
-
-import replicax as rx
 from tests.strategies.parity import (
     BATCH_SIZE,
     NUM_FEATURES,
@@ -33,6 +31,8 @@ from tests.strategies.parity import (
     state,
     tape_step,
 )
+
+import replicax as rx
 
 
 def mirrored(num: int = 4, *, shard_update: bool = False, **options: Any) -> Any:

@@ -9,8 +9,6 @@ import keras
 import numpy as np
 import pytest
 from keras import layers
-
-import replicax as rx
 from tests.strategies.parity import (
     BATCH_SIZE,
     assert_same,
@@ -24,6 +22,8 @@ from tests.strategies.parity import (
     network,
     tape_step,
 )
+
+import replicax as rx
 
 ARRANGEMENTS = [(8, 1), (4, 2), (2, 4), (1, 8)]
 NUM = 8

@@ -5,7 +5,7 @@ over two dimensions. To bring those into the form of a matrix product, XLA trans
 the gradient of the output as it writes it, and is left with a product of two transposed
 arrays: 73 GFLOPS where one of arrays in order has 206, and the slow write besides. As
 leading dimensions are one without moving anything, they are made one here. The
-transformer of `replicax bench` takes 740 ms a step as XLA has it and 570 ms so (one
+transformer of the bench takes 740 ms a step as XLA has it and 570 ms so (one
 core, JAX 0.10.2).
 """
 

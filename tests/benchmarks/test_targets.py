@@ -2,9 +2,9 @@
 
 import pytest
 
-from replicax.bench.plots import draw
-from replicax.bench.tables import disagreeing, markdown
-from replicax.bench.targets import TARGETS, figures, ratio_of
+from bench.plots import draw
+from bench.tables import disagreeing, markdown
+from bench.targets import TARGETS, figures, ratio_of
 
 
 def entry(
@@ -91,7 +91,7 @@ def test_twice_the_batch_counts_examples() -> None:
 @pytest.mark.parametrize("target", TARGETS, ids=lambda t: f"{t.title} {t.layout}")
 def test_entries_of_targets_exist(target) -> None:
     """A renamed entry would leave its target out without a word."""
-    from replicax.bench.entries import entries_of
+    from bench.entries import entries_of
 
     for case in target.cases:
         names = {e.name for e in entries_of(case, target.layout)}

@@ -5,10 +5,10 @@ import sys
 
 import pytest
 
-from replicax.bench.environments import EnvironmentMissingError, python_of
-from replicax.bench.peers.cases import CASES
-from replicax.bench.rounds import measure
-from replicax.bench.tables import disagreeing, markdown
+from bench.environments import EnvironmentMissingError, python_of
+from bench.peers.cases import CASES
+from bench.rounds import measure
+from bench.tables import disagreeing, markdown
 
 pytestmark = [
     pytest.mark.multiprocess,

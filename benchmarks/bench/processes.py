@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from replicax.bench.entries import Entry
+from bench.entries import Entry
 from replicax.cluster.placement import free_ports
 from replicax.devices import cpu_pool_size
 from replicax.xla_options import without_kept_loops

@@ -4,9 +4,9 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from replicax.bench.accelerators import peak_flops
-from replicax.bench.entries import LAYOUTS, Layout
-from replicax.bench.targets import Figure, figures, ratio_of
+from bench.accelerators import peak_flops
+from bench.entries import LAYOUTS, Layout
+from bench.targets import Figure, figures, ratio_of
 
 __all__ = ["comparable", "disagreeing", "headline", "machines", "markdown", "summary"]
 

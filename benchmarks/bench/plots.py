@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from replicax.bench.entries import LAYOUTS
-from replicax.bench.tables import comparable
+from bench.entries import LAYOUTS
+from bench.tables import comparable
 
 __all__ = ["draw"]
 

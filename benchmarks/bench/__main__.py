@@ -1,4 +1,4 @@
-"""`replicax bench`: step times beside other libraries."""
+"""`python -m bench`, in this folder: step times beside other libraries."""
 
 import json
 import os
@@ -10,24 +10,27 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from replicax.bench.accelerators import gpu_name
-from replicax.bench.entries import (
+from bench.accelerators import gpu_name
+from bench.entries import (
     LAYOUTS,
     Environment,
     Layout,
     cases_of,
     entries_of,
 )
-from replicax.bench.environments import EnvironmentMissingError, python_of
-from replicax.bench.peers.cases import CASES
-from replicax.bench.plots import draw
-from replicax.bench.processes import PeerError
-from replicax.bench.rounds import measure
-from replicax.bench.tables import disagreeing, markdown
+from bench.environments import EnvironmentMissingError, python_of
+from bench.peers.cases import CASES
+from bench.plots import draw
+from bench.processes import PeerError
+from bench.rounds import measure
+from bench.tables import disagreeing, markdown
 
-__all__ = ["bench"]
+__all__ = ["app"]
+
+app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
 
 
+@app.command()
 def bench(
     cases: Annotated[
         str,
@@ -207,4 +210,8 @@ def _write(output: Path) -> None:
     try:
         draw(groups, output)
     except ModuleNotFoundError:
-        typer.echo("No pictures: pip install 'replicax[bench]'", err=True)
+        typer.echo("No pictures: pip install matplotlib", err=True)
+
+
+if __name__ == "__main__":
+    app(prog_name="python -m bench")

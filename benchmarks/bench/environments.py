@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from replicax.bench.entries import Environment
+from bench.entries import Environment
 
 __all__ = ["EnvironmentMissingError", "python_of", "versions_of"]
 

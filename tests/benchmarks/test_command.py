@@ -1,12 +1,12 @@
-"""What `replicax bench` refuses before it measures anything."""
+"""What the bench refuses before it measures anything."""
 
 import shutil
 
 import pytest
 from typer.testing import CliRunner
 
-from replicax.bench.accelerators import peak_flops
-from replicax.cli import app
+from bench.__main__ import app
+from bench.accelerators import peak_flops
 
 
 @pytest.mark.parametrize(
@@ -22,9 +22,7 @@ from replicax.cli import app
     ],
 )
 def test_unknown_names_are_refused(options, message, tmp_path) -> None:
-    result = CliRunner().invoke(
-        app, ["bench", *options, "--output", str(tmp_path / "results")]
-    )
+    result = CliRunner().invoke(app, [*options, "--output", str(tmp_path / "results")])
     assert result.exit_code == 2
     assert message in " ".join(result.output.replace("│", " ").split())
     assert not (tmp_path / "results").exists()
@@ -34,7 +32,7 @@ def test_unknown_names_are_refused(options, message, tmp_path) -> None:
 def test_a_gpu_that_is_not_there_is_said(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     result = CliRunner().invoke(
-        app, ["bench", "--layouts", "gpu", "--output", str(tmp_path / "results")]
+        app, ["--layouts", "gpu", "--output", str(tmp_path / "results")]
     )
     assert result.exit_code == 1
     assert "Layout gpu is left out: JAX finds no CUDA device here." in result.output

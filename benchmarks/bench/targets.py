@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from replicax.bench.entries import Layout
+from bench.entries import Layout
 
 __all__ = ["TARGETS", "Figure", "Target", "figures", "ratio_of"]
 

@@ -7,10 +7,10 @@ import statistics
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from replicax.bench.entries import Entry, Layout, entries_of
-from replicax.bench.environments import versions_of
-from replicax.bench.peers.cases import Case, case_of
-from replicax.bench.processes import Peer, PeerError
+from bench.entries import Entry, Layout, entries_of
+from bench.environments import versions_of
+from bench.peers.cases import Case, case_of
+from bench.processes import Peer, PeerError
 from replicax.environment import usable_cores
 
 __all__ = ["measure"]
