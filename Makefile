@@ -30,7 +30,7 @@ lint: $(VENV)/.test ## style, types, spelling and file sizes; changes nothing
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m pyright
-	$(PY) -m codespell_lib
+	git ls-files -z | xargs -0 $(PY) -m codespell_lib
 	$(PY) scripts/check_sizes.py
 
 format: $(VENV)/.test ## format the code, and mend what ruff can mend
