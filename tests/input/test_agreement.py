@@ -149,11 +149,23 @@ def test_different_data_where_it_should_be_the_same():
     assert num_got(together(*pair, same_data=False)) == [1, 1]
 
 
-def test_augmented_inputs_with_equal_labels_are_the_same_data():
+def test_one_leaf_that_differs_is_enough():
     labels = np.arange(4)
-    pair = [(np.zeros(4), labels)], [(np.ones(4), labels)]
-    results = together(*pair, same_data=True, size_of=lambda batch: len(batch[1]))
-    assert num_got(results) == [1, 1]
+    pair = [
+        [{"image": np.full(4, float(i)), "label": labels, "weight": labels * 1.0}]
+        for i in range(2)
+    ]
+    options = {"same_data": True, "size_of": lambda batch: len(batch["label"])}
+    for error in together(*pair, **options):
+        assert isinstance(error, rx.InputError)
+        assert "they differ in leaf ['image'], which is float32[4] (equal: leaf" in str(
+            error
+        )
+        for way in ("AutoShardPolicy.OFF", "AutoShardPolicy.FILE", "from_function"):
+            assert way in str(error)
+        assert "check_input=False" in str(error)
+    assert num_got(together(*pair, **options, check=False)) == [1, 1]
+    assert num_got(together(*pair, **{**options, "same_data": False})) == [1, 1]
 
 
 def test_first_batches_of_different_sizes_are_no_common_data():
@@ -306,6 +318,37 @@ def unseeded():
         yield np.zeros((8, 3), "f") + order[start : start + 8, None]
 
 
+def other_images(strategy):
+    """Of each way to read: what is said when images differ and labels are equal."""
+    images = np.random.default_rng(strategy.workers.index).random((16, 3), "float32")
+    labels = np.ones((16, 1), "float32")
+
+    def model():
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+            model.compile(keras.optimizers.SGD(1e-6), "mse")
+        return model
+
+    def batches():
+        yield images, labels
+
+    options = {"batch_size": 8, "verbose": 0}
+    same = labels[:, [0, 0, 0]]
+    validation = {"validation_data": (images, labels), **options}
+    ways = {
+        "fit": lambda: model().fit(images, labels, shuffle=False, **options),
+        "validation": lambda: model().fit(same, labels, **validation),
+        "generator": lambda: model().fit(batches(), verbose=0),
+        "evaluate": lambda: model().evaluate(images, labels, **options),
+        "predict": lambda: model().predict(images, **options),
+        "loop": lambda: looped(
+            strategy,
+            (x for x, _ in strategy.experimental_distribute_dataset(lambda: batches())),
+        ),
+    }
+    return {name: error_of(way) for name, way in ways.items()}
+
+
 def uneven():
     log = Log()
     strategy = rx.MultiWorkerMirroredStrategy(step_timeout_seconds=60)
@@ -333,6 +376,7 @@ def uneven():
             lambda: looped(strategy, strategy.experimental_distribute_dataset(unseeded))
         ),
     ]
+    results["other images"] = other_images(strategy)
     # Each strategy counts its datasets anew.
     results["left early"] = [
         left_early(rx.MultiWorkerMirroredStrategy(step_timeout_seconds=20))
@@ -386,6 +430,18 @@ def test_an_unseeded_order_is_an_error_for_both(workers):
     for result in workers:
         for message in result["unseeded"]:
             assert "the first batch of worker:1 is another" in message
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    "way", ["fit", "validation", "generator", "evaluate", "predict", "loop"]
+)
+def test_other_images_with_equal_labels_are_an_error_for_both(workers, way):
+    for result in workers:
+        message = result["other images"][way]
+        assert "the first batch of worker:1 is another than that of worker:0" in message
+        leaf = "the batch" if way == "predict" else "leaf [0]"
+        assert f"they differ in {leaf}, which is float32[" in message
 
 
 @pytest.mark.multiprocess

@@ -3,15 +3,12 @@
 import dataclasses
 import itertools
 import logging
-import zlib
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
-
-import jax
-import numpy as np
 
 from replicax.cluster.workers import Workers
 from replicax.errors import InputError
+from replicax.input.leaf_prints import LeafPrint, differences, leaf_prints
 
 __all__ = ["Stream", "in_step"]
 
@@ -20,6 +17,17 @@ _WINDOW = 4
 
 _MAX_COUNTED = 100
 """Batches that are read only to say how many were left over."""
+
+_SAME_DATA = (
+    "All workers must read the same batches in the same order and take their parts of "
+    "each. Seed the shuffling (or shuffle with NumPy's global generator, which is the "
+    "same everywhere). If each worker is meant to read data of its own, say so: "
+    "strategy.experimental_distribute_dataset(dataset, auto_shard_policy="
+    "rx.AutoShardPolicy.OFF) for any dataset, rx.AutoShardPolicy.FILE for a "
+    "rx.FileDataset whose files the workers divide, or "
+    "strategy.distribute_datasets_from_function; fit takes the result. For "
+    "augmentations that differ, pass check_input=False to the strategy."
+)
 
 _logger = logging.getLogger("replicax")
 
@@ -81,7 +89,7 @@ def _in_step(batches: Iterator[Any], stream: Stream) -> Generator[Any]:
         stream,
         {
             "sizes": [stream.size_of(x) for x in window],
-            "checksums": _checksums(window) if stream.same_data else [],
+            "leaves": _leaves(window) if stream.same_data and stream.check else [],
             "num_batches": stream.num_batches,
         },
     )
@@ -144,25 +152,18 @@ def _check_first(stream: Stream, told: list[dict[str, Any]]) -> None:
             "must read the same global batches and take their parts of each: give the "
             "same batch_size everywhere."
         )
-    reference = told[0]["checksums"]
+    reference = told[0]["leaves"]
     for name, t in zip(names[1:], told[1:], strict=True):
-        # Augmentations may differ between workers: one part that is equal will do.
-        if not any(a == b for a, b in zip(reference, t["checksums"], strict=False)):
+        found = differences(reference, t["leaves"], names[0], name)
+        if found:
             raise InputError(
                 f"{stream.name}: the first batch of {name} is another than that of "
-                f"{names[0]}. All workers must read the same batches in the same order "
-                "and take their parts of each. Seed the shuffling (or shuffle "
-                "with NumPy's global generator, which is the same everywhere). If each "
-                "worker has data of its own, say so: strategy."
-                "experimental_distribute_dataset(dataset, auto_shard_policy="
-                "rx.AutoShardPolicy.OFF). For augmentations that differ, pass "
-                "check_input=False to the strategy."
+                f"{names[0]}: {found}. {_SAME_DATA}"
             )
 
 
-def _checksums(window: list[Any]) -> list[int]:
-    leaves = jax.tree.leaves(window)
-    return [zlib.crc32(np.ascontiguousarray(x).tobytes()) for x in leaves]
+def _leaves(window: Sequence[Any]) -> list[LeafPrint]:
+    return leaf_prints(window[0]) if window else []
 
 
 def _report_left_over(

@@ -1,0 +1,65 @@
+"""What tells one batch from another: checksums of its leaves."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.sparse
+from jax.experimental import sparse
+
+from replicax.input.leaf_prints import differences, leaf_prints
+
+BATCH = {"x": np.arange(6, dtype="float32").reshape(3, 2), "y": np.arange(3)}
+
+
+def told(one, other):
+    # As it travels.
+    prints = json.loads(json.dumps([leaf_prints(one), leaf_prints(other)]))
+    return differences(*prints, "worker:0", "worker:1")
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (BATCH, {**BATCH, "x": BATCH["x"].astype("float64")}),
+        (BATCH, {**BATCH, "y": BATCH["y"].astype("int32")}),
+        (BATCH, {**BATCH, "x": jnp.asarray(BATCH["x"])}),
+        (BATCH, {**BATCH, "x": np.asfortranarray(BATCH["x"])}),
+        (np.float32([np.nan, 0.0]), np.float32([-np.nan, -0.0])),
+        (np.array(["a", 1], object), np.array(["b", 2], object)),
+        (scipy.sparse.csr_matrix(np.eye(3)), scipy.sparse.csr_matrix(np.eye(3))),
+        (sparse.BCOO.fromdense(np.eye(3)), sparse.BCOO.fromdense(np.eye(3))),
+        (jax.random.key(3), jax.random.key(3)),
+        (jnp.ones(3, "bfloat16"), jnp.ones(3, "bfloat16")),
+    ],
+)
+def test_equal_batches(one, other):
+    assert told(one, other) == ""
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "name"),
+    [
+        ((BATCH["x"], BATCH["y"]), (BATCH["x"] + 1, BATCH["y"]), "leaf [0], which is"),
+        (BATCH, {**BATCH, "y": BATCH["y"][::-1]}, "leaf ['y'], which is int32[3]"),
+        (BATCH["x"], BATCH["x"].T, "float32[3, 2] on worker:0 and float32[2, 3] on"),
+        (np.ones(3), np.ones(3, int), "the batch, which is float32[3] on worker:0"),
+        (BATCH, {"x": BATCH["x"]}, "['y'], which is int32[3] on worker:0 and missing"),
+        ({"x": BATCH["x"]}, BATCH, "['y'], which is missing on worker:0 and int32[3]"),
+        (scipy.sparse.eye(3, k=0), scipy.sparse.eye(3, k=1), "the batch, which is"),
+        (sparse.BCOO.fromdense(np.eye(3)), sparse.BCOO.fromdense(2 * np.eye(3)), "0>]"),
+        (jax.random.key(3), jax.random.key(4), "the batch, which is uint32[2]"),
+        (np.float32([np.nan]), np.float32([0]), "the batch, which is float32[1]"),
+    ],
+)
+def test_batches_that_differ(one, other, name):
+    assert name in told(one, other)
+
+
+def test_what_is_equal_is_said_and_a_long_list_is_cut():
+    one = [np.zeros(1)] * 2 + [np.full(1, 1.0)] * 9
+    found = told(one, [np.zeros(1)] * 11)
+    assert found.count("which is float32[1]") == 5
+    assert found.endswith("; 4 more (equal: leaf [0], leaf [1])")
