@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from replicax.keras.internals import current_scope
+from replicax.keras.internals import attach_masks, current_scope, masks_of
 from replicax.regather import gathered_here, regathering, replicas_hold_blocks
 from replicax.variables import ChildScope, Variable
 
@@ -62,13 +62,15 @@ def value_and_grad(
                 result = loss_fn(*args, **kwargs)
             loss, aux = result if has_aux else (result, None)
             written[:] = scope.written.values()
-            return loss, (aux, [value for _, value in scope.updates()])
+            updates = [value for _, value in scope.updates()]
+            return loss, (aux, masks_of(aux), updates)
 
         written: list[Variable] = []
         start = [jnp.asarray(v.value) for v in variables]
-        (loss, (aux, updates)), grads = jax.value_and_grad(
+        (loss, (aux, masks, updates)), grads = jax.value_and_grad(
             regathering(functional), has_aux=True
         )(start)
+        attach_masks(aux, masks)
         for variable, value in zip(written, updates, strict=True):
             variable.assign(value)
         return ((loss, aux) if has_aux else loss), grads

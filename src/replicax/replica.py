@@ -171,6 +171,14 @@ class ReplicaContext:
         return self.num_counted if self._gradient_op is ReduceOp.MEAN else 1
 
     @property
+    def num_replicas_here(self) -> int:
+        """Number of replicas that this program's collectives join.
+
+        Less than those in sync where workers meet at parameter servers only.
+        """
+        return self._axes.size
+
+    @property
     def num_counted(self) -> int:
         """Number of replicas whose examples count in this step."""
         return self._num_active or self._axes.size

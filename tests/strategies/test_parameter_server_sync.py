@@ -5,6 +5,8 @@ same case on two devices of one process. A second cluster has a third worker, fo
 one that a step does without.
 """
 
+import logging
+import logging.handlers
 import time
 import traceback
 
@@ -13,6 +15,7 @@ import keras
 import numpy as np
 import pytest
 from keras import layers
+from tests.keras.test_masks_and_weights import in_loops
 
 import replicax as rx
 import replicax.testing
@@ -151,6 +154,24 @@ def a_distributed_dataset():
     return outcome(model, model.fit(data, epochs=2, verbose=0))
 
 
+def masked_inputs_and_weighted_rows():
+    # The last batch has a row for each worker.
+    return in_loops("weighted rows", batch_size=7)
+
+
+def messages_about_masked_steps(strategy):
+    """What is logged where a loss is divided by a count that no worker knows."""
+    handler = logging.handlers.BufferingHandler(1000)
+    logger = logging.getLogger("replicax")
+    logger.addHandler(handler)
+    try:
+        with strategy.scope():
+            in_loops("masked steps", batch_size=7)
+    finally:
+        logger.removeHandler(handler)
+    return [record.getMessage() for record in handler.buffer]
+
+
 def a_custom_loop():
     strategy = rx.get_strategy()
     model = classifier(keras.optimizers.SGD(0.1, momentum=0.9))
@@ -201,6 +222,7 @@ CASES = [
     stopped_in_the_middle_of_an_epoch,
     single_batches_and_then_fit,
     a_distributed_dataset,
+    masked_inputs_and_weighted_rows,
 ]
 BACKED_UP = [adam_with_validation_and_weights, batches_that_do_not_divide]
 
@@ -227,6 +249,7 @@ def in_step():
         step_timeout_seconds=DEADLINE,
     )
     results = run_cases(strategy, [*CASES, a_custom_loop])
+    results["messages"] = messages_about_masked_steps(strategy)
     return results, strategy.num_replicas_in_sync, strategy.staleness()
 
 
@@ -336,6 +359,12 @@ def test_nothing_is_stale(two):
     for _, _, staleness in two:
         assert sorted(staleness) == ["worker:0", "worker:1"]
         assert all(set(found) == {0} for found in staleness.values()), staleness
+
+
+def test_masked_losses_are_said_to_be_means_of_means(two):
+    for results, _, _ in two:
+        (message,) = [m for m in results["messages"] if "own rows only" in m]
+        assert "number of its unmasked values" in message
 
 
 @pytest.mark.slow

@@ -65,10 +65,12 @@ from replicax.keras.adapters import (
     with_adapters,
 )
 from replicax.keras.internals import (
+    attach_masks,
     batch_of,
     cut_late,
     is_array_adapter,
     layout_of,
+    masks_of,
     set_initial_epoch,
     skip_unheard_ends,
 )
@@ -334,16 +336,15 @@ def _compute_loss_and_updates(
     wholes = [primal_of(x) for x in [*trainable_variables, *non_trainable_variables]]
     num = len(trainable_variables)
 
-    def run(values: list[Any], args: Any, kwargs: Any) -> Any:
+    def run(values: list[Any]) -> Any:
         values = gathered_here(values, wholes)
-        return original(model, values[:num], values[num:], *args, **kwargs)
+        result = original(model, values[:num], values[num:], *args, **kwargs)
+        return result, masks_of(result)
 
-    dynamic, static = {}, {}
-    for name, value in kwargs.items():  # `training=True` decides what is traced.
-        (static if isinstance(value, bool) else dynamic)[name] = value
-    return regathering(lambda values, args, kwargs: run(values, args, kwargs | static))(
-        [*trainable_variables, *non_trainable_variables], args, dynamic
-    )
+    # The other arguments stay the same objects, with the masks attached to them.
+    result, masks = regathering(run)([*trainable_variables, *non_trainable_variables])
+    attach_masks(result, masks)
+    return result
 
 
 def _get_iterator(original: Any, epoch_iterator: Any) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 from keras.src.backend.common.global_state import get_global_attribute
+from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.callbacks.callback_list import CallbackList
 from keras.src.random.seed_generator import (
@@ -27,6 +28,7 @@ __all__ = [
     "CALLBACK_STATE",
     "Rows",
     "add_steps_seen",
+    "attach_masks",
     "batch_of",
     "current_scope",
     "cut_late",
@@ -41,6 +43,7 @@ __all__ = [
     "learning_rate_of",
     "leave_untracked",
     "makes_batches_ahead",
+    "masks_of",
     "parts_of_layer",
     "read_values",
     "reference_of",
@@ -142,6 +145,21 @@ def shared_seed_generator(*, make: bool) -> Any:
     if make:
         return global_seed_generator()
     return get_global_attribute(GLOBAL_SEED_GENERATOR)
+
+
+# Keras' masks hang on array objects, and are lost where JAX takes those apart.
+
+
+def masks_of(tree: Any) -> list[Any]:
+    """The mask that Keras attached to each leaf of a pytree; None without one."""
+    return [get_keras_mask(x) for x in jax.tree.leaves(tree)]
+
+
+def attach_masks(tree: Any, masks: Sequence[Any]) -> None:
+    """Attach masks to the leaves of a pytree, as `masks_of` found them."""
+    for x, mask in zip(jax.tree.leaves(tree), masks, strict=True):
+        if mask is not None:
+            set_keras_mask(x, mask)
 
 
 # What a run of `fit` knows of its data.

@@ -9,6 +9,8 @@ whose sum over replicas is the global loss. In `fit`, where gradients are averag
 not summed, shares are multiplied by the number of replicas.
 """
 
+import functools
+import logging
 from typing import Any
 
 from keras import ops
@@ -16,6 +18,8 @@ from keras import ops
 from replicax.replica import ReplicaContext
 
 __all__ = ["apply_mask", "reduce_values", "synchronized_moments"]
+
+_logger = logging.getLogger("replicax")
 
 
 def reduce_values(
@@ -37,6 +41,7 @@ def reduce_values(
     if reduction == "sum":
         return total
     if reduction == "mean_with_sample_weight" and sample_weight is not None:
+        _note_part_of_count(context, "the sum of its sample weights")
         count = ops.cast(ops.sum(sample_weight), total.dtype)
         return ops.divide_no_nan(total, context.sum(count))
     # All replicas have the same shapes.
@@ -54,6 +59,7 @@ def apply_mask(
     """Keras' weights for masked values, with the global share of unmasked ones."""
     if mask is None or reduction not in ("mean", "sum_over_batch_size"):
         return original(sample_weight, mask, dtype, reduction)
+    _note_part_of_count(context, "the number of its unmasked values")
     # Keras gives unmasked values the weight total / valid, counted on this replica.
     valid = ops.sum(ops.cast(mask, dtype))
     total: Any = ops.cast(mask.size, dtype)
@@ -61,6 +67,24 @@ def apply_mask(
     local = ops.divide_no_nan(total, valid)
     globally = ops.divide_no_nan(total * context.num_counted, context.sum(valid))
     return weights * ops.divide_no_nan(globally, local)
+
+
+def _note_part_of_count(context: ReplicaContext, what: str) -> None:
+    """Say that a loss is not the mean over the global batch, where it is not."""
+    if context.num_replicas_in_sync > context.num_replicas_here:
+        _log_part_of_count(type(context.strategy).__name__, what)
+
+
+@functools.cache
+def _log_part_of_count(strategy: str, what: str) -> None:
+    _logger.warning(
+        "%s: a loss is divided by %s, which each worker knows of its own rows only. "
+        "Gradients are the means of the workers' own, weighted by their rows, and "
+        "differ from those of the global batch where workers have other shares. Use "
+        "rx.MultiWorkerMirroredStrategy for the same as on one device.",
+        strategy,
+        what,
+    )
 
 
 def synchronized_moments(
