@@ -1,5 +1,6 @@
 """Per-worker values: numbered alike, made when they are needed, forgotten in time."""
 
+import functools
 import gc
 
 import pytest
@@ -44,3 +45,6 @@ def test_datasets_and_functions_with_and_without_a_context():
     assert dataset_maker(lambda: [2], lambda: context)() == [2]
     assert dataset_maker(lambda x=5: [x], lambda: context)() == [5]
     assert dataset_maker(lambda c: [c.input_pipeline_id], lambda: context)() == [2]
+    wrapped = functools.lru_cache(lambda c: [c.num_input_pipelines])
+    assert dataset_maker(wrapped, lambda: context)() == [3]
+    assert dataset_maker(lambda *args: [*args], lambda: context)() == []

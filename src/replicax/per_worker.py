@@ -1,6 +1,5 @@
 """Values of which every worker of a coordinator has its own."""
 
-import inspect
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -8,6 +7,7 @@ from typing import Any
 
 from replicax.errors import ClusterMismatchError
 from replicax.input import InputContext
+from replicax.signatures import positional_count
 
 __all__ = ["PerWorkerSources", "PerWorkerValues", "dataset_maker"]
 
@@ -105,8 +105,6 @@ def dataset_maker(
     """
     if not callable(dataset_or_fn):
         return lambda: dataset_or_fn
-    try:
-        inspect.signature(dataset_or_fn).bind()
-    except TypeError:
+    if positional_count(dataset_or_fn, 0) == 1:
         return lambda: dataset_or_fn(context())
     return dataset_or_fn

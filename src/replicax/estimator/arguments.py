@@ -1,8 +1,9 @@
 """Which arguments a user's function wants."""
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
+
+from replicax.signatures import named_parameters
 
 __all__ = ["wanted_arguments"]
 
@@ -21,7 +22,7 @@ def wanted_arguments(
     Raises:
         ValueError: If it needs others.
     """
-    parameters = inspect.signature(fn).parameters.values()
+    parameters = named_parameters(fn).values()
     needed = [
         p.name
         for p in parameters

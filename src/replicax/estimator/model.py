@@ -6,7 +6,6 @@ trace of a step, where what it makes stands for what was made first.
 """
 
 import copy
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,6 +22,7 @@ from replicax.keras.making import made_alike
 from replicax.options import Options
 from replicax.reuse import MadeVariables
 from replicax.scope import current_context
+from replicax.signatures import named_parameters
 from replicax.strategy import Strategy
 from replicax.values import PerReplica
 
@@ -55,9 +55,11 @@ class ModelFunction:
         self._accepted = wanted_arguments(
             model_fn, "model_fn", _OPTIONAL, given=("features",)
         )
-        parameters = inspect.signature(model_fn).parameters.values()
+        parameters = named_parameters(model_fn).values()
         if any(p.kind is p.VAR_KEYWORD for p in parameters):
-            self._accepted = set(_OPTIONAL)
+            # But for what `functools.partial` has given.
+            given = getattr(model_fn, "keywords", {})
+            self._accepted = {name for name in _OPTIONAL if name not in given}
         if params and "params" not in self._accepted:
             raise ValueError(
                 f"Estimator: got params={dict(params)!r}, but model_fn has no argument "

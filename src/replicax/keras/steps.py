@@ -29,6 +29,7 @@ from replicax.options import Options, Outputs
 from replicax.program import Program
 from replicax.rehearsal import current_rehearsal
 from replicax.scope import current_context
+from replicax.signatures import positional_count
 from replicax.updates import PendingValue
 
 __all__ = ["predict_function", "test_function", "train_function"]
@@ -170,8 +171,7 @@ class _KerasStep:
         groups = self.groups()
         variables = list(itertools.chain.from_iterable(groups))
         step = getattr(self.model, self.name)
-        # As tf.keras has it: `train_step(data)`, with a tape.
-        with_tape = len(inspect.signature(step).parameters) == 1
+        with_tape = not _takes_state(self.model, self.name)
         mirrored = self.outputs is Outputs.MIRRORED
         # In a rehearsal values are shapes.
         stays = is_one_of_many and current_rehearsal() is None
@@ -260,6 +260,30 @@ class _KerasStep:
                 if isinstance(result, dict):  # Of several metrics.
                     results.update(result)
         return results
+
+
+def _takes_state(model: Any, name: str) -> bool:
+    """Whether a step is Keras' own for JAX, `step(state, data)`.
+
+    The other form is that of tf.keras, `step(data)`, with a tape. A step of `*args`
+    that does not tell has the form of the one that it overrides, in the end Keras' own.
+    """
+    of_classes = (vars(c)[name] for c in type(model).__mro__ if name in vars(c))
+    bound = (getattr(x, "__get__", lambda _, x=x: x)(model) for x in of_classes)
+    for step in itertools.chain([getattr(model, name)], bound):
+        try:
+            count = positional_count(step, 1)
+        except TypeError as error:
+            raise TypeError(
+                f"{type(model).__name__}.{name}: {error} Give it the arguments (state, "
+                "data), as Keras has them on JAX, or (data), with rx.GradientTape in "
+                "it."
+            ) from None
+        if count is not None:
+            return count == 2
+        if next(iter(inspect.signature(step).parameters)) == "data":  # And `*args`.
+            return False
+    return True
 
 
 class _StateProgram:
