@@ -33,6 +33,7 @@ def test_a_row_of_a_worker() -> None:
     readings = Readings(
         state="alive",
         steps=meter(1000, 1250, 1500),
+        count=1500,
         traffic=meter(0, 20_000_000, 40_000_000),
         staleness={0: 1, 1: 2, 5: 1},
     )
@@ -46,12 +47,28 @@ def test_the_longest_row_fits() -> None:
         state="dead",
         silent_seconds=119.0,
         steps=meter(0, 1_234_567),
+        count=1_234_567,
         traffic=meter(0, 9_999_000_000),
         staleness={1000: 1, 2345: 1},
     )
     found = rows({"worker:117": "running"}, {"worker:117": readings})
     words = "silent 119 s 1,234,567 0 1,672.5, max 2,345 0 0"
     assert found["worker:117"] == words.split()
+
+
+def test_what_servers_lost_and_workers_gave_up() -> None:
+    readings = {
+        "worker:0": Readings(state="left", count=600),
+        "ps:0": Readings(steps=meter(0, 142, 140, 598), count=598, lost=2),
+        "ps:1": Readings(steps=meter(0, 600), count=600),
+    }
+    states = dict.fromkeys(readings, "done")
+    found = rows(states, readings, at_the_end=True)
+    assert found["ps:0"][1] == "598", "what is in the values, not what was ever made"
+    assert found["ps:0"][-1] == "2"
+    assert found["ps:1"][1] == "600"
+    table = draw([], readings, "", totals={"given_up": 1, "twice": 0})
+    assert str(table.caption).endswith("Steps given up with workers that ended: 1.")
 
 
 def test_states() -> None:
@@ -85,7 +102,7 @@ def test_states() -> None:
 
 
 def test_a_worker_that_is_away_has_no_pace() -> None:
-    readings = {"worker:0": Readings(state="dead", steps=meter(0, 10, 20))}
+    readings = {"worker:0": Readings(state="dead", steps=meter(0, 10, 20), count=20)}
     assert rows({"worker:0": "again in 3 s"}, readings)["worker:0"][4:6] == ["20", "0"]
     at_the_end = rows({"worker:0": "failed"}, readings, at_the_end=True)
     assert at_the_end["worker:0"][1:3] == ["20", "10"]

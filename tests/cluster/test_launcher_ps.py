@@ -517,6 +517,17 @@ def test_a_killed_server_goes_on_from_its_snapshot(tmp_path: Path, server: str) 
     assert f"{server} was killed by SIGKILL (out of memory?). Restart 1 of 3" in output
     assert "goes on from its snapshot" in output
     assert error_of(output) < 0.1
+    # The table, once and at the end: its servers have what its workers made.
+    rows = [line.split() for line in output.splitlines()]
+    counts = {
+        words[0]: [int(word.replace(",", "")) for word in (words[2], words[-1])]
+        for words in rows
+        if words[1:2] == ["done"]
+    }
+    made = counts["worker:0"][0] + counts["worker:1"][0]
+    other = "ps:1" if server == "ps:0" else "ps:0"
+    assert sum(counts[server]) == counts[other][0] == made, output
+    assert f"{server} ends with {counts[server][0]:} updates" in output
 
 
 @pytest.mark.slow

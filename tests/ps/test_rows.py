@@ -361,7 +361,7 @@ def test_a_restarted_server_tells_how_much_is_lost(rows, servers, caplog):
     servers.lose(1)
     servers.bring_back(1, state)
     step(rows, [1, 2])
-    assert "ps:1 was restarted from a snapshot: 2 updates of table 'words'" in (
+    assert "ps:1 table 'words': 3 updates of worker:0 (its number 2 to 4)" in (
         caplog.text
     )
     assert servers.versions() == [5, 2]

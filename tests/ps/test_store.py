@@ -353,7 +353,11 @@ def test_lost_updates_are_counted_in_the_log(caplog) -> None:
     other.load_state(state)
     push(other, 9, based_on=7)
     push(other, 10, based_on=8)
-    assert caplog.text.count("6 updates were lost") == 1
+    assert caplog.text.count("7 updates of worker:0 (its number 2 to 8) were lost") == 1
+    found = other.status()["groups"]["weights"]
+    assert (found["applied"], found["lost"]) == (3, 7)
+    other.tell_losses()
+    assert caplog.text.count("were lost") == 1
 
 
 def test_synchronous_steps_go_on_after_a_restart(caplog) -> None:
@@ -367,7 +371,7 @@ def test_synchronous_steps_go_on_after_a_restart(caplog) -> None:
         time.sleep(0.01)
     assert not push(other, 5, part=part_of(4, 1, 2)).applied
     assert not stuck.result(timeout=30).applied
-    assert "steps 1 to 4 were lost" in caplog.text
+    assert "4 updates (steps 1 to 4) were lost" in caplog.text
     # Workers find the next step by it.
     assert other.pull("weights").version == 5
     assert not push(other, 1, worker="worker:1", part=part_of(4, 0, 2)).applied

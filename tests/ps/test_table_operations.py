@@ -117,7 +117,14 @@ def test_rows_are_pulled_and_pushed(words):
     assert push(words, [], sequence=2)["version"] == 2
     status = words.call("tables.status")
     assert status == {
-        "words": {"num_rows": 100, "dim": 4, "bytes": 50 * 4 * 4, "version": 2}
+        "words": {
+            "num_rows": 100,
+            "dim": 4,
+            "bytes": 50 * 4 * 4,
+            "version": 2,
+            "applied": 2,
+            "lost": 0,
+        }
     }
 
 

@@ -44,11 +44,13 @@ def test_steps_of_a_dead_worker_are_lost():
     tickets = StepTickets(limit=3)
     tickets.claim(A, 2)
     assert tickets.release(A) == 2
-    assert tickets.finish(A, [0]) == [0]
+    assert tickets.finish(B, [0]) == [0]
+    assert tickets.finish(A, [0]) == []  # It was only silent.
     assert tickets.claim(B, 2) == [2]
     tickets.finish(B, [2])
     assert tickets.is_complete
-    assert (tickets.lost, tickets.status()["lost_steps"]) == (2, [0, 1])
+    assert (tickets.lost, tickets.status()["lost_steps"]) == (1, [1])
+    assert (tickets.twice, tickets.steps) == (1, {A: 1, B: 1})
 
 
 def test_the_least_end_holds_and_voids_what_is_beyond():
@@ -210,7 +212,7 @@ class AnyOrderOfSteps(RuleBasedStateMachine):
         self.held: dict[int, str] = {}
         self.overtaken: dict[int, int] = {}
         self.finished: set[int] = set()
-        self.lost: set[int] = set()
+        self.lost: dict[int, str] = {}
 
     @rule(worker=WORKERS, count=st.integers(1, 3))
     def claim(self, worker, count):
@@ -248,14 +250,24 @@ class AnyOrderOfSteps(RuleBasedStateMachine):
 
     @rule(worker=WORKERS, step=st.integers(0, 15))
     def finish_what_is_not_held(self, worker, step):
-        if self.held.get(step) != worker:
+        if self.lost.get(step) == worker:  # It was only silent.
+            assert self.tickets.finish(worker, [step]) == []
+            del self.lost[step]
+            self.finished.add(step)
+            for other in self.held:
+                self.overtaken[other] += 1
+        elif self.held.get(step) != worker:
+            known = step < len(self.given)
+            is_void = self.length is not None and step >= self.length
+            before = self.tickets.twice
             assert self.tickets.finish(worker, [step]) == [step]
+            assert self.tickets.twice == before + (known and not is_void)
 
     @rule(worker=WORKERS)
     def die(self, worker):
         mine = {step for step, holder in self.held.items() if holder == worker}
         assert self.tickets.release(worker) == len(mine)
-        self.lost |= mine
+        self.lost |= dict.fromkeys(mine, worker)
         for step in mine:
             del self.held[step]
 
@@ -266,7 +278,7 @@ class AnyOrderOfSteps(RuleBasedStateMachine):
         length = len(self.given) if length is None else length
         self.length = length if self.length is None else min(self.length, length)
         self.held = {s: who for s, who in self.held.items() if s < self.length}
-        self.lost = {s for s in self.lost if s < self.length}
+        self.lost = {s: who for s, who in self.lost.items() if s < self.length}
 
     @rule()
     def reload(self):
@@ -282,7 +294,9 @@ class AnyOrderOfSteps(RuleBasedStateMachine):
         assert (status["held"], status["lost"]) == (len(self.held), len(self.lost))
         assert sum(self.tickets.steps.values()) == len(self.finished)
         length = self.length if self.tickets.is_over else len(self.given)
-        known = {s for s in self.finished if s < length} | set(self.held) | self.lost
+        known = (
+            {s for s in self.finished if s < length} | set(self.held) | set(self.lost)
+        )
         assert known >= set(range(min(length, len(self.given))))
         assert self.tickets.is_complete == (self.tickets.is_over and not self.held)
 

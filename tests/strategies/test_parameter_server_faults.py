@@ -364,38 +364,6 @@ def snapshots_in(tmp_path, every_updates=5):
     }
 
 
-def await_snapshot(tmp_path, server, seconds=20):
-    """Wait for the next one, to which the next updates do not belong."""
-    folder = tmp_path / "snapshots" / f"server-{server}"
-    before = set(folder.glob("snapshot-*"))
-    end = time.monotonic() + seconds
-    while not set(folder.glob("snapshot-*")) - before:
-        assert time.monotonic() < end, f"no new snapshot in {folder}"
-        time.sleep(0.01)
-
-
-def test_killed_servers_go_on_from_their_snapshots(tmp_path):
-    with Job(tmp_path, options=snapshots_in(tmp_path, 40), epochs=500) as cluster:
-        cluster.wait_for_step("worker:0", 5)
-        cluster.wait_for_step("worker:1", 5)
-        for server in (1, 0):
-            await_snapshot(tmp_path, server)
-            cluster.wait_for_progress("worker:0", steps=3)
-            cluster.kill(f"ps:{server}")
-            cluster.restart(f"ps:{server}")
-            cluster.wait_for_progress("worker:0", "worker:1", steps=10)
-        results = cluster.end()
-        found = all_done(results)
-        assert found["accuracy"] > 0.9
-        workers = results["worker:0"].output + results["worker:1"].output
-        for server in (0, 1):
-            output = results[f"ps:{server}"].output
-            assert f"ps:{server} goes on from its snapshot" in output
-            assert f"ps:{server} was restarted from a snapshot: " in workers
-            assert "updates were lost" in output
-    cluster.assert_nothing_is_left()
-
-
 @pytest.mark.slow
 def test_a_killed_chief_resumes_the_running_epoch(tmp_path):
     with Job(tmp_path, options={}, epochs=500) as cluster:

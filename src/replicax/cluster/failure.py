@@ -9,10 +9,12 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["REPORT_DIR", "ExitCode", "FailureReport", "is_retryable"]
+__all__ = ["REPORT_DIR", "STATUS_FILE", "ExitCode", "FailureReport", "is_retryable"]
 
 REPORT_DIR = "REPLICAX_REPORT_DIR"
 """Environment variable: the folder in which a task leaves its `FailureReport`."""
+STATUS_FILE = "last-status"
+"""What a parameter server leaves there when it ends: its counts, as JSON."""
 
 
 class ExitCode(enum.IntEnum):

@@ -74,7 +74,9 @@ class Readings:
     Attributes:
         state: What the board takes a worker for: `absent`, `alive`, `dead`, `left`.
         silent_seconds: Since the board's last sign of it.
-        steps: A worker's steps; updates that a server has made.
+        steps: How a worker's steps, or a server's updates, went on.
+        count: A worker's steps; the updates that are in a server's values.
+        lost: Updates that a server made and has not in its values.
         traffic: Bytes back and forth.
         staleness: How many of a worker's gradients had which staleness, as the servers
             have counted them.
@@ -84,6 +86,8 @@ class Readings:
     silent_seconds: float = 0.0
     steps: Meter = dataclasses.field(default_factory=Meter)
     traffic: Meter = dataclasses.field(default_factory=Meter)
+    count: int = 0
+    lost: int = 0
     staleness: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
 
@@ -101,6 +105,7 @@ class JobStatus:
         is_known: Whether the board has ever answered.
         readings: By the task's name.
         streams: Counts of each epoch that is under way, by its name.
+        totals: Steps of `fit` that were given up, and that were done twice.
         emptied: Servers that have been started again and have no variables any more.
     """
 
@@ -113,6 +118,7 @@ class JobStatus:
         self.is_known = False
         self.readings: dict[str, Readings] = {}
         self.streams: dict[str, dict[str, Any]] = {}
+        self.totals: dict[str, int] = {}
         self.emptied: set[str] = set()
         self._servers = servers
         self._filled: dict[int, str] = {}  # Which start of a server had variables.
@@ -135,6 +141,12 @@ class JobStatus:
         self._closed.set()
         self._wanted.set()
         self._thread.join((1 + len(self._servers)) * _ANSWER_S)
+
+    def note_end(self, server: int, status: Mapping[str, Any]) -> None:
+        """What a server has left behind, which is later than what it was asked for."""
+        self._note_server(server, status["server"])
+        if status["board"] is not None:
+            self._note_board(status["board"])
 
     def progress(self, name: str) -> int:
         """Steps of a worker, or updates of a server; -1: none is known."""
@@ -176,7 +188,8 @@ class JobStatus:
         now = time.monotonic()
         readings = self.readings.setdefault(f"ps:{server}", Readings())
         readings.state = "alive"
-        readings.steps.read(now, status["num_updates"])
+        readings.steps.read(now, status["applied"])
+        readings.count, readings.lost = status["applied"], status["lost"]
         readings.traffic.read(now, status["bytes_in"] + status["bytes_out"])
         if status["groups"]:
             self._filled[server] = status["incarnation"]
@@ -194,14 +207,15 @@ class JobStatus:
     def _note_board(self, status: Mapping[str, Any]) -> None:
         now = time.monotonic()
         self.is_known = True
-        self.streams = status["streams"]
+        self.streams, self.totals = status["streams"], status["totals"]
         for name, worker in status["workers"].items():
             readings = self.readings.setdefault(name, Readings())
             readings.state = worker["state"]
             readings.silent_seconds = worker["silent_seconds"] or 0.0
-            # The board counts steps of `fit`; in other loops the worker itself does.
-            steps = worker["steps"] or worker["info"].get("steps", 0)
-            readings.steps.read(now, steps)
+            # A worker counts its steps from its start, and says so once a second. Those
+            # of `fit` the board counts one by one.
+            readings.steps.read(now, worker["info"].get("steps", 0))
+            readings.count = max(worker["steps"], int(readings.steps.total))
             readings.traffic.read(now, worker["info"].get("bytes", 0))
 
 

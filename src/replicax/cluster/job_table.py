@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,10 @@ _STYLES = {
 }
 _EPOCH = re.compile(r"fit (\d+)/epoch/(\d+)$")
 _SILENT_S = 5.0
+_TOTALS = {
+    "given_up": "Steps given up with workers that ended: {:,}.",
+    "twice": "Steps that two workers have trained on: {:,}.",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +51,7 @@ def draw(
     readings: Mapping[str, Readings],
     title: str,
     *,
+    totals: Mapping[str, int] = types.MappingProxyType({}),
     at_the_end: bool = False,
 ) -> Table:
     """The table: a line for each worker, and below them one for each server.
@@ -54,6 +60,7 @@ def draw(
         tasks: The tasks, as the launcher knows them.
         readings: What the servers tell of them.
         title: What stands above.
+        totals: Steps of `fit` that were given up, and that were done twice.
         at_the_end: Whether rates are those of the whole run, not of the last seconds.
     """
     table = Table(
@@ -72,6 +79,8 @@ def draw(
     table.add_column("staleness", justify="right", no_wrap=True)
     table.add_column("MB/s", justify="right", no_wrap=True)
     table.add_column("restarts", justify="right", no_wrap=True)
+    if any(each.lost for each in readings.values()):
+        table.add_column("lost", justify="right", no_wrap=True, style="yellow")
     workers = [t for t in tasks if not t.name.startswith(("ps:", "evaluator"))]
     servers = [t for t in tasks if t.name.startswith("ps:")]
     for task in workers:
@@ -79,7 +88,10 @@ def draw(
     table.add_section()
     for task in servers:
         _add(table, task, readings.get(task.name), at_the_end)
-    table.caption = "\nA server's steps are the updates that it made."
+    table.caption = "\nA server's steps are the updates that are in its values."
+    for name, count in totals.items():
+        if count:
+            table.caption += f"\n{_TOTALS[name].format(count)}"
     table.caption_justify = "left"
     return table
 
@@ -102,12 +114,14 @@ def _add(
         if state != "running" and not at_the_end:
             rates = [0.0, 0.0]
         values = [
-            f"{readings.steps.total:,.0f}",
+            f"{readings.count:,}",
             _number(rates[0]),
             _staleness(readings.staleness),
             _number(rates[1] / 1e6),
         ]
-    table.add_row(task.name, Text(state, style), *values, num_restarts)
+    lost = [f"{readings.lost:,}" if readings and readings.lost else ""]
+    cells = [*values, num_restarts, *lost][: len(table.columns) - 2]
+    table.add_row(task.name, Text(state, style), *cells)
 
 
 def _state(task: TaskState, readings: Readings | None) -> str:

@@ -6,18 +6,25 @@ has failed for good is missed by nobody, but its exit code is the launcher's.
 """
 
 import dataclasses
+import json
 import signal
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
 from replicax.cluster.attempt import ATTEMPT, ClusterCommand
 from replicax.cluster.console import TaskConsole
 from replicax.cluster.ending import KILL_AFTER_S, Ending
-from replicax.cluster.failure import REPORT_DIR, ExitCode, FailureReport
+from replicax.cluster.failure import (
+    REPORT_DIR,
+    STATUS_FILE,
+    ExitCode,
+    FailureReport,
+)
 from replicax.cluster.job_status import JobStatus, servers_of
 from replicax.cluster.job_table import TaskState, draw, place_in_training
 from replicax.cluster.outcome import (
@@ -114,6 +121,11 @@ class _Task:
         number = str(self.num_starts)
         self.num_starts += 1
         return {**self.environment, REPORT_DIR: str(folder), ATTEMPT: number}
+
+    def last_status(self) -> dict[str, Any] | None:
+        """What a server has left behind; None: nothing, as it was killed."""
+        path = self.folder / str(self.num_restarts) / STATUS_FILE
+        return json.loads(path.read_text()) if path.exists() else None
 
     def failure(self, exit_code: int) -> Failure:
         """Why it ended just now."""
@@ -376,6 +388,10 @@ class _Display:
         if status is None:
             return
         status.close()
+        for server in range(len(self._run.servers)):
+            last = self._run.tasks[f"ps:{server}"].last_status()
+            if last is not None:
+                status.note_end(server, last)
         table = self._draw(status, at_the_end=True) if status.is_known else None
         self._console.end_table(table)
 
@@ -390,4 +406,10 @@ class _Display:
             for task in self._run.tasks.values()
         ]
         title = place_in_training(status.streams)
-        return draw(states, status.readings, title, at_the_end=at_the_end)
+        return draw(
+            states,
+            status.readings,
+            title,
+            totals=status.totals,
+            at_the_end=at_the_end,
+        )

@@ -1,21 +1,24 @@
 """The board: what coordinates the workers of parameter servers. Server 0 holds it."""
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from replicax.ps.closures import Closures
+from replicax.ps.journal import Journaled, Note, note_nothing
 from replicax.ps.presence import Presence
-from replicax.ps.refusals import check_count, check_size
+from replicax.ps.refusals import check_count, check_size, family_of
 from replicax.ps.rendezvous import Rendezvous
 from replicax.ps.streams import MAX_CLAIM, Streams
 from replicax.ps.turns import Turns
 
 __all__ = ["Board"]
 
+_logger = logging.getLogger("replicax")
 _MAX_INFO = 64 * 1024
 _MAX_REASON = 4000
-_STATE_VERSION = 1
+_STATE_VERSION = 2
 
 
 class Board:
@@ -42,6 +45,7 @@ class Board:
         start_seconds: How long the first worker, and the chief, may take to join.
             None: `grace_seconds`.
         max_retries: How often a closure is tried again when its worker died.
+        note: Writes the journal.
         now: The clock, in seconds.
 
     Raises:
@@ -97,6 +101,7 @@ class Board:
         grace_seconds: float,
         start_seconds: float | None = None,
         max_retries: int = 3,
+        note: Note = note_nothing,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._presence = Presence(
@@ -106,14 +111,27 @@ class Board:
             start_seconds=grace_seconds if start_seconds is None else start_seconds,
             now=now(),
         )
+        self._note = note
         self._streams = Streams()
         self._closures = Closures(max_retries=max_retries)
         self._rendezvous = Rendezvous()
         self._turns = Turns(self._presence, now=now, released=self._released)
 
     def _released(self, worker: str, *, died: bool, now: float) -> None:
-        self._streams.release(worker)
+        if given_up := self._streams.release(worker):
+            _logger.warning("%s is gone, with %d steps of fit.", worker, given_up)
+            for stream in self._streams.names:
+                self._journaled(stream, None)
         self._closures.release(worker, died=died, now=now)
+
+    def _journaled(self, stream: str, answer: Any) -> Any:
+        """The answer, when what a restarted server must not forget is written down."""
+        entry = self._streams.entry(stream)
+        if entry is not None:
+            answers = self._turns.state(("claim", "finish"))
+            key = ["stream", family_of(stream)[0]]
+            self._note(key, entry | {"answers": answers})
+        return answer
 
     # Who is there.
 
@@ -294,7 +312,7 @@ class Board:
             BoardError: It is open with other arguments, or they contradict each other.
         """
         with self._turns.turn():
-            return self._streams.open(
+            answer = self._streams.open(
                 stream,
                 limit=limit,
                 start=start,
@@ -302,6 +320,7 @@ class Board:
                 num_parts=num_parts,
                 backups=backups,
             )
+            return self._journaled(stream, answer)
 
     def claim(
         self,
@@ -343,7 +362,9 @@ class Board:
                     done = self._streams.finish(stream, worker, finished, now)
                 return self._streams.claim(stream, worker, count) | done
 
-            return self._turns.once(worker, "claim", call, do)
+            answer = self._turns.once(worker, "claim", call, do)
+            is_changed = "wait" not in answer or finished
+            return self._journaled(stream, answer) if is_changed else answer
 
     def finish(
         self,
@@ -372,12 +393,13 @@ class Board:
         with self._turns.turn_of(worker, session) as now:
             if info is not None:
                 self._presence.describe(worker, info)
-            return self._turns.once(
+            answer = self._turns.once(
                 worker,
                 "finish",
                 call,
                 lambda: self._streams.finish(stream, worker, indices, now),
             )
+            return self._journaled(stream, answer)
 
     def end(self, stream: str, length: int | None = None) -> dict[str, Any]:
         """Shortens a stream: its input has only `length` steps, or it is to stop.
@@ -391,7 +413,7 @@ class Board:
             `length`: the one that holds, the least that anybody gave.
         """
         with self._turns.turn():
-            return self._streams.end(stream, length)
+            return self._journaled(stream, self._streams.end(stream, length))
 
     # Closures.
 
@@ -530,6 +552,7 @@ class Board:
             return {
                 "workers": workers,
                 "streams": self._streams.status(),
+                "totals": self._streams.totals(),
                 "closures": self._closures.pending(self._presence.alive(), now),
                 "stop": self._rendezvous.stop,
                 "failed": self._turns.failure,
@@ -548,7 +571,13 @@ class Board:
                 "answers": self._turns.state(),
             }
 
-    def load_state(self, state: dict[str, Any], *, release: bool = False) -> None:
+    def load_state(
+        self,
+        state: dict[str, Any],
+        *,
+        release: bool = False,
+        journal: Journaled | None = None,
+    ) -> None:
         """Goes on from a snapshot, in a server that was restarted.
 
         The same sessions go on with the tickets and closures they had. Heartbeats start
@@ -558,6 +587,7 @@ class Board:
             state: What `state` returned.
             release: Take all tickets away: those who had them may have finished them
                 since the snapshot, and would not say so again.
+            journal: What was written down since then. Tickets that it knows of stay.
 
         Raises:
             ValueError: Another version of replicax wrote it, or for other workers.
@@ -574,3 +604,7 @@ class Board:
             self._rendezvous.load_state(state["rendezvous"])
             for worker in state["presence"] if release else ():
                 self._streams.release(worker)
+            for key, entry in (journal or {}).items():
+                if key[0] == "stream":
+                    self._streams.load_journal(entry)
+                    self._turns.add_state(entry["answers"])

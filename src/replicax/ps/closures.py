@@ -5,6 +5,7 @@ ClusterCoordinator`.) No clock and no I/O: times come in as arguments, in second
 """
 
 import dataclasses
+import logging
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +19,8 @@ from replicax.ps.refusals import (
 )
 
 __all__ = ["Closures"]
+
+_logger = logging.getLogger("replicax")
 
 _MAX_BYTES = 256 * 2**20
 _MAX_VALUE = 16 * 2**20
@@ -197,6 +200,13 @@ class Closures:
                 self._cancel(closure)
             else:
                 del self._running[id]
+                _logger.warning(
+                    "%s is gone while it ran %s (%s), which runs again: what it had "
+                    "updated already is updated twice.",
+                    worker,
+                    closure.function or "a closure",
+                    id,
+                )
                 closure.status, closure.worker, closure.since = "queued", None, now
                 self._queue.appendleft(id)
 

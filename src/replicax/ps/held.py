@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from replicax.ps.groups import Group
+from replicax.ps.journal import Journaled, Note, note_nothing
+from replicax.ps.push_counts import PushCounts
 from replicax.ps.rounds import Round, SyncPart
 from replicax.ps.rules import Rule, make_rule
 
@@ -77,7 +79,7 @@ class Last:
 class Held:
     """One group. Its fields are read and written under its condition."""
 
-    def __init__(self, group: Group, server: int) -> None:
+    def __init__(self, group: Group, server: int, note: Note = note_nothing) -> None:
         self.group = group
         self._server = server
         self.lengths = group.lengths_on(server)
@@ -90,6 +92,8 @@ class Held:
         self.round: Round | None = None
         self.is_restored = False
         self.closed = False
+        self.pushes = PushCounts(f"ps:{server} {group.name!r}", note)
+        self.steps_made = self.steps_lost = 0  # Synchronous ones.
         self.last: dict[str, Last] = {}
         self.staleness: dict[str, dict[int, int]] = {}
 
@@ -164,11 +168,23 @@ class Held:
         raise StaleSequence(message)
 
     def accept(
-        self, worker: str, based_on: int, vectors: Vectors, part: SyncPart | None
+        self,
+        worker: str,
+        session: str,
+        sequence: int,
+        based_on: int,
+        vectors: Vectors,
+        part: SyncPart | None,
     ) -> Last:
         """Apply a push, or add it to the parts of its step."""
         assert self.rule is not None
-        last = Last(session="", sequence=0, staleness=0, applied=True, step=None)
+        last = Last(
+            session=session,
+            sequence=sequence,
+            staleness=0,
+            applied=True,
+            step=None,
+        )
         if part is None:
             if self.rule.norms is not None:
                 raise StoreError(
@@ -176,6 +192,8 @@ class Held:
                     "gradient, and a part of it is pushed. Clip on the worker: "
                     "optimizer_rule(..., clipped_by_worker=True)."
                 )
+            # No part, so it is applied for sure: counted first, as the journal needs.
+            self.pushes.add(worker, session, sequence)
             last.staleness = self._record(worker, based_on)
             self._apply(vectors)
             return last
@@ -206,6 +224,7 @@ class Held:
         for worker, based_on in current.pushers.values():
             self._record(worker, based_on)
         self._apply(total, squared_norms)
+        self.steps_made += 1
         self.steps = current.step + 1
         self.round = None
         self.condition.notify_all()
@@ -242,16 +261,6 @@ class Held:
 
     def _record(self, worker: str, based_on: int) -> int:
         """Count a push that is about to be applied; its staleness."""
-        if self.is_restored and based_on > self.version:
-            _logger.warning(
-                "group %r: %d updates were lost when the server was restarted: %s had "
-                "version %d, the snapshot has %d",
-                self.group.name,
-                based_on - self.version,
-                worker,
-                based_on,
-                self.version,
-            )
         self.is_restored = False
         staleness = max(0, self.version - based_on)
         histogram = self.staleness.setdefault(worker, {})
@@ -290,21 +299,41 @@ class Held:
                 f"group {name!r}: got a part of step {last_step}, but step "
                 f"{self.steps} is not over. Its parts must be pushed first."
             )
+        lost = last_step + 1 - self.steps
         _logger.warning(
-            "group %r: steps %d to %d were lost when the server was restarted",
+            "ps:%d %r: %d updates (steps %d to %d) were lost when the server was "
+            "restarted.",
+            self._server,
             name,
+            lost,
             self.steps,
             last_step,
         )
+        self.steps_lost += lost
         for last in self.last.values():
             if last.step is not None and last.step >= self.steps:
                 last.applied = False
         # Workers find the steps of all servers by their versions.
-        self.version += last_step + 1 - self.steps
+        self.version += lost
         self.steps = last_step + 1
         self.round = None
         self.is_restored = False
         self.condition.notify_all()
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether an optimizer updates it; to moving statistics workers only add."""
+        return self.group.rule["kind"] != "add"
+
+    @property
+    def num_applied(self) -> int:
+        """Updates that are in the values."""
+        return self.pushes.applied + self.steps_made
+
+    @property
+    def num_lost(self) -> int:
+        """Updates that were made, and that a restart has taken back."""
+        return self.pushes.lost + self.steps_lost
 
     def to_meta(self) -> dict[str, Any]:
         """All but arrays, as JSON values. Parts of an unfinished step are not in it."""
@@ -319,18 +348,27 @@ class Held:
             "steps": self.steps,
             "last": done,
             "staleness": {w: sorted(h.items()) for w, h in self.staleness.items()},
+            "pushes": self.pushes.state(),
+            "steps_made": self.steps_made,
+            "steps_lost": self.steps_lost,
         }
 
     @classmethod
     def from_meta(
-        cls, meta: Mapping[str, Any], vectors: Vectors, slots: list[Any], server: int
+        cls,
+        meta: Mapping[str, Any],
+        vectors: Vectors,
+        slots: list[Any],
+        server: int,
+        note: Note,
+        journal: Journaled,
     ) -> "Held":
-        """What `to_meta` described, with its arrays.
+        """What `to_meta` described, with its arrays, and the journal's counts.
 
         Raises:
             StoreError: If they do not fit the group or this version of Keras.
         """
-        held = cls(Group.from_json(meta["group"]), server)
+        held = cls(Group.from_json(meta["group"]), server, note)
         held.check(vectors, floats=False)
         held.start(vectors)
         shapes = [(x.shape, str(x.dtype)) for x in slots]
@@ -348,6 +386,8 @@ class Held:
         held.version, held.steps = meta["version"], meta["steps"]
         held.last = {worker: Last(**last) for worker, last in meta["last"].items()}
         held.staleness = {w: dict(h) for w, h in meta["staleness"].items()}
+        held.pushes.load_state(meta["pushes"], journal)
+        held.steps_made, held.steps_lost = meta["steps_made"], meta["steps_lost"]
         held.is_restored = True
         return held
 

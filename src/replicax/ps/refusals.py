@@ -26,6 +26,7 @@ __all__ = [
 
 _MAX_NAME = 256
 
+_Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 
 
@@ -116,8 +117,8 @@ def family_of(name: str) -> tuple[str, int | None]:
 
 
 def remember(
-    recent: dict[str, _Value], name: str, value: _Value, *, most: int
-) -> list[str]:
+    recent: dict[_Key, _Value], name: _Key, value: _Value, *, most: int
+) -> list[_Key]:
     """Puts an entry last and drops the first ones over `most`; returns their names."""
     recent.pop(name, None)
     recent[name] = value

@@ -283,12 +283,6 @@ class RemoteGroup:
         for server, header, vectors in answers:
             before = self.versions.get(server, 0)
             if header["version"] < before:
-                _logger.warning(
-                    "ps:%d was restarted from a snapshot: %d of %s's updates are lost.",
-                    server,
-                    before - header["version"],
-                    self.group.name,
-                )
                 self._behind[server] = before
             self._meet(server)
             self.versions[server] = header["version"]
@@ -341,6 +335,12 @@ class RemoteGroup:
         if self._incarnations.setdefault(server, now) != now:
             self._incarnations[server] = now
             self._was_restarted = True
+            _logger.warning(
+                "ps:%d was restarted from a snapshot; its log says how many updates "
+                "of %s are lost.",
+                server,
+                self.group.name,
+            )
 
     def _push_to(
         self,

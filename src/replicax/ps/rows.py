@@ -5,11 +5,10 @@ not wait for JAX. When the program is over the strategy has the gradients pushed
 """
 
 import dataclasses
-import itertools
 import logging
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -59,8 +58,7 @@ class Rows:
         self._lock = threading.Lock()
         self._dims: dict[str, int] = {}
         self._said: set[tuple[str, str]] = set()  # Tables and groups of their rules.
-        self._versions: dict[tuple[str, int], int] = {}
-        self._sequence = itertools.count(1)
+        self._sequences: Counter[str] = Counter()  # Pushes so far, by table.
         # Of the program that runs.
         self._memo: dict[tuple[str, bytes], Future[np.ndarray]] | None = None
         self._collected: dict[str, list[tuple[np.ndarray, np.ndarray]]]
@@ -225,11 +223,11 @@ class Rows:
             variables: Its variables.
             part: Of a synchronous step of the group; None: applied at once.
         """
-        sequence = next(self._sequence)
         pushes = []
         for name in self.tables_of(variables):
             with self._lock:
                 collected = self._collected.pop(name, [])
+            self._sequences[name] += 1
             ids, gradients = self._summed(name, collected)
             header = {
                 "op": "push_rows",
@@ -237,7 +235,7 @@ class Rows:
                 "group": group.name,
                 "worker": self._session.name,
                 "session": self._session.id,
-                "sequence": sequence,
+                "sequence": self._sequences[name],
                 "part": None if part is None else dataclasses.asdict(part),
             }
             for server in range(self._links.num_servers):
@@ -251,7 +249,7 @@ class Rows:
                     server,
                     lambda link, own=own, vectors=vectors: link.exchange(own, vectors),
                 )
-                pushes.append((name, server, push))
+                pushes.append(push)
         return pushes
 
     def finish(self, pushes: Any) -> None:
@@ -260,18 +258,8 @@ class Rows:
         Raises:
             ClusterError: If a server stays away.
         """
-        for name, server, push in pushes:
-            header, _ = push.result()
-            before = self._versions.get((name, server), 0)
-            if header["version"] < before:
-                _logger.warning(
-                    "ps:%d was restarted from a snapshot: %d updates of table %r are "
-                    "lost.",
-                    server,
-                    before - header["version"],
-                    name,
-                )
-            self._versions[name, server] = header["version"]
+        for push in pushes:
+            push.result()
 
     @property
     def num_bytes(self) -> int:

@@ -1,7 +1,9 @@
 """What a parameter server does from its start to the end of the job."""
 
 import dataclasses
+import json
 import logging
+import os
 import time
 import uuid
 from collections.abc import Mapping
@@ -9,10 +11,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from replicax.cluster.config import TaskConfig
-from replicax.cluster.failure import ExitCode
+from replicax.cluster.failure import REPORT_DIR, STATUS_FILE, ExitCode
 from replicax.ps.board import Board
 from replicax.ps.connection import Connection, ConnectionLost
 from replicax.ps.credentials import Credentials
+from replicax.ps.journal import Journaled, note_nothing
 from replicax.ps.server_tables import Tables
 from replicax.ps.service import Service, memory_bytes
 from replicax.ps.snapshots import Snapshots
@@ -55,8 +58,18 @@ def serve(
     server = config.task_id or 0
     address = config.cluster.task_address("ps", server)
     num_servers = config.cluster.num_tasks("ps")
-    store = Store(server)
-    tables = Tables(server, num_servers, byte_limit=memory_bytes())
+    snapshots = None
+    note = note_nothing
+    if snapshot_dir is not None:
+        snapshots = Snapshots(
+            snapshot_dir,
+            server,
+            every_updates=snapshot_every_updates,
+            every_seconds=snapshot_every_seconds,
+        )
+        note = snapshots.journal.note
+    store = Store(server, note=note)
+    tables = Tables(server, num_servers, byte_limit=memory_bytes(), note=note)
     contents = _Contents(store, tables)
     board = None
     workers = [task.name for task in config.cluster.workers]
@@ -66,15 +79,9 @@ def serve(
             heartbeat_seconds=timeouts.heartbeat,
             grace_seconds=timeouts.grace,
             start_seconds=timeouts.start_up,
+            note=note,
         )
-    snapshots = None
-    if snapshot_dir is not None:
-        snapshots = Snapshots(
-            snapshot_dir,
-            server,
-            every_updates=snapshot_every_updates,
-            every_seconds=snapshot_every_seconds,
-        )
+    if snapshots is not None:
         _restore(snapshots, contents, board)
     if board is not None:
         board.put(JOB, uuid.uuid4().hex)  # The one of a snapshot stands.
@@ -87,7 +94,7 @@ def serve(
         credentials,
         server=server,
         operations=table_operations(tables),
-        actions=table_actions(tables),
+        actions={**table_actions(tables), "store.status": contents.status},
     )
     service.serve_in_thread()
     _logger.info("ps:%d serves at %s", server, address)
@@ -98,6 +105,8 @@ def serve(
         failure = _until_over(board, server, num_servers, first, credentials, timeouts)
     finally:
         service.close()
+        contents.tell_losses()
+        _report(contents, board)
         if snapshots is not None:
             # With the board of a failed job the next one would fail at once.
             snapshots.close(write=failure is None)
@@ -129,20 +138,59 @@ class _Contents:
             "arrays": groups["arrays"] | tables["arrays"],
         }
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
+    def load_state(self, state: Mapping[str, Any], journal: Journaled) -> None:
         meta, arrays = dict(state["meta"]), state["arrays"]
         of_tables = meta.pop("tables", [])
-        self.store.load_state({"meta": meta, "arrays": arrays})
-        self.tables.load_state({"meta": of_tables, "arrays": arrays})
+        self.store.load_state({"meta": meta, "arrays": arrays}, journal)
+        self.tables.load_state({"meta": of_tables, "arrays": arrays}, journal)
+
+    def status(self) -> dict[str, Any]:
+        """What the store says, with how many updates are in the values, and lost."""
+        status = self.store.status()
+        groups = list(status["groups"].values())
+        # What an optimizer updates; else what is here.
+        counted = (
+            [group for group in groups if group["is_trained"]]
+            or groups
+            or list(self.tables.status().values())
+        )
+        return status | {
+            "applied": sum(each["applied"] for each in counted),
+            "lost": sum(each["lost"] for each in counted),
+        }
+
+    def tell_losses(self) -> None:
+        """At the end, log all that was lost, and how much is left."""
+        self.store.tell_losses()
+        self.tables.tell_losses()
+        status = self.status()
+        if status["lost"]:
+            _logger.warning(
+                "ps:%d ends with %d updates in its values; %d of %d that were made are "
+                "lost, as it was restarted from snapshots.",
+                self.store.server,
+                status["applied"],
+                status["lost"],
+                status["applied"] + status["lost"],
+            )
+
+
+def _report(contents: _Contents, board: Board | None) -> None:
+    """Leave the last counts for the launcher, whose table is of the end."""
+    folder = os.environ.get(REPORT_DIR)
+    if folder:
+        status = {"server": contents.status(), "board": board and board.status()}
+        (Path(folder) / STATUS_FILE).write_text(json.dumps(status))
 
 
 def _restore(snapshots: Snapshots, contents: _Contents, board: Board | None) -> None:
     found = snapshots.restore()
     if found is None:
         return
-    contents.load_state(found.state)
+    journal = snapshots.journal.newest
+    contents.load_state(found.state, journal)
     if board is not None and found.board is not None:
-        board.load_state(found.board, release=True)
+        board.load_state(found.board, release=True, journal=journal)
     _logger.warning(
         "ps:%d goes on from its snapshot %s, after %d updates",
         contents.store.server,

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
+from replicax.ps.journal import Journaled, Note, note_nothing
 from replicax.ps.rounds import SyncPart
 from replicax.ps.table_spec import TableError, TableSpec
 from replicax.ps.tables import RowsPushed, Table
@@ -26,6 +27,7 @@ class Tables:
         server: Which of the servers it is, from 0.
         num_servers: Servers that share the rows.
         byte_limit: How many bytes all rows and their slots may have.
+        note: Writes the journal.
 
     Example:
         >>> import numpy as np
@@ -37,7 +39,15 @@ class Tables:
         [[1.0, 1.0]]
     """
 
-    def __init__(self, server: int, num_servers: int, *, byte_limit: int) -> None:
+    def __init__(
+        self,
+        server: int,
+        num_servers: int,
+        *,
+        byte_limit: int,
+        note: Note = note_nothing,
+    ) -> None:
+        self._note = note
         self._server = server
         self._num_servers = num_servers
         self._byte_limit = byte_limit
@@ -58,7 +68,7 @@ class Tables:
             table = self._tables.get(spec.name)
             if table is None:
                 self.require_room(spec)
-                table = Table(spec, server=self._server, num_servers=self._num_servers)
+                table = self._new(spec)
                 with self._lock:
                     self._tables[spec.name] = table
         if not spec.fits(table.spec):
@@ -182,6 +192,8 @@ class Tables:
                 "dim": table.spec.dim,
                 "bytes": table.num_bytes,
                 "version": table.version,
+                "applied": table.version,
+                "lost": table.num_lost,
             }
             for table in self._all()
         }
@@ -197,8 +209,14 @@ class Tables:
             meta.append({"table": described, "offsets": offsets, "names": [*own]})
         return {"meta": meta, "arrays": arrays}
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
+    def load_state(
+        self, state: Mapping[str, Any], journal: Journaled | None = None
+    ) -> None:
         """Go on from what `state` returned. For tables that are empty.
+
+        Args:
+            state: It.
+            journal: What was written down since then.
 
         Raises:
             TableError: If it is of another server.
@@ -206,12 +224,25 @@ class Tables:
         for i, each in enumerate(state["meta"]):
             described = each["table"]
             spec = TableSpec(**described["spec"])
-            table = Table(spec, server=self._server, num_servers=self._num_servers)
+            table = self._new(spec)
             arrays = {key: state["arrays"][f"table {i}/{key}"] for key in each["names"]}
-            table.load_state(arrays, described)
+            table.load_state(arrays, described, journal)
             with self._lock:
                 self._tables[spec.name] = table
                 self._offsets[spec.name] = dict(each["offsets"])
+
+    def tell_losses(self) -> None:
+        """At the end, log the updates that are lost and were not logged yet."""
+        for table in self._all():
+            table.tell_losses()
+
+    def _new(self, spec: TableSpec) -> Table:
+        return Table(
+            spec,
+            server=self._server,
+            num_servers=self._num_servers,
+            note=self._note,
+        )
 
     def _all(self) -> list[Table]:
         with self._lock:

@@ -300,6 +300,9 @@ class Session:
             with contextlib.suppress(ClusterError):
                 self._tell_again()
             self.connections[0].call(
+                "board.beat", worker=self.name, session=self.id, info=self._info()
+            )
+            self.connections[0].call(
                 "board.leave",
                 worker=self.name,
                 session=self.id,

@@ -1,6 +1,7 @@
 """A server's snapshots on disk: each is complete and checked, or not there.
 
     server-0/
+      journal           what was counted since the newest snapshot
       snapshot-000000012/
         arrays.bin      the arrays' bytes, one after another
         state.json      their names, dtypes, shapes and places; all other values
@@ -28,6 +29,7 @@ import ml_dtypes  # noqa: F401  NumPy learns of bfloat16.
 import numpy as np
 
 from replicax.disk import sync
+from replicax.ps.journal import Journal
 
 __all__ = ["Snapshot", "Snapshots"]
 
@@ -39,7 +41,7 @@ _MANIFEST = "manifest.json"
 # Beside the snapshots: the number of the last one of a job that is done.
 _DONE = "done"
 _NAME = re.compile(r"snapshot-(\d{9})")
-_FORMAT = 1
+_FORMAT = 2
 _BLOCK_BYTES = 1 << 22
 _POLL_SECONDS = 0.05
 _RETRY_SECONDS = 5.0
@@ -84,6 +86,9 @@ class Snapshots:
         keep: How many snapshots to keep, at least 1.
         now: Clock, in seconds.
 
+    Attributes:
+        journal: Says what was done since the newest snapshot.
+
     Raises:
         ValueError: If a number is out of range.
 
@@ -119,6 +124,7 @@ class Snapshots:
                     f"Snapshots: got {name}={value!r}, expected a positive number."
                 )
         self.folder = Path(folder) / f"server-{server}"
+        self.journal = Journal(self.folder / "journal")
         self._every_updates = every_updates
         self._every_seconds = every_seconds
         self._keep = keep
@@ -172,6 +178,7 @@ class Snapshots:
         numbers = self._numbers()
         if numbers:
             (self.folder / _DONE).write_text(str(max(numbers)))
+        self.journal.clear()
 
     def __enter__(self) -> "Snapshots":
         return self
@@ -235,6 +242,7 @@ class Snapshots:
                 _logger.warning(
                     "snapshot %s is damaged and is skipped: %s", path, error
                 )
+        self.journal.clear()  # It tells of what happened after a snapshot.
         return None
 
     def _run(self) -> None:

@@ -29,6 +29,7 @@ from replicax.ps.held import (
     copies,
     difference,
 )
+from replicax.ps.journal import Journaled, Note, note_nothing
 from replicax.ps.rounds import SyncPart
 from replicax.ps.rules import Slots
 
@@ -88,6 +89,7 @@ class Store:
 
     Args:
         server: The server's index, from 0.
+        note: Writes the journal.
         now: Clock for deadlines, in seconds.
 
     Attributes:
@@ -108,9 +110,14 @@ class Store:
     """
 
     def __init__(
-        self, server: int, *, now: Callable[[], float] = time.monotonic
+        self,
+        server: int,
+        *,
+        note: Note = note_nothing,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.server = server
+        self._note = note
         self.incarnation = uuid.uuid4().hex
         self._now = now
         self._lock = threading.Lock()
@@ -135,7 +142,7 @@ class Store:
             if held is None or (
                 held.rule is None and held.group.digest != group.digest
             ):
-                held = self._held[group.name] = Held(group, self.server)
+                held = self._held[group.name] = Held(group, self.server, self._note)
         if held.group.digest != group.digest:
             raise DifferentGroup(
                 f"group {group.name!r} is here already, and differs from the new "
@@ -209,8 +216,7 @@ class Store:
             self._admit(worker, session)
             last = held.again(worker, session, sequence)
             if last is None:
-                last = held.accept(worker, based_on, vectors, part)
-                last.session, last.sequence = session, sequence
+                last = held.accept(worker, session, sequence, based_on, vectors, part)
                 held.last[worker] = last
             if last.step is not None and last.applied:
                 held.wait(last.step, deadline, self._now)
@@ -334,7 +340,7 @@ class Store:
         total: dict[str, dict[int, int]] = {}
         for held in self._all():
             is_asked = held.group.name == name
-            if not (is_asked or (name is None and held.group.rule["kind"] != "add")):
+            if not (is_asked or (name is None and held.is_trained)):
                 continue
             with held.condition:
                 histograms = {w: dict(h) for w, h in held.staleness.items()}
@@ -357,6 +363,9 @@ class Store:
                 groups[held.group.name] = {
                     "version": held.version,
                     "steps": held.steps,
+                    "applied": held.num_applied,
+                    "lost": held.num_lost,
+                    "is_trained": held.is_trained,
                     "bytes": sum(v.nbytes for v in held.vectors.values()),
                     "pushed_by": {
                         worker: sum(histogram.values())
@@ -398,8 +407,14 @@ class Store:
             sessions = {worker: list(each) for worker, each in self._sessions.items()}
         return {"meta": {"groups": meta, "sessions": sessions}, "arrays": arrays}
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
+    def load_state(
+        self, state: Mapping[str, Any], journal: Journaled | None = None
+    ) -> None:
         """Go on from what `state()` returned. For a store without groups.
+
+        Args:
+            state: It.
+            journal: What was written down since then.
 
         Raises:
             StoreError: If there are groups, or the state does not fit this program.
@@ -412,11 +427,19 @@ class Store:
         restored: dict[str, Held] = {}
         for i, meta in enumerate(state["meta"]["groups"]):
             vectors, slots = _arrays_of(i, state["arrays"])
-            held = Held.from_meta(meta, vectors, slots, self.server)
+            held = Held.from_meta(
+                meta, vectors, slots, self.server, self._note, journal or {}
+            )
             restored[held.group.name] = held
         with self._lock:
             self._held = restored
             self._sessions = {w: list(s) for w, s in state["meta"]["sessions"].items()}
+
+    def tell_losses(self) -> None:
+        """At the end, log the updates that are lost and were not logged yet."""
+        for held in self._all():
+            with held.condition:
+                held.pushes.tell_rest()
 
     def _all(self) -> list[Held]:
         with self._lock:

@@ -1,6 +1,7 @@
 """The streams of a job by name, and how many steps each worker has done."""
 
 import dataclasses
+import logging
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +18,8 @@ from replicax.ps.refusals import (
 from replicax.ps.tickets import PartTickets, StepTickets, Tickets
 
 __all__ = ["MAX_CLAIM", "Streams"]
+
+_logger = logging.getLogger("replicax")
 
 _MAX_STREAMS = 256
 _MAX_FAMILIES = 1024
@@ -106,6 +109,7 @@ class Streams:
         self._forgotten: dict[str, int] = {}  # Family -> the newest forgotten number.
         self._lengths: dict[str, int | None] = {}  # Of those forgotten last.
         self._paces: dict[str, _Pace] = {}
+        self._past = {"given_up": 0, "twice": 0}  # Of forgotten streams.
 
     def open(self, stream: str, **settings: Any) -> dict[str, Any]:
         """Makes a stream, if it is not there: see `Board.open`."""
@@ -173,7 +177,15 @@ class Streams:
             )
         if tickets is None:
             return {"late": bool(indices), "late_indices": list(indices)}
+        twice = tickets.twice
         late = tickets.finish(worker, indices)
+        if tickets.twice > twice:
+            _logger.warning(
+                "%s: %s trained on steps %s, which others have too.",
+                stream,
+                worker,
+                late,
+            )
         if len(late) < len(indices):
             pace = self._paces.setdefault(worker, _Pace())
             pace.add(len(indices) - len(late), now)
@@ -192,13 +204,15 @@ class Streams:
         return {"length": tickets.length}
 
     def release(self, worker: str) -> int:
-        """Takes all tickets away from a worker; returns how many it held."""
-        released = 0
+        """Takes all tickets away from a worker; returns how many are given up by it."""
+        given_up = 0
         for stream in list(self._streams):
             if stream in self._streams:
-                released += self._streams[stream][1].release(worker)
+                is_lost = self._is_asynchronous(stream)
+                number = self._streams[stream][1].release(worker)
+                given_up += number * is_lost
                 self._forget_before(stream)
-        return released
+        return given_up
 
     def _forget_before(self, stream: str) -> None:
         """Forgets what is complete and older than this stream, if it is complete."""
@@ -217,6 +231,7 @@ class Streams:
         newest = max(self._forgotten.get(family, 0), number or 0)
         remember(self._forgotten, family, newest, most=_MAX_FAMILIES)
         remember(self._lengths, stream, tickets.length, most=_MAX_FAMILIES)
+        self._past = self._with(tickets)
 
     def _make_room(self) -> None:
         if len(self._streams) < _MAX_STREAMS:
@@ -237,6 +252,47 @@ class Streams:
         """Its pace over the last ten seconds."""
         return self._paces[worker].per_second(now) if worker in self._paces else 0.0
 
+    def totals(self) -> dict[str, int]:
+        """Of the whole job: asynchronous steps that were given up, or done twice."""
+        totals = self._past
+        for _, tickets in self._streams.values():
+            totals = self._with(tickets, totals)
+        return totals
+
+    def _with(
+        self, tickets: Tickets, counts: dict[str, int] | None = None
+    ) -> dict[str, int]:
+        counts = self._past if counts is None else counts
+        lost = tickets.lost if isinstance(tickets, StepTickets) else 0
+        return {
+            "given_up": counts["given_up"] + lost,
+            "twice": counts["twice"] + tickets.twice,
+        }
+
+    def _is_asynchronous(self, stream: str) -> bool:
+        found = self._streams.get(stream)
+        return found is not None and isinstance(found[1], StepTickets)
+
+    @property
+    def names(self) -> list[str]:
+        """The streams that are known."""
+        return list(self._streams)
+
+    def entry(self, stream: str) -> dict[str, Any] | None:
+        """What a restarted server has to know of an asynchronous stream.
+
+        A synchronous one needs none: workers pass over the steps that are done, and the
+        servers know which these are.
+        """
+        settings, tickets = self._streams.get(stream, (None, None))
+        if settings is None or not isinstance(tickets, StepTickets):
+            return None
+        return {
+            "stream": [stream, dataclasses.asdict(settings), tickets.state()],
+            "steps": {worker: pace.total for worker, pace in self._paces.items()},
+            "past": self._past,
+        }
+
     def status(self) -> dict[str, Any]:
         """Every stream's counts, for people."""
         return {name: tickets.status() for name, (_, tickets) in self._streams.items()}
@@ -251,16 +307,35 @@ class Streams:
             "forgotten": dict(self._forgotten),
             "lengths": dict(self._lengths),
             "steps": {worker: pace.total for worker, pace in self._paces.items()},
+            "past": self._past,
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Takes over a state."""
         self._streams = {}
-        for name, settings, saved in state["streams"]:
-            opened = _Settings(**settings)
-            tickets = opened.tickets()
-            tickets.load_state(saved)
-            self._streams[name] = (opened, tickets)
+        for stream in state["streams"]:
+            self._load(*stream)
         self._forgotten = dict(state["forgotten"])
         self._lengths = dict(state["lengths"])
+        self._load_counts(state)
+
+    def load_journal(self, entry: dict[str, Any]) -> None:
+        """Takes over an `entry`, which is later than the state."""
+        name = entry["stream"][0]
+        family, number = family_of(name)
+        for other in list(self._streams):
+            theirs, older = family_of(other)
+            if theirs == family and (older or 0) < (number or 0):
+                self._forget(other)  # All workers had come to the end of it.
+        self._load(*entry["stream"])
+        self._load_counts(entry)
+
+    def _load(self, name: str, settings: dict[str, Any], saved: dict[str, Any]) -> None:
+        opened = _Settings(**settings)
+        tickets = opened.tickets()
+        tickets.load_state(saved)
+        self._streams[name] = (opened, tickets)
+
+    def _load_counts(self, state: dict[str, Any]) -> None:
         self._paces = {worker: _Pace(total) for worker, total in state["steps"].items()}
+        self._past = state["past"]

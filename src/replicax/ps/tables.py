@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 
 from replicax.ps.held import StaleSequence, Superseded, SyncPart
+from replicax.ps.journal import Journaled, Note, note_nothing
+from replicax.ps.push_counts import PushCounts
 from replicax.ps.row_ids import check_ids, sum_duplicates
 from replicax.ps.row_optimizers import RowOptimizer, differing_options, row_optimizer
 from replicax.ps.row_values import fill_rows
@@ -59,6 +61,7 @@ class Table:
         spec: What the table is.
         server: Index of this server.
         num_servers: Servers that share the rows.
+        note: Writes the journal.
 
     Raises:
         TableError: For an optimizer that cannot update some rows only.
@@ -80,7 +83,12 @@ class Table:
     """
 
     def __init__(
-        self, spec: TableSpec, *, server: int = 0, num_servers: int = 1
+        self,
+        spec: TableSpec,
+        *,
+        server: int = 0,
+        num_servers: int = 1,
+        note: Note = note_nothing,
     ) -> None:
         if server not in range(num_servers):
             raise TableError(
@@ -99,6 +107,8 @@ class Table:
         self._version = 0
         self._steps = 0  # Synchronous steps that are over.
         self._is_restored = False
+        self.pushes = PushCounts(f"ps:{server} table {spec.name!r}", note)
+        self._steps_lost = 0
         self._last: dict[str, tuple[str, int]] = {}  # worker: session, sequence
         self._replaced: set[str] = set()  # Sessions.
         self._parts: dict[int, _Pending] = {}
@@ -108,6 +118,17 @@ class Table:
     def version(self) -> int:
         """Number of updates so far."""
         return self._version
+
+    @property
+    def num_lost(self) -> int:
+        """Updates that were made, and that a restart has taken back."""
+        with self._lock:
+            return self.pushes.lost + self._steps_lost
+
+    def tell_losses(self) -> None:
+        """At the end, log the updates that are lost and were not logged yet."""
+        with self._lock:
+            self.pushes.tell_rest()
 
     @property
     def num_bytes(self) -> int:
@@ -224,6 +245,7 @@ class Table:
                     weight=part.weight,
                 )
                 return self._collect(part, pending)
+            self.pushes.add(*origin)
             self._apply(places, gradients)
             self._is_restored = False
             self._last[worker] = (session, sequence)
@@ -266,12 +288,17 @@ class Table:
                 "learning_rate": self._learning_rate,
                 "last": {k: list(v) for k, v in self._last.items()},
                 "replaced": sorted(self._replaced),
+                "pushes": self.pushes.state(),
+                "steps_lost": self._steps_lost,
             }
 
     def load_state(
-        self, arrays: dict[str, np.ndarray], described: dict[str, Any]
+        self,
+        arrays: dict[str, np.ndarray],
+        described: dict[str, Any],
+        journal: Journaled | None = None,
     ) -> None:
-        """Go on from what `state` returned.
+        """Go on from what `state` returned, and what was written down since then.
 
         Raises:
             TableError: If it is another table's, or that of another server.
@@ -298,6 +325,8 @@ class Table:
             self._is_restored = True
             self._last = {k: (s, n) for k, (s, n) in described["last"].items()}
             self._replaced = set(described["replaced"])
+            self.pushes.load_state(described["pushes"], journal or {})
+            self._steps_lost = described["steps_lost"]
             self._parts.clear()
         if described["learning_rate"] is not None:
             self.set_learning_rate(described["learning_rate"])
@@ -394,12 +423,17 @@ class Table:
                 f"Table {self.spec.name!r}: got a part of step {last_step}, but step "
                 f"{self._steps} is not over. Its parts must be pushed first."
             )
+        lost = last_step + 1 - self._steps
         _logger.warning(
-            "table %r: steps %d to %d were lost when the server was restarted",
+            "ps:%d table %r: %d updates (steps %d to %d) were lost when the server was "
+            "restarted.",
+            self._server,
             self.spec.name,
+            lost,
             self._steps,
             last_step,
         )
+        self._steps_lost += lost
         self._end_step(last_step)
 
     def _end_step(self, step: int) -> None:

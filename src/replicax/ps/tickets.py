@@ -5,11 +5,10 @@ of stream here has the same methods; `streams` keeps them by name. A holder is t
 of a worker: a session that is replaced loses its tickets before the next one claims.
 """
 
-from collections import deque
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from replicax.ps.refusals import BoardError, LimitError, check_count
+from replicax.ps.refusals import BoardError, LimitError, check_count, remember
 
 __all__ = ["PartTickets", "StepTickets", "Tickets"]
 
@@ -23,6 +22,7 @@ class Tickets(Protocol):
     length: int | None
     steps: dict[str, int]
     lost: int
+    twice: int
 
     @property
     def is_over(self) -> bool:
@@ -70,7 +70,8 @@ def _count(counts: dict[str, int], worker: str) -> None:
 class StepTickets:
     """Steps of an asynchronous stream: each is given once, in order.
 
-    The input moves forward only, so the steps that a dead worker held are lost.
+    The input moves forward only, so the steps that a dead worker held are lost; unless
+    it was only silent, and says later that they are done.
 
     Args:
         limit: The number of steps; None: until somebody finds the end.
@@ -85,12 +86,13 @@ class StepTickets:
         self.length = limit
         self.steps: dict[str, int] = {}
         self.lost = 0
+        self.twice = 0  # Steps that a second worker has done as well.
         self._max_staleness = max_staleness
         self._next = start
         self._finished = 0
         # Step -> its holder, and how many steps were finished when it was given.
         self._held: dict[int, tuple[str, int]] = {}
-        self._lost_steps: deque[int] = deque(maxlen=_LOST_KEPT)
+        self._lost_steps: dict[int, str] = {}  # The latest, with who held them.
         # Who was told to wait, longest first: who has just finished asks at once, and
         # would leave nothing to the others.
         self._waiting: list[str] = []
@@ -157,13 +159,21 @@ class StepTickets:
             check_count(step, "a step")
         late = []
         for step in tickets:
-            if self._held.get(step, ("", 0))[0] != worker:
+            if self._held.get(step, ("", 0))[0] == worker:
+                del self._held[step]
+            elif self._lost_steps.get(step) == worker:
+                del self._lost_steps[step]
+                self.lost -= 1
+            else:
                 late.append(step)
+                self.twice += step < self._next and not self._is_void(step)
                 continue
-            del self._held[step]
             self._finished += 1
             _count(self.steps, worker)
         return late
+
+    def _is_void(self, step: int) -> bool:
+        return self.length is not None and step >= self.length
 
     def release(self, worker: str) -> int:
         """The steps it holds are lost."""
@@ -172,7 +182,7 @@ class StepTickets:
         lost = [step for step, (holder, _) in self._held.items() if holder == worker]
         for step in lost:
             del self._held[step]
-            self._lost_steps.append(step)
+            remember(self._lost_steps, step, worker, most=_LOST_KEPT)
         self.lost += len(lost)
         return len(lost)
 
@@ -186,7 +196,7 @@ class StepTickets:
             del self._held[step]
         never = [step for step in self._lost_steps if step >= end]
         for step in never:
-            self._lost_steps.remove(step)
+            del self._lost_steps[step]
         self.lost -= len(never)
 
     def status(self) -> dict[str, Any]:
@@ -198,6 +208,7 @@ class StepTickets:
             "held": len(self._held),
             "lost": self.lost,
             "lost_steps": list(self._lost_steps),
+            "twice": self.twice,
             "waiting": list(self._waiting),
             "steps": dict(self.steps),
         }
@@ -210,7 +221,8 @@ class StepTickets:
             "finished": self._finished,
             "held": [[step, *held] for step, held in self._held.items()],
             "lost": self.lost,
-            "lost_steps": list(self._lost_steps),
+            "lost_steps": list(self._lost_steps.items()),
+            "twice": self.twice,
             "steps": dict(self.steps),
         }
 
@@ -221,7 +233,8 @@ class StepTickets:
         self._finished = state["finished"]
         self._held = {step: (holder, seen) for step, holder, seen in state["held"]}
         self.lost = state["lost"]
-        self._lost_steps = deque(state["lost_steps"], maxlen=_LOST_KEPT)
+        self._lost_steps = dict(state["lost_steps"])
+        self.twice = state["twice"]
         self.steps = dict(state["steps"])
 
 
@@ -245,6 +258,7 @@ class PartTickets:
         self.length = limit
         self.steps: dict[str, int] = {}
         self.lost = 0
+        self.twice = 0  # Who is late changes nothing: parts are applied once.
         self._num_parts = num_parts
         self._backups = backups
         self._start(start)

@@ -2,7 +2,7 @@
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from replicax.ps.presence import Presence
@@ -83,17 +83,24 @@ class Turns:
         self._answers[worker, method] = (call, answer)
         return answer
 
-    def state(self) -> list[list[Any]]:
-        """The last answers, as JSON values."""
-        return [[*key, *last] for key, last in self._answers.items()]
+    def state(self, methods: Sequence[str] | None = None) -> list[list[Any]]:
+        """The last answers, as JSON values; of these methods, or of all."""
+        return [
+            [*key, *last]
+            for key, last in self._answers.items()
+            if methods is None or key[1] in methods
+        ]
 
     @contextlib.contextmanager
     def loading(self, state: list[list[Any]]) -> Iterator[float]:
         """Takes the lock for taking over a state, and gives the time."""
         with self._lock:
             yield self._now()
-            self._answers = {
-                (worker, method): (call, answer)
-                for worker, method, call, answer in state
-            }
+            self._answers = {}
+            self.add_state(state)
             self.failure = None
+
+    def add_state(self, state: list[list[Any]]) -> None:
+        """Take over answers; within `loading`."""
+        for worker, method, call, answer in state:
+            self._answers[worker, method] = call, answer

@@ -1,0 +1,148 @@
+"""A board in any order of calls, deaths and restarts: each step is accounted for."""
+
+import json
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from replicax.ps.board import Board
+from replicax.ps.refusals import SessionReplacedError
+from tests.ps.test_board import NAMES, STREAM, Client, Clock, ask
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Workers join, work, stop, die and come back; calls are repeated at random."""
+
+    workers = st.sampled_from(range(3))
+
+    @initialize(bound=st.none() | st.integers(0, 3))
+    def start(self, bound):
+        self.clock = Clock()
+        self.board = self.make()
+        self.sessions = 0
+        self.clients: dict[int, Client] = {}
+        self.given: Counter[int] = Counter()
+        self.finished: set[int] = set()
+        self.held: dict[int, list[int]] = {0: [], 1: [], 2: []}
+        self.saved = json.dumps(self.board.state())
+        self.open = {"stream": STREAM, "limit": 20, "max_staleness": bound}
+        ask(self.board, "open", **self.open)
+
+    def make(self):
+        self.journal: dict[tuple[str, ...], str] = getattr(self, "journal", {})
+
+        def note(key, value):
+            self.journal[tuple(key)] = json.dumps(value)
+
+        return Board(
+            NAMES, heartbeat_seconds=10, grace_seconds=1e9, now=self.clock, note=note
+        )
+
+    def twice(self, client, name, **arguments):
+        """A call whose first answer was lost."""
+        answer = client(name, **arguments)
+        assert client(name, call=client.call, **arguments) == answer
+        return answer
+
+    def twice_or_once(self, lost, client, name, **arguments):
+        if lost:
+            return self.twice(client, name, **arguments)
+        return client(name, **arguments)
+
+    @rule(worker=workers)
+    def join(self, worker):
+        self.sessions += 1
+        old = self.clients.get(worker)
+        client = Client(self.board, NAMES[worker], f"s{self.sessions}")
+        client("join")
+        self.clients[worker] = client
+        self.held[worker] = []
+        if old:
+            with pytest.raises(SessionReplacedError):
+                old("beat")
+
+    @rule(worker=workers, count=st.integers(1, 3), lost=st.booleans())
+    def claim(self, worker, count, lost):
+        if worker not in self.clients:
+            return
+        client = self.clients[worker]
+        dead = NAMES[worker] not in ask(self.board, "alive")
+        answer = self.twice_or_once(lost, client, "claim", stream=STREAM, count=count)
+        if dead:
+            self.held[worker] = []
+        if "indices" in answer:
+            self.given.update(answer["indices"])
+            self.held[worker] += answer["indices"]
+        elif "wait" in answer:
+            status = ask(self.board, "status")["streams"][STREAM]
+            assert status["held"] > 0 or status["waiting"][0] != NAMES[worker]
+
+    @rule(worker=workers, lost=st.booleans())
+    def finish(self, worker, lost):
+        if worker not in self.clients or not self.held[worker]:
+            return
+        index = self.held[worker].pop(0)
+        dead = NAMES[worker] not in ask(self.board, "alive")
+        answer = self.twice_or_once(
+            lost, self.clients[worker], "finish", stream=STREAM, indices=[index]
+        )
+        assert not answer["late"]  # Dead or not, it had the step.
+        self.finished.add(index)
+        if dead:
+            self.held[worker] = []
+
+    @rule(seconds=st.sampled_from([1, 6, 11]), awake=st.sets(workers))
+    def time_passes(self, seconds, awake):
+        self.clock.seconds += seconds
+        for worker in awake & set(self.clients):
+            gone = NAMES[worker] not in ask(self.board, "alive")
+            self.clients[worker]("beat")
+            if gone:
+                self.held[worker] = []
+
+    @rule()
+    def restart_of_the_server(self):
+        # Who died before has lost its tickets; only then is the state saved.
+        alive = ask(self.board, "alive")
+        for worker in self.held:
+            if NAMES[worker] not in alive:
+                self.held[worker] = []
+        self.saved = json.dumps(self.board.state())
+        self.restart()
+
+    @rule()
+    def restart_from_an_older_snapshot(self):
+        alive = ask(self.board, "alive")
+        for worker in self.held:
+            if NAMES[worker] not in alive:
+                self.held[worker] = []
+        self.restart(release=True)
+        for client in self.clients.values():
+            client("join")  # As workers do who see that the server is another one.
+
+    def restart(self, **options):
+        self.board = self.make()
+        journal = {key: json.loads(value) for key, value in self.journal.items()}
+        self.board.load_state(json.loads(self.saved), journal=journal, **options)
+        for client in self.clients.values():
+            client.board = self.board
+
+    @invariant()
+    def every_step_is_accounted_for(self):
+        if not hasattr(self, "board"):
+            return
+        status = ask(self.board, "status")
+        stream = status["streams"][STREAM]
+        assert set(self.given.values()) <= {1}
+        assert stream["finished"] == len(self.finished)
+        assert stream["finished"] + stream["held"] + stream["lost"] == stream["next"]
+        assert not set(stream["lost_steps"]) & self.finished
+        total = sum(worker["steps"] for worker in status["workers"].values())
+        assert total == len(self.finished)
+
+
+TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)

@@ -1,0 +1,76 @@
+"""The journal: the newest value of each key outlives the process."""
+
+import os
+
+import pytest
+
+from replicax.ps.journal import Journal
+from replicax.ps.push_counts import PushCounts
+
+
+def test_the_newest_values_are_read_back_in_their_order(tmp_path):
+    path = tmp_path / "folder" / "journal"
+    journal = Journal(path)
+    for number in range(20):
+        journal.note(["a", str(number % 3)], [number, "x" * 200_000])
+    found = {key: value[0] for key, value in Journal(path).newest.items()}
+    assert found == {("a", "2"): 17, ("a", "0"): 18, ("a", "1"): 19}
+    assert list(found) == [("a", "2"), ("a", "0"), ("a", "1")]
+    assert path.stat().st_size < 3_000_000, "it is rewritten when it has grown"
+    journal.clear()
+    journal.note(["b"], 1)
+    journal.close()
+    journal.note(["c"], 2)
+    assert Journal(path).newest == {("b",): 1, ("c",): 2}
+
+
+def test_a_line_that_was_cut_off_is_no_line(tmp_path):
+    path = tmp_path / "journal"
+    journal = Journal(path)
+    journal.note(["a"], 1)
+    journal.note(["a"], 2)
+    path.write_bytes(path.read_bytes()[:-3])
+    assert Journal(path).newest == {("a",): 1}
+
+
+def test_a_full_disk_is_told_of_once_and_leaves_nothing_stale(
+    tmp_path, caplog, monkeypatch
+):
+    path = tmp_path / "journal"
+    journal = Journal(path)
+    journal.note(["a"], 1)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    for number in range(3):
+        journal.note(["a"], number)
+    assert caplog.text.count("No space left on device") == 1
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("made_again", [False, True])
+def test_the_journal_counts_what_no_worker_says(made_again, caplog):
+    entries = {}
+    counts = PushCounts("ps:0 'g'", lambda key, value: entries.update({(*key,): value}))
+    for worker, session, number in (("w:0", "a", 3), ("w:1", "b", 2)):
+        for i in range(number):
+            counts.add(worker, session, i + 1)
+    state = counts.state()
+    counts.add("w:0", "a", 4)
+    counts.add("w:1", "b", 3)
+    counts.add("w:1", "b", 4)
+    again = PushCounts("ps:0 'g'", lambda key, value: None)
+    again.load_state(state, entries)
+    assert (again.applied, again.lost) == (5, 3)
+    if made_again:  # They had no answer.
+        again.add("w:0", "a", 4)
+        again.add("w:1", "b", 4)
+        assert (again.applied, again.lost) == (7, 1)
+    else:
+        again.add("w:1", "c", 1)  # A new process of that worker.
+        assert (again.applied, again.lost) == (6, 3)
+        assert "2 updates of w:1 (its number 3 to 4) were lost" in caplog.text
+    again.tell_rest()
+    assert caplog.text.count("were lost") == (1 if made_again else 2)
