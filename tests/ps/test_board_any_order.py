@@ -7,10 +7,10 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from tests.ps.test_board import NAMES, STREAM, Client, Clock, ask
 
 from replicax.ps.board import Board
 from replicax.ps.refusals import SessionReplacedError
-from tests.ps.test_board import NAMES, STREAM, Client, Clock, ask
 
 
 class AnyOrder(RuleBasedStateMachine):

@@ -11,8 +11,6 @@ import time
 
 import numpy as np
 import pytest
-
-from replicax.strategies.parameter_server import ParameterServerStrategy
 from tests.strategies.test_parameter_server_faults import (
     BATCH_SIZE,
     DEADLINES,
@@ -24,6 +22,8 @@ from tests.strategies.test_parameter_server_faults import (
     network,
     snapshots_in,
 )
+
+from replicax.strategies.parameter_server import ParameterServerStrategy
 
 pytest.importorskip("pyarrow")
 pytestmark = pytest.mark.multiprocess

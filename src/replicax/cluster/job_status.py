@@ -122,6 +122,7 @@ class JobStatus:
         self.emptied: set[str] = set()
         self._servers = servers
         self._filled: dict[int, str] = {}  # Which start of a server had variables.
+        self._made: dict[str, dict[int, int]] = {}  # A worker's steps, by process.
         self._staleness: dict[int, dict[str, dict[str, int]]] = {}
         self._credentials = credentials
         self._on_change = on_change
@@ -212,10 +213,14 @@ class JobStatus:
             readings = self.readings.setdefault(name, Readings())
             readings.state = worker["state"]
             readings.silent_seconds = worker["silent_seconds"] or 0.0
-            # A worker counts its steps from its start, and says so once a second. Those
-            # of `fit` the board counts one by one.
-            readings.steps.read(now, worker["info"].get("steps", 0))
-            readings.count = max(worker["steps"], int(readings.steps.total))
+            # A process counts its steps from its start, and tells it once a second;
+            # those of `fit` the board counts one by one, through all restarts.
+            info = worker["info"]
+            made = self._made.setdefault(name, {})
+            pid = info.get("pid", 0)
+            made[pid] = max(made.get(pid, 0), info.get("steps", 0))
+            readings.count = max(worker["steps"], readings.count, sum(made.values()))
+            readings.steps.read(now, readings.count)
             readings.traffic.read(now, worker["info"].get("bytes", 0))
 
 

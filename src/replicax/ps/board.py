@@ -128,9 +128,8 @@ class Board:
         """The answer, when what a restarted server must not forget is written down."""
         entry = self._streams.entry(stream)
         if entry is not None:
-            answers = self._turns.state(("claim", "finish"))
-            key = ["stream", family_of(stream)[0]]
-            self._note(key, entry | {"answers": answers})
+            entry["answers"] = self._turns.state(("claim", "finish"))
+            self._note(["stream", family_of(stream)[0]], entry)
         return answer
 
     # Who is there.
@@ -312,15 +311,9 @@ class Board:
             BoardError: It is open with other arguments, or they contradict each other.
         """
         with self._turns.turn():
-            answer = self._streams.open(
-                stream,
-                limit=limit,
-                start=start,
-                max_staleness=max_staleness,
-                num_parts=num_parts,
-                backups=backups,
-            )
-            return self._journaled(stream, answer)
+            settings = {"limit": limit, "start": start, "backups": backups}
+            settings |= {"max_staleness": max_staleness, "num_parts": num_parts}
+            return self._journaled(stream, self._streams.open(stream, **settings))
 
     def claim(
         self,
@@ -363,8 +356,7 @@ class Board:
                 return self._streams.claim(stream, worker, count) | done
 
             answer = self._turns.once(worker, "claim", call, do)
-            is_changed = "wait" not in answer or finished
-            return self._journaled(stream, answer) if is_changed else answer
+            return self._journaled(stream, answer)
 
     def finish(
         self,
@@ -393,13 +385,11 @@ class Board:
         with self._turns.turn_of(worker, session) as now:
             if info is not None:
                 self._presence.describe(worker, info)
-            answer = self._turns.once(
-                worker,
-                "finish",
-                call,
-                lambda: self._streams.finish(stream, worker, indices, now),
-            )
-            return self._journaled(stream, answer)
+
+            def do() -> dict[str, Any]:
+                return self._streams.finish(stream, worker, indices, now)
+
+            return self._journaled(stream, self._turns.once(worker, "finish", call, do))
 
     def end(self, stream: str, length: int | None = None) -> dict[str, Any]:
         """Shortens a stream: its input has only `length` steps, or it is to stop.
@@ -585,9 +575,9 @@ class Board:
 
         Args:
             state: What `state` returned.
-            release: Take all tickets away: those who had them may have finished them
-                since the snapshot, and would not say so again.
-            journal: What was written down since then. Tickets that it knows of stay.
+            release: Take all tickets away that the journal does not tell of: those who
+                had them may have finished them, and would not say so again.
+            journal: What was written down since the snapshot.
 
         Raises:
             ValueError: Another version of replicax wrote it, or for other workers.

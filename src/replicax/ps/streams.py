@@ -231,7 +231,7 @@ class Streams:
         newest = max(self._forgotten.get(family, 0), number or 0)
         remember(self._forgotten, family, newest, most=_MAX_FAMILIES)
         remember(self._lengths, stream, tickets.length, most=_MAX_FAMILIES)
-        self._past = self._with(tickets)
+        self._past = _with(self._past, tickets)
 
     def _make_room(self) -> None:
         if len(self._streams) < _MAX_STREAMS:
@@ -256,18 +256,8 @@ class Streams:
         """Of the whole job: asynchronous steps that were given up, or done twice."""
         totals = self._past
         for _, tickets in self._streams.values():
-            totals = self._with(tickets, totals)
+            totals = _with(totals, tickets)
         return totals
-
-    def _with(
-        self, tickets: Tickets, counts: dict[str, int] | None = None
-    ) -> dict[str, int]:
-        counts = self._past if counts is None else counts
-        lost = tickets.lost if isinstance(tickets, StepTickets) else 0
-        return {
-            "given_up": counts["given_up"] + lost,
-            "twice": counts["twice"] + tickets.twice,
-        }
 
     def _is_asynchronous(self, stream: str) -> bool:
         found = self._streams.get(stream)
@@ -284,9 +274,9 @@ class Streams:
         A synchronous one needs none: workers pass over the steps that are done, and the
         servers know which these are.
         """
-        settings, tickets = self._streams.get(stream, (None, None))
-        if settings is None or not isinstance(tickets, StepTickets):
+        if not self._is_asynchronous(stream):
             return None
+        settings, tickets = self._streams[stream]
         return {
             "stream": [stream, dataclasses.asdict(settings), tickets.state()],
             "steps": {worker: pace.total for worker, pace in self._paces.items()},
@@ -339,3 +329,12 @@ class Streams:
     def _load_counts(self, state: dict[str, Any]) -> None:
         self._paces = {worker: _Pace(total) for worker, total in state["steps"].items()}
         self._past = state["past"]
+
+
+def _with(totals: dict[str, int], tickets: Tickets) -> dict[str, int]:
+    # Synchronous parts are given again, so none is given up.
+    lost = tickets.lost if isinstance(tickets, StepTickets) else 0
+    return {
+        "given_up": totals["given_up"] + lost,
+        "twice": totals["twice"] + tickets.twice,
+    }
