@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from replicax.cluster.attempt import ATTEMPT
+from replicax.cluster.failure import ATTEMPT
 from replicax.keras.resume import LateCallback
 from replicax.rehearsal import current_rehearsal
 

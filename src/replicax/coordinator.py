@@ -279,7 +279,9 @@ class ClusterCoordinator:
             end = time.monotonic() + _PACE_SECONDS
             while self._worker.run_one() and time.monotonic() < end:
                 pass
-        return self._progress.look()
+        moved = self._progress.look()
+        self._progress.require_workers()
+        return moved
 
     def _all_over(self) -> Any:
         """True: all closures are over; `AGAIN`: some are; None: no news."""

@@ -49,7 +49,8 @@ def train(
 
     for step in range(1, num_steps + 1):
         if step == 6 and strategy.task_id == culprit:
-            get_into(trouble)
+            with strategy.scope():
+                get_into(trouble)
         strategy.run(add, args=(np.ones(2, "float32"),))
         assert np.asarray(total)[0] == 2 * step
         time.sleep(0.02)
@@ -63,6 +64,10 @@ def get_into(trouble: str) -> None:
             raise KeyError("no such column")
         case "blocked":
             read_next_batch()
+        case "alone":
+            import replicax as rx
+
+            rx.get_strategy().check_replicas()
         case "exit":
             sys.exit(3)
 
@@ -224,13 +229,30 @@ def test_a_worker_ends_its_script_early() -> None:
     results = run(
         train, num_workers=2, args=("exit",), deadline_seconds=140, check=False
     )
+    result = results["worker:0"]
+    report = report_of(result)
+    assert (report.kind, report.culprit) == ("exited", "worker:1"), result.output
+    assert result.exit_code == 1
+    assert "ended its script after step 5" in result.output
+    assert "All workers must run the same steps" in result.output
+    check_steps(result)
+    culprit = results["worker:1"]
+    assert culprit.exit_code == 3, culprit.output
+    assert "worker:1 ended its script, but worker:0" in culprit.output
+
+
+@pytest.mark.slow
+def test_a_call_under_is_chief() -> None:
+    """One worker waits for all, while the other one makes the next step."""
+    results = run(
+        train, num_workers=2, args=("alone", 0), deadline_seconds=140, check=False
+    )
     for result in results.values():
         report = report_of(result)
-        assert (report.kind, report.culprit) == ("exited", "worker:1"), result.output
+        assert (report.kind, report.culprit) == ("mismatch", "worker:0"), result.output
         assert result.exit_code == 1
-        assert "ended its script after step 5" in result.output
-        assert "All workers must run the same steps" in result.output
-        check_steps(result)
+        assert "worker:0 waits in variables after step 5" in report.message
+        assert "went on to step 6 without it" in report.message
 
 
 @pytest.mark.slow

@@ -34,8 +34,8 @@ attempt = int(os.environ["REPLICAX_ATTEMPT"])
 here = sys.argv[1]
 """
 REPORT = """
-def report(steps, code, culprit=name):
-    fields = dict(task=name, culprit=culprit, kind="exception", message="It broke.",
+def report(steps, code, culprit=name, kind="exception"):
+    fields = dict(task=name, culprit=culprit, kind=kind, message="It broke.",
         exit_code=code, traceback="Traceback: line " + str(attempt), steps=steps,
         time=time.time())
     folder = os.environ["REPLICAX_REPORT_DIR"]
@@ -115,10 +115,56 @@ def test_a_permanent_failure_is_not_repeated(run: Callable[..., Result]) -> None
         "sys.exit(3) if name == 'worker:1' else time.sleep(100)", "--workers", "3"
     )
     assert result.exit_code == 3
-    assert "exit code 3. Ending worker:0, worker:2." in result.stderr
+    assert "exit code 3. Ending worker:0 and worker:2." in result.stderr
     last = result.stderr.splitlines()[-1]
     assert "worker:1 failed first, with exit code 3 (permanent" in last
     assert "after 0 restarts" in last
+
+
+def test_the_cause_is_shown_once(run: Callable[..., Result]) -> None:
+    """An exception before replicax knows of the task: its output has the cause."""
+    code = """
+        if name == "worker:0":
+            time.sleep(100)
+        print("reading flags")
+        raise ValueError("--steps is -1")
+    """
+    result = run(code, "--workers", "2")
+    assert result.exit_code == 1
+    begin, *trace, last = result.stderr.splitlines()[1:]
+    assert begin == "replicax: The last lines of worker:1:"
+    assert trace[0] == "replicax:   Traceback (most recent call last):"
+    assert trace[-1] == "replicax:   ValueError: --steps is -1"
+    assert "reading flags" not in result.stderr
+    assert "worker:1 failed first, with exit code 1 (permanent" in last
+    assert result.stderr.count("ValueError: --steps") == 1
+
+
+def test_any_failure_is_repeated_if_asked_for(run: Callable[..., Result]) -> None:
+    code = "sys.exit(3) if attempt < 2 else print('done')"
+    result = run(code, "--restart-on", "any", "--backoff-seconds", "0.1")
+    assert result.exit_code == 0, result.output
+    assert "worker:0 ended with exit code 3. Restart 2 of 3" in result.stderr
+
+
+def test_an_interrupt_is_not_repeated_even_then(run: Callable[..., Result]) -> None:
+    result = run("sys.exit(130)", "--restart-on", "any", "--backoff-seconds", "0.1")
+    assert result.exit_code == 130, result.output
+    assert "after 0 restarts" in result.stderr
+
+
+def test_who_ended_its_script_early_tells_the_exit_code(
+    run: Callable[..., Result],
+) -> None:
+    code = """
+        if name == "worker:1":
+            time.sleep(1)
+            sys.exit(5)
+        report({}, 1, culprit="worker:1", kind="exited")
+    """
+    result = run(code, "--workers", "2")
+    assert result.exit_code == 5, result.output
+    assert "worker:1 failed first, with exit code 5 (permanent" in result.stderr
 
 
 def test_a_retryable_failure_is_repeated_until_it_is_over(

@@ -112,31 +112,65 @@ def test_the_same_address_after_a_restart(run: Callable[..., Result]) -> None:
     assert "ps:0 ended with exit code 138. Restart 1 of 3" in result.stderr
 
 
-def test_an_exception_of_a_worker_is_told_at_the_end(
+def test_an_exception_of_a_worker_ends_the_job(run: Callable[..., Result]) -> None:
+    code = """
+        if name == "worker:2":
+            raise ImportError("no module polars")
+        time.sleep(100)
+    """
+    began = time.monotonic()
+    result = run(code)
+    assert time.monotonic() - began < 60
+    assert result.exit_code == 1, result.output
+    first, *trace, last = result.stderr.splitlines()
+    assert first.endswith(
+        "worker:2 ended with exit code 1. It would fail again: the job cannot go on."
+    )
+    assert trace[-1] == "replicax:   ImportError: no module polars"
+    assert "worker:2 failed first, with exit code 1, after 0 restarts" in last
+
+
+def test_any_failure_is_followed_by_a_restart_if_asked_for(
     run: Callable[..., Result],
 ) -> None:
     code = """
+        if name == "worker:2" and attempt == 0:
+            sys.exit(3)
         if name == "worker:2":
-            mark("failed")
-            sys.exit(1)
-        wait_for("failed")
-        time.sleep(0.5)
-        print("done")
+            mark("back")
+        wait_for("back")
         if name == "worker:0":
             mark("over")
     """
+    result = run(code, "--restart-on", "any")
+    assert result.exit_code == 0, result.output
+    assert "worker:2 ended with exit code 3. Restart 1 of 3" in result.stderr
+
+
+def test_a_consequence_of_a_permanent_failure_is_not_repeated(
+    run: Callable[..., Result],
+) -> None:
+    """worker:1 has lost the chief, which has reported an exception and still saves."""
+    code = """
+        fields = dict(task=name, culprit=name, kind="exception", message="It broke.",
+            exit_code=1, traceback="ValueError: no", steps={}, time=0.0)
+        if name == "worker:0":
+            open(os.environ["REPLICAX_REPORT_DIR"] + "/worker-0.json", "w").write(
+                json.dumps(fields))
+            mark("reported")
+            time.sleep(4)
+            sys.exit(1)
+        wait_for("reported")
+        if name == "worker:1":
+            sys.exit(138)
+        time.sleep(100)
+    """
     result = run(code)
     assert result.exit_code == 1, result.output
-    assert sorted(result.stdout.splitlines()) == [
-        "ps:0     | served",
-        "worker:0 | done",
-        "worker:1 | done",
-    ]
-    first, last = result.stderr.splitlines()
-    assert first.endswith(
-        "worker:2 ended with exit code 1. It would fail again: the others go on."
+    assert "Restart" not in result.stderr
+    assert "worker:0 failed first, with exit code 1, after 0 restarts. It broke." in (
+        result.stderr
     )
-    assert "The job is done, but worker:2 failed first, with exit code 1" in last
 
 
 def test_without_restarts_the_others_finish(run: Callable[..., Result]) -> None:

@@ -5,11 +5,11 @@ import pytest
 from replicax.cluster.failure import FailureReport
 from replicax.cluster.outcome import (
     Outcome,
+    RestartPolicy,
     back_off,
     crash_loop,
     exit_status,
     first_failure,
-    kind,
     progress,
 )
 
@@ -31,7 +31,8 @@ def test_a_task_that_blames_itself_failed_first() -> None:
     assert (failure.task, failure.exit_code) == ("worker:1", 1)
     assert failure.message == "worker:1 says."
     assert failure.traceback == "Traceback: oh"
-    assert kind(failure) == "permanent"
+    assert RestartPolicy().is_permanent(failure)
+    assert not RestartPolicy(on_any=True).is_permanent(failure)
 
 
 def test_else_the_task_that_ended_first() -> None:
@@ -44,7 +45,7 @@ def test_else_the_task_that_ended_first() -> None:
     assert failure is not None
     assert (failure.task, failure.exit_code) == ("worker:1", -9)
     assert failure.message == "worker:1 was killed by SIGKILL (out of memory?)."
-    assert kind(failure) == "retryable"
+    assert not RestartPolicy().is_permanent(failure)
 
 
 @pytest.mark.parametrize(

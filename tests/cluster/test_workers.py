@@ -15,7 +15,7 @@ from replicax.cluster import workers as workers_module
 from replicax.cluster.deadlines import Deadlines
 from replicax.cluster.store import Store, StoreError
 from replicax.cluster.workers import Workers
-from replicax.errors import ClusterError
+from replicax.errors import ClusterError, ClusterMismatchError
 
 
 class Service:
@@ -127,14 +127,90 @@ def test_several_that_do_not_come() -> None:
         first.exchange("start", 0, timeout_seconds=0.05)
 
 
+def test_most_of_500_that_do_not_come() -> None:
+    """The reminder and the error name ten, and the number of the rest."""
+    first, *_ = cluster_of(500, Service())
+    with pytest.raises(ClusterError) as caught:
+        first.exchange("start", 0, timeout_seconds=0.05)
+    assert "worker:10 (host10:1) and 489 more did not come to start" in str(
+        caught.value
+    )
+    assert len(str(caught.value)) < 500
+
+
 def test_one_that_has_ended_its_script() -> None:
     first, _ = cluster_of(2, Service())
     assert first.watch is not None
     first.watch.signs[1].has_left = True
     begin = time.monotonic()
-    with pytest.raises(ClusterError, match=r"worker:1 \(host1:1\) ended its script"):
+    with pytest.raises(
+        ClusterMismatchError, match=r"worker:1 \(host1:1\) ended its script"
+    ):
         first.exchange("start", 0)
     assert time.monotonic() - begin < 3
+
+
+def test_one_that_went_on_without_this_one() -> None:
+    first, _ = cluster_of(2, Service())
+    assert first.watch is not None
+    me, other = first.watch.signs
+    me.dispatched = me.steps = other.dispatched = other.steps = 5
+
+    def go_on(missing: Any) -> None:
+        other.dispatched = other.steps = 6
+
+    with pytest.raises(
+        ClusterMismatchError,
+        match=r"worker:0 waits in checkpoint after step 5, but worker:1 \(host1:1\) "
+        "went on to step 6 without it.*strategy.is_chief",
+    ):
+        first.exchange("checkpoint", 0, while_waiting=go_on)
+
+
+def test_one_that_is_slow_is_waited_for() -> None:
+    """Its programs are counted, when it waits, as those of before."""
+    cluster = cluster_of(2, Service(), start_up=20)
+    for worker in cluster:
+        assert worker.watch is not None
+        worker.watch.signs[1].dispatched = 6  # Evaluated by itself, say.
+
+    def exchange(worker: Workers) -> list[Any]:
+        time.sleep(0.5 * worker.index)
+        return worker.exchange("start", worker.index)
+
+    assert on_all(cluster, exchange) == [[0, 1], [0, 1]]
+
+
+def test_two_that_wait_for_different_things() -> None:
+    service = Service()
+    cluster = cluster_of(2, service, start_up=20)
+    for worker in cluster:
+        assert worker.watch is not None
+        worker.watch.start()
+
+    def exchange(worker: Workers) -> str:
+        try:
+            worker.exchange("a", 0)
+            worker.exchange("save" if worker.index else "program", 0)
+        except ClusterMismatchError as error:
+            return str(error)
+        return "no error"
+
+    begin = time.monotonic()
+    told = on_all(cluster, exchange)
+    assert time.monotonic() - begin < 10
+    for worker in cluster:
+        assert worker.watch is not None
+        worker.watch.close()
+    assert any(
+        text.startswith(
+            (
+                "worker:0 waits in program, but worker:1 (host1:1) in save. All",
+                "worker:1 waits in save, but worker:0 (host0:1) in program. All",
+            )
+        )
+        for text in told
+    ), told
 
 
 def test_the_wait_can_be_ended_from_outside() -> None:

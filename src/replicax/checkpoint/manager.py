@@ -14,6 +14,7 @@ from replicax.checkpoint import background, storage
 from replicax.checkpoint.background import BackgroundSave
 from replicax.checkpoint.storage import Contents
 from replicax.cluster import workers
+from replicax.cluster.listing import listed
 from replicax.errors import CheckpointError
 
 __all__ = [
@@ -351,7 +352,7 @@ def _require_shared(worker: Any, directory: Path) -> None:
     if blind:
         raise CheckpointError(
             f"CheckpointManager: {directory} is not the same folder on all workers: "
-            f"worker {', '.join(map(str, blind))} did not see a file of worker 0 "
+            f"worker {listed(map(str, blind))} did not see a file of worker 0 "
             f"within {_SHARED_FILE_TIMEOUT_SECONDS:.0f} s. Use a folder on storage "
             "that all of them mount."
         )

@@ -2,12 +2,28 @@
 
 import ipaddress
 import re
+import socket
 from typing import NamedTuple
 
 __all__ = ["Address", "parse_address"]
 
 _PORT = re.compile(r"[0-9]{1,9}")
 _HOST = re.compile(r"[\w.-]+")
+_NUMBERS = re.compile(r"[0-9.]+")
+_LOOPBACKS = (ipaddress.ip_address("127.0.0.1"), ipaddress.ip_address("::1"))
+# As /etc/hosts has them.
+_LOOPBACK_NAMES = frozenset(
+    (
+        "localhost",
+        "localhost.localdomain",
+        "localhost4",
+        "localhost4.localdomain4",
+        "localhost6",
+        "localhost6.localdomain6",
+        "ip6-localhost",
+        "ip6-loopback",
+    )
+)
 _EXAMPLE = "such as 'host1:2222' or '[fd00::1]:2222'"
 
 
@@ -26,13 +42,28 @@ class Address(NamedTuple):
     @property
     def is_loopback(self) -> bool:
         """Whether `host` means the machine itself, which no other machine can reach."""
-        if self.host == "localhost" or self.host.endswith(".localhost"):
-            return True
-        try:
-            ip = ipaddress.ip_address(self.host)
-        except ValueError:  # It is a name.
-            return False
+        ip = _ip(self.host)
+        if ip is None:
+            return _is_loopback_name(self.host)
         return ip.is_loopback or ip.is_unspecified
+
+    @property
+    def endpoint(self) -> "Address":
+        """The same for all ways to write where a task listens. No name is looked up.
+
+        Example:
+            >>> parse_address("localhost.:80").endpoint == (
+            ...     parse_address("[::1]:80").endpoint
+            ... )
+            True
+        """
+        ip = _ip(self.host)
+        if ip is None:
+            name = self.host.removesuffix(".")
+            return Address("localhost" if _is_loopback_name(name) else name, self.port)
+        if ip.is_unspecified or ip in _LOOPBACKS:
+            return Address("localhost", self.port)
+        return Address(ip.compressed, self.port)
 
 
 def parse_address(text: object) -> Address:
@@ -60,6 +91,25 @@ def parse_address(text: object) -> Address:
     if not colon or (text.startswith("[") and text.endswith("]")):
         raise ValueError(f"it has no port; expected an address {_EXAMPLE}")
     return Address(_host(host), _port(port))
+
+
+def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The IP address that `host` is; None: it is a name."""
+    if _NUMBERS.fullmatch(host):
+        try:
+            return ipaddress.IPv4Address(socket.inet_aton(host))  # 127.1, say.
+        except OSError:
+            return None
+    try:
+        ip = ipaddress.ip_address(host)
+    except ValueError:
+        return None
+    return getattr(ip, "ipv4_mapped", None) or ip
+
+
+def _is_loopback_name(host: str) -> bool:
+    name = host.removesuffix(".")
+    return name in _LOOPBACK_NAMES or name.endswith(".localhost")
 
 
 def _port(text: str) -> int:

@@ -13,22 +13,22 @@ from pathlib import Path
 from replicax.cluster.console import TaskConsole
 from replicax.cluster.ending import KILL_AFTER_S, Ending
 from replicax.cluster.failure import REPORT_DIR, FailureReport
+from replicax.cluster.listing import listed
 from replicax.cluster.outcome import (
     Failure,
     Outcome,
     describe_exit,
     first_failure,
     progress,
+    with_output,
 )
 from replicax.cluster.placement import task_names, tf_configs
 from replicax.cluster.processes import TaskProcesses
 
-__all__ = ["ATTEMPT", "ClusterCommand", "run_attempt"]
-
-ATTEMPT = "REPLICAX_ATTEMPT"
-"""Environment variable of a task: 0, then one more with each restart."""
+__all__ = ["ClusterCommand", "run_attempt"]
 
 _TICK_S = 0.1
+_SETTLE_S = 10.0  # For a task whose script ended too early to end by itself.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ def run_attempt(
             cores=command.cores,
         )
         with processes:
-            attempt = _Attempt(command, processes, console, signals)
+            attempt = _Attempt(command, processes, console, signals, Path(folder))
             attempt.run()
         reports = FailureReport.read_all(Path(folder))
     return Outcome(
@@ -101,9 +101,12 @@ class _Attempt:
         processes: TaskProcesses,
         console: TaskConsole,
         signals: Sequence[int],
+        folder: Path,
     ) -> None:
         self.ending = Ending(processes, console, signals, command.grace_seconds)
         self._command = command
+        self._folder = folder
+        self._spared: tuple[float, set[str]] | None = None
         self._processes = processes
         self._console = console
         self._running = set(processes.tasks)
@@ -126,7 +129,10 @@ class _Attempt:
     def failure(self, reports: Sequence[FailureReport]) -> Failure | None:
         """The first failure, once all have ended."""
         failure = first_failure(self._failed, reports) if self._failed else None
-        return None if failure is None else self.ending.explained(failure)
+        if failure is None:
+            return None
+        output = self._console.last_lines(failure.task)
+        return self.ending.explained(with_output(failure, output))
 
     @property
     def _training(self) -> set[str]:
@@ -140,16 +146,26 @@ class _Attempt:
         self._running -= ended
         for name in sorted(ended - self._dismissed):
             code = self._processes.tasks[name].exit_code
-            if code:
+            # Who the launcher ended after a failure has not failed by itself.
+            if code and not (self._failed and self.ending.asked([name])):
                 self._failed.append((name, code))
 
     def _end_after_failure(self) -> None:
         # After a signal the others are ending already, and have their time for it.
-        rest = self._running - self.ending.asked(self._running)
+        rest = self._running - self.ending.asked(self._running) - self._leaving()
         if rest and self.ending.signal is None:
             what = describe_exit(*self._failed[0])
-            self._console.say(f"{what} Ending {', '.join(sorted(rest))}.")
+            self._console.say(f"{what} Ending {listed(sorted(rest))}.")
             self.ending.end(rest, signal.SIGTERM, KILL_AFTER_S)
+
+    def _leaving(self) -> set[str]:
+        """Tasks that end their script and whose own exit status tells the cause."""
+        if self._spared is None:
+            reports = FailureReport.read_all(self._folder)
+            names = {r.culprit for r in reports if r.kind == "exited" and r.culprit}
+            self._spared = (time.monotonic() + _SETTLE_S, names)
+        until, names = self._spared
+        return names if time.monotonic() < until else set()
 
     def _end_after_training(self) -> None:
         now = time.monotonic()
@@ -157,7 +173,7 @@ class _Attempt:
             self._evaluate_until = now + self._command.evaluator_seconds
         if now >= self._evaluate_until and not self._dismissed >= self._running:
             self._console.say(
-                f"{', '.join(sorted(self._running))} did not end within "
+                f"{listed(sorted(self._running))} did not end within "
                 f"{self._command.evaluator_seconds:g} s after the training: ending it."
             )
             new = self._running - self._dismissed

@@ -13,6 +13,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from replicax.cluster.addresses import Address, parse_address
+from replicax.cluster.listing import listed
 from replicax.cluster.spec import ClusterSpec, task_name
 from replicax.errors import ClusterConfigError
 
@@ -28,6 +29,7 @@ _EXAMPLE = (
 _ONE_TASK_JOBS = ("chief", "evaluator")
 
 # Values come from outside and may be of any size and depth.
+_SHOWN_PROBLEMS = 20
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 120
 
@@ -172,7 +174,10 @@ def list_problems(source: str, problems: Sequence[str]) -> str:
           1. 'task' is missing.
     """
     count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
-    lines = [f"  {n}. {problem}." for n, problem in enumerate(problems, 1)]
+    shown = problems[:_SHOWN_PROBLEMS]
+    lines = [f"  {n}. {problem}." for n, problem in enumerate(shown, 1)]
+    if len(problems) > len(shown):
+        lines.append(f"  And {len(problems) - len(shown)} more.")
     return "\n".join([f"{source} has {count}:", *lines])
 
 
@@ -271,10 +276,14 @@ def _task(job: str, index: int) -> str:
 def _repeats(addresses: Sequence[tuple[str, str, Address]]) -> Iterable[str]:
     holders: dict[Address, list[tuple[str, str]]] = {}
     for task, text, address in addresses:
-        holders.setdefault(address, []).append((task, text))
+        holders.setdefault(address.endpoint, []).append((task, text))
     for tasks in holders.values():
         if len(tasks) > 1:
-            names = ", ".join(task for task, _ in tasks)
+            spelled = {text for _, text in tasks}
+            names = listed(
+                task if len(spelled) == 1 else f"{task} ({text!r})"
+                for task, text in tasks
+            )
             yield (
                 f"address {tasks[0][1]!r} is given to {len(tasks)} tasks: {names}; "
                 "expected a port of its own for each task of a machine"
@@ -286,7 +295,7 @@ def _mixed_loopback(addresses: Sequence[tuple[str, str, Address]]) -> Iterable[s
     connected = [a for a in addresses if not a[0].startswith("evaluator:")]
     local = [a for a in connected if a[2].is_loopback]
     if local and len(local) < len(connected):
-        names = ", ".join(f"{task} ({text!r})" for task, text, _ in local)
+        names = listed(f"{task} ({text!r})" for task, text, _ in local)
         yield (
             f"other machines cannot reach {names}; expected names or addresses that "
             "all machines of the cluster can reach"

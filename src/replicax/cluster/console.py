@@ -2,6 +2,7 @@
 
 import sys
 import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import IO
 
@@ -14,6 +15,7 @@ __all__ = ["TaskConsole"]
 
 _STYLES = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
 _LONGEST_LINE_BYTES = 1 << 24  # A task that never ends its line must not fill memory.
+_KEPT_LINES = 100
 
 
 class TaskConsole:
@@ -37,6 +39,8 @@ class TaskConsole:
         self._stream = sys.stdout.buffer if stream is None else stream
         self._lock = threading.Lock()
         self._begun = {name: bytearray() for name in names}
+        self._ended: set[str] = set()
+        self._last = {name: deque[bytes](maxlen=_KEPT_LINES) for name in names}
         self._prefixes = _prefixes(names)
         self._live: Live | None = None
         self._table: RenderableType | None = None
@@ -49,7 +53,11 @@ class TaskConsole:
             chunk: What it wrote; nothing at the end, which ends a line too.
         """
         begun = self._begun[name]
+        if name in self._ended:  # The first output after a restart.
+            self._last[name].clear()
+            self._ended.discard(name)
         if not chunk:
+            self._ended.add(name)
             lines = bytes(begun)
         elif b"\n" in chunk or len(begun) > _LONGEST_LINE_BYTES:
             head, newline, tail = chunk.rpartition(b"\n")
@@ -60,12 +68,18 @@ class TaskConsole:
             return
         begun[:] = chunk
         prefix = self._prefixes[name]
+        whole = _lines(lines)
+        self._last[name].extend(line[:1000] for line in whole[-_KEPT_LINES:])
         self._write(
             b"".join(
                 prefix + line if line.endswith(b"\n") else prefix + line + b"\n"
-                for line in _lines(lines)
+                for line in whole
             )
         )
+
+    def last_lines(self, name: str) -> list[str]:
+        """The last lines that a task wrote, at most a hundred."""
+        return [line.decode(errors="replace").rstrip() for line in self._last[name]]
 
     def say(self, message: str) -> None:
         """Write a message of the launcher itself, on stderr."""

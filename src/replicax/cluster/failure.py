@@ -9,7 +9,18 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["REPORT_DIR", "STATUS_FILE", "ExitCode", "FailureReport", "is_retryable"]
+__all__ = [
+    "ATTEMPT",
+    "REPORT_DIR",
+    "STATUS_FILE",
+    "ExitCode",
+    "FailureReport",
+    "is_retryable",
+]
+
+ATTEMPT = "REPLICAX_ATTEMPT"
+"""Environment variable of a task that is started again after a failure that may pass:
+0, then one more with each restart."""
 
 REPORT_DIR = "REPLICAX_REPORT_DIR"
 """Environment variable: the folder in which a task leaves its `FailureReport`."""

@@ -4,9 +4,11 @@ import atexit
 import contextlib
 import logging
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -16,6 +18,7 @@ from replicax.cluster.addresses import parse_address
 from replicax.cluster.deadlines import Deadlines
 from replicax.cluster.failure import ExitCode, FailureReport
 from replicax.cluster.gloo import listen_for
+from replicax.cluster.listing import listed
 from replicax.cluster.spec import ClusterSpec
 from replicax.cluster.store import Store
 from replicax.cluster.watch import Watch
@@ -25,6 +28,7 @@ from replicax.errors import ClusterConfigError, ClusterError
 __all__ = ["join"]
 
 _REMIND_SECONDS = 10.0
+_MOST_PROBES = 64
 _JAX_TIMEOUT = 24 * 3600  # Ours are shorter and say who is missing.
 _logger = logging.getLogger("replicax")
 _joined: tuple[Any, Workers] | None = None
@@ -121,7 +125,7 @@ def _check_order(names: Sequence[str], index: int, description: str) -> None:
         raise ClusterConfigError(
             f"jax.distributed.initialize was called for process {here[1]} of {here[0]},"
             f" but {description} says process {index} of {len(names)} "
-            f"({', '.join(names)}). Leave the call out, or make them agree."
+            f"({listed(names)}). Leave the call out, or make them agree."
         )
 
 
@@ -204,10 +208,17 @@ def _initialize(
 
 def _absent(names: Sequence[str], addresses: Sequence[str], index: int) -> str:
     """The workers that do not answer at their addresses."""
-    return ", ".join(
-        f"{name} ({address})"
-        for i, (name, address) in enumerate(zip(names, addresses, strict=True))
-        if i != index and not _answers(address)
+    others = [i for i in range(len(names)) if i != index]
+    # Each one that is down takes a second to say so.
+    with ThreadPoolExecutor(_MOST_PROBES) as pool:
+        answers = pool.map(_answers, [addresses[i] for i in others])
+    return listed(
+        (
+            f"{names[i]} ({addresses[i]})"
+            for i, answer in zip(others, answers, strict=True)
+            if not answer
+        ),
+        nobody="",
     )
 
 
@@ -275,6 +286,17 @@ def _leave(members: Workers) -> None:
         running = [sign.full_name for sign in watch.signs if not sign.has_left]
         if not running:
             break
+        if watch.is_missed:
+            print(
+                f"replicax: {members.name} ended its script, but {listed(running)} "
+                "needed it for more steps. All workers must run the same steps.",
+                file=sys.stderr,
+            )
+            watch.close()
+            # The service goes on until the others have ended.
+            atexit.unregister(coordinator.stop)
+            Store.abandon()
+            return
         now = time.monotonic()
         if now > deadline:
             watch.fail(_unaccompanied(members, watch, running))
@@ -283,7 +305,7 @@ def _leave(members: Workers) -> None:
             _logger.warning(
                 "%s is done and waits for %s; at most %.0f s more",
                 members.name,
-                ", ".join(running),
+                listed(running),
                 deadline - now,
             )
         time.sleep(0.05)
@@ -299,7 +321,7 @@ def _unaccompanied(
         task=members.name,
         culprit=running[0].split(" ")[0],
         kind="lost",
-        message=f"{', '.join(running)} did not come to the end of the script within"
+        message=f"{listed(running)} did not come to the end of the script within"
         f" {members.deadlines.shutdown:.0f} s (shutdown_timeout_seconds).",
         exit_code=int(ExitCode.RETRY),
         steps=watch.steps,

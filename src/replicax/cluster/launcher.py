@@ -7,21 +7,22 @@ import threading
 import time
 from collections.abc import Iterator
 
-from replicax.cluster.attempt import ATTEMPT, ClusterCommand, run_attempt
+from replicax.cluster.attempt import ClusterCommand, run_attempt
 from replicax.cluster.console import TaskConsole
-from replicax.cluster.failure import ExitCode
+from replicax.cluster.failure import ATTEMPT, ExitCode
 from replicax.cluster.outcome import (
     Failure,
     Outcome,
-    back_off,
+    RestartPolicy,
     crash_loop,
     exit_status,
-    kind,
+    last_lines,
 )
 from replicax.cluster.served import run_served
 
 __all__ = ["ATTEMPT", "launch"]
 
+_PERMANENT = "permanent: another attempt would fail again"
 _CRASH_LOOP = "retryable, but three attempts in a row got no further: a crash loop"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _TICK_S = 0.1
@@ -32,6 +33,7 @@ def launch(
     *,
     max_restarts: int = 3,
     backoff_seconds: float = 1.0,
+    restart_on_any: bool = False,
 ) -> int:
     """Run a cluster's tasks until they are done, or have failed for good.
 
@@ -45,31 +47,32 @@ def launch(
         max_restarts: How often to start again, each task with parameter servers.
         backoff_seconds: The wait before the first restart; it doubles from then on, up
             to a minute.
+        restart_on_any: Whether to start again after any failure, also one that the
+            exit code says is permanent.
 
     Returns:
         The exit status of the task that failed first, 128 and the signal's number if a
         signal ended it; 0 if none did.
     """
+    policy = RestartPolicy(
+        max_restarts=max_restarts,
+        backoff_seconds=backoff_seconds,
+        on_any=restart_on_any,
+    )
     console = TaskConsole(command.names)
     outcomes: list[Outcome] = []
     with received_signals() as signals:
         if "ps" in command.num_tasks:
-            return run_served(
-                command,
-                console,
-                signals,
-                max_restarts=max_restarts,
-                backoff_seconds=backoff_seconds,
-            )
+            return run_served(command, console, signals, policy)
         while True:
             attempt = dataclasses.replace(
                 command,
                 environment={**command.environment, ATTEMPT: str(len(outcomes))},
             )
             outcomes.append(run_attempt(attempt, console, signals))
-            reason = _reason_to_stop(outcomes, max_restarts)
+            reason = _reason_to_stop(outcomes, policy)
             if reason is None:
-                wait = back_off(len(outcomes) - 1, backoff_seconds)
+                wait = policy.wait_seconds(len(outcomes) - 1)
                 _announce(console, outcomes, max_restarts, wait)
                 if _sleep(wait, signals):
                     continue
@@ -100,18 +103,18 @@ def received_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _reason_to_stop(outcomes: list[Outcome], max_restarts: int) -> str | None:
+def _reason_to_stop(outcomes: list[Outcome], policy: RestartPolicy) -> str | None:
     """Why the last attempt is the last one; None: it is not."""
     failure = outcomes[-1].failure
     if failure is None:
         return "done"
     if outcomes[-1].signal is not None:
         return f"after {signal.Signals(outcomes[-1].signal).name}"
-    if kind(failure) == "permanent":
-        return "permanent: another attempt would fail again"
+    if policy.is_permanent(failure):
+        return _PERMANENT
     if crash_loop(outcomes):
         return _CRASH_LOOP
-    if len(outcomes) > max_restarts:
+    if len(outcomes) > policy.max_restarts:
         return "retryable, but no restart is left"
     return None
 
@@ -145,6 +148,8 @@ def _finish(console: TaskConsole, outcomes: list[Outcome], reason: str) -> int:
     first = outcomes[0].failure
     if reason == _CRASH_LOOP and first is not None:
         console.say(f"The first failure of the first attempt:\n{_describe(first)}")
+    elif lines := last_lines(failure):
+        console.say(lines)
     console.say(
         f"{failure.task} failed first, with exit code "
         f"{exit_status(failure.exit_code)} ({reason}), after {restarts}. "

@@ -8,10 +8,20 @@ from collections.abc import Sequence
 
 from replicax.cluster.failure import FailureReport, is_retryable
 
-__all__ = ["Failure", "Outcome", "back_off", "crash_loop", "exit_status"]
+__all__ = [
+    "Failure",
+    "Outcome",
+    "RestartPolicy",
+    "back_off",
+    "crash_loop",
+    "exit_status",
+    "last_lines",
+]
 
 _MAX_BACK_OFF_S = 60.0
 _FRUITLESS = 3
+_SHOWN_LINES = 12
+_INTERRUPTED = 128 + signal.SIGINT
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,7 +32,7 @@ class Failure:
         task: Its name.
         exit_code: Its exit status; negative for a signal.
         message: What happened, in full sentences.
-        traceback: Its Python traceback, where it has left one.
+        traceback: Its Python traceback; without one, the end of its output.
     """
 
     task: str
@@ -46,6 +56,32 @@ class Outcome:
     signal: int | None = None
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RestartPolicy:
+    """Which failures tasks are started again after, and how often.
+
+    Attributes:
+        max_restarts: How often at most.
+        backoff_seconds: The wait before the first restart; it doubles from then on.
+        on_any: Whether after any failure, and not only one that may pass. An interrupt
+            (SIGINT) is never followed by a restart.
+    """
+
+    max_restarts: int = 3
+    backoff_seconds: float = 1.0
+    on_any: bool = False
+
+    def is_permanent(self, failure: Failure) -> bool:
+        """Whether nothing is started again after this failure, whatever is left."""
+        if self.on_any:
+            return exit_status(failure.exit_code) == _INTERRUPTED
+        return not is_retryable(failure.exit_code)
+
+    def wait_seconds(self, restart: int) -> float:
+        """How long to wait before a restart; 0 is the first one."""
+        return back_off(restart, self.backoff_seconds)
+
+
 def exit_status(exit_code: int) -> int:
     """A process' exit code as a shell has it: 128 and the signal's number for signals.
 
@@ -66,6 +102,7 @@ def first_failure(
             order in which they ended.
         reports: What tasks have reported, the earliest first.
     """
+    codes = dict(exits)
     for report in reports:
         # A preempted task has not failed, but was asked to end, perhaps by a launcher
         # that had seen another one fail.
@@ -75,6 +112,13 @@ def first_failure(
                 exit_code=report.exit_code,
                 message=report.message,
                 traceback=report.traceback,
+            )
+        if report.kind == "exited" and report.culprit is not None:
+            # The culprit's own exit status tells more than that of who missed it.
+            return Failure(
+                task=report.culprit,
+                exit_code=codes.get(report.culprit) or report.exit_code,
+                message=report.message,
             )
     if not exits:
         return None
@@ -104,9 +148,27 @@ def describe_exit(
     return f"{task} was killed by {name}{guess}."
 
 
-def kind(failure: Failure) -> str:
-    """Whether another attempt may end otherwise: `"retryable"` or `"permanent"`."""
-    return "retryable" if is_retryable(failure.exit_code) else "permanent"
+def with_output(failure: Failure, output: Sequence[str]) -> Failure:
+    """The failure, with the end of its task's output where it left no traceback."""
+    if failure.traceback is not None or failure.exit_code < 0:
+        return failure  # A signal comes without a last word.
+    return dataclasses.replace(failure, traceback="\n".join(output) or None)
+
+
+def last_lines(failure: Failure) -> str:
+    """The end of a failed task's traceback or output; empty where there is none.
+
+    Example:
+        >>> failure = Failure(task="ps:0", exit_code=1, message="", traceback="A")
+        >>> print(last_lines(failure))
+        The last lines of ps:0:
+          A
+    """
+    lines = (failure.traceback or "").rstrip().splitlines()
+    begins = [i for i, line in enumerate(lines) if line.startswith("Traceback (most")]
+    lines = lines[begins[-1] :] if begins else lines
+    shown = [f"  {line}" for line in lines[-_SHOWN_LINES:]]
+    return "\n".join([f"The last lines of {failure.task}:", *shown]) if shown else ""
 
 
 def progress(reports: Sequence[FailureReport]) -> int:

@@ -1,8 +1,9 @@
 """A cluster with parameter servers on this machine: tasks are restarted one by one.
 
 The chief, which is worker 0 where there is no chief, decides about the whole: with its
-end the job is done or has failed. Servers see that by themselves. Another worker that
-has failed for good is missed by nobody, but its exit code is the launcher's.
+end the job is done or has failed. Servers see that by themselves. A task whose failure
+is permanent, such as an exception of its script, ends the job. Another worker that has
+no restart left is missed by nobody, but its exit code is the launcher's.
 """
 
 import dataclasses
@@ -16,10 +17,11 @@ from typing import Any
 
 from rich.table import Table
 
-from replicax.cluster.attempt import ATTEMPT, ClusterCommand
+from replicax.cluster.attempt import ClusterCommand
 from replicax.cluster.console import TaskConsole
 from replicax.cluster.ending import KILL_AFTER_S, Ending
 from replicax.cluster.failure import (
+    ATTEMPT,
     REPORT_DIR,
     STATUS_FILE,
     ExitCode,
@@ -27,14 +29,16 @@ from replicax.cluster.failure import (
 )
 from replicax.cluster.job_status import JobStatus, servers_of
 from replicax.cluster.job_table import TaskState, draw, place_in_training
+from replicax.cluster.listing import listed
 from replicax.cluster.outcome import (
     Failure,
     Outcome,
-    back_off,
+    RestartPolicy,
     crash_loop,
     exit_status,
     first_failure,
-    kind,
+    last_lines,
+    with_output,
 )
 from replicax.cluster.placement import tf_configs
 from replicax.cluster.processes import TaskProcesses
@@ -50,9 +54,7 @@ def run_served(
     command: ClusterCommand,
     console: TaskConsole,
     signals: Sequence[int],
-    *,
-    max_restarts: int,
-    backoff_seconds: float,
+    policy: RestartPolicy,
 ) -> int:
     """Run the tasks until all have ended. None is left.
 
@@ -60,8 +62,7 @@ def run_served(
         command: What to run.
         console: Where their output goes.
         signals: The signals that the launcher has received; it grows.
-        max_restarts: How often each task may be started again.
-        backoff_seconds: The wait before a task's first restart; it doubles.
+        policy: How often each task may be started again, and after what.
 
     Returns:
         The exit status of the task that failed first and for good; 0: none did.
@@ -84,8 +85,7 @@ def run_served(
         )
         with processes:
             ending = Ending(processes, console, signals, command.grace_seconds)
-            restarts = _Restarts(max_restarts, backoff_seconds)
-            run = _Run(command, console, processes, ending, tasks, restarts)
+            run = _Run(command, console, processes, ending, tasks, policy)
             with _Display(console, run, command.environment):
                 run.go_on()
     return run.summarize()
@@ -127,20 +127,16 @@ class _Task:
         path = self.folder / str(self.num_restarts) / STATUS_FILE
         return json.loads(path.read_text()) if path.exists() else None
 
+    @property
+    def reports(self) -> list[FailureReport]:
+        """What it has reported since its last start."""
+        return FailureReport.read_all(self.folder / str(self.num_restarts))
+
     def failure(self, exit_code: int) -> Failure:
         """Why it ended just now."""
-        reports = FailureReport.read_all(self.folder / str(self.num_restarts))
-        failure = first_failure([(self.name, exit_code)], reports)
+        failure = first_failure([(self.name, exit_code)], self.reports)
         assert failure is not None
         return failure
-
-
-@dataclasses.dataclass(frozen=True)
-class _Restarts:
-    """How often each task may be started again, and the wait before the first time."""
-
-    most: int
-    backoff_s: float
 
 
 class _Run:
@@ -153,7 +149,7 @@ class _Run:
         processes: TaskProcesses,
         ending: Ending,
         tasks: dict[str, _Task],
-        restarts: _Restarts,
+        policy: RestartPolicy,
     ) -> None:
         self.tasks = tasks
         self.status: JobStatus | None = None
@@ -161,7 +157,7 @@ class _Run:
         self._console = console
         self._processes = processes
         self._ending = ending
-        self._restarts = restarts
+        self._policy = policy
         self._chief = "chief:0" if "chief:0" in tasks else "worker:0"
         self._chief_is_done = False
         self._running = set(tasks)
@@ -229,39 +225,53 @@ class _Run:
         if task.name in self._dismissed:
             task.ended = "ended"
             return
-        failure = self._ending.explained(task.failure(exit_code))
+        output = self._console.last_lines(task.name)
+        failure = with_output(self._ending.explained(task.failure(exit_code)), output)
         progress = -1 if self.status is None else self.status.progress(task.name)
         task.outcomes.append(Outcome(failure=failure, progress=progress))
         if self._why_over is not None or self._ending.signal is not None:
             self._failures.append(failure)  # A consequence.
-        elif self._chief_is_done and kind(failure) == "retryable":
+        elif self._chief_is_done and not self._policy.is_permanent(failure):
             self._console.say(f"{failure.message} The job is done without it.")
+        elif (culprit := self._permanently_failing()) is not None:
+            self._failures.append(failure)
+            self._why_over = culprit
         elif (reason := self._why_for_good(task)) is None:
-            wait = back_off(len(task.outcomes) - 1, self._restarts.backoff_s)
+            wait = self._policy.wait_seconds(len(task.outcomes) - 1)
             task.restart_at = time.monotonic() + wait
             self._console.say(
-                f"{failure.message} Restart {task.num_starts} of {self._restarts.most} "
-                f"in {wait:.1f} s."
+                f"{failure.message} Restart {task.num_starts} of "
+                f"{self._policy.max_restarts} in {wait:.1f} s."
             )
         else:
             self._fail_for_good(failure, reason)
+
+    def _permanently_failing(self) -> str | None:
+        """A task that has reported a permanent failure and has not ended yet."""
+        for name in sorted(self._running):
+            for report in self.tasks[name].reports:
+                failure = first_failure([(name, report.exit_code)], [report])
+                if failure is not None and self._policy.is_permanent(failure):
+                    return name
+        return None
 
     def _why_for_good(self, task: _Task) -> str | None:
         """Why a task that failed is not started again; None: it is."""
         failure = task.outcomes[-1].failure
         assert failure is not None
-        if kind(failure) == "permanent":
+        if self._policy.is_permanent(failure):
             return "It would fail again"
         if crash_loop(task.outcomes):
             return "Three restarts in a row brought no step more"
-        if task.num_restarts >= self._restarts.most:
+        if task.num_restarts >= self._policy.max_restarts:
             return "No restart is left"
         return None
 
     def _fail_for_good(self, failure: Failure, reason: str) -> None:
         self._failures.append(failure)
         name = failure.task
-        if name == self._chief or name.startswith("ps"):
+        is_permanent = self._policy.is_permanent(failure) and not self._chief_is_done
+        if name == self._chief or name.startswith("ps") or is_permanent:
             self._why_over = name
             rest = "the job cannot go on"
         else:
@@ -302,7 +312,10 @@ class _Run:
             if not self._training:
                 self._dismiss(self._running, "signal", 0.0)
         elif self._why_over is not None:
-            self._dismiss(self._running, "failure", _SETTLE_S)
+            # Who has failed ends by itself, perhaps after it has saved something.
+            culprit = {self._why_over}
+            self._dismiss(self._running - culprit, "failure", _SETTLE_S)
+            self._dismiss(self._running, "failure", _SETTLE_S + grace)
         elif self._chief_is_done and not self._serving:
             # Nothing can be trained any more.
             self._dismiss(self._training, "servers", grace)
@@ -322,7 +335,7 @@ class _Run:
             return
         if after is not None:
             self._console.say(
-                f"{', '.join(sorted(names))} did not end within {seconds:g} s after "
+                f"{listed(sorted(names))} did not end within {seconds:g} s after "
                 f"{after}: ending it."
             )
         self._dismissed |= names
@@ -338,11 +351,13 @@ class _Run:
             if num:
                 self._console.say(f"The job is done, after {restarts}.")
             return ExitCode.DONE
+        if lines := last_lines(first):
+            self._console.say(lines)
         status = exit_status(first.exit_code)
         job = "The job is done, but " if self._chief_is_done else ""
         others = {f.task for f in self._failures if self._chief_is_done}
         others.discard(first.task)
-        also = f" So did {', '.join(sorted(others))}." if others else ""
+        also = f" So did {listed(sorted(others))}." if others else ""
         if self._ending.signal is not None:
             after = f"after {signal.Signals(self._ending.signal).name}, "
         else:
@@ -357,11 +372,14 @@ class _Run:
         if not self._failures:
             return None
         first = self._failures[0]
+        for failure in self._failures:
+            if failure.task == self._why_over:
+                first = failure
         if first.task.startswith("ps") and first.exit_code == ExitCode.FAILED:
             # So a server ends when the job has failed, perhaps before who failed does.
             for failure in self._failures:
                 is_server = failure.task.startswith("ps")
-                if not is_server and kind(failure) == "permanent":
+                if not is_server and self._policy.is_permanent(failure):
                     return failure
         return first
 

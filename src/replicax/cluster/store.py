@@ -4,6 +4,7 @@ The one file that reaches for the client of `jax.distributed`, which is not publ
 Tested with JAX 0.10 to 0.12.
 """
 
+import ctypes
 from typing import Any
 
 import jax
@@ -31,6 +32,15 @@ class Store:
         from jax._src.distributed import global_state
 
         return cls(global_state.client)
+
+    @staticmethod
+    def abandon() -> None:
+        """Let this process end without JAX's wait for the others, who have failed."""
+        from jax._src.distributed import global_state
+
+        client, global_state.client = global_state.client, None
+        # Its destructor would wait, too.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))
 
     def put(self, key: str, value: str) -> None:
         """Store `value` under `key`, in place of what was there."""

@@ -4,6 +4,7 @@ import dataclasses
 import re
 from collections.abc import Mapping
 
+from replicax.cluster.listing import listed
 from replicax.cluster.metadata import instance_attribute, metadata_server
 from replicax.errors import ClusterConfigError
 
@@ -187,7 +188,7 @@ def _index(text: str, addresses: tuple[str, ...]) -> int:
         return int(text)
     raise ClusterConfigError(
         f"TPUClusterResolver: the slice has {len(addresses)} hosts "
-        f"({', '.join(addresses)}), so TPU_WORKER_ID is a number from 0 to "
+        f"({listed(addresses)}), so TPU_WORKER_ID is a number from 0 to "
         f"{len(addresses) - 1}, another on each; got {text!r}. Set it as the TPU's "
         "provisioner does."
     )

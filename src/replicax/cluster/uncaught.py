@@ -2,17 +2,17 @@
 
 import sys
 import time
-import traceback
 from collections.abc import Mapping
 from types import TracebackType
 
 import jax
 
+from replicax.cluster.exceptions import report_of
 from replicax.cluster.failure import ExitCode, FailureReport
 from replicax.cluster.store import StoreError
 from replicax.cluster.watch import Watch, end_process
 from replicax.cluster.workers import Workers
-from replicax.errors import ClusterError, ClusterMismatchError
+from replicax.errors import ClusterError
 
 __all__ = ["report_exceptions", "retry_if_not_caught"]
 
@@ -73,7 +73,8 @@ def _is_about_a_peer(error: BaseException) -> bool:
     text = str(error).lower()
     words = ("gloo", "nccl", "connection", "socket", "coordinat")
     if isinstance(error, jax.errors.JaxRuntimeError):
-        return any(word in text for word in words)
+        # A callback's error has the text of its traceback.
+        return "callback" not in text and any(word in text for word in words)
     # What JAX makes of a collective that fails while it is dispatched.
     return isinstance(error, ValueError) and text.startswith(_COLLECTIVE_FAILED)
 
@@ -85,8 +86,6 @@ def _failure(
     trace: TracebackType | None,
     about_a_peer: bool,
 ) -> FailureReport:
-    mismatch = isinstance(error, ClusterMismatchError)
-    lost = about_a_peer or (isinstance(error, ClusterError) and not mismatch)
     if isinstance(error, ClusterError) and error.culprit is not None:
         # That worker adds where it is. This one's place has been printed.
         return FailureReport(
@@ -97,15 +96,7 @@ def _failure(
             exit_code=int(ExitCode.RETRY),
             steps=steps,
         )
-    return FailureReport(
-        task=name,
-        culprit=name,
-        kind="lost" if lost else "mismatch" if mismatch else "exception",
-        message=f"{name} raised {type(error).__name__}: {error}",
-        exit_code=int(ExitCode.RETRY if lost else ExitCode.FAILED),
-        traceback="".join(traceback.format_exception(type(error), error, trace)),
-        steps=steps,
-    )
+    return report_of(name, error, trace, steps=steps, about_a_peer=about_a_peer)
 
 
 def _interrupted(members: Workers, watch: Watch) -> FailureReport:

@@ -6,6 +6,7 @@ from typing import Any
 
 from replicax.cluster.deadlines import Deadlines
 from replicax.cluster.failure import ExitCode, FailureReport
+from replicax.cluster.listing import listed
 
 __all__ = ["Sign", "judge"]
 
@@ -27,6 +28,8 @@ class Sign:
         failure: The report of a worker that is ending; None: it is not.
         seen_at: When it last gave a sign of life, by the clock of who judges.
         moved_at: When `dispatched` last changed, by the same clock.
+        waiting: The exchange with all workers that it waits in, by name and number;
+            None: in none.
     """
 
     name: str
@@ -38,6 +41,7 @@ class Sign:
     failure: dict[str, Any] | None = None
     seen_at: float = 0.0
     moved_at: float = 0.0
+    waiting: tuple[str, int] | None = None
 
     @property
     def full_name(self) -> str:
@@ -136,7 +140,7 @@ def _stuck(
     least = min(sign.dispatched for sign in running)
     behind = [sign for sign in running if sign.dispatched == least]
     if len(behind) < len(running):
-        names = " and ".join(sign.full_name for sign in behind)
+        names = listed(sign.full_name for sign in behind)
         return _report(
             me,
             behind[0],

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 from replicax.cluster.deadlines import Deadlines
 from replicax.cluster.failure import ExitCode, FailureReport
+from replicax.cluster.listing import listed
 from replicax.cluster.stopping import StopRequest
 from replicax.cluster.store import Store, StoreError
 from replicax.cluster.verdict import Sign, judge
@@ -40,6 +41,10 @@ class Watch:
         store: What they share.
         deadlines: How long to wait for what.
         stop: This worker's stop request.
+
+    Attributes:
+        waiting: The exchange that this worker waits in; None: in none.
+        is_missed: Whether the others have failed since this worker's script ended.
     """
 
     def __init__(
@@ -52,6 +57,8 @@ class Watch:
         stop: StopRequest,
     ) -> None:
         now = time.monotonic()
+        self.is_missed = False
+        self.waiting: tuple[str, int] | None = None
         self._signs = [
             Sign(name=name, address=address, seen_at=now, moved_at=now)
             for name, address in zip(names, addresses, strict=True)
@@ -168,6 +175,7 @@ class Watch:
                 "steps": me.steps,
                 "completed": me.completed,
                 "has_left": me.has_left,
+                "waiting": self.waiting,
                 "failure": me.failure,
                 "frozen": self._frozen,
             }
@@ -208,6 +216,7 @@ class Watch:
                 sign.dispatched, sign.moved_at = status["dispatched"], now
             sign.completed, sign.steps = status["completed"], status["steps"]
             sign.has_left = status["has_left"]
+            sign.waiting = status["waiting"] and tuple(status["waiting"])
             sign.failure = status["failure"]
         if frozen and not unfrozen and not self._agreed:
             self._agreed = True
@@ -235,6 +244,10 @@ class Watch:
             if report is None:
                 continue
             if self._closed.is_set():
+                return
+            if report.kind == "exited" and report.culprit == self._me.name:
+                # Its script is over: it ends with its own exit status.
+                self.is_missed = True
                 return
             if report.culprit == self._me.name and report.traceback is None:
                 stack = self.stack_of_main_thread()
@@ -282,7 +295,7 @@ def end_process(report: FailureReport) -> NoReturn:
     elif report.traceback and report.kind == "stuck":
         lines += ["It is here:", report.traceback.rstrip()]
     if report.steps:
-        steps = ", ".join(f"{name} {step}" for name, step in report.steps.items())
+        steps = listed(f"{name} {step}" for name, step in report.steps.items())
         lines.append(f"Last steps: {steps}.")
     again = "retryable" if report.exit_code == ExitCode.RETRY else "permanent"
     lines.append(f"Exit code {report.exit_code} ({again}).")

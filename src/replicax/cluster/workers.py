@@ -9,14 +9,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from replicax.cluster.deadlines import Deadlines
+from replicax.cluster.listing import listed
 from replicax.cluster.stopping import StopRequest
 from replicax.cluster.store import Store, StoreError
+from replicax.cluster.verdict import Sign
 from replicax.cluster.watch import Watch
-from replicax.errors import ClusterError
+from replicax.errors import ClusterError, ClusterMismatchError
 
 __all__ = ["Workers", "current", "set_current"]
 
 _REMIND_SECONDS = 10.0
+_SAME_CALLS = (
+    "All workers must make the same calls in the same order: training, evaluation, "
+    "checkpoints and whatever else the strategy does, none of them under "
+    "`if strategy.is_chief` or a condition that differs between workers."
+)
 _logger = logging.getLogger("replicax")
 
 
@@ -102,8 +109,9 @@ class Workers:
             The values of all workers, in order.
 
         Raises:
-            ClusterError: At the deadline, naming who is missing; at once if one of
-                those has ended its script.
+            ClusterError: At the deadline, naming who is missing.
+            ClusterMismatchError: At once, if one of those cannot come any more: it has
+                ended its script, makes later steps, or waits for something else.
         """
         if self._store is None:
             return [value]
@@ -111,9 +119,15 @@ class Workers:
         self._exchanges[name] += 1
         names = f"replicax/exchange/{urllib.parse.quote(name, safe='')}"
         folder = f"{names}/{number}"
-        values = self._exchanged(
-            self._store, folder, name, value, timeout_seconds, while_waiting
-        )
+        if self.watch is not None:
+            self.watch.waiting = (name, number)
+        try:
+            values = self._exchanged(
+                self._store, folder, name, value, timeout_seconds, while_waiting
+            )
+        finally:
+            if self.watch is not None:
+                self.watch.waiting = None
         if number:
             # All are in this one, so all have read the one before.
             self._store.delete(f"{names}/{number - 1}/{self.index}")
@@ -129,6 +143,7 @@ class Workers:
         while_waiting: Callable[[Sequence[int]], None] | None,
     ) -> list[Any]:
         timeout = timeout_seconds or self.deadlines.start_up
+        before = [sign.dispatched for sign in self._signs]
         begin = time.monotonic()
         remind_at, pause = _REMIND_SECONDS, 0.001
         try:
@@ -142,6 +157,7 @@ class Workers:
                 self._check_wait(name, missing, waited, timeout)
                 if while_waiting is not None:
                     while_waiting(missing)
+                self._check_order(name, missing, before)
                 if waited > remind_at:
                     remind_at += _REMIND_SECONDS
                     _logger.warning(
@@ -162,12 +178,11 @@ class Workers:
     def _check_wait(
         self, name: str, missing: Sequence[int], waited: float, timeout: float
     ) -> None:
-        signs = () if self.watch is None else self.watch.signs
-        gone = [i for i in missing if signs and signs[i].has_left]
+        gone = [i for i in missing if self._signs and self._signs[i].has_left]
         if gone:
-            raise ClusterError(
+            raise ClusterMismatchError(
                 f"{self.name}: {self._listed(gone)} ended its script, but {name} needs "
-                "all workers. All must run the same steps."
+                f"all workers. {_SAME_CALLS}"
             )
         if waited > timeout:
             option = "step" if timeout == self.deadlines.step else "startup"
@@ -178,8 +193,37 @@ class Workers:
                 culprit=self.names[missing[0]],
             )
 
+    @property
+    def _signs(self) -> Sequence[Sign]:
+        return () if self.watch is None else self.watch.signs
+
+    def _check_order(
+        self, name: str, missing: Sequence[int], before: Sequence[int]
+    ) -> None:
+        """Refuse a wait for a worker whose script has taken another way."""
+        if not self._signs:
+            return
+        me = self._signs[self.index]
+        for i in missing:
+            sign = self._signs[i]
+            if sign.dispatched > max(me.dispatched, before[i]):
+                raise ClusterMismatchError(
+                    f"{self.name} waits in {name} after step {me.steps}, but "
+                    f"{sign.full_name} went on to step {sign.steps} without it. "
+                    f"{_SAME_CALLS}"
+                )
+            # It waits for something that this worker has not come to: both would wait.
+            if sign.waiting is None:
+                continue
+            other, number = sign.waiting
+            if other != name and self._exchanges[other] <= number:
+                raise ClusterMismatchError(
+                    f"{self.name} waits in {name}, but {sign.full_name} in {other}. "
+                    f"{_SAME_CALLS}"
+                )
+
     def _listed(self, indices: Sequence[int]) -> str:
-        return " and ".join(
+        return listed(
             f"{self.names[i]} ({self.addresses[i]})"
             if self.addresses[i]
             else self.names[i]

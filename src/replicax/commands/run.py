@@ -1,5 +1,6 @@
 """`replicax run`: all tasks of a cluster on this machine."""
 
+import enum
 import os
 import sys
 from pathlib import Path
@@ -14,7 +15,14 @@ from replicax.cluster.ps_token import ps_token
 from replicax.devices import cpu_pool_size
 from replicax.report.journal import REPORT
 
-__all__ = ["run"]
+__all__ = ["RestartOn", "run"]
+
+
+class RestartOn(enum.Enum):
+    """After which failures tasks are started again."""
+
+    TRANSIENT = "transient"
+    ANY = "any"
 
 
 def run(
@@ -42,6 +50,13 @@ def run(
         float,
         typer.Option(min=0, help="Wait before the first restart; doubles up to 60 s."),
     ] = 1.0,
+    restart_on: Annotated[
+        RestartOn,
+        typer.Option(
+            help="Start again after failures that may pass, such as a killed task, or "
+            "after any.",
+        ),
+    ] = RestartOn.TRANSIENT,
     grace_seconds: Annotated[
         float,
         typer.Option(min=0, help="How long tasks may take to end when they are asked."),
@@ -72,8 +87,9 @@ def run(
 ) -> None:
     """Run a training script as all tasks of a cluster on this machine.
 
-    Each task gets its TF_CONFIG. When one fails the others are ended; if its exit code
-    is 128 or more, all are started again. With parameter servers tasks are started
+    Each task gets its TF_CONFIG. When one fails the others are ended; if it was killed,
+    has lost another one or its exit code is 128 or more, all are started again. An
+    exception of the script ends the job. With parameter servers tasks are started
     again one by one, the others go on, and a table shows what they do. The exit status
     is that of the task that failed first.
     """
@@ -101,9 +117,13 @@ def run(
         grace_seconds=grace_seconds,
         evaluator_seconds=evaluator_seconds,
     )
-    raise typer.Exit(
-        launch(command, max_restarts=max_restarts, backoff_seconds=backoff_seconds)
+    status = launch(
+        command,
+        max_restarts=max_restarts,
+        backoff_seconds=backoff_seconds,
+        restart_on_any=restart_on is RestartOn.ANY,
     )
+    raise typer.Exit(status)
 
 
 def _page(path: Path) -> str:

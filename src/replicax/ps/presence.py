@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from replicax.cluster.listing import listed
 from replicax.ps.refusals import (
     NotJoinedError,
     SessionReplacedError,
@@ -82,7 +83,7 @@ class Presence:
         if not isinstance(worker, str) or worker not in self._workers:
             raise UnknownWorkerError(
                 f"The cluster has no worker {repr(worker)[:80]}; its workers are "
-                f"{', '.join(self._workers)}."
+                f"{listed(self._workers)}."
             )
         return self._workers[worker]
 
@@ -181,7 +182,7 @@ class Presence:
             if now - self._started > self.start_seconds:
                 return (
                     f"no worker has joined for {self.start_seconds:g} s; expected "
-                    f"{', '.join(self._workers)}"
+                    f"{listed(self._workers)}"
                 )
             return None
         if chief.state == "alive":
@@ -252,8 +253,8 @@ class Presence:
         """
         if list(state) != list(self._workers):
             raise ValueError(
-                f"Board.load_state: the snapshot is of the workers {', '.join(state)}; "
-                f"this cluster has {', '.join(self._workers)}. Delete the snapshot."
+                f"Board.load_state: the snapshot is of the workers {listed(state)}; "
+                f"this cluster has {listed(self._workers)}. Delete the snapshot."
             )
         self._started = now
         for name, saved in state.items():

@@ -1,12 +1,16 @@
 """Waiting for closures, for as long as any of them gets on."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
+from replicax.cluster.listing import listed
+from replicax.errors import ClusterMismatchError
 from replicax.ps.session import Session
 
 __all__ = ["AGAIN", "Progress"]
 
+_LOOK_SECONDS = 1.0
 AGAIN = object()
 """What a poll returns when there was progress: the deadline begins anew."""
 
@@ -20,6 +24,7 @@ class Progress:
 
     def __init__(self, session: Session) -> None:
         self._session = session
+        self._looked = 0.0
         self._pending: dict[str, Any] = {"queued": 0, "running": {}}
 
     @property
@@ -33,6 +38,27 @@ class Progress:
         self._pending = self._session.board("pending")
         self._pending.pop("unserved")  # Seconds, which always change.
         return self._pending != before
+
+    def require_workers(self) -> None:
+        """Raise if no worker will ever run what waits, as their scripts have ended.
+
+        Raises:
+            ClusterMismatchError: All have, with success.
+        """
+        now = time.monotonic()
+        if now - self._looked < _LOOK_SECONDS or self.is_over:
+            return
+        self._looked = now
+        session = self._session
+        about = session.board("status")["workers"]
+        others = session.workers[1:]
+        if others and all(about[name]["ok"] for name in others):
+            raise ClusterMismatchError(
+                f"{session.name}: the scripts of {listed(others)} have ended, but "
+                "functions of the ClusterCoordinator wait for a worker. All tasks must "
+                "make the same calls of the coordinator, none of them under "
+                "`if strategy.is_chief`: workers run functions in join, done and fetch."
+            )
 
     def until(self, poll: Callable[[], Any], what: str) -> Any:
         """Poll until there is a result.
@@ -55,9 +81,9 @@ class Progress:
             return f"{session.workers[0]} (the chief)"
         running = sorted(set(self._pending["running"].values()))
         if running:
-            return f"{' and '.join(running)} (in a function)"
+            return f"{listed(running)} (in a function)"
         others = session.workers[1:]
         alive = [name for name in session.board("alive") if name in others]
         if alive:
-            return f"{' and '.join(alive)} (which did not take any)"
-        return f"any of {' and '.join(others)} (none is alive)"
+            return f"{listed(alive)} (which did not take any)"
+        return f"any of {listed(others)} (none is alive)"

@@ -15,7 +15,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from replicax.cluster.failure import ExitCode
+from replicax.cluster.exceptions import report_of
+from replicax.cluster.failure import ATTEMPT, ExitCode
+from replicax.cluster.listing import listed
 from replicax.errors import ClusterError
 from replicax.ps.connection import Connection, ServerRefused
 from replicax.ps.credentials import Credentials
@@ -90,6 +92,7 @@ class Session:
         self._job: Any = None
         self._ended = threading.Event()
         self._failure: str | None = None
+        self._joined = False
         self._left = False
         self.starts = 0
 
@@ -109,6 +112,7 @@ class Session:
         Raises:
             ConnectionLost: If a server cannot be reached by the start-up deadline.
         """
+        _report_exceptions(self)
         for connection in self.connections:
             connection.call("hello")
         joined = self.connections[0].call(
@@ -126,7 +130,8 @@ class Session:
             target=self._beat, args=(joined["heartbeat_seconds"],), daemon=True
         )
         beats.start()
-        _leave_at_exit(self)
+        self._joined = True
+        atexit.register(self.leave)
 
     # Tensors.
 
@@ -267,7 +272,7 @@ class Session:
             missing[:] = answer["missing"]
             return answer["complete"] or None
 
-        self.wait(arrived, name, lambda: " and ".join(missing) or "nobody")
+        self.wait(arrived, name, lambda: listed(missing))
 
     def get(self, key: str, what: str) -> Any:
         """What the chief has put under a key; waits for it."""
@@ -281,7 +286,7 @@ class Session:
         workers = self.board("status")["workers"]
         others = [name for name in self.workers if name != self.name]
         gone = [name for name in others if workers[name]["state"] != "alive"]
-        return " and ".join(gone or others)
+        return listed(gone or others)
 
     def require_going(self) -> None:
         """Raise if the job has failed."""
@@ -290,7 +295,7 @@ class Session:
 
     def leave(self, error: str | None = None) -> None:
         """Say that this worker is done, or why it fails. May be called again."""
-        if self._left:
+        if self._left or not self._joined:
             return
         self._left = True
         self._ended.set()
@@ -339,20 +344,23 @@ class Session:
                 return
 
 
-def _leave_at_exit(session: Session) -> None:
-    """Tell the board how this process ends."""
+def _report_exceptions(session: Session) -> None:
+    """Tell launcher and board of an exception that ends this process."""
     previous = sys.excepthook
-    failure: list[str] = []
 
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         previous(kind, error, trace)
-        failure.append(f"{kind.__name__}: {error}")
-        session.leave(failure[0])
-        if isinstance(error, ClusterError):
-            # Another task's end, not this script's mistake: it may be tried again.
-            sys.stderr.flush()
-            sys.stdout.flush()
-            os._exit(int(ExitCode.RETRY))
+        report = report_of(session.name, error, trace)
+        report.write()
+        if report.exit_code != ExitCode.RETRY:
+            session.leave(f"{kind.__name__}: {error}")
+            return
+        # The job has failed with a chief that leaves. One that is started again comes
+        # back instead.
+        if not (session.is_chief and ATTEMPT in os.environ):
+            session.leave(f"{kind.__name__}: {error}")
+        sys.stderr.flush()
+        sys.stdout.flush()
+        os._exit(report.exit_code)
 
     sys.excepthook = hook
-    atexit.register(session.leave)

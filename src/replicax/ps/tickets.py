@@ -8,6 +8,7 @@ of a worker: a session that is replaced loses its tickets before the next one cl
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from replicax.cluster.listing import listed
 from replicax.ps.refusals import BoardError, LimitError, check_count, remember
 
 __all__ = ["PartTickets", "StepTickets", "Tickets"]
@@ -297,7 +298,7 @@ class PartTickets:
         return [min(others, key=lambda part: (len(self._holders[part]), part))]
 
     def _waiting(self) -> str:
-        parts = ", ".join(
+        parts = listed(
             f"part {part} of {' and '.join(holders)}"
             for part, holders in sorted(self._holders.items())
         )

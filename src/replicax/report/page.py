@@ -7,6 +7,7 @@ from datetime import datetime
 from html import escape
 from typing import Any
 
+from replicax.cluster.listing import listed
 from replicax.plan.units import binary_bytes, seconds
 from replicax.report.charts import plain
 from replicax.report.figures import (
@@ -152,7 +153,7 @@ def _problems(run: Run) -> str:
                 ("warn", f"{worker.num_bad} {lines} of {worker.name} make no sense.")
             )
     if run.missing:
-        names = " and ".join(run.missing)
+        names = listed(run.missing)
         found.append(
             (
                 "warn",

@@ -15,6 +15,7 @@ from replicax.cluster.agreement import agree
 from replicax.cluster.config import check_cluster
 from replicax.cluster.deadlines import Deadlines
 from replicax.cluster.joining import join, join_detected
+from replicax.cluster.listing import listed
 from replicax.cluster.resolvers import ClusterResolver, default_resolver
 from replicax.cluster.workers import Workers
 from replicax.collectives import CrossDeviceOps
@@ -254,7 +255,7 @@ def _meet_workers(
     if index is None:
         raise ClusterConfigError(
             f"{source}: this task is {config.name!r}, which is none of the cluster's "
-            f"workers, {', '.join(t.name for t in cluster.workers)}."
+            f"workers, {listed(t.name for t in cluster.workers)}."
         )
     return join(cluster, index, deadlines, source), cluster.fingerprint
 
@@ -276,13 +277,13 @@ def _check_devices(
         )
     counts = [sum(d.process_index == i for d in devices) for i in range(workers.count)]
     if len(set(counts)) > 1 or len(platforms) > 1:
-        listed = ", ".join(
+        each = listed(
             f"{name}: {count}"
             for name, count in zip(workers.names, counts, strict=True)
         )
         raise DeviceError(
             f"{caller}: all workers need the same number of devices "
-            f"of one kind; got {listed} ({', '.join(platforms)}). Hide devices with "
+            f"of one kind; got {each} ({', '.join(platforms)}). Hide devices with "
             "CUDA_VISIBLE_DEVICES, or use the same kind of machine."
         )
 
