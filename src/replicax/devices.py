@@ -9,6 +9,7 @@ import jax
 
 from replicax.errors import DeviceError
 from replicax.rehearsal import current_rehearsal, is_described
+from replicax.waiting import Announced
 
 Device = Any  # jax.Device, which type checkers take for a variable.
 
@@ -93,7 +94,8 @@ def check_cpu_pool(devices: Sequence[Device]) -> None:
 
 def default_devices() -> list[Device]:
     """All visible accelerators of this process, else its CPU devices."""
-    return jax.local_devices()
+    with Announced("starting JAX's devices"):
+        return jax.local_devices()
 
 
 def devices_of_one_kind(

@@ -23,6 +23,7 @@ import numpy as np
 
 from replicax.disk import sync
 from replicax.errors import CheckpointError
+from replicax.waiting import Announced
 
 __all__ = ["MANIFEST", "Contents", "part_of", "read", "remove", "write"]
 
@@ -82,10 +83,11 @@ def read(path: Path) -> Contents:
         CheckpointError: If it is not there or damaged; names the file.
     """
     path = _in_place(path)
-    manifest = _read_manifest(path)
-    for name, expected in manifest["files"].items():
-        _check_file(path, name, expected)
-    arrays = _read_arrays(path, manifest["arrays"])
+    with Announced(f"reading checkpoint {path}"):
+        manifest = _read_manifest(path)
+        for name, expected in manifest["files"].items():
+            _check_file(path, name, expected)
+        arrays = _read_arrays(path, manifest["arrays"])
     return Contents(arrays=arrays, values=manifest["values"], labels=manifest["labels"])
 
 

@@ -24,10 +24,10 @@ from replicax.cluster.store import Store
 from replicax.cluster.watch import Watch
 from replicax.cluster.workers import Workers
 from replicax.errors import ClusterConfigError, ClusterError
+from replicax.waiting import Reminders
 
 __all__ = ["join"]
 
-_REMIND_SECONDS = 10.0
 _MOST_PROBES = 64
 _JAX_TIMEOUT = 24 * 3600  # Ours are shorter and say who is missing.
 _logger = logging.getLogger("replicax")
@@ -179,29 +179,28 @@ def _initialize(
 
     thread = threading.Thread(target=connect, name="replicax-connect", daemon=True)
     thread.start()
-    begin, remind_at = time.monotonic(), _REMIND_SECONDS
-    while not outcome:
-        thread.join(timeout=min(1.0, deadlines.start_up / 5))
-        waited = time.monotonic() - begin
-        if outcome or waited < min(remind_at, deadlines.start_up):
-            continue
-        remind_at += _REMIND_SECONDS
-        absent = _absent(names, addresses, index)
-        if waited >= deadlines.start_up:
-            uncaught.retry_if_not_caught(names[index])
-            raise ClusterError(
-                f"{names[index]}: {absent or 'a worker'} did not come within "
-                f"{deadlines.start_up:.0f} s. Start the same script there with the same"
-                " cluster, see that its port can be reached from here, or give it more "
-                "time (startup_timeout_seconds)."
+    with Reminders(is_early=True) as reminders:
+        while not outcome:
+            thread.join(timeout=min(1.0, deadlines.start_up / 5))
+            late = reminders.waited >= deadlines.start_up
+            if outcome or not (late or reminders.is_due()):
+                continue
+            absent = _absent(names, addresses, index)
+            if late:
+                uncaught.retry_if_not_caught(names[index])
+                raise ClusterError(
+                    f"{names[index]}: {absent or 'a worker'} did not come within "
+                    f"{deadlines.start_up:.0f} s. Start the same script there with the "
+                    "same cluster, see that its port can be reached from here, or give "
+                    "it more time (startup_timeout_seconds)."
+                )
+            _logger.warning(
+                "%s has waited %.0f s for %s; at most %.0f s more",
+                names[index],
+                reminders.waited,
+                absent or "the others, which are all there, to begin",
+                deadlines.start_up - reminders.waited,
             )
-        _logger.warning(
-            "%s has waited %.0f s for %s; at most %.0f s more",
-            names[index],
-            waited,
-            absent or "the others, which are all there, to begin",
-            deadlines.start_up - waited,
-        )
     if outcome[0] is not None:
         raise outcome[0]
 
@@ -280,8 +279,8 @@ def _leave(members: Workers) -> None:
     if watch is None:
         return
     watch.leave()
-    deadline = time.monotonic() + members.deadlines.shutdown
-    remind_at = time.monotonic() + _REMIND_SECONDS
+    deadline = members.deadlines.shutdown
+    reminders = Reminders()
     while True:
         running = [sign.full_name for sign in watch.signs if not sign.has_left]
         if not running:
@@ -297,16 +296,14 @@ def _leave(members: Workers) -> None:
             atexit.unregister(coordinator.stop)
             Store.abandon()
             return
-        now = time.monotonic()
-        if now > deadline:
+        if reminders.waited > deadline:
             watch.fail(_unaccompanied(members, watch, running))
-        if now > remind_at:
-            remind_at = now + _REMIND_SECONDS
+        if reminders.is_due():
             _logger.warning(
                 "%s is done and waits for %s; at most %.0f s more",
                 members.name,
                 listed(running),
-                deadline - now,
+                deadline - reminders.waited,
             )
         time.sleep(0.05)
     watch.close()

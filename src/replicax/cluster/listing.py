@@ -7,12 +7,13 @@ __all__ = ["listed"]
 _MOST = 10
 
 
-def listed(names: Iterable[str], *, nobody: str = "nobody") -> str:
+def listed(names: Iterable[str], *, nobody: str = "nobody", last: str = " and ") -> str:
     """Names for a sentence.
 
     Args:
         names: In the order in which to give them.
         nobody: What stands for no name.
+        last: What stands before the last name.
 
     Example:
         >>> listed(["worker:1", "worker:2"]), listed([])
@@ -24,4 +25,4 @@ def listed(names: Iterable[str], *, nobody: str = "nobody") -> str:
     shown, rest = names[:_MOST], len(names) - _MOST
     if rest > 0:
         return f"{', '.join(shown)} and {rest} more"
-    return " and ".join(filter(None, [", ".join(shown[:-1]), *shown[-1:]])) or nobody
+    return last.join(filter(None, [", ".join(shown[:-1]), *shown[-1:]])) or nobody

@@ -111,6 +111,11 @@ class Watch:
         number, steps, _ = self._latest
         self._latest = (number, steps, result)
 
+    @property
+    def has_stepped(self) -> bool:
+        """Whether any step was handed to the devices."""
+        return self._latest[1] > 0
+
     def leave(self) -> None:
         """Tell the others that this worker's script has come to its end."""
         self._me.has_left = True
@@ -295,7 +300,9 @@ def end_process(report: FailureReport) -> NoReturn:
     elif report.traceback and report.kind == "stuck":
         lines += ["It is here:", report.traceback.rstrip()]
     if report.steps:
-        steps = listed(f"{name} {step}" for name, step in report.steps.items())
+        steps = listed(
+            (f"{name} {step}" for name, step in report.steps.items()), last=", "
+        )
         lines.append(f"Last steps: {steps}.")
     again = "retryable" if report.exit_code == ExitCode.RETRY else "permanent"
     lines.append(f"Exit code {report.exit_code} ({again}).")

@@ -15,10 +15,10 @@ from replicax.cluster.store import Store, StoreError
 from replicax.cluster.verdict import Sign
 from replicax.cluster.watch import Watch
 from replicax.errors import ClusterError, ClusterMismatchError
+from replicax.waiting import Reminders
 
 __all__ = ["Workers", "current", "set_current"]
 
-_REMIND_SECONDS = 10.0
 _SAME_CALLS = (
     "All workers must make the same calls in the same order: training, evaluation, "
     "checkpoints and whatever else the strategy does, none of them under "
@@ -122,9 +122,10 @@ class Workers:
         if self.watch is not None:
             self.watch.waiting = (name, number)
         try:
-            values = self._exchanged(
-                self._store, folder, name, value, timeout_seconds, while_waiting
-            )
+            with Reminders(is_early=not self._has_stepped) as reminders:
+                values = self._exchanged(
+                    folder, name, value, timeout_seconds, while_waiting, reminders
+                )
         finally:
             if self.watch is not None:
                 self.watch.waiting = None
@@ -135,17 +136,18 @@ class Workers:
 
     def _exchanged(
         self,
-        store: Store,
         folder: str,
         name: str,
         value: Any,
         timeout_seconds: float | None,
         while_waiting: Callable[[Sequence[int]], None] | None,
+        reminders: Reminders,
     ) -> list[Any]:
+        store = self._store
+        assert store is not None
         timeout = timeout_seconds or self.deadlines.start_up
         before = [sign.dispatched for sign in self._signs]
-        begin = time.monotonic()
-        remind_at, pause = _REMIND_SECONDS, 0.001
+        pause = 0.001
         try:
             store.put(f"{folder}/{self.index}", json.dumps(value))
             while True:
@@ -153,13 +155,12 @@ class Workers:
                 if len(found) == self.count:
                     return [json.loads(found[str(i)]) for i in range(self.count)]
                 missing = [i for i in range(self.count) if str(i) not in found]
-                waited = time.monotonic() - begin
+                waited = reminders.waited
                 self._check_wait(name, missing, waited, timeout)
                 if while_waiting is not None:
                     while_waiting(missing)
                 self._check_order(name, missing, before)
-                if waited > remind_at:
-                    remind_at += _REMIND_SECONDS
+                if reminders.is_due():
                     _logger.warning(
                         "waiting for %s (%s) for %.0f s; at most %.0f s more",
                         self._listed(missing),
@@ -196,6 +197,10 @@ class Workers:
     @property
     def _signs(self) -> Sequence[Sign]:
         return () if self.watch is None else self.watch.signs
+
+    @property
+    def _has_stepped(self) -> bool:
+        return self.watch is not None and self.watch.has_stepped
 
     def _check_order(
         self, name: str, missing: Sequence[int], before: Sequence[int]

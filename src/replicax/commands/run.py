@@ -135,6 +135,8 @@ def _page(path: Path) -> str:
 
 def _environment(logical_devices: int | None) -> dict[str, str]:
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    # For scripts that import keras first.
+    environment.setdefault("KERAS_BACKEND", "jax")
     if logical_devices is not None:
         environment["JAX_NUM_CPU_DEVICES"] = str(logical_devices)
         environment["NPROC"] = str(cpu_pool_size(logical_devices))

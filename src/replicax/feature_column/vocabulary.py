@@ -17,6 +17,7 @@ from replicax.feature_column.raw import (
     require_key,
     require_positive,
 )
+from replicax.waiting import Announced
 
 __all__ = [
     "VocabularyColumn",
@@ -183,7 +184,10 @@ def categorical_column_with_vocabulary_file(
         ('red', 'green')
     """
     caller = f"categorical_column_with_vocabulary_file({key!r})"
-    with open(vocabulary_file, encoding="utf-8", newline="\n") as file:
+    with (
+        Announced(f"reading vocabulary {vocabulary_file}"),
+        open(vocabulary_file, encoding="utf-8", newline="\n") as file,
+    ):
         lines = [line.rstrip("\r\n") for line in file]
     if vocabulary_size is not None:
         require_positive(vocabulary_size, "vocabulary_size", caller)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from replicax.input.prefetch import close_iterator
+from replicax.waiting import Announced
 
 __all__ = ["DistributedIterator"]
 
@@ -26,10 +27,16 @@ class DistributedIterator(Iterator[Any]):
         self._start = start
         self._num_taken = num_batches
         self._source = start(num_batches)
+        self._is_new = True
 
     def __next__(self) -> Any:
         """The next batch; blocks until it is there."""
-        batch = next(self._source)
+        if self._is_new:
+            with Announced("waiting for the first batch"):
+                batch = next(self._source)
+            self._is_new = False
+        else:
+            batch = next(self._source)
         self._num_taken += 1
         return batch
 
@@ -60,4 +67,5 @@ class DistributedIterator(Iterator[Any]):
             return
         self.close()
         self._source = self._start(number)
+        self._is_new = True
         self._num_taken = number

@@ -24,6 +24,7 @@ from replicax.keras.batches import BatchIterator, Ready, place
 from replicax.keras.source import Source
 from replicax.ps.remote import Part
 from replicax.ps.share import own_rows
+from replicax.waiting import announce_first
 
 __all__ = ["ClaimedSteps", "random_state", "set_random_state"]
 
@@ -88,7 +89,9 @@ class ClaimedSteps:
         with self._waiting():
             self._begin_epoch()
         self._is_open = True
-        source = self._own() if self._is_own else self._claimed()
+        source = announce_first(
+            self._own if self._is_own else self._claimed, "waiting for the first batch"
+        )
         # One by one, not ahead: some tickets are given when earlier ones are finished,
         # and each step is a dispatch of its own, as its update is made elsewhere.
         batches = BatchIterator(

@@ -11,6 +11,7 @@
 | `Trainer.compile`, `JAXTrainer.{fit,evaluate,predict,*_on_batch}` | run in its scope |
 | `JAXTrainer.make_{train,test,predict}_function` | replica programs for Keras' own |
 | `JAXTrainer.compute_loss_and_updates` | gathers weights again for the backward pass |
+| `JAXEpochIterator.__init__` | says so if the first batch takes long |
 | `JAXEpochIterator._get_iterator` | places batches on the replicas' devices |
 | `JAXTrainer.fit`, `Trainer._symbolic_build` | which data `fit` trains on; a report \
 that the environment asks for |
@@ -83,6 +84,7 @@ from replicax.regather import (
 from replicax.report.journal import REPORT
 from replicax.report.recorder import TimedBatches
 from replicax.scope import current_context, current_strategy
+from replicax.waiting import Announced, announce_first
 
 __all__ = ["install"]
 
@@ -132,6 +134,7 @@ def install() -> None:
     _wrap(trainer, "_symbolic_build", _symbolic_build)
     _wrap(trainer, "_get_metrics_result_or_logs", _metrics_result)
     _wrap(trainer, "compute_loss_and_updates", _compute_loss_and_updates)
+    _wrap(jax_trainer.JAXEpochIterator, "__init__", _init_epoch_iterator)
     _wrap(jax_trainer.JAXEpochIterator, "_get_iterator", _get_iterator)
     _wrap(jax_trainer.JAXEpochIterator, "_enumerate_iterator", _enumerate_iterator)
     for kind in ("train", "test", "predict"):
@@ -259,7 +262,8 @@ def _fit(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
 def _symbolic_build(
     original: Any, model: Any, iterator: Any = None, data_batch: Any = None
 ) -> None:
-    original(model, iterator=iterator, data_batch=data_batch)
+    with Announced(f"building model {model.name!r}"):
+        original(model, iterator=iterator, data_batch=data_batch)
     session = getattr(model, "_replicax_fit", None)
     # The first one in `fit`. Validation has iterators of its own.
     if session is not None and session.epoch_iterator is None:
@@ -347,6 +351,14 @@ def _compute_loss_and_updates(
     return result
 
 
+def _init_epoch_iterator(original: Any, *args: Any, **kwargs: Any) -> None:
+    if current_strategy() is None:
+        original(*args, **kwargs)
+        return
+    with Announced("waiting for the first batch"):  # Of a generator Keras takes one.
+        original(*args, **kwargs)
+
+
 def _get_iterator(original: Any, epoch_iterator: Any) -> Any:
     strategy = current_strategy()
     recorder = getattr(epoch_iterator, "replicax_recorder", None)
@@ -363,12 +375,16 @@ def _get_iterator(original: Any, epoch_iterator: Any) -> Any:
         source = strategy.share.in_step(
             map(batch_of, source), num_batches=fixed_number_of_batches(adapter)
         )
+    in_memory = is_array_adapter(adapter)
+    if not in_memory:
+        slow = source
+        source = announce_first(lambda: iter(slow), "waiting for the first batch")
     return batches.BatchIterator(
         source,
         strategy.group,
         epoch_iterator.steps_per_execution,
         local=local,
-        reused=not is_array_adapter(adapter),  # It cuts each batch out anew.
+        reused=not in_memory,  # It cuts each batch out anew.
         recorder=recorder,
     )
 

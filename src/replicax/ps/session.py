@@ -23,10 +23,10 @@ from replicax.ps.connection import Connection, ServerRefused
 from replicax.ps.credentials import Credentials
 from replicax.ps.timeouts import Timeouts
 from replicax.ps.told import JOB, Told
+from replicax.waiting import Reminders
 
 __all__ = ["Session"]
 
-_REMIND_SECONDS = 10.0
 _LONGEST_PAUSE = 0.1
 _LOOK_SECONDS = 0.5
 _logger = logging.getLogger("replicax")
@@ -237,31 +237,28 @@ class Session:
                 failed.
         """
         timeout = timeout_seconds or self.timeouts.step
-        begin = time.monotonic()
-        remind_at, pause = _REMIND_SECONDS, 0.001
-        while True:
-            result = poll()
-            if result is not None:
-                return result
-            waited = time.monotonic() - begin
-            if waited > timeout:
-                raise ClusterError(
-                    f"{self.name}: {missing()} did not come to {what} within "
-                    f"{timeout:.0f} s. See what it prints, or give it more time "
-                    "(step_timeout_seconds)."
-                )
-            if waited > remind_at:
-                remind_at += _REMIND_SECONDS
-                _logger.warning(
-                    "%s waits for %s (%s) for %.0f s; at most %.0f s more",
-                    self.name,
-                    missing(),
-                    what,
-                    waited,
-                    timeout - waited,
-                )
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+        pause = 0.001
+        with Reminders(is_early=not self.steps) as reminders:
+            while (result := poll()) is None:
+                waited = reminders.waited
+                if waited > timeout:
+                    raise ClusterError(
+                        f"{self.name}: {missing()} did not come to {what} within "
+                        f"{timeout:.0f} s. See what it prints, or give it more time "
+                        "(step_timeout_seconds)."
+                    )
+                if reminders.is_due():
+                    _logger.warning(
+                        "%s waits for %s (%s) for %.0f s; at most %.0f s more",
+                        self.name,
+                        missing(),
+                        what,
+                        waited,
+                        timeout - waited,
+                    )
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE)
+        return result
 
     def barrier(self, name: str) -> None:
         """Wait until all workers that are alive are here."""

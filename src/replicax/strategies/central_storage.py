@@ -3,6 +3,7 @@
 import collections
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from replicax.program import Program
 from replicax.strategy import Strategy
 from replicax.updates import Update
 from replicax.variables import ValueScope
+from replicax.waiting import Announced
 
 __all__ = ["CentralStorageStrategy"]
 
@@ -102,7 +104,8 @@ class CentralStorageStrategy(Strategy):
         self, program: Program, values: Sequence[Any], arrays: Sequence[Any]
     ) -> tuple[Any, list[Any]]:
         stored = dict(zip(map(id, program.variables), values, strict=True))
-        if program.is_new:
+        is_new = program.is_new
+        if is_new:
             for update in program.updates:
                 self._trace(update)
         self._wait_for_the_step_before_the_last()
@@ -115,8 +118,9 @@ class CentralStorageStrategy(Strategy):
         for update, grads in zip(program.updates, gradients, strict=True):
             self._copies.forget(update.changed)
             before = _to_give_away([id(v) for v in update.changed], stored)
-            make = self._function_of(update)
-            after = make(before, jax.device_put(grads, self._home))
+            with Announced("compiling the update") if is_new else nullcontext():
+                make = self._function_of(update)
+                after = make(before, jax.device_put(grads, self._home))
             stored |= zip(map(id, update.changed), after, strict=True)
         if gradients:
             self._running.append(min(gradients[0], key=lambda g: g.nbytes))

@@ -28,6 +28,7 @@ from replicax.layouts import ModelSplit
 from replicax.program import Program
 from replicax.rehearsal import current_rehearsal
 from replicax.strategy import Strategy
+from replicax.waiting import Announced
 
 __all__ = ["MultiWorkerMirroredStrategy"]
 
@@ -211,7 +212,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             "the variables": variables,
             **program.facts,
             "the arguments' shapes": [f"{x.dtype}{list(np.shape(x))}" for x in arrays],
-            "the compiled program (its digest)": digest(program.text(values, arrays)),
+            "the compiled program (its digest)": _digest(program, values, arrays),
         }
         new = [
             i
@@ -286,6 +287,11 @@ def _check_devices(
             f"of one kind; got {each} ({', '.join(platforms)}). Hide devices with "
             "CUDA_VISIBLE_DEVICES, or use the same kind of machine."
         )
+
+
+def _digest(program: Program, values: Sequence[Any], arrays: Sequence[Any]) -> str:
+    with Announced(f"tracing {program.name}"):
+        return digest(program.text(values, arrays))
 
 
 def _random_state() -> str:

@@ -1,0 +1,164 @@
+"""What takes long says so: waits remind of themselves, work is announced once."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from itertools import chain
+from types import TracebackType
+from typing import Any
+
+__all__ = ["Announced", "Reminders", "announce_first"]
+
+FIRST_SECONDS = 3.0
+EVERY_SECONDS = 10.0
+_LOOK_SECONDS = 0.5
+_logger = logging.getLogger("replicax")
+_of_thread = threading.local()
+
+
+class _Nested:
+    """What this thread waits for or works on; only the innermost speaks."""
+
+    def __init__(self) -> None:
+        self._stack: list[Any] = []
+
+    def __enter__(self) -> Any:
+        self._stack = _of_thread.__dict__.setdefault("stack", [])
+        self._stack.append(self)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.remove(self)
+
+    @property
+    def is_innermost(self) -> bool:
+        return self._stack[-1:] == [self]
+
+
+class Reminders(_Nested):
+    """When a loop that waits is to say so: every 10 s, and soon before training begins.
+
+    Use it as a context manager around the loop.
+
+    Args:
+        is_early: Whether no step was made yet: the first reminder is due after 3 s.
+
+    Example:
+        >>> with Reminders() as reminders:
+        ...     reminders.is_due()
+        False
+    """
+
+    def __init__(self, *, is_early: bool = False) -> None:
+        super().__init__()
+        self._began = time.monotonic()
+        self._next = FIRST_SECONDS if is_early else EVERY_SECONDS
+
+    @property
+    def waited(self) -> float:
+        """Seconds since the beginning."""
+        return time.monotonic() - self._began
+
+    def is_due(self) -> bool:
+        """Whether to say now what is waited for; once for each reminder."""
+        if self.waited < self._next:
+            return False
+        if self._next < EVERY_SECONDS:
+            self._next = EVERY_SECONDS
+        else:
+            self._next += EVERY_SECONDS
+        return True
+
+
+class Announced(_Nested):
+    """Logs once that work is under way, if it takes longer than 3 s.
+
+    A context manager, for work that blocks. It starts a thread: not for what every step
+    does.
+
+    Args:
+        what: What is under way, such as `"compiling run(step)"`.
+
+    Example:
+        >>> with Announced("compiling run(step)"):
+        ...     pass
+    """
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self._what = what
+        self._began = 0.0
+        self._over = threading.Event()
+
+    def __enter__(self) -> "Announced":
+        self._began = time.monotonic()
+        super().__enter__()
+        threading.Thread(
+            target=self._speak, name="replicax-announced", daemon=True
+        ).start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._over.set()
+        super().__exit__(kind, error, trace)
+
+    def _speak(self) -> None:
+        if self._over.wait(FIRST_SECONDS):
+            return
+        while not self.is_innermost:
+            if self._over.wait(_LOOK_SECONDS):
+                return
+        _logger.warning(
+            "%s (%.0f s so far)", self._what, time.monotonic() - self._began
+        )
+
+
+def announce_first(items: Callable[[], Iterator[Any]], what: str) -> Iterator[Any]:
+    """An iterator whose first item may take long, which is announced then.
+
+    Args:
+        items: Makes the iterator.
+        what: What is under way meanwhile.
+
+    Example:
+        >>> list(announce_first(lambda: iter([1, 2]), "waiting for the first number"))
+        [1, 2]
+    """
+    source: list[Iterator[Any]] = []
+
+    def first() -> Iterator[Any]:
+        with Announced(what):
+            source.append(items())
+            found = [*_taken(source[0])]
+        while found:
+            yield found.pop()  # No name for it: it would stay alive here.
+
+    # Behind the first one, items come straight from the source.
+    return chain(first(), _Later(source))
+
+
+def _taken(source: Iterator[Any]) -> Iterator[Any]:
+    for item in source:
+        yield item
+        return
+
+
+class _Later:
+    """An iterable of what is left of an iterator that is made later."""
+
+    def __init__(self, source: list[Iterator[Any]]) -> None:
+        self._source = source
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._source[0]
