@@ -45,7 +45,6 @@ from replicax.variables import (
     is_seed_state,
     restore_seed,
 )
-from replicax.waiting import Announced
 from replicax.xla_options import HEAP_BYTES, compiler_options, largest_array
 
 __all__ = ["Program"]
@@ -90,8 +89,7 @@ class Program:
         self._unused: set[int] = set()
         self._out_structure: Any = None
         if variables is None:
-            with Announced(f"tracing {self._name}"):
-                self._own, read, self.updates = self._discover(leaves)
+            self._own, read, self.updates = self._discover(leaves)
         else:
             self._own, read, self.updates = list(variables), [], []
         self.inputs = [*self._own, *read]
@@ -179,25 +177,17 @@ class Program:
             # An array that is needed twice cannot be given away: two variables share
             # it, or a variable's value is an argument as well.
             written = [jnp.copy(x) for x in written]
-        if self._checked:
-            flat, gradients, new = self._compiled(written, read, tuple(leaves))
-        else:
-            flat, gradients, new = self._first_call(written, read, leaves)
-        if self._raveling is not None:
-            new = RaveledValues(self._raveling, new)
-        return jax.tree.unflatten(self._out_structure, flat), gradients, new
-
-    def _first_call(
-        self, written: list[Any], read: list[Any], leaves: Sequence[Any]
-    ) -> Any:
-        with Announced(f"compiling {self._name}"):
+        is_first = not self._checked
+        if is_first:
             self._check_divergence(written, read, leaves)
             self._fit_heaps(written, read, leaves)
             self._checked = True
-            results = self._compiled(written, read, tuple(leaves))
-        if self._group.axis.is_of_cpus:
+        flat, gradients, new = self._compiled(written, read, tuple(leaves))
+        if is_first and self._group.axis.is_of_cpus:
             use_huge_pages()
-        return results
+        if self._raveling is not None:
+            new = RaveledValues(self._raveling, new)
+        return jax.tree.unflatten(self._out_structure, flat), gradients, new
 
     def _given(self, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """What the compiled program takes as values, written and read, of `inputs`."""

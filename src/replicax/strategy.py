@@ -33,6 +33,7 @@ from replicax.program import Program
 from replicax.rehearsal import Rehearsal, current_rehearsal
 from replicax.scope import Scope, current_context
 from replicax.values import PerReplica
+from replicax.waiting import Announced
 
 __all__ = ["Strategy"]
 
@@ -281,14 +282,22 @@ class Strategy(DatasetMaker):
             return self._rehearsal.call(self._group, program, values, arrays)
         if program.is_new:
             self._meet(program, values, arrays)
-        out, new = self._dispatch(
-            lambda: self._execute(program, values, arrays), program.num_steps
-        )
+            with Announced(f"compiling {program.name}"):
+                out, new = self._handed_over(program, values, arrays)
+        else:
+            out, new = self._handed_over(program, values, arrays)
         self._num_steps += 1
         every = self._check_every if self._mirrors else None
         if every and self._num_steps % every == 0:
             require_equal(self._group, program.written, new)
         return out, new
+
+    def _handed_over(
+        self, program: Program, values: Sequence[Any], arrays: Sequence[Any]
+    ) -> tuple[Any, Sequence[Any]]:
+        return self._dispatch(
+            lambda: self._execute(program, values, arrays), program.num_steps
+        )
 
     def _execute(
         self, program: Program, values: Sequence[Any], arrays: Sequence[Any]
@@ -478,7 +487,8 @@ class Strategy(DatasetMaker):
         self, fn: Any, arguments: Any, arrays: Sequence[Any], options: Options
     ) -> Program:
         refuse_tracer(jnp.zeros(()))
-        program = Program(fn, self._group, arguments, arrays, options)
+        with Announced(f"tracing run({describe(fn)})"):
+            program = Program(fn, self._group, arguments, arrays, options)
         self.require_owned(program.variables, f"run({describe(fn)})")
         return program
 
