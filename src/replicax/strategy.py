@@ -283,21 +283,18 @@ class Strategy(DatasetMaker):
         if program.is_new:
             self._meet(program, values, arrays)
             with Announced(f"compiling {program.name}"):
-                out, new = self._handed_over(program, values, arrays)
-        else:
-            out, new = self._handed_over(program, values, arrays)
+                out, new = self._dispatch(
+                    lambda: self._execute(program, values, arrays), program.num_steps
+                )
+        else:  # Not a function for both: it would be called in each step.
+            out, new = self._dispatch(
+                lambda: self._execute(program, values, arrays), program.num_steps
+            )
         self._num_steps += 1
         every = self._check_every if self._mirrors else None
         if every and self._num_steps % every == 0:
             require_equal(self._group, program.written, new)
         return out, new
-
-    def _handed_over(
-        self, program: Program, values: Sequence[Any], arrays: Sequence[Any]
-    ) -> tuple[Any, Sequence[Any]]:
-        return self._dispatch(
-            lambda: self._execute(program, values, arrays), program.num_steps
-        )
 
     def _execute(
         self, program: Program, values: Sequence[Any], arrays: Sequence[Any]
