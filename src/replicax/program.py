@@ -36,6 +36,7 @@ from replicax.options import Options, Outputs
 from replicax.raveling import RaveledValues, Raveling
 from replicax.replay import StepRun
 from replicax.replica import ReplicaContext
+from replicax.scope import current_call
 from replicax.updates import Update
 from replicax.variables import (
     RecordingScope,
@@ -64,6 +65,7 @@ class Program:
         facts: What else must be the same on all workers, as JSON values by name.
 
     Attributes:
+        name: How messages call it, such as `"run(train_step)"`.
         trains: Whether an optimizer makes updates in it; known once it is traced.
     """
 
@@ -81,7 +83,7 @@ class Program:
         self._group = group
         self._arguments = arguments
         self._options = options or Options()
-        self._name = f"run({describe(fn)})"
+        self.name = f"{current_call()}({describe(fn)})"
         self.facts = dict(facts or {})
         self.trains = False
         self._broadcast: set[int] = set()
@@ -104,11 +106,6 @@ class Program:
         )
         self.variables = _distinct([*self.written, *self.inputs])
         self._checked = False
-
-    @property
-    def name(self) -> str:
-        """How messages call it, such as `"run(train_step)"`."""
-        return self._name
 
     @property
     def num_steps(self) -> int:
@@ -460,7 +457,7 @@ class Program:
         )
 
     def _scope_of(self, values: Sequence[Any]) -> ValueScope:
-        return ValueScope(self.inputs, values, self._name, unused=self._unused)
+        return ValueScope(self.inputs, values, self.name, unused=self._unused)
 
     def _start_values(
         self, context: ReplicaContext, written: list[Any], read: list[Any]
@@ -550,7 +547,7 @@ class Program:
         if diverging:
             names = ", ".join(f"{v.path!r} {v.shape}" for v in diverging)
             raise DivergenceError(
-                f"{self._name}: the value assigned to {names} differs between "
+                f"{self.name}: the value assigned to {names} differs between "
                 "replicas, but the variable must be equal on all of them. Create it "
                 "with aggregation='mean', 'sum' or 'only_first_replica' "
                 "(add_weight(..., aggregation=...)), or combine the value first: "
@@ -591,7 +588,7 @@ class Program:
         if isinstance(x, jax.Array | np.ndarray | np.generic | int | float | complex):
             return jnp.asarray(x)
         raise TypeError(
-            f"{self._name}: the function returned {x!r} of type {type(x).__name__}; "
+            f"{self.name}: the function returned {x!r} of type {type(x).__name__}; "
             "return arrays, numbers, None, or pytrees of them."
         )
 

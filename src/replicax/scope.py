@@ -1,4 +1,4 @@
-"""Where this thread is: in which strategy's scope, in which replica function."""
+"""Where this thread is: in which strategy's scope, call, and replica function."""
 
 import contextlib
 import threading
@@ -9,8 +9,11 @@ from replicax.errors import ContextError
 
 __all__ = [
     "Scope",
+    "called_model",
+    "current_call",
     "current_context",
     "current_strategy",
+    "entered_call",
     "entered_context",
     "outside_scopes",
 ]
@@ -20,6 +23,7 @@ class _ThreadState(threading.local):
     def __init__(self) -> None:
         self.context: Any = None  # ReplicaContext
         self.strategies: list[Any] = []  # Strategy, innermost last
+        self.call: tuple[str, Any] = ("run", None)  # And the model it is called of.
 
 
 _state = _ThreadState()
@@ -33,6 +37,26 @@ def current_context() -> Any:
 def current_strategy() -> Any:
     """The strategy whose scope this thread is in, or None."""
     return _state.strategies[-1] if _state.strategies else None
+
+
+def current_call() -> str:
+    """The method that the user called and messages name, such as `"evaluate"`."""
+    return _state.call[0]
+
+
+def called_model() -> Any:
+    """The Keras model that `current_call` is a method of, or None."""
+    return _state.call[1]
+
+
+@contextlib.contextmanager
+def entered_call(name: str, model: Any = None) -> Iterator[None]:
+    """Have messages name this method, of this Keras model."""
+    outer, _state.call = _state.call, (name, model)
+    try:
+        yield
+    finally:
+        _state.call = outer
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from replicax import combine, compilation_cache, placement
 from replicax.arguments import Kind, flatten_call
 from replicax.axes import ReplicaAxes
-from replicax.cache import ProgramCache, describe, unwrap_partial
+from replicax.cache import ProgramCache, unwrap_partial
 from replicax.checks import check_call, refuse_tracer, refuse_tracing
 from replicax.cluster.agreement import agree
 from replicax.cluster.workers import Workers
@@ -31,7 +31,7 @@ from replicax.layouts import Layouts, ModelSplit
 from replicax.options import Options
 from replicax.program import Program
 from replicax.rehearsal import Rehearsal, current_rehearsal
-from replicax.scope import Scope, current_context
+from replicax.scope import Scope, current_context, entered_call
 from replicax.values import PerReplica
 from replicax.waiting import Announced
 
@@ -443,6 +443,7 @@ class Strategy(DatasetMaker):
     def own(self, variable: Any) -> None:
         """Give a variable that is created in this strategy's scope its place."""
         layout = self.layout(variable)
+        internals.set_owned(variable)
         if internals.layout_of(variable) != layout:
             internals.set_layout(variable, layout)
         self.labels.add(variable)
@@ -467,11 +468,23 @@ class Strategy(DatasetMaker):
             if layout is None:
                 self._meet_outsider(variable, caller)
             elif layout != self.layout(variable):
-                raise ContextError(
-                    f"{caller}: variable {variable.path!r} was created in the scope of "
-                    f"another strategy (placed as {layout}), not of {self!r}. Create "
-                    "and use a model with the same strategy."
-                )
+                self._refuse_placed(variable, layout, caller)
+
+    def _refuse_placed(self, variable: Any, layout: Any, caller: str) -> None:
+        name = f"{caller}: variable {variable.path!r}"
+        if not internals.is_owned(variable):
+            raise ContextError(
+                f"{name} was placed by keras.distribution, or with a layout of its own "
+                f"({layout}), when it was made, and not by {self!r}. A strategy places "
+                "variables itself: make the model without a distribution, after "
+                "keras.distribution.set_distribution(None). What DataParallel does is "
+                "rx.MirroredStrategy, and rx.ModelParallelStrategy(layout_map) takes a "
+                "ModelParallel's layouts."
+            )
+        raise ContextError(
+            f"{name} was created in the scope of another strategy (placed as {layout}),"
+            f" not of {self!r}. Create and use a model with the same strategy."
+        )
 
     def _meet_outsider(self, variable: Any, caller: str) -> None:
         raise ContextError(
@@ -484,9 +497,12 @@ class Strategy(DatasetMaker):
         self, fn: Any, arguments: Any, arrays: Sequence[Any], options: Options
     ) -> Program:
         refuse_tracer(jnp.zeros(()))
-        with Announced(f"tracing run({describe(fn)})"):
+        with (
+            Announced(f"tracing run({describe(fn)})"),
+            entered_call("run"),  # In a callback of `fit`, too.
+        ):
             program = Program(fn, self._group, arguments, arrays, options)
-        self.require_owned(program.variables, f"run({describe(fn)})")
+        self.require_owned(program.variables, program.name)
         return program
 
     def synchronize_random_state(self) -> None:

@@ -13,6 +13,7 @@ from replicax.group import ReplicaGroup
 from replicax.keras.internals import Rows, batch_of
 from replicax.rehearsal import current_rehearsal
 from replicax.report.recorder import Recorder
+from replicax.scope import current_call
 
 __all__ = ["BatchIterator", "PlacedBatch", "Ready", "place"]
 
@@ -211,6 +212,7 @@ class _Placing:
     def __init__(self, group: ReplicaGroup, local: bool) -> None:
         self._group = group
         self._local = local
+        self._caller = current_call()
         self._num_replicas = group.num_replicas
         self.on_cpu = group.mesh.devices.flat[0].platform == "cpu"
         # A program takes host arrays faster than `device_put` splits them (measured: 28
@@ -237,7 +239,7 @@ class _Placing:
     ) -> PlacedBatch:
         """Place one batch, or several of its kind that are stacked."""
         flat, structure = jax.tree.flatten(batch)
-        num_rows = _num_rows(batch, flat)
+        num_rows = _num_rows(batch, flat, self._caller)
         active = self._num_active(num_rows)
         flat = flat if stacked is None else stacked
         if active is not None:
@@ -259,15 +261,17 @@ class _Placing:
         """Whether all replicas get equally many of the batch's examples."""
         if isinstance(batch, Rows):
             return self._num_active(len(batch)) is None
-        return self._num_active(_num_rows(batch, jax.tree.leaves(batch))) is None
+        num_rows = _num_rows(batch, jax.tree.leaves(batch), self._caller)
+        return self._num_active(num_rows) is None
 
     def _num_active(self, num_rows: int) -> int | None:
         if not self._local:
             return _num_active(num_rows, self._num_replicas)
         if num_rows % self._group.num_local:
             raise ValueError(
-                f"fit: a worker's own batch of {num_rows} examples does not divide by "
-                f"its {self._group.num_local} replicas. Choose a batch size that does."
+                f"{self._caller}: a worker's own batch of {num_rows} examples does not "
+                f"divide by its {self._group.num_local} replicas. Choose a batch size "
+                "that does."
             )
         return None
 
@@ -302,7 +306,7 @@ def _rows_with_copies(num_rows: int, active: int, size: int) -> np.ndarray:
     return np.concatenate([np.arange(num_rows), copies])
 
 
-def _num_rows(batch: Any, flat: list[Any]) -> int:
+def _num_rows(batch: Any, flat: list[Any], caller: str) -> int:
     sizes = {np.shape(x)[:1] for x in flat}
     if len(sizes) == 1 and () not in sizes:
         return sizes.pop()[0]
@@ -312,7 +316,7 @@ def _num_rows(batch: Any, flat: list[Any]) -> int:
         for path, x in jax.tree_util.tree_leaves_with_path(batch)
     ]
     raise ValueError(
-        "fit: the arrays of one batch must have the same number of examples; got "
+        f"{caller}: the arrays of one batch must have the same number of examples; got "
         + ", ".join(found)
         + "."
     )

@@ -59,6 +59,7 @@ from keras.src.random import seed_generator
 from replicax import placement
 from replicax.callbacks import with_report
 from replicax.errors import ContextError
+from replicax.input.split import leading_size
 from replicax.keras import batches, making, optimizers, reductions, resume, steps
 from replicax.keras.adapters import (
     DistributedAdapter,
@@ -69,6 +70,7 @@ from replicax.keras.internals import (
     attach_masks,
     batch_of,
     cut_late,
+    inputs_of,
     is_array_adapter,
     layout_of,
     masks_of,
@@ -83,7 +85,13 @@ from replicax.regather import (
 )
 from replicax.report.journal import REPORT
 from replicax.report.recorder import TimedBatches
-from replicax.scope import current_context, current_strategy
+from replicax.scope import (
+    called_model,
+    current_call,
+    current_context,
+    current_strategy,
+    entered_call,
+)
 from replicax.waiting import Announced, announce_first
 
 __all__ = ["install"]
@@ -223,7 +231,10 @@ def _in_scope(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     if original.__name__ in _WITH_DATA:
         strategy.synchronize_random_state()  # Shuffling depends on it.
         args, kwargs = with_adapters(args, kwargs)
-    with strategy.scope():
+    # Validation is a part of `fit`.
+    is_part = kwargs.get("_use_cached_eval_dataset", False)
+    name = current_call() if is_part else original.__name__
+    with strategy.scope(), entered_call(name, model):
         if original.__name__ not in _WITH_DATA:
             return original(model, *args, **kwargs)
         try:
@@ -368,12 +379,16 @@ def _get_iterator(original: Any, epoch_iterator: Any) -> Any:
     adapter = epoch_iterator.data_adapter
     cut_late(adapter)
     source = adapter.get_jax_iterator()
+    if current_call() == "predict" and steps.ignores_targets(called_model()):
+        source = map(inputs_of, source)
     local = isinstance(adapter, DistributedAdapter)
     if not local and strategy.share.count > 1:
         # A distributed dataset's workers are in step already, and those of parameter
         # servers evaluate and predict each by itself.
         source = strategy.share.in_step(
-            map(batch_of, source), num_batches=fixed_number_of_batches(adapter)
+            map(batch_of, source),
+            num_batches=fixed_number_of_batches(adapter),
+            size_of=functools.partial(leading_size, caller=current_call()),
         )
     in_memory = is_array_adapter(adapter)
     if not in_memory:

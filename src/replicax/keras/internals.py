@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
+import keras
 import numpy as np
 from keras.src.backend.common.global_state import get_global_attribute
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
@@ -35,7 +36,9 @@ __all__ = [
     "dataset_with_epochs",
     "described",
     "has_value",
+    "inputs_of",
     "is_array_adapter",
+    "is_owned",
     "keeps_iterating",
     "known_length",
     "layer_label",
@@ -50,6 +53,7 @@ __all__ = [
     "set_initial_epoch",
     "set_known_length",
     "set_layout",
+    "set_owned",
     "set_reference",
     "shared_seed_generator",
     "skip_unheard_ends",
@@ -85,6 +89,16 @@ def set_layout(variable: Any, layout: Any) -> None:
     variable._layout = layout
     if variable._value is not None:
         variable._direct_assign(variable._value)
+
+
+def is_owned(variable: Any) -> bool:
+    """Whether a strategy gave the variable its place."""
+    return getattr(variable, "_replicax_owned", False)
+
+
+def set_owned(variable: Any) -> None:
+    """Note that a strategy gives the variable its place."""
+    variable._replicax_owned = True
 
 
 def reference_of(variable: Any) -> str | None:
@@ -274,6 +288,14 @@ def cut_late(adapter: Any) -> None:
 def batch_of(batch: Any) -> Any:
     """A batch that may be `Rows`."""
     return batch.batch() if isinstance(batch, Rows) else batch
+
+
+def inputs_of(batch: Any) -> Any:
+    """A batch without targets and weights, which nobody reads in `predict`."""
+    if isinstance(batch, Rows):
+        return batch
+    x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+    return (x,)
 
 
 def makes_batches_ahead(adapter: Any) -> bool:

@@ -14,6 +14,7 @@ import inspect
 import itertools
 import json
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -32,7 +33,7 @@ from replicax.scope import current_context
 from replicax.signatures import positional_count
 from replicax.updates import PendingValue
 
-__all__ = ["predict_function", "test_function", "train_function"]
+__all__ = ["ignores_targets", "predict_function", "test_function", "train_function"]
 
 _logger = logging.getLogger("replicax")
 
@@ -193,8 +194,7 @@ class _KerasStep:
                 None if with_tape or strategy.group.defers_updates else variables,
                 facts=self._facts(),
             )
-        name = f"{type(self.model).__name__}.{self.name}"
-        strategy.require_owned(program.variables, name)
+        strategy.require_owned(program.variables, program.name)
         return _StateProgram(program, variables)
 
     def _facts(self) -> dict[str, Any]:
@@ -260,6 +260,12 @@ class _KerasStep:
                 if isinstance(result, dict):  # Of several metrics.
                     results.update(result)
         return results
+
+
+def ignores_targets(model: Any) -> bool:
+    """Whether `predict` has no use for targets and weights: its step is Keras' own."""
+    step = getattr(model.predict_step, "__func__", None)
+    return step is keras.Model.predict_step
 
 
 def _takes_state(model: Any, name: str) -> bool:
@@ -358,12 +364,7 @@ def _function(
     strategy: Any,
     combine: Callable[[Sequence[Any], Sequence[PlacedBatch]], Any],
 ) -> Callable[[State, Any], tuple[Any, State]]:
-    if step.model.run_eagerly:
-        _logger.warning(
-            "%r compiles every step: run_eagerly=True of model %r is ignored.",
-            strategy,
-            step.model.name,
-        )
+    _say_that_steps_are_compiled(step.model, strategy)
     programs: dict[Any, _StateProgram] = {}
     internals.leave_untracked(step.model, _is_remembered_state)
 
@@ -392,6 +393,24 @@ def _function(
         return combine(results, batches), _divided(values, sizes)
 
     return function
+
+
+_said: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Models of which it was said that their steps are compiled all the same."""
+
+
+def _say_that_steps_are_compiled(model: Any, strategy: Any) -> None:
+    if model in _said or (model.jit_compile and not model.run_eagerly):
+        return
+    _said.add(model)
+    ignored = "run_eagerly=True" if model.run_eagerly else "jit_compile=False"
+    _logger.warning(
+        "%r compiles every step, since one program drives all replicas: %s of model %r "
+        "is ignored. To look into a step use jax.debug.print, or no strategy.",
+        strategy,
+        ignored,
+        model.name,
+    )
 
 
 def _last(results: Sequence[Any], batches: Sequence[PlacedBatch]) -> Any:

@@ -206,7 +206,7 @@ _CHANGED_BY_FIT = ("train_function", "history", "stop_training")
 
 def _short(name: str) -> str:
     """`"train_step"`, of `"run(train_step (line 12))"`."""
-    return re.sub(r"^run\((.*?)(?: \(line \d+\))?\)$", r"\1", name)
+    return re.sub(r"^\w+\((.*?)(?: \(line \d+\))?\)$", r"\1", name)
 
 
 def _values(model: Any) -> list[tuple[Any, Any]]:
