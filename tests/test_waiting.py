@@ -118,7 +118,7 @@ def test_keras_loops_say_what_they_wait_for(
     step = {"fit": "train", "evaluate": "test", "predict": "predict"}[entry]
     found = lines(said)
     assert found[0].startswith("waiting for the first batch (")
-    assert f"compiling run(Sequential.{step}_step" in "\n".join(found)
+    assert f"compiling {entry}(Sequential.{step}_step" in "\n".join(found)
     assert len(found) == len(set(found)) <= 3
 
 

@@ -8,6 +8,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any
 
+from replicax.user_code import describe
+
 __all__ = ["Identity", "ProgramCache", "function_key"]
 
 _logger = logging.getLogger("replicax")
@@ -77,13 +79,6 @@ def unwrap_partial(
     while isinstance(fn, functools.partial):
         args, kwargs, fn = (*fn.args, *args), {**fn.keywords, **kwargs}, fn.func
     return fn, args, kwargs
-
-
-def describe(fn: Callable[..., Any]) -> str:
-    """`fn`'s name and where it stands, for messages."""
-    name = getattr(fn, "__qualname__", None) or repr(fn)
-    code = getattr(getattr(fn, "__func__", fn), "__code__", None)
-    return name if code is None else f"{name} (line {code.co_firstlineno})"
 
 
 class ProgramCache:

@@ -27,7 +27,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from replicax.arguments import Arguments
 from replicax.blocks import Block, cut
-from replicax.cache import describe
 from replicax.divergence import declare_whole, differing, open_jaxpr
 from replicax.errors import DivergenceError
 from replicax.group import ReplicaGroup
@@ -38,6 +37,7 @@ from replicax.replay import StepRun
 from replicax.replica import ReplicaContext
 from replicax.scope import current_call
 from replicax.updates import Update
+from replicax.user_code import describe
 from replicax.variables import (
     RecordingScope,
     ValueScope,

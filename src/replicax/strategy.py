@@ -32,6 +32,7 @@ from replicax.options import Options
 from replicax.program import Program
 from replicax.rehearsal import Rehearsal, current_rehearsal
 from replicax.scope import Scope, current_context, entered_call
+from replicax.user_code import describe
 from replicax.values import PerReplica
 from replicax.waiting import Announced
 

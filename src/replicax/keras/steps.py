@@ -218,6 +218,7 @@ class _KerasStep:
             return result
 
         replica_step.__qualname__ = f"{type(self.model).__name__}.{self.name}"
+        replica_step.__wrapped__ = step  # Whose line messages name.
         return replica_step
 
     def _stateless(
