@@ -157,11 +157,6 @@ def network(name: str, make: Callable[[], keras.Model], batch: int) -> Case:
     return name, step, (trainable, others, x, y)
 
 
-def compiled(step: Callable, arguments: tuple, mode: cpu_lowerings.Mode):
-    with cpu_lowerings.using(mode):
-        return jax.jit(lambda *a: step(*a)).lower(*arguments).compile()
-
-
 def timed(program, arguments: tuple) -> float:
     """Milliseconds of one call."""
     start = time.perf_counter()
@@ -171,8 +166,10 @@ def timed(program, arguments: tuple) -> float:
 
 def compare(case: Case, rounds: int) -> None:
     name, step, arguments = case
-    modes: tuple[cpu_lowerings.Mode, ...] = ("xla", "replicax")
-    programs = [compiled(step, arguments, mode) for mode in modes]
+    programs = [
+        jax.jit(f).lower(*arguments).compile()
+        for f in (step, cpu_lowerings.apply(step))
+    ]
     for program in programs:
         timed(program, arguments)
     times = [[timed(p, arguments) for p in programs] for _ in range(rounds)]
@@ -191,7 +188,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--only", choices=["layers", "pooling", "networks"])
     options = parser.parse_args()
-    cpu_lowerings.install()
     print("| case | XLA ms | ours ms | ratio (min to max) | XLA MB | ours MB |")
     print("|---|---|---|---|---|---|")
     if options.only in (None, "layers"):

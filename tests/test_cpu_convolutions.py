@@ -5,7 +5,6 @@ so the order of sums cannot matter and results must be equal, not close. Layers 
 normal numbers: sums in another order differ by 1e-5 of the largest value at most.
 """
 
-import contextlib
 import itertools
 from functools import partial
 
@@ -28,17 +27,10 @@ NHWC = ("NHWC", "HWIO", "NHWC")
 SUMS = 1e-5
 
 
-@pytest.fixture(autouse=True, scope="module")
-def installed():
-    cpu_lowerings.install()
-
-
 def both(f, *args):
     """Results by replicax and by XLA, each from a program of its own."""
-    with cpu_lowerings.using("replicax"):
-        ours = jax.jit(lambda *a: f(*a))(*args)
-    with cpu_lowerings.using("xla"):
-        theirs = jax.jit(lambda *a: f(*a))(*args)
+    ours = jax.jit(cpu_lowerings.apply(f))(*args)
+    theirs = jax.jit(lambda *a: f(*a))(*args)
     return ours, theirs
 
 
@@ -55,6 +47,11 @@ def assert_equal(ours, theirs):
 
 
 def lowered(f, *args, platform="cpu"):
+    """The program of a function to which the lowerings are applied."""
+    return lowered_by_jax(cpu_lowerings.apply(f), *args, platform=platform)
+
+
+def lowered_by_jax(f, *args, platform="cpu"):
     text = jax.jit(lambda *a: f(*a)).trace(*args)
     return text.lower(lowering_platforms=(platform,)).as_text()
 
@@ -156,9 +153,8 @@ def test_every_form_computes_every_convolution(cases) -> None:
     def run(functions, arrays):
         return [f(*arrays[i]) for f, i in zip(functions, index, strict=True)]
 
-    with cpu_lowerings.using("xla"):
-        expected = jax.jit(partial(run, theirs))(arrays)
-        got = jax.jit(partial(run, ours))(arrays)
+    expected = jax.jit(partial(run, theirs))(arrays)
+    got = jax.jit(partial(run, ours))(arrays)
     assert_equal(got, expected)
 
 
@@ -231,8 +227,7 @@ def filter_gradient(f, x, w):
 def test_the_rule(f, x, w, served) -> None:
     text = lowered(f, jnp.ones(x), jnp.ones(w))
     assert ("stablehlo.convolution" in text) is not served
-    with cpu_lowerings.using("xla"):
-        assert "stablehlo.convolution" in lowered(f, jnp.ones(x), jnp.ones(w))
+    assert "stablehlo.convolution" in lowered_by_jax(f, jnp.ones(x), jnp.ones(w))
 
 
 def test_filter_gradients_of_groups_are_served() -> None:
@@ -245,16 +240,18 @@ def test_other_platforms_are_left_alone() -> None:
     x, w = jnp.ones((2, 9, 9, 4)), jnp.ones((3, 3, 1, 4))
     for platform in ("tpu", "cuda"):
         assert "stablehlo.convolution" in lowered(depthwise, x, w, platform=platform)
-    exported = jax.export.export(jax.jit(depthwise), platforms=["tpu"])(x, w)
+    applied = jax.jit(cpu_lowerings.apply(depthwise))
+    exported = jax.export.export(applied, platforms=["tpu"])(x, w)
     assert "stablehlo.convolution" in exported.mlir_module()
-    both_platforms = jax.export.export(jax.jit(depthwise), platforms=["cpu", "tpu"])
+    both_platforms = jax.export.export(applied, platforms=["cpu", "tpu"])
     assert_equal(both_platforms(x, w).call(x, w), depthwise(x, w))
 
 
 def test_symbolic_shapes_are_left_to_xla() -> None:
     [n] = jax.export.symbolic_shape("n")
     x = jax.ShapeDtypeStruct((n, 9, 9, 4), jnp.float32)
-    exported = jax.export.export(jax.jit(depthwise))(x, jnp.ones((3, 3, 1, 4)))
+    applied = jax.jit(cpu_lowerings.apply(depthwise))
+    exported = jax.export.export(applied)(x, jnp.ones((3, 3, 1, 4)))
     ones = jnp.ones((5, 9, 9, 4)), jnp.ones((3, 3, 1, 4))
     assert_equal(exported.call(*ones), depthwise(*ones))
 
@@ -364,9 +361,8 @@ def test_in_shard_map(check) -> None:
         return y, dx, jax.tree.map(lambda a: a[None], dw)
 
     assert_equal(*both(run, x, w))
-    with cpu_lowerings.using("replicax"):
-        # Gradients have types that name the mesh.
-        assert "stablehlo.convolution" not in lowered(run, x, w)
+    # Gradients have types that name the mesh.
+    assert "stablehlo.convolution" not in lowered(run, x, w)
 
 
 def test_with_arrays_that_are_sharded() -> None:
@@ -392,7 +388,7 @@ def test_with_shardings_in_types() -> None:
     expected = depthwise(x, w)
     with jax.set_mesh(mesh):
         x = jax.device_put(x, jax.sharding.NamedSharding(mesh, P("replica")))
-        assert_equal(jax.jit(lambda x, w: depthwise(x, w))(x, w), expected)
+        assert_equal(jax.jit(cpu_lowerings.apply(depthwise))(x, w), expected)
 
 
 LAYERS = [
@@ -473,46 +469,32 @@ def test_shapes_of_jax_tests() -> None:
             results.append(f(x, w))
         return results
 
-    with cpu_lowerings.using("xla"):
-        ours = jax.jit(partial(run, forced=True))(arrays)
-        theirs = jax.jit(partial(run, forced=False))(arrays)
+    ours = jax.jit(partial(run, forced=True))(arrays)
+    theirs = jax.jit(partial(run, forced=False))(arrays)
     assert_equal(ours, theirs)
-
-
-def test_installing_twice_changes_nothing() -> None:
-    before = lowering._rule_of_jax()
-    cpu_lowerings.install()
-    assert lowering._rule_of_jax() is before
 
 
 def test_the_switch_in_the_environment(monkeypatch) -> None:
     x, w = jnp.ones((2, 9, 9, 4)), jnp.ones((3, 3, 1, 4))
     monkeypatch.setenv("REPLICAX_CPU_LOWERINGS", "xla")
     assert "stablehlo.convolution" in lowered(depthwise, x, w)
-    with cpu_lowerings.using("replicax"):
-        assert "stablehlo.convolution" not in lowered(depthwise, x, w)
     monkeypatch.setenv("REPLICAX_CPU_LOWERINGS", "fast")
-    with pytest.raises(ValueError, match=r"REPLICAX_CPU_LOWERINGS has 'fast'"):
+    with pytest.raises(
+        ValueError, match=r"REPLICAX_CPU_LOWERINGS has 'fast'.*'replicax', 'xla'"
+    ):
         lowered(depthwise, x, w)
 
 
-def test_an_unknown_mode_is_refused() -> None:
-    with pytest.raises(ValueError, match="'dots'"), contextlib.ExitStack() as stack:
-        stack.enter_context(cpu_lowerings.using("dots"))
-
-
-def test_a_jax_without_the_table_keeps_its_convolutions(monkeypatch, caplog) -> None:
+@pytest.fixture
+def without_tables(monkeypatch):
     monkeypatch.setattr(lowering.mlir, "_platform_specific_lowerings", None)
+    lowering._overrides.cache_clear()
+    yield
+    lowering._overrides.cache_clear()
+
+
+def test_a_jax_without_the_table_keeps_its_convolutions(without_tables, caplog) -> None:
     caplog.set_level("INFO", logger="replicax")
-    cpu_lowerings.install()
+    x, w = jnp.ones((2, 9, 9, 4)), jnp.ones((3, 3, 1, 4))
+    assert "stablehlo.convolution" in lowered(depthwise, x, w)
     assert "all of them are left to XLA" in caplog.text
-    caplog.clear()
-    monkeypatch.setenv("REPLICAX_CPU_LOWERINGS", "xla")
-    cpu_lowerings.install()
-    assert not caplog.text
-
-
-def test_an_unknown_mode_in_the_environment_is_refused(monkeypatch) -> None:
-    monkeypatch.setenv("REPLICAX_CPU_LOWERINGS", "off")
-    with pytest.raises(ValueError, match=r"'off'.*'replicax', 'xla'"):
-        cpu_lowerings.install()

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from jax import lax
-from tests.test_cpu_convolutions import both, lowered
+from tests.test_cpu_convolutions import both, lowered, lowered_by_jax
 
 from replicax import cpu_lowerings
-from replicax.cpu_lowerings import lowering
+from replicax.cpu_lowerings import lowering, pooling
 
 ONCE = settings(deadline=None, derandomize=True, phases=[Phase.generate])
 
@@ -109,13 +109,16 @@ def by_numpy(x, dy, window, strides, padding, keeps):
 def test_nan_and_infinities_and_padding(cases, seed) -> None:
     """JAX's own rule for CPUs pads with -inf: then gradients get lost in padding."""
     rng = np.random.default_rng(seed)
-    for n, (shape, window, strides, padding) in enumerate(cases):
+    served = [case for case in cases if np.prod(case[2]) <= pooling._MOST_PHASES]
+    for n, (shape, window, strides, padding) in enumerate(served):
         x = values(rng, shape, special=[np.nan, -np.inf, np.inf][n % 2 :])
         x = x if n else jnp.full_like(x, -np.inf)
         names = {"window": window, "strides": strides, "padding": padding}
         dy = source(x, **names)
         for select, keeps in ((lax.ge_p, np.greater_equal), (lax.le_p, np.less_equal)):
-            ours = jax.jit(partial(gradient, **names, select=select))(x)
+            ours = jax.jit(
+                cpu_lowerings.apply(partial(gradient, **names, select=select))
+            )(x)
             assert_same_bits(ours, by_numpy(x, dy, **names, keeps=keeps))
 
 
@@ -181,20 +184,23 @@ def test_what_is_served() -> None:
     two, six, twelve = (jax.grad(partial(squares, layer)) for layer in layers)
     assert [is_served(f, x) for f in (two, six, twelve)] == [True, False, False]
     assert not is_served(two, x, platform="tpu")
-    with cpu_lowerings.using("xla"):
-        assert not is_served(two, x)
+    assert "select_and_scatter" in lowered_by_jax(two, x)
     of_n = jax.ShapeDtypeStruct(jax.export.symbolic_shape("n, 12, 12, 3"), x.dtype)
-    exported = jax.export.export(jax.jit(two), platforms=["cpu"])(of_n)
+    exported = jax.export.export(jax.jit(cpu_lowerings.apply(two)), platforms=["cpu"])(
+        of_n
+    )
     assert_same_bits(exported.call(x), two(x))
 
 
 def test_a_jax_without_rules_for_cpus(monkeypatch, caplog) -> None:
     """Its rules for all platforms serve; where JAX does not say, it is left alone."""
-    pooling = lax.select_and_scatter_add_p
+    primitive = lax.select_and_scatter_add_p
     nothing = collections.defaultdict(dict)
     monkeypatch.setattr(lowering.mlir, "_platform_specific_lowerings", nothing)
-    assert lowering._rule_of_jax(pooling) is lowering.mlir._lowerings[pooling].rule
+    assert lowering._rule_of_jax(primitive) is lowering.mlir._lowerings[primitive].rule
     monkeypatch.setattr(lowering.mlir, "_platform_specific_lowerings", None)
     caplog.set_level("INFO", logger="replicax")
-    cpu_lowerings.install()
+    lowering._overrides.cache_clear()
+    assert lowering._overrides() == ()
+    lowering._overrides.cache_clear()
     assert caplog.text.count("convolutions and gradients of max pooling") == 1

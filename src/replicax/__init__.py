@@ -8,7 +8,6 @@ from replicax import (
     cluster_resolver,
     compat,
     config,
-    cpu_lowerings,
     estimator,
     experimental,
     feature_column,
@@ -153,4 +152,3 @@ compat.install()
 hooks.install()
 huge_pages.share_one_heap()
 xla_options.keep_loops(os.environ)
-cpu_lowerings.install()

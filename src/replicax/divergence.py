@@ -10,7 +10,7 @@ Marks are bits of an int, so that one pass can follow many inputs at once.
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ __all__ = [
     "declare_mirrored",
     "declare_whole",
     "differing",
+    "found_in",
     "gradient_marks",
     "inner_jaxprs",
     "open_jaxpr",
@@ -234,6 +235,21 @@ def inner_jaxprs(eqn: Eqn) -> list[Jaxpr]:
             if isinstance(item, jex_core.ClosedJaxpr | jex_core.Jaxpr):
                 found.append(open_jaxpr(item))
     return found
+
+
+def found_in(jaxpr: Any, name: str) -> Iterator[Eqn]:
+    """The equations of a primitive in a jaxpr and in those it calls, in their order.
+
+    Args:
+        jaxpr: To be searched; in what is found, nothing more is.
+        name: Of the primitive.
+    """
+    for eqn in open_jaxpr(jaxpr).eqns:
+        if eqn.primitive.name == name:
+            yield eqn
+        else:
+            for inner in inner_jaxprs(eqn):
+                yield from found_in(inner, name)
 
 
 def _num_consts_and_carry(params: dict[str, Any]) -> tuple[int, int]:

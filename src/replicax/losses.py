@@ -49,17 +49,17 @@ def compute_average_loss(
             f"{caller}: per_example_loss is a scalar, expected one loss per example, "
             "[b] or [b, ...]. Create the Keras loss with reduction=None."
         )
-    dtype = jnp.result_type(loss.dtype, jnp.float32)
-    if jnp.issubdtype(loss.dtype, jnp.floating):
-        dtype = loss.dtype
+    # Types are said, as the user's settings may allow no promotion.
+    is_inexact = jnp.issubdtype(loss.dtype, jnp.inexact)
+    dtype = loss.dtype if is_inexact else jnp.dtype(jnp.float32)
     # Half-precision losses are summed in single precision: large batches overflow.
-    loss = loss.astype(jnp.promote_types(dtype, jnp.float32))
+    loss = loss.astype(dtype if dtype.itemsize > 2 else jnp.float32)
     if sample_weight is not None:
         loss = loss * _fitting_weight(sample_weight, loss, caller)
     if global_batch_size is None:
         size = loss.shape[0] * _num_replicas(num_replicas, caller)
     else:
-        size = _checked_size(global_batch_size, caller)
+        size = _checked_size(global_batch_size, loss.dtype, caller)
     return (jnp.sum(loss) * _share_scale() / size).astype(dtype)
 
 
@@ -106,7 +106,7 @@ def _num_replicas(num_replicas: int | None, caller: str) -> int:
     return num_replicas
 
 
-def _checked_size(size: Any, caller: str) -> Any:
+def _checked_size(size: Any, dtype: Any, caller: str) -> Any:
     """`size` as a divisor. A traced one cannot be checked, and may be zero."""
     if isinstance(size, Tracer):
         if size.ndim or not jnp.issubdtype(size.dtype, jnp.integer):
@@ -115,7 +115,7 @@ def _checked_size(size: Any, caller: str) -> Any:
                 f"{list(size.shape)}, expected an integer scalar."
             )
         # As in TF, an empty or all-masked batch has loss 0 rather than NaN.
-        return jnp.maximum(size, 1)
+        return jnp.maximum(size, 1).astype(dtype)
     try:
         number = operator.index(size)
     except TypeError:

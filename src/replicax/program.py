@@ -27,7 +27,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from replicax.arguments import Arguments
 from replicax.blocks import Block, cut
-from replicax.divergence import declare_whole, differing, open_jaxpr
+from replicax.cpu_lowerings import apply as apply_cpu_lowerings
+from replicax.divergence import declare_whole, differing, found_in, open_jaxpr
 from replicax.errors import DivergenceError
 from replicax.group import ReplicaGroup
 from replicax.huge_pages import use_huge_pages
@@ -292,7 +293,7 @@ class Program:
         # Said here, or an array that came another way to the same place would compile
         # the program again.
         return jax.jit(
-            program,
+            apply_cpu_lowerings(program) if self._group.axis.is_of_cpus else program,
             donate_argnums=0,
             in_shardings=(own, read, leaves),
             out_shardings=(None, mirrored, own),
@@ -575,8 +576,7 @@ class Program:
     def _shard_map(self, written: Any, read: Any, leaves: Sequence[Any]) -> Any:
         """The equation of the traced program that is the replicas' part."""
         traced = self._compiled.trace(written, read, tuple(leaves))
-        (eqn,) = (e for e in traced.jaxpr.eqns if e.primitive.name == "shard_map")
-        return eqn
+        return next(found_in(traced.jaxpr, "shard_map"))
 
     def _flat_results(self, out: Any) -> list[Any]:
         flat, self._out_structure = jax.tree.flatten(out)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from replicax.cpu_lowerings.windows import Window, windows_of
+from replicax.cpu_lowerings.windows import Window, widened, windows_of
 
 __all__ = ["Form", "choose", "spatial_windows"]
 
@@ -99,7 +99,7 @@ def _is_served(lhs: Any, rhs: Any, out: Any, params: Mapping[str, Any]) -> bool:
         return False
     return (
         lhs.dtype == rhs.dtype
-        and out.dtype in (lhs.dtype, jnp.promote_types(lhs.dtype, jnp.float32))
+        and out.dtype in (lhs.dtype, widened(lhs.dtype))
         and 1 <= len(lhs.shape) - 2 <= 3
         and 0 not in (*lhs.shape, *rhs.shape, *out.shape)
     )

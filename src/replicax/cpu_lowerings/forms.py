@@ -200,12 +200,13 @@ def by_groups(
     result = None
     for tap, elements in _taps(x, windows):
         split = elements.reshape(*elements.shape[:-1], groups, features)
-        weights = kernel[tap].reshape(features, groups, outputs // groups)
+        ones = (1,) * (elements.ndim - 1)
+        weights = kernel[tap].reshape(*ones, features, groups, outputs // groups)
         for feature in range(features):
             if features == outputs // groups == 1:
-                y = elements * kernel[tap][0]
+                y = elements * kernel[tap].reshape(*ones, outputs)
             else:
-                y = split[..., feature, None] * weights[feature]
+                y = split[..., feature, None] * weights[..., feature, :, :]
             result = y if result is None else result + y
     if result is None:
         raise ValueError(f"a kernel of shape {kernel.shape} has no taps")

@@ -1,16 +1,20 @@
-"""What serves the primitives of JAX that are slow, and the registration with JAX."""
+"""What serves the primitives of JAX that are slow, in programs that ask for it.
 
-import contextlib
-import contextvars
+JAX's own tables stay as they are: the rules here override them for the operations in
+one call, a primitive of our own, and for nothing else that the process compiles.
+"""
+
+import dataclasses
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, mlir
 
 from replicax.cpu_lowerings import contractions, pooling, sums
@@ -23,51 +27,99 @@ from replicax.cpu_lowerings.forms import (
     by_taps,
     without_zeros,
 )
+from replicax.cpu_lowerings.windows import widened
 
-__all__ = ["Mode", "install", "using"]
+__all__ = ["Mode", "apply", "current_mode"]
 
 Mode = Literal["replicax", "xla"]
 _SWITCH = "REPLICAX_CPU_LOWERINGS"
 
 _log = logging.getLogger("replicax")
-_mode: contextvars.ContextVar[Mode | None] = contextvars.ContextVar(
-    "cpu_lowerings", default=None
-)
 
 
-def install() -> None:
-    """Lowers convolutions for CPUs to matrix products, where that is faster.
+def apply(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A function whose operations are lowered for CPUs as XLA computes them quickly.
 
-    And gradients of max pooling to elementwise operations, contractions over several
-    leading dimensions to a product of two matrices, long sums of gradients to arrays in
-    memory. Done on import. Programs for GPUs and TPUs are left alone, and so are those
-    compiled before. A second call changes nothing. `REPLICAX_CPU_LOWERINGS=xla` in the
-    environment leaves all of them to XLA; it is read whenever one is lowered. Versions
-    of JAX that do not say how they lower them keep theirs, which is logged.
+    Convolutions become matrix products, gradients of max pooling elementwise
+    operations, contractions over several leading dimensions a product of two matrices,
+    and long sums of gradients are arrays in memory. What the program has beside `fn`,
+    and all others, are lowered as ever; and so is this one for GPUs and TPUs.
+    `REPLICAX_CPU_LOWERINGS=xla` in the environment leaves everything to XLA.
+
+    Args:
+        fn: To be compiled by `jax.jit`; it is not differentiated or mapped from
+            outside.
+
+    Raises:
+        ValueError: When it is traced, if `REPLICAX_CPU_LOWERINGS` has a mode that does
+            not exist.
+
+    Example:
+        >>> convolve = apply(lambda x: lax.conv(x, x, (1, 1), "VALID"))
+        >>> jax.jit(convolve)(jnp.ones((1, 1, 2, 2)))
+        Array([[[[4.]]]], dtype=float32)
+    """
+
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if current_mode() == "xla":
+            return fn(*args, **kwargs)
+        jaxpr, out = jax.make_jaxpr(fn, return_shape=True)(*args, **kwargs)
+        flat = _served_call_p.bind(*jax.tree.leaves((args, kwargs)), jaxpr=jaxpr)
+        return jax.tree.unflatten(jax.tree.structure(out), flat)
+
+    return call
+
+
+def current_mode() -> Mode:
+    """Who lowers the operations of programs that ask for it, by the environment.
 
     Raises:
         ValueError: If `REPLICAX_CPU_LOWERINGS` has a mode that does not exist.
-
-    Example:
-        >>> install()
-        >>> jax.jit(lambda x: lax.conv(x, x, (1, 1), "VALID"))(jnp.ones((1, 1, 2, 2)))
-        Array([[[[4.]]]], dtype=float32)
     """
-    wanted = _current_mode() == "replicax"
-    unknown = []
-    for primitive, (name, serve) in _SERVED.items():
-        rule = _rule_of_jax(primitive)
-        if rule is None:
-            unknown.append(name)
-        elif not isinstance(rule, functools.partial) or rule.func is not _lower:
-            mlir.register_lowering(
-                primitive,
-                functools.partial(_lower, rule, serve),
-                platform="cpu",
-                # Those of equal types are otherwise lowered once, without operands.
-                cacheable=serve is not _serve_sum,
-            )
-    if unknown and wanted:
+    mode = os.environ.get(_SWITCH) or "replicax"
+    if mode not in get_args(Mode):
+        raise ValueError(
+            f"{_SWITCH} has {mode!r}: no such mode; use one of {list(get_args(Mode))}"
+        )
+    return mode  # pyright: ignore[reportReturnType]
+
+
+def _lower_call(
+    ctx: mlir.LoweringRuleContext, *operands: Any, jaxpr: ClosedJaxpr
+) -> Any:
+    """Lowers what is in `apply`, for CPUs by our rules."""
+    module: Any = ctx.module_context
+    overrides = _overrides() if tuple(module.platforms) == ("cpu",) else ()
+    parameters = dataclasses.replace(
+        module.lowering_parameters, override_lowering_rules=overrides
+    )
+    # Caches of their own, or operations beside this call would find ours.
+    module = module.replace(
+        lowering_parameters=parameters, lowering_cache={}, cached_primitive_lowerings={}
+    )
+    inner: Any = ctx.replace(module_context=module)
+    out = mlir.core_call_lowering(inner, *operands, name="served", call_jaxpr=jaxpr)
+    ctx.set_tokens_out(inner.tokens_out)
+    return out
+
+
+_served_call_p = Primitive("served_call")
+_served_call_p.multiple_results = True
+_served_call_p.def_effectful_abstract_eval(
+    lambda *_, jaxpr: (jaxpr.out_avals, jaxpr.effects)
+)
+# Without `jax.jit`, as under `jax.disable_jit`.
+_served_call_p.def_impl(lambda *args, jaxpr: jaxpr_as_fun(jaxpr)(*args))
+mlir.register_lowering(_served_call_p, _lower_call, cacheable=False)
+
+
+@functools.cache
+def _overrides() -> tuple[tuple[Any, Callable[..., Any]], ...]:
+    """Our rules by their primitives, as JAX takes them."""
+    rules_of_jax = {p: _rule_of_jax(p) for p in _SERVED}
+    unknown = [_SERVED[p][0] for p, rule in rules_of_jax.items() if rule is None]
+    if unknown:
         _log.info(
             "JAX %s does not say how it lowers %s for CPUs: all of them are left to "
             "XLA, as with %s=xla.",
@@ -75,46 +127,18 @@ def install() -> None:
             " and ".join(unknown),
             _SWITCH,
         )
+    known = {p: rule for p, rule in rules_of_jax.items() if rule is not None}
+    if rule := known.get(ad.add_jaxvals_p):
+        # Sums are served by what is behind them, so each is lowered where it is; those
+        # of equal types are otherwise lowered once, without operands. The rule itself
+        # stays JAX's, and what it writes into other programs is the same.
+        mlir.register_lowering(ad.add_jaxvals_p, rule, cacheable=False)
+    return tuple(
+        (p, functools.partial(_lower, rule, _SERVED[p][1])) for p, rule in known.items()
+    )
 
 
-@contextlib.contextmanager
-def using(mode: Mode) -> Iterator[None]:
-    """Who lowers convolutions in this context, in this thread, for CPUs.
-
-    And all else that `install` names. It comes before the environment. A function that
-    JAX compiled already keeps its program: compile another `jax.jit` of it, or call
-    `jax.clear_caches()`.
-
-    Args:
-        mode: `"replicax"`, where that is faster, or `"xla"`.
-
-    Raises:
-        ValueError: If there is no such mode.
-
-    Example:
-        >>> with using("xla"):
-        ...     program = jax.jit(jnp.sin).lower(1.0)
-    """
-    token = _mode.set(_known(mode, "using()"))
-    try:
-        yield
-    finally:
-        _mode.reset(token)
-
-
-def _known(mode: str, where: str) -> Mode:
-    if mode not in get_args(Mode):
-        raise ValueError(
-            f"{where} has {mode!r}: no such mode; use one of {list(get_args(Mode))}"
-        )
-    return mode  # pyright: ignore[reportReturnType]
-
-
-def _current_mode() -> Mode:
-    return _mode.get() or _known(os.environ.get(_SWITCH) or "replicax", _SWITCH)
-
-
-def _rule_of_jax(primitive: Any = lax.conv_general_dilated_p) -> Any:
+def _rule_of_jax(primitive: Any) -> Any:
     """The rule that JAX lowers a primitive for CPUs by; None: it does not say.
 
     The only private names: JAX has a function to register rules but none to look them
@@ -138,8 +162,7 @@ def _lower(
 ) -> Any:
     """The lowering rule: ours where `serve` has something, JAX's elsewhere."""
     ours = None
-    wanted = _current_mode() == "replicax"
-    if wanted and _is_static(ctx) and not _is_sharded_explicitly(ctx, params):
+    if _is_static(ctx) and not _is_sharded_explicitly(ctx, params):
         ours = serve(ctx, operands, params)
     if ours is None:
         return rule_of_jax(ctx, *operands, **params)
@@ -223,7 +246,7 @@ def _convolve(
     of_batch, precision = params["batch_group_count"], params["precision"]
     windows = spatial_windows(lhs, rhs, params)
     # As in XLA, products of halves are summed in float32.
-    wide = jnp.promote_types(lhs.dtype, jnp.float32)
+    wide = widened(lhs.dtype)
     lhs, rhs = lhs.astype(wide), rhs.astype(wide)
     if form in ("outputs", "sums"):
         x = jnp.transpose(lhs, (lhs_spec[1], *lhs_spec[2:], lhs_spec[0]))

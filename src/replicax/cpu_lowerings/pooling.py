@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from replicax.cpu_lowerings.windows import Window, windows_of
+from replicax.cpu_lowerings.windows import Window, widened, windows_of
 
 __all__ = ["gradient", "is_served"]
 
@@ -79,7 +79,7 @@ def gradient(
     # Where windows overlap, gradients in halves are summed in float32; and bfloat16 is
     # slow to transpose: [16, 64, 28, 28] with 3x3 and strides 2 takes 12 or 17, in
     # float32 4.8.
-    wide = jnp.promote_types(operand.dtype, jnp.float32)
+    wide = widened(operand.dtype)
     dy = source.astype(wide)
     chosen = _chosen(operand.astype(wide), windows, params["select_prim"])
     # XLA adds to +0, which makes -0 of a gradient +0.
@@ -104,7 +104,7 @@ def _chosen(x: jax.Array, windows: Sequence[Window], select: Any) -> jax.Array:
     edges = [(w.low, w.high, 0) for w in windows]
     if any(itertools.chain(*edges)):
         # Whatever follows a NaN is chosen, so the first element after padding is.
-        x = lax.pad(x, jnp.asarray(jnp.nan, x.dtype), edges)
+        x = lax.pad(x, x.dtype.type(np.nan), edges)
     best: jax.Array | None = None
     chosen = jnp.zeros([w.outputs for w in windows], jnp.int32)
     for number, tap in enumerate(_taps(windows)):

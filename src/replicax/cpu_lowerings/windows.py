@@ -3,9 +3,11 @@
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-__all__ = ["Phase", "Window", "phases", "trimmed", "windows_of"]
+import numpy as np
+
+__all__ = ["Phase", "Window", "phases", "trimmed", "widened", "windows_of"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +86,19 @@ def windows_of(
             strict=True,
         )
     )
+
+
+def widened(dtype: Any) -> np.dtype:
+    """The dtype in which floats are summed: `float32` for halves.
+
+    `jnp.promote_types` is refused where the user allows no promotion.
+
+    Example:
+        >>> str(widened("float16")), str(widened("float64"))
+        ('float32', 'float64')
+    """
+    dtype = np.dtype(dtype)
+    return np.dtype(np.float32) if dtype.itemsize < 4 else dtype
 
 
 def trimmed(window: Window) -> tuple[slice, Window]:
