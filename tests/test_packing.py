@@ -1,6 +1,5 @@
 """How gradients reach their sums: the hook, compression, packs, their order."""
 
-import importlib.util
 import itertools
 import re
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import replicax as rx
 from replicax.collectives import ReplicaAxis
 from replicax.packing import plan_packs, sum_gradients
+from replicax.plan import compiler
 
 DTYPES = ["float32", "bfloat16", "int32", "float16"]
 
@@ -168,8 +168,8 @@ def eight_devices(request, monkeypatch) -> Sequence[Any]:
     """Devices to compile for; nothing runs on them."""
     if request.param == "cpu":
         return jax.devices()[:8]
-    if importlib.util.find_spec("libtpu") is None:
-        pytest.skip("libtpu, the compiler for TPUs, is not installed")
+    if compiler.find() is None:
+        pytest.skip("libtpu, the compiler for TPUs, is not here")
     monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
     monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # No chip is taken.
     return topologies.get_topology_desc(

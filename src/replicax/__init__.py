@@ -29,6 +29,7 @@ from replicax.checkpoint import (
     latest_checkpoint,
 )
 from replicax.cluster.spec import ClusterSpec
+from replicax.cluster.tpu_slice import skip_libtpu_without_chips
 from replicax.collectives import (
     CrossDeviceOps,
     HierarchicalCopyAllReduce,
@@ -152,3 +153,4 @@ compat.install()
 hooks.install()
 huge_pages.share_one_heap()
 xla_options.keep_loops(os.environ)
+skip_libtpu_without_chips(os.environ)

@@ -3,7 +3,6 @@
 import functools
 import logging
 import os
-import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import jax
 import jaxlib
 
+from replicax.disk import caches_folder
 from replicax.environment import is_off, usable_cores
 
 __all__ = ["turn_on"]
@@ -111,15 +111,7 @@ def _is_safe(platform: str) -> bool:
 
 
 def _default_folder(environ: Mapping[str, str]) -> Path:
-    """Where the platform's conventions want files that may be deleted at any time."""
-    named = environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(named):  # XDG: relative paths are to be ignored.
-        caches = Path(named)
-    elif sys.platform == "darwin":
-        caches = Path.home() / "Library" / "Caches"
-    else:
-        caches = Path.home() / ".cache"
-    return caches / "replicax" / "compiled"
+    return caches_folder(environ) / "compiled"
 
 
 def _threads(environ: Mapping[str, str]) -> str:

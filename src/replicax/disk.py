@@ -1,9 +1,23 @@
-"""What is written is on the disk when it is said to be."""
+"""Files: fsync, and the folder of the user's caches."""
 
 import os
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["sync"]
+__all__ = ["caches_folder", "sync"]
+
+
+def caches_folder(environ: Mapping[str, str]) -> Path:
+    """Where the platform's conventions want files that may be deleted at any time."""
+    named = environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(named):  # XDG: relative paths are to be ignored.
+        caches = Path(named)
+    elif sys.platform == "darwin":
+        caches = Path.home() / "Library" / "Caches"
+    else:
+        caches = Path.home() / ".cache"
+    return caches / "replicax"
 
 
 def sync(path: Path) -> None:

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -88,7 +89,7 @@ def test_devices_that_are_not_here(name: str, num_slices: int, message: str) -> 
         find_topology(name, num_slices)
 
 
-def test_without_the_compiler_the_error_says_what_to_install() -> None:
+def test_without_the_compiler_the_error_says_what_to_install(tmp_path: Path) -> None:
     code = (
         "import sys\n"
         "class Without:\n"
@@ -108,11 +109,17 @@ def test_without_the_compiler_the_error_says_what_to_install() -> None:
     )
     process = subprocess.run(
         [sys.executable, "-c", code],
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        env={
+            **{k: v for k, v in os.environ.items() if k != "TPU_LIBRARY_PATH"},
+            "JAX_PLATFORMS": "cpu",
+            "XDG_CACHE_HOME": str(tmp_path),
+        },
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
-    assert "libtpu, which is not installed" in process.stdout, process.stderr
-    assert "pip install 'replicax[plan]'" in process.stdout
+    assert "libtpu, which is not here" in process.stdout, process.stderr
+    assert (
+        f"pip install --no-deps --target {tmp_path}/replicax/libtpu" in process.stdout
+    )

@@ -1,6 +1,5 @@
 """Each code block of the seeds as its author wrote it, ported by the command, run."""
 
-import importlib.util
 import re
 from pathlib import Path
 
@@ -9,6 +8,8 @@ from tests.seeds.blocks import PROGRAMS
 from tests.seeds.blocks_program import Machines, Planned, Program, Tasks
 from tests.seeds.blocks_run import check, migrate, start
 from tests.seeds.blocks_source import BLOCKS, counts, original, part_text
+
+from replicax.plan import compiler
 
 SEEDS = Path(__file__).parents[3] / "shared" / "seeds"
 PAGE = Path(__file__).parents[2] / "docs" / "seeds.md"
@@ -23,8 +24,8 @@ def _case(program: Program) -> object:
 
 
 def _needs(program: Program) -> None:
-    if isinstance(program.run, Planned) and not importlib.util.find_spec("libtpu"):
-        pytest.skip("libtpu, with the TPU compiler in it, is not installed")
+    if isinstance(program.run, Planned) and compiler.find() is None:
+        pytest.skip("libtpu, with the TPU compiler in it, is not here")
     tasks = program.run.addresses if isinstance(program.run, Machines) else {}
     servers = isinstance(program.run, Tasks) and program.run.ps
     if servers or any(task.startswith("ps") for task in tasks):

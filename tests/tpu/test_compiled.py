@@ -4,7 +4,6 @@ Each slice is described by libtpu. What is looked at: that the program compiles,
 collectives it has and how many bytes they carry, and whether it fits into memory.
 """
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -14,9 +13,11 @@ from typing import Any
 
 import pytest
 
+from replicax.plan import compiler
+
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None,
-    reason="libtpu, with the TPU compiler in it, is not installed",
+    compiler.find() is None,
+    reason="libtpu, with the TPU compiler in it, is not here",
 )
 
 ROOT = Path(__file__).parents[2]

@@ -3,12 +3,21 @@
 import dataclasses
 import re
 from collections.abc import Mapping
+from pathlib import Path
+
+import jax
 
 from replicax.cluster.listing import listed
 from replicax.cluster.metadata import instance_attribute, metadata_server
 from replicax.errors import ClusterConfigError
 
-__all__ = ["VARIABLES", "TpuSlice", "detect_slice", "on_tpu_vm"]
+__all__ = [
+    "VARIABLES",
+    "TpuSlice",
+    "detect_slice",
+    "on_tpu_vm",
+    "skip_libtpu_without_chips",
+]
 
 VARIABLES = (
     "TPU_NAME",
@@ -21,6 +30,9 @@ VARIABLES = (
 )
 """Environment variables that say where a TPU slice is; JAX reads most of them too."""
 
+_OF_TPUS = ("TPU_", "CLOUD_TPU_", "MEGASCALE_")
+_OF_LIBTPU = ("TPU_LIBRARY_PATH", "TPU_SKIP_MDS_QUERY")
+"""Variables that are set without TPUs, too: by libtpu's and JAX's import."""
 _QUERY_SECONDS = 3.0
 _PORT = 8482  # JAX's own choice for the coordination service on TPUs.
 _ENTRY = re.compile(r"^\s*([A-Z_]+)\s*:\s*'?([^'\n]*)'?\s*$", re.MULTILINE)
@@ -56,6 +68,39 @@ def on_tpu_vm() -> bool:
     from jax._src import cloud_tpu_init
 
     return cloud_tpu_init.running_in_cloud_tpu_vm
+
+
+def skip_libtpu_without_chips(
+    environ: Mapping[str, str], devices: str = "/dev"
+) -> bool:
+    """Keep JAX from loading an installed libtpu where there are no TPUs.
+
+    JAX would look for TPUs with it in every process. libtpu then prints five lines
+    of errors, and replaces what SIGTERM does. Compiling for described TPUs needs no
+    backend and stays possible. Nothing happens where anything speaks of a TPU, where
+    the platforms are named (`JAX_PLATFORMS`), or once the devices are started.
+
+    Args:
+        environ: The environment variables.
+        devices: The folder of device files.
+
+    Returns:
+        Whether JAX does without its TPU backend from now on.
+    """
+    from jax._src import xla_bridge
+
+    if xla_bridge.backends_are_initialized() or jax.config.values.get("jax_platforms"):
+        return False
+    named = any(
+        name.startswith(_OF_TPUS) and name not in _OF_LIBTPU for name in environ
+    )
+    files = [*Path(devices).glob("accel*"), *Path(devices).glob("vfio/[0-9]*")]
+    if on_tpu_vm() or named or files or "JAX_FORCE_TPU_INIT" in environ:
+        return False
+    # JAX has no public way to leave out one of the platforms that it finds. Where a
+    # later version keeps them elsewhere, the lines are printed as before.
+    factories = getattr(xla_bridge, "_backend_factories", {})
+    return factories.pop("tpu", None) is not None
 
 
 def detect_slice(

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from replicax.errors import DeviceError
+from replicax.plan import compiler
 from replicax.plan.topology import check_topology, needs_libtpu
 
 __all__ = ["plan"]
@@ -51,7 +52,8 @@ def plan(
     for file in (json_file, figure):
         if file is not None and not file.absolute().parent.is_dir():
             raise typer.BadParameter(f"There is no folder for {str(file)!r}.")
-    _require_packages(topology, figure)
+    _require_matplotlib(figure)
+    environment = _environment(topology)
     command = [sys.executable, "-m", "replicax.plan", "--topology", topology]
     command += ["--slices", str(slices)]
     if json_file is not None:
@@ -63,22 +65,38 @@ def plan(
     # A process of its own: JAX reads its environment when it starts.
     ended = subprocess.run(
         [*command, script, *(arguments or [])],
-        env=_environment(topology),
+        env=environment,
         check=False,
     )
     raise typer.Exit(ended.returncode if ended.returncode >= 0 else 1)
 
 
-def _require_packages(topology: str, figure: Path | None) -> None:
-    wanted = {"libtpu": needs_libtpu(topology), "matplotlib": figure is not None}
-    for package, is_needed in wanted.items():
-        if is_needed and importlib.util.find_spec(package) is None:
-            typer.echo(
-                f"Error: this needs the package {package}, which is not installed. "
-                "Install it with: pip install 'replicax[plan]'",
-                err=True,
-            )
-            raise typer.Exit(1)
+def _require_matplotlib(figure: Path | None) -> None:
+    if figure is not None and importlib.util.find_spec("matplotlib") is None:
+        typer.echo(
+            "Error: this needs the package matplotlib, which is not installed. "
+            "Install it with: pip install 'replicax[plan]'",
+            err=True,
+        )
+        raise typer.Exit(1)
+
+
+def _tpu_compiler() -> Path:
+    """The TPU compiler, which is installed apart from this environment if need be."""
+    found = compiler.find()
+    if found is not None:
+        return found
+    if compiler.is_supported():
+        typer.echo(
+            f"Installing the TPU compiler, {compiler.requirement()}, among your "
+            "caches. This is done once.",
+            err=True,
+        )
+    try:
+        return compiler.install()
+    except ImportError as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(1) from error
 
 
 def _environment(topology: str) -> dict[str, str]:
@@ -87,4 +105,5 @@ def _environment(topology: str) -> dict[str, str]:
         environment["JAX_PLATFORMS"] = "cpu"
     if needs_libtpu(topology):
         environment["TPU_SKIP_MDS_QUERY"] = "1"
+        environment[compiler.LIBRARY_PATH] = str(_tpu_compiler())
     return environment

@@ -2,16 +2,17 @@
 
 import contextlib
 import dataclasses
-import importlib.util
 import math
 import os
 import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 
 from replicax.errors import DeviceError
+from replicax.plan import compiler
 from replicax.plan.chips import CHIPS, Chip
 from replicax.plan.measured import measure_rates
 from replicax.plan.rates import Rates
@@ -169,18 +170,18 @@ def _known(chip: Chip | None = None) -> str:
 def _described_devices(
     name: str, chip: Chip, shape: tuple[int, ...], num_slices: int
 ) -> tuple[Any, ...]:
-    if importlib.util.find_spec("libtpu") is None:
+    library = compiler.find()
+    if library is None:
         raise ImportError(
-            f"plan: compiling for {name} needs the TPU compiler, the package libtpu, "
-            "which is not installed. It comes with: pip install 'replicax[plan]' "
-            "(Linux on x86-64)."
+            f"plan: compiling for {name} needs the TPU compiler, libtpu, which is not "
+            f"here. {compiler.how_to_install()} `replicax plan` does so by itself."
         )
     from jax.experimental import topologies
 
     options: dict[str, Any] = dict(chip.options)
     if num_slices > 1:
         options["num_slices"] = num_slices
-    with _environment():
+    with _environment(library):
         try:
             found = topologies.get_topology_desc(name, "tpu", **options)
         except jax.errors.JaxRuntimeError as error:
@@ -198,8 +199,9 @@ def _described_devices(
 
 
 @contextlib.contextmanager
-def _environment() -> Iterator[None]:
-    missing = {k: v for k, v in _ENVIRONMENT.items() if k not in os.environ}
+def _environment(library: Path) -> Iterator[None]:
+    wanted = _ENVIRONMENT | {compiler.LIBRARY_PATH: str(library)}
+    missing = {k: v for k, v in wanted.items() if k not in os.environ}
     os.environ.update(missing)
     try:
         yield
