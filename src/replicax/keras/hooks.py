@@ -60,7 +60,15 @@ from replicax import placement
 from replicax.callbacks import with_report
 from replicax.errors import ContextError
 from replicax.input.split import leading_size
-from replicax.keras import batches, making, optimizers, reductions, resume, steps
+from replicax.keras import (
+    batches,
+    building,
+    making,
+    optimizers,
+    reductions,
+    resume,
+    steps,
+)
 from replicax.keras.adapters import (
     DistributedAdapter,
     fixed_number_of_batches,
@@ -228,6 +236,8 @@ def _in_scope(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         )
     if strategy is None:
         return original(model, *args, **kwargs)
+    if not building.has_call(model):
+        building.note_built(model)
     if original.__name__ in _WITH_DATA:
         strategy.synchronize_random_state()  # Shuffling depends on it.
         args, kwargs = with_adapters(args, kwargs)
@@ -273,13 +283,18 @@ def _fit(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
 def _symbolic_build(
     original: Any, model: Any, iterator: Any = None, data_batch: Any = None
 ) -> None:
+    session, strategy = getattr(model, "_replicax_fit", None), _strategy_of(model)
     with Announced(f"building model {model.name!r}"):
-        original(model, iterator=iterator, data_batch=data_batch)
-    session = getattr(model, "_replicax_fit", None)
+        if strategy is None or building.has_call(model):
+            original(model, iterator=iterator, data_batch=data_batch)
+        else:
+            is_first = session is not None and session.epoch_iterator is None
+            trains = {"fit": is_first, "train_on_batch": True}
+            kind = "train" if trains.get(current_call()) else "test"
+            building.build_by_step(model, strategy, kind, iterator, data_batch)
     # The first one in `fit`. Validation has iterators of its own.
     if session is not None and session.epoch_iterator is None:
         session.epoch_iterator = iterator
-        strategy = _strategy_of(model)
         if strategy is not None:
             session.claimed = strategy.claimed_steps(
                 model, iterator, session.first_epoch

@@ -29,12 +29,14 @@ __all__ = [
     "CALLBACK_STATE",
     "Rows",
     "add_steps_seen",
+    "after_build",
     "attach_masks",
     "batch_of",
     "current_scope",
     "cut_late",
     "dataset_with_epochs",
     "described",
+    "first_batch",
     "has_value",
     "inputs_of",
     "is_array_adapter",
@@ -42,6 +44,7 @@ __all__ = [
     "keeps_iterating",
     "known_length",
     "layer_label",
+    "layers_of",
     "layout_of",
     "learning_rate_of",
     "leave_untracked",
@@ -130,6 +133,16 @@ def parts_of_layer(layer: Any) -> tuple[list[Any], list[Any]]:
     return own, [*layer._layers, *layer._metrics, *layer._seed_generators]
 
 
+def layers_of(model: Any) -> list[Any]:
+    """A model and all layers in it."""
+    return list(model._flatten_layers())
+
+
+def after_build(model: Any) -> None:
+    """Do what Keras does when it has built a model."""
+    model._post_build()
+
+
 def layer_label(layer: Any) -> str:
     """A layer's name, without the number where Keras made the name up."""
     base = to_snake_case(type(layer).__name__)
@@ -177,6 +190,12 @@ def attach_masks(tree: Any, masks: Sequence[Any]) -> None:
 
 
 # What a run of `fit` knows of its data.
+
+
+def first_batch(epoch_iterator: Any) -> Any:
+    """The first batch of the data, which begin anew afterwards."""
+    _, _, batches = next(iter(epoch_iterator))
+    return batches[0] if isinstance(batches, list | tuple) else next(batches)
 
 
 def steps_seen(epoch_iterator: Any) -> int:

@@ -33,7 +33,14 @@ from replicax.scope import current_context
 from replicax.signatures import positional_count
 from replicax.updates import PendingValue
 
-__all__ = ["ignores_targets", "predict_function", "test_function", "train_function"]
+__all__ = [
+    "ignores_targets",
+    "make_variables",
+    "predict_function",
+    "takes_state",
+    "test_function",
+    "train_function",
+]
 
 _logger = logging.getLogger("replicax")
 
@@ -172,13 +179,15 @@ class _KerasStep:
         groups = self.groups()
         variables = list(itertools.chain.from_iterable(groups))
         step = getattr(self.model, self.name)
-        with_tape = not _takes_state(self.model, self.name)
+        with_tape = not takes_state(self.model, self.name)
+        trains = self.name == "train_step" and not with_tape
+        others = _of_other_optimizers(self.model) if trains else []
         mirrored = self.outputs is Outputs.MIRRORED
         # In a rehearsal values are shapes.
         stays = is_one_of_many and current_rehearsal() is None
         with _values_in_place(variables, values):
             program = Program(
-                self._replica_function(step, None if with_tape else groups),
+                self.replica_function(step, None if with_tape else groups),
                 strategy.group,
                 _one_batch(batch.structure),
                 batch.arrays,
@@ -188,10 +197,12 @@ class _KerasStep:
                     num_steps=batch.num_steps,
                     outputs=self.outputs,
                     finish=self._final_logs if mirrored else None,
-                    raveled=stays and mirrored and not with_tape,
+                    raveled=stays and mirrored and not with_tape and not others,
                 ),
                 # A step with a tape may use any variable, a second optimizer's too.
-                None if with_tape or strategy.group.defers_updates else variables,
+                None
+                if with_tape or strategy.group.defers_updates
+                else [*variables, *others],
                 facts=self._facts(),
             )
         strategy.require_owned(program.variables, program.name)
@@ -206,7 +217,7 @@ class _KerasStep:
         facts = {"class_name": described["class_name"], **described["config"]}
         return {"the optimizer": json.loads(json.dumps(facts, default=str))}
 
-    def _replica_function(
+    def replica_function(
         self, step: Callable[..., Any], groups: list[list[Any]] | None
     ) -> Callable[[Any], Any]:
         def replica_step(data: Any) -> Any:
@@ -218,7 +229,8 @@ class _KerasStep:
             return result
 
         replica_step.__qualname__ = f"{type(self.model).__name__}.{self.name}"
-        replica_step.__wrapped__ = step  # Whose line messages name.
+        # Its line is what messages name.
+        replica_step.__wrapped__ = step  # type: ignore[attr-defined]
         return replica_step
 
     def _stateless(
@@ -269,7 +281,7 @@ def ignores_targets(model: Any) -> bool:
     return step is keras.Model.predict_step
 
 
-def _takes_state(model: Any, name: str) -> bool:
+def takes_state(model: Any, name: str) -> bool:
     """Whether a step is Keras' own for JAX, `step(state, data)`.
 
     The other form is that of tf.keras, `step(data)`, with a tape. A step of `*args`
@@ -291,6 +303,30 @@ def _takes_state(model: Any, name: str) -> bool:
         if next(iter(inspect.signature(step).parameters)) == "data":  # And `*args`.
             return False
     return True
+
+
+def make_variables(model: Any, name: str, strategy: Any, data: Any) -> None:
+    """Trace a step with a tape on a batch, so that the variables it makes are there."""
+    step = _KerasStep(model, name, list, Outputs.MIRRORED)
+    batch = place(data, strategy.group)
+    Program(
+        step.replica_function(getattr(model, name), None),
+        strategy.group,
+        _one_batch(batch.structure),
+        batch.arrays,
+        Options(gradient_op=ReduceOp.MEAN, num_active=batch.num_active),
+    )
+
+
+def _of_other_optimizers(model: Any) -> list[Any]:
+    """The variables of optimizers that a model has beside the one that it compiles."""
+    others = []
+    for value in vars(model).values():
+        parts = list(value.values()) if isinstance(value, dict) else value
+        for part in parts if isinstance(parts, list | tuple) else [parts]:
+            if isinstance(part, keras.optimizers.Optimizer):
+                others.append(part)
+    return [v for x in others if x is not model.optimizer for v in x.variables]
 
 
 class _StateProgram:

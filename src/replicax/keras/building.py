@@ -1,0 +1,50 @@
+"""Building a model without `call`, such as a GAN: its own step makes its variables.
+
+Keras builds a model by calling it on a batch. Where there is no `call`, the step that
+the model has of its own is traced in its place.
+"""
+
+from typing import Any
+
+import keras
+
+from replicax.keras import internals, steps
+
+__all__ = ["build_by_step", "has_call", "note_built"]
+
+
+def has_call(model: Any) -> bool:
+    """Whether the model can be called."""
+    return type(model).call is not keras.Model.call
+
+
+def note_built(model: Any) -> None:
+    """Mark a model built whose layers all are, as `predict` asks of it."""
+    parts = (layer for layer in internals.layers_of(model) if layer is not model)
+    if not model.built and all(layer.built for layer in parts):
+        model.built = True
+
+
+def build_by_step(
+    model: Any, strategy: Any, kind: str, iterator: Any, data_batch: Any
+) -> None:
+    """Have all variables there that a step of a model without `call` uses.
+
+    Args:
+        model: The model.
+        strategy: Its strategy.
+        kind: "train" or "test".
+        iterator: Keras' iterator over the data, if there is one.
+        data_batch: The batch, if there is no iterator.
+    """
+    if getattr(model, f"{kind}_function") is None:  # Else it was traced before.
+        name = f"{kind}_step"
+        optimizer = model.optimizer
+        if not steps.takes_state(model, name):
+            if data_batch is None:
+                data_batch = internals.first_batch(iterator)
+            steps.make_variables(model, name, strategy, data_batch)
+        elif optimizer is not None and not optimizer.built:
+            optimizer.build(model.trainable_variables)
+    note_built(model)
+    internals.after_build(model)
