@@ -8,6 +8,8 @@ import jax.core
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from replicax.cluster import dispatch_log
+from replicax.cluster.dispatch_log import Operation
 from replicax.rehearsal import current_rehearsal, is_described
 
 __all__ = ["gathered", "is_spread", "laid_out", "local_value", "rows"]
@@ -47,6 +49,11 @@ def gathered(array: jax.Array) -> jax.Array:
 
     All processes have to call it, for the same arrays in the same order.
     """
+    log = dispatch_log.current()
+    if log is not None:
+        kind = f"{array.dtype}{list(array.shape)}"
+        name = f"the gathering of an array that workers have parts of ({kind})"
+        log.note(Operation(name, f"gathered {kind};".encode()))
     sharding = array.sharding
     if not isinstance(sharding, NamedSharding):
         raise TypeError(f"gathered: expected a NamedSharding, got {sharding!r}.")

@@ -27,6 +27,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from replicax.arguments import Arguments
 from replicax.blocks import Block, cut
+from replicax.cluster.dispatch_log import Operation
 from replicax.cpu_lowerings import apply as apply_cpu_lowerings
 from replicax.divergence import declare_whole, differing, found_in, open_jaxpr
 from replicax.errors import DivergenceError
@@ -68,6 +69,7 @@ class Program:
     Attributes:
         name: How messages call it, such as `"run(train_step)"`.
         trains: Whether an optimizer makes updates in it; known once it is traced.
+        operation: What other workers, if there are any, know it by.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class Program:
         self._options = options or Options()
         self.name = f"{current_call()}({describe(fn)})"
         self.facts = dict(facts or {})
+        self.operation = Operation(self.name, b"", self._options.num_steps or 1)
         self.trains = False
         self._broadcast: set[int] = set()
         self._largest_bytes = 0
@@ -107,11 +110,6 @@ class Program:
         )
         self.variables = _distinct([*self.written, *self.inputs])
         self._checked = False
-
-    @property
-    def num_steps(self) -> int:
-        """Number of steps in one call."""
-        return self._options.num_steps or 1
 
     @property
     def is_new(self) -> bool:

@@ -1,6 +1,7 @@
 """Strategy: where a program's replicas run, and what a user calls."""
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from replicax.axes import ReplicaAxes
 from replicax.cache import ProgramCache, unwrap_partial
 from replicax.checks import check_call, refuse_tracer, refuse_tracing
 from replicax.cluster.agreement import agree
+from replicax.cluster.dispatch_log import Operation
 from replicax.cluster.workers import Workers
 from replicax.collectives import CrossDeviceOps, NcclAllReduce, ReduceOp
 from replicax.communication import CommunicationOptions
@@ -41,6 +43,8 @@ __all__ = ["Strategy"]
 # Threads may use strategies at once, but a program must be enqueued on all its devices
 # before another is: devices that meet collectives in different orders wait for ever.
 _dispatch_order = threading.RLock()
+
+_CHECK_REPLICAS = Operation("check_replicas", b"check_replicas;")
 
 
 class Strategy(DatasetMaker):
@@ -285,15 +289,17 @@ class Strategy(DatasetMaker):
             self._meet(program, values, arrays)
             with Announced(f"compiling {program.name}"):
                 out, new = self._dispatch(
-                    lambda: self._execute(program, values, arrays), program.num_steps
+                    lambda: self._execute(program, values, arrays), program.operation
                 )
         else:  # Not a function for both: it would be called in each step.
             out, new = self._dispatch(
-                lambda: self._execute(program, values, arrays), program.num_steps
+                lambda: self._execute(program, values, arrays), program.operation
             )
         self._num_steps += 1
         every = self._check_every if self._mirrors else None
         if every and self._num_steps % every == 0:
+            if self._workers.log is not None:
+                self._workers.log.note_in_script(_CHECK_REPLICAS)
             require_equal(self._group, program.written, new)
         return out, new
 
@@ -379,7 +385,8 @@ class Strategy(DatasetMaker):
         self._require_cross_replica("reduce")
         op = ReduceOp.of(reduce_op, "Strategy.reduce")
         return self._dispatch(
-            lambda: combine.reduce(op, value, axis, self._group.num_replicas)
+            lambda: combine.reduce(op, value, axis, self._group.num_replicas),
+            self._combining(f"reduce({op.value!r}, axis={axis})", value),
         )
 
     def gather(self, value: Any, axis: int) -> Any:
@@ -398,7 +405,8 @@ class Strategy(DatasetMaker):
         """
         self._require_cross_replica("gather")
         return self._dispatch(
-            lambda: combine.gather(value, axis, self._group.num_replicas)
+            lambda: combine.gather(value, axis, self._group.num_replicas),
+            self._combining(f"gather(axis={axis})", value),
         )
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
@@ -506,22 +514,46 @@ class Strategy(DatasetMaker):
         self.require_owned(program.variables, program.name)
         return program
 
-    def synchronize_random_state(self) -> None:
-        """Make the workers' random numbers the same; there is one worker here."""
+    def synchronize_random_state(self, call: str = "") -> None:
+        """Make the workers' random numbers the same; there is one worker here.
+
+        Args:
+            call: What all workers are about to do, which is compared first.
+        """
 
     def _meet(
         self, program: Program, values: Sequence[Any], arrays: Sequence[Any]
     ) -> None:
         """Called before a program runs first; other workers may have to agree."""
 
-    def _dispatch(self, call: Callable[[], Any], num_steps: int = 0) -> Any:
-        """Hand a program to the devices, and tell who watches over the workers."""
+    def _combining(self, name: str, value: Any) -> Operation | None:
+        """What combines the replicas' values in `value`; None: it is done here alone.
+
+        A value that is no `PerReplica` needs no other worker.
+        """
+        if self._workers.watch is None:
+            return None
+        leaves = jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, PerReplica))
+        kinds = tuple(
+            (x.array.shape, x.array.dtype) for x in leaves if isinstance(x, PerReplica)
+        )
+        return _combination(name, kinds) if kinds else None
+
+    def _dispatch(
+        self, call: Callable[[], Any], operation: Operation | None = None
+    ) -> Any:
+        """Hand a program to the devices, and tell who watches over the workers.
+
+        Args:
+            call: Calls the program.
+            operation: What the other workers know it by; None: they have no part in it.
+        """
         watch = self._workers.watch
         with _dispatch_order:
-            if watch is None:
+            if watch is None or operation is None:
                 return call()
             # Before and after: on CPUs, the call may itself wait for the others.
-            watch.dispatching(num_steps)
+            watch.dispatching(operation)
             leaves: list[Any] = []
             try:
                 results = call()
@@ -560,3 +592,9 @@ class Strategy(DatasetMaker):
                 "on what strategy.run returns; inside, use "
                 "rx.get_replica_context().all_reduce or .all_gather."
             )
+
+
+@functools.lru_cache(maxsize=256)
+def _combination(name: str, kinds: tuple[tuple[Any, Any], ...]) -> Operation:
+    listed = ", ".join(f"{dtype}{list(shape)}" for shape, dtype in kinds)
+    return Operation(f"{name} of {listed}", f"{name} {listed};".encode())

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replicax.cluster.deadlines import Deadlines
+from replicax.cluster.dispatch_log import Difference, Operation
 from replicax.cluster.failure import FailureReport
 from replicax.cluster.verdict import Sign, judge
 
@@ -143,8 +144,8 @@ def test_silence_up_to_the_deadline_and_after_the_end() -> None:
 
 
 def test_a_worker_ended_its_script_before_the_others() -> None:
-    left = sign(1, has_left=True, dispatched=3, steps=30)
-    waiting = sign(0, dispatched=4, steps=40, moved_at=NOW - 6)
+    left = sign(1, has_left=True, log=(3, 7), steps=30, doing="run(a)")
+    waiting = sign(0, log=(4, 8), steps=40, doing="run(b)", moved_at=NOW - 2)
     report, itself = verdicts(waiting, left)
     assert itself is None
     assert report is not None
@@ -152,10 +153,54 @@ def test_a_worker_ended_its_script_before_the_others() -> None:
     assert "ended its script after step 30, while worker:0 is at step 40" in (
         report.message
     )
-    # It only just went on, or does not need the other any more.
-    for known in ({"moved_at": NOW - 4}, {"dispatched": 3}, {"has_left": True}):
+    assert "ended after run(a), the other is at run(b)." in report.message
+    # It only just went on, has not done more, or will say it by itself.
+    for known in (
+        {"moved_at": NOW - 0.5},
+        {"log": (3, 7)},
+        {"log": (2, 6)},
+        {"waiting": ("save", 0)},
+    ):
         other = dataclasses.replace(waiting, **known)
         assert verdicts(other, left) == [None, None]
+
+
+def test_all_have_ended_their_scripts_and_one_did_more() -> None:
+    ended = {"has_left": True, "moved_at": NOW - 2}
+    signs = [sign(i, log=(3 + i, i), steps=3 + i, **ended) for i in range(2)]
+    for report in verdicts(*signs):
+        assert report is not None
+        assert (report.kind, report.culprit, report.exit_code) == (
+            "exited",
+            "worker:0",
+            1,
+        )
+        assert "after step 3, while worker:1 is at step 4" in report.message
+
+
+def test_workers_differ_in_what_they_do() -> None:
+    names = [Operation(f"run({x})", f"{x};".encode(), 1) for x in "ab"]
+    difference = Difference(6, tuple(names))
+
+    def verdicts_of(*signs: Sign) -> list[FailureReport | None]:
+        return [
+            judge(signs, i, NOW, DEADLINES, difference=difference, is_settling=True)
+            for i in range(2)
+        ]
+
+    for report in verdicts_of(sign(0), sign(1)):
+        assert report is not None
+        assert (report.kind, report.culprit, report.exit_code) == (
+            "order",
+            "worker:1",
+            1,
+        )
+        assert "at step 7, worker:0 is at run(a), and worker:1 is" in report.message
+    # Its script is about to raise an error of its own, and then has not.
+    waits = sign(1, waiting=("save", 0), moved_at=NOW - 2)
+    assert verdicts_of(sign(0), waits) == [None, None]
+    waits.moved_at = NOW - 4
+    assert None not in verdicts_of(sign(0), waits)
 
 
 def test_a_worker_does_not_go_on() -> None:

@@ -11,7 +11,7 @@ from replicax.errors import ClusterMismatchError
 __all__ = ["agree"]
 
 
-def agree(workers: Workers, facts: Mapping[str, Any], what: str) -> None:
+def agree(workers: Workers, facts: Mapping[str, Any], what: str) -> int:
     """Compare facts that must be the same on all workers.
 
     Digests are exchanged; only where they differ is the fact itself.
@@ -22,6 +22,9 @@ def agree(workers: Workers, facts: Mapping[str, Any], what: str) -> None:
             list is compared entry by entry.
         what: What the facts are about, such as `"the program of run(step)"`.
 
+    Returns:
+        How many agreements the workers have come to, the same number on all.
+
     Raises:
         ClusterMismatchError: On all workers, with the first difference.
     """
@@ -29,13 +32,17 @@ def agree(workers: Workers, facts: Mapping[str, Any], what: str) -> None:
         name: digest(json.dumps(fact, sort_keys=True)) for name, fact in facts.items()
     }
     all_digests = workers.exchange(
-        "program", digests, while_waiting=_Overtaken(workers, what)
+        "program",
+        digests,
+        while_waiting=_Overtaken(workers, what),
+        what=f"the agreement on {what}",
     )
     for name in facts:
         column = [digests.get(name) for digests in all_digests]
         if len(set(column)) > 1:
             values = workers.exchange("difference", facts[name], timeout_seconds=10)
             raise ClusterMismatchError(_difference(workers, what, name, values))
+    return workers.new_agreement()
 
 
 class _Overtaken:

@@ -63,7 +63,8 @@ class FailureReport:
     Attributes:
         task: The task that writes this, such as `"worker:1"`.
         culprit: The task that failed first as far as this one knows; None: unknown.
-        kind: `"exception"`, `"mismatch"`, `"lost"` (a task died or does not answer),
+        kind: `"exception"`, `"mismatch"`, `"order"` (workers did different things),
+            `"lost"` (a task died or does not answer),
             `"stuck"`, `"start-up"` or `"preempted"`.
         message: What happened, in full sentences.
         traceback: The culprit's traceback, where there is one.

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from replicax.cluster import coordinator, uncaught, workers
+from replicax.cluster import coordinator, dispatch_log, uncaught, workers
 from replicax.cluster.addresses import parse_address
 from replicax.cluster.deadlines import Deadlines
 from replicax.cluster.failure import ExitCode, FailureReport
@@ -78,6 +78,7 @@ def join(
     _joined = (key, members)
     if members.watch is not None:
         members.watch.start()
+        dispatch_log.set_current(members.watch.log)
         uncaught.report_exceptions(members, members.watch)
         atexit.register(_leave, members)
     return members
@@ -283,11 +284,12 @@ def _leave(members: Workers) -> None:
     reminders = Reminders()
     while True:
         running = [sign.full_name for sign in watch.signs if not sign.has_left]
-        if not running:
+        if not running and watch.all_did_the_same:
             break
         if watch.is_missed:
             print(
-                f"replicax: {members.name} ended its script, but {listed(running)} "
+                f"replicax: {members.name} ended its script, but "
+                f"{listed(running, nobody='another worker')} "
                 "needed it for more steps. All workers must run the same steps.",
                 file=sys.stderr,
             )

@@ -5,13 +5,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from replicax.cluster.deadlines import Deadlines
+from replicax.cluster.dispatch_log import Difference
 from replicax.cluster.failure import ExitCode, FailureReport
 from replicax.cluster.listing import listed
 
 __all__ = ["Sign", "judge"]
 
-_GRACE_SECONDS = 5.0
-"""For a worker whose peer has left to find that it needs it no more."""
+_GRACE_SECONDS = 3.0
+"""For a script that waits for others to raise an error of its own, which says more."""
+_LEFT_SECONDS = 1.0
+"""For a worker whose peer has left to hear of its last steps."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -24,6 +27,9 @@ class Sign:
         dispatched: Number of programs that it has handed to its devices.
         completed: Number of those that its devices are known to have finished.
         steps: Number of training and other steps in the dispatched programs.
+        log: Number of operations that it has begun, which all have to begin in the same
+            order, and a checksum of them.
+        doing: The last one of them.
         has_left: Whether its script has come to the end.
         failure: The report of a worker that is ending; None: it is not.
         seen_at: When it last gave a sign of life, by the clock of who judges.
@@ -37,6 +43,8 @@ class Sign:
     dispatched: int = 0
     completed: int = 0
     steps: int = 0
+    log: tuple[int, int] = (0, 0)
+    doing: str = ""
     has_left: bool = False
     failure: dict[str, Any] | None = None
     seen_at: float = 0.0
@@ -56,6 +64,8 @@ def judge(
     deadlines: Deadlines,
     *,
     heard_at: float | None = None,
+    difference: Difference | None = None,
+    is_settling: bool = False,
 ) -> FailureReport | None:
     """Why worker `index` has to end now, or None.
 
@@ -66,13 +76,16 @@ def judge(
         deadlines: How long to wait for what.
         heard_at: When signs could last be read, by the same clock; later silence says
             nothing about who gives them. Defaults to `now`.
+        difference: Where the workers' operations differ, if they do.
+        is_settling: Whether they are known to differ, and this is being looked for.
     """
     me = signs[index]
     others = [sign for sign in signs if sign is not me]
     return (
         _failed(me, others, signs)
         or _lost(me, others, signs, now if heard_at is None else heard_at, deadlines)
-        or _left(me, others, signs, now)
+        or _differ(me, signs, now, difference)
+        or (None if is_settling else _left(me, others, signs, now))
         or _stuck(me, signs, now, deadlines)
     )
 
@@ -111,20 +124,56 @@ def _lost(
     return None
 
 
+def _differ(
+    me: Sign, signs: Sequence[Sign], now: float, difference: Difference | None
+) -> FailureReport | None:
+    if difference is None or _raises_itself(signs, now):
+        return None
+    groups: dict[str, list[str]] = {}
+    for sign, operation in zip(signs, difference.operations, strict=True):
+        what = "no further operation" if operation is None else operation.name
+        groups.setdefault(what, []).append(sign.name)
+    places = ", and ".join(
+        f"{listed(who)} {'is' if len(who) == 1 else 'are'} at {what}"
+        for what, who in groups.items()
+    )
+    return _report(
+        me,
+        signs[difference.culprit],
+        "order",
+        f"the workers run different programs: at step {difference.step + 1}, {places}. "
+        "All workers must run the same steps in the same order. Look for a step, an "
+        "evaluation or a `break` that depends on the worker.",
+        signs,
+    )
+
+
+def _raises_itself(signs: Sequence[Sign], now: float) -> bool:
+    """Whether a script is about to find by itself that others do not come."""
+    return any(
+        sign.waiting is not None and now - sign.moved_at < _GRACE_SECONDS
+        for sign in signs
+    )
+
+
 def _left(
     me: Sign, others: Sequence[Sign], signs: Sequence[Sign], now: float
 ) -> FailureReport | None:
-    if now - me.moved_at < _GRACE_SECONDS or me.has_left:
+    if now - me.moved_at < _LEFT_SECONDS or _raises_itself([me], now):
         return None
     for sign in others:
-        if sign.has_left and sign.dispatched < me.dispatched:
+        if not sign.has_left or sign.log[0] == me.log[0]:
+            continue
+        first, last = sorted([sign, me], key=lambda x: x.log[0])
+        if first.has_left:
             return _report(
                 me,
-                sign,
+                first,
                 "exited",
-                f"{sign.full_name} ended its script after step {sign.steps}, while "
-                f"{me.name} is at step {me.steps}. All workers must run the same "
-                "steps.",
+                f"{first.full_name} ended its script after step {first.steps}, while "
+                f"{last.name} is at step {last.steps}. The one ended after "
+                f"{first.doing or 'nothing'}, the other is at {last.doing}. All "
+                "workers must run the same steps.",
                 signs,
             )
     return None
@@ -166,7 +215,8 @@ def _stuck(
 def _report(
     me: Sign, culprit: Sign | None, kind: str, message: str, signs: Sequence[Sign]
 ) -> FailureReport:
-    exit_code = ExitCode.FAILED if kind == "exited" else ExitCode.RETRY
+    is_permanent = kind in ("exited", "order")
+    exit_code = ExitCode.FAILED if is_permanent else ExitCode.RETRY
     return FailureReport(
         task=me.name,
         culprit=None if culprit is None else culprit.name,

@@ -17,8 +17,10 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from replicax.cluster.deadlines import Deadlines
+from replicax.cluster.dispatch_log import DispatchLog, Operation
 from replicax.cluster.failure import ExitCode, FailureReport
 from replicax.cluster.listing import listed
+from replicax.cluster.order_check import OrderCheck
 from replicax.cluster.stopping import StopRequest
 from replicax.cluster.store import Store, StoreError
 from replicax.cluster.verdict import Sign, judge
@@ -45,6 +47,8 @@ class Watch:
     Attributes:
         waiting: The exchange that this worker waits in; None: in none.
         is_missed: Whether the others have failed since this worker's script ended.
+        log: What this worker does that all have to do in the same order.
+        order: Whether they do.
     """
 
     def __init__(
@@ -72,7 +76,9 @@ class Watch:
         self._counter = 0
         self._beats: list[int] = [0] * len(names)
         self._contact_at = now
-        self._latest: tuple[int, int, Any] = (0, 0, None)
+        self.log = DispatchLog()
+        self.order = OrderCheck(self.log, names, index, store)
+        self._latest: tuple[int, Any] = (0, None)
         self._awaited: tuple[int, Any] = (0, None)
         self._frozen: int | None = None
         self._agreed = False
@@ -97,10 +103,10 @@ class Watch:
         self._thread.join(timeout=5)
         self._clock.join(timeout=5)
 
-    def dispatching(self, num_steps: int) -> None:
-        """Note that a program, which does `num_steps` steps, goes to the devices."""
-        number, steps, _ = self._latest
-        self._latest = (number + 1, steps + num_steps, _NOT_YET)
+    def dispatching(self, operation: Operation) -> None:
+        """Note that a program goes to the devices."""
+        self.log.note_program(operation)
+        self._latest = (self._latest[0] + 1, _NOT_YET)
 
     def dispatched(self, result: Any) -> None:
         """Note that the devices have the program.
@@ -108,16 +114,16 @@ class Watch:
         Args:
             result: An array that it makes; None: it is done, or was not begun.
         """
-        number, steps, _ = self._latest
-        self._latest = (number, steps, result)
+        self._latest = (self._latest[0], result)
 
     @property
     def has_stepped(self) -> bool:
         """Whether any step was handed to the devices."""
-        return self._latest[1] > 0
+        return self._latest[0] > 0
 
     def leave(self) -> None:
         """Tell the others that this worker's script has come to its end."""
+        self._note_progress()  # First: who has left makes no more steps.
         self._me.has_left = True
         self._publish()
 
@@ -125,6 +131,12 @@ class Watch:
     def signs(self) -> Sequence[Sign]:
         """What is known of the workers, in order."""
         return self._signs
+
+    @property
+    def all_did_the_same(self) -> bool:
+        """Whether no worker is known to have done more than others, or other things."""
+        counts = {sign.log[0] for sign in self._signs}
+        return len(counts) == 1 and self.order.differs_after is None
 
     @property
     def steps(self) -> dict[str, int]:
@@ -153,6 +165,7 @@ class Watch:
             try:
                 self._publish()
                 self._receive(self._store.read(_STATUS))
+                self.order.settle(has_left=self._me.has_left)
             except StoreError:
                 continue  # The clock's thread counts how long ago it worked.
             self._contact_at = time.monotonic()
@@ -163,6 +176,7 @@ class Watch:
         while not self._closed.wait(min(_SOON_SECONDS, self._interval)):
             # Workers that agree when to stop hold their scripts meanwhile.
             is_urgent = self._stop.requested and not self._agreed
+            is_urgent = is_urgent or self.order.is_settling
             if is_urgent or time.monotonic() - begin >= self._interval:
                 return True
         return False
@@ -179,6 +193,9 @@ class Watch:
                 "dispatched": me.dispatched,
                 "steps": me.steps,
                 "completed": me.completed,
+                "log": me.log,
+                "differs_after": self.order.differs_after,
+                "doing": me.doing,
                 "has_left": me.has_left,
                 "waiting": self.waiting,
                 "failure": me.failure,
@@ -188,9 +205,13 @@ class Watch:
 
     def _note_progress(self) -> None:
         """Find out how far the devices are, without a wait."""
-        me, (number, steps, result) = self._me, self._latest
-        if number != me.dispatched:
-            me.dispatched, me.steps, me.moved_at = number, steps, time.monotonic()
+        me, (number, result) = self._me, self._latest
+        count, checksum, me.steps = self.log.latest()
+        me.doing = self.log.last_name
+        me.waiting = self.waiting
+        if (count, checksum) != me.log:
+            me.log, me.moved_at = (count, checksum), time.monotonic()
+        me.dispatched = number
         if self._awaited[1] is _NOT_YET:
             self._awaited = (number, result)
         if _is_ready(self._awaited[1]):
@@ -217,9 +238,12 @@ class Watch:
             if status["beat"] != self._beats[int(key)]:
                 self._beats[int(key)] = status["beat"]
                 sign.seen_at = now
-            if status["dispatched"] != sign.dispatched:
-                sign.dispatched, sign.moved_at = status["dispatched"], now
+            sign.dispatched = status["dispatched"]
+            if tuple(status["log"]) != sign.log:
+                sign.log, sign.moved_at = tuple(status["log"]), now
             sign.completed, sign.steps = status["completed"], status["steps"]
+            sign.doing = status["doing"]
+            self.order.hear(int(key), sign.log, status["differs_after"])
             sign.has_left = status["has_left"]
             sign.waiting = status["waiting"] and tuple(status["waiting"])
             sign.failure = status["failure"]
@@ -245,6 +269,8 @@ class Watch:
                 now,
                 self._deadlines,
                 heard_at=self._contact_at,
+                difference=self.order.difference,
+                is_settling=self.order.differs_after is not None,
             )
             if report is None:
                 continue
@@ -254,7 +280,8 @@ class Watch:
                 # Its script is over: it ends with its own exit status.
                 self.is_missed = True
                 return
-            if report.culprit == self._me.name and report.traceback is None:
+            is_mine = report.culprit == self._me.name and report.kind != "order"
+            if is_mine and report.traceback is None:
                 stack = self.stack_of_main_thread()
                 report = dataclasses.replace(report, traceback=stack)
             self.fail(report)

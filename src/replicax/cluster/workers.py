@@ -1,6 +1,7 @@
 """The processes that train together, as one of them sees the others."""
 
 import collections
+import functools
 import json
 import logging
 import time
@@ -9,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from replicax.cluster.deadlines import Deadlines
+from replicax.cluster.dispatch_log import DispatchLog, Operation
 from replicax.cluster.listing import listed
 from replicax.cluster.stopping import StopRequest
 from replicax.cluster.store import Store, StoreError
@@ -56,6 +58,7 @@ class Workers:
         self._store = store
         self._exchanges: collections.Counter[str] = collections.Counter()
         self._num_streams = 0
+        self._num_agreements = 0
         if store is not None:
             self.watch = Watch(
                 self.names, self.addresses, index, store, self.deadlines, self.stop
@@ -85,12 +88,20 @@ class Workers:
         self._num_streams += 1
         return f"{name} {self._num_streams}"
 
+    def new_agreement(self) -> int:
+        """The number of an agreement of all workers, the same on all."""
+        self._num_agreements += 1
+        return self._num_agreements
+
     def exchange(
         self,
         name: str,
         value: Any,
         timeout_seconds: float | None = None,
         while_waiting: Callable[[Sequence[int]], None] | None = None,
+        *,
+        what: str | None = None,
+        in_order: bool = True,
     ) -> list[Any]:
         """Give all workers this one's value and get theirs. A barrier, too.
 
@@ -104,6 +115,9 @@ class Workers:
             timeout_seconds: Defaults to the start-up deadline.
             while_waiting: Called now and then with the indices of those missing; may
                 raise.
+            what: What messages call it; by default its name.
+            in_order: Whether all workers come here after the same steps. Not so where
+                a thread reads ahead.
 
         Returns:
             The values of all workers, in order.
@@ -119,16 +133,19 @@ class Workers:
         self._exchanges[name] += 1
         names = f"replicax/exchange/{urllib.parse.quote(name, safe='')}"
         folder = f"{names}/{number}"
-        if self.watch is not None:
-            self.watch.waiting = (name, number)
+        watch = self.watch if in_order else None
+        if watch is not None:
+            watch.waiting = (name, number)
+            watch.log.note_in_script(_exchange_of(name, what))
+            while_waiting = self._in_order(name, what or name, while_waiting)
         try:
             with Reminders(is_early=not self._has_stepped) as reminders:
                 values = self._exchanged(
                     folder, name, value, timeout_seconds, while_waiting, reminders
                 )
         finally:
-            if self.watch is not None:
-                self.watch.waiting = None
+            if watch is not None:
+                watch.waiting = None
         if number:
             # All are in this one, so all have read the one before.
             self._store.delete(f"{names}/{number - 1}/{self.index}")
@@ -146,7 +163,6 @@ class Workers:
         store = self._store
         assert store is not None
         timeout = timeout_seconds or self.deadlines.start_up
-        before = [sign.dispatched for sign in self._signs]
         pause = 0.001
         try:
             store.put(f"{folder}/{self.index}", json.dumps(value))
@@ -159,7 +175,6 @@ class Workers:
                 self._check_wait(name, missing, waited, timeout)
                 if while_waiting is not None:
                     while_waiting(missing)
-                self._check_order(name, missing, before)
                 if reminders.is_due():
                     _logger.warning(
                         "waiting for %s (%s) for %.0f s; at most %.0f s more",
@@ -175,6 +190,11 @@ class Workers:
                 f"{self.name}: the coordination service beside {self._listed([0])} "
                 f"does not answer ({error}); {name} needed it."
             ) from error
+
+    @property
+    def log(self) -> DispatchLog | None:
+        """What this worker does that all do in the same order; None: it is alone."""
+        return None if self.watch is None else self.watch.log
 
     def _check_wait(
         self, name: str, missing: Sequence[int], waited: float, timeout: float
@@ -202,8 +222,24 @@ class Workers:
     def _has_stepped(self) -> bool:
         return self.watch is not None and self.watch.has_stepped
 
+    def _in_order(
+        self,
+        name: str,
+        what: str,
+        while_waiting: Callable[[Sequence[int]], None] | None,
+    ) -> Callable[[Sequence[int]], None]:
+        """`while_waiting`, and then the look where the others are."""
+        before = [sign.dispatched for sign in self._signs]
+
+        def look(missing: Sequence[int]) -> None:
+            if while_waiting is not None:
+                while_waiting(missing)
+            self._check_order(name, what, missing, before)
+
+        return look
+
     def _check_order(
-        self, name: str, missing: Sequence[int], before: Sequence[int]
+        self, name: str, what: str, missing: Sequence[int], before: Sequence[int]
     ) -> None:
         """Refuse a wait for a worker whose script has taken another way."""
         if not self._signs:
@@ -213,9 +249,9 @@ class Workers:
             sign = self._signs[i]
             if sign.dispatched > max(me.dispatched, before[i]):
                 raise ClusterMismatchError(
-                    f"{self.name} waits in {name} after step {me.steps}, but "
-                    f"{sign.full_name} went on to step {sign.steps} without it. "
-                    f"{_SAME_CALLS}"
+                    f"{self.name} waits in {what} after step {me.steps}, but "
+                    f"{sign.full_name} went on to step {sign.steps} without it, and is "
+                    f"at {sign.doing or 'another one'}. {_SAME_CALLS}"
                 )
             # It waits for something that this worker has not come to: both would wait.
             if sign.waiting is None:
@@ -223,7 +259,7 @@ class Workers:
             other, number = sign.waiting
             if other != name and self._exchanges[other] <= number:
                 raise ClusterMismatchError(
-                    f"{self.name} waits in {name}, but {sign.full_name} in {other}. "
+                    f"{self.name} waits in {what}, but {sign.full_name} in {other}. "
                     f"{_SAME_CALLS}"
                 )
 
@@ -234,6 +270,11 @@ class Workers:
             else self.names[i]
             for i in indices
         )
+
+
+@functools.lru_cache(maxsize=256)
+def _exchange_of(name: str, what: str | None) -> Operation:
+    return Operation(what or f"the exchange of {name!r}", f"exchange {name};".encode())
 
 
 _current = Workers()

@@ -100,8 +100,10 @@ class _Distributed(ABC):
 
     def _stream(self, cancelled: Callable[[], bool]) -> dict[str, Any]:
         self._num_epochs += 1
+        name = f"{self._name}, epoch {self._num_epochs}"
+        self._share.begin(name)
         return {
-            "name": f"{self._name}, epoch {self._num_epochs}",
+            "name": name,
             "cancelled": cancelled,
         }
 
@@ -120,7 +122,7 @@ class _Distributed(ABC):
 
     def __iter__(self) -> DistributedIterator:
         """Start an epoch; a thread places batches ahead of the consumer."""
-        return DistributedIterator(self._start)
+        return DistributedIterator(self._start, taking=self._share.taking(self._name))
 
     def _start(self, num_skipped: int) -> Iterator[Any]:
         previous, own = self._previous, []

@@ -19,18 +19,24 @@ class DistributedIterator(Iterator[Any]):
     Args:
         start: Starts the epoch after so many batches.
         num_batches: Where to begin.
+        taking: Called before a batch is taken.
     """
 
     def __init__(
-        self, start: Callable[[int], Iterator[Any]], num_batches: int = 0
+        self,
+        start: Callable[[int], Iterator[Any]],
+        num_batches: int = 0,
+        taking: Callable[[], None] = lambda: None,
     ) -> None:
         self._start = start
+        self._taking = taking
         self._num_taken = num_batches
         self._source = start(num_batches)
         self._is_new = True
 
     def __next__(self) -> Any:
         """The next batch; blocks until it is there."""
+        self._taking()
         if self._is_new:
             with Announced("waiting for the first batch"):
                 batch = next(self._source)

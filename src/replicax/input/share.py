@@ -1,8 +1,10 @@
 """A worker's part of the input."""
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from replicax.cluster.dispatch_log import Operation
 from replicax.cluster.workers import Workers
 from replicax.input.agreement import Stream, in_step
 from replicax.input.split import leading_size
@@ -57,6 +59,20 @@ class Share:
         """A name for batches that all workers read together, the same on all."""
         return self._workers.new_stream(name)
 
+    def begin(self, name: str) -> None:
+        """Note that the script begins to go through data, as all workers do."""
+        log = self._workers.log
+        if log is not None:
+            log.note_input(Operation(name, f"{name};".encode()))
+
+    def taking(self, name: str) -> Callable[[], None]:
+        """What notes that the script takes a batch of data of that name."""
+        log = self._workers.log
+        if log is None:
+            return _nothing
+        operation = Operation(f"the next batch of {name}", f"batch of {name};".encode())
+        return functools.partial(log.take, operation)
+
     def in_step(
         self,
         batches: Iterator[Any],
@@ -79,9 +95,12 @@ class Share:
         """
         if self.count == 1:
             return batches
+        if name is None:
+            name = self.new_stream("the input of fit")
+            self.begin(name)
         stream = Stream(
             workers=self._workers,
-            name=name or self.new_stream("the input of fit"),
+            name=name,
             same_data=same_data,
             check=self._check_input,
             num_batches=num_batches,
@@ -89,3 +108,7 @@ class Share:
             cancelled=cancelled,
         )
         return in_step(batches, stream)
+
+
+def _nothing() -> None:
+    pass

@@ -116,6 +116,18 @@ _ENTRY_POINTS = (
 
 _WITH_DATA = ("fit", "evaluate", "predict")
 
+_COUNTS = (
+    "batch_size",
+    "epochs",
+    "initial_epoch",
+    "steps_per_epoch",
+    "steps",
+    "validation_split",
+    "validation_steps",
+    "validation_freq",
+)
+"""Arguments that say how many batches there are, and of what size."""
+
 _installed = False
 
 
@@ -239,7 +251,8 @@ def _in_scope(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     if not building.has_call(model):
         building.note_built(model)
     if original.__name__ in _WITH_DATA:
-        strategy.synchronize_random_state()  # Shuffling depends on it.
+        # Shuffling depends on it.
+        strategy.synchronize_random_state(_described(original, model, args, kwargs))
         args, kwargs = with_adapters(args, kwargs)
     # Validation is a part of `fit`.
     is_part = kwargs.get("_use_cached_eval_dataset", False)
@@ -251,6 +264,17 @@ def _in_scope(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
             return original(model, *args, **kwargs)
         finally:
             strategy.settle()
+
+
+def _described(original: Any, model: Any, args: Any, kwargs: Any) -> str:
+    """A call of a model as other workers make it: with the arguments that count."""
+    try:
+        given = inspect.signature(original).bind(model, *args, **kwargs).arguments
+    except TypeError:  # The call itself says what is wrong.
+        given = {}
+    counts = {name: given[name] for name in _COUNTS if given.get(name) is not None}
+    listed = ", ".join(f"{name}={value!r}" for name, value in counts.items())
+    return f"{type(model).__name__}.{original.__name__}({listed})"
 
 
 def _make(make: Callable[[Any, Any], Any], attribute: str) -> Callable[..., None]:

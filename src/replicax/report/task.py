@@ -61,7 +61,7 @@ class Task:
     def _exchange(self, value: bool) -> list[Any] | None:
         try:
             return self.strategy.workers.exchange(
-                "the training report", value, timeout_seconds=_MEET_S
+                "the training report", value, timeout_seconds=_MEET_S, in_order=False
             )
         except ClusterError as error:
             _logger.warning(

@@ -1,5 +1,6 @@
 """MultiWorkerMirroredStrategy: one replica per device of several machines."""
 
+import dataclasses
 import random
 import weakref
 from collections.abc import Sequence
@@ -22,7 +23,11 @@ from replicax.collectives import CrossDeviceOps
 from replicax.communication import CollectiveCommunication, CommunicationOptions
 from replicax.devices import Device, devices_of_one_kind
 from replicax.digests import digest
-from replicax.errors import ClusterConfigError, DeviceError
+from replicax.errors import (
+    ClusterConfigError,
+    ClusterMismatchError,
+    DeviceError,
+)
 from replicax.keras import internals
 from replicax.layouts import ModelSplit
 from replicax.program import Program
@@ -181,16 +186,34 @@ class MultiWorkerMirroredStrategy(Strategy):
         """This process' index within its job; None without a cluster."""
         return getattr(self.cluster_resolver, "task_id", None)
 
-    def synchronize_random_state(self) -> None:
+    def synchronize_random_state(self, call: str = "") -> None:
         """Make Python's, NumPy's and Keras' random numbers the same on all workers.
 
         Initial weights and shuffled orders depend on them. If the states are the same
         already, as after `keras.utils.set_random_seed` with one seed, they stay. Called
         here and at the beginning of `fit`, `evaluate` and `predict`.
+
+        Args:
+            call: What this worker is about to do, in words that are the same on all
+                workers that do the same.
+
+        Raises:
+            ClusterMismatchError: If workers are about to do different things.
         """
         if self.num_workers == 1:
             return
-        states = self._workers.exchange("random state", _random_state())
+        told = self._workers.exchange(
+            "random state", [call, _random_state()], what=call or None
+        )
+        names = self._workers.names
+        for name, (other, _) in zip(names, told, strict=True):
+            if other != told[0][0]:
+                raise ClusterMismatchError(
+                    f"{names[0]} calls {told[0][0] or 'nothing'}, while {name} calls "
+                    f"{other or 'nothing'}. All workers must make the same calls of a "
+                    "model in the same order."
+                )
+        states = [state for _, state in told]
         if any(state != states[0] for state in states):
             # Worker 0's state decides: a run that seeds it can be repeated.
             keras.utils.set_random_seed(int(states[0][:7], 16))
@@ -228,7 +251,10 @@ class MultiWorkerMirroredStrategy(Strategy):
             ]
         kept = {key: ref for key, ref in self._met.items() if ref() is not None}
         self._met = kept | {id(v): weakref.ref(v) for v in program.variables}
-        agree(self._workers, facts, f"the program of {program.name}")
+        number = agree(self._workers, facts, f"the program of {program.name}")
+        program.operation = dataclasses.replace(
+            program.operation, mark=f"program {number};".encode()
+        )
 
     def _is_met(self, variable: Any) -> bool:
         """Whether the workers have compared the variable's value before."""

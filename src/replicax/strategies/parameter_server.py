@@ -329,7 +329,7 @@ class ParameterServerStrategy(Strategy):
         if self.session is not None:
             self._finish()
 
-    def synchronize_random_state(self) -> None:
+    def synchronize_random_state(self, call: str = "") -> None:
         """Begin of `fit`, `evaluate` and `predict`: with the newest values."""
         if not self.keeps_values:
             self.refresh()
