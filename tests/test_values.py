@@ -1,7 +1,10 @@
 """`PerReplica`: conversions, pytree, and what it shows."""
 
+import operator
+
 import jax
 import jax.numpy as jnp
+import keras
 import numpy as np
 import pytest
 from tests.conftest import mirrored
@@ -63,3 +66,102 @@ def test_pytree() -> None:
     jitted = jax.jit(lambda v: v)(value)
     assert isinstance(jitted["a"][0], rx.PerReplica)
     jax.block_until_ready(jitted)
+
+
+ONES = np.ones((2, 3), "float32")
+
+AS_AN_ARRAY = {
+    "jnp.asarray": jnp.asarray,
+    "jnp.sum": jnp.sum,
+    "jnp.add": lambda x: jnp.add(x, 1),
+    "keras.ops.sum": keras.ops.sum,
+    "keras.ops.convert_to_tensor": keras.ops.convert_to_tensor,
+    "layer": lambda x: keras.layers.Dense(2)(x),
+    "loss": lambda x: keras.losses.MeanSquaredError()(x, x),
+    "metric": lambda x: keras.metrics.Mean().update_state(x),
+    "assign": lambda x: keras.Variable(ONES).assign(x),
+    "np.add": lambda x: np.add(x, 1),
+    "array * value": lambda x: ONES * x,
+    "jax array * value": lambda x: jnp.ones((2, 3)) * x,
+    "value + 1": lambda x: x + 1,
+    "1 - value": lambda x: 1 - x,
+    "-value": operator.neg,
+    "value @ array": lambda x: x @ ONES.T,
+    "value < 1": lambda x: x < 1,
+    "value == 1": lambda x: x == 1,
+    "value != array": lambda x: x != ONES,
+    "value[0]": lambda x: x[0],
+    "len": len,
+    "iteration": list,
+    "in": lambda x: 1 in x,
+    "round": round,
+    "bool": bool,
+    "index": lambda x: [1, 2][x],
+    "format": lambda x: f"{x:.3f}",
+    "complex": complex,
+}
+
+
+@pytest.mark.parametrize("use", AS_AN_ARRAY.values(), ids=AS_AN_ARRAY.keys())
+def test_what_wants_an_array_is_told_what_to_do(use) -> None:
+    value = mirrored(2).run(lambda: jnp.ones((2, 3)))
+    with pytest.raises(TypeError, match=r"strategy\.(run|reduce).*values\[i\]"):
+        use(value)
+
+
+@pytest.mark.parametrize("name", ["shape", "dtype", "numpy", "item", "mean", "T"])
+def test_attributes_of_arrays_are_not_there_and_say_why(name) -> None:
+    value = rx.PerReplica(ONES)
+    assert not hasattr(value, name)
+    with pytest.raises(AttributeError, match=rf"value\.{name}.*strategy\.run"):
+        getattr(value, name)
+    with pytest.raises(AttributeError, match="no attribute 'shap'"):
+        value.shap  # noqa: B018
+
+
+def test_identity_is_no_comparison() -> None:
+    value, other = rx.PerReplica(ONES), rx.PerReplica(ONES)
+    assert value == value
+    assert value != "text"
+    assert value in [None, value]
+    with pytest.raises(TypeError, match="`==`"):
+        _ = value == other
+    assert {value: 1}[value] == 1
+
+
+STRATEGIES = {
+    "mirrored": lambda: mirrored(2),
+    "one device": lambda: rx.OneDeviceStrategy("cpu:1"),
+    "central storage": lambda: rx.CentralStorageStrategy(["cpu:1", "cpu:2"]),
+    "fully sharded": lambda: rx.FullyShardedStrategy(["cpu:0", "cpu:1"]),
+}
+
+
+@pytest.mark.parametrize("make", STRATEGIES.values(), ids=STRATEGIES.keys())
+def test_models_are_called_with_values_and_not_with_all_of_them(make) -> None:
+    strategy = make()
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+        loss, metric = keras.losses.MeanSquaredError(), keras.metrics.Mean()
+    (batch,) = strategy.experimental_distribute_dataset(
+        np.arange(12, dtype="float32").reshape(4, 3), batch_size=4
+    )
+    with pytest.raises(TypeError, match=r"PerReplica of \d values.*strategy\.run"):
+        model(batch)
+    # In cross-replica context a mirrored variable is whatever the value needs.
+    out = [np.asarray(model(value)) for value in batch.values]
+    inside = strategy.run(model, (batch,))
+    np.testing.assert_allclose(out, np.asarray(inside), rtol=1e-5)
+    first, last = inside.values[0], inside.values[-1]
+    expected = np.mean((out[0] - out[-1]) ** 2)
+    assert float(loss(first, last)) == pytest.approx(expected)
+    metric.update_state(model(batch.values[-1]) - first)
+    assert float(metric.result()) == pytest.approx(np.mean(out[-1] - out[0]), rel=1e-4)
+
+
+def test_values_mix_with_arrays_elsewhere() -> None:
+    value = mirrored(3).run(lambda: rx.get_replica_context().replica_id_in_sync_group)
+    first, second, third = value.values
+    assert int(first + second * third) == 2
+    there = jax.device_put(jnp.ones(()), jax.devices()[5])
+    assert (third + there).devices() == {jax.devices()[5]}

@@ -9,7 +9,10 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from replicax.cache import static_key
-from replicax.values import PerReplica
+from replicax.composites import is_composite
+from replicax.row_arrays import whole
+from replicax.sparse_rows import is_foreign
+from replicax.values import ARRAY_TYPES, PerReplica, spread
 
 __all__ = ["Arguments", "Kind", "flatten_call"]
 
@@ -97,6 +100,7 @@ def flatten_call(
 
     `PerReplica` leaves are split, arrays and Python numbers are given whole to every
     replica, and the rest (booleans, strings, models, variables) is part of the program.
+    SciPy's sparse arrays become JAX's.
 
     Args:
         args: Positional arguments.
@@ -114,10 +118,16 @@ def flatten_call(
     for leaf in flat:
         if isinstance(leaf, PerReplica):
             kind, leaf = Kind.PER_REPLICA, leaf.array
+            if type(leaf) not in ARRAY_TYPES and is_composite(leaf):
+                args, kwargs = spread((args, kwargs))
+                return flatten_call(args, kwargs, place)
         elif isinstance(leaf, jax.Array | np.ndarray | np.generic) or (
             isinstance(leaf, _PYTHON_NUMBERS) and not isinstance(leaf, bool)
         ):
             kind = Kind.MIRRORED
+        elif is_foreign(leaf):
+            args, kwargs = jax.tree.map(whole, (args, kwargs))
+            return flatten_call(args, kwargs, place)
         else:
             kinds.append(Kind.STATIC)
             statics.append(leaf)

@@ -1,6 +1,7 @@
 """Arrays on the replicas' devices, also where other processes hold some of those."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from replicax.cluster import dispatch_log
 from replicax.cluster.dispatch_log import Operation
+from replicax.composites import is_key
 from replicax.rehearsal import current_rehearsal, is_described
 
 __all__ = ["gathered", "is_spread", "laid_out", "local_value", "rows"]
@@ -27,6 +29,8 @@ def laid_out(value: Any, sharding: NamedSharding) -> jax.Array:
         return jax.device_put(value, sharding)
     if isinstance(value, jax.Array) and value.sharding == sharding:
         return value
+    if is_key(value):
+        return _as_data(lambda x: laid_out(x, sharding), value)
     value = local_value(value)
     places = sharding.addressable_devices_indices_map(np.shape(value))
     shards = [jax.device_put(value[index], d) for d, index in places.items()]
@@ -86,9 +90,19 @@ def rows(tree: Any, sharding: NamedSharding) -> Any:
         return tree
     if sharding.is_fully_addressable:
         return jax.device_put(tree, sharding)  # All arrays in one call.
-    return jax.tree.map(
-        lambda x: jax.make_array_from_process_local_data(sharding, np.asarray(x)), tree
-    )
+
+    def place(x: Any) -> jax.Array:
+        if is_key(x):
+            return _as_data(place, x)
+        return jax.make_array_from_process_local_data(sharding, np.asarray(x))
+
+    return jax.tree.map(place, tree)
+
+
+def _as_data(place: Callable[[Any], Any], keys: Any) -> jax.Array:
+    """Place keys of random numbers as the numbers that they consist of."""
+    data = place(jax.random.key_data(keys))
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(keys))
 
 
 def _is_nowhere(sharding: NamedSharding) -> bool:

@@ -20,8 +20,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import keras
-import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -37,6 +35,7 @@ from replicax.options import Options, Outputs
 from replicax.raveling import RaveledValues, Raveling
 from replicax.replay import StepRun
 from replicax.replica import ReplicaContext
+from replicax.results import Results
 from replicax.scope import current_call
 from replicax.updates import Update
 from replicax.user_code import describe
@@ -70,6 +69,7 @@ class Program:
         name: How messages call it, such as `"run(train_step)"`.
         trains: Whether an optimizer makes updates in it; known once it is traced.
         operation: What other workers, if there are any, know it by.
+        results: What it returns; likewise.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Program:
         self._broadcast: set[int] = set()
         self._largest_bytes = 0
         self._unused: set[int] = set()
-        self._out_structure: Any = None
+        self.results = Results(None, self.name)
         if variables is None:
             self._own, read, self.updates = self._discover(leaves)
         else:
@@ -138,7 +138,7 @@ class Program:
     def results_of(self, lowered: Any) -> Any:
         """What the program returns, as shapes, from what `lower` returned."""
         flat, _, _ = lowered.out_info
-        return jax.tree.unflatten(self._out_structure, flat)
+        return self.results.unflatten(flat)
 
     def text(self, values: Sequence[Any], leaves: Sequence[Any]) -> str:
         """The program as StableHLO, for values and arguments like these."""
@@ -183,7 +183,7 @@ class Program:
             use_huge_pages()
         if self._raveling is not None:
             new = RaveledValues(self._raveling, new)
-        return jax.tree.unflatten(self._out_structure, flat), gradients, new
+        return self.results.unflatten(flat), gradients, new
 
     def _given(self, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """What the compiled program takes as values, written and read, of `inputs`."""
@@ -409,9 +409,7 @@ class Program:
         def run(out: list[Any]) -> list[Any]:
             context = self._context()
             with context.entered(), self._scope_of(self._wholes(context, values)):
-                return self._flat_results(
-                    finish(jax.tree.unflatten(self._out_structure, out))
-                )
+                return self._flat_results(finish(self.results.unflatten(out)))
 
         axes = self._group.axes
         if axes.num_per_device == 1:
@@ -577,18 +575,9 @@ class Program:
         return next(found_in(traced.jaxpr, "shard_map"))
 
     def _flat_results(self, out: Any) -> list[Any]:
-        flat, self._out_structure = jax.tree.flatten(out)
-        return [self._as_array(x) for x in flat]
-
-    def _as_array(self, x: Any) -> jax.Array:
-        if isinstance(x, keras.Variable):
-            x = x.value
-        if isinstance(x, jax.Array | np.ndarray | np.generic | int | float | complex):
-            return jnp.asarray(x)
-        raise TypeError(
-            f"{self.name}: the function returned {x!r} of type {type(x).__name__}; "
-            "return arrays, numbers, None, or pytrees of them."
-        )
+        only_dense = self._options.outputs is not Outputs.PER_REPLICA
+        self.results = Results(out, self.name, only_dense=only_dense)
+        return self.results.arrays(out)
 
 
 def _distinct(variables: Sequence[Variable]) -> list[Variable]:

@@ -12,14 +12,21 @@ from jax import lax
 from replicax.axes import ReplicaAxes
 from replicax.blocks import Block, BlockedValues, on_blocks
 from replicax.collectives import ReduceOp
+from replicax.composites import is_composite, stacked
 from replicax.divergence import declare_mirrored
 from replicax.errors import ContextError
 from replicax.group import ReplicaGroup
 from replicax.packing import sum_gradients
 from replicax.replay import current_run
 from replicax.scope import current_context, current_strategy, entered_context
+from replicax.sparse_values import (
+    concatenated_sparse,
+    densified,
+    reduced_sparse,
+    require_sparse,
+)
 from replicax.updates import Update
-from replicax.values import PerReplica
+from replicax.values import PerReplica, spread
 
 __all__ = ["ReplicaContext", "current_num_replicas"]
 
@@ -94,11 +101,30 @@ class ReplicaContext:
         """
         self._check("all_reduce")
         op = ReduceOp.of(op, "ReplicaContext.all_reduce")
-        tree = jax.tree.map(_countable, value)
-        total = self._reduced(tree)
+        flat, structure = jax.tree.flatten(value, is_leaf=is_composite)
+        if any(map(is_composite, flat)):
+            return structure.unflatten(
+                self._sparse_total(x, is_mean=op is ReduceOp.MEAN)
+                if is_composite(x)
+                else self.all_reduce(op, x)
+                for x in flat
+            )
+        total = self._reduced(jax.tree.map(_countable, value))
         if op is ReduceOp.MEAN:
             total = jax.tree.map(lambda x: x / self._axes.size, total)
         return declare_mirrored(total)
+
+    def _sparse_total(self, value: Any, *, is_mean: bool) -> Any:
+        """The sum or mean of the replicas' sparse arrays, with all their entries."""
+        require_sparse(value, "ReplicaContext.all_reduce")
+        return reduced_sparse(self._stacked(value), 0, is_mean=is_mean)
+
+    def _stacked(self, value: Any) -> Any:
+        """All replicas' values of an array, of composite ones too, `[R, ...]`."""
+        if not is_composite(value):
+            return self._axes.stacked(value)
+        parts = [self._axes.stacked(x) for x in jax.tree.leaves(value)]
+        return stacked(jax.tree.structure(value), parts)
 
     def all_gather(self, value: Any, axis: int) -> Any:
         """Concatenate the replicas' `value` along dimension `axis`, on every replica.
@@ -113,17 +139,21 @@ class ReplicaContext:
         """
         self._check("all_gather")
 
-        def gather(x: Any) -> jax.Array:
-            x = jnp.asarray(x)
+        def gather(x: Any) -> Any:
+            require_sparse(x, "ReplicaContext.all_gather")
+            is_sparse = is_composite(x)
+            x = x if is_sparse else jnp.asarray(x)
             if axis not in range(-x.ndim, x.ndim):
                 raise ValueError(
                     f"ReplicaContext.all_gather: axis={axis!r} is out of range for a "
                     f"value of shape {x.shape}, rank {x.ndim}."
                     + ("" if x.ndim else " Use x[None] to gather scalars.")
                 )
+            if is_sparse:
+                return concatenated_sparse(self._stacked(x), axis % x.ndim)
             return self._axes.concatenated(x, axis)
 
-        return jax.tree.map(gather, value)
+        return jax.tree.map(gather, value, is_leaf=is_composite)
 
     def merge_call(
         self,
@@ -145,18 +175,17 @@ class ReplicaContext:
         """
         self._check("merge_call")
 
-        def gather(x: Any) -> PerReplica:
-            return PerReplica(self._axes.stacked(x))
-
         merged_args, merged_kwargs = jax.tree.map(
-            gather, (tuple(args), dict(kwargs or {}))
+            lambda x: PerReplica(self._stacked(x)),
+            (tuple(args), dict(kwargs or {})),
+            is_leaf=is_composite,
         )
         with entered_context(None):
             result = merge_fn(self.strategy, *merged_args, **merged_kwargs)
         index = self._axes.index()
         return jax.tree.map(
             lambda x: x.array[index] if isinstance(x, PerReplica) else x,
-            result,
+            spread(result),
             is_leaf=lambda x: isinstance(x, PerReplica),
         )
 
@@ -239,6 +268,7 @@ class ReplicaContext:
     def _combined(self, grads: Sequence[Any], dims: Sequence[int | None]) -> list[Any]:
         """Combined gradients, as `Block`s where a dimension to divide is given."""
         self.has_trained = True
+        grads = [densified(x, "optimizer.apply") for x in grads]
         group = self._group
         total = sum_gradients(
             list(grads),

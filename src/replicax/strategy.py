@@ -26,7 +26,7 @@ from replicax.devices import Device, check_cpu_pool
 from replicax.errors import ContextError
 from replicax.group import ReplicaGroup, mesh_of
 from replicax.input import Share
-from replicax.input.values import stacked_values
+from replicax.input.values import per_replica, stacked_values
 from replicax.keras import internals
 from replicax.labels import Labels
 from replicax.layouts import Layouts, ModelSplit
@@ -267,7 +267,7 @@ class Strategy(DatasetMaker):
                 self._programs.keep(fn, key, program)
             refuse_tracer(new[0] if new else None)
             internals.write_values(program.written, new)
-        return jax.tree.map(PerReplica, out)
+        return program.results.per_replica(out)
 
     def variables_of(self, fn: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
         """The variables that `fn` uses, whosever; what it makes is there afterwards.
@@ -427,7 +427,7 @@ class Strategy(DatasetMaker):
         """
         stacked = stacked_values(value_fn, self._group.num_replicas)
         local = jax.tree.map(self._group.local_part, stacked)
-        return jax.tree.map(PerReplica, placement.rows(local, self._per_replica))
+        return per_replica(local, self._per_replica)
 
     def check_replicas(self, variables: Iterable[Any] | None = None) -> None:
         """Compare the replicas' copies of mirrored variables, bit by bit.

@@ -49,7 +49,11 @@ def test_equal_batches(one, other):
         (BATCH, {"x": BATCH["x"]}, "['y'], which is int32[3] on worker:0 and missing"),
         ({"x": BATCH["x"]}, BATCH, "['y'], which is missing on worker:0 and int32[3]"),
         (scipy.sparse.eye(3, k=0), scipy.sparse.eye(3, k=1), "the batch, which is"),
-        (sparse.BCOO.fromdense(np.eye(3)), sparse.BCOO.fromdense(2 * np.eye(3)), "0>]"),
+        (
+            sparse.BCOO.fromdense(np.eye(3)),
+            sparse.BCOO.fromdense(2 * np.eye(3)),
+            "the batch, which is sparse float32[3, 3]",
+        ),
         (jax.random.key(3), jax.random.key(4), "the batch, which is uint32[2]"),
         (np.float32([np.nan]), np.float32([0]), "the batch, which is float32[1]"),
     ],

@@ -11,6 +11,7 @@ import traceback
 import grain
 import keras
 import numpy as np
+import scipy.sparse
 from keras import layers
 
 import replicax as rx
@@ -103,6 +104,14 @@ def uneven_data_with_validation(strategy):
         num_optimizer_variables=len(model.optimizer.variables),
         own={"steps": strategy.session.steps - before},
     )
+
+
+@case
+def sparse_rows(strategy):
+    rows = scipy.sparse.csr_array(np.where(np.abs(X) > 1, X, 0))
+    model = classifier(keras.optimizers.SGD(0.1))
+    history = model.fit(rows, Y, epochs=2, **QUIET)
+    return outcome(model, history, predicted=model.predict(rows[:40], **QUIET))
 
 
 def unseeded_initial_weights(strategy):

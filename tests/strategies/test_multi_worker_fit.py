@@ -15,6 +15,7 @@ import jax
 import keras
 import numpy as np
 import pytest
+import scipy.sparse
 from keras import layers
 from tests.keras.test_masks_and_weights import in_loops
 
@@ -180,6 +181,55 @@ def masked_and_weighted_steps():
     return in_loops("masked, weighted steps")
 
 
+# Rows with few entries, then rows without any, then full ones.
+SPARSE = scipy.sparse.csr_array(
+    X
+    * (np.arange(58)[:, None] // 12 > 3.5 * np.abs(X))
+    * (np.arange(58) // 8 != 2)[:, None]
+)
+
+
+def sparse_inputs():
+    """The last batch, of 2 rows, and those of 9 go to some of the replicas only."""
+
+    def batches():
+        for start in range(0, 48, 12):
+            yield SPARSE[start : start + 12], Y[start : start + 12]
+
+    model = classifier("sgd")
+    history = model.fit(SPARSE, Y, batch_size=8, epochs=2, verbose=0)
+    model.fit(batches(), shuffle=False, verbose=0)
+    return outcome(model, history) | {
+        "evaluate": model.evaluate(SPARSE, Y, batch_size=9, verbose=0),
+        "predict": model.predict(batches(), verbose=0),
+    }
+
+
+def sparse_data_of_each_worker():
+    """Of which replicas have different numbers of entries, and workers do not know."""
+    strategy = rx.get_strategy()
+    ones = np.ones(6, "float32")
+
+    def data(context):
+        for number in range(16):
+            owner = number % 4 // (4 // context.num_input_pipelines)
+            if owner == context.input_pipeline_id:
+                rows = slice(3 * number, 3 * number + 3)
+                yield SPARSE[rows], Y[rows]
+
+    dataset = strategy.distribute_datasets_from_function(data)
+    sums = []
+    for x, _ in dataset:
+        out = strategy.run(lambda x: (x @ ones, x), (x,))
+        gathered = strategy.gather(out[0], axis=0)
+        total = strategy.reduce("sum", out[1], axis=None).todense()
+        sums += [gathered, total, strategy.gather(out[1], axis=0).todense()]
+    model = classifier("sgd")
+    history = model.fit(dataset, epochs=2, verbose=0)
+    value = strategy.run(lambda: np.ones((2, 6), "float32")).values[0]
+    return outcome(model, history) | {"sums": sums, "called": model(value)}
+
+
 def dropout_and_replica_statistics():
     model = classifier("sgd", layers.BatchNormalization(), layers.Dropout(0.5))
     history = model.fit(X[:56], Y[:56], batch_size=8, epochs=2, verbose=0)
@@ -196,8 +246,9 @@ AS_ONE_DEVICE = [
     generators,
     images_of_a_folder,
     masked_and_weighted_steps,
+    sparse_inputs,
 ]
-AS_FOUR_REPLICAS = [dropout_and_replica_statistics]
+AS_FOUR_REPLICAS = [dropout_and_replica_statistics, sparse_data_of_each_worker]
 SOME = [adam_with_all_that_fit_takes, dropout_and_replica_statistics]
 OPERATIONS = {
     "hierarchical": rx.HierarchicalCopyAllReduce(),
@@ -229,7 +280,7 @@ def all_results():
 def workers():
     """What each of the two workers returned."""
     results = replicax.testing.run(
-        all_results, num_workers=2, logical_devices=2, deadline_seconds=120
+        all_results, num_workers=2, logical_devices=2, deadline_seconds=180
     )
     return list(results.returned.values())
 

@@ -95,6 +95,7 @@ NUM_STEPS = {
     "generator_in_epochs": 20,
     "more_workers_than_steps": 3,
     "batch_normalization": 44,
+    "sparse_rows": 22,
 }
 SLOW_NUM_STEPS = {
     "frozen_layers_stay": 11,

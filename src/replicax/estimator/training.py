@@ -19,6 +19,7 @@ from replicax.estimator.hooks import (
 from replicax.estimator.model import Model
 from replicax.estimator.run_config import RunConfig
 from replicax.estimator.saving import Position, Saver
+from replicax.values import PerReplica
 
 __all__ = ["Training", "run_hooks", "started_hooks"]
 
@@ -271,7 +272,8 @@ def run_hooks(
 
 def _num_rows(features: Any, active: int | None) -> int:
     """Number of this process' examples in a step, of features `[R, b, ...]`."""
-    replicas, rows = jax.tree.leaves(features)[0].shape[:2]
+    first = jax.tree.leaves(features, is_leaf=lambda x: isinstance(x, PerReplica))[0]
+    replicas, rows = first.array.shape[:2]
     return (active or replicas) * rows
 
 

@@ -6,9 +6,12 @@ import logging
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
+import jax
+
 from replicax.cluster.workers import Workers
 from replicax.errors import InputError
 from replicax.input.leaf_prints import LeafPrint, differences, leaf_prints
+from replicax.row_arrays import PartedRows
 
 __all__ = ["Stream", "in_step"]
 
@@ -91,6 +94,7 @@ def _in_step(batches: Iterator[Any], stream: Stream) -> Generator[Any]:
             "sizes": [stream.size_of(x) for x in window],
             "leaves": _leaves(window) if stream.same_data and stream.check else [],
             "num_batches": stream.num_batches,
+            "entries": _entries(window),
         },
     )
     _check_first(stream, told)
@@ -98,6 +102,7 @@ def _in_step(batches: Iterator[Any], stream: Stream) -> Generator[Any]:
     num_taken = 0
     while True:
         num_common = _num_common([t["sizes"] for t in told])
+        _make_room(window, [t["entries"] for t in told])
         yield from window[:num_common]
         num_taken += num_common
         if num_common < max(len(t["sizes"]) for t in told) or not num_common:
@@ -110,7 +115,13 @@ def _in_step(batches: Iterator[Any], stream: Stream) -> Generator[Any]:
             num_taken, left = min(counts), []
             break
         window = list(itertools.islice(batches, _WINDOW))
-        told = _exchange(stream, {"sizes": [stream.size_of(x) for x in window]})
+        told = _exchange(
+            stream,
+            {
+                "sizes": [stream.size_of(x) for x in window],
+                "entries": _entries(window),
+            },
+        )
     _report_left_over(stream, num_taken, left, batches)
 
 
@@ -165,6 +176,23 @@ def _check_first(stream: Stream, told: list[dict[str, Any]]) -> None:
 
 def _leaves(window: Sequence[Any]) -> list[LeafPrint]:
     return leaf_prints(window[0]) if window else []
+
+
+def _entries(window: list[Any]) -> list[list[int]]:
+    """Entries that each sparse array of a batch of this worker's own makes room for."""
+    return [[x.capacity for x in _parted(batch)] for batch in window]
+
+
+def _make_room(window: list[Any], told: list[list[list[int]]]) -> None:
+    """Give sparse arrays the same room on all workers, which run one program."""
+    for batch, *entries in zip(window, *told, strict=False):
+        for leaf, *rooms in zip(_parted(batch), *entries, strict=False):
+            leaf.capacity = max(rooms)
+
+
+def _parted(batch: Any) -> list[PartedRows]:
+    leaves = jax.tree.leaves(getattr(batch, "batch", batch))
+    return [x for x in leaves if isinstance(x, PartedRows)]
 
 
 def _report_left_over(

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from replicax import placement
+from replicax.composites import is_key
 from replicax.input.context import InputContext
 from replicax.input.position import DistributedIterator
 from replicax.input.prefetch import Producer, prefetch
@@ -30,7 +30,8 @@ from replicax.input.split import (
     split_global_batch,
     stack_replica_batches,
 )
-from replicax.values import PerReplica
+from replicax.input.values import per_replica
+from replicax.row_arrays import PartedRows, RowArray
 
 __all__ = [
     "DistributedDataset",
@@ -94,9 +95,7 @@ class _Distributed(ABC):
         with closing(self._splits(self._stream(lambda: False))) as splits:
             for split in splits:
                 if split.batch is not None:
-                    yield jax.tree.map(
-                        lambda x: np.asarray(x).reshape(-1, *x.shape[2:]), split.batch
-                    )
+                    yield jax.tree.map(_joined, split.batch)
 
     def _stream(self, cancelled: Callable[[], bool]) -> dict[str, Any]:
         self._num_epochs += 1
@@ -167,12 +166,9 @@ class _Distributed(ABC):
     def _place(self, split: Split) -> Any:
         """Put `[R, b, ...]` arrays on the devices, row `i` on replica `i`'s device."""
         value = split.batch if split.mask is None else (split.batch, split.mask)
-        placed = placement.rows(jax.tree.map(_private, value), self._sharding)
         if self._element_spec is None:
-            self._element_spec = jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), placed
-            )
-        return jax.tree.map(PerReplica, placed)
+            self._element_spec = jax.tree.map(_spec, value)
+        return per_replica(jax.tree.map(_private, value), self._sharding)
 
 
 class DistributedDataset(_Distributed):
@@ -385,10 +381,26 @@ def own_copies(batches: Iterable[Any], number: int) -> list[Any]:
     """
     if number == 1:
         return list(batches)
-    return [
-        jax.tree.map(lambda x: np.array(x) if isinstance(x, np.ndarray) else x, batch)
-        for batch in batches
-    ]
+    return [jax.tree.map(_copy, batch) for batch in batches]
+
+
+def _copy(leaf: Any) -> Any:
+    return leaf.copy() if isinstance(leaf, (np.ndarray, *RowArray)) else leaf
+
+
+def _joined(leaf: Any) -> Any:
+    """The rows of all replicas, one replica's after another's, on the host."""
+    if isinstance(leaf, PartedRows):
+        return leaf.joined()
+    leaf = leaf if is_key(leaf) else np.asarray(leaf)
+    return leaf.reshape(-1, *leaf.shape[2:])
+
+
+def _spec(leaf: Any) -> jax.ShapeDtypeStruct:
+    dtype = leaf.dtype
+    if not isinstance(leaf, jax.Array):
+        dtype = jax.dtypes.canonicalize_dtype(dtype)
+    return jax.ShapeDtypeStruct(leaf.shape[1:], dtype)
 
 
 def _size(batch: Any) -> int:
@@ -406,7 +418,7 @@ def _private(array: Any) -> Any:
     `jax.device_put` may keep a NumPy array's memory, or read it later, even if told not
     to alias it; a generator may meanwhile fill the same buffer with its next batch.
     """
-    if isinstance(array, jax.Array):
+    if isinstance(array, jax.Array | PartedRows):
         return array
     dtype = jax.dtypes.canonicalize_dtype(array.dtype)
     return np.array(array, dtype=dtype, order="C")

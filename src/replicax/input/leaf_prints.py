@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from replicax.composites import is_key
 from replicax.input.split import leaf_name
+from replicax.row_arrays import RowArray, by_rows
 
 __all__ = ["LeafPrint", "differences", "leaf_prints"]
 
@@ -25,9 +27,11 @@ def leaf_prints(batch: Any) -> list[LeafPrint]:
     JAX makes of them, any NaN is a NaN, and -0.0 is 0.0.
     """
     found = []
-    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(by_rows(batch)):
         arrays = [_as_jax_has_it(x) for x in _arrays_of(leaf)]
         kind = " and ".join(f"{x.dtype}{list(x.shape)}" for x in arrays)
+        if isinstance(leaf, RowArray):
+            kind = repr(leaf)
         checksum = 0
         for array in arrays:
             checksum = zlib.crc32(array.tobytes(), checksum)
@@ -67,12 +71,10 @@ def differences(
 
 def _arrays_of(leaf: Any) -> list[np.ndarray]:
     """The arrays that hold a leaf's values; none of what cannot be compared."""
-    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if isinstance(leaf, RowArray):
+        return leaf.arrays()
+    if is_key(leaf):
         leaf = jax.random.key_data(leaf)
-    to_coordinates = getattr(leaf, "tocoo", None)
-    if to_coordinates is not None:  # SciPy's sparse matrices.
-        entries = to_coordinates()
-        return [entries.row, entries.col, entries.data]
     array = np.asarray(leaf)
     # Bytes of Python objects are their addresses.
     return [] if array.dtype.hasobject else [array]

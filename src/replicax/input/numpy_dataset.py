@@ -4,7 +4,9 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from replicax.composites import described, is_composite
 from replicax.input.split import leading_size
+from replicax.sparse_rows import is_foreign
 
 if TYPE_CHECKING:
     import grain
@@ -27,6 +29,14 @@ def numpy_dataset(arrays: Any) -> "grain.MapDataset[Any]":
     Raises:
         ValueError: If the arrays differ in dimension 0, or if there is none.
     """
+    for leaf in jax.tree.leaves(arrays, is_leaf=is_composite):
+        if is_composite(leaf) or is_foreign(leaf):
+            raise TypeError(
+                f"numpy_dataset: {described(leaf)} cannot be put together again from "
+                "single examples. Pass the arrays with batch_size=... to "
+                "strategy.experimental_distribute_dataset or to fit, which cut batches "
+                "of them."
+            )
     import grain  # Only who makes such datasets pays for the import.
 
     return grain.MapDataset.source(_Rows(arrays, leading_size(arrays, "numpy_dataset")))

@@ -17,8 +17,11 @@ import numpy as np
 from jax import numpy as jnp
 from jax import tree_util
 
+from replicax.composites import is_composite
 from replicax.input.prefetch import close_iterator
-from replicax.input.split import leading_size, leaf_name
+from replicax.input.split import leading_size, leaf_name, refuse_ragged
+from replicax.row_arrays import RowArray, as_rows, by_rows
+from replicax.sparse_rows import is_foreign
 
 __all__ = [
     "batches",
@@ -105,7 +108,9 @@ def is_arrays(dataset: Any) -> bool:
     if _is_array(dataset):
         return True
     leaves = (
-        tree_util.tree_leaves(dataset) if isinstance(dataset, (tuple, dict)) else []
+        tree_util.tree_leaves(dataset, is_leaf=is_composite)
+        if isinstance(dataset, (tuple, dict))
+        else []
     )
     return bool(leaves) and all(_is_array(leaf) for leaf in leaves)
 
@@ -134,7 +139,7 @@ def _arrays_only(dataset: Any, batch_size: int | None) -> Generator[Any]:
     try:
         for batch in iterator:
             is_empty = False
-            yield tree_util.tree_map_with_path(_as_array, batch)
+            yield tree_util.tree_map_with_path(_as_array, batch, is_leaf=is_composite)
     finally:
         close_iterator(iterator)
     if is_empty and iterator is dataset:
@@ -148,7 +153,7 @@ def _arrays_only(dataset: Any, batch_size: int | None) -> Generator[Any]:
 def _open(dataset: Any, batch_size: int | None) -> Iterator[Any]:
     if is_arrays(dataset):
         check_dataset(dataset, batch_size)
-        return _slices(jax.tree.map(_off_mesh, dataset), batch_size or 1)
+        return _slices(jax.tree.map(_off_mesh, by_rows(dataset)), batch_size or 1)
     if _is_instance(dataset, "keras.utils", "PyDataset"):
         return _py_dataset_batches(dataset)
     if _is_instance(dataset, "grain", "MapDataset"):
@@ -224,6 +229,10 @@ def _as_array(path: Any, leaf: Any) -> Any:
     """`leaf` as an array of numbers, without a copy where possible."""
     if isinstance(leaf, jax.Array):
         return _off_mesh(leaf)
+    leaf = as_rows(leaf, path)
+    if isinstance(leaf, RowArray):
+        return leaf
+    refuse_ragged(leaf, leaf_name(path), "dataset")
     if _comes_from(leaf, "torch"):
         leaf = _from_torch(leaf)
     elif isinstance(leaf, (bool, int, float, complex)) or hasattr(leaf, "__array__"):
@@ -259,6 +268,8 @@ def _from_torch(tensor: Any) -> np.ndarray:
 
 
 def _is_array(value: Any) -> bool:
+    if is_composite(value) or is_foreign(value):
+        return True
     return hasattr(value, "shape") and hasattr(value, "__array__")
 
 

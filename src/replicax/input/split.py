@@ -13,11 +13,15 @@ import numpy as np
 from jax import numpy as jnp
 from jax import tree_util
 
+from replicax.composites import is_composite
+from replicax.row_arrays import PartedRows, RowArray, parted
+
 __all__ = [
     "Remainder",
     "Split",
     "leading_size",
     "leaf_name",
+    "refuse_ragged",
     "split_global_batch",
     "stack_replica_batches",
 ]
@@ -77,7 +81,7 @@ def leading_size(tree: Any, caller: str) -> int:
         TypeError: If a leaf is no array.
     """
     sizes: dict[str, int] = {}
-    for path, leaf in tree_util.tree_leaves_with_path(tree):
+    for path, leaf in tree_util.tree_leaves_with_path(tree, is_leaf=is_composite):
         name = leaf_name(path)
         shape = getattr(leaf, "shape", None)
         if shape is None:
@@ -85,11 +89,13 @@ def leading_size(tree: Any, caller: str) -> int:
                 f"{caller}: {name} is a {type(leaf).__name__}, expected an array. "
                 "Convert it with np.asarray."
             )
+        refuse_ragged(leaf, name, caller)
         if len(shape) == 0:
             raise ValueError(
                 f"{caller}: {name} is a scalar, expected an array with one row per "
                 "example. Batch the dataset first; broadcast a value that all examples "
-                "share outside of it, or np.asarray a list of numbers."
+                "share outside of it; np.asarray a list of numbers; pad a list of rows "
+                "of unequal length with keras.utils.pad_sequences."
             )
         sizes[name] = int(shape[0])
     if not sizes:
@@ -211,6 +217,27 @@ def stack_replica_batches(
     return Split(batch=jax.tree.map(_stack, *padded), mask=mask)
 
 
+def refuse_ragged(leaf: Any, name: str, caller: str) -> None:
+    """Raise for rows of unequal lengths, which no array of numbers can hold.
+
+    Raises:
+        TypeError: For `tf.RaggedTensor`, and for arrays of lists or arrays.
+    """
+    kind = type(leaf).__name__
+    is_ragged = kind == "RaggedTensor"
+    if not is_ragged and isinstance(leaf, np.ndarray) and leaf.dtype == object:
+        first = leaf.ravel()[0] if leaf.size else None
+        is_ragged = isinstance(first, (list, tuple, np.ndarray))
+        kind = f"array of {type(first).__name__} objects"
+    if is_ragged:
+        raise TypeError(
+            f"{caller}: {name} is ragged: {kind}, whose rows differ in length. JAX's "
+            "arrays have rows of one length: pad them with keras.utils.pad_sequences "
+            "(or tensor.to_tensor()) and mask what was added, or group rows of equal "
+            "length into batches."
+        )
+
+
 def leaf_name(path: Any) -> str:
     """How errors call the leaf at `path` of a batch."""
     return f"leaf {tree_util.keystr(path)}" if path else "the batch"
@@ -241,6 +268,8 @@ def _group_sizes(batches: Sequence[Any], caller: str) -> list[int]:
 
 def _rows(array: Any, num_replicas: int) -> Any:
     """`[R*b, ...]` as `[R, b, ...]`; NumPy makes a view of it."""
+    if isinstance(array, RowArray):
+        return parted(array, num_replicas)
     per_replica = array.shape[0] // num_replicas
     return array.reshape(num_replicas, per_replica, *array.shape[1:])
 
@@ -249,11 +278,16 @@ def _pad(array: Any, num_rows: int) -> Any:
     """Add `num_rows` rows: the array's own last ones, again and again if need be."""
     if not num_rows:
         return array
-    rows = np.resize(np.arange(array.shape[0])[-num_rows:], num_rows)
+    every = np.arange(array.shape[0])
+    rows = np.resize(every[-num_rows:], num_rows)
+    if isinstance(array, RowArray):
+        return array[np.concatenate([every, rows])]
     numpy = jnp if isinstance(array, jax.Array) else np
     return numpy.concatenate([array, array[rows]])
 
 
 def _stack(*arrays: Any) -> Any:
+    if isinstance(arrays[0], RowArray):
+        return PartedRows(arrays)
     numpy = jnp if any(isinstance(x, jax.Array) for x in arrays) else np
     return numpy.stack(arrays)

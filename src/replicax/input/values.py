@@ -1,12 +1,17 @@
 """One value per replica, made by a function."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
-__all__ = ["ValueContext", "stacked_values"]
+from replicax import placement
+from replicax.row_arrays import PartedRows, RowArray, by_rows
+from replicax.values import PerReplica
+
+__all__ = ["ValueContext", "per_replica", "stacked_values"]
 
 
 class ValueContext:
@@ -21,22 +26,44 @@ class ValueContext:
 
 
 def stacked_values(value_fn: Callable[[Any], Any], num_replicas: int) -> Any:
-    """What `value_fn` makes for each replica, stacked to `[R, ...]`.
+    """What `value_fn` makes for each replica, stacked to leaves `[R, ...]`.
 
     Raises:
         ValueError: If shapes differ.
     """
-    rows = [value_fn(ValueContext(i, num_replicas)) for i in range(num_replicas)]
+    rows = [
+        by_rows(value_fn(ValueContext(i, num_replicas))) for i in range(num_replicas)
+    ]
     return jax.tree.map(_stack, *rows)
 
 
-def _stack(*values: Any) -> np.ndarray:
+def per_replica(stacked: Any, sharding: NamedSharding) -> Any:
+    """`PerReplica`s of leaves `[R, ...]` that are still on the host.
+
+    Args:
+        stacked: Pytree of arrays and `PartedRows`, of this process' replicas.
+        sharding: Of the arrays that they become.
+    """
+    flat, structure = jax.tree.flatten(stacked)
+    arrays = [x.stacked() if isinstance(x, PartedRows) else x for x in flat]
+    placed = placement.rows(arrays, sharding)
+    return structure.unflatten(map(PerReplica, placed))
+
+
+def _stack(*values: Any) -> Any:
+    if isinstance(values[0], RowArray):
+        _require_equal([x.shape for x in values])
+        return PartedRows(values)
     arrays = list(map(np.asarray, values))
-    for i, x in enumerate(arrays):
-        if x.shape != arrays[0].shape:
+    _require_equal([x.shape for x in arrays])
+    return np.stack(arrays)
+
+
+def _require_equal(shapes: Sequence[tuple[int, ...]]) -> None:
+    for i, shape in enumerate(shapes):
+        if shape != shapes[0]:
             raise ValueError(
                 "Strategy.experimental_distribute_values_from_function: value_fn made "
-                f"shape {x.shape} for replica {i} and {arrays[0].shape} for replica 0; "
+                f"shape {shape} for replica {i} and {shapes[0]} for replica 0; "
                 "expected equal shapes. Pad the values."
             )
-    return np.stack(arrays)

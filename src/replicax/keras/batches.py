@@ -5,17 +5,32 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from replicax import placement
+from replicax.arguments import Kind
+from replicax.composites import is_composite, is_key, one_of
 from replicax.group import ReplicaGroup
+from replicax.input.split import refuse_ragged
 from replicax.keras.internals import Rows, batch_of
 from replicax.rehearsal import current_rehearsal
 from replicax.report.recorder import Recorder
+from replicax.row_arrays import RowArray, as_rows, by_rows, parted, whole
 from replicax.scope import current_call
 
-__all__ = ["BatchIterator", "PlacedBatch", "Ready", "place"]
+__all__ = [
+    "BatchIterator",
+    "PlacedBatch",
+    "Ready",
+    "host_batch",
+    "place",
+    "refuse_ragged_leaves",
+]
+
+
+_ROW_ARRAYS = frozenset(RowArray)
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)  # Frozen, it takes twice the time.
@@ -26,7 +41,9 @@ class PlacedBatch:
         arrays: The batch's leaves, `[B, ...]` to be split over the replicas, or
             `[steps, B, ...]`. Where only some replicas get examples the others hold
             copies, and `B` counts those too.
-        structure: The batch's tree structure.
+        structure: The batch's tree structure, of one replica's part where that says
+            how many rows there are.
+        kinds: How each leaf is split.
         num_rows: Examples in one batch, without copies.
         num_active: Number of replicas with examples of their own; None: all.
         num_steps: Number of batches; None: one, without the leading dimension.
@@ -34,6 +51,7 @@ class PlacedBatch:
 
     arrays: list[Any]
     structure: Any
+    kinds: tuple[Kind, ...]
     num_rows: int
     num_active: int | None
     num_steps: int | None
@@ -107,7 +125,7 @@ class BatchIterator:
         Keras builds models with it, and starts again with another iterator. No more
         than that batch is taken: a generator does not give it again.
         """
-        return batch_of(next(self._batches))
+        return jax.tree.map(whole, batch_of(next(self._batches)))
 
     def next_execution(self) -> list[PlacedBatch]:
         """The next execution's batches; several only if they cannot go together."""
@@ -148,7 +166,11 @@ def _chunks(batches: Iterable[Any], size: int, *, reused: bool) -> Iterator[list
     for batch in batches:
         # JAX goes on reading a NumPy array after the call that it was given to, and
         # generators may fill the same array again.
-        chunk.append(jax.tree.map(_copied, batch) if reused else batch)
+        if reused:
+            batch = jax.tree_util.tree_map_with_path(
+                _copied, batch, is_leaf=is_composite
+            )
+        chunk.append(batch)
         if len(chunk) == size:
             yield chunk
             chunk = []
@@ -156,13 +178,16 @@ def _chunks(batches: Iterable[Any], size: int, *, reused: bool) -> Iterator[list
         yield chunk
 
 
-def _copied(x: Any) -> Any:
+def _copied(path: Any, x: Any) -> Any:
+    x = as_rows(x, path)
+    if isinstance(x, RowArray):
+        return x.copy()
     # In a rehearsal nobody reads it, and it may be as large as a pod wants.
     is_read = isinstance(x, np.ndarray) and current_rehearsal() is None
     return x.copy() if is_read else x
 
 
-def _stacked(chunk: list[Any]) -> tuple[Any, list[np.ndarray]] | None:
+def _stacked(chunk: list[Any]) -> tuple[Any, list[Any]] | None:
     """Batches on top of each other: one of them, and leaves `[steps, B, ...]`.
 
     None if they are not alike.
@@ -181,7 +206,16 @@ def _stacked(chunk: list[Any]) -> tuple[Any, list[np.ndarray]] | None:
     if any(s != shapes[0] for s in shapes[1:]):
         return None
     columns = zip(*map(jax.tree.leaves, chunk), strict=True)
-    return chunk[0], [np.stack([np.asarray(x) for x in column]) for column in columns]
+    return chunk[0], [_on_top(list(column)) for column in columns]
+
+
+def _on_top(column: list[Any]) -> Any:
+    """A leaf of several batches, `[steps, B, ...]`; row arrays stay a list."""
+    if isinstance(column[0], RowArray):
+        return column
+    if is_key(column[0]):
+        return jnp.stack(column)
+    return np.stack([np.asarray(x) for x in column])
 
 
 def _cut_at_once(chunk: list[Rows]) -> tuple[Any, list[np.ndarray]] | None:
@@ -198,7 +232,12 @@ def _cut_at_once(chunk: list[Rows]) -> tuple[Any, list[np.ndarray]] | None:
 
 def place(batch: Any, group: ReplicaGroup) -> PlacedBatch:
     """Split one batch `[B, ...]` over the replicas."""
-    return _Placing(group, local=False).batch(batch)
+    return _Placing(group, local=False).batch(host_batch(batch))
+
+
+def host_batch(batch: Any) -> Any:
+    """A batch as Keras made it, with leaves of which rows can be taken."""
+    return by_rows(batch_of(batch))
 
 
 class _Placing:
@@ -241,21 +280,66 @@ class _Placing:
         flat, structure = jax.tree.flatten(batch)
         num_rows = _num_rows(batch, flat, self._caller)
         active = self._num_active(num_rows)
+        in_parts = not _ROW_ARRAYS.isdisjoint(map(type, flat))
         flat = flat if stacked is None else stacked
         if active is not None:
             rows = _rows_with_copies(num_rows, active, self._num_replicas)
-            flat = [np.asarray(x)[rows] for x in flat]
+            flat = [_taken(x, rows) for x in flat]
         if self._local:
             num_rows *= self._num_replicas // self._group.num_local
-        elif self._group.spans_processes:
+        kinds = (Kind.ROWS,) * len(flat)
+        if in_parts:
+            flat, structure, kinds = self._in_parts(flat, structure, num_steps)
+        elif self._group.spans_processes and not self._local:
             flat = [self._local_part(x, num_steps) for x in flat]
         return PlacedBatch(
             arrays=self._transfer(flat, num_steps),
             structure=structure,
+            kinds=kinds,
             num_rows=num_rows,
             num_active=active,
             num_steps=num_steps,
         )
+
+    def _in_parts(
+        self, flat: list[Any], structure: Any, num_steps: int | None
+    ) -> tuple[list[Any], Any, tuple[Kind, ...]]:
+        """Leaves of which some are row arrays, or lists of them for several steps.
+
+        Each of those becomes the parts of one replica's array, with a dimension of
+        replicas in front.
+        """
+        kinds: list[Kind] = []
+        arrays: list[Any] = []
+        ones = []
+        for x in flat:
+            if not isinstance(x, (list, *RowArray)):
+                if self._group.spans_processes and not self._local:
+                    x = self._local_part(x, num_steps)
+                ones.append(0)
+                kinds.append(Kind.ROWS)
+                arrays.append(x)
+                continue
+            steps = self._parted(x if isinstance(x, list) else [x])
+            parts = [jax.tree.leaves(step) for step in steps]
+            ones.append(one_of(steps[0], parts[0]))
+            kinds += [Kind.PER_REPLICA] * len(parts[0])
+            if num_steps is None:
+                arrays += parts[0]
+            else:
+                arrays += [np.stack(column) for column in zip(*parts, strict=True)]
+        structure = jax.tree.structure(jax.tree.unflatten(structure, ones))
+        return arrays, structure, tuple(kinds)
+
+    def _parted(self, steps: list[Any]) -> list[Any]:
+        """A row array of each step, divided between this process' replicas."""
+        group = self._group
+        number = group.num_local if self._local else self._num_replicas
+        parts = [parted(x, number) for x in steps]
+        room = max(x.capacity for x in parts)  # The same on all workers.
+        first = 0 if self._local else group.first_local
+        here = slice(first, first + group.num_local)
+        return [x.with_room(room)[here].stacked() for x in parts]
 
     def _divides(self, batch: Any) -> bool:
         """Whether all replicas get equally many of the batch's examples."""
@@ -284,9 +368,20 @@ class _Placing:
         if self._may_stay and all(isinstance(x, np.ndarray) for x in flat):
             return flat
         leading = () if num_steps is None else (None,)
+        refuse_ragged_leaves(flat)
         spec = PartitionSpec(*leading, self._group.axis.name)
         sharding = NamedSharding(self._group.mesh, spec)
         return placement.rows(flat, sharding)
+
+
+def _taken(x: Any, rows: np.ndarray) -> Any:
+    return (x if is_key(x) or isinstance(x, RowArray) else np.asarray(x))[rows]
+
+
+def refuse_ragged_leaves(flat: Iterable[Any]) -> None:
+    """Raise for arrays whose rows differ in length."""
+    for number, x in enumerate(flat):
+        refuse_ragged(x, f"array {number} of the batch", current_call())
 
 
 def _num_active(num_rows: int, size: int) -> int | None:
@@ -311,8 +406,8 @@ def _num_rows(batch: Any, flat: list[Any], caller: str) -> int:
     if len(sizes) == 1 and () not in sizes:
         return sizes.pop()[0]
     found = [
-        f"{np.shape(x)[0] if np.ndim(x) else 'no dimension'} in "
-        f"{jax.tree_util.keystr(path)}"
+        f"{(*np.shape(x), 'no dimension')[0]} in {jax.tree_util.keystr(path)}"
+        f"{' (sparse)' if isinstance(x, RowArray) else ''}"
         for path, x in jax.tree_util.tree_leaves_with_path(batch)
     ]
     raise ValueError(

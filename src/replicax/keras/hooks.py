@@ -27,6 +27,7 @@ none where servers keep them |
 | `losses.loss.{reduce_values,apply_mask}` | global means of losses |
 | `BatchNormalization.__init__`, `nn.moments` | `synchronized=True` |
 | `BatchNormalization.add_weight` | moving statistics are averaged over the replicas |
+| `data_adapter_utils.{scipy,tf}_sparse_to_jax_sparse` | sparse batches stay on hosts |
 | `distribution_lib._to_backend_device` | "cpu" is this worker's, not the first one's |
 
 Tested with Keras 3.14 to 3.15.
@@ -55,6 +56,7 @@ from keras.src.losses import loss as loss_module
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 from keras.src.random import seed_generator
+from keras.src.trainers.data_adapters import data_adapter_utils
 
 from replicax import placement
 from replicax.callbacks import with_report
@@ -76,7 +78,6 @@ from replicax.keras.adapters import (
 )
 from replicax.keras.internals import (
     attach_masks,
-    batch_of,
     cut_late,
     inputs_of,
     is_array_adapter,
@@ -93,6 +94,7 @@ from replicax.regather import (
 )
 from replicax.report.journal import REPORT
 from replicax.report.recorder import TimedBatches
+from replicax.row_arrays import as_rows, whole
 from replicax.scope import (
     called_model,
     current_call,
@@ -100,6 +102,7 @@ from replicax.scope import (
     current_strategy,
     entered_call,
 )
+from replicax.sparse_rows import is_foreign
 from replicax.waiting import Announced, announce_first
 
 __all__ = ["install"]
@@ -181,6 +184,8 @@ def install() -> None:
     _wrap(BatchNormalization, "add_weight", _add_batch_statistic)
     _wrap(jax_nn, "moments", _moments)
     _wrap(distribution_lib, "_to_backend_device", _to_backend_device)
+    for name in ("scipy_sparse_to_jax_sparse", "tf_sparse_to_jax_sparse"):
+        _wrap(data_adapter_utils, name, _sparse_batch)
 
 
 def _wrap(owner: Any, name: str, hook: Callable[..., Any]) -> None:
@@ -254,6 +259,8 @@ def _in_scope(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         # Shuffling depends on it.
         strategy.synchronize_random_state(_described(original, model, args, kwargs))
         args, kwargs = with_adapters(args, kwargs)
+    elif original.__name__ != "compile" and _has_foreign((args, kwargs)):
+        args, kwargs = jax.tree.map(whole, (args, kwargs))
     # Validation is a part of `fit`.
     is_part = kwargs.get("_use_cached_eval_dataset", False)
     name = current_call() if is_part else original.__name__
@@ -275,6 +282,10 @@ def _described(original: Any, model: Any, args: Any, kwargs: Any) -> str:
     counts = {name: given[name] for name in _COUNTS if given.get(name) is not None}
     listed = ", ".join(f"{name}={value!r}" for name, value in counts.items())
     return f"{type(model).__name__}.{original.__name__}({listed})"
+
+
+def _has_foreign(tree: Any) -> bool:
+    return any(map(is_foreign, jax.tree.leaves(tree)))
 
 
 def _make(make: Callable[[Any, Any], Any], attribute: str) -> Callable[..., None]:
@@ -425,7 +436,7 @@ def _get_iterator(original: Any, epoch_iterator: Any) -> Any:
         # A distributed dataset's workers are in step already, and those of parameter
         # servers evaluate and predict each by itself.
         source = strategy.share.in_step(
-            map(batch_of, source),
+            map(batches.host_batch, source),
             num_batches=fixed_number_of_batches(adapter),
             size_of=functools.partial(leading_size, caller=current_call()),
         )
@@ -479,6 +490,15 @@ def _moments(
     if synchronized and context is not None:
         return reductions.synchronized_moments(context, mean, variance)
     return mean, variance
+
+
+def _sparse_batch(original: Any, array: Any) -> Any:
+    # Keras makes JAX arrays of it, by programs that are compiled anew for each number
+    # of entries.
+    if current_strategy() is None:
+        return original(array)
+    rows = as_rows(array)
+    return rows.padded(rows.num_entries)
 
 
 def _to_backend_device(original: Any, device_name: Any) -> Any:

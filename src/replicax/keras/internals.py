@@ -25,6 +25,9 @@ from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.utils.naming import to_snake_case
 from keras.src.utils.python_utils import is_default
 
+from replicax.row_arrays import RowArray, as_rows
+from replicax.sparse_rows import is_sparse
+
 __all__ = [
     "CALLBACK_STATE",
     "Rows",
@@ -281,9 +284,15 @@ def cut_late(adapter: Any) -> None:
 
     def make_rows(slice_and_convert: Callable[..., Any], inputs: Any) -> Iterator[Rows]:
         flat, structure = jax.tree.flatten(inputs)
+        flat = [_rows_of(x) for x in flat]
 
         def cut(indices: Any) -> Any:
-            rows = [slice_and_convert(x, indices=indices) for x in flat]
+            rows = [
+                x[indices]
+                if isinstance(x, RowArray)
+                else slice_and_convert(x, indices=indices)
+                for x in flat
+            ]
             return jax.tree.unflatten(structure, rows)
 
         # As Keras draws them. Its own iterator maps a tree for each batch, which takes
@@ -302,6 +311,16 @@ def cut_late(adapter: Any) -> None:
                 yield Rows(cut, slice(start, stop))
 
     adapter._get_iterator = make_rows
+
+
+def _rows_of(sliceable: Any) -> Any:
+    """A sparse array among Keras' sliceables as a row array, anything else as it is.
+
+    Keras would make JAX arrays of each batch, of another shape each time.
+    """
+    array = getattr(sliceable, "array", None)
+    array = getattr(array, "sparse", array)  # TensorFlow's, in Keras' wrapper.
+    return as_rows(array) if is_sparse(array) else sliceable
 
 
 def batch_of(batch: Any) -> Any:

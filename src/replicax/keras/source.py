@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from replicax.keras import internals
+from replicax.row_arrays import by_rows
 
 __all__ = ["Source"]
 
@@ -32,7 +33,7 @@ class Source:
             batch = next(self._batches)
             self._next += 1
             if self._next > index:
-                self._last = index, internals.batch_of(batch)
+                self._last = index, by_rows(internals.batch_of(batch))
                 return self._last[1]
 
     def any(self) -> Any:

@@ -22,10 +22,16 @@ import jax
 import jax.numpy as jnp
 import keras
 
-from replicax.arguments import Arguments, Kind
+from replicax.arguments import Arguments
 from replicax.collectives import ReduceOp
 from replicax.keras import internals
-from replicax.keras.batches import BatchIterator, PlacedBatch, Ready, place
+from replicax.keras.batches import (
+    BatchIterator,
+    PlacedBatch,
+    Ready,
+    place,
+    refuse_ragged_leaves,
+)
 from replicax.options import Options, Outputs
 from replicax.program import Program
 from replicax.rehearsal import current_rehearsal
@@ -176,6 +182,7 @@ class _KerasStep:
             values: The state's values.
             is_one_of_many: Whether the next step takes the state as this one leaves it.
         """
+        refuse_ragged_leaves(batch.arrays)
         groups = self.groups()
         variables = list(itertools.chain.from_iterable(groups))
         step = getattr(self.model, self.name)
@@ -189,7 +196,7 @@ class _KerasStep:
             program = Program(
                 self.replica_function(step, None if with_tape else groups),
                 strategy.group,
-                _one_batch(batch.structure),
+                _one_batch(batch),
                 batch.arrays,
                 Options(
                     gradient_op=ReduceOp.MEAN,
@@ -389,11 +396,9 @@ def _values_in_place(variables: Sequence[Any], values: Sequence[Any]) -> Iterato
         internals.write_values(variables, before)
 
 
-def _one_batch(structure: Any) -> Arguments:
-    call = jax.tree.unflatten(structure, [0] * structure.num_leaves)
-    return Arguments(
-        jax.tree.structure(((call,), {})), [Kind.ROWS] * structure.num_leaves
-    )
+def _one_batch(batch: PlacedBatch) -> Arguments:
+    call = jax.tree.unflatten(batch.structure, batch.arrays)
+    return Arguments(jax.tree.structure(((call,), {})), batch.kinds)
 
 
 def _function(

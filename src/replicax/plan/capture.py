@@ -241,7 +241,7 @@ def _as_arrays(tree: Any, num_replicas: int) -> Any:
         if not isinstance(x, PerReplica):
             return array(x)
         if x.array.shape[:1] == (num_replicas,):
-            return PerReplica(array(x.array))
+            return PerReplica(jax.tree.map(array, x.array))
         # Of a smaller strategy: every replica gets an entry like those.
         shape = (num_replicas, *x.array.shape[1:])
         return PerReplica(array(jax.ShapeDtypeStruct(shape, x.array.dtype)))

@@ -16,6 +16,8 @@ from typing import Any
 
 import jax
 
+from replicax.composites import is_composite
+
 __all__ = ["Recorder", "Tally", "TimedBatches"]
 
 _MARK_EVERY_S = 5.0
@@ -212,7 +214,8 @@ class TimedBatches:
     def __next__(self) -> Any:
         began = self._recorder.begin_input()
         batch = next(self._batches)
-        shapes = tuple(getattr(x, "shape", ()) for x in jax.tree.leaves(batch))
+        leaves = jax.tree.leaves(batch, is_leaf=is_composite)
+        shapes = tuple(getattr(x, "shape", ()) for x in leaves)
         rows = shapes[0][0] if shapes and shapes[0] else 0
         self._recorder.end_input(began, shapes, 1, rows)
         return batch

@@ -1,0 +1,81 @@
+"""Composite arrays: pytree nodes of several arrays that together mean one.
+
+A sparse array (`BCOO`) holds its entries and their indices, a quantised one its numbers
+and their scale. JAX flattens them like a dict. What is done to rows, or to the values
+of replicas, has to be done to the whole and not to each part.
+
+Legend: `R` replicas. A composite array is *stacked* where each of its parts has a
+dimension of replicas in front, `[R, ...]`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import sparse
+
+__all__ = ["described", "is_array", "is_composite", "is_key", "one_of", "stacked"]
+
+# Met all the time, and no composite arrays.
+_PLAIN = frozenset({list, tuple, dict, type(None), np.ndarray, int, float, bool, str})
+
+
+def is_array(value: Any) -> bool:
+    """Whether `value` is an array of NumPy's or JAX's."""
+    return isinstance(value, jax.Array | np.ndarray | np.generic)
+
+
+def is_key(value: Any) -> bool:
+    """Whether `value` is an array of keys of random numbers, unknown to NumPy."""
+    return isinstance(value, jax.Array) and jnp.issubdtype(
+        value.dtype, jax.dtypes.prng_key
+    )
+
+
+def is_composite(value: Any) -> bool:
+    """Whether `value` is one array to its user, and several arrays to JAX.
+
+    It has the `shape` and `dtype` of an array, and JAX flattens it. A node around one
+    array of that shape, as a Flax variable is, needs no care and does not count.
+    """
+    if type(value) in _PLAIN or is_array(value):
+        return False
+    shape = getattr(value, "shape", None)
+    if not isinstance(shape, tuple) or getattr(value, "dtype", None) is None:
+        return False
+    leaves = jax.tree.leaves(value)
+    if len(leaves) == 1:
+        return leaves[0] is not value and np.shape(leaves[0]) != shape
+    return len(leaves) > 1
+
+
+def described(value: Any) -> str:
+    """A composite array's type, dtype and shape, for errors."""
+    return f"{type(value).__qualname__} {value.dtype}{list(value.shape)}"
+
+
+def stacked(structure: Any, parts: Sequence[Any]) -> Any:
+    """The values of all replicas as one composite array.
+
+    Args:
+        structure: Tree structure of one replica's value.
+        parts: Its parts, `[R, ...]`.
+
+    Returns:
+        A sparse array with one batch dimension more, `[R, ...]`; an object of another
+        type as it was, but for its parts.
+    """
+    value = jax.tree.unflatten(structure, parts)
+    if isinstance(value, sparse.BCOO | sparse.BCSR):
+        value.shape = (parts[0].shape[0], *value.shape)
+    return value
+
+
+def one_of(value: Any, parts: Sequence[Any]) -> Any:
+    """One replica's value of a stacked composite array, from that replica's parts."""
+    one = jax.tree.unflatten(jax.tree.structure(value), parts)
+    if isinstance(one, sparse.BCOO | sparse.BCSR):
+        one.shape = one.shape[1:]
+    return one

@@ -1,0 +1,278 @@
+"""Arrays that JAX takes apart: in datasets, as arguments and results of `run`."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.sparse
+from jax.experimental import sparse
+from tests.conftest import mirrored
+
+import replicax as rx
+
+_RNG = np.random.default_rng(0)
+X = (_RNG.normal(size=(21, 6)) * (_RNG.random((21, 6)) < 0.3)).astype("float32")
+X[4:8] = 0
+NUMBERS = np.arange(21, dtype="float32")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Quantised:
+    """As a user writes one: numbers and their scale."""
+
+    numbers: Any
+    scale: Any
+
+    @property
+    def shape(self):
+        return self.numbers.shape
+
+    @property
+    def dtype(self):
+        return np.dtype("float32")
+
+    def dense(self):
+        return self.numbers * self.scale
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Sliceable(Quantised):
+    def __getitem__(self, rows):
+        return Sliceable(self.numbers[rows], self.scale)
+
+
+@jax.tree_util.register_pytree_node_class
+class Variable:
+    """As Flax' `nnx.Variable`: a node around one array, which it looks like."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __getattr__(self, name):
+        return getattr(object.__getattribute__(self, "value"), name)
+
+    def tree_flatten(self):
+        return (self.value,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+def distributed(data, num_replicas=4, **options):
+    options = {"batch_size": 8} | options
+    return mirrored(num_replicas).experimental_distribute_dataset(data, **options)
+
+
+def dense(value):
+    """All replicas' rows of a `PerReplica` of sparse arrays."""
+    return np.concatenate([np.asarray(x.todense()) for x in value.values])
+
+
+KINDS = {
+    "csr": scipy.sparse.csr_matrix,
+    "coo": scipy.sparse.coo_array,
+    "bcoo": sparse.BCOO.fromdense,
+    "bcoo of rows": lambda x: sparse.BCOO.fromdense(x, n_batch=1),
+    "bcsr": sparse.BCSR.fromdense,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("remainder", ["drop", "pad"])
+def test_datasets_cut_rows(kind, remainder):
+    """21 rows: two batches of 8 and one of 5, or of 5 and three copies."""
+    dataset = distributed((KINDS[kind](X), NUMBERS), remainder=remainder)
+    steps = list(dataset)
+    if remainder == "pad":
+        steps = [step for step, _ in steps]
+    x = np.concatenate([dense(step[0]) for step in steps])
+    rows = np.concatenate([np.asarray(step[1]).ravel() for step in steps]).astype(int)
+    assert rows[:20].tolist() == list(range(20))
+    np.testing.assert_array_equal(x, X[rows])
+    spec = dataset.element_spec[0] if remainder == "pad" else dataset.element_spec
+    assert spec[0] == jax.ShapeDtypeStruct((2, 6), "float32")
+
+
+def test_batches_of_one_replica_each():
+    def batches(context):
+        for start in range(0, 12, 3):
+            yield scipy.sparse.csr_array(X[start : start + 3])
+
+    strategy = mirrored(2)
+    steps = list(strategy.distribute_datasets_from_function(batches))
+    np.testing.assert_array_equal(np.concatenate([*map(dense, steps)]), X[:12])
+
+
+def test_run_takes_and_returns_sparse_arrays():
+    strategy = mirrored(4)
+    (x, _), *_ = distributed((scipy.sparse.csr_matrix(X), NUMBERS))
+
+    def step(x):
+        assert type(x) is sparse.BCOO
+        assert (x.n_batch, x.shape) == (0, (2, 6))
+        return {"same": x, "sums": x.todense().sum(1)}
+
+    out = strategy.run(step, (x,))
+    np.testing.assert_array_equal(dense(out["same"]), X[:8])
+    np.testing.assert_allclose(np.asarray(out["sums"]).ravel(), X[:8].sum(1), rtol=1e-5)
+    assert isinstance(out["same"], rx.PerReplica)
+    assert repr(out["same"]) == "PerReplica(BCOO float32[4, 2, 6])"
+    devices = [value.data.devices() for value in out["same"].values]
+    assert devices == [{device} for device in jax.devices()[:4]]
+    # And again what came out.
+    assert dense(
+        strategy.run(lambda x: x * 2.0, (out["same"],))
+    ).sum() == pytest.approx(2 * X[:8].sum(), rel=1e-5)
+
+
+def test_whole_sparse_arrays_go_to_every_replica():
+    for whole in (scipy.sparse.csr_array(X), sparse.BCOO.fromdense(X)):
+        out = mirrored(2).run(lambda x: x @ jnp.ones(6), (whole,))
+        for value in out.values:
+            np.testing.assert_allclose(value, X.sum(1), rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["bcoo", "bcsr"])
+def test_values_of_all_replicas_combined(kind):
+    strategy = mirrored(4)
+    (x, _), *_ = distributed((KINDS[kind](X), NUMBERS))
+    parts = X[:8].reshape(4, 2, 6)
+
+    def same(actual, expected):
+        np.testing.assert_allclose(actual.todense(), expected, rtol=1e-5, atol=1e-7)
+
+    same(strategy.reduce("sum", x, axis=None), parts.sum(0))
+    same(strategy.reduce("mean", x, axis=None), parts.mean(0))
+    same(strategy.reduce("sum", x, axis=0), parts.sum((0, 1)))
+    same(strategy.gather(x, axis=0), X[:8])
+    same(strategy.gather(x, axis=1), np.concatenate(parts, 1))
+
+
+@pytest.mark.parametrize("per_device", [1, 2])
+def test_values_combined_inside(per_device):
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"], replicas_per_device=per_device)
+    num = 2 * per_device
+    (x, _), *_ = strategy.experimental_distribute_dataset(
+        (sparse.BCOO.fromdense(X), NUMBERS), batch_size=8
+    )
+
+    def step(x):
+        context = rx.get_replica_context()
+        return {
+            "sum": context.all_reduce("sum", {"x": x, "one": 1.0})["x"].todense(),
+            "mean": context.all_reduce("mean", x).todense(),
+            "gather": context.all_gather(x, 0).todense(),
+            "merged": context.merge_call(
+                lambda strategy, x: strategy.reduce("sum", x, axis=None), (x,)
+            ).todense(),
+            "own": context.merge_call(lambda _, x: x, (x,)).todense() - x.todense(),
+        }
+
+    out = {name: np.asarray(v) for name, v in strategy.run(step, (x,)).items()}
+    total = X[:8].reshape(num, -1, 6).sum(0)
+    for replica in range(num):
+        np.testing.assert_allclose(out["sum"][replica], total, rtol=1e-5)
+        np.testing.assert_allclose(out["mean"][replica], total / num, rtol=1e-5)
+        np.testing.assert_array_equal(out["gather"][replica], X[:8])
+        np.testing.assert_allclose(out["merged"][replica], total, rtol=1e-5)
+    assert not out["own"].any()
+
+
+def test_values_from_a_function():
+    """Replicas have another number of entries each."""
+    strategy = mirrored(4)
+    value = strategy.experimental_distribute_values_from_function(
+        lambda context: scipy.sparse.csr_array(
+            X[context.replica_id_in_sync_group, None]
+        )
+    )
+    np.testing.assert_array_equal(dense(value), X[:4])
+
+
+def test_a_composite_array_of_unknown_rows_is_refused():
+    data = Quantised(np.ones((8, 6), "int8"), np.ones(8, "float32"))
+    with pytest.raises(TypeError, match=r"leaf \['x'\] is a Quantised float32\[8, 6\]"):
+        next(iter(distributed({"x": data, "y": NUMBERS[:8]})))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        Sliceable(np.arange(48).reshape(8, 6), np.arange(8.0)[:6]),
+        Quantised(np.arange(48).reshape(8, 6), np.arange(8.0)[:, None]),
+        Quantised(np.arange(48).reshape(8, 6), np.arange(6.0)[None]),
+    ],
+    ids=["that takes rows", "scale of each row", "scale of each column"],
+)
+def test_composite_arrays_of_known_rows(data):
+    strategy = mirrored(4)
+    (batch,) = distributed(lambda: [data], batch_size=None)
+    out = strategy.run(lambda x: (x, x.dense()), (batch,))
+    rows = np.concatenate(list(out[1].values))
+    np.testing.assert_array_equal(rows, data.dense())
+    assert [type(x) for x in out[0].values] == [type(data)] * 4
+    for use in (
+        lambda: strategy.reduce("sum", out[0], axis=None),
+        lambda: strategy.gather(out[0], axis=0),
+        lambda: strategy.run(
+            lambda x: rx.get_replica_context().all_reduce("sum", x), (batch,)
+        ),
+        lambda: np.asarray(out[0]),
+    ):
+        with pytest.raises(TypeError, match=type(data).__name__):
+            use()
+
+
+def test_a_node_around_one_array_is_a_container():
+    strategy = mirrored(4)
+    (batch,) = distributed(lambda: [Variable(X[:8])], batch_size=None)
+    out = strategy.run(lambda x: Variable(x.value * 2), (batch,))
+    assert isinstance(out, Variable)
+    np.testing.assert_array_equal(np.asarray(out.value).reshape(8, 6), 2 * X[:8])
+    total = strategy.reduce("sum", out, axis=0)
+    np.testing.assert_allclose(total.value, 2 * X[:8].sum(0), rtol=1e-5)
+
+
+def test_keys_of_random_numbers_have_rows():
+    strategy = mirrored(4)
+    keys = jax.random.split(jax.random.key(0), 9)
+    for remainder in ("drop", "pad"):
+        batch, *_ = distributed(keys, batch_size=9, remainder=remainder)
+        batch = batch[0] if remainder == "pad" else batch
+        drawn = strategy.run(jax.vmap(jax.random.uniform), (batch,))
+        expected = jax.vmap(jax.random.uniform)(keys)
+        np.testing.assert_array_equal(np.asarray(drawn).ravel()[:8], expected[:8])
+    same = strategy.run(lambda x: x, (batch,))
+    assert "key<fry>" in repr(same)
+    gathered = jax.random.key_data(strategy.gather(same, 0))
+    np.testing.assert_array_equal(gathered[:8], jax.random.key_data(keys)[:8])
+    with pytest.raises(TypeError, match="keys of random numbers"):
+        strategy.reduce("sum", same, axis=None)
+    one = strategy.run(jax.random.uniform, (jax.random.key(3),))
+    assert float(one.values[3]) == float(jax.random.uniform(jax.random.key(3)))
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (np.array([[1, 2], [3]], dtype=object), "ragged: array of list objects"),
+        ([[1, 2], [3]], "pad a list of rows of unequal length"),
+    ],
+    ids=["array of lists", "lists"],
+)
+def test_ragged_rows_are_refused(batch, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        next(iter(distributed(lambda: [batch], batch_size=None)))
+
+
+def test_examples_of_sparse_arrays_cannot_be_batched_again():
+    with pytest.raises(TypeError, match=r"csr_matrix float32\[21, 6\].*batch_size"):
+        mirrored(2).experimental_make_numpy_dataset(
+            (scipy.sparse.csr_matrix(X), NUMBERS)
+        )
