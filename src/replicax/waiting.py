@@ -58,7 +58,7 @@ class Reminders(_Nested):
     def __init__(self, *, is_early: bool = False) -> None:
         super().__init__()
         self._began = time.monotonic()
-        self._next = FIRST_SECONDS if is_early else EVERY_SECONDS
+        self._next = min(FIRST_SECONDS, EVERY_SECONDS) if is_early else EVERY_SECONDS
 
     @property
     def waited(self) -> float:
