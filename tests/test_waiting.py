@@ -73,6 +73,7 @@ def test_the_first_item_is_announced(said: pytest.LogCaptureFixture) -> None:
 def test_reminders_come_early_then_every_ten_seconds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(waiting, "FIRST_SECONDS", 3.0)
     now = [0.0]
     monkeypatch.setattr(waiting.time, "monotonic", lambda: now[0])
     with Reminders(is_early=True) as early, Reminders() as later:
