@@ -279,6 +279,29 @@ def test_a_chief_whose_workers_have_ended_says_so_at_once():
     assert "`if strategy.is_chief`" in results["chief:0"].output
 
 
+def end_within_a_function():
+    _, coordinator = make()
+
+    def leave(i):
+        raise SystemExit(3)
+
+    coordinator.schedule(leave, (1,))
+    coordinator.join()
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.timeout(120)
+def test_a_function_that_ends_its_worker_is_an_error():
+    """Another worker would end, too, and then all of them."""
+    results = run(end_within_a_function, check=False)
+    chief = results["chief:0"]
+    assert chief.exit_code == 1
+    assert "ClosureError: SystemExit: 3" in chief.output
+    assert "leave on worker:" in chief.output
+    assert 3 in {results[name].exit_code for name in ("worker:0", "worker:1")}
+
+
 def command_of(task):
     """Starts the task once more, as `replicax run` does."""
     process = Path(f"/proc/{task.pid}")

@@ -4,12 +4,14 @@ import pytest
 
 from replicax.cluster.failure import FailureReport
 from replicax.cluster.outcome import (
+    Failure,
     Outcome,
     RestartPolicy,
     back_off,
     crash_loop,
     exit_status,
     first_failure,
+    last_lines,
     progress,
 )
 
@@ -17,6 +19,21 @@ from replicax.cluster.outcome import (
 def report(task: str, culprit: str | None = None, **fields) -> FailureReport:
     values = {"kind": "exception", "message": f"{task} says.", "exit_code": 1, **fields}
     return FailureReport(task=task, culprit=culprit, **values)
+
+
+def test_of_a_long_traceback_the_scripts_own_line_and_the_end_are_shown() -> None:
+    text = "Epoch 1\nTraceback (most recent call last):\n" + "".join(
+        f'  File "{i}.py", line {i}, in f\n    f{i}()\n' for i in range(20)
+    )
+    failure = Failure(
+        task="worker:1", exit_code=1, message="", traceback=f"{text}ValueError: no"
+    )
+    first, *shown = last_lines(failure).splitlines()
+    assert first == "The last lines of worker:1:"
+    assert len(shown) == 14
+    assert shown[1:3] == ['    File "0.py", line 0, in f', "      f0()"]
+    assert shown[4] == "    ..."
+    assert shown[-2:] == ["      f19()", "  ValueError: no"]
 
 
 def test_a_task_that_blames_itself_failed_first() -> None:

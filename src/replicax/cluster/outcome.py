@@ -20,7 +20,8 @@ __all__ = [
 
 _MAX_BACK_OFF_S = 60.0
 _FRUITLESS = 3
-_SHOWN_LINES = 12
+_SHOWN_LINES = 14
+_FIRST_LINES = 4
 _INTERRUPTED = 128 + signal.SIGINT
 
 
@@ -110,7 +111,7 @@ def first_failure(
             return Failure(
                 task=report.task,
                 exit_code=report.exit_code,
-                message=report.message,
+                message=_sentence(report.message),
                 traceback=report.traceback,
             )
         if report.kind == "exited" and report.culprit is not None:
@@ -118,7 +119,7 @@ def first_failure(
             return Failure(
                 task=report.culprit,
                 exit_code=codes.get(report.culprit) or report.exit_code,
-                message=report.message,
+                message=_sentence(report.message),
             )
     if not exits:
         return None
@@ -132,12 +133,18 @@ def first_failure(
     )
 
 
+def _sentence(text: str) -> str:
+    """A message with a full stop, which those of exceptions may lack."""
+    text = text.rstrip()
+    return text if text.endswith((".", "!", "?")) else f"{text}."
+
+
 def describe_exit(
     task: str, exit_code: int, report: FailureReport | None = None
 ) -> str:
     """What happened to a task, in full sentences."""
     if report is not None:
-        return f"{task} ended with exit code {exit_code}: {report.message}"
+        return f"{task} ended with exit code {exit_code}: {_sentence(report.message)}"
     if exit_code >= 0:
         return f"{task} ended with exit code {exit_code}."
     try:
@@ -167,7 +174,11 @@ def last_lines(failure: Failure) -> str:
     lines = (failure.traceback or "").rstrip().splitlines()
     begins = [i for i, line in enumerate(lines) if line.startswith("Traceback (most")]
     lines = lines[begins[-1] :] if begins else lines
-    shown = [f"  {line}" for line in lines[-_SHOWN_LINES:]]
+    if len(lines) > _SHOWN_LINES:
+        # A traceback begins with the script's own line.
+        head = [*lines[:_FIRST_LINES], "  ..."] if begins else []
+        lines = [*head, *lines[len(head) - _SHOWN_LINES :]]
+    shown = [f"  {line}" for line in lines]
     return "\n".join([f"The last lines of {failure.task}:", *shown]) if shown else ""
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from replicax.cluster.failure import ExitCode
 from replicax.errors import ClusterError
 from replicax.ps.functions import Functions
 from replicax.ps.meetings import Meetings
@@ -79,15 +80,22 @@ class ClosureWorker:
     def _run(self, closure: dict[str, Any]) -> None:
         name = closure["function"]
         answer: dict[str, Any]
+
+        def told_of(error: BaseException) -> dict[str, str]:
+            return error_to_json(error, name, self._session.name, __file__)
+
         try:
             answer = {"value": self._value_of(name, closure["payload"]["call"])}
         except ClusterError:
             raise  # Of the cluster, not of the closure: another worker shall try.
+        except SystemExit as error:
+            if error.code != ExitCode.RETRY:  # Another worker would end, too.
+                self._session.once("result", id=closure["id"], error=told_of(error))
+            raise
         except Exception as error:  # noqa: BLE001  It is the chief's to raise.
             self._strategy.settle()
             self._trained_last = None
-            told = error_to_json(error, name, self._session.name, __file__)
-            answer = {"error": told}
+            answer = {"error": told_of(error)}
         self._session.once("result", id=closure["id"], **answer)
 
     def _value_of(self, name: str, call: Any) -> dict[str, Any]:

@@ -25,7 +25,7 @@ class ClosureCancelledError(ClosureError):
 
 
 def error_to_json(
-    error: Exception, function: str, worker: str, caller: str
+    error: BaseException, function: str, worker: str, caller: str
 ) -> dict[str, str]:
     """What a worker tells of an error: its type, message and traceback.
 
