@@ -17,7 +17,8 @@ from pathlib import Path
 
 __all__ = ["serve", "start", "stop"]
 
-_POLL_SECONDS = 0.2
+_POLL_SECONDS = 0.05
+_OTHERS_SECONDS = 10.0
 _READY = b"ready\n"
 _END = b"end\n"
 _SOCKETS = ("/proc/self/net/tcp", "/proc/self/net/tcp6")
@@ -25,24 +26,31 @@ _ESTABLISHED = "01"
 
 
 def start(
-    port: int, num_processes: int, linger_seconds: float
+    port: int, num_processes: int, linger_seconds: float, host: str | None = None
 ) -> "subprocess.Popen[bytes]":
     """Start the service's process and wait until it listens.
 
     Args:
-        port: Where it listens, on all of this machine's addresses.
+        port: Where it listens.
         num_processes: Number of processes that will connect.
         linger_seconds: How long it serves on at most when this process has died. On
             Linux it ends as soon as nobody is connected any more.
+        host: The name or IP address at which it listens; None: at all of this machine.
 
     Raises:
         OSError: If it could not be started, with what it printed.
     """
-    arguments = [str(port), str(num_processes), str(linger_seconds)]
+    place = f"[{host}]" if host is not None and ":" in host else host or "[::]"
+    arguments = [place, str(port), str(num_processes), str(linger_seconds)]
     process = subprocess.Popen(
         # As a file: the package would import Keras. -P: its siblings stay out of reach.
         [sys.executable, "-P", __file__, *arguments],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            # It would warn that what `serve` asks for is experimental.
+            "TF_CPP_MIN_LOG_LEVEL": "2",
+        },
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         # Whoever kills worker 0 kills its process group.
@@ -60,13 +68,13 @@ def start(
 
 
 def stop(process: "subprocess.Popen[bytes]") -> None:
-    """End the service."""
+    """End the service, as soon as the other processes have ended."""
     if process.stdin is not None:
         with contextlib.suppress(BrokenPipeError):  # It has ended by itself.
             process.stdin.write(_END)
             process.stdin.close()
     try:
-        process.wait(timeout=5)
+        process.wait(timeout=_OTHERS_SECONDS + 5)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
@@ -74,38 +82,76 @@ def stop(process: "subprocess.Popen[bytes]") -> None:
 
 def serve(arguments: Sequence[str]) -> None:
     """What the process does: serve until worker 0 says so, or has been dead a while."""
-    port, num_processes, linger_seconds = arguments
+    place, port, num_processes, linger_seconds = arguments
     # A signal for all of a terminal's or a group's processes is for worker 0 to act on.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     # JAX itself would take a second to import.
     service_of = importlib.import_module("jaxlib._jax").get_distributed_runtime_service
 
-    # Far beyond the workers' own deadlines: they say more than JAX's abort does.
-    timeouts = {"heartbeat_timeout": 24 * 3600, "shutdown_timeout": 10}
-    service = service_of(f"[::]:{port}", int(num_processes), **timeouts)
+    service = service_of(
+        f"{place}:{port}",
+        int(num_processes),
+        # Far beyond the workers' own deadlines: they say more than JAX's abort does.
+        heartbeat_timeout=24 * 3600,
+        shutdown_timeout=10,
+        # Signs of life are timed by the wall clock: set back, it makes all of them
+        # overdue. Of tasks that may recover the service tells nobody.
+        recoverable=True,
+    )
     sys.stdout.buffer.write(_READY)
     sys.stdout.close()
     if sys.stdin.buffer.readline() != _END:
         # Worker 0 has died. Who reads its output waits for the end of it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
-        end = time.monotonic() + float(linger_seconds)
-        while time.monotonic() < end and _has_connections(int(port)):
-            time.sleep(_POLL_SECONDS)
+        _linger(int(port), float(linger_seconds))
+    else:
+        # JAX aborts a process that is still connected when the service ends.
+        _linger(int(port), _OTHERS_SECONDS, but_for=os.getppid())
     service.shutdown()
     # Open calls of dead workers would keep the service's destructor waiting.
     os._exit(0)
 
 
-def _has_connections(port: int) -> bool:
-    """Whether anybody is connected to `port`; True where the system does not say."""
+def _linger(port: int, seconds: float, but_for: int | None = None) -> None:
+    """Wait until nobody is connected, at most so long; a process need not count."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and _has_connections(port, but_for):
+        time.sleep(_POLL_SECONDS)
+
+
+def _has_connections(port: int, but_for: int | None) -> bool:
+    """Whether anybody but one process is connected to `port`.
+
+    Where the system does not say, true, unless that process has ended in good order.
+    """
     tables = [path for path in map(Path, _SOCKETS) if path.exists()]
+    if not tables:
+        return but_for is None
+    own = set() if but_for is None else _sockets_of(but_for)
+    here, its = set(), set()
     for table in tables:
         for line in table.read_text().splitlines()[1:]:
-            _, local, _, state, *_ = line.split()
-            if state == _ESTABLISHED and int(local.rpartition(":")[2], 16) == port:
-                return True
-    return not tables
+            _, local, remote, state, *rest = line.split()
+            if state != _ESTABLISHED:
+                continue
+            from_port, to_port = (
+                int(x.rpartition(":")[2], 16) for x in (local, remote)
+            )
+            if from_port == port:
+                here.add(to_port)
+            if f"socket:[{rest[5]}]" in own:
+                its.add(from_port)
+    return bool(here - its)
+
+
+def _sockets_of(pid: int) -> set[str]:
+    found = set()
+    with contextlib.suppress(FileNotFoundError):  # The process has ended.
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                found.add(os.readlink(descriptor))
+    return found
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from replicax.cluster.addresses import parse_address
 from replicax.cluster.deadlines import Deadlines
 from replicax.cluster.failure import ExitCode, FailureReport
 from replicax.cluster.gloo import listen_for
+from replicax.cluster.listening import host_to_bind, listener
 from replicax.cluster.listing import listed
 from replicax.cluster.spec import ClusterSpec
 from replicax.cluster.store import Store
@@ -137,12 +138,16 @@ def _connect(
     # JAX would swallow SIGTERM from now on, to tell others of a preemption.
     jax.config.update("jax_enable_preemption_service", False)
     extra = {}
-    with _presence(addresses, index):
+    own = parse_address(addresses[index])
+    others = [parse_address(x) for i, x in enumerate(addresses) if i != index]
+    host = host_to_bind(own, others)
+    with _presence(addresses[index], host, is_chief=index == 0):
         if index == 0:
             service = coordinator.start(
-                parse_address(addresses[0]).port,
+                own.port,
                 len(names),
                 linger_seconds=deadlines.heartbeat + 10,
+                host=host,
             )
             atexit.register(coordinator.stop, service)
             # Process 0 starts a service whatever we say. Nobody will connect to it.
@@ -231,30 +236,22 @@ def _answers(address: str) -> bool:
 
 
 @contextlib.contextmanager
-def _presence(addresses: Sequence[str], index: int) -> Iterator[None]:
+def _presence(address: str, host: str | None, *, is_chief: bool) -> Iterator[None]:
     """Take this worker's port while it waits, so that others see it is there.
 
-    Worker 0's is that of the coordination service, which must find it free.
+    The chief's is that of the coordination service, which must find it free.
     """
-    address = addresses[index]
-    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-    try:
-        listener = socket.create_server(
-            ("", parse_address(address).port),
-            family=family,
-            dualstack_ipv6=family == socket.AF_INET6,
-        )
-    except OSError as error:
-        raise ClusterConfigError(
-            f"this worker's address is {address}, but its port cannot be used: "
-            f"{error.strerror}. Another program, or another start of the same task, "
-            "has it. End that, or give this task another port on all workers."
-        ) from error
-    if index == 0:
-        listener.close()
-        yield
-        return
-    with listener:
+    with contextlib.ExitStack() as place:
+        try:
+            place.enter_context(listener(host, parse_address(address).port))
+        except OSError as error:
+            raise ClusterConfigError(
+                f"this worker's address is {address}, but its port cannot be used: "
+                f"{error.strerror}. Another program, or another start of the same task,"
+                " has it. End that, or give this task another port on all workers."
+            ) from error
+        if is_chief:
+            place.close()
         yield
 
 

@@ -33,7 +33,7 @@ class Sign:
         has_left: Whether its script has come to the end.
         failure: The report of a worker that is ending; None: it is not.
         seen_at: When it last gave a sign of life, by the clock of who judges.
-        moved_at: When `dispatched` last changed, by the same clock.
+        moved_at: When `log` last changed, by the same clock.
         waiting: The exchange with all workers that it waits in, by name and number;
             None: in none.
     """

@@ -1,0 +1,97 @@
+"""Where a task listens: at the address that the cluster's description gives it."""
+
+import contextlib
+import ipaddress
+import logging
+import socket
+from collections.abc import Iterable, Iterator
+
+from replicax.cluster.addresses import Address
+
+__all__ = ["host_to_bind", "listener"]
+
+_log = logging.getLogger("replicax")
+
+
+def host_to_bind(own: Address, others: Iterable[Address]) -> str | None:
+    """The host at which a task has to listen for the others to reach it.
+
+    Args:
+        own: The task's address.
+        others: Those of the tasks that connect to it.
+
+    Returns:
+        The address' own host, a name or an IP address; None: at all of this machine's
+        addresses, where the name here is not what it is elsewhere.
+
+    Example:
+        >>> host_to_bind(Address("localhost", 1), [Address("localhost", 2)])
+        'localhost'
+    """
+    here = [ip for ip in _addresses_of(own.host) if _is_of_this_machine(ip)]
+    if not here:
+        _log.info(
+            "%s is no address of this machine itself, as behind a service or NAT; the "
+            "task listens on all networks.",
+            own.host,
+        )
+        return None
+    if not own.is_loopback and all(ipaddress.ip_address(x).is_loopback for x in here):
+        # As Debian has it: 127.0.1.1 to the machine itself, another address elsewhere.
+        elsewhere = [x for x in others if x.host != own.host and not x.is_loopback]
+        if elsewhere:
+            _log.info(
+                "%s is %s here, where %s cannot reach it; the task listens on all "
+                "networks.",
+                own.host,
+                here[0],
+                elsewhere[0].host,
+            )
+            return None
+    return own.host
+
+
+@contextlib.contextmanager
+def listener(host: str | None, port: int) -> Iterator[None]:
+    """Sockets that accept connections at a port, as long as it is open.
+
+    Args:
+        host: Where, as `host_to_bind` says.
+        port: The port.
+
+    Raises:
+        OSError: If it is taken.
+    """
+    with contextlib.ExitStack() as sockets:
+        if host is None:
+            family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+            both = family == socket.AF_INET6
+            sockets.enter_context(
+                socket.create_server(("", port), family=family, dualstack_ipv6=both)
+            )
+        else:
+            for ip in _addresses_of(host):
+                if _is_of_this_machine(ip):
+                    family = socket.AF_INET6 if ":" in ip else socket.AF_INET
+                    sockets.enter_context(
+                        socket.create_server((ip, port), family=family)
+                    )
+        yield
+
+
+def _addresses_of(host: str) -> list[str]:
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:  # Its name is not known here.
+        return []
+    return list(dict.fromkeys(str(address[0]) for *_, address in found))
+
+
+def _is_of_this_machine(ip: str) -> bool:
+    family = socket.AF_INET6 if ":" in ip else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((ip, 0))
+        except OSError:
+            return False
+    return True
