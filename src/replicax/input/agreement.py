@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from replicax.cluster.listing import listed
 from replicax.cluster.workers import Workers
 from replicax.errors import InputError
 from replicax.input.leaf_prints import LeafPrint, differences, leaf_prints
@@ -151,16 +152,18 @@ def _check_first(stream: Stream, told: list[dict[str, Any]]) -> None:
     empty = [name for name, t in zip(names, told, strict=True) if not t["sizes"]]
     if empty and len(empty) < len(names):
         raise InputError(
-            f"{stream.name}: {' and '.join(empty)} got no batch, while the others did. "
+            f"{stream.name}: {listed(empty)} got no batch, while the others did. "
             "Every worker needs data: divide it more evenly, or use fewer workers."
         )
     if not (stream.same_data and stream.check) or empty:
         return
     sizes = [t["sizes"][0] for t in told]
     if len(set(sizes)) > 1:
-        listed = ", ".join(f"{n}: {size}" for n, size in zip(names, sizes, strict=True))
+        each = listed(
+            (f"{n}: {size}" for n, size in zip(names, sizes, strict=True)), last=", "
+        )
         raise InputError(
-            f"{stream.name}: the first batches differ in size ({listed}). All workers "
+            f"{stream.name}: the first batches differ in size ({each}). All workers "
             "must read the same global batches and take their parts of each: give the "
             "same batch_size everywhere."
         )
@@ -209,16 +212,19 @@ def _report_left_over(
     )
     if not any(num for num, _, _ in told) or not stream.workers.is_chief:
         return
-    listed = ", ".join(
-        f"{name} {'at least ' if has_more else ''}{num} batches ({examples} examples)"
-        for name, (num, examples, has_more) in zip(
-            stream.workers.names, told, strict=True
-        )
+    each = listed(
+        (
+            f"{name} {'at least ' * has_more}{num} batches ({examples} examples)"
+            for name, (num, examples, has_more) in zip(
+                stream.workers.names, told, strict=True
+            )
+        ),
+        last=", ",
     )
     _logger.warning(
         "%s ended after %d steps, when not every worker had a batch of the same size. "
         "Left over: %s.",
         stream.name,
         num_taken,
-        listed,
+        each,
     )
