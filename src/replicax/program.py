@@ -28,10 +28,10 @@ from replicax.blocks import Block, cut
 from replicax.cluster.dispatch_log import Operation
 from replicax.cpu_lowerings import apply as apply_cpu_lowerings
 from replicax.divergence import declare_whole, differing, found_in, open_jaxpr
-from replicax.errors import DivergenceError
 from replicax.group import ReplicaGroup
 from replicax.huge_pages import use_huge_pages
 from replicax.options import Options, Outputs
+from replicax.origins import divergence_error
 from replicax.raveling import RaveledValues, Raveling
 from replicax.replay import StepRun
 from replicax.replica import ReplicaContext
@@ -534,30 +534,24 @@ class Program:
         """Trace, and refuse mirrored variables that would get different values."""
         if self._group.num_replicas == 1:
             return
-        diverging = self._diverging(written, read, leaves)
-        first = {id(v) for v in diverging if v.aggregation == "only_first_replica"}
+        equation, found = self._diverging(written, read, leaves)
+        first = [self._own[i] for i in found]
+        first = {id(v) for v in first if v.aggregation == "only_first_replica"}
         if first:
             # Known only now; the replicas take the first one's value instead.
             self._broadcast = first
             self._compiled = self._compile()
-            diverging = self._diverging(written, read, leaves)
-        if diverging:
-            names = ", ".join(f"{v.path!r} {v.shape}" for v in diverging)
-            raise DivergenceError(
-                f"{self.name}: the value assigned to {names} differs between "
-                "replicas, but the variable must be equal on all of them. Create it "
-                "with aggregation='mean', 'sum' or 'only_first_replica' "
-                "(add_weight(..., aggregation=...)), or combine the value first: "
-                "rx.get_replica_context().all_reduce(rx.ReduceOp.MEAN, value)."
-            )
+            equation, found = self._diverging(written, read, leaves)
+        if found:
+            raise divergence_error(self.name, equation, self._own, found)
 
     def _diverging(
         self, written: list[Any], read: list[Any], leaves: Sequence[Any]
-    ) -> list[Variable]:
+    ) -> tuple[Any, list[int]]:
+        """The replicas' part of the program, and which variables differ in it."""
         equation = self._shard_map(written, read, leaves)
         dims = [self._dim_of(v) for v in self._own]
-        found = differing(equation, self._group.axis.name, dims)
-        return [self._own[i] for i in found]
+        return equation, differing(equation, self._group.axis.name, dims)
 
     def _fit_heaps(
         self, written: list[Any], read: list[Any], leaves: Sequence[Any]

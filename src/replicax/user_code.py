@@ -7,24 +7,37 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
+__all__ = ["describe", "is_user_file", "library_of"]
 
-__all__ = ["describe", "is_user_file"]
-
-_LIBRARIES = ("replicax", "keras", "jax", "jaxlib", "flax", "optree", "numpy")
+_LIBRARIES = ("replicax", "keras", "jax", "jaxlib", "flax", "numpy")
 
 
 @functools.cache
-def _folders() -> tuple[str, ...]:
-    specs = (importlib.util.find_spec(name) for name in _LIBRARIES)
-    found = [Path(s.origin).parent for s in specs if s is not None and s.origin]
-    return tuple(f"{folder}/" for folder in {*found, Path(jax.__file__).parent})
+def _folders() -> dict[str, str]:
+    specs = {name: importlib.util.find_spec(name) for name in _LIBRARIES}
+    return {
+        f"{Path(spec.origin).parent}/": name
+        for name, spec in specs.items()
+        if spec is not None and spec.origin
+    }
 
 
-def is_user_file(name: str) -> bool:
-    """Whether a source file, as code objects name it, is the user's."""
-    made = name.startswith("<") and not name.startswith(("<ipython", "<stdin"))
-    return not made and not name.startswith(_folders())
+def library_of(file_name: str) -> str | None:
+    """The library that a source file belongs to, as `"jax"`; None if to no known one.
+
+    Args:
+        file_name: As code objects name it.
+    """
+    for folder, name in _folders().items():
+        if file_name.startswith(folder):
+            return name
+    return None
+
+
+def is_user_file(file_name: str) -> bool:
+    """Whether a source file is the user's, or a line that was typed in."""
+    is_made = file_name.startswith("<") and not file_name.startswith(("<ipy", "<stdin"))
+    return not is_made and library_of(file_name) is None
 
 
 def describe(fn: Callable[..., Any]) -> str:

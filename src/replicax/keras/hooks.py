@@ -28,6 +28,8 @@ none where servers keep them |
 | `BatchNormalization.__init__`, `nn.moments` | `synchronized=True` |
 | `BatchNormalization.add_weight` | moving statistics are averaged over the replicas |
 | `data_adapter_utils.{scipy,tf}_sparse_to_jax_sparse` | sparse batches stay on hosts |
+| `JaxLayer.add_weight` | so is the state of other libraries' layers |
+| `JaxLayer._initialize_weights` | needs no TensorFlow |
 | `distribution_lib._to_backend_device` | "cpu" is this worker's, not the first one's |
 
 Tested with Keras 3.14 to 3.15.
@@ -36,6 +38,7 @@ Tested with Keras 3.14 to 3.15.
 import functools
 import inspect
 import os
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -57,6 +60,7 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 from keras.src.random import seed_generator
 from keras.src.trainers.data_adapters import data_adapter_utils
+from keras.src.utils import jax_layer
 
 from replicax import placement
 from replicax.callbacks import with_report
@@ -182,6 +186,8 @@ def install() -> None:
     _wrap(loss_module, "apply_mask", _in_replica(reductions.apply_mask))
     _wrap(BatchNormalization, "__init__", _init_batch_normalization)
     _wrap(BatchNormalization, "add_weight", _add_batch_statistic)
+    _wrap(jax_layer.JaxLayer, "add_weight", _add_foreign_state)
+    _wrap(jax_layer.JaxLayer, "_initialize_weights", _initialize_foreign)
     _wrap(jax_nn, "moments", _moments)
     _wrap(distribution_lib, "_to_backend_device", _to_backend_device)
     for name in ("scipy_sparse_to_jax_sparse", "tf_sparse_to_jax_sparse"):
@@ -480,6 +486,36 @@ def _add_batch_statistic(
     if not trainable:
         kwargs.setdefault("aggregation", "mean")
     return original(layer, *args, trainable=trainable, **kwargs)
+
+
+def _add_foreign_state(
+    original: Any,
+    layer: Any,
+    shape: Any = None,
+    *args: Any,
+    dtype: Any = None,
+    trainable: bool = True,
+    **kwargs: Any,
+) -> Any:
+    # What another library keeps, such as Flax' `batch_stats`: each replica has its own
+    # statistics. Numbers that are counted, and keys, have no mean.
+    is_float = dtype is None or jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    if not trainable and is_float:
+        kwargs.setdefault("aggregation", "mean")
+    return original(layer, shape, *args, dtype=dtype, trainable=trainable, **kwargs)
+
+
+def _initialize_foreign(original: Any, layer: Any, input_shape: Any) -> None:
+    # Keras asks TensorFlow whether this is one of its traces, and fails without it.
+    tensorflow = jax_layer.tf
+    if current_strategy() is None or tensorflow.available:
+        original(layer, input_shape)
+        return
+    jax_layer.tf = types.SimpleNamespace(inside_function=lambda: False)
+    try:
+        original(layer, input_shape)
+    finally:
+        jax_layer.tf = tensorflow
 
 
 def _moments(

@@ -319,7 +319,7 @@ def make_variables(model: Any, name: str, strategy: Any, data: Any) -> None:
     Program(
         step.replica_function(getattr(model, name), None),
         strategy.group,
-        _one_batch(batch.structure),
+        _one_batch(batch),
         batch.arrays,
         Options(gradient_op=ReduceOp.MEAN, num_active=batch.num_active),
     )
