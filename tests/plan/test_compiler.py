@@ -91,6 +91,7 @@ def test_without_an_index_the_error_has_the_command(environ: dict[str, str]) -> 
     assert not list(folder.iterdir()), "something half installed is left"
 
 
+@pytest.mark.slow
 def test_plan_without_the_compiler_names_the_command(
     environ: dict[str, str], tmp_path: Path
 ) -> None:
