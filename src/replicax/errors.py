@@ -12,6 +12,7 @@ __all__ = [
     "DivergenceError",
     "InputError",
     "InternalError",
+    "LostValuesError",
 ]
 
 
@@ -67,3 +68,7 @@ class InputError(ValueError):
 
 class InternalError(RuntimeError):
     """A bug in replicax. Please report it with the message and a short script."""
+
+
+class LostValuesError(RuntimeError):
+    """Arrays that are needed have been deleted: their memory was given away."""

@@ -31,8 +31,6 @@ class Options:
             kept, except ROWS, which keeps all.
         finish: Called with the last step's results when the variables have their new
             values; what it returns are the results.
-        raveled: Whether new values of a small state may come, and be taken, as
-            `RaveledValues`, by which a step of a tiny model takes less time.
     """
 
     gradient_op: ReduceOp = ReduceOp.SUM
@@ -40,4 +38,3 @@ class Options:
     num_steps: int | None = None
     outputs: Outputs = Outputs.PER_REPLICA
     finish: Callable[[Any], Any] | None = None
-    raveled: bool = False

@@ -10,6 +10,8 @@ This is the one mechanism of the library; `strategy.run`, `fit`, `evaluate` and
 3. Write back: each written variable is combined over the replicas by its own
    `aggregation`, which Keras declares.
 
+The third is atomic: an interrupt finds all of a step's values stored, or none.
+
 Where variables live elsewhere, `optimizer.apply` makes no update in the program. The
 summed gradients come out of it, and the strategy makes the updates.
 """
@@ -27,12 +29,13 @@ from replicax.arguments import Arguments
 from replicax.blocks import Block, cut
 from replicax.cluster.dispatch_log import Operation
 from replicax.cpu_lowerings import apply as apply_cpu_lowerings
+from replicax.dispatch import dispatch, require_values
 from replicax.divergence import declare_whole, differing, found_in, open_jaxpr
 from replicax.group import ReplicaGroup
 from replicax.huge_pages import use_huge_pages
+from replicax.interrupts import uninterrupted
 from replicax.options import Options, Outputs
 from replicax.origins import divergence_error
-from replicax.raveling import RaveledValues, Raveling
 from replicax.replay import StepRun
 from replicax.replica import ReplicaContext
 from replicax.results import Results
@@ -87,6 +90,9 @@ class Program:
         self._arguments = arguments
         self._options = options or Options()
         self.name = f"{current_call()}({describe(fn)})"
+        # A step whose update follows is not over with the program. Its few outputs,
+        # none of them weights, keep their old values till then.
+        self._donates = not group.defers_updates
         self.facts = dict(facts or {})
         self.operation = Operation(self.name, b"", self._options.num_steps or 1)
         self.trains = False
@@ -99,9 +105,6 @@ class Program:
         else:
             self._own, read, self.updates = list(variables), [], []
         self.inputs = [*self._own, *read]
-        # Variables that are known are all that the program takes, but for arguments.
-        raveled = self._options.raveled and variables is not None
-        self._raveling = Raveling.of_variables(self._own, group) if raveled else None
         self._compiled = self._compile()
         if group.defers_updates:
             self._drop_unused(leaves)
@@ -110,6 +113,8 @@ class Program:
         )
         self.variables = _distinct([*self.written, *self.inputs])
         self._checked = False
+        self._has_effects = False
+        self._crashes = group.axis.is_of_cpus and group.axis.size > 1
 
     @property
     def is_new(self) -> bool:
@@ -137,7 +142,7 @@ class Program:
 
     def results_of(self, lowered: Any) -> Any:
         """What the program returns, as shapes, from what `lower` returned."""
-        flat, _, _ = lowered.out_info
+        *_, (flat, _) = lowered.out_info
         return self.results.unflatten(flat)
 
     def text(self, values: Sequence[Any], leaves: Sequence[Any]) -> str:
@@ -153,47 +158,68 @@ class Program:
         return self._own
 
     def __call__(
-        self, values: Sequence[Any], leaves: Sequence[Any]
-    ) -> tuple[Any, list[list[Any]], Sequence[Any]]:
-        """Run the program.
+        self,
+        values: Sequence[Any],
+        leaves: Sequence[Any],
+        targets: Sequence[Any] | None = None,
+    ) -> tuple[Any, list[list[Any]]]:
+        """Run the program, and store the new values of `outputs`.
 
         Args:
             values: The values of `inputs`, on the replicas' devices. Those of `outputs`
-                are donated: the arrays passed in are gone afterwards.
+                are donated, but for deferred updates: the arrays are gone afterwards.
             leaves: The arguments' arrays.
+            targets: What the new values are stored in, such as `Kept`. Defaults to
+                `outputs`.
 
         Returns:
-            The results, the gradients of each of `updates`, and the new values of
-            `outputs`.
+            The results, and the gradients of each of `updates`.
+
+        Raises:
+            LostValuesError: If an array was donated or deleted before.
         """
+        is_first = not self._checked
+        if is_first:
+            self.prepare(values, leaves)
         written, read = self._given(values)
         given = [*written, *read]
         ids = set(map(id, given))
-        if len(ids) < len(given) or not ids.isdisjoint(map(id, leaves)):
+        if self._crashes:
+            require_values(self.name, self.inputs, given, leaves)
+        if self._donates and (
+            len(ids) < len(given)
+            or not ids.isdisjoint(map(id, leaves))
+            or jax.debug_nans.value  # Raises when the old values are gone.
+        ):
             # An array that is needed twice cannot be given away: two variables share
             # it, or a variable's value is an argument as well.
             written = [jnp.copy(x) for x in written]
-        is_first = not self._checked
-        if is_first:
-            self._check_divergence(written, read, leaves)
-            self._fit_heaps(written, read, leaves)
-            self._checked = True
-        flat, gradients, new = self._compiled(written, read, tuple(leaves))
-        if is_first and self._group.axis.is_of_cpus:
+        call = (written, read, tuple(leaves))
+        targets = self._own if targets is None else targets
+        # JAX calls a program in Python the first time, and always if it may print.
+        if (is_first or self._has_effects) and self._donates:
+            rest = uninterrupted(lambda: dispatch(self._compiled, call, targets))
+        else:
+            rest = dispatch(self._compiled, call, targets)
+        self._checked = True
+        flat, gradients = rest
+        return self.results.unflatten(flat), gradients
+
+    def prepare(self, values: Sequence[Any], leaves: Sequence[Any]) -> None:
+        """Trace and compile what the first call would, and may be interrupted in."""
+        written, read = self._given(values)
+        self._check_divergence(written, read, leaves)
+        self._fit_heaps(written, read, leaves)
+        traced = self._compiled.trace(written, read, tuple(leaves))
+        self._has_effects = bool(traced.jaxpr.effects)
+        traced.lower().compile()  # The call finds it.
+        if self._group.axis.is_of_cpus:
             use_huge_pages()
-        if self._raveling is not None:
-            new = RaveledValues(self._raveling, new)
-        return self.results.unflatten(flat), gradients, new
 
     def _given(self, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """What the compiled program takes as values, written and read, of `inputs`."""
-        raveling = self._raveling
-        if raveling is None:
-            num_own = len(self._own)
-            return list(values[:num_own]), list(values[num_own:])
-        if not isinstance(values, RaveledValues) or values.raveling is not raveling:
-            values = raveling.of_values(values)
-        return values.arrays, []
+        """The values that the compiled program takes: written ones, and read ones."""
+        num_own = len(self._own)
+        return list(values[:num_own]), list(values[num_own:])
 
     # Discover.
 
@@ -256,7 +282,7 @@ class Program:
     # Compile.
 
     def _compile(self) -> Any:
-        mirrored, raveling = self._group.mirrored, self._raveling
+        mirrored = self._group.mirrored
         own, read = self._layouts()
         spmd = self._spmd(
             self._steps,
@@ -264,9 +290,7 @@ class Program:
             (self._out_spec(), PartitionSpec(), self._manual(own)),
         )
 
-        def program(written: list[Any], *others: Any) -> Any:
-            if raveling is not None:
-                written = raveling.unravel(written)
+        def program(written: list[Any], *others: Any) -> tuple[Any, ...]:
             out, gradients, new = spmd(written, *others)
             if self._options.outputs is Outputs.ROWS and self._options.num_steps:
                 # [steps, rows, ...]: the steps' rows follow each other.
@@ -279,22 +303,18 @@ class Program:
                 spec = PartitionSpec() if everywhere else self._result_spec()
                 where = NamedSharding(self._group.mesh, spec)
                 out = [lax.with_sharding_constraint(x, where) for x in out]
-            if raveling is not None:
-                new = raveling.ravel(new)
-            return out, gradients, new
+            return *new, (out, gradients)
 
         leaves = tuple(
             NamedSharding(self._group.mesh, spec) for spec in self._leaf_specs()
         )
-        if raveling is not None:
-            own = raveling.shardings
         # Said here, or an array that came another way to the same place would compile
         # the program again.
         return jax.jit(
             apply_cpu_lowerings(program) if self._group.axis.is_of_cpus else program,
-            donate_argnums=0,
+            donate_argnums=0 if self._donates else (),
             in_shardings=(own, read, leaves),
-            out_shardings=(None, mirrored, own),
+            out_shardings=(*own, (None, mirrored)),
             compiler_options=compiler_options(
                 self._group.mesh.devices.flat[0].platform,
                 os.environ,

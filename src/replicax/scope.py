@@ -2,13 +2,15 @@
 
 import contextlib
 import threading
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 from replicax.errors import ContextError
+from replicax.keras.internals import current_scope, set_current_scope
 
 __all__ = [
     "Scope",
+    "called_in",
     "called_model",
     "current_call",
     "current_context",
@@ -19,10 +21,13 @@ __all__ = [
 ]
 
 
+T = TypeVar("T")
+
+
 class _ThreadState(threading.local):
     def __init__(self) -> None:
         self.context: Any = None  # ReplicaContext
-        self.strategies: list[Any] = []  # Strategy, innermost last
+        self.strategies: tuple[Any, ...] = ()  # Strategy, innermost last
         self.call: tuple[str, Any] = ("run", None)  # And the model it is called of.
 
 
@@ -72,11 +77,47 @@ def entered_context(context: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def outside_scopes() -> Iterator[None]:
     """Hide the strategy that this thread is in: what is made here is nobody's."""
-    outer, _state.strategies = _state.strategies, []
+    outer, _state.strategies = _state.strategies, ()
     try:
         yield
     finally:
         _state.strategies = outer
+
+
+def called_in(
+    strategy: Any, call: Callable[[], T], name: tuple[str, Any] | None = None
+) -> T:
+    """Call a function in a strategy's scope, and as `entered_call(*name)`.
+
+    The thread is where it was afterwards, also after an interrupt that kept a `with`
+    in the call from leaving: such a one may come at the first instruction of any
+    function, `__exit__` included, and at none of this `finally`.
+
+    Raises:
+        ContextError: Inside the scope of another strategy.
+    """
+    strategies, context, outer = _state.strategies, _state.context, _state.call
+    scope = current_scope()
+    _require_outer(strategy)
+    try:
+        _state.call = name or outer
+        _state.strategies = (*strategies, strategy)
+        return call()
+    except BaseException:
+        if current_scope() is not scope:
+            set_current_scope(scope)
+        raise
+    finally:
+        _state.strategies, _state.context, _state.call = strategies, context, outer
+
+
+def _require_outer(strategy: Any) -> None:
+    outer = current_strategy()
+    if outer is not None and outer is not strategy:
+        raise ContextError(
+            f"{strategy!r}.scope: already inside the scope of {outer!r}. One program "
+            "has one strategy; leave the outer scope first."
+        )
 
 
 class Scope:
@@ -86,14 +127,9 @@ class Scope:
         self._strategy = strategy
 
     def __enter__(self) -> Any:
-        outer = current_strategy()
-        if outer is not None and outer is not self._strategy:
-            raise ContextError(
-                f"{self._strategy!r}.scope: already inside the scope of {outer!r}. One "
-                "program has one strategy; leave the outer scope first."
-            )
-        _state.strategies.append(self._strategy)
+        _require_outer(self._strategy)
+        _state.strategies = (*_state.strategies, self._strategy)
         return self._strategy
 
     def __exit__(self, *exc_info: object) -> None:
-        _state.strategies.pop()
+        _state.strategies = _state.strategies[:-1]

@@ -33,7 +33,7 @@ from replicax.layouts import Layouts, ModelSplit
 from replicax.options import Options
 from replicax.program import Program
 from replicax.rehearsal import Rehearsal, current_rehearsal
-from replicax.scope import Scope, current_context, entered_call
+from replicax.scope import Scope, called_in, current_context, entered_call
 from replicax.user_code import describe
 from replicax.values import PerReplica
 from replicax.waiting import Announced
@@ -256,18 +256,18 @@ class Strategy(DatasetMaker):
         fn, args, kwargs = unwrap_partial(fn, tuple(args), dict(kwargs or {}))
         key, arrays, make_arguments = flatten_call(args, kwargs, self._place)
         key = (key, options)
-        with self.scope():
+
+        def run() -> Any:
             program = self._programs.get(
                 fn, key, lambda: self._program(fn, make_arguments(), arrays, options)
             )
-            values = internals.read_values(program.variables)
             is_new = program.is_new
-            out, new = self.call(program, values, arrays)
+            out = self.call(program, arrays)
             if is_new:
                 self._programs.keep(fn, key, program)
-            refuse_tracer(new[0] if new else None)
-            internals.write_values(program.written, new)
-        return program.results.per_replica(out)
+            return program.results.per_replica(out)
+
+        return called_in(self, run)
 
     def variables_of(self, fn: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
         """The variables that `fn` uses, whosever; what it makes is there afterwards.
@@ -279,36 +279,34 @@ class Strategy(DatasetMaker):
         with self.scope():
             return Program(fn, self._group, make_arguments(), arrays).variables
 
-    def call(
-        self, program: Program, values: Sequence[Any], arrays: Sequence[Any]
-    ) -> tuple[Any, Sequence[Any]]:
-        """Run a program on this strategy, with the check that was asked for."""
+    def call(self, program: Program, arrays: Sequence[Any]) -> Any:
+        """Run a program, with the check that was asked for; variables are new then."""
         if self._rehearsal is not None:
+            values = internals.read_values(program.variables)
             return self._rehearsal.call(self._group, program, values, arrays)
         if program.is_new:
-            self._meet(program, values, arrays)
+            self._meet(program, internals.read_values(program.variables), arrays)
             with Announced(f"compiling {program.name}"):
-                out, new = self._dispatch(
-                    lambda: self._execute(program, values, arrays), program.operation
+                out = self._dispatch(
+                    lambda: self._execute(program, arrays), program.operation
                 )
         else:  # Not a function for both: it would be called in each step.
-            out, new = self._dispatch(
-                lambda: self._execute(program, values, arrays), program.operation
+            out = self._dispatch(
+                lambda: self._execute(program, arrays), program.operation
             )
         self._num_steps += 1
         every = self._check_every if self._mirrors else None
         if every and self._num_steps % every == 0:
             if self._workers.log is not None:
                 self._workers.log.note_in_script(_CHECK_REPLICAS)
+            new = internals.read_values(program.written)
             require_equal(self._group, program.written, new)
-        return out, new
+        return out
 
-    def _execute(
-        self, program: Program, values: Sequence[Any], arrays: Sequence[Any]
-    ) -> tuple[Any, Sequence[Any]]:
-        """The program's results, and the new values of all that it writes."""
-        out, _, new = program(values, arrays)
-        return out, new
+    def _execute(self, program: Program, arrays: Sequence[Any]) -> Any:
+        """Run the program on the variables' values, which are new afterwards."""
+        out, _ = program(internals.read_values(program.inputs), arrays)
+        return out
 
     @contextlib.contextmanager
     def rehearsing(self, rehearsal: Rehearsal) -> Iterator[None]:

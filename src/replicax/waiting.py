@@ -3,6 +3,7 @@
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from itertools import chain
 from types import TracebackType
@@ -18,14 +19,17 @@ _of_thread = threading.local()
 
 
 class _Nested:
-    """What this thread waits for or works on; only the innermost speaks."""
+    """What this thread waits for or works on; only the innermost speaks.
+
+    Others know it weakly: an interrupt may come before `__exit__` does anything.
+    """
 
     def __init__(self) -> None:
-        self._stack: list[Any] = []
+        self._stack: list[weakref.ref[Any]] = []
 
     def __enter__(self) -> Any:
         self._stack = _of_thread.__dict__.setdefault("stack", [])
-        self._stack.append(self)
+        self._stack.append(weakref.ref(self))
         return self
 
     def __exit__(
@@ -34,11 +38,12 @@ class _Nested:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._stack.remove(self)
+        self._stack.remove(weakref.ref(self))
 
     @property
     def is_innermost(self) -> bool:
-        return self._stack[-1:] == [self]
+        there = [x for x in self._stack if x() is not None]
+        return there[-1:] == [weakref.ref(self)]
 
 
 class Reminders(_Nested):
@@ -99,9 +104,17 @@ class Announced(_Nested):
     def __enter__(self) -> "Announced":
         self._began = time.monotonic()
         super().__enter__()
-        threading.Thread(
-            target=self._speak, name="replicax-announced", daemon=True
-        ).start()
+        thread = threading.Thread(
+            target=_speak,
+            args=(weakref.ref(self), self._over),
+            name="replicax-announced",
+            daemon=True,
+        )
+        try:
+            thread.start()
+        except BaseException:  # An interrupt: Python waits for the thread there.
+            self.__exit__(None, None, None)
+            raise
         return self
 
     def __exit__(
@@ -113,15 +126,22 @@ class Announced(_Nested):
         self._over.set()
         super().__exit__(kind, error, trace)
 
-    def _speak(self) -> None:
-        if self._over.wait(FIRST_SECONDS):
+    def text(self) -> str:
+        """What to say now."""
+        return f"{self._what} ({time.monotonic() - self._began:.0f} s so far)"
+
+
+def _speak(of: "weakref.ref[Announced]", over: threading.Event) -> None:
+    seconds = FIRST_SECONDS
+    while not over.wait(seconds):
+        announced = of()
+        if announced is None:
             return
-        while not self.is_innermost:
-            if self._over.wait(_LOOK_SECONDS):
-                return
-        _logger.warning(
-            "%s (%.0f s so far)", self._what, time.monotonic() - self._began
-        )
+        if announced.is_innermost:
+            _logger.warning("%s", announced.text())
+            return
+        del announced  # Not alive for it.
+        seconds = _LOOK_SECONDS
 
 
 def announce_first(items: Callable[[], Iterator[Any]], what: str) -> Iterator[Any]:

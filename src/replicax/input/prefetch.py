@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import functools
+import itertools
 import queue
 import threading
 import weakref
@@ -99,7 +100,12 @@ class Prefetched(Iterator[T]):
     """
 
     def __init__(self, make_iterator: Callable[[], Iterable[T]], depth: int) -> None:
-        self.producer = Producer(make_iterator, depth)
+        producer = self.producer = Producer(make_iterator, depth)
+        self._taken = zip(
+            itertools.starmap(producer.items.get, itertools.repeat(())),
+            itertools.starmap(producer.slots.put, itertools.repeat((None,))),
+            strict=False,
+        )
         weakref.finalize(self, self.producer.stop).atexit = False
         _join_producers_at_exit()
         self.producer.start()
@@ -114,9 +120,9 @@ class Prefetched(Iterator[T]):
         producer = self.producer
         if producer.stopped:
             raise StopIteration
-        item = producer.items.get()
+        # Both by one call of C: an interrupt in between would keep the slot for ever.
+        ((item, _),) = itertools.islice(self._taken, 1)
         if not isinstance(item, _End):
-            producer.slots.put(None)
             return item
         producer.stopped = True
         # For another thread that waits for an item of the same iterator.

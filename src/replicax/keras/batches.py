@@ -1,7 +1,8 @@
 """Keras' batches on their way to the replicas' devices."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from replicax import placement
 from replicax.arguments import Kind
 from replicax.composites import is_composite, is_key, one_of
 from replicax.group import ReplicaGroup
+from replicax.input.prefetch import close_iterator
 from replicax.input.split import refuse_ragged
 from replicax.keras.internals import Rows, batch_of
 from replicax.rehearsal import current_rehearsal
@@ -25,6 +27,7 @@ __all__ = [
     "PlacedBatch",
     "Ready",
     "host_batch",
+    "opened",
     "place",
     "refuse_ragged_leaves",
 ]
@@ -81,6 +84,19 @@ class Ready:
         return self.batches
 
 
+class _Opened(threading.local):
+    """What the innermost `fit`, `evaluate` or `predict` of this thread reads.
+
+    Attributes:
+        inputs: Iterators over batches.
+        adapters: Keras' adapters that batches come from.
+    """
+
+    def __init__(self) -> None:
+        self.inputs: list[BatchIterator] = []
+        self.adapters: list[Any] = []
+
+
 class BatchIterator:
     """Places Keras' batches, on accelerators one execution ahead of the step.
 
@@ -127,6 +143,11 @@ class BatchIterator:
         """
         return jax.tree.map(whole, batch_of(next(self._batches)))
 
+    def close(self) -> None:
+        """Let go of the source, and of what it reads ahead."""
+        self._executions.close()
+        close_iterator(self._batches)
+
     def next_execution(self) -> list[PlacedBatch]:
         """The next execution's batches; several only if they cannot go together."""
         recorder = self._recorder
@@ -147,7 +168,7 @@ class BatchIterator:
     @staticmethod
     def _place_ahead(
         chunks: Iterable[list[Any]], placing: "_Placing", size: int, wanted: bool
-    ) -> Iterator[list[PlacedBatch]]:
+    ) -> Generator[list[PlacedBatch]]:
         # On a CPU there is no transfer to overlap: take nothing before it is used.
         if placing.on_cpu or not wanted:
             yield from (placing.chunk(chunk, size) for chunk in chunks)
@@ -228,6 +249,9 @@ def _cut_at_once(chunk: list[Rows]) -> tuple[Any, list[np.ndarray]] | None:
         return None
     stacked = [x.reshape(len(chunk), size, *x.shape[1:]) for x in flat]
     return jax.tree.unflatten(structure, [x[0] for x in stacked]), stacked
+
+
+opened = _Opened()
 
 
 def place(batch: Any, group: ReplicaGroup) -> PlacedBatch:

@@ -10,6 +10,7 @@
 | `JAXTrainer.__init__` | remembers the strategy a model was made under |
 | `Trainer.compile`, `JAXTrainer.{fit,evaluate,predict,*_on_batch}` | run in its scope |
 | `JAXTrainer.make_{train,test,predict}_function` | replica programs for Keras' own |
+| `JAXTrainer._purge_model_variables` | values stay in the variables |
 | `JAXTrainer.compute_loss_and_updates` | gathers weights again for the backward pass |
 | `JAXEpochIterator.__init__` | says so if the first batch takes long |
 | `JAXEpochIterator._get_iterator` | places batches on the replicas' devices |
@@ -17,6 +18,7 @@
 that the environment asks for |
 | `Trainer._get_metrics_result_or_logs` | epochs end together on parameter servers |
 | `EpochIterator._enumerate_iterator` | `fit` begins in the middle of an epoch |
+| `traceback_utils._process_traceback_frames` | an interrupt stays what it is |
 | `CallbackList.on_{train_begin,epoch_end}` | backups see what other callbacks did |
 | `CallbackList.on_{train,test,predict}_begin` | no threads for callbacks that do \
 nothing after a batch |
@@ -60,7 +62,7 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 from keras.src.random import seed_generator
 from keras.src.trainers.data_adapters import data_adapter_utils
-from keras.src.utils import jax_layer
+from keras.src.utils import jax_layer, traceback_utils
 
 from replicax import placement
 from replicax.callbacks import with_report
@@ -80,6 +82,7 @@ from replicax.keras.adapters import (
     fixed_number_of_batches,
     with_adapters,
 )
+from replicax.keras.batches import opened
 from replicax.keras.internals import (
     attach_masks,
     cut_late,
@@ -89,6 +92,7 @@ from replicax.keras.internals import (
     masks_of,
     set_initial_epoch,
     skip_unheard_ends,
+    stop_workers,
 )
 from replicax.regather import (
     gathered_here,
@@ -100,11 +104,11 @@ from replicax.report.journal import REPORT
 from replicax.report.recorder import TimedBatches
 from replicax.row_arrays import as_rows, whole
 from replicax.scope import (
+    called_in,
     called_model,
     current_call,
     current_context,
     current_strategy,
-    entered_call,
 )
 from replicax.sparse_rows import is_foreign
 from replicax.waiting import Announced, announce_first
@@ -165,6 +169,7 @@ def install() -> None:
         "make_predict_function",
         _make(steps.predict_function, "predict_function"),
     )
+    _wrap(trainer, "_purge_model_variables", _purge_model_variables)
     _wrap(trainer, "fit", _fit)
     _wrap(trainer, "_symbolic_build", _symbolic_build)
     _wrap(trainer, "_get_metrics_result_or_logs", _metrics_result)
@@ -175,6 +180,7 @@ def install() -> None:
     for kind in ("train", "test", "predict"):
         _wrap(CallbackList, f"on_{kind}_begin", _on_begin(kind))
     _wrap(CallbackList, "on_epoch_end", _on_epoch_end)
+    _wrap(traceback_utils, "_process_traceback_frames", _process_traceback_frames)
     _wrap(BaseOptimizer, "apply", optimizers.apply)
     _wrap(BaseOptimizer, "stateless_apply", optimizers.stateless_apply)
     _wrap(BaseOptimizer, "add_variable", optimizers.add_variable)
@@ -270,13 +276,26 @@ def _in_scope(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     # Validation is a part of `fit`.
     is_part = kwargs.get("_use_cached_eval_dataset", False)
     name = current_call() if is_part else original.__name__
-    with strategy.scope(), entered_call(name, model):
-        if original.__name__ not in _WITH_DATA:
-            return original(model, *args, **kwargs)
-        try:
-            return original(model, *args, **kwargs)
-        finally:
-            strategy.settle()
+    if original.__name__ not in _WITH_DATA:
+        return called_in(
+            strategy, lambda: original(model, *args, **kwargs), (name, model)
+        )
+    outer = opened.inputs, opened.adapters
+    opened.inputs, opened.adapters = [], []
+    try:
+        return called_in(
+            strategy, lambda: original(model, *args, **kwargs), (name, model)
+        )
+    except BaseException:
+        # The traceback may keep them, and their threads, for as long as it likes.
+        for source in opened.inputs:
+            source.close()
+        for adapter in opened.adapters:
+            stop_workers(adapter)
+        raise
+    finally:
+        opened.inputs, opened.adapters = outer
+        strategy.settle()
 
 
 def _described(original: Any, model: Any, args: Any, kwargs: Any) -> str:
@@ -303,6 +322,15 @@ def _make(make: Callable[[Any, Any], Any], attribute: str) -> Callable[..., None
             setattr(model, attribute, make(model, strategy))
 
     return hook
+
+
+def _purge_model_variables(
+    original: Any, model: Any, *args: Any, **kwargs: Any
+) -> None:
+    # Keras hands the values to its loop, which an exception takes them away with. Here
+    # programs find them in the variables and store the new ones there.
+    if _strategy_of(model) is None:
+        original(model, *args, **kwargs)
 
 
 def _fit(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -346,6 +374,9 @@ def _symbolic_build(
 
 
 def _enumerate_iterator(original: Any, epoch_iterator: Any) -> Any:
+    adapter = epoch_iterator.data_adapter
+    if adapter not in opened.adapters:
+        opened.adapters = [*opened.adapters, adapter]
     claimed = getattr(epoch_iterator, "replicax_claimed", None)
     if claimed is not None:
         return claimed.steps()
@@ -450,7 +481,7 @@ def _get_iterator(original: Any, epoch_iterator: Any) -> Any:
     if not in_memory:
         slow = source
         source = announce_first(lambda: iter(slow), "waiting for the first batch")
-    return batches.BatchIterator(
+    made = batches.BatchIterator(
         source,
         strategy.group,
         epoch_iterator.steps_per_execution,
@@ -458,6 +489,17 @@ def _get_iterator(original: Any, epoch_iterator: Any) -> Any:
         reused=not in_memory,  # It cuts each batch out anew.
         recorder=recorder,
     )
+    opened.inputs = [*opened.inputs[-1:], made]  # Of the last two epochs.
+    return made
+
+
+def _process_traceback_frames(original: Any, traceback: Any) -> Any:
+    # An interrupt may come before the first line of a function, where a frame has no
+    # line number, and Keras raises a `TypeError` in the exception's place.
+    try:
+        return original(traceback)
+    except TypeError:
+        return traceback
 
 
 def _in_replica(replacement: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,16 +4,23 @@ Tested with Keras 3.14 to 3.15. Everything that a new Keras may move is in this 
 in `hooks.py`.
 """
 
+import collections
+import contextlib
 import functools
 import itertools
+import operator
 import re
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import keras
 import numpy as np
-from keras.src.backend.common.global_state import get_global_attribute
+from keras.src.backend.common.global_state import (
+    get_global_attribute,
+    set_global_attribute,
+)
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 from keras.src.backend.common.stateless_scope import get_stateless_scope
 from keras.src.callbacks.callback_list import CallbackList
@@ -56,6 +63,7 @@ __all__ = [
     "parts_of_layer",
     "read_values",
     "reference_of",
+    "set_current_scope",
     "set_initial_epoch",
     "set_known_length",
     "set_layout",
@@ -64,6 +72,7 @@ __all__ = [
     "shared_seed_generator",
     "skip_unheard_ends",
     "steps_seen",
+    "stop_workers",
     "trained_by",
     "write_values",
 ]
@@ -74,15 +83,29 @@ def current_scope() -> Any:
     return get_stateless_scope()
 
 
+def set_current_scope(scope: Any) -> None:
+    """Put this thread in a `keras.StatelessScope`, or in none."""
+    set_global_attribute("stateless_scope", scope)
+
+
+_VALUE = "_value"
+_read_value = operator.attrgetter(_VALUE)
+
+
 def read_values(variables: Iterable[Any]) -> list[Any]:
     """The stored arrays of variables, without casting; the hot path of `run`."""
-    return [v._value for v in variables]
+    return list(map(_read_value, variables))
 
 
-def write_values(variables: Sequence[Any], values: Sequence[Any]) -> None:
-    """Store arrays that are already where they belong; the hot path of `run`."""
-    for variable, value in zip(variables, values, strict=True):
-        variable._value = value
+def write_values(variables: Iterable[Any], values: Iterable[Any]) -> None:
+    """Store arrays that are already where they belong; the hot path of `run`.
+
+    It stores all or none if it is interrupted, and so does an iterator in C that makes
+    the values: no instruction of Python comes in between. One value is taken for each
+    variable.
+    """
+    stores = map(setattr, variables, itertools.repeat(_VALUE), values)
+    collections.deque(stores, maxlen=0)
 
 
 def layout_of(variable: Any) -> Any:
@@ -339,6 +362,22 @@ def inputs_of(batch: Any) -> Any:
 def makes_batches_ahead(adapter: Any) -> bool:
     """Whether other threads make the batches: those of a `PyDataset` with workers."""
     return getattr(adapter, "enqueuer", None) is not None
+
+
+def stop_workers(adapter: Any) -> None:
+    """End the threads that make a `PyDataset`'s batches; Keras starts them again."""
+    enqueuer = getattr(adapter, "enqueuer", None)
+    if enqueuer is None or not enqueuer.is_running():
+        return
+
+    def stop() -> None:
+        with contextlib.suppress(RuntimeError):  # Interrupted before it was started.
+            enqueuer.stop()
+
+    # In another thread: an interrupt may have left the lock of its queue taken.
+    stopper = threading.Thread(target=stop, daemon=True)
+    stopper.start()
+    stopper.join(timeout=5.0)
 
 
 def dataset_with_epochs(adapter: Any) -> Any:

@@ -7,7 +7,6 @@ treats it like any function given to `strategy.run`: what a variable's aggregati
 happens to metrics and moving statistics, and gradients go through the optimizer seam.
 """
 
-import contextlib
 import dataclasses
 import functools
 import inspect
@@ -15,7 +14,7 @@ import itertools
 import json
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -34,7 +33,6 @@ from replicax.keras.batches import (
 )
 from replicax.options import Options, Outputs
 from replicax.program import Program
-from replicax.rehearsal import current_rehearsal
 from replicax.scope import current_context
 from replicax.signatures import positional_count
 from replicax.updates import PendingValue
@@ -50,63 +48,38 @@ __all__ = [
 
 _logger = logging.getLogger("replicax")
 
-State = tuple[Iterable[Any], ...]
+State = tuple[Sequence[Any], ...]
 
 
-class _Values:
-    """One of the lists of Keras' state: a part of all values, which stay one list.
+class _InVariables(tuple[tuple[()], ...]):
+    """What a step returns as Keras' new state: nothing, as it is in the variables.
 
-    No list itself: Keras would wrap it, and look at each value, whenever the model
-    remembers its state, which is in every step.
-
-    Args:
-        everything: The values of all lists, one after another.
-        part: Which of them.
+    So whoever looks at a variable, in a callback or after an interrupt, finds the value
+    of the last step that was made.
     """
 
-    __slots__ = ("_everything", "_part")
-
-    def __init__(self, everything: Sequence[Any], part: slice) -> None:
-        self._everything = everything
-        self._part = part
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._everything[self._part])
-
-    def __len__(self) -> int:
-        return self._part.stop - self._part.start
-
-
-class _State(tuple[_Values, ...]):
-    """Keras' state, the parts of one list of values."""
-
-    everything: Sequence[Any]
     sizes: tuple[int, ...]
 
 
-def _is_remembered_state(value: Any) -> bool:
-    return type(value) is dict and type(value.get("trainable_variables")) is _Values
-
-
-def _joined(state: State) -> tuple[Sequence[Any], tuple[int, ...]]:
-    """All values of a state, and the lengths of its lists."""
-    if isinstance(state, _State):  # As `_divided` made it in the last step.
-        return state.everything, state.sizes
-    lists = [list(values) for values in state]
-    return list(itertools.chain.from_iterable(lists)), tuple(map(len, lists))
-
-
-def _divided(values: Sequence[Any], sizes: tuple[int, ...]) -> State:
-    """A state of the values, in lists of these lengths."""
-    state = _State([_Values(values, part) for part in _parts(sizes)])
-    state.everything, state.sizes = values, sizes
-    return state
+class _Nothing(tuple[()]):
+    """One of the lists of Keras' state, of which it has nothing to put back."""
 
 
 @functools.cache
-def _parts(sizes: tuple[int, ...]) -> tuple[slice, ...]:
-    ends = list(itertools.accumulate(sizes))
-    return tuple(slice(end - size, end) for end, size in zip(ends, sizes, strict=True))
+def _in_variables(sizes: tuple[int, ...]) -> _InVariables:
+    """The new state of lists of variables of these lengths."""
+    state = _InVariables([_Nothing() for _ in sizes])
+    state.sizes = sizes
+    return state
+
+
+def _is_remembered_state(value: Any) -> bool:
+    return type(value) is dict and type(value.get("trainable_variables")) is _Nothing
+
+
+def _sizes(state: State) -> tuple[int, ...]:
+    """The lengths of the lists of a state: of Keras' own, or as `_in_variables`."""
+    return state.sizes if isinstance(state, _InVariables) else tuple(map(len, state))
 
 
 def train_function(model: Any, strategy: Any) -> Callable[..., Any]:
@@ -166,54 +139,38 @@ class _KerasStep:
     outputs: Outputs
     written: set[int] = dataclasses.field(default_factory=set)
 
-    def program(
-        self,
-        strategy: Any,
-        batch: PlacedBatch,
-        values: Sequence[Any],
-        *,
-        is_one_of_many: bool,
-    ) -> "_StateProgram":
-        """Compile the step for batches like `batch` and a state like `values`.
+    def program(self, strategy: Any, batch: PlacedBatch) -> Program:
+        """Compile the step for batches like `batch`.
 
         Args:
             strategy: Whose replicas run it.
             batch: The batch, placed.
-            values: The state's values.
-            is_one_of_many: Whether the next step takes the state as this one leaves it.
         """
         refuse_ragged_leaves(batch.arrays)
         groups = self.groups()
-        variables = list(itertools.chain.from_iterable(groups))
         step = getattr(self.model, self.name)
         with_tape = not takes_state(self.model, self.name)
         trains = self.name == "train_step" and not with_tape
         others = _of_other_optimizers(self.model) if trains else []
-        mirrored = self.outputs is Outputs.MIRRORED
-        # In a rehearsal values are shapes.
-        stays = is_one_of_many and current_rehearsal() is None
-        with _values_in_place(variables, values):
-            program = Program(
-                self.replica_function(step, None if with_tape else groups),
-                strategy.group,
-                _one_batch(batch),
-                batch.arrays,
-                Options(
-                    gradient_op=ReduceOp.MEAN,
-                    num_active=batch.num_active,
-                    num_steps=batch.num_steps,
-                    outputs=self.outputs,
-                    finish=self._final_logs if mirrored else None,
-                    raveled=stays and mirrored and not with_tape and not others,
-                ),
-                # A step with a tape may use any variable, a second optimizer's too.
-                None
-                if with_tape or strategy.group.defers_updates
-                else [*variables, *others],
-                facts=self._facts(),
-            )
+        # A step with a tape may use any variable, a second optimizer's too.
+        is_known = not (with_tape or strategy.group.defers_updates)
+        program = Program(
+            self.replica_function(step, None if with_tape else groups),
+            strategy.group,
+            _one_batch(batch),
+            batch.arrays,
+            Options(
+                gradient_op=ReduceOp.MEAN,
+                num_active=batch.num_active,
+                num_steps=batch.num_steps,
+                outputs=self.outputs,
+                finish=(self._final_logs if self.outputs is Outputs.MIRRORED else None),
+            ),
+            [*itertools.chain.from_iterable(groups), *others] if is_known else None,
+            facts=self._facts(),
+        )
         strategy.require_owned(program.variables, program.name)
-        return _StateProgram(program, variables)
+        return program
 
     def _facts(self) -> dict[str, Any]:
         """What is not in the program's name and variables, yet makes a difference."""
@@ -336,64 +293,14 @@ def _of_other_optimizers(model: Any) -> list[Any]:
     return [v for x in others if x is not model.optimizer for v in x.variables]
 
 
-class _StateProgram:
-    """A program whose variables' values are in Keras' state, or their own.
-
-    Args:
-        program: The program.
-        variables: The variables whose values are the state.
-    """
-
-    def __init__(self, program: Program, variables: Sequence[Any]) -> None:
-        self._program = program
-        index = {id(v): i for i, v in enumerate(variables)}
-        self._places = [index.get(id(v)) for v in program.variables]
-        self._is_state = [id(v) for v in program.written] == [*index]
-
-    def adopt(self, strategy: Any, state: Sequence[Any]) -> list[Any]:
-        """The state with the values that other workers have trained."""
-        stored = {
-            id(v): internals.read_values([v])[0] if i is None else state[i]
-            for v, i in zip(self._program.variables, self._places, strict=True)
-        }
-        strategy.adopt(self._program, stored)
-        state = list(state)
-        for variable, i in zip(self._program.variables, self._places, strict=True):
-            if i is not None:
-                state[i] = stored[id(variable)]
-        return state
-
-    def __call__(
-        self, strategy: Any, state: Sequence[Any], arrays: Sequence[Any]
-    ) -> tuple[Any, Sequence[Any]]:
-        """Run the program; returns its results and the new state."""
-        if self._is_state:  # Keras' own steps: the same variables in the same order.
-            return strategy.call(self._program, state, arrays)
-        variables = self._program.variables
-        values = [
-            internals.read_values([v])[0] if i is None else state[i]
-            for v, i in zip(variables, self._places, strict=True)
-        ]
-        result, new = strategy.call(self._program, values, arrays)
-        state = list(state)
-        # Those the program writes come first.
-        for variable, i, value in zip(variables, self._places, new, strict=False):
-            if i is None:
-                internals.write_values([variable], [value])
-            else:
-                state[i] = value
-        return result, state
-
-
-@contextlib.contextmanager
-def _values_in_place(variables: Sequence[Any], values: Sequence[Any]) -> Iterator[None]:
-    """Lend `fit`'s values back to the variables, which it took them from."""
-    before = internals.read_values(variables)
-    internals.write_values(variables, values)
-    try:
-        yield
-    finally:
-        internals.write_values(variables, before)
+def _adopt(program: Program, strategy: Any) -> None:
+    """Give a program's variables the values that other workers have trained."""
+    values = internals.read_values(program.variables)
+    stored = dict(zip(map(id, program.variables), values, strict=True))
+    strategy.adopt(program, stored)
+    internals.write_values(
+        program.variables, [stored[id(v)] for v in program.variables]
+    )
 
 
 def _one_batch(batch: PlacedBatch) -> Arguments:
@@ -407,32 +314,28 @@ def _function(
     combine: Callable[[Sequence[Any], Sequence[PlacedBatch]], Any],
 ) -> Callable[[State, Any], tuple[Any, State]]:
     _say_that_steps_are_compiled(step.model, strategy)
-    programs: dict[Any, _StateProgram] = {}
+    programs: dict[Any, Program] = {}
     internals.leave_untracked(step.model, _is_remembered_state)
 
     def function(state: State, iterator: Any) -> tuple[Any, State]:
-        in_loop = isinstance(iterator, BatchIterator | Ready)
-        if in_loop:
+        if isinstance(iterator, BatchIterator | Ready):
             batches = iterator.next_execution()
         else:
             batches = [place(next(iterator), strategy.group)]
             if step.name == "train_step":
                 strategy.expect_rows(batches[0].num_rows)
-        values, sizes = _joined(state)
+        sizes = _sizes(state)
         results = []
         for batch in batches:
-            key = (sizes, in_loop, batch.key)
+            key = (sizes, batch.key)
             program = programs.get(key)
             if program is None:
-                program = programs[key] = step.program(
-                    strategy, batch, values, is_one_of_many=in_loop
-                )
+                program = programs[key] = step.program(strategy, batch)
             if isinstance(iterator, Ready) and iterator.is_dry:
-                values = program.adopt(strategy, values)
+                _adopt(program, strategy)
                 continue
-            result, values = program(strategy, values, batch.arrays)
-            results.append(result)
-        return combine(results, batches), _divided(values, sizes)
+            results.append(strategy.call(program, batch.arrays))
+        return combine(results, batches), _in_variables(sizes)
 
     return function
 

@@ -20,7 +20,6 @@ import keras
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from replicax.keras import internals
 from replicax.plan.topology import Topology
 from replicax.rehearsal import rehearsing
 from replicax.values import PerReplica
@@ -72,7 +71,7 @@ class Capture:
 
     def call(
         self, group: Any, program: Any, values: Sequence[Any], arrays: Sequence[Any]
-    ) -> tuple[Any, list[Any]]:
+    ) -> Any:
         """Keep a program that trains; of another one, results that are zeros.
 
         Its variables keep their values.
@@ -86,8 +85,6 @@ class Capture:
             self.num_steps = program.num_steps
             self.num_replicas = group.num_replicas
             self.num_devices = group.mesh.size
-            # `fit` has taken the values out of the variables.
-            internals.write_values(program.variables, values)
             raise _Captured
         if not self._has_skipped:
             self._has_skipped = True
@@ -96,10 +93,9 @@ class Capture:
                 "their results are zeros.",
                 _short(program.name),
             )
-        results = jax.tree.map(
+        return jax.tree.map(
             lambda x: jnp.zeros(x.shape, x.dtype), program.results_of(lowered)
         )
-        return results, list(values[: len(program.written)])
 
     @contextlib.contextmanager
     def _until_captured(self) -> Iterator[None]:
@@ -181,7 +177,6 @@ def capture_fit(
     """
     capture = Capture(topology)
     arrays = _as_arrays(tuple(batch), strategy.num_replicas_in_sync)
-    before = {id(v): (v, x) for v, x in _values(model)}
     attributes = {name: getattr(model, name, None) for name in _CHANGED_BY_FIT}
     model.train_function = None
     try:
@@ -191,8 +186,6 @@ def capture_fit(
     finally:
         for name, value in attributes.items():
             setattr(model, name, value)
-        lent = [v for v, _ in before.values() if not internals.has_value(v)]
-        internals.write_values(lent, [before[id(v)][1] for v in lent])
     if capture.lowered is None:
         raise NoTrainingStepError(
             f"plan: fit of model {model.name!r} ended without a step of {strategy!r}. "
@@ -207,14 +200,6 @@ _CHANGED_BY_FIT = ("train_function", "history", "stop_training")
 def _short(name: str) -> str:
     """`"train_step"`, of `"run(train_step (line 12))"`."""
     return re.sub(r"^\w+\((.*?)(?: \(line \d+\))?\)$", r"\1", name)
-
-
-def _values(model: Any) -> list[tuple[Any, Any]]:
-    """A model's variables that have values, and these."""
-    optimizer = getattr(model, "optimizer", None)
-    variables = [*model.variables, *(optimizer.variables if optimizer else ())]
-    have = [v for v in variables if internals.has_value(v)]
-    return list(zip(have, internals.read_values(have), strict=True))
 
 
 def _shapes(values: Sequence[Any]) -> list[Any]:

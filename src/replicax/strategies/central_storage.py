@@ -1,8 +1,11 @@
 """CentralStorageStrategy: variables in one place, replicas on several devices."""
 
 import collections
+import functools
+import itertools
+import operator
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -18,7 +21,10 @@ from replicax.devices import (
     devices_of_one_kind,
     resolve_devices,
 )
+from replicax.dispatch import Kept
 from replicax.errors import DeviceError
+from replicax.interrupts import uninterrupted
+from replicax.keras import internals
 from replicax.program import Program
 from replicax.strategy import Strategy
 from replicax.updates import Update
@@ -100,9 +106,8 @@ class CentralStorageStrategy(Strategy):
         self._copies.drop()
         self._running.clear()
 
-    def _execute(
-        self, program: Program, values: Sequence[Any], arrays: Sequence[Any]
-    ) -> tuple[Any, list[Any]]:
+    def _execute(self, program: Program, arrays: Sequence[Any]) -> Any:
+        values = internals.read_values(program.variables)
         stored = dict(zip(map(id, program.variables), values, strict=True))
         is_new = program.is_new
         if is_new:
@@ -110,21 +115,49 @@ class CentralStorageStrategy(Strategy):
                 self._trace(update)
         self._wait_for_the_step_before_the_last()
         inputs = self._copies.of([(v, stored[id(v)]) for v in program.inputs])
-        out, gradients, new = program(inputs, arrays)
+        kept = [Kept() for _ in program.outputs]
+        out, gradients = program(inputs, arrays, kept)
+        new = internals.read_values(kept)
         at_home = jax.device_put(new, self._home)
-        for variable, copy, value in zip(program.outputs, new, at_home, strict=True):
-            stored[id(variable)] = value
-            self._copies.keep(variable, value, copy)
-        for update, grads in zip(program.updates, gradients, strict=True):
-            self._copies.forget(update.changed)
-            before = _to_give_away([id(v) for v in update.changed], stored)
+        stored |= zip(map(id, program.outputs), at_home, strict=True)
+        pairs = list(zip(program.updates, gradients, strict=True))
+        changed = [v for update in program.updates for v in update.changed]
+        self._copies.forget(changed)
+        if is_new or len(set(map(id, changed))) < len(changed):
             with Announced("compiling the update") if is_new else nullcontext():
-                make = self._function_of(update)
-                after = make(before, jax.device_put(grads, self._home))
-            stored |= zip(map(id, update.changed), after, strict=True)
+                uninterrupted(lambda: self._update_in_turn(program, gradients, stored))
+        else:
+            made = map(operator.call, [self._call(u, g, stored) for u, g in pairs])
+            # By one call of C, as a program's: an interrupt finds all or none done.
+            internals.write_values(
+                [*changed, *program.outputs],
+                itertools.chain(itertools.chain.from_iterable(made), at_home),
+            )
+        for variable, copy, value in zip(program.outputs, new, at_home, strict=True):
+            self._copies.keep(variable, value, copy)
         if gradients:
             self._running.append(min(gradients[0], key=lambda g: g.nbytes))
-        return out, [stored[id(v)] for v in program.written]
+        return out
+
+    def _call(
+        self, update: Update, gradients: Sequence[Any], stored: Mapping[int, Any]
+    ) -> Callable[[], list[Any]]:
+        """The call that makes an update; it gives the old values away."""
+        before = _to_give_away([id(v) for v in update.changed], stored)
+        grads = jax.device_put(gradients, self._home)
+        return functools.partial(self._function_of(update), before, grads)
+
+    def _update_in_turn(
+        self, program: Program, gradients: Sequence[Any], stored: dict[int, Any]
+    ) -> None:
+        """Make updates of which a later one may change what an earlier one has."""
+        for update, grads in zip(program.updates, gradients, strict=True):
+            after = self._call(update, grads, stored)()
+            internals.write_values(update.changed, after)
+            stored |= zip(map(id, update.changed), after, strict=True)
+        internals.write_values(
+            program.outputs, [stored[id(v)] for v in program.outputs]
+        )
 
     def _wait_for_the_step_before_the_last(self) -> None:
         # Memory for copies is taken when they are asked for, not when they are made. A

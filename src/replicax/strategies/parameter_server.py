@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from replicax.cluster.config import TaskConfig, check_cluster
 from replicax.cluster.resolvers import ClusterResolver, default_resolver
 from replicax.collectives import CrossDeviceOps
 from replicax.devices import default_devices
+from replicax.dispatch import Kept
 from replicax.errors import ClusterConfigError, ClusterError
+from replicax.keras import internals
 from replicax.keras.claimed import ClaimedSteps, random_state, set_random_state
 from replicax.program import Program
 from replicax.ps.credentials import Credentials
@@ -334,39 +335,36 @@ class ParameterServerStrategy(Strategy):
         if not self.keeps_values:
             self.refresh()
 
-    def _execute(
-        self, program: Program, values: Sequence[Any], arrays: Sequence[Any]
-    ) -> tuple[Any, Sequence[Any]]:
+    def _execute(self, program: Program, arrays: Sequence[Any]) -> Any:
         if self.session is None:
-            return super()._execute(program, values, arrays)
+            return super()._execute(program, arrays)
+        values = internals.read_values(program.variables)
         stored = dict(zip(map(id, program.variables), values, strict=True))
         state = self.adopt(program, stored)
         part = self._next_part(program)
         is_due = part is None or self._remote.await_step(
             program.updates, state, part, stored
         )
-        # The program gives these away, and they are needed after it.
-        needed = program.outputs if self.sync and self.backup_workers else state
-        kept = {id(v): stored[id(v)] for v in needed}
+        before = {id(v): stored[id(v)] for v in program.outputs}
         based_on = self._remote.versions
-        inputs = [
-            jnp.copy(stored[id(v)]) if id(v) in kept else stored[id(v)]
-            for v in program.inputs
-        ]
+        inputs = [stored[id(v)] for v in program.inputs]
+        targets: list[Any] = [Kept() for _ in program.outputs]
         tables = self._rows.tables_of(program.inputs)
         if tables:
-            # Copied, as the program gives them away and may have to run again.
-            own = len(program.outputs)
-            out, gradients, new = self._rows.complete(
-                lambda: program([*map(jnp.copy, inputs[:own]), *inputs[own:]], arrays)
-            )
+
+            def run() -> Any:
+                out, gradients = program(inputs, arrays, targets)
+                return out, gradients, internals.read_values(targets)
+
+            out, gradients, _ = self._rows.complete(run)
         else:
-            out, gradients, new = program(inputs, arrays)
+            out, gradients = program(inputs, arrays, targets)
+        new = internals.read_values(targets)
         stored |= zip(map(id, program.outputs), new, strict=True)
         if program.updates:
             counts = False
             if is_due:
-                deltas = [_difference(stored[id(v)], kept[id(v)]) for v in state]
+                deltas = [_difference(stored[id(v)], before[id(v)]) for v in state]
                 self._finish()  # The last step's, while this one is computed.
                 row_pushes = self._remote.push_rows(program.updates, part)
                 if self.sync:
@@ -382,9 +380,14 @@ class ParameterServerStrategy(Strategy):
             else:
                 self.steps_applied += 1
             if not counts:
-                stored |= kept  # Others have brought this part: as if not done.
+                # Others have brought this part: as if not done.
+                needed = program.outputs if self.sync and self.backup_workers else state
+                stored |= {id(v): before[id(v)] for v in needed}
             self._remote.write_back(program.updates, state, stored)
-        return out, [stored[id(v)] for v in program.written]
+        internals.write_values(
+            program.written, [stored[id(v)] for v in program.written]
+        )
+        return out
 
     def adopt(self, program: Program, stored: dict[int, Any]) -> list[Any]:
         """Put the servers' values in `stored`, which holds a program's by id.
