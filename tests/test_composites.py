@@ -1,7 +1,7 @@
 """Arrays that JAX takes apart: in datasets, as arguments and results of `run`."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -97,6 +97,38 @@ def test_datasets_cut_rows(kind, remainder):
     np.testing.assert_array_equal(x, X[rows])
     spec = dataset.element_spec[0] if remainder == "pad" else dataset.element_spec
     assert spec[0] == jax.ShapeDtypeStruct((2, 6), "float32")
+
+
+class SparseTensorValue(NamedTuple):
+    """As a `tf.data.Dataset` gives sparse tensors where it gives NumPy arrays."""
+
+    indices: np.ndarray
+    values: np.ndarray
+    dense_shape: np.ndarray
+
+
+SparseTensorValue.__module__ = "tensorflow.python.framework.sparse_tensor"
+
+
+def test_sparse_tensors_of_tensorflow():
+    indices = np.argwhere(X[:8])
+    tensor = SparseTensorValue(indices, X[tuple(indices.T)], np.array([8, 6]))
+    (batch,) = distributed(lambda: [(tensor, NUMBERS[:8])], batch_size=None)
+    np.testing.assert_array_equal(dense(batch[0]), X[:8])
+
+
+@pytest.mark.parametrize(
+    ("n_batch", "n_dense"), [(0, 0), (0, 1), (1, 0), (1, 1), (2, 1), (0, 3)]
+)
+def test_sparse_arrays_of_more_dimensions(n_batch, n_dense):
+    images = np.where(np.arange(48).reshape(8, 2, 3) % 5 < 3, 0, 1.0)
+    array = sparse.BCOO.fromdense(images, n_batch=n_batch, n_dense=n_dense)
+    (batch,) = distributed(lambda: [array], batch_size=None)
+    if n_dense == 3:
+        np.testing.assert_array_equal(np.concatenate(list(batch.values)), images)
+    else:
+        np.testing.assert_array_equal(dense(batch), images)
+        assert {x.n_batch for x in batch.values} == {n_batch}
 
 
 def test_batches_of_one_replica_each():

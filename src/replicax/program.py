@@ -38,7 +38,7 @@ from replicax.options import Options, Outputs
 from replicax.origins import divergence_error
 from replicax.replay import StepRun
 from replicax.replica import ReplicaContext
-from replicax.results import Results
+from replicax.results import ResultStructure
 from replicax.scope import current_call
 from replicax.updates import Update
 from replicax.user_code import describe
@@ -99,7 +99,7 @@ class Program:
         self._broadcast: set[int] = set()
         self._largest_bytes = 0
         self._unused: set[int] = set()
-        self.results = Results(None, self.name)
+        self.results = ResultStructure(None, self.name)
         if variables is None:
             self._own, read, self.updates = self._discover(leaves)
         else:
@@ -590,7 +590,7 @@ class Program:
 
     def _flat_results(self, out: Any) -> list[Any]:
         only_dense = self._options.outputs is not Outputs.PER_REPLICA
-        self.results = Results(out, self.name, only_dense=only_dense)
+        self.results = ResultStructure(out, self.name, only_dense=only_dense)
         return self.results.arrays(out)
 
 

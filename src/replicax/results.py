@@ -11,10 +11,10 @@ import numpy as np
 from replicax.composites import described, is_composite, stacked
 from replicax.values import PerReplica
 
-__all__ = ["Results"]
+__all__ = ["ResultStructure"]
 
 
-class Results:
+class ResultStructure:
     """The structure of a replica function's results.
 
     Args:

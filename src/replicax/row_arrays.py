@@ -17,7 +17,7 @@ import numpy as np
 from jax.experimental import sparse
 
 from replicax.composites import described, is_composite, stacked
-from replicax.sparse_rows import SparseRows, is_foreign, is_sparse, sparse_rows
+from replicax.sparse_rows import SparseRows, is_foreign, sparse_rows
 
 __all__ = [
     "CompositeRows",
@@ -25,6 +25,7 @@ __all__ = [
     "RowArray",
     "as_rows",
     "by_rows",
+    "is_one_array",
     "parted",
     "whole",
 ]
@@ -184,8 +185,13 @@ def whole(value: Any) -> Any:
 def by_rows(batch: Any) -> Any:
     """A batch whose sparse and other composite arrays are leaves that have rows."""
     return jax.tree_util.tree_map_with_path(
-        lambda path, x: as_rows(x, path), batch, is_leaf=is_composite
+        lambda path, x: as_rows(x, path), batch, is_leaf=is_one_array
     )
+
+
+def is_one_array(value: Any) -> bool:
+    """Whether `value` is one array to its user, which JAX may take apart."""
+    return is_composite(value) or is_foreign(value)
 
 
 def as_rows(value: Any, path: Any = ()) -> Any:
@@ -199,9 +205,11 @@ def as_rows(value: Any, path: Any = ()) -> Any:
         TypeError: For a composite array of which nobody can take rows.
         ValueError: For one without rows.
     """
-    if not (is_composite(value) or is_foreign(value)):
+    if not is_one_array(value):
         return value
     name = f"leaf {jax.tree_util.keystr(path)}" if path else "the batch"
+    if is_foreign(value):
+        return sparse_rows(value)
     if len(value.shape) == 0:
         raise ValueError(
             f"{name} is a {described(value)}, a scalar; expected an array with one row "
@@ -211,7 +219,7 @@ def as_rows(value: Any, path: Any = ()) -> Any:
         return CompositeRows(_broadcast(value), _rows_of_parts)
     if isinstance(value, sparse.BCOO) and not value.n_sparse:
         return np.asarray(value.todense())
-    if is_sparse(value):
+    if isinstance(value, sparse.JAXSparse):
         return sparse_rows(value)
     if hasattr(type(value), "__getitem__"):
         return CompositeRows(value, lambda x, rows: x[rows])

@@ -143,7 +143,9 @@ def is_foreign(value: Any) -> bool:
     package = kind.__module__.partition(".")[0]
     if package == "scipy":
         return hasattr(value, "tocoo")
-    return package == "tensorflow" and kind.__name__ == "SparseTensor"
+    # The second one, a named tuple, is what a tf.data.Dataset gives as NumPy arrays.
+    names = ("SparseTensor", "SparseTensorValue")
+    return package == "tensorflow" and kind.__name__ in names
 
 
 def is_sparse(value: Any) -> bool:
@@ -154,7 +156,7 @@ def is_sparse(value: Any) -> bool:
 def sparse_rows(value: Any) -> SparseRows:
     """A sparse array of JAX's, SciPy's or TensorFlow's by its rows."""
     data, indices, facts = _entries(value)
-    shape = tuple(int(size) for size in value.shape)
+    shape = tuple(map(int, getattr(value, "shape", None) or value.dense_shape))
     num_sparse = indices.shape[1]
     inside = (indices < np.asarray(shape[:num_sparse])).all(1)
     if not inside.all():  # Room that nobody used.

@@ -224,8 +224,15 @@ def sparse_data_of_each_worker():
         gathered = strategy.gather(out[0], axis=0)
         total = strategy.reduce("sum", out[1], axis=None).todense()
         sums += [gathered, total, strategy.gather(out[1], axis=0).todense()]
-    model = classifier("sgd")
+    model = classifier(keras.optimizers.SGD(0.1))
     history = model.fit(dataset, epochs=2, verbose=0)
+    keys = jax.random.split(jax.random.key(0), 8)
+    (part,) = strategy.experimental_distribute_dataset(keys, batch_size=8)
+    drawn = strategy.run(
+        lambda keys, key: jax.vmap(jax.random.uniform)(keys) + jax.random.uniform(key),
+        (part, keys[0]),
+    )
+    sums.append(strategy.gather(drawn, axis=0))
     value = strategy.run(lambda: np.ones((2, 6), "float32")).values[0]
     return outcome(model, history) | {"sums": sums, "called": model(value)}
 

@@ -4,9 +4,9 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from replicax.composites import described, is_composite
+from replicax.composites import described
 from replicax.input.split import leading_size
-from replicax.sparse_rows import is_foreign
+from replicax.row_arrays import is_one_array
 
 if TYPE_CHECKING:
     import grain
@@ -29,8 +29,8 @@ def numpy_dataset(arrays: Any) -> "grain.MapDataset[Any]":
     Raises:
         ValueError: If the arrays differ in dimension 0, or if there is none.
     """
-    for leaf in jax.tree.leaves(arrays, is_leaf=is_composite):
-        if is_composite(leaf) or is_foreign(leaf):
+    for leaf in jax.tree.leaves(arrays, is_leaf=is_one_array):
+        if is_one_array(leaf):
             raise TypeError(
                 f"numpy_dataset: {described(leaf)} cannot be put together again from "
                 "single examples. Pass the arrays with batch_size=... to "

@@ -17,11 +17,9 @@ import numpy as np
 from jax import numpy as jnp
 from jax import tree_util
 
-from replicax.composites import is_composite
 from replicax.input.prefetch import close_iterator
 from replicax.input.split import leading_size, leaf_name, refuse_ragged
-from replicax.row_arrays import RowArray, as_rows, by_rows
-from replicax.sparse_rows import is_foreign
+from replicax.row_arrays import RowArray, as_rows, by_rows, is_one_array
 
 __all__ = [
     "batches",
@@ -108,7 +106,7 @@ def is_arrays(dataset: Any) -> bool:
     if _is_array(dataset):
         return True
     leaves = (
-        tree_util.tree_leaves(dataset, is_leaf=is_composite)
+        tree_util.tree_leaves(dataset, is_leaf=is_one_array)
         if isinstance(dataset, (tuple, dict))
         else []
     )
@@ -139,7 +137,7 @@ def _arrays_only(dataset: Any, batch_size: int | None) -> Generator[Any]:
     try:
         for batch in iterator:
             is_empty = False
-            yield tree_util.tree_map_with_path(_as_array, batch, is_leaf=is_composite)
+            yield tree_util.tree_map_with_path(_as_array, batch, is_leaf=is_one_array)
     finally:
         close_iterator(iterator)
     if is_empty and iterator is dataset:
@@ -268,9 +266,8 @@ def _from_torch(tensor: Any) -> np.ndarray:
 
 
 def _is_array(value: Any) -> bool:
-    if is_composite(value) or is_foreign(value):
-        return True
-    return hasattr(value, "shape") and hasattr(value, "__array__")
+    looks_like_one = hasattr(value, "shape") and hasattr(value, "__array__")
+    return looks_like_one or is_one_array(value)
 
 
 def _is_instance(value: Any, module: str, name: str) -> bool:

@@ -224,7 +224,7 @@ def refuse_ragged(leaf: Any, name: str, caller: str) -> None:
         TypeError: For `tf.RaggedTensor`, and for arrays of lists or arrays.
     """
     kind = type(leaf).__name__
-    is_ragged = kind == "RaggedTensor"
+    is_ragged = kind.startswith("RaggedTensor")
     if not is_ragged and isinstance(leaf, np.ndarray) and leaf.dtype == object:
         first = leaf.ravel()[0] if leaf.size else None
         is_ragged = isinstance(first, (list, tuple, np.ndarray))
