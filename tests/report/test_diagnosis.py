@@ -125,3 +125,12 @@ def test_shares_are_checked() -> None:
         ValueError, match=r"input must be a share from 0 to 1; got 1\.5"
     ):
         dataclasses.replace(USUAL, input=1.5)
+
+
+def test_a_worker_that_others_wait_for_is_the_advice() -> None:
+    text = "worker:0 waits for worker:1: of the 100 ms of a step, ..."
+    slow = dataclasses.replace(USUAL, straggler=text, communication=0.6)
+    assert diagnose(slow) == f"one worker is slower: {text}"
+    # Its input explains it better.
+    starved = dataclasses.replace(slow, input=0.6, input_worker="worker:1")
+    assert diagnose(starved).startswith("input-bound on worker:1")

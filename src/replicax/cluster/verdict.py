@@ -36,6 +36,7 @@ class Sign:
         moved_at: When `log` last changed, by the same clock.
         waiting: The exchange with all workers that it waits in, by name and number;
             None: in none.
+        spent: Seconds of its own work, and of waiting for others.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Sign:
     seen_at: float = 0.0
     moved_at: float = 0.0
     waiting: tuple[str, int] | None = None
+    spent: tuple[float, float] = (0.0, 0.0)
 
     @property
     def full_name(self) -> str:

@@ -8,6 +8,7 @@ whether to try again.
 import dataclasses
 import faulthandler
 import json
+import logging
 import os
 import sys
 import threading
@@ -23,10 +24,12 @@ from replicax.cluster.listing import listed
 from replicax.cluster.order_check import OrderCheck
 from replicax.cluster.stopping import StopRequest
 from replicax.cluster.store import Store, StoreError
+from replicax.cluster.stragglers import Spending, Stragglers
 from replicax.cluster.verdict import Sign, judge
 
 __all__ = ["Watch", "end_process"]
 
+_logger = logging.getLogger("replicax")
 _STATUS = "replicax/status"
 _NOT_YET = object()
 """The result of a program that is on its way to the devices."""
@@ -45,10 +48,13 @@ class Watch:
         stop: This worker's stop request.
 
     Attributes:
+        num_exchanging: Exchanges that threads of this worker wait in.
         waiting: The exchange that this worker waits in; None: in none.
         is_missed: Whether the others have failed since this worker's script ended.
         log: What this worker does that all have to do in the same order.
         order: Whether they do.
+        spending: How this worker's time goes.
+        stragglers: Whom the others wait for; the first worker looks.
     """
 
     def __init__(
@@ -62,6 +68,7 @@ class Watch:
     ) -> None:
         now = time.monotonic()
         self.is_missed = False
+        self.num_exchanging = 0
         self.waiting: tuple[str, int] | None = None
         self._signs = [
             Sign(name=name, address=address, seen_at=now, moved_at=now)
@@ -78,6 +85,8 @@ class Watch:
         self._contact_at = now
         self.log = DispatchLog()
         self.order = OrderCheck(self.log, names, index, store)
+        self.spending = Spending()
+        self.stragglers = Stragglers(names)
         self._latest: tuple[int, Any] = (0, None)
         self._awaited: tuple[int, Any] = (0, None)
         self._frozen: int | None = None
@@ -169,11 +178,34 @@ class Watch:
             except StoreError:
                 continue  # The clock's thread counts how long ago it worked.
             self._contact_at = time.monotonic()
+            self._look_for_stragglers()
+
+    def _look_for_stragglers(self) -> None:
+        if self._index or not self.spending.is_on:
+            return
+        spent = [sign.spent for sign in self._signs]
+        text = self.stragglers.look(time.monotonic(), spent, self._me.steps)
+        if text is not None:
+            _logger.warning("%s", text)
+
+    def _sample(self) -> None:
+        now = time.monotonic()
+        if not self.spending.is_due(now):
+            return
+        self._note_progress()
+        self.spending.sample(
+            now,
+            is_in_step=self._me.completed < self._me.dispatched,
+            is_dispatching=self._latest[1] is _NOT_YET,
+            is_exchanging=self.num_exchanging > 0,
+        )
+        self._me.spent = self.spending.spent
 
     def _wait_for_next(self) -> bool:
         """Wait until it is time for the next exchange; False: there is none."""
         begin = time.monotonic()
         while not self._closed.wait(min(_SOON_SECONDS, self._interval)):
+            self._sample()
             # Workers that agree when to stop hold their scripts meanwhile.
             is_urgent = self._stop.requested and not self._agreed
             is_urgent = is_urgent or self.order.is_settling
@@ -196,6 +228,7 @@ class Watch:
                 "log": me.log,
                 "differs_after": self.order.differs_after,
                 "doing": me.doing,
+                "spent": self.spending.spent,
                 "has_left": me.has_left,
                 "waiting": self.waiting,
                 "failure": me.failure,
@@ -243,6 +276,7 @@ class Watch:
                 sign.log, sign.moved_at = tuple(status["log"]), now
             sign.completed, sign.steps = status["completed"], status["steps"]
             sign.doing = status["doing"]
+            sign.spent = tuple(status["spent"])
             self.order.hear(int(key), sign.log, status["differs_after"])
             sign.has_left = status["has_left"]
             sign.waiting = status["waiting"] and tuple(status["waiting"])

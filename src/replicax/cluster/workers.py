@@ -4,6 +4,7 @@ import collections
 import functools
 import json
 import logging
+import threading
 import time
 import urllib.parse
 from collections.abc import Callable, Sequence
@@ -59,6 +60,7 @@ class Workers:
         self._exchanges: collections.Counter[str] = collections.Counter()
         self._num_streams = 0
         self._num_agreements = 0
+        self._counting = threading.Lock()
         if store is not None:
             self.watch = Watch(
                 self.names, self.addresses, index, store, self.deadlines, self.stop
@@ -138,12 +140,14 @@ class Workers:
             watch.waiting = (name, number)
             watch.log.note_in_script(_exchange_of(name, what))
             while_waiting = self._in_order(name, what or name, while_waiting)
+        self._count_exchanging(1)
         try:
             with Reminders(is_early=not self._has_stepped) as reminders:
                 values = self._exchanged(
                     folder, name, value, timeout_seconds, while_waiting, reminders
                 )
         finally:
+            self._count_exchanging(-1)
             if watch is not None:
                 watch.waiting = None
         if number:
@@ -195,6 +199,11 @@ class Workers:
     def log(self) -> DispatchLog | None:
         """What this worker does that all do in the same order; None: it is alone."""
         return None if self.watch is None else self.watch.log
+
+    def _count_exchanging(self, more: int) -> None:
+        if self.watch is not None:
+            with self._counting:
+                self.watch.num_exchanging += more
 
     def _check_wait(
         self, name: str, missing: Sequence[int], waited: float, timeout: float

@@ -35,6 +35,7 @@ class Measurements:
         steps_per_execution: Steps that one program makes.
         is_compressed: Whether gradients travel as bfloat16.
         input_worker: The worker that `input` is of, where there are several.
+        straggler: Who waits for which worker, and by how much; empty: nobody.
     """
 
     executions: int
@@ -49,6 +50,7 @@ class Measurements:
     steps_per_execution: int = 1
     is_compressed: bool = False
     input_worker: str = ""
+    straggler: str = ""
 
     def __post_init__(self) -> None:
         for name in ("input", "communication", "start"):
@@ -124,6 +126,10 @@ def _say_input(measured: Measurements) -> str:
     )
 
 
+def _say_straggler(measured: Measurements) -> str:
+    return f"one worker is slower: {measured.straggler}"
+
+
 def _say_start(measured: Measurements) -> str:
     replicas = measured.num_replicas
     each = measured.batch / replicas
@@ -155,6 +161,7 @@ _Rule = tuple[Callable[[Measurements], bool], Callable[[Measurements], str]]
 _RULES: Sequence[_Rule] = (
     (_too_few, _say_too_few),
     (_is_much("input"), _say_input),
+    (lambda measured: bool(measured.straggler), _say_straggler),
     (_is_much("start"), _say_start),
     (_is_much("communication"), _say_communication),
     (lambda _: True, lambda _: "compute-bound: nothing to change first"),

@@ -276,6 +276,7 @@ class FitReport:
             steps_per_execution=self._model.steps_per_execution,
             is_compressed=self._is_compressed(),
             input_worker=slow_name,
+            straggler=self.task.straggler,
         )
 
     def _probed(self, executions: int) -> tuple[float | None, float | None]:

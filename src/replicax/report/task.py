@@ -46,6 +46,13 @@ class Task:
         """Whether other workers make the same steps."""
         return self.served is None and len(self.names) > 1
 
+    @property
+    def straggler(self) -> str:
+        """Who waits for which worker, as the first worker has found; empty: nobody."""
+        if not self.is_in_step or self.strategy.workers.watch is None:
+            return ""
+        return self.strategy.workers.watch.stragglers.found
+
     def wants(self, diagnosis_wanted: bool) -> bool:
         """Whether to measure after training: the chief decides, as all have to.
 

@@ -138,6 +138,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         )
         self._met: dict[int, weakref.ref[Any]] = {}
         self.synchronize_random_state()
+        if workers.watch is not None:
+            workers.watch.spending.start(devices[0].platform)
 
     def _meet_workers(
         self, resolver: ClusterResolver | None, deadlines: Deadlines
