@@ -1,5 +1,6 @@
 """Training that is interrupted at random moments goes on from a whole step."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -180,3 +181,30 @@ def test_prefetch_gives_its_slots_back() -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
         stream.close()
+
+
+def test_one_interrupt_is_enough_though_some_code_swallows_it(strategy: Any) -> None:
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    x, y = np.ones((40, 2), "f4"), np.ones((40, 1), "f4")
+
+    class Swallows(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == 2:
+                with contextlib.suppress(BaseException):
+                    signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(x, y, batch_size=2, epochs=50, callbacks=[Swallows()], verbose=0)
+    assert int(model.optimizer.iterations.numpy()) == 3
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    model.fit(x, y, batch_size=2, verbose=0)
+    # A handler of the user's own decides.
+    heard: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
+    try:
+        model.fit(x, y, batch_size=2, callbacks=[Swallows()], verbose=0)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert heard == [signal.SIGINT]

@@ -6,12 +6,13 @@ into; this is for the rare ones that take several instructions.
 """
 
 import _signal
+import signal
 import sys
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-__all__ = ["uninterrupted"]
+__all__ = ["heeding_interrupts", "raise_unheeded", "uninterrupted"]
 
 T = TypeVar("T")
 
@@ -78,3 +79,40 @@ class _HeldBack:
                 self._handlers[number](number, sys._getframe())
             finally:  # One that raises keeps no other from being called.
                 self._deliver()
+
+
+_unheeded: list[int] = []
+
+
+def heeding_interrupts(call: Callable[[], T]) -> T:
+    """Call a function in which one Ctrl-C is enough, even if some code swallows it.
+
+    Destructors, callbacks of the garbage collector and of C libraries swallow the
+    `KeyboardInterrupt`. `raise_unheeded`, at a step's beginning, raises it again then.
+    A handler of the user's own is left alone.
+    """
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    ):
+        return call()
+
+    def note(number: int, frame: Any) -> None:
+        _unheeded.append(number)
+        signal.default_int_handler(number, frame)
+
+    _unheeded.clear()
+    try:
+        signal.signal(signal.SIGINT, note)
+        return call()
+    finally:
+        if _signal.getsignal(signal.SIGINT) is note:
+            _signal.signal(signal.SIGINT, signal.default_int_handler)
+        _unheeded.clear()
+
+
+def raise_unheeded() -> None:
+    """Raise the `KeyboardInterrupt` that some code has swallowed, if one did."""
+    if _unheeded:
+        _unheeded.clear()
+        raise KeyboardInterrupt

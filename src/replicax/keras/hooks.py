@@ -68,6 +68,7 @@ from replicax import placement
 from replicax.callbacks import with_report
 from replicax.errors import ContextError
 from replicax.input.split import leading_size
+from replicax.interrupts import heeding_interrupts
 from replicax.keras import (
     batches,
     building,
@@ -283,8 +284,10 @@ def _in_scope(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     outer = opened.inputs, opened.adapters
     opened.inputs, opened.adapters = [], []
     try:
-        return called_in(
-            strategy, lambda: original(model, *args, **kwargs), (name, model)
+        return heeding_interrupts(
+            lambda: called_in(
+                strategy, lambda: original(model, *args, **kwargs), (name, model)
+            )
         )
     except BaseException:
         # The traceback may keep them, and their threads, for as long as it likes.

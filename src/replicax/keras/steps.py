@@ -23,6 +23,7 @@ import keras
 
 from replicax.arguments import Arguments
 from replicax.collectives import ReduceOp
+from replicax.interrupts import raise_unheeded
 from replicax.keras import internals
 from replicax.keras.batches import (
     BatchIterator,
@@ -318,6 +319,7 @@ def _function(
     internals.leave_untracked(step.model, _is_remembered_state)
 
     def function(state: State, iterator: Any) -> tuple[Any, State]:
+        raise_unheeded()
         if isinstance(iterator, BatchIterator | Ready):
             batches = iterator.next_execution()
         else:
