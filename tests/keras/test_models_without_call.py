@@ -216,6 +216,7 @@ def test_a_gan(
     assert_same(weights_of(model), plain())
 
 
+@pytest.mark.slow
 def test_a_gan_of_one_optimizer(strategy_of: Any, assert_same: Any) -> None:
     found = [trained(OneOptimizer, strategy_of(n).scope()) for n in (1, 2)]
     assert_same(*[(weights_of(model), history) for model, history in found])
@@ -243,7 +244,9 @@ class HalfBuilt(Taped):
         self.discriminator.build((None, 6))
 
 
-@pytest.mark.parametrize("kind", [Taped, HalfBuilt])
+@pytest.mark.parametrize(
+    "kind", [Taped, pytest.param(HalfBuilt, marks=pytest.mark.slow)]
+)
 def test_networks_that_are_not_built(
     kind: Any, strategy_of: Any, assert_same: Any
 ) -> None:
@@ -291,6 +294,7 @@ def test_the_rest_of_a_model(
     model.save_weights(tmp_path / "again.weights.h5")
 
 
+@pytest.mark.slow
 def test_data_of_a_generator_begin_anew(strategy_of: Any) -> None:
     """The batch that the networks are built with is trained on, too."""
 

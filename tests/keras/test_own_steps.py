@@ -138,7 +138,6 @@ def expected() -> Any:
 
 QUICK = {
     "any arguments",
-    "any arguments before a tape",
     "an option with a tape",
     "decorated with a tape",
 }
