@@ -390,3 +390,31 @@ def test_a_process_that_is_told_to_end(tmp_path, stop, save_freq):
     assert out.splitlines()[-1] == expected
     if stop == signal.SIGTERM:
         assert out.count("step\n") == 4 * 8 - 12
+
+
+_FULL_DISK = """
+import resource, sys
+import keras, numpy as np
+import replicax as rx
+
+model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(512)])
+model.compile("sgd", "mse")
+hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+data = np.ones((8, 64)), np.ones((8, 512))
+model.fit(*data, epochs=3, verbose=0, callbacks=[rx.BackupAndRestore(sys.argv[1])])
+"""
+
+
+def test_no_backup_at_all_is_said_at_the_end(tmp_path):
+    """A file may have 20 kB, as on a full disk: each save fails."""
+    done = subprocess.run(
+        [sys.executable, "-c", _FULL_DISK, str(tmp_path / "backup")],
+        env=os.environ | {"KERAS_BACKEND": "jax"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert "NO BACKUP WAS WRITTEN" in done.stderr, done.stderr
+    assert "_SignalingThread" not in done.stderr, done.stderr

@@ -58,7 +58,13 @@ def finish(folder: Path) -> None:
             save.wait()
 
 
+def _is_not_of_a_thread(record: logging.LogRecord) -> bool:
+    # Orbax logs a traceback of 30 lines for each of its threads, and raises the error.
+    return "_SignalingThread.run() raised" not in str(record.msg)
+
+
 def _save(path: Path, contents: Contents, doomed: Sequence[Path]) -> None:
+    logging.getLogger("absl").addFilter(_is_not_of_a_thread)  # Once, however often.
     try:
         storage.write(path, contents)
     except CheckpointError as error:

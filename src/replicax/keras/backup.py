@@ -203,8 +203,16 @@ class _Run:
             return
         try:
             self._manager.close()
-        except CheckpointError:  # Logged when it happened, and needed no more.
-            _logger.info("fit: has ended; its backups are deleted.")
+        except CheckpointError as error:  # Needed no more, but a sign for the next run.
+            wrote_any = self._manager.latest_checkpoint is not None
+            _logger.warning(
+                "BackupAndRestore: fit has ended, and %s in %s: an interruption would "
+                "have lost %s. %s",
+                "its last backup failed" if wrote_any else "NO BACKUP WAS WRITTEN",
+                self._options.backup_dir,
+                "what came after the one before" if wrote_any else "all of it",
+                error,
+            )
         if self._worker.is_chief:
             shutil.rmtree(self._options.backup_dir, ignore_errors=True)
 
