@@ -63,34 +63,14 @@ class Board:
     {'late': False, 'late_indices': []}
     """
 
-    ACTIONS = frozenset(
-        {
-            "alive",
-            "arrive",
-            "beat",
-            "claim",
-            "done",
-            "end",
-            "failed",
-            "fetch",
-            "finish",
-            "get",
-            "is_done",
-            "join",
-            "leave",
-            "open",
-            "pending",
-            "put",
-            "raise_if_failed",
-            "report",
-            "reports",
-            "result",
-            "schedule",
-            "status",
-            "stop",
-            "take",
-        }
-    )
+    # fmt: off
+    ACTIONS = frozenset({
+        "alive", "arrive", "beat", "claim", "done", "end", "failed", "fetch",
+        "finish", "get", "is_done", "join", "leave", "open", "pending", "put",
+        "raise_if_failed", "report", "reports", "result", "schedule", "status",
+        "stop", "take",
+    })
+    # fmt: on
     """What clients may call; the rest is for the server."""
 
     def __init__(
@@ -210,6 +190,12 @@ class Board:
         """Whether the chief left with success and all others left or are dead."""
         with self._turns.turn() as now:
             return self._presence.is_done(now)
+
+    def refuse(self, task: str, reason: str) -> None:
+        """Notes that a task cannot take part; without some a job cannot begin."""
+        with self._turns.turn() as now:
+            if self._presence.refuse(task, reason, now):
+                self._turns.failure = self._turns.failure or reason
 
     def failed(self) -> str | None:
         """Why the whole job has failed; None: it has not.

@@ -11,10 +11,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from replicax.cluster.addresses import parse_address
-from replicax.errors import ClusterError
+from replicax.errors import ClusterError, ClusterMismatchError
 from replicax.ps import wire
 from replicax.ps.credentials import Credentials
 from replicax.ps.watchdog import Watchdog
+from replicax.versions import versions
 
 __all__ = ["Connection", "ConnectionLost", "ServerRefused"]
 
@@ -57,6 +58,8 @@ class Connection:
         address: The server's address, as TF_CONFIG has it.
         credentials: The cluster's token and TLS files.
         task: The server's name in messages, such as `"ps:0"`.
+        caller: This task's name. The server refuses it if their versions differ; None:
+            one that only looks on, whose version does not matter.
         connect_timeout_seconds: For one attempt to reach the server.
         reply_timeout_seconds: For a server that is there to answer; while bytes come or
             go, the time starts anew.
@@ -80,6 +83,7 @@ class Connection:
         credentials: Credentials,
         *,
         task: str = "ps",
+        caller: str | None = None,
         connect_timeout_seconds: float = 10.0,
         reply_timeout_seconds: float = 60.0,
         retry_timeout_seconds: float = 300.0,
@@ -87,6 +91,7 @@ class Connection:
     ) -> None:
         self.address = address
         self.task = task
+        self._hello = {"caller": caller, "versions": versions()} if caller else {}
         self._location = _location(address, credentials)
         self._credentials = credentials
         self._connect_timeout = connect_timeout_seconds
@@ -124,6 +129,7 @@ class Connection:
         Raises:
             ServerRefused: If the server answers with an error.
             ConnectionLost: If it cannot be reached, or does not answer, for too long.
+            ClusterMismatchError: If it has other versions.
         """
         timeout = reply_timeout_seconds or self._reply_timeout
         with self._stream_lock:
@@ -240,7 +246,14 @@ class Connection:
                 )
                 try:
                     options = self._options(self._connect_timeout)
-                    hello = _act(client, "hello", b"{}", options)
+                    hello = _act(
+                        client, "hello", json.dumps(self._hello).encode(), options
+                    )
+                except ServerRefused as refused:
+                    client.close()
+                    if refused.kind == "VersionMismatch":
+                        raise ClusterMismatchError(str(refused)) from None
+                    raise
                 except BaseException:
                     client.close()
                     raise
@@ -267,6 +280,8 @@ class Connection:
             if _refusal_in(error) is None:
                 self._drop_client(client)
             raise
+        if answer["incarnation"] != self._incarnation:
+            self._drop_client(client)  # A new one says hello, and is compared.
         with self._client_lock:
             self._meet(answer)
         return answer["value"]

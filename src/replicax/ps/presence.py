@@ -161,6 +161,20 @@ class Presence:
         """Names of the workers that are alive, in the cluster's order."""
         return [n for n, known in self._workers.items() if known.state == "alive"]
 
+    def refuse(self, task: str, reason: str, now: float) -> bool:
+        """Notes that a task cannot take part; whether the job cannot begin so.
+
+        A job needs its chief and its servers to begin, and can do without other
+        workers. One that has begun goes on.
+        """
+        known = self._workers.get(task)
+        if known is not None and known.state == "absent":
+            known.state, known.gone_at = "left", now
+            known.ok, known.error = False, reason[:_MAX_ERROR]
+        if known is not None and task != self.chief:
+            return False
+        return self._workers[self.chief].starts == 0
+
     def is_done(self, now: float) -> bool:
         """Whether the chief left with success and nobody is left to wait for."""
         chief = self._workers[self.chief]

@@ -36,11 +36,17 @@ class RowLinks:
         servers: Addresses of the parameter servers.
         credentials: The cluster's token and TLS files.
         timeouts: How long to wait outside of programs.
+        caller: This task's name.
     """
 
     def __init__(
-        self, servers: Sequence[str], credentials: Credentials, timeouts: Timeouts
+        self,
+        servers: Sequence[str],
+        credentials: Credentials,
+        timeouts: Timeouts,
+        caller: str | None = None,
     ) -> None:
+        self._caller = caller
         self.num_servers = len(servers)
         self._servers = tuple(servers)
         self._credentials = credentials
@@ -117,6 +123,7 @@ class RowLinks:
                 address,
                 self._credentials,
                 task=f"ps:{i}",
+                caller=self._caller,
                 connect_timeout_seconds=_CONNECT_SECONDS,
                 reply_timeout_seconds=_REPLY_SECONDS,
             )

@@ -53,7 +53,7 @@ class Rows:
         compression: str | None = None,
     ) -> None:
         self._session = session
-        self._links = RowLinks(servers, credentials, session.timeouts)
+        self._links = RowLinks(servers, credentials, session.timeouts, session.name)
         self._compression = compression
         self._lock = threading.Lock()
         self._dims: dict[str, int] = {}

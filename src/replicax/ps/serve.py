@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from replicax.cluster.config import TaskConfig
 from replicax.cluster.failure import REPORT_DIR, STATUS_FILE, ExitCode
+from replicax.errors import ClusterMismatchError
 from replicax.ps.board import Board
 from replicax.ps.connection import Connection, ConnectionLost
 from replicax.ps.credentials import Credentials
@@ -95,6 +96,7 @@ def serve(
         server=server,
         operations=table_operations(tables),
         actions={**table_actions(tables), "store.status": contents.status},
+        on_mismatch=_ignored if board is None else board.refuse,
     )
     service.serve_in_thread()
     _logger.info("ps:%d serves at %s", server, address)
@@ -175,6 +177,10 @@ class _Contents:
             )
 
 
+def _ignored(caller: str, message: str) -> None:
+    """Only the first server has a board, to which a task's mismatch matters."""
+
+
 def _report(contents: _Contents, board: Board | None) -> None:
     """Leave the last counts for the launcher, whose table is of the end."""
     folder = os.environ.get(REPORT_DIR)
@@ -235,6 +241,7 @@ def _watch_first(
         first,
         credentials,
         task="ps:0",
+        caller=f"ps:{server}",
         retry_timeout_seconds=timeouts.start_up,
     ) as connection:
         seen = False
@@ -247,6 +254,8 @@ def _watch_first(
                     return None if done else failure
             except ConnectionLost as lost:
                 return str(lost) if seen else f"the job did not begin: {lost}"
+            except ClusterMismatchError as mismatch:
+                return str(mismatch)
             if not seen:
                 seen = True
                 connection.retry_timeout_seconds = timeouts.server

@@ -26,10 +26,16 @@ from replicax.ps.credentials import Credentials
 from replicax.ps.doorman import Doorman, peer_of
 from replicax.ps.limited_log import LimitedLog
 from replicax.ps.operations import StreamOperation, TensorStore, store_operations
+from replicax.versions import versions as own_versions
 
-__all__ = ["Service", "memory_bytes"]
+__all__ = ["Service", "VersionMismatch", "memory_bytes"]
 
 _logger = logging.getLogger("replicax")
+
+
+class VersionMismatch(RuntimeError):
+    """A task has other versions than this server."""
+
 
 Event = Callable[[str, dict[str, Any]], None]
 
@@ -52,6 +58,8 @@ class Service:
         byte_limit: How many bytes all groups may have. None: the machine's memory.
         warnings_per_minute: How many warnings strangers can cause.
         stranger_seconds: How long a connection may stay that has not shown the token.
+        on_mismatch: Called with the name of a task that has other versions, and with
+            the message that it is refused with.
 
     Raises:
         ValueError: If the address is none that a server can listen at.
@@ -71,6 +79,7 @@ class Service:
         byte_limit: int | None = None,
         warnings_per_minute: int = 60,
         stranger_seconds: float = 10.0,
+        on_mismatch: Callable[[str, str], None] = lambda caller, message: None,
     ) -> None:
         self.address = address
         self.server = server
@@ -78,6 +87,7 @@ class Service:
         self._store = store
         self._credentials = credentials
         self._on_event = on_event
+        self._on_mismatch = on_mismatch
         limit = memory_bytes() if byte_limit is None else byte_limit
         self._operations = {
             **store_operations(store, server, limit),
@@ -259,7 +269,19 @@ class Service:
             _logger.error("%r of %s failed.", what, peer, exc_info=error)
         return {"error": str(error), "kind": type(error).__name__}
 
-    def _hello(self) -> dict[str, Any]:
+    def _hello(
+        self, caller: str | None = None, versions: dict[str, str] | None = None
+    ) -> dict[str, Any]:
+        if versions is not None and versions != (mine := own_versions()):
+            theirs = ", ".join(f"{k} {v}" for k, v in versions.items())
+            here = ", ".join(f"{k} {v}" for k, v in mine.items())
+            message = (
+                f"{caller} has {theirs}, and ps:{self.server} has {here}. All tasks of "
+                "a cluster need the same versions: install them where they differ, and "
+                "start that task again."
+            )
+            self._on_mismatch(str(caller), message)
+            raise VersionMismatch(message)
         return {"server": self.server}
 
     def _groups(self) -> dict[str, str]:

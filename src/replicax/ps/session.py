@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from replicax.cluster.exceptions import report_of
 from replicax.cluster.failure import ATTEMPT, ExitCode
 from replicax.cluster.listing import listed
-from replicax.errors import ClusterError
+from replicax.errors import ClusterError, ClusterMismatchError
 from replicax.ps.connection import Connection, ServerRefused
 from replicax.ps.credentials import Credentials
 from replicax.ps.timeouts import Timeouts
@@ -72,6 +72,7 @@ class Session:
                 address,
                 credentials,
                 task=f"ps:{i}",
+                caller=self.name,
                 reply_timeout_seconds=timeouts.reply,
                 # For the start; `join` makes it that of a server's restart.
                 retry_timeout_seconds=timeouts.start_up,
@@ -93,6 +94,7 @@ class Session:
         self._ended = threading.Event()
         self._failure: str | None = None
         self._joined = False
+        self._mismatch: ClusterMismatchError | None = None
         self._left = False
         self.starts = 0
 
@@ -113,8 +115,6 @@ class Session:
             ConnectionLost: If a server cannot be reached by the start-up deadline.
         """
         _report_exceptions(self)
-        for connection in self.connections:
-            connection.call("hello")
         joined = self.connections[0].call(
             "board.join", worker=self.name, session=self.id, info=self._info()
         )
@@ -122,8 +122,6 @@ class Session:
         self._job = self.connections[0].call("board.get", key=JOB)
         self._told_to = self.incarnations[0]
         self._note(joined)
-        for connection in self.connections:
-            connection.retry_timeout_seconds = self.timeouts.server
         if self.starts > 1:
             _logger.warning("%s is back, for the %d. time.", self.name, self.starts)
         beats = threading.Thread(
@@ -132,6 +130,15 @@ class Session:
         beats.start()
         self._joined = True
         atexit.register(self.leave)
+        # Only now the others: who cannot reach them tells the board, and hears of it.
+        greetings = [
+            self.submit(server, lambda connection: connection.call("hello"))
+            for server in range(len(self.connections))
+        ]
+        for greeting in greetings:
+            self.result(greeting)
+        for connection in self.connections:
+            connection.retry_timeout_seconds = self.timeouts.server
 
     # Tensors.
 
@@ -287,6 +294,8 @@ class Session:
 
     def require_going(self) -> None:
         """Raise if the job has failed."""
+        if self._mismatch is not None:
+            raise self._mismatch
         if self._failure is not None:
             raise ClusterError(f"{self.name}: the job has failed: {self._failure}")
 
@@ -338,6 +347,8 @@ class Session:
             except (ClusterError, ServerRefused) as error:
                 if not self._ended.is_set():
                     self._failure = str(error)
+                    if isinstance(error, ClusterMismatchError):
+                        self._mismatch = error
                 return
 
 

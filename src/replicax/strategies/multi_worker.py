@@ -11,7 +11,6 @@ import keras
 import numpy as np
 
 from replicax import fingerprints
-from replicax._version import __version__
 from replicax.cluster.agreement import agree
 from replicax.cluster.config import check_cluster
 from replicax.cluster.deadlines import Deadlines
@@ -33,6 +32,7 @@ from replicax.layouts import ModelSplit
 from replicax.program import Program
 from replicax.rehearsal import current_rehearsal
 from replicax.strategy import Strategy
+from replicax.versions import versions
 from replicax.waiting import Announced
 
 __all__ = ["MultiWorkerMirroredStrategy"]
@@ -227,11 +227,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             return
         variables = [internals.described(v) for v in program.variables]
         facts: dict[str, Any] = {
-            "versions": {
-                "replicax": __version__,
-                "jax": jax.__version__,
-                "keras": keras.__version__,
-            },
+            "versions": versions(),
             "the cluster": self._cluster_hash,
             "the function": program.name,
             "the variables": variables,

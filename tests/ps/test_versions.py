@@ -1,0 +1,88 @@
+"""Tasks of different versions of replicax are told apart when they meet."""
+
+import signal
+
+import pytest
+
+import replicax as rx
+import replicax.testing
+from replicax import _version
+
+pytest.importorskip("pyarrow")
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(150)]
+
+OTHER = "99.1.2"
+
+
+def task(other, version=OTHER):
+    """Join the others; the task `other` is of another version, and so it says."""
+    import json
+    import os
+
+    own = json.loads(os.environ["TF_CONFIG"])["task"]
+    if f"{own['type']}:{own['index']}" in other:
+        _version.__version__ = version
+    strategy = rx.ParameterServerStrategy(
+        startup_timeout_seconds=100, heartbeat_timeout_seconds=3, grace_seconds=100
+    )
+    print("joined", flush=True)
+    strategy.session.barrier("together")
+    return strategy.session.name
+
+
+def job(*other, num_workers=2):
+    return rx.testing.Cluster(
+        task,
+        tasks={"worker": num_workers, "ps": 2},
+        args=(other,),
+        deadline_seconds=90,
+    )
+
+
+def both_versions(text, one, another):
+    """Whether a text says who has which version."""
+    first = f"{one} has replicax {OTHER}" in text
+    return first and f"{another} has replicax {_version.__version__}" in text
+
+
+def test_a_chief_of_another_version_ends_the_job_at_once():
+    with job("worker:0") as cluster:
+        for name in ("worker:0", "worker:1", "ps:0", "ps:1"):
+            # Nobody waits for the 100 s of the start.
+            cluster.task(name).wait(timeout_seconds=60)
+        results = cluster.wait()
+    # Permanent: nobody starts it again.
+    assert results["worker:0"].exit_code == results["ps:0"].exit_code == 1
+    assert results["ps:1"].exit_code == 1
+    for name in ("worker:0", "ps:0", "ps:1", "worker:1"):
+        assert both_versions(results[name].output, "worker:0", "ps:0"), name
+    assert "ClusterMismatchError" in results["worker:0"].output
+    assert "Restart" not in results["worker:0"].output
+
+
+@pytest.mark.slow
+def test_a_server_of_another_version_ends_the_job_at_once():
+    with job("ps:1") as cluster:
+        for name in ("worker:0", "worker:1", "ps:0", "ps:1"):
+            cluster.task(name).wait(timeout_seconds=60)
+        results = cluster.wait()
+    for name in ("ps:0", "ps:1"):
+        assert results[name].exit_code == 1
+        assert both_versions(results[name].output, "ps:1", "ps:0")
+    for name in ("worker:0", "worker:1"):
+        assert results[name].exit_code
+        assert OTHER in results[name].output
+
+
+@pytest.mark.slow
+def test_another_worker_of_another_version_is_refused_alone():
+    with job("worker:2", num_workers=3) as cluster:
+        refused = cluster.task("worker:2")
+        assert refused.wait(timeout_seconds=60) == 1
+        assert both_versions(refused.output, "worker:2", "ps:0")
+        for name in ("worker:0", "worker:1", "ps:0", "ps:1"):
+            cluster.task(name).wait(timeout_seconds=60)
+        results = cluster.wait()
+    assert results["worker:0"].exit_code == results["worker:1"].exit_code == 0
+    assert both_versions(results["ps:0"].output, "worker:2", "ps:0")
+    assert signal.SIGKILL not in {-r.exit_code for r in results.values()}
