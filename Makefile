@@ -9,7 +9,7 @@ PIP_INSTALL := $(PY) -m pip install -qq --disable-pip-version-check --editable
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: bench demo docs test test-all lint format clean help
+.PHONY: bench demo docs soak test test-all lint format clean help
 
 demo: $(VENV)/.demo ## train on the digits data with two replicas; draws digits_mirrored.png
 	$(PY) examples/digits_mirrored.py --replicas 2
@@ -22,6 +22,9 @@ test-all: lint ## all checks and all tests, compiled as they are for users
 
 bench: $(VENV)/.test ## steps beside other libraries, into benchmarks/results; takes an hour
 	cd benchmarks && ../$(PY) -m bench --output results --peers ../.bench --resume
+
+soak: $(VENV)/.test ## long trainings whose processes are killed; takes half an hour
+	$(PY) benchmarks/soak.py
 
 docs: $(VENV)/.docs ## the site, into site/; fails on broken links
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet

@@ -6,6 +6,7 @@ steps hang; a process of its own shows that, and can be ended.
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -72,3 +73,23 @@ def test_collectives_in_flight_do_not_hang(num_devices) -> None:
 @pytest.mark.parametrize("num_devices", [2, 4, 8])
 def test_collectives_in_flight_do_not_hang_for_long(num_devices) -> None:
     soak(num_devices, num_steps=2000, timeout_s=800)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("job", ["devices", "workers", "servers"])
+def test_the_beginning_of_make_soak(job) -> None:
+    """Four kills in a row, after which the job has got on, are no crash loop."""
+    script = Path(__file__).parents[1] / "benchmarks" / "soak.py"
+    # So short a run is warming up for most of its time.
+    options = ("--steps-scale", "0.1", "--kills", "4", "--growth-limit", "0.5")
+    done = subprocess.run(
+        [sys.executable, str(script), "--only", job, *options],
+        capture_output=True,
+        text=True,
+        timeout=580,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert done.stdout.endswith("Nothing was lost, and nothing grows.\n")

@@ -141,3 +141,12 @@ def test_the_last_words_of_a_task(tmp_path: Path) -> None:
 def test_deadlines_are_positive_numbers(name: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"{name}_timeout_seconds must be a positive"):
         Deadlines(**{name: value})
+
+
+def test_progress_of_tasks_that_leave_no_report(tmp_path, monkeypatch) -> None:
+    assert FailureReport.last_progress(tmp_path) == -1
+    monkeypatch.setenv("REPLICAX_REPORT_DIR", str(tmp_path))
+    for task, steps in (("worker:0", 7), ("worker:1", 9), ("worker:1", 8)):
+        FailureReport.note_progress(task, steps)
+    assert FailureReport.last_progress(tmp_path) == 8
+    assert FailureReport.read_all(tmp_path) == []

@@ -210,6 +210,28 @@ def test_a_wrong_token_is_refused_at_once(server, how):
     assert server.connection.call("board.alive") == []
 
 
+@needs_reports
+def test_a_flood_of_idle_connections_hides_no_wrong_token(tmp_path):
+    token = new_token()
+    environment = {"REPLICAX_PS_TOKEN": token}
+    server = Server(tmp_path, environment, Credentials(token=token))
+    try:
+        with contextlib.ExitStack() as idle:
+            for _ in range(170):
+                idle.enter_context(plain(server)[0])
+            server.log_has(r"(?s)(Closed the connection.*){15}", seconds=10)
+        with server.connect(Credentials(token=new_token())) as stranger:
+            for _ in range(3):
+                with pytest.raises(ServerRefused, match="has the wrong token"):
+                    stranger.call("hello")
+        server.log_has(r"(?s)(has the wrong token. Refused; it came from 127.*){3}")
+    finally:
+        server.close()
+    log = server.log_path.read_text()
+    left_out = r"left out: 155 connections that stayed or sent without a token of 127"
+    assert re.search(left_out, log), log
+
+
 def test_no_token_opens_nothing(server):
     flight = wire.flight()
     descriptor = flight.FlightDescriptor.for_path("x")

@@ -85,9 +85,10 @@ def run_attempt(
             attempt = _Attempt(command, processes, console, signals, Path(folder))
             attempt.run()
         reports = FailureReport.read_all(Path(folder))
+        noted = FailureReport.last_progress(folder)
     return Outcome(
         failure=attempt.failure(reports),
-        progress=progress(reports),
+        progress=max(progress(reports), noted),
         signal=attempt.ending.signal,
     )
 

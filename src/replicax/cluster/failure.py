@@ -1,5 +1,6 @@
 """How a task of a cluster ends: exit codes, and the report it leaves behind."""
 
+import contextlib
 import dataclasses
 import enum
 import json
@@ -91,6 +92,28 @@ class FailureReport:
         part = path.with_suffix(f".{os.getpid()}.part")
         part.write_text(json.dumps(dataclasses.asdict(self)))
         part.replace(path)
+
+    @staticmethod
+    def note_progress(task: str, steps: int) -> None:
+        """Leave how far a task is there: one that is killed leaves no report.
+
+        Args:
+            task: The task, such as `"worker:1"`.
+            steps: Its steps, those of earlier attempts included where they are known.
+        """
+        folder = os.environ.get(REPORT_DIR)
+        if folder:
+            path = Path(folder) / f"{task.replace(':', '-')}.steps"
+            part = path.with_suffix(f".{os.getpid()}.part")
+            with contextlib.suppress(OSError):  # The launcher itself may be gone.
+                part.write_text(str(steps))
+                part.replace(path)
+
+    @staticmethod
+    def last_progress(folder: str | Path) -> int:
+        """The last step that any task has noted in a folder; -1: none has."""
+        noted = [int(path.read_text()) for path in Path(folder).glob("*.steps")]
+        return max(noted, default=-1)
 
     @classmethod
     def read_all(cls, folder: str | Path) -> list["FailureReport"]:

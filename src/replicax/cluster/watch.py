@@ -92,6 +92,8 @@ class Watch:
         self._frozen: int | None = None
         self._agreed = False
         self._ending = threading.Lock()
+        self._resumed_at = 0  # Steps of earlier attempts.
+        self._noted_steps = 0
         self._closed = threading.Event()
         self._publishing = threading.Lock()
         self._thread = threading.Thread(
@@ -124,6 +126,14 @@ class Watch:
             result: An array that it makes; None: it is done, or was not begun.
         """
         self._latest = (self._latest[0], result)
+
+    def resume_at(self, steps: int) -> None:
+        """Count on from the steps of earlier attempts; so it is seen that they got on.
+
+        Args:
+            steps: How many there were.
+        """
+        self._resumed_at = steps
 
     @property
     def has_stepped(self) -> bool:
@@ -219,6 +229,9 @@ class Watch:
             self._note_progress()
             if self._frozen is None and self._stop.requested:
                 self._frozen = self._stop.freeze()
+            if me.steps != self._noted_steps:
+                self._noted_steps = me.steps
+                FailureReport.note_progress(me.name, me.steps)
             self._counter += 1
             status = {
                 "beat": self._counter,
@@ -238,6 +251,7 @@ class Watch:
 
     def _note_progress(self) -> None:
         """Find out how far the devices are, without a wait."""
+<<<<<<< HEAD
         me, (number, result) = self._me, self._latest
         count, checksum, me.steps = self.log.latest()
         me.doing = self.log.last_name
@@ -245,6 +259,12 @@ class Watch:
         if (count, checksum) != me.log:
             me.log, me.moved_at = (count, checksum), time.monotonic()
         me.dispatched = number
+=======
+        me, (number, steps, result) = self._me, self._latest
+        if number != me.dispatched:
+            me.dispatched, me.moved_at = number, time.monotonic()
+            me.steps = self._resumed_at + steps
+>>>>>>> a5fd3c8 (Servers accuse no genuine task; warnings by kind and address; make soak; a job that gets on is no crash loop)
         if self._awaited[1] is _NOT_YET:
             self._awaited = (number, result)
         if _is_ready(self._awaited[1]):

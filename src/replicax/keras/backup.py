@@ -262,6 +262,8 @@ class _Run:
         position = Position(**progress["position"])
         self._epoch, self._step = position.epoch, position.step
         self._total = progress["total"]
+        if self._worker.watch is not None:
+            self._worker.watch.resume_at(self._total)
         self._first_epoch = progress["first_epoch"]
         self._initial = progress["initial"]
         past_epochs = position.epoch - (self._first_epoch or 0)

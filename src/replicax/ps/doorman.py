@@ -10,20 +10,27 @@ so that a scan of a millisecond is seen too.
 
 import contextlib
 import ipaddress
+import logging
 import os
 import socket
 import struct
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from urllib.parse import unquote
 
 from replicax.ps.limited_log import LimitedLog
 
-__all__ = ["Doorman", "peer_of"]
+__all__ = ["Doorman", "host_of", "peer_of"]
 
+_logger = logging.getLogger("replicax")
 _POLL_SECONDS = 0.05
 _FORGET_SECONDS = 60.0
+# A process that did not look for so long was stopped, or had no processor. Who came and
+# went meanwhile could not show a token, and those that wait are let in first.
+_PAUSE_SECONDS = 1.0
+_AFTER_PAUSE_SECONDS = 1.0
 _LINKS = os.path.isdir("/proc/self/fd")  # Linux, where they say what is a socket.
 _DESCRIPTORS = "/proc/self/fd" if _LINKS else "/dev/fd"
 # From the kernel's headers: sock_diag's groups of TCP sockets that were destroyed, the
@@ -44,6 +51,16 @@ def peer_of(text: str) -> str:
         ('192.0.2.7:50062', '[::1]:50062')
     """
     return _shown(_parse(text))
+
+
+def host_of(peer: str) -> str:
+    """The host of what `peer_of` returned.
+
+    Example:
+        >>> host_of("192.0.2.7:50062"), host_of("[::1]:50062")
+        ('192.0.2.7', '::1')
+    """
+    return peer.rpartition(":")[0].strip("[]")
 
 
 def _parse(text: str) -> Peer:
@@ -93,6 +110,12 @@ class Doorman:
         self._strangers: dict[Peer, float] = {}  # When each was first seen.
         self._reported: dict[Peer, float] = {}  # When each was reported.
         self._closing = threading.Event()
+        self._looked_at = time.monotonic()
+        self._was_away_until = 0.0
+        # Connections that ended while this process stood still.
+        self._unseen: list[str] = []
+        # A server that was here before may have left some, which end only now.
+        self._earlier = _peers_of_port(port)
         self._ends = _connection_ends()
         self._thread = threading.Thread(
             target=self._watch, name=f"replicax-ps-doorman-{port}", daemon=True
@@ -121,10 +144,18 @@ class Doorman:
             sock.close()
             if not self._is_accepted(peer):
                 peers.append(peer)
-        with self._lock:
-            self._reported.update(dict.fromkeys(peers, time.monotonic()))
+        if len(peers) == 1:
+            with self._lock:
+                self._reported[peers[0]] = time.monotonic()
         text = " or ".join(_shown(peer) for peer in peers[:8]) or "an unknown address"
-        self._log.warn(f"{what} Refused; it came from {text}.")
+        if len(peers) > 8:
+            text += f" or {len(peers) - 8} others"
+        hosts = {host for host, _ in peers}
+        self._log.warn(
+            "calls without the right token",
+            hosts.pop() if len(hosts) == 1 else "one of several addresses",
+            f"{what} Refused; it came from {text}.",
+        )
         return text
 
     def disconnect(self) -> None:
@@ -147,9 +178,27 @@ class Doorman:
 
     def _watch(self) -> None:
         while not self._closing.wait(_POLL_SECONDS):
+            self._notice_pause()
             self._look_at_connections()
             self._take_ends()
+            self._log.tick()
         self._take_ends()
+
+    def _notice_pause(self) -> None:
+        now = time.monotonic()
+        away = now - self._looked_at
+        self._looked_at = now
+        if away > _PAUSE_SECONDS:
+            self._was_away_until = now + _AFTER_PAUSE_SECONDS
+            self._strangers.clear()  # Their time begins now.
+        elif self._unseen and now > self._was_away_until:
+            _logger.info(
+                "%d connections to port %d ended while this process stood still: %s.",
+                len(self._unseen),
+                self._port,
+                ", ".join(self._unseen[:8]),
+            )
+            self._unseen.clear()
 
     def _look_at_connections(self) -> None:
         now = time.monotonic()
@@ -180,8 +229,10 @@ class Doorman:
             self._reported[peer] = now
         if not told or size > self._stranger_bytes:
             self._log.warn(
+                "connections that stayed or sent without a token",
+                peer[0],
                 f"Closed the connection from {_shown(peer)} to port {self._port}: it "
-                f"sent {size} bytes in {age:.1f} s and no valid token."
+                f"sent {size} bytes in {age:.1f} s and no valid token.",
             )
 
     def _take_ends(self) -> None:
@@ -193,7 +244,11 @@ class Doorman:
             except BlockingIOError:
                 return
             except OSError as error:  # ENOBUFS: there were more than fit.
-                self._log.warn(f"Some ends of connections were not seen: {error}.")
+                self._log.warn(
+                    "lost reports",
+                    "the system",
+                    f"Some ends of connections were not seen: {error}.",
+                )
                 return
             self._take_end(message)
 
@@ -211,12 +266,41 @@ class Doorman:
         with self._lock:
             told = self._reported.pop(peer, None) is not None
             known = self._accepted.pop(peer, None) is not None
-        self._strangers.pop(peer, None)
-        if not known and not told:
+        came = self._strangers.pop(peer, None)
+        if peer in self._earlier:
+            self._earlier.discard(peer)
+        elif known or told:
+            pass
+        elif (came or time.monotonic()) < self._was_away_until:
+            self._unseen.append(_shown(peer))
+        else:
             self._log.warn(
+                "connections that ended without a token",
+                peer[0],
                 f"A connection from {_shown(peer)} to port {self._port} ended after "
-                f"{_bytes_in(message)} bytes without a valid token."
+                f"{_bytes_in(message)} bytes without a valid token.",
             )
+
+
+def _peers_of_port(port: int) -> set[Peer]:
+    """The other ends of connections to a port that the system still has; on Linux."""
+    found = set()
+    for name in ("tcp", "tcp6"):
+        try:
+            lines = Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for line in lines:
+            here, there = line.split()[1:3]
+            if int(here.rpartition(":")[2], 16) == port:
+                host, _, peer_port = there.partition(":")
+                # In words of 4 bytes, each in this machine's order.
+                words = struct.unpack(f">{len(host) // 8}I", bytes.fromhex(host))
+                packed = struct.pack(f"={len(words)}I", *words)
+                kind = socket.AF_INET if len(words) == 1 else socket.AF_INET6
+                address = _plain(socket.inet_ntop(kind, packed))
+                found.add((address, int(peer_port, 16)))
+    return found
 
 
 def _forget(times: dict[Peer, float], before: float) -> None:

@@ -1,27 +1,34 @@
-"""Warnings that strangers can cause, at most so many a minute."""
+"""Warnings that strangers can cause, at most so many of a kind a minute."""
 
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 
 __all__ = ["LimitedLog"]
 
 _logger = logging.getLogger("replicax")
+_MINUTE = 60.0
+_SHOWN = 8  # Addresses in a summary.
 
 
 class LimitedLog:
     """Warnings of the `replicax` logger, of which a flood cannot fill a disk.
 
+    Each kind of warning has its own limit, and so has each address within it: a flood
+    of one kind, or from one address, hides no other. What is left out is counted by
+    both.
+
     Args:
-        per_minute: How many are written in a minute. Of the others only the number is,
-            with the first warning of a later minute or at `flush`.
+        per_minute: How many of a kind are written in a minute; from one address a
+            quarter of them.
         now: Tells the time in seconds.
 
     Example:
-        >>> log = LimitedLog(per_minute=2)
+        >>> log = LimitedLog(per_minute=8)
         >>> for _ in range(5):
-        ...     log.warn("refused a call from 192.0.2.7")
+        ...     log.warn("idle connections", "192.0.2.7", "closed one from 192.0.2.7")
         >>> log.unwritten
         3
     """
@@ -33,29 +40,53 @@ class LimitedLog:
         self._now = now
         self._lock = threading.Lock()
         self._minute_began = now()
-        self._written = 0
-        self.unwritten = 0
+        self._written: Counter[tuple[str, ...]] = Counter()
+        self._left_out: Counter[tuple[str, str]] = Counter()
 
-    def warn(self, message: str) -> None:
-        """Write a warning, or count it."""
+    @property
+    def unwritten(self) -> int:
+        """How many warnings of this minute were left out."""
+        return self._left_out.total()
+
+    def warn(self, kind: str, address: str, message: str) -> None:
+        """Write a warning, or count it.
+
+        Args:
+            kind: What it is of, in the plural, such as `"idle connections"`.
+            address: The host that caused it.
+            message: The warning.
+        """
+        self.tick()
         with self._lock:
-            late = self._now() - self._minute_began >= 60
-            if late:
-                self._minute_began = self._now()
-                self._written = 0
-            write = self._written < self._per_minute
+            of_address = self._written[kind, address]
+            write = self._written[(kind,)] < self._per_minute and of_address < max(
+                1, self._per_minute // 4
+            )
             if write:
-                self._written += 1
+                self._written.update([(kind,), (kind, address)])
             else:
-                self.unwritten += 1
-        if late:
-            self.flush()
+                self._left_out[kind, address] += 1
         if write:
             _logger.warning("%s", message)
 
-    def flush(self) -> None:
-        """Write how many warnings were only counted, if any."""
+    def tick(self) -> None:
+        """Begin a new minute, if it is time; to be called now and then."""
         with self._lock:
-            count, self.unwritten = self.unwritten, 0
-        if count:
-            _logger.warning("%d more such warnings were left out.", count)
+            late = self._now() - self._minute_began >= _MINUTE
+            if late:
+                self._minute_began = self._now()
+                self._written.clear()
+        if late:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write how many warnings were only counted, by kind and address."""
+        with self._lock:
+            counts, self._left_out = self._left_out, Counter()
+        if not counts:
+            return
+        most = counts.most_common(_SHOWN)
+        shown = [f"{n} {kind} of {who}" for (kind, who), n in most]
+        if rest := counts.total() - sum(n for _, n in most):
+            shown.append(f"{rest} others")
+        _logger.warning("Warnings that were left out: %s.", ", ".join(shown))

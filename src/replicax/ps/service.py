@@ -23,7 +23,7 @@ from replicax.errors import ClusterError
 from replicax.ps import wire
 from replicax.ps.actions import Actions, Refused, methods_of
 from replicax.ps.credentials import Credentials
-from replicax.ps.doorman import Doorman, peer_of
+from replicax.ps.doorman import Doorman, host_of, peer_of
 from replicax.ps.limited_log import LimitedLog
 from replicax.ps.operations import StreamOperation, TensorStore, store_operations
 from replicax.versions import versions as own_versions
@@ -253,7 +253,11 @@ class Service:
         return self._refusal(peer_of(peer), error)
 
     def _refusal(self, peer: str, error: Exception) -> Exception:
-        self._log.warn(f"Refused a message from {peer}: {error}.")
+        self._log.warn(
+            "refused messages",
+            host_of(peer),
+            f"Refused a message from {peer}: {error}.",
+        )
         self._on_event("refused", {"peer": peer, "why": str(error)})
         detail = json.dumps({"error": str(error), "kind": type(error).__name__})
         return wire.flight().FlightServerError(
@@ -264,7 +268,11 @@ class Service:
         """An exception for the caller; what nobody foresaw is logged whole."""
         foreseen = (ValueError, LookupError, RuntimeError, TimeoutError)
         if isinstance(error, foreseen):
-            self._log.warn(f"{what!r:.80} of {peer} failed: {error}")
+            self._log.warn(
+                "failed messages",
+                host_of(peer),
+                f"{what!r:.80} of {peer} failed: {error}",
+            )
         else:
             _logger.error("%r of %s failed.", what, peer, exc_info=error)
         return {"error": str(error), "kind": type(error).__name__}
