@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from replicax._version import versions
 from replicax.cluster.addresses import parse_address
 from replicax.errors import ClusterError, ClusterMismatchError
 from replicax.ps import wire
 from replicax.ps.credentials import Credentials
 from replicax.ps.watchdog import Watchdog
-from replicax.versions import versions
 
 __all__ = ["Connection", "ConnectionLost", "ServerRefused"]
 

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from replicax._version import versions as own_versions
 from replicax.cluster.addresses import Address, parse_address
 from replicax.errors import ClusterError
 from replicax.ps import wire
@@ -26,7 +27,6 @@ from replicax.ps.credentials import Credentials
 from replicax.ps.doorman import Doorman, host_of, peer_of
 from replicax.ps.limited_log import LimitedLog
 from replicax.ps.operations import StreamOperation, TensorStore, store_operations
-from replicax.versions import versions as own_versions
 
 __all__ = ["Service", "VersionMismatch", "memory_bytes"]
 

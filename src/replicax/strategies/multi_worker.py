@@ -11,6 +11,7 @@ import keras
 import numpy as np
 
 from replicax import fingerprints
+from replicax._version import versions
 from replicax.cluster.agreement import agree
 from replicax.cluster.config import check_cluster
 from replicax.cluster.deadlines import Deadlines
@@ -32,7 +33,6 @@ from replicax.layouts import ModelSplit
 from replicax.program import Program
 from replicax.rehearsal import current_rehearsal
 from replicax.strategy import Strategy
-from replicax.versions import versions
 from replicax.waiting import Announced
 
 __all__ = ["MultiWorkerMirroredStrategy"]
