@@ -251,20 +251,14 @@ class Watch:
 
     def _note_progress(self) -> None:
         """Find out how far the devices are, without a wait."""
-<<<<<<< HEAD
         me, (number, result) = self._me, self._latest
-        count, checksum, me.steps = self.log.latest()
+        count, checksum, steps = self.log.latest()
+        me.steps = self._resumed_at + steps
         me.doing = self.log.last_name
         me.waiting = self.waiting
         if (count, checksum) != me.log:
             me.log, me.moved_at = (count, checksum), time.monotonic()
         me.dispatched = number
-=======
-        me, (number, steps, result) = self._me, self._latest
-        if number != me.dispatched:
-            me.dispatched, me.moved_at = number, time.monotonic()
-            me.steps = self._resumed_at + steps
->>>>>>> a5fd3c8 (Servers accuse no genuine task; warnings by kind and address; make soak; a job that gets on is no crash loop)
         if self._awaited[1] is _NOT_YET:
             self._awaited = (number, result)
         if _is_ready(self._awaited[1]):
