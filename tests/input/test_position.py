@@ -1,5 +1,8 @@
 """Where an iterator of a distributed dataset is, and going there again."""
 
+from typing import Any
+
+import grain
 import numpy as np
 import pytest
 
@@ -22,7 +25,53 @@ def test_the_rest_of_an_epoch(num_taken: int, prefetch: int) -> None:
     other.set_state(state)
     assert [np.asarray(batch).tolist() for batch in other] == rest
     assert len(rest) == 7 - num_taken
-    assert other.get_state() == {"num_batches": 7}
+    assert other.get_state() == {"iteration": 0, "num_batches": 7}
+
+
+def rows(batches) -> list[int]:
+    return [int(x) for batch in batches for x in np.asarray(batch).ravel()]
+
+
+def shuffled(seed: int = 5) -> Any:
+    return grain.MapDataset.range(12).shuffle(seed=seed)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_each_iteration_has_its_order(prefetch: int, devices: int) -> None:
+    strategy = rx.MirroredStrategy([f"cpu:{i}" for i in range(devices)])
+
+    def made() -> Any:
+        return strategy.experimental_distribute_dataset(
+            shuffled().batch(4), prefetch=prefetch
+        )
+
+    data = made()
+    orders = [rows(data) for _ in range(3)]
+    assert len(set(map(tuple, orders))) == 3
+    assert all(sorted(order) == list(range(12)) for order in orders)
+    assert orders == [list(x) for x in np.reshape(list(shuffled().repeat(3)), (3, 12))]
+    # Of data that goes on later, also in another process.
+    iterator = iter(data)
+    next(iterator)
+    state = iterator.get_state()
+    rest, later = rows(iterator), rows(data)
+    data = made()
+    restored = iter(data)
+    restored.set_state(state)
+    assert rows(restored) == rest
+    assert rows(data) == later
+    assert state == {"iteration": 3, "num_batches": 1}
+
+
+def test_one_order_and_datasets_that_a_function_makes() -> None:
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+    fixed = shuffled().batch(4).repeat(1, reseed_each_epoch=False)
+    data = strategy.experimental_distribute_dataset(fixed)
+    assert rows(data) == rows(data) == list(shuffled())
+    data = strategy.distribute_datasets_from_function(lambda _: shuffled().batch(2))
+    assert rows(data) == list(shuffled())
+    assert rows(data) == list(shuffled().repeat()[12:24])
 
 
 def test_a_state_of_something_else_is_refused() -> None:

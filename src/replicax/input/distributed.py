@@ -43,7 +43,12 @@ _AXIS = "replica"
 
 
 class _Distributed(ABC):
-    """What both kinds share: placing batches on devices, ahead of the training step."""
+    """What both kinds share: placing batches on devices, ahead of the training step.
+
+    Attributes:
+        iteration: The number of the next iteration that begins. A shuffled Grain
+            dataset has another order in each.
+    """
 
     def __init__(
         self,
@@ -72,27 +77,33 @@ class _Distributed(ABC):
         self._num_local = self._num_replicas // self._share.count
         self._name = self._share.new_stream(caller)
         self._num_epochs = 0
+        self.iteration = 0
         self._sharding = NamedSharding(mesh, PartitionSpec(_AXIS))
         self._element_spec: Any = None
         self._reported: set[int] = set()
         self._previous: Producer | None = None
 
     @abstractmethod
-    def _splits(self, stream: dict[str, Any]) -> Generator[Split]:
+    def _splits(self, iteration: int, stream: dict[str, Any]) -> Generator[Split]:
         """One epoch's batches for this worker's replicas, still on the host.
 
         Args:
+            iteration: Which of its orders a shuffled dataset has.
             stream: Keywords of `Share.in_step` that this epoch's call takes.
         """
 
-    def host_batches(self) -> Generator[Any]:
-        """One epoch's batches for this worker, `[rows, ...]`, on the host."""
+    def host_batches(self, iteration: int = 0) -> Generator[Any]:
+        """One epoch's batches for this worker, `[rows, ...]`, on the host.
+
+        Args:
+            iteration: Which of its orders a shuffled dataset has.
+        """
         if self._remainder is Remainder.PAD:
             raise ValueError(
                 f"{type(self).__name__}: remainder='pad' makes (batch, mask) pairs, "
                 "which fit cannot take. Use remainder='drop'."
             )
-        with closing(self._splits(self._stream(lambda: False))) as splits:
+        with closing(self._splits(iteration, self._stream(lambda: False))) as splits:
             for split in splits:
                 if split.batch is not None:
                     yield jax.tree.map(_joined, split.batch)
@@ -121,13 +132,17 @@ class _Distributed(ABC):
 
     def __iter__(self) -> DistributedIterator:
         """Start an epoch; a thread places batches ahead of the consumer."""
-        return DistributedIterator(self._start, taking=self._share.taking(self._name))
+        return DistributedIterator(
+            self._start, self.iteration, taking=self._share.taking(self._name)
+        )
 
-    def _start(self, num_skipped: int) -> Iterator[Any]:
+    def _start(self, iteration: int, num_skipped: int) -> Iterator[Any]:
+        self.iteration = iteration + 1
         previous, own = self._previous, []
         stream = self._stream(lambda: any(producer.stopped for producer in own))
         iterator = prefetch(
-            lambda: self._epoch(previous, stream, num_skipped), self._prefetch
+            lambda: self._epoch(previous, iteration, stream, num_skipped),
+            self._prefetch,
         )
         self._previous = getattr(iterator, "producer", None)
         if self._previous is not None:
@@ -135,14 +150,18 @@ class _Distributed(ABC):
         return iterator
 
     def _epoch(
-        self, previous: Producer | None, stream: dict[str, Any], num_skipped: int
+        self,
+        previous: Producer | None,
+        iteration: int,
+        stream: dict[str, Any],
+        num_skipped: int,
     ) -> Generator[Any]:
         if previous is not None:
             # An epoch that was left early may still be reading: the same dataset object
             # should not be used from two threads.
             previous.join_if_stopped()
         num_dropped = 0
-        with closing(self._splits(stream)) as splits:
+        with closing(self._splits(iteration, stream)) as splits:
             for split in splits:
                 num_dropped += split.num_dropped
                 if split.batch is None:
@@ -246,7 +265,7 @@ class DistributedDataset(_Distributed):
             number -= 0 < num_last < self._num_replicas and number > 1
         return self._share.num_steps(number)
 
-    def _start(self, num_skipped: int) -> Iterator[Any]:
+    def _start(self, iteration: int, num_skipped: int) -> Iterator[Any]:
         if self._started and is_one_shot(self._dataset):
             raise RuntimeError(
                 f"DistributedDataset: this {type(self._dataset).__name__} was iterated "
@@ -254,10 +273,10 @@ class DistributedDataset(_Distributed):
                 "each epoch, such as the generator function itself."
             )
         self._started = True
-        return super()._start(num_skipped)
+        return super()._start(iteration, num_skipped)
 
-    def _splits(self, stream: dict[str, Any]) -> Generator[Split]:
-        with closing(batches(self._dataset, self._batch_size)) as source:
+    def _splits(self, iteration: int, stream: dict[str, Any]) -> Generator[Split]:
+        with closing(batches(self._dataset, self._batch_size, iteration)) as source:
             if self._is_own:
                 pieces = self._divided(self._pieces(source), self._num_local)
                 yield from self._share.in_step(
@@ -350,14 +369,15 @@ class DistributedDatasetFromFunction(_Distributed):
         self._fn = fn
         self._context = context
 
-    def _splits(self, stream: dict[str, Any]) -> Generator[Split]:
+    def _splits(self, iteration: int, stream: dict[str, Any]) -> Generator[Split]:
         yield from self._share.in_step(
-            self._groups(), **stream, same_data=False, size_of=_num_examples
+            self._groups(iteration), **stream, same_data=False, size_of=_num_examples
         )
 
-    def _groups(self) -> Generator[Split]:
+    def _groups(self, iteration: int) -> Generator[Split]:
         num_replicas = self._num_local
-        with closing(batches(self._fn(self._context))) as source:
+        dataset = self._fn(self._context)
+        with closing(batches(dataset, iteration=iteration)) as source:
             for index in itertools.count():
                 group = own_copies(itertools.islice(source, num_replicas), num_replicas)
                 if not group:

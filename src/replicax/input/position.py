@@ -14,24 +14,28 @@ class DistributedIterator(Iterator[Any]):
 
     Its position can be saved, as by `rx.Checkpoint(iterator=iterator)`: a later
     iterator over the same data that is set to it yields exactly the batches that this
-    one had left, on any number of workers.
+    one had left, on any number of workers. Iterations that begin after it have the
+    orders that they would have had.
 
     Args:
-        start: Starts the epoch after so many batches.
+        start: Starts an iteration, by its number, after so many batches.
+        iteration: The number of this one, of those of the dataset.
         num_batches: Where to begin.
         taking: Called before a batch is taken.
     """
 
     def __init__(
         self,
-        start: Callable[[int], Iterator[Any]],
+        start: Callable[[int, int], Iterator[Any]],
+        iteration: int,
         num_batches: int = 0,
         taking: Callable[[], None] = lambda: None,
     ) -> None:
         self._start = start
         self._taking = taking
+        self._iteration = iteration
         self._num_taken = num_batches
-        self._source = start(num_batches)
+        self._source = start(iteration, num_batches)
         self._is_new = True
 
     def __next__(self) -> Any:
@@ -51,8 +55,8 @@ class DistributedIterator(Iterator[Any]):
         close_iterator(self._source)
 
     def get_state(self) -> dict[str, int]:
-        """The position: the number of batches that were taken."""
-        return {"num_batches": self._num_taken}
+        """The position: which iteration it is, and how many batches were taken."""
+        return {"iteration": self._iteration, "num_batches": self._num_taken}
 
     def set_state(self, state: Mapping[str, int]) -> None:
         """Go to a position of an epoch over the same data.
@@ -64,14 +68,17 @@ class DistributedIterator(Iterator[Any]):
             ValueError: If it is no such state.
         """
         number = state.get("num_batches")
-        if not isinstance(number, int) or number < 0:
+        iteration = state.get("iteration", self._iteration)
+        if not all(isinstance(n, int) and n >= 0 for n in (number, iteration)):
             raise ValueError(
-                "DistributedIterator.set_state: expected {'num_batches': n} as "
-                f"get_state returns it; got {state!r}."
+                "DistributedIterator.set_state: expected {'iteration': k, "
+                f"'num_batches': n}} as get_state returns it; got {state!r}."
             )
-        if number == self._num_taken:
+        assert number is not None
+        if (iteration, number) == (self._iteration, self._num_taken):
             return
         self.close()
-        self._source = self._start(number)
+        self._iteration = iteration
+        self._source = self._start(iteration, number)
         self._is_new = True
         self._num_taken = number

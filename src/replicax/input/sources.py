@@ -18,6 +18,7 @@ from jax import numpy as jnp
 from jax import tree_util
 
 from replicax.input.prefetch import close_iterator
+from replicax.input.reshuffle import reshuffled
 from replicax.input.split import leading_size, leaf_name, refuse_ragged
 from replicax.row_arrays import RowArray, as_rows, by_rows, is_one_array
 
@@ -37,7 +38,9 @@ _GRAIN_READS_AHEAD = 16
 _ENDLESS = 2**40
 
 
-def batches(dataset: Any, batch_size: int | None = None) -> Generator[Any]:
+def batches(
+    dataset: Any, batch_size: int | None = None, iteration: int = 0
+) -> Generator[Any]:
     """Iterate over one epoch of `dataset`, from its start.
 
     Args:
@@ -47,6 +50,7 @@ def batches(dataset: Any, batch_size: int | None = None) -> Generator[Any]:
             Or the data itself: an array, or a tuple or dict of `[N, ...]` arrays.
         batch_size: `B`, for arrays only: how many rows make a batch. The last batch may
             have fewer.
+        iteration: Which of its orders a shuffled Grain dataset is read in, from 0.
 
     Returns:
         A generator of pytrees of arrays; slices of given arrays are views.
@@ -59,7 +63,7 @@ def batches(dataset: Any, batch_size: int | None = None) -> Generator[Any]:
         RuntimeError: While iterating, if a generator object was used up before.
     """
     check_dataset(dataset, batch_size)
-    return _arrays_only(dataset, batch_size)
+    return _arrays_only(dataset, batch_size, iteration)
 
 
 def raw_batches(dataset: Any) -> Iterator[Any]:
@@ -131,8 +135,10 @@ def num_batches(dataset: Any, batch_size: int | None = None) -> int | None:
     return number if number < _ENDLESS else None
 
 
-def _arrays_only(dataset: Any, batch_size: int | None) -> Generator[Any]:
-    iterator = _open(dataset, batch_size)
+def _arrays_only(
+    dataset: Any, batch_size: int | None, iteration: int
+) -> Generator[Any]:
+    iterator = _open(dataset, batch_size, iteration)
     is_empty = True
     try:
         for batch in iterator:
@@ -148,7 +154,8 @@ def _arrays_only(dataset: Any, batch_size: int | None) -> Generator[Any]:
         )
 
 
-def _open(dataset: Any, batch_size: int | None) -> Iterator[Any]:
+def _open(dataset: Any, batch_size: int | None, iteration: int = 0) -> Iterator[Any]:
+    dataset = reshuffled(dataset, iteration)
     if is_arrays(dataset):
         check_dataset(dataset, batch_size)
         return _slices(jax.tree.map(_off_mesh, by_rows(dataset)), batch_size or 1)
@@ -164,7 +171,7 @@ def _open(dataset: Any, batch_size: int | None) -> Iterator[Any]:
     if _comes_from(dataset, "torch"):
         return _tuples(iter(dataset))
     if callable(dataset) and not isinstance(dataset, Iterable):
-        return _open(dataset(), batch_size)
+        return _open(dataset(), batch_size, iteration)
     return iter(dataset)
 
 

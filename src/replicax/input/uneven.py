@@ -1,6 +1,7 @@
 """Per-replica batches of which the last ones need not be enough for all replicas."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Generator
 from contextlib import closing
@@ -37,14 +38,15 @@ class UnevenBatches(DistributedDatasetFromFunction):
 
     def iterate(self, num_skipped: int = 0) -> DistributedIterator:
         """An epoch's batches after the first `num_skipped` steps."""
-        return DistributedIterator(self._start, num_skipped)
+        return DistributedIterator(self._start, self.iteration, num_skipped)
 
-    def _groups(self) -> Generator[Split]:
+    def _groups(self, iteration: int) -> Generator[Split]:
         if self._share.count > 1:
-            yield from super()._groups()
+            yield from super()._groups(iteration)
             return
         size = self._num_local
-        with closing(batches(lambda: self._fn(self._context))) as source:
+        make = functools.partial(self._fn, self._context)
+        with closing(batches(make, iteration=iteration)) as source:
             for _, alike in itertools.groupby(source, _shapes):
                 while group := own_copies(itertools.islice(alike, size), size):
                     yield self._step(group)

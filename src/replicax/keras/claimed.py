@@ -59,6 +59,8 @@ class ClaimedSteps:
         self._name = f"fit {number}"
         self._epoch = 0  # Counted from the first one of this `fit`.
         self._source: Source | None = None
+        # Of those over shuffled data, the one that `_source` belongs to.
+        self._iteration: int | None = self._next_iteration
         self._first = 0  # The epoch's first batch, of those of `_source`.
         self._length: int | None = None  # Of an epoch that is over.
         self._stops = False  # Whether anybody stopped in the middle of the epoch.
@@ -232,6 +234,7 @@ class ClaimedSteps:
         self._strategy.publish_rate(self._model.optimizer)
         message = {
             "random": random_state(),
+            "iteration": self._iteration,
             "num_updates": self._strategy.num_updates,
             "num_assigned": self._strategy.remote.num_assigned,
             "model": _described(self._model),
@@ -252,7 +255,14 @@ class ClaimedSteps:
             )
         return message
 
+    @property
+    def _next_iteration(self) -> int | None:
+        """The number of the next iteration over the data; None: it counts none."""
+        return getattr(self._iterator.data_adapter, "iteration", None)
+
     def _begin_epoch(self) -> None:
+        if self._source is None:
+            self._iteration = self._next_iteration
         if self._session.is_chief:
             self._say()
         message = self._heard()
@@ -275,6 +285,7 @@ class ClaimedSteps:
             backups=strategy.backup_workers,
         )
         if self._source is None:
+            self._set_iteration(message["iteration"])
             self._source = Source(iterator.data_adapter)
         self._length = None
         self._stops = False
@@ -291,6 +302,13 @@ class ClaimedSteps:
         self._first += steps or 0
         if not steps or is_short or (number and self._first >= number):
             self._source, self._first = None, 0
+            if self._iteration is not None:
+                self._set_iteration(self._iteration + 1)
+
+    def _set_iteration(self, number: int | None) -> None:
+        self._iteration = number
+        if number is not None:
+            self._iterator.data_adapter.iteration = number
 
     # Tickets.
 

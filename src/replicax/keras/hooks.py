@@ -81,7 +81,9 @@ from replicax.keras import (
 from replicax.keras.adapters import (
     DistributedAdapter,
     fixed_number_of_batches,
+    uncounted,
     with_adapters,
+    with_training_data,
 )
 from replicax.keras.batches import opened
 from replicax.keras.internals import (
@@ -271,6 +273,8 @@ def _in_scope(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     if original.__name__ in _WITH_DATA:
         # Shuffling depends on it.
         strategy.synchronize_random_state(_described(original, model, args, kwargs))
+        if original.__name__ == "fit":
+            args, kwargs = with_training_data(original, model, args, kwargs)
         args, kwargs = with_adapters(args, kwargs)
     elif original.__name__ != "compile" and _has_foreign((args, kwargs)):
         args, kwargs = jax.tree.map(whole, (args, kwargs))
@@ -356,7 +360,8 @@ def _symbolic_build(
     original: Any, model: Any, iterator: Any = None, data_batch: Any = None
 ) -> None:
     session, strategy = getattr(model, "_replicax_fit", None), _strategy_of(model)
-    with Announced(f"building model {model.name!r}"):
+    adapter = getattr(iterator, "data_adapter", None)
+    with Announced(f"building model {model.name!r}"), uncounted(adapter):
         if strategy is None or building.has_call(model):
             original(model, iterator=iterator, data_batch=data_batch)
         else:

@@ -17,6 +17,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from replicax.input.reshuffle import Iteration
 from replicax.keras import internals
 from replicax.report.recorder import Recorder
 from replicax.scope import current_strategy
@@ -86,6 +87,8 @@ class Position:
             data, which may go on over several epochs; None: a new one is due.
         consumed: Batches trained on in this iteration.
         drawn: Batches taken from the data in this iteration, some of them for later.
+        iteration: The number of this iteration, or of the one that is due; None: the
+            data does not count them.
         now: The random state.
         num_batches: What Keras found out about the length of the data.
     """
@@ -98,6 +101,7 @@ class Position:
     drawn: int
     now: RandomState
     num_batches: int | None
+    iteration: int | None = None
 
 
 def random_state() -> RandomState:
@@ -180,7 +184,12 @@ class TrackedData:
             drawn=stream.drawn if stream and goes_on else 0,
             now=random_state(),
             num_batches=internals.known_length(self._epoch_iterator),
+            iteration=self._iteration(is_begun=stream is not None and goes_on),
         )
+
+    def _iteration(self, *, is_begun: bool) -> int | None:
+        number = getattr(self.adapter, "iteration", None)
+        return number if number is None else number - is_begun
 
     def go_to(self, position: Position) -> None:
         """Make Keras' next epoch begin at a position.
@@ -197,6 +206,8 @@ class TrackedData:
             )
         internals.set_known_length(self._epoch_iterator, position.num_batches)
         set_random_state(position.now)
+        if position.iteration is not None and hasattr(self.adapter, "iteration"):
+            self.adapter.iteration = position.iteration
         if position.data_began is not None:
             self.pending = position
 
@@ -303,6 +314,8 @@ class _Stream:
 def _skipping(data: TrackedData, number: int) -> Iterator[Any]:
     """The batches of an iteration after the first `number`."""
     source = data.source()
+    if isinstance(source, Iteration):
+        source = source.begin()
     grain = sys.modules.get("grain")
     if grain is not None and isinstance(source, grain.MapDataset):
         return iter(source[number:])

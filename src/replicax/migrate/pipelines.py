@@ -27,8 +27,12 @@ from replicax.migrate.streams import (
 __all__ = ["MAPPED", "plan_pipelines"]
 
 _SHUFFLED = (
-    "Grain shuffles all examples by a fixed seed, not a buffer of them; each epoch "
-    "begins the dataset anew, in the same order"
+    "Grain shuffles all examples by the seed and the number of the epoch, not a buffer "
+    "of them"
+)
+_ONE_ORDER = (
+    "for one order in all epochs end the pipeline with "
+    "`.repeat(1, reseed_each_epoch=False)`"
 )
 
 
@@ -191,7 +195,9 @@ def _shuffle(script: Script, call: cst.Call, updated: cst.Call) -> cst.BaseExpre
     is_ported = [a for a in call.args if a.keyword and a.keyword.value == "seed"]
     if is_ported and len(call.args) == 1:
         return updated
-    script.note(call, _SHUFFLED)
+    once = argument(updated.args, 2, "reshuffle_each_iteration")
+    keeps = once is not None and script.code(once.value) != "True"
+    script.note(call, f"{_SHUFFLED}; {_ONE_ORDER}" if keeps else _SHUFFLED)
     value = seed.value if seed is not None else cst.Integer("0")
     return updated.with_changes(args=[keyword("seed", value)])
 
