@@ -232,6 +232,7 @@ def part_of_a_py_dataset_in_each_epoch(strategy):
 @slow_case
 def grain_dataset(strategy):
     rows = grain.MapDataset.range(NUM).seed(5).shuffle().batch(32)
+    rows = rows.repeat(1, reseed_each_epoch=False)  # As in plain Keras.
     model = classifier()
     return outcome(
         model, model.fit(rows.map(lambda i: (X[i], Y[i])), epochs=2, verbose=0)

@@ -249,13 +249,17 @@ AS_ONE_DEVICE = [
     synchronized_batch_normalization,
     validation_split_and_single_batches,
     a_shuffled_py_dataset,
-    a_grain_dataset,
     generators,
-    images_of_a_folder,
     masked_and_weighted_steps,
     sparse_inputs,
 ]
-AS_FOUR_REPLICAS = [dropout_and_replica_statistics, sparse_data_of_each_worker]
+# Plain Keras has the same order in each epoch.
+AS_FOUR_REPLICAS = [
+    dropout_and_replica_statistics,
+    sparse_data_of_each_worker,
+    a_grain_dataset,
+    images_of_a_folder,
+]
 SOME = [adam_with_all_that_fit_takes, dropout_and_replica_statistics]
 OPERATIONS = {
     "hierarchical": rx.HierarchicalCopyAllReduce(),

@@ -135,10 +135,18 @@ def with_adapters(
 
 
 def with_training_data(
-    fit: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    method: Callable[..., Any],
+    model: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of `fit`, with an adapter for data that it is to reshuffle."""
-    call = inspect.signature(fit).bind(model, *args, **kwargs)
+    """The arguments of `fit`, with an adapter for data that it is to reshuffle.
+
+    Those of other methods are returned as they are.
+    """
+    if method.__name__ != "fit":
+        return args, kwargs
+    call = inspect.signature(method).bind(model, *args, **kwargs)
     given = call.arguments
     data, first = given.get("x"), given.get("initial_epoch") or 0
     # Keras refuses these, as what a dataset has of its own.

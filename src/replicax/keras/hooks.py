@@ -273,8 +273,7 @@ def _in_scope(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     if original.__name__ in _WITH_DATA:
         # Shuffling depends on it.
         strategy.synchronize_random_state(_described(original, model, args, kwargs))
-        if original.__name__ == "fit":
-            args, kwargs = with_training_data(original, model, args, kwargs)
+        args, kwargs = with_training_data(original, model, args, kwargs)
         args, kwargs = with_adapters(args, kwargs)
     elif original.__name__ != "compile" and _has_foreign((args, kwargs)):
         args, kwargs = jax.tree.map(whole, (args, kwargs))

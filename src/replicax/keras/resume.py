@@ -313,7 +313,7 @@ class _Stream:
 
 def _skipping(data: TrackedData, number: int) -> Iterator[Any]:
     """The batches of an iteration after the first `number`."""
-    source = data.source()
+    source: Any = data.source()
     if isinstance(source, Iteration):
         source = source.begin()
     grain = sys.modules.get("grain")
