@@ -82,7 +82,7 @@ class Capture:
         if program.trains:
             self.name = _short(program.name)
             self.lowered = lowered
-            self.num_steps = program.num_steps
+            self.num_steps = program.operation.num_steps
             self.num_replicas = group.num_replicas
             self.num_devices = group.mesh.size
             raise _Captured
