@@ -11,6 +11,7 @@ from pathlib import Path
 
 from replicax.checkpoint import storage
 from replicax.checkpoint.storage import Contents
+from replicax.disk import FailedWrites
 from replicax.errors import CheckpointError
 
 __all__ = ["BackgroundSave", "finish"]
@@ -28,13 +29,22 @@ class BackgroundSave:
         path: Where it goes.
         contents: What it holds; nothing may change it any more.
         doomed: Checkpoints to delete when this one is complete.
+        failed: Counts and logs the failures in a row.
     """
 
-    def __init__(self, path: Path, contents: Contents, doomed: Sequence[Path]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        contents: Contents,
+        doomed: Sequence[Path],
+        failed: FailedWrites,
+    ) -> None:
         self.path = path
         _unsettled.add(self)
         with_thread = ThreadPoolExecutor(1, thread_name_prefix="replicax-checkpoint")
-        self._future: Future[None] = with_thread.submit(_save, path, contents, doomed)
+        self._future: Future[None] = with_thread.submit(
+            _save, path, contents, doomed, failed
+        )
         with_thread.shutdown(wait=False)
 
     def error(self) -> str | None:
@@ -58,18 +68,15 @@ def finish(folder: Path) -> None:
             save.wait()
 
 
-def _is_not_of_a_thread(record: logging.LogRecord) -> bool:
-    # Orbax logs a traceback of 30 lines for each of its threads, and raises the error.
-    return "_SignalingThread.run() raised" not in str(record.msg)
-
-
-def _save(path: Path, contents: Contents, doomed: Sequence[Path]) -> None:
-    logging.getLogger("absl").addFilter(_is_not_of_a_thread)  # Once, however often.
+def _save(
+    path: Path, contents: Contents, doomed: Sequence[Path], failed: FailedWrites
+) -> None:
     try:
         storage.write(path, contents)
     except CheckpointError as error:
-        _logger.warning("%s", error)
+        failed.add(str(error))
         raise
+    failed.end(f"checkpoint {path}")
     for old in doomed:
         try:
             storage.remove(old)

@@ -1,5 +1,6 @@
 """CheckpointManager: a folder of numbered checkpoints, the newest few kept."""
 
+import contextlib
 import json
 import logging
 import os
@@ -15,6 +16,7 @@ from replicax.checkpoint.background import BackgroundSave
 from replicax.checkpoint.storage import Contents
 from replicax.cluster import workers
 from replicax.cluster.listing import listed
+from replicax.disk import FailedWrites
 from replicax.errors import CheckpointError
 
 __all__ = [
@@ -105,6 +107,7 @@ class CheckpointManager:
         self._worker = workers.current()
         self._pending: BackgroundSave | Path | None = None
         self._failure: str | None = None
+        self._failed = FailedWrites()
         background.finish(self._directory)
         found = numbered_checkpoints(self._directory, checkpoint_name)
         if self._worker.count > 1:
@@ -153,8 +156,8 @@ class CheckpointManager:
 
         Returns:
             The path that the checkpoint will have. If it cannot be written, that is
-            logged when it happens, and an error at `wait` and `close` if no later save
-            succeeds.
+            logged when it happens (of many in a row, ever fewer), and an error at
+            `wait` and `close` if no later save succeeds.
         """
         self._settle()
         self._checkpoint.save_counter += 1
@@ -167,7 +170,7 @@ class CheckpointManager:
         else:
             _, doomed = self._kept(path)
             doomed += _left_behind(self._directory, self._name)
-            self._pending = BackgroundSave(path, contents, doomed)
+            self._pending = BackgroundSave(path, contents, doomed, self._failed)
         return os.fspath(path)
 
     def wait(self) -> None:
@@ -179,7 +182,10 @@ class CheckpointManager:
         self._settle()
         failure, self._failure = self._failure, None
         if failure is not None:
-            raise CheckpointError(f"The last save failed. {failure}")
+            last = self._known[-1] if self._known else "none"
+            raise CheckpointError(
+                f"The last save failed. {failure} The last complete one: {last}"
+            )
 
     def close(self) -> None:
         """Wait for the last save, like `wait`. Call it at the end of training."""
@@ -201,9 +207,11 @@ class CheckpointManager:
             part.write_text(json.dumps({"checkpoint": last}))
             part.replace(self._directory / FINISHED)
         except OSError as error:
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)
             raise CheckpointError(
                 f"CheckpointManager: {self._directory / FINISHED} could not be "
-                f"written: {error}."
+                f"written: {error}. Make room there."
             ) from error
 
     def restore_or_initialize(self) -> str | None:
@@ -276,11 +284,18 @@ class CheckpointManager:
             problem = self._worker.exchange(
                 "replicax.checkpoint.outcome", problem, _SAVE_TIMEOUT_SECONDS
             )[0]
-            if problem is not None and not is_writer:
-                _logger.warning("%s", problem)
+            if not is_writer:
+                self._tell(path, problem)
         self._failure = problem
         if problem is None:
             self._known, _ = self._kept(path)
+
+    def _tell(self, path: Path, problem: str | None) -> None:
+        """Log how worker 0's save ended, as it does itself."""
+        if problem is None:
+            self._failed.end(f"checkpoint {path}")
+        else:
+            self._failed.add(problem)
 
     def _kept(self, path: Path) -> tuple[list[Path], list[Path]]:
         """The checkpoints to keep when `path` is complete, and those to delete."""

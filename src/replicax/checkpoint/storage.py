@@ -10,15 +10,16 @@ wait at.
 """
 
 import dataclasses
+import errno
 import json
 import os
+import re
 import shutil
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from replicax.disk import sync
@@ -31,6 +32,9 @@ MANIFEST = "manifest.json"
 _ARRAYS = "arrays"
 _FORMAT = 1
 _BLOCK_BYTES = 1 << 20
+
+# Folders that were too small, with the bytes of the arrays and those free there then.
+_too_small: dict[Path, tuple[int, int]] = {}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,13 +59,17 @@ def write(path: Path, contents: Contents) -> None:
         CheckpointError: If it cannot be written. What was at `path` is still there.
     """
     part = part_of(path)
+    _require_room(path, contents)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _delete(part)
         part.mkdir()
         stored = {name: x for name, x in contents.arrays.items() if x.size}
         if stored:
-            _write_arrays(part / _ARRAYS, stored)
+            # Orbax takes long to import.
+            from replicax.checkpoint import arrays
+
+            arrays.write(part / _ARRAYS, stored)
         manifest = _manifest(part, contents)
         (part / MANIFEST).write_text(manifest, encoding="utf-8")
         for file in _walk(part):
@@ -70,10 +78,8 @@ def write(path: Path, contents: Contents) -> None:
     # Orbax and TensorStore report a full disk in exceptions of many kinds.
     except Exception as error:
         _delete(part, ignore_errors=True)
-        raise CheckpointError(
-            f"checkpoint {path}: could not be written: {_reason(error)}. Checkpoints "
-            "written before are untouched. Make room, or give another folder."
-        ) from error
+        raise _not_written(path, _why(error, contents, path)) from error
+    _too_small.pop(path.parent, None)
 
 
 def read(path: Path) -> Contents:
@@ -139,27 +145,6 @@ def _rename(part: Path, path: Path) -> None:
 def _delete(path: Path, *, ignore_errors: bool = False) -> None:
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=ignore_errors)
-
-
-def _write_arrays(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    import orbax.checkpoint as ocp
-
-    with _checkpointer() as checkpointer:
-        checkpointer.save(folder.absolute(), ocp.args.PyTreeSave(dict(arrays)))
-
-
-def _checkpointer() -> Any:
-    """An Orbax checkpointer of this process alone."""
-    import orbax.checkpoint as ocp
-
-    process = jax.process_index()
-    options = ocp.options.MultiprocessingOptions(
-        primary_host=process,
-        active_processes={process},
-        barrier_sync_key_prefix=f"replicax-{process}",
-    )
-    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=options)
-    return ocp.Checkpointer(handler, multiprocessing_options=options)
 
 
 def _manifest(part: Path, contents: Contents) -> str:
@@ -236,13 +221,13 @@ def _read_arrays(
 
 
 def _restore_arrays(path: Path) -> dict[str, np.ndarray]:
+    from replicax.checkpoint import arrays
+
     try:
-        with _checkpointer() as checkpointer:
-            restored = checkpointer.restore((path / _ARRAYS).absolute())
+        return arrays.restore(path / _ARRAYS)
     # As for writing: many kinds of exceptions.
     except Exception as error:
         raise _damaged(path, _ARRAYS, _reason(error)) from error
-    return {name: np.asarray(x) for name, x in restored.items()}
 
 
 def _damaged(path: Path, name: str, what: str) -> CheckpointError:
@@ -269,6 +254,68 @@ def _fingerprint(file: Path) -> dict[str, int]:
 
 def _crc32(x: np.ndarray) -> int:
     return zlib.crc32(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
+
+
+def _not_written(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoint {path}: could not be written: {why}. Checkpoints written "
+        "before are untouched. Make room, or give another folder."
+    )
+
+
+def _require_room(path: Path, contents: Contents) -> None:
+    """Raise if as much as this has found no room, and there is no more room now.
+
+    What compression makes of the arrays is not known before they are written, so the
+    first attempt tells. The others need not fill the disk to its end again.
+    """
+    if path.parent not in _too_small:
+        return
+    size, free = _size(contents), _free(path.parent)
+    failed_size, failed_free = _too_small[path.parent]
+    if size >= failed_size and free <= failed_free:
+        raise _not_written(
+            path,
+            _room(errno.ENOSPC, size, path, free) + ", no more than when it was tried",
+        )
+
+
+def _why(error: BaseException, contents: Contents, path: Path) -> str:
+    """Why a checkpoint cannot be written; for a full disk also what it would take."""
+    number = _error_number(error)
+    if number not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return _reason(error)
+    size, free = _size(contents), _free(path.parent)
+    if number == errno.ENOSPC and size > free:  # Else it may be out of inodes.
+        _too_small[path.parent] = (size, free)
+    return _room(number, size, path, free)
+
+
+def _room(number: int, size: int, path: Path, free: int) -> str:
+    return (
+        f"{os.strerror(number)}: its arrays have {size:,} bytes before compression, "
+        f"and {path.parent} has {free:,} bytes free"
+    )
+
+
+def _size(contents: Contents) -> int:
+    return sum(x.nbytes for x in contents.arrays.values())
+
+
+def _free(folder: Path) -> int:
+    """The bytes that are free in a folder, or where it would be made."""
+    there = next(
+        p for p in (folder.absolute(), *folder.absolute().parents) if p.is_dir()
+    )
+    return shutil.disk_usage(there).free
+
+
+def _error_number(error: BaseException) -> int | None:
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno
+    # TensorStore raises a ValueError.
+    found = re.search(r"\[os_error_code='(\d+)'", str(error))
+    return int(found[1]) if found else None
 
 
 def _reason(error: BaseException) -> str:

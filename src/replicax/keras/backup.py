@@ -43,9 +43,14 @@ class BackupAndRestore(LateCallback):
         max_to_keep: How many backups to keep. With 2, there is one to go back to if
             the newest is damaged.
         delete_checkpoint: Delete the backups when `fit` has ended.
+        on_failed_save: What a backup that cannot be written does, on a full disk for
+            example. `"warn"`: it is logged, training goes on, and a warning at the end
+            of `fit` says what was not backed up. `"raise"`: `fit` ends with a
+            `CheckpointError` when the next backup is due, or at its end, and keeps the
+            backups before.
 
     Raises:
-        ValueError: For another `save_freq`.
+        ValueError: For another `save_freq` or `on_failed_save`.
 
     Example:
         >>> import tempfile
@@ -64,6 +69,7 @@ class BackupAndRestore(LateCallback):
         *,
         max_to_keep: int = 2,
         delete_checkpoint: bool = True,
+        on_failed_save: str = "warn",
     ) -> None:
         super().__init__()
         is_count = isinstance(save_freq, int) and save_freq is not True
@@ -72,10 +78,16 @@ class BackupAndRestore(LateCallback):
                 "BackupAndRestore: save_freq must be 'epoch', a number of batches, or "
                 f"False for none but the one on SIGTERM; got {save_freq!r}."
             )
+        if on_failed_save not in ("warn", "raise"):
+            raise ValueError(
+                "BackupAndRestore: on_failed_save must be 'warn' or 'raise'; got "
+                f"{on_failed_save!r}."
+            )
         self.backup_dir = os.fspath(backup_dir)
         self.save_freq = save_freq
         self.max_to_keep = max_to_keep
         self.delete_checkpoint = delete_checkpoint
+        self.on_failed_save = on_failed_save
         self._run: _Run | None = None
 
     def after_train_begin(self, callbacks: Sequence[Any]) -> None:
@@ -111,7 +123,8 @@ class BackupAndRestore(LateCallback):
         """Delete the backups, or mark the last one as such.
 
         Raises:
-            CheckpointError: If the last one could not be saved, and is to be kept.
+            CheckpointError: If the last one could not be saved, and is to be kept or
+                must not fail.
         """
         run, self._run = self._running(), None
         run.end()
@@ -204,6 +217,8 @@ class _Run:
         try:
             self._manager.close()
         except CheckpointError as error:  # Needed no more, but a sign for the next run.
+            if self._options.on_failed_save == "raise":
+                raise
             wrote_any = self._manager.latest_checkpoint is not None
             _logger.warning(
                 "BackupAndRestore: fit has ended, and %s in %s: an interruption would "
@@ -223,6 +238,8 @@ class _Run:
         return self._total - self._last_saved >= every
 
     def _save(self) -> None:
+        if self._options.on_failed_save == "raise":
+            self._manager.wait()
         self._is_due = False
         self._last_saved = self._total
         position = self._data.position(self._epoch, self._step)

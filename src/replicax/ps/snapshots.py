@@ -28,7 +28,7 @@ from typing import Any, Protocol
 import ml_dtypes  # noqa: F401  NumPy learns of bfloat16.
 import numpy as np
 
-from replicax.disk import sync
+from replicax.disk import FailedWrites, sync
 from replicax.ps.journal import Journal
 
 __all__ = ["Snapshot", "Snapshots"]
@@ -132,6 +132,7 @@ class Snapshots:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._written = 0  # Updates that the newest snapshot has.
+        self._failed = FailedWrites()
         self._source: _Source | None = None
         self._board_state: Callable[[], Any] | None = None
 
@@ -176,8 +177,17 @@ class Snapshots:
     def finish(self) -> None:
         """Say that the job is done: the next one begins anew, in the same folder."""
         numbers = self._numbers()
-        if numbers:
-            (self.folder / _DONE).write_text(str(max(numbers)))
+        try:
+            if numbers:
+                (self.folder / _DONE).write_text(str(max(numbers)))
+        except OSError as error:
+            _logger.error(
+                "%s could not be written: %s. Delete %s before another job uses it: it "
+                "would go on from the snapshots of this one.",
+                self.folder / _DONE,
+                error,
+                self.folder,
+            )
         self.journal.clear()
 
     def __enter__(self) -> "Snapshots":
@@ -266,15 +276,14 @@ class Snapshots:
         try:
             number = store.num_updates
             board = None if self._board_state is None else self._board_state()
-            self.write(store.state(), board)
+            path = self.write(store.state(), board)
         except OSError as error:
-            _logger.error(
-                "no snapshot could be written to %s: %s. The last one is kept, and "
-                "it is tried again. Make room there.",
-                self.folder,
-                error,
+            self._failed.add(
+                f"no snapshot could be written to {self.folder}: {error}. The last one "
+                "is kept, and it is tried again. Make room there."
             )
             return False
+        self._failed.end(f"snapshot {path}")
         self._written = number
         return True
 

@@ -1,0 +1,272 @@
+"""Saves where the disk is full: said once and clearly, and nothing is left of them."""
+
+import contextlib
+import os
+import resource
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+
+import replicax as rx
+from replicax.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    CheckpointManager,
+    storage,
+)
+from replicax.checkpoint.storage import Contents
+from replicax.ps.snapshots import Snapshots
+from replicax.ps.store import Store
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a small file system is not permitted")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@contextlib.contextmanager
+def no_large_files() -> Iterator[None]:
+    """As with a quota: a file may have 100 kB."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def fill(disk: Path) -> Path:
+    """A file that takes all the room there is."""
+    path = disk / "filler"
+    with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    return path
+
+
+def arrays(count: int, size: int = 25_000) -> dict[str, np.ndarray]:
+    """Such that do not compress."""
+    rng = np.random.default_rng(0)
+    return {f"x{i}": rng.integers(0, 256, size).astype("uint8") for i in range(count)}
+
+
+def contents(count: int, step: int) -> Contents:
+    return Contents(arrays=arrays(count), values={"step": step}, labels={})
+
+
+def test_the_error_names_the_folder_and_the_room(disk: Path, capfd) -> None:
+    storage.write(disk / "c", contents(2, 1))
+    for _ in range(3):
+        with pytest.raises(CheckpointError) as caught:
+            storage.write(disk / "c", contents(80, 2))
+        text = str(caught.value)
+        assert str(disk) in text
+        assert "No space left on device" in text
+        assert "2,000,000 bytes" in text
+        assert "OCDBT" not in text
+        assert os.listdir(disk) == ["c"]
+    assert storage.read(disk / "c").values == {"step": 1}
+    assert capfd.readouterr().err.splitlines() == []
+
+
+def test_what_found_no_room_is_not_tried_again_before_there_is_more(
+    disk: Path,
+) -> None:
+    filler = fill(disk)
+    with pytest.raises(CheckpointError, match="No space left") as first:
+        storage.write(disk / "c", contents(20, 1))
+    with pytest.raises(CheckpointError, match="no more than when it was tried"):
+        storage.write(disk / "c", contents(20, 1))
+    assert "no more than" not in str(first.value)
+    with pytest.raises(CheckpointError) as smaller:
+        storage.write(disk / "c", contents(10, 1))
+    assert "no more than" not in str(smaller.value)
+    filler.unlink()
+    storage.write(disk / "c", contents(20, 1))
+    storage.write(disk / "c", contents(2, 2))
+    assert storage.read(disk / "c").values == {"step": 2}
+
+
+def test_arrays_that_compress_may_be_larger_than_the_room(disk: Path) -> None:
+    zeros = Contents(arrays={"x": np.zeros(1_000_000)}, values={}, labels={})
+    storage.write(disk / "c", zeros)
+    assert storage.read(disk / "c").arrays["x"].shape == (1_000_000,)
+
+
+def test_the_folder_itself_may_find_no_room(disk: Path) -> None:
+    fill(disk)
+    with contextlib.suppress(OSError):  # And no inodes either.
+        for i in range(100_000):
+            (disk / f"{i}").mkdir()
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        storage.write(disk / "a" / "b" / "c", contents(2, 1))
+
+
+def test_a_quota_is_named_too(tmp_path: Path, capfd) -> None:
+    large = Contents(arrays=arrays(8, 200_000), values={}, labels={})
+    for _ in range(3):
+        with no_large_files(), pytest.raises(CheckpointError, match="File too large"):
+            storage.write(tmp_path / "c", large)
+    assert list(tmp_path.iterdir()) == []
+    assert capfd.readouterr().err.splitlines() == []
+
+
+def test_checkpoint_save_leaves_nothing(disk: Path, capfd) -> None:
+    checkpoint = Checkpoint(**arrays(80))
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            checkpoint.save(disk / "mine")
+    assert list(disk.iterdir()) == []
+    assert rx.latest_checkpoint(disk, "mine") is None
+    assert capfd.readouterr().err.splitlines() == []
+
+
+def test_a_manager_goes_on_from_the_last_whole_one(disk: Path, caplog, capfd) -> None:
+    checkpoint = Checkpoint(step=0, **arrays(8))
+    manager = CheckpointManager(checkpoint, disk)
+    checkpoint.step = 1
+    manager.save()
+    manager.wait()
+    filler = fill(disk)
+    for _ in range(20):
+        manager.save()
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        manager.wait()
+    assert len(caplog.records) <= 6
+    assert [p.rpartition("/")[2] for p in manager.checkpoints] == ["ckpt-1"]
+    assert sorted(os.listdir(disk)) == ["ckpt-1", "filler"]
+
+    checkpoint.step = 0
+    manager.restore_or_initialize()
+    assert checkpoint.step == 1
+
+    filler.unlink()
+    manager.save()
+    manager.close()
+    assert "after 20 that failed" in caplog.records[-1].getMessage()
+    assert capfd.readouterr().err.count("Traceback") == 0
+
+
+def test_a_mark_that_cannot_be_written_leaves_nothing(disk: Path) -> None:
+    manager = CheckpointManager(Checkpoint(step=0), disk)
+    manager.save()
+    manager.wait()
+    fill(disk)
+    with pytest.raises(CheckpointError, match="FINISHED could not be written"):
+        manager.mark_finished()
+    assert sorted(os.listdir(disk)) == ["ckpt-1", "filler"]
+
+
+def run_fit(backup: rx.BackupAndRestore, *callbacks: keras.callbacks.Callback) -> None:
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(1024)])
+    model.compile("sgd", "mse")
+    x = np.random.default_rng(0).normal(size=(24, 64))
+    model.fit(
+        x,
+        np.ones((24, 1024)),
+        batch_size=8,
+        epochs=10,
+        verbose=0,
+        callbacks=[backup, *callbacks],
+    )
+
+
+class Fills(keras.callbacks.Callback):
+    """Takes all the room in the fourth epoch."""
+
+    def __init__(self, disk: Path | None = None) -> None:
+        super().__init__()
+        self._disk = disk
+        self.epochs = 0
+
+    def on_epoch_begin(self, epoch: int, logs: object = None) -> None:
+        self.epochs = epoch + 1
+        if epoch == 3 and self._disk is not None:
+            fill(self._disk)
+
+
+def said(caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture) -> str:
+    errors = capfd.readouterr().err.splitlines()
+    assert not any("Traceback" in line for line in errors), errors
+    assert len(errors) + len(caplog.records) <= 15
+    return caplog.records[-1].getMessage() if caplog.records else ""
+
+
+def test_a_backup_that_was_never_written_is_a_warning(
+    disk: Path, caplog, capfd
+) -> None:
+    fill(disk)
+    run_fit(rx.BackupAndRestore(disk / "backup", save_freq=1))
+    assert f"NO BACKUP WAS WRITTEN in {disk / 'backup'}" in said(caplog, capfd)
+
+
+def test_the_warning_names_the_last_whole_backup(disk: Path, caplog, capfd) -> None:
+    run_fit(rx.BackupAndRestore(disk / "backup", save_freq=1), Fills(disk))
+    message = said(caplog, capfd)
+    assert "its last backup failed" in message
+    whole = message.partition("The last complete one: ")[2]
+    assert Path(whole).parent == disk / "backup"
+    # At the latest the one of the third epoch; room may be left by older ones.
+    assert int(whole.rpartition("-")[2]) >= 8
+
+
+@pytest.mark.parametrize("delete", [True, False])
+def test_fit_ends_with_an_error_if_asked_to(disk: Path, delete, caplog, capfd) -> None:
+    def backup() -> rx.BackupAndRestore:
+        return rx.BackupAndRestore(
+            disk / "backup", on_failed_save="raise", delete_checkpoint=delete
+        )
+
+    fills = Fills(disk)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        run_fit(backup(), fills)
+    assert fills.epochs < 10
+    said(caplog, capfd)
+    (disk / "filler").unlink()
+    caplog.clear()
+    again = Fills()
+    run_fit(backup(), again)
+    assert "fit: goes on in epoch" in caplog.text
+    assert again.epochs == 10
+
+
+def test_the_last_backup_raises_at_the_end_of_fit(disk: Path) -> None:
+    fill(disk)
+    backup = rx.BackupAndRestore(disk / "backup", save_freq=30, on_failed_save="raise")
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        run_fit(backup)
+
+
+def test_another_way_to_fail_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="on_failed_save must be 'warn' or 'raise'"):
+        rx.BackupAndRestore(tmp_path, on_failed_save="ignore")
+
+
+def test_a_servers_snapshots_say_it_once(disk: Path, caplog, monkeypatch) -> None:
+    monkeypatch.setattr("replicax.ps.snapshots._RETRY_SECONDS", 0.01)
+    store = Store(0)
+    with Snapshots(disk, 0, every_updates=1) as snapshots:
+        snapshots.write(store.state())
+        filler = fill(disk)
+        for _ in range(10):
+            assert not snapshots._try_to_write(store)
+        assert sum("no snapshot could be" in r.getMessage() for r in caplog.records) < 6
+        snapshots.finish()  # The job's success does not depend on its mark.
+        assert "before another job uses it" in caplog.records[-1].getMessage()
+        filler.unlink()
+        assert snapshots._try_to_write(store)
+    assert "after 10 that failed" in caplog.text
