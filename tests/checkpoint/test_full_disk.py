@@ -1,6 +1,8 @@
 """Saves where the disk is full: said once and clearly, and nothing is left of them."""
 
 import contextlib
+import io
+import logging
 import os
 import resource
 import subprocess
@@ -21,6 +23,7 @@ from replicax.checkpoint import (
 from replicax.checkpoint.storage import Contents
 from replicax.ps.snapshots import Snapshots
 from replicax.ps.store import Store
+from replicax.testing import run
 
 
 @pytest.fixture
@@ -160,6 +163,15 @@ def test_a_manager_goes_on_from_the_last_whole_one(disk: Path, caplog, capfd) ->
     assert capfd.readouterr().err.count("Traceback") == 0
 
 
+def test_what_a_killed_process_left_makes_room_first(disk: Path) -> None:
+    left = disk / ".ckpt-7.part"
+    left.mkdir()
+    (left / "arrays").write_bytes(bytes(900_000))
+    with CheckpointManager(Checkpoint(**arrays(8)), disk) as manager:
+        manager.save()
+    assert os.listdir(disk) == ["ckpt-1"]
+
+
 def test_a_mark_that_cannot_be_written_leaves_nothing(disk: Path) -> None:
     manager = CheckpointManager(Checkpoint(step=0), disk)
     manager.save()
@@ -270,3 +282,41 @@ def test_a_servers_snapshots_say_it_once(disk: Path, caplog, monkeypatch) -> Non
         filler.unlink()
         assert snapshots._try_to_write(store)
     assert "after 10 that failed" in caplog.text
+
+
+def fit_of_two(folder: str) -> dict[str, str]:
+    """How `fit` ends on a worker that asks for warnings, and for errors."""
+    log = io.StringIO()
+    logging.getLogger("replicax").addHandler(logging.StreamHandler(log))
+    strategy = rx.MultiWorkerMirroredStrategy(
+        heartbeat_timeout_seconds=6, startup_timeout_seconds=90
+    )
+    ends = {}
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(8192)])
+        model.compile("sgd", "mse")
+    for what in ("warn", "raise"):
+        backup = rx.BackupAndRestore(folder, save_freq=1, on_failed_save=what)
+        x = np.ones((32, 64))
+        y = np.ones((32, 8192))
+        try:
+            model.fit(x, y, batch_size=8, epochs=5, verbose=0, callbacks=[backup])
+            ends[what] = log.getvalue()
+        except CheckpointError as error:
+            ends[what] = f"CheckpointError: {error}"
+    return ends
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(150)
+def test_all_workers_warn_or_raise(disk: Path) -> None:
+    results = run(
+        fit_of_two, num_workers=2, args=[str(disk / "backup")], deadline_seconds=120
+    )
+    for ends in results.returned.values():
+        assert "NO BACKUP WAS WRITTEN" in ends["warn"]
+        assert len(ends["warn"].splitlines()) <= 8  # Of 20 that failed.
+        assert ends["raise"].startswith("CheckpointError: The last save failed.")
+        assert "No space left on device" in ends["raise"]
+    for result in results.values():
+        assert "Traceback" not in result.output

@@ -28,6 +28,7 @@ class BackgroundSave:
     Args:
         path: Where it goes.
         contents: What it holds; nothing may change it any more.
+        left: What is left of incomplete ones; deleted before, to make room.
         doomed: Checkpoints to delete when this one is complete.
         failed: Counts and logs the failures in a row.
     """
@@ -36,6 +37,7 @@ class BackgroundSave:
         self,
         path: Path,
         contents: Contents,
+        left: Sequence[Path],
         doomed: Sequence[Path],
         failed: FailedWrites,
     ) -> None:
@@ -43,7 +45,7 @@ class BackgroundSave:
         _unsettled.add(self)
         with_thread = ThreadPoolExecutor(1, thread_name_prefix="replicax-checkpoint")
         self._future: Future[None] = with_thread.submit(
-            _save, path, contents, doomed, failed
+            _save, path, contents, left, doomed, failed
         )
         with_thread.shutdown(wait=False)
 
@@ -69,17 +71,26 @@ def finish(folder: Path) -> None:
 
 
 def _save(
-    path: Path, contents: Contents, doomed: Sequence[Path], failed: FailedWrites
+    path: Path,
+    contents: Contents,
+    left: Sequence[Path],
+    doomed: Sequence[Path],
+    failed: FailedWrites,
 ) -> None:
+    _remove(left)
     try:
         storage.write(path, contents)
     except CheckpointError as error:
         failed.add(str(error))
         raise
     failed.end(f"checkpoint {path}")
-    for old in doomed:
+    _remove(doomed)
+
+
+def _remove(paths: Sequence[Path]) -> None:
+    for path in paths:
         try:
-            storage.remove(old)
+            storage.remove(path)
         except CheckpointError as error:  # It takes room, no more.
             _logger.warning("%s", error)
 

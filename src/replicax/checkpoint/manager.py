@@ -169,8 +169,8 @@ class CheckpointManager:
             self._pending = path
         else:
             _, doomed = self._kept(path)
-            doomed += _left_behind(self._directory, self._name)
-            self._pending = BackgroundSave(path, contents, doomed, self._failed)
+            left = _left_behind(self._directory, self._name)
+            self._pending = BackgroundSave(path, contents, left, doomed, self._failed)
         return os.fspath(path)
 
     def wait(self) -> None:
