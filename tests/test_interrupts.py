@@ -2,9 +2,14 @@
 
 import contextlib
 import os
+import random
+import re
 import signal
 import subprocess
 import sys
+import threading
+import time
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,6 +19,7 @@ import numpy as np
 import pytest
 
 import replicax as rx
+from replicax import interrupts
 from replicax.errors import LostValuesError
 from replicax.input.prefetch import prefetch
 from replicax.interrupts import uninterrupted
@@ -208,3 +214,176 @@ def test_one_interrupt_is_enough_though_some_code_swallows_it(strategy: Any) -> 
     finally:
         signal.signal(signal.SIGINT, before)
     assert heard == [signal.SIGINT]
+
+
+def small_model(strategy: Any) -> Any:
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    return model
+
+
+X, Y = np.ones((40, 2), "f4"), np.ones((40, 1), "f4")
+
+
+class Interrupts(keras.callbacks.Callback):
+    """Ctrl-C in a batch, or when a call ends; some code may swallow it."""
+
+    def __init__(self, at: int | None, *, swallowed: bool, times: int = 1) -> None:
+        super().__init__()
+        self.at, self.swallowed, self.times = at, swallowed, times
+
+    def interrupt(self) -> None:
+        for _ in range(self.times):
+            with contextlib.suppress(*[KeyboardInterrupt] * self.swallowed):
+                signal.raise_signal(signal.SIGINT)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self.at == batch:
+            self.interrupt()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        if self.at is None:
+            self.interrupt()
+
+    on_test_end = on_predict_end = on_train_end
+
+
+@pytest.mark.parametrize("call", ["fit", "evaluate", "predict"])
+def test_an_interrupt_swallowed_in_the_last_step_is_raised(
+    strategy: Any, call: str
+) -> None:
+    model = small_model(strategy)
+    args = (X,) if call == "predict" else (X, Y)
+    swallows = Interrupts(None, swallowed=True)
+    with pytest.raises(KeyboardInterrupt, match=f"interrupted in {call}"):
+        getattr(model, call)(*args, callbacks=[swallows], verbose=0)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    getattr(model, call)(*args, verbose=0)
+
+
+@pytest.mark.parametrize("swallowed", [False, True])
+@pytest.mark.parametrize("at", [0, 2, 4, None])
+def test_an_interrupt_is_backed_up(
+    strategy: Any, tmp_path: Path, at: int | None, swallowed: bool
+) -> None:
+    """After the step, at the end of an epoch, and when training is over."""
+    backup = rx.BackupAndRestore(tmp_path / "backup", save_freq=False)
+    model = small_model(strategy)
+    callbacks = [Interrupts(at, swallowed=swallowed), backup]
+    steps = 10 if at is None else at + 1
+    with pytest.raises(KeyboardInterrupt, match=f"in fit after step {steps}"):
+        model.fit(X, Y, batch_size=8, epochs=2, callbacks=callbacks, verbose=0)
+    assert int(model.optimizer.iterations.numpy()) == steps
+    weights = model.get_weights()
+
+    again = small_model(strategy)
+    restored: list[Any] = []
+
+    class Looks(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            if not restored:
+                restored.extend(self.model.get_weights())
+
+    backup = rx.BackupAndRestore(tmp_path / "backup", save_freq=False)
+    looks = [backup, Looks()]
+    again.fit(X, Y, batch_size=8, epochs=2, callbacks=looks, verbose=0)
+    assert int(again.optimizer.iterations.numpy()) == 10
+    if at is not None:
+        for now, then in zip(restored, weights, strict=True):
+            np.testing.assert_array_equal(now, then)
+
+
+def test_a_second_interrupt_waits_for_no_save(strategy: Any, tmp_path: Path) -> None:
+    backup = rx.BackupAndRestore(tmp_path / "backup", save_freq=False)
+    callbacks = [Interrupts(2, swallowed=False, times=2), backup]
+    model = small_model(strategy)
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(X, Y, batch_size=8, callbacks=callbacks, verbose=0)
+    assert not list((tmp_path / "backup").glob("backup-*"))
+    model.fit(X, Y, batch_size=8, verbose=0)
+    assert int(model.optimizer.iterations.numpy()) == 8
+
+
+def test_a_postponed_interrupt_does_not_wait_for_ever(
+    strategy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interrupts, "_NO_STEP_S", 0.5)
+
+    class Hangs(Interrupts):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.interrupt()
+            time.sleep(30)
+
+    backup = rx.BackupAndRestore(tmp_path / "backup", save_freq=False)
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        small_model(strategy).fit(
+            X, Y, callbacks=[backup, Hangs(0, swallowed=False)], verbose=0
+        )
+    assert time.monotonic() - begin < 15
+
+
+SCRIPT = """
+import signal
+import sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+import replicax as rx
+rx.set_logical_devices(2)
+import keras
+import numpy as np
+strategy = rx.MirroredStrategy()
+with strategy.scope():
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+x = np.ones((512, 8), "float32")
+class Begins(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 20 and not self.params.get("said"):
+            self.params["said"] = True
+            print("STEPS", flush=True)
+callbacks = [Begins()]
+if len(sys.argv) > 1:
+    callbacks.append(rx.BackupAndRestore(sys.argv[1], save_freq=20))
+model.fit(x, x[:, :1], batch_size=8, epochs=10**6, verbose=0, callbacks=callbacks)
+print("END")
+"""
+
+
+@pytest.mark.parametrize(
+    ("seed", "backs_up"),
+    [
+        (0, True),
+        (1, False),
+        *(pytest.param(n, True, marks=pytest.mark.slow) for n in range(2, 8)),
+        *(pytest.param(n, False, marks=pytest.mark.slow) for n in range(8, 11)),
+    ],
+)
+def test_one_ctrl_c_ends_a_script(tmp_path: Path, seed: int, backs_up: bool) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    folder = tmp_path / "backup"
+    with subprocess.Popen(
+        [sys.executable, str(script), *([str(folder)] if backs_up else [])],
+        env={k: v for k, v in os.environ.items() if k != "KERAS_BACKEND"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        watchdog = threading.Timer(100, process.kill)
+        watchdog.start()
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "STEPS\n"
+            time.sleep(random.Random(seed).uniform(0, 1.5))
+            process.send_signal(signal.SIGINT)
+            output, errors = process.communicate(timeout=30)
+        finally:
+            watchdog.cancel()
+    assert process.returncode == -signal.SIGINT, errors
+    assert "END" not in output
+    assert len(errors.splitlines()) <= 12, errors
+    step = re.search(r"KeyboardInterrupt: interrupted in fit after step (\d+)$", errors)
+    assert step is not None, errors
+    if backs_up:
+        assert (folder / f"backup-{step[1]}").exists(), errors

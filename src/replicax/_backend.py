@@ -1,9 +1,15 @@
-"""On import: pick the JAX backend for Keras, or refuse the one picked already."""
+"""On import: pick the JAX backend for Keras, or refuse the one picked already.
+
+Before the libraries that take seconds to import, in which a task may be interrupted.
+"""
 
 import json
 import os
 import sys
 from pathlib import Path
+
+from replicax.cluster.failure import REPORT_DIR
+from replicax.interrupts import describe_interrupts
 
 _SET_IT = (
     "Set it to jax: `export KERAS_BACKEND=jax` in the shell, or "
@@ -60,4 +66,6 @@ def _chosen_in(file: Path) -> str | None:
         return None
 
 
+if REPORT_DIR in os.environ:  # A launcher's task.
+    describe_interrupts()
 _require_jax_backend()

@@ -6,13 +6,28 @@ into; this is for the rare ones that take several instructions.
 """
 
 import _signal
+import _thread
+import contextlib
+import os
 import signal
 import sys
+import sysconfig
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from types import TracebackType
 from typing import Any, TypeVar
 
-__all__ = ["heeding_interrupts", "raise_unheeded", "uninterrupted"]
+__all__ = [
+    "describe_interrupts",
+    "described",
+    "heeding_interrupts",
+    "postponing_interrupts",
+    "raise_unheeded",
+    "shortened",
+    "take_up_postponed",
+    "uninterrupted",
+]
 
 T = TypeVar("T")
 
@@ -81,38 +96,181 @@ class _HeldBack:
                 self._deliver()
 
 
-_unheeded: list[int] = []
+_NO_STEP_S = 20.0
+"""How long a postponed interrupt waits without a step; a launcher waits 30 s."""
+
+_SPEAKS_S = 1.0
+_POSTPONED = (
+    "replicax: interrupted; training is saved after the step, or the validation, that "
+    "is under way. Interrupt again to end at once."
+)
 
 
-def heeding_interrupts(call: Callable[[], T]) -> T:
-    """Call a function in which one Ctrl-C is enough, even if some code swallows it.
+class _Pending:
+    """The interrupts that have come during a call that heeds them.
+
+    Attributes:
+        numbers: Of those that were raised, and that some code may have swallowed, or
+            that were postponed.
+        request: What sees to it that a first one is raised later; None: nothing.
+        moved_at: When a step began; None: none is postponed or it is raised by now.
+    """
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+        self.request: Callable[[], None] | None = None
+        self.moved_at: float | None = None
+
+    def note(self, number: int, frame: Any) -> None:
+        """Take the place of Python's handler."""
+        is_first = not self.numbers
+        self.numbers.append(number)
+        if is_first and self.request is not None:
+            self.moved_at = time.monotonic()
+            # A `Thread` takes locks, which the interrupted code may hold.
+            _thread.start_new_thread(self._limit, ())
+            self.request()
+            return
+        self.moved_at = None
+        signal.default_int_handler(number, frame)
+
+    def _limit(self) -> None:
+        speaks_at = time.monotonic() + _SPEAKS_S
+        while (moved_at := self.moved_at) is not None:
+            now = time.monotonic()
+            if now > moved_at + _NO_STEP_S:
+                main = threading.main_thread().ident
+                signal.pthread_kill(main or 0, signal.SIGINT)
+                return
+            if now > speaks_at:
+                speaks_at = float("inf")
+                print(_POSTPONED, file=sys.stderr, flush=True)
+            time.sleep(0.1)
+
+    def clear(self) -> None:
+        """Begin a call, or end it."""
+        self.numbers.clear()
+        self.moved_at = None
+
+
+_pending = _Pending()
+_unheeded = _pending.numbers
+_note = _pending.note
+
+
+@contextlib.contextmanager
+def heeding_interrupts() -> Iterator[None]:
+    """While open, one Ctrl-C is enough, even if some code swallows it.
 
     Destructors, callbacks of the garbage collector and of C libraries swallow the
-    `KeyboardInterrupt`. `raise_unheeded`, at a step's beginning, raises it again then.
-    A handler of the user's own is left alone.
+    `KeyboardInterrupt`. `raise_unheeded`, at a step's beginning, raises it again then,
+    and at the latest the end of the context does. A handler of the user's own is left
+    alone.
     """
     if (
         threading.current_thread() is not threading.main_thread()
         or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
     ):
-        return call()
-
-    def note(number: int, frame: Any) -> None:
-        _unheeded.append(number)
-        signal.default_int_handler(number, frame)
-
-    _unheeded.clear()
+        yield
+        return
+    _pending.clear()
     try:
-        signal.signal(signal.SIGINT, note)
-        return call()
+        signal.signal(signal.SIGINT, _note)
+        yield
+        if _unheeded:
+            raise KeyboardInterrupt
     finally:
-        if _signal.getsignal(signal.SIGINT) is note:
+        if _signal.getsignal(signal.SIGINT) is _note:
             _signal.signal(signal.SIGINT, signal.default_int_handler)
-        _unheeded.clear()
+        _pending.clear()
+
+
+@contextlib.contextmanager
+def postponing_interrupts(request: Callable[[], None]) -> Iterator[None]:
+    """While open, a first Ctrl-C calls `request`; a second one is raised at once.
+
+    Whoever asks for that raises `KeyboardInterrupt` after the step, see
+    `raise_postponed`. If no step begins for 20 s, it is raised then.
+
+    Args:
+        request: Called in the handler, in any instruction of the main thread.
+    """
+    with heeding_interrupts():
+        before, _pending.request = _pending.request, request
+        try:
+            yield
+        finally:
+            _pending.request = before
+
+
+def take_up_postponed() -> None:
+    """The step has ended: let what is done now, such as a save, take its time."""
+    _pending.moved_at = None
 
 
 def raise_unheeded() -> None:
     """Raise the `KeyboardInterrupt` that some code has swallowed, if one did."""
-    if _unheeded:
-        _unheeded.clear()
-        raise KeyboardInterrupt
+    if not _unheeded:
+        return
+    if _pending.moved_at is not None:
+        _pending.moved_at = time.monotonic()
+        return
+    _unheeded.clear()
+    raise KeyboardInterrupt
+
+
+_PACKAGES = tuple(
+    f"{os.path.realpath(path)}{os.sep}"
+    for path in {
+        *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+        os.path.dirname(__file__),
+    }
+)
+
+
+def _users(trace: TracebackType | None) -> list[TracebackType]:
+    """The frames of a traceback that are the user's, and not of a library."""
+    found = []
+    while trace is not None:
+        name = trace.tb_frame.f_code.co_filename
+        if not name.startswith(("<frozen", *_PACKAGES)):
+            found.append(trace)
+        trace = trace.tb_next
+    return found
+
+
+def shortened(error: BaseException) -> BaseException:
+    """An exception without the frames of libraries in its traceback.
+
+    Where an interrupt happened to come within them says nothing.
+    """
+    below: TracebackType | None = None
+    for trace in reversed(_users(error.__traceback__)):
+        trace.tb_next = below
+        below = trace
+    return error.with_traceback(below)
+
+
+def described(error: KeyboardInterrupt, trace: TracebackType | None) -> str:
+    """What an interrupt interrupted, and the user's line that it was in."""
+    what = str(error) or "interrupted"
+    users = _users(trace)
+    if users:
+        code = users[-1].tb_frame.f_code
+        what += f", at {code.co_filename}:{users[-1].tb_lineno} in {code.co_name}"
+    return f"{what} (KeyboardInterrupt)"
+
+
+def describe_interrupts() -> None:
+    """Have an interrupt that ends this process say where, without a traceback."""
+    previous = sys.excepthook
+
+    def hook(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, KeyboardInterrupt):
+            print(f"replicax: {described(error, trace)}.", file=sys.stderr, flush=True)
+        else:
+            previous(kind, error, trace)
+
+    sys.excepthook = hook

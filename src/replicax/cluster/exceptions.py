@@ -8,6 +8,7 @@ from types import TracebackType
 
 from replicax.cluster.failure import ExitCode, FailureReport
 from replicax.errors import ClusterError, ClusterMismatchError
+from replicax.interrupts import described
 
 __all__ = ["is_transient", "report_of"]
 
@@ -80,6 +81,15 @@ def report_of(
         steps: The last step of each task, as far as it is known.
         about_a_peer: Whether the exception may come of a worker that is gone.
     """
+    if isinstance(error, KeyboardInterrupt):
+        return FailureReport(
+            task=task,
+            culprit=task,
+            kind="interrupted",
+            message=f"{task}: {described(error, trace)}.",
+            exit_code=int(ExitCode.INTERRUPTED),
+            steps=steps or {},
+        )
     mismatch = isinstance(error, ClusterMismatchError)
     lost = about_a_peer or (isinstance(error, ClusterError) and not mismatch)
     again = lost or is_transient(error)

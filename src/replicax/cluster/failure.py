@@ -5,7 +5,6 @@ import dataclasses
 import enum
 import json
 import os
-import signal
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,11 +33,13 @@ class ExitCode(enum.IntEnum):
 
     1 to 127 are permanent: the same run would fail again. 128 and above may succeed
     when all tasks are started again; Kubeflow's `restartPolicy: ExitCode` has the same
-    rule, and 138 is the code it leaves to users.
+    rule, and 138 is the code it leaves to users. After Ctrl-C, 130, nothing is
+    started again.
     """
 
     DONE = 0
     FAILED = 1
+    INTERRUPTED = 130
     RETRY = 138
 
 
@@ -54,7 +55,7 @@ def is_retryable(exit_code: int) -> bool:
         (False, True, True, True)
     """
     code = 128 - exit_code if exit_code < 0 else exit_code
-    return code >= 128 and code != 128 + signal.SIGINT
+    return code >= 128 and code != ExitCode.INTERRUPTED
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,7 @@ class FailureReport:
         culprit: The task that failed first as far as this one knows; None: unknown.
         kind: `"exception"`, `"mismatch"`, `"order"` (workers did different things),
             `"lost"` (a task died or does not answer),
-            `"stuck"`, `"start-up"` or `"preempted"`.
+            `"stuck"`, `"start-up"`, `"preempted"` or `"interrupted"` (Ctrl-C).
         message: What happened, in full sentences.
         traceback: The culprit's traceback, where there is one.
         steps: The last step that each task is known to have finished.

@@ -52,7 +52,7 @@ def launch(
 
     Returns:
         The exit status of the task that failed first, 128 and the signal's number if a
-        signal ended it; 0 if none did.
+        signal ended it; 0 if none did. After SIGINT 130, however the tasks ended.
     """
     policy = RestartPolicy(
         max_restarts=max_restarts,
@@ -60,24 +60,35 @@ def launch(
         on_any=restart_on_any,
     )
     console = TaskConsole(command.names)
-    outcomes: list[Outcome] = []
+    run = run_served if "ps" in command.num_tasks else _run_together
     with received_signals() as signals:
-        if "ps" in command.num_tasks:
-            return run_served(command, console, signals, policy)
-        while True:
-            attempt = dataclasses.replace(
-                command,
-                environment={**command.environment, ATTEMPT: str(len(outcomes))},
-            )
-            outcomes.append(run_attempt(attempt, console, signals))
-            reason = _reason_to_stop(outcomes, policy)
-            if reason is None:
-                wait = policy.wait_seconds(len(outcomes) - 1)
-                _announce(console, outcomes, max_restarts, wait)
-                if _sleep(wait, signals):
-                    continue
-                reason = "a signal came before the restart"
-            return _finish(console, outcomes, reason)
+        status = run(command, console, signals, policy)
+        # Who started this must not start it again because of what a task made of it.
+        return ExitCode.INTERRUPTED if signal.SIGINT in signals else status
+
+
+def _run_together(
+    command: ClusterCommand,
+    console: TaskConsole,
+    signals: list[int],
+    policy: RestartPolicy,
+) -> int:
+    """Run tasks that start and end together; the exit status."""
+    outcomes: list[Outcome] = []
+    while True:
+        attempt = dataclasses.replace(
+            command,
+            environment={**command.environment, ATTEMPT: str(len(outcomes))},
+        )
+        outcomes.append(run_attempt(attempt, console, signals))
+        reason = _reason_to_stop(outcomes, policy)
+        if reason is None:
+            wait = policy.wait_seconds(len(outcomes) - 1)
+            _announce(console, outcomes, policy.max_restarts, wait)
+            if _sleep(wait, signals):
+                continue
+            reason = "a signal came before the restart"
+        return _finish(console, outcomes, reason)
 
 
 @contextlib.contextmanager
@@ -110,6 +121,8 @@ def _reason_to_stop(outcomes: list[Outcome], policy: RestartPolicy) -> str | Non
         return "done"
     if outcomes[-1].signal is not None:
         return f"after {signal.Signals(outcomes[-1].signal).name}"
+    if exit_status(failure.exit_code) == ExitCode.INTERRUPTED:
+        return "interrupted"
     if policy.is_permanent(failure):
         return _PERMANENT
     if crash_loop(outcomes):

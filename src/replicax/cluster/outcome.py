@@ -6,7 +6,7 @@ import random
 import signal
 from collections.abc import Sequence
 
-from replicax.cluster.failure import FailureReport, is_retryable
+from replicax.cluster.failure import ExitCode, FailureReport, is_retryable
 
 __all__ = [
     "Failure",
@@ -22,7 +22,6 @@ _MAX_BACK_OFF_S = 60.0
 _FRUITLESS = 3
 _SHOWN_LINES = 14
 _FIRST_LINES = 4
-_INTERRUPTED = 128 + signal.SIGINT
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,7 +74,7 @@ class RestartPolicy:
     def is_permanent(self, failure: Failure) -> bool:
         """Whether nothing is started again after this failure, whatever is left."""
         if self.on_any:
-            return exit_status(failure.exit_code) == _INTERRUPTED
+            return exit_status(failure.exit_code) == ExitCode.INTERRUPTED
         return not is_retryable(failure.exit_code)
 
     def wait_seconds(self, restart: int) -> float:
@@ -159,6 +158,8 @@ def with_output(failure: Failure, output: Sequence[str]) -> Failure:
     """The failure, with the end of its task's output where it left no traceback."""
     if failure.traceback is not None or failure.exit_code < 0:
         return failure  # A signal comes without a last word.
+    if failure.exit_code == ExitCode.INTERRUPTED:
+        return failure  # And so does Ctrl-C.
     return dataclasses.replace(failure, traceback="\n".join(output) or None)
 
 

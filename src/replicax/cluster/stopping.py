@@ -6,6 +6,8 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from replicax.interrupts import postponing_interrupts
+
 __all__ = ["StopRequest"]
 
 
@@ -19,10 +21,15 @@ class StopRequest:
 
     Args:
         alone: Whether there are no other workers to agree with.
+
+    Attributes:
+        requested: Whether some worker is to stop.
+        interrupted: Whether it is by Ctrl-C, after which nobody starts again.
     """
 
     def __init__(self, *, alone: bool) -> None:
         self.requested = False
+        self.interrupted = False
         self._alone = alone
         self._changed = threading.Condition()
         self._step = 0
@@ -76,3 +83,16 @@ class StopRequest:
         finally:
             if signal.getsignal(signal.SIGTERM) is request:
                 signal.signal(signal.SIGTERM, before)
+
+    @contextlib.contextmanager
+    def on_interrupt(self) -> Iterator[None]:
+        """While open, Ctrl-C asks to stop; a second one raises `KeyboardInterrupt`."""
+        try:
+            with postponing_interrupts(self._interrupt):
+                yield
+        finally:
+            if self._alone and self.interrupted:
+                self.requested = self.interrupted = False  # A notebook goes on.
+
+    def _interrupt(self) -> None:
+        self.requested = self.interrupted = True

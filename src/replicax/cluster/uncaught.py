@@ -48,14 +48,14 @@ def report_exceptions(members: Workers, watch: Watch) -> None:
     def hook(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
+        if isinstance(error, KeyboardInterrupt):  # Of which the report says it all.
+            watch.fail(report_of(members.name, error, trace, steps=watch.steps))
         about_a_peer = _is_about_a_peer(error)
         if about_a_peer:  # JAX repeats its message for every array.
             text = f"{kind.__name__}: {error}"[:500]
             print(f"replicax: {members.name}: {text}", file=sys.stderr, flush=True)
         else:
             previous(kind, error, trace)
-        if isinstance(error, KeyboardInterrupt):
-            watch.fail(_interrupted(members, watch))
         if about_a_peer:
             # Another worker's end, probably: the watch will know more and end this
             # process before this wait is over.
@@ -97,14 +97,3 @@ def _failure(
             steps=steps,
         )
     return report_of(name, error, trace, steps=steps, about_a_peer=about_a_peer)
-
-
-def _interrupted(members: Workers, watch: Watch) -> FailureReport:
-    return FailureReport(
-        task=members.name,
-        culprit=members.name,
-        kind="exception",
-        message=f"{members.name} was interrupted (KeyboardInterrupt)",
-        exit_code=int(ExitCode.FAILED),
-        steps=watch.steps,
-    )

@@ -34,6 +34,10 @@ _STATUS = "replicax/status"
 _NOT_YET = object()
 """The result of a program that is on its way to the devices."""
 _SOON_SECONDS = 0.05
+_MEANING: dict[int, str] = {
+    ExitCode.RETRY: "retryable",
+    ExitCode.INTERRUPTED: "interrupted",
+}
 
 
 class Watch:
@@ -246,6 +250,7 @@ class Watch:
                 "waiting": self.waiting,
                 "failure": me.failure,
                 "frozen": self._frozen,
+                "interrupted": self._stop.interrupted,
             }
             self._store.put(f"{_STATUS}/{self._index}", json.dumps(status))
 
@@ -277,6 +282,7 @@ class Watch:
             if status["frozen"] is not None:
                 # Of one that has left as well: all must find the same step.
                 frozen.append(status["frozen"])
+                self._stop.interrupted |= status["interrupted"]
                 self._stop.requested = True
             elif not status["has_left"]:
                 unfrozen += 1
@@ -374,13 +380,13 @@ def end_process(report: FailureReport) -> NoReturn:
         lines += [f"--- {report.culprit}:", report.traceback.rstrip(), "---"]
     elif report.traceback and report.kind == "stuck":
         lines += ["It is here:", report.traceback.rstrip()]
-    if report.steps:
+    if report.steps and report.kind != "interrupted":
         steps = listed(
             (f"{name} {step}" for name, step in report.steps.items()), last=", "
         )
         lines.append(f"Last steps: {steps}.")
-    again = "retryable" if report.exit_code == ExitCode.RETRY else "permanent"
-    lines.append(f"Exit code {report.exit_code} ({again}).")
+    meaning = _MEANING.get(report.exit_code, "permanent")
+    lines.append(f"Exit code {report.exit_code} ({meaning}).")
     print("\n".join(lines), file=sys.stderr, flush=True)
     sys.stdout.flush()
     faulthandler.disable()

@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import keras
 import numpy as np
@@ -17,6 +17,7 @@ from replicax.checkpoint.slots import decode, encode
 from replicax.checkpoint.storage import Contents
 from replicax.cluster import workers
 from replicax.cluster.failure import ExitCode
+from replicax.interrupts import take_up_postponed
 from replicax.keras import internals, resume
 from replicax.keras.resume import LateCallback, Position, TrackedData
 
@@ -34,12 +35,14 @@ class BackupAndRestore(LateCallback):
     (Keras: `keras.callbacks.BackupAndRestore`.) Run the same script again after an
     interruption: `fit` continues in the epoch and at the step of the newest backup, and
     ends with the weights of a run that was not interrupted. On SIGTERM it backs up and
-    ends the process with status 138, which asks to be started again. In a cluster,
-    pass it on all workers, with a folder that all of them see.
+    ends the process with status 138, which asks to be started again. On Ctrl-C it backs
+    up after the step and raises `KeyboardInterrupt`; a second one ends `fit` at once.
+    In a cluster, pass it on all workers, with a folder that all of them see.
 
     Args:
         backup_dir: The folder of the backups, for this run alone.
-        save_freq: `"epoch"`, a number of batches, or False: on SIGTERM only.
+        save_freq: `"epoch"`, a number of batches, or False: on SIGTERM and
+            Ctrl-C only.
         max_to_keep: How many backups to keep. With 2, there is one to go back to if
             the newest is damaged.
         delete_checkpoint: Delete the backups when `fit` has ended.
@@ -154,6 +157,7 @@ class _Run:
         self._worker = workers.current()
         self._stop = self._worker.stop
         session.enter_context(self._stop.on_sigterm())
+        session.enter_context(self._stop.on_interrupt())
         self._data = TrackedData(session.epoch_iterator)
         session.callback(self._data.release)
         self._epoch, self._step = 0, 0
@@ -196,19 +200,20 @@ class _Run:
         if done == length or not self._data.has_more():
             self._is_due = True
             return
-        self._save()
         if is_to_stop:
-            self._exit()
+            self._save_and_exit()
+        self._save()
 
     def end_epoch(self, epoch: int) -> None:
         self._epoch, self._step = epoch + 1, 0
-        is_to_stop = self._stop.reached(self._total)
-        if is_to_stop or self._is_due or self._options.save_freq == "epoch":
+        if self._stop.reached(self._total):
+            self._save_and_exit()
+        if self._is_due or self._options.save_freq == "epoch":
             self._save()
-        if is_to_stop:
-            self._exit()
 
     def end(self) -> None:
+        if self._stop.reached(self._total):  # The script will not keep the result.
+            self._save_and_exit()
         if not self._options.delete_checkpoint:
             if self._total != self._last_saved:
                 self._save()
@@ -259,15 +264,26 @@ class _Run:
         }
         self._manager.save(self._total)
 
-    def _exit(self) -> None:
-        self._manager.wait()
-        path = self._manager.latest_checkpoint
+    def _save_and_exit(self) -> NoReturn:
+        interrupted = self._stop.interrupted
+        result = f"training is saved after step {self._total} in"
+        try:
+            take_up_postponed()
+            self._save()
+            self._manager.wait()
+        except CheckpointError as error:
+            if not interrupted:
+                raise
+            result = f"training could not be saved: {error} The newest backup is"
         print(
-            f"replicax: told to stop; training is saved after step {self._total} in "
-            f"{path}. Start the same script again to go on.",
+            f"replicax: {'interrupted' if interrupted else 'told to stop'}; {result} "
+            f"{self._manager.latest_checkpoint}. Start the same script again to go on.",
             file=sys.stderr,
             flush=True,
         )
+        if interrupted:
+            place = f"interrupted in fit after step {self._total}"
+            raise KeyboardInterrupt(place) from None
         raise SystemExit(int(ExitCode.RETRY))
 
     def _restore(self) -> None:

@@ -18,6 +18,7 @@
 that the environment asks for |
 | `Trainer._get_metrics_result_or_logs` | epochs end together on parameter servers |
 | `EpochIterator._enumerate_iterator` | `fit` begins in the middle of an epoch |
+| `JAXTrainer.{fit,evaluate,predict}` | an interrupt shows the user's own lines |
 | `traceback_utils._process_traceback_frames` | an interrupt stays what it is |
 | `CallbackList.on_{train_begin,epoch_end}` | backups see what other callbacks did |
 | `CallbackList.on_{train,test,predict}_begin` | no threads for callbacks that do \
@@ -72,6 +73,7 @@ from replicax.interrupts import heeding_interrupts
 from replicax.keras import (
     batches,
     building,
+    interrupted,
     making,
     optimizers,
     reductions,
@@ -174,6 +176,8 @@ def install() -> None:
     )
     _wrap(trainer, "_purge_model_variables", _purge_model_variables)
     _wrap(trainer, "fit", _fit)
+    for name in _WITH_DATA:
+        _wrap(trainer, name, interrupted.briefly)
     _wrap(trainer, "_symbolic_build", _symbolic_build)
     _wrap(trainer, "_get_metrics_result_or_logs", _metrics_result)
     _wrap(trainer, "compute_loss_and_updates", _compute_loss_and_updates)
@@ -287,11 +291,10 @@ def _in_scope(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     outer = opened.inputs, opened.adapters
     opened.inputs, opened.adapters = [], []
     try:
-        return heeding_interrupts(
-            lambda: called_in(
+        with heeding_interrupts():
+            return called_in(
                 strategy, lambda: original(model, *args, **kwargs), (name, model)
             )
-        )
     except BaseException:
         # The traceback may keep them, and their threads, for as long as it likes.
         for source in opened.inputs:
@@ -351,6 +354,9 @@ def _fit(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         model._replicax_fit = session
         try:
             return original(*call.args, **call.kwargs)
+        except KeyboardInterrupt as error:
+            interrupted.say_where(error, model, session)
+            raise
         finally:
             model._replicax_fit = before
 

@@ -357,7 +357,11 @@ def _report_exceptions(session: Session) -> None:
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        previous(kind, error, trace)
+        if isinstance(error, ClusterError) and KeyboardInterrupt.__name__ in str(error):
+            # Another one's: where this one was when it heard of it says nothing.
+            print(f"replicax: {error}", file=sys.stderr, flush=True)
+        else:
+            previous(kind, error, trace)
         report = report_of(session.name, error, trace)
         report.write()
         if report.exit_code != ExitCode.RETRY:
