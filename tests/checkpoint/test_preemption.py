@@ -1,6 +1,7 @@
 """A loop of one's own that is told to end, and goes on."""
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -41,6 +42,9 @@ def test_all_workers_stop_after_the_same_step_and_go_on(tmp_path: Path) -> None:
         check=False,
     )
     assert set(first.exit_codes.values()) == {ExitCode.RETRY}
+    steps = [re.findall(r"saved after step (\d+)", w.output) for w in first.values()]
+    assert len(steps[0]) == 1
+    assert steps[0] == steps[1]
     second = run(loop, num_workers=2, args=(str(tmp_path),), deadline_seconds=90)
     one, other = second.returned.values()
     assert one == other

@@ -98,8 +98,8 @@ class ServedStrategy(rx.MirroredStrategy):
         super().__init__([f"cpu:{i}" for i in range(num_replicas)])
         self.row_source = Servers(optimizer or keras.optimizers.SGD(0.5))
 
-    def call(self, program, values, arrays):
-        result = jax.block_until_ready(super().call(program, values, arrays))
+    def call(self, program, arrays):
+        result = jax.block_until_ready(super().call(program, arrays))
         error, self.row_source.error = self.row_source.error, None
         if error is not None:
             raise error

@@ -440,9 +440,10 @@ def compiled_texts(strategy: Any, model: Any) -> str:
     texts: list[str] = []
     original = strategy.call
 
-    def call(program: Any, values: Any, arrays: Any) -> Any:
+    def call(program: Any, arrays: Any) -> Any:
+        values = [v.value for v in program.inputs]
         texts.append(program.lower(values, arrays).compile().as_text())
-        return original(program, values, arrays)
+        return original(program, arrays)
 
     strategy.call = call
     (batch,) = batches(strategy, 1)

@@ -275,7 +275,8 @@ class Watch:
 
     def _receive(self, statuses: dict[str, str]) -> None:
         now = time.monotonic()
-        unfrozen, frozen = 0, []
+        # Nothing was heard yet of who is missing: it may be ahead of all others.
+        unfrozen, frozen = len(self._signs) - len(statuses), []
         for key, text in statuses.items():
             status = json.loads(text)
             sign = self._signs[int(key)]

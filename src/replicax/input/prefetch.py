@@ -101,10 +101,11 @@ class Prefetched(Iterator[T]):
 
     def __init__(self, make_iterator: Callable[[], Iterable[T]], depth: int) -> None:
         producer = self.producer = Producer(make_iterator, depth)
-        self._taken = zip(
+        # Not `zip`, which keeps what it gave last.
+        self._taken = map(
+            lambda item, _: item,
             itertools.starmap(producer.items.get, itertools.repeat(())),
             itertools.starmap(producer.slots.put, itertools.repeat((None,))),
-            strict=False,
         )
         weakref.finalize(self, self.producer.stop).atexit = False
         _join_producers_at_exit()
@@ -121,7 +122,7 @@ class Prefetched(Iterator[T]):
         if producer.stopped:
             raise StopIteration
         # Both by one call of C: an interrupt in between would keep the slot for ever.
-        ((item, _),) = itertools.islice(self._taken, 1)
+        item = next(self._taken)
         if not isinstance(item, _End):
             return item
         producer.stopped = True
