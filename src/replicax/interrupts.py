@@ -8,15 +8,15 @@ into; this is for the rare ones that take several instructions.
 import _signal
 import _thread
 import contextlib
-import os
 import signal
 import sys
-import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, TypeVar
+
+from replicax.user_code import is_installed_file
 
 __all__ = [
     "describe_interrupts",
@@ -219,21 +219,11 @@ def raise_unheeded() -> None:
     raise KeyboardInterrupt
 
 
-_PACKAGES = tuple(
-    f"{os.path.realpath(path)}{os.sep}"
-    for path in {
-        *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
-        os.path.dirname(__file__),
-    }
-)
-
-
 def _users(trace: TracebackType | None) -> list[TracebackType]:
     """The frames of a traceback that are the user's, and not of a library."""
     found = []
     while trace is not None:
-        name = trace.tb_frame.f_code.co_filename
-        if not name.startswith(("<frozen", *_PACKAGES)):
+        if not is_installed_file(trace.tb_frame.f_code.co_filename):
             found.append(trace)
         trace = trace.tb_next
     return found

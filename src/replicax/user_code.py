@@ -3,13 +3,22 @@
 import functools
 import importlib.util
 import inspect
+import os
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["describe", "is_user_file", "library_of"]
+__all__ = ["describe", "is_installed_file", "is_user_file", "library_of"]
 
 _LIBRARIES = ("replicax", "keras", "jax", "jaxlib", "flax", "numpy")
+_INSTALLED = tuple(
+    f"{os.path.realpath(path)}{os.sep}"
+    for path in {
+        *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+        os.path.dirname(__file__),
+    }
+)
 
 
 @functools.cache
@@ -38,6 +47,15 @@ def is_user_file(file_name: str) -> bool:
     """Whether a source file is the user's, or a line that was typed in."""
     is_made = file_name.startswith("<") and not file_name.startswith(("<ipy", "<stdin"))
     return not is_made and library_of(file_name) is None
+
+
+def is_installed_file(file_name: str) -> bool:
+    """Whether a source file is Python's own, of an installed package, or replicax'.
+
+    More than `library_of` knows: a layer of an installed package may be what a user
+    calls, and is to be named in messages, but is no place to stop at.
+    """
+    return file_name.startswith(("<frozen", *_INSTALLED))
 
 
 def describe(fn: Callable[..., Any]) -> str:

@@ -6,7 +6,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from itertools import chain
-from types import TracebackType
 from typing import Any
 
 __all__ = ["Announced", "Reminders", "announce_first"]
@@ -32,12 +31,7 @@ class _Nested:
         self._stack.append(weakref.ref(self))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.remove(weakref.ref(self))
 
     @property
@@ -113,18 +107,13 @@ class Announced(_Nested):
         try:
             thread.start()
         except BaseException:  # An interrupt: Python waits for the thread there.
-            self.__exit__(None, None, None)
+            self.__exit__()
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._over.set()
-        super().__exit__(kind, error, trace)
+        super().__exit__()
 
     def text(self) -> str:
         """What to say now."""

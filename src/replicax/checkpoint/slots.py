@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import keras
 import numpy as np
 
 from replicax import placement
 from replicax.checkpoint.naming import named_variables
+from replicax.composites import is_key
 from replicax.errors import CheckpointError
 from replicax.keras import internals
 
@@ -192,7 +192,7 @@ def _array_slot(name: str, leaf: Any, put: Callable[[Any], None]) -> ArraySlot:
 
 
 def _jax_slot(name: str, leaf: jax.Array, put: Callable[[Any], None]) -> ArraySlot:
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if is_key(leaf):
         implementation = jax.random.key_impl(leaf)
 
         def put_key(data: Any) -> None:
