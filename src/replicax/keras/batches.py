@@ -16,7 +16,7 @@ from replicax.composites import is_composite, is_key, one_of
 from replicax.group import ReplicaGroup
 from replicax.input.prefetch import close_iterator
 from replicax.input.split import refuse_ragged
-from replicax.keras.internals import Rows, batch_of
+from replicax.keras.lazy_batches import LazyBatch, batch_of
 from replicax.rehearsal import current_rehearsal
 from replicax.report.recorder import Recorder
 from replicax.row_arrays import RowArray, as_rows, by_rows, parted, whole
@@ -213,7 +213,7 @@ def _stacked(chunk: list[Any]) -> tuple[Any, list[Any]] | None:
 
     None if they are not alike.
     """
-    if all(isinstance(batch, Rows) for batch in chunk):
+    if all(isinstance(batch, LazyBatch) for batch in chunk):
         if len(set(map(len, chunk))) > 1:
             return None
         stacked = _cut_at_once(chunk)
@@ -239,7 +239,7 @@ def _on_top(column: list[Any]) -> Any:
     return np.stack([np.asarray(x) for x in column])
 
 
-def _cut_at_once(chunk: list[Rows]) -> tuple[Any, list[np.ndarray]] | None:
+def _cut_at_once(chunk: list[LazyBatch]) -> tuple[Any, list[np.ndarray]] | None:
     # Cut out one by one and copied together, batches take most of the time of a tiny
     # model's steps (measured: 14 of 32 us a step, at 32 steps an execution).
     size = len(chunk[0])
@@ -367,7 +367,7 @@ class _Placing:
 
     def _divides(self, batch: Any) -> bool:
         """Whether all replicas get equally many of the batch's examples."""
-        if isinstance(batch, Rows):
+        if isinstance(batch, LazyBatch):
             return self._num_active(len(batch)) is None
         num_rows = _num_rows(batch, jax.tree.leaves(batch), self._caller)
         return self._num_active(num_rows) is None

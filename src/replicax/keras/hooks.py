@@ -90,9 +90,6 @@ from replicax.keras.adapters import (
 from replicax.keras.batches import opened
 from replicax.keras.internals import (
     attach_masks,
-    cut_late,
-    inputs_of,
-    is_array_adapter,
     layout_of,
     masks_of,
     set_initial_epoch,
@@ -477,7 +474,7 @@ def _get_iterator(original: Any, epoch_iterator: Any) -> Any:
         source = original(epoch_iterator)
         return source if recorder is None else TimedBatches(source, recorder)
     adapter = epoch_iterator.data_adapter
-    cut_late(adapter)
+    make_lazy(adapter)
     source = adapter.get_jax_iterator()
     if current_call() == "predict" and steps.ignores_targets(called_model()):
         source = map(inputs_of, source)

@@ -19,6 +19,7 @@ import numpy as np
 
 from replicax.input.reshuffle import Iteration
 from replicax.keras import internals
+from replicax.keras.lazy_batches import batch_of, is_array_adapter, make_lazy
 from replicax.report.recorder import Recorder
 from replicax.scope import current_strategy
 
@@ -125,7 +126,7 @@ class TrackedData:
 
     def __init__(self, epoch_iterator: Any) -> None:
         self.adapter = adapter = epoch_iterator.data_adapter
-        internals.cut_late(adapter)
+        make_lazy(adapter)
         self.pending: Position | None = None
         self.consumed = 0
         self.source: Callable[[], Any] = adapter.get_jax_iterator
@@ -278,7 +279,7 @@ class _Stream:
             self._source = self._open()
         batch = self._ahead.popleft() if self._ahead else self._draw(self._source)
         # Without a strategy it is Keras that takes it.
-        return internals.batch_of(batch) if current_strategy() is None else batch
+        return batch_of(batch) if current_strategy() is None else batch
 
     def has_more(self) -> bool:
         if not self._ahead and self._source is not None:
@@ -320,7 +321,7 @@ def _skipping(data: TrackedData, number: int) -> Iterator[Any]:
     if grain is not None and isinstance(source, grain.MapDataset):
         return iter(source[number:])
     source = iter(source)
-    if not internals.is_array_adapter(data.adapter):  # Of arrays nothing is read.
+    if not is_array_adapter(data.adapter):  # Of arrays nothing is read.
         _logger.info(
             "fit: reading %d batches again to get to where training was.", number
         )

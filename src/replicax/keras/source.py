@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from replicax.keras import internals
+from replicax.keras.lazy_batches import batch_of, make_lazy
 from replicax.row_arrays import by_rows
 
 __all__ = ["Source"]
@@ -17,7 +17,7 @@ class Source:
     """
 
     def __init__(self, adapter: Any) -> None:
-        internals.cut_late(adapter)  # Most batches are passed by.
+        make_lazy(adapter)  # Most batches are passed by.
         self._adapter = adapter
         self._last: tuple[int, Any] = (-1, None)
         self._next = 0
@@ -33,7 +33,7 @@ class Source:
             batch = next(self._batches)
             self._next += 1
             if self._next > index:
-                self._last = index, by_rows(internals.batch_of(batch))
+                self._last = index, by_rows(batch_of(batch))
                 return self._last[1]
 
     def any(self) -> Any:

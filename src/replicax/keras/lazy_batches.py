@@ -1,0 +1,125 @@
+"""Batches of arrays in memory that are cut out of them as late as possible.
+
+A step of few microseconds takes longer to be called than to compute, so batches are
+ranges of rows until those of a whole execution are cut out at once.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+
+from replicax.row_arrays import RowArray, as_rows
+from replicax.sparse_rows import is_sparse
+
+__all__ = ["LazyBatch", "batch_of", "inputs_of", "is_array_adapter", "make_lazy"]
+
+
+def is_array_adapter(adapter: Any) -> bool:
+    """Whether the data are arrays in memory."""
+    return isinstance(adapter, ArrayDataAdapter)
+
+
+class LazyBatch:
+    """A batch of arrays in memory, which is cut out of them when somebody needs it.
+
+    Args:
+        cut: Cuts a batch of these indices out, as Keras would.
+        indices: Of its rows: `[B]`, or a slice.
+    """
+
+    __slots__ = ("_cut", "indices")
+
+    def __init__(self, cut: Callable[[Any], Any], indices: Any) -> None:
+        self._cut = cut
+        self.indices = indices
+
+    def __len__(self) -> int:
+        if isinstance(self.indices, slice):
+            return self.indices.stop - self.indices.start
+        return len(self.indices)
+
+    def batch(self) -> Any:
+        """The batch."""
+        return self._cut(self.indices)
+
+    def joined(self, others: Sequence["LazyBatch"]) -> "LazyBatch | None":
+        """The rows of this and other batches of the same arrays as one batch.
+
+        None if they are slices that do not follow each other.
+        """
+        everything = [self.indices, *(rows.indices for rows in others)]
+        if not isinstance(self.indices, slice):
+            return LazyBatch(self._cut, np.concatenate(everything))
+        for one, following in itertools.pairwise(everything):
+            if one.stop != following.start:
+                return None
+        return LazyBatch(self._cut, slice(self.indices.start, everything[-1].stop))
+
+
+def make_lazy(adapter: Any) -> None:
+    """Have the adapter of arrays in memory give `LazyBatch` in place of batches.
+
+    Random numbers are drawn as before. Nothing happens to other adapters.
+    """
+    if not is_array_adapter(adapter) or "_get_iterator" in vars(adapter):
+        return
+
+    def make_rows(
+        slice_and_convert: Callable[..., Any], inputs: Any
+    ) -> Iterator[LazyBatch]:
+        flat, structure = jax.tree.flatten(inputs)
+        flat = [_rows_of(x) for x in flat]
+
+        def cut(indices: Any) -> Any:
+            rows = [
+                x[indices]
+                if isinstance(x, RowArray)
+                else slice_and_convert(x, indices=indices)
+                for x in flat
+            ]
+            return jax.tree.unflatten(structure, rows)
+
+        # As Keras draws them. Its own iterator maps a tree for each batch, which takes
+        # longer than all else that a batch of a tiny model needs here.
+        shuffle, num_rows = adapter._shuffle, adapter._num_samples
+        order = None
+        if shuffle and shuffle != "batch":
+            order = np.random.permutation(num_rows)
+        for start in range(0, num_rows, adapter._batch_size):
+            stop = min(start + adapter._batch_size, num_rows)
+            if order is not None:
+                yield LazyBatch(cut, order[start:stop])
+            elif shuffle:
+                yield LazyBatch(cut, np.random.permutation(stop - start) + start)
+            else:
+                yield LazyBatch(cut, slice(start, stop))
+
+    adapter._get_iterator = make_rows
+
+
+def _rows_of(sliceable: Any) -> Any:
+    """A sparse array among Keras' sliceables as a row array, anything else as it is.
+
+    Keras would make JAX arrays of each batch, of another shape each time.
+    """
+    array = getattr(sliceable, "array", None)
+    array = getattr(array, "sparse", array)  # TensorFlow's, in Keras' wrapper.
+    return as_rows(array) if is_sparse(array) else sliceable
+
+
+def batch_of(batch: Any) -> Any:
+    """A batch that may be `LazyBatch`."""
+    return batch.batch() if isinstance(batch, LazyBatch) else batch
+
+
+def inputs_of(batch: Any) -> Any:
+    """A batch without targets and weights, which nobody reads in `predict`."""
+    if isinstance(batch, LazyBatch):
+        return batch
+    x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+    return (x,)
