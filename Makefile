@@ -29,10 +29,11 @@ soak: $(VENV)/.test ## long trainings whose processes are killed; takes half an 
 docs: $(VENV)/.docs ## the site, into site/; fails on broken links
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 
-lint: $(VENV)/.test ## style, types, spelling and file sizes; changes nothing
+lint: $(VENV)/.test ## style, types, layers, spelling and file sizes; changes nothing
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m pyright
+	$(VENV)/bin/lint-imports --no-cache
 	git ls-files -z | xargs -0 $(PY) -m codespell_lib
 	$(PY) scripts/check_sizes.py
 

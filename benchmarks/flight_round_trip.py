@@ -118,7 +118,7 @@ def update_round_trip(port: int, values: np.ndarray) -> Callable[[], object]:
     import keras
 
     from replicax.ps.connection import Connection
-    from replicax.ps.groups import Group, Part
+    from replicax.ps.variable_slices import Group, Part
 
     part = Part(
         variable=0, path="values", shape=values.shape, dtype="float32", server=0

@@ -21,7 +21,7 @@ import keras
 from data import load
 
 from replicax.ps.partition import MinSizePartitioner
-from replicax.strategies.parameter_server import ParameterServerStrategy
+from replicax.ps.strategy import ParameterServerStrategy
 
 
 def parse_options() -> argparse.Namespace:

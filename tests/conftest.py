@@ -60,8 +60,8 @@ import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 from sklearn.datasets import load_digits  # noqa: E402
 
-from replicax import waiting  # noqa: E402
-from replicax.scope import current_context, current_strategy  # noqa: E402
+from replicax._util import waiting  # noqa: E402
+from replicax.engine.scope import current_context, current_strategy  # noqa: E402
 
 # A loaded machine must not add lines to logs that tests compare.
 waiting.FIRST_SECONDS = 60.0

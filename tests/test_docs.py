@@ -1,6 +1,5 @@
 """The documentation is true: its samples run, its links lead somewhere."""
 
-import ast
 import os
 import re
 import subprocess
@@ -84,47 +83,3 @@ def test_links_lead_to_files(page: Path) -> None:
         if "://" not in link and not (page.parent / link).exists()
     ]
     assert not missing
-
-
-def imports() -> dict[str, set[str]]:
-    """Which modules of replicax each of them imports, on loading or later."""
-    files = {
-        path.relative_to(ROOT / "src")
-        .with_suffix("")
-        .as_posix()
-        .replace("/", "."): path
-        for path in (ROOT / "src" / "replicax").rglob("*.py")
-    }
-    modules = {name.removesuffix(".__init__"): path for name, path in files.items()}
-    return {
-        name: {
-            full
-            if (full := f"{node.module}.{alias.name}") in modules
-            else str(node.module)
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-            if isinstance(node, ast.ImportFrom)
-            and (node.module or "").split(".")[0] == "replicax"
-            for alias in node.names
-        }
-        for name, path in modules.items()
-    }
-
-
-def test_floors_are_as_documented() -> None:
-    """Every module stands where the page says, and imports from lower floors only."""
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (\d+) \| (.*?) \|", text, re.MULTILINE)
-    floor = {
-        f"replicax.{name}".removesuffix(".__init__"): int(number)
-        for number, names in rows
-        for name in re.findall(r"`([\w.]+)`", names)
-    }
-    graph = imports()
-    assert sorted(floor) == sorted(graph)
-    upward = [
-        f"{name} imports {other}"
-        for name, others in graph.items()
-        for other in others
-        if floor[other] >= floor[name]
-    ]
-    assert not upward

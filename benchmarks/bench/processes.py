@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from bench.entries import Entry
-from replicax.cluster.placement import free_ports
-from replicax.devices import cpu_pool_size
-from replicax.xla_options import without_kept_loops
+from replicax.engine.devices import cpu_pool_size
+from replicax.engine.xla_options import without_kept_loops
+from replicax.launch.local_tasks import free_ports
 
 __all__ = ["Answer", "Peer", "PeerError"]
 

@@ -11,7 +11,7 @@ from bench.entries import Entry, Layout, entries_of
 from bench.environments import versions_of
 from bench.peers.cases import Case, case_of
 from bench.processes import Peer, PeerError
-from replicax.environment import usable_cores
+from replicax._util.environment import usable_cores
 
 __all__ = ["measure"]
 

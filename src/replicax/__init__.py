@@ -1,17 +1,19 @@
+# ruff: noqa: E402
 """replicax: tf.distribute's Strategy for Keras 3 on JAX."""
 
 import os
 
-import replicax._backend  # noqa: F401  First: it settles Keras' backend.
+import replicax._private.backend as _backend
+
+_backend.require_jax_backend()  # Before anything imports Keras.
+
 from replicax import (
     callbacks,
     cluster_resolver,
-    compat,
     config,
     estimator,
     experimental,
     feature_column,
-    huge_pages,
     input,
     layers,
     layout_maps,
@@ -19,8 +21,8 @@ from replicax import (
     schedules,
     testing,
     tpu,
-    xla_options,
 )
+from replicax._util.interrupts import describe_interrupts
 from replicax._version import __version__ as __version__
 from replicax.checkpoint import (
     Checkpoint,
@@ -28,24 +30,25 @@ from replicax.checkpoint import (
     RestoreStatus,
     latest_checkpoint,
 )
+from replicax.cluster.failure import REPORT_DIR
 from replicax.cluster.spec import ClusterSpec
 from replicax.cluster.tpu_slice import skip_libtpu_without_chips
-from replicax.collectives import (
+from replicax.cpu import huge_pages
+from replicax.engine import xla_options
+from replicax.engine.collectives import (
     CrossDeviceOps,
     HierarchicalCopyAllReduce,
     NcclAllReduce,
     ReduceOp,
     ReductionToOneDevice,
 )
-from replicax.communication import CollectiveCommunication, CommunicationOptions
-from replicax.coordinator import ClusterCoordinator, RemoteValue
-from replicax.current import (
-    get_replica_context,
-    get_strategy,
-    has_strategy,
-    in_cross_replica_context,
-)
-from replicax.devices import set_logical_devices
+from replicax.engine.communication import CollectiveCommunication, CommunicationOptions
+from replicax.engine.devices import set_logical_devices
+from replicax.engine.gradients import value_and_grad
+from replicax.engine.losses import compute_average_loss, scale_regularization_loss
+from replicax.engine.replica import ReplicaContext
+from replicax.engine.tape import GradientTape
+from replicax.engine.values import PerReplica
 from replicax.errors import (
     CheckpointError,
     ClusterConfigError,
@@ -57,16 +60,15 @@ from replicax.errors import (
     InputError,
     InternalError,
 )
-from replicax.gradients import value_and_grad
 from replicax.input import AutoShardPolicy, FileDataset, InputContext
 from replicax.keras import hooks
 from replicax.keras.backup import BackupAndRestore
 from replicax.keras.sidecar import SidecarEvaluator
-from replicax.losses import compute_average_loss, scale_regularization_loss
-from replicax.per_worker import PerWorkerValues
-from replicax.plan import plan
-from replicax.ps.outcomes import ClosureCancelledError, ClosureError
-from replicax.replica import ReplicaContext
+from replicax.planning import plan
+from replicax.ps.closure_errors import ClosureCancelledError, ClosureError
+from replicax.ps.coordinator import ClusterCoordinator, RemoteValue
+from replicax.ps.per_worker import PerWorkerValues
+from replicax.ps.strategy import ParameterServerStrategy
 from replicax.strategies import (
     CentralStorageStrategy,
     FullyShardedStrategy,
@@ -74,12 +76,16 @@ from replicax.strategies import (
     ModelParallelStrategy,
     MultiWorkerMirroredStrategy,
     OneDeviceStrategy,
-    ParameterServerStrategy,
     TPUStrategy,
+    compat,
 )
-from replicax.strategy import Strategy
-from replicax.tape import GradientTape
-from replicax.values import PerReplica
+from replicax.strategies.current import (
+    get_replica_context,
+    get_strategy,
+    has_strategy,
+    in_cross_replica_context,
+)
+from replicax.strategies.strategy import Strategy
 
 __all__ = [
     "AutoShardPolicy",
@@ -154,3 +160,5 @@ hooks.install()
 huge_pages.share_one_heap()
 xla_options.keep_loops(os.environ)
 skip_libtpu_without_chips(os.environ)
+if REPORT_DIR in os.environ:  # A launcher's task.
+    describe_interrupts()

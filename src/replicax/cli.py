@@ -20,9 +20,9 @@ from replicax.commands.manifest import manifest
 from replicax.commands.migrate import migrate
 from replicax.commands.monitor import monitor
 from replicax.commands.plan import plan
+from replicax.commands.recommend import fitting_strategy
 from replicax.commands.run import run
 from replicax.errors import ClusterConfigError, DeviceError
-from replicax.recommend import fitting_strategy
 
 __all__ = ["app", "main"]
 
@@ -161,7 +161,7 @@ def _device_groups(devices: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def _pool_warnings(devices: Sequence[Any]) -> list[str]:
-    from replicax.devices import check_cpu_pool
+    from replicax.engine.devices import check_cpu_pool
 
     try:
         if devices:

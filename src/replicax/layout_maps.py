@@ -1,18 +1,14 @@
-"""Layout maps: which dimension of a weight is split over the devices of one replica.
+"""Layout maps: which dimension of a weight is split over the devices of one replica."""
 
-A map has regular expressions on variables' paths as keys, and as values one axis name
-or None for each dimension, as `keras.distribution.LayoutMap` has them. The axis of the
-devices that work on one replica is called `"model"`.
-"""
-
-import math
-import re
-from collections.abc import Callable, Mapping
-from typing import Any
-
-from jax.sharding import PartitionSpec
-
-from replicax.layouts import FEWEST_ELEMENTS
+from replicax.strategies.layout_maps import (
+    ATTENTION,
+    DENSE,
+    EMBEDDING,
+    TRANSFORMER,
+    largest_axis,
+    matches_nothing,
+    rule,
+)
 
 __all__ = [
     "ATTENTION",
@@ -23,125 +19,3 @@ __all__ = [
     "matches_nothing",
     "rule",
 ]
-
-MODEL_AXIS = "model"
-
-DENSE: Mapping[str, tuple[str | None, ...]] = {
-    r"(.*/)?[^/]*dense[^/]*/kernel": (None, MODEL_AXIS),
-    r"(.*/)?[^/]*dense[^/]*/bias": (MODEL_AXIS,),
-}
-"""`Dense` layers that Keras named: each device makes some of the outputs."""
-
-ATTENTION: Mapping[str, tuple[str | None, ...]] = {
-    r"(.*/)?(query|key|value)/kernel": (None, MODEL_AXIS, None),
-    r"(.*/)?(query|key|value)/bias": (MODEL_AXIS, None),
-    r"(.*/)?attention_output/kernel": (MODEL_AXIS, None, None),
-}
-"""`MultiHeadAttention` and `GroupQueryAttention`: each device has some of the heads.
-
-(Shoeybi et al. 2019, Megatron-LM.) The number of heads has to divide by the devices.
-"""
-
-EMBEDDING: Mapping[str, tuple[str | None, ...]] = {
-    r"(.*/)?[^/]*embedding[^/]*/embeddings": (None, MODEL_AXIS),
-}
-"""`Embedding` layers: each device has some of the features of every row."""
-
-TRANSFORMER: Mapping[str, tuple[str | None, ...]] = {**DENSE, **ATTENTION, **EMBEDDING}
-"""Stacks of attention and dense layers."""
-
-Rule = Callable[[str, tuple[int, ...]], PartitionSpec]
-
-
-def rule(layout_map: Any, num_devices: int, caller: str) -> Rule:
-    """A layout map as a function of a weight's path and shape.
-
-    Args:
-        layout_map: A `keras.distribution.LayoutMap`, a mapping of regular expressions
-            to tuples, or None for `largest_axis`.
-        num_devices: Size of the axis `"model"`.
-        caller: The public call to name in errors.
-
-    Raises:
-        TypeError: If it is none of these.
-        ValueError: For other axis names, when a path matches several expressions, or
-            when a dimension does not divide. The last two come when a weight is made.
-    """
-    if layout_map is None:
-        return lambda _, shape: largest_axis(shape, num_devices)
-    if not isinstance(layout_map, Mapping):
-        raise TypeError(
-            f"{caller}: layout_map must be a keras.distribution.LayoutMap or a dict of "
-            f"regular expressions to tuples of axis names; got {layout_map!r}."
-        )
-    axes = {pattern: _axes(layout_map[pattern]) for pattern in layout_map}
-    for pattern, names in axes.items():
-        unknown = sorted({str(n) for n in names if n not in (None, MODEL_AXIS)})
-        if unknown:
-            raise ValueError(
-                f"{caller}: layout_map[{pattern!r}] is {names}, but the only axis that "
-                f"weights are split over is {MODEL_AXIS!r}; {', '.join(unknown)} is "
-                "none. Batches are split over the replicas by themselves."
-            )
-
-    return _ByPath(axes, num_devices, caller)
-
-
-class _ByPath:
-    """A layout map's rule; remembers whether anything matched it."""
-
-    def __init__(
-        self, axes: Mapping[str, tuple[str | None, ...]], num_devices: int, caller: str
-    ) -> None:
-        self._axes = axes
-        self._num_devices = num_devices
-        self._caller = caller
-        self.has_matched = False
-
-    def __call__(self, path: str, shape: tuple[int, ...]) -> PartitionSpec:
-        matching = [p for p in self._axes if p == path] or [
-            p for p in self._axes if re.fullmatch(p, path)
-        ]
-        if len(matching) > 1:
-            raise ValueError(
-                f"{self._caller}: {path!r} matches several expressions of layout_map, "
-                f"{matching}. Make them match one path only once."
-            )
-        names = self._axes[matching[0]] if matching else ()
-        # A slot may have fewer dimensions than its weight.
-        if not matching or len(names) != len(shape):
-            return PartitionSpec()
-        for dim, name in enumerate(names):
-            if name is not None and shape[dim] % self._num_devices:
-                raise ValueError(
-                    f"{self._caller}: layout_map[{matching[0]!r}] splits dimension "
-                    f"{dim} of {path!r} {shape} over {self._num_devices} devices, "
-                    "which does not divide it. Choose another dimension or another "
-                    "model_parallel."
-                )
-        self.has_matched = True
-        return PartitionSpec(*names)
-
-
-def matches_nothing(rule: Rule) -> bool:
-    """Whether a layout map was given, and no weight had a path that it names."""
-    return isinstance(rule, _ByPath) and not rule.has_matched
-
-
-def largest_axis(shape: tuple[int, ...], num_devices: int) -> PartitionSpec:
-    """The layout that splits a weight's largest dimension that can be split.
-
-    The last one of those that are equal. Small weights are not split.
-    """
-    can = [dim for dim, size in enumerate(shape) if size % num_devices == 0]
-    if num_devices == 1 or not can or math.prod(shape) < FEWEST_ELEMENTS:
-        return PartitionSpec()
-    chosen = max(can, key=lambda dim: (shape[dim], dim))
-    return PartitionSpec(
-        *(MODEL_AXIS if dim == chosen else None for dim in range(len(shape)))
-    )
-
-
-def _axes(layout: Any) -> tuple[str | None, ...]:
-    """A layout's axis names; Keras wraps them in a `TensorLayout`."""
-    return tuple(getattr(layout, "axes", layout))

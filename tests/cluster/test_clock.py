@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from replicax.cluster import coordinator
+from replicax.cluster import coordination_service
 from replicax.testing import Cluster
 
 pytestmark = [
@@ -127,11 +127,11 @@ class coordinator_of_one:
 
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
-        self._process = coordinator.start(port, 1, 30.0, host="127.0.0.1")
+        self._process = coordination_service.start(port, 1, 30.0, host="127.0.0.1")
         return f"127.0.0.1:{port}", self._process
 
     def __exit__(self, *_):
-        coordinator.stop(self._process)
+        coordination_service.stop(self._process)
 
 
 def train() -> float:

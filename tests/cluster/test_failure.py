@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from replicax.cluster.deadlines import Deadlines
 from replicax.cluster.failure import REPORT_DIR, ExitCode, FailureReport, is_retryable
+from replicax.cluster.timeouts import Deadlines
 
 
 def report(**known) -> FailureReport:

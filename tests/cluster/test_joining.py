@@ -99,9 +99,9 @@ def test_jax_was_started_before() -> None:
 def join_and_leave(words: list[str]) -> tuple[list[str], int]:
     """As little of a cluster as can be: no device, no program."""
     from replicax.cluster.config import check_cluster
-    from replicax.cluster.deadlines import Deadlines
     from replicax.cluster.joining import join
     from replicax.cluster.resolvers import TFConfigClusterResolver
+    from replicax.cluster.timeouts import Deadlines
 
     resolver = TFConfigClusterResolver()
     config = check_cluster(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from replicax.cluster import coordinator, listening
+from replicax.cluster import coordination_service, listening
 from replicax.cluster.addresses import parse_address
 from replicax.cluster.listening import host_to_bind, listener
 from replicax.testing import run
@@ -110,13 +110,13 @@ def test_the_place_of_a_task_that_waits(host: str | None) -> None:
 @pytest.mark.multiprocess
 def test_the_coordination_service_listens_where_it_is_told() -> None:
     port = free_port()
-    process = coordinator.start(port, 2, 30.0, host="127.0.0.1")
+    process = coordination_service.start(port, 2, 30.0, host="127.0.0.1")
     try:
         hosts = listening_hosts([process.pid])
         assert hosts
         assert hosts <= LOOPBACK
     finally:
-        coordinator.stop(process)
+        coordination_service.stop(process)
 
 
 def where_workers_listen() -> set[str]:

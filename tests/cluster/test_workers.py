@@ -11,10 +11,10 @@ from typing import Any
 import jax
 import pytest
 
-from replicax import waiting
+from replicax._util import waiting
 from replicax.cluster import workers as workers_module
-from replicax.cluster.deadlines import Deadlines
 from replicax.cluster.store import Store, StoreError
+from replicax.cluster.timeouts import Deadlines
 from replicax.cluster.workers import Workers
 from replicax.errors import ClusterError, ClusterMismatchError
 

@@ -10,7 +10,7 @@ from sklearn.preprocessing import StandardScaler
 from tests.conftest import mirrored
 
 import replicax as rx
-from replicax import feature_column as fc
+from replicax.estimator import feature_column as fc
 
 E = rx.estimator
 X = fc.numeric_column("x", 2)

@@ -19,7 +19,7 @@ import pytest
 
 import replicax as rx
 from replicax.estimator import Estimator, EstimatorSpec, ModeKeys, RunConfig, minimize
-from replicax.strategy import Strategy
+from replicax.strategies.strategy import Strategy
 
 BATCH = 8
 

@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import pytest
 
+from replicax.checkpoint.evaluations import append_evaluation
 from replicax.estimator import (
     BestExporter,
     Estimator,
@@ -22,7 +23,6 @@ from replicax.estimator import (
     load_saved_model,
     train_and_evaluate,
 )
-from replicax.evaluations import append_evaluation
 
 X = np.ones((4, 2), "float32")
 RECEIVER_FN = build_raw_serving_input_receiver_fn({"x": X})

@@ -7,8 +7,8 @@ from sklearn.metrics import average_precision_score
 from tests.conftest import mirrored
 
 import replicax as rx
-from replicax import feature_column as fc
-from replicax.estimator.host import HostSide
+from replicax.estimator import feature_column as fc
+from replicax.estimator.preprocessing import HostSide
 
 E = rx.estimator
 X = fc.numeric_column("x")

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 import replicax as rx
-from replicax import feature_column as fc
 from replicax.estimator import (
     RunConfig,
     build_raw_serving_input_receiver_fn,
-    host,
     host_half,
     load_saved_model,
+    preprocessing,
 )
+from replicax.estimator import feature_column as fc
 
 # A saved model is compiled as another program, in which XLA may order sums otherwise.
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
@@ -130,7 +130,7 @@ def test_an_estimator_without_columns_takes_any_feature(tmp_path) -> None:
     ids=["python", "float64", "default", "crossed"],
 )
 def test_functions_that_cannot_be_exported(tmp_path, column, match) -> None:
-    side = host.HostSide((column,))
+    side = preprocessing.HostSide((column,))
     specs = build_raw_serving_input_receiver_fn(RAW)().specs()
     with pytest.raises(ValueError, match=match):
         host_half.host_half_config(side, specs)

@@ -10,7 +10,7 @@ from sklearn.linear_model import LinearRegression
 from tests.conftest import mirrored
 
 import replicax as rx
-from replicax import feature_column as fc
+from replicax.estimator import feature_column as fc
 from replicax.estimator.dnn import DNNPart
 from replicax.estimator.linear import LinearPart
 from replicax.estimator.optimizers import optimizer_maker

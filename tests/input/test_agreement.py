@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import replicax as rx
 import replicax.testing
-from replicax.cluster.deadlines import Deadlines
+from replicax.cluster.timeouts import Deadlines
 from replicax.cluster.workers import Workers
 from replicax.input.agreement import Stream, in_step
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from replicax.engine.values import PerReplica
 from replicax.input.context import InputContext
 from replicax.input.distributed import (
     DistributedDataset,
     DistributedDatasetFromFunction,
 )
 from replicax.input.numpy_dataset import numpy_dataset
-from replicax.values import PerReplica
 
 X = np.arange(60, dtype=np.float32).reshape(20, 3)
 Y = np.arange(20, dtype=np.int32)

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replicax.ps.blocks import blocks_of, join, join_parts, split, split_parts
-from replicax.ps.groups import Group, Part
+from replicax.ps.variable_slices import Group, Part
 
 PARTS = st.lists(
     st.tuples(

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from replicax.ps.board import Board
-from replicax.ps.refusals import (
+from replicax.ps.limits import (
     BoardError,
     LimitError,
     NotJoinedError,

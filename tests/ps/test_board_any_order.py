@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tests.ps.test_board import NAMES, STREAM, Client, Clock, ask
 
 from replicax.ps.board import Board
-from replicax.ps.refusals import SessionReplacedError
+from replicax.ps.limits import SessionReplacedError
 
 
 class AnyOrder(RuleBasedStateMachine):

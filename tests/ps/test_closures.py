@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from replicax.ps.closures import Closures
-from replicax.ps.refusals import BoardError, LimitError
+from replicax.ps.limits import BoardError, LimitError
 
 CHIEF, A, B = "worker:0", "worker:1", "worker:2"
 ERROR = {"type": "ValueError", "message": "bad", "traceback": "in step"}

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicax.ps.groups import Group
 from replicax.ps.partition import (
     FixedShardsPartitioner,
     MaxSizePartitioner,
@@ -15,6 +14,7 @@ from replicax.ps.partition import (
     VariableInfo,
     place,
 )
+from replicax.ps.variable_slices import Group
 
 ADD = {"kind": "add"}
 

@@ -4,13 +4,13 @@ import json
 
 import pytest
 
-from replicax.ps.presence import Presence
-from replicax.ps.refusals import (
+from replicax.ps.limits import (
     BoardError,
     NotJoinedError,
     SessionReplacedError,
     UnknownWorkerError,
 )
+from replicax.ps.presence import Presence
 
 CHIEF, OTHER = "worker:0", "worker:1"
 

@@ -15,13 +15,13 @@ from replicax.errors import ClusterMismatchError
 from replicax.ps.board import Board
 from replicax.ps.connection import ServerRefused
 from replicax.ps.credentials import Credentials, new_token
-from replicax.ps.groups import Group
 from replicax.ps.partition import VariableInfo, place
 from replicax.ps.remote import RemoteGroup
 from replicax.ps.service import Service
 from replicax.ps.session import Session
 from replicax.ps.store import Store
 from replicax.ps.timeouts import Timeouts
+from replicax.ps.variable_slices import Group
 
 pytest.importorskip("pyarrow")
 

@@ -15,7 +15,6 @@ from replicax.layers import RowSource
 from replicax.ps import row_links
 from replicax.ps.connection import ConnectionLost
 from replicax.ps.credentials import Credentials, new_token
-from replicax.ps.groups import Group
 from replicax.ps.remote import Part
 from replicax.ps.rows import Rows
 from replicax.ps.server_tables import Tables
@@ -23,6 +22,7 @@ from replicax.ps.service import Service
 from replicax.ps.store import Store
 from replicax.ps.table_operations import table_actions, table_operations
 from replicax.ps.timeouts import Timeouts
+from replicax.ps.variable_slices import Group
 
 pytest.importorskip("pyarrow")
 

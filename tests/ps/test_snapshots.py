@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from replicax.ps.partition import VariableInfo, place
-from replicax.ps.rules import optimizer_rule
+from replicax.ps.server_optimizer import optimizer_rule
 from replicax.ps.snapshots import Snapshots
 from replicax.ps.store import Store
 

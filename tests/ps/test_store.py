@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replicax.ps.partition import FixedShardsPartitioner, VariableInfo, place
-from replicax.ps.rules import Slots, optimizer_rule
+from replicax.ps.server_optimizer import Slots, optimizer_rule
 from replicax.ps.store import (
     BadVectors,
     DifferentGroup,

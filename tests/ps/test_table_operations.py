@@ -9,11 +9,11 @@ import pytest
 from replicax.ps import wire
 from replicax.ps.connection import Connection, ServerRefused
 from replicax.ps.credentials import Credentials, new_token
-from replicax.ps.rounds import SyncPart
 from replicax.ps.server_tables import Tables, UnknownTable
 from replicax.ps.service import Service
 from replicax.ps.snapshots import Snapshots
 from replicax.ps.store import Store
+from replicax.ps.sync_step import SyncPart
 from replicax.ps.table_operations import table_actions, table_operations
 from replicax.ps.table_spec import TableError, TableSpec
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicax.ps.held import StaleSequence, Superseded, SyncPart
+from replicax.ps.group_state import StaleSequence, Superseded, SyncPart
 from replicax.ps.row_ids import check_ids, sum_duplicates
 from replicax.ps.row_values import fill_rows
 from replicax.ps.table_spec import TableError, TableSpec

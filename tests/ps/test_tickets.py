@@ -14,7 +14,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from replicax.ps.refusals import BoardError, LimitError
+from replicax.ps.limits import BoardError, LimitError
 from replicax.ps.tickets import PartTickets, StepTickets
 
 A, B, C = "worker:0", "worker:1", "worker:2"

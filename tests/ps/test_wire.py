@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from replicax.ps import wire
-from replicax.ps.groups import Group, Part
+from replicax.ps.variable_slices import Group, Part
 from replicax.ps.wire import WireError, announced, exactly
 
 pa = pytest.importorskip("pyarrow")

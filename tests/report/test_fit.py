@@ -13,7 +13,7 @@ import pytest
 from tests.conftest import mirrored
 
 import replicax as rx
-from replicax.callbacks import with_report
+from replicax.report.callback import with_report
 from replicax.report.journal import REPORT
 from replicax.report.runs import read_run
 
@@ -141,7 +141,7 @@ def test_fits_one_after_another(page) -> None:
 def test_another_process_begins_anew(page, monkeypatch) -> None:
     model = make()
     train(model, page)
-    monkeypatch.setattr("replicax.callbacks._begun", {})
+    monkeypatch.setattr("replicax.report.callback._begun", {})
     train(model, page)
     assert len(fits_of(page)) == 1
 
@@ -150,7 +150,7 @@ def test_another_process_begins_anew(page, monkeypatch) -> None:
 def test_a_process_that_goes_on_keeps_the_page(how, page, monkeypatch) -> None:
     model = make()
     train(model, page)
-    monkeypatch.setattr("replicax.callbacks._begun", {})
+    monkeypatch.setattr("replicax.report.callback._begun", {})
     if how == "attempt":
         monkeypatch.setenv("REPLICAX_ATTEMPT", "1")
     train(model, page, epochs=4, initial_epoch=2 if how == "initial_epoch" else 0)
@@ -374,7 +374,7 @@ def test_many_fits_write_the_page_now_and_then(page, monkeypatch) -> None:
 def test_progress_amid_an_epoch(page, monkeypatch) -> None:
     monkeypatch.setattr("replicax.report.session._PAGE_EVERY_S", 0.0)
     monkeypatch.setattr("replicax.report.session._PAGE_SHARE", 0)
-    monkeypatch.setattr("replicax.report.recorder._MARK_EVERY_S", 0.0)
+    monkeypatch.setattr("replicax.keras.recorder._MARK_EVERY_S", 0.0)
     seen = []
 
     class Look(keras.callbacks.Callback):

@@ -9,7 +9,7 @@ from tests.seeds.blocks_program import Machines, Planned, Program, Tasks
 from tests.seeds.blocks_run import check, migrate, start
 from tests.seeds.blocks_source import BLOCKS, counts, original, part_text
 
-from replicax.plan import compiler
+from replicax.planning import compiler
 
 SEEDS = Path(__file__).parents[3] / "shared" / "seeds"
 PAGE = Path(__file__).parents[2] / "docs" / "seeds.md"

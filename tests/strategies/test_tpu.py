@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 import replicax as rx
-from replicax.cluster.placement import free_ports
 from replicax.cluster.tpu_slice import VARIABLES
 from replicax.cluster.tpu_system import topology_of
+from replicax.launch.local_tasks import free_ports
 
 DEADLINE_S = 100.0
 

@@ -39,9 +39,9 @@ from jax.experimental import mesh_utils, topologies  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
 import replicax as rx  # noqa: E402
+from replicax._util.dry_run import rehearsing  # noqa: E402
 from replicax.cluster.tpu_system import topology_of  # noqa: E402
-from replicax.rehearsal import rehearsing  # noqa: E402
-from replicax.strategy import Strategy  # noqa: E402
+from replicax.strategies.strategy import Strategy  # noqa: E402
 
 PER_REPLICA = 16
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from replicax.plan import compiler
+from replicax.planning import compiler
 
 pytestmark = pytest.mark.skipif(
     compiler.find() is None,

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+from replicax._util.files import FailedWrites
 from replicax.checkpoint import storage
 from replicax.checkpoint.storage import Contents
-from replicax.disk import FailedWrites
 from replicax.errors import CheckpointError
 
 __all__ = ["BackgroundSave", "finish"]

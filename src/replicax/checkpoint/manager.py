@@ -11,12 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+from replicax._util.files import FailedWrites
+from replicax._util.listing import listed
 from replicax.checkpoint import background, storage
 from replicax.checkpoint.background import BackgroundSave
 from replicax.checkpoint.storage import Contents
 from replicax.cluster import workers
-from replicax.cluster.listing import listed
-from replicax.disk import FailedWrites
 from replicax.errors import CheckpointError
 
 __all__ = [

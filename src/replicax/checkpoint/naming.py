@@ -9,7 +9,7 @@ from typing import Any
 
 import keras
 
-from replicax.keras import internals
+from replicax._private import keras as internals
 
 __all__ = ["named_variables"]
 

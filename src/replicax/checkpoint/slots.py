@@ -11,11 +11,11 @@ import jax
 import keras
 import numpy as np
 
-from replicax import placement
+from replicax._private import keras as internals
 from replicax.checkpoint.naming import named_variables
-from replicax.composites import is_key
+from replicax.engine import device_put
+from replicax.engine.composites import is_key
 from replicax.errors import CheckpointError
-from replicax.keras import internals
 
 __all__ = ["ArraySlot", "Binding", "ValueSlot", "bind", "decode", "encode", "to_host"]
 
@@ -227,7 +227,7 @@ def to_host(
     spread, here = [], {}
     for slot in slots:
         x = slot.read()
-        if placement.is_spread(x):
+        if device_put.is_spread(x):
             spread.append((slot.name, x))
         elif wanted:
             here[slot.name] = _one_copy(slot, x)
@@ -236,7 +236,7 @@ def to_host(
             x.copy_to_host_async()
     copies = {name: np.array(x) for name, x in here.items()}
     for name, x in spread:
-        whole = placement.gathered(x)
+        whole = device_put.gathered(x)
         if wanted:
             copies[name] = np.array(whole)
     return copies

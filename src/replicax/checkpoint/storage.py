@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from replicax.disk import sync
+from replicax._util.files import sync
+from replicax._util.waiting import Announced
 from replicax.errors import CheckpointError
-from replicax.waiting import Announced
 
 __all__ = ["MANIFEST", "Contents", "part_of", "read", "remove", "write"]
 

@@ -4,8 +4,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from replicax._util.hashes import digest
 from replicax.cluster.workers import Workers
-from replicax.digests import digest
 from replicax.errors import ClusterMismatchError
 
 __all__ = ["agree"]

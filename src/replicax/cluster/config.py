@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
+from replicax._util.listing import listed
 from replicax.cluster.addresses import Address, parse_address
-from replicax.cluster.listing import listed
 from replicax.cluster.spec import ClusterSpec, task_name
 from replicax.errors import ClusterConfigError
 

@@ -6,9 +6,9 @@ import traceback
 from collections.abc import Iterator, Mapping
 from types import TracebackType
 
+from replicax._util.interrupts import described
 from replicax.cluster.failure import ExitCode, FailureReport
 from replicax.errors import ClusterError, ClusterMismatchError
-from replicax.interrupts import described
 
 __all__ = ["is_transient", "report_of"]
 

@@ -6,7 +6,6 @@ the function that makes its Gloo is replaced. Tested with JAX 0.10 to 0.12.
 """
 
 import functools
-import importlib
 import ipaddress
 import logging
 import os
@@ -15,6 +14,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from replicax._private.jax import replace_gloo
 from replicax.cluster.addresses import parse_address
 
 __all__ = ["listen_for", "local_address"]
@@ -31,12 +31,9 @@ def listen_for(peers: Iterable[str]) -> None:
     Args:
         peers: `"host:port"` of the other workers.
     """
-    jaxlib: Any = importlib.import_module("jaxlib._jax")
-    make = functools.partial(_make, jaxlib.make_gloo_tcp_collectives)
     address = local_address(peers)
-    if address is not None:
-        make = functools.partial(make, hostname=address)
-    jaxlib.make_gloo_tcp_collectives = make
+    keywords = {} if address is None else {"hostname": address}
+    replace_gloo(lambda make: functools.partial(_make, make, **keywords))
 
 
 def _make(make_of_jax: Callable[..., Any], *args: Any, **keywords: Any) -> Any:

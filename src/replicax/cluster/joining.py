@@ -13,19 +13,20 @@ from typing import Any
 
 import jax
 
-from replicax.cluster import coordinator, dispatch_log, uncaught, workers
+from replicax._private.jax import cluster_kinds
+from replicax._util.listing import listed
+from replicax._util.waiting import Reminders
+from replicax.cluster import coordination_service, dispatch_log, excepthook, workers
 from replicax.cluster.addresses import parse_address
-from replicax.cluster.deadlines import Deadlines
 from replicax.cluster.failure import ExitCode, FailureReport
 from replicax.cluster.gloo import listen_for
 from replicax.cluster.listening import host_to_bind, listener
-from replicax.cluster.listing import listed
 from replicax.cluster.spec import ClusterSpec
 from replicax.cluster.store import Store
+from replicax.cluster.timeouts import Deadlines
 from replicax.cluster.watch import Watch
 from replicax.cluster.workers import Workers
 from replicax.errors import ClusterConfigError, ClusterError
-from replicax.waiting import Reminders
 
 __all__ = ["join"]
 
@@ -80,7 +81,7 @@ def join(
     if members.watch is not None:
         members.watch.start()
         dispatch_log.set_current(members.watch.log)
-        uncaught.report_exceptions(members, members.watch)
+        excepthook.report_exceptions(members, members.watch)
         atexit.register(_leave, members)
     return members
 
@@ -112,13 +113,7 @@ def _jax_detects_cluster() -> bool:
     `jax.distributed.initialize` looks for them too, but refuses first if JAX has
     started its devices, which a process that is alone may do whenever it likes.
     """
-    from jax._src.clusters import ClusterEnv
-
-    return any(
-        kind.is_env_present()
-        for kind in ClusterEnv._cluster_types
-        if not kind.opt_in_only_method
-    )
+    return any(kind.is_env_present() for kind in cluster_kinds())
 
 
 def _check_order(names: Sequence[str], index: int, description: str) -> None:
@@ -143,13 +138,13 @@ def _connect(
     host = host_to_bind(own, others)
     with _presence(addresses[index], host, is_chief=index == 0):
         if index == 0:
-            service = coordinator.start(
+            service = coordination_service.start(
                 own.port,
                 len(names),
                 linger_seconds=deadlines.heartbeat + 10,
                 host=host,
             )
-            atexit.register(coordinator.stop, service)
+            atexit.register(coordination_service.stop, service)
             # Process 0 starts a service whatever we say. Nobody will connect to it.
             extra["coordinator_bind_address"] = "localhost:0"
         _initialize(names, addresses, index, deadlines, extra)
@@ -193,7 +188,7 @@ def _initialize(
                 continue
             absent = _absent(names, addresses, index)
             if late:
-                uncaught.retry_if_not_caught(names[index])
+                excepthook.retry_if_not_caught(names[index])
                 raise ClusterError(
                     f"{names[index]}: {absent or 'a worker'} did not come within "
                     f"{deadlines.start_up:.0f} s. Start the same script there with the "
@@ -292,7 +287,7 @@ def _leave(members: Workers) -> None:
             )
             watch.close()
             # The service goes on until the others have ended.
-            atexit.unregister(coordinator.stop)
+            atexit.unregister(coordination_service.stop)
             Store.abandon()
             return
         if reminders.waited > deadline:

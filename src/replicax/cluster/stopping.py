@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from replicax.interrupts import postponing_interrupts
+from replicax._util.interrupts import postponing_interrupts
 
 __all__ = ["StopRequest"]
 

@@ -1,13 +1,11 @@
-"""The key-value store that all workers share: that of JAX's coordination service.
-
-The one file that reaches for the client of `jax.distributed`, which is not public.
-Tested with JAX 0.10 to 0.12.
-"""
+"""The key-value store that all workers share: that of JAX's coordination service."""
 
 import ctypes
 from typing import Any
 
 import jax
+
+from replicax._private.jax import distributed_state
 
 __all__ = ["Store", "StoreError"]
 
@@ -29,16 +27,13 @@ class Store:
     @classmethod
     def of_this_process(cls) -> "Store":
         """The store of the cluster that this process has joined."""
-        from jax._src.distributed import global_state
-
-        return cls(global_state.client)
+        return cls(distributed_state().client)
 
     @staticmethod
     def abandon() -> None:
         """Let this process end without JAX's wait for the others, who have failed."""
-        from jax._src.distributed import global_state
-
-        client, global_state.client = global_state.client, None
+        state = distributed_state()
+        client, state.client = state.client, None
         # Its destructor would wait, too.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))
 

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from replicax.cluster.listing import listed
+from replicax._util.listing import listed
 
 __all__ = ["Spending", "Stragglers"]
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import jax
 
-from replicax.cluster.listing import listed
+from replicax._private.jax import forget_platform, has_devices, is_tpu_vm
+from replicax._util.listing import listed
 from replicax.cluster.metadata import instance_attribute, metadata_server
 from replicax.errors import ClusterConfigError
 
@@ -65,9 +66,7 @@ class TpuSlice:
 
 def on_tpu_vm() -> bool:
     """Whether this machine has TPU chips and libtpu, as JAX found on its import."""
-    from jax._src import cloud_tpu_init
-
-    return cloud_tpu_init.running_in_cloud_tpu_vm
+    return is_tpu_vm()
 
 
 def skip_libtpu_without_chips(
@@ -87,9 +86,7 @@ def skip_libtpu_without_chips(
     Returns:
         Whether JAX does without its TPU backend from now on.
     """
-    from jax._src import xla_bridge
-
-    if xla_bridge.backends_are_initialized() or jax.config.values.get("jax_platforms"):
+    if has_devices() or jax.config.values.get("jax_platforms"):
         return False
     named = any(
         name.startswith(_OF_TPUS) and name not in _OF_LIBTPU for name in environ
@@ -97,10 +94,7 @@ def skip_libtpu_without_chips(
     files = [*Path(devices).glob("accel*"), *Path(devices).glob("vfio/[0-9]*")]
     if on_tpu_vm() or named or files or "JAX_FORCE_TPU_INIT" in environ:
         return False
-    # JAX has no public way to leave out one of the platforms that it finds. Where a
-    # later version keeps them elsewhere, the lines are printed as before.
-    factories = getattr(xla_bridge, "_backend_factories", {})
-    return factories.pop("tpu", None) is not None
+    return forget_platform("tpu")
 
 
 def detect_slice(

@@ -10,13 +10,13 @@ from typing import Any
 
 import jax
 
-from replicax.cluster.deadlines import Deadlines
+from replicax._util.dry_run import current_rehearsal
 from replicax.cluster.joining import join, join_detected
+from replicax.cluster.timeouts import Deadlines
 from replicax.cluster.tpu import TPUClusterResolver
 from replicax.cluster.tpu_slice import VARIABLES, on_tpu_vm
 from replicax.cluster.workers import Workers
 from replicax.errors import ClusterConfigError, DeviceError
-from replicax.rehearsal import current_rehearsal
 
 __all__ = ["Topology", "join_slice", "topology_of", "tpu_devices"]
 

@@ -17,15 +17,15 @@ import traceback
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from replicax.cluster.deadlines import Deadlines
+from replicax._util.listing import listed
 from replicax.cluster.dispatch_log import DispatchLog, Operation
 from replicax.cluster.failure import ExitCode, FailureReport
-from replicax.cluster.listing import listed
+from replicax.cluster.failure_detector import Sign, judge
 from replicax.cluster.order_check import OrderCheck
 from replicax.cluster.stopping import StopRequest
 from replicax.cluster.store import Store, StoreError
 from replicax.cluster.stragglers import Spending, Stragglers
-from replicax.cluster.verdict import Sign, judge
+from replicax.cluster.timeouts import Deadlines
 
 __all__ = ["Watch", "end_process"]
 

@@ -10,15 +10,15 @@ import urllib.parse
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from replicax.cluster.deadlines import Deadlines
+from replicax._util.listing import listed
+from replicax._util.waiting import Reminders
 from replicax.cluster.dispatch_log import DispatchLog, Operation
-from replicax.cluster.listing import listed
+from replicax.cluster.failure_detector import Sign
 from replicax.cluster.stopping import StopRequest
 from replicax.cluster.store import Store, StoreError
-from replicax.cluster.verdict import Sign
+from replicax.cluster.timeouts import Deadlines
 from replicax.cluster.watch import Watch
 from replicax.errors import ClusterError, ClusterMismatchError
-from replicax.waiting import Reminders
 
 __all__ = ["Workers", "current", "set_current"]
 

@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from replicax.cluster.manifest import jobset, tfjob, to_yaml
-from replicax.cluster.training_job import TrainingJob
+from replicax.launch.manifest import jobset, tfjob, to_yaml
+from replicax.launch.training_job import TrainingJob
 
 __all__ = ["manifest"]
 

@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from replicax.errors import DeviceError
-from replicax.plan import compiler
-from replicax.plan.topology import check_topology, needs_libtpu
+from replicax.planning import compiler
+from replicax.planning.topology import check_topology, needs_libtpu
 
 __all__ = ["plan"]
 

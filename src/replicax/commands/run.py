@@ -8,11 +8,11 @@ from typing import Annotated
 
 import typer
 
-from replicax.cluster.attempt import ClusterCommand
-from replicax.cluster.launcher import launch
-from replicax.cluster.placement import check_tasks, divide_cores, task_names
-from replicax.cluster.ps_token import ps_token
-from replicax.devices import cpu_pool_size
+from replicax.engine.devices import cpu_pool_size
+from replicax.launch.attempt import ClusterCommand
+from replicax.launch.launcher import launch
+from replicax.launch.local_tasks import check_tasks, divide_cores, task_names
+from replicax.launch.ps_token import ps_token
 from replicax.report.journal import REPORT
 
 __all__ = ["RestartOn", "run"]

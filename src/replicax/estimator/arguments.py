@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from replicax.signatures import named_parameters
+from replicax._util.signatures import named_parameters
 
 __all__ = ["wanted_arguments"]
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from replicax.disk import sync
+from replicax._util.files import sync
 from replicax.errors import CheckpointError
 
 __all__ = [

@@ -7,8 +7,8 @@ from typing import Any
 import keras
 
 from replicax.estimator.canned import CannedClassifier, CannedRegressor, Part
-from replicax.estimator.host import ROWS
 from replicax.estimator.optimizers import optimizer_maker
+from replicax.estimator.preprocessing import ROWS
 from replicax.estimator.run_config import RunConfig
 
 __all__ = ["BaselineClassifier", "BaselineRegressor"]

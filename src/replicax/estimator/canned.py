@@ -6,16 +6,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from replicax.estimator.estimator import Estimator
+from replicax.estimator.feature_column import Column
 from replicax.estimator.heads import (
     Head,
     RegressionHead,
     class_head,
     loss_reduction_of,
 )
-from replicax.estimator.host import HostSide, weight_column_of
+from replicax.estimator.preprocessing import HostSide, weight_column_of
 from replicax.estimator.run_config import RunConfig
 from replicax.estimator.spec import EstimatorSpec, ModeKeys, TrainOp, minimize
-from replicax.feature_column import Column
 
 __all__ = ["CannedClassifier", "CannedEstimator", "CannedRegressor", "Part"]
 

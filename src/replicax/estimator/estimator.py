@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from replicax.checkpoint import latest_checkpoint
+from replicax.checkpoint.evaluations import append_evaluation
 from replicax.estimator.evaluating import (
     Evaluation,
     predictions,
@@ -28,8 +29,7 @@ from replicax.estimator.saving import (
 )
 from replicax.estimator.spec import ModeKeys
 from replicax.estimator.training import Training
-from replicax.evaluations import append_evaluation
-from replicax.strategy import Strategy
+from replicax.strategies.strategy import Strategy
 
 __all__ = ["Estimator"]
 

@@ -9,12 +9,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from replicax.checkpoint.evaluations import METRICS_FILE
+from replicax.engine.values import PerReplica
 from replicax.estimator.feeding import Input, first_step
 from replicax.estimator.model import Model
 from replicax.estimator.saving import restore_found
 from replicax.estimator.training import run_hooks, started_hooks
-from replicax.evaluations import METRICS_FILE
-from replicax.values import PerReplica
 
 __all__ = ["Evaluation", "predictions", "read_eval_metrics"]
 

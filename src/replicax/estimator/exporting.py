@@ -19,9 +19,9 @@ from replicax.estimator.artifact import (
     is_signature_name,
     write,
 )
-from replicax.estimator.host import HostSide
 from replicax.estimator.host_half import HostHalf, host_half_config
 from replicax.estimator.model import Model
+from replicax.estimator.preprocessing import HostSide
 from replicax.estimator.receivers import SINGLE, ArraySpec, Received, received
 from replicax.estimator.saving import restore
 

@@ -12,7 +12,7 @@ from replicax.input import InputContext
 from replicax.input.prefetch import close_iterator
 from replicax.input.sources import is_arrays, raw_batches
 from replicax.input.uneven import UnevenBatches
-from replicax.strategy import Strategy
+from replicax.strategies.strategy import Strategy
 
 __all__ = ["HostStep", "Input", "first_step"]
 

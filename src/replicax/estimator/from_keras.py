@@ -10,7 +10,7 @@ import numpy as np
 from replicax.estimator.estimator import Estimator
 from replicax.estimator.run_config import RunConfig
 from replicax.estimator.spec import EstimatorSpec, ModeKeys, minimize
-from replicax.keras.making import start_from
+from replicax.keras.variable_reuse import start_from
 
 __all__ = ["model_to_estimator"]
 

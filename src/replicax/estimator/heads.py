@@ -12,8 +12,8 @@ from typing import Any
 import keras
 from keras import ops
 
+from replicax.engine.scope import current_context
 from replicax.estimator.spec import EstimatorSpec, ModeKeys, TrainOp
-from replicax.scope import current_context
 
 __all__ = [
     "BinaryClassHead",

@@ -7,11 +7,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from replicax.estimator.host import HostSide
+from replicax.estimator.feature_column.column import Column
+from replicax.estimator.feature_column.config import from_config, to_config
+from replicax.estimator.feature_column.numeric import NumericColumn
+from replicax.estimator.preprocessing import HostSide
 from replicax.estimator.receivers import ArraySpec
-from replicax.feature_column.column import Column
-from replicax.feature_column.config import from_config, to_config
-from replicax.feature_column.numeric import NumericColumn
 
 __all__ = ["HostHalf", "host_half_config"]
 

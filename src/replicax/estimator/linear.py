@@ -8,10 +8,10 @@ from typing import Any
 import keras
 
 from replicax.estimator.canned import CannedClassifier, CannedRegressor, Part
+from replicax.estimator.feature_column import LinearModel
+from replicax.estimator.feature_column.transform import as_columns
 from replicax.estimator.optimizers import optimizer_maker
 from replicax.estimator.run_config import RunConfig
-from replicax.feature_column import LinearModel
-from replicax.feature_column.transform import as_columns
 
 __all__ = ["LinearClassifier", "LinearPart", "LinearRegressor"]
 

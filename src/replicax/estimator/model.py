@@ -12,19 +12,19 @@ from typing import Any
 import jax
 import keras
 
-from replicax.collectives import ReduceOp
+from replicax._private import keras as internals
+from replicax._util.signatures import named_parameters
+from replicax.engine.collectives import ReduceOp
+from replicax.engine.gradients import value_and_grad
+from replicax.engine.options import Options
+from replicax.engine.scope import current_context
+from replicax.engine.values import PerReplica
+from replicax.engine.variable_reuse import MadeVariables
 from replicax.errors import ContextError
 from replicax.estimator.arguments import wanted_arguments
 from replicax.estimator.spec import EstimatorSpec, ModeKeys, stepping
-from replicax.gradients import value_and_grad
-from replicax.keras import internals
-from replicax.keras.making import made_alike
-from replicax.options import Options
-from replicax.reuse import MadeVariables
-from replicax.scope import current_context
-from replicax.signatures import named_parameters
-from replicax.strategy import Strategy
-from replicax.values import PerReplica
+from replicax.keras.variable_reuse import made_alike
+from replicax.strategies.strategy import Strategy
 
 __all__ = ["Model", "ModelFunction"]
 

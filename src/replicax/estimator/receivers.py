@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from replicax.feature_column.raw import dtype_name
+from replicax.estimator.feature_column.raw import dtype_name
 
 __all__ = [
     "SINGLE",

@@ -7,9 +7,9 @@ from typing import Any
 
 from replicax.cluster.resolvers import ClusterResolver, default_resolver
 from replicax.cluster.spec import ClusterSpec
-from replicax.devices import default_devices
+from replicax.engine.devices import default_devices
 from replicax.strategies.one_device import OneDeviceStrategy
-from replicax.strategy import Strategy
+from replicax.strategies.strategy import Strategy
 
 __all__ = ["RunConfig", "one_device"]
 

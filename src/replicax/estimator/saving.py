@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from replicax._private.keras import reference_of
 from replicax.checkpoint import Checkpoint, CheckpointError, CheckpointManager, storage
 from replicax.checkpoint.checkpoint import RestoreStatus, compare, write_existing
 from replicax.checkpoint.slots import bind
@@ -12,7 +13,6 @@ from replicax.checkpoint.storage import Contents
 from replicax.estimator.interval import Interval
 from replicax.estimator.model import Model
 from replicax.estimator.run_config import RunConfig
-from replicax.keras.internals import reference_of
 
 __all__ = [
     "CHECKPOINT_NAME",

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from replicax.engine.values import PerReplica
 from replicax.estimator.feeding import Input, first_step
 from replicax.estimator.hooks import (
     SessionRunArgs,
@@ -19,7 +20,6 @@ from replicax.estimator.hooks import (
 from replicax.estimator.model import Model
 from replicax.estimator.run_config import RunConfig
 from replicax.estimator.saving import Position, Saver
-from replicax.values import PerReplica
 
 __all__ = ["Training", "run_hooks", "started_hooks"]
 

@@ -5,10 +5,10 @@ from replicax.input.distributed import (
     DistributedDataset,
     DistributedDatasetFromFunction,
 )
+from replicax.input.input_shard import Share
 from replicax.input.numpy_dataset import numpy_dataset
 from replicax.input.prefetch import prefetch
 from replicax.input.sharding import AutoShardPolicy, FileDataset
-from replicax.input.share import Share
 from replicax.input.sources import batches
 from replicax.input.split import Remainder, Split, split_global_batch
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import jax
 
-from replicax.cluster.listing import listed
+from replicax._util.listing import listed
 from replicax.cluster.workers import Workers
+from replicax.engine.row_arrays import PartedRows
 from replicax.errors import InputError
 from replicax.input.leaf_prints import LeafPrint, differences, leaf_prints
-from replicax.row_arrays import PartedRows
 
 __all__ = ["Stream", "in_step"]
 

@@ -15,12 +15,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from replicax.composites import is_key
+from replicax.engine.composites import is_key
+from replicax.engine.row_arrays import PartedRows, RowArray
 from replicax.input.context import InputContext
+from replicax.input.input_shard import Share
 from replicax.input.position import DistributedIterator
 from replicax.input.prefetch import Producer, prefetch
 from replicax.input.sharding import AutoShardPolicy, worker_files
-from replicax.input.share import Share
 from replicax.input.sources import batches, check_dataset, is_arrays, is_one_shot
 from replicax.input.sources import num_batches as count_batches
 from replicax.input.split import (
@@ -31,7 +32,6 @@ from replicax.input.split import (
     stack_replica_batches,
 )
 from replicax.input.values import per_replica
-from replicax.row_arrays import PartedRows, RowArray
 
 __all__ = [
     "DistributedDataset",

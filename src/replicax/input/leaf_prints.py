@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from replicax.composites import is_key
+from replicax.engine.composites import is_key
+from replicax.engine.row_arrays import RowArray, by_rows
 from replicax.input.split import leaf_name
-from replicax.row_arrays import RowArray, by_rows
 
 __all__ = ["LeafPrint", "differences", "leaf_prints"]
 

@@ -4,9 +4,9 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from replicax.composites import described
+from replicax.engine.composites import described
+from replicax.engine.row_arrays import is_one_array
 from replicax.input.split import leading_size
-from replicax.row_arrays import is_one_array
 
 if TYPE_CHECKING:
     import grain

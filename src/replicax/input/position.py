@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from replicax._util.waiting import Announced
 from replicax.input.prefetch import close_iterator
-from replicax.waiting import Announced
 
 __all__ = ["DistributedIterator"]
 

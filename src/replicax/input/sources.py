@@ -17,10 +17,10 @@ import numpy as np
 from jax import numpy as jnp
 from jax import tree_util
 
+from replicax.engine.row_arrays import RowArray, as_rows, by_rows, is_one_array
 from replicax.input.prefetch import close_iterator
 from replicax.input.reshuffle import reshuffled
 from replicax.input.split import leading_size, leaf_name, refuse_ragged
-from replicax.row_arrays import RowArray, as_rows, by_rows, is_one_array
 
 __all__ = [
     "batches",

@@ -13,8 +13,8 @@ import numpy as np
 from jax import numpy as jnp
 from jax import tree_util
 
-from replicax.composites import is_composite
-from replicax.row_arrays import PartedRows, RowArray, parted
+from replicax.engine.composites import is_composite
+from replicax.engine.row_arrays import PartedRows, RowArray, parted
 
 __all__ = [
     "Remainder",

@@ -7,9 +7,9 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from replicax import placement
-from replicax.row_arrays import PartedRows, RowArray, by_rows
-from replicax.values import PerReplica
+from replicax.engine import device_put
+from replicax.engine.row_arrays import PartedRows, RowArray, by_rows
+from replicax.engine.values import PerReplica
 
 __all__ = ["ValueContext", "per_replica", "stacked_values"]
 
@@ -46,7 +46,7 @@ def per_replica(stacked: Any, sharding: NamedSharding) -> Any:
     """
     flat, structure = jax.tree.flatten(stacked)
     arrays = [x.stacked() if isinstance(x, PartedRows) else x for x in flat]
-    placed = placement.rows(arrays, sharding)
+    placed = device_put.rows(arrays, sharding)
     return structure.unflatten(map(PerReplica, placed))
 
 

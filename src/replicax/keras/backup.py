@@ -12,13 +12,14 @@ from typing import Any, NoReturn
 import keras
 import numpy as np
 
+from replicax._private import keras as internals
+from replicax._util.interrupts import take_up_postponed
 from replicax.checkpoint import Checkpoint, CheckpointError, CheckpointManager
 from replicax.checkpoint.slots import decode, encode
 from replicax.checkpoint.storage import Contents
 from replicax.cluster import workers
 from replicax.cluster.failure import ExitCode
-from replicax.interrupts import take_up_postponed
-from replicax.keras import internals, resume
+from replicax.keras import resume
 from replicax.keras.resume import LateCallback, Position, TrackedData
 
 __all__ = ["BACKUP_NAME", "BackupAndRestore"]

@@ -10,17 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from replicax import placement
-from replicax.arguments import Kind
-from replicax.composites import is_composite, is_key, one_of
-from replicax.group import ReplicaGroup
+from replicax._util.dry_run import current_rehearsal
+from replicax.engine import device_put
+from replicax.engine.arguments import Kind
+from replicax.engine.composites import is_composite, is_key, one_of
+from replicax.engine.group import ReplicaGroup
+from replicax.engine.row_arrays import RowArray, as_rows, by_rows, parted, whole
+from replicax.engine.scope import current_call
 from replicax.input.prefetch import close_iterator
 from replicax.input.split import refuse_ragged
 from replicax.keras.lazy_batches import LazyBatch, batch_of
-from replicax.rehearsal import current_rehearsal
-from replicax.report.recorder import Recorder
-from replicax.row_arrays import RowArray, as_rows, by_rows, parted, whole
-from replicax.scope import current_call
+from replicax.keras.recorder import Recorder
 
 __all__ = [
     "BatchIterator",
@@ -395,7 +395,7 @@ class _Placing:
         refuse_ragged_leaves(flat)
         spec = PartitionSpec(*leading, self._group.axis.name)
         sharding = NamedSharding(self._group.mesh, spec)
-        return placement.rows(flat, sharding)
+        return device_put.rows(flat, sharding)
 
 
 def _taken(x: Any, rows: np.ndarray) -> Any:

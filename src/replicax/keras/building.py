@@ -8,7 +8,8 @@ from typing import Any
 
 import keras
 
-from replicax.keras import internals, steps
+from replicax._private import keras as internals
+from replicax.keras import steps
 
 __all__ = ["build_by_step", "has_call", "note_built"]
 

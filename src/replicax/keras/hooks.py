@@ -65,20 +65,43 @@ from keras.src.random import seed_generator
 from keras.src.trainers.data_adapters import data_adapter_utils
 from keras.src.utils import jax_layer, traceback_utils
 
-from replicax import placement
-from replicax.callbacks import with_report
+from replicax._private.keras import (
+    attach_masks,
+    layout_of,
+    masks_of,
+    set_initial_epoch,
+    skip_unheard_ends,
+    stop_workers,
+)
+from replicax._util.interrupts import heeding_interrupts
+from replicax._util.waiting import Announced, announce_first
+from replicax.engine import device_put
+from replicax.engine.rematerialize import (
+    gathered_here,
+    primal_of,
+    regathering,
+    replicas_hold_blocks,
+)
+from replicax.engine.row_arrays import as_rows, whole
+from replicax.engine.scope import (
+    called_in,
+    called_model,
+    current_call,
+    current_context,
+    current_strategy,
+)
+from replicax.engine.sparse_rows import is_foreign
 from replicax.errors import ContextError
 from replicax.input.split import leading_size
-from replicax.interrupts import heeding_interrupts
 from replicax.keras import (
     batches,
     building,
     interrupted,
-    making,
     optimizers,
     reductions,
     resume,
     steps,
+    variable_reuse,
 )
 from replicax.keras.adapters import (
     DistributedAdapter,
@@ -88,32 +111,10 @@ from replicax.keras.adapters import (
     with_training_data,
 )
 from replicax.keras.batches import opened
-from replicax.keras.internals import (
-    attach_masks,
-    layout_of,
-    masks_of,
-    set_initial_epoch,
-    skip_unheard_ends,
-    stop_workers,
-)
-from replicax.regather import (
-    gathered_here,
-    primal_of,
-    regathering,
-    replicas_hold_blocks,
-)
+from replicax.keras.lazy_batches import inputs_of, is_array_adapter, make_lazy
+from replicax.keras.recorder import TimedBatches
+from replicax.report.callback import with_report
 from replicax.report.journal import REPORT
-from replicax.report.recorder import TimedBatches
-from replicax.row_arrays import as_rows, whole
-from replicax.scope import (
-    called_in,
-    called_model,
-    current_call,
-    current_context,
-    current_strategy,
-)
-from replicax.sparse_rows import is_foreign
-from replicax.waiting import Announced, announce_first
 
 __all__ = ["install"]
 
@@ -153,11 +154,11 @@ def install() -> None:
     _wrap(JaxVariable, "_initialize", _initialize)
     _wrap(JaxVariable, "_direct_assign", _direct_assign)
     _wrap(KerasVariable, "__array__", _on_host)
-    _wrap(KerasVariable, "__init__", making.init_variable)
-    _wrap(variables_module, "register_uninitialized_variable", making.register)
+    _wrap(KerasVariable, "__init__", variable_reuse.init_variable)
+    _wrap(variables_module, "register_uninitialized_variable", variable_reuse.register)
     trainer = jax_trainer.JAXTrainer
     for module in (seed_generator, keras_random):
-        _wrap(module, "make_default_seed", making.default_seed)
+        _wrap(module, "make_default_seed", variable_reuse.default_seed)
     _wrap(trainer, "__init__", _init_trainer)
     for name in _ENTRY_POINTS:
         # Where it is defined: Keras compares a model's `compile` with its base class',
@@ -235,7 +236,7 @@ def _direct_assign(original: Any, variable: Any, value: Any) -> None:
         and not isinstance(value, jax.core.Tracer)
         and (value.sharding != layout or value.weak_type)
     ):
-        value = placement.laid_out(jnp.asarray(value, value.dtype), layout)
+        value = device_put.laid_out(jnp.asarray(value, value.dtype), layout)
     original(variable, value)
 
 
@@ -243,9 +244,9 @@ def _on_host(
     original: Any, variable: Any, dtype: Any = None, copy: bool | None = None
 ) -> Any:
     value = variable._value
-    if placement.is_spread(value):
+    if device_put.is_spread(value):
         # Other workers have parts of it, and do the same now.
-        return np.array(placement.gathered(value), dtype)
+        return np.array(device_put.gathered(value), dtype)
     array = original(variable, dtype)
     return np.array(array) if copy else array
 

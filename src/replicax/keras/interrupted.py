@@ -4,8 +4,8 @@ from typing import Any
 
 from keras.src.utils.traceback_utils import is_traceback_filtering_enabled
 
+from replicax._util.interrupts import shortened
 from replicax.cluster import workers
-from replicax.interrupts import shortened
 from replicax.keras.resume import FitSession
 
 __all__ = ["briefly", "say_where"]

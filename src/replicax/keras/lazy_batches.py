@@ -13,8 +13,8 @@ import keras
 import numpy as np
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
-from replicax.row_arrays import RowArray, as_rows
-from replicax.sparse_rows import is_sparse
+from replicax.engine.row_arrays import RowArray, as_rows
+from replicax.engine.sparse_rows import is_sparse
 
 __all__ = ["LazyBatch", "batch_of", "inputs_of", "is_array_adapter", "make_lazy"]
 

@@ -9,11 +9,11 @@ from typing import Any
 
 from keras.src.backend.common.name_scope import name_scope
 
+from replicax._private.keras import current_scope, set_reference, trained_by
+from replicax.engine.scope import current_context, current_strategy
+from replicax.engine.updates import PendingValue, Update
+from replicax.engine.variables import ChildScope, ValueScope
 from replicax.errors import ContextError
-from replicax.keras.internals import current_scope, set_reference, trained_by
-from replicax.scope import current_context, current_strategy
-from replicax.updates import PendingValue, Update
-from replicax.variables import ChildScope, ValueScope
 
 __all__ = [
     "add_slot",

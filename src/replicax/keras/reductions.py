@@ -15,7 +15,7 @@ from typing import Any
 
 from keras import ops
 
-from replicax.replica import ReplicaContext
+from replicax.engine.replica import ReplicaContext
 
 __all__ = ["apply_mask", "reduce_values", "synchronized_moments"]
 

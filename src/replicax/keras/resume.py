@@ -17,11 +17,11 @@ from typing import Any
 import keras
 import numpy as np
 
+from replicax._private import keras as internals
+from replicax.engine.scope import current_strategy
 from replicax.input.reshuffle import Iteration
-from replicax.keras import internals
 from replicax.keras.lazy_batches import batch_of, is_array_adapter, make_lazy
-from replicax.report.recorder import Recorder
-from replicax.scope import current_strategy
+from replicax.keras.recorder import Recorder
 
 __all__ = [
     "FitSession",

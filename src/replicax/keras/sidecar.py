@@ -8,9 +8,9 @@ from typing import Any
 import keras
 
 from replicax.checkpoint.checkpoint import write_existing
+from replicax.checkpoint.evaluations import append_evaluation
 from replicax.checkpoint.slots import bind
 from replicax.checkpoint.watching import CheckpointWatch
-from replicax.evaluations import append_evaluation
 
 __all__ = ["SidecarEvaluator"]
 

@@ -21,10 +21,15 @@ import jax
 import jax.numpy as jnp
 import keras
 
-from replicax.arguments import Arguments
-from replicax.collectives import ReduceOp
-from replicax.interrupts import raise_unheeded
-from replicax.keras import internals
+from replicax._private import keras as internals
+from replicax._util.interrupts import raise_unheeded
+from replicax._util.signatures import positional_count
+from replicax.engine.arguments import Arguments
+from replicax.engine.collectives import ReduceOp
+from replicax.engine.options import Options, Outputs
+from replicax.engine.program import Program
+from replicax.engine.scope import current_context
+from replicax.engine.updates import PendingValue
 from replicax.keras.batches import (
     BatchIterator,
     PlacedBatch,
@@ -32,11 +37,6 @@ from replicax.keras.batches import (
     place,
     refuse_ragged_leaves,
 )
-from replicax.options import Options, Outputs
-from replicax.program import Program
-from replicax.scope import current_context
-from replicax.signatures import positional_count
-from replicax.updates import PendingValue
 
 __all__ = [
     "ignores_targets",

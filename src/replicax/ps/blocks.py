@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from replicax.ps.groups import Part
+from replicax.ps.variable_slices import Part
 
 __all__ = ["Block", "blocks_of", "join", "join_parts", "split", "split_parts"]
 

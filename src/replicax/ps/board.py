@@ -5,13 +5,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from replicax.ps.call_log import Turns
 from replicax.ps.closures import Closures
 from replicax.ps.journal import Journaled, Note, note_nothing
+from replicax.ps.limits import check_count, check_size, family_of
 from replicax.ps.presence import Presence
-from replicax.ps.refusals import check_count, check_size, family_of
 from replicax.ps.rendezvous import Rendezvous
 from replicax.ps.streams import MAX_CLAIM, Streams
-from replicax.ps.turns import Turns
 
 __all__ = ["Board"]
 

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from replicax.errors import ClusterError
-from replicax.ps.outcomes import CANCELLED
+from replicax.ps.closure_errors import CANCELLED
 from replicax.ps.payloads import encode, require_size
 from replicax.ps.session import Session
 

@@ -5,12 +5,12 @@ from typing import Any
 
 from replicax.cluster.failure import ExitCode
 from replicax.errors import ClusterError
+from replicax.ps.closure_errors import CANCELLED, error_from_json, error_to_json
 from replicax.ps.functions import Functions
-from replicax.ps.meetings import Meetings
-from replicax.ps.outcomes import CANCELLED, error_from_json, error_to_json
+from replicax.ps.metric_deltas import Sums
 from replicax.ps.payloads import decode, encode, require_size
+from replicax.ps.script_sync import Meetings
 from replicax.ps.session import Session
-from replicax.ps.sums import Sums
 
 __all__ = ["ClosureWorker"]
 

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from replicax.ps.refusals import (
+from replicax.ps.limits import (
     BoardError,
     LimitError,
     check_size,

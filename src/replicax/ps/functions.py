@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from replicax.cache import function_key, static_key
+from replicax.engine.cache import function_key, static_key
 
 __all__ = ["Functions"]
 

@@ -6,8 +6,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from replicax.ps.groups import Group
-from replicax.ps.rounds import SyncPart
+from replicax.ps.sync_step import SyncPart
+from replicax.ps.variable_slices import Group
 from replicax.ps.wire import Allowed, WireError, dtype_named, exactly
 
 __all__ = [

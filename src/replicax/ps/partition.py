@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import ml_dtypes  # noqa: F401  NumPy learns of bfloat16.
 import numpy as np
 
-from replicax.ps.groups import Group, Part
+from replicax.ps.variable_slices import Group, Part
 
 __all__ = [
     "FixedShardsPartitioner",

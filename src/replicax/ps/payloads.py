@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from replicax.values import PerReplica
+from replicax.engine.values import PerReplica
 
 __all__ = ["MAX_BYTES", "decode", "encode", "require_size"]
 

@@ -7,8 +7,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from replicax.cluster.listing import listed
-from replicax.ps.refusals import (
+from replicax._util.listing import listed
+from replicax.ps.limits import (
     NotJoinedError,
     SessionReplacedError,
     UnknownWorkerError,

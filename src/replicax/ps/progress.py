@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from replicax.cluster.listing import listed
+from replicax._util.listing import listed
 from replicax.errors import ClusterMismatchError
 from replicax.ps.session import Session
 

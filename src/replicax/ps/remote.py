@@ -14,8 +14,8 @@ from jax.sharding import NamedSharding
 
 from replicax.errors import ClusterError, ClusterMismatchError
 from replicax.ps.connection import Connection, ServerRefused
-from replicax.ps.groups import Group
 from replicax.ps.session import Session
+from replicax.ps.variable_slices import Group
 
 __all__ = ["Applied", "Part", "RemoteGroup"]
 

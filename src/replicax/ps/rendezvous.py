@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from replicax.ps.refusals import (
+from replicax.ps.limits import (
     BoardError,
     LimitError,
     check_size,

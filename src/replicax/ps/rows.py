@@ -19,11 +19,11 @@ import numpy as np
 
 from replicax.ps.connection import ConnectionLost
 from replicax.ps.credentials import Credentials
-from replicax.ps.groups import Group
 from replicax.ps.remote import Part
 from replicax.ps.row_ids import sum_duplicates
 from replicax.ps.row_links import RowLinks
 from replicax.ps.session import Session
+from replicax.ps.variable_slices import Group
 
 __all__ = ["Rows"]
 

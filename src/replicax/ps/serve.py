@@ -17,13 +17,13 @@ from replicax.ps.board import Board
 from replicax.ps.connection import Connection, ConnectionLost
 from replicax.ps.credentials import Credentials
 from replicax.ps.journal import Journaled, note_nothing
+from replicax.ps.replay_log import JOB
 from replicax.ps.server_tables import Tables
 from replicax.ps.service import Service, memory_bytes
 from replicax.ps.snapshots import Snapshots
 from replicax.ps.store import Store
 from replicax.ps.table_operations import table_actions, table_operations
 from replicax.ps.timeouts import Timeouts
-from replicax.ps.told import JOB
 
 __all__ = ["serve"]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from replicax.ps.journal import Journaled, Note, note_nothing
-from replicax.ps.rounds import SyncPart
+from replicax.ps.sync_step import SyncPart
 from replicax.ps.table_spec import TableError, TableSpec
 from replicax.ps.tables import RowsPushed, Table
 from replicax.ps.wire import WireError

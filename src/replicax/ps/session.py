@@ -15,15 +15,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from replicax._util.listing import listed
+from replicax._util.waiting import Reminders
 from replicax.cluster.exceptions import report_of
 from replicax.cluster.failure import ATTEMPT, ExitCode
-from replicax.cluster.listing import listed
 from replicax.errors import ClusterError, ClusterMismatchError
 from replicax.ps.connection import Connection, ServerRefused
 from replicax.ps.credentials import Credentials
+from replicax.ps.replay_log import JOB, Told
 from replicax.ps.timeouts import Timeouts
-from replicax.ps.told import JOB, Told
-from replicax.waiting import Reminders
 
 __all__ = ["Session"]
 

@@ -28,7 +28,7 @@ from typing import Any, Protocol
 import ml_dtypes  # noqa: F401  NumPy learns of bfloat16.
 import numpy as np
 
-from replicax.disk import FailedWrites, sync
+from replicax._util.files import FailedWrites, sync
 from replicax.ps.journal import Journal
 
 __all__ = ["Snapshot", "Snapshots"]

@@ -15,8 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from replicax.ps.groups import Group
-from replicax.ps.held import (
+from replicax.ps.group_state import (
     BadVectors,
     DifferentGroup,
     Held,
@@ -30,8 +29,9 @@ from replicax.ps.held import (
     difference,
 )
 from replicax.ps.journal import Journaled, Note, note_nothing
-from replicax.ps.rounds import SyncPart
-from replicax.ps.rules import Slots
+from replicax.ps.server_optimizer import Slots
+from replicax.ps.sync_step import SyncPart
+from replicax.ps.variable_slices import Group
 
 __all__ = [
     "BadVectors",

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from replicax.ps.held import StoreError
+from replicax.ps.group_state import StoreError
 from replicax.ps.operations import StreamOperation, Vectors, field, read_part
 from replicax.ps.server_tables import Tables, UnknownTable
 from replicax.ps.table_spec import TableError, TableSpec

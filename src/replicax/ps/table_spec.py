@@ -4,7 +4,7 @@ import dataclasses
 import json
 from typing import Any
 
-from replicax.ps.held import StoreError
+from replicax.ps.group_state import StoreError
 from replicax.ps.row_values import check_initializer
 
 __all__ = ["TableError", "TableSpec"]

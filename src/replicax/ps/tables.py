@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from replicax.ps.held import StaleSequence, Superseded, SyncPart
+from replicax.ps.group_state import StaleSequence, Superseded, SyncPart
 from replicax.ps.journal import Journaled, Note, note_nothing
 from replicax.ps.push_counts import PushCounts
 from replicax.ps.row_ids import check_ids, sum_duplicates

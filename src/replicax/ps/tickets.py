@@ -8,8 +8,8 @@ of a worker: a session that is replaced loses its tickets before the next one cl
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from replicax.cluster.listing import listed
-from replicax.ps.refusals import BoardError, LimitError, check_count, remember
+from replicax._util.listing import listed
+from replicax.ps.limits import BoardError, LimitError, check_count, remember
 
 __all__ = ["PartTickets", "StepTickets", "Tickets"]
 

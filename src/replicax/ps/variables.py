@@ -10,18 +10,18 @@ import keras
 import numpy as np
 from jax.sharding import NamedSharding
 
-from replicax import placement
-from replicax.digests import digest
-from replicax.keras import internals
-from replicax.ps.groups import Group
+from replicax._private import keras as internals
+from replicax._util.hashes import digest
+from replicax.engine import device_put
+from replicax.engine.scope import outside_scopes
+from replicax.engine.updates import Update
 from replicax.ps.optimizers import can_split, clip_before_push, optimizer_rule
 from replicax.ps.partition import Partitioner, VariableInfo, place
 from replicax.ps.remote import Part, RemoteGroup
+from replicax.ps.requests import WantedGroups
 from replicax.ps.rows import Rows
 from replicax.ps.session import Session
-from replicax.ps.wanted import WantedGroups
-from replicax.scope import outside_scopes
-from replicax.updates import Update
+from replicax.ps.variable_slices import Group
 
 __all__ = ["RemoteVariables"]
 
@@ -275,7 +275,7 @@ class RemoteVariables:
     def _iterations(self, group: RemoteGroup, variable: Any) -> Any:
         made = max(group.versions.values()) - group.num_assigned
         number = np.asarray(made + group.group.rule["iterations"], variable.dtype)
-        return placement.laid_out(number, self._sharding)
+        return device_put.laid_out(number, self._sharding)
 
     def write_back(
         self, updates: Sequence[Update], state: Sequence[Any], stored: dict[int, Any]
@@ -505,7 +505,7 @@ def _are_equal(values: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 def _host(value: Any) -> np.ndarray:
-    return np.asarray(placement.local_value(value))
+    return np.asarray(device_put.local_value(value))
 
 
 def _same_memory(a: Any, b: Any) -> bool:

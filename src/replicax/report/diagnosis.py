@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from replicax.plan.units import seconds
+from replicax._util.units import seconds
 
 __all__ = ["FEWEST_EXECUTIONS", "Measurements", "diagnose", "shares", "summary"]
 

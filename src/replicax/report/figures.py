@@ -4,7 +4,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 
-from replicax.plan.units import decimal, seconds
+from replicax._util.units import decimal, seconds
 from replicax.report.charts import Point, Series, chart
 from replicax.report.runs import Epoch, Fit, Run, Worker
 

@@ -7,8 +7,8 @@ from datetime import datetime
 from html import escape
 from typing import Any
 
-from replicax.cluster.listing import listed
-from replicax.plan.units import binary_bytes, seconds
+from replicax._util.listing import listed
+from replicax._util.units import binary_bytes, seconds
 from replicax.report.charts import plain
 from replicax.report.figures import (
     counts_own,

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from replicax.group import ReplicaGroup
-from replicax.packing import sum_gradients
+from replicax.engine.group import ReplicaGroup
+from replicax.engine.packing import sum_gradients
 
 __all__ = ["start_seconds", "sum_seconds"]
 

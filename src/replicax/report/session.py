@@ -12,13 +12,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from replicax.keras.recorder import Recorder
 from replicax.report import diagnosis
 from replicax.report.facts import facts_of, local_devices
 from replicax.report.journal import Journal, write_whole
 from replicax.report.memory import memory_of
 from replicax.report.page import page_of
 from replicax.report.probes import start_seconds, sum_seconds
-from replicax.report.recorder import Recorder
 from replicax.report.runs import (
     Epoch,
     Worker,

@@ -7,7 +7,6 @@ from replicax.strategies.mirrored import MirroredStrategy
 from replicax.strategies.model_parallel import ModelParallelStrategy
 from replicax.strategies.multi_worker import MultiWorkerMirroredStrategy
 from replicax.strategies.one_device import OneDeviceStrategy
-from replicax.strategies.parameter_server import ParameterServerStrategy
 from replicax.strategies.tpu import TPUStrategy
 
 __all__ = [
@@ -18,6 +17,5 @@ __all__ = [
     "ModelParallelStrategy",
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
-    "ParameterServerStrategy",
     "TPUStrategy",
 ]

@@ -14,22 +14,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from replicax.collectives import CrossDeviceOps
-from replicax.devices import (
+from replicax._private import keras as internals
+from replicax._util.interrupts import uninterrupted
+from replicax._util.waiting import Announced
+from replicax.engine.collectives import CrossDeviceOps
+from replicax.engine.devices import (
     Device,
     device_name,
     devices_of_one_kind,
     resolve_devices,
 )
-from replicax.dispatch import Kept
+from replicax.engine.dispatch import Kept
+from replicax.engine.program import Program
+from replicax.engine.updates import Update
+from replicax.engine.variables import ValueScope
 from replicax.errors import DeviceError
-from replicax.interrupts import uninterrupted
-from replicax.keras import internals
-from replicax.program import Program
-from replicax.strategy import Strategy
-from replicax.updates import Update
-from replicax.variables import ValueScope
-from replicax.waiting import Announced
+from replicax.strategies.strategy import Strategy
 
 __all__ = ["CentralStorageStrategy"]
 

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from replicax.devices import default_devices
-from replicax.keras import internals
-from replicax.strategy import Strategy
+from replicax._private import keras as internals
+from replicax.engine.devices import default_devices
+from replicax.strategies.strategy import Strategy
 
 __all__ = ["DefaultStrategy"]
 

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from replicax.cluster.resolvers import ClusterResolver
-from replicax.collectives import CrossDeviceOps
-from replicax.communication import CommunicationOptions
-from replicax.devices import Device
+from replicax.engine.collectives import CrossDeviceOps
+from replicax.engine.communication import CommunicationOptions
+from replicax.engine.devices import Device
 from replicax.strategies.multi_worker import MultiWorkerMirroredStrategy
 
 __all__ = ["FullyShardedStrategy"]

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from replicax.collectives import CrossDeviceOps
-from replicax.communication import CommunicationOptions
-from replicax.devices import Device, devices_of_one_kind
-from replicax.strategy import Strategy
+from replicax.engine.collectives import CrossDeviceOps
+from replicax.engine.communication import CommunicationOptions
+from replicax.engine.devices import Device, devices_of_one_kind
+from replicax.strategies.strategy import Strategy
 
 __all__ = ["MirroredStrategy"]
 

@@ -4,14 +4,14 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from replicax import layout_maps
 from replicax.cluster.resolvers import ClusterResolver
-from replicax.collectives import CrossDeviceOps
-from replicax.communication import CommunicationOptions
-from replicax.devices import Device
+from replicax.engine.collectives import CrossDeviceOps
+from replicax.engine.communication import CommunicationOptions
+from replicax.engine.devices import Device
+from replicax.engine.layouts import ModelSplit
+from replicax.engine.program import Program
 from replicax.errors import DeviceError
-from replicax.layouts import ModelSplit
-from replicax.program import Program
+from replicax.strategies import layout_maps
 from replicax.strategies.multi_worker import MultiWorkerMirroredStrategy
 
 __all__ = ["ModelParallelStrategy"]

@@ -10,30 +10,30 @@ import jax
 import keras
 import numpy as np
 
-from replicax import fingerprints
+from replicax._private import keras as internals
+from replicax._util.dry_run import current_rehearsal
+from replicax._util.hashes import digest
+from replicax._util.listing import listed
+from replicax._util.waiting import Announced
 from replicax._version import versions
 from replicax.cluster.agreement import agree
 from replicax.cluster.config import check_cluster
-from replicax.cluster.deadlines import Deadlines
 from replicax.cluster.joining import join, join_detected
-from replicax.cluster.listing import listed
 from replicax.cluster.resolvers import ClusterResolver, default_resolver
+from replicax.cluster.timeouts import Deadlines
 from replicax.cluster.workers import Workers
-from replicax.collectives import CrossDeviceOps
-from replicax.communication import CollectiveCommunication, CommunicationOptions
-from replicax.devices import Device, devices_of_one_kind
-from replicax.digests import digest
+from replicax.engine import fingerprints
+from replicax.engine.collectives import CrossDeviceOps
+from replicax.engine.communication import CollectiveCommunication, CommunicationOptions
+from replicax.engine.devices import Device, devices_of_one_kind
+from replicax.engine.layouts import ModelSplit
+from replicax.engine.program import Program
 from replicax.errors import (
     ClusterConfigError,
     ClusterMismatchError,
     DeviceError,
 )
-from replicax.keras import internals
-from replicax.layouts import ModelSplit
-from replicax.program import Program
-from replicax.rehearsal import current_rehearsal
-from replicax.strategy import Strategy
-from replicax.waiting import Announced
+from replicax.strategies.strategy import Strategy
 
 __all__ = ["MultiWorkerMirroredStrategy"]
 

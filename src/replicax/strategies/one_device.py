@@ -1,7 +1,7 @@
 """OneDeviceStrategy: one replica, on a device of choice."""
 
-from replicax.devices import Device, resolve_devices
-from replicax.strategy import Strategy
+from replicax.engine.devices import Device, resolve_devices
+from replicax.strategies.strategy import Strategy
 
 __all__ = ["OneDeviceStrategy"]
 

@@ -3,13 +3,13 @@
 import logging
 from typing import Any, cast
 
-from replicax.cluster.deadlines import Deadlines
 from replicax.cluster.resolvers import ClusterResolver
+from replicax.cluster.timeouts import Deadlines
 from replicax.cluster.tpu import TPUClusterResolver
 from replicax.cluster.tpu_system import join_slice, tpu_devices
 from replicax.cluster.workers import Workers
-from replicax.collectives import CrossDeviceOps
-from replicax.communication import CommunicationOptions
+from replicax.engine.collectives import CrossDeviceOps
+from replicax.engine.communication import CommunicationOptions
 from replicax.errors import ClusterConfigError
 from replicax.strategies.multi_worker import MultiWorkerMirroredStrategy
 

@@ -11,9 +11,9 @@ from types import TracebackType
 from typing import Any
 
 from replicax.cluster.failure import REPORT_DIR, FailureReport
-from replicax.cluster.placement import check_tasks, tf_configs
-from replicax.cluster.processes import Task, TaskProcesses
-from replicax.cluster.ps_token import ps_token
+from replicax.launch.local_tasks import check_tasks, tf_configs
+from replicax.launch.processes import Task, TaskProcesses
+from replicax.launch.ps_token import ps_token
 from replicax.testing import runner
 from replicax.testing.calls import call_of, child_environment
 from replicax.testing.results import (

@@ -29,7 +29,7 @@ def main(call_file: Path, folder: Path) -> None:
     _show_stacks_on_signal(folder)
     call = pickle.loads(call_file.read_bytes())
     if call["logical_devices"] is not None:
-        from replicax.devices import set_logical_devices
+        from replicax.engine.devices import set_logical_devices
 
         set_logical_devices(call["logical_devices"])
     if call["script"] is not None:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from replicax.cluster.processes import Task
+from replicax.launch.processes import Task
 from replicax.testing import runner
 
 __all__ = ["collect_stacks"]

@@ -1,0 +1,63 @@
+"""On import: pick the JAX backend for Keras, or refuse the one picked already."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+__all__ = ["require_jax_backend"]
+
+
+_SET_IT = (
+    "Set it to jax: `export KERAS_BACKEND=jax` in the shell, or "
+    "os.environ['KERAS_BACKEND'] = 'jax' at the top of the script."
+)
+_FIRST = "Write `import replicax` above every import of keras"
+
+
+def require_jax_backend() -> None:
+    """Pick the JAX backend for Keras, or refuse the one that was picked already.
+
+    Raises:
+        ImportError: If Keras runs, or is told to run, on another backend.
+    """
+    keras = sys.modules.get("keras")
+    if keras is None:
+        backend = os.environ.setdefault("KERAS_BACKEND", "jax")
+    else:
+        backend = keras.config.backend()
+    if backend != "jax":
+        how = "Keras is running" if keras else "the environment asks Keras to run"
+        again = " Then start Python again: a restart of the kernel." * bool(keras)
+        raise ImportError(
+            f"replicax needs Keras on its 'jax' backend, but {how} on {backend!r}. "
+            f"{_advice(backend)}{again} Models of keras.layers and keras.ops run on "
+            "jax as they are."
+        )
+
+
+def _advice(backend: str) -> str:
+    """What to change, where the backend was chosen."""
+    if os.environ.get("KERAS_BACKEND") == backend:
+        return f"The environment variable KERAS_BACKEND names {backend!r}. {_SET_IT}"
+    file = _config_file()
+    if _chosen_in(file) == backend:
+        # Keras itself writes "tensorflow" there when it runs first.
+        return (
+            f"{_FIRST}, or set KERAS_BACKEND=jax in the environment: without either, "
+            f'Keras takes what {file} says. Write "backend": "jax" there for all '
+            "programs."
+        )
+    return f"{_FIRST}, or set KERAS_BACKEND=jax in the environment."
+
+
+def _config_file() -> Path:
+    home = os.environ.get("KERAS_HOME")
+    return (Path(home) if home else Path("~/.keras").expanduser()) / "keras.json"
+
+
+def _chosen_in(file: Path) -> str | None:
+    try:
+        return json.loads(file.read_text(encoding="utf-8")).get("backend")
+    except (OSError, ValueError, AttributeError):  # Keras ignores such a file, too.
+        return None

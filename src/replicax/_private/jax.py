@@ -1,0 +1,74 @@
+"""Every private name of JAX that replicax uses, with its reason.
+
+Tested with JAX 0.10 to 0.12. Names are looked up when they are needed, so that this
+module costs nothing to import and may be imported before JAX's devices are started.
+`cluster.coordination_service` reaches for one more by itself: it runs as a script, in a
+process without this package.
+"""
+
+import importlib
+from typing import Any
+
+import jax._src.array
+
+__all__ = [
+    "ArrayImpl",
+    "cluster_kinds",
+    "distributed_state",
+    "forget_platform",
+    "has_devices",
+    "is_tpu_vm",
+    "jaxlib_version",
+    "replace_gloo",
+]
+
+ArrayImpl = jax._src.array.ArrayImpl
+"""The class of concrete arrays: made of parts without checks, and told by its type."""
+
+
+def jaxlib_version() -> tuple[int, ...]:
+    """The version of the installed jaxlib, as numbers."""
+    return importlib.import_module("jaxlib").version.__version_info__
+
+
+def distributed_state() -> Any:
+    """What `jax.distributed` holds; its `client` serves a key-value store."""
+    return importlib.import_module("jax._src.distributed").global_state
+
+
+def cluster_kinds() -> list[Any]:
+    """The kinds of clusters that `jax.distributed.initialize` detects by itself."""
+    environment = importlib.import_module("jax._src.clusters").ClusterEnv
+    kinds: list[Any] = environment._cluster_types
+    return [kind for kind in kinds if not kind.opt_in_only_method]
+
+
+def is_tpu_vm() -> bool:
+    """Whether JAX found TPU chips and libtpu on this machine when it was imported."""
+    return importlib.import_module("jax._src.cloud_tpu_init").running_in_cloud_tpu_vm
+
+
+def has_devices() -> bool:
+    """Whether JAX has started its devices."""
+    bridge = importlib.import_module("jax._src.xla_bridge")
+    return bridge.backends_are_initialized()
+
+
+def forget_platform(name: str) -> bool:
+    """Leave one of the platforms out that JAX would look for devices of.
+
+    JAX has no public way to do so. Returns whether JAX knew it.
+    """
+    bridge = importlib.import_module("jax._src.xla_bridge")
+    # Where a later version keeps them elsewhere, all platforms are looked for.
+    factories = getattr(bridge, "_backend_factories", {})
+    return factories.pop(name, None) is not None
+
+
+def replace_gloo(wrap: Any) -> None:
+    """Replace the function that makes JAX's Gloo by `wrap` of it.
+
+    JAX has no option for the address at which Gloo listens.
+    """
+    library: Any = importlib.import_module("jaxlib._jax")
+    library.make_gloo_tcp_collectives = wrap(library.make_gloo_tcp_collectives)

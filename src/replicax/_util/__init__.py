@@ -1,0 +1,1 @@
+"""Files, hashes, waiting, interrupts: what any folder may use, and that uses none."""

@@ -1,0 +1,68 @@
+"""Which code is the user's, and not that of replicax or of what it builds on."""
+
+import functools
+import importlib.util
+import inspect
+import os
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+__all__ = ["describe", "is_installed_file", "is_user_file", "library_of"]
+
+_LIBRARIES = ("replicax", "keras", "jax", "jaxlib", "flax", "numpy")
+_INSTALLED = tuple(
+    f"{os.path.realpath(path)}{os.sep}"
+    for path in {
+        *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+        os.path.dirname(os.path.dirname(__file__)),
+    }
+)
+
+
+@functools.cache
+def _folders() -> dict[str, str]:
+    specs = {name: importlib.util.find_spec(name) for name in _LIBRARIES}
+    return {
+        f"{Path(spec.origin).parent}/": name
+        for name, spec in specs.items()
+        if spec is not None and spec.origin
+    }
+
+
+def library_of(file_name: str) -> str | None:
+    """The library that a source file belongs to, as `"jax"`; None if to no known one.
+
+    Args:
+        file_name: As code objects name it.
+    """
+    for folder, name in _folders().items():
+        if file_name.startswith(folder):
+            return name
+    return None
+
+
+def is_user_file(file_name: str) -> bool:
+    """Whether a source file is the user's, or a line that was typed in."""
+    is_made = file_name.startswith("<") and not file_name.startswith(("<ipy", "<stdin"))
+    return not is_made and library_of(file_name) is None
+
+
+def is_installed_file(file_name: str) -> bool:
+    """Whether a source file is Python's own, of an installed package, or replicax'.
+
+    More than `library_of` knows: a layer of an installed package may be what a user
+    calls, and is to be named in messages, but is no place to stop at.
+    """
+    return file_name.startswith(("<frozen", *_INSTALLED))
+
+
+def describe(fn: Callable[..., Any]) -> str:
+    """`fn`'s name, and where it stands if it is the user's, for messages."""
+    name = getattr(fn, "__qualname__", None) or repr(fn)
+    inner = inspect.unwrap(fn)
+    code = getattr(getattr(inner, "__func__", inner), "__code__", None)
+    if code is None or not is_user_file(code.co_filename):
+        return name
+    return f"{name} (line {code.co_firstlineno})"

@@ -1,0 +1,229 @@
+"""Who of the workers has failed, judged from their signs of life. No clock, no I/O."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from replicax._util.listing import listed
+from replicax.cluster.dispatch_log import Difference
+from replicax.cluster.failure import ExitCode, FailureReport
+from replicax.cluster.timeouts import Deadlines
+
+__all__ = ["Sign", "judge"]
+
+_GRACE_SECONDS = 3.0
+"""For a script that waits for others to raise an error of its own, which says more."""
+_LEFT_SECONDS = 1.0
+"""For a worker whose peer has left to hear of its last steps."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class Sign:
+    """What is known of a worker.
+
+    Attributes:
+        name: Its task, such as `"worker:1"`.
+        address: `"host:port"`, or empty.
+        dispatched: Number of programs that it has handed to its devices.
+        completed: Number of those that its devices are known to have finished.
+        steps: Number of training and other steps in the dispatched programs.
+        log: Number of operations that it has begun, which all have to begin in the same
+            order, and a checksum of them.
+        doing: The last one of them.
+        has_left: Whether its script has come to the end.
+        failure: The report of a worker that is ending; None: it is not.
+        seen_at: When it last gave a sign of life, by the clock of who judges.
+        moved_at: When `log` last changed, by the same clock.
+        waiting: The exchange with all workers that it waits in, by name and number;
+            None: in none.
+        spent: Seconds of its own work, and of waiting for others.
+    """
+
+    name: str
+    address: str = ""
+    dispatched: int = 0
+    completed: int = 0
+    steps: int = 0
+    log: tuple[int, int] = (0, 0)
+    doing: str = ""
+    has_left: bool = False
+    failure: dict[str, Any] | None = None
+    seen_at: float = 0.0
+    moved_at: float = 0.0
+    waiting: tuple[str, int] | None = None
+    spent: tuple[float, float] = (0.0, 0.0)
+
+    @property
+    def full_name(self) -> str:
+        """The name, with the address where there is one."""
+        return f"{self.name} ({self.address})" if self.address else self.name
+
+
+def judge(
+    signs: Sequence[Sign],
+    index: int,
+    now: float,
+    deadlines: Deadlines,
+    *,
+    heard_at: float | None = None,
+    difference: Difference | None = None,
+    is_settling: bool = False,
+) -> FailureReport | None:
+    """Why worker `index` has to end now, or None.
+
+    Args:
+        signs: Of all workers, in order.
+        index: Who judges.
+        now: The time, in seconds, by the clock of `seen_at` and `moved_at`.
+        deadlines: How long to wait for what.
+        heard_at: When signs could last be read, by the same clock; later silence says
+            nothing about who gives them. Defaults to `now`.
+        difference: Where the workers' operations differ, if they do.
+        is_settling: Whether they are known to differ, and this is being looked for.
+    """
+    me = signs[index]
+    others = [sign for sign in signs if sign is not me]
+    return (
+        _failed(me, others, signs)
+        or _lost(me, others, signs, now if heard_at is None else heard_at, deadlines)
+        or _differ(me, signs, now, difference)
+        or (None if is_settling else _left(me, others, signs, now))
+        or _stuck(me, signs, now, deadlines)
+    )
+
+
+def _failed(
+    me: Sign, others: Sequence[Sign], signs: Sequence[Sign]
+) -> FailureReport | None:
+    """A peer says that the run has failed: take over its verdict."""
+    failures = [sign.failure for sign in others if sign.failure is not None]
+    if not failures:
+        return None
+    first = FailureReport(**min(failures, key=lambda failure: failure["time"]))
+    # Who failed knew less of the others' steps than they do.
+    steps = {s.name: max(s.steps, first.steps.get(s.name, 0)) for s in signs}
+    return dataclasses.replace(first, task=me.name, steps=steps)
+
+
+def _lost(
+    me: Sign,
+    others: Sequence[Sign],
+    signs: Sequence[Sign],
+    heard_at: float,
+    deadlines: Deadlines,
+) -> FailureReport | None:
+    for sign in others:
+        silent = heard_at - sign.seen_at
+        if silent > deadlines.heartbeat and not sign.has_left:
+            return _report(
+                me,
+                sign,
+                "lost",
+                f"{sign.full_name} has given no sign of life for {silent:.0f} s. Its "
+                "process has died or is stopped, or its machine or network is down.",
+                signs,
+            )
+    return None
+
+
+def _differ(
+    me: Sign, signs: Sequence[Sign], now: float, difference: Difference | None
+) -> FailureReport | None:
+    if difference is None or _raises_itself(signs, now):
+        return None
+    groups: dict[str, list[str]] = {}
+    for sign, operation in zip(signs, difference.operations, strict=True):
+        what = "no further operation" if operation is None else operation.name
+        groups.setdefault(what, []).append(sign.name)
+    places = ", and ".join(
+        f"{listed(who)} {'is' if len(who) == 1 else 'are'} at {what}"
+        for what, who in groups.items()
+    )
+    return _report(
+        me,
+        signs[difference.culprit],
+        "order",
+        f"the workers run different programs: at step {difference.step + 1}, {places}. "
+        "All workers must run the same steps in the same order. Look for a step, an "
+        "evaluation or a `break` that depends on the worker.",
+        signs,
+    )
+
+
+def _raises_itself(signs: Sequence[Sign], now: float) -> bool:
+    """Whether a script is about to find by itself that others do not come."""
+    return any(
+        sign.waiting is not None and now - sign.moved_at < _GRACE_SECONDS
+        for sign in signs
+    )
+
+
+def _left(
+    me: Sign, others: Sequence[Sign], signs: Sequence[Sign], now: float
+) -> FailureReport | None:
+    if now - me.moved_at < _LEFT_SECONDS or _raises_itself([me], now):
+        return None
+    for sign in others:
+        if not sign.has_left or sign.log[0] == me.log[0]:
+            continue
+        first, last = sorted([sign, me], key=lambda x: x.log[0])
+        if first.has_left:
+            return _report(
+                me,
+                first,
+                "exited",
+                f"{first.full_name} ended its script after step {first.steps}, while "
+                f"{last.name} is at step {last.steps}. The one ended after "
+                f"{first.doing or 'nothing'}, the other is at {last.doing}. All "
+                "workers must run the same steps.",
+                signs,
+            )
+    return None
+
+
+def _stuck(
+    me: Sign, signs: Sequence[Sign], now: float, deadlines: Deadlines
+) -> FailureReport | None:
+    running = [sign for sign in signs if not sign.has_left]
+    quiet = now - max((sign.moved_at for sign in running), default=now)
+    if quiet <= deadlines.step or me.has_left:
+        return None
+    least = min(sign.dispatched for sign in running)
+    behind = [sign for sign in running if sign.dispatched == least]
+    if len(behind) < len(running):
+        names = listed(sign.full_name for sign in behind)
+        return _report(
+            me,
+            behind[0],
+            "stuck",
+            f"{names} did not go on after step {behind[0].steps}, for which the others "
+            f"have waited {quiet:.0f} s, but is alive. Its script waits for something: "
+            "data, a lock, a service.",
+            signs,
+        )
+    if me.completed < me.dispatched:
+        return _report(
+            me,
+            None,
+            "stuck",
+            f"step {me.steps} runs on all workers and has not finished in "
+            f"{quiet:.0f} s. The devices or the network between them hang; a step "
+            "that takes longer needs a larger step_timeout_seconds.",
+            signs,
+        )
+    return None
+
+
+def _report(
+    me: Sign, culprit: Sign | None, kind: str, message: str, signs: Sequence[Sign]
+) -> FailureReport:
+    is_permanent = kind in ("exited", "order")
+    exit_code = ExitCode.FAILED if is_permanent else ExitCode.RETRY
+    return FailureReport(
+        task=me.name,
+        culprit=None if culprit is None else culprit.name,
+        kind=kind,
+        message=message,
+        exit_code=int(exit_code),
+        steps={sign.name: sign.steps for sign in signs},
+    )

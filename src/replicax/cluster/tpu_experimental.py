@@ -1,0 +1,60 @@
+"""Bringing a TPU system up, in the shape of `tf.tpu.experimental`."""
+
+from replicax.cluster.timeouts import Deadlines
+from replicax.cluster.tpu import TPUClusterResolver
+from replicax.cluster.tpu_system import Topology, join_slice, topology_of, tpu_devices
+from replicax.errors import ClusterConfigError
+
+__all__ = ["Topology", "initialize_tpu_system", "shutdown_tpu_system"]
+
+
+def initialize_tpu_system(
+    cluster_resolver: TPUClusterResolver | None = None,
+) -> Topology:
+    """Start the TPU chips, and say what there is.
+
+    Every host of a slice calls it; hosts that have not been joined yet are joined
+    first. The call is not needed: `rx.TPUStrategy` does the same.
+    (TF: `tf.tpu.experimental.initialize_tpu_system`.)
+
+    Args:
+        cluster_resolver: Describes the slice; None: `TPUClusterResolver()`.
+
+    Returns:
+        The system's chips and hosts.
+
+    Raises:
+        DeviceError: If JAX has no TPU here; the message says what was looked for.
+        ClusterConfigError: For a resolver of another kind.
+        ClusterError: If a host is not there by the start-up deadline.
+
+    Example:
+        >>> import replicax as rx
+        >>> resolver = rx.cluster_resolver.TPUClusterResolver()
+        >>> rx.tpu.experimental.initialize_tpu_system(resolver)  # doctest: +SKIP
+        Topology(device_kind='TPU v5 lite', num_chips=8, num_devices=8, num_hosts=2,
+                 num_slices=1, mesh_shape=(2, 4, 1, 1))
+    """
+    caller = "initialize_tpu_system"
+    if cluster_resolver is None:
+        cluster_resolver = TPUClusterResolver()
+    if not isinstance(cluster_resolver, TPUClusterResolver):
+        raise ClusterConfigError(
+            f"{caller}: cluster_resolver must be a "
+            f"rx.cluster_resolver.TPUClusterResolver; got {cluster_resolver!r}. Leave "
+            "it out for the TPU of this machine."
+        )
+    workers = join_slice(cluster_resolver, Deadlines(), caller)
+    return topology_of(tpu_devices(workers, caller))
+
+
+def shutdown_tpu_system(cluster_resolver: TPUClusterResolver | None = None) -> None:
+    """Nothing: JAX gives the chips back when the process ends.
+
+    It is here for scripts that call it.
+    (TF: `tf.tpu.experimental.shutdown_tpu_system`.)
+
+    Args:
+        cluster_resolver: Not used.
+    """
+    del cluster_resolver

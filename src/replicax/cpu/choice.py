@@ -1,0 +1,137 @@
+"""Which form serves which convolution: the rule, and the measurements it rests on.
+
+XLA computes most convolutions on CPUs by Eigen, and quickly; those stay with it. Served
+are those that it computes by plain loops, one scalar after the other, and a few more.
+Times below are milliseconds on two cores with JAX 0.10.2, XLA's first, float32, 3x3
+kernels and batches of 16 where nothing else is said.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import jax.numpy as jnp
+
+from replicax.cpu.windows import Window, widened, windows_of
+
+__all__ = ["Form", "choose", "spatial_windows"]
+
+Form = Literal["patches", "groups", "outputs", "sums", "taps"]
+
+# Weights of one tap and group. 1: a depthwise layer of 32 channels at 48x48 takes 92.6
+# or 2.7, and its gradient by the input 73.2 or 2.5; 4x4 at 24x24 14.4 or 1.9.
+_GROUP_WEIGHTS = 16
+# A kernel with so many times the elements of input and result is not moved in memory.
+# One core, 512 channels at 2x2, batch 8: 0.9 or 108, and by the input 1.2, which took
+# 9.5 with the kernel moved; at 7x7 11 or 15 and 11 or 19; 256 at 4x4 0.9 or 1.4. With
+# half as many weights, 128 channels at 8x8, it is no longer quicker.
+_MANY_WEIGHTS = 4
+# Taps, outputs or phases that become operations of the program each.
+_MOST = 128
+
+
+def spatial_windows(
+    lhs: Any, rhs: Any, params: Mapping[str, Any]
+) -> tuple[Window, ...]:
+    """The windows of a convolution of `lhs` and `rhs`, arrays or their types.
+
+    Args:
+        lhs: The input.
+        rhs: The kernel.
+        params: Of `lax.conv_general_dilated_p`.
+    """
+    lhs_spec, rhs_spec, _ = params["dimension_numbers"]
+    return windows_of(
+        [lhs.shape[i] for i in lhs_spec[2:]],
+        [rhs.shape[i] for i in rhs_spec[2:]],
+        strides=params["window_strides"],
+        padding=params["padding"],
+        input_dilation=params["lhs_dilation"],
+        dilation=params["rhs_dilation"],
+    )
+
+
+def choose(lhs: Any, rhs: Any, out: Any, params: Mapping[str, Any]) -> Form | None:
+    """The form that serves a convolution; None: XLA does.
+
+    Args:
+        lhs: Type of the input: `shape`, `dtype`.
+        rhs: Type of the kernel.
+        out: Type of the result.
+        params: Of `lax.conv_general_dilated_p`.
+    """
+    if not _is_served(lhs, rhs, out, params):
+        return None
+    windows = spatial_windows(lhs, rhs, params)
+    taps = math.prod(w.taps for w in windows)
+    outputs = math.prod(w.outputs for w in windows)
+    in_phases = math.prod(w.input_dilation for w in windows if w.stride == 1)
+    if min(taps, outputs) > _MOST or in_phases > _MOST:
+        return None
+    _, rhs_spec, _ = params["dimension_numbers"]
+    features, all_outputs = rhs.shape[rhs_spec[1]], rhs.shape[rhs_spec[0]]
+    of_features = params["feature_group_count"]
+    of_batch = params["batch_group_count"]
+    if of_features > 1:
+        small = features * (all_outputs // of_features) <= _GROUP_WEIGHTS
+        if small and taps <= _MOST:
+            return "groups"
+        # Other groups take 4.0 or 9.8 (4 groups of 32), but in volumes 36.4 or 11.8.
+        return "patches" if len(windows) == 3 and taps <= _MOST else None
+    if of_batch > 1:
+        return _of_batch_groups(lhs, params, all_outputs, taps, outputs)
+    is_swapped = rhs_spec[1] > rhs_spec[0]  # As gradients by the input have it.
+    inputs, weights, results = (math.prod(x.shape) for x in (lhs, rhs, out))
+    if weights >= _MANY_WEIGHTS * max(inputs, results) and 1 < taps <= _MOST:
+        return "taps" if is_swapped else "patches"
+    if results >= _MANY_WEIGHTS * max(inputs, weights) and 1 < outputs <= _MOST:
+        return "outputs"  # Of their gradients.
+    if taps == 1 and is_swapped:
+        return "taps"
+    if not _is_slow_by_xla(windows, taps, outputs):
+        return None
+    return "outputs" if outputs < taps or taps > _MOST else "patches"
+
+
+def _is_served(lhs: Any, rhs: Any, out: Any, params: Mapping[str, Any]) -> bool:
+    """Floats of one dtype, something to compute."""
+    if not jnp.issubdtype(lhs.dtype, jnp.floating) or lhs.dtype.itemsize < 2:
+        return False
+    return (
+        lhs.dtype == rhs.dtype
+        and out.dtype in (lhs.dtype, widened(lhs.dtype))
+        and 1 <= len(lhs.shape) - 2 <= 3
+        and 0 not in (*lhs.shape, *rhs.shape, *out.shape)
+    )
+
+
+def _of_batch_groups(
+    lhs: Any, params: Mapping[str, Any], all_outputs: int, taps: int, outputs: int
+) -> Form | None:
+    """Groups of the batch, as filter gradients of layers with groups have them.
+
+    XLA has no fast way for any: 4 groups of 32 channels at 8x8 take 280 or 4.4, 32 of 4
+    2105 or 4.3; depthwise at 48x48 with 96 channels and strides 2x2 85 or 15, with
+    two outputs for each channel 2958 or 9.7.
+    """
+    groups = params["batch_group_count"]
+    if outputs > min(taps, _MOST):
+        return "patches" if taps <= _MOST else None
+    batch = lhs.shape[params["dimension_numbers"][0][0]]
+    if batch == groups and all_outputs // groups <= _GROUP_WEIGHTS:
+        return "sums"
+    return "outputs"
+
+
+def _is_slow_by_xla(windows: Sequence[Window], taps: int, outputs: int) -> bool:
+    if len(windows) == 3:
+        # Volumes: a layer of 12x12x12, 16 to 32 channels, takes 37.2 or 16.6, its
+        # filter gradient 44.3 or 9.2, and strides 2x2x2 by the input 210 or 1.4.
+        return True
+    if taps == 1 or outputs == 1:
+        # 1x1 layers and their filter gradients: at 48x48, 16 to 96 channels, 4.2 or
+        # 2.1 and 15.9 or 2.0.
+        return True
+    # XLA swaps input and kernel where the kernel is larger, and has only plain loops
+    # for what it gets: 512 channels at 2x2 take 560 or 13, and 608 or 18 by the input.
+    return taps > math.prod(w.size for w in windows)

@@ -1,0 +1,402 @@
+"""Convolutions as matrix products and as sums of products.
+
+Arrays are in one order here, whatever the layout of the layer: the input
+`[batch, *space, features]`, the kernel `[*taps, features / groups, outputs]` and the
+result `[batch, *space, outputs]`. Filter gradients have an order of their own, in which
+those of layers that hold features last need no transposition.
+"""
+
+import functools
+import itertools
+import math
+import operator
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from replicax.cpu.windows import Window, phases, trimmed
+
+__all__ = [
+    "by_groups",
+    "by_outputs",
+    "by_patches",
+    "by_sums",
+    "by_taps",
+    "without_zeros",
+]
+
+Form = Callable[
+    [jax.Array, jax.Array, Sequence[Window], int, lax.PrecisionLike], jax.Array
+]
+
+# Patches of 3x3 kernels are nine times the input. Where they have more bytes than
+# this, those of one row of the kernel are held at a time.
+_PATCHES_BYTES = 16 * 2**20
+# Terms of one elementwise sum. More do not compile to faster code.
+_TERMS = 8
+
+
+def _slice(
+    x: jax.Array, starts: Sequence[int], counts: Sequence[int], steps: Sequence[int]
+) -> jax.Array:
+    """A window's elements from padded `x: [n, *space, m]`: `[n, *counts, m]`."""
+    ends = [
+        start + (count - 1) * step + 1
+        for start, count, step in zip(starts, counts, steps, strict=True)
+    ]
+    return lax.slice(
+        x, (0, *starts, 0), (x.shape[0], *ends, x.shape[-1]), (1, *steps, 1)
+    )
+
+
+def _pad(x: jax.Array, windows: Sequence[Window]) -> jax.Array:
+    edges = [(w.low, w.high, w.input_dilation - 1) for w in windows]
+    if not any(itertools.chain(*edges)):
+        return x
+    return lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *edges, (0, 0, 0)])
+
+
+def _taps(
+    x: jax.Array, windows: Sequence[Window]
+) -> Iterator[tuple[tuple[int, ...], jax.Array]]:
+    """Each tap of the kernel, and the padded input's elements that meet it."""
+    for tap in itertools.product(*(range(w.taps) for w in windows)):
+        yield tap, _at_tap(tap, x, windows)
+
+
+def _at_tap(tap: Sequence[int], x: jax.Array, windows: Sequence[Window]) -> jax.Array:
+    """The padded input's elements that meet a tap of the kernel."""
+    starts = [t * w.dilation for t, w in zip(tap, windows, strict=True)]
+    return _slice(x, starts, [w.outputs for w in windows], [w.stride for w in windows])
+
+
+def by_patches(
+    x: jax.Array,
+    kernel: jax.Array,
+    windows: Sequence[Window],
+    groups: int,
+    precision: lax.PrecisionLike = None,
+) -> jax.Array:
+    """Product of the input's patches and the kernel.
+
+    Args:
+        x: `[batch, *space, features]`.
+        kernel: `[*taps, features / groups, outputs]`.
+        windows: One for each spatial dimension.
+        groups: Of features.
+        precision: Of the products.
+
+    Returns:
+        `[batch, *space, outputs]`.
+    """
+    x = _pad(x, windows)
+    first, *others = windows
+    numbers = math.prod(w.taps * w.outputs for w in windows) * x.shape[0] * x.shape[-1]
+    if first.taps == 1 or numbers * x.dtype.itemsize <= _PATCHES_BYTES:
+        return _patches_times(x, kernel, windows, groups, precision)
+    # One row of taps after the other. It is a loop, for XLA would make the patches of
+    # all rows before the first product.
+    length = (first.outputs - 1) * first.stride + 1
+    row_windows = [Window(size=length, taps=1, stride=first.stride), *others]
+
+    def row(tap: jax.Array | int) -> jax.Array:
+        part = lax.dynamic_slice_in_dim(x, tap * first.dilation, length, 1)
+        weights = lax.dynamic_slice_in_dim(kernel, tap, 1, 0)
+        return _patches_times(part, weights, row_windows, groups, precision)
+
+    return lax.fori_loop(1, first.taps, lambda tap, y: y + row(tap), row(0))
+
+
+def _patches_times(
+    x: jax.Array,
+    kernel: jax.Array,
+    windows: Sequence[Window],
+    groups: int,
+    precision: lax.PrecisionLike,
+) -> jax.Array:
+    """`by_patches` for padded `x`, all taps at a time."""
+    features, outputs = kernel.shape[-2:]
+    patches = [elements for _, elements in _taps(x, windows)]
+    space = patches[0].shape[:-1]
+    if groups == 1:
+        y = jnp.matmul(
+            jnp.concatenate(patches, -1).reshape(math.prod(space), -1),
+            kernel.reshape(-1, outputs),
+            precision=precision,
+        )
+    else:
+        y = jnp.einsum(
+            "rtgc,tcgo->rgo",
+            jnp.stack(patches, -2).reshape(-1, len(patches), groups, features),
+            kernel.reshape(len(patches), features, groups, outputs // groups),
+            precision=precision,
+        )
+    return y.reshape(*space, outputs)
+
+
+def by_taps(
+    x: jax.Array,
+    kernel: jax.Array,
+    windows: Sequence[Window],
+    precision: lax.PrecisionLike = None,
+) -> jax.Array:
+    """Products of the input with all taps, which are then shifted and summed.
+
+    The kernel is taken as the gradient by a layer's input has it. The other forms would
+    have its features and outputs swapped in memory first, which takes longer than the
+    product where weights are many and positions few.
+
+    Args:
+        x: `[batch, *space, features]`.
+        kernel: `[*taps, outputs, features]`, the last tap first.
+        windows: One for each spatial dimension.
+        precision: Of the product.
+
+    Returns:
+        `[batch, *space, outputs]`.
+    """
+    cuts = [trimmed(w) for w in windows]
+    windows = [w for _, w in cuts]
+    sizes = kernel.shape[: len(cuts)]
+    kernel = kernel[
+        tuple(
+            slice(size - taps.stop, size - taps.start)
+            for size, (taps, _) in zip(sizes, cuts, strict=True)
+        )
+    ]
+    outputs, features = kernel.shape[-2:]
+    products = lax.dot_general(
+        x.reshape(-1, features),
+        kernel.reshape(-1, features),
+        (((1,), (1,)), ((), ())),
+        precision=precision,
+    )
+    taps = list(itertools.product(*(range(w.taps) for w in windows)))
+    products = products.reshape(*x.shape[:-1], len(taps), outputs)
+    parts = [
+        _at_tap(tap, _pad(products[..., i, :], windows), windows)
+        for i, tap in enumerate(reversed(taps))
+    ]
+    return functools.reduce(operator.add, parts)
+
+
+def by_groups(
+    x: jax.Array,
+    kernel: jax.Array,
+    windows: Sequence[Window],
+    groups: int,
+    precision: lax.PrecisionLike = None,
+) -> jax.Array:
+    """Sum over the taps of shifted inputs times weights, for groups of few features.
+
+    XLA makes one vectorised loop of it. Arguments and result are those of
+    `by_patches`, and `precision` changes nothing: no product is a matrix's.
+    """
+    # XLA would compute the padding anew for each tap.
+    x = lax.optimization_barrier(_pad(x, windows))
+    features, outputs = kernel.shape[-2:]
+    result = None
+    for tap, elements in _taps(x, windows):
+        split = elements.reshape(*elements.shape[:-1], groups, features)
+        ones = (1,) * (elements.ndim - 1)
+        weights = kernel[tap].reshape(*ones, features, groups, outputs // groups)
+        for feature in range(features):
+            if features == outputs // groups == 1:
+                y = elements * kernel[tap].reshape(*ones, outputs)
+            else:
+                y = split[..., feature, None] * weights[..., feature, :, :]
+            result = y if result is None else result + y
+    if result is None:
+        raise ValueError(f"a kernel of shape {kernel.shape} has no taps")
+    return result.reshape(x.shape[0], *(w.outputs for w in windows), outputs)
+
+
+def without_zeros(
+    form: Form,
+    x: jax.Array,
+    kernel: jax.Array,
+    windows: Sequence[Window],
+    groups: int,
+    precision: lax.PrecisionLike = None,
+) -> jax.Array:
+    """`form` on what is not zero for sure: without taps that only meet the padding.
+
+    A dilated input of stride 1 is computed in phases, which are then interleaved.
+
+    Args:
+        form: `by_patches` or `by_groups`.
+        x: As they take it.
+        kernel: Likewise.
+        windows: Likewise.
+        groups: Likewise.
+        precision: Likewise.
+
+    Returns:
+        `[batch, *space, outputs]`.
+    """
+    cuts = [trimmed(w) for w in windows]
+    kernel = kernel[tuple(taps for taps, _ in cuts)]
+    windows = [w for _, w in cuts]
+    if not any(w.input_dilation > 1 and w.stride == 1 for w in windows):
+        return form(x, kernel, windows, groups, precision)
+    # A dimension that is not dilated, or has strides, is its own only phase.
+    spread = [w.input_dilation if w.stride == 1 else 1 for w in windows]
+    counts = [-(-w.outputs // s) for w, s in zip(windows, spread, strict=True)]
+    parts = []
+    choices = [_parts(w, s) for w, s in zip(windows, spread, strict=True)]
+    for chosen in itertools.product(*choices):
+        some = [window for _, window in chosen if window is not None]
+        shape = (x.shape[0], *counts, kernel.shape[-1])
+        if len(some) < len(chosen):
+            parts.append(jnp.zeros(shape, x.dtype))
+            continue
+        y = form(x, kernel[tuple(taps for taps, _ in chosen)], some, groups, precision)
+        missing = [(0, n - m) for n, m in zip(shape, y.shape, strict=True)]
+        parts.append(jnp.pad(y, missing))
+    y = jnp.stack(parts).reshape(*spread, *parts[0].shape)
+    dims = len(windows)
+    order = [dims]
+    for i in range(dims):
+        order += [dims + 1 + i, i]
+    y = jnp.transpose(y, (*order, 2 * dims + 1))
+    y = y.reshape(
+        x.shape[0], *(n * s for n, s in zip(counts, spread, strict=True)), y.shape[-1]
+    )
+    return y[(slice(None), *(slice(w.outputs) for w in windows))]
+
+
+def _parts(window: Window, spread: int) -> list[tuple[slice, Window | None]]:
+    """As many phases as `spread` says; those without an output have no window."""
+    if spread == 1:
+        return [(slice(None), window)]
+    found = [(phase.taps, phase.window) for phase in phases(window)]
+    return found + [(slice(0, 0), None)] * (spread - len(found))
+
+
+def by_outputs(
+    x: jax.Array,
+    kernel: jax.Array,
+    windows: Sequence[Window],
+    groups: int,
+    precision: lax.PrecisionLike = None,
+) -> jax.Array:
+    """A product for each position of the output: filter gradients have few of them.
+
+    Args:
+        x: `[features, *space, batch]`.
+        kernel: `[features, *taps, outputs]`.
+        windows: One for each spatial dimension.
+        groups: Of the batch.
+        precision: Of the products.
+
+    Returns:
+        `[*space, batch / groups, outputs]`.
+    """
+    outputs = kernel.shape[-1]
+    batch = x.shape[-1] // groups
+    weights = kernel.reshape(-1, groups, outputs // groups)
+    space = [w.outputs for w in windows]
+    positions = _at_outputs(_pad(x, windows), windows)
+    length = weights.shape[0]
+    if groups == 1 and length * (batch + outputs) <= batch * outputs:
+        # Copies of both are smaller than the result, which is then written once.
+        elements = jnp.stack([e.reshape(length, batch) for e in positions])
+        y = jnp.einsum(
+            "pkn,pko->pno",
+            elements,
+            jnp.broadcast_to(weights[:, 0], (len(elements), length, outputs)),
+            precision=precision,
+        )
+        return y.reshape(*space, batch, outputs)
+    results = []
+    for elements in positions:
+        if groups == 1:
+            # Without the axis of groups it is a plain product, not a batch of one.
+            y = jnp.einsum(
+                "kn,ko->no",
+                elements.reshape(-1, batch),
+                weights[:, 0],
+                precision=precision,
+            )
+        else:
+            y = jnp.einsum(
+                "kgn,kgo->ngo",
+                elements.reshape(-1, groups, batch),
+                weights,
+                precision=precision,
+            )
+        results.append(y.reshape(batch, outputs))
+    return jnp.stack(results).reshape(*space, batch, outputs)
+
+
+def by_sums(x: jax.Array, kernel: jax.Array, windows: Sequence[Window]) -> jax.Array:
+    """Filter gradients of depthwise layers: sums of elementwise products.
+
+    Args:
+        x: `[features, *space, channels]`. Each channel is a group of the batch.
+        kernel: `[features, *taps, channels * multiplier]`.
+        windows: One for each spatial dimension.
+
+    Returns:
+        `[*space, 1, channels * multiplier]`.
+    """
+    outputs = kernel.shape[-1]
+    multiplier = outputs // x.shape[-1]
+    # XLA would compute the padding anew for each tap.
+    padded = lax.optimization_barrier(_pad(x, windows))
+    results = []
+    for elements in _at_outputs(padded, windows):
+        if multiplier > 1:
+            elements = jnp.repeat(elements, multiplier, axis=-1)
+        results.append(_sum_of_products(elements, kernel))
+    return jnp.stack(results).reshape(*(w.outputs for w in windows), 1, outputs)
+
+
+def _at_outputs(x: jax.Array, windows: Sequence[Window]) -> Iterator[jax.Array]:
+    """For each position of the output, the padded input that the kernel meets."""
+    for position in itertools.product(*(range(w.outputs) for w in windows)):
+        yield _slice(
+            x,
+            [p * w.stride for p, w in zip(position, windows, strict=True)],
+            [w.taps for w in windows],
+            [w.dilation for w in windows],
+        )
+
+
+def _sum_of_products(x: jax.Array, y: jax.Array) -> jax.Array:
+    """`sum(x * y)` over all but the last axis, in steps of a few terms.
+
+    XLA's own reduction over leading axes is not vectorised on CPUs, and the order of
+    its terms is that of one long sum; elementwise sums of slices are vectorised.
+
+    Args:
+        x: `[*axes, channels]`.
+        y: Of the same shape.
+
+    Returns:
+        `[channels]`.
+    """
+    product: jax.Array | None = None
+    # Spatial axes first: a program may have split the leading one over devices.
+    for axis in [*range(1, x.ndim - 1), 0]:
+        while (size := x.shape[axis]) > 1:
+            terms = min(_TERMS, size)
+            length, rest = divmod(size, terms)
+            total = None
+            for start in [*range(0, terms * length, length), *range(size - rest, size)]:
+                stop = start + (length if start < terms * length else 1)
+                part = lax.slice_in_dim(x, start, stop, axis=axis)
+                if product is None:
+                    part = part * lax.slice_in_dim(y, start, stop, axis=axis)
+                if part.shape[axis] < length:
+                    edges = [(0, 0)] * part.ndim
+                    edges[axis] = (0, length - part.shape[axis])
+                    part = jnp.pad(part, edges)
+                total = part if total is None else total + part
+            if total is None:
+                raise ValueError(f"nothing to sum in {x.shape}")
+            # Without it XLA would fuse the steps, and compute all terms many times.
+            x = product = lax.optimization_barrier(total)
+    return (x if product is not None else x * y).reshape(-1)

@@ -1,0 +1,300 @@
+"""What serves the primitives of JAX that are slow, in programs that ask for it.
+
+JAX's own tables stay as they are: the rules here override them for the operations in
+one call, a primitive of our own, and for nothing else that the process compiles.
+"""
+
+import dataclasses
+import functools
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
+from jax.interpreters import ad, mlir
+
+from replicax.cpu import contractions, pooling, sums
+from replicax.cpu.choice import Form, choose, spatial_windows
+from replicax.cpu.forms import (
+    by_groups,
+    by_outputs,
+    by_patches,
+    by_sums,
+    by_taps,
+    without_zeros,
+)
+from replicax.cpu.windows import widened
+
+__all__ = ["Mode", "apply", "current_mode"]
+
+Mode = Literal["replicax", "xla"]
+_SWITCH = "REPLICAX_CPU_LOWERINGS"
+
+_log = logging.getLogger("replicax")
+
+
+def apply(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A function whose operations are lowered for CPUs as XLA computes them quickly.
+
+    Convolutions become matrix products, gradients of max pooling elementwise
+    operations, contractions over several leading dimensions a product of two matrices,
+    and long sums of gradients are arrays in memory. What the program has beside `fn`,
+    and all others, are lowered as ever; and so is this one for GPUs and TPUs.
+    `REPLICAX_CPU_LOWERINGS=xla` in the environment leaves everything to XLA.
+
+    Args:
+        fn: To be compiled by `jax.jit`; it is not differentiated or mapped from
+            outside.
+
+    Raises:
+        ValueError: When it is traced, if `REPLICAX_CPU_LOWERINGS` has a mode that does
+            not exist.
+
+    Example:
+        >>> convolve = apply(lambda x: lax.conv(x, x, (1, 1), "VALID"))
+        >>> jax.jit(convolve)(jnp.ones((1, 1, 2, 2)))
+        Array([[[[4.]]]], dtype=float32)
+    """
+
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if current_mode() == "xla":
+            return fn(*args, **kwargs)
+        jaxpr, out = jax.make_jaxpr(fn, return_shape=True)(*args, **kwargs)
+        flat = _served_call_p.bind(*jax.tree.leaves((args, kwargs)), jaxpr=jaxpr)
+        return jax.tree.unflatten(jax.tree.structure(out), flat)
+
+    return call
+
+
+def current_mode() -> Mode:
+    """Who lowers the operations of programs that ask for it, by the environment.
+
+    Raises:
+        ValueError: If `REPLICAX_CPU_LOWERINGS` has a mode that does not exist.
+    """
+    mode = os.environ.get(_SWITCH) or "replicax"
+    if mode not in get_args(Mode):
+        raise ValueError(
+            f"{_SWITCH} has {mode!r}: no such mode; use one of {list(get_args(Mode))}"
+        )
+    return mode  # pyright: ignore[reportReturnType]
+
+
+def _lower_call(
+    ctx: mlir.LoweringRuleContext, *operands: Any, jaxpr: ClosedJaxpr
+) -> Any:
+    """Lowers what is in `apply`, for CPUs by our rules."""
+    module: Any = ctx.module_context
+    overrides = _overrides() if tuple(module.platforms) == ("cpu",) else ()
+    parameters = dataclasses.replace(
+        module.lowering_parameters, override_lowering_rules=overrides
+    )
+    # Caches of their own, or operations beside this call would find ours.
+    module = module.replace(
+        lowering_parameters=parameters, lowering_cache={}, cached_primitive_lowerings={}
+    )
+    inner: Any = ctx.replace(module_context=module)
+    out = mlir.core_call_lowering(inner, *operands, name="served", call_jaxpr=jaxpr)
+    ctx.set_tokens_out(inner.tokens_out)
+    return out
+
+
+_served_call_p = Primitive("served_call")
+_served_call_p.multiple_results = True
+_served_call_p.def_effectful_abstract_eval(
+    lambda *_, jaxpr: (jaxpr.out_avals, jaxpr.effects)
+)
+# Without `jax.jit`, as under `jax.disable_jit`.
+_served_call_p.def_impl(lambda *args, jaxpr: jaxpr_as_fun(jaxpr)(*args))
+mlir.register_lowering(_served_call_p, _lower_call, cacheable=False)
+
+
+@functools.cache
+def _overrides() -> tuple[tuple[Any, Callable[..., Any]], ...]:
+    """Our rules by their primitives, as JAX takes them."""
+    rules_of_jax = {p: _rule_of_jax(p) for p in _SERVED}
+    unknown = [_SERVED[p][0] for p, rule in rules_of_jax.items() if rule is None]
+    if unknown:
+        _log.info(
+            "JAX %s does not say how it lowers %s for CPUs: all of them are left to "
+            "XLA, as with %s=xla.",
+            jax.__version__,
+            " and ".join(unknown),
+            _SWITCH,
+        )
+    known = {p: rule for p, rule in rules_of_jax.items() if rule is not None}
+    if rule := known.get(ad.add_jaxvals_p):
+        # Sums are served by what is behind them, so each is lowered where it is; those
+        # of equal types are otherwise lowered once, without operands. The rule itself
+        # stays JAX's, and what it writes into other programs is the same.
+        mlir.register_lowering(ad.add_jaxvals_p, rule, cacheable=False)
+    return tuple(
+        (p, functools.partial(_lower, rule, _SERVED[p][1])) for p, rule in known.items()
+    )
+
+
+def _rule_of_jax(primitive: Any) -> Any:
+    """The rule that JAX lowers a primitive for CPUs by; None: it does not say.
+
+    The only private names: JAX has a function to register rules but none to look them
+    up. `jax.interpreters.mlir` has these tables since 0.3; seen in 0.10.2.
+    """
+    table = getattr(mlir, "_platform_specific_lowerings", None)
+    if table is None:
+        return None
+    entry = table["cpu"].get(primitive)
+    if entry is None:
+        entry = (getattr(mlir, "_lowerings", None) or {}).get(primitive)
+    return getattr(entry, "rule", entry)
+
+
+def _lower(
+    rule_of_jax: Any,
+    serve: "_Serve",
+    ctx: mlir.LoweringRuleContext,
+    *operands: Any,
+    **params: Any,
+) -> Any:
+    """The lowering rule: ours where `serve` has something, JAX's elsewhere."""
+    ours = None
+    if _is_static(ctx) and not _is_sharded_explicitly(ctx, params):
+        ours = serve(ctx, operands, params)
+    if ours is None:
+        return rule_of_jax(ctx, *operands, **params)
+    rule: Any = mlir.lower_fun(ours, multiple_results=False)
+    return rule(ctx, *operands)
+
+
+def _is_static(ctx: mlir.LoweringRuleContext) -> bool:
+    """Whether all shapes are numbers: `jax.export` has some with symbols."""
+    avals: list[Any] = [*ctx.avals_in, *ctx.avals_out]
+    return all(isinstance(n, int) for x in avals for n in getattr(x, "shape", ()))
+
+
+def _is_sharded_explicitly(ctx: mlir.LoweringRuleContext, params: dict) -> bool:
+    """Whether types say how the arrays are sharded: the forms' reshapes would not.
+
+    In a replica function they name a mesh, and no axis of it.
+    """
+    avals: list[Any] = [*ctx.avals_in, *ctx.avals_out]
+    shardings = [aval.sharding for aval in avals]
+    if params.get("out_sharding") is not None:
+        shardings.append(params["out_sharding"])
+    return any(axis is not None for sharding in shardings for axis in sharding.spec)
+
+
+def _serve_convolution(
+    ctx: mlir.LoweringRuleContext, operands: Sequence[Any], params: dict[str, Any]
+) -> Callable[..., jax.Array] | None:
+    lhs, rhs = ctx.avals_in
+    out: Any = ctx.avals_out[0]
+    form = choose(lhs, rhs, out, params)
+    if form is None:
+        return None
+    return functools.partial(_convolve, form=form, dtype=out.dtype, params=params)
+
+
+def _serve_pooling(
+    ctx: mlir.LoweringRuleContext, operands: Sequence[Any], params: dict[str, Any]
+) -> Callable[..., jax.Array] | None:
+    source, operand = ctx.avals_in
+    if not pooling.is_served(source, operand, params):
+        return None
+    return functools.partial(pooling.gradient, params=params)
+
+
+def _is_divided_by_xla(ctx: mlir.LoweringRuleContext) -> bool:
+    """Whether XLA divides arrays among devices, by dimensions that it should see.
+
+    In a replica function it does not, but under `ModelParallel` within each replica.
+    """
+    context: Any = ctx.module_context.axis_context
+    if not hasattr(context, "mesh"):
+        return getattr(context, "num_devices", 1) > 1
+    return context.mesh.size > 1 and not context.manual_axes.issuperset(
+        context.mesh.axis_names
+    )
+
+
+def _serve_contraction(
+    ctx: mlir.LoweringRuleContext, operands: Sequence[Any], params: dict[str, Any]
+) -> Callable[..., jax.Array] | None:
+    if _is_divided_by_xla(ctx) or not contractions.is_served(params):
+        return None
+    return functools.partial(contractions.contract, params=params)
+
+
+def _serve_sum(
+    ctx: mlir.LoweringRuleContext, operands: Sequence[Any], params: dict[str, Any]
+) -> Callable[..., jax.Array] | None:
+    out = ctx.avals_out[0]
+    if _is_divided_by_xla(ctx) or not sums.is_served(out, operands):
+        return None
+    return sums.written_sum
+
+
+def _convolve(
+    lhs: jax.Array, rhs: jax.Array, *, form: Form, dtype: Any, params: dict[str, Any]
+) -> jax.Array:
+    """What `lax.conv_general_dilated_p` computes, by the form that `choose` names."""
+    lhs_spec, rhs_spec, out_spec = params["dimension_numbers"]
+    of_batch, precision = params["batch_group_count"], params["precision"]
+    windows = spatial_windows(lhs, rhs, params)
+    # As in XLA, products of halves are summed in float32.
+    wide = widened(lhs.dtype)
+    lhs, rhs = lhs.astype(wide), rhs.astype(wide)
+    if form in ("outputs", "sums"):
+        x = jnp.transpose(lhs, (lhs_spec[1], *lhs_spec[2:], lhs_spec[0]))
+        kernel = jnp.transpose(rhs, (rhs_spec[1], *rhs_spec[2:], rhs_spec[0]))
+        if form == "sums":
+            y = by_sums(x, kernel, windows)
+        else:
+            y = by_outputs(x, kernel, windows, of_batch, precision)
+        order = (*out_spec[2:], *out_spec[:2])
+    else:
+        x = jnp.transpose(lhs, (lhs_spec[0], *lhs_spec[2:], lhs_spec[1]))
+        if form == "taps":
+            # JAX has reversed it for the gradient by the input: XLA drops both.
+            kernel = lax.rev(rhs, rhs_spec[2:])
+            kernel = jnp.transpose(kernel, (*rhs_spec[2:], rhs_spec[0], rhs_spec[1]))
+            y = by_taps(x, kernel, windows, precision)
+        else:
+            kernel = jnp.transpose(rhs, (*rhs_spec[2:], rhs_spec[1], rhs_spec[0]))
+            if of_batch > 1:
+                x = _groups_of_features(x, of_batch)
+            y = without_zeros(
+                by_groups if form == "groups" else by_patches,
+                x,
+                kernel,
+                windows,
+                params["feature_group_count"] * of_batch,
+                precision,
+            )
+        order = (out_spec[0], *out_spec[2:], out_spec[1])
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return jnp.transpose(y, back).astype(dtype)
+
+
+def _groups_of_features(x: jax.Array, groups: int) -> jax.Array:
+    """`[groups * n, *space, m]` as `[n, *space, groups * m]`: the same convolution."""
+    x = x.reshape(groups, -1, *x.shape[1:])
+    x = jnp.moveaxis(x, 0, -2)
+    return x.reshape(*x.shape[:-2], -1)
+
+
+_Serve = Callable[
+    [mlir.LoweringRuleContext, Sequence[Any], dict[str, Any]],
+    Callable[..., jax.Array] | None,
+]
+# Each primitive with its name for people, and what computes it, None where XLA does.
+_SERVED: Mapping[Any, tuple[str, _Serve]] = {
+    lax.conv_general_dilated_p: ("convolutions", _serve_convolution),
+    lax.select_and_scatter_add_p: ("gradients of max pooling", _serve_pooling),
+    lax.dot_general_p: ("contractions", _serve_contraction),
+    ad.add_jaxvals_p: ("sums of gradients", _serve_sum),
+}

@@ -1,0 +1,221 @@
+"""Gradients of max and min pooling on CPUs, without XLA's select-and-scatter.
+
+XLA expands that to a reduction of windows with one array of indices for each dimension,
+and a scatter. Here the taps of the windows are gone through once, all windows at a
+time, and the gradient is then read from where each window found its value.
+
+Times below are milliseconds, the least of some calls on two cores that had other work
+too, with JAX 0.10.2: XLA's first, float32 of shape `[batch, height, width, channels]`.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from replicax.cpu.windows import Window, widened, windows_of
+
+__all__ = ["gradient", "is_served"]
+
+_KEEPS = {lax.ge_p: lax.ge, lax.le_p: lax.le}
+# Every tap is a few operations of the program. Windows that overlap pay for any number:
+# [16, 32, 32, 64] with 3x3 and strides 1 takes 44 or 2.0, [2, 24, 24, 64] with 11x11
+# 60 or 3.2; more was not measured.
+_MOST_TAPS = 128
+# Elements of the input from one window to the next, each with operations of its own
+# where windows overlap. At [16, 24, 24, 64] windows side by side of 3x3 take 6.6 or
+# 0.5, of 6x6 5.6 or 3.0, and of 8x8 (a quarter of the batch) 0.9 or 1.6.
+_MOST_PHASES = 32
+
+
+def is_served(source: Any, operand: Any, params: Mapping[str, Any]) -> bool:
+    """Whether `gradient` computes this one, and is faster than XLA.
+
+    Args:
+        source: Type of the gradient by the pooled array: `shape`, `dtype`.
+        operand: Type of the array that was pooled.
+        params: Of `lax.select_and_scatter_add_p`.
+    """
+    if not jnp.issubdtype(operand.dtype, jnp.floating) or operand.dtype.itemsize < 2:
+        return False
+    edges = [n for pair in params["padding"] for n in pair]
+    return (
+        source.dtype == operand.dtype
+        and params["select_prim"] in _KEEPS
+        and 0 not in (*source.shape, *operand.shape)
+        and all(n >= 0 for n in edges)
+        and math.prod(params["window_dimensions"]) <= _MOST_TAPS
+        and math.prod(params["window_strides"]) <= _MOST_PHASES
+    )
+
+
+def gradient(
+    source: jax.Array, operand: jax.Array, *, params: Mapping[str, Any]
+) -> jax.Array:
+    """The gradient by the array that was pooled.
+
+    The first of equal elements of a window gets all of it, and a NaN makes way for what
+    comes after it, as in XLA's select-and-scatter. Padding never gets any.
+
+    Args:
+        source: The gradient by the pooled array.
+        operand: The array that was pooled.
+        params: Of `lax.select_and_scatter_add_p`.
+    """
+    ones = [1] * operand.ndim
+    windows = windows_of(
+        operand.shape,
+        params["window_dimensions"],
+        strides=params["window_strides"],
+        padding=params["padding"],
+        input_dilation=ones,
+        dilation=ones,
+    )
+    # Where windows overlap, gradients in halves are summed in float32; and bfloat16 is
+    # slow to transpose: [16, 64, 28, 28] with 3x3 and strides 2 takes 12 or 17, in
+    # float32 4.8.
+    wide = widened(operand.dtype)
+    dy = source.astype(wide)
+    chosen = _chosen(operand.astype(wide), windows, params["select_prim"])
+    # XLA adds to +0, which makes -0 of a gradient +0.
+    chosen = jnp.where(dy == 0, -1, chosen)
+    overlap = any(w.taps > w.stride for w in windows)
+    # Windows over the innermost dimension, as of layers with channels first:
+    # [64, 32, 26, 26] with 2x2 takes 41, by broadcasts 7.9, by phases 2.7.
+    by = _by_phases if overlap or windows[-1].stride > 1 else _by_broadcasts
+    return by(chosen, dy, windows).astype(operand.dtype)
+
+
+def _taps(windows: Sequence[Window]) -> list[tuple[int, ...]]:
+    """Those of a window, in row-major order."""
+    return list(itertools.product(*(range(w.taps) for w in windows)))
+
+
+def _chosen(x: jax.Array, windows: Sequence[Window], select: Any) -> jax.Array:
+    """The number of the tap at which each window has its value.
+
+    A window with nothing but padding has a tap in the padding.
+    """
+    edges = [(w.low, w.high, 0) for w in windows]
+    if any(itertools.chain(*edges)):
+        # Whatever follows a NaN is chosen, so the first element after padding is.
+        x = lax.pad(x, x.dtype.type(np.nan), edges)
+    best: jax.Array | None = None
+    chosen = jnp.zeros([w.outputs for w in windows], jnp.int32)
+    for number, tap in enumerate(_taps(windows)):
+        ends = [
+            t + (w.outputs - 1) * w.stride + 1
+            for t, w in zip(tap, windows, strict=True)
+        ]
+        candidate = lax.slice(x, tap, ends, [w.stride for w in windows])
+        if best is None:
+            best = candidate
+            continue
+        kept = _KEEPS[select](best, candidate)
+        for dim in range(x.ndim):
+            if (outside := _in_padding(windows, dim, tap[dim])) is not None:
+                kept = kept | outside
+        best = jnp.where(kept, best, candidate)
+        chosen = jnp.where(kept, chosen, number)
+    return chosen
+
+
+def _in_padding(windows: Sequence[Window], dim: int, tap: int) -> jax.Array | None:
+    """At which windows a tap is in the padding of a dimension; None: at none."""
+    w = windows[dim]
+    first = max(0, -((tap - w.low) // w.stride))
+    end = min(w.outputs, max(0, -((tap - w.low - w.size) // w.stride)))
+    if first == 0 and end == w.outputs:
+        return None
+    shape = [w.outputs if i == dim else 1 for i in range(len(windows))]
+    position = lax.broadcasted_iota(jnp.int32, shape, dim)
+    return (position < first) | (position >= end)
+
+
+def _by_broadcasts(
+    chosen: jax.Array, dy: jax.Array, windows: Sequence[Window]
+) -> jax.Array:
+    """For windows that do not overlap: one loop over the gradient, without sums.
+
+    [64, 26, 26, 32] with 2x2 takes 36 or 0.4, [64, 11, 11, 64] 3.1 or 0.15. Stacked
+    and transposed it is 0.3 and 0.2, but 3x3 at [16, 24, 24, 64] 1.3, not 0.5, and it
+    compiles in 0.5 s instead of 0.1. A sum of arrays with zeros between takes 2.2.
+    """
+    # Elements between two windows have the number of no tap.
+    numbers = np.full([w.stride for w in windows], -2, np.int32)
+    for number, tap in enumerate(_taps(windows)):
+        numbers[tap] = number
+    # Dimensions without windows are not split: XLA's loops over them stay simple.
+    split = [w.stride > 1 for w in windows]
+    of_windows, of_taps = [], []
+    for w, is_split in zip(windows, split, strict=True):
+        of_windows += [w.outputs, 1] if is_split else [w.outputs]
+        of_taps += [1, w.stride] if is_split else [1]
+    dx = jnp.where(
+        chosen.reshape(of_windows) == numbers.reshape(of_taps),
+        dy.reshape(of_windows),
+        jnp.zeros((), dy.dtype),
+    )
+    return _cut(dx.reshape([w.outputs * w.stride for w in windows]), windows)
+
+
+def _by_phases(
+    chosen: jax.Array, dy: jax.Array, windows: Sequence[Window]
+) -> jax.Array:
+    """For windows that overlap: sums over the windows that an element lies in.
+
+    Elements of the input that lie a stride apart, a phase, meet the same taps. The
+    phases are computed one by one and then interleaved. [16, 32, 32, 64] with 3x3 and
+    strides 2 takes 17 or 0.9; a sum of arrays with zeros between takes 21.
+    """
+    lengths = [-(-(w.size + w.low) // w.stride) for w in windows]
+    reaches = [-(-w.taps // w.stride) for w in windows]
+    # Element `i` of a phase lies in the windows `i - reach + 1` to `i`.
+    edges = [
+        (reach - 1, length - w.outputs, 0)
+        for reach, length, w in zip(reaches, lengths, windows, strict=True)
+    ]
+    # XLA would compute them anew for each phase.
+    chosen, dy = lax.optimization_barrier(
+        (
+            lax.pad(chosen, jnp.asarray(-1, chosen.dtype), edges),
+            lax.pad(dy, jnp.zeros((), dy.dtype), edges),
+        )
+    )
+    phases: dict[tuple[int, ...], jax.Array] = {}
+    for number, tap in enumerate(_taps(windows)):
+        starts = [
+            reach - 1 - t // w.stride
+            for t, reach, w in zip(tap, reaches, windows, strict=True)
+        ]
+        ends = [start + n for start, n in zip(starts, lengths, strict=True)]
+        term = jnp.where(
+            lax.slice(chosen, starts, ends) == number, lax.slice(dy, starts, ends), 0
+        )
+        phase = tuple(t % w.stride for t, w in zip(tap, windows, strict=True))
+        phases[phase] = phases[phase] + term if phase in phases else term
+    # Elements between windows are in none.
+    nothing = jnp.zeros(lengths, dy.dtype)
+    all_phases = itertools.product(*(range(w.stride) for w in windows))
+    dx = jnp.stack([phases.get(phase, nothing) for phase in all_phases])
+    dx = dx.reshape([w.stride for w in windows] + lengths)
+    dims = len(windows)
+    dx = dx.transpose([i for dim in range(dims) for i in (dims + dim, dim)])
+    shape = [n * w.stride for n, w in zip(lengths, windows, strict=True)]
+    return _cut(dx.reshape(shape), windows)
+
+
+def _cut(dx: jax.Array, windows: Sequence[Window]) -> jax.Array:
+    """Without the padding, and with zeros for elements after the last window."""
+    edges = [
+        (-w.low, w.low + w.size - length, 0)
+        for w, length in zip(windows, dx.shape, strict=True)
+    ]
+    if not any(itertools.chain(*edges)):
+        return dx
+    return lax.pad(dx, jnp.zeros((), dx.dtype), edges)

@@ -1,5 +1,0 @@
-"""What JAX lowers for CPUs, where XLA is slow with it: convolutions and others."""
-
-from replicax.cpu_lowerings.lowering import apply
-
-__all__ = ["apply"]

@@ -1,0 +1,165 @@
+"""Which calls share a program: keys of functions and the bounded program cache."""
+
+import functools
+import logging
+import threading
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from replicax._util.user_code import describe
+
+__all__ = ["Identity", "ProgramCache", "function_key"]
+
+_logger = logging.getLogger("replicax")
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+
+class Identity:
+    """A hashable handle to an object that compares by identity and keeps it alive."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Identity) and other.value is self.value
+
+
+def static_key(value: Any) -> Hashable:
+    """A key for a value that a program bakes in: plain values by value."""
+    if isinstance(value, float | complex):
+        return (type(value), repr(value))  # 0.0 == -0.0, and NaN equals nothing.
+    return (type(value), value) if isinstance(value, _PLAIN) else Identity(value)
+
+
+def function_key(fn: Callable[..., Any], outer: tuple[Any, ...] = ()) -> Hashable:
+    """A key that is equal for functions that would trace to the same program.
+
+    A lambda or inner function made anew in a loop has a new identity each time; it is
+    the same to us when its code is and everything it closes over.
+
+    Args:
+        fn: Any callable.
+        outer: The functions that close over `fn`, to end where one closes over itself.
+    """
+    if isinstance(fn, types.MethodType):
+        return (Identity(fn.__self__), function_key(fn.__func__, outer))
+    if isinstance(fn, types.FunctionType):
+        if fn in outer:
+            return outer.index(fn)
+        outer = (*outer, fn)
+        closed_over = tuple(_cell_key(cell, outer) for cell in fn.__closure__ or ())
+        defaults = tuple(map(static_key, fn.__defaults__ or ()))
+        named = tuple((k, static_key(v)) for k, v in (fn.__kwdefaults__ or {}).items())
+        return (fn.__code__, Identity(fn.__globals__), closed_over, defaults, named)
+    return Identity(fn)
+
+
+def _cell_key(cell: types.CellType, outer: tuple[Any, ...]) -> Hashable:
+    try:
+        content = cell.cell_contents
+    except ValueError:  # A name of the enclosing function that is not bound yet.
+        return None
+    if isinstance(content, types.FunctionType | types.MethodType):
+        return function_key(content, outer)
+    return static_key(content)
+
+
+def unwrap_partial(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """Turn the arguments bound by `functools.partial` into ordinary ones."""
+    while isinstance(fn, functools.partial):
+        args, kwargs, fn = (*fn.args, *args), {**fn.keywords, **kwargs}, fn.func
+    return fn, args, kwargs
+
+
+class ProgramCache:
+    """The most recently used programs, at most `size` of them.
+
+    Args:
+        size: Programs kept; the least recently used one is dropped for a new one.
+    """
+
+    def __init__(self, size: int = 64) -> None:
+        self._programs: OrderedDict[Hashable, Any] = OrderedDict()
+        self._size = size
+        self._lock = threading.Lock()
+        self._versions: dict[Any, list[list[int]]] = {}
+        self._warned: set[Any] = set()
+
+    def __len__(self) -> int:
+        return len(self._programs)
+
+    def get(
+        self, fn: Callable[..., Any], key: Hashable, make: Callable[[], Any]
+    ) -> Any:
+        """The program under `(function, key)`, made with `make` if it is new."""
+        full_key = (function_key(fn), key)
+        with self._lock:
+            program = self._programs.get(full_key)
+            if program is not None:
+                self._programs.move_to_end(full_key)
+                return program
+        self._warn_if_made_anew(fn)
+        program = make()
+        self._keep(full_key, program)
+        return program
+
+    def keep(self, fn: Callable[..., Any], key: Hashable, program: Any) -> None:
+        """Keep a program that has run for the first time.
+
+        Tracing it may have changed what `fn` closes over, such as a counter.
+        """
+        self._keep((function_key(fn), key), program)
+
+    def _keep(self, full_key: Hashable, program: Any) -> None:
+        with self._lock:
+            self._programs[full_key] = program
+            if len(self._programs) > self._size:
+                self._programs.popitem(last=False)
+
+    def _warn_if_made_anew(self, fn: Callable[..., Any]) -> None:
+        fn = getattr(fn, "__func__", fn)
+        if not isinstance(fn, types.FunctionType) or fn.__code__ in self._warned:
+            return
+        contents = _contents(fn)
+        # Hashes, which unlike the keys keep nothing alive.
+        version = [hash(key) for key in contents.values()]
+        versions = self._versions.setdefault(fn.__code__, [])
+        if version not in versions:
+            versions.append(version)
+        if len(versions) < 3:
+            return
+        self._warned.add(fn.__code__)
+        changed = [
+            name
+            for name, hashes in zip(contents, zip(*versions, strict=True), strict=True)
+            if len(set(hashes)) > 1
+        ]
+        _logger.warning(
+            "%s has been compiled %d times because it is made anew with other "
+            "closed-over values (%s) each time. Define it once outside the loop and "
+            "pass what changes through args; every new version costs a compilation.",
+            describe(fn),
+            len(versions),
+            ", ".join(changed),
+        )
+
+
+def _contents(fn: types.FunctionType) -> dict[str, Hashable]:
+    """What may differ between two functions of the same code, by name."""
+    cells = dict(zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True))
+    contents = {name: _cell_key(cell, (fn,)) for name, cell in cells.items()}
+    for i, value in enumerate(fn.__defaults__ or ()):
+        contents[f"default {i}"] = static_key(value)
+    for name, value in (fn.__kwdefaults__ or {}).items():
+        contents[f"default {name}"] = static_key(value)
+    return contents

@@ -1,0 +1,407 @@
+"""How a sum over all replicas is made: the cross-device operations.
+
+Everything here runs inside a replica program, on the mesh axis of the replicas.
+"""
+
+import dataclasses
+import enum
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from replicax.engine.devices import name_in_cluster, short_name
+
+__all__ = [
+    "CrossDeviceOps",
+    "HierarchicalCopyAllReduce",
+    "NcclAllReduce",
+    "ReduceOp",
+    "ReductionToOneDevice",
+    "ReplicaAxis",
+    "check_like",
+    "join",
+    "joined_sum",
+    "part",
+]
+
+
+class ReduceOp(enum.StrEnum):
+    """How values of the replicas are combined.
+
+    (TF: `tf.distribute.ReduceOp`.)
+    """
+
+    SUM = "SUM"
+    MEAN = "MEAN"
+
+    @classmethod
+    def of(cls, op: "ReduceOp | str", caller: str) -> "ReduceOp":
+        """`op` as a `ReduceOp`; strings such as `"sum"` are understood."""
+        if isinstance(op, str) and op.upper() in cls.__members__:
+            return cls[op.upper()]
+        raise ValueError(
+            f"{caller}: unknown reduce operation {op!r}. Use rx.ReduceOp.SUM or "
+            "rx.ReduceOp.MEAN."
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaAxis:
+    """The mesh axis along which the replicas lie.
+
+    Attributes:
+        name: The axis' name in the mesh.
+        devices: Names of the replicas' devices, in the order of the replicas.
+        num_per_host: Number of replicas on one host.
+    """
+
+    name: str
+    devices: tuple[str, ...]
+    num_per_host: int
+
+    @property
+    def size(self) -> int:
+        """Number of replicas."""
+        return len(self.devices)
+
+    @property
+    def is_of_cpus(self) -> bool:
+        """Whether the replicas' devices are CPUs."""
+        return self.devices[0].split("/")[-1].startswith("cpu:")
+
+    @property
+    def joined_bytes(self) -> int:
+        """The largest array that is summed together with others; 0: none is.
+
+        On CPUs each array of an all-reduce is a message of its own: summing the
+        gradients of MobileNetV2 one by one takes half of a step. Between processes a
+        message wakes threads on both sides, and large arrays are worth the copies, too:
+        0.93 of the step of ResNet-18 and of MobileNetV2. On other devices XLA sends
+        them together. Those of a replica on several devices are left as they lie.
+        """
+        if not self.is_of_cpus or "+" in self.devices[0]:
+            return 0
+        processes = {name.rpartition("/")[0] for name in self.devices}
+        return 2**26 if len(processes) > 1 else 2**18
+
+
+def join(arrays: Sequence[jax.Array]) -> jax.Array:
+    """Arrays of one dtype as one; a single one stays in its shape: nothing to copy."""
+    if len(arrays) == 1:
+        return arrays[0]
+    return jnp.concatenate([jnp.ravel(x) for x in arrays])
+
+
+def part(joined: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
+    """What `join` made one, in the shapes of the arrays that it was given."""
+    flat, parts, start = jnp.ravel(joined), [], 0
+    for x in like:
+        stop = start + x.size
+        parts.append(lax.slice(flat, (start,), (stop,)).reshape(x.shape))
+        start = stop
+    return parts
+
+
+def joined_sum(tree: Any, axis: ReplicaAxis, names: str | tuple[str, ...]) -> Any:
+    """Sum each array over the replicas, with as few messages as the devices want.
+
+    Args:
+        tree: A pytree of arrays, this replica's.
+        axis: The replicas' devices.
+        names: The mesh axes to sum over, for JAX.
+    """
+    if not axis.joined_bytes:
+        return lax.psum(tree, names)
+    leaves, structure = jax.tree.flatten(tree)
+    leaves = [jnp.asarray(x) for x in leaves]
+    of_dtype: dict[Any, list[int]] = {}
+    for i, x in enumerate(leaves):
+        if 0 < x.size * x.dtype.itemsize <= axis.joined_bytes:
+            of_dtype.setdefault(x.dtype, []).append(i)
+    joined = [numbers for numbers in of_dtype.values() if len(numbers) > 1]
+    inside = {i for numbers in joined for i in numbers}
+    alone = [i for i in range(len(leaves)) if i not in inside]
+    packs = [join([leaves[i] for i in numbers]) for numbers in joined]
+    sums = lax.psum(packs + [leaves[i] for i in alone], names)
+    results = dict(zip(alone, sums[len(packs) :], strict=True))
+    for numbers, pack in zip(joined, sums, strict=False):
+        parts = part(pack, [leaves[i] for i in numbers])
+        results.update(zip(numbers, parts, strict=True))
+    return jax.tree.unflatten(structure, [results[i] for i in range(len(leaves))])
+
+
+class CrossDeviceOps(ABC):
+    """How gradients are summed over replicas.
+
+    (TF: `tf.distribute.CrossDeviceOps`.)
+
+    A subclass writes `sum`; it is traced into the step's program, so it may use any JAX
+    collective on `axis.name`. It may also write `reduce`, to see all gradients of a
+    step at once, and `scatter`, if it can do better than `sum`.
+
+    Attributes:
+        num_packs: Number of packs that the gradients of a step are split into. 0 or 1:
+            no packing of our own. `CommunicationOptions.bytes_per_pack` wins over it.
+
+    Example:
+        >>> import jax, replicax as rx
+        >>> class InFloat32(rx.CrossDeviceOps):
+        ...     def sum(self, value, axis):
+        ...         total = jax.lax.psum(value.astype("float32"), axis.name)
+        ...         return total.astype(value.dtype)
+        >>> strategy = rx.MirroredStrategy(cross_device_ops=InFloat32())
+    """
+
+    num_packs: int = 0
+
+    @abstractmethod
+    def sum(self, value: jax.Array, axis: ReplicaAxis) -> jax.Array:
+        """Sum `value` (any shape, one per replica) over the replicas.
+
+        Must return the same array on every replica, of `value`'s shape and dtype.
+        """
+
+    def reduce(self, op: ReduceOp, tree: Any, axis: ReplicaAxis) -> Any:
+        """Combine every array of `tree` over the replicas with `op`.
+
+        Raises:
+            TypeError: If `sum` returns what is no array.
+            ValueError: If `sum` returns another shape or dtype than it was given.
+        """
+        summed = jax.tree.map(lambda x: self._checked_sum(jnp.asarray(x), axis), tree)
+        if op is ReduceOp.SUM:
+            return summed
+        return jax.tree.map(lambda x: x / axis.size, summed)
+
+    def scatter(self, value: jax.Array, axis: ReplicaAxis, dim: int = 0) -> jax.Array:
+        """This replica's block of the sum: block i of `axis.size` along `dim`.
+
+        Args:
+            value: Any shape, one per replica; `dim` divides by `axis.size`.
+            axis: The replicas.
+            dim: The dimension that is cut; negative ones count from the end.
+
+        Returns:
+            `value`'s shape with `dim` divided by `axis.size`.
+
+        Raises:
+            ValueError: If there is no such dimension, or if it does not divide.
+        """
+        dim, size = self._block(value, axis, dim)
+        total = self._checked_sum(value, axis)
+        start = lax.axis_index(axis.name) * size
+        return lax.dynamic_slice_in_dim(total, start, size, dim)
+
+    def _checked_sum(self, value: jax.Array, axis: ReplicaAxis) -> jax.Array:
+        total = self.sum(value, axis)
+        check_like(f"{type(self).__name__}.sum", total, value)
+        return total
+
+    def _block(self, value: jax.Array, axis: ReplicaAxis, dim: int) -> tuple[int, int]:
+        """`dim` from 0, and the size of a replica's block along it."""
+        call, shape = f"{type(self).__name__}.scatter", jnp.shape(value)
+        if not -len(shape) <= dim < len(shape):
+            raise ValueError(
+                f"{call}: {dim=} is no dimension of a value of shape {shape}."
+            )
+        dim %= len(shape)
+        if shape[dim] % axis.size:
+            raise ValueError(
+                f"{call}: dimension {dim} of a value of shape {shape} does not divide "
+                f"by the {axis.size} replicas. Pad it to "
+                f"{shape[dim] + -shape[dim] % axis.size}."
+            )
+        return dim, shape[dim] // axis.size
+
+
+def check_like(call: str, got: Any, value: jax.Array) -> None:
+    """Refuse what `call` returned, if it is no array of `value`'s shape and dtype."""
+    if not isinstance(got, jax.Array):
+        raise TypeError(
+            f"{call}: returned {got!r} of type {type(got).__name__}, expected an array "
+            f"of shape {value.shape} and dtype {value.dtype}."
+        )
+    if got.shape != value.shape or got.dtype != value.dtype:
+        raise ValueError(
+            f"{call}: returned shape {got.shape} and dtype {got.dtype} for a value of "
+            f"shape {value.shape} and dtype {value.dtype}. Return the value's shape "
+            "and dtype."
+        )
+
+
+class NcclAllReduce(CrossDeviceOps):
+    """XLA's own all-reduce: NCCL on GPUs, the interconnect on TPUs, memory on CPUs.
+
+    The default. XLA merges the all-reduces of a step into few large ones by itself.
+    (TF: `tf.distribute.NcclAllReduce`.)
+
+    Args:
+        num_packs: See `CrossDeviceOps`.
+    """
+
+    def __init__(self, num_packs: int = 1) -> None:
+        self.num_packs = _checked_num_packs(num_packs, "NcclAllReduce")
+
+    def sum(self, value: jax.Array, axis: ReplicaAxis) -> jax.Array:
+        """Sum `value` over the replicas with one all-reduce."""
+        return lax.psum(value, axis.name)
+
+    def reduce(self, op: ReduceOp, tree: Any, axis: ReplicaAxis) -> Any:
+        """Combine every array of `tree`; on CPUs small ones travel together."""
+        if type(self).sum is not NcclAllReduce.sum:
+            return super().reduce(op, tree, axis)
+        total = joined_sum(tree, axis, axis.name)
+        if op is ReduceOp.SUM:
+            return total
+        return jax.tree.map(lambda x: x / axis.size, total)
+
+    def scatter(self, value: jax.Array, axis: ReplicaAxis, dim: int = 0) -> jax.Array:
+        """This replica's block of the sum, with one reduce-scatter."""
+        dim, size = self._block(value, axis, dim)
+        if jnp.size(value) == 0:
+            return lax.slice_in_dim(value, 0, size, axis=dim)
+        return lax.psum_scatter(value, axis.name, scatter_dimension=dim, tiled=True)
+
+
+class HierarchicalCopyAllReduce(CrossDeviceOps):
+    """Reduce-scatter inside groups, all-reduce across groups, all-gather inside.
+
+    Only `1/group_size` of the bytes cross between groups, where links are slower.
+    (TF: `tf.distribute.HierarchicalCopyAllReduce`.)
+
+    Args:
+        num_packs: See `CrossDeviceOps`.
+        group_size: Number of neighbouring replicas in one group; must divide the number
+            of replicas. Defaults to the replicas of one host.
+    """
+
+    def __init__(self, num_packs: int = 1, *, group_size: int | None = None) -> None:
+        if group_size is not None and (type(group_size) is not int or group_size < 1):
+            raise ValueError(
+                f"HierarchicalCopyAllReduce: got {group_size=}, expected a positive "
+                "integer or None."
+            )
+        self.num_packs = _checked_num_packs(num_packs, "HierarchicalCopyAllReduce")
+        self.group_size = group_size
+
+    def sum(self, value: jax.Array, axis: ReplicaAxis) -> jax.Array:
+        """Sum `value` over the replicas in the three steps."""
+        inside, across = self._groups(axis)
+        if jnp.size(value) == 0:
+            return value  # XLA refuses to scatter nothing.
+        flat = jnp.ravel(value)
+        padded = jnp.pad(flat, (0, -flat.size % len(inside[0])))
+        part = lax.psum_scatter(padded, axis.name, axis_index_groups=inside, tiled=True)
+        part = lax.psum(part, axis.name, axis_index_groups=across)
+        whole = lax.all_gather(part, axis.name, axis_index_groups=inside, tiled=True)
+        return whole[: flat.size].reshape(jnp.shape(value))
+
+    def scatter(self, value: jax.Array, axis: ReplicaAxis, dim: int = 0) -> jax.Array:
+        """This replica's block of the sum: scattered inside groups, then across."""
+        inside, across = self._groups(axis)
+        dim, size = self._block(value, axis, dim)
+        if jnp.size(value) == 0:
+            return lax.slice_in_dim(value, 0, size, axis=dim)
+        first = jnp.moveaxis(value, dim, 0)
+        # The first stage gives a group's member the blocks of all its peers in other
+        # groups, among whom the second one deals them out.
+        blocks = first.reshape(len(inside), len(across), size, *first.shape[1:])
+        part = jnp.swapaxes(blocks, 0, 1)
+        for groups in (inside, across):
+            part = lax.psum_scatter(part, axis.name, axis_index_groups=groups)
+        return jnp.moveaxis(part, 0, dim)
+
+    def _groups(self, axis: ReplicaAxis) -> tuple[list[list[int]], list[list[int]]]:
+        """The groups of neighbours, and the groups of their counterparts."""
+        size = self.group_size or axis.num_per_host
+        if axis.size % size:
+            raise ValueError(
+                f"HierarchicalCopyAllReduce: group_size={size} does not divide the "
+                f"{axis.size} replicas. Choose one of "
+                f"{[k for k in range(1, axis.size + 1) if axis.size % k == 0]}."
+            )
+        starts = range(0, axis.size, size)
+        inside = [list(range(start, start + size)) for start in starts]
+        across = [[start + i for start in starts] for i in range(size)]
+        return inside, across
+
+
+class ReductionToOneDevice(CrossDeviceOps):
+    """Sum on one device along a tree, then broadcast back along it.
+
+    (TF: `tf.distribute.ReductionToOneDevice`.)
+
+    Args:
+        reduce_to_device: Device string of the replica that holds the sum, such as
+            `"gpu:1"`. Defaults to the first replica's device.
+        accumulation_fn: Adds up a list of two arrays of one shape and dtype; traced.
+            Defaults to addition. (TF's gets the list of all replicas' values.)
+    """
+
+    def __init__(
+        self,
+        reduce_to_device: str | None = None,
+        accumulation_fn: Callable[[list[jax.Array]], jax.Array] | None = None,
+    ) -> None:
+        if accumulation_fn is not None and not callable(accumulation_fn):
+            raise TypeError(
+                "ReductionToOneDevice: accumulation_fn must be a function of a list of "
+                f"arrays, or None; got {accumulation_fn!r}."
+            )
+        self.reduce_to_device = reduce_to_device
+        self.accumulation_fn = accumulation_fn
+
+    def sum(self, value: jax.Array, axis: ReplicaAxis) -> jax.Array:
+        """Sum `value` to the one device and send the sum to all replicas."""
+        num, root = axis.size, self._root(axis)
+        rank = (lax.axis_index(axis.name) - root) % num  # The root has rank 0.
+        strides = [2**k for k in range(math.ceil(math.log2(num)))]
+        for stride in strides:
+            pairs = [(r + stride, r) for r in range(0, num - stride, 2 * stride)]
+            received = self._send(value, pairs, root, axis)
+            if self.accumulation_fn is None:
+                # Who receives nothing gets zeros, so everybody may add.
+                value = value + received
+            else:
+                total = self.accumulation_fn([value, received])
+                check_like("ReductionToOneDevice: accumulation_fn", total, value)
+                receives = (rank % (2 * stride) == 0) & (rank + stride < num)
+                value = jnp.where(receives, total, value)
+        for stride in reversed(strides):
+            pairs = [(r, r + stride) for r in range(0, num - stride, 2 * stride)]
+            received = self._send(value, pairs, root, axis)
+            value = jnp.where(rank % (2 * stride) == stride, received, value)
+        return value
+
+    def _root(self, axis: ReplicaAxis) -> int:
+        if self.reduce_to_device is None:
+            return 0
+        device = self.reduce_to_device
+        wanted = (name_in_cluster(device), short_name(device))
+        name = next((n for n in wanted if n in axis.devices), None)
+        if name is None:
+            raise ValueError(
+                f"ReductionToOneDevice: reduce_to_device={self.reduce_to_device!r} "
+                f"holds no replica. Replicas are on: {', '.join(axis.devices)}."
+            )
+        return axis.devices.index(name)
+
+    @staticmethod
+    def _send(
+        value: jax.Array, pairs: list[tuple[int, int]], root: int, axis: ReplicaAxis
+    ) -> jax.Array:
+        moved = [((a + root) % axis.size, (b + root) % axis.size) for a, b in pairs]
+        return lax.ppermute(value, axis.name, moved)
+
+
+def _checked_num_packs(num_packs: int, name: str) -> int:
+    if type(num_packs) is not int or num_packs < 0:
+        raise ValueError(
+            f"{name}: num_packs must be an integer, 0 or more; got {num_packs!r}."
+        )
+    return num_packs

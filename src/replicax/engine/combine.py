@@ -1,0 +1,138 @@
+"""What `Strategy.reduce` and `Strategy.gather` do with `PerReplica` values."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from replicax.engine.collectives import ReduceOp
+from replicax.engine.composites import is_composite, is_key, stacked
+from replicax.engine.sparse_values import (
+    concatenated_sparse,
+    reduced_sparse,
+    require_sparse,
+)
+from replicax.engine.values import PerReplica
+
+__all__ = ["gather", "reduce", "require_all_replicas"]
+
+
+def reduce(op: ReduceOp, value: Any, axis: int | None, num_replicas: int) -> Any:
+    """Combine the replicas' values in `value`, and dimension `axis` of them."""
+
+    def reduce_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, PerReplica):
+            require_all_replicas(leaf, num_replicas, "reduce")
+        else:
+            leaf = _same_on_all(op, leaf, num_replicas)
+        require_sparse(leaf.array, "Strategy.reduce")
+        if is_key(leaf.array):
+            raise TypeError(
+                f"Strategy.reduce: got keys of random numbers ({leaf!r}), which cannot "
+                "be added up. Use strategy.gather, or value.values[i]."
+            )
+        dim = None if axis is None else _checked_axis(leaf, axis, "reduce")
+        return _reduce(leaf.array, op, dim)
+
+    return _map_values(reduce_leaf, value)
+
+
+def gather(value: Any, axis: int, num_replicas: int) -> Any:
+    """Concatenate the replicas' values in `value` along dimension `axis`."""
+
+    def gather_leaf(leaf: Any) -> Any:
+        if not isinstance(leaf, PerReplica):
+            leaf = PerReplica(_repeated(leaf, num_replicas))
+        require_all_replicas(leaf, num_replicas, "gather")
+        require_sparse(leaf.array, "Strategy.gather")
+        return _gather(leaf.array, _checked_axis(leaf, axis, "gather"))
+
+    return _map_values(gather_leaf, value)
+
+
+def require_all_replicas(value: PerReplica, num_replicas: int, name: str) -> None:
+    """Raise unless `value` holds one value for each replica."""
+    if value.array.shape[:1] != (num_replicas,):
+        raise ValueError(
+            f"Strategy.{name}: a PerReplica holds {value.array.shape[0]} values but "
+            f"the strategy has {num_replicas} replicas. Pass a value made by this "
+            "strategy."
+        )
+
+
+def _same_on_all(op: ReduceOp, value: Any, num_replicas: int) -> PerReplica:
+    if op is ReduceOp.SUM and num_replicas > 1:
+        raise ValueError(
+            f"Strategy.reduce: got {value!r}, which is no PerReplica value, so what "
+            "its sum over replicas should be is not clear. Pass what strategy.run "
+            "returned."
+        )
+    return PerReplica(_repeated(value, 1))
+
+
+def _repeated(value: Any, num_replicas: int) -> Any:
+    """`[R, ...]` of a value that is no `PerReplica`."""
+    parts = [jnp.stack([jnp.asarray(x)] * num_replicas) for x in jax.tree.leaves(value)]
+    return stacked(jax.tree.structure(value), parts)
+
+
+def _map_values(fn: Callable[[Any], Any], tree: Any) -> Any:
+    return jax.tree.map(
+        fn, tree, is_leaf=lambda x: isinstance(x, PerReplica) or is_composite(x)
+    )
+
+
+def _reduce(array: Any, op: ReduceOp, axis: int | None) -> jax.Array:
+    return _reducer(op, axis, _whole(array))(array)
+
+
+@functools.lru_cache(maxsize=64)
+def _reducer(
+    op: ReduceOp, axis: int | None, sharding: NamedSharding | None
+) -> Callable[[Any], jax.Array]:
+    dims = 0 if axis is None else (0, axis + 1)
+
+    def reduced(array: Any) -> Any:
+        if is_composite(array):
+            return reduced_sparse(array, dims, is_mean=op is ReduceOp.MEAN)
+        return array.sum(dims) if op is ReduceOp.SUM else array.mean(dims)
+
+    return jax.jit(reduced, out_shardings=sharding)
+
+
+def _gather(array: Any, axis: int) -> jax.Array:
+    return _gatherer(axis, _whole(array))(array)
+
+
+@functools.lru_cache(maxsize=64)
+def _gatherer(axis: int, sharding: NamedSharding | None) -> Callable[[Any], jax.Array]:
+    def gathered(array: Any) -> Any:
+        if is_composite(array):
+            return concatenated_sparse(array, axis)
+        return jnp.concatenate([array[i] for i in range(array.shape[0])], axis)
+
+    return jax.jit(gathered, out_shardings=sharding)
+
+
+def _whole(array: Any) -> NamedSharding | None:
+    """Where every process can read the result; None: JAX's choice will do."""
+    sharding = getattr(jax.tree.leaves(array)[0], "sharding", None)
+    if not isinstance(sharding, NamedSharding) or sharding.is_fully_addressable:
+        return None
+    return NamedSharding(sharding.mesh, PartitionSpec())
+
+
+def _checked_axis(value: PerReplica, axis: int, name: str) -> int:
+    rank = value.array.ndim - 1
+    if not isinstance(axis, int):
+        raise TypeError(f"Strategy.{name}: got {axis=}, expected an integer.")
+    if rank == 0 or not -rank <= axis < rank:
+        raise ValueError(
+            f"Strategy.{name}: axis={axis} is out of range for per-replica values of "
+            f"shape {tuple(value.array.shape[1:])}."
+            + (" Return at least rank 1 from the replica function." if not rank else "")
+        )
+    return axis % rank

@@ -1,0 +1,112 @@
+"""Arrays on the replicas' devices, also where other processes hold some of those."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.core
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from replicax._util.dry_run import current_rehearsal, is_described
+from replicax.cluster import dispatch_log
+from replicax.cluster.dispatch_log import Operation
+from replicax.engine.composites import is_key
+
+__all__ = ["gathered", "is_spread", "laid_out", "local_value", "rows"]
+
+
+def laid_out(value: Any, sharding: NamedSharding) -> jax.Array:
+    """`value`, which every process has, on the devices of `sharding` as that says.
+
+    Across processes each one places its own value, which must be the same: nothing is
+    sent. (`jax.device_put` would compare the values, a collective at each call.)
+    """
+    if _is_nowhere(sharding):
+        return value
+    if sharding.is_fully_addressable:
+        return jax.device_put(value, sharding)
+    if isinstance(value, jax.Array) and value.sharding == sharding:
+        return value
+    if is_key(value):
+        return _as_data(lambda x: laid_out(x, sharding), value)
+    value = local_value(value)
+    places = sharding.addressable_devices_indices_map(np.shape(value))
+    shards = [jax.device_put(value[index], d) for d, index in places.items()]
+    return jax.make_array_from_single_device_arrays(
+        np.shape(value), sharding, shards, dtype=shards[0].dtype
+    )
+
+
+def is_spread(value: Any) -> bool:
+    """Whether this process has only some parts of an array."""
+    return isinstance(value, jax.Array) and not (
+        isinstance(value, jax.core.Tracer)
+        or value.is_fully_addressable
+        or value.is_fully_replicated
+    )
+
+
+def gathered(array: jax.Array) -> jax.Array:
+    """This process' copy of an array of which processes have parts.
+
+    All processes have to call it, for the same arrays in the same order.
+    """
+    log = dispatch_log.current()
+    if log is not None:
+        kind = f"{array.dtype}{list(array.shape)}"
+        name = f"the gathering of an array that workers have parts of ({kind})"
+        log.note(Operation(name, f"gathered {kind};".encode()))
+    sharding = array.sharding
+    if not isinstance(sharding, NamedSharding):
+        raise TypeError(f"gathered: expected a NamedSharding, got {sharding!r}.")
+    return _to_all(sharding.mesh)(array).addressable_data(0)
+
+
+@functools.lru_cache(maxsize=16)
+def _to_all(mesh: Mesh) -> Any:
+    """One function for all arrays of a mesh, or JAX would compile for each call."""
+    whole = NamedSharding(mesh, PartitionSpec())
+    return jax.jit(lambda x: x, out_shardings=whole)
+
+
+def local_value(value: Any) -> Any:
+    """An array that this process can read, of one that is whole on every device."""
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        return value.addressable_data(0)
+    return value
+
+
+def rows(tree: Any, sharding: NamedSharding) -> Any:
+    """This process' rows of arrays that are split over all processes' devices.
+
+    Args:
+        tree: An array, or a pytree of them: the rows for this process' devices, in
+            their order.
+        sharding: Of each whole array.
+    """
+    if _is_nowhere(sharding):
+        return tree
+    if sharding.is_fully_addressable:
+        return jax.device_put(tree, sharding)  # All arrays in one call.
+
+    def place(x: Any) -> jax.Array:
+        if is_key(x):
+            return _as_data(place, x)
+        return jax.make_array_from_process_local_data(sharding, np.asarray(x))
+
+    return jax.tree.map(place, tree)
+
+
+def _as_data(place: Callable[[Any], Any], keys: Any) -> jax.Array:
+    """Place keys of random numbers as the numbers that they consist of."""
+    data = place(jax.random.key_data(keys))
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(keys))
+
+
+def _is_nowhere(sharding: NamedSharding) -> bool:
+    """Whether arrays cannot be placed: the devices are described ones."""
+    return current_rehearsal() is not None and is_described(
+        next(iter(sharding.device_set))
+    )

@@ -1,0 +1,225 @@
+"""Device strings, and several logical CPU devices on one machine."""
+
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from replicax._util.dry_run import current_rehearsal, is_described
+from replicax._util.waiting import Announced
+from replicax.errors import DeviceError
+
+Device = Any  # jax.Device, which type checkers take for a variable.
+
+__all__ = [
+    "Device",
+    "cpu_pool_size",
+    "default_devices",
+    "device_name",
+    "devices_of_one_kind",
+    "name_in_cluster",
+    "resolve_devices",
+    "set_logical_devices",
+    "short_name",
+]
+
+_PATTERN = re.compile(
+    r"^(?:/job:(?P<job>\w+))?(?:/replica:\d+)?(?:/task:(?P<task>\d+))?/?(?:device:)?"
+    r"(?P<platform>[a-zA-Z]+):(?P<index>\d+)$"
+)
+
+
+def set_logical_devices(n: int) -> None:
+    """Make this machine's CPU appear as `n` devices, to develop without accelerators.
+
+    Call it first, before anything touches a JAX device. XLA's CPU collectives block
+    one thread per device, and stop for good when the thread pool has too few; the pool
+    is sized for `n` devices here (environment variable `NPROC`), so set device counts
+    with this function only. (TF: `tf.config.set_logical_device_configuration`.)
+
+    Args:
+        n: Number of CPU devices, at least 1.
+
+    Raises:
+        ValueError: If `n` is not a positive integer.
+        RuntimeError: If JAX has already started its devices.
+
+    Example:
+        >>> import replicax as rx
+        >>> rx.set_logical_devices(8)  # doctest: +SKIP
+        >>> rx.MirroredStrategy().num_replicas_in_sync  # doctest: +SKIP
+        8
+    """
+    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+        raise ValueError(
+            f"set_logical_devices: n must be a positive integer; got n={n!r}."
+        )
+    if current_rehearsal() is not None:
+        return  # Strategies take the rehearsal's devices.
+    try:
+        jax.config.update("jax_num_cpu_devices", n)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"set_logical_devices: JAX has already started its devices, so n={n} comes "
+            "too late. Call rx.set_logical_devices before any array, model or strategy "
+            "is made, at the top of the script."
+        ) from error
+    os.environ["NPROC"] = str(cpu_pool_size(n))
+
+
+def cpu_pool_size(num_devices: int) -> int:
+    """Threads that keep collectives on `num_devices` CPU devices from blocking.
+
+    Measured on two cores: as many threads as devices hang, 1.5 times as many hang, and
+    twice as many passed every soak; the two on top are margin. Never fewer than cores.
+    """
+    needed = 2 * num_devices + 2 if num_devices > 1 else 1
+    return max(needed, os.cpu_count() or 1)
+
+
+def check_cpu_pool(devices: Sequence[Device]) -> None:
+    """Refuse several CPU devices over a thread pool in which collectives can hang."""
+    here = jax.process_index()
+    num_cpu = sum(d.platform == "cpu" and d.process_index == here for d in devices)
+    threads = int(os.environ.get("NPROC") or os.cpu_count() or 1)
+    if num_cpu > 1 and threads < 2 * num_cpu:
+        raise DeviceError(
+            f"{num_cpu} CPU devices share a pool of {threads} threads, in which XLA's "
+            f"collectives can hang; at least {2 * num_cpu} are needed. Make the "
+            f"devices with rx.set_logical_devices({num_cpu}) instead of by hand."
+        )
+
+
+def default_devices() -> list[Device]:
+    """All visible accelerators of this process, else its CPU devices."""
+    with Announced("starting JAX's devices"):
+        return jax.local_devices()
+
+
+def devices_of_one_kind(
+    devices: Sequence[str | Device] | None, caller: str, argument: str = "devices"
+) -> list[Device]:
+    """The devices that were asked for, or all visible ones, all of one platform.
+
+    Args:
+        devices: As for `resolve_devices`; None: the visible ones.
+        caller: The public call to name in errors.
+        argument: Its argument, likewise.
+
+    Raises:
+        DeviceError: As `resolve_devices`, and for devices of several kinds.
+    """
+    if devices is None:
+        return default_devices()
+    found = resolve_devices(devices, caller)
+    if len({d.platform for d in found}) > 1:
+        raise DeviceError(
+            f"{caller}: {argument}={list(devices)!r} mixes platforms; replicas in step "
+            "need devices of one kind."
+        )
+    return found
+
+
+def resolve_devices(devices: Sequence[str | Device], caller: str) -> list[Device]:
+    """Find the devices that strings such as `"gpu:0"` or `"/gpu:0"` name.
+
+    Args:
+        devices: Strings `"cpu:1"`, `"/gpu:0"`, TF's long form
+            `"/job:localhost/replica:0/task:0/device:GPU:0"`, or JAX devices.
+        caller: The public call to name in errors.
+
+    Raises:
+        DeviceError: For an unknown, absent or repeated device, or an empty list.
+    """
+    if isinstance(devices, str):
+        raise DeviceError(
+            f"{caller}: devices must be a list of device strings; got the string "
+            f"{devices!r}. Write devices=[{devices!r}]."
+        )
+    if current_rehearsal() is not None:
+        return default_devices()[:1]  # A strategy takes the rehearsal's instead.
+    found = [_resolve(d, caller) for d in devices]
+    if not found:
+        raise DeviceError(
+            f"{caller}: devices is empty. Name at least one of {_visible()}, or leave "
+            "devices out to use all accelerators."
+        )
+    repeated = sorted({device_name(d) for d in found if found.count(d) > 1})
+    if repeated:
+        raise DeviceError(
+            f"{caller}: {', '.join(repeated)} appears more than once in "
+            f"devices={list(devices)!r}; a device holds one replica. Name each once."
+        )
+    return found
+
+
+def _resolve(device: str | Device, caller: str) -> Device:
+    if isinstance(device, jax.Device):
+        return device
+    match = _PATTERN.match(device) if isinstance(device, str) else None
+    if match is None:
+        raise DeviceError(
+            f"{caller}: {device!r} is no device string. Write one such as 'gpu:0' or "
+            f"'/gpu:0'. Visible here: {_visible()}."
+        )
+    platform, index = match["platform"].lower(), int(match["index"])
+    try:
+        candidates = jax.local_devices(backend=platform)
+    except RuntimeError:  # JAX's way to say that there is no such platform here.
+        candidates = []
+    if index >= len(candidates):
+        raise DeviceError(
+            f"{caller}: device {device!r} is not there. Visible here: {_visible()}."
+            + _hint(platform, index)
+        )
+    return candidates[index]
+
+
+def _hint(platform: str, index: int) -> str:
+    if platform != "cpu":
+        return ""
+    return (
+        f" For more CPU devices call rx.set_logical_devices({index + 1}) at the top of "
+        "the script."
+    )
+
+
+def device_name(device: Device) -> str:
+    """A device's string, such as `"gpu:0"`."""
+    if is_described(device):
+        return f"{device.platform}:{device.id}"
+    same = jax.devices(device.platform)
+    local = [d for d in same if d.process_index == device.process_index]
+    return f"{_short_platform(device.platform)}:{local.index(device)}"
+
+
+def short_name(device: str) -> str | None:
+    """`device_name` of the device that a string of any form names, None if of none."""
+    match = _PATTERN.match(device)
+    if match is None:
+        return None
+    return f"{_short_platform(match['platform'].lower())}:{int(match['index'])}"
+
+
+def name_in_cluster(device: str) -> str | None:
+    """As `short_name`, after the worker: `"worker:1/gpu:0"`; None if that is not said.
+
+    TF's long form says it: `"/job:worker/replica:0/task:1/device:GPU:0"`.
+    """
+    match = _PATTERN.match(device)
+    if match is None or match["job"] is None:
+        return None
+    return f"{match['job']}:{int(match['task'] or 0)}/{short_name(device)}"
+
+
+def _short_platform(platform: str) -> str:
+    return "gpu" if platform in ("cuda", "rocm") else platform
+
+
+def _visible() -> str:
+    devices = list(jax.local_devices())
+    if all(d.platform != "cpu" for d in devices):
+        devices += jax.local_devices(backend="cpu")
+    return ", ".join(device_name(d) for d in devices)

@@ -1,0 +1,131 @@
+"""The replicas of a strategy: where they are, and which of them are here."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from replicax.engine.axes import ReplicaAxes
+from replicax.engine.collectives import CrossDeviceOps, ReplicaAxis
+from replicax.engine.communication import CommunicationOptions
+from replicax.engine.devices import Device, device_name
+from replicax.engine.layouts import Layouts, ModelSplit
+
+__all__ = ["ReplicaGroup", "mesh_of"]
+
+_AXIS = "replica"
+
+
+def mesh_of(
+    devices: Sequence[Device], workers: Sequence[str], split: ModelSplit | None = None
+) -> tuple[Mesh, ReplicaAxis]:
+    """The mesh of some devices, and its axis along which replicas lie.
+
+    Args:
+        devices: The devices, each worker's together.
+        workers: The workers' names.
+        split: How several devices work on one replica.
+    """
+    num = 1 if split is None else split.num_devices
+    grid = np.array(devices).reshape(-1, num)
+    num_per_worker = len(grid) // len(workers)
+    names = _names(grid)
+    if len(workers) > 1:
+        names = tuple(
+            f"{workers[i // num_per_worker]}/{name}" for i, name in enumerate(names)
+        )
+    axis = ReplicaAxis(name=_AXIS, devices=names, num_per_host=num_per_worker)
+    if split is None:
+        return Mesh(grid[:, 0], (_AXIS,)), axis
+    return Mesh(grid, (_AXIS, split.axis_name)), axis
+
+
+def _names(grid: np.ndarray) -> tuple[str, ...]:
+    """Names of the devices of each replica; `grid` has a row for each."""
+    return tuple("+".join(map(device_name, row)) for row in grid)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class ReplicaGroup:
+    """The replicas of a strategy: where they are and how they sum.
+
+    Attributes:
+        strategy: Whose replicas they are.
+        mesh: The devices. Replicas lie along one of its axes.
+        axes: That axis, and the one of several replicas on one device.
+        layouts: How variables lie on the mesh.
+        cross_device_ops: How gradients are summed.
+        communication: What happens to gradients on their way.
+        num_local: Number of replicas on this process' devices.
+        first_local: The first of them.
+        first_replica: Number of the mesh's first replica among those of all workers.
+        defers_updates: Whether the variables live elsewhere, so that the strategy makes
+            the updates when a program is over.
+    """
+
+    strategy: Any
+    mesh: Mesh
+    axes: ReplicaAxes
+    layouts: Layouts
+    cross_device_ops: CrossDeviceOps
+    communication: CommunicationOptions
+    num_local: int
+    first_local: int = 0
+    first_replica: int = 0
+    defers_updates: bool = False
+
+    @property
+    def axis(self) -> ReplicaAxis:
+        """The mesh axis along which the replicas lie."""
+        return self.axes.devices
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of replicas in the mesh."""
+        return self.axes.size
+
+    @property
+    def spans_processes(self) -> bool:
+        """Whether other processes hold some of the replicas."""
+        return self.num_local < self.num_replicas
+
+    def local_part(self, array: Any) -> Any:
+        """What this process' replicas get of an array that all share, `[R*b, ...]`."""
+        size = array.shape[0] // self.num_replicas
+        return array[self.first_local * size :][: self.num_local * size]
+
+    @property
+    def mirrored(self) -> NamedSharding:
+        """Equal on every replica."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    @property
+    def per_replica(self) -> NamedSharding:
+        """First dimension split over the replicas' devices."""
+        return NamedSharding(self.mesh, PartitionSpec(self.axis.name))
+
+    def on(self, devices: Sequence[Any]) -> "ReplicaGroup":
+        """The group on other devices, all of them here or only described."""
+        per_replica = self.mesh.size // self.axis.size
+        grid = np.array(devices).reshape(-1, per_replica)
+        names = _names(grid)
+        host = devices[0].process_index
+        num_per_host = sum(d.process_index == host for d in grid[:, 0])
+        axis = dataclasses.replace(self.axis, devices=names, num_per_host=num_per_host)
+        axes = dataclasses.replace(self.axes, devices=axis)
+        return dataclasses.replace(
+            self,
+            mesh=Mesh(
+                grid.reshape(-1, *self.mesh.devices.shape[1:]), self.mesh.axis_names
+            ),
+            axes=axes,
+            layouts=dataclasses.replace(self.layouts, num_devices=len(names)),
+            num_local=axes.size,
+            first_local=0,
+        )
+
+    def layout(self, variable: Any) -> NamedSharding:
+        """How programs take and return a variable."""
+        return NamedSharding(self.mesh, self.layouts.of(variable))

@@ -1,0 +1,118 @@
+"""How variables lie on the devices: whole on each, or in blocks.
+
+Data parallel training needs a variable whole on every replica only while the replica
+computes with it. Between steps replicas can hold a block each: of the optimizer's slots
+(a sharded update), or of all weights (fully sharded). A model parallel strategy splits
+weights over devices that work on the same replica.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from replicax._private import keras as internals
+
+__all__ = ["FEWEST_ELEMENTS", "Layouts", "ModelSplit"]
+
+FEWEST_ELEMENTS = 1024
+"""Sending a smaller variable's blocks around costs more than holding all of it."""
+
+# Variables whose replicas change them each by itself are combined as a whole.
+_SHARABLE = ("none", "only_first_replica")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelSplit:
+    """How the weights of one replica are divided over several devices.
+
+    Attributes:
+        num_devices: Number of devices that work on one replica.
+        axis_name: Their mesh axis.
+        spec: The layout on that axis of a weight of this path and shape.
+    """
+
+    num_devices: int
+    axis_name: str
+    spec: Callable[[str, tuple[int, ...]], PartitionSpec]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layouts:
+    """The rule that gives every variable its place.
+
+    Attributes:
+        axis_name: The replicas' mesh axis.
+        num_devices: Its size.
+        split_slots: Whether replicas hold blocks of the optimizer's slots, and divide
+            its updates.
+        split_weights: Whether they hold blocks of weights, too.
+        of_path: How a weight of this path and shape is split over other mesh axes;
+            None: not at all.
+    """
+
+    axis_name: str
+    num_devices: int
+    split_slots: bool = False
+    split_weights: bool = False
+    of_path: Callable[[str, tuple[int, ...]], PartitionSpec] | None = None
+
+    def of(self, variable: Any) -> PartitionSpec:
+        """How a Keras variable lies between steps."""
+        shape, aggregation = tuple(variable.shape), variable.aggregation
+        reference = internals.reference_of(variable)
+        if reference is not None:
+            return self.of_slot(reference, shape, aggregation)
+        return self._spec(variable.path, shape, aggregation, self.split_weights)
+
+    def of_slot(
+        self, path: str, shape: tuple[int, ...], aggregation: str
+    ) -> PartitionSpec:
+        """How an optimizer's slot lies, that of the weight of a path or `""`."""
+        return self._spec(path, shape, aggregation, self.split_slots)
+
+    def dim_of_update(self, variable: Any) -> int | None:
+        """The dimension along which replicas divide a weight's update; None: not.
+
+        The slots of a weight, which have its shape, are split along the same.
+        """
+        return self.dim_in(
+            self.of_slot(variable.path, tuple(variable.shape), variable.aggregation)
+        )
+
+    def dim_in(self, spec: PartitionSpec) -> int | None:
+        """The dimension that a layout splits over the replicas."""
+        for dim, names in enumerate(spec):
+            if names == self.axis_name:
+                return dim
+        return None
+
+    def _spec(
+        self, path: str, shape: tuple[int, ...], aggregation: str, is_split: bool
+    ) -> PartitionSpec:
+        spec = PartitionSpec()
+        if self.of_path is not None:
+            spec = self.of_path(path, shape)
+        if (
+            not is_split
+            or self.num_devices == 1
+            or math.prod(shape) < FEWEST_ELEMENTS
+            or aggregation not in _SHARABLE
+        ):
+            return spec
+        return self._split(spec, shape)
+
+    def _split(self, spec: PartitionSpec, shape: tuple[int, ...]) -> PartitionSpec:
+        """`spec` with the largest dimension that can be split over the replicas."""
+        names = [*spec, *(None for _ in shape[len(spec) :])]
+        free = [
+            dim
+            for dim, size in enumerate(shape)
+            if names[dim] is None and size % self.num_devices == 0
+        ]
+        if not free:
+            return spec
+        names[max(free, key=lambda dim: shape[dim])] = self.axis_name
+        return PartitionSpec(*names)

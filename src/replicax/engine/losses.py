@@ -1,0 +1,148 @@
+"""Losses that add up to the global batch's when the replicas' gradients are summed."""
+
+import operator
+from typing import Any, SupportsIndex
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+
+from replicax.engine.replica import current_num_replicas
+from replicax.engine.scope import current_context
+
+__all__ = ["compute_average_loss", "scale_regularization_loss"]
+
+
+def compute_average_loss(
+    per_example_loss: Any,
+    sample_weight: Any = None,
+    global_batch_size: SupportsIndex | None = None,
+    *,
+    num_replicas: int | None = None,
+) -> jax.Array:
+    """Sum one replica's losses and divide by the *global* batch size.
+
+    The sum over replicas is then the mean over the global batch: replicas with losses
+    `[1, 3]` and `[5, 7]` get 1.0 and 3.0, in sum 4.0. In a model's own `train_step`,
+    where `fit` averages gradients, the result is multiplied by the number of replicas.
+    (TF: `tf.nn.compute_average_loss`.)
+
+    Args:
+        per_example_loss: `Float[Array, "b ..."]`, this replica's examples.
+        sample_weight: Weights to multiply with: a scalar, `[b]`, or of the same rank.
+        global_batch_size: `B`; by default `b` times the number of replicas.
+        num_replicas: By default that of the replica or strategy in whose context this
+            is called, 1 outside any.
+
+    Returns:
+        A scalar of the losses' dtype, float32 for integers.
+
+    Raises:
+        ValueError: If the losses are a scalar, if the weights' shape does not fit, or
+            if a number is not positive.
+        TypeError: If `global_batch_size` is not an integer.
+    """
+    caller = "compute_average_loss"
+    loss = jnp.asarray(per_example_loss)
+    if loss.ndim == 0:
+        raise ValueError(
+            f"{caller}: per_example_loss is a scalar, expected one loss per example, "
+            "[b] or [b, ...]. Create the Keras loss with reduction=None."
+        )
+    # Types are said, as the user's settings may allow no promotion.
+    is_inexact = jnp.issubdtype(loss.dtype, jnp.inexact)
+    dtype = loss.dtype if is_inexact else jnp.dtype(jnp.float32)
+    # Half-precision losses are summed in single precision: large batches overflow.
+    loss = loss.astype(dtype if dtype.itemsize > 2 else jnp.float32)
+    if sample_weight is not None:
+        loss = loss * _fitting_weight(sample_weight, loss, caller)
+    if global_batch_size is None:
+        size = loss.shape[0] * _num_replicas(num_replicas, caller)
+    else:
+        size = _checked_size(global_batch_size, loss.dtype, caller)
+    return (jnp.sum(loss) * _share_scale() / size).astype(dtype)
+
+
+def scale_regularization_loss(
+    regularization_loss: Any, *, num_replicas: int | None = None
+) -> jax.Array:
+    """Divide the sum of `regularization_loss` by the number of replicas.
+
+    Each replica computes the same value, and gradients are summed: with 2 replicas,
+    losses `[1, 3]` give 2.0 on each, 4.0 in sum. (TF:
+    `tf.nn.scale_regularization_loss`.)
+
+    Args:
+        regularization_loss: An array of any shape, or a list of scalars such as
+            `model.losses`; it may be empty.
+        num_replicas: As in `compute_average_loss`.
+
+    Returns:
+        A scalar.
+
+    Raises:
+        ValueError: If `num_replicas` is not positive.
+    """
+    total = jnp.sum(jnp.asarray(regularization_loss))
+    return (
+        total
+        * _share_scale()
+        / _num_replicas(num_replicas, "scale_regularization_loss")
+    )
+
+
+def _share_scale() -> int:
+    """What makes up for gradients being averaged, not summed, in a model's `fit`."""
+    context = current_context()
+    return 1 if context is None else context.loss_scale
+
+
+def _num_replicas(num_replicas: int | None, caller: str) -> int:
+    if num_replicas is None:
+        context = current_context()
+        return current_num_replicas() if context is None else context.num_counted
+    if num_replicas < 1:
+        raise ValueError(f"{caller}: got num_replicas={num_replicas!r}, expected >= 1.")
+    return num_replicas
+
+
+def _checked_size(size: Any, dtype: Any, caller: str) -> Any:
+    """`size` as a divisor. A traced one cannot be checked, and may be zero."""
+    if isinstance(size, Tracer):
+        if size.ndim or not jnp.issubdtype(size.dtype, jnp.integer):
+            raise TypeError(
+                f"{caller}: got global_batch_size of type {size.dtype}"
+                f"{list(size.shape)}, expected an integer scalar."
+            )
+        # As in TF, an empty or all-masked batch has loss 0 rather than NaN.
+        return jnp.maximum(size, 1).astype(dtype)
+    try:
+        number = operator.index(size)
+    except TypeError:
+        raise TypeError(
+            f"{caller}: got global_batch_size={size!r}, expected an integer."
+        ) from None
+    if number < 1:
+        raise ValueError(
+            f"{caller}: got global_batch_size={number}, expected >= 1. Pass the number "
+            "of examples of all replicas in one step."
+        )
+    return number
+
+
+def _fitting_weight(sample_weight: Any, loss: jax.Array, caller: str) -> jax.Array:
+    """The weights with the losses' rank, so that they broadcast as meant."""
+    weight = jnp.asarray(sample_weight, loss.dtype)
+    shape = weight.shape
+    if weight.ndim == loss.ndim + 1 and weight.shape[-1] == 1:
+        weight = weight[..., 0]
+    elif 0 < weight.ndim < loss.ndim:
+        weight = weight.reshape(weight.shape + (1,) * (loss.ndim - weight.ndim))
+    pairs = zip(weight.shape, loss.shape, strict=False)
+    if weight.ndim not in (0, loss.ndim) or any(w not in (1, n) for w, n in pairs):
+        raise ValueError(
+            f"{caller}: got sample_weight of shape {shape} with "
+            f"losses of shape {loss.shape}. Pass a scalar, or one weight per example "
+            "or per loss."
+        )
+    return weight

@@ -1,0 +1,99 @@
+"""Weights that are gathered anew for the backward pass.
+
+Where replicas hold blocks of weights, a step gathers each weight before it computes
+with it. A layer's backward pass needs the weight too; kept until then, all layers'
+weights would be whole on every device at once. So the function that is differentiated
+gathers by itself, and JAX is told not to keep what it gathered.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+from replicax.engine.scope import current_context
+
+__all__ = ["gathered_here", "primal_of", "regathering", "replicas_hold_blocks"]
+
+# What is made of a gathered weight before it is used, such as a copy of lower
+# precision. It is not kept either; of activations it is cheap to make again.
+_NOT_KEPT = frozenset(
+    [
+        "all_gather",
+        "broadcast_in_dim",
+        "convert_element_type",
+        "copy",
+        "name",
+        "reshape",
+        "squeeze",
+        "transpose",
+    ]
+)
+
+
+def replicas_hold_blocks() -> bool:
+    """Whether this is a replica function whose weights are in blocks."""
+    context = current_context()
+    return context is not None and context.gathers_weights
+
+
+def regathering(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn`, of which JAX keeps no gathered weight for the backward pass.
+
+    Args:
+        fn: Takes and returns pytrees of arrays; gathers with `gathered_here`.
+    """
+    if not replicas_hold_blocks():
+        return fn
+    return jax.checkpoint(fn, policy=_is_kept)
+
+
+def _is_kept(primitive: Any, *_: Any, **__: Any) -> bool:
+    return primitive.name not in _NOT_KEPT
+
+
+def gathered_here(values: Iterable[Any], wholes: Sequence[Any]) -> list[Any]:
+    """Weights gathered inside the function that is differentiated.
+
+    Args:
+        values: The weights as the function got them. Gradients are for these.
+        wholes: What they are outside of it.
+
+    Returns:
+        The weights; those in blocks are gathered anew.
+    """
+    context = current_context()
+    found = [context.blocked.block_of(x) for x in wholes]
+    axis_name = context.blocked.axis.name
+    return [
+        x if block is None else _gathered(x, block.data, block.dim, axis_name)
+        for x, block in zip(values, found, strict=True)
+    ]
+
+
+def primal_of(value: Any) -> Any:
+    """The array that a value is where it is being differentiated, or itself."""
+    while hasattr(value, "primal"):
+        value = value.primal
+    return value
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _gathered(value: Any, data: Any, dim: int, axis_name: str) -> Any:
+    """The whole of a block, with the gradient going to `value`."""
+    del value  # The same array, gathered before.
+    return lax.all_gather(data, axis_name, axis=dim, tiled=True)
+
+
+def _forward(value: Any, data: Any, dim: int, axis_name: str) -> tuple[Any, None]:
+    return _gathered(value, data, dim, axis_name), None
+
+
+def _backward(dim: int, axis_name: str, _: None, gradient: Any) -> tuple[Any, None]:
+    del dim, axis_name
+    return gradient, None
+
+
+_gathered.defvjp(_forward, _backward)

@@ -1,0 +1,187 @@
+"""Runs of a step function while it is traced, and replays of them for gradients.
+
+JAX differentiates functions, not records of what ran. So `tape.gradient` traces the
+step function again, from its start up to that same call, with the sources made inputs,
+and differentiates that. XLA merges the repeated forward pass with the first one.
+"""
+
+import dataclasses
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from jax.ad_checkpoint import checkpoint_name
+
+from replicax.engine.rematerialize import gathered_here, replicas_hold_blocks
+from replicax.errors import ContextError, InternalError
+
+__all__ = ["Perturbation", "Reached", "StepRun", "Watched", "current_run", "rebind"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Watched:
+    """A watched array, by the number of its `watch` on the tape."""
+
+    number: int
+
+
+class Perturbation:
+    """Sources of one tape, made inputs of a replay.
+
+    Args:
+        tape_index: Which tape of the step, counted in the order they are entered.
+        sources: Variables and watched arrays.
+        deltas: What is added to each source; the inputs to differentiate for.
+    """
+
+    def __init__(self, tape_index: int, sources: list[Any], deltas: list[Any]) -> None:
+        self.tape_index = tape_index
+        self.sources = sources
+        self._deltas = deltas
+        self._fixed: dict[int, Any] = {}
+
+    def positions_of_watched(self, number: int) -> list[int]:
+        """Where array number `number` of `watch` is among the sources."""
+        return [
+            i
+            for i, source in enumerate(self.sources)
+            if isinstance(source, Watched) and source.number == number
+        ]
+
+    def perturb(self, position: int, value: Any) -> Any:
+        """The source's value as the replay shall see it."""
+        if position not in self._fixed:
+            changed = value + self._deltas[position]
+            if replicas_hold_blocks():
+                (changed,) = gathered_here([changed], [value])
+            self._fixed[position] = changed
+        # A name makes an equation of it, from which `rebind` reads off when it
+        # happened. Unlike a barrier it does not keep XLA from merging the replay with
+        # the first run.
+        return checkpoint_name(self._fixed[position], "replicax_source")
+
+
+@dataclasses.dataclass(eq=False)
+class StepRun:
+    """One execution of a step function while it is traced, the first or a replay.
+
+    Attributes:
+        call: Runs the step function from its start.
+        make_scope: Makes a scope with the variables' values at the start.
+        parent: The run that this one replays, None for the first.
+        stop_at: Number of the `gradient` call at which a replay ends.
+        perturbations: What is differentiated, this replay's own last.
+    """
+
+    call: Callable[[], Any]
+    make_scope: Callable[[], Any]
+    parent: Any = None
+    stop_at: int | None = None
+    perturbations: tuple[Perturbation, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.scope = self.make_scope()
+        self.recording: set[int] = set()
+        self.results: dict[int, list[Any]] = {}
+        self.rebound: list[tuple[Any, Any]] = []
+        self._num_tapes = 0
+        self._num_calls = 0
+
+    def execute(self) -> Any:
+        """Run the step function; its writes are in `scope` afterwards."""
+        outer = getattr(_local, "run", None)
+        _local.run = self
+        try:
+            with self.scope:
+                return self.call()
+        finally:
+            _local.run = outer
+
+    def replay_to(self, call: int, perturbation: Perturbation) -> "StepRun":
+        """A run from the start up to `gradient` call number `call`."""
+        return StepRun(
+            self.call,
+            self.make_scope,
+            self,
+            call,
+            (*self.perturbations, perturbation),
+        )
+
+    def targets(self) -> list[Any]:
+        """Run a replay; the targets of the `gradient` call it stops at."""
+        try:
+            self.execute()
+        except Reached as reached:
+            return reached.targets
+        raise InternalError(
+            f"GradientTape.gradient: call number {self.stop_at} of the step function "
+            "did not happen when the function was traced again. Its Python code must "
+            "take the same path each time."
+        )
+
+    def start_tape(self) -> int:
+        """The number of the tape that is entered now."""
+        self._num_tapes += 1
+        self.recording.add(self._num_tapes - 1)
+        return self._num_tapes - 1
+
+    def next_call(self) -> int:
+        """The number of the `gradient` call that happens now."""
+        self._num_calls += 1
+        return self._num_calls - 1
+
+    def is_recorded(self) -> bool:
+        """Whether a tape that is being differentiated records at this point."""
+        return any(p.tape_index in self.recording for p in self.perturbations)
+
+
+class Reached(BaseException):
+    """Ends a replay. Not an `Exception`, so that no user code swallows it."""
+
+    def __init__(self, targets: list[Any]) -> None:
+        super().__init__()
+        self.targets = targets
+
+
+_local = threading.local()
+
+
+def current_run(caller: str) -> StepRun:
+    """The run that this thread traces; an error that names `caller` without one."""
+    run = getattr(_local, "run", None)
+    if run is None:
+        raise ContextError(
+            f"{caller}: used outside a function run by strategy.run. Put the step into "
+            "a function and call strategy.run(step, args=...); without a strategy use "
+            "rx.get_strategy().run, or rx.value_and_grad, which works anywhere."
+        )
+    return run
+
+
+def rebind(closed: Any, num_targets: int) -> Any:
+    """Let equations after each `watch` use the perturbed array.
+
+    The step's Python code goes on using the array it watched. In the jaxpr that array
+    is a variable, which gets another name from the point of `watch` on. Outputs of
+    `closed` are the targets and then pairs (watched, perturbed).
+    """
+    jaxpr = closed.jaxpr
+    pairs = jaxpr.outvars[num_targets:]
+    watched_of = dict(zip(pairs[1::2], pairs[::2], strict=True))
+    # By id: what was watched may be a scalar constant, a `Literal`, which has no hash.
+    renamed: dict[int, Any] = {}
+
+    def new_name(atom: Any) -> Any:
+        return renamed.get(id(atom), atom)
+
+    eqns = []
+    for eqn in jaxpr.eqns:
+        eqns.append(eqn.replace(invars=[new_name(a) for a in eqn.invars]))
+        for var in eqn.outvars:
+            if var in watched_of:
+                renamed[id(watched_of[var])] = var
+    outvars = [new_name(a) for a in jaxpr.outvars[:num_targets]]
+    debug_info = jaxpr.debug_info.with_unknown_names()
+    return closed.replace(
+        jaxpr=jaxpr.replace(eqns=eqns, outvars=outvars, debug_info=debug_info)
+    )

@@ -1,0 +1,421 @@
+"""What a replica function sees: its context, while its program is traced."""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from replicax.engine.axes import ReplicaAxes
+from replicax.engine.blocks import Block, BlockedValues, on_blocks
+from replicax.engine.collectives import ReduceOp
+from replicax.engine.composites import is_composite, stacked
+from replicax.engine.divergence import declare_mirrored
+from replicax.engine.group import ReplicaGroup
+from replicax.engine.packing import sum_gradients
+from replicax.engine.replay import current_run
+from replicax.engine.scope import current_context, current_strategy, entered_context
+from replicax.engine.sparse_values import (
+    concatenated_sparse,
+    densified,
+    reduced_sparse,
+    require_sparse,
+)
+from replicax.engine.updates import Update
+from replicax.engine.values import PerReplica, spread
+from replicax.errors import ContextError
+
+__all__ = ["ReplicaContext", "current_num_replicas"]
+
+
+def current_num_replicas() -> int:
+    """Number of replicas of the strategy in scope, 1 outside any."""
+    owner = current_context() or current_strategy()
+    return 1 if owner is None else owner.num_replicas_in_sync
+
+
+class ReplicaContext:
+    """One replica's view of the others, inside a function that `strategy.run` runs.
+
+    Get it with `rx.get_replica_context()`. (TF: `tf.distribute.ReplicaContext`.)
+
+    Attributes:
+        strategy: The strategy that runs the function.
+        num_replicas_in_sync: Number of replicas.
+    """
+
+    def __init__(
+        self,
+        group: ReplicaGroup,
+        *,
+        gradient_op: ReduceOp = ReduceOp.SUM,
+        num_active: int | None = None,
+    ) -> None:
+        """Make a context; only programs do.
+
+        Args:
+            group: The replicas.
+            gradient_op: How the optimizer seam combines gradients: SUM in custom loops,
+                MEAN in `fit`.
+            num_active: Only the first `num_active` replicas hold examples of this batch
+                and count; the others compute on copies. None: all do.
+        """
+        self.strategy = group.strategy
+        self.defers_updates = group.defers_updates
+        self.blocked = BlockedValues(group.axis)
+        self.has_trained = False
+        self._group = group
+        self._axes: ReplicaAxes = group.axes
+        self._gradient_op = gradient_op
+        self._num_active = num_active
+        self._applying = False
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Number of replicas whose steps run together."""
+        return self.strategy.num_replicas_in_sync
+
+    @property
+    def replica_id_in_sync_group(self) -> jax.Array:
+        """This replica's number, an `int32[]` tracer from 0."""
+        self._check("replica_id_in_sync_group")
+        return self._axes.index() + self._group.first_replica
+
+    def all_reduce(self, op: ReduceOp | str, value: Any) -> Any:
+        """Combine `value` over the replicas; every replica gets the result.
+
+        Args:
+            op: `ReduceOp.SUM` or `ReduceOp.MEAN`.
+            value: A pytree of arrays of any shape, one per replica.
+
+        Returns:
+            The same pytree, combined element by element. With 2 replicas that hold 1.0
+            and 3.0, SUM gives 4.0 and MEAN 2.0 on both.
+
+        Raises:
+            ContextError: Outside the function that this context belongs to.
+            ValueError: For an unknown `op`.
+        """
+        self._check("all_reduce")
+        op = ReduceOp.of(op, "ReplicaContext.all_reduce")
+        flat, structure = jax.tree.flatten(value, is_leaf=is_composite)
+        if any(map(is_composite, flat)):
+            return structure.unflatten(
+                self._sparse_total(x, is_mean=op is ReduceOp.MEAN)
+                if is_composite(x)
+                else self.all_reduce(op, x)
+                for x in flat
+            )
+        total = self._reduced(jax.tree.map(_countable, value))
+        if op is ReduceOp.MEAN:
+            total = jax.tree.map(lambda x: x / self._axes.size, total)
+        return declare_mirrored(total)
+
+    def _sparse_total(self, value: Any, *, is_mean: bool) -> Any:
+        """The sum or mean of the replicas' sparse arrays, with all their entries."""
+        require_sparse(value, "ReplicaContext.all_reduce")
+        return reduced_sparse(self._stacked(value), 0, is_mean=is_mean)
+
+    def _stacked(self, value: Any) -> Any:
+        """All replicas' values of an array, of composite ones too, `[R, ...]`."""
+        if not is_composite(value):
+            return self._axes.stacked(value)
+        parts = [self._axes.stacked(x) for x in jax.tree.leaves(value)]
+        return stacked(jax.tree.structure(value), parts)
+
+    def all_gather(self, value: Any, axis: int) -> Any:
+        """Concatenate the replicas' `value` along dimension `axis`, on every replica.
+
+        Args:
+            value: A pytree of arrays of rank 1 or more, of equal shape on all replicas.
+            axis: Dimension to concatenate along: `[b, d]` gives `[R*b, d]` for 0.
+
+        Raises:
+            ContextError: Outside the function that this context belongs to.
+            ValueError: For scalars or an unknown axis.
+        """
+        self._check("all_gather")
+
+        def gather(x: Any) -> Any:
+            require_sparse(x, "ReplicaContext.all_gather")
+            is_sparse = is_composite(x)
+            x = x if is_sparse else jnp.asarray(x)
+            if axis not in range(-x.ndim, x.ndim):
+                raise ValueError(
+                    f"ReplicaContext.all_gather: axis={axis!r} is out of range for a "
+                    f"value of shape {x.shape}, rank {x.ndim}."
+                    + ("" if x.ndim else " Use x[None] to gather scalars.")
+                )
+            if is_sparse:
+                return concatenated_sparse(self._stacked(x), axis % x.ndim)
+            return self._axes.concatenated(x, axis)
+
+        return jax.tree.map(gather, value, is_leaf=is_composite)
+
+    def merge_call(
+        self,
+        merge_fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call `merge_fn(strategy, *args)` once for all replicas.
+
+        Args:
+            merge_fn: Gets the strategy and each array argument as a `PerReplica` of all
+                replicas' values; it may call `strategy.reduce`. What it returns goes to
+                every replica, a returned `PerReplica` to each its own entry.
+            args: Positional arguments, pytrees of arrays.
+            kwargs: Keyword arguments, likewise.
+
+        Raises:
+            ContextError: Outside the function that this context belongs to.
+        """
+        self._check("merge_call")
+
+        merged_args, merged_kwargs = jax.tree.map(
+            lambda x: PerReplica(self._stacked(x)),
+            (tuple(args), dict(kwargs or {})),
+            is_leaf=is_composite,
+        )
+        with entered_context(None):
+            result = merge_fn(self.strategy, *merged_args, **merged_kwargs)
+        index = self._axes.index()
+        return jax.tree.map(
+            lambda x: x.array[index] if isinstance(x, PerReplica) else x,
+            spread(result),
+            is_leaf=lambda x: isinstance(x, PerReplica),
+        )
+
+    # What follows is for the rest of the library: sums that count active replicas only.
+
+    @property
+    def loss_scale(self) -> int:
+        """Factor on a loss' local share of the global value.
+
+        Gradients that are averaged need the share times the number of replicas.
+        """
+        return self.num_counted if self._gradient_op is ReduceOp.MEAN else 1
+
+    @property
+    def num_replicas_here(self) -> int:
+        """Number of replicas that this program's collectives join.
+
+        Less than those in sync where workers meet at parameter servers only.
+        """
+        return self._axes.size
+
+    @property
+    def num_counted(self) -> int:
+        """Number of replicas whose examples count in this step."""
+        return self._num_active or self._axes.size
+
+    def counted(self, tree: Any) -> Any:
+        """`tree` on replicas that count, zeros on the others."""
+        if self._num_active is None:
+            return tree
+        counts = self._axes.index() < self._num_active
+        return jax.tree.map(lambda x: jnp.where(counts, x, jnp.zeros_like(x)), tree)
+
+    def sum(self, tree: Any) -> Any:
+        """Sum over the replicas that count, with XLA's all-reduce."""
+        return self._axes.sum(self.counted(tree))
+
+    def mean(self, tree: Any) -> Any:
+        """Mean over the replicas that count."""
+        return jax.tree.map(lambda x: x / self.num_counted, self.sum(tree))
+
+    def share(self, value: jax.Array) -> jax.Array:
+        """This replica's part of a value; the parts that count sum to it exactly.
+
+        Equal parts, but for what rounding leaves to the first replica. With the low
+        bits cut off, the parts' sums need no rounding in any order.
+        """
+        num = self.num_counted
+        if num == 1:
+            return value
+        if jnp.issubdtype(value.dtype, jnp.floating):
+            info = jnp.finfo(value.dtype)
+            kept = max(1, info.nmant - 2 * num.bit_length())
+            part = lax.reduce_precision(value / num, info.nexp, kept)
+            # Infinity has no parts: less itself it would be NaN.
+            part = jnp.where(jnp.isfinite(value), part, 0)
+        else:
+            part = value // num
+        is_first = self._axes.index() == 0
+        return jnp.where(is_first, value - (num - 1) * part, part)
+
+    def first(self, tree: Any) -> Any:
+        """The first replica's value, on all replicas."""
+        return jax.tree.map(lambda x: self._axes.stacked(x)[0], tree)
+
+    def _reduced(self, tree: Any) -> Any:
+        """The sum of all replicas' arrays, as the user wants it made."""
+        tree = self._axes.sum_on_device(tree)
+        if self._group.axis.size == 1:
+            return tree
+        return self._group.cross_device_ops.reduce(ReduceOp.SUM, tree, self._group.axis)
+
+    def combine_gradients(self, grads: Sequence[Any]) -> list[Any]:
+        """Combine each gradient over the replicas as this step's seam says.
+
+        None stands for a variable without gradient and stays None.
+        """
+        return self._combined(grads, [None] * len(grads))
+
+    def _combined(self, grads: Sequence[Any], dims: Sequence[int | None]) -> list[Any]:
+        """Combined gradients, as `Block`s where a dimension to divide is given."""
+        self.has_trained = True
+        grads = [densified(x, "optimizer.apply") for x in grads]
+        group = self._group
+        total = sum_gradients(
+            list(grads),
+            group.cross_device_ops,
+            group.axis,
+            group.communication,
+            dims=dims,
+            # After the user's hook, which may add something to what does not count.
+            on_device=lambda own: self._axes.sum_on_device(self.counted(own)),
+        )
+        combined = jax.tree.map(self._as_seam_says, total)
+        return [
+            declare_mirrored(x) if dim is None or x is None else Block(x, dim)
+            for x, dim in zip(combined, dims, strict=True)
+        ]
+
+    def _as_seam_says(self, total: Any) -> Any:
+        return total / self.num_counted if self._gradient_op is ReduceOp.MEAN else total
+
+    def apply_gradients(
+        self, apply: Callable[[list[Any]], Any], grads: Sequence[Any]
+    ) -> Any:
+        """The optimizer seam: combine `grads`, then call `apply(grads)`.
+
+        An optimizer that wraps another (loss scaling) comes through here twice; only
+        the outer call combines, before any decision is taken on the gradients.
+        """
+        if self._applying:
+            return apply(list(grads))
+        self._applying = True
+        try:
+            return apply(self.combine_gradients(grads))
+        finally:
+            self._applying = False
+
+    @property
+    def divides_updates(self) -> bool:
+        """Whether each replica makes a part of every update."""
+        layouts = self._group.layouts
+        return layouts.split_slots or layouts.split_weights
+
+    @property
+    def gathers_weights(self) -> bool:
+        """Whether replicas hold blocks of the weights."""
+        return self._group.layouts.split_weights and self._group.axis.size > 1
+
+    def divide_update(
+        self,
+        make: Callable[..., Sequence[Any]],
+        values: Sequence[Any],
+        grads: Sequence[Any],
+        variables: Sequence[Any],
+    ) -> list[Any]:
+        """The seam where each replica makes a part of the update.
+
+        Args:
+            make: The update: takes `values` and the combined gradients, one after
+                another, and returns the new values. Traced for whole arrays.
+            values: The trained variables' and the slots', whole.
+            grads: This replica's gradients, one for each of `variables`, or None.
+            variables: The variables that gradients are for.
+
+        Returns:
+            The new values, whole; those of `values` that are not changed.
+        """
+        self._applying = True
+        try:
+            known = [self.blocked.block_of(x) for x in values]
+            held = [
+                x if block is None else block
+                for x, block in zip(values, known, strict=True)
+            ]
+            dims = [self._group.layouts.dim_of_update(v) for v in variables]
+            combined = self._combined(grads, dims)
+            there = [i for i, g in enumerate(combined) if g is not None]
+
+            def update(*args: Any) -> Sequence[Any]:
+                given = dict(zip(there, args[len(values) :], strict=True))
+                return make(
+                    list(args[: len(values)]), [given.get(i) for i in range(len(grads))]
+                )
+
+            inputs = [*held, *(combined[i] for i in there)]
+            new = on_blocks(update, inputs, self._group.axis)
+        finally:
+            self._applying = False
+        return [
+            old if x is there else self.blocked.whole(x) if isinstance(x, Block) else x
+            for x, there, old in zip(new, held, values, strict=True)
+        ]
+
+    @property
+    def is_applying(self) -> bool:
+        """Whether an optimizer that wraps another has combined the gradients."""
+        return self._applying
+
+    def defer_update(
+        self, optimizer: Any, variables: Sequence[Any], grads: Sequence[Any]
+    ) -> Update:
+        """The seam where variables live elsewhere: `grads` become results.
+
+        Args:
+            optimizer: Has the update to make; built.
+            variables: What it trains.
+            grads: This replica's gradients; None for a variable without.
+        """
+        combined = self.strategy.prepared_gradients(
+            optimizer, self.combine_gradients(grads)
+        )
+        pairs = [
+            (v, g) for v, g in zip(variables, combined, strict=True) if g is not None
+        ]
+        if not pairs:
+            raise ValueError(
+                f"optimizer.apply: none of {[v.path for v in variables]} has a "
+                "gradient. Does the loss depend on them?"
+            )
+        if len(pairs) < len(variables):  # Keras says the same where it makes updates.
+            without = [
+                v.path for v, g in zip(variables, combined, strict=True) if g is None
+            ]
+            warnings.warn(
+                f"Gradients do not exist for variables {without} when minimizing the "
+                "loss. Does the loss depend on them?",
+                stacklevel=2,
+            )
+        update = Update(
+            optimizer, tuple(v for v, _ in pairs), type(self.strategy).__name__
+        )
+        scope = current_run("optimizer.apply").scope
+        scope.deferred.add(update, [g for _, g in pairs])
+        return update
+
+    def _check(self, name: str) -> None:
+        if current_context() is not self:
+            raise ContextError(
+                f"ReplicaContext.{name}: called outside the replica function it "
+                "belongs to. Call rx.get_replica_context() inside the function given "
+                "to strategy.run; outside, combine results with strategy.reduce or "
+                "strategy.gather."
+            )
+
+    def entered(self) -> AbstractContextManager[None]:
+        """Make this the current context of the thread."""
+        return entered_context(self)
+
+
+def _countable(x: Any) -> jax.Array:
+    x = jnp.asarray(x)
+    return x.astype(jnp.int32) if x.dtype == jnp.bool_ else x

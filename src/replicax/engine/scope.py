@@ -1,0 +1,135 @@
+"""Where this thread is: in which strategy's scope, call, and replica function."""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from replicax._private.keras import current_scope, set_current_scope
+from replicax.errors import ContextError
+
+__all__ = [
+    "Scope",
+    "called_in",
+    "called_model",
+    "current_call",
+    "current_context",
+    "current_strategy",
+    "entered_call",
+    "entered_context",
+    "outside_scopes",
+]
+
+
+T = TypeVar("T")
+
+
+class _ThreadState(threading.local):
+    def __init__(self) -> None:
+        self.context: Any = None  # ReplicaContext
+        self.strategies: tuple[Any, ...] = ()  # Strategy, innermost last
+        self.call: tuple[str, Any] = ("run", None)  # And the model it is called of.
+
+
+_state = _ThreadState()
+
+
+def current_context() -> Any:
+    """The `ReplicaContext` of the replica function traced in this thread, or None."""
+    return _state.context
+
+
+def current_strategy() -> Any:
+    """The strategy whose scope this thread is in, or None."""
+    return _state.strategies[-1] if _state.strategies else None
+
+
+def current_call() -> str:
+    """The method that the user called and messages name, such as `"evaluate"`."""
+    return _state.call[0]
+
+
+def called_model() -> Any:
+    """The Keras model that `current_call` is a method of, or None."""
+    return _state.call[1]
+
+
+@contextlib.contextmanager
+def entered_call(name: str, model: Any = None) -> Iterator[None]:
+    """Have messages name this method, of this Keras model."""
+    outer, _state.call = _state.call, (name, model)
+    try:
+        yield
+    finally:
+        _state.call = outer
+
+
+@contextlib.contextmanager
+def entered_context(context: Any) -> Iterator[None]:
+    """Make `context` the thread's replica context; None hides an outer one."""
+    outer, _state.context = _state.context, context
+    try:
+        yield
+    finally:
+        _state.context = outer
+
+
+@contextlib.contextmanager
+def outside_scopes() -> Iterator[None]:
+    """Hide the strategy that this thread is in: what is made here is nobody's."""
+    outer, _state.strategies = _state.strategies, ()
+    try:
+        yield
+    finally:
+        _state.strategies = outer
+
+
+def called_in(
+    strategy: Any, call: Callable[[], T], name: tuple[str, Any] | None = None
+) -> T:
+    """Call a function in a strategy's scope, and as `entered_call(*name)`.
+
+    The thread is where it was afterwards, also after an interrupt that kept a `with`
+    in the call from leaving: such a one may come at the first instruction of any
+    function, `__exit__` included, and at none of this `finally`.
+
+    Raises:
+        ContextError: Inside the scope of another strategy.
+    """
+    strategies, context, outer = _state.strategies, _state.context, _state.call
+    scope = current_scope()
+    _require_outer(strategy)
+    try:
+        _state.call = name or outer
+        _state.strategies = (*strategies, strategy)
+        return call()
+    except BaseException:
+        if current_scope() is not scope:
+            set_current_scope(scope)
+        raise
+    finally:
+        _state.strategies, _state.context, _state.call = strategies, context, outer
+
+
+def _require_outer(strategy: Any) -> None:
+    outer = current_strategy()
+    if outer is not None and outer is not strategy:
+        raise ContextError(
+            f"{strategy!r}.scope: already inside the scope of {outer!r}. One program "
+            "has one strategy; leave the outer scope first."
+        )
+
+
+class Scope:
+    """`with strategy.scope():`. May be entered again while it is open."""
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy
+
+    def __enter__(self) -> Any:
+        _require_outer(self._strategy)
+        _state.strategies = (*_state.strategies, self._strategy)
+        return self._strategy
+
+    def __exit__(self, *exc_info: object) -> None:
+        _state.strategies = _state.strategies[:-1]

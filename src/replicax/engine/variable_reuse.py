@@ -1,0 +1,147 @@
+"""Functions that make their variables anew on each trace, and mean the same ones.
+
+A TF 1 script makes its layers, its optimizer and its metrics inside the function that
+describes the model. Such a function is traced here more than once: the k-th variable
+that a later trace makes stands for the k-th one of the first.
+"""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+
+from replicax._private.keras import current_scope
+from replicax.errors import ContextError
+
+__all__ = ["MadeVariables", "current_reuse"]
+
+
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.reuse: _Reuse | None = None
+
+
+_local = _Local()
+
+
+def current_reuse() -> Any:
+    """What this thread's function makes its variables for, or None."""
+    return _local.reuse
+
+
+class MadeVariables:
+    """The variables that a function makes.
+
+    Args:
+        caller: What errors call the function, such as `"model_fn"`.
+
+    Attributes:
+        variables: Those of the first trace, in the order they were made.
+    """
+
+    def __init__(self, caller: str) -> None:
+        self.caller = caller
+        self.variables: list[Any] = []
+        self._is_complete = False
+        self._original: dict[int, Any] = {}
+
+    @contextlib.contextmanager
+    def reused(self) -> Iterator[None]:
+        """Call the function in it. The first time, the variables are made.
+
+        Raises:
+            ContextError: If the function makes other variables than the first time.
+        """
+        if not self._is_complete:
+            self.variables.clear()  # Of a first call that has failed.
+        reuse = _Reuse(self, is_first=not self._is_complete)
+        outer, _local.reuse = _local.reuse, reuse
+        try:
+            with reuse:
+                yield
+        finally:
+            _local.reuse = outer
+        reuse.close()
+        self._is_complete = True
+
+    def original(self, variable: Any) -> Any:
+        """The variable that one made by the latest trace stands for."""
+        return self._original.get(id(variable), variable)
+
+    def note_latest(self, pairs: list[tuple[Any, Any]]) -> None:
+        """Keep which variable each one of the latest trace stands for."""
+        self._latest = [made for made, _ in pairs]  # Ids are theirs while they live.
+        self._original = {id(made): original for made, original in pairs}
+
+
+class _Reuse(keras.StatelessScope):
+    """One call of the function: what it makes is forwarded to what was made first.
+
+    Reads and writes go to the scope outside, for the variable that is meant.
+    """
+
+    def __init__(self, store: MadeVariables, *, is_first: bool) -> None:
+        super().__init__(collect_losses=True, initialize_variables=False)
+        self.is_first = is_first
+        self._store = store
+        self._pairs: list[tuple[Any, Any]] = []
+        self._meant: dict[int, Any] = {}
+        self._outer: Any = None
+
+    def __enter__(self) -> "_Reuse":
+        self._outer = current_scope()
+        if self._outer is None:
+            raise ContextError(
+                f"{self._store.caller}: called outside a program. Only a strategy "
+                "calls it."
+            )
+        super().__enter__()
+        return self
+
+    def note(self, variable: Any) -> bool:
+        """Called for each variable that is made; whether it is to stay."""
+        store, number = self._store, len(self._pairs)
+        if self.is_first:
+            store.variables.append(variable)
+            self._pairs.append((variable, variable))
+            return True
+        if number >= len(store.variables):
+            raise self._differs(f"one more: {_described(variable)}")
+        meant = store.variables[number]
+        if _described(variable) != _described(meant):
+            raise self._differs(
+                f"{_described(variable)} in place of {_described(meant)}"
+            )
+        self._pairs.append((variable, meant))
+        self._meant[id(variable)] = meant
+        return False
+
+    def close(self) -> None:
+        """Called when the function has returned."""
+        made = len(self._pairs)
+        if made < len(self._store.variables):
+            missing = self._store.variables[made]
+            raise self._differs(f"none in place of {_described(missing)}")
+        self._store.note_latest(self._pairs)
+
+    def get_current_value(self, variable: Any) -> Any:
+        """Keras calls this for `variable.value`."""
+        return self._outer.get_current_value(self._meant.get(id(variable), variable))
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        """Keras calls this for `variable.assign`."""
+        variable, value = update
+        self._outer.add_update((self._meant.get(id(variable), variable), value))
+
+    def _differs(self, what: str) -> ContextError:
+        return ContextError(
+            f"{self._store.caller}: made other variables than the first time it was "
+            f"called, {what}. It is called more than once: it must make the same "
+            "layers, in the same order, each time."
+        )
+
+
+def _described(variable: Any) -> str:
+    return f"{variable.path!r} {variable.dtype}{list(variable.shape)}"

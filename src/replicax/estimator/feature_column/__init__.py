@@ -1,0 +1,57 @@
+"""Feature columns: how raw features become input of a model.
+
+(TF: `tf.feature_column`.) A JAX program cannot hold strings, so columns work in two
+halves: `features_of` turns a batch into numbers on the host, and the layers go on from
+there in the program. Where hashes are involved, bucket numbers are not TF's.
+"""
+
+from replicax.estimator.feature_column.categorical import (
+    categorical_column_with_hash_bucket,
+    categorical_column_with_identity,
+    weighted_categorical_column,
+)
+from replicax.estimator.feature_column.column import (
+    CategoricalColumn,
+    Column,
+    DenseColumn,
+)
+from replicax.estimator.feature_column.crosses import crossed_column
+from replicax.estimator.feature_column.dense import (
+    embedding_column,
+    indicator_column,
+    shared_embeddings,
+)
+from replicax.estimator.feature_column.layers import (
+    DenseFeatures,
+    LinearModel,
+    input_layer,
+    linear_model,
+)
+from replicax.estimator.feature_column.numeric import bucketized_column, numeric_column
+from replicax.estimator.feature_column.transform import features_of
+from replicax.estimator.feature_column.vocabulary import (
+    categorical_column_with_vocabulary_file,
+    categorical_column_with_vocabulary_list,
+)
+
+__all__ = [
+    "CategoricalColumn",
+    "Column",
+    "DenseColumn",
+    "DenseFeatures",
+    "LinearModel",
+    "bucketized_column",
+    "categorical_column_with_hash_bucket",
+    "categorical_column_with_identity",
+    "categorical_column_with_vocabulary_file",
+    "categorical_column_with_vocabulary_list",
+    "crossed_column",
+    "embedding_column",
+    "features_of",
+    "indicator_column",
+    "input_layer",
+    "linear_model",
+    "numeric_column",
+    "shared_embeddings",
+    "weighted_categorical_column",
+]

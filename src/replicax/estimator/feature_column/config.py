@@ -1,0 +1,137 @@
+"""Feature columns as JSON, and back."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import numpy as np
+
+from replicax.estimator.feature_column.categorical import (
+    HashedColumn,
+    IdentityColumn,
+    WeightedColumn,
+)
+from replicax.estimator.feature_column.column import Column
+from replicax.estimator.feature_column.crosses import CrossedColumn
+from replicax.estimator.feature_column.dense import EmbeddingColumn, IndicatorColumn
+from replicax.estimator.feature_column.numeric import BucketizedColumn, NumericColumn
+from replicax.estimator.feature_column.vocabulary import VocabularyColumn
+
+__all__ = ["from_config", "to_config"]
+
+_KINDS: dict[str, type[Column]] = {
+    "bucketized": BucketizedColumn,
+    "crossed": CrossedColumn,
+    "embedding": EmbeddingColumn,
+    "hashed": HashedColumn,
+    "identity": IdentityColumn,
+    "indicator": IndicatorColumn,
+    "numeric": NumericColumn,
+    "vocabulary": VocabularyColumn,
+    "weighted": WeightedColumn,
+}
+_NAMES = {cls: name for name, cls in _KINDS.items()}
+
+
+def to_config(column: Column) -> dict[str, Any]:
+    """A column as what JSON can hold.
+
+    Args:
+        column: Any of this package. Words of a vocabulary are part of it.
+
+    Returns:
+        `"kind"` and the column's attributes. Tuples are lists, columns are configs in
+        turn, initializers are as Keras describes them. Numbers without a JSON form,
+        such as infinity, are `{"float": "inf"}`.
+
+    Raises:
+        ValueError: If the column holds a Python function: a `normalizer_fn`, or an
+            initializer that is not Keras'.
+        TypeError: For an object that is no column of this package.
+
+    Example:
+        >>> from replicax import feature_column as fc
+        >>> from replicax.estimator.feature_column.config import from_config, to_config
+        >>> day = fc.categorical_column_with_identity("day", 7)
+        >>> to_config(day)
+        {'kind': 'identity', 'key': 'day', 'number_buckets': 7, 'default_value': None}
+        >>> from_config(to_config(day)) == day
+        True
+    """
+    kind = _NAMES.get(type(column))
+    if kind is None:
+        raise TypeError(
+            f"to_config: column must be a column of rx.feature_column; got {column!r}."
+        )
+    config: dict[str, Any] = {"kind": kind}
+    for field in dataclasses.fields(column):  # type: ignore[arg-type]
+        value = getattr(column, field.name)
+        try:
+            config[field.name] = _written(value)
+        except TypeError as error:
+            raise ValueError(
+                f"to_config: {column.title} holds {field.name}={value!r}, which JSON "
+                "cannot hold. Use a Keras initializer; in place of a normalizer_fn "
+                "normalize in the input function or in the model."
+            ) from error
+    return config
+
+
+def _written(value: Any) -> Any:
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int | np.integer):
+        return int(value)
+    if isinstance(value, float | np.floating):
+        number = float(value)
+        return number if math.isfinite(number) else {"float": repr(number)}
+    if isinstance(value, tuple):
+        return [_written(part) for part in value]
+    if isinstance(value, Column):
+        return to_config(value)
+    if isinstance(value, keras.initializers.Initializer):
+        return {"initializer": keras.initializers.serialize(value)}
+    raise TypeError(f"no JSON for {value!r}")
+
+
+def from_config(config: Mapping[str, Any]) -> Column:
+    """The column that a config describes.
+
+    Args:
+        config: What `to_config` returned.
+
+    Returns:
+        A column equal to the one described (of initializers that are Keras objects,
+        which are equal to none, a copy), whose arrays have the same names.
+
+    Raises:
+        ValueError: If it describes no column, or one that is not allowed.
+    """
+    attributes = dict(config) if isinstance(config, Mapping) else {}
+    cls: Any = _KINDS.get(attributes.pop("kind", ""))
+    if cls is None:
+        raise ValueError(
+            f"from_config: config must have a kind out of {sorted(_KINDS)}; got "
+            f"{config!r}."
+        )
+    names = {field.name for field in dataclasses.fields(cls)}
+    if set(attributes) != names:
+        raise ValueError(
+            f"from_config: a column of kind {config['kind']!r} has the attributes "
+            f"{sorted(names)}; got {sorted(attributes)}."
+        )
+    return cls(**{name: _read(value) for name, value in attributes.items()})
+
+
+def _read(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(_read(part) for part in value)
+    if not isinstance(value, Mapping):
+        return value
+    if "float" in value:
+        return float(value["float"])
+    if "initializer" in value:
+        return keras.initializers.deserialize(value["initializer"])
+    return from_config(value)

@@ -1,0 +1,313 @@
+"""Dense columns of categories: indicators and embeddings."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from replicax.estimator.feature_column.column import (
+    CategoricalColumn,
+    Column,
+    DenseColumn,
+)
+from replicax.estimator.feature_column.combine import (
+    COMBINERS,
+    clipped_rows,
+    combined,
+    first_if_none,
+    multi_hot,
+)
+from replicax.estimator.feature_column.raw import require_positive
+
+__all__ = [
+    "EmbeddingColumn",
+    "IndicatorColumn",
+    "embedding_column",
+    "indicator_column",
+    "require_combiner",
+    "shared_embeddings",
+]
+
+
+def require_combiner(combiner: Any, name: str, caller: str) -> None:
+    """Raise unless it is one of TF's three.
+
+    Raises:
+        ValueError: Otherwise.
+    """
+    if combiner not in COMBINERS:
+        raise ValueError(
+            f"{caller}: {name} must be one of {', '.join(map(repr, COMBINERS))}; got "
+            f"{combiner!r}."
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _OfCategories(DenseColumn):
+    """A dense column made of a categorical one."""
+
+    categorical_column: CategoricalColumn
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.categorical_column, CategoricalColumn):
+            raise ValueError(
+                f"{type(self).__name__}: categorical_column must be a categorical "
+                f"column; got {self.categorical_column!r}."
+            )
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """See the base class."""
+        return self.categorical_column.keys
+
+    @property
+    def host(self) -> Column:
+        """See the base class."""
+        return self.categorical_column.host
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """See the base class."""
+        return self.categorical_column.outputs
+
+    @property
+    def untraceable(self) -> str:
+        """See the base class."""
+        return self.categorical_column.untraceable
+
+    def transform(self, features: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        """See the base class."""
+        return self.categorical_column.transform(features)
+
+    def trace(self, features: Mapping[str, Any]) -> dict[str, Any]:
+        """See the base class."""
+        return self.categorical_column.trace(features)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class IndicatorColumn(_OfCategories):
+    """What `indicator_column` returns."""
+
+    @property
+    def name(self) -> str:
+        """`"x_indicator"`."""
+        return f"{self.categorical_column.name}_indicator"
+
+    @property
+    def variable_shape(self) -> tuple[int, ...]:
+        """See the base class."""
+        return (self.categorical_column.num_buckets,)
+
+    def dense(
+        self, arrays: Mapping[str, Any], table: Callable[[Any], Any] | None = None
+    ) -> Any:
+        """See the base class."""
+        del table
+        ids, weights = self.categorical_column.ids(arrays)
+        return multi_hot(ids, weights, self.categorical_column.num_buckets)
+
+
+def indicator_column(categorical_column: CategoricalColumn) -> IndicatorColumn:
+    """How often each category is in a row.
+
+    (TF: `tf.feature_column.indicator_column`.)
+
+    For a weighted column, the sums of weights.
+
+    Args:
+        categorical_column: Any.
+
+    Raises:
+        ValueError: For a column that is not categorical.
+
+    Example:
+        >>> from replicax import feature_column as fc
+        >>> tags = fc.categorical_column_with_identity("tags", 3)
+        >>> column = fc.indicator_column(tags)
+        >>> fc.input_layer({"tags": [[0, 0], [2, -1]]}, [column]).tolist()
+        [[2.0, 0.0, 0.0], [0.0, 0.0, 1.0]]
+    """
+    return IndicatorColumn(categorical_column=categorical_column)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EmbeddingColumn(_OfCategories):
+    """What `embedding_column` and `shared_embeddings` return."""
+
+    dimension: int
+    combiner: str
+    initializer: Any
+    trainable: bool
+    max_norm: float | None
+    shared_name: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_positive(self.dimension, "dimension", self.title)
+        require_combiner(self.combiner, "combiner", self.title)
+        if self.max_norm is not None and not self.max_norm > 0:
+            raise ValueError(
+                f"{self.title}: max_norm must be above 0, or None; got "
+                f"{self.max_norm!r}."
+            )
+        is_known = isinstance(self.initializer, str) or callable(self.initializer)
+        if self.initializer is not None and not is_known:
+            raise ValueError(
+                f"{self.title}: initializer must be a Keras initializer, its name, a "
+                f"function of shape and dtype, or None; got {self.initializer!r}."
+            )
+
+    @property
+    def name(self) -> str:
+        """`"x_embedding"`, or `"x_shared_embedding"`."""
+        kind = "embedding" if self.shared_name is None else "shared_embedding"
+        return f"{self.categorical_column.name}_{kind}"
+
+    @property
+    def table_name(self) -> str:
+        """Columns of the same one share a table."""
+        return self.name if self.shared_name is None else self.shared_name
+
+    @property
+    def variable_shape(self) -> tuple[int, ...]:
+        """See the base class."""
+        return (self.dimension,)
+
+    @property
+    def table_options(self) -> tuple[Any, ...]:
+        """What must be equal for columns that share a table."""
+        buckets = self.categorical_column.num_buckets
+        return buckets, self.dimension, self.initializer, self.trainable
+
+    def initial_values(self) -> Any:
+        """The initializer of its table."""
+        if self.initializer is None:
+            return keras.initializers.TruncatedNormal(0.0, self.dimension**-0.5)
+        return keras.initializers.get(self.initializer)
+
+    def dense(
+        self, arrays: Mapping[str, Any], table: Callable[[Any], Any] | None = None
+    ) -> Any:
+        """See the base class."""
+        if table is None:
+            raise ValueError(f"{self.title}: cannot look ids up without a table.")
+        ids, weights = self.categorical_column.ids(arrays)
+        vectors = table(first_if_none(ids)).astype("float32")
+        if self.max_norm is not None:
+            vectors = clipped_rows(vectors, self.max_norm)
+        return combined(vectors, ids, weights, self.combiner)
+
+
+def embedding_column(
+    categorical_column: CategoricalColumn,
+    dimension: int,
+    combiner: str = "mean",
+    initializer: Any = None,
+    trainable: bool = True,
+    max_norm: float | None = None,
+) -> EmbeddingColumn:
+    """Categories as trained vectors.
+
+    (TF: `tf.feature_column.embedding_column`.)
+
+    The table is a `replicax.layers.Embedding`: under a `ParameterServerStrategy` it
+    lies on the servers, row by row.
+
+    Args:
+        categorical_column: Any.
+        dimension: Elements of a vector.
+        combiner: How several ids of a row become one vector: `"mean"`, `"sqrtn"` or
+            `"sum"`, weighted for a weighted column. A row without ids gets zeros.
+        initializer: A Keras initializer. None: a truncated normal distribution with the
+            standard deviation `1 / sqrt(dimension)`.
+        trainable: Whether the table is trained.
+        max_norm: Vectors longer than it, by the L2 norm, are shortened to it when
+            looked up.
+
+    Raises:
+        ValueError: For a column that is not categorical, `dimension` below 1, or
+            another combiner.
+
+    Example:
+        >>> from replicax import feature_column as fc
+        >>> tags = fc.categorical_column_with_identity("tags", 3)
+        >>> column = fc.embedding_column(tags, 2, initializer="ones", combiner="sum")
+        >>> fc.input_layer({"tags": [[0, 1], [-1, -1]]}, [column]).tolist()
+        [[2.0, 2.0], [0.0, 0.0]]
+    """
+    return EmbeddingColumn(
+        categorical_column=categorical_column,
+        dimension=dimension,
+        combiner=combiner,
+        initializer=initializer,
+        trainable=trainable,
+        max_norm=max_norm,
+    )
+
+
+def shared_embeddings(
+    categorical_columns: Sequence[CategoricalColumn],
+    dimension: int,
+    combiner: str = "mean",
+    initializer: Any = None,
+    shared_embedding_collection_name: str | None = None,
+    max_norm: float | None = None,
+    trainable: bool = True,
+) -> list[EmbeddingColumn]:
+    """Embedding columns with one table.
+
+    (TF: `tf.feature_column.shared_embeddings`.)
+
+    The table is shared within a layer. Two layers have two.
+
+    Args:
+        categorical_columns: Columns with equal `num_buckets`.
+        dimension: As for `embedding_column`.
+        combiner: As for `embedding_column`.
+        initializer: As for `embedding_column`.
+        shared_embedding_collection_name: Name of the table. None: of the columns'.
+        max_norm: As for `embedding_column`.
+        trainable: As for `embedding_column`.
+
+    Returns:
+        A column for each, in their order.
+
+    Raises:
+        ValueError: As `embedding_column`, and if `num_buckets` differ.
+
+    Example:
+        >>> from replicax import feature_column as fc
+        >>> seen = fc.categorical_column_with_identity("seen", 100)
+        >>> bought = fc.categorical_column_with_identity("bought", 100)
+        >>> [column.name for column in fc.shared_embeddings([seen, bought], 8)]
+        ['seen_shared_embedding', 'bought_shared_embedding']
+    """
+    for column in categorical_columns:
+        if not isinstance(column, CategoricalColumn):
+            raise ValueError(
+                "shared_embeddings: categorical_columns must be categorical columns; "
+                f"got {column!r}."
+            )
+    sizes = {column.name: column.num_buckets for column in categorical_columns}
+    if len(set(sizes.values())) != 1:
+        raise ValueError(
+            "shared_embeddings: categorical_columns must have equal num_buckets; got "
+            f"{sizes}."
+        )
+    shared_name = shared_embedding_collection_name
+    if shared_name is None:
+        shared_name = "_".join(sorted(sizes)) + "_shared_embedding"
+    return [
+        EmbeddingColumn(
+            categorical_column=column,
+            dimension=dimension,
+            combiner=combiner,
+            initializer=initializer,
+            trainable=trainable,
+            max_norm=max_norm,
+            shared_name=shared_name,
+        )
+        for column in categorical_columns
+    ]

@@ -1,0 +1,336 @@
+"""Keras layers that take feature columns."""
+
+import itertools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import keras
+
+from replicax.estimator.feature_column.column import (
+    CategoricalColumn,
+    Column,
+    DenseColumn,
+)
+from replicax.estimator.feature_column.combine import combined, first_if_none
+from replicax.estimator.feature_column.dense import EmbeddingColumn, require_combiner
+from replicax.estimator.feature_column.names import variable_name
+from replicax.estimator.feature_column.transform import arrays_for, as_columns, prepared
+from replicax.ps.embedding import Embedding
+
+__all__ = ["DenseFeatures", "LinearModel", "input_layer", "linear_model"]
+
+
+class _ColumnsLayer(keras.layers.Layer):
+    """A layer of columns, which it takes in the order of their names, as TF does."""
+
+    def __init__(self, columns: Any, **kwargs: Any) -> None:
+        # Boundaries and ids are exact in float32 only.
+        super().__init__(autocast=False, **kwargs)
+        caller = type(self).__name__
+        made = as_columns(columns, caller)
+        self._columns = tuple(sorted(made, key=lambda column: column.name))
+        names = [column.name for column in self._columns]
+        for name, following in itertools.pairwise(names):
+            if name == following:
+                raise ValueError(
+                    f"{caller}: each column must have a name of its own; got two of "
+                    f"the name {name!r}."
+                )
+
+    def __call__(self, features: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call the layer with raw features, or with what `features_of` made of them."""
+        ready = prepared(self._columns, features, type(self).__name__)
+        return super().__call__(ready, *args, **kwargs)
+
+    def _arrays(self, features: Mapping[str, Any]) -> dict[str, Any]:
+        return arrays_for(self._columns, features, type(self).__name__)
+
+    def _make_tables(self) -> dict[str, Embedding]:
+        """A table for each embedding column, or for those that share one."""
+        tables: dict[str, Embedding] = {}
+        options: dict[str, tuple[Any, ...]] = {}
+        for column in self._columns:
+            if not isinstance(column, EmbeddingColumn):
+                continue
+            name = column.table_name
+            known = options.setdefault(name, column.table_options)
+            if known != column.table_options:
+                raise ValueError(
+                    f"{type(self).__name__}: columns that share the table {name!r} "
+                    "must agree on num_buckets, dimension, initializer and trainable; "
+                    f"got {known} and {column.table_options}."
+                )
+            if name not in tables:
+                # Tables on parameter servers are known by the layer's name alone.
+                tables[name] = Embedding(
+                    column.categorical_column.num_buckets,
+                    column.dimension,
+                    embeddings_initializer=column.initial_values(),
+                    trainable=column.trainable and self.trainable,
+                    name=variable_name(f"{self.name}_{name}"),
+                    dtype=self.variable_dtype,
+                )
+        return tables
+
+
+def _flat(
+    column: DenseColumn, arrays: Mapping[str, Any], tables: Mapping[str, Any]
+) -> Any:
+    table = None
+    if isinstance(column, EmbeddingColumn):
+        table = tables[column.table_name]
+    dense = column.dense(arrays, table)
+    return dense.reshape(-1, math.prod(column.variable_shape))
+
+
+class DenseFeatures(_ColumnsLayer):
+    """Dense columns side by side.
+
+    (TF: `tf.keras.layers.DenseFeatures`.)
+
+    Columns come in the order of their names, each flattened. Tables of embeddings are
+    `dense_features/dense_features_x_embedding/embeddings`.
+
+    Call it with raw features, which are transformed on the host, or with the result of
+    `features_of`. In a traced function raw features do for columns of numbers, and of
+    identities with a default; others need `features_of` in the input function.
+
+    Args:
+        feature_columns: Dense columns: numeric, bucketized, indicator and embedding
+            ones, each of another name.
+        trainable: Whether embeddings are trained.
+        name: The layer's name.
+        **kwargs: What a Keras layer takes besides.
+
+    Raises:
+        ValueError: For a column that is not dense, two of one name, or none.
+
+    Returns (call):
+        `[B, sum of the columns' sizes]` in the layer's compute dtype.
+
+    Example:
+        >>> from replicax import feature_column as fc
+        >>> height = fc.numeric_column("height")
+        >>> ages = fc.bucketized_column(fc.numeric_column("age"), [18])
+        >>> layer = fc.DenseFeatures([height, ages])
+        >>> layer({"height": [1.5, 2.0], "age": [3, 30]}).tolist()
+        [[1.0, 0.0, 1.5], [0.0, 1.0, 2.0]]
+    """
+
+    def __init__(
+        self,
+        feature_columns: Any,
+        trainable: bool = True,
+        name: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(feature_columns, trainable=trainable, name=name, **kwargs)
+        self._dense = tuple(_require_dense(column) for column in self._columns)
+        self._tables: dict[str, Any] = {}
+
+    def build(self, input_shape: Any = None) -> None:
+        """Make the tables of embedding columns."""
+        del input_shape
+        self._tables = self._make_tables()
+        for table in self._tables.values():
+            table.build()
+        self.built = True
+
+    def call(self, features: Mapping[str, Any]) -> Any:
+        """See the class."""
+        arrays = self._arrays(features)
+        parts = [_flat(column, arrays, self._tables) for column in self._dense]
+        return jnp.concatenate(parts, axis=1).astype(self.compute_dtype)
+
+
+def _require_dense(column: Column) -> DenseColumn:
+    if not isinstance(column, DenseColumn):
+        raise ValueError(
+            f"DenseFeatures: columns must be dense; got the categorical column "
+            f"{column!r}. Put it in an indicator_column or embedding_column."
+        )
+    return column
+
+
+class _Weights(keras.layers.Layer):
+    """The weights of one column: `linear_model/x/weights`, zeros at first."""
+
+    def __init__(self, rows: int, units: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._shape = (rows, units)
+
+    def build(self, input_shape: Any = None) -> None:
+        """Make them."""
+        del input_shape
+        self.weight: Any = self.add_weight(
+            shape=self._shape, initializer="zeros", name="weights"
+        )
+        self.built = True
+
+
+class LinearModel(_ColumnsLayer):
+    """A weight for each category and each number, and a bias.
+
+    (TF: `LinearModel` of `tf.estimator` and `tf.feature_column.linear_model`.)
+    Variables are `linear_model/x/weights` for a column `x` and
+    `linear_model/bias_weights`, all zeros at first. Features: see `DenseFeatures`.
+
+    Args:
+        feature_columns: Dense or categorical columns, each of another name.
+        units: Size of the result.
+        sparse_combiner: How the weights of several ids of a row are put together:
+            `"sum"`, `"mean"` or `"sqrtn"`.
+        trainable: Whether weights are trained.
+        name: The layer's name.
+        **kwargs: What a Keras layer takes besides.
+
+    Raises:
+        ValueError: For two columns of one name or none, `units` below 1, or another
+            combiner.
+
+    Returns (call):
+        `[B, units]` in the layer's compute dtype.
+
+    Example:
+        >>> from replicax import feature_column as fc
+        >>> day = fc.categorical_column_with_identity("day", 7)
+        >>> layer = fc.LinearModel([day, fc.numeric_column("price")], name="wide")
+        >>> layer({"day": [0, 3], "price": [1.0, 2.0]}).tolist()
+        [[0.0], [0.0]]
+        >>> layer.variables[1].path
+        'wide/day/weights'
+    """
+
+    def __init__(
+        self,
+        feature_columns: Any,
+        units: int = 1,
+        sparse_combiner: str = "sum",
+        trainable: bool = True,
+        name: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(feature_columns, trainable=trainable, name=name, **kwargs)
+        if not isinstance(units, int) or units < 1:
+            raise ValueError(f"LinearModel: units must be 1 or more; got {units!r}.")
+        require_combiner(sparse_combiner, "sparse_combiner", "LinearModel")
+        self.units = units
+        self.sparse_combiner = sparse_combiner
+        self._tables: dict[str, Any] = {}
+        self._weights: dict[str, Any] = {}
+
+    def build(self, input_shape: Any = None) -> None:
+        """Make the weights."""
+        del input_shape
+        self.bias_weights: Any = self.add_weight(
+            shape=(self.units,), initializer="zeros", name="bias_weights"
+        )
+        self._weights = {
+            column.name: _Weights(
+                _num_weights(column),
+                self.units,
+                name=variable_name(column.name),
+                trainable=self.trainable,
+                dtype=self.variable_dtype,
+            )
+            for column in self._columns
+        }
+        self._tables = self._make_tables()
+        for layer in (*self._weights.values(), *self._tables.values()):
+            layer.build()
+        self.built = True
+
+    def call(self, features: Mapping[str, Any]) -> Any:
+        """See the class."""
+        arrays = self._arrays(features)
+        total: Any = self.bias_weights.value
+        for column in self._columns:
+            total = total + self._share(column, arrays)
+        return total.astype(self.compute_dtype)
+
+    def _share(self, column: Column, arrays: Mapping[str, Any]) -> Any:
+        """What a column adds: `[B, units]`."""
+        weights = self._weights[column.name].weight.value
+        if isinstance(column, CategoricalColumn):
+            ids, factors = column.ids(arrays)
+            rows = weights[first_if_none(ids)]
+            return combined(rows, ids, factors, self.sparse_combiner)
+        assert isinstance(column, DenseColumn)
+        return _flat(column, arrays, self._tables) @ weights
+
+
+def _num_weights(column: Column) -> int:
+    if isinstance(column, CategoricalColumn):
+        return column.num_buckets
+    assert isinstance(column, DenseColumn)
+    return math.prod(column.variable_shape)
+
+
+def input_layer(
+    features: Mapping[str, Any], feature_columns: Any, trainable: bool = True
+) -> Any:
+    """Dense columns side by side.
+
+    (TF: `tf.compat.v1.feature_column.input_layer`.)
+
+    Makes a new `DenseFeatures` each time; so call it in a `model_fn`, where variables
+    are found again.
+
+    Args:
+        features: Raw features, or what `features_of` made of them; see `DenseFeatures`.
+        feature_columns: Dense columns.
+        trainable: Whether embeddings are trained.
+
+    Returns:
+        `float32[B, sum of the columns' sizes]`.
+
+    Raises:
+        ValueError: As `DenseFeatures`, and as `features_of`.
+        TypeError: As `features_of`.
+
+    Example:
+        >>> from replicax import feature_column as fc
+        >>> fc.input_layer({"x": [1, 2]}, fc.numeric_column("x")).tolist()
+        [[1.0], [2.0]]
+    """
+    return DenseFeatures(feature_columns, trainable, name="input_layer")(features)
+
+
+def linear_model(
+    features: Mapping[str, Any],
+    feature_columns: Any,
+    units: int = 1,
+    sparse_combiner: str = "sum",
+    trainable: bool = True,
+) -> Any:
+    """A linear model.
+
+    (TF: `tf.compat.v1.feature_column.linear_model`.)
+
+    Makes a new `LinearModel` each time; so call it in a `model_fn`.
+
+    Args:
+        features: As for `input_layer`.
+        feature_columns: As for `LinearModel`.
+        units: As for `LinearModel`.
+        sparse_combiner: As for `LinearModel`.
+        trainable: Whether weights are trained.
+
+    Returns:
+        `float32[B, units]`.
+
+    Raises:
+        ValueError: As `LinearModel`, and as `features_of`.
+        TypeError: As `features_of`.
+
+    Example:
+        >>> from replicax import feature_column as fc
+        >>> fc.linear_model({"x": [1, 2]}, [fc.numeric_column("x")], units=2).tolist()
+        [[0.0, 0.0], [0.0, 0.0]]
+    """
+    layer = LinearModel(
+        feature_columns, units, sparse_combiner, trainable, name="linear_model"
+    )
+    return layer(features)

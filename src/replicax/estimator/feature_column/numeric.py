@@ -1,0 +1,288 @@
+"""Columns of numbers: as they are, and in buckets."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from replicax.estimator.feature_column.column import (
+    CategoricalColumn,
+    DenseColumn,
+    OfOneFeature,
+)
+from replicax.estimator.feature_column.combine import multi_hot
+from replicax.estimator.feature_column.raw import (
+    read_numbers,
+    real_dtype_name,
+    require_feature,
+    require_key,
+    require_positive,
+    require_rows,
+    rows_of,
+)
+
+__all__ = ["BucketizedColumn", "NumericColumn", "bucketized_column", "numeric_column"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NumericColumn(OfOneFeature, DenseColumn):
+    """What `numeric_column` returns."""
+
+    key: str
+    shape: tuple[int, ...]
+    default_value: Any
+    dtype: str
+    normalizer_fn: Callable[[Any], Any] | None
+
+    def __post_init__(self) -> None:
+        require_key(self.key, "numeric_column")
+        for size in self.shape:
+            require_positive(size, f"each size in shape={self.shape}", self.title)
+        if self.normalizer_fn is not None and not callable(self.normalizer_fn):
+            raise TypeError(
+                f"{self.title}: normalizer_fn must be a function of an array; got "
+                f"{self.normalizer_fn!r}."
+            )
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """See the base class."""
+        return (self.output("values"),)
+
+    @property
+    def variable_shape(self) -> tuple[int, ...]:
+        """See the base class."""
+        return self.shape
+
+    @property
+    def untraceable(self) -> str:
+        """See the base class."""
+        return ""
+
+    def transform(self, features: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        """See the base class."""
+        return {self.outputs[0]: self.host_values(features)}
+
+    def host_values(self, features: Mapping[str, Any]) -> np.ndarray:
+        """Values `float32[B, *shape]` on the host, normalized."""
+        if self.key not in features and self.default_value is not None:
+            rows = rows_of(features, self.title)
+            array = np.broadcast_to(self.default_value, (rows, *self.shape))
+        else:
+            array = read_numbers(features, self.key, self.shape, self.title)
+        # TF keeps float64 for the normalizer, too.
+        array = array.astype("float64" if self.dtype == "float64" else "float32")
+        return np.asarray(self._normalized(array), "float32")
+
+    def trace(self, features: Mapping[str, Any]) -> dict[str, Any]:
+        """See the base class."""
+        array = jnp.asarray(require_feature(features, self.key, self.title))
+        array = require_rows(array, self.shape, self.key, self.title)
+        return {self.outputs[0]: self._normalized(array.astype("float32"))}
+
+    def dense(
+        self, arrays: Mapping[str, Any], table: Callable[[Any], Any] | None = None
+    ) -> Any:
+        """See the base class."""
+        del table
+        return arrays[self.outputs[0]]
+
+    def _normalized(self, array: Any) -> Any:
+        if self.normalizer_fn is None:
+            return array
+        result = self.normalizer_fn(array)
+        if np.shape(result) != array.shape:
+            raise ValueError(
+                f"{self.title}: normalizer_fn must keep the shape {list(array.shape)}; "
+                f"got {list(np.shape(result))}."
+            )
+        return result
+
+
+def numeric_column(
+    key: str,
+    shape: int | Iterable[int] = (1,),
+    default_value: Any = None,
+    dtype: Any = "float32",
+    normalizer_fn: Callable[[Any], Any] | None = None,
+) -> NumericColumn:
+    """Numbers, as they are.
+
+    (TF: `tf.feature_column.numeric_column`.)
+
+    Args:
+        key: Name of the feature, `[B, *shape]`, or `[B]` for shape `(1,)`. NaN is
+            passed on.
+        shape: Shape of a row.
+        default_value: A number or an array of `shape`, for batches without the feature.
+        dtype: A dtype of real numbers. `"float64"`: the normalizer gets float64. The
+            result is float32 in any case.
+        normalizer_fn: From `[B, *shape]` to the same shape. It is given NumPy arrays,
+            or traced ones where raw features reach a traced function.
+
+    Raises:
+        ValueError: For a shape that has sizes below 1 or does not fit `default_value`.
+        TypeError: For a key that is no string, or another dtype.
+
+    Example:
+        >>> from replicax import feature_column as fc
+        >>> age = fc.numeric_column("age", normalizer_fn=lambda years: years / 100)
+        >>> fc.features_of([age], {"age": [20, 50]})[age.outputs[0]].tolist()
+        [[0.20000000298023224], [0.5]]
+    """
+    sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+    caller = f"numeric_column({key!r})"
+    if default_value is not None:
+        array = np.asarray(default_value)
+        if array.shape not in ((), sizes) or array.dtype.kind not in "biuf":
+            raise ValueError(
+                f"{caller}: default_value must be a number or numbers of the shape "
+                f"{sizes}; got {default_value!r}."
+            )
+        default_value = _nested_tuple(array.tolist())
+    return NumericColumn(
+        key=key,
+        shape=sizes,
+        default_value=default_value,
+        dtype=real_dtype_name(dtype, caller),
+        normalizer_fn=normalizer_fn,
+    )
+
+
+def _nested_tuple(value: Any) -> Any:
+    return tuple(map(_nested_tuple, value)) if isinstance(value, list) else value
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BucketizedColumn(DenseColumn, CategoricalColumn):
+    """What `bucketized_column` returns: a dense and a categorical column."""
+
+    source_column: NumericColumn
+    boundaries: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.source_column, NumericColumn):
+            raise ValueError(
+                "bucketized_column: source_column must be a numeric_column; got "
+                f"{self.source_column!r}."
+            )
+        if len(self.source_column.shape) > 1:
+            raise ValueError(
+                f"{self.title}: the numeric_column must have one dimension; got shape="
+                f"{self.source_column.shape}."
+            )
+        pairs = itertools.pairwise(self.boundaries)
+        if not self.boundaries or not all(low < high for low, high in pairs):
+            raise ValueError(
+                f"{self.title}: boundaries must be numbers in ascending order, each "
+                f"once; got {list(self.boundaries)}."
+            )
+
+    @property
+    def name(self) -> str:
+        """`"x_bucketized"`."""
+        return f"{self.source_column.name}_bucketized"
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """See the base class."""
+        return self.source_column.keys
+
+    @property
+    def host(self) -> NumericColumn:
+        """The numbers; they are put into buckets in the program."""
+        return self.source_column
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """See the base class."""
+        return self.source_column.outputs
+
+    @property
+    def untraceable(self) -> str:
+        """See the base class."""
+        return ""
+
+    @property
+    def variable_shape(self) -> tuple[int, ...]:
+        """A number's buckets, for each number of a row."""
+        return (*self.source_column.shape, len(self.boundaries) + 1)
+
+    @property
+    def num_buckets(self) -> int:
+        """A row's first number has the first buckets, its second the next ones."""
+        return (len(self.boundaries) + 1) * self.source_column.shape[0]
+
+    def transform(self, features: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        """See the base class."""
+        return self.source_column.transform(features)
+
+    def trace(self, features: Mapping[str, Any]) -> dict[str, Any]:
+        """See the base class."""
+        return self.source_column.trace(features)
+
+    def host_ids(self, features: Mapping[str, Any]) -> np.ndarray:
+        """See the base class."""
+        values = self.source_column.host_values(features)
+        edges = np.asarray(self.boundaries, "float32")
+        buckets = np.searchsorted(edges, values, side="right")
+        return (buckets + self._offsets()).astype("int32")
+
+    def ids(self, arrays: Mapping[str, Any]) -> tuple[Any, Any]:
+        """See the base class."""
+        return self._buckets(arrays) + self._offsets(), None
+
+    def dense(
+        self, arrays: Mapping[str, Any], table: Callable[[Any], Any] | None = None
+    ) -> Any:
+        """See the base class."""
+        del table
+        buckets = self._buckets(arrays)
+        hot = multi_hot(buckets.reshape(-1, 1), None, len(self.boundaries) + 1)
+        return hot.reshape(-1, *self.variable_shape)
+
+    def _buckets(self, arrays: Mapping[str, Any]) -> Any:
+        edges = jnp.asarray(self.boundaries, "float32")
+        values = arrays[self.outputs[0]]
+        return jnp.searchsorted(edges, values, side="right").astype("int32")
+
+    def _offsets(self) -> np.ndarray:
+        per_number = len(self.boundaries) + 1
+        return np.arange(self.source_column.shape[0], dtype="int32") * per_number
+
+
+def bucketized_column(
+    source_column: NumericColumn, boundaries: Sequence[float]
+) -> BucketizedColumn:
+    """Numbers in buckets.
+
+    (TF: `tf.feature_column.bucketized_column`.)
+
+    Boundaries `(0, 10)` make the buckets `(-inf, 0)`, `[0, 10)` and `[10, inf)`;
+    numbers and boundaries are compared as float32. NaN falls into the last one. In a
+    `LinearModel`, and in crosses and embeddings, the buckets are ids.
+
+    Args:
+        source_column: A `numeric_column` of one dimension.
+        boundaries: Numbers in ascending order.
+
+    Raises:
+        ValueError: For another column, or other boundaries.
+
+    Example:
+        >>> from replicax import feature_column as fc
+        >>> ages = fc.bucketized_column(fc.numeric_column("age"), [18, 65])
+        >>> fc.input_layer({"age": [17, 18, 80]}, [ages]).tolist()
+        [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]]
+    """
+    array = np.asarray(boundaries)
+    if array.ndim != 1 or array.dtype.kind not in "iuf" or np.isnan(array).any():
+        raise ValueError(
+            "bucketized_column: boundaries must be a list of numbers; got "
+            f"{boundaries!r}."
+        )
+    edges = tuple(array.astype(float).tolist())
+    return BucketizedColumn(source_column=source_column, boundaries=edges)

@@ -1,0 +1,214 @@
+"""Columns of categories that are listed."""
+
+import dataclasses
+import functools
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from replicax._util.waiting import Announced
+from replicax.estimator.feature_column.categorical import is_missing, require_kind
+from replicax.estimator.feature_column.column import CategoricalColumn, OfOneFeature
+from replicax.estimator.feature_column.fingerprints import fingerprints
+from replicax.estimator.feature_column.raw import (
+    dtype_name,
+    read_categories,
+    require_key,
+    require_positive,
+)
+
+__all__ = [
+    "VocabularyColumn",
+    "categorical_column_with_vocabulary_file",
+    "categorical_column_with_vocabulary_list",
+]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VocabularyColumn(OfOneFeature, CategoricalColumn):
+    """What `categorical_column_with_vocabulary_list` and `..._file` return."""
+
+    key: str
+    vocabulary_list: tuple[Any, ...]
+    dtype: str
+    default_value: int
+    num_oov_buckets: int
+
+    def __post_init__(self) -> None:
+        require_key(self.key, "categorical_column_with_vocabulary_list")
+        words = self.vocabulary_list
+        if not words:
+            raise ValueError(f"{self.title}: the vocabulary must not be empty.")
+        if len(self._places) < len(words):
+            twice = next(w for i, w in enumerate(words) if self._places[w] != i)
+            raise ValueError(
+                f"{self.title}: the vocabulary must have each value once; got "
+                f"{twice!r} again."
+            )
+        if self.num_oov_buckets:
+            require_positive(self.num_oov_buckets, "num_oov_buckets", self.title)
+            if self.default_value != -1:
+                raise ValueError(
+                    f"{self.title}: give default_value or num_oov_buckets, not both; "
+                    f"got {self.default_value} and {self.num_oov_buckets}."
+                )
+        if not -1 <= self.default_value < len(words):
+            raise ValueError(
+                f"{self.title}: default_value must be -1 or an id below the "
+                f"vocabulary's size {len(words)}; got {self.default_value}."
+            )
+
+    @property
+    def num_buckets(self) -> int:
+        """See the base class."""
+        return len(self.vocabulary_list) + self.num_oov_buckets
+
+    def host_ids(self, features: Mapping[str, Any]) -> np.ndarray:
+        """See the base class."""
+        values = read_categories(features, self.key, self.title)
+        require_kind(values, self.dtype, self.key, self.title)
+        place = self._places.get
+        found = [place(value, -1) for value in values.ravel().tolist()]
+        ids = np.array(found, "int32").reshape(values.shape)
+        is_unknown = (ids < 0) & ~is_missing(values)
+        if self.num_oov_buckets and is_unknown.any():
+            prints = fingerprints(values[is_unknown]) % np.uint64(self.num_oov_buckets)
+            ids[is_unknown] = len(self.vocabulary_list) + prints.astype("int32")
+        else:
+            ids[is_unknown] = self.default_value
+        ids[is_missing(values)] = -1
+        return ids
+
+    @functools.cached_property
+    def _places(self) -> dict[Any, int]:
+        return {word: place for place, word in enumerate(self.vocabulary_list)}
+
+
+def categorical_column_with_vocabulary_list(
+    key: str,
+    vocabulary_list: Sequence[Any],
+    dtype: Any = None,
+    default_value: int = -1,
+    num_oov_buckets: int = 0,
+) -> VocabularyColumn:
+    """Categories by their place in a list.
+
+    (TF has the same name.)
+
+    Args:
+        key: Name of the feature, `[B]` or `[B, k]`; `""` or -1 is missing.
+        vocabulary_list: Strings or integers, each once; the first has id 0.
+        dtype: `"string"` or one of integers. None: the list's.
+        default_value: The id of values that are not listed; -1: they are left out.
+        num_oov_buckets: Values that are not listed get ids after the list's, by their
+            hash (which is not TF's).
+
+    Raises:
+        ValueError: For an empty list, a value twice, a default out of range, or both
+            a default and buckets.
+        TypeError: For values that are neither strings nor integers.
+
+    Example:
+        >>> from replicax import feature_column as fc
+        >>> color = fc.categorical_column_with_vocabulary_list("color", ["R", "G", "B"])
+        >>> ids = fc.features_of([color], {"color": ["G", "X", "R"]})
+        >>> ids[color.outputs[0]].tolist()
+        [[1], [-1], [0]]
+    """
+    caller = f"categorical_column_with_vocabulary_list({key!r})"
+    words = [w.decode() if isinstance(w, bytes) else w for w in vocabulary_list]
+    kinds = {"string" if isinstance(word, str) else _kind(word) for word in words}
+    if len(kinds) > 1 or not kinds <= {"string", "int64"}:
+        raise TypeError(
+            f"{caller}: vocabulary_list must be all strings or all integers; got "
+            f"{list(vocabulary_list)[:10]!r}."
+        )
+    kind = kinds.pop() if kinds else "string"
+    if dtype is not None and (dtype_name(dtype, caller) == "string") != (
+        kind == "string"
+    ):
+        raise TypeError(
+            f"{caller}: dtype={dtype!r} does not fit the vocabulary {words[:10]!r}."
+        )
+    return VocabularyColumn(
+        key=key,
+        vocabulary_list=tuple(words if kind == "string" else map(int, words)),
+        dtype=kind,
+        default_value=default_value,
+        num_oov_buckets=num_oov_buckets,
+    )
+
+
+def _kind(word: Any) -> str:
+    is_integer = isinstance(word, int | np.integer) and not isinstance(word, bool)
+    return "int64" if is_integer else type(word).__name__
+
+
+def categorical_column_with_vocabulary_file(
+    key: str,
+    vocabulary_file: str | os.PathLike[str],
+    vocabulary_size: int | None = None,
+    dtype: Any = "string",
+    default_value: int | None = None,
+    num_oov_buckets: int = 0,
+) -> VocabularyColumn:
+    r"""Categories by their line in a UTF-8 text file.
+
+    (TF has the same name.)
+
+    The file is read now, once; the column holds the words.
+
+    Args:
+        key: Name of the feature, `[B]` or `[B, k]`; `""` or -1 is missing.
+        vocabulary_file: One value a line.
+        vocabulary_size: Use that many lines. None: all.
+        dtype: `"string"`, or one of integers.
+        default_value: As for a list; None is -1.
+        num_oov_buckets: As for a list.
+
+    Raises:
+        ValueError: As for a list, for fewer lines than `vocabulary_size`, or for lines
+            that are no integers if they should be.
+        OSError: If the file cannot be read.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from replicax import feature_column as fc
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = pathlib.Path(folder, "colors.txt")
+        ...     _ = path.write_text("red\ngreen\n")
+        ...     color = fc.categorical_column_with_vocabulary_file("color", path)
+        >>> color.vocabulary_list
+        ('red', 'green')
+    """
+    caller = f"categorical_column_with_vocabulary_file({key!r})"
+    with (
+        Announced(f"reading vocabulary {vocabulary_file}"),
+        open(vocabulary_file, encoding="utf-8", newline="\n") as file,
+    ):
+        lines = [line.rstrip("\r\n") for line in file]
+    if vocabulary_size is not None:
+        require_positive(vocabulary_size, "vocabulary_size", caller)
+        if len(lines) < vocabulary_size:
+            raise ValueError(
+                f"{caller}: vocabulary_size={vocabulary_size}, but "
+                f"{os.fspath(vocabulary_file)!r} has {len(lines)} lines."
+            )
+        lines = lines[:vocabulary_size]
+    words: list[Any] = lines
+    if dtype_name(dtype, caller) != "string":
+        try:
+            words = [int(line) for line in lines]
+        except ValueError as error:
+            raise ValueError(
+                f"{caller}: dtype={dtype!r}, but a line of "
+                f"{os.fspath(vocabulary_file)!r} is no integer: {error}."
+            ) from error
+    return categorical_column_with_vocabulary_list(
+        key,
+        words,
+        default_value=-1 if default_value is None else default_value,
+        num_oov_buckets=num_oov_buckets,
+    )

@@ -1,0 +1,113 @@
+"""The datasets that a strategy makes: batches spread over its replicas."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from replicax.engine.group import ReplicaGroup
+from replicax.input import (
+    AutoShardPolicy,
+    DistributedDataset,
+    DistributedDatasetFromFunction,
+    InputContext,
+    Share,
+    numpy_dataset,
+)
+
+__all__ = ["DatasetMaker"]
+
+
+class DatasetMaker:
+    """What makes distributed datasets: a strategy.
+
+    Attributes:
+        share: This worker's part of the input.
+    """
+
+    share: Share
+    _group: ReplicaGroup
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Number of replicas; the global batch is this many times a replica's."""
+        return self._group.num_replicas
+
+    @property
+    def input_context(self) -> InputContext:
+        """What a function that makes this worker's input is told."""
+        return InputContext(
+            num_input_pipelines=self.share.num_workers,
+            input_pipeline_id=self.share.worker,
+            num_replicas_in_sync=self.num_replicas_in_sync,
+        )
+
+    def experimental_distribute_dataset(
+        self,
+        dataset: Any,
+        *,
+        remainder: str = "drop",
+        batch_size: int | None = None,
+        prefetch: int = 2,
+        auto_shard_policy: AutoShardPolicy = AutoShardPolicy.AUTO,
+    ) -> DistributedDataset:
+        """Split every batch of a dataset over the replicas, ahead of the steps.
+
+        Args:
+            dataset: Yields **global** batches, pytrees of arrays `[B, ...]`: a Grain
+                dataset, `keras.utils.PyDataset`, `tf.data.Dataset`, torch `DataLoader`,
+                or any iterable. An array, or a tuple or dict of arrays, is cut into
+                batches of `batch_size`.
+            remainder: What to do with a batch that does not divide by the replicas:
+                `"drop"` its last examples (logged), `"pad"` it and yield
+                `(batch, mask)` for every batch, or raise an `"error"`.
+            batch_size: Global batch size for arrays.
+            prefetch: Number of batches placed on the devices ahead of the step.
+            auto_shard_policy: How several workers divide the dataset. By default all
+                read the same batches, and each takes its rows.
+
+        Returns:
+            An iterable of batches with `PerReplica` leaves, for `run`; `fit`,
+            `evaluate` and `predict` take it too.
+        """
+        return DistributedDataset(
+            dataset,
+            self._group.mesh,
+            remainder=remainder,
+            batch_size=batch_size,
+            prefetch=prefetch,
+            auto_shard_policy=auto_shard_policy,
+            share=self.share,
+            num_replicas=self._group.num_replicas,
+        )
+
+    def distribute_datasets_from_function(
+        self,
+        dataset_fn: Callable[[InputContext], Iterable[Any]],
+        *,
+        remainder: str = "drop",
+        prefetch: int = 2,
+    ) -> DistributedDatasetFromFunction:
+        """A distributed dataset from a function that makes per-replica batches.
+
+        Args:
+            dataset_fn: Gets an `InputContext` and returns a dataset whose batches are
+                **per-replica**; one step takes as many of them as there are replicas.
+            remainder: As in `experimental_distribute_dataset`, for a last step with
+                fewer batches than replicas.
+            prefetch: Number of steps placed on the devices ahead.
+        """
+        return DistributedDatasetFromFunction(
+            dataset_fn,
+            self._group.mesh,
+            self.input_context,
+            remainder=remainder,
+            prefetch=prefetch,
+            share=self.share,
+            num_replicas=self._group.num_replicas,
+        )
+
+    def experimental_make_numpy_dataset(self, numpy_input: Any) -> Any:
+        """A `grain.MapDataset` of the examples in a pytree of arrays `[N, ...]`.
+
+        Shuffle and batch it, then hand it to `experimental_distribute_dataset`.
+        """
+        return numpy_dataset(numpy_input)

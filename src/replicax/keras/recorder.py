@@ -1,0 +1,235 @@
+"""Where the time of `fit` goes in one process, noted at almost no cost per step.
+
+Dispatch is asynchronous, so no single step is timed: what counts is the wall time of an
+epoch, until the devices are done, and the part of it in which they had to wait for
+input. Whether they wait is asked without blocking: the last step's result is there, or
+it is not. Only around an execution that compiles are the devices waited for: otherwise
+earlier steps would be done within its time, and seem to take none.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from replicax.engine.composites import is_composite
+
+__all__ = ["Recorder", "Tally", "TimedBatches"]
+
+_MARK_EVERY_S = 5.0
+
+
+@dataclasses.dataclass(slots=True)
+class Tally:
+    """What happened since the beginning of an epoch; all times in seconds.
+
+    Attributes:
+        executions: Programs that were started.
+        steps: Training steps in them.
+        examples: Examples of those steps.
+        input_s: Time in which the host made and placed batches.
+        stalled_s: The part of it in which the devices had nothing else to do.
+        waits_s: Time in which the host waited for other tasks.
+        first_executions: Executions whose program was new, so that it was compiled.
+        first_steps: Their steps.
+        first_examples: Their examples.
+        first_s: Their time until the devices were done, without their input.
+    """
+
+    executions: int = 0
+    steps: int = 0
+    examples: int = 0
+    input_s: float = 0.0
+    stalled_s: float = 0.0
+    waits_s: float = 0.0
+    first_executions: int = 0
+    first_steps: int = 0
+    first_examples: int = 0
+    first_s: float = 0.0
+
+
+class Recorder:
+    """Notes what `fit` does. It knows nothing of Keras, and all calls are `fit`'s.
+
+    Args:
+        on_mark: Called between steps, every now and then.
+        mark_every_s: How often; None: every five seconds.
+
+    Attributes:
+        tally: Of the epoch until now.
+        logs: Of an execution of the epoch that is done, for marks; None: of none yet.
+    """
+
+    def __init__(
+        self,
+        on_mark: Callable[[], None] | None = None,
+        mark_every_s: float | None = None,
+    ) -> None:
+        self.tally = Tally()
+        self.logs: Any = None
+        self._marked: Any = None  # Logs of the execution at the last mark.
+        self._on_mark = on_mark
+        self._mark_every_s = _MARK_EVERY_S if mark_every_s is None else mark_every_s
+        self._began = time.perf_counter()
+        self._next_mark = self._began + self._mark_every_s
+        self._last: Any = None  # A result of the last execution.
+        self._executed = 0, 0  # Steps and examples of the executions in `tally`.
+        self._steps_s: float | None = None
+        self._seen: set[Any] = set()
+        # Since when, and after which waits, an execution is on its way that compiles.
+        self._first: tuple[float, float] | None = None
+        self._elsewhere_s = 0.0
+        self._devices_idle = True
+
+    # Epochs.
+
+    def begin_epoch(self) -> None:
+        """Count from zero."""
+        self.tally = Tally()
+        self.logs = self._marked = None
+        self._executed = 0, 0
+        self._steps_s = None
+        self._began = time.perf_counter()
+
+    def elapsed_s(self) -> float:
+        """Since the epoch began."""
+        return time.perf_counter() - self._began
+
+    def end_steps(self) -> float:
+        """Wait for the devices; returns the time since the epoch began.
+
+        Until another step is made, that stays: what comes after it is no training.
+        """
+        if self._steps_s is None:
+            if self._last is not None:
+                jax.block_until_ready(self._last)
+                self._last = None
+            self._steps_s = self.elapsed_s()
+        return self._steps_s
+
+    # Steps.
+
+    def begin_input(self) -> float:
+        """The host begins to get a batch; returns what `end_input` wants."""
+        self._devices_idle = _is_ready(self._last)
+        self._elsewhere_s = 0.0
+        return time.perf_counter()
+
+    def end_input(self, began: float, shapes: Any, steps: int, examples: int) -> None:
+        """It has the batch.
+
+        Args:
+            began: From `begin_input`.
+            shapes: Equal for batches that one program serves.
+            steps: Training steps that the batch is for.
+            examples: In those steps.
+        """
+        tally = self.tally
+        # Rounding may leave a little less than nothing.
+        took = max(0.0, time.perf_counter() - began - self._elsewhere_s)
+        tally.input_s += took
+        if self._devices_idle:
+            tally.stalled_s += took
+        elif _is_ready(self._last):
+            tally.stalled_s += took / 2  # They were done somewhere in between.
+        tally.steps += steps
+        tally.examples += examples
+        if shapes not in self._seen:
+            self._seen.add(shapes)
+            if self._first is None:
+                jax.block_until_ready(self._last)
+                self._first = time.perf_counter(), tally.waits_s
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """In it, the host waits for other tasks, be it amid input."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            took = time.perf_counter() - began
+            self.tally.waits_s += took
+            self._elsewhere_s += took
+
+    def around(self, train_function: Callable[..., Any]) -> Callable[..., Any]:
+        """Keras' `train_function`, noted."""
+
+        @functools.wraps(train_function)
+        def noted(state: Any, iterator: Any) -> Any:
+            tally = self.tally
+            out = train_function(state, iterator)
+            if tally.steps == self._executed[0]:
+                return out  # Nothing was trained on.
+            self._last = _array_of(out[0])
+            self._steps_s = None
+            tally.executions += 1
+            if self._first is not None:
+                self._end_first(*self._first)
+            self._executed = tally.steps, tally.examples
+            if time.perf_counter() >= self._next_mark:
+                self._mark(out[0])
+            return out
+
+        return noted
+
+    def _mark(self, logs: Any) -> None:
+        if _is_ready(_array_of(self._marked)):
+            self.logs = self._marked
+        self._marked = logs
+        if self._on_mark is not None:
+            self._on_mark()
+        self._next_mark = time.perf_counter() + self._mark_every_s
+
+    def _end_first(self, began: float, waits_s: float) -> None:
+        """The execution that has compiled is started."""
+        jax.block_until_ready(self._last)
+        self._first = None
+        tally, (steps, examples) = self.tally, self._executed
+        took = time.perf_counter() - began - (tally.waits_s - waits_s)
+        tally.first_executions += 1
+        tally.first_steps += tally.steps - steps
+        tally.first_examples += tally.examples - examples
+        tally.first_s += max(0.0, took)
+
+
+class TimedBatches:
+    """Keras' own batches, on their way to a model without a strategy.
+
+    Args:
+        batches: Keras' batches.
+        recorder: Who notes how long they take.
+    """
+
+    def __init__(self, batches: Any, recorder: Recorder) -> None:
+        self._batches = iter(batches)
+        self._recorder = recorder
+
+    def __iter__(self) -> "TimedBatches":
+        return self
+
+    def __next__(self) -> Any:
+        began = self._recorder.begin_input()
+        batch = next(self._batches)
+        leaves = jax.tree.leaves(batch, is_leaf=is_composite)
+        shapes = tuple(getattr(x, "shape", ()) for x in leaves)
+        rows = shapes[0][0] if shapes and shapes[0] else 0
+        self._recorder.end_input(began, shapes, 1, rows)
+        return batch
+
+
+def _array_of(logs: Any) -> Any:
+    """One of a step's results, for all of them come at once; None: there is none."""
+    if isinstance(logs, dict):
+        logs = next(iter(logs.values()), None)
+    return logs if hasattr(logs, "is_ready") else None
+
+
+def _is_ready(array: Any) -> bool:
+    try:
+        return array is None or array.is_ready()
+    except RuntimeError:  # It failed, or was given away; the next step tells.
+        return True

@@ -1,0 +1,311 @@
+"""Kubernetes manifests of a training cluster, as plain data and as YAML.
+
+In a `JobSet` the tasks of each role are the pods of one indexed job. Their `TF_CONFIG`
+is put together by Kubernetes itself from the pod's index, so nothing in the container
+asks its API. A `TFJob` gets `TF_CONFIG` from Kubeflow's operator.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from replicax.cluster.failure import is_retryable
+from replicax.launch.training_job import TrainingJob
+
+__all__ = ["jobset", "tfjob", "to_yaml"]
+
+_Document = dict[str, Any]
+
+_INDEX_VARIABLE = "JOB_COMPLETION_INDEX"
+_INDEX_PATH = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+_ATTEMPT_PATH = "metadata.annotations['jobset.sigs.k8s.io/restart-attempt']"
+_ATTEMPT_VARIABLE = "REPLICAX_ATTEMPT"
+
+# Kubernetes knows exit codes up to 255; 0 is success and may not be in the list.
+_PERMANENT_CODES = [code for code in range(1, 256) if not is_retryable(code)]
+
+_REPLICA_TYPES = {
+    "chief": "Chief",
+    "worker": "Worker",
+    "ps": "PS",
+    "evaluator": "Evaluator",
+}
+
+
+def jobset(job: TrainingJob) -> _Document:
+    """The job as a `JobSet` of `jobset.x-k8s.io/v1alpha2`.
+
+    All tasks are started again together when one ends with a retryable exit code or
+    its pod is evicted. A permanent exit code ends the job.
+
+    Args:
+        job: The training job.
+
+    Example:
+        >>> job = TrainingJob(image="img", command=("python", "t.py"), num_workers=2)
+        >>> [part["name"] for part in jobset(job)["spec"]["replicatedJobs"]]
+        ['worker']
+    """
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": _metadata(job),
+        "spec": {
+            "network": {
+                "enableDNSHostnames": True,
+                # Tasks look each other up while they start, before they are ready.
+                "publishNotReadyAddresses": True,
+                "subdomain": job.name,
+            },
+            "successPolicy": {
+                "operator": "All",
+                # A parameter server serves until it is ended.
+                "targetReplicatedJobs": [role for role in job.roles if role != "ps"],
+            },
+            "failurePolicy": {
+                "maxRestarts": job.max_restarts,
+                # The new tasks have the old ones' host names: the old must be gone.
+                "restartStrategy": "BlockingRecreate",
+                "rules": [
+                    {
+                        "name": "permanentExitCode",
+                        "action": "FailJobSet",
+                        "onJobFailureReasons": ["PodFailurePolicy"],
+                    }
+                ],
+            },
+            "replicatedJobs": [_replicated_job(job, role) for role in job.roles],
+        },
+    }
+
+
+def tfjob(job: TrainingJob) -> _Document:
+    """The job as a Kubeflow `TFJob` of `kubeflow.org/v1`.
+
+    Pods with a retryable exit code are started again one by one.
+
+    Args:
+        job: The training job.
+
+    Example:
+        >>> job = TrainingJob(image="img", command=("python", "t.py"), num_workers=2)
+        >>> tfjob(job)["spec"]["tfReplicaSpecs"]["Worker"]["restartPolicy"]
+        'ExitCode'
+    """
+    # The operator calls the job done when the workers are, and then ends what runs:
+    # parameter servers must be ended, an evaluator shall finish.
+    policy = "None" if job.evaluator and not job.num_ps else "Running"
+    return {
+        "apiVersion": "kubeflow.org/v1",
+        "kind": "TFJob",
+        "metadata": _metadata(job),
+        "spec": {
+            "runPolicy": {"cleanPodPolicy": policy, "backoffLimit": job.max_restarts},
+            "successPolicy": "AllWorkers",
+            "tfReplicaSpecs": {
+                _REPLICA_TYPES[role]: {
+                    "replicas": size,
+                    "restartPolicy": "ExitCode",
+                    # The operator looks for exactly these names.
+                    "template": _pod_template(
+                        job,
+                        role,
+                        container="tensorflow",
+                        port_name="tfjob-port",
+                        env=[],
+                    ),
+                }
+                for role, size in job.roles.items()
+            },
+        },
+    }
+
+
+def _metadata(job: TrainingJob) -> _Document:
+    return {
+        "name": job.name,
+        **({"namespace": job.namespace} if job.namespace else {}),
+    }
+
+
+def _replicated_job(job: TrainingJob, role: str) -> _Document:
+    template = _pod_template(
+        job, role, container=role, port_name="replicax", env=_task_env(job, role)
+    )
+    template["spec"] = {"restartPolicy": "Never", **template["spec"]}
+    return {
+        "name": role,
+        "replicas": 1,
+        "template": {
+            "spec": {
+                "parallelism": job.roles[role],
+                "completions": job.roles[role],
+                "completionMode": "Indexed",
+                # A pod is never replaced alone: its peers would wait for the old one.
+                "backoffLimit": 0,
+                "podFailurePolicy": {"rules": _pod_failure_rules(role)},
+                "template": template,
+            }
+        },
+    }
+
+
+def _pod_failure_rules(container: str) -> list[_Document]:
+    # The first rule that fits is taken: whatever code an evicted pod leaves with, its
+    # failure is not the script's.
+    return [
+        {
+            "action": "Count",
+            "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+        },
+        {
+            "action": "FailJob",
+            "onExitCodes": {
+                "containerName": container,
+                "operator": "In",
+                "values": _PERMANENT_CODES,
+            },
+        },
+    ]
+
+
+def _task_env(job: TrainingJob, role: str) -> list[_Document]:
+    return [
+        # A reference takes a variable that stands before it. Kubernetes adds this one
+        # by itself, but at the end of the list, where TF_CONFIG could not refer to it.
+        _from_pod(_INDEX_VARIABLE, _INDEX_PATH),
+        {"name": "TF_CONFIG", "value": _tf_config(job, role)},
+        _from_pod(_ATTEMPT_VARIABLE, _ATTEMPT_PATH),
+    ]
+
+
+def _from_pod(name: str, field_path: str) -> _Document:
+    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": field_path}}}
+
+
+def _tf_config(job: TrainingJob, role: str) -> str:
+    # An evaluator is no part of the training cluster, as TF has it.
+    cluster = {
+        name: [f"{job.host(name, i)}.{job.name}:{job.port}" for i in range(size)]
+        for name, size in job.roles.items()
+        if name != "evaluator"
+    }
+    reference = f"$({_INDEX_VARIABLE})"
+    config = {"cluster": cluster, "task": {"type": role, "index": reference}}
+    # Without quotes, for what Kubernetes puts in its place is to be a number.
+    return json.dumps(config, indent=2).replace(f'"{reference}"', reference)
+
+
+def _pod_template(
+    job: TrainingJob, role: str, *, container: str, port_name: str, env: list[_Document]
+) -> _Document:
+    mounts = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
+    # Containers have 64 MiB of it by default: too little for NCCL and loader processes.
+    volumes: list[_Document] = [
+        {"name": "shared-memory", "emptyDir": {"medium": "Memory"}}
+    ]
+    if job.checkpoint_claim:
+        mounts.append({"name": "checkpoints", "mountPath": job.checkpoint_path})
+        claim = {"claimName": job.checkpoint_claim}
+        volumes.append({"name": "checkpoints", "persistentVolumeClaim": claim})
+    resources = _resources(job, role)
+    return {
+        "spec": {
+            "terminationGracePeriodSeconds": job.grace_seconds,
+            # Else the script is process 1, which ignores SIGTERM until it handles it.
+            "shareProcessNamespace": True,
+            "containers": [
+                {
+                    "name": container,
+                    "image": job.image,
+                    "command": [_literal(word) for word in job.command],
+                    "env": [*env, *_plain_env(job)],
+                    "ports": [{"name": port_name, "containerPort": job.port}],
+                    **({"resources": resources} if resources else {}),
+                    "volumeMounts": mounts,
+                }
+            ],
+            "volumes": volumes,
+        }
+    }
+
+
+def _plain_env(job: TrainingJob) -> list[_Document]:
+    variables = {"PYTHONUNBUFFERED": "1", **job.env}
+    return [
+        {"name": name, "value": _literal(value)} for name, value in variables.items()
+    ]
+
+
+def _literal(text: str) -> str:
+    """The text with nothing in it that Kubernetes would expand."""
+    return text.replace("$", "$$")
+
+
+def _resources(job: TrainingJob, role: str) -> _Document:
+    requests: _Document = {}
+    limits: _Document = {}
+    if job.cpus is not None:
+        requests["cpu"] = job.cpus
+    if job.memory is not None:
+        requests["memory"] = limits["memory"] = job.memory
+    if job.gpus_per_worker and role != "ps":
+        limits["nvidia.com/gpu"] = job.gpus_per_worker
+    return {
+        name: amounts
+        for name, amounts in (("requests", requests), ("limits", limits))
+        if amounts
+    }
+
+
+# YAML parsers differ in what else is a number or a truth value: PyYAML reads 1e3 and y
+# as text, Kubernetes' parser does not. Only words that all read as text go unquoted.
+_PLAIN = re.compile(r"[A-Za-z/](?:[-\w./:]*[-\w./])?", re.ASCII)
+_NOT_PLAIN = frozenset(["y", "n", "yes", "no", "on", "off", "true", "false", "null"])
+
+
+def to_yaml(document: Mapping[str, Any]) -> str:
+    """The document as YAML, in the order of its keys.
+
+    Args:
+        document: Plain data: dicts, lists, strings, numbers and truth values.
+
+    Example:
+        >>> print(to_yaml({"kind": "JobSet", "value": "1e-3", "codes": [1, 2]}), end="")
+        kind: JobSet
+        value: '1e-3'
+        codes: [1, 2]
+    """
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        def ignore_aliases(self, data: Any) -> bool:
+            return True
+
+    def text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+        style = '"' if "'" in value else "'"
+        if not value.replace("\n", "").isprintable():
+            style = '"'  # Only there are odd line breaks and controls escaped.
+        elif "\n" in value:
+            style = "|"
+        elif _PLAIN.fullmatch(value) and value.lower() not in _NOT_PLAIN:
+            style = None
+        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+    def sequence(dumper: yaml.SafeDumper, value: list[Any]) -> yaml.SequenceNode:
+        numbers = bool(value) and all(isinstance(item, int) for item in value)
+        return dumper.represent_sequence(
+            "tag:yaml.org,2002:seq", value, flow_style=numbers
+        )
+
+    Dumper.add_representer(str, text)
+    Dumper.add_representer(list, sequence)
+    return yaml.dump(
+        dict(document),
+        Dumper=Dumper,
+        sort_keys=False,
+        allow_unicode=True,
+        default_flow_style=False,
+        width=88,
+    )

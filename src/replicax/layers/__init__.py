@@ -1,5 +1,0 @@
-"""Keras layers whose variables a strategy may keep elsewhere."""
-
-from replicax.layers.embedding import Embedding, RowSource
-
-__all__ = ["Embedding", "RowSource"]

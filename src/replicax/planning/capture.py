@@ -1,0 +1,239 @@
+"""Gets at the training step of a script or a strategy, lowered and not run.
+
+Strategies hand their programs to a `Capture` instead of running them. The first one
+that trains is lowered for the topology's devices, and what led to it is stopped by an
+exception that scripts do not catch. Programs before that one return zeros.
+"""
+
+import contextlib
+import logging
+import re
+import runpy
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from replicax._util.dry_run import rehearsing
+from replicax.engine.values import PerReplica
+from replicax.planning.topology import Topology
+
+__all__ = [
+    "Capture",
+    "NoTrainingStepError",
+    "capture_call",
+    "capture_fit",
+    "capture_script",
+    "is_model",
+]
+
+_logger = logging.getLogger("replicax")
+
+
+class _Captured(BaseException):
+    """Stops a script at its training step. No `Exception`, which scripts catch."""
+
+
+class NoTrainingStepError(ValueError):
+    """What was to be planned ended without a training step."""
+
+
+class Capture:
+    """Waits for a program that trains.
+
+    Args:
+        topology: What it is for.
+
+    Attributes:
+        name: The program's.
+        lowered: The program as `jax.stages.Lowered`; None: it did not come yet.
+        num_steps: Steps in one call of it.
+        num_replicas: Number of replicas.
+        num_devices: Number of devices that it runs on.
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        self.devices: Sequence[Any] = topology.devices
+        cpu = jax.local_devices(backend="cpu")[0]
+        self.home = NamedSharding(Mesh(np.array([cpu]), ("home",)), PartitionSpec())
+        self.name = ""
+        self.lowered: Any = None
+        self.num_steps = 1
+        self.num_replicas = 0
+        self.num_devices = 0
+        self._has_skipped = False
+
+    def call(
+        self, group: Any, program: Any, values: Sequence[Any], arrays: Sequence[Any]
+    ) -> Any:
+        """Keep a program that trains; of another one, results that are zeros.
+
+        Its variables keep their values.
+        """
+        inputs, leaves = _shapes(values), _shapes(arrays)
+        program.check(inputs, leaves)
+        lowered = program.lower(inputs, leaves)
+        if program.trains:
+            self.name = _short(program.name)
+            self.lowered = lowered
+            self.num_steps = program.operation.num_steps
+            self.num_replicas = group.num_replicas
+            self.num_devices = group.mesh.size
+            raise _Captured
+        if not self._has_skipped:
+            self._has_skipped = True
+            _logger.warning(
+                "plan: %s does not train. It and others like it are not run here; "
+                "their results are zeros.",
+                _short(program.name),
+            )
+        return jax.tree.map(
+            lambda x: jnp.zeros(x.shape, x.dtype), program.results_of(lowered)
+        )
+
+    @contextlib.contextmanager
+    def _until_captured(self) -> Iterator[None]:
+        with rehearsing(self), contextlib.suppress(_Captured):
+            yield
+
+
+def capture_script(
+    script: str, arguments: Sequence[str], topology: Topology, *, is_module: bool
+) -> Capture:
+    """Run a script up to its first training step.
+
+    Args:
+        script: Its path, or a module's name.
+        arguments: What it finds in `sys.argv` after its name.
+        topology: The devices that its strategies get.
+        is_module: Whether `script` is a module's name.
+
+    Raises:
+        NoTrainingStepError: If it ends without having trained.
+    """
+    capture = Capture(topology)
+    sys.argv = [script, *arguments]
+    if not is_module:  # As Python does for a script.
+        sys.path[0] = str(Path(script).resolve().parent)
+    try:
+        with capture._until_captured():
+            if is_module:
+                runpy.run_module(script, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise
+    if capture.lowered is None:
+        raise NoTrainingStepError(
+            f"plan: {script} ended without a training step: no program in which an "
+            "optimizer makes an update. Let it reach `fit`, or a `strategy.run` that "
+            "calls optimizer.apply, with a strategy such as rx.MirroredStrategy()."
+        )
+    return capture
+
+
+def capture_call(
+    strategy: Any,
+    step: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    topology: Topology,
+) -> Capture:
+    """The program of `strategy.run(step, args, kwargs)` on a topology's devices.
+
+    Raises:
+        NoTrainingStepError: If the step does not train.
+    """
+    capture = Capture(topology)
+    with strategy.rehearsing(capture), capture._until_captured():
+        num = strategy.num_replicas_in_sync
+        args, kwargs = _as_arrays((tuple(args), dict(kwargs)), num)
+        strategy.run(step, args, kwargs)
+    if capture.lowered is None:
+        raise NoTrainingStepError(
+            f"plan: {step!r} does not train: no optimizer makes an update in it. Pass "
+            "the step that calls optimizer.apply."
+        )
+    return capture
+
+
+def capture_fit(
+    strategy: Any, model: Any, batch: Sequence[Any], topology: Topology
+) -> Capture:
+    """The program of `model.fit` for a global batch, on a topology's devices.
+
+    Args:
+        strategy: The model's.
+        model: A compiled Keras model, made in the strategy's scope.
+        batch: `(x, y)` or `(x, y, sample_weight)`, with leaves `[B, ...]`.
+        topology: The devices.
+    """
+    capture = Capture(topology)
+    arrays = _as_arrays(tuple(batch), strategy.num_replicas_in_sync)
+    attributes = {name: getattr(model, name, None) for name in _CHANGED_BY_FIT}
+    model.train_function = None
+    try:
+        with strategy.rehearsing(capture), capture._until_captured():
+            batches = (arrays for _ in range(1))
+            model.fit(batches, steps_per_epoch=1, shuffle=False, verbose=0)
+    finally:
+        for name, value in attributes.items():
+            setattr(model, name, value)
+    if capture.lowered is None:
+        raise NoTrainingStepError(
+            f"plan: fit of model {model.name!r} ended without a step of {strategy!r}. "
+            "Make and compile the model in the strategy's scope."
+        )
+    return capture
+
+
+_CHANGED_BY_FIT = ("train_function", "history", "stop_training")
+
+
+def _short(name: str) -> str:
+    """`"train_step"`, of `"run(train_step (line 12))"`."""
+    return re.sub(r"^\w+\((.*?)(?: \(line \d+\))?\)$", r"\1", name)
+
+
+def _shapes(values: Sequence[Any]) -> list[Any]:
+    return [
+        x
+        if isinstance(x, int | float | complex)  # Their types are weak.
+        else jax.ShapeDtypeStruct(
+            x.shape, x.dtype, weak_type=getattr(x, "weak_type", False)
+        )
+        for x in values
+    ]
+
+
+def _as_arrays(tree: Any, num_replicas: int) -> Any:
+    """`tree` with arrays for the `ShapeDtypeStruct`s, and entries for all replicas."""
+
+    def array(x: Any) -> Any:
+        if isinstance(x, jax.ShapeDtypeStruct):
+            # One zero in memory, however large the array.
+            return np.broadcast_to(np.zeros((), x.dtype), x.shape)
+        return x
+
+    def of_all(x: Any) -> Any:
+        if not isinstance(x, PerReplica):
+            return array(x)
+        if x.array.shape[:1] == (num_replicas,):
+            return PerReplica(jax.tree.map(array, x.array))
+        # Of a smaller strategy: every replica gets an entry like those.
+        shape = (num_replicas, *x.array.shape[1:])
+        return PerReplica(array(jax.ShapeDtypeStruct(shape, x.array.dtype)))
+
+    return jax.tree.map(of_all, tree, is_leaf=lambda x: isinstance(x, PerReplica))
+
+
+def is_model(step: Any) -> bool:
+    """Whether a step is a Keras model, trained by its own `train_step`."""
+    return isinstance(step, keras.Model)

@@ -1,0 +1,207 @@
+"""What is in a compiled program: collectives, loops, and where its results lie.
+
+Only what XLA's text says is used. A loop whose number of rounds is not in it counts
+once, and is counted as unknown.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Sequence
+
+from replicax.planning.groups import (
+    Groups,
+    replica_groups,
+    slice_groups,
+    source_target_groups,
+)
+from replicax.planning.hlo import (
+    Call,
+    Computation,
+    Instruction,
+    calls,
+    parse,
+    starts_async,
+)
+from replicax.planning.shapes import arrays, elements, num_bytes, on_chip_bytes
+
+__all__ = ["Collective", "Contents", "read_program"]
+
+_KINDS = (
+    "all-reduce",
+    "reduce-scatter",
+    "all-gather",
+    "all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+
+_BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
+
+# They name what is there already, or is made elsewhere in the text.
+_FREE = {
+    "async-done",
+    "bitcast",
+    "call",
+    "conditional",
+    "constant",
+    "get-tuple-element",
+    "parameter",
+    "tuple",
+    "while",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Collective:
+    """Collectives of a program that are alike.
+
+    Attributes:
+        kind: `"all-reduce"` and so on.
+        dtype: XLA's name of the element type, such as `"f32"`; several are joined by
+            `"+"`.
+        bytes: Of one of them, on one device: what an all-reduce sums, what a
+            reduce-scatter takes, what an all-gather gives, what the others send.
+        count: How many of them one run of the program makes.
+        groups: Positions in the mesh of the devices that take part together; empty: all
+            devices.
+        is_async: Whether the program goes on computing meanwhile.
+    """
+
+    kind: str
+    dtype: str
+    bytes: int
+    count: int
+    groups: Groups
+    is_async: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Contents:
+    """What the text of a program says.
+
+    Attributes:
+        collectives: In the order of the text.
+        loop_flops: Multiplications and additions of matrix products and convolutions in
+            all rounds but the first of loops; XLA's own count has only that one.
+        trip_counts: Numbers of rounds of the loops; None: not in the text.
+        on_chip: Share of the bytes that instructions read and write which never leave
+            the chip, as the compiler has placed them; 0 where it does not say.
+    """
+
+    collectives: tuple[Collective, ...]
+    loop_flops: float
+    trip_counts: tuple[int | None, ...]
+    on_chip: float
+
+
+def read_program(text: str) -> Contents:
+    """Read the text of a compiled program, `jax.stages.Compiled.as_text()`.
+
+    Raises:
+        InternalError: If the text has no entry, or a notation that is not known.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from replicax.planning.hlo_summary import read_program
+        >>> compiled = jax.jit(jnp.sin).lower(1.0).compile()
+        >>> read_program(compiled.as_text()).collectives
+        ()
+    """
+    computations, entry = parse(text)
+    found: dict[Collective, int] = {}
+    loop_flops = moved = kept = 0.0
+    trip_counts = []
+    for call in calls(computations, entry):
+        computation = computations[call.computation]
+        if call.is_loop:
+            trip_counts.append(call.trips)
+        for instruction in computation.values():
+            collective = _collective(instruction, call)
+            if collective is not None:
+                found[collective] = found.get(collective, 0) + call.times
+            loop_flops += (call.times - 1) * _flops(instruction, computation)
+            if not call.is_fused and not call.is_async:
+                total, on_chip = _traffic(instruction, computation)
+                moved += total
+                kept += on_chip
+    return Contents(
+        collectives=tuple(
+            dataclasses.replace(collective, count=count)
+            for collective, count in found.items()
+        ),
+        loop_flops=loop_flops,
+        trip_counts=tuple(trip_counts),
+        on_chip=kept / moved if moved else 0.0,
+    )
+
+
+def _collective(instruction: Instruction, call: Call) -> Collective | None:
+    """A collective of `count` one, None if the instruction is none."""
+    kind = instruction.opcode.removesuffix("-start")
+    if kind == "send" and (found := _BETWEEN_SLICES.search(instruction.attributes)):
+        return _between_slices(instruction, found[1].lower().replace("_", "-"))
+    if kind not in _KINDS:
+        return None
+    if kind == "collective-permute":
+        groups = source_target_groups(instruction.attributes)
+    else:
+        groups = replica_groups(instruction.attributes)
+    shape = instruction.shape
+    if instruction.opcode.endswith("-start") and kind != "all-reduce":
+        shape = elements(shape)[1]  # After the operands; flags may follow.
+    size = num_bytes(shape)
+    if kind == "reduce-scatter":
+        size *= len(groups[0]) if groups else 1
+    caller = call.caller.attributes if call.caller is not None else ""
+    if kind == "all-reduce" and "calls=%all-reduce-scatter" in caller:
+        kind = "reduce-scatter"  # As TPUs write one: a sum fused with a slice of it.
+    return Collective(
+        kind=kind,
+        dtype="+".join(sorted({dtype for dtype, _ in arrays(shape)})),
+        bytes=size,
+        count=1,
+        groups=groups,
+        is_async=call.is_async or starts_async(instruction),
+    )
+
+
+def _between_slices(instruction: Instruction, kind: str) -> Collective:
+    """A collective that hosts make for their chips, which send and receive."""
+    shape = elements(instruction.shape)[0]
+    return Collective(
+        kind=kind,
+        dtype="+".join(sorted({dtype for dtype, _ in arrays(shape)})),
+        bytes=num_bytes(shape),
+        count=1,
+        groups=slice_groups(instruction.attributes),
+        is_async=False,
+    )
+
+
+def _traffic(instruction: Instruction, computation: Computation) -> tuple[int, int]:
+    """Bytes that an instruction reads and writes, and how many of them on the chip."""
+    if instruction.opcode in _FREE or instruction.opcode.endswith("-done"):
+        return 0, 0
+    read = [computation[n].shape for n in instruction.operands if n in computation]
+    shapes = [instruction.shape, *read]
+    return sum(map(num_bytes, shapes)), sum(map(on_chip_bytes, shapes))
+
+
+def _flops(instruction: Instruction, computation: Computation) -> float:
+    if instruction.opcode not in ("dot", "convolution"):
+        return 0.0
+    left, right = (_dims(name, computation) for name in instruction.operands)
+    (_, results), *_ = arrays(instruction.shape)
+    if instruction.opcode == "dot":
+        match = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.attributes)
+        summed = [int(i) for i in match[1].split(",") if i] if match else []
+        return 2.0 * math.prod(results) * math.prod(left[i] for i in summed)
+    match = re.search(r"dim_labels=\w+_(\w+)->", instruction.attributes)
+    outputs = right[match[1].index("o")] if match else 1
+    return 2.0 * math.prod(results) * math.prod(right) / max(outputs, 1)
+
+
+def _dims(name: str, computation: Computation) -> Sequence[int]:
+    (_, dims), *_ = arrays(computation[name].shape)
+    return dims

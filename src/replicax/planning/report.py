@@ -1,0 +1,202 @@
+"""What a plan says: the values, as JSON and as tables in a terminal."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from replicax._util.units import binary_bytes, decimal, seconds
+from replicax.planning.figure import draw
+from replicax.planning.rates import Rates
+from replicax.planning.roofline import ASSUMPTIONS, StepTime
+from replicax.planning.types import CollectiveUse, Memory, Scale
+
+__all__ = ["Plan"]
+
+_FORMAT = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What a training step would do on some hardware. Made by `rx.plan`.
+
+    Nothing of it was run there: FLOPs, bytes and collectives are the compiler's, times
+    come from a model (`replicax.planning.roofline`).
+
+    Attributes:
+        program: Name of the step.
+        topology: Name of the hardware.
+        device_kind: JAX's name of one device.
+        num_devices: Number of devices that the step runs on.
+        num_replicas: Number of replicas on them.
+        num_hosts: Number of machines that hold the devices.
+        num_slices: Number of TPU slices.
+        rates: How fast a device is.
+        fits: Whether the step fits into a device's memory.
+        memory: Bytes on one device; None where the compiler gave up on them.
+        flops: Multiplications and additions per device and step; None: see `memory`.
+        bytes_accessed: Bytes that a device moves to and from its memory per step; None:
+            see `memory`.
+        collectives: What devices send each other.
+        time: Of one step, a lower bound; None: see `memory`.
+        scaling: Efficiencies on 1, 2, 4, ... devices; empty where they are unknown.
+        limit: What limits the step first: `"compute"`, `"memory bandwidth"`,
+            `"interconnect"`, `"network"` or `"memory capacity"`.
+        advice: What to do about it.
+        notes: What else to know.
+    """
+
+    program: str
+    topology: str
+    device_kind: str
+    num_devices: int
+    num_replicas: int
+    num_hosts: int
+    num_slices: int
+    rates: Rates
+    fits: bool
+    memory: Memory | None
+    flops: float | None
+    bytes_accessed: float | None
+    collectives: tuple[CollectiveUse, ...]
+    time: StepTime | None
+    scaling: tuple[Scale, ...]
+    limit: str
+    advice: str
+    notes: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The plan as JSON values, which `format` numbers the layout of."""
+        values = dataclasses.asdict(self)
+        if self.memory is not None:
+            values["memory"]["peak"] = self.memory.peak
+        return {"format": _FORMAT, **values, "assumptions": ASSUMPTIONS}
+
+    def write_json(self, path: str | Path) -> None:
+        """Write `as_dict` to a file."""
+        text = json.dumps(self.as_dict(), indent=2)
+        Path(path).write_text(text + "\n", encoding="utf-8")
+
+    def write_figure(self, path: str | Path) -> None:
+        """Draw time and scaling to a file, such as a PNG.
+
+        Raises:
+            ImportError: Without matplotlib.
+            ValueError: If there is nothing to draw: the step does not fit.
+        """
+        if self.time is None:
+            raise ValueError(
+                f"plan: nothing to draw: {self.program} does not fit on "
+                f"{self.topology}."
+            )
+        draw(
+            path,
+            title=f"{self.program} on {self.topology} ({self.num_devices} devices): "
+            "compiled, never run",
+            time=self.time,
+            limit=self.limit,
+            scaling=self.scaling,
+            here=(self.topology, self.num_devices),
+        )
+
+    def show(self, console: Console | None = None) -> None:
+        """Print the plan as tables."""
+        (console or Console()).print(self.__rich__())
+
+    def __rich__(self) -> Group:
+        parts: list[Any] = [self._summary()]
+        if self.collectives:
+            parts.append(self._collective_table())
+        parts.append(Text.assemble(("First limit: ", "bold"), f"{self.limit}. "))
+        parts.append(Text(self.advice))
+        parts += [Text(f"Note: {note}", style="yellow") for note in self.notes]
+        parts.append(Text("Compiled, not run. " + " ".join(ASSUMPTIONS), style="dim"))
+        return Group(*parts)
+
+    def _summary(self) -> Table:
+        rows = Table.grid(padding=(0, 2))
+        rows.add_column(style="bold", no_wrap=True)
+        rows.add_column(overflow="fold")
+        hosts = "1 host" if self.num_hosts == 1 else f"{self.num_hosts} hosts"
+        rows.add_row("step", Text(self.program))
+        rows.add_row(
+            "hardware",
+            f"{self.topology}: {self.num_devices} x {self.device_kind} on {hosts}, "
+            f"{self.num_replicas} replicas",
+        )
+        rows.add_row("rates", Text(self._rates()))
+        if self.flops is not None and self.bytes_accessed is not None:
+            rows.add_row("per device", f"{decimal(self.flops)}FLOP a step")
+            rows.add_row("", f"{decimal(self.bytes_accessed)}B a step by its memory")
+        rows.add_row("memory", self._memory())
+        if self.time is not None:
+            rows.add_row("step time", Text(self._time()))
+        if self.scaling:
+            rows.add_row(
+                "efficiency",
+                "  ".join(f"{s.num_devices}: {s.efficiency:.1%}" for s in self.scaling)
+                + " (devices: time on one by time there, same batch on each)",
+            )
+        return rows
+
+    def _rates(self) -> str:
+        ring = self.rates.ring_bandwidth
+        links = "" if ring is None else f", {decimal(ring)}B/s in a ring"
+        return (
+            f"{decimal(self.rates.peak_flops)}FLOP/s, "
+            f"{decimal(self.rates.memory_bandwidth)}B/s of memory{links}; "
+            f"{self.rates.source}"
+        )
+
+    def _memory(self) -> Text:
+        if self.memory is None:
+            return Text("does not fit: the compiler ran out of it", style="red")
+        m = self.memory
+        room = "" if m.capacity is None else f" of {binary_bytes(m.capacity)}"
+        style = "" if self.fits else "red"
+        return Text(
+            f"{binary_bytes(m.peak)}{room} at the peak: "
+            f"{binary_bytes(m.arguments)} arguments, "
+            f"{binary_bytes(m.outputs - m.aliased)} outputs beside them, "
+            f"{binary_bytes(m.temporaries)} temporaries, "
+            f"{binary_bytes(m.code)} code",
+            style=style,
+        )
+
+    def _time(self) -> str:
+        assert self.time is not None  # The caller has looked.
+        t = self.time
+        return (
+            f"{seconds(t.total)}: compute {seconds(t.compute)} or memory "
+            f"{seconds(t.memory)}, whichever is longer, and communication "
+            f"{seconds(t.exposed)} that nothing hides"
+        )
+
+    def _collective_table(self) -> Table:
+        table = Table(title="Collectives per step, on one device", title_justify="left")
+        for name in ("kind", "dtype"):
+            table.add_column(name)
+        for name in ("count", "bytes each", "group", "time"):
+            table.add_column(name, justify="right")
+        table.add_column("over")
+        for c in sorted(self.collectives, key=lambda c: -c.bytes * c.count):
+            table.add_row(
+                c.kind + (" (async)" if c.is_async else ""),
+                c.dtype,
+                f"{c.count:g}",
+                f"{c.bytes:,}",
+                f"{c.num_groups} x {c.group_size}",
+                "" if c.seconds is None else seconds(c.seconds),
+                _over(c),
+            )
+        return table
+
+
+def _over(use: CollectiveUse) -> str:
+    if use.num_slices > 1:
+        return f"{use.num_slices} slices"
+    return "several hosts" if use.spans_hosts else "one host"

@@ -1,0 +1,194 @@
+"""How long a step takes if nothing but the hardware's rates limits it.
+
+The model, and all that it takes for granted:
+
+- A device's step takes the longer of computing (FLOPs by the peak of bfloat16, in which
+  TPUs multiply by default) and of moving data (the bytes that XLA counts, less the
+  share that the compiler keeps on the chip), plus the communication that nothing hides.
+- Collectives run at the bandwidth of the links, without latency: for payloads under a
+  megabyte or so this is too good.
+- A sum over n devices sends 2(n-1)/n of its payload from each of them (a ring, as
+  reduce-scatter and all-gather), a reduce-scatter or all-gather half of that; the parts
+  go over all dimensions of the grid at once. A dimension that closes to a ring gives
+  two links of bandwidth, an open one a single link.
+- An all-to-all sends (n-1)/n of its payload over half of the way around, on average; a
+  collective-permute sends its payload over one link.
+- Between slices a sum sends each chip's part of it, 2(s-1)/s of 1/n for s slices, over
+  the chip's share of its host's network.
+- A collective that the compiler made asynchronous hides behind computation, as long as
+  there is some; a synchronous one is waited for.
+- The input arrives in time, and nothing is dispatched late.
+
+Real steps take longer: no program runs at the peaks. The times are good for comparisons
+and for finding what limits, not for promises.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from replicax.planning.chips import Chip
+
+__all__ = [
+    "ASSUMPTIONS",
+    "StepTime",
+    "collective_seconds",
+    "grid_bandwidth",
+    "mean_hops",
+    "network_seconds",
+    "step_time",
+]
+
+ASSUMPTIONS = (
+    "Peak bfloat16 FLOP/s, peak bandwidths, no latency: real steps take longer.",
+    "Bytes are what XLA counts, less the share that the compiler keeps on the chip.",
+    "Collectives are rings over all links of the group's part of the grid.",
+    "Asynchronous collectives hide behind computation; synchronous ones do not.",
+    "Scaling: same batch per chip, same payload of collectives over all replicas.",
+    "Input arrives in time.",
+)
+"""What the time model takes for granted, in short; the module says it in full."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StepTime:
+    """Seconds of one step on one device.
+
+    Attributes:
+        compute: Of multiplications and additions.
+        memory: Of moving data between memory and chip.
+        links: Of collectives, between chips.
+        network: Of collectives, between slices.
+        exposed: Of collectives, what computation does not hide.
+        total: Of the step.
+    """
+
+    compute: float
+    memory: float
+    links: float
+    network: float
+    exposed: float
+    total: float
+
+
+def step_time(
+    *,
+    compute: float,
+    memory: float,
+    waited: float,
+    hidden: float,
+    network: float,
+) -> StepTime:
+    """The time of a step from that of its parts, all in seconds.
+
+    Args:
+        compute: Computing, at the peak.
+        memory: Moving data, at the peak.
+        waited: Collectives that the program waits for, without their `network` part.
+        hidden: Asynchronous collectives.
+        network: What collectives take between slices; waited for.
+
+    Example:
+        >>> from replicax.planning.roofline import step_time
+        >>> step_time(compute=3, memory=2, waited=1, hidden=4, network=0).total
+        5
+    """
+    busy = max(compute, memory)
+    exposed = waited + network + max(0.0, hidden - busy)
+    return StepTime(
+        compute=compute,
+        memory=memory,
+        links=waited + hidden,
+        network=network,
+        exposed=exposed,
+        total=busy + exposed,
+    )
+
+
+def collective_seconds(
+    kind: str, num_bytes: float, size: int, bandwidth: float, mean_hops: float = 1.0
+) -> float:
+    """Seconds of one collective over links.
+
+    Args:
+        kind: XLA's name of it.
+        num_bytes: Its payload on one device, as in `Collective.bytes`.
+        size: Number of devices that take part together.
+        bandwidth: Bytes per second that a device sends to the others.
+        mean_hops: Links from a device to another, on average; for all-to-all.
+
+    Example:
+        >>> from replicax.planning.roofline import collective_seconds
+        >>> collective_seconds("all-reduce", 100e6, 2, 50e9)
+        0.002
+    """
+    if size <= 1:
+        return 0.0
+    share = (size - 1) / size
+    match kind:
+        case "all-reduce":
+            factor = 2 * share
+        case "all-to-all":
+            factor = share * mean_hops
+        case "collective-permute" | "collective-broadcast":
+            factor = 1.0
+        case _:
+            factor = share
+    return factor * num_bytes / bandwidth
+
+
+def network_seconds(
+    kind: str, num_bytes: float, size: int, num_slices: int, bandwidth: float
+) -> float:
+    """Seconds that a collective takes between slices.
+
+    Args:
+        kind: XLA's name of it.
+        num_bytes: Its payload on one device.
+        size: Number of devices that take part together, in all slices.
+        num_slices: Number of slices that they are in.
+        bandwidth: Bytes per second of one chip's share of the network.
+    """
+    if num_slices <= 1:
+        return 0.0
+    per_slice = max(size // num_slices, 1)
+    # Sums and gathers are made within the slices first: a chip sends its part.
+    part = num_bytes if kind.startswith("collective-") else num_bytes / per_slice
+    return collective_seconds(kind, part, num_slices, bandwidth)
+
+
+def grid_bandwidth(chip: Chip, extent: Sequence[int], shape: Sequence[int]) -> float:
+    """Bytes per second that one chip of a box in a slice can send in rings.
+
+    Args:
+        chip: The kind of chip.
+        extent: Size of the box.
+        shape: Size of the slice.
+
+    Returns:
+        Zero for a box of one chip.
+    """
+    links = sum(
+        (2 if n == whole and _closes(chip, whole, shape) else 1)
+        for n, whole in zip(extent, shape, strict=True)
+        if n > 1
+    )
+    return links * chip.link_bandwidth
+
+
+def mean_hops(chip: Chip, extent: Sequence[int], shape: Sequence[int]) -> float:
+    """Links from one chip of a box to another, on average."""
+    return sum(
+        n / 4 if n == whole and _closes(chip, whole, shape) else n / 3
+        for n, whole in zip(extent, shape, strict=True)
+        if n > 1
+    )
+
+
+def _closes(chip: Chip, size: int, shape: Sequence[int]) -> bool:
+    """Whether a dimension of a slice is a ring."""
+    if math.prod(shape) == 1:
+        return False
+    if chip.num_dims == 3:  # Optical links, between whole cubes.
+        return all(n % chip.ring_multiple == 0 for n in shape)
+    return size % chip.ring_multiple == 0

@@ -1,0 +1,401 @@
+"""ClusterCoordinator: calls that the chief schedules and free workers carry out."""
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import jax
+
+from replicax.errors import ClusterMismatchError, ContextError
+from replicax.input import InputContext
+from replicax.ps.closure_errors import error_from_json
+from replicax.ps.closure_owner import ClosureOwner, Outcome
+from replicax.ps.closure_worker import ClosureWorker
+from replicax.ps.functions import Functions
+from replicax.ps.metric_deltas import Sums
+from replicax.ps.payloads import decode, require_size
+from replicax.ps.per_worker import PerWorkerSources, PerWorkerValues, dataset_maker
+from replicax.ps.progress import AGAIN, Progress
+from replicax.ps.requests import WantedGroups
+from replicax.ps.script_sync import Meetings
+from replicax.ps.session import Session
+from replicax.ps.strategy import ParameterServerStrategy
+
+__all__ = ["ClusterCoordinator", "RemoteValue"]
+
+_LOOK_SECONDS = 1.0
+_PACE_SECONDS = 0.05
+_logger = logging.getLogger("replicax")
+
+
+class RemoteValue:
+    """The result of a scheduled function. `ClusterCoordinator.schedule` returns it.
+
+    As an argument of another `schedule` it becomes the result itself. (TF:
+    `tf.distribute.experimental.coordinator.RemoteValue`.)
+    """
+
+    def __init__(self, coordinator: "ClusterCoordinator", outcome: Outcome) -> None:
+        self._coordinator = coordinator
+        self.closure_outcome = outcome
+
+    def fetch(self) -> Any:
+        """Wait for the result and return it, like `coordinator.fetch(self)`."""
+        return self._coordinator.fetch(self)
+
+    def get(self) -> Any:
+        """The same as `fetch`."""
+        return self._coordinator.fetch(self)
+
+
+class ClusterCoordinator:
+    """Functions are scheduled, and run on whichever worker is free.
+
+    The script is the same in every task and makes the same calls. The chief schedules
+    the functions and waits in `join`, `done` and `fetch`; the other workers run them
+    there, one at a time. In their scripts these calls end as they end on the chief, so
+    that loops and branches which depend on them go the same way. A chief that is the
+    only worker runs the functions itself. (TF:
+    `tf.distribute.experimental.coordinator.ClusterCoordinator`.)
+
+    Args:
+        strategy: The strategy under which the model is made. It has one coordinator;
+            a second call returns the first one.
+
+    Raises:
+        TypeError: If it is no `ParameterServerStrategy`.
+        ValueError: If it is synchronous.
+        ContextError: In an evaluator.
+
+    Example:
+        >>> import replicax as rx
+        >>> strategy = rx.ParameterServerStrategy()  # doctest: +SKIP
+        >>> coordinator = rx.ClusterCoordinator(strategy)  # doctest: +SKIP
+    """
+
+    def __new__(cls, strategy: ParameterServerStrategy) -> "ClusterCoordinator":
+        """The strategy's coordinator, if it has one."""
+        known = getattr(strategy, "coordinator", None)
+        return super().__new__(cls) if known is None else known
+
+    def __init__(self, strategy: ParameterServerStrategy) -> None:
+        session = _checked(strategy)
+        if strategy.coordinator is self:
+            return
+        self.strategy = strategy
+        self._session: Session = session
+        self._functions = Functions()
+        self._sources = PerWorkerSources()
+        self._sums = Sums(strategy.labels)
+        self._wanted = WantedGroups(session, strategy.labels)
+        strategy.remote.wanted = self._wanted
+        self._meetings = Meetings(session)
+        self._owner = ClosureOwner(session)
+        self._worker = ClosureWorker(
+            session,
+            strategy,
+            self._functions,
+            self._meetings,
+            self._sums,
+            self._sources.own,
+            self._refresh,
+        )
+        self._progress = Progress(session)
+        self._looked = 0.0
+        strategy.coordinator = self
+
+    def schedule(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> RemoteValue:
+        """Have a function run on a free worker; does not wait for it.
+
+        A function whose worker dies is run again on another one. What it did before
+        stays done: a step whose update was made may be made twice.
+
+        Args:
+            fn: The function. It must be the same in all tasks, and may use all that the
+                script has made: the strategy, models, optimizers, metrics.
+            args: Its arguments: numbers, texts, arrays, and lists, tuples and dicts of
+                them, at most 3 MiB; per-worker values, of which it gets its worker's
+                own; `RemoteValue`s, of which it gets the results.
+            kwargs: Keyword arguments, likewise.
+
+        Returns:
+            What stands for the result.
+
+        Raises:
+            Exception: What a function scheduled before has raised. It is raised once;
+                those that waited are cancelled.
+            TypeError: For an argument that cannot be sent.
+        """
+        self._require_outside("schedule")
+        name = self._functions.register(fn)
+        if not self._session.is_chief:
+            return RemoteValue(self, Outcome(None))
+        self.strategy.publish()
+        self._wanted.send_rates()
+        call, needs = self._owner.pack(args or (), kwargs or {})
+        outcome = self._owner.new_outcome()
+        payload = {"call": call, "meetings": self._meetings.passed}
+
+        def poll() -> Any:
+            answer = self._session.once(
+                "schedule", id=outcome.id, payload=payload, function=name
+            )
+            if "full" not in answer:
+                return answer
+            return AGAIN if self._tend() else None
+
+        answer = self._progress.until(poll, "a place in the queue")
+        if "failed" in answer:
+            self._meetings.end({"at": "schedule", "error": answer["failed"]})
+            raise error_from_json(answer["failed"])
+        self._owner.add(outcome, needs)
+        return RemoteValue(self, outcome)
+
+    def join(self) -> None:
+        """Wait until all scheduled functions have run.
+
+        Afterwards variables and metrics have the newest values in all tasks.
+
+        Raises:
+            Exception: The first error that one of them has raised: of its own type if
+                that is a builtin exception, else a `ClosureError`. The traceback is in
+                its notes. Those that waited were cancelled.
+            ClusterError: If there is no progress for the strategy's
+                `step_timeout_seconds`.
+        """
+        self._require_outside("join")
+        if not self._session.is_chief:
+            self._follow("join")
+            return
+        self._progress.until(self._all_over, "the end of all closures")
+        self._end_round("join")
+
+    def done(self) -> bool:
+        """Whether all scheduled functions have run.
+
+        In other tasks than the chief it runs functions until the chief's answer to the
+        same call is known. So `while not coordinator.done():` is fine; keep its body
+        short, as it is run by all.
+
+        Raises:
+            Exception: As `join`.
+        """
+        self._require_outside("done")
+        if not self._session.is_chief:
+            return self._follow("done").get("done", False)
+        end = time.monotonic() + _PACE_SECONDS
+        while self._all_over() is not True:
+            if time.monotonic() > end:
+                self._meetings.end({})
+                return False
+            time.sleep(_PACE_SECONDS / 10)
+        self._end_round("done")
+        return True
+
+    def fetch(self, val: Any) -> Any:
+        """Wait for results.
+
+        Args:
+            val: A `RemoteValue`, or lists, tuples and dicts of them.
+
+        Returns:
+            The same with the results, at most 3 MiB in all. Arrays are NumPy's.
+
+        Raises:
+            Exception: What one of the functions has raised. The next `join` raises it
+                all the same.
+        """
+        self._require_outside("fetch")
+        leaves, structure = jax.tree.flatten(
+            val, is_leaf=lambda x: isinstance(x, RemoteValue)
+        )
+        outcomes = [x.closure_outcome for x in leaves if isinstance(x, RemoteValue)]
+        if self._session.is_chief:
+            values = self._fetch(outcomes)
+        else:
+            values = self._follow("fetch")["values"]
+        if len(values) != len(outcomes):
+            raise ClusterMismatchError(
+                f"{self._session.name}: coordinator.fetch: {len(outcomes)} results are "
+                f"fetched here and {len(values)} on the chief. All tasks must run the "
+                "same script."
+            )
+        results = iter(values)
+        return structure.unflatten(
+            decode(next(results)) if isinstance(x, RemoteValue) else x for x in leaves
+        )
+
+    def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerValues:
+        """A dataset of which every worker has its own.
+
+        Args:
+            dataset_fn: Returns a dataset: anything to iterate over, such as what
+                `strategy.experimental_distribute_dataset` returns. Each worker calls it
+                when a function first needs it, and so does a worker that was restarted.
+                If it takes an argument, that is an `rx.InputContext` with the number of
+                workers that run functions, and this one's place among them. Or a
+                dataset, which each worker has as it is.
+
+        Returns:
+            The datasets. `iter` of them goes to `schedule` as an argument; in the
+            function it is the worker's own iterator. Let it repeat: at its end `next`
+            raises `StopIteration`, an error of the function.
+        """
+        return PerWorkerValues(
+            self._sources,
+            dataset_maker(dataset_fn, self._input_context),
+            f"dataset {getattr(dataset_fn, '__name__', type(dataset_fn).__name__)}",
+        )
+
+    def _input_context(self) -> InputContext:
+        session = self._session
+        alone = len(session.workers) == 1
+        return InputContext(
+            num_input_pipelines=1 if alone else len(session.workers) - 1,
+            input_pipeline_id=0 if alone else session.index - 1,
+            num_replicas_in_sync=self.strategy.num_replicas_in_sync,
+        )
+
+    def _require_outside(self, name: str) -> None:
+        if self._worker.is_running:
+            raise ContextError(
+                f"ClusterCoordinator.{name}: called in a function that the coordinator "
+                "runs. Only the script itself schedules and waits."
+            )
+
+    # The chief.
+
+    def _tend(self) -> bool:
+        """What the chief does while it waits; whether closures got on."""
+        self._wanted.adopt(self.strategy.remote)
+        self._sums.add(self._owner.collect())
+        if len(self._session.workers) == 1:
+            end = time.monotonic() + _PACE_SECONDS
+            while self._worker.run_one() and time.monotonic() < end:
+                pass
+        moved = self._progress.look()
+        self._progress.require_workers()
+        return moved
+
+    def _all_over(self) -> Any:
+        """True: all closures are over; `AGAIN`: some are; None: no news."""
+        moved = self._tend()
+        if self._progress.is_over and self._owner.knows_all:
+            return True
+        return AGAIN if moved else None
+
+    def _end_round(self, at: str) -> None:
+        """All closures are over: tell the others, or raise the error of one."""
+        error = self._session.once("raise_if_failed")
+        self._refresh()
+        record = {"at": at, "sums": self._sums.values(), "error": error}
+        self._meetings.end(record | ({"done": True} if at == "done" else {}))
+        if error is not None:
+            raise error_from_json(error)
+
+    def _fetch(self, outcomes: Sequence[Outcome]) -> list[Any]:
+        def poll() -> Any:
+            if all(outcome.is_known for outcome in outcomes):
+                return True
+            return AGAIN if self._tend() else None
+
+        self._progress.until(poll, "the end of the closures whose results are fetched")
+        errors = [x.error for x in outcomes if x.error is not None]
+        values = [x.value for x in outcomes]
+        try:
+            if not errors:
+                require_size(values, "fetch: all results together")
+        except ValueError as error:
+            errors = [{"type": "ValueError", "message": str(error), "traceback": ""}]
+        if errors:
+            self._meetings.end({"at": "fetch", "error": errors[0]})
+            raise error_from_json(errors[0])
+        self._meetings.end({"at": "fetch", "values": values})
+        return values
+
+    # The other workers.
+
+    def _follow(self, at: str) -> dict[str, Any]:
+        """Run closures until the chief has passed this meeting; how it ended."""
+
+        def poll() -> Any:
+            record = self._meetings.ended()
+            if record is not None:
+                return record
+            return self._run_one()
+
+        record = self._progress.until(poll, f"coordinator.{at}")
+        if "sums" in record:
+            self._sums.assign(record["sums"])
+            self._refresh()
+        if record.get("error") is not None:
+            raise error_from_json(record["error"])
+        if record.get("at", at) != at:
+            raise ClusterMismatchError(
+                f"{self._session.name}: the chief called coordinator.{record['at']} "
+                f"where this task calls coordinator.{at}. All tasks must run the same "
+                "script, and depend on nothing but what the coordinator returns."
+            )
+        if at == "fetch" and "values" not in record:
+            self._serve_to_the_end()
+        return record
+
+    def _run_one(self) -> Any:
+        if self._worker.run_one():
+            return AGAIN
+        now = time.monotonic()
+        if now - self._looked < _LOOK_SECONDS:
+            return None
+        self._looked = now
+        chief = self._session.workers[0]
+        if self._session.board("status")["workers"][chief]["state"] == "left":
+            _logger.warning(
+                "%s ends: the chief has ended, and its script did not come to this "
+                "place.",
+                self._session.name,
+            )
+            raise SystemExit(0)
+        return AGAIN if self._progress.look() else None
+
+    def _serve_to_the_end(self) -> NoReturn:
+        """Run closures only: the script cannot go on as the chief's went."""
+        _logger.warning(
+            "%s is so far behind the chief that what it fetched is not kept any more. "
+            "From here on it only runs closures.",
+            self._session.name,
+        )
+        while True:
+            self._progress.until(self._run_one, "the end of the job")
+
+    # Both.
+
+    def _refresh(self) -> None:
+        """Variables get the newest values."""
+        self._wanted.adopt(self.strategy.remote)
+        self.strategy.refresh()
+        self._wanted.write_iterations()
+
+
+def _checked(strategy: Any) -> Session:
+    if not isinstance(strategy, ParameterServerStrategy):
+        raise TypeError(
+            "ClusterCoordinator: strategy must be a ParameterServerStrategy; got "
+            f"{strategy!r}."
+        )
+    if strategy.sync:
+        raise ValueError(
+            "ClusterCoordinator: strategy has sync=True, where all workers make each "
+            "step together; functions run on one worker each. Leave sync at False."
+        )
+    if strategy.session is None:
+        raise ContextError(
+            "ClusterCoordinator: this is an evaluator, which runs no functions and "
+            "schedules none. Make one on chief and workers only."
+        )
+    return strategy.session

@@ -1,0 +1,389 @@
+"""`Embedding`: a table of vectors that may lie on parameter servers, row by row.
+
+Where it does, the layer has no variable of the table's size. The step looks rows up
+through a callback on the host, and its backward pass hands the rows' gradients over
+through another. A variable of one element, the anchor, ties the two to the step: asking
+for its gradient is asking for the rows', and when it is ready they are handed over.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+from jax.core import Tracer
+from jax.experimental import io_callback
+
+from replicax.engine.scope import current_context, current_strategy
+from replicax.ps.row_ids import check_ids, sum_duplicates
+
+__all__ = ["Embedding", "RowSource"]
+
+# Whole numbers up to here are exact in float32.
+_EXACT_FLOATS = 2**24
+
+
+@runtime_checkable
+class RowSource(Protocol):
+    """Where rows lie that are not in this process: `strategy.row_source` of a worker.
+
+    `pull`, `collect` and `fail` are called from callbacks inside a running program, on
+    XLA's threads and by several replicas at once. They must not call JAX. They must
+    answer within XLA's time limit for a collective (40 s on CPUs), for other replicas
+    may wait for this one there.
+    """
+
+    def create(
+        self,
+        name: str,
+        num_rows: int,
+        dim: int,
+        dtype: str,
+        initializer_config: dict[str, Any],
+        seed: int,
+    ) -> None:
+        """Make the table, unless it is there already, with whatever seed.
+
+        Raises:
+            ValueError: If a table of this name and other sizes is there.
+        """
+        ...
+
+    def pull(self, name: str, ids: np.ndarray) -> np.ndarray:
+        """The values `float32[n, dim]` of distinct rows `int64[n]`.
+
+        A tape asks for the same rows again in the same step.
+        """
+        ...
+
+    def collect(self, name: str, ids: np.ndarray, gradients: np.ndarray) -> None:
+        """Take one replica's gradients `float32[n, dim]` of distinct rows `int64[n]`.
+
+        Of several replicas and lookups in a step, the sum is the step's gradient.
+        """
+        ...
+
+    def fail(self, error: Exception) -> None:
+        """Keep an error of a callback, for the strategy to raise after the step.
+
+        Raised in a callback it would leave the other replicas waiting in a collective,
+        until XLA ends the process.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _RemoteTable:
+    """A layer's table on the servers.
+
+    Attributes:
+        source: Who has it.
+        name: Its name there.
+        num_rows: Number of rows.
+        dim: Elements of a row.
+    """
+
+    source: RowSource
+    name: str
+    num_rows: int
+    dim: int
+
+    def pull(self, ids: np.ndarray) -> np.ndarray:
+        """Rows for ids of any shape, each row fetched once."""
+        flat = check_ids(ids.ravel(), self.num_rows, f"Embedding {self.name!r}")
+        distinct, place = np.unique(flat, return_inverse=True)
+        rows = self.source.pull(self.name, distinct)
+        return rows[place].reshape(*ids.shape, self.dim)
+
+    def collect(self, ids: np.ndarray, gradients: np.ndarray) -> None:
+        """Hand over gradients for ids of any shape, those of equal ids summed."""
+        flat = ids.ravel().astype(np.int64)
+        self.source.collect(
+            self.name, *sum_duplicates(flat, gradients.reshape(len(flat), self.dim))
+        )
+
+
+@keras.saving.register_keras_serializable(package="replicax")
+class Embedding(keras.layers.Embedding):
+    """Turns ids into vectors, as `keras.layers.Embedding` does; large tables too.
+
+    In the scope of a `ParameterServerStrategy` the table lies on the servers, row by
+    row. A step pulls the rows of its batch only and pushes only their gradients, so no
+    worker holds the table. Rows are updated lazily: a row that is not in the batch
+    keeps its value and its optimizer slots. The layer has one variable there, the
+    anchor of shape `(1,)`, which stays zero. Saved models have no rows of such a table;
+    the servers' snapshots do. The layer's name is the table's: layers of one name share
+    it, and the first one's initializer and seed stand.
+
+    Elsewhere it is `keras.layers.Embedding` in all respects.
+
+    Args:
+        input_dim: Number of rows.
+        output_dim: Elements of a row.
+        embeddings_initializer: As in Keras. On servers: `RandomUniform`,
+            `RandomNormal`, `TruncatedNormal`, `Zeros`, `Ones` or `Constant`.
+        embeddings_regularizer: As in Keras; not on servers.
+        embeddings_constraint: As in Keras; not on servers.
+        mask_zero: Whether id 0 stands for padding, as in Keras.
+        weights: First values `[input_dim, output_dim]`; not on servers.
+        seed: Seed of a random initializer, an int. None: the initializer's own.
+        **kwargs: What `keras.layers.Embedding` takes besides.
+
+    Raises:
+        ValueError: For sizes below 1; on servers when it is built, for options that
+            need the whole table.
+
+    Example:
+        >>> import numpy as np, replicax as rx
+        >>> layer = rx.layers.Embedding(1000, 8, seed=1)
+        >>> layer(np.array([[1, 2, 1]])).shape
+        (1, 3, 8)
+    """
+
+    def __init__(
+        self,
+        input_dim: int,
+        output_dim: int,
+        embeddings_initializer: Any = "uniform",
+        embeddings_regularizer: Any = None,
+        embeddings_constraint: Any = None,
+        mask_zero: bool = False,
+        weights: Any = None,
+        *,
+        seed: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        initializer: Any = keras.initializers.get(embeddings_initializer)
+        if seed is not None and hasattr(initializer, "seed"):
+            initializer = type(initializer).from_config(
+                {**initializer.get_config(), "seed": seed}
+            )
+        self.seed = seed
+        self._table: _RemoteTable | None = None
+        self._has_weights = weights is not None
+        super().__init__(
+            input_dim,
+            output_dim,
+            embeddings_initializer=initializer,
+            embeddings_regularizer=embeddings_regularizer,
+            embeddings_constraint=embeddings_constraint,
+            mask_zero=mask_zero,
+            weights=weights,
+            **kwargs,
+        )
+
+    def build(self, input_shape: Any = None) -> None:
+        """Create the table: here, or on the servers of the strategy in scope."""
+        source = _row_source()
+        if self.built or source is None:
+            super().build(input_shape)
+            return
+        self._refuse_what_needs_the_table()
+        self.anchor: Any = self.add_weight(
+            shape=(1,), initializer="zeros", name="anchor", trainable=True
+        )
+        self.anchor.table_name = self.name  # Says whose rows are updated with it.
+        self._table = _RemoteTable(
+            source=source,
+            name=self.name,
+            num_rows=self.input_dim,
+            dim=self.output_dim,
+        )
+        initializer: Any = self.embeddings_initializer
+        config: Any = keras.initializers.serialize(initializer)
+        source.create(
+            self._table.name,
+            self.input_dim,
+            self.output_dim,
+            self.variable_dtype,
+            config,
+            _seed_of(initializer),
+        )
+        self.built = True
+
+    @property
+    def table_name(self) -> str | None:
+        """The table's name on the servers, None if it is a variable here."""
+        return None if self._table is None else self._table.name
+
+    @property
+    def embeddings(self) -> Any:
+        """The whole table `[input_dim, output_dim]`, where it is a variable."""
+        if self._table is not None:
+            raise AttributeError(
+                f"Embedding.embeddings: the rows of {self._table.name!r} are on the "
+                "parameter servers, and no worker holds them all. Call the layer with "
+                "the ids whose rows you need."
+            )
+        return super().embeddings
+
+    def call(self, inputs: Any) -> Any:
+        """Look up ids of any shape; returns their rows along a new last dimension."""
+        if self._table is None:
+            return super().call(inputs)
+        dtype = keras.backend.standardize_dtype(inputs.dtype)
+        if not dtype.startswith(("int", "uint")):
+            if self.input_dim > _EXACT_FLOATS:
+                raise ValueError(
+                    f"Embedding {self.name!r}: got ids of dtype {dtype}, which cannot "
+                    f"tell {self.input_dim} rows apart. Make them int32, and say so in "
+                    "keras.Input(shape, dtype='int32')."
+                )
+            inputs = keras.ops.cast(inputs, "int32")
+        anchor, ids = self.anchor.value, jnp.asarray(inputs)
+        if isinstance(anchor, Tracer) or isinstance(ids, Tracer):
+            rows = _lookup(self._table, current_context())(anchor, ids)
+        else:
+            # What a callback raises comes up again when the process ends.
+            rows = self._table.pull(np.asarray(ids))
+        return keras.ops.cast(rows, self.compute_dtype)
+
+    def enable_lora(self, *args: Any, **kwargs: Any) -> None:
+        """As in Keras; not for a table on servers."""
+        self._require_own_table("enable_lora")
+        super().enable_lora(*args, **kwargs)
+
+    def quantize(self, *args: Any, **kwargs: Any) -> None:
+        """As in Keras; not for a table on servers."""
+        self._require_own_table("quantize")
+        super().quantize(*args, **kwargs)
+
+    def save_own_variables(self, store: Any) -> None:
+        """As in Keras; nothing of a table on servers."""
+        if self._table is None:
+            super().save_own_variables(store)
+
+    def load_own_variables(self, store: Any) -> None:
+        """As in Keras; nothing of a table on servers.
+
+        Raises:
+            ValueError: If only one of the layer and what is loaded has the table.
+        """
+        has_rows = bool(len(store.keys()))
+        if self._table is None:
+            if self.built and not has_rows:
+                raise ValueError(
+                    f"Embedding {self.name!r}: the saved layer had its rows on "
+                    "parameter servers, and there are none to load here. Load it in "
+                    "the scope of a ParameterServerStrategy."
+                )
+            super().load_own_variables(store)
+        elif has_rows:
+            raise ValueError(
+                f"Embedding {self.name!r}: the rows are on parameter servers and "
+                "cannot be set from saved weights. Servers restore their snapshots."
+            )
+
+    def get_config(self) -> dict[str, Any]:
+        """As in Keras, with the seed."""
+        return {**super().get_config(), "seed": self.seed}
+
+    def _refuse_what_needs_the_table(self) -> None:
+        refused = {
+            "embeddings_regularizer": self.embeddings_regularizer,
+            "embeddings_constraint": self.embeddings_constraint,
+            "weights": self._has_weights or None,
+            "lora_rank": self.lora_rank,
+            "quantization": self.quantization_mode,
+        }
+        for option, value in refused.items():
+            if value is not None:
+                raise ValueError(
+                    f"Embedding {self.name!r}: {option} needs the whole table, but its "
+                    "rows go to parameter servers. Leave it out."
+                )
+        if self.variable_dtype != "float32":
+            raise ValueError(
+                f"Embedding {self.name!r}: got dtype={self.variable_dtype!r}, but rows "
+                "on parameter servers are float32. Give the layer dtype='float32' or "
+                "'mixed_bfloat16'."
+            )
+        if self.input_dim > np.iinfo(np.int32).max and not _has_long_ids():
+            raise ValueError(
+                f"Embedding {self.name!r}: input_dim={self.input_dim} is more than "
+                "ids of 32 bits can count. Set jax_enable_x64."
+            )
+
+    def _require_own_table(self, method: str) -> None:
+        if self._table is not None:
+            raise ValueError(
+                f"Embedding.{method}: the rows of {self._table.name!r} are on the "
+                "parameter servers; this needs them in the layer."
+            )
+
+
+def _row_source() -> RowSource | None:
+    """Of the strategy whose scope or replica function this code is in."""
+    context = current_context()
+    strategy = current_strategy() if context is None else context.strategy
+    return getattr(strategy, "row_source", None)
+
+
+def _has_long_ids() -> bool:
+    return jax.dtypes.canonicalize_dtype(np.int64) == np.int64
+
+
+def _seed_of(initializer: Any) -> int:
+    """The seed of a random initializer; 0 for others."""
+    seed = getattr(initializer, "seed", 0)
+    if not isinstance(seed, int):
+        raise ValueError(
+            f"Embedding: embeddings_initializer has seed={seed!r}; rows on parameter "
+            "servers need a number. Pass Embedding(..., seed=1)."
+        )
+    return seed
+
+
+def _lookup(table: _RemoteTable, context: Any) -> Callable[[Any, Any], Any]:
+    """A differentiable `(anchor, ids) -> rows` for one place in a step."""
+
+    def failed(error: Exception) -> None:
+        if context is None:  # No replica waits for this one.
+            raise error
+        table.source.fail(error)
+
+    def pull(anchor: Any, ids: Any) -> np.ndarray:
+        try:
+            return table.pull(np.asarray(ids))
+        except Exception as error:  # noqa: BLE001 - the strategy raises it
+            failed(error)
+            return np.full((*ids.shape, table.dim), np.nan, np.float32)
+
+    def collect(ids: Any, gradients: Any, counts: Any) -> np.ndarray:
+        try:
+            if counts:
+                table.collect(np.asarray(ids), np.asarray(gradients))
+        except Exception as error:  # noqa: BLE001 - the strategy raises it
+            failed(error)
+        return np.zeros(1, np.float32)
+
+    def rows_of(anchor: Any, ids: Any) -> Any:
+        # The anchor goes in so that the rows are seen to depend on it.
+        shape = jax.ShapeDtypeStruct((*ids.shape, table.dim), jnp.float32)
+        return jax.pure_callback(pull, shape, anchor, ids, vmap_method="broadcast_all")
+
+    def backward(ids: Any, gradients: Any) -> tuple[Any, None]:
+        gradients, counts = _own_share(context, gradients)
+        # Not pure: XLA must neither drop it nor do it twice.
+        zero = io_callback(
+            collect, jax.ShapeDtypeStruct((1,), jnp.float32), ids, gradients, counts
+        )
+        return zero, None
+
+    lookup = jax.custom_vjp(rows_of)
+    lookup.defvjp(lambda anchor, ids: (rows_of(anchor, ids), ids), backward)
+    return lookup
+
+
+def _own_share(context: Any, gradients: Any) -> tuple[Any, Any]:
+    """This replica's summand of the step's gradient, and whether it has one.
+
+    The sum over all replicas is what the optimizer seam would make of them.
+    """
+    if context is None:
+        return gradients, jnp.asarray(True)
+    counts = context.counted(jnp.asarray(True))
+    return context.counted(gradients) / context.loss_scale, counts

@@ -1,0 +1,472 @@
+"""`fit` on parameter servers: workers take the steps of an epoch from one stock.
+
+Every worker goes through the data in the same order and trains on the batches that it
+has claimed, so that each batch is trained on once, by whichever worker was free. The
+epoch ends for all when its batches are used up.
+"""
+
+import itertools
+import json
+import random
+from collections import deque
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+
+from replicax._private import keras as internals
+from replicax._util.hashes import digest
+from replicax._util.waiting import announce_first
+from replicax.errors import ClusterMismatchError
+from replicax.input.split import leading_size
+from replicax.keras.adapters import DistributedAdapter, fixed_number_of_batches
+from replicax.keras.batches import BatchIterator, Ready, place
+from replicax.ps.batch_source import Source
+from replicax.ps.remote import Part
+from replicax.ps.worker_input import own_rows
+
+__all__ = ["ClaimedSteps", "random_state", "set_random_state"]
+
+_REPORTED = 2048  # Numbers of metrics in one report, of 20 letters or so.
+_MOST_REPORTED = 60 * _REPORTED
+_SHOWN = 500
+
+
+class ClaimedSteps:
+    """One run of `fit` on parameter servers, as one worker takes part in it.
+
+    Args:
+        strategy: A `ParameterServerStrategy` in a worker.
+        model: What is trained.
+        epoch_iterator: Keras' iterator over the training data.
+        number: Which call of `fit` this is in the script.
+        first_epoch: `initial_epoch` of `fit`.
+    """
+
+    def __init__(
+        self,
+        strategy: Any,
+        model: Any,
+        epoch_iterator: Any,
+        number: int,
+        first_epoch: int,
+    ) -> None:
+        self._strategy = strategy
+        self._session = strategy.session
+        self._model = model
+        self._iterator = epoch_iterator
+        self._name = f"fit {number}"
+        self._epoch = 0  # Counted from the first one of this `fit`.
+        self._source: Source | None = None
+        # Of those over shuffled data, the one that `_source` belongs to.
+        self._iteration: int | None = self._next_iteration
+        self._first = 0  # The epoch's first batch, of those of `_source`.
+        self._length: int | None = None  # Of an epoch that is over.
+        self._stops = False  # Whether anybody stopped in the middle of the epoch.
+        self._pending: deque[Any] = deque()  # Tickets whose updates are under way.
+        self._applied = 0
+        self._last_index = 0
+        self._is_open = False
+        self._has_begun = False
+        self._recorder: Any = None
+        # A distributed dataset: its batches are this worker's own already.
+        self._is_own = isinstance(epoch_iterator.data_adapter, DistributedAdapter)
+        going = self._session.board("get", key=f"{self._name} epoch")
+        if going and self._session.starts > 1:
+            # A restarted worker goes on with the epoch that the others are in.
+            for _ in range(going):
+                self._to_next_epoch()
+            internals.set_initial_epoch(model, first_epoch + going)
+        # Nobody trains while others still use what the script had before.
+        self._session.barrier(f"{self._name}: begin")
+        # Validation is with those of the end of the epoch.
+        strategy.keeps_values = True
+
+    # Keras' loop over an epoch.
+
+    def steps(self) -> Iterator[tuple[int, int, Any]]:
+        """The steps of an epoch that this worker does: `(first, last, Ready)`."""
+        self._recorder = getattr(self._iterator, "replicax_recorder", None)
+        with self._waiting():
+            self._begin_epoch()
+        self._is_open = True
+        source = announce_first(
+            self._own if self._is_own else self._claimed, "waiting for the first batch"
+        )
+        # One by one, not ahead: some tickets are given when earlier ones are finished,
+        # and each step is a dispatch of its own, as its update is made elsewhere.
+        batches = BatchIterator(
+            source,
+            self._strategy.group,
+            1,
+            local=self._is_own,
+            ahead=False,
+            recorder=self._recorder,
+        )
+        did_any = False
+        while True:
+            try:
+                ready = Ready(batches.next_execution())
+            except StopIteration:
+                break
+            did_any = True
+            yield self._last_index, self._last_index, ready
+        if not did_any:
+            yield 0, 0, self._dry()
+        self._iterator.data_adapter.on_epoch_end()
+
+    def _dry(self) -> Ready:
+        """For an epoch that others have done: Keras wants a step, for its logs.
+
+        It makes the model's variables known, which this worker may not have met yet.
+        """
+        assert self._source is not None
+        batch = self._source.any()
+        if batch is None:
+            return Ready([], is_dry=True)
+        return Ready([place(batch, self._strategy.group)], is_dry=True)
+
+    def end_epoch(self) -> bool:
+        """Meet the others when the epoch's updates are made: metrics and values.
+
+        Returns:
+            False if it is an evaluation that ends.
+        """
+        if not self._is_open:
+            return False
+        self._is_open = False
+        self._strategy.settle()
+        if self._model.stop_training:  # In the middle of the epoch.
+            # Before this worker's part is finished: no step begins that misses it.
+            self._session.board("end", stream=self._stream)
+        with self._waiting():
+            self._meet_others()
+        return True
+
+    def _meet_others(self) -> None:
+        self._finish_tickets()
+        metrics = self._model.metrics_variables
+        self._report(metrics)
+        self._session.barrier(f"{self._name}: end of epoch {self._epoch}")
+        self._sum_up(metrics)
+        self._strategy.refresh()
+        # Nobody begins the next epoch before all have this one's values.
+        self._session.barrier(f"{self._name}: values of epoch {self._epoch}")
+
+    def _waiting(self) -> AbstractContextManager[None]:
+        """In it, this worker waits for others, which a report has to know."""
+        recorder = self._recorder
+        return nullcontext() if recorder is None else recorder.waiting()
+
+    def close(self) -> None:
+        """The end of `fit`, in any way."""
+        self._strategy.keeps_values = False
+
+    def after_epoch(self) -> None:
+        """The chief says whether training goes on, when its callbacks have run."""
+        self._to_next_epoch()
+        key = f"{self._name}/goes on/{self._epoch}"
+        if self._session.is_chief:
+            stop = self._stops or bool(self._model.stop_training)
+            self._strategy.publish()
+            self._session.board("put", key=key, value=not stop)
+            # For workers that are restarted meanwhile.
+            self._session.board(
+                "put", key=f"{self._name} epoch", value=self._epoch, first=False
+            )
+        what = f"epoch {self._epoch} of {self._name}"
+        self._model.stop_training = not self._session.get(key, what)
+
+    def _report(self, metrics: Any) -> None:
+        """Give the others this worker's metrics, in pieces that the board takes."""
+        values = [np.asarray(v.value).ravel() for v in metrics]
+        flat = list(itertools.chain.from_iterable(v.tolist() for v in values))
+        if len(flat) > _MOST_REPORTED:
+            raise NotImplementedError(
+                f"ParameterServerStrategy: the metrics of {self._model.name!r} hold "
+                f"{len(flat)} numbers, and at most {_MOST_REPORTED} can be summed over "
+                "the workers. Compute large ones in evaluate."
+            )
+        for number in itertools.count():
+            piece, flat = flat[:_REPORTED], flat[_REPORTED:]
+            self._session.as_worker(
+                "report",
+                topic=f"{self._name} epoch {self._epoch}/metrics/{number}",
+                values={"values": piece, "stop": bool(self._model.stop_training)},
+            )
+            if not flat:
+                return
+
+    def _sum_up(self, metrics: Any) -> None:
+        """Give the metrics the values of all workers together."""
+        size = sum(int(np.prod(v.shape)) for v in metrics)
+        workers: dict[str, list[float]] = {}
+        for number in range(max(1, -(-size // _REPORTED))):
+            reports = self._session.board(
+                "reports",
+                topic=f"{self._name} epoch {self._epoch}/metrics/{number}",
+            )
+            for worker, report in reports.items():
+                workers.setdefault(worker, []).extend(report["values"])
+                self._stops = self._stops or report["stop"]
+        # One that died while it reported has not said all.
+        reported = [values for values in workers.values() if len(values) == size]
+        start = 0
+        for variable in metrics:
+            stop = start + int(np.prod(variable.shape))
+            values = [np.asarray(v[start:stop], variable.dtype) for v in reported]
+            total = np.sum(values, axis=0, dtype=values[0].dtype)
+            if variable.aggregation != "sum":
+                total = total / len(values)
+            variable.assign(total.astype(variable.dtype).reshape(variable.shape))
+            start = stop
+
+    # What workers agree on before an epoch.
+
+    @property
+    def _stream(self) -> str:
+        return f"{self._name}/epoch/{self._epoch}"
+
+    def _say(self) -> None:
+        """The chief, when its callbacks have been told that the epoch begins."""
+        self._strategy.publish()
+        self._strategy.publish_rate(self._model.optimizer)
+        message = {
+            "random": random_state(),
+            "iteration": self._iteration,
+            "num_updates": self._strategy.num_updates,
+            "num_assigned": self._strategy.remote.num_assigned,
+            "model": _described(self._model),
+        }
+        key = f"{self._name}/begin/{self._epoch}"
+        self._session.board("put", key=key, value=message)
+
+    def _heard(self) -> dict[str, Any]:
+        key = f"{self._name}/begin/{self._epoch}"
+        message = self._session.get(key, f"epoch {self._epoch} of {self._name}")
+        mine = _described(self._model)
+        if mine != message["model"]:
+            raise ClusterMismatchError(
+                f"{self._session.name}: the model of {self._name} differs from the "
+                f"chief's. Here it has {mine['text']}; there {message['model']['text']}"
+                ". All tasks must run the same script with the same arguments and "
+                "versions."
+            )
+        return message
+
+    @property
+    def _next_iteration(self) -> int | None:
+        """The number of the next iteration over the data; None: it counts none."""
+        return getattr(self._iterator.data_adapter, "iteration", None)
+
+    def _begin_epoch(self) -> None:
+        if self._source is None:
+            self._iteration = self._next_iteration
+        if self._session.is_chief:
+            self._say()
+        message = self._heard()
+        # Shuffling depends on it, and all have to take the batches in the same order.
+        set_random_state(message["random"])
+        if not self._session.is_chief:
+            self._strategy.refresh_values()  # It may have assigned some.
+        self._strategy.begin_epoch(message["num_updates"], message["num_assigned"])
+        self._iterator.data_adapter.on_epoch_begin()
+        self._applied = self._strategy.steps_applied
+        iterator = self._iterator
+        strategy = self._strategy
+        self._session.board(
+            "open",
+            stream=self._stream,
+            limit=iterator.steps_per_epoch
+            or fixed_number_of_batches(iterator.data_adapter),
+            max_staleness=strategy.max_staleness,
+            num_parts=strategy.num_parts if strategy.sync else None,
+            backups=strategy.backup_workers,
+        )
+        if self._source is None:
+            self._set_iteration(message["iteration"])
+            self._source = Source(iterator.data_adapter)
+        self._length = None
+        self._stops = False
+
+    def _to_next_epoch(self) -> None:
+        """As in Keras: `steps_per_epoch` goes on in the data, and begins anew after it.
+
+        An epoch in which data ends is a short one.
+        """
+        self._epoch += 1
+        steps = self._iterator.steps_per_epoch
+        number = self._iterator.data_adapter.num_batches
+        is_short = steps and self._length is not None and self._length < steps
+        self._first += steps or 0
+        if not steps or is_short or (number and self._first >= number):
+            self._source, self._first = None, 0
+            if self._iteration is not None:
+                self._set_iteration(self._iteration + 1)
+
+    def _set_iteration(self, number: int | None) -> None:
+        self._iteration = number
+        if number is not None:
+            self._iterator.data_adapter.iteration = number
+
+    # Tickets.
+
+    def _claimed(self) -> Iterator[Any]:
+        """The batches of this epoch that this worker has claimed, one by one."""
+        assert self._source is not None
+        first = self._first
+        while True:
+            ticket = self._claim()
+            if ticket is None:
+                return
+            index = ticket[0] if isinstance(ticket, list) else ticket
+            if self._source.has_passed(first + index):
+                self._pass_over(ticket)
+                continue
+            try:
+                batch = self._source.at(first + index)
+            except StopIteration:
+                self._session.board("end", stream=self._stream, length=index)
+                self._pending.pop()
+                continue
+            self._last_index = index
+            if isinstance(ticket, list):
+                batch = self._part_of(batch, *ticket)
+            yield batch
+
+    def _own(self) -> Iterator[Any]:
+        """This worker's own batches, for as long as the epoch has steps."""
+        assert self._source is not None
+        for step in itertools.count():
+            if not self._strategy.sync and self._claim() is None:
+                return
+            batch = self._source.next()
+            if batch is None:
+                if self._pending:  # Nobody else has the batch of this ticket.
+                    self._session.once(
+                        "finish", stream=self._stream, indices=[self._pending.pop()]
+                    )
+                return
+            self._last_index = step
+            if self._strategy.sync:
+                self._expect(step, self._session.index, batch)
+            yield batch
+
+    def _claim(self) -> Any:
+        """The next ticket; None at the epoch's end."""
+        finished = self._take_finished()
+        if self._strategy.max_staleness is not None:
+            finished += self._drain()
+
+        def ask() -> dict[str, Any] | None:
+            answer = self._session.once(
+                "claim", stream=self._stream, finished=list(finished)
+            )
+            finished.clear()
+            if "wait" in answer:
+                finished.extend(self._take_finished() or self._drain())
+                return None
+            return answer
+
+        with self._waiting():
+            self._let_chief_begin()
+            answer = self._session.wait(
+                ask,
+                f"a step of {self._stream}",
+                lambda: "workers with unfinished steps",
+            )
+        if self._session.is_chief and not self._has_begun:
+            self._session.board("put", key=f"{self._name} begun", value=True)
+            self._has_begun = True
+        if "over" in answer:
+            self._length = answer["over"]
+            return None
+        (ticket,) = answer["indices"]
+        if self._strategy.pulls_first:
+            self._strategy.refresh_values()
+        self._pending.append(ticket)
+        return ticket
+
+    def _let_chief_begin(self) -> None:
+        """Where workers wait for each other, the first step is the chief's.
+
+        It brings the initial values, for which another one would wait with its ticket.
+        """
+        bounded = self._strategy.sync or self._strategy.max_staleness is not None
+        if bounded and not self._session.is_chief and not self._has_begun:
+            self._session.get(f"{self._name} begun", f"the first step of {self._name}")
+            self._has_begun = True
+
+    def _pass_over(self, ticket: Any) -> None:
+        """A restarted server gives out again what it has forgotten; data only goes on.
+
+        A synchronous step is one that all have made: who has not cannot have passed it.
+        """
+        self._pending.pop()
+        self._session.once("finish", stream=self._stream, indices=[ticket])
+
+    def _take_finished(self) -> list[Any]:
+        """Tickets whose updates have been made since this was asked last."""
+        number = self._strategy.steps_applied - self._applied
+        self._applied += number
+        if self._is_own and self._strategy.sync:
+            return []  # Those steps have no tickets.
+        return [self._pending.popleft() for _ in range(number)]
+
+    def _drain(self) -> list[Any]:
+        """Wait for the update that is under way."""
+        self._strategy.settle()
+        return self._take_finished()
+
+    def _finish_tickets(self) -> None:
+        finished = self._take_finished()
+        if finished:
+            self._session.once("finish", stream=self._stream, indices=finished)
+
+    def _part_of(self, batch: Any, step: int, part: int) -> Any:
+        """This worker's rows of a synchronous step's batch."""
+        rows = own_rows(batch, part, self._strategy.num_parts)
+        self._expect(step, part, rows)
+        return rows
+
+    def _expect(self, step: int, part: int, rows: Any) -> None:
+        self._strategy.expect(
+            Part(
+                step=step,
+                part=part,
+                num_parts=self._strategy.num_parts,
+                weight=float(leading_size(rows, "fit")),
+            )
+        )
+
+
+def _described(model: Any) -> dict[str, str]:
+    """A model's variables, to be compared."""
+    found = [internals.described(v) for v in model.variables]
+    text = json.dumps(found)
+    summary = digest(text)
+    if len(text) > _SHOWN:
+        text = f"{text[:_SHOWN]}... ({len(found)} variables)"
+    return {"digest": summary, "text": text}
+
+
+def random_state() -> dict[str, Any]:
+    """Python's and NumPy's random states, as JSON values."""
+    version, numbers, gauss = random.getstate()
+    state: Any = np.random.get_state(legacy=False)
+    inner = state["state"] | {"key": state["state"]["key"].tolist()}
+    return {
+        "python": [version, list(numbers), gauss],
+        "numpy": state | {"state": inner},
+    }
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Go back to what `random_state` returned."""
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    inner = state["numpy"]["state"]
+    np.random.set_state(
+        state["numpy"] | {"state": inner | {"key": np.array(inner["key"], np.uint32)}}
+    )

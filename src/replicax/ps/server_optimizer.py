@@ -1,0 +1,408 @@
+"""How a server updates its parts of a group: the user's Keras optimizer, on CPU.
+
+The optimizer is built anew from its config, for variables of the parts' names and
+shapes, and stepped by one compiled function of flat vectors. Its own variables (slots)
+are this function's state; they are donated, the parameters are not, for those have been
+handed out.
+"""
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+
+from replicax._private.keras import write_values
+from replicax.ps.blocks import (
+    Block,
+    blocks_of,
+    join,
+    join_parts,
+    split,
+    split_parts,
+)
+from replicax.ps.optimizers import (
+    build_recording,
+    can_split,
+    clip_before_push,
+    clips_on_worker,
+    deserialize,
+    optimizer_rule,
+)
+from replicax.ps.variable_slices import Group, Part
+
+__all__ = [
+    "Rule",
+    "Slots",
+    "can_split",
+    "clip_before_push",
+    "make_rule",
+    "optimizer_rule",
+]
+
+_Vectors = dict[str, jax.Array]
+
+
+def make_rule(group: Group, server: int) -> "Rule":
+    """The rule by which a server updates its parts of a group.
+
+    Raises:
+        ValueError: If the rule is unknown, or its optimizer cannot be built, or not for
+            parts such as these.
+
+    Example:
+        >>> from replicax.ps.partition import VariableInfo, place
+        >>> w = VariableInfo(path="w", shape=(2,), dtype="float32")
+        >>> rule = make_rule(place("weights", {"kind": "add"}, [w], 1), 0)
+        >>> vectors, state = rule.start({"float32": np.array([1, 2], np.float32)})
+        >>> gradients = {"float32": np.array([1, 0], np.float32)}
+        >>> vectors, state = rule.apply(vectors, state, gradients)
+        >>> vectors["float32"].tolist()
+        [2.0, 2.0]
+    """
+    kind = group.rule.get("kind")
+    if kind not in ("add", "optimizer"):
+        raise ValueError(
+            f"group {group.name!r}: got rule kind={kind!r}, expected 'add' or "
+            "'optimizer'."
+        )
+    return Rule(group, server)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Slots:
+    """An optimizer's variables on one server, as host arrays.
+
+    Attributes:
+        shared: Those that belong to no variable, by name: `"iteration"`,
+            `"learning_rate"` and the like. Paths, where a name is there twice.
+        parts: For each of the server's parts, in order, what belongs to it, by name:
+            `"momentum"`, `"velocity"`, `"average"` and the like.
+    """
+
+    shared: dict[str, np.ndarray]
+    parts: list[dict[str, np.ndarray]]
+
+
+class Rule:
+    """Updates a server's parts of one group. Knows no values: those are given to it.
+
+    Attributes:
+        group: The group.
+        parts: The server's parts of it.
+        norms: What must be known of the *whole* gradient before it can be applied:
+            None, `"global_clipnorm"`, or `"clipnorm"` where variables are split.
+    """
+
+    def __init__(self, group: Group, server: int) -> None:
+        self.group = group
+        self.parts = group.parts_on(server)
+        self.norms: str | None = None
+        self._cpu = jax.devices("cpu")[0]
+        self._optimizer: Any = None
+        self._blocks = blocks_of(self.parts, lambda part: None)
+        self._owners: list[tuple[int | None, str]] = []
+        self._clip = self._scale = 1.0
+        # Vectors are not donated: they were handed out.
+        self._compiled = jax.jit(self._update, donate_argnums=1)
+        self._compiled_norms = jax.jit(self._squared_norms)
+
+    def start(
+        self, vectors: Mapping[str, np.ndarray]
+    ) -> tuple[_Vectors, list[jax.Array]]:
+        """The vectors on the CPU device, and the optimizer's variables before any step.
+
+        Raises:
+            ValueError: If the optimizer cannot be built or cannot be stepped.
+        """
+        # JAX takes aligned host arrays as they are, and callers may change theirs.
+        placed = {
+            dtype: jax.device_put(np.array(vector), self._cpu)
+            for dtype, vector in vectors.items()
+        }
+        if self.group.rule["kind"] == "add" or not self.parts:
+            return placed, []
+        with jax.default_device(self._cpu):
+            state = self._build(placed)
+            try:
+                norms = self._norms_of_zeros()
+                jax.eval_shape(self._update, placed, state, placed, norms)
+            except Exception as error:
+                raise ValueError(
+                    f"group {self.group.name!r}: {type(self._optimizer).__name__} "
+                    f"cannot be compiled for a parameter server: {error}"
+                ) from error
+        return placed, state
+
+    def apply(
+        self,
+        vectors: _Vectors,
+        state: list[jax.Array],
+        gradients: Mapping[str, Any],
+        squared_norms: Mapping[str, float] | None = None,
+    ) -> tuple[_Vectors, list[jax.Array]]:
+        """One step. Returns at once; `state` is used up, `vectors` stays valid.
+
+        Args:
+            vectors: The values.
+            state: The optimizer's variables.
+            gradients: By the vectors' dtypes; may be of another float dtype. Must not
+                change before the result is there.
+            squared_norms: For rules with `norms`: the sums over all servers of what
+                `squared_norms` returned.
+        """
+        if not vectors:
+            return vectors, state
+        given = None
+        if self.norms is not None:
+            given = {key: np.float32(v) for key, v in (squared_norms or {}).items()}
+        # Committed to the CPU: a server's default device may be another one.
+        placed = {
+            dtype: jax.device_put(np.asarray(gradients[dtype]), self._cpu)
+            for dtype in vectors
+        }
+        return self._compiled(vectors, state, placed, given)
+
+    def squared_norms(self, gradients: Mapping[str, Any]) -> dict[str, float]:
+        """This server's share of the squared norms that `apply` needs; {} if none."""
+        if self.norms is None or not gradients:
+            return {}
+        norms = self._compiled_norms(
+            {d: jax.device_put(np.asarray(g), self._cpu) for d, g in gradients.items()}
+        )
+        return {key: float(value) for key, value in norms.items()}
+
+    def slots(self, state: Sequence[Any]) -> Slots:
+        """The optimizer's variables by their owners; views of `state`."""
+        shared: dict[str, np.ndarray] = {}
+        parts: list[dict[str, np.ndarray]] = [{} for _ in self.parts]
+        for (owner, name), value in zip(self._owners, state, strict=True):
+            if owner is None:
+                shared[name] = np.asarray(value)
+                continue
+            block = self._blocks[owner]
+            pieces = split_parts(block, self.parts, np.asarray(value))
+            for part, piece in zip(block.parts, pieces, strict=True):
+                parts[part][name] = piece
+        return Slots(shared=shared, parts=parts)
+
+    def assign(self, state: list[jax.Array], name: str, value: Any) -> list[jax.Array]:
+        """The state with another value for one of the shared variables.
+
+        Args:
+            state: The optimizer's variables.
+            name: Such as `"learning_rate"` or `"iteration"`.
+            value: A scalar.
+
+        Raises:
+            ValueError: If there is no such variable, as there is no `"learning_rate"`
+                where it follows a schedule.
+        """
+        known = [each for owner, each in self._owners if owner is None]
+        if name not in known:
+            raise ValueError(
+                f"group {self.group.name!r}: its optimizer has no variable {name!r}, "
+                f"but {known}. A learning rate that follows a schedule cannot be set."
+            )
+        return self.with_slots(
+            state, Slots(shared={name: value}, parts=[{} for _ in self.parts])
+        )
+
+    def with_slots(self, state: list[jax.Array], slots: Slots) -> list[jax.Array]:
+        """The state with the values of `slots`, which may hold some variables only.
+
+        Raises:
+            ValueError: If a value has another shape.
+        """
+        values = [
+            self._shared_slot(old, name, slots)
+            if owner is None
+            else self._parts_slot(old, self._blocks[owner], name, slots)
+            for old, (owner, name) in zip(state, self._owners, strict=True)
+        ]
+        return [
+            old if value is None else jax.device_put(value, self._cpu)
+            for old, value in zip(state, values, strict=True)
+        ]
+
+    def _shared_slot(
+        self, old: jax.Array, name: str, slots: Slots
+    ) -> np.ndarray | None:
+        if name not in slots.shared:
+            return None
+        value = np.array(slots.shared[name], dtype=old.dtype)
+        if value.shape != old.shape:
+            raise ValueError(
+                f"group {self.group.name!r}: got shape {value.shape} for the "
+                f"optimizer's {name!r}, expected {old.shape}."
+            )
+        return value
+
+    def _parts_slot(
+        self, old: jax.Array, block: Block, name: str, slots: Slots
+    ) -> np.ndarray | None:
+        own = {i: slots.parts[i] for i in block.parts if name in slots.parts[i]}
+        if not own:
+            return None
+        given = {i: values[name] for i, values in own.items()}
+        return join_parts(block, self.parts, np.asarray(jnp.copy(old)), given)
+
+    def _build(self, vectors: _Vectors) -> list[jax.Array]:
+        rule = self.group.rule
+        try:
+            optimizer = deserialize(rule["config"])
+        except (TypeError, ValueError, KeyError) as error:
+            raise ValueError(
+                f"group {self.group.name!r}: its optimizer cannot be built from its "
+                f"config: {error} Classes of your own must be defined and registered "
+                "before ParameterServerStrategy() is called, for that is where a "
+                "server's script stays."
+            ) from error
+        self._take_over_clipping(optimizer)
+        excluded = set(rule.get("no_weight_decay", ()))
+        self._blocks = self._blocks_for(optimizer, excluded)
+        variables = [
+            _variable(self.parts[block.parts[0]], value)
+            for block, value in zip(
+                self._blocks, split(self._blocks, vectors), strict=True
+            )
+        ]
+        steppers = [optimizer, *getattr(optimizer, "optimizers", ())]
+        without = [
+            variable
+            for block, variable in zip(self._blocks, variables, strict=True)
+            if self.parts[block.parts[0]].variable in excluded
+        ]
+        if without:
+            for stepper in steppers:
+                stepper.exclude_from_weight_decay(var_list=without)
+        self._owners = build_recording(optimizer, steppers, variables)
+        for stepper in steppers:
+            stepper.variables[0].assign(rule.get("iterations", 0))
+        # Copies: Keras hands the same array to several variables at times.
+        state = [jnp.array(each.value) for each in optimizer.variables]
+        # From here on they are names and shapes only, and hold no memory.
+        write_values(variables, [None] * len(variables))
+        write_values(optimizer.variables, [None] * len(state))
+        self._optimizer = optimizer
+        return jax.device_put(state, self._cpu)
+
+    def _blocks_for(self, optimizer: Any, excluded: set[int]) -> list[Block]:
+        """What the optimizer takes for its variables: parts, or several as one."""
+        is_one_by_one = can_split(optimizer) and not hasattr(optimizer, "optimizers")
+        if not is_one_by_one or optimizer.clipnorm or self.norms is not None:
+            return blocks_of(self.parts, lambda part: None)
+
+        def kind_of(part: Part) -> bool | None:
+            alone = part.constraint is not None
+            return None if alone else part.variable in excluded
+
+        return blocks_of(self.parts, kind_of)
+
+    def _take_over_clipping(self, optimizer: Any) -> None:
+        """Settle who clips: optimizer, worker, or this rule with given norms."""
+        group = self.group
+        steppers = [optimizer, *getattr(optimizer, "optimizers", ())]
+        if group.rule.get("clipped_by_worker") and clips_on_worker(optimizer):
+            optimizer.clipnorm = optimizer.global_clipnorm = None
+            optimizer.clipvalue = None
+            return
+        spread = len({part.server for part in group.parts}) > 1
+        split = any(part.rows is not None for part in group.parts)
+        for kind, matters in (("global_clipnorm", spread), ("clipnorm", split)):
+            clips = [getattr(stepper, kind) for stepper in steppers]
+            if not matters or not any(clips):
+                continue
+            if len(steppers) > 1 or optimizer.gradient_accumulation_steps:
+                raise ValueError(
+                    f"group {group.name!r}: {kind}={max(filter(None, clips))} needs "
+                    "the whole gradient, and parts of it lie on other servers. With "
+                    "gradient_accumulation_steps or MultiOptimizer that is not done: "
+                    "use clipvalue, or one parameter server and no partitioner."
+                )
+            self.norms = kind
+            self._clip = float(clips[0])
+            self._scale = float(optimizer.loss_scale_factor or 1.0)
+            setattr(optimizer, kind, None)
+            optimizer.loss_scale_factor = None
+
+    def _update(
+        self,
+        vectors: _Vectors,
+        state: list[jax.Array],
+        gradients: _Vectors,
+        squared_norms: dict[str, jax.Array] | None,
+    ) -> tuple[_Vectors, list[jax.Array]]:
+        gradients = {d: g.astype(vectors[d].dtype) for d, g in gradients.items()}
+        if self._optimizer is None:
+            return {d: vectors[d] + gradients[d] for d in vectors}, state
+        of_blocks = split(self._blocks, gradients)
+        if squared_norms is not None:
+            of_blocks = self._clipped(of_blocks, squared_norms)
+        values, state = self._optimizer.stateless_apply(
+            state, of_blocks, split(self._blocks, vectors)
+        )
+        return join(self._blocks, values, vectors), state
+
+    def _norms_of_zeros(self) -> dict[str, jax.Array] | None:
+        if self.norms is None:
+            return None
+        keys = [self._norm_key(part) for part in self.parts]
+        return {key: jnp.zeros((), jnp.float32) for key in keys}
+
+    def _norm_key(self, part: Part) -> str:
+        return "all" if self.norms == "global_clipnorm" else str(part.variable)
+
+    def _squared_norms(self, gradients: _Vectors) -> dict[str, jax.Array]:
+        norms: dict[str, jax.Array] = {}
+        for part, gradient in zip(
+            self.parts, split(self._blocks, gradients), strict=True
+        ):
+            square = jnp.sum(jnp.square(gradient.astype(jnp.float32) / self._scale))
+            key = self._norm_key(part)
+            norms[key] = norms[key] + square if key in norms else square
+        return norms
+
+    def _clipped(
+        self, gradients: list[jax.Array], squared_norms: dict[str, jax.Array]
+    ) -> list[jax.Array]:
+        """What Keras' optimizer does, with norms that are given."""
+        clipped = []
+        for part, gradient in zip(self.parts, gradients, strict=True):
+            gradient = gradient / self._scale
+            norm = jnp.sqrt(squared_norms[self._norm_key(part)])
+            if self.norms == "clipnorm":
+                factor = self._clip / jnp.maximum(norm, self._clip)
+            else:
+                # An infinite norm makes all gradients NaN, as in Keras.
+                factor = self._clip * jnp.minimum(1 / norm, 1 / self._clip)
+                factor = factor + (norm - norm)
+            clipped.append(gradient * factor.astype(gradient.dtype))
+        return clipped
+
+
+def _variable(part: Part, value: jax.Array) -> Any:
+    """A variable as the worker's, by whose path and name optimizers choose."""
+    *scope, name = part.path.split("/")
+    variable_class: Any = keras.Variable
+    make = functools.partial(variable_class, value, dtype=part.dtype, name=name)
+    if scope:
+        # An absolute path, whatever scope the calling thread is in.
+        with keras.name_scope(scope[-1], override_parent="/".join(scope[:-1])):
+            variable = make()
+    else:
+        variable = make()
+    if part.constraint is not None:
+        if part.rows is not None:
+            raise ValueError(
+                f"part {part.name!r}: a variable with a constraint cannot be split."
+            )
+        variable.constraint = keras.constraints.deserialize(
+            copy.deepcopy(part.constraint)
+        )
+    return variable

@@ -1,0 +1,494 @@
+"""ParameterServerStrategy: variables on servers, workers that come and go."""
+
+import sys
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from replicax._private import keras as internals
+from replicax._util.dry_run import current_rehearsal
+from replicax.cluster.config import TaskConfig, check_cluster
+from replicax.cluster.resolvers import ClusterResolver, default_resolver
+from replicax.engine.collectives import CrossDeviceOps
+from replicax.engine.devices import default_devices
+from replicax.engine.dispatch import Kept
+from replicax.engine.program import Program
+from replicax.engine.variables import is_seed_state
+from replicax.errors import ClusterConfigError, ClusterError
+from replicax.ps.credentials import Credentials
+from replicax.ps.fit import ClaimedSteps, random_state, set_random_state
+from replicax.ps.partition import Partitioner
+from replicax.ps.remote import Part
+from replicax.ps.rows import Rows
+from replicax.ps.serve import serve
+from replicax.ps.session import Session
+from replicax.ps.timeouts import Timeouts
+from replicax.ps.variables import RemoteVariables
+from replicax.ps.worker_input import ServedShare
+from replicax.strategies.strategy import Strategy
+
+__all__ = ["ParameterServerStrategy"]
+
+
+class ParameterServerStrategy(Strategy):
+    """Training with the variables on parameter servers; workers need not keep pace.
+
+    The script is the same in all tasks, and `TF_CONFIG` gives each its role:
+
+    - In a `ps` task the constructor serves until the job is done and then **ends the
+      process**, with exit code 0.
+    - In a `worker` or `chief` task each step computes gradients on all local replicas,
+      sends them to the servers, and gets the newest values back. The servers make the
+      updates with the script's Keras optimizer. A worker that ends takes no other with
+      it. The chief, which is `worker` 0 where there is no `chief` task, trains too.
+    - An `evaluator` works by itself.
+
+    Workers train asynchronously: a step's gradients may be of values that others have
+    changed since. `max_staleness` bounds that, and `sync=True` removes it.
+    (TF: `tf.distribute.experimental.ParameterServerStrategy`.)
+
+    Args:
+        cluster_resolver: Describes the cluster. Defaults to `TF_CONFIG`.
+        variable_partitioner: How variables are cut along their first dimension, such as
+            `rx.experimental.partitioners.MinSizePartitioner()`; None: not at all.
+        sync: Whether all workers make a step together, as under `MirroredStrategy`:
+            each computes on its rows of the global batch.
+        backup_workers: With `sync`, how many workers a step does without: parts of the
+            batch that slow ones have not brought are computed by others as well.
+        max_staleness: Most updates that may be made by others between the moment when a
+            worker fetches the values for a step of `fit` and that step's own update.
+            None: any number.
+        compression: `"bfloat16"` halves what gradients take on the way; None: as is.
+        snapshot_dir: Folder, on each server's machine, for snapshots from which a
+            restarted server goes on. None: a lost server ends the job.
+        snapshot_every_updates: Write one after that many updates.
+        snapshot_every_seconds: Write one after that many seconds.
+        cross_device_ops: How gradients of a worker's own replicas are summed.
+        startup_timeout_seconds: For all servers, and the chief's values, to be there.
+        step_timeout_seconds: For other workers where all meet, at the end of an epoch.
+        heartbeat_timeout_seconds: For a sign of life of each worker.
+        server_timeout_seconds: For a lost server to be restarted.
+        grace_seconds: For a lost chief to be restarted.
+
+    Raises:
+        ClusterConfigError: If the cluster's description is malformed or has no servers.
+        ConnectionLost: If a server is not there by the start-up deadline.
+        SystemExit: In a `ps` task, at the end of the job.
+
+    Example:
+        >>> import replicax as rx
+        >>> strategy = rx.ParameterServerStrategy()  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | None = None,
+        variable_partitioner: Partitioner | None = None,
+        *,
+        sync: bool = False,
+        backup_workers: int = 0,
+        max_staleness: int | None = None,
+        compression: str | None = None,
+        snapshot_dir: str | None = None,
+        snapshot_every_updates: int | None = 1000,
+        snapshot_every_seconds: float | None = 60.0,
+        cross_device_ops: CrossDeviceOps | None = None,
+        startup_timeout_seconds: float = 300.0,
+        step_timeout_seconds: float = 600.0,
+        heartbeat_timeout_seconds: float = 30.0,
+        server_timeout_seconds: float = 300.0,
+        grace_seconds: float = 120.0,
+    ) -> None:
+        if current_rehearsal() is not None:
+            raise NotImplementedError(
+                "plan: the variables of ParameterServerStrategy live apart from its "
+                "replicas, which plans do not cover. Plan with rx.MirroredStrategy."
+            )
+        config = _cluster(cluster_resolver)
+        timeouts = Timeouts(
+            start_up=startup_timeout_seconds,
+            reply=step_timeout_seconds,
+            step=step_timeout_seconds,
+            server=server_timeout_seconds,
+            grace=grace_seconds,
+            heartbeat=heartbeat_timeout_seconds,
+        )
+        workers = [task.name for task in config.cluster.workers]
+        _check_options(sync, backup_workers, max_staleness, compression, len(workers))
+        if config.task_type == "ps":
+            serve(
+                config,
+                Credentials.from_environment(),
+                timeouts,
+                snapshot_dir=snapshot_dir,
+                snapshot_every_updates=snapshot_every_updates,
+                snapshot_every_seconds=snapshot_every_seconds,
+            )
+        self.cluster_resolver = cluster_resolver or default_resolver()
+        self.sync = sync
+        self.backup_workers = backup_workers
+        self.compression = compression
+        self.max_staleness = max_staleness
+        self.session: Session | None = None
+        self.keeps_values = False  # As inside of `fit`, which fetches them in time.
+        self.coordinator: Any = None
+        self._num_parts = len(workers) - backup_workers if sync else 1
+        devices = default_devices()
+        index = config.process_id
+        super().__init__(
+            devices,
+            cross_device_ops,
+            defers_updates=index is not None,
+            first_replica=(index or 0) * len(devices),
+        )
+        if index is None:
+            return  # The evaluator.
+        servers = [
+            config.cluster.task_address("ps", i)
+            for i in config.cluster.task_indices("ps")
+        ]
+        self.session = Session(
+            workers, index, servers, Credentials.from_environment(), timeouts
+        )
+        self._rows = Rows(
+            self.session,
+            servers,
+            Credentials.from_environment(),
+            compression=compression,
+        )
+        self._remote = RemoteVariables(
+            self.session,
+            self._mirrored,
+            num_servers=len(servers),
+            partitioner=variable_partitioner,
+            compression=compression,
+            sync=sync,
+            rows=self._rows,
+        )
+        self.share = ServedShare(index, len(workers), self._num_parts if sync else None)
+        self._in_flight: Any = None
+        self._parts: deque[Part] = deque()
+        self.steps_applied = 0
+        self._num_fits = 0
+        self.session.join()
+        self._agree_on_random_state()
+
+    def __repr__(self) -> str:
+        if self.session is None:
+            return super().__repr__()
+        return (
+            f"ParameterServerStrategy({self.session.name} of "
+            f"{len(self.session.workers)} workers, "
+            f"{len(self.session.connections)} servers)"
+        )
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Number of replicas whose gradients make one update."""
+        return self._group.num_replicas * self._num_parts
+
+    @property
+    def num_parts(self) -> int:
+        """Parts of a synchronous step; 1 where workers train asynchronously."""
+        return self._num_parts
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this worker does what is done once for all, such as exporting."""
+        return self.session is None or self.session.is_chief
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a step begins before the last one's update has come back.
+
+        A worker alone would only learn more slowly by it.
+        """
+        alone = self.session is None or len(self.session.workers) == 1
+        return not (alone or self.sync or self.max_staleness is not None)
+
+    @property
+    def pulls_first(self) -> bool:
+        """Whether a step of `fit` fetches the newest values; staleness counts then."""
+        return self.max_staleness is not None
+
+    @property
+    def row_source(self) -> Rows | None:
+        """Where `rx.layers.Embedding` has its rows; None: in the layer."""
+        return None if self.session is None else self._rows
+
+    @property
+    def keeps_slots(self) -> bool:
+        """Whether optimizers' slots are in this process; the servers have them."""
+        return self.session is None
+
+    def _agree_on_random_state(self) -> None:
+        """All workers draw the chief's initial weights, where nobody sets a seed."""
+        assert self.session is not None
+        mine = random_state()
+        key = "random state"
+        if self.is_chief:
+            self.session.board("put", key=key, value=mine)
+        found = self.session.get(key, "the start")
+        if found != mine:
+            set_random_state(found)
+
+    def prepared_gradients(self, optimizer: Any, grads: list[Any]) -> list[Any]:
+        """Clipped here where a push is the whole gradient of its step."""
+        if self.session is None:
+            return grads
+        return self._remote.prepared(optimizer, grads)
+
+    def claimed_steps(self, model: Any, epoch_iterator: Any, first_epoch: int) -> Any:
+        """How `fit` shares an epoch's steps with the other workers."""
+        if self.session is None:
+            return None
+        self._num_fits += 1
+        return ClaimedSteps(self, model, epoch_iterator, self._num_fits, first_epoch)
+
+    @property
+    def num_updates(self) -> dict[str, int]:
+        """Updates of each group of variables that this worker knows of."""
+        return self._remote.num_updates
+
+    @property
+    def remote(self) -> RemoteVariables:
+        """This worker's variables that lie on servers."""
+        return self._remote
+
+    def publish(self) -> None:
+        """Send values that were assigned on the chief to the servers."""
+        if self.is_chief:
+            self._remote.publish()
+
+    def publish_rate(self, optimizer: Any) -> None:
+        """Send a learning rate that was assigned on the chief to the servers."""
+        if self.is_chief:
+            self._remote.publish_rate(optimizer)
+
+    def finalize(self, optimizer: Any) -> None:
+        """The end of training: an optimizer's moving averages become the values."""
+        # Keras does this after an error too; a server that is lost is not asked again.
+        is_lost = isinstance(sys.exc_info()[1], ClusterError)
+        if self.session is not None and not is_lost:
+            self._finish()
+            self._remote.write_averages(optimizer)
+
+    def staleness(self) -> dict[str, dict[int, int]]:
+        """How stale the gradients were that the servers have applied until now.
+
+        Returns:
+            For each worker how many of its gradients had which staleness, which is the
+            number of updates between the values they are of and their own update. Each
+            server counts what came to it.
+        """
+        total: dict[str, Counter[int]] = {}
+        connections = [] if self.session is None else self.session.connections
+        for connection in connections:
+            found = connection.call("store.status")["staleness"]
+            for worker, histogram in found.items():
+                counts = {int(k): count for k, count in histogram.items()}
+                total.setdefault(worker, Counter()).update(counts)
+        return {worker: dict(sorted(total[worker].items())) for worker in sorted(total)}
+
+    def begin_epoch(
+        self, num_updates: Mapping[str, int], num_assigned: Mapping[str, int]
+    ) -> None:
+        """Count synchronous steps of `fit` from these numbers of updates."""
+        self._remote.begin_epoch(num_updates, num_assigned)
+
+    def expect(self, part: Part) -> None:
+        """Say which part of a synchronous step the next training program computes."""
+        self._parts.append(part)
+
+    def expect_rows(self, num_rows: int) -> None:
+        """Have a synchronous step on this worker's own batch count its examples."""
+        if self.session is not None and self.sync and not self.backup_workers:
+            self.expect(
+                Part(
+                    step=None,
+                    part=self.session.index,
+                    num_parts=self._num_parts,
+                    weight=float(num_rows),
+                )
+            )
+
+    def refresh(self) -> None:
+        """Fetch what the servers have into the variables."""
+        if self.session is not None:
+            self._finish()
+            self._remote.refresh()
+
+    def refresh_values(self) -> None:
+        """Fetch what the servers have for the next step; variables stay as they are."""
+        self._finish()
+        self._remote.pull()
+
+    def settle(self) -> None:
+        """Wait until this worker's last step is applied."""
+        if self.session is not None:
+            self._finish()
+
+    def synchronize_random_state(self, call: str = "") -> None:
+        """Begin of `fit`, `evaluate` and `predict`: with the newest values."""
+        if not self.keeps_values:
+            self.refresh()
+
+    def _execute(self, program: Program, arrays: Sequence[Any]) -> Any:
+        if self.session is None:
+            return super()._execute(program, arrays)
+        values = internals.read_values(program.variables)
+        stored = dict(zip(map(id, program.variables), values, strict=True))
+        state = self.adopt(program, stored)
+        part = self._next_part(program)
+        is_due = part is None or self._remote.await_step(
+            program.updates, state, part, stored
+        )
+        before = {id(v): stored[id(v)] for v in program.outputs}
+        based_on = self._remote.versions
+        inputs = [stored[id(v)] for v in program.inputs]
+        targets: list[Any] = [Kept() for _ in program.outputs]
+        tables = self._rows.tables_of(program.inputs)
+        if tables:
+
+            def run() -> Any:
+                out, gradients = program(inputs, arrays, targets)
+                return out, gradients, internals.read_values(targets)
+
+            out, gradients, _ = self._rows.complete(run)
+        else:
+            out, gradients = program(inputs, arrays, targets)
+        new = internals.read_values(targets)
+        stored |= zip(map(id, program.outputs), new, strict=True)
+        if program.updates:
+            counts = False
+            if is_due:
+                deltas = [_difference(stored[id(v)], before[id(v)]) for v in state]
+                self._finish()  # The last step's, while this one is computed.
+                row_pushes = self._remote.push_rows(program.updates, part)
+                if self.sync:
+                    # When a step is over, so are its rows.
+                    self._rows.finish(row_pushes)
+                self._in_flight = self._remote.push(
+                    program.updates, gradients, state, deltas, based_on, part
+                )
+                # The next step looks up rows that this one changes.
+                counts = (self.overlaps and not tables) or self._finish()
+                if not self.sync:
+                    self._rows.finish(row_pushes)
+            else:
+                self.steps_applied += 1
+            if not counts:
+                # Others have brought this part: as if not done.
+                needed = program.outputs if self.sync and self.backup_workers else state
+                stored |= {id(v): before[id(v)] for v in needed}
+            self._remote.write_back(program.updates, state, stored)
+        internals.write_values(
+            program.written, [stored[id(v)] for v in program.written]
+        )
+        return out
+
+    def adopt(self, program: Program, stored: dict[int, Any]) -> list[Any]:
+        """Put the servers' values in `stored`, which holds a program's by id.
+
+        Returns:
+            The program's moving statistics, which servers have too.
+        """
+        if not program.updates:
+            return []  # Not a training step.
+        state = [v for v in program.outputs if _is_shared_state(v)]
+        self._remote.connect(program.updates, state, stored)
+        return state
+
+    def _finish(self) -> bool:
+        """Wait for the step whose update is under way; whether it counts."""
+        if self._in_flight is None:
+            return True
+        in_flight, self._in_flight = self._in_flight, None
+        counts = self._remote.finish(in_flight)
+        self.steps_applied += 1
+        return counts
+
+    def _next_part(self, program: Program) -> Part | None:
+        if not self.sync or not program.updates:
+            return None
+        if self._parts:
+            return self._parts.popleft()
+        if self.backup_workers:
+            raise NotImplementedError(
+                "ParameterServerStrategy: backup_workers serve `fit` only; in a custom "
+                "loop nobody knows which worker computes which rows. Leave "
+                "backup_workers at 0."
+            )
+        assert self.session is not None
+        return Part(
+            step=None,
+            part=self.session.index,
+            num_parts=self._num_parts,
+        )
+
+
+def _is_shared_state(variable: Any) -> bool:
+    """Whether all workers contribute to the variable, as to moving statistics."""
+    return variable.aggregation == "mean" and not is_seed_state(variable)
+
+
+@jax.jit
+def _difference(new: Any, old: Any) -> Any:
+    return new - old
+
+
+def _cluster(resolver: ClusterResolver | None) -> TaskConfig:
+    found = resolver or default_resolver()
+    source = "TF_CONFIG" if found is None else type(found).__name__
+    if found is None or not found.cluster_spec():
+        raise ClusterConfigError(
+            "ParameterServerStrategy: no cluster is described. Set TF_CONFIG in each "
+            "task, or start the script with `replicax run --workers 2 --ps 1`; on one "
+            "machine without servers use rx.CentralStorageStrategy()."
+        )
+    config = check_cluster(
+        found.cluster_spec(), found.task_type, found.task_id, source=source
+    )
+    if "ps" not in config.cluster.jobs:
+        raise ClusterConfigError(
+            f"ParameterServerStrategy: {source} has no parameter servers, only the "
+            f"jobs {config.cluster.jobs}. Add tasks of type 'ps', or use "
+            "rx.MultiWorkerMirroredStrategy()."
+        )
+    if not config.cluster.workers:
+        raise ClusterConfigError(
+            f"ParameterServerStrategy: {source} has no workers, only the jobs "
+            f"{config.cluster.jobs}. Add tasks of type 'worker'."
+        )
+    return config
+
+
+def _check_options(
+    sync: bool,
+    backup_workers: int,
+    max_staleness: int | None,
+    compression: str | None,
+    num_workers: int,
+) -> None:
+    name = "ParameterServerStrategy"
+    if not 0 <= backup_workers < num_workers:
+        raise ValueError(
+            f"{name}: backup_workers must be from 0 to {num_workers - 1} with "
+            f"{num_workers} workers; got {backup_workers!r}."
+        )
+    if backup_workers and not sync:
+        raise ValueError(
+            f"{name}: backup_workers={backup_workers!r} needs sync=True; asynchronous "
+            "workers wait for nobody."
+        )
+    if max_staleness is not None and (sync or max_staleness < 0):
+        raise ValueError(
+            f"{name}: max_staleness={max_staleness!r} must be None or at least 0, and "
+            "None with sync=True, which has no staleness."
+        )
+    if compression not in (None, "bfloat16"):
+        raise ValueError(
+            f"{name}: compression must be None or 'bfloat16'; got {compression!r}."
+        )

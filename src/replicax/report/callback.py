@@ -1,0 +1,152 @@
+"""Keras callbacks of replicax: `Report`."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import keras
+
+from replicax._util.dry_run import current_rehearsal
+from replicax.cluster.failure import ATTEMPT
+from replicax.keras.resume import LateCallback
+
+if TYPE_CHECKING:
+    from replicax.report.session import FitReport
+
+__all__ = ["Report", "with_report"]
+
+_begun: dict[Path, int] = {}
+"""How many calls of `fit` this process has reported, by page."""
+
+
+class Report(LateCallback):
+    """Writes one HTML page about a run of `fit`, while it runs and at its end.
+
+    The page has the curves of losses and metrics, throughput, each worker's step time,
+    input wait and memory, staleness of parameter servers, configuration and versions.
+    It is one file that loads nothing. Workers write their numbers into a folder beside
+    it, `<path>.d`; the chief makes the page from all that are there. In a cluster, pass
+    it on all workers, with a path in a folder that all of them see. Several calls of
+    `fit` with the same path go into the same page.
+    (Keras: `keras.callbacks.TensorBoard`, for what it shows.)
+
+    Args:
+        path: The page's file, such as `"report.html"`; `~` is the home folder. Folders
+            that are not there are made.
+        diagnosis: Whether to measure communication and starts of programs when
+            training ends, and to print a line: examples per second, where the time of a
+            step goes, and the first thing to change. None: where `fit` is not silent,
+            as the chief's `verbose` says.
+
+    Raises:
+        ValueError: If `path` is a folder, or names no file.
+
+    Example:
+        >>> import os, tempfile
+        >>> import keras, numpy as np
+        >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        >>> model.compile("sgd", "mse")
+        >>> page = os.path.join(tempfile.mkdtemp(), "report.html")
+        >>> x = np.ones((8, 2))
+        >>> _ = model.fit(x, x[:, :1], callbacks=[Report(page)], verbose=0)
+        >>> os.path.exists(page)
+        True
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, diagnosis: bool | None = None
+    ) -> None:
+        super().__init__()
+        self.path = Path(path).expanduser()
+        # A script may change its working directory later.
+        self._page = self.path.absolute()
+        self.diagnosis = diagnosis
+        if not self.path.name or self.path.is_dir():
+            raise ValueError(
+                f"Report: path must be a file's name, such as 'report.html'; got "
+                f"{os.fspath(path)!r}, which is a folder."
+            )
+        self._run: FitReport | None = None
+        self._logs: Any = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Begin to note. What is written begins with the first epoch.
+
+        Raises:
+            ValueError: If this `fit` has another `Report`.
+        """
+        if current_rehearsal() is not None:
+            return  # Nothing is trained, and an older page is to stay.
+        # Here, as what draws pages need not be loaded by those who ask for none.
+        from replicax.report.session import FitReport
+
+        model: Any = self.model
+        session = model._replicax_fit
+        if session.recorder is not None:
+            raise ValueError(
+                "Report: another Report of this fit was given; got a second one for "
+                f"{os.fspath(self.path)!r}. Pass one."
+            )
+        page = self._page
+        wanted = self.diagnosis
+        params = self.params or {}
+        if wanted is None:
+            wanted = params.get("verbose", 1) != 0
+        begun = _begun.get(page, 0)
+        self._run = run = FitReport(
+            page,
+            model,
+            params,
+            number=begun + 1,
+            is_known=begun > 0 or os.environ.get(ATTEMPT, "0") != "0",
+            wants_diagnosis=wanted,
+        )
+        _begun[page] = begun + 1
+        session.push(run.close)
+        session.note_with(run.recorder, model)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Count from zero.
+
+        Raises:
+            OSError: If the folder beside the page cannot be written to.
+        """
+        if self._run is not None:
+            self._run.begin_epoch(epoch)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Remember the logs, into which callbacks after this one may put more."""
+        self._logs = logs
+
+    def after_epoch_end(self, epoch: int) -> None:
+        """Write the epoch down, with what other callbacks have put into its logs."""
+        if self._run is not None:
+            self._run.end_epoch(self._logs or {})
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Measure, write the last page, and print the diagnosis."""
+        run, self._run = self._run, None
+        if run is None:
+            return
+        line = run.end()
+        if line:
+            print(f"{self.path}: {line}", flush=True)
+
+
+def with_report(callbacks: Any, page: str) -> Any:
+    """`fit`'s callbacks with a `Report`, if none is among them.
+
+    Args:
+        callbacks: What `fit` was given: a callback, nested lists of them, a Keras
+            `CallbackList`, or None.
+        page: The page's file.
+    """
+    report = Report(page, diagnosis=True)
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        if not any(isinstance(c, Report) for c in callbacks.callbacks):
+            report.set_model(callbacks.model)
+            report.set_params(callbacks.params)
+            callbacks.callbacks.append(report)
+        return callbacks
+    given = [] if callbacks is None else keras.tree.flatten(callbacks)
+    return given if any(isinstance(c, Report) for c in given) else [*given, report]

@@ -1,0 +1,74 @@
+"""Which strategy and which replica function this code is in."""
+
+import functools
+from typing import Any
+
+from replicax.engine.replica import ReplicaContext
+from replicax.engine.scope import current_context, current_strategy
+from replicax.errors import ContextError
+from replicax.strategies.default import DefaultStrategy
+from replicax.strategies.strategy import Strategy
+
+__all__ = [
+    "get_replica_context",
+    "get_strategy",
+    "has_strategy",
+    "in_cross_replica_context",
+]
+
+
+@functools.cache
+def _default_strategy() -> DefaultStrategy:
+    return DefaultStrategy()
+
+
+def get_strategy() -> Strategy:
+    """The strategy in scope, or the default one of a single replica.
+
+    (TF: `tf.distribute.get_strategy`.)
+    """
+    context = current_context()
+    if context is not None:
+        return context.strategy
+    return current_strategy() or _default_strategy()
+
+
+def has_strategy() -> bool:
+    """Whether a strategy's scope is open in this thread."""
+    return current_strategy() is not None
+
+
+def in_cross_replica_context() -> bool:
+    """Whether this is inside a scope but not in a replica function."""
+    return has_strategy() and current_context() is None
+
+
+class _NoReplicaContext:
+    """Stands for the context where there is none: false, and an error when used."""
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # Python looking for a protocol, not a user.
+            raise AttributeError(name)
+        raise ContextError(
+            f"get_replica_context().{name}: used outside a replica function. Use it in "
+            "the function given to strategy.run; outside, combine what run returns "
+            "with strategy.reduce or strategy.gather."
+        )
+
+
+_no_context: Any = _NoReplicaContext()
+
+
+def get_replica_context() -> ReplicaContext:
+    """The context of the replica function that is running.
+
+    (TF: `tf.distribute.get_replica_context`.)
+
+    Returns:
+        The context. Outside a replica function, an object that is false and whose use
+        raises `ContextError`.
+    """
+    return current_context() or _no_context

@@ -1,0 +1,598 @@
+"""Strategy: where a program's replicas run, and what a user calls."""
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from replicax._private import keras as internals
+from replicax._util.dry_run import Rehearsal, current_rehearsal
+from replicax._util.user_code import describe
+from replicax._util.waiting import Announced
+from replicax.cluster.agreement import agree
+from replicax.cluster.dispatch_log import Operation
+from replicax.cluster.workers import Workers
+from replicax.engine import combine, compilation_cache, device_put
+from replicax.engine.arguments import Kind, flatten_call
+from replicax.engine.axes import ReplicaAxes
+from replicax.engine.cache import ProgramCache, unwrap_partial
+from replicax.engine.collectives import CrossDeviceOps, NcclAllReduce, ReduceOp
+from replicax.engine.communication import CommunicationOptions
+from replicax.engine.consistency import of_all_workers, require_equal
+from replicax.engine.devices import Device, check_cpu_pool
+from replicax.engine.group import ReplicaGroup, mesh_of
+from replicax.engine.labels import Labels
+from replicax.engine.layouts import Layouts, ModelSplit
+from replicax.engine.options import Options
+from replicax.engine.program import Program
+from replicax.engine.scope import Scope, called_in, current_context, entered_call
+from replicax.engine.values import PerReplica
+from replicax.errors import ContextError
+from replicax.input import Share
+from replicax.input.datasets import DatasetMaker
+from replicax.input.values import per_replica, stacked_values
+from replicax.strategies.checks import check_call, refuse_tracer, refuse_tracing
+
+__all__ = ["Strategy"]
+
+# Threads may use strategies at once, but a program must be enqueued on all its devices
+# before another is: devices that meet collectives in different orders wait for ever.
+_dispatch_order = threading.RLock()
+
+_CHECK_REPLICAS = Operation("check_replicas", b"check_replicas;")
+
+
+class Strategy(DatasetMaker):
+    """Runs the same function as several replicas that stay in step.
+
+    The base of all strategies; make one of those. (TF: `tf.distribute.Strategy`.)
+    """
+
+    _rehearses = True
+    """Whether programs are not run in a rehearsal, but handed to it."""
+
+    _num_rehearsed: int | None = None
+    """How many of a rehearsal's devices the strategy takes; None: all."""
+
+    def __init__(
+        self,
+        devices: Sequence[Device],
+        cross_device_ops: CrossDeviceOps | None = None,
+        *,
+        check_replicas_every: int | None = None,
+        workers: Workers | None = None,
+        check_input: bool = True,
+        home: NamedSharding | None = None,
+        defers_updates: bool = False,
+        first_replica: int = 0,
+        communication_options: CommunicationOptions | None = None,
+        replicas_per_device: int = 1,
+        shard_update: bool = False,
+        shard_weights: bool = False,
+        split: ModelSplit | None = None,
+    ) -> None:
+        """Make a strategy; only those derived from this class do.
+
+        Args:
+            devices: One device per replica.
+            cross_device_ops: How gradients are summed over them.
+            check_replicas_every: Compare the replicas' copies of the variables after
+                every that many steps and raise on a difference. None: never by itself.
+            workers: The processes that hold the devices, in the devices' order.
+            check_input: Compare the workers' first batches of each epoch, where all
+                should read the same data.
+            home: Where variables live, if not mirrored on the replicas' devices.
+            defers_updates: Whether the strategy makes the updates, in `_execute`.
+            first_replica: Number of the first of these replicas among those of all
+                workers.
+            communication_options: What happens to gradients on their way.
+            replicas_per_device: Number of replicas on each device.
+            shard_update: Whether each replica makes a part of the optimizer's update
+                and holds only that part of the optimizer's slots.
+            shard_weights: Whether replicas hold only a part of the weights, too.
+            split: How a replica's weights are divided over several devices.
+
+        Raises:
+            ValueError: For numbers that are not positive.
+            TypeError: If `cross_device_ops` is none.
+            NotImplementedError: In a rehearsal, if the variables are to live elsewhere.
+        """
+        name = type(self).__name__
+        if cross_device_ops is not None and not isinstance(
+            cross_device_ops, CrossDeviceOps
+        ):
+            raise TypeError(
+                f"{name}: cross_device_ops must be a rx.CrossDeviceOps; got "
+                f"{cross_device_ops!r}. Use for example rx.HierarchicalCopyAllReduce()."
+            )
+        if check_replicas_every is not None and check_replicas_every < 1:
+            raise ValueError(
+                f"{name}: check_replicas_every must be at least 1 or "
+                f"None; got {check_replicas_every!r}."
+            )
+        if type(replicas_per_device) is not int or replicas_per_device < 1:
+            raise ValueError(
+                f"{name}: replicas_per_device must be a positive "
+                f"integer; got {replicas_per_device!r}."
+            )
+        check_cpu_pool(devices)
+        self._workers = workers or Workers()
+        mesh, axis = mesh_of(devices, self._workers.names, split)
+        num_local = axis.num_per_host
+        self._group = ReplicaGroup(
+            strategy=self,
+            mesh=mesh,
+            axes=ReplicaAxes(devices=axis, num_per_device=replicas_per_device),
+            layouts=Layouts(
+                axis_name=axis.name,
+                num_devices=axis.size,
+                split_slots=shard_update or shard_weights,
+                split_weights=shard_weights,
+                of_path=None if split is None else split.spec,
+            ),
+            cross_device_ops=cross_device_ops or NcclAllReduce(),
+            communication=communication_options or CommunicationOptions(),
+            num_local=num_local * replicas_per_device,
+            first_local=num_local * self._workers.index * replicas_per_device,
+            first_replica=first_replica,
+            defers_updates=defers_updates,
+        )
+        self._rehearsal = current_rehearsal() if self._rehearses else None
+        if self._rehearsal is None:
+            compilation_cache.turn_on(devices[0].platform)
+        else:
+            self._require_rehearsable(holds_variables=home is None)
+            home = self._rehearsal.home
+            self._group = self._group.on(self._rehearsal.devices[: self._num_rehearsed])
+        self.share = Share(self._workers, check_input=check_input)
+        self._use(self._group)
+        self._at_home = self._group
+        self._home = home or self._mirrored
+        self._mirrors = home is None
+        self._programs = ProgramCache()
+        self.labels = Labels()
+        self._check_every = check_replicas_every
+        self._num_steps = 0
+
+    def __repr__(self) -> str:
+        each = self._group.axes.num_per_device
+        several = f"; {each} replicas each" if each > 1 else ""
+        return f"{type(self).__name__}({', '.join(self._group.axis.devices)}{several})"
+
+    @property
+    def group(self) -> ReplicaGroup:
+        """The replicas, for programs."""
+        return self._group
+
+    @property
+    def workers(self) -> Workers:
+        """The processes that train together; one alone without a cluster."""
+        return self._workers
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process does what is done once for all, such as exporting."""
+        return self._workers.is_chief
+
+    @property
+    def programs(self) -> ProgramCache:
+        """The compiled programs of this strategy."""
+        return self._programs
+
+    def scope(self) -> Scope:
+        """A context manager: variables created in it are mirrored on all replicas.
+
+        Create and compile models in it. May be nested and entered from any thread.
+
+        Raises:
+            ContextError: On entering, inside the scope of another strategy.
+
+        Example:
+            >>> import keras, replicax as rx
+            >>> strategy = rx.MirroredStrategy()
+            >>> with strategy.scope():
+            ...     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+            ...     model.compile(optimizer="sgd", loss="mse")
+        """
+        return Scope(self)
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run `fn` on every replica at once, as one compiled program.
+
+        `fn` is traced like any `jax.jit` function. The first call with new shapes
+        compiles; keep shapes the same. The call returns before the devices are done.
+
+        Args:
+            fn: The replica function. May read and assign Keras variables, use
+                `rx.GradientTape`, and call `optimizer.apply`, which sums gradients over
+                the replicas first.
+            args: Its arguments, any pytrees. A `PerReplica` (a distributed batch) gives
+                each replica its entry; arrays and numbers go to all replicas alike;
+                booleans, strings and other objects are compiled in.
+            kwargs: Keyword arguments, likewise.
+
+        Returns:
+            What `fn` returns, each array as a `PerReplica` of all replicas' values.
+
+        Raises:
+            ContextError: Inside a replica function or a JAX transformation, or for a
+                variable that was not created in this strategy's scope.
+            DivergenceError: If a mirrored variable is assigned a value that differs
+                between replicas.
+
+        Example:
+            >>> import replicax as rx
+            >>> strategy = rx.MirroredStrategy()
+            >>> def replica_fn(x):
+            ...     return x * (1 + rx.get_replica_context().replica_id_in_sync_group)
+            >>> total = strategy.reduce("sum", strategy.run(replica_fn, (2.0,)))
+            >>> n = strategy.num_replicas_in_sync
+            >>> float(total) == 2.0 * sum(range(1, n + 1))
+            True
+        """
+        return self.run_as(Options(), fn, args, kwargs)
+
+    def run_as(
+        self,
+        options: Options,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """`run`, of a program that differs from a plain one as `options` say."""
+        self._require_cross_replica("run")
+        refuse_tracing()
+        check_call(fn, args)
+        fn, args, kwargs = unwrap_partial(fn, tuple(args), dict(kwargs or {}))
+        key, arrays, make_arguments = flatten_call(args, kwargs, self._place)
+        key = (key, options)
+
+        def run() -> Any:
+            program = self._programs.get(
+                fn, key, lambda: self._program(fn, make_arguments(), arrays, options)
+            )
+            is_new = program.is_new
+            out = self.call(program, arrays)
+            if is_new:
+                self._programs.keep(fn, key, program)
+            return program.results.per_replica(out)
+
+        return called_in(self, run)
+
+    def variables_of(self, fn: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
+        """The variables that `fn` uses, whosever; what it makes is there afterwards.
+
+        It is traced as `run` traces it, and not run.
+        """
+        self._require_cross_replica("run")
+        _, arrays, make_arguments = flatten_call(args, {}, self._place)
+        with self.scope():
+            return Program(fn, self._group, make_arguments(), arrays).variables
+
+    def call(self, program: Program, arrays: Sequence[Any]) -> Any:
+        """Run a program, with the check that was asked for; variables are new then."""
+        if self._rehearsal is not None:
+            values = internals.read_values(program.variables)
+            return self._rehearsal.call(self._group, program, values, arrays)
+        if program.is_new:
+            self._meet(program, internals.read_values(program.variables), arrays)
+            with Announced(f"compiling {program.name}"):
+                out = self._dispatch(
+                    lambda: self._execute(program, arrays), program.operation
+                )
+        else:  # Not a function for both: it would be called in each step.
+            out = self._dispatch(
+                lambda: self._execute(program, arrays), program.operation
+            )
+        self._num_steps += 1
+        every = self._check_every if self._mirrors else None
+        if every and self._num_steps % every == 0:
+            if self._workers.log is not None:
+                self._workers.log.note_in_script(_CHECK_REPLICAS)
+            new = internals.read_values(program.written)
+            require_equal(self._group, program.written, new)
+        return out
+
+    def _execute(self, program: Program, arrays: Sequence[Any]) -> Any:
+        """Run the program on the variables' values, which are new afterwards."""
+        out, _ = program(internals.read_values(program.inputs), arrays)
+        return out
+
+    @contextlib.contextmanager
+    def rehearsing(self, rehearsal: Rehearsal) -> Iterator[None]:
+        """Within it, programs are for a rehearsal's devices and are handed to it.
+
+        Variables stay where they are. Nobody else may use the strategy meanwhile.
+        """
+        self._require_rehearsable(holds_variables=self._mirrors)
+        group, own = self._group, (self._programs, self._rehearsal)
+        self._use(group.on(rehearsal.devices))
+        self._programs, self._rehearsal = ProgramCache(), rehearsal
+        try:
+            yield
+        finally:
+            self._use(group)
+            self._programs, self._rehearsal = own
+
+    def _use(self, group: ReplicaGroup) -> None:
+        """Make programs for these replicas from now on."""
+        self._group = group
+        # Programs and variables meet these shardings all the time: one object each.
+        self._mirrored, self._per_replica = group.mirrored, group.per_replica
+
+    def _require_rehearsable(self, *, holds_variables: bool) -> None:
+        if not holds_variables or self._group.defers_updates:
+            raise NotImplementedError(
+                f"plan: the variables of {type(self).__name__} live apart from its "
+                "replicas, which plans do not cover. Plan with a strategy whose "
+                "replicas hold them, such as rx.MirroredStrategy."
+            )
+
+    def claimed_steps(self, model: Any, epoch_iterator: Any, first_epoch: int) -> Any:
+        """How `fit` shares an epoch's steps with other workers; None: it does not."""
+        return None
+
+    def finalize(self, optimizer: Any) -> None:
+        """Called when `fit` finalizes the variables that its optimizer trains."""
+
+    @property
+    def keeps_slots(self) -> bool:
+        """Whether optimizers' slots are variables of this process."""
+        return True
+
+    def prepared_gradients(self, optimizer: Any, grads: list[Any]) -> list[Any]:
+        """Summed gradients as the one who makes a deferred update wants them."""
+        return grads
+
+    def expect_rows(self, num_rows: int) -> None:
+        """Called before a step trains on that many examples of this process' own."""
+
+    def settle(self) -> None:
+        """Called when `fit`, `evaluate` or `predict` is over."""
+
+    def reduce(
+        self, reduce_op: ReduceOp | str, value: Any, axis: int | None = None
+    ) -> Any:
+        """Combine the replicas' values into one.
+
+        Args:
+            reduce_op: `ReduceOp.SUM` or `ReduceOp.MEAN`.
+            value: A `PerReplica`, or a pytree with such leaves.
+            axis: None combines the replicas' values element by element. A dimension of
+                the per-replica value is reduced as well: with 2 replicas that hold
+                `[1, 2]` and `[3, 4]`, SUM over None gives `[4, 6]` and over 0 gives 10.
+
+        Returns:
+            Arrays of the per-replica shape, without `axis`.
+
+        Raises:
+            ContextError: Inside a replica function.
+            ValueError: For an unknown operation or axis, or for SUM of a value that is
+                no `PerReplica` where there are several replicas.
+        """
+        self._require_cross_replica("reduce")
+        op = ReduceOp.of(reduce_op, "Strategy.reduce")
+        return self._dispatch(
+            lambda: combine.reduce(op, value, axis, self._group.num_replicas),
+            self._combining(f"reduce({op.value!r}, axis={axis})", value),
+        )
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """Concatenate the replicas' values along dimension `axis`.
+
+        Args:
+            value: A `PerReplica` of rank 1 or more, or a pytree with such leaves.
+            axis: Dimension of the per-replica value.
+
+        Returns:
+            Arrays. Per-replica `[b, d]` gives `[R*b, d]` along 0.
+
+        Raises:
+            ContextError: Inside a replica function.
+            ValueError: For scalars or an unknown axis.
+        """
+        self._require_cross_replica("gather")
+        return self._dispatch(
+            lambda: combine.gather(value, axis, self._group.num_replicas),
+            self._combining(f"gather(axis={axis})", value),
+        )
+
+    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+        """This process' values of a `PerReplica`, one per local replica, as a tuple."""
+        return value.values if isinstance(value, PerReplica) else (value,)
+
+    def experimental_distribute_values_from_function(
+        self, value_fn: Callable[[Any], Any]
+    ) -> Any:
+        """A `PerReplica` from `value_fn(context)`, called once per replica.
+
+        Args:
+            value_fn: Returns an array or pytree of arrays, of equal shapes for all
+                replicas. `context.replica_id_in_sync_group` is the replica's number.
+
+        Raises:
+            ValueError: If shapes differ.
+        """
+        stacked = stacked_values(value_fn, self._group.num_replicas)
+        local = jax.tree.map(self._group.local_part, stacked)
+        return per_replica(local, self._per_replica)
+
+    def check_replicas(self, variables: Iterable[Any] | None = None) -> None:
+        """Compare the replicas' copies of mirrored variables, bit by bit.
+
+        Args:
+            variables: Keras variables; defaults to all that were created in the scope.
+
+        Raises:
+            DivergenceError: Naming the variables that differ and the replicas.
+        """
+        if variables is None:
+            chosen = of_all_workers(self.labels, self._workers)
+        else:
+            chosen = [v for v in variables if internals.has_value(v)]
+            facts = {"the variables": [internals.described(v) for v in chosen]}
+            agree(self._workers, facts, "check_replicas")
+        if self._mirrors:
+            require_equal(self._group, chosen, internals.read_values(chosen))
+
+    # What Keras hooks and programs need.
+
+    def own(self, variable: Any) -> None:
+        """Give a variable that is created in this strategy's scope its place."""
+        layout = self.layout(variable)
+        internals.set_owned(variable)
+        if internals.layout_of(variable) != layout:
+            internals.set_layout(variable, layout)
+        self.labels.add(variable)
+
+    def slot_layout(
+        self, path: str, shape: tuple[int, ...], aggregation: str
+    ) -> NamedSharding:
+        """Where an optimizer's slot is to live that is about to be made."""
+        if not self._mirrors:
+            return self._home
+        spec = self._at_home.layouts.of_slot(path, shape, aggregation)
+        return NamedSharding(self._at_home.mesh, spec)
+
+    def layout(self, variable: Any) -> NamedSharding:
+        """Where a variable lives."""
+        return self._at_home.layout(variable) if self._mirrors else self._home
+
+    def require_owned(self, variables: Iterable[Any], caller: str) -> None:
+        """Raise unless each variable was created in this strategy's scope."""
+        for variable in variables:
+            layout = internals.layout_of(variable)
+            if layout is None:
+                self._meet_outsider(variable, caller)
+            elif layout != self.layout(variable):
+                self._refuse_placed(variable, layout, caller)
+
+    def _refuse_placed(self, variable: Any, layout: Any, caller: str) -> None:
+        name = f"{caller}: variable {variable.path!r}"
+        if not internals.is_owned(variable):
+            raise ContextError(
+                f"{name} was placed by keras.distribution, or with a layout of its own "
+                f"({layout}), when it was made, and not by {self!r}. A strategy places "
+                "variables itself: make the model without a distribution, after "
+                "keras.distribution.set_distribution(None). What DataParallel does is "
+                "rx.MirroredStrategy, and rx.ModelParallelStrategy(layout_map) takes a "
+                "ModelParallel's layouts."
+            )
+        raise ContextError(
+            f"{name} was created in the scope of another strategy (placed as {layout}),"
+            f" not of {self!r}. Create and use a model with the same strategy."
+        )
+
+    def _meet_outsider(self, variable: Any, caller: str) -> None:
+        raise ContextError(
+            f"{caller}: variable {variable.path!r} was created outside the scope of "
+            f"{self!r}. Create layers, models, metrics and optimizers, and call "
+            "compile, under `with strategy.scope():`."
+        )
+
+    def _program(
+        self, fn: Any, arguments: Any, arrays: Sequence[Any], options: Options
+    ) -> Program:
+        refuse_tracer(jnp.zeros(()))
+        with (
+            Announced(f"tracing run({describe(fn)})"),
+            entered_call("run"),  # In a callback of `fit`, too.
+        ):
+            program = Program(fn, self._group, arguments, arrays, options)
+        self.require_owned(program.variables, program.name)
+        return program
+
+    def synchronize_random_state(self, call: str = "") -> None:
+        """Make the workers' random numbers the same; there is one worker here.
+
+        Args:
+            call: What all workers are about to do, which is compared first.
+        """
+
+    def _meet(
+        self, program: Program, values: Sequence[Any], arrays: Sequence[Any]
+    ) -> None:
+        """Called before a program runs first; other workers may have to agree."""
+
+    def _combining(self, name: str, value: Any) -> Operation | None:
+        """What combines the replicas' values in `value`; None: it is done here alone.
+
+        A value that is no `PerReplica` needs no other worker.
+        """
+        if self._workers.watch is None:
+            return None
+        leaves = jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, PerReplica))
+        kinds = tuple(
+            (x.array.shape, x.array.dtype) for x in leaves if isinstance(x, PerReplica)
+        )
+        return _combination(name, kinds) if kinds else None
+
+    def _dispatch(
+        self, call: Callable[[], Any], operation: Operation | None = None
+    ) -> Any:
+        """Hand a program to the devices, and tell who watches over the workers.
+
+        Args:
+            call: Calls the program.
+            operation: What the other workers know it by; None: they have no part in it.
+        """
+        watch = self._workers.watch
+        with _dispatch_order:
+            if watch is None or operation is None:
+                return call()
+            # Before and after: on CPUs, the call may itself wait for the others.
+            watch.dispatching(operation)
+            leaves: list[Any] = []
+            try:
+                results = call()
+                leaves = jax.tree.leaves(results)
+            finally:
+                watch.dispatched(leaves[0] if leaves else None)
+        return results
+
+    def _place(self, array: Any, kind: Kind) -> Any:
+        refuse_tracer(array)
+        if kind is Kind.PER_REPLICA:
+            combine.require_all_replicas(
+                PerReplica(array), self._group.num_replicas, "run"
+            )
+            wanted = self._per_replica
+        elif isinstance(array, jax.Array) and (
+            array.committed or self._group.spans_processes
+        ):
+            wanted = self._mirrored
+        else:
+            return array
+        if not isinstance(array, jax.Array):
+            return device_put.rows(self._group.local_part(array), wanted)
+        if array.sharding == wanted:
+            return array
+        # A copy first: placed, the array may share a variable's memory on one device,
+        # which the program gives away (`may_alias=False` does not prevent it).
+        if kind is Kind.MIRRORED:
+            return device_put.laid_out(jnp.copy(array), wanted)
+        return device_put.rows(self._group.local_part(jnp.copy(array)), wanted)
+
+    def _require_cross_replica(self, name: str) -> None:
+        if current_context() is not None:
+            raise ContextError(
+                f"Strategy.{name}: called inside a replica function. Call it outside, "
+                "on what strategy.run returns; inside, use "
+                "rx.get_replica_context().all_reduce or .all_gather."
+            )
+
+
+@functools.lru_cache(maxsize=256)
+def _combination(name: str, kinds: tuple[tuple[Any, Any], ...]) -> Operation:
+    listed = ", ".join(f"{dtype}{list(shape)}" for shape, dtype in kinds)
+    return Operation(f"{name} of {listed}", f"{name} {listed};".encode())

@@ -1,0 +1,389 @@
+"""Training that is interrupted at random moments goes on from a whole step."""
+
+import contextlib
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+
+import replicax as rx
+from replicax._util import interrupts
+from replicax._util.interrupts import uninterrupted
+from replicax.engine.scope import called_in, current_strategy
+from replicax.errors import LostValuesError
+from replicax.input.prefetch import prefetch
+
+
+def interrupted(strategy: str, count: int, seed: int, limit: float) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.interrupts", strategy, str(count), str(seed)],
+        env=os.environ | {"KERAS_BACKEND": "jax", "LIMIT": str(limit)},
+        capture_output=True,
+        text=True,
+        timeout=limit + 60,
+        check=False,
+    )
+    assert f"INTERRUPTED {count} " in done.stdout, (
+        done.returncode,
+        done.stdout[-2000:],
+        done.stderr[-6000:],
+    )
+
+
+def test_interrupts_leave_a_whole_step() -> None:
+    """Each kind of interrupt, in each call; 8 were enough to crash the process."""
+    interrupted("mirrored", 56, 0, limit=240)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "strategy",
+    ["one", "mirrored", "shard_update", "fully_sharded", "model_parallel", "central"],
+)
+def test_many_interrupts_leave_a_whole_step(strategy: str) -> None:
+    interrupted(strategy, 200, 1, limit=600)
+
+
+@pytest.fixture
+def strategy() -> Any:
+    return rx.MirroredStrategy(["cpu:0", "cpu:1"])
+
+
+def test_values_stay_in_the_variables(strategy: Any) -> None:
+    """An exception in the first step, or in any callback, takes no value away."""
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    x, y = np.ones((8, 2), "f4"), np.ones((8, 1), "f4")
+    before = model.get_weights()
+
+    def batches() -> Any:
+        raise OSError("no data")
+        yield
+
+    with pytest.raises(OSError, match="no data"):
+        model.fit(batches(), shuffle=False, verbose=0)
+    for now, then in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(now, then)
+
+    class Raises(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == 1:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(x, y, batch_size=2, callbacks=[Raises()], verbose=0)
+    assert int(model.optimizer.iterations.numpy()) == 2
+    model.fit(x, y, batch_size=2, verbose=0)
+    assert int(model.optimizer.iterations.numpy()) == 6
+
+
+def test_a_step_that_raises_after_it_ran_keeps_the_values(strategy: Any) -> None:
+    with strategy.scope():
+        w = keras.Variable(1.0, trainable=False)
+
+    def step(x: Any) -> None:
+        w.assign(w * x)
+
+    strategy.run(step, (2.0,))
+    # To say where it is from JAX runs the step again, on arguments that are donated.
+    with jax.debug_nans(True), pytest.raises(RuntimeError, match="deleted"):
+        strategy.run(step, (jnp.nan,))
+    assert float(w.numpy()) == 2.0
+    strategy.run(step, (2.0,))
+    assert float(w.numpy()) == 4.0
+
+
+def test_deleted_values_are_an_error(strategy: Any) -> None:
+    """XLA's CPU client crashes the process when several devices are given some."""
+    with strategy.scope():
+        w = keras.Variable([1.0, 2.0], trainable=False, name="w")
+
+    def step(x: Any = 1.0) -> None:
+        w.assign(w * x)
+
+    old = w.value
+    strategy.run(step)
+    strategy.run(step, (jnp.copy(w.value),))
+    with pytest.raises(LostValuesError, match=r"an argument.*jnp\.copy"):
+        strategy.run(step, (old,))
+    jax.jit(lambda x: x, donate_argnums=0)(w.value)
+    w.value.delete()
+    with pytest.raises(LostValuesError, match=r"'w' \(2,\).*1 of 1"):
+        strategy.run(step)
+    w.assign([3.0, 4.0])
+    strategy.run(step)
+    np.testing.assert_array_equal(w.numpy(), [3.0, 4.0])
+
+
+def test_handlers_are_called_after_an_uninterrupted_call() -> None:
+    heard: list[str] = []
+
+    def handler(number: int, frame: Any) -> None:
+        heard.append("handler")
+        raise InterruptedError
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+
+        def call() -> None:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            for _ in range(100):
+                heard.append("call")
+
+        with pytest.raises(InterruptedError):
+            uninterrupted(call)
+        assert heard == ["call"] * 100 + ["handler"]
+        assert signal.getsignal(signal.SIGUSR1) is handler
+        with pytest.raises(KeyboardInterrupt):
+            uninterrupted(lambda: signal.raise_signal(signal.SIGINT))
+        assert signal.getsignal(signal.SIGUSR1) is handler
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_thread_leaves_the_scope_whatever_happens(strategy: Any) -> None:
+    def call() -> None:
+        strategy.scope().__enter__()  # As if an interrupt had kept it from leaving.
+        keras.StatelessScope().__enter__()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        called_in(strategy, call)
+    assert current_strategy() is None
+    assert keras.Variable(1.0).value is not None
+
+
+def test_prefetch_gives_its_slots_back() -> None:
+    def handler(number: int, frame: Any) -> None:
+        raise InterruptedError
+
+    before = signal.signal(signal.SIGALRM, handler)
+    stream = prefetch(lambda: iter(range(10**9)), depth=2)
+    try:
+        for _ in range(200):
+            signal.setitimer(signal.ITIMER_REAL, 0.0003)
+            try:
+                while True:
+                    next(stream)
+            except InterruptedError:
+                pass
+        first = next(stream)
+        assert [next(stream) for _ in range(100)] == list(range(first + 1, first + 101))
+        assert stream.producer.slots.qsize() + stream.producer.items.qsize() >= 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        stream.close()
+
+
+def test_one_interrupt_is_enough_though_some_code_swallows_it(strategy: Any) -> None:
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    x, y = np.ones((40, 2), "f4"), np.ones((40, 1), "f4")
+
+    class Swallows(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == 2:
+                with contextlib.suppress(BaseException):
+                    signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(x, y, batch_size=2, epochs=50, callbacks=[Swallows()], verbose=0)
+    assert int(model.optimizer.iterations.numpy()) == 3
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    model.fit(x, y, batch_size=2, verbose=0)
+    # A handler of the user's own decides.
+    heard: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
+    try:
+        model.fit(x, y, batch_size=2, callbacks=[Swallows()], verbose=0)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert heard == [signal.SIGINT]
+
+
+def small_model(strategy: Any) -> Any:
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    return model
+
+
+X, Y = np.ones((40, 2), "f4"), np.ones((40, 1), "f4")
+
+
+class Interrupts(keras.callbacks.Callback):
+    """Ctrl-C in a batch, or when a call ends; some code may swallow it."""
+
+    def __init__(self, at: int | None, *, swallowed: bool, times: int = 1) -> None:
+        super().__init__()
+        self.at, self.swallowed, self.times = at, swallowed, times
+
+    def interrupt(self) -> None:
+        for _ in range(self.times):
+            with contextlib.suppress(*[KeyboardInterrupt] * self.swallowed):
+                signal.raise_signal(signal.SIGINT)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self.at == batch:
+            self.interrupt()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        if self.at is None:
+            self.interrupt()
+
+    on_test_end = on_predict_end = on_train_end
+
+
+@pytest.mark.parametrize("call", ["fit", "evaluate", "predict"])
+def test_an_interrupt_swallowed_in_the_last_step_is_raised(
+    strategy: Any, call: str
+) -> None:
+    model = small_model(strategy)
+    args = (X,) if call == "predict" else (X, Y)
+    swallows = Interrupts(None, swallowed=True)
+    with pytest.raises(KeyboardInterrupt, match=f"interrupted in {call}"):
+        getattr(model, call)(*args, callbacks=[swallows], verbose=0)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    getattr(model, call)(*args, verbose=0)
+
+
+@pytest.mark.parametrize("swallowed", [False, True])
+@pytest.mark.parametrize("at", [0, 2, 4, None])
+def test_an_interrupt_is_backed_up(
+    strategy: Any, tmp_path: Path, at: int | None, swallowed: bool
+) -> None:
+    """After the step, at the end of an epoch, and when training is over."""
+    backup = rx.BackupAndRestore(tmp_path / "backup", save_freq=False)
+    model = small_model(strategy)
+    callbacks = [Interrupts(at, swallowed=swallowed), backup]
+    steps = 10 if at is None else at + 1
+    with pytest.raises(KeyboardInterrupt, match=f"in fit after step {steps}"):
+        model.fit(X, Y, batch_size=8, epochs=2, callbacks=callbacks, verbose=0)
+    assert int(model.optimizer.iterations.numpy()) == steps
+    weights = model.get_weights()
+
+    again = small_model(strategy)
+    restored: list[Any] = []
+
+    class Looks(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            if not restored:
+                restored.extend(self.model.get_weights())
+
+    backup = rx.BackupAndRestore(tmp_path / "backup", save_freq=False)
+    looks = [backup, Looks()]
+    again.fit(X, Y, batch_size=8, epochs=2, callbacks=looks, verbose=0)
+    assert int(again.optimizer.iterations.numpy()) == 10
+    if at is not None:
+        for now, then in zip(restored, weights, strict=True):
+            np.testing.assert_array_equal(now, then)
+
+
+def test_a_second_interrupt_waits_for_no_save(strategy: Any, tmp_path: Path) -> None:
+    backup = rx.BackupAndRestore(tmp_path / "backup", save_freq=False)
+    callbacks = [Interrupts(2, swallowed=False, times=2), backup]
+    model = small_model(strategy)
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(X, Y, batch_size=8, callbacks=callbacks, verbose=0)
+    assert not list((tmp_path / "backup").glob("backup-*"))
+    model.fit(X, Y, batch_size=8, verbose=0)
+    assert int(model.optimizer.iterations.numpy()) == 8
+
+
+def test_a_postponed_interrupt_does_not_wait_for_ever(
+    strategy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interrupts, "_NO_STEP_S", 0.5)
+
+    class Hangs(Interrupts):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.interrupt()
+            time.sleep(30)
+
+    backup = rx.BackupAndRestore(tmp_path / "backup", save_freq=False)
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        small_model(strategy).fit(
+            X, Y, callbacks=[backup, Hangs(0, swallowed=False)], verbose=0
+        )
+    assert time.monotonic() - begin < 15
+
+
+SCRIPT = """
+import signal
+import sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+import replicax as rx
+rx.set_logical_devices(2)
+import keras
+import numpy as np
+strategy = rx.MirroredStrategy()
+with strategy.scope():
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+x = np.ones((512, 8), "float32")
+class Begins(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 20 and not self.params.get("said"):
+            self.params["said"] = True
+            print("STEPS", flush=True)
+callbacks = [Begins()]
+if len(sys.argv) > 1:
+    callbacks.append(rx.BackupAndRestore(sys.argv[1], save_freq=20))
+model.fit(x, x[:, :1], batch_size=8, epochs=10**6, verbose=0, callbacks=callbacks)
+print("END")
+"""
+
+
+@pytest.mark.parametrize(
+    ("seed", "backs_up"),
+    [
+        (0, True),
+        (1, False),
+        *(pytest.param(n, True, marks=pytest.mark.slow) for n in range(2, 8)),
+        *(pytest.param(n, False, marks=pytest.mark.slow) for n in range(8, 11)),
+    ],
+)
+def test_one_ctrl_c_ends_a_script(tmp_path: Path, seed: int, backs_up: bool) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    folder = tmp_path / "backup"
+    with subprocess.Popen(
+        [sys.executable, str(script), *([str(folder)] if backs_up else [])],
+        env={k: v for k, v in os.environ.items() if k != "KERAS_BACKEND"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        watchdog = threading.Timer(100, process.kill)
+        watchdog.start()
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "STEPS\n"
+            time.sleep(random.Random(seed).uniform(0, 1.5))
+            process.send_signal(signal.SIGINT)
+            output, errors = process.communicate(timeout=30)
+        finally:
+            watchdog.cancel()
+    assert process.returncode == -signal.SIGINT, errors
+    assert "END" not in output
+    assert len(errors.splitlines()) <= 12, errors
+    step = re.search(r"KeyboardInterrupt: interrupted in fit after step (\d+)$", errors)
+    assert step is not None, errors
+    if backs_up:
+        assert (folder / f"backup-{step[1]}").exists(), errors

@@ -1,0 +1,173 @@
+"""Work and waits that take long say so, once and with what they are for."""
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+
+import replicax as rx
+from replicax._util import waiting
+from replicax._util.waiting import Announced, Reminders, announce_first
+
+
+@pytest.fixture
+def said(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[pytest.LogCaptureFixture]:
+    monkeypatch.setattr(waiting, "FIRST_SECONDS", 0.2)
+    monkeypatch.setattr(waiting, "_LOOK_SECONDS", 0.02)
+    with caplog.at_level(logging.WARNING, "replicax"):
+        yield caplog
+
+
+def lines(said: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in said.records]
+
+
+def test_what_takes_long_is_announced_once(said: pytest.LogCaptureFixture) -> None:
+    with Announced("reading the stars"):
+        time.sleep(0.8)
+    assert lines(said) == ["reading the stars (0 s so far)"]
+
+
+def test_what_is_quick_or_fails_is_not(said: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(KeyError), Announced("reading"):
+        raise KeyError
+    time.sleep(0.4)
+    assert not lines(said)
+    names = [t.name for t in threading.enumerate()]
+    assert "replicax-announced" not in names
+
+
+def test_the_innermost_speaks(said: pytest.LogCaptureFixture) -> None:
+    with Announced("outer"):
+        with Reminders():
+            time.sleep(0.5)  # It speaks for itself.
+        assert not lines(said)
+        with Announced("inner"):
+            time.sleep(0.4)
+        assert lines(said) == ["inner (0 s so far)"]
+        time.sleep(0.2)
+    assert lines(said)[1:] == ["outer (1 s so far)"]
+
+
+def test_the_first_item_is_announced(said: pytest.LogCaptureFixture) -> None:
+    def numbers() -> Iterator[int]:
+        for number in range(4):
+            time.sleep(0.4 if number in (0, 2) else 0)
+            yield number
+
+    items = announce_first(numbers, "waiting for a number")
+    time.sleep(0.4)
+    assert not lines(said)
+    assert list(items) == [0, 1, 2, 3]
+    assert lines(said) == ["waiting for a number (0 s so far)"]
+    assert not list(announce_first(lambda: iter([]), "waiting"))
+
+
+def test_reminders_come_early_then_every_ten_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(waiting, "FIRST_SECONDS", 3.0)
+    now = [0.0]
+    monkeypatch.setattr(waiting.time, "monotonic", lambda: now[0])
+    with Reminders(is_early=True) as early, Reminders() as later:
+        due: list[tuple[float, ...]] = [(), ()]
+        for second in range(35):
+            now[0] = float(second)
+            for number, reminders in enumerate((early, later)):
+                if reminders.is_due():
+                    due[number] += (second,)
+    assert due == [(3, 10, 20, 30), (10, 20, 30)]
+
+
+class Slow(keras.layers.Layer):
+    """Takes long to trace, as large models take long to compile."""
+
+    def call(self, x):
+        time.sleep(0.4)
+        return x
+
+
+@pytest.fixture
+def model() -> keras.Model:
+    with rx.MirroredStrategy().scope():
+        model = keras.Sequential([keras.Input((2,)), Slow(), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    return model
+
+
+def batches() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    time.sleep(0.5)
+    for _ in range(4):
+        yield np.ones((8, 2), "float32"), np.ones((8, 1), "float32")
+
+
+@pytest.mark.parametrize("entry", ["fit", "evaluate", "predict"])
+def test_keras_loops_say_what_they_wait_for(
+    said: pytest.LogCaptureFixture, model: keras.Model, entry: str
+) -> None:
+    options = (
+        {"shuffle": False, "steps_per_epoch": 4} if entry == "fit" else {"steps": 4}
+    )
+    getattr(model, entry)(batches(), verbose=0, **options)
+    step = {"fit": "train", "evaluate": "test", "predict": "predict"}[entry]
+    found = lines(said)
+    assert found[0].startswith("waiting for the first batch (")
+    assert f"compiling {entry}(Sequential.{step}_step" in "\n".join(found)
+    assert len(found) == len(set(found)) <= 3
+
+
+def test_a_program_is_compiled_and_announced_once(
+    said: pytest.LogCaptureFixture, model: keras.Model
+) -> None:
+    x = np.ones((8, 2), "float32")
+    model.predict(x, verbose=0)
+    assert len(lines(said)) == 1
+    model.predict(x, verbose=0)
+    assert len(lines(said)) == 1
+
+
+def test_custom_loops_say_what_they_wait_for(said: pytest.LogCaptureFixture) -> None:
+    strategy = rx.MirroredStrategy()
+
+    def slow(x):
+        time.sleep(0.4)
+        return x
+
+    dataset = strategy.experimental_distribute_dataset(Batches())
+    for x, _ in dataset:
+        strategy.run(slow, args=(x,))
+    found = [line.partition(" (")[0] for line in lines(said)]
+    assert found[0] == "waiting for the first batch"
+    assert "compiling run" in [line.partition("(")[0] for line in found]
+    assert len(found) == len(set(found)) == 3
+
+
+class Batches:
+    def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        return batches()
+
+
+def test_a_slow_checkpoint_is_announced(
+    said: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from replicax.checkpoint import storage
+
+    variable = keras.Variable(1.0)
+    path = rx.Checkpoint(variable=variable).write(str(tmp_path / "one"))
+    restore = storage._restore_arrays
+
+    def slow_restore(path: Path) -> dict[str, np.ndarray]:
+        time.sleep(0.4)  # A slow disk.
+        return restore(path)
+
+    monkeypatch.setattr(storage, "_restore_arrays", slow_restore)
+    rx.Checkpoint(variable=variable).read(path)
+    (line,) = lines(said)
+    assert line.startswith(f"reading checkpoint {tmp_path / 'one'} (")

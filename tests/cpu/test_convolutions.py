@@ -1,0 +1,500 @@
+"""Convolutions on CPUs as matrix products: the values of XLA's, and only where wanted.
+
+Property tests convolve small whole numbers. Every product and sum of them is a float32,
+so the order of sums cannot matter and results must be equal, not close. Layers convolve
+normal numbers: sums in another order differ by 1e-5 of the largest value at most.
+"""
+
+import itertools
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from replicax import cpu
+from replicax.cpu import choice, forms, lowering
+from replicax.cpu.windows import Window, phases, trimmed
+
+NHWC = ("NHWC", "HWIO", "NHWC")
+SUMS = 1e-5
+
+
+def both(f, *args):
+    """Results by replicax and by XLA, each from a program of its own."""
+    ours = jax.jit(cpu.apply(f))(*args)
+    theirs = jax.jit(lambda *a: f(*a))(*args)
+    return ours, theirs
+
+
+def assert_close(ours, theirs, tolerance=SUMS):
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        a, b = np.asarray(a, "float32"), np.asarray(b, "float32")
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * (1 + np.abs(b).max()))
+
+
+def assert_equal(ours, theirs):
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def lowered(f, *args, platform="cpu"):
+    """The program of a function to which the lowerings are applied."""
+    return lowered_by_jax(cpu.apply(f), *args, platform=platform)
+
+
+def lowered_by_jax(f, *args, platform="cpu"):
+    text = jax.jit(lambda *a: f(*a)).trace(*args)
+    return text.lower(lowering_platforms=(platform,)).as_text()
+
+
+def whole(rng, shape, dtype="float32"):
+    return jnp.asarray(rng.integers(-2, 3, shape), dtype)
+
+
+@st.composite
+def layers(draw):
+    """Arguments of `lax.conv_general_dilated`, with an output of one element at least.
+
+    Returns shapes of input and kernel, and the keywords.
+    """
+    dims = draw(st.integers(1, 3))
+    small = partial(draw, st.integers(1, 2 if dims == 3 else 3))
+    space, taps, strides, padding, spread, apart = ([] for _ in range(6))
+    for _ in range(dims):
+        size, tap, stride, gap, hole = (small() for _ in range(5))
+        size += draw(st.integers(0, 3))
+        full, span = (size - 1) * gap + 1, (tap - 1) * hole + 1
+        low = draw(st.integers(max(-2, 1 - full), 3))
+        least = max(span - full - low, -2, 1 - full - min(low, 0))
+        high = draw(st.integers(least, least + 3))
+        space.append(size)
+        taps.append(tap)
+        strides.append(stride)
+        padding.append((low, high))
+        spread.append(gap)
+        apart.append(hole)
+    kind = draw(st.sampled_from(["plain", "features", "batch"]))
+    groups = 1 if kind == "plain" else draw(st.integers(2, 3))
+    batch, features, outputs = (draw(st.integers(1, 2)) for _ in range(3))
+    names = "NC" + "HWD"[:dims], "OI" + "HWD"[:dims]
+    layouts = [
+        "".join(draw(st.permutations(name))) for name in (names[0], names[1], names[0])
+    ]
+    # JAX takes strides and the like in the order of the kernel's dimensions.
+    order = [c for c in layouts[1] if c in "HWD"]
+    sizes = dict(zip(order, space, strict=True))
+    sizes |= {"N": batch * (groups if kind == "batch" else 1)}
+    sizes |= {"C": features * (groups if kind == "features" else 1)}
+    kernel = dict(zip(order, taps, strict=True))
+    kernel |= {"I": features, "O": outputs * groups}
+    return (
+        [sizes[c] for c in layouts[0]],
+        [kernel[c] for c in layouts[1]],
+        {
+            "window_strides": strides,
+            "padding": padding,
+            "lhs_dilation": spread,
+            "rhs_dilation": apart,
+            "dimension_numbers": tuple(layouts),
+            "feature_group_count": groups if kind == "features" else 1,
+            "batch_group_count": groups if kind == "batch" else 1,
+        },
+    )
+
+
+def applicable(lhs, rhs, params):
+    """All forms that can compute a convolution, be they faster or not."""
+    lhs_spec, _, _ = params["dimension_numbers"]
+    found = ["patches", "groups"]
+    if params["feature_group_count"] == params["batch_group_count"] == 1:
+        found.append("taps")
+    outputs = [w.outputs for w in choice.spatial_windows(lhs, rhs, params)]
+    if params["feature_group_count"] > 1 or np.prod(outputs) > 16:
+        return found
+    found.append("outputs")
+    groups = params["batch_group_count"]
+    if groups > 1 and lhs.shape[lhs_spec[0]] == groups:
+        found.append("sums")
+    return found
+
+
+def params_of(f, *args):
+    [equation] = [
+        e for e in jax.make_jaxpr(f)(*args).eqns if "conv" in e.primitive.name
+    ]
+    return equation.params
+
+
+@settings(max_examples=5, deadline=None, derandomize=True, phases=[Phase.generate])
+@given(st.lists(layers(), min_size=5, max_size=5))
+def test_every_form_computes_every_convolution(cases) -> None:
+    rng = np.random.default_rng(0)
+    arrays = [(whole(rng, a), whole(rng, b)) for a, b, _ in cases]
+    ours, theirs, index = [], [], []
+    for i, ((lhs, rhs), (_, _, keywords)) in enumerate(zip(arrays, cases, strict=True)):
+        f = partial(lax.conv_general_dilated, **keywords)
+        params = params_of(f, lhs, rhs)
+        for form in applicable(lhs, rhs, params):
+            index.append(i)
+            theirs.append(f)
+            ours.append(
+                partial(lowering._convolve, form=form, dtype=lhs.dtype, params=params)
+            )
+
+    def run(functions, arrays):
+        return [f(*arrays[i]) for f, i in zip(functions, index, strict=True)]
+
+    expected = jax.jit(partial(run, theirs))(arrays)
+    got = jax.jit(partial(run, ours))(arrays)
+    assert_equal(got, expected)
+
+
+@settings(max_examples=2, deadline=None, derandomize=True, phases=[Phase.generate])
+@given(st.lists(layers(), min_size=5, max_size=5))
+def test_gradients_are_those_of_xla(cases) -> None:
+    rng = np.random.default_rng(1)
+    arrays = [(whole(rng, a), whole(rng, b)) for a, b, _ in cases]
+
+    def run(arrays):
+        results = []
+        for (lhs, rhs), (_, _, keywords) in zip(arrays, cases, strict=True):
+            f = partial(lax.conv_general_dilated, **keywords)
+            y, back = jax.vjp(f, lhs, rhs)
+            results.append((y, back(jnp.sign(y))))
+        return results
+
+    assert_equal(*both(run, arrays))
+
+
+@given(
+    st.builds(
+        Window,
+        size=st.integers(1, 6),
+        taps=st.integers(1, 5),
+        low=st.integers(-1, 6),
+        high=st.integers(-1, 6),
+        input_dilation=st.integers(1, 4),
+        dilation=st.integers(1, 3),
+    )
+)
+def test_phases_are_all_outputs_once(window) -> None:
+    numbers = [
+        p
+        for phase in phases(window)
+        for p in range(phase.first, window.outputs, window.input_dilation)
+    ]
+    assert sorted(numbers) == list(range(window.outputs))
+    for phase in phases(window):
+        if phase.window is not None:
+            found = len(range(phase.first, window.outputs, window.input_dilation))
+            assert phase.window.outputs == found
+            assert phase.window.taps == len(range(window.taps)[phase.taps])
+    assert trimmed(window)[1].outputs == window.outputs
+
+
+def conv(x, w, **keywords):
+    keywords = {"window_strides": (1, 1), "padding": "SAME", **keywords}
+    return lax.conv_general_dilated(x, w, dimension_numbers=NHWC, **keywords)
+
+
+def depthwise(x, w, **keywords):
+    return conv(x, w, feature_group_count=x.shape[-1], **keywords)
+
+
+def filter_gradient(f, x, w):
+    return jax.grad(lambda w: jnp.sum(f(x, w) ** 2))(w)
+
+
+@pytest.mark.parametrize(
+    ("f", "x", "w", "served"),
+    [
+        pytest.param(conv, (2, 9, 9, 4), (3, 3, 4, 8), False, id="plain"),
+        pytest.param(conv, (2, 9, 9, 4), (1, 1, 4, 8), True, id="1x1"),
+        pytest.param(conv, (2, 2, 2, 4), (3, 3, 4, 8), True, id="kernel is larger"),
+        pytest.param(depthwise, (2, 9, 9, 4), (3, 3, 1, 4), True, id="depthwise"),
+        pytest.param(depthwise, (2, 9, 9, 4), (12, 12, 1, 4), False, id="144 taps"),
+    ],
+)
+def test_the_rule(f, x, w, served) -> None:
+    text = lowered(f, jnp.ones(x), jnp.ones(w))
+    assert ("stablehlo.convolution" in text) is not served
+    assert "stablehlo.convolution" in lowered_by_jax(f, jnp.ones(x), jnp.ones(w))
+
+
+def test_filter_gradients_of_groups_are_served() -> None:
+    x = jnp.ones((2, 8, 8, 4))
+    f = partial(filter_gradient, depthwise)
+    assert "stablehlo.convolution" not in lowered(f, x, jnp.ones((3, 3, 1, 8)))
+
+
+def test_other_platforms_are_left_alone() -> None:
+    x, w = jnp.ones((2, 9, 9, 4)), jnp.ones((3, 3, 1, 4))
+    for platform in ("tpu", "cuda"):
+        assert "stablehlo.convolution" in lowered(depthwise, x, w, platform=platform)
+    applied = jax.jit(cpu.apply(depthwise))
+    exported = jax.export.export(applied, platforms=["tpu"])(x, w)
+    assert "stablehlo.convolution" in exported.mlir_module()
+    both_platforms = jax.export.export(applied, platforms=["cpu", "tpu"])
+    assert_equal(both_platforms(x, w).call(x, w), depthwise(x, w))
+
+
+def test_symbolic_shapes_are_left_to_xla() -> None:
+    [n] = jax.export.symbolic_shape("n")
+    x = jax.ShapeDtypeStruct((n, 9, 9, 4), jnp.float32)
+    applied = jax.jit(cpu.apply(depthwise))
+    exported = jax.export.export(applied)(x, jnp.ones((3, 3, 1, 4)))
+    ones = jnp.ones((5, 9, 9, 4)), jnp.ones((3, 3, 1, 4))
+    assert_equal(exported.call(*ones), depthwise(*ones))
+
+
+@pytest.mark.parametrize("dtype", ["int32", "float8_e4m3fn"])
+def test_other_dtypes_are_left_to_xla(dtype) -> None:
+    x, w = jnp.ones((2, 2, 2, 3), dtype), jnp.ones((3, 3, 3, 2), dtype)
+    assert "stablehlo.convolution" in lowered(conv, x, w)
+
+
+def test_complex_numbers_are_parts_that_are_served() -> None:
+    """JAX itself lowers them to three convolutions of real numbers."""
+    rng = np.random.default_rng(7)
+    x, w = (whole(rng, shape, "complex64") for shape in [(2, 2, 2, 3), (3, 3, 3, 2)])
+    x, w = x * (1 + 2j), w * (1 - 1j)
+    assert "stablehlo.convolution" not in lowered(conv, x, w)
+    assert_equal(*both(conv, x, w))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_halves_are_summed_in_float32(dtype) -> None:
+    # 1024 products of 1 and 1/2: a sum in bfloat16 would stop at 128.
+    x, w = jnp.ones((1, 1, 1, 1024), dtype), jnp.full((1, 1, 1024, 2), 0.5, dtype)
+    d, k = jnp.ones((1, 16, 16, 1), dtype), jnp.ones((8, 16, 1, 1), dtype)
+
+    def run(x, w, d, k):
+        wide = conv(x, w, preferred_element_type=jnp.float32)
+        gradient = filter_gradient(conv, jnp.ones((1, 16, 16, 2), dtype), w[:, :, :2])
+        return conv(x, w), wide, depthwise(d, k, padding="VALID"), gradient
+
+    ours, theirs = both(run, x, w, d, k)
+    assert_equal(ours, theirs)
+    assert ours[0].dtype == dtype
+    assert ours[1].dtype == jnp.float32
+    assert float(ours[0][0, 0, 0, 0]) == 512
+
+
+def test_empty_dimensions_are_left_to_xla() -> None:
+    def run():
+        empty = conv(jnp.ones((0, 3, 3, 2)), jnp.ones((1, 1, 2, 2)))
+        zeros = conv(jnp.ones((1, 3, 3, 0)), jnp.ones((1, 1, 0, 2)))
+        return empty, zeros
+
+    assert_equal(*both(run))
+
+
+def test_patches_are_bounded(monkeypatch) -> None:
+    x, w = jnp.ones((1, 32, 32, 8)), jnp.ones((5, 5, 8, 8))
+    windows = [Window(size=32, taps=5, low=2, high=2)] * 2
+    run = partial(forms.by_patches, windows=windows, groups=1)
+
+    def temporary():
+        program = jax.jit(lambda x, w: run(x, w)).lower(x, w).compile()
+        return program.memory_analysis().temp_size_in_bytes, program(x, w)
+
+    whole_bytes, expected = temporary()
+    monkeypatch.setattr(forms, "_PATCHES_BYTES", 4 * x.nbytes)
+    fewer_bytes, result = temporary()
+    assert_equal(result, expected)
+    assert whole_bytes > 25 * x.nbytes
+    assert fewer_bytes < 14 * x.nbytes
+
+
+def separable(x, w):
+    return conv(depthwise(x, w[0]), w[1])
+
+
+def test_under_the_transformations_of_jax() -> None:
+    rng = np.random.default_rng(2)
+    x = whole(rng, (4, 5, 5, 3))
+    w = whole(rng, (3, 3, 1, 6)), whole(rng, (1, 1, 6, 2))
+    several = jax.tree.map(lambda a: jnp.stack([a, -a]), w)
+
+    def loss(w, x):
+        return jnp.sum(separable(x, w) * jnp.cos(jnp.arange(2.0) * jnp.pi))
+
+    def run(x, w, several):
+        def step(w, x):
+            g = jax.grad(jax.checkpoint(loss))(w, x[None])
+            return jax.tree.map(lambda a, b: jnp.sign(a - b), w, g), None
+
+        mapped = jax.vmap(jax.grad(loss), (0, None))(several, x)
+        rows = jax.vmap(jax.grad(loss), (None, 0))(w, x[:, None])
+        return mapped, rows, lax.scan(step, w, x)
+
+    assert_equal(*both(run, x, w, several))
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_in_shard_map(check) -> None:
+    rng = np.random.default_rng(3)
+    x = whole(rng, (4, 5, 5, 3))
+    w = whole(rng, (3, 3, 1, 6)), whole(rng, (1, 1, 6, 2))
+    mesh = Mesh(np.array(jax.devices()[:2]), ("replica",))
+
+    @partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(P("replica"), P()),
+        out_specs=(P("replica"), P("replica"), P("replica")),
+        check_vma=check,
+    )
+    def run(x, w):
+        w = jax.tree.map(lambda a: a + 0 * lax.axis_index("replica"), w)
+        y, back = jax.vjp(separable, x, w)
+        dx, dw = back(jnp.sign(y))
+        return y, dx, jax.tree.map(lambda a: a[None], dw)
+
+    assert_equal(*both(run, x, w))
+    # Gradients have types that name the mesh.
+    assert "stablehlo.convolution" not in lowered(run, x, w)
+
+
+def test_with_arrays_that_are_sharded() -> None:
+    rng = np.random.default_rng(4)
+    mesh = Mesh(np.array(jax.devices()[:2]), ("replica",))
+    rows = jax.sharding.NamedSharding(mesh, P("replica"))
+    x = jax.device_put(whole(rng, (4, 5, 5, 3)), rows)
+    w = whole(rng, (3, 3, 1, 6)), whole(rng, (1, 1, 6, 2))
+    w = jax.device_put(w, jax.sharding.NamedSharding(mesh, P()))
+
+    def run(x, w):
+        return jax.grad(lambda w: jnp.sum(jnp.sign(separable(x, w))))(w), separable(
+            x, w
+        )
+
+    assert_equal(*both(run, x, w))
+
+
+def test_with_shardings_in_types() -> None:
+    explicit = jax.sharding.AxisType.Explicit
+    mesh = jax.make_mesh((2,), ("replica",), (explicit,), devices=jax.devices()[:2])
+    x, w = jnp.ones((4, 5, 5, 3)), jnp.ones((3, 3, 1, 3))
+    expected = depthwise(x, w)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(x, jax.sharding.NamedSharding(mesh, P("replica")))
+        assert_equal(jax.jit(cpu.apply(depthwise))(x, w), expected)
+
+
+LAYERS = [
+    (keras.layers.Conv1D(4, 3, padding="causal", dilation_rate=2), (2, 7, 3)),
+    (keras.layers.Conv2D(4, 3, strides=2, padding="same"), (2, 6, 6, 3)),
+    (keras.layers.Conv2D(4, 3, padding="same", groups=2), (2, 2, 2, 4)),
+    (keras.layers.Conv2D(4, 1, strides=2), (2, 5, 5, 3)),
+    (keras.layers.Conv3D(4, 2, strides=2, padding="same"), (2, 4, 4, 4, 3)),
+    (keras.layers.Conv2DTranspose(4, 3, strides=2, padding="same"), (2, 2, 2, 3)),
+    (keras.layers.DepthwiseConv2D(3, strides=2, padding="same"), (2, 6, 6, 3)),
+    (keras.layers.DepthwiseConv2D(3, depth_multiplier=2), (2, 6, 6, 3)),
+    (keras.layers.SeparableConv2D(4, 3, padding="same"), (2, 5, 5, 3)),
+]
+
+
+@pytest.mark.parametrize("halves", [0, 1])
+def test_gradients_of_keras_layers(halves) -> None:
+    """Values, gradients and gradients of their squares: the second order."""
+    rng = np.random.default_rng(5)
+    chosen = LAYERS[halves::2]
+    inputs = [rng.normal(size=shape).astype("float32") for _, shape in chosen]
+    for (layer, _), x in zip(chosen, inputs, strict=True):
+        layer.build(x.shape)
+    weights = [[v.value for v in layer.trainable_variables] for layer, _ in chosen]
+
+    def loss(weights, x, layer):
+        y, _ = layer.stateless_call(weights, [], x)
+        return jnp.sum(jnp.tanh(y)), y
+
+    def second(weights, x, layer):
+        g, y = jax.grad(loss, (0, 1), has_aux=True)(weights, x, layer)
+        return sum(jnp.sum(jnp.square(a)) for a in jax.tree.leaves(g)), (g, y)
+
+    def run(weights, inputs):
+        results = []
+        for w, x, (layer, _) in zip(weights, inputs, chosen, strict=True):
+            results.append(jax.grad(second, (0, 1), has_aux=True)(w, x, layer))
+        return results
+
+    assert_close(*both(run, weights, inputs))
+
+
+# Batch, size and features of inputs, and kernels, in the way of JAX's own tests.
+SHAPES = [
+    ((b, i, 9, 10), (j, i, 4, 5)) for b, i, j in itertools.product([1, 2], [2, 3], [2])
+]
+STRIDES = [(1, 1), (1, 2), (2, 1)]
+PADDING = [((0, 0), (0, 0)), ((1, 2), (2, 0)), ((-1, 2), (2, -2))]
+DILATION = [((1, 1), (1, 1)), ((1, 2), (2, 2)), ((1, 4), (1, 1)), ((2, 1), (1, 2))]
+
+
+def test_shapes_of_jax_tests() -> None:
+    """Layouts of all kinds are the property tests'; here sizes that are not tiny."""
+    rng = np.random.default_rng(6)
+    cases = []
+    for n, (strides, padding, dilation) in enumerate(
+        itertools.islice(itertools.product(STRIDES, PADDING, DILATION), 0, None, 2)
+    ):
+        shapes = SHAPES[n % len(SHAPES)]
+        cases.append((shapes, strides, padding, dilation))
+    arrays = [(whole(rng, a), whole(rng, b)) for (a, b), *_ in cases]
+
+    def run(arrays, forced):
+        results = []
+        for (x, w), (_, strides, padding, dilation) in zip(arrays, cases, strict=True):
+            f = partial(
+                lax.conv_general_dilated,
+                window_strides=strides,
+                padding=padding,
+                lhs_dilation=dilation[0],
+                rhs_dilation=dilation[1],
+            )
+            if forced:
+                params = params_of(f, x, w)
+                f = partial(
+                    lowering._convolve, form="patches", dtype=x.dtype, params=params
+                )
+            results.append(f(x, w))
+        return results
+
+    ours = jax.jit(partial(run, forced=True))(arrays)
+    theirs = jax.jit(partial(run, forced=False))(arrays)
+    assert_equal(ours, theirs)
+
+
+def test_the_switch_in_the_environment(monkeypatch) -> None:
+    x, w = jnp.ones((2, 9, 9, 4)), jnp.ones((3, 3, 1, 4))
+    monkeypatch.setenv("REPLICAX_CPU_LOWERINGS", "xla")
+    assert "stablehlo.convolution" in lowered(depthwise, x, w)
+    monkeypatch.setenv("REPLICAX_CPU_LOWERINGS", "fast")
+    with pytest.raises(
+        ValueError, match=r"REPLICAX_CPU_LOWERINGS has 'fast'.*'replicax', 'xla'"
+    ):
+        lowered(depthwise, x, w)
+
+
+@pytest.fixture
+def without_tables(monkeypatch):
+    monkeypatch.setattr(lowering.mlir, "_platform_specific_lowerings", None)
+    lowering._overrides.cache_clear()
+    yield
+    lowering._overrides.cache_clear()
+
+
+def test_a_jax_without_the_table_keeps_its_convolutions(without_tables, caplog) -> None:
+    caplog.set_level("INFO", logger="replicax")
+    x, w = jnp.ones((2, 9, 9, 4)), jnp.ones((3, 3, 1, 4))
+    assert "stablehlo.convolution" in lowered(depthwise, x, w)
+    assert "all of them are left to XLA" in caplog.text

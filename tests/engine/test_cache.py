@@ -1,0 +1,474 @@
+"""How often functions are traced and compiled, and what the cache keeps."""
+
+import functools
+import gc
+import logging
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+from tests.conftest import mirrored
+
+import replicax as rx
+from replicax.engine.cache import (
+    Identity,
+    ProgramCache,
+    describe,
+    function_key,
+    static_key,
+    unwrap_partial,
+)
+
+_compilations: list[str] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def listener() -> None:
+    def on_event(event: str, duration_s: float, **kwargs: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            _compilations.append(kwargs.get("fun_name", ""))
+
+    jax.monitoring.register_event_duration_secs_listener(on_event)
+
+
+class Count:
+    """Compilations of replica programs since it was made."""
+
+    def __init__(self) -> None:
+        self._before = len(_compilations)
+
+    def __call__(self) -> int:
+        return sum("program" in name for name in _compilations[self._before :])
+
+
+@pytest.fixture(params=["mirrored", "one", "default"])
+def strategy(request: pytest.FixtureRequest) -> Iterator[rx.Strategy]:
+    match request.param:
+        case "mirrored":
+            yield mirrored(2)
+        case "one":
+            yield rx.OneDeviceStrategy("cpu:1")
+        case _:
+            default = rx.get_strategy()
+            default.programs._programs.clear()
+            yield default
+
+
+def sizes(strategy: rx.Strategy) -> list[int]:
+    """XLA programs behind each of the strategy's programs."""
+    return [p._compiled._cache_size() for p in strategy.programs._programs.values()]
+
+
+def test_the_counter_counts() -> None:
+    count = Count()
+    strategy = mirrored(2)
+    for n in (1, 2, 1):
+        strategy.run(lambda x: x * 2.0, (np.zeros(n),))
+    assert count() == 2
+
+
+def test_training_step_compiles_once(strategy) -> None:
+    if type(strategy) in (rx.MirroredStrategy, rx.OneDeviceStrategy):
+        with strategy.scope():
+            model, optimizer, metric = _model()
+    else:
+        model, optimizer, metric = _model()
+    traces = []
+
+    def step(x: Any, y: Any) -> Any:
+        traces.append(1)
+        with rx.GradientTape() as tape:
+            loss = keras.ops.mean((model(x) - y) ** 2)
+        optimizer.apply(
+            tape.gradient(loss, model.trainable_variables), model.trainable_variables
+        )
+        metric.update_state(loss)
+        return loss
+
+    n = strategy.num_replicas_in_sync
+    x = np.random.default_rng(0).normal(size=(4 * n, 3)).astype("float32")
+
+    def batches() -> Iterator[Any]:
+        # Host arrays, arrays on a device and on the replicas: all the same program.
+        host = rx.PerReplica(x.reshape(n, 4, 3)), rx.PerReplica(np.ones((n, 4, 1), "f"))
+        yield host
+        yield host
+        yield jax.tree.map(jnp.asarray, host)
+        yield jax.tree.map(lambda a: jax.device_put(a, jax.devices()[0]), host)
+        yield from strategy.experimental_distribute_dataset(
+            (x, np.ones((4 * n, 1), "float32")), batch_size=4 * n
+        )
+        yield next(
+            iter(
+                strategy.distribute_datasets_from_function(
+                    lambda _: [(x[:4], x[:4, :1])] * n
+                )
+            )
+        )
+
+    for i, batch in enumerate(batches()):
+        if i == 1:
+            count, num_traces = Count(), len(traces)
+        strategy.run(step, batch)
+    assert i == 5
+    assert sizes(strategy) == [1]
+    assert len(traces) == num_traces
+    assert count() == 0
+
+
+def _model() -> Any:
+    model = keras.Sequential([keras.layers.Dense(4), keras.layers.Dense(1)])
+    return model, keras.optimizers.Adam(), keras.metrics.Mean()
+
+
+def test_a_variable_assigned_outside_does_not_compile_again(strategy) -> None:
+    with strategy.scope():
+        w, b = keras.Variable([1.0, 2.0]), keras.Variable(0.0)
+
+    def step() -> Any:
+        w.assign_add(w * b)
+        return w.value
+
+    strategy.run(step)
+    w.assign([3.0, 4.0])
+    b.assign(jnp.float32(2.0))
+    np.testing.assert_allclose(strategy.run(step).values[0], [9.0, 12.0])
+    w.assign(np.float32([1.0, 1.0]))
+    strategy.run(step)
+    w.assign(jax.device_put(np.float32([1.0, 1.0]), jax.devices()[-1]))
+    strategy.run(step)
+    assert sizes(strategy) == [1]
+
+
+def test_changing_numbers_do_not_compile_again(strategy) -> None:
+    def fn(i: Any, x: Any, *, c: Any) -> Any:
+        return i + x * c
+
+    for i in range(4):
+        out = strategy.run(fn, (i, 0.5 * i), {"c": 1j * i})
+        np.testing.assert_allclose(
+            np.asarray(out), [i + 0.5j * i * i] * out.array.shape[0]
+        )
+    for i in range(4):
+        strategy.run(fn, (np.int32(i), np.float32(i)), {"c": np.complex64(i)})
+    # Python numbers promote other than NumPy's: one program each.
+    assert sizes(strategy) == [1, 1]
+
+
+def test_new_shape_dtype_and_structure_compile_anew_and_old_ones_stay(strategy) -> None:
+    def fn(x: Any) -> Any:
+        return jax.tree.map(lambda a: a + 1, x)
+
+    arguments = [
+        np.zeros(2, "float32"),
+        np.zeros(3, "float32"),
+        np.zeros(3, "int32"),
+        (np.zeros(3, "int32"),),
+        {"a": np.zeros(3, "int32")},
+        {"b": np.zeros(3, "int32")},
+    ]
+    for x in [*arguments, *arguments]:
+        strategy.run(fn, (x,))
+    assert sizes(strategy) == [1] * len(arguments)
+
+
+def test_lambdas_made_in_a_loop_share_a_program(strategy, caplog) -> None:
+    for i in range(8):
+        assert strategy.run(lambda x: x * 2.0, (float(i),)).values[0] == 2.0 * i
+    assert sizes(strategy) == [1]
+    assert not caplog.records
+
+
+def test_inner_functions_made_in_a_loop_share_a_program(strategy, caplog) -> None:
+    w = keras.Variable(3.0) if rx.get_strategy() is strategy else None
+    if w is None:
+        with strategy.scope():
+            w = keras.Variable(3.0)
+
+    def epoch(scale: float) -> Any:
+        def helper(x: Any) -> Any:
+            return x * 2.0
+
+        def step(x: Any, power: int = 2) -> Any:
+            return helper(w * x**power) * scale
+
+        return strategy.run(step, (2.0,))
+
+    for _ in range(5):
+        assert epoch(0.5).values[0] == 12.0
+    assert sizes(strategy) == [1]
+    assert not caplog.records
+
+
+def test_bound_methods_share_a_program_per_object(strategy) -> None:
+    class Scaler:
+        def __init__(self, scale: float) -> None:
+            self.scale = scale
+
+        def step(self, x: Any) -> Any:
+            return self.scale * x
+
+        def __call__(self, x: Any) -> Any:
+            return -self.scale * x
+
+    two, three = Scaler(2.0), Scaler(3.0)
+    for _ in range(3):
+        assert strategy.run(two.step, (1.0,)).values[0] == 2.0
+        assert strategy.run(three.step, (1.0,)).values[0] == 3.0
+    assert sizes(strategy) == [1, 1]
+    for _ in range(3):
+        assert strategy.run(two, (1.0,)).values[0] == -2.0
+    assert sizes(strategy) == [1, 1, 1]
+
+
+def test_partial_with_changing_numbers_shares_a_program(strategy) -> None:
+    def fn(a: Any, b: Any, c: Any = 0.0) -> Any:
+        return a + 10 * b + 100 * c
+
+    for i in range(4):
+        inner = functools.partial(fn, float(i), c=float(i))
+        assert strategy.run(functools.partial(inner, 1.0)).values[0] == 101 * i + 10
+        assert strategy.run(inner, (1.0,), {"c": 2.0}).values[0] == i + 210
+    assert sizes(strategy) == [1]
+
+
+def test_changing_closed_over_values_compile_again_and_warn_once(
+    strategy, caplog
+) -> None:
+    def make(learning_rate: float, unchanged: float) -> Any:
+        return lambda x: x * learning_rate + unchanged
+
+    with caplog.at_level(logging.WARNING, "replicax"):
+        for i in range(6):
+            out = strategy.run(make(float(i), 1.0), (2.0,))
+            assert out.values[0] == 2.0 * i + 1
+    assert sizes(strategy) == [1] * 6
+    (record,) = caplog.records
+    assert "(learning_rate)" in record.getMessage()
+    assert "unchanged" not in record.getMessage()
+    assert "pass what changes through args" in record.getMessage()
+
+
+def test_changing_defaults_warn_as_well(strategy, caplog) -> None:
+    with caplog.at_level(logging.WARNING, "replicax"):
+        for i in range(4):
+            assert strategy.run(lambda x, k=float(i): x * k, (2.0,)).values[0] == 2 * i
+    (record,) = caplog.records
+    assert "defaults" in record.getMessage()
+
+
+def test_new_shapes_do_not_warn(strategy, caplog) -> None:
+    with caplog.at_level(logging.WARNING, "replicax"):
+        for n in range(1, 6):
+            strategy.run(lambda x: x * 2, (np.zeros(n),))
+    assert not caplog.records
+
+
+def test_changed_global_of_a_cell_is_seen_when_the_closure_is_rebound(strategy) -> None:
+    scale = 2.0
+
+    def fn(x: Any) -> Any:
+        return scale * x
+
+    assert strategy.run(fn, (1.0,)).values[0] == 2.0
+    scale = 3.0
+    assert strategy.run(fn, (1.0,)).values[0] == 3.0
+
+
+def test_equal_but_different_plain_values_are_told_apart(strategy) -> None:
+    seen = []
+
+    def fn(flag: Any) -> Any:
+        seen.append(flag)
+        return 0.0
+
+    for flag in (True, "1", b"1", None, False, True):
+        strategy.run(fn, (flag,))
+    assert len(sizes(strategy)) == 5
+    assert seen[0] is True
+
+
+def test_cache_is_bounded_and_drops_the_least_recently_used() -> None:
+    cache = ProgramCache(size=3)
+    made: list[int] = []
+
+    def make(i: int) -> Any:
+        return lambda: made.append(i) or f"program {i}"
+
+    def fn() -> None:
+        pass
+
+    for i in (0, 1, 2, 0, 3, 0, 2):
+        assert cache.get(fn, i, make(i)) == f"program {i}"
+    assert made == [0, 1, 2, 3]
+    assert len(cache) == 3
+    cache.get(fn, 1, make(1))
+    assert made == [0, 1, 2, 3, 1]
+
+
+@pytest.mark.slow
+def test_strategy_keeps_64_programs_and_lets_old_functions_go() -> None:
+    strategy = rx.OneDeviceStrategy("cpu:0")
+    refs = []
+
+    class Marker:
+        pass
+
+    def make(marker: Marker) -> Any:
+        return lambda x: (marker, x)[1]
+
+    for _ in range(66):
+        marker = Marker()
+        refs.append(weakref.ref(marker))
+        strategy.run(make(marker), (1.0,))
+    del marker
+    gc.collect()
+    assert len(strategy.programs) == 64
+    alive = [ref() is not None for ref in refs]
+    assert alive == [False] * 2 + [True] * 64
+
+
+def test_strategy_and_model_are_freed() -> None:
+    def train() -> list[weakref.ref[Any]]:
+        strategy = mirrored(2)
+        with strategy.scope():
+            w = keras.Variable(1.0)
+
+        def step() -> Any:
+            w.assign_add(1.0)
+            return w.value
+
+        strategy.run(step)
+        return [weakref.ref(strategy), weakref.ref(w)]
+
+    refs = train()
+    gc.collect()
+    assert [ref() for ref in refs] == [None, None]
+
+
+def test_failed_trace_is_not_cached() -> None:
+    strategy = mirrored(2)
+    fail = True
+
+    class Switch:
+        def step(self) -> Any:
+            if fail:
+                raise OSError("no data")
+            return 1.0
+
+    switch = Switch()
+    with pytest.raises(OSError, match="no data"):
+        strategy.run(switch.step)
+    assert len(strategy.programs) == 0
+    fail = False
+    assert strategy.run(switch.step).values == (1.0, 1.0)
+
+
+def test_helpers_made_in_a_loop_share_a_program(strategy, caplog) -> None:
+    """Functions inside functions, one of which calls itself."""
+    table = {"scale": 2.0}
+
+    def epoch() -> Any:
+        def scaled(x: Any) -> Any:
+            return table["scale"] * x
+
+        def loss_fn(x: Any, depth: int = 2) -> Any:
+            return loss_fn(x, depth - 1) if depth else scaled(x)
+
+        return strategy.run(lambda x: loss_fn(x), (3.0,))
+
+    for _ in range(4):
+        assert epoch().values[0] == 6.0
+    assert sizes(strategy) == [1]
+    assert not caplog.records
+
+
+def test_assigned_python_numbers_do_not_compile_again(strategy) -> None:
+    with strategy.scope():
+        a, b = keras.Variable(0.0), keras.Variable(0.0)
+
+    def step(x: Any) -> None:
+        a.assign(1.0)
+        b.assign_add(x)
+
+    for i in range(3):
+        strategy.run(step, (np.float32(1.0),))
+        if i == 1:
+            b.assign(7.0)
+    assert (float(a.value), float(b.value)) == (1.0, 8.0)
+    assert sizes(strategy) == [1]
+
+
+def test_function_keys() -> None:
+    def make(x: Any) -> Any:
+        return lambda: x
+
+    marker = object()
+    assert function_key(make(marker)) == function_key(make(marker))
+    assert function_key(make(marker)) != function_key(make(object()))
+    assert function_key(make(1)) != function_key(make(True))
+    assert function_key(make(1.0)) != function_key(make(1))
+    assert function_key(make(0.0)) != function_key(make(-0.0))
+    assert function_key(make(float("nan"))) == function_key(make(float("nan")))
+    assert function_key(make(0j)) != function_key(make(-0j))
+    assert function_key(len) == function_key(len)
+    assert function_key(len) != function_key(max)
+
+
+def test_key_of_an_unbound_cell() -> None:
+    def make() -> Any:
+        def fn() -> Any:
+            return later
+
+        key = function_key(fn)
+        later = 1.0
+        return key, function_key(fn)
+
+    before, after = make()
+    assert before != after
+
+
+def test_identity_compares_by_identity_and_keeps_alive() -> None:
+    value = [1]
+    assert Identity(value) == Identity(value)
+    assert Identity(value) != Identity([1])
+    assert static_key([1]) != static_key([1])
+    assert static_key("a") == static_key("a")
+
+
+def test_unwrap_partial_binds_as_python_does() -> None:
+    def fn(*args: Any, **kwargs: Any) -> Any:
+        return args, kwargs
+
+    bound = functools.partial(functools.partial(fn, 1, k=1, m=2), 2, k=3)
+    unwrapped, args, kwargs = unwrap_partial(bound, (4,), {"m": 5})
+    assert unwrapped is fn
+    assert (args, kwargs) == bound(4, m=5)
+
+
+def test_describe_names_the_function_and_its_line() -> None:
+    line = test_describe_names_the_function_and_its_line.__code__.co_firstlineno
+    assert describe(test_describe_names_the_function_and_its_line).endswith(
+        f"(line {line})"
+    )
+    assert describe(len) == "len"
+    assert "partial" in describe(functools.partial(len))
+
+
+def test_a_counter_of_traces_does_not_compile_each_call_again() -> None:
+    strategy = mirrored(2)
+    num_traces = 0
+
+    def step(x: jax.Array) -> jax.Array:
+        nonlocal num_traces
+        num_traces += 1
+        return x * 2
+
+    for _ in range(4):
+        strategy.run(step, (1.0,))
+    assert num_traces == 2, "one trace to discover and one to compile"

@@ -1,0 +1,280 @@
+"""The cross-device operations: equal sums by different collectives."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+from tests.conftest import mirrored
+
+import replicax as rx
+from replicax.engine.collectives import ReplicaAxis
+
+
+def with_ops(num_replicas: int, ops: rx.CrossDeviceOps | None) -> rx.Strategy:
+    return rx.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)], ops)
+
+
+def all_reduce(strategy: rx.Strategy, x: Any, op: str = "sum") -> np.ndarray:
+    def fn(x: Any) -> Any:
+        return rx.get_replica_context().all_reduce(op, x)
+
+    return np.asarray(strategy.run(fn, (rx.PerReplica(x),)))
+
+
+def program_text(strategy: rx.Strategy, x: np.ndarray) -> str:
+    """The program of `all_reduce` as XLA compiled it."""
+    all_reduce(strategy, x)
+    (program,) = strategy.programs._programs.values()
+    return program._compiled.lower([], [], (x,)).compile().as_text()
+
+
+def collectives(text: str) -> dict[str, str]:
+    """The kinds of collectives in a program, with their groups or pairs."""
+    found = re.findall(
+        r"\b(all-reduce|reduce-scatter|all-gather|collective-permute|all-to-all)"
+        r"(?:-start)?\(.*?(?:replica_groups|source_target_pairs)=(\{\{.*?\}\})",
+        text,
+    )
+    return dict(found)
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_all_kinds_give_numpys_sum(data) -> None:
+    num_replicas = data.draw(st.sampled_from([2, 3, 4, 6, 8]), "num_replicas")
+    shape = data.draw(st.lists(st.integers(0, 7), max_size=3).map(tuple), "shape")
+    dtype = data.draw(st.sampled_from(["float32", "bfloat16", "int32"]), "dtype")
+    divisors = [k for k in range(1, num_replicas + 1) if num_replicas % k == 0]
+    group_size = data.draw(st.sampled_from([None, *divisors]), "group_size")
+    root = data.draw(st.integers(0, num_replicas - 1), "root")
+    ops = data.draw(
+        st.sampled_from(
+            [
+                rx.HierarchicalCopyAllReduce(group_size=group_size),
+                rx.ReductionToOneDevice(f"/cpu:{root}"),
+                rx.NcclAllReduce(),
+            ]
+        ),
+        "ops",
+    )
+    x = 9 * np.random.default_rng(0).normal(size=(num_replicas, *shape))
+    x = np.asarray(jnp.asarray(x, dtype))
+    got = all_reduce(with_ops(num_replicas, ops), x)
+    assert (got.shape, got.dtype) == (x.shape, x.dtype)
+    # Rounding of one addition each, in units of the dtype's.
+    unit = {"float32": 2**-23, "bfloat16": 2**-8, "int32": 0}[dtype]
+    terms = x.astype("float64")
+    bound = num_replicas * unit * np.abs(terms).sum(0)
+    assert (np.abs(got.astype("float64") - terms.sum(0)) <= bound).all()
+    # Copies must not differ by as much as rounding.
+    np.testing.assert_array_equal(got, np.broadcast_to(got[:1], got.shape))
+
+
+@pytest.mark.parametrize(
+    "ops",
+    [
+        rx.NcclAllReduce(),
+        rx.HierarchicalCopyAllReduce(),
+        rx.HierarchicalCopyAllReduce(group_size=2),
+        rx.ReductionToOneDevice(),
+        rx.ReductionToOneDevice("cpu:3"),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "complex64"])
+def test_dtypes_and_operations(ops, dtype) -> None:
+    strategy = with_ops(4, ops)
+    x = jnp.arange(12, dtype="float32").reshape(4, 3).astype(dtype)
+    total, mean = all_reduce(strategy, x), all_reduce(strategy, x, "mean")
+    assert total.dtype == dtype
+    np.testing.assert_array_equal(total.astype("complex64")[2], [18.0, 22.0, 26.0])
+    np.testing.assert_array_equal(mean.astype("complex64")[2], [4.5, 5.5, 6.5])
+
+
+def test_empty_arrays_and_one_replica() -> None:
+    for ops in (rx.HierarchicalCopyAllReduce(), rx.ReductionToOneDevice()):
+        assert all_reduce(with_ops(2, ops), np.zeros((2, 0, 3), "float32")).shape == (
+            2,
+            0,
+            3,
+        )
+        assert all_reduce(with_ops(1, ops), np.ones((1, 2), "float32")).tolist() == [
+            [1, 1]
+        ]
+
+
+def test_compiled_programs_differ() -> None:
+    x = np.ones((4, 5), "float32")
+    all_four = "{{0,1,2,3}}"
+    assert collectives(program_text(mirrored(4), x)) == {"all-reduce": all_four}
+    hierarchical = rx.HierarchicalCopyAllReduce(group_size=2)
+    assert collectives(program_text(with_ops(4, hierarchical), x)) == {
+        "reduce-scatter": "{{0,1},{2,3}}",
+        "all-reduce": "{{0,2},{1,3}}",
+        "all-gather": "{{0,1},{2,3}}",
+    }
+    to_one = rx.ReductionToOneDevice()
+    text = program_text(with_ops(4, to_one), x)
+    assert set(collectives(text)) == {"collective-permute"}
+    pairs = re.findall(r"source_target_pairs=(\{\{.*?\}\})", text)
+    assert pairs == ["{{1,0},{3,2}}", "{{2,0}}", "{{0,2}}", "{{0,1},{2,3}}"]
+
+
+def test_gradients_pass_through_the_chosen_operations() -> None:
+    class Doubled(rx.CrossDeviceOps):
+        """A user's own: wrong on purpose, to be seen."""
+
+        shapes: list[Any]
+
+        def __init__(self) -> None:
+            self.shapes = []
+
+        def sum(self, value: jax.Array, axis: ReplicaAxis) -> jax.Array:
+            assert axis.size == 2
+            assert axis.devices == ("cpu:0", "cpu:1")
+            self.shapes.append(value.shape)
+            return 2 * lax.psum(value, axis.name)
+
+    ops = Doubled()
+    strategy = with_ops(2, ops)
+    with strategy.scope():
+        w = keras.Variable([1.0, 1.0])
+        optimizer = keras.optimizers.SGD(1.0)
+
+    def step(x: Any) -> None:
+        with rx.GradientTape() as tape:
+            loss = keras.ops.sum(w * x)
+        optimizer.apply(tape.gradient(loss, [w]), [w])
+
+    strategy.run(step, (rx.PerReplica(np.float32([[1, 2], [3, 4]])),))
+    np.testing.assert_array_equal(np.asarray(w.value), [1 - 8, 1 - 12])
+    assert set(ops.shapes) == {(2,)}
+    np.testing.assert_array_equal(all_reduce(strategy, np.float32([1, 2])), [6, 6])
+    np.testing.assert_array_equal(
+        all_reduce(strategy, np.float32([1, 2]), "mean"), [3, 3]
+    )
+
+
+def test_operations_must_be_written() -> None:
+    with pytest.raises(TypeError, match=r"abstract.*'?sum"):
+        rx.CrossDeviceOps()
+
+
+def test_group_size_must_divide() -> None:
+    with pytest.raises(
+        ValueError, match=r"group_size=3 does not divide the 4.*\[1, 2, 4\]"
+    ):
+        all_reduce(
+            with_ops(4, rx.HierarchicalCopyAllReduce(group_size=3)), np.ones((4, 1))
+        )
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.5, "2", True])
+def test_group_size_must_be_a_positive_integer(size) -> None:
+    with pytest.raises(
+        ValueError, match=rf"HierarchicalCopyAllReduce: .*group_size={size!r}"
+    ):
+        rx.HierarchicalCopyAllReduce(group_size=size)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "cpu:1",
+        "/cpu:1",
+        "CPU:1",
+        "/device:CPU:1",
+        "/job:localhost/replica:0/task:0/device:CPU:1",
+    ],
+)
+def test_reduction_device_in_every_spelling(name) -> None:
+    x = np.float32([[1], [2]])
+    assert all_reduce(with_ops(2, rx.ReductionToOneDevice(name)), x).tolist() == [
+        [3],
+        [3],
+    ]
+
+
+def test_reduction_device_must_hold_a_replica() -> None:
+    with pytest.raises(ValueError, match=r"'cpu:5' holds no replica.*cpu:0, cpu:1"):
+        all_reduce(with_ops(2, rx.ReductionToOneDevice("cpu:5")), np.ones((2, 1)))
+
+
+def test_reduce_op_of_strings() -> None:
+    assert rx.ReduceOp.of("mean", "test") is rx.ReduceOp.MEAN
+    assert rx.ReduceOp.of(rx.ReduceOp.SUM, "test") is rx.ReduceOp.SUM
+    with pytest.raises(ValueError, match="test: unknown reduce operation 'max'"):
+        rx.ReduceOp.of("max", "test")
+
+
+# Operations of a user's own.
+
+
+class Own(rx.CrossDeviceOps):
+    """Sums like XLA, then does what a test asks for."""
+
+    def __init__(self, change: Any) -> None:
+        self.change = change
+
+    def sum(self, value: jax.Array, axis: ReplicaAxis) -> Any:
+        return self.change(lax.psum(value, axis.name))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        (lambda x: None, TypeError, r"Own\.sum: returned None of type NoneType"),
+        (lambda x: x[:2], ValueError, r"shape \(2,\) .* value of shape \(3,\)"),
+        (
+            lambda x: x.astype("bfloat16"),
+            ValueError,
+            r"bfloat16 .* dtype float32",
+        ),
+    ],
+)
+def test_what_sum_may_not_return(change, error, match) -> None:
+    x = np.ones((2, 3), "float32")
+    with pytest.raises(error, match=match):
+        all_reduce(with_ops(2, Own(change)), x)
+
+
+def test_num_packs_of_operations() -> None:
+    assert rx.NcclAllReduce().num_packs == 1
+    assert rx.NcclAllReduce(4).num_packs == 4
+    assert rx.HierarchicalCopyAllReduce(2, group_size=2).num_packs == 2
+    assert rx.ReductionToOneDevice().num_packs == 0
+    assert Own(None).num_packs == 0
+
+
+@pytest.mark.parametrize("ops", [rx.NcclAllReduce, rx.HierarchicalCopyAllReduce])
+@pytest.mark.parametrize("num_packs", [-1, 2.0, True, "2"])
+def test_num_packs_must_be_an_integer(ops, num_packs) -> None:
+    with pytest.raises(
+        ValueError, match=rf"{ops.__name__}: num_packs .*; got {num_packs!r}"
+    ):
+        ops(num_packs=num_packs)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3, 6, 8])
+def test_accumulation_of_a_users_own(num_replicas) -> None:
+    """Order statistics need the mask: who receives nothing must not see zeros."""
+    ops = rx.ReductionToOneDevice(
+        "cpu:0", accumulation_fn=lambda values: jnp.maximum(*values)
+    )
+    x = -np.arange(1, num_replicas + 1, dtype="float32")[:, None]
+    got = all_reduce(with_ops(num_replicas, ops), x)
+    np.testing.assert_array_equal(got, np.full_like(x, -1))
+
+
+def test_what_accumulation_may_not_be() -> None:
+    with pytest.raises(TypeError, match=r"accumulation_fn must be .* got 'add'"):
+        rx.ReductionToOneDevice(accumulation_fn="add")
+    ops = rx.ReductionToOneDevice(accumulation_fn=lambda values: values[0].sum())
+    with pytest.raises(ValueError, match=r"accumulation_fn: returned shape \(\)"):
+        all_reduce(with_ops(2, ops), np.ones((2, 3), "float32"))

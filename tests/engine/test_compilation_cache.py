@@ -1,0 +1,200 @@
+"""Programs that are kept for later processes, and where and when they are not."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jaxlib.version
+import pytest
+
+from replicax.engine import compilation_cache
+
+PROGRAM = """
+import logging, os, sys
+import jax, numpy as np
+from jax import monitoring
+import replicax as rx
+
+logging.basicConfig(format="%(message)s", stream=sys.stdout)
+hits = []
+monitoring.register_event_listener(
+    lambda event, **_: hits.append(event) if event.endswith("/cache_hits") else None
+)
+rx.set_logical_devices(2)
+{before}
+strategy = rx.MirroredStrategy()
+rx.OneDeviceStrategy("cpu:0")
+{after}
+
+value = strategy.run(lambda x: x @ x, (np.ones((8, 8), "float32"),))
+total = float(np.sum(strategy.reduce("sum", value, None)))
+print("hits", len(hits), "total", total)
+"""
+JAX_VARIABLES = ("JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE")
+ON_CPUS = jaxlib.version.__version_info__ >= (0, 10, 2)
+
+
+def run(
+    home: Path, *, before: str = "", after: str = "", **environ: str
+) -> tuple[str, str]:
+    """What a process prints, on both streams, that works in `home`."""
+    inherited = {k: v for k, v in os.environ.items() if k not in JAX_VARIABLES}
+    inherited.pop("REPLICAX_COMPILATION_CACHE", None)
+    settings = {
+        # Programs that compile quickly are kept, too.
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    process = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(before=before, after=after)],
+        env={**inherited, **settings, **environ},
+        cwd=home,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr
+    assert "total 1024.0" in process.stdout, process.stdout
+    return process.stdout, process.stderr
+
+
+def entries(folder: Path) -> set[Path]:
+    return set(folder.rglob("*-cache"))
+
+
+def test_a_second_process_finds_all_programs(tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    first, _ = run(tmp_path, REPLICAX_COMPILATION_CACHE=str(kept))
+    before = entries(kept)
+    second, _ = run(tmp_path, REPLICAX_COMPILATION_CACHE=str(kept))
+    assert before
+    assert entries(kept) == before
+    assert "hits 0 " in first
+    assert f"hits {len(before)} " in second
+
+
+@pytest.mark.skipif(not ON_CPUS, reason="XLA logs errors on loading before 0.10.2")
+def test_it_is_on_by_default_and_for_the_user_only(tmp_path: Path) -> None:
+    environ = {"XDG_CACHE_HOME": str(tmp_path)}
+    run(tmp_path, **environ)
+    folder = tmp_path / "replicax" / "compiled"
+    kept = entries(tmp_path)
+    assert kept == entries(folder) != set()
+    assert folder.stat().st_mode & 0o077 == 0
+    second, stderr = run(tmp_path, **environ)
+    assert f"hits {len(kept)} " in second
+    assert "cpu_aot_loader" not in stderr
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        pytest.param({"REPLICAX_COMPILATION_CACHE": "off"}, marks=pytest.mark.slow),
+        pytest.param({"JAX_ENABLE_COMPILATION_CACHE": "false"}, marks=pytest.mark.slow),
+        pytest.param({"JAX_COMPILATION_CACHE_DIR": ""}, marks=pytest.mark.slow),
+    ],
+)
+def test_off(tmp_path: Path, environ: dict[str, str]) -> None:
+    run(tmp_path, **{"XDG_CACHE_HOME": str(tmp_path), **environ})
+    assert not entries(tmp_path)
+
+
+@pytest.mark.slow
+def test_what_the_user_told_jax_wins(tmp_path: Path) -> None:
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    setting = f"jax.config.update('jax_compilation_cache_dir', {str(theirs)!r} '/{{}}')"
+    environ = {"REPLICAX_COMPILATION_CACHE": str(ours)}
+    for number, how in enumerate(
+        [
+            {"JAX_COMPILATION_CACHE_DIR": str(theirs / "0")},
+            {"before": setting.format(1)},
+            {"after": setting.format(2)},
+        ]
+    ):
+        run(tmp_path, **environ, **how)
+        assert not entries(ours), how
+        assert entries(theirs / str(number)), how
+
+
+def test_a_folder_that_cannot_be_written_is_said_once(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    stdout, stderr = run(
+        tmp_path, REPLICAX_COMPILATION_CACHE=str(tmp_path / "file" / "kept")
+    )
+    assert stdout.count("are not kept") == 1
+    assert "Not a directory" in stdout
+    assert "UserWarning" not in stderr
+
+
+@pytest.mark.slow
+def test_a_damaged_program_is_compiled_again(tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    run(tmp_path, REPLICAX_COMPILATION_CACHE=str(kept))
+    for path in entries(kept):
+        path.write_bytes(path.read_bytes()[:100])
+    stdout, stderr = run(tmp_path, REPLICAX_COMPILATION_CACHE=str(kept))
+    assert "hits 0 " in stdout
+    assert "Error reading persistent compilation cache entry" in stderr
+
+
+def test_tpus_and_unknown_platforms_are_left_out() -> None:
+    assert not compilation_cache._is_safe("tpu")
+    assert not compilation_cache._is_safe("metal")
+    assert compilation_cache._is_safe("gpu")
+
+
+def test_jobs_of_several_processes_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in JAX_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("REPLICAX_COMPILATION_CACHE", str(tmp_path))
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert compilation_cache.turn_on.__wrapped__("gpu") is None
+    assert jax.config.jax_compilation_cache_dir is None
+    assert not list(tmp_path.iterdir())
+
+
+def test_folders_follow_the_platform(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    folder = compilation_cache._default_folder
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert folder({}) == Path("/home/me/.cache/replicax/compiled")
+    assert folder({"XDG_CACHE_HOME": "/big"}) == Path("/big/replicax/compiled")
+    assert folder({"XDG_CACHE_HOME": "big"}) == folder({})
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert folder({}) == Path("/home/me/Library/Caches/replicax/compiled")
+
+
+def test_programs_for_other_numbers_of_threads_are_not_found() -> None:
+    names = {compilation_cache._threads({"NPROC": text}) for text in ("", "1", "18")}
+    assert len(names) == 3
+
+
+def test_those_unused_for_longest_go_first(tmp_path: Path) -> None:
+    folder = tmp_path / "threads-2"
+    folder.mkdir()
+    for age, name in enumerate(["new", "middle", "old"]):
+        path = folder / f"jit_{name}-cache"
+        path.write_bytes(bytes(10))
+        os.utime(path, (1000 - age, 1000 - age))
+    (tmp_path / "notes").write_bytes(bytes(100))
+    compilation_cache._trim(tmp_path, 30)
+    assert len(entries(tmp_path)) == 3
+    compilation_cache._trim(tmp_path, 25)
+    assert {p.name for p in entries(tmp_path)} == {"jit_new-cache", "jit_middle-cache"}
+    assert (tmp_path / "notes").exists()
+
+
+@pytest.mark.slow
+def test_an_import_does_not_turn_it_on(tmp_path: Path) -> None:
+    code = "import jax, replicax; print(jax.config.jax_compilation_cache_dir)"
+    environ = {k: v for k, v in os.environ.items() if k not in JAX_VARIABLES}
+    environ |= {"REPLICAX_COMPILATION_CACHE": str(tmp_path)}
+    output = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True
+    ).stdout
+    assert output == "None\n"
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,161 @@
+"""What a recorder counts, without Keras."""
+
+import itertools
+
+import jax.numpy as jnp
+import pytest
+
+from replicax.keras.recorder import Recorder, TimedBatches
+
+
+class Pending:
+    """A result that is there after it was asked for so many times."""
+
+    def __init__(self, times: int) -> None:
+        self.left = times
+
+    def is_ready(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Each look at the clock is a second later than the one before."""
+    ticks = itertools.count()
+    monkeypatch.setattr("time.perf_counter", lambda: float(next(ticks)))
+
+
+def take_batch(recorder, shapes="a", steps=1, examples=8):
+    recorder.end_input(recorder.begin_input(), shapes, steps, examples)
+
+
+@pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize(
+    ("looks_until_ready", "stalled"),
+    [(0, 1.0), (1, 0.5), (2, 0.0)],
+    ids=["they waited", "they were done meanwhile", "they were busy"],
+)
+def test_devices_wait_only_when_they_have_nothing_to_do(looks_until_ready, stalled):
+    recorder = Recorder()
+    recorder._last = Pending(looks_until_ready)
+    take_batch(recorder)
+    assert recorder.tally.input_s == 1.0
+    assert recorder.tally.stalled_s == stalled
+
+
+@pytest.mark.usefixtures("clock")
+def test_waiting_for_other_tasks_is_no_input():
+    recorder = Recorder()
+    began = recorder.begin_input()
+    with recorder.waiting():
+        pass
+    recorder.end_input(began, "a", 1, 8)
+    assert recorder.tally.waits_s == 1.0
+    assert recorder.tally.input_s == 2.0  # Three looks in between, one second of them.
+
+
+def train(recorder, batches, result=None):
+    """A train function that takes one of `batches` in each call."""
+
+    def train_function(state, iterator):
+        take_batch(recorder, *next(iterator))
+        return {"loss": jnp.zeros(()) if result is None else result}, state
+
+    noted, iterator = recorder.around(train_function), iter(batches)
+    for _ in batches:
+        noted((), iterator)
+    with pytest.raises(StopIteration):  # As Keras learns of the end.
+        noted((), iterator)
+
+
+def test_executions_with_new_shapes_are_counted_apart():
+    recorder = Recorder()
+    train(recorder, [("a", 2, 16), ("a", 2, 16), ("b", 1, 5), ("a", 2, 16)])
+    tally = recorder.tally
+    assert (tally.executions, tally.steps, tally.examples) == (4, 7, 53)
+    first = tally.first_executions, tally.first_steps, tally.first_examples
+    assert first == (2, 3, 21)
+    assert 0 < tally.first_s < recorder.elapsed_s()
+    recorder.begin_epoch()
+    train(recorder, [("a", 2, 16), ("b", 1, 5)])
+    assert recorder.tally.first_executions == 0
+
+
+class Slow:
+    """A result that takes seconds, of which the host learns nothing before."""
+
+    def __init__(self, recorder) -> None:
+        self.recorder, self.asked = recorder, []
+
+    def is_ready(self) -> bool:
+        return False
+
+    def block_until_ready(self):
+        self.asked.append(self.recorder.tally.first_executions)
+        return self
+
+
+def test_devices_are_waited_for_around_what_compiles_only():
+    recorder = Recorder()
+    result = Slow(recorder)
+    shapes = ["a", "a", "a", "b", "a", "b"]
+    train(recorder, [(shape, 1, 8) for shape in shapes], result)
+    # After "a" was compiled; before "b" was, and after it.
+    assert result.asked == [0, 1, 1]
+
+
+def test_input_may_come_before_the_call():
+    recorder = Recorder()  # As with parameter servers, whose steps are claimed first.
+    noted = recorder.around(lambda state, iterator: ({}, state))
+    for _ in range(3):
+        take_batch(recorder)
+        noted((), None)
+    assert (recorder.tally.executions, recorder.tally.steps) == (3, 3)
+    assert (recorder.tally.first_executions, recorder.tally.first_steps) == (1, 1)
+
+
+def test_a_call_that_trains_on_nothing_is_no_execution():
+    recorder = Recorder()
+    recorder.around(lambda state, iterator: ({}, state))((), iter(()))
+    assert recorder.tally.executions == 0
+
+
+def test_time_after_the_steps_does_not_count():
+    recorder = Recorder()
+    train(recorder, [("a", 1, 8)])
+    took = recorder.end_steps()
+    assert recorder.end_steps() == took
+    train(recorder, [("a", 1, 8)])  # A callback had evaluated amid the epoch.
+    assert recorder.end_steps() > took
+
+
+def test_marks_come_between_steps():
+    marks = []
+    recorder = Recorder(on_mark=lambda: marks.append(1), mark_every_s=0.0)
+    train(recorder, [("a", 1, 8)] * 3)
+    assert len(marks) == 3
+
+
+def test_a_mark_has_the_logs_of_what_is_done():
+    recorder = Recorder(mark_every_s=0.0)
+    results, seen = [Pending(0), Pending(9), Pending(0), Pending(0)], []
+    noted = recorder.around(lambda state, logs: (logs, state))
+    recorder._on_mark = lambda: seen.append(recorder.logs)
+    recorder._seen.add("a")  # Nothing compiles, so nothing is waited for.
+    for result in results:
+        take_batch(recorder)
+        noted((), {"loss": result})
+    none, first, still_first, third = seen
+    assert none is None
+    assert first["loss"] is still_first["loss"] is results[0]
+    assert third["loss"] is results[2]
+    recorder.begin_epoch()
+    assert recorder.logs is None
+
+
+def test_batches_without_a_strategy_are_counted():
+    recorder = Recorder()
+    batches = [(jnp.ones((4, 2)), None), (jnp.ones((3, 2)), None), ()]
+    assert len(list(TimedBatches(batches, recorder))) == 3
+    assert (recorder.tally.steps, recorder.tally.examples) == (3, 7)

@@ -1,0 +1,94 @@
+import json
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras.optimizers.schedules import CosineDecay, ExponentialDecay
+
+from replicax.keras.schedules import LinearScalingWarmup
+
+
+def rates(schedule, steps):
+    return [float(schedule(step)) for step in steps]
+
+
+def test_ramp_then_constant():
+    schedule = LinearScalingWarmup(0.1, num_replicas=2, warmup_steps=4)
+    expected = [0.1, 0.125, 0.15, 0.175, 0.2, 0.2, 0.2]
+    np.testing.assert_allclose(rates(schedule, range(7)), expected, rtol=1e-6)
+
+
+def test_without_warm_up():
+    schedule = LinearScalingWarmup(0.1, num_replicas=8)
+    np.testing.assert_allclose(rates(schedule, [0, 1, 100]), 0.8, rtol=1e-6)
+
+
+def test_one_replica_changes_nothing():
+    schedule = LinearScalingWarmup(0.1, num_replicas=1, warmup_steps=3)
+    np.testing.assert_allclose(rates(schedule, range(6)), 0.1, rtol=1e-6)
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 5])
+def test_after_starts_at_the_end_of_the_warm_up(warmup_steps):
+    after = ExponentialDecay(0.1, decay_steps=10, decay_rate=0.5)
+    schedule = LinearScalingWarmup(0.1, 4, warmup_steps, after)
+    got = rates(schedule, range(warmup_steps, warmup_steps + 20))
+    expected = [4 * rate for rate in rates(after, range(20))]
+    np.testing.assert_allclose(got, expected, rtol=1e-6)
+    ramp = rates(schedule, range(warmup_steps))
+    assert ramp == sorted(ramp)
+
+
+def test_goyal_example():
+    # 8192 images on 256 GPUs: 0.1 for 256 images becomes 3.2 after five epochs.
+    steps = 5 * 1_281_167 // 8192
+    schedule = LinearScalingWarmup(0.1, 32, steps)
+    np.testing.assert_allclose(
+        rates(schedule, [0, steps // 2, steps]), [0.1, 1.65, 3.2], rtol=1e-2
+    )
+
+
+@pytest.mark.parametrize("after", [None, CosineDecay(0.1, 100)])
+def test_round_trip_through_json(after):
+    schedule = LinearScalingWarmup(0.1, 4, 10, after)
+    config = json.loads(json.dumps(keras.saving.serialize_keras_object(schedule)))
+    again = keras.saving.deserialize_keras_object(config)
+    assert isinstance(again, LinearScalingWarmup)
+    assert again.get_config() == schedule.get_config()
+    steps = [0, 5, 10, 60, 200]
+    assert rates(again, steps) == rates(schedule, steps)
+
+
+def test_in_a_compiled_and_saved_model(tmp_path):
+    schedule = LinearScalingWarmup(0.01, 4, 3, CosineDecay(0.01, 10))
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    make_optimizer: Any = keras.optimizers.SGD
+    model.compile(make_optimizer(schedule), "mse")
+    x = np.ones((32, 2), np.float32)
+    fit: Any = model.fit
+    fit(x, x[:, :1], batch_size=8, epochs=1, verbose=0)
+    model.save(tmp_path / "model.keras")
+    again: Any = keras.saving.load_model(tmp_path / "model.keras")
+    for trained in (model, again):
+        rate = float(trained.optimizer.learning_rate)
+        np.testing.assert_allclose(rate, float(schedule(4)), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((-0.1, 2), "learning_rate=-0.1"),
+        ((float("nan"), 2), "learning_rate=nan"),
+        ((0.1, 0), "num_replicas=0"),
+        ((0.1, 2, -1), "warmup_steps=-1"),
+    ],
+)
+def test_numbers_out_of_range(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        LinearScalingWarmup(*arguments)
+
+
+def test_after_must_be_a_schedule():
+    with pytest.raises(TypeError, match=r"after=0\.1, expected a keras"):
+        LinearScalingWarmup(0.1, 2, after=0.1)  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,129 @@
+"""Functions that make their variables anew on each trace, and mean the same ones."""
+
+import random
+from typing import Any
+
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+
+import replicax as rx
+from replicax.engine.variable_reuse import MadeVariables, current_reuse
+from replicax.keras.variable_reuse import made_alike, start_from
+
+
+def calls(strategy: Any, function: Any) -> tuple[MadeVariables, Any]:
+    """A step that calls `function` as one that makes its variables."""
+    made = MadeVariables("the function")
+
+    def step(x: Any) -> Any:
+        with made_alike(seed=3), made.reused():
+            return function(x)
+
+    return made, lambda x: strategy.reduce("mean", strategy.run(step, (x,)))
+
+
+@pytest.fixture
+def strategy() -> rx.Strategy:
+    return rx.MirroredStrategy(["cpu:0", "cpu:1"])
+
+
+def test_what_is_made_later_means_what_was_made_first(strategy: Any) -> None:
+    def function(x: Any) -> Any:
+        layer = keras.layers.Dense(2)
+        count = keras.Variable(3.0, trainable=False, aggregation="only_first_replica")
+        count.assign_add(1.0)
+        return keras.ops.sum(layer(x)) + count
+
+    made, run = calls(strategy, function)
+    kernel, bias = None, None
+    for step, rows in enumerate((4, 4, 6)):  # Another shape is another trace.
+        x = np.ones((rows, 3), "float32")
+        found = run(x)
+        assert len(made.variables) == 3
+        count, *weights = (
+            made.variables if made.variables[0].shape == () else made.variables[::-1]
+        )
+        kernel, bias = sorted(weights, key=lambda v: -v.ndim)
+        expected = float(jnp.sum(x @ kernel.value + bias.value)) + 4.0 + step
+        assert float(found) == pytest.approx(expected, rel=1e-5)
+        assert float(count.value) == 4.0 + step
+    assert kernel is not None
+    assert kernel.path == "dense/kernel"
+    assert current_reuse() is None
+
+
+def test_names_and_seeds_begin_anew_and_leave_no_trace(strategy: Any) -> None:
+    keras.layers.Dense(1)
+    names, seeds = [], []
+
+    def function(x: Any) -> Any:
+        names.append(keras.layers.Dense(1).name)
+        seeds.append(keras.initializers.GlorotUniform().seed)
+        return x.sum()
+
+    state = random.getstate()
+    _, run = calls(strategy, function)
+    run(np.ones(4, "float32"))
+    run(np.ones(8, "float32"))
+    assert set(names) == {"dense"}
+    assert len(set(seeds)) == 1
+    assert random.getstate() == state
+    assert keras.layers.Dense(1).name != "dense"
+
+
+@pytest.mark.parametrize(
+    ("units", "message"),
+    [
+        ([1, 2], r"'dense/kernel' float32\[3, 2\] in place of 'dense/kernel' float32"),
+        ([1, 1, 1], "one more: 'dense_1/kernel'"),
+        ([], "none in place of 'dense/kernel'"),
+    ],
+)
+def test_other_variables_are_an_error(
+    units: list[int], message: str, strategy: Any
+) -> None:
+    later = [[1], units[1:] if len(units) != 0 else []]
+
+    def function(x: Any) -> Any:
+        chosen = later[1] if len(made.variables) else later[0]
+        return sum(keras.ops.sum(keras.layers.Dense(n)(x)) for n in chosen) + x.sum()
+
+    made, run = calls(strategy, function)
+    with pytest.raises(rx.ContextError, match=message) as caught:
+        run(np.ones((2, 3), "float32"))
+    assert "the function: made other variables" in str(caught.value)
+    assert current_reuse() is None
+
+
+def test_initial_values_may_be_given(strategy: Any) -> None:
+    weights = [np.full((3, 2), 2.0, "float32"), np.ones(2, "float32")]
+
+    def function(x: Any) -> Any:
+        layer = keras.layers.Dense(2)
+        layer.build(x.shape)
+        start_from([layer.kernel, layer.bias], weights)
+        return keras.ops.sum(layer(x))
+
+    _, run = calls(strategy, function)
+    assert float(run(np.ones((1, 3), "float32"))) == 14.0
+
+    def wrong(x: Any) -> Any:
+        layer = keras.layers.Dense(2)
+        layer.build(x.shape)
+        start_from([layer.kernel], weights)
+        return keras.ops.sum(layer(x))
+
+    _, run = calls(strategy, wrong)
+    with pytest.raises(ValueError, match="the copy has variables of the shapes"):
+        run(np.ones((1, 3), "float32"))
+
+
+def test_only_programs_call_it() -> None:
+    with (
+        pytest.raises(rx.ContextError, match="called outside a program"),
+        MadeVariables("the function").reused(),
+    ):
+        pass
+    assert current_reuse() is None

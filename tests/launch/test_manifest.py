@@ -1,0 +1,503 @@
+"""Manifests: valid by the published schemas, and a cluster for those who read them."""
+
+import copy
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import example, given
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+from typer.testing import CliRunner, Result
+
+from replicax.cli import app
+from replicax.cluster.config import tf_config
+from replicax.cluster.kubernetes import KubernetesClusterResolver
+from replicax.errors import ClusterConfigError
+from replicax.launch.manifest import jobset, tfjob, to_yaml
+from replicax.launch.training_job import TrainingJob
+
+SCHEMAS = Path(__file__).with_name("schemas") / "kubernetes.json"
+ROOTS = {"JobSet": "JobsetV1alpha2JobSet", "TFJob": "KubeflowOrgV1TFJob"}
+BASE = {"image": "registry/train:1", "command": ("python", "train.py")}
+FULL = {
+    **BASE,
+    "num_workers": 12,
+    "name": "digits",
+    "namespace": "research",
+    "chief": True,
+    "num_ps": 2,
+    "evaluator": True,
+    "gpus_per_worker": 4,
+    "cpus": "7500m",
+    "memory": "64Gi",
+    "max_restarts": 0,
+    "checkpoint_claim": "shared.nfs",
+    "checkpoint_path": "/mnt/ckpt",
+    "env": {"LEVEL": "3", "NOTE": "a $(HOME) of $5\nand: more"},
+}
+JOBS = [
+    {**BASE, "num_workers": 1},
+    {**BASE, "num_workers": 4, "evaluator": True},
+    {**BASE, "num_workers": 2, "num_ps": 1, "memory": "8Gi"},
+    FULL,
+]
+
+
+def problems(document: Any) -> list[str]:
+    """What the published schema of the document's kind finds wrong with it."""
+    schemas = json.loads(SCHEMAS.read_text(encoding="utf-8"))
+    root = {**schemas, "$ref": f"#/$defs/{ROOTS[document['kind']]}"}
+    Draft202012Validator.check_schema(root)
+    return [
+        f"{error.json_path}: {error.message}"
+        for error in Draft202012Validator(root).iter_errors(document)
+    ]
+
+
+def expanded(text: str, known: dict[str, str]) -> str:
+    """The text as a container gets it: references replaced, `$$` for `$`."""
+
+    def value(match: re.Match[str]) -> str:
+        if match[0] == "$$":
+            return "$"
+        return known.get(match[1], match[0])
+
+    return re.sub(r"\$\$|\$\(([^)]*)\)", value, text)
+
+
+def container_env(container: dict, annotations: dict[str, str]) -> dict[str, str]:
+    """A container's variables, in order: one sees those before it only."""
+    known: dict[str, str] = {}
+    for variable in container["env"]:
+        if "value" in variable:
+            known[variable["name"]] = expanded(variable["value"], known)
+            continue
+        path = variable["valueFrom"]["fieldRef"]["fieldPath"]
+        key = re.fullmatch(r"metadata\.annotations\['(.*)'\]", path)
+        assert key
+        known[variable["name"]] = annotations.get(key[1], "")
+    return known
+
+
+def replicated_jobs(document: dict) -> dict[str, dict]:
+    return {part["name"]: part for part in document["spec"]["replicatedJobs"]}
+
+
+def pods(document: dict) -> Iterator[tuple[str, int, dict, dict[str, str]]]:
+    """Role, index, container and variables of every pod of a JobSet."""
+    for role, part in replicated_jobs(document).items():
+        spec = part["template"]["spec"]
+        [container] = spec["template"]["spec"]["containers"]
+        for index in range(spec["completions"]):
+            annotations = {
+                "batch.kubernetes.io/job-completion-index": str(index),
+                "jobset.sigs.k8s.io/restart-attempt": "2",
+            }
+            yield role, index, container, container_env(container, annotations)
+
+
+@pytest.mark.parametrize("build", [jobset, tfjob])
+@pytest.mark.parametrize("options", JOBS, ids=["least", "evaluator", "ps", "full"])
+def test_manifest_is_valid(build: Callable, options: dict) -> None:
+    document = build(TrainingJob(**options))
+    assert yaml.safe_load(to_yaml(document)) == document
+    assert problems(document) == []
+    assert list(document) == ["apiVersion", "kind", "metadata", "spec"]
+
+
+def misspelt(document: dict) -> None:
+    network = document["spec"]["network"]
+    network["enableDNSHostname"] = network.pop("enableDNSHostnames")
+
+
+def misspelt_deep(document: dict) -> None:
+    for part in document["spec"]["replicatedJobs"]:
+        [container] = part["template"]["spec"]["template"]["spec"]["containers"]
+        container["volumeMount"] = container.pop("volumeMounts")
+
+
+def nameless(document: dict) -> None:
+    del document["spec"]["replicatedJobs"][0]["name"]
+
+
+def number_in_env(document: dict) -> None:
+    spec = document["spec"]["replicatedJobs"][0]["template"]["spec"]
+    spec["template"]["spec"]["containers"][0]["env"][-1]["value"] = 1
+
+
+def wrong_choice(document: dict) -> None:
+    document["spec"]["failurePolicy"]["restartStrategy"] = "Restart"
+
+
+def wrong_pod_choice(document: dict) -> None:
+    spec = document["spec"]["replicatedJobs"][0]["template"]["spec"]
+    spec["podFailurePolicy"]["rules"][0]["action"] = "Fail"
+
+
+def wrong_amount(document: dict) -> None:
+    spec = document["spec"]["replicatedJobs"][0]["template"]["spec"]
+    resources = spec["template"]["spec"]["containers"][0]["resources"]
+    resources["limits"]["memory"] = "64GB"
+
+
+@pytest.mark.parametrize(
+    ("break_it", "named"),
+    [
+        (misspelt, "enableDNSHostname'"),
+        (misspelt_deep, "volumeMount'"),
+        (nameless, "'name' is a required"),
+        (number_in_env, "1 is not of type 'string'"),
+        (wrong_choice, "'Restart' is not one of"),
+        (wrong_pod_choice, "'Fail' is not one of"),
+        (wrong_amount, "'64GB' does not match"),
+    ],
+)
+def test_schema_finds_mistakes(break_it: Callable, named: str) -> None:
+    document = copy.deepcopy(jobset(TrainingJob(**FULL)))
+    break_it(document)
+    assert any(named in problem for problem in problems(document))
+
+
+def test_schema_finds_mistakes_in_tfjob() -> None:
+    document = tfjob(TrainingJob(**FULL))
+    worker = document["spec"]["tfReplicaSpecs"]["Worker"]
+    worker["replica"] = worker.pop("replicas")
+    worker["restartPolicy"] = "OnExitCode"
+    found = " ".join(problems(document))
+    assert "'replica' was unexpected" in found
+    assert "'OnExitCode' is not one of" in found
+
+
+def test_pods_get_their_place_in_the_cluster() -> None:
+    document = jobset(TrainingJob(**{**FULL, "command": ["python", "t.py", "$(X) $$"]}))
+    seen = []
+    for role, index, container, env in pods(document):
+        task = tf_config(env["TF_CONFIG"])
+        assert (task.task_type, task.task_id) == (role, index)
+        assert task.cluster.as_dict() == {
+            "chief": ["digits-chief-0-0.digits:2222"],
+            "worker": [f"digits-worker-0-{i}.digits:2222" for i in range(12)],
+            "ps": [f"digits-ps-0-{i}.digits:2222" for i in range(2)],
+        }
+        assert env["NOTE"] == FULL["env"]["NOTE"]
+        assert env["REPLICAX_ATTEMPT"] == "2"
+        words = [expanded(word, env) for word in container["command"]]
+        assert words == ["python", "t.py", "$(X) $$"]
+        seen.append(role)
+    assert {role: seen.count(role) for role in seen} == {
+        "chief": 1,
+        "worker": 12,
+        "ps": 2,
+        "evaluator": 1,
+    }
+
+
+def test_index_stands_before_what_refers_to_it() -> None:
+    document = jobset(TrainingJob(**BASE, num_workers=2))
+    [(_, _, container, env), _] = pods(document)
+    assert json.loads(env["TF_CONFIG"])["task"]["index"] == 0
+    # In another order the reference stays as it is, as in a real container.
+    index, config = container["env"][:2]
+    annotations = {"batch.kubernetes.io/job-completion-index": "0"}
+    wrong = container_env({"env": [config, index]}, annotations)
+    with pytest.raises(ClusterConfigError, match="JSON"):
+        tf_config(wrong["TF_CONFIG"])
+
+
+def test_resolver_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
+    document = jobset(TrainingJob(**BASE, num_workers=3))
+    for role, index, _, env in pods(document):
+        monkeypatch.setenv("JOB_COMPLETION_INDEX", env["JOB_COMPLETION_INDEX"])
+        monkeypatch.setenv("JOBSET_NAME", "train")
+        monkeypatch.setenv("JOBSET_REPLICATED_JOB_NAME", role)
+        resolver = KubernetesClusterResolver(jobs={"worker": 3})
+        assert resolver.cluster_spec() == tf_config(env["TF_CONFIG"]).cluster
+        assert (resolver.task_type, resolver.task_id) == (role, index)
+
+
+@pytest.mark.multiprocess
+def test_containers_run(tmp_path: Path) -> None:
+    """The command of each container, as a process with the container's variables."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import json, os, sys\n"
+        "task = json.loads(os.environ['TF_CONFIG'])['task']\n"
+        "print(task['type'], task['index'], sys.argv[1:])\n"
+    )
+    command = (sys.executable, str(script), "--rate", "1e-3", "$(TF_CONFIG)")
+    text = to_yaml(jobset(TrainingJob(image="i", command=command, num_workers=2)))
+    printed = [
+        subprocess.run(
+            [expanded(word, env) for word in container["command"]],
+            env={**os.environ, **env},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        ).stdout
+        for _, _, container, env in pods(yaml.safe_load(text))
+    ]
+    arguments = ["--rate", "1e-3", "$(TF_CONFIG)"]
+    assert printed == [f"worker 0 {arguments}\n", f"worker 1 {arguments}\n"]
+
+
+def test_restarts_as_a_gang_by_exit_code() -> None:
+    document = jobset(TrainingJob(**FULL))
+    policy = document["spec"]["failurePolicy"]
+    assert policy["maxRestarts"] == 0
+    assert policy["restartStrategy"] == "BlockingRecreate"
+    [rule] = policy["rules"]
+    assert (rule["action"], rule["onJobFailureReasons"]) == (
+        "FailJobSet",
+        ["PodFailurePolicy"],
+    )
+    # What JobSet asks of a rule's name.
+    assert re.fullmatch(r"[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?", rule["name"])
+    for role, part in replicated_jobs(document).items():
+        spec = part["template"]["spec"]
+        assert spec["backoffLimit"] == 0
+        assert spec["completionMode"] == "Indexed"
+        assert spec["completions"] == spec["parallelism"]
+        # A pod failure policy needs this restart policy.
+        assert spec["template"]["spec"]["restartPolicy"] == "Never"
+        evicted, permanent = spec["podFailurePolicy"]["rules"]
+        assert evicted["action"] == "Count"
+        assert permanent["action"] == "FailJob"
+        codes = permanent["onExitCodes"]
+        assert codes["containerName"] == role
+        assert codes["values"] == [*range(1, 128), 130]
+
+
+def test_job_ends_with_those_that_end() -> None:
+    document = jobset(TrainingJob(**FULL))
+    assert document["spec"]["successPolicy"] == {
+        "operator": "All",
+        "targetReplicatedJobs": ["chief", "worker", "evaluator"],
+    }
+    with_ps = tfjob(TrainingJob(**FULL))
+    assert with_ps["spec"]["runPolicy"]["cleanPodPolicy"] == "Running"
+    without = tfjob(TrainingJob(**BASE, num_workers=2, evaluator=True))
+    assert without["spec"]["runPolicy"]["cleanPodPolicy"] == "None"
+
+
+def test_tfjob_has_the_names_that_the_operator_looks_for() -> None:
+    replicas = tfjob(TrainingJob(**FULL, port=2300))["spec"]["tfReplicaSpecs"]
+    sizes = {name: part["replicas"] for name, part in replicas.items()}
+    assert sizes == {"Chief": 1, "Worker": 12, "PS": 2, "Evaluator": 1}
+    for part in replicas.values():
+        [container] = part["template"]["spec"]["containers"]
+        assert container["name"] == "tensorflow"
+        assert container["ports"] == [{"name": "tfjob-port", "containerPort": 2300}]
+        assert part["restartPolicy"] == "ExitCode"
+        names = [variable["name"] for variable in container["env"]]
+        assert "TF_CONFIG" not in names
+
+
+def test_resources_and_volumes() -> None:
+    parts = replicated_jobs(jobset(TrainingJob(**FULL)))
+    for role, part in parts.items():
+        spec = part["template"]["spec"]["template"]["spec"]
+        [container] = spec["containers"]
+        assert container["resources"]["requests"] == {"cpu": "7500m", "memory": "64Gi"}
+        assert container["resources"]["limits"].get("nvidia.com/gpu") == (
+            None if role == "ps" else 4
+        )
+        volumes = {volume["name"]: volume for volume in spec["volumes"]}
+        mounts = {m["name"]: m["mountPath"] for m in container["volumeMounts"]}
+        assert mounts == {"shared-memory": "/dev/shm", "checkpoints": "/mnt/ckpt"}
+        claim = volumes["checkpoints"]["persistentVolumeClaim"]
+        assert claim == {"claimName": "shared.nfs"}
+        assert spec["terminationGracePeriodSeconds"] == 60
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"image": ""}, "image is empty"),
+        ({"image": "a b"}, "got 'a b'"),
+        ({"command": ()}, "command is empty"),
+        ({"num_workers": 0}, "num_workers must be at least 1; got 0"),
+        ({"num_ps": -1}, "num_ps must be at least 0; got -1"),
+        ({"gpus_per_worker": -1}, "gpus_per_worker must be at least 0"),
+        ({"port": 70000}, "port must be from 1 to 65535; got 70000"),
+        ({"max_restarts": -1}, "max_restarts must be at least 0"),
+        ({"grace_seconds": 0}, "grace_seconds must be at least 1"),
+        ({"name": "My_Job"}, "got 'My_Job'"),
+        ({"name": "1st"}, "begin with a letter"),
+        ({"name": "a-"}, "got 'a-'"),
+        ({"name": "n" * 47}, "too long by 1"),
+        ({"namespace": "A"}, "namespace must be"),
+        ({"checkpoint_claim": "a/b"}, "got 'a/b'"),
+        ({"checkpoint_path": "ckpt"}, "must be absolute"),
+        ({"memory": "8GB"}, "got '8GB', expected for example '8Gi'"),
+        ({"cpus": "0"}, "cpus is no Kubernetes quantity above zero"),
+        ({"env": {"A B": "1"}}, "'A B' cannot be"),
+        ({"env": {"TF_CONFIG": "{}"}}, "TF_CONFIG is set by the manifest"),
+    ],
+)
+def test_what_kubernetes_would_refuse(options: dict, named: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(named)):
+        TrainingJob(**{**BASE, "num_workers": 2, **options})
+
+
+def test_all_problems_are_named_at_once() -> None:
+    with pytest.raises(ValueError, match=r"num_workers.*got 0.*'X'"):
+        TrainingJob(**BASE, num_workers=0, name="X")
+
+
+def test_longest_names_fit() -> None:
+    job = TrainingJob(**BASE, num_workers=1000, evaluator=True, name="n" * 43)
+    longest = max(job.host("worker", 999), job.host("evaluator", 0), key=len)
+    assert len(f"{longest}-abcde") == 63
+    with pytest.raises(ValueError, match="too long by 1:"):
+        TrainingJob(**BASE, num_workers=1000, evaluator=True, name="n" * 44)
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        *("1e3", "1e-3", "0x1F", "0o17", "1_000", "12:30", "2026-01-01", ".inf", "+1"),
+        *("y", "No", "on", "~", "null", "=", "<<", "", " ", "-", "a: b", "a #b", "{}"),
+        *("[1]", "*a", "&a", "!a", "%a", "@a", "`a", "'", '"', "it's", "a\tb", "é"),
+    ],
+)
+def test_text_stays_text(word: str) -> None:
+    text = to_yaml({"value": word, "list": [word]})
+    assert yaml.safe_load(text) == {"value": word, "list": [word]}
+    assert text.startswith(("value: '", 'value: "'))
+
+
+@given(
+    st.recursive(
+        st.text() | st.booleans() | st.integers(),
+        lambda parts: (
+            st.lists(parts) | st.dictionaries(st.text(min_size=1, max_size=20), parts)
+        ),
+        max_leaves=8,
+    )
+)
+@example("\x85")
+@example(["a\u2028b\n", "\ufeff"])
+def test_yaml_says_what_the_document_says(value: Any) -> None:
+    assert yaml.safe_load(to_yaml({"value": value})) == {"value": value}
+
+
+def test_yaml_has_no_anchors() -> None:
+    text = to_yaml(jobset(TrainingJob(**FULL)))
+    assert not re.search(r"[&*]id\d", text)
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
+@pytest.mark.parametrize("build", [jobset, tfjob])
+def test_kubernetes_parser_reads_the_same(build: Callable, tmp_path: Path) -> None:
+    words = ("python", "t.py", "1e3", "y", "0o17", "12:30:45", "a: b", "$(X)", "é\n-")
+    document = build(TrainingJob(**{**FULL, "command": words}))
+    path = tmp_path / "job.yaml"
+    path.write_text(to_yaml(document), encoding="utf-8")
+    arguments = ["kubectl", "patch", "--local", "--type", "merge", "-p", "{}"]
+    output = subprocess.run(
+        [*arguments, "-o", "json", "-f", str(path)],
+        env={**os.environ, "KUBECONFIG": os.devnull},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    ).stdout
+    assert json.loads(output) == document
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["manifest", *arguments])
+
+
+def one_line(result: Result) -> str:
+    return re.sub(r"[│\s]+", " ", result.output)
+
+
+def test_command_prints_a_jobset() -> None:
+    result = invoke(
+        *("--image", "i:1", "--workers", "3", "--name", "digits"),
+        *("--gpus-per-worker", "1", "--env", "RATE=1e-3", "--env", "EMPTY="),
+        *("train.py", "--name", "mine", "--workers", "x", "-m"),
+    )
+    assert result.exit_code == 0, result.output
+    document = yaml.safe_load(result.stdout)
+    assert problems(document) == []
+    assert document["metadata"] == {"name": "digits"}
+    [_, (role, index, container, env), _] = pods(document)
+    assert (role, index) == ("worker", 1)
+    assert container["command"] == [
+        *("python", "train.py", "--name", "mine", "--workers", "x", "-m")
+    ]
+    assert (env["RATE"], env["EMPTY"]) == ("1e-3", "")
+
+
+def test_command_prints_a_tfjob_of_a_module() -> None:
+    result = invoke(
+        *("--image", "i", "--workers", "2", "--kind", "tfjob", "--evaluator"),
+        *("--checkpoint-claim", "nfs", "-m", "pkg.train", "--epochs", "5"),
+    )
+    assert result.exit_code == 0, result.output
+    document = yaml.safe_load(result.stdout)
+    assert problems(document) == []
+    worker = document["spec"]["tfReplicaSpecs"]["Worker"]["template"]["spec"]
+    [container] = worker["containers"]
+    assert container["command"] == ["python", "-m", "pkg.train", "--epochs", "5"]
+    assert container["volumeMounts"][-1]["mountPath"] == "/ckpt"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--workers", "2", "t.py"), "Missing option '--image'"),
+        (("--image", "i", "t.py"), "Missing option '--workers'"),
+        (("--image", "i", "--workers", "2"), "Missing argument"),
+        (("--image", "i", "--workers", "0", "t.py"), "num_workers must be at least 1"),
+        (("--image", "i", "--workers", "2", "--env", "A", "t.py"), "NAME=VALUE"),
+        (
+            ("--image", "i", "--workers", "2", "--checkpoint-path", "/c", "t.py"),
+            "--checkpoint-claim",
+        ),
+        (
+            ("--image", "i", "--workers", "2", "--kind", "job", "t.py"),
+            "'jobset', 'tfjob'",
+        ),
+    ],
+)
+def test_command_names_what_is_wrong(arguments: tuple[str, ...], named: str) -> None:
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert named in one_line(result)
+    assert result.stdout == ""
+
+
+def documented(program: str) -> list[str]:
+    """The commands of that name in the shell samples of the documentation."""
+    page = Path(__file__).parents[2] / "docs" / "several-machines.md"
+    samples = re.findall(
+        r"^```sh\n(.*?)^```$",
+        page.read_text(encoding="utf-8"),
+        re.MULTILINE | re.DOTALL,
+    )
+    lines = "".join(samples).replace("\\\n", " ").splitlines()
+    return [line for line in lines if line.startswith(program)]
+
+
+def test_documented_commands_print_valid_manifests() -> None:
+    commands = documented("replicax manifest")
+    assert commands
+    for command in commands:
+        words = shlex.split(command.partition("|")[0])
+        result = invoke(*words[2:])
+        assert result.exit_code == 0, result.output
+        assert problems(yaml.safe_load(result.stdout)) == []

@@ -1,0 +1,162 @@
+"""The time model: what must hold whatever the hardware."""
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from replicax.planning.bottleneck import first_limit
+from replicax.planning.chips import CHIPS
+from replicax.planning.roofline import (
+    collective_seconds,
+    grid_bandwidth,
+    mean_hops,
+    network_seconds,
+    step_time,
+)
+from replicax.planning.types import Memory
+
+TIMES = st.floats(0, 1e3)
+KINDS = st.sampled_from(
+    ["all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute"]
+)
+BYTES = st.floats(1, 1e12)
+BANDWIDTH = st.floats(1e6, 1e13)
+
+
+@given(TIMES, TIMES, TIMES, TIMES, TIMES)
+def test_a_step_is_never_shorter_than_its_parts(
+    compute: float, memory: float, waited: float, hidden: float, network: float
+) -> None:
+    time = step_time(
+        compute=compute, memory=memory, waited=waited, hidden=hidden, network=network
+    )
+    busy = max(compute, memory)
+    assert time.total >= max(busy, waited, hidden, network)
+    assert time.total <= (busy + waited + hidden + network) * (1 + 1e-12)
+    # On one device there is no communication: an efficiency.
+    assert time.total == 0 or 0 <= busy / time.total <= 1
+
+
+@given(KINDS, BYTES, st.integers(1, 4096), BANDWIDTH, st.floats(1, 1e3))
+def test_more_bandwidth_never_takes_longer(
+    kind: str, size: float, num: int, bandwidth: float, factor: float
+) -> None:
+    slow = collective_seconds(kind, size, num, bandwidth)
+    assert collective_seconds(kind, size, num, bandwidth * factor) <= slow
+    assert (slow == 0) == (num == 1)
+
+
+@given(KINDS, BYTES, st.integers(1, 4095), BANDWIDTH)
+def test_more_devices_never_take_less(
+    kind: str, size: float, num: int, bandwidth: float
+) -> None:
+    few = collective_seconds(kind, size, num, bandwidth)
+    assert collective_seconds(kind, size, num + 1, bandwidth) >= few
+
+
+@given(BYTES, st.integers(2, 4096), BANDWIDTH)
+def test_a_sum_is_a_scatter_and_a_gather(
+    size: float, num: int, bandwidth: float
+) -> None:
+    def of(kind: str) -> float:
+        return collective_seconds(kind, size, num, bandwidth)
+
+    both = of("reduce-scatter") + of("all-gather")
+    assert of("all-reduce") == pytest.approx(both)
+    assert of("all-reduce") < 2 * size / bandwidth
+
+
+@given(BYTES, st.integers(2, 16), st.integers(1, 256), BANDWIDTH)
+def test_larger_slices_share_the_network(
+    size: float, num_slices: int, per_slice: int, bandwidth: float
+) -> None:
+    def seconds(chips: int) -> float:
+        num = num_slices * chips
+        return network_seconds("all-reduce", size, num, num_slices, bandwidth)
+
+    assert seconds(2 * per_slice) == pytest.approx(seconds(per_slice) / 2)
+    assert network_seconds("all-reduce", size, per_slice, 1, bandwidth) == 0
+
+
+@pytest.mark.parametrize(
+    ("chip", "extent", "shape", "links"),
+    [
+        ("v5e", (1, 1), (1, 1), 0),
+        ("v5e", (2, 4), (2, 4), 2),  # Two open dimensions.
+        ("v5e", (8, 16), (8, 16), 3),  # 16 chips close to a ring.
+        ("v5e", (16, 16), (16, 16), 4),  # All links that a chip has.
+        ("v5e", (1, 16), (16, 16), 2),
+        ("v5e", (4, 8), (16, 16), 2),  # A part of a ring is open.
+        ("v5p", (2, 2, 1), (2, 2, 1), 2),
+        ("v5p", (2, 4, 4), (2, 4, 4), 3),  # Less than a cube is open.
+        ("v5p", (4, 4, 4), (4, 4, 4), 6),
+    ],
+)
+def test_links_of_boxes(chip: str, extent: Any, shape: Any, links: int) -> None:
+    bandwidth = grid_bandwidth(CHIPS[chip], extent, shape)
+    assert bandwidth == links * CHIPS[chip].link_bandwidth
+
+
+def test_the_published_bandwidth_of_sums_is_met() -> None:
+    # 51.2 TB/s of all-reduce for a pod of 256 chips: what they send in all.
+    assert 256 * grid_bandwidth(CHIPS["v5e"], (16, 16), (16, 16)) == 51.2e12
+    assert 256 * grid_bandwidth(CHIPS["v6e"], (16, 16), (16, 16)) == 102.4e12
+
+
+def test_hops_are_fewer_in_a_ring() -> None:
+    ring = mean_hops(CHIPS["v5e"], (16, 16), (16, 16))
+    assert ring == 8 < mean_hops(CHIPS["v5e"], (15, 15), (16, 16))
+
+
+@pytest.mark.parametrize("chip", CHIPS.values(), ids=lambda c: c.name)
+def test_chips_are_described_in_full(chip: Any) -> None:
+    numbers = [
+        chip.peak_flops,
+        chip.memory_bytes,
+        chip.memory_bandwidth,
+        chip.link_bandwidth,
+    ]
+    assert all(n > 0 for n in numbers)
+    assert chip.source.startswith("https://")
+    assert chip.looked_up.count("-") == 2
+    assert all(math.prod(shape) <= chip.max_chips for shape in chip.shapes)
+
+
+@given(st.sampled_from(list(CHIPS.values())), st.integers(0, 8))
+def test_shapes_have_as_many_chips_as_asked(chip: Any, power: int) -> None:
+    shape = chip.shape_of(2**power)
+    assert math.prod(shape) == 2**power
+    assert max(shape) <= 2 * min(n for n in shape if n > 1 or power < 3)
+
+
+MEMORY = Memory(arguments=10, outputs=5, aliased=4, temporaries=3, code=1, capacity=100)
+
+
+def test_peak_memory() -> None:
+    assert MEMORY.peak == 15
+
+
+@pytest.mark.parametrize(
+    ("changed", "limit"),
+    [
+        ({"compute": 9.0}, "compute"),
+        ({"memory": 9.0}, "memory bandwidth"),
+        ({"waited": 9.0}, "interconnect"),
+        ({"hidden": 9.0}, "interconnect"),
+        ({"network": 9.0}, "network"),
+    ],
+)
+def test_the_longest_part_limits(changed: dict[str, float], limit: str) -> None:
+    parts = {"compute": 1.0, "memory": 1.0, "waited": 1.0, "hidden": 1.0}
+    time = step_time(**{**parts, "network": 1.0, **changed})
+    found, advice = first_limit(time, MEMORY, fits=True, num_devices=8)
+    assert found == limit
+    assert advice.endswith(".")
+    small = dataclasses.replace(MEMORY, capacity=14)
+    found, advice = first_limit(time, small, fits=False, num_devices=8)
+    assert found == "memory capacity"
+    assert "smaller batch" in advice

@@ -1,0 +1,125 @@
+"""Names of hardware."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from replicax.errors import DeviceError
+from replicax.planning.chips import CHIPS
+from replicax.planning.topology import check_topology, find_topology, num_cpu_devices
+
+ALL = [
+    f"{chip.name}:{'x'.join(map(str, shape))}"
+    for chip in CHIPS.values()
+    for shape in chip.shapes
+]
+
+
+@pytest.mark.usefixtures("tpu_compiler")
+@pytest.mark.parametrize("name", ALL)
+def test_the_compiler_knows_all_listed_slices(name: str) -> None:
+    topology = find_topology(name)
+    everyone = range(len(topology.devices))
+    assert topology.extent(everyone) == topology.shape
+    assert len(topology.devices) <= 4 or topology.num_hosts > 1
+    assert topology.num_hosts == 1 or topology.spans_hosts(everyone)
+    assert not topology.spans_hosts([0])
+    hosts = [d.process_index for d in topology.devices]
+    assert hosts == sorted(hosts)  # Each host's devices are together.
+
+
+@pytest.mark.usefixtures("tpu_compiler")
+def test_cubes_and_several_slices() -> None:
+    assert len(find_topology("v5p:8x8x8").devices) == 512
+    two = find_topology("v5e:2x4", 2)
+    assert two.name == "2 x v5e:2x4"
+    assert len(two.devices) == 16
+    assert two.extent(range(16)) == (2, 4)
+    assert [two.num_slices_of(g) for g in (range(8), range(16))] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("v5e:0x2", r"no slice 'v5e:0x2'\. Known: v5e:1x1, .*v5e:16x16\."),
+        ("v5e:32x32", "no slice"),
+        ("v5p:4x4x6", "no slice 'v5p:4x4x6'.*boxes of such cubes"),
+        ("v5p:8x4x4", "no slice"),
+        ("v9:2x2", r"unknown topology 'v9:2x2'\. Known: v4:.*v5e:.*v6e:.*cpu:N, gpu:N"),
+        ("v5e", "unknown topology 'v5e'"),
+        ("", "unknown topology ''"),
+    ],
+)
+def test_unknown_topologies_list_the_known_ones(name: str, message: str) -> None:
+    with pytest.raises(DeviceError, match=message):
+        check_topology(name)
+    with pytest.raises(DeviceError, match=message):
+        find_topology(name)
+
+
+def test_devices_of_this_machine() -> None:
+    topology = find_topology("cpu:4")
+    assert [d.id for d in topology.devices] == [0, 1, 2, 3]
+    assert topology.extent(range(4)) == ()
+    rates = topology.rates
+    assert rates.peak_flops > 0
+    assert rates.memory_bandwidth > 0
+    assert rates.ring_bandwidth is not None
+    assert rates.memory_bytes is None  # All share the machine's.
+    assert rates.source.startswith("measured on 4 x cpu of this machine")
+    assert find_topology("cpu:1").rates.ring_bandwidth is None
+    assert num_cpu_devices("cpu:12") == 12
+    assert num_cpu_devices("v5e:2x2") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "num_slices", "message"),
+    [
+        ("cpu:9", 1, "asks for 9 devices; there are 8.*set_logical_devices"),
+        ("cpu:0", 1, "asks for 0 devices"),
+        ("cpu:2", 2, "num_slices=2 needs TPU slices"),
+        ("v5e:2x2", 0, "num_slices must be at least 1; got 0"),
+    ],
+)
+def test_devices_that_are_not_here(name: str, num_slices: int, message: str) -> None:
+    with pytest.raises(DeviceError, match=message):
+        find_topology(name, num_slices)
+
+
+def test_without_the_compiler_the_error_says_what_to_install(tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "class Without:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'libtpu': raise ModuleNotFoundError(name)\n"
+        "sys.meta_path.insert(0, Without())\n"
+        "import importlib.util\n"
+        "found = importlib.util.find_spec\n"
+        "importlib.util.find_spec = (\n"
+        "    lambda name, *a: None if name == 'libtpu' else found(name, *a)\n"
+        ")\n"
+        "from replicax.planning.topology import find_topology\n"
+        "try:\n"
+        "    find_topology('v5e:2x4')\n"
+        "except ImportError as error:\n"
+        "    print(error)\n"
+    )
+    process = subprocess.run(
+        [sys.executable, "-c", code],
+        env={
+            **{k: v for k, v in os.environ.items() if k != "TPU_LIBRARY_PATH"},
+            "JAX_PLATFORMS": "cpu",
+            "XDG_CACHE_HOME": str(tmp_path),
+        },
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert "libtpu, which is not here" in process.stdout, process.stderr
+    assert (
+        f"pip install --no-deps --target {tmp_path}/replicax/libtpu" in process.stdout
+    )

@@ -1,0 +1,452 @@
+"""Embedding tables on real parameter servers train as Keras' own layer does."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+
+import replicax as rx
+import replicax.testing
+from replicax.ps.strategy import ParameterServerStrategy
+
+pytest.importorskip("pyarrow")
+
+NUM_ROWS, DIM, LENGTH, BATCH_SIZE = 1000, 8, 6, 64
+_RNG = np.random.default_rng(0)
+# Most rows are in no batch; the last batch is a small one.
+IDS = _RNG.integers(0, NUM_ROWS // 2, (330, LENGTH)).astype("int32")
+TARGETS = (IDS % 2).mean(axis=1, keepdims=True).astype("float32")
+EVERY_ID = np.arange(NUM_ROWS, dtype="int32")
+
+
+def network(layer, make_optimizer=None):
+    model = keras.Sequential(
+        [
+            keras.Input((LENGTH,), dtype="int32"),
+            layer,
+            keras.layers.Flatten(),
+            keras.layers.Dense(
+                1, kernel_initializer=keras.initializers.RandomNormal(seed=1)
+            ),
+        ]
+    )
+    if make_optimizer is not None:
+        model.compile(make_optimizer(), loss="mse")
+    return model
+
+
+def sgd():
+    return keras.optimizers.SGD(0.5)
+
+
+def scheduled():
+    return keras.optimizers.SGD(
+        keras.optimizers.schedules.ExponentialDecay(0.5, 3, 0.5)
+    )
+
+
+def adagrad():
+    return keras.optimizers.Adagrad(0.1)
+
+
+def averaging():
+    return keras.optimizers.SGD(0.5, use_ema=True)
+
+
+# With each of them Keras too leaves rows that are not in a batch as they are.
+OPTIMIZERS = {"sgd": sgd, "scheduled": scheduled, "adagrad": adagrad}
+
+
+def fitted(model, callbacks=()):
+    options = {"batch_size": BATCH_SIZE, "verbose": 0}
+    history = model.fit(
+        IDS, TARGETS, epochs=2, shuffle=False, callbacks=list(callbacks), **options
+    )
+    return {
+        "losses": history.history["loss"],
+        "evaluated": model.evaluate(IDS, TARGETS, **options),
+        "predicted": model.predict(IDS[:70], **options),
+        "kernel": model.layers[-1].get_weights(),
+    }
+
+
+def halved(epoch, rate):
+    return rate / 2 if epoch else rate
+
+
+def served(strategy, name, make_optimizer, callbacks=()):
+    with strategy.scope():
+        layer = rx.layers.Embedding(NUM_ROWS, DIM, seed=3, name=name)
+        model = network(layer, make_optimizer)
+        first = np.asarray(layer(EVERY_ID))
+    result = fitted(model, callbacks)
+    with strategy.scope():
+        return {**result, "first": first, "last": np.asarray(layer(EVERY_ID))}
+
+
+def expected_of(strategy, first, make_optimizer, callbacks=()):
+    with strategy.scope():
+        layer = keras.layers.Embedding(NUM_ROWS, DIM)
+        model = network(layer, make_optimizer)
+        layer.set_weights([first])
+    result = fitted(model, callbacks)
+    return {**result, "first": first, "last": layer.get_weights()[0]}
+
+
+def loop(strategy, layer, find_rows, first=None):
+    """A custom loop with the tape."""
+    with strategy.scope():
+        optimizer = sgd()
+        model = network(layer)
+        if first is not None:
+            layer.set_weights([first])
+        first = find_rows(layer)
+        dense_first = model.layers[-1].get_weights()
+
+    def step(batch):
+        ids, targets = batch
+        with rx.GradientTape() as tape:
+            loss = keras.ops.sum((model(ids) - targets) ** 2) / 32
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply(gradients, model.trainable_variables)
+        return loss
+
+    losses = [
+        float(strategy.reduce("sum", strategy.run(step, (batch,))))
+        for batch in strategy.experimental_distribute_dataset(
+            (IDS[:320], TARGETS[:320]), batch_size=32
+        )
+    ]
+    with strategy.scope():
+        last = find_rows(layer)
+    return {
+        "losses": losses,
+        "first": first,
+        "last": last,
+        "dense": [*dense_first, *model.layers[-1].get_weights()],
+    }
+
+
+def looked_up(layer):
+    return np.asarray(layer(EVERY_ID))
+
+
+def error_of(strategy):
+    """What a bad id leads to, and that training of the same table goes on."""
+
+    def made():
+        # As in Keras, a call that fails leaves a model without its values.
+        with strategy.scope():
+            layer = rx.layers.Embedding(NUM_ROWS, DIM, seed=3, name="bad")
+            return network(layer, sgd), layer
+
+    ids, targets = IDS[:BATCH_SIZE], TARGETS[:BATCH_SIZE]
+    bad = ids.copy()
+    bad[5, 2] = NUM_ROWS
+    errors = []
+    for call in (
+        lambda model: model.fit(bad, targets, batch_size=BATCH_SIZE, verbose=0),
+        lambda model: model.train_on_batch(bad, targets),
+        lambda model: model.evaluate(bad, targets, verbose=0),
+        lambda model: model.predict(bad, verbose=0),
+    ):
+        try:
+            call(made()[0])
+        except ValueError as error:
+            errors.append(str(error))
+    model, layer = made()
+    with strategy.scope():
+        rows = looked_up(layer)
+    losses = [float(model.train_on_batch(ids, targets)) for _ in range(2)]
+    return errors, rows, losses
+
+
+def one_worker():
+    strategy = ParameterServerStrategy(step_timeout_seconds=60)
+    found = {n: served(strategy, n, o) for n, o in OPTIMIZERS.items()}
+    found["callback"] = served(
+        strategy,
+        "callback",
+        sgd,
+        [keras.callbacks.LearningRateScheduler(halved)],
+    )
+    with strategy.scope():
+        layer = rx.layers.Embedding(NUM_ROWS, DIM, seed=3, name="loop")
+    found["loop"] = loop(strategy, layer, looked_up)
+    found["errors"] = error_of(strategy)
+    with strategy.scope():
+        layer = rx.layers.Embedding(NUM_ROWS, DIM, name="averaged")
+        model = network(layer, averaging)
+    try:
+        model.fit(IDS, TARGETS, verbose=0)
+    except ValueError as error:
+        found["refused"] = str(error)
+    return found
+
+
+def workers_in_step():
+    strategy = ParameterServerStrategy(sync=True, step_timeout_seconds=60)
+    return {n: served(strategy, n, o) for n, o in OPTIMIZERS.items()}
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """One worker of two devices, two servers."""
+    return rx.testing.run(
+        one_worker,
+        tasks={"worker": 1, "ps": 2},
+        logical_devices=2,
+        deadline_seconds=150,
+    )["worker:0"].value
+
+
+@pytest.fixture(scope="module")
+def in_step():
+    """Two workers of one device that make each step together, two servers."""
+    return rx.testing.run(
+        workers_in_step,
+        tasks={"worker": 2, "ps": 2},
+        logical_devices=1,
+        deadline_seconds=150,
+    )
+
+
+def assert_equal(actual, expected):
+    for key in ("losses", "evaluated"):
+        np.testing.assert_allclose(actual[key], expected[key], rtol=1e-4)
+    for key in ("predicted", "last"):
+        np.testing.assert_allclose(actual[key], expected[key], rtol=1e-3, atol=1e-5)
+    for a, b in zip(actual["kernel"], expected["kernel"], strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
+    # Something was learned, and rows that no batch had are as they were.
+    assert np.abs(actual["last"] - actual["first"]).max() > 1e-3
+    others = np.setdiff1d(EVERY_ID, IDS)
+    np.testing.assert_array_equal(actual["last"][others], actual["first"][others])
+
+
+def two_devices():
+    return rx.MirroredStrategy(["cpu:0", "cpu:1"])
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_one_worker_equals_mirrored_keras(alone, name):
+    actual = alone[name]
+    expected = expected_of(two_devices(), actual["first"], OPTIMIZERS[name])
+    assert_equal(actual, expected)
+
+
+@pytest.mark.multiprocess
+def test_rows_follow_a_learning_rate_that_a_callback_assigns(alone):
+    expected = expected_of(
+        two_devices(),
+        alone["callback"]["first"],
+        sgd,
+        [keras.callbacks.LearningRateScheduler(halved)],
+    )
+    assert_equal(alone["callback"], expected)
+    assert np.abs(alone["callback"]["last"] - alone["sgd"]["last"]).max() > 1e-4
+
+
+@pytest.mark.multiprocess
+def test_a_loop_with_the_tape_equals_mirrored_keras(alone):
+    actual = alone["loop"]
+    strategy = two_devices()
+    with strategy.scope():
+        layer = keras.layers.Embedding(NUM_ROWS, DIM)
+    expected = loop(
+        strategy, layer, lambda layer: layer.get_weights()[0], actual["first"]
+    )
+    np.testing.assert_allclose(actual["losses"], expected["losses"], rtol=1e-4)
+    np.testing.assert_allclose(actual["last"], expected["last"], rtol=1e-3, atol=1e-5)
+    for a, b in zip(actual["dense"], expected["dense"], strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.multiprocess
+def test_a_bad_id_is_an_error_and_changes_nothing(alone):
+    errors, rows, losses = alone["errors"]
+    assert len(errors) == 4
+    assert all("'bad': id 1000 at position" in error for error in errors)
+    np.testing.assert_array_equal(rows, alone["sgd"]["first"])
+    assert losses[1] < losses[0]
+
+
+@pytest.mark.multiprocess
+def test_an_optimizer_that_moves_all_rows_is_refused(alone):
+    assert "SGD(use_ema=True) cannot be used for rows" in alone["refused"]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.slow
+def test_workers_in_step_equal_mirrored_keras(in_step, name):
+    actual = [in_step[f"worker:{i}"].value[name] for i in range(2)]
+    expected = expected_of(two_devices(), actual[0]["first"], OPTIMIZERS[name])
+    for each in actual:
+        np.testing.assert_array_equal(each["first"], expected["first"])
+        assert_equal(each, expected)
+
+
+# A table that no worker could be meant to hold.
+
+MILLIONS, WIDTH = 5_000_000, 16
+TABLE_BYTES = MILLIONS * WIDTH * 4
+
+
+def memory_bytes(key):
+    """Of this process: `VmRSS`, what it has, or `VmHWM`, the most it has had."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key):
+            return int(line.split()[1]) * 1024
+    raise LookupError(key)
+
+
+def large_table():
+    strategy = ParameterServerStrategy(step_timeout_seconds=120)
+    rng = np.random.default_rng(1)
+    ids = rng.choice(MILLIONS, 3000, replace=False).astype("int32").reshape(-1, 3)
+    targets = rng.choice([-1.0, 1.0], (len(ids), 1)).astype("float32")
+
+    def model_of(num_rows, name):
+        with strategy.scope():
+            model = keras.Sequential(
+                [
+                    keras.Input((3,), dtype="int32"),
+                    rx.layers.Embedding(num_rows, WIDTH, seed=1, name=name),
+                    keras.layers.Flatten(),
+                    keras.layers.Dense(1),
+                ]
+            )
+            model.compile(keras.optimizers.Adagrad(0.3), loss="mse")
+        return model
+
+    # What Keras and XLA take for such a model, whatever its table's size.
+    small = model_of(1000, "small")
+    small.fit(ids % 1000, targets, batch_size=100, epochs=1, verbose=0)
+    before = memory_bytes("VmHWM")
+    model = model_of(MILLIONS, "large")
+    losses = model.fit(ids, targets, batch_size=100, epochs=8, verbose=0).history
+    after = memory_bytes("VmHWM")
+    last = model.predict(np.full((1, 3), MILLIONS - 1, "int32"), verbose=0)
+    return losses["loss"], after - before, float(last[0, 0])
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_a_worker_trains_a_table_of_five_million_rows_that_it_never_holds():
+    losses, growth, last = rx.testing.run(
+        large_table, tasks={"worker": 1, "ps": 2}, deadline_seconds=200
+    )["worker:0"].value
+    assert losses[-1] < 0.5 * losses[0]
+    assert growth < TABLE_BYTES / 4, f"{growth / 1e6:.0f} MB"
+    assert np.isfinite(last)
+
+
+# A server that is killed and started again.
+
+STEPS = 40
+
+
+def survivor():
+    """Train while a server is killed and restarted; says how far it is."""
+    strategy = ParameterServerStrategy(
+        snapshot_dir=os.environ["SNAPSHOTS"],
+        snapshot_every_updates=1,
+        server_timeout_seconds=60,
+        step_timeout_seconds=60,
+    )
+    with strategy.scope():
+        layer = rx.layers.Embedding(NUM_ROWS, DIM, seed=3, name="words")
+        model = network(layer, sgd)
+    losses = []
+    for i in range(STEPS):
+        losses.append(float(model.train_on_batch(IDS[:BATCH_SIZE], TARGETS[:64])))
+        print("step", i, flush=True)
+        time.sleep(0.05)
+    with strategy.scope():
+        rows = looked_up(layer)
+    touched = np.unique(IDS[:BATCH_SIZE])
+    changed = np.flatnonzero(np.abs(rows - rows_at_first(strategy)).max(axis=1))
+    print("losses", json.dumps([losses[0], losses[-1]]), flush=True)
+    print("as expected", bool(np.array_equal(changed, touched)), flush=True)
+
+
+def rows_at_first(strategy):
+    with strategy.scope():
+        return looked_up(rx.layers.Embedding(NUM_ROWS, DIM, seed=3, name="untouched"))
+
+
+def start(task_type, index, addresses, folder):
+    environment = {
+        **os.environ,
+        "TF_CONFIG": json.dumps(
+            {"cluster": addresses, "task": {"type": task_type, "index": index}}
+        ),
+        "REPLICAX_PS_TOKEN": "of-this-test-0123456789",
+        "SNAPSHOTS": str(folder / "snapshots"),
+        "JAX_PLATFORMS": "cpu",
+    }
+    log = folder / f"{task_type}.{index}.log"
+    with log.open("ab") as file:
+        return subprocess.Popen(
+            [sys.executable, __file__],
+            env=environment,
+            stdout=file,
+            stderr=file,
+        )
+
+
+def wait_for(condition, seconds, what):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, what()
+        time.sleep(0.02)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_a_killed_server_comes_back_with_its_rows(tmp_path):
+    ports = []
+    for _ in range(3):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            ports.append(f"127.0.0.1:{free.getsockname()[1]}")
+    addresses = {"worker": ports[:1], "ps": ports[1:]}
+    log = tmp_path / "worker.0.log"
+
+    def logs():
+        return "\n".join(p.read_text() for p in sorted(tmp_path.glob("*.log")))
+
+    tasks = [start("ps", i, addresses, tmp_path) for i in range(2)]
+    tasks.append(start("worker", 0, addresses, tmp_path))
+    try:
+        wait_for(lambda: "step 5\n" in log.read_text(), 60, logs)
+        snapshots = tmp_path / "snapshots" / "server-1"
+        wait_for(lambda: any(snapshots.glob("snapshot-*")), 10, logs)
+        tasks[1].send_signal(signal.SIGKILL)
+        tasks[1].wait(10)
+        time.sleep(1)
+        tasks[1] = start("ps", 1, addresses, tmp_path)
+        for task in reversed(tasks):
+            assert task.wait(60) == 0, logs()
+    finally:
+        for task in tasks:
+            task.kill()
+            task.wait(10)
+    written = log.read_text()
+    assert "as expected True" in written, logs()
+    first, last = json.loads(written.split("losses ")[1].splitlines()[0])
+    assert last < 0.8 * first
+    assert "goes on from its snapshot" in (tmp_path / "ps.1.log").read_text()
+
+
+if __name__ == "__main__":
+    survivor()

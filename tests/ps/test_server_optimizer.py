@@ -1,0 +1,388 @@
+"""A rule's steps are those of the same Keras optimizer, applied here."""
+
+import copy
+import json
+
+import jax
+import keras
+import numpy as np
+import pytest
+
+from replicax.ps.partition import FixedShardsPartitioner, VariableInfo, place
+from replicax.ps.server_optimizer import (
+    Rule,
+    can_split,
+    clip_before_push,
+    make_rule,
+    optimizer_rule,
+)
+from replicax.ps.variable_slices import Group
+
+SHAPES = {"dense/kernel": (6, 4), "dense/bias": (4,), "norm/scale": (1, 4), "s": ()}
+STEPS = 7
+
+
+def variables(rng, constraint=None) -> list[keras.Variable]:
+    made = []
+    for path, shape in SHAPES.items():
+        *scope, name = path.split("/")
+        with keras.name_scope(scope[0] if scope else "top"):
+            made.append(keras.Variable(rng.normal(size=shape), name=name))
+    made[0].constraint = constraint
+    return made
+
+
+def grouped(rule, trained, num_servers=1, partitioner=None, split=True) -> Group:
+    infos = [
+        VariableInfo(
+            path=v.path,
+            shape=tuple(v.shape),
+            dtype=v.dtype,
+            constraint=v.constraint and keras.constraints.serialize(v.constraint),
+        )
+        for v in trained
+    ]
+    group = place("weights", rule, infos, num_servers, partitioner, split)
+    # As it comes over the wire.
+    return Group.from_json(json.loads(json.dumps(group.to_json())))
+
+
+def flat(group, server, values) -> dict[str, np.ndarray]:
+    vectors: dict[str, list[np.ndarray]] = {}
+    for part in group.parts_on(server):
+        rows = slice(None) if part.rows is None else slice(*part.rows)
+        value = np.asarray(values[part.variable])
+        value = value[rows] if value.ndim else value
+        vectors.setdefault(part.dtype, []).append(value.ravel())
+    return {d: np.concatenate(v) for d, v in vectors.items()}
+
+
+def whole(group, vectors_by_server, shapes) -> list[np.ndarray]:
+    values = [np.zeros(shape, np.float32) for shape in shapes]
+    for server, vectors in enumerate(vectors_by_server):
+        start = 0
+        for part in group.parts_on(server):
+            piece = np.asarray(vectors[part.dtype])[start : start + part.size]
+            start += part.size
+            if part.rows is None:
+                values[part.variable] = piece.reshape(part.shape)
+            else:
+                values[part.variable][slice(*part.rows)] = piece.reshape(part.shape)
+    return values
+
+
+def compare(
+    optimizer, *, split=False, constraint=None, exclude=None, clipped=False, rtol=1e-6
+):
+    rng = np.random.default_rng(1)
+    trained = variables(rng, constraint)
+    if exclude is not None:
+        optimizer.exclude_from_weight_decay(**exclude(trained))
+    local = copy.deepcopy(optimizer) if exclude is None else optimizer
+    rule = optimizer_rule(optimizer, trained, clipped_by_worker=clipped)
+    partitioner = FixedShardsPartitioner(2) if split else None
+    servers = 2 if split else 1
+    group = grouped(rule, trained, servers, partitioner, can_split(optimizer))
+    rules = [make_rule(group, server) for server in range(servers)]
+    start = [np.asarray(v) for v in trained]
+    states = [r.start(flat(group, i, start)) for i, r in enumerate(rules)]
+    for _ in range(STEPS):
+        gradients = [rng.normal(size=s).astype("float32") for s in SHAPES.values()]
+        pushed = clip_before_push(local, gradients) if clipped else gradients
+        pushes = [flat(group, i, pushed) for i in range(servers)]
+        norms: dict[str, float] = {}
+        for r, push in zip(rules, pushes, strict=True):
+            for key, value in r.squared_norms(push).items():
+                norms[key] = norms.get(key, 0.0) + value
+        states = [
+            r.apply(*state, push, norms or None)
+            for r, state, push in zip(rules, states, pushes, strict=True)
+        ]
+        local.apply(gradients, trained)
+    got = whole(group, [vectors for vectors, _ in states], SHAPES.values())
+    for variable, value, before in zip(trained, got, start, strict=True):
+        np.testing.assert_allclose(value, variable, rtol=rtol, atol=1e-6)
+        assert not np.allclose(value, before, atol=1e-4), "it was not updated at all"
+    return local, group, rules, states
+
+
+SCHEDULE = keras.optimizers.schedules.ExponentialDecay(0.1, 3, 0.5, staircase=True)
+OPTIMIZERS = {
+    "sgd": lambda: keras.optimizers.SGD(0.1),
+    "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+    "nesterov": lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True),
+    "adam": lambda: keras.optimizers.Adam(0.1),
+    "amsgrad": lambda: keras.optimizers.Adam(0.1, amsgrad=True),
+    "adamw": lambda: keras.optimizers.AdamW(0.1, weight_decay=0.1),
+    "rmsprop": lambda: keras.optimizers.RMSprop(0.1, centered=True, momentum=0.5),
+    "adagrad": lambda: keras.optimizers.Adagrad(0.1),
+    "adadelta": lambda: keras.optimizers.Adadelta(10.0),
+    "adamax": lambda: keras.optimizers.Adamax(0.1),
+    "lion": lambda: keras.optimizers.Lion(0.1),
+    "nadam": lambda: keras.optimizers.Nadam(0.1),
+    "ftrl": lambda: keras.optimizers.Ftrl(0.5, l1_regularization_strength=0.01),
+    "schedule": lambda: keras.optimizers.SGD(SCHEDULE, momentum=0.9),
+    "clipvalue": lambda: keras.optimizers.Adam(0.1, clipvalue=0.3),
+    "ema": lambda: keras.optimizers.SGD(
+        0.1, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=3
+    ),
+    "accumulation": lambda: keras.optimizers.Adam(0.1, gradient_accumulation_steps=3),
+    "loss scale": lambda: keras.optimizers.SGD(0.8, loss_scale_factor=8.0),
+}
+if hasattr(keras.optimizers, "ScheduleFreeAdamW"):
+    OPTIMIZERS["schedule free"] = lambda: keras.optimizers.ScheduleFreeAdamW(0.1)
+WHOLE = {
+    "adafactor": lambda: keras.optimizers.Adafactor(0.1),
+    "lamb": lambda: keras.optimizers.Lamb(0.1),
+    "muon": lambda: keras.optimizers.Muon(0.1),
+    "clipnorm": lambda: keras.optimizers.SGD(0.5, clipnorm=0.5),
+    "global_clipnorm": lambda: keras.optimizers.SGD(0.5, global_clipnorm=0.5),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_equals_keras_whole_and_split(name) -> None:
+    optimizer = OPTIMIZERS[name]()
+    assert can_split(optimizer)
+    compare(optimizer, split=True)
+    if name in ("adam", "accumulation"):
+        compare(OPTIMIZERS[name]())
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_equals_keras_whole(name) -> None:
+    compare(WHOLE[name](), rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["adafactor", "lamb", "muon"])
+def test_optimizers_that_need_whole_variables_are_not_split(name) -> None:
+    assert not can_split(WHOLE[name]())
+    *_, group, _, _ = compare(WHOLE[name](), split=True, rtol=1e-5)
+    assert all(part.rows is None for part in group.parts)
+    assert {part.server for part in group.parts} == {0, 1}
+
+
+def test_a_subclass_is_not_split() -> None:
+    class MySGD(keras.optimizers.SGD):
+        pass
+
+    assert not can_split(MySGD())
+
+
+@pytest.mark.parametrize("clip", ["clipnorm", "global_clipnorm"])
+@pytest.mark.parametrize("scale", [None, 4.0])
+def test_norms_over_servers(clip, scale) -> None:
+    make = lambda: keras.optimizers.SGD(  # noqa: E731
+        0.3, momentum=0.9, loss_scale_factor=scale, **{clip: 0.4}
+    )
+    *_, rules, _ = compare(make(), split=True)
+    assert [rule.norms for rule in rules] == [clip, clip]
+    *_, rules, _ = compare(make(), split=True, clipped=True)
+    assert [rule.norms for rule in rules] == [None, None]
+
+
+def test_accumulated_gradients_are_clipped_by_the_server() -> None:
+    optimizer = keras.optimizers.SGD(0.3, clipvalue=0.1, gradient_accumulation_steps=2)
+    compare(optimizer, split=True, clipped=True)
+
+
+def test_infinite_gradients_go_through_a_global_clip_as_in_keras() -> None:
+    rule = optimizer_rule(keras.optimizers.SGD(1.0, global_clipnorm=1.0), [])
+    trained = variables(np.random.default_rng(0))
+    group = grouped(rule, trained, 2)
+    one = make_rule(group, 0)
+    vectors, state = one.start(flat(group, 0, trained))
+    vectors, _ = one.apply(vectors, state, vectors, {"all": np.inf})
+    assert np.isnan(np.asarray(vectors["float32"])).all()
+
+
+@pytest.mark.parametrize("by", ["names", "variables"])
+def test_exclusion_from_weight_decay_comes_along(by) -> None:
+    def exclude(trained):
+        if by == "names":
+            return {"var_names": ["bias"]}
+        return {"var_list": [trained[1], trained[2]]}
+
+    optimizer = keras.optimizers.AdamW(0.01, weight_decay=2.0)
+    _, group, _, _ = compare(optimizer, exclude=exclude, split=True)
+    assert group.rule["no_weight_decay"] == ([1] if by == "names" else [1, 2])
+
+
+def test_constraints_are_applied_as_in_keras() -> None:
+    constraint = keras.constraints.MaxNorm(0.5, axis=0)
+    _, _, _, states = compare(
+        keras.optimizers.Adam(0.5), constraint=constraint, split=True
+    )
+    kernel = np.asarray(states[0][0]["float32"])[:24].reshape(6, 4)
+    assert np.linalg.norm(kernel, axis=0).max() <= 0.5 + 1e-5
+
+
+def test_a_learning_rate_assigned_later_and_iterations_come_along() -> None:
+    rng = np.random.default_rng(2)
+    trained = variables(rng)
+    optimizer = keras.optimizers.SGD(SCHEDULE)
+    optimizer.build(trained)
+    gradients = [np.ones(s, "float32") for s in SHAPES.values()]
+    for _ in range(4):
+        optimizer.apply(gradients)
+    group = grouped(optimizer_rule(optimizer, trained), trained)
+    rule = make_rule(group, 0)
+    vectors, state = rule.start(flat(group, 0, trained))
+    vectors, state = rule.apply(vectors, state, flat(group, 0, gradients))
+    optimizer.apply(gradients)
+    np.testing.assert_allclose(vectors["float32"][:4], np.ravel(trained[0])[:4])
+    assert rule.slots(state).shared["iteration"] == 5
+
+    optimizer = keras.optimizers.SGD(0.5)
+    optimizer.learning_rate = 0.25
+    config = optimizer_rule(optimizer, trained)["config"]
+    assert config["config"]["learning_rate"] == 0.25
+
+
+def test_assign_changes_the_learning_rate_for_later_steps() -> None:
+    trained = variables(np.random.default_rng(3))
+    group = grouped(optimizer_rule(keras.optimizers.SGD(0.5), trained), trained)
+    rule = make_rule(group, 0)
+    vectors, state = rule.start({"float32": np.zeros(33, np.float32)})
+    ones = {"float32": np.ones(33, np.float32)}
+    vectors, state = rule.apply(vectors, state, ones)
+    state = rule.assign(state, "learning_rate", 0.125)
+    vectors, state = rule.apply(vectors, state, ones)
+    assert set(np.asarray(vectors["float32"]).tolist()) == {-0.625}
+    with pytest.raises(ValueError, match=r"no variable 'momentum'.*learning_rate"):
+        rule.assign(state, "momentum", 0.5)
+
+
+def test_slots_say_what_belongs_to_which_part() -> None:
+    local, group, rules, states = compare(
+        keras.optimizers.Adam(0.1, use_ema=True), split=True
+    )
+    seen = 0
+    for server, (rule, (_, state)) in enumerate(zip(rules, states, strict=True)):
+        slots = rule.slots(state)
+        assert slots.shared["iteration"] == STEPS
+        assert slots.shared["learning_rate"] == np.float32(0.1)
+        for part, own in zip(group.parts_on(server), slots.parts, strict=True):
+            assert set(own) == {"momentum", "velocity", "average"}
+            rows = slice(None) if part.rows is None else slice(*part.rows)
+            for name, value in own.items():
+                expected = next(
+                    v
+                    for v in local.variables
+                    if v.name == f"{part.path.replace('/', '_')}_{name}"
+                )
+                expected = np.asarray(expected)
+                expected = expected[rows] if expected.ndim else expected
+                np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-7)
+                seen += 1
+        # And back: the inverse.
+        again = rule.slots(rule.with_slots(rule.start(states[server][0])[1], slots))
+        jax.tree.map(np.testing.assert_array_equal, again.parts, slots.parts)
+    assert seen == 3 * len(group.parts)
+
+
+def test_bfloat16_gradients_and_several_dtypes() -> None:
+    infos = [
+        VariableInfo(path="a", shape=(3,), dtype="float32"),
+        VariableInfo(path="b", shape=(2,), dtype="bfloat16"),
+        VariableInfo(path="c", shape=(1,), dtype="float32"),
+    ]
+    rule = optimizer_rule(keras.optimizers.SGD(0.5), [])
+    group = place("mixed", rule, infos, 1)
+    one = make_rule(group, 0)
+    bf16 = jax.numpy.bfloat16
+    vectors, state = one.start(
+        {"float32": np.zeros(4, "f4"), "bfloat16": np.ones(2, bf16)}
+    )
+    half = {"float32": np.ones(4, bf16), "bfloat16": np.ones(2, bf16)}
+    vectors, state = one.apply(vectors, state, half)
+    assert vectors["float32"].dtype == np.float32
+    assert vectors["float32"].tolist() == [-0.5] * 4
+    assert vectors["bfloat16"].dtype == bf16
+    assert vectors["bfloat16"].tolist() == [0.5] * 2
+
+
+def test_vectors_handed_out_stay_and_callers_arrays_are_copied() -> None:
+    trained = variables(np.random.default_rng(3))
+    group = grouped(optimizer_rule(keras.optimizers.Adam(0.5), trained), trained)
+    rule = make_rule(group, 0)
+    mine = np.zeros(33, np.float32)
+    vectors, state = rule.start({"float32": mine})
+    mine[:] = 7
+    handed = np.asarray(vectors["float32"])
+    before = handed.copy()
+    for _ in range(3):
+        vectors, state = rule.apply(vectors, state, {"float32": np.ones(33, "f4")})
+    np.testing.assert_array_equal(handed, before)
+    assert not handed.any()
+
+
+def test_variables_of_equal_paths_are_kept_apart() -> None:
+    infos = [VariableInfo(path="w", shape=(2,), dtype="float32")] * 2
+    rule = optimizer_rule(keras.optimizers.SGD(0.5, momentum=0.5), [])
+    one = make_rule(place("twins", rule, infos, 1), 0)
+    vectors, state = one.start({"float32": np.zeros(4, "f4")})
+    gradient = {"float32": np.array([1, 1, 2, 2], "f4")}
+    _, state = one.apply(vectors, state, gradient)
+    momenta = [own["momentum"].tolist() for own in one.slots(state).parts]
+    assert momenta == [[-0.5, -0.5], [-1.0, -1.0]]
+
+
+def test_multi_optimizer() -> None:
+    maps = keras.optimizers
+    if not hasattr(maps, "MultiOptimizer"):
+        pytest.skip("this Keras has no MultiOptimizer")
+    from keras.src.optimizers.multi_optimizer import OptimizerMap
+
+    def make():
+        return maps.MultiOptimizer(
+            OptimizerMap(maps.SGD(0.1, momentum=0.9), {".*bias": maps.Adam(0.1)})
+        )
+
+    rng = np.random.default_rng(1)
+    trained = variables(rng)
+    rule = optimizer_rule(make(), trained)
+    group = grouped(rule, trained, 2, FixedShardsPartitioner(2))
+    rules = [make_rule(group, server) for server in range(2)]
+    states = [r.start(flat(group, i, trained)) for i, r in enumerate(rules)]
+    local = make()
+    for _ in range(3):
+        gradients = [rng.normal(size=s).astype("float32") for s in SHAPES.values()]
+        states = [
+            r.apply(*state, flat(group, i, gradients))
+            for i, (r, state) in enumerate(zip(rules, states, strict=True))
+        ]
+        local.apply(gradients, trained)
+    got = whole(group, [vectors for vectors, _ in states], SHAPES.values())
+    for variable, value in zip(trained, got, strict=True):
+        np.testing.assert_allclose(value, variable, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:The object being serialized includes a `lambda`")
+def test_what_cannot_run_on_servers_is_refused() -> None:
+    sgd = keras.optimizers.SGD
+    with pytest.raises(ValueError, match=r"LossScaleOptimizer.*loss_scale_factor"):
+        optimizer_rule(keras.optimizers.LossScaleOptimizer(sgd()), [])
+    with pytest.raises(ValueError, match=r"cannot build SGD.*LearningRateSchedule"):
+        optimizer_rule(sgd(lambda: 0.1), [])
+
+    info = [VariableInfo(path="w", shape=(2,), dtype="float32")]
+    values = {"float32": np.zeros(2, "f4")}
+    with pytest.raises(ValueError, match=r"'w'.*kind='sparse'.*'add' or 'optimizer'"):
+        make_rule(place("w", {"kind": "sparse"}, info, 1), 0)
+    config = optimizer_rule(sgd(), [])["config"] | {"class_name": "Nonsense"}
+    rule: Rule = make_rule(
+        place("w", {"kind": "optimizer", "config": config}, info, 1), 0
+    )
+    with pytest.raises(ValueError, match=r"cannot be built.*registered before"):
+        rule.start(values)
+    config = keras.saving.serialize_keras_object(keras.layers.Dense(1))
+    rule = make_rule(place("w", {"kind": "optimizer", "config": config}, info, 1), 0)
+    with pytest.raises(ValueError, match=r"config of a Dense, expected"):
+        rule.start(values)
+    accumulating = sgd(global_clipnorm=1.0, gradient_accumulation_steps=2)
+    group = place("w", optimizer_rule(accumulating, []), info * 2, 2)
+    with pytest.raises(
+        ValueError, match=r"global_clipnorm=1.0 needs the whole gradient"
+    ):
+        make_rule(group, 0).start(values)
