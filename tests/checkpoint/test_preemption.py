@@ -12,7 +12,7 @@ import pytest
 
 import replicax as rx
 from replicax.cluster.failure import ExitCode
-from replicax.strategies.experimental import PreemptionCheckpointHandler
+from replicax.experimental import PreemptionCheckpointHandler
 from replicax.testing import run
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]
