@@ -1,0 +1,17 @@
+"""Names of types that Python, NumPy and JAX have no name for."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+__all__ = ["JSON", "PyTree", "Shape"]
+
+PyTree: TypeAlias = Any
+"""A tree of arrays, or one array, as `jax.tree` takes it: any object may be a leaf."""
+
+Shape: TypeAlias = tuple[int, ...]
+"""The shape of an array."""
+
+JSON: TypeAlias = (
+    "Mapping[str, JSON] | Sequence[JSON] | str | int | float | bool | None"
+)
+"""A value that `json.dumps` writes."""
