@@ -1,7 +1,55 @@
 """The engine: a replica function becomes one XLA program.
 
-Here are the trace of a replica function, what is found out about it, gradients and
-their sums, and where variables lie on the devices. `program` is the way through. The
-engine knows Keras by its variables and scopes, and nothing of models, data or
-strategies.
+`program` is the way through; the other modules are its parts. The engine knows Keras by
+its variables and scopes, and nothing of models, data or strategies.
+
+Discovery. The recording scope is entered outside the abstract trace. Variables that the
+function creates, such as those of an unbuilt model or an optimizer's slots, are
+registered in it and initialised for real when it closes. A variable that first appears
+in a later trace is an error: Python state must not decide which variables a step uses.
+
+Sums. A variable of aggregation `"sum"`, as metrics have it, is split on the way in and
+summed on the way out, so a step may add to it, reset it, read its share or decay it.
+All shares but the first have their low bits cut off, so that this loses nothing.
+
+Donation and interrupts. The arrays of written variables are donated, so an update needs
+no second copy of weights and slots. A program is dispatched, and all that it writes is
+stored, by one call of C (`dispatch`). Python looks for signals between its own
+instructions only, so an interrupt finds all variables before the step or all after it.
+
+The gradient seam. Inside a replica, `Optimizer.apply` first hands the gradients to the
+replica context: sum over replicas in `run`, mean in `fit`. Clipping, accumulation and
+weight averages come after it.
+
+Deferred updates (`updates`). Where variables do not live on the replicas' devices, the
+seam makes no update: the summed gradients become results of the program, and the
+strategy makes the updates, each a program of its own.
+
+Sharded updates (`blocks`). Where replicas divide the update (ZeRO), the seam
+reduce-scatters the gradients and carries the optimizer's trace out on blocks:
+elementwise operations on the blocks that are there, sums and maxima over a whole array
+as collectives, anything else on the gathered whole. No list of optimizers is needed.
+
+Rematerialisation. Of a fully sharded model no layer's whole weights are kept from the
+forward to the backward pass: the differentiated function gathers them itself, under a
+`jax.checkpoint` whose policy keeps everything else.
+
+Layouts. One rule says how each variable lies on the mesh between steps: whole on every
+device, in blocks over the replicas, or split over the devices of one replica. The
+second mesh axis of a model parallel strategy is left to XLA's partitioner
+(`shard_map(axis_names=...)`). Several replicas on a device are a `vmap` inside it.
+
+Gradient tapes. `tape.gradient` traces the step again up to that same call, with the
+sources perturbed, and differentiates the result. XLA merges the repeated forward pass
+with the first one.
+
+The divergence pass. Before a program runs first, one pass over its jaxpr marks what may
+differ between replicas; collectives over all replicas wash the mark off. A mirrored
+variable that would get a marked value is an error with its name.
+
+Seeds. The replica's index is folded into each seed generator's seed on the way in and
+taken out on the way out, so masks differ between replicas and the state stays mirrored.
+
+Composite arrays. A sparse or quantised array is one array to its user and a pytree node
+to JAX; each replica's part becomes such an array again, padded to equal sizes.
 """

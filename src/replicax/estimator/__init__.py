@@ -1,4 +1,9 @@
-"""Estimators: `tf.estimator` on Keras, JAX and this library's strategies."""
+"""Estimators: `tf.estimator` on Keras, JAX and this library's strategies.
+
+`model_fn` is a step of `run` with gradients averaged, so an estimator has no engine of
+its own. Training and evaluation have a model each, which share nothing but checkpoints;
+programs stay compiled between calls.
+"""
 
 from replicax.estimator import experimental
 from replicax.estimator.baseline import BaselineClassifier, BaselineRegressor

@@ -1,1 +1,23 @@
-"""What binds Keras to a strategy. The only package that touches Keras' internals."""
+"""What binds Keras to a strategy.
+
+Only this folder and `_private` touch Keras' internals.
+
+Keras' train, test and predict steps are replica functions of the engine; nothing
+happens to models without a strategy, or outside replica functions.
+
+Loss denominators. A Keras loss divides by a count: examples, unmasked steps, sample
+weights. Inside a replica the count is that of all replicas, so that each holds its
+share of the global mean. Results, metrics and gradients are those of one device.
+
+Ragged batches. A batch that does not divide goes to the largest number of replicas that
+divides it; the others get copies, and every sum over replicas leaves them out. No row
+is padded, so batch normalisation sees real rows only.
+
+Tiny models. A step of few microseconds takes longer to be called than to compute, so
+batches are ranges of rows until a whole execution's are cut out at once, and threads
+that read each batch's logs are left out where no callback asks for them.
+
+Variables made anew. A function that makes layers on each call, as an estimator's
+`model_fn`, is traced once to make the variables; later calls take the k-th variable for
+the k-th of the first time, checked by path, dtype and shape (`variable_reuse`).
+"""

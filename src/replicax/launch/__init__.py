@@ -1,5 +1,7 @@
 """Launching: starts, watches and restarts the processes of a job; manifests.
 
-It knows processes, exit statuses and the board of parameter servers, and nothing of
-what the processes compute.
+Tasks learn of each other by `TF_CONFIG`. Workers that train in step are restarted all
+together, since a synchronous step needs every one; tasks around parameter servers are
+restarted one by one. This folder knows processes, exit statuses and the servers' board,
+and nothing of what the processes compute.
 """

@@ -1,1 +1,30 @@
-"""Parameter servers: variables that live in other processes."""
+"""Parameter servers: variables that live in other processes.
+
+Workers run the engine's program with deferred updates and do not join each other: each
+is a client of the servers alone, so one that dies takes no other with it.
+
+Slices. What one `optimizer.apply` trains is a group; its variables are cut into slices,
+balanced over the servers by bytes. In a server, and on the wire, a group is one flat
+vector per dtype. A server rebuilds the user's optimizer from its config and steps it
+with one compiled function. Vectors that were handed out never change, so answering
+needs no copy. Pushes carry a session and a sequence number, and are applied exactly
+once.
+
+Asynchronous steps. A push is answered with the newest values. While a step is computed
+the one before is on its way; staleness counts the updates that came in between.
+
+Synchronous steps. A ticket is a step and a share of its batch. Servers add up a step's
+shares in their order, weighted by their rows, and apply the sum once; a backup worker
+may compute a share again. Clipping by a norm that spans servers takes a second round.
+
+The board. Server 0 keeps heartbeats, the work queue, barriers and closures: a state
+machine without clock or threads. Who waits asks again, so every wait has its deadline
+where it waits.
+
+`fit`. All workers go through the data in the same order and train on the batches that
+they hold a ticket for, so each batch is trained on once by whoever was free. At the end
+of an epoch all meet: metrics are summed, and the chief says whether to go on.
+
+Large embeddings. The rows of `rx.layers.Embedding` come into the program, and their
+gradients out of it, through callbacks, and travel beside the dense groups.
+"""
