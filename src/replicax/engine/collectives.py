@@ -40,7 +40,7 @@ class ReduceOp(enum.StrEnum):
     MEAN = "MEAN"
 
     @classmethod
-    def of(cls, op: "ReduceOp | str", caller: str) -> "ReduceOp":
+    def of(cls, op: object, caller: str) -> "ReduceOp":
         """`op` as a `ReduceOp`; strings such as `"sum"` are understood."""
         if isinstance(op, str) and op.upper() in cls.__members__:
             return cls[op.upper()]

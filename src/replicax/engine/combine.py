@@ -125,7 +125,7 @@ def _whole(array: Any) -> NamedSharding | None:
     return NamedSharding(sharding.mesh, PartitionSpec())
 
 
-def _checked_axis(value: PerReplica, axis: int, name: str) -> int:
+def _checked_axis(value: PerReplica, axis: object, name: str) -> int:
     rank = value.array.ndim - 1
     if not isinstance(axis, int):
         raise TypeError(f"Strategy.{name}: got {axis=}, expected an integer.")

@@ -72,7 +72,7 @@ class CommunicationOptions:
                 f"more, as an integer; got {self.bytes_per_pack!r}. 0 leaves packing "
                 "to XLA."
             )
-        if not isinstance(self.implementation, CollectiveCommunication):
+        if type(self.implementation) is not CollectiveCommunication:
             raise ValueError(
                 "CommunicationOptions: implementation must be one of rx.experimental."
                 f"CollectiveCommunication.AUTO, RING and NCCL; got "

@@ -52,7 +52,7 @@ def set_logical_devices(n: int) -> None:
         >>> rx.MirroredStrategy().num_replicas_in_sync  # doctest: +SKIP
         8
     """
-    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+    if type(n) is not int or n < 1:
         raise ValueError(
             f"set_logical_devices: n must be a positive integer; got n={n!r}."
         )

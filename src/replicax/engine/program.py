@@ -390,6 +390,8 @@ class Program:
                 out = [x[None] for x in out]
             case Outputs.MIRRORED if several:
                 out = [x[0] for x in out]
+            case _:
+                pass
         return out, gradients, written
 
     def _step(

@@ -2,7 +2,7 @@
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
 from replicax._private.keras import current_scope, set_current_scope
@@ -55,7 +55,7 @@ def called_model() -> Any:
 
 
 @contextlib.contextmanager
-def entered_call(name: str, model: Any = None) -> Iterator[None]:
+def entered_call(name: str, model: Any = None) -> Generator[None]:
     """Have messages name this method, of this Keras model."""
     outer, _state.call = _state.call, (name, model)
     try:
@@ -65,7 +65,7 @@ def entered_call(name: str, model: Any = None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def entered_context(context: Any) -> Iterator[None]:
+def entered_context(context: Any) -> Generator[None]:
     """Make `context` the thread's replica context; None hides an outer one."""
     outer, _state.context = _state.context, context
     try:
@@ -75,7 +75,7 @@ def entered_context(context: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def outside_scopes() -> Iterator[None]:
+def outside_scopes() -> Generator[None]:
     """Hide the strategy that this thread is in: what is made here is nobody's."""
     outer, _state.strategies = _state.strategies, ()
     try:

@@ -75,7 +75,7 @@ class PerReplica:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         if isinstance(self.array, jax.core.Tracer):
-            self._refuse("np.asarray(value), while JAX traces")
+            _refuse(self, "np.asarray(value), while JAX traces")
         if not is_array(self.array) and is_composite(self.array):
             raise TypeError(
                 f"np.asarray({self!r}): the values are no dense arrays. Take "
@@ -93,10 +93,10 @@ class PerReplica:
     # not known. In silence it would be the stacked one, or the object.
 
     def __jax_array__(self) -> NoReturn:
-        self._refuse("an array was expected")
+        _refuse(self, "an array was expected")
 
     def __array_ufunc__(self, ufunc: Any, *_: Any, **__: Any) -> NoReturn:
-        self._refuse(f"np.{ufunc.__name__}")
+        _refuse(self, f"np.{ufunc.__name__}")
 
     def __getattr__(self, name: str) -> NoReturn:
         # Only called for what is not there. `hasattr` stays what it was.
@@ -105,20 +105,20 @@ class PerReplica:
         raise AttributeError(f"a PerReplica has no attribute {name!r}")
 
     def __getitem__(self, key: Any) -> NoReturn:
-        self._refuse("value[...]")
+        _refuse(self, "value[...]")
 
     def __len__(self) -> NoReturn:
-        self._refuse("len(value)")
+        _refuse(self, "len(value)")
 
     def __iter__(self) -> Iterator[Any]:
-        self._refuse("iter(value)")
+        _refuse(self, "iter(value)")
 
     def __contains__(self, item: Any) -> NoReturn:
-        self._refuse("`in value`")
+        _refuse(self, "`in value`")
 
     def __eq__(self, other: object) -> bool:
         if other is not self and _is_compared(other):
-            self._refuse("`==`")
+            _refuse(self, "`==`")
         return other is self
 
     __hash__ = object.__hash__
@@ -135,9 +135,6 @@ class PerReplica:
     def __format__(self, spec: str) -> str:
         return format(self._only_value("format"), spec) if spec else repr(self)
 
-    def _refuse(self, what: str) -> NoReturn:
-        raise TypeError(f"{what}: a {self._described()} {_INSTEAD}")
-
     def __float__(self) -> float:
         return float(self._only_value("float"))
 
@@ -152,12 +149,6 @@ class PerReplica:
                 "axis=None), or take one with value.values[i]."
             )
         return self.array[0]
-
-    def _described(self) -> str:
-        shape = getattr(self.array, "shape", None)
-        if not isinstance(shape, tuple) or not shape:
-            return "PerReplica"
-        return f"PerReplica of {shape[0]} values of shape {shape[1:]}"
 
     def __repr__(self) -> str:
         array = self.array
@@ -179,9 +170,16 @@ class PerReplica:
         return f"PerReplica({text})"
 
 
+def _refuse(value: PerReplica, what: str) -> NoReturn:
+    shape, each = getattr(value.array, "shape", None), ""
+    if isinstance(shape, tuple) and shape:
+        each = f" of {shape[0]} values of shape {shape[1:]}"
+    raise TypeError(f"{what}: a PerReplica{each} {_INSTEAD}")
+
+
 def _refusal(symbol: str) -> Callable[..., Any]:
     def refuse(value: PerReplica, *_: Any) -> NoReturn:
-        value._refuse(f"`{symbol}`")
+        _refuse(value, f"`{symbol}`")
 
     return refuse
 

@@ -7,7 +7,7 @@ that a later trace makes stands for the k-th one of the first.
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 import keras
@@ -48,7 +48,7 @@ class MadeVariables:
         self._original: dict[int, Any] = {}
 
     @contextlib.contextmanager
-    def reused(self) -> Iterator[None]:
+    def reused(self) -> Generator[None]:
         """Call the function in it. The first time, the variables are made.
 
         Raises:

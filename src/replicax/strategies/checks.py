@@ -7,9 +7,10 @@ import jax
 import jax.core
 from jax.extend.core import find_top_trace
 
+from replicax.engine.collectives import CrossDeviceOps
 from replicax.errors import ContextError
 
-__all__ = ["check_call", "refuse_tracer", "refuse_tracing"]
+__all__ = ["check_call", "check_ops", "refuse_tracer", "refuse_tracing"]
 
 
 def check_call(fn: Any, args: Any) -> None:
@@ -20,6 +21,15 @@ def check_call(fn: Any, args: Any) -> None:
         raise TypeError(
             f"Strategy.run: args must be a tuple or list; got a {type(args).__name__}. "
             "For one argument x write args=(x,)."
+        )
+
+
+def check_ops(name: str, ops: object) -> None:
+    """Raise unless `ops` are `CrossDeviceOps` or None."""
+    if not isinstance(ops, CrossDeviceOps | None):
+        raise TypeError(
+            f"{name}: cross_device_ops must be a rx.CrossDeviceOps; got {ops!r}. Use "
+            "for example rx.HierarchicalCopyAllReduce()."
         )
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -36,7 +36,12 @@ from replicax.errors import ContextError
 from replicax.input import Share
 from replicax.input.datasets import DatasetMaker
 from replicax.input.values import per_replica, stacked_values
-from replicax.strategies.checks import check_call, refuse_tracer, refuse_tracing
+from replicax.strategies.checks import (
+    check_call,
+    check_ops,
+    refuse_tracer,
+    refuse_tracing,
+)
 
 __all__ = ["Strategy"]
 
@@ -103,13 +108,7 @@ class Strategy(DatasetMaker):
             NotImplementedError: In a rehearsal, if the variables are to live elsewhere.
         """
         name = type(self).__name__
-        if cross_device_ops is not None and not isinstance(
-            cross_device_ops, CrossDeviceOps
-        ):
-            raise TypeError(
-                f"{name}: cross_device_ops must be a rx.CrossDeviceOps; got "
-                f"{cross_device_ops!r}. Use for example rx.HierarchicalCopyAllReduce()."
-            )
+        check_ops(name, cross_device_ops)
         if check_replicas_every is not None and check_replicas_every < 1:
             raise ValueError(
                 f"{name}: check_replicas_every must be at least 1 or "
@@ -309,7 +308,7 @@ class Strategy(DatasetMaker):
         return out
 
     @contextlib.contextmanager
-    def rehearsing(self, rehearsal: Rehearsal) -> Iterator[None]:
+    def rehearsing(self, rehearsal: Rehearsal) -> Generator[None]:
         """Within it, programs are for a rehearsal's devices and are handed to it.
 
         Variables stay where they are. Nobody else may use the strategy meanwhile.

@@ -1,7 +1,7 @@
 """TPUStrategy: one replica per TPU device of a slice."""
 
 import logging
-from typing import Any, cast
+from typing import Any
 
 from replicax.cluster.resolvers import ClusterResolver
 from replicax.cluster.timeouts import Deadlines
@@ -76,15 +76,8 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
     ) -> None:
         if tpu_cluster_resolver is None:
             tpu_cluster_resolver = TPUClusterResolver()
-        if not isinstance(tpu_cluster_resolver, TPUClusterResolver):
-            raise ClusterConfigError(
-                "TPUStrategy: tpu_cluster_resolver must be a "
-                "rx.cluster_resolver.TPUClusterResolver; got "
-                f"{tpu_cluster_resolver!r}. For other clusters use "
-                "rx.MultiWorkerMirroredStrategy(resolver)."
-            )
         super().__init__(
-            tpu_cluster_resolver,
+            _checked(tpu_cluster_resolver),
             communication_options,
             cross_device_ops=cross_device_ops,
             replicas_per_device=replicas_per_device,
@@ -105,8 +98,7 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
     def _meet_workers(
         self, resolver: ClusterResolver | None, deadlines: Deadlines
     ) -> tuple[Workers, str]:
-        tpu = cast(TPUClusterResolver, resolver)  # As `__init__` has seen to.
-        workers = join_slice(tpu, deadlines, "TPUStrategy")
+        workers = join_slice(_checked(resolver), deadlines, "TPUStrategy")
         if workers.count > 1 and workers.deadlines != deadlines:
             _logger.warning(
                 "TPUStrategy: the hosts were joined before, with %r; the timeouts "
@@ -118,3 +110,13 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
 
     def _find_devices(self, workers: Workers) -> list[Any]:
         return tpu_devices(workers, "TPUStrategy")
+
+
+def _checked(resolver: object) -> TPUClusterResolver:
+    if not isinstance(resolver, TPUClusterResolver):
+        raise ClusterConfigError(
+            "TPUStrategy: tpu_cluster_resolver must be a "
+            f"rx.cluster_resolver.TPUClusterResolver; got {resolver!r}. For other "
+            "clusters use rx.MultiWorkerMirroredStrategy(resolver)."
+        )
+    return resolver
