@@ -163,7 +163,7 @@ def test_hash_needs_its_dtype() -> None:
 def test_hash_is_the_same_in_another_process() -> None:
     column = fc.categorical_column_with_hash_bucket("x", 10**6)
     code = (
-        "from replicax.estimator.feature_column.fingerprints import fingerprints\n"
+        "from replicax.estimator.feature_column.hashing import fingerprints\n"
         "import numpy as np\n"
         f"print((fingerprints(np.array({WORDS!r}, object)) % 1000000).tolist())"
     )

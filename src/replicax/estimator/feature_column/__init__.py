@@ -6,7 +6,6 @@ there in the program. Where hashes are involved, bucket numbers are not TF's.
 """
 
 from replicax.estimator.feature_column.categorical import (
-    categorical_column_with_hash_bucket,
     categorical_column_with_identity,
     weighted_categorical_column,
 )
@@ -15,11 +14,14 @@ from replicax.estimator.feature_column.column import (
     Column,
     DenseColumn,
 )
-from replicax.estimator.feature_column.crosses import crossed_column
 from replicax.estimator.feature_column.dense import (
     embedding_column,
     indicator_column,
     shared_embeddings,
+)
+from replicax.estimator.feature_column.hashing import (
+    categorical_column_with_hash_bucket,
+    crossed_column,
 )
 from replicax.estimator.feature_column.layers import (
     DenseFeatures,

@@ -1,16 +1,20 @@
-"""Columns of categories: integers as they are, or hashed; and weights for ids."""
+"""Categorical columns whose ids are in the data, and their weights."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import DTypeLike
 
-from replicax.estimator.feature_column.column import CategoricalColumn, OfOneFeature
-from replicax.estimator.feature_column.fingerprints import fingerprints
+from replicax.estimator.feature_column.column import (
+    Arrays,
+    CategoricalColumn,
+    DerivedColumn,
+    RawFeatures,
+    SingleFeatureColumn,
+)
 from replicax.estimator.feature_column.raw import (
-    dtype_name,
     read_categories,
     read_numbers,
     real_dtype_name,
@@ -21,10 +25,8 @@ from replicax.estimator.feature_column.raw import (
 )
 
 __all__ = [
-    "HashedColumn",
     "IdentityColumn",
     "WeightedColumn",
-    "categorical_column_with_hash_bucket",
     "categorical_column_with_identity",
     "is_missing",
     "require_kind",
@@ -38,11 +40,7 @@ def is_missing(values: np.ndarray) -> np.ndarray:
 
 
 def require_kind(values: np.ndarray, dtype: str, key: str, caller: str) -> None:
-    """Raise unless categories are strings if the column's dtype is, else integers.
-
-    Raises:
-        TypeError: Otherwise.
-    """
+    """Raise TypeError unless values are strings if `dtype` is, else integers."""
     if (values.dtype == object) != (dtype == "string"):
         expected, got = "integers", "strings"
         if dtype == "string":
@@ -54,7 +52,7 @@ def require_kind(values: np.ndarray, dtype: str, key: str, caller: str) -> None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class IdentityColumn(OfOneFeature, CategoricalColumn):
+class IdentityColumn(SingleFeatureColumn, CategoricalColumn):
     """What `categorical_column_with_identity` returns."""
 
     key: str
@@ -83,7 +81,7 @@ class IdentityColumn(OfOneFeature, CategoricalColumn):
             return ""
         return "an id out of range is only noticed on the host (or give default_value)"
 
-    def host_ids(self, features: Mapping[str, Any]) -> np.ndarray:
+    def host_ids(self, features: RawFeatures) -> np.ndarray:
         """See the base class."""
         values = read_categories(features, self.key, self.title)
         require_kind(values, "int64", self.key, self.title)
@@ -99,7 +97,7 @@ class IdentityColumn(OfOneFeature, CategoricalColumn):
             )
         return values.astype("int32")
 
-    def trace(self, features: Mapping[str, Any]) -> dict[str, Any]:
+    def trace(self, features: RawFeatures) -> dict[str, jax.Array]:
         """See the base class."""
         default = self.default_value
         if default is None:
@@ -143,67 +141,7 @@ def categorical_column_with_identity(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HashedColumn(OfOneFeature, CategoricalColumn):
-    """What `categorical_column_with_hash_bucket` returns."""
-
-    key: str
-    hash_bucket_size: int
-    dtype: str
-
-    def __post_init__(self) -> None:
-        require_key(self.key, "categorical_column_with_hash_bucket")
-        require_positive(self.hash_bucket_size, "hash_bucket_size", self.title)
-        if self.dtype != "string" and np.dtype(self.dtype).kind not in "iu":
-            raise TypeError(
-                f"{self.title}: dtype must be 'string' or one of integers; got "
-                f"{self.dtype!r}."
-            )
-
-    @property
-    def num_buckets(self) -> int:
-        """See the base class."""
-        return self.hash_bucket_size
-
-    def host_ids(self, features: Mapping[str, Any]) -> np.ndarray:
-        """See the base class."""
-        values = read_categories(features, self.key, self.title)
-        require_kind(values, self.dtype, self.key, self.title)
-        buckets = fingerprints(values) % np.uint64(self.hash_bucket_size)
-        return np.where(is_missing(values), -1, buckets.astype("int32")).astype("int32")
-
-
-def categorical_column_with_hash_bucket(
-    key: str, hash_bucket_size: int, dtype: Any = "string"
-) -> HashedColumn:
-    """Categories by their hash.
-
-    (TF: `categorical_column_with_hash_bucket`.)
-
-    The hash is BLAKE2b, the same in every process and on every machine. TF's is another
-    one, so bucket numbers differ from TF's, and weights trained there do not fit. An
-    integer is hashed as its decimal digits.
-
-    Args:
-        key: Name of the feature, `[B]` or `[B, k]`; `""` or -1 is missing.
-        hash_bucket_size: Number of buckets.
-        dtype: `"string"`, or one of integers.
-
-    Raises:
-        ValueError: For a size below 1.
-        TypeError: For another dtype.
-
-    Example:
-        >>> from replicax import feature_column as fc
-        >>> word = fc.categorical_column_with_hash_bucket("word", 100)
-        >>> fc.features_of([word], {"word": ["a", "b", ""]})[word.outputs[0]].tolist()
-        [[28], [68], [-1]]
-    """
-    dtype = dtype_name(dtype, f"categorical_column_with_hash_bucket({key!r})")
-    return HashedColumn(key=key, hash_bucket_size=hash_bucket_size, dtype=dtype)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class WeightedColumn(CategoricalColumn):
+class WeightedColumn(DerivedColumn, CategoricalColumn):
     """What `weighted_categorical_column` returns."""
 
     categorical_column: CategoricalColumn
@@ -226,6 +164,16 @@ class WeightedColumn(CategoricalColumn):
         return f"{self.categorical_column.name}_weighted_by_{self.weight_feature_key}"
 
     @property
+    def source(self) -> CategoricalColumn:
+        """The column without weights."""
+        return self.categorical_column
+
+    @property
+    def host(self) -> "WeightedColumn":
+        """This column: the weights are its own."""
+        return self
+
+    @property
     def keys(self) -> tuple[str, ...]:
         """See the base class."""
         return (*self.categorical_column.keys, self.weight_feature_key)
@@ -240,16 +188,11 @@ class WeightedColumn(CategoricalColumn):
         """See the base class."""
         return self.categorical_column.num_buckets
 
-    @property
-    def untraceable(self) -> str:
-        """See the base class."""
-        return self.categorical_column.untraceable
-
-    def host_ids(self, features: Mapping[str, Any]) -> np.ndarray:
+    def host_ids(self, features: RawFeatures) -> np.ndarray:
         """See the base class."""
         return self.categorical_column.host_ids(features)
 
-    def transform(self, features: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    def transform(self, features: RawFeatures) -> dict[str, np.ndarray]:
         """See the base class."""
         arrays = self.categorical_column.transform(features)
         ids = next(iter(arrays.values()))  # As wide as the weights.
@@ -258,7 +201,7 @@ class WeightedColumn(CategoricalColumn):
         )
         return arrays | {self.outputs[-1]: weights.astype("float32")}
 
-    def trace(self, features: Mapping[str, Any]) -> dict[str, Any]:
+    def trace(self, features: RawFeatures) -> dict[str, jax.Array]:
         """See the base class."""
         arrays = self.categorical_column.trace(features)
         ids = next(iter(arrays.values()))
@@ -267,7 +210,7 @@ class WeightedColumn(CategoricalColumn):
         weights = require_rows(weights, ids.shape[1:], key, self.title)
         return arrays | {self.outputs[-1]: weights}
 
-    def ids(self, arrays: Mapping[str, Any]) -> tuple[Any, Any]:
+    def ids(self, arrays: Arrays) -> tuple[jax.Array, jax.Array | None]:
         """See the base class."""
         ids, _ = self.categorical_column.ids(arrays)
         return ids, arrays[self.outputs[-1]]
@@ -276,7 +219,7 @@ class WeightedColumn(CategoricalColumn):
 def weighted_categorical_column(
     categorical_column: CategoricalColumn,
     weight_feature_key: str,
-    dtype: Any = "float32",
+    dtype: DTypeLike = "float32",
 ) -> WeightedColumn:
     """Ids that count by weights.
 

@@ -1,4 +1,4 @@
-"""What a feature column is.
+"""Base classes of feature columns.
 
 A JAX program cannot hold strings, so a column has two halves. On the host `transform`
 turns raw features into arrays of numbers, and in the program `dense` or `ids` turns
@@ -8,17 +8,46 @@ those into what a model takes. Shapes: `B` rows, `k` values a row.
 import abc
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TypeAlias
 
+import jax
 import numpy as np
+from numpy.typing import ArrayLike
 
 from replicax._util.hashes import digest
-from replicax.estimator.feature_column.names import variable_name
 
-__all__ = ["CategoricalColumn", "Column", "DenseColumn", "OfOneFeature"]
+__all__ = [
+    "Arrays",
+    "CategoricalColumn",
+    "Column",
+    "DenseColumn",
+    "DerivedColumn",
+    "EmbeddingTable",
+    "RawFeatures",
+    "SingleFeatureColumn",
+    "variable_name",
+]
 
-_LOOKED_UP = "its values are looked up on the host"
+RawFeatures: TypeAlias = Mapping[str, ArrayLike]
+"""A batch by the features' names: arrays `[B, ...]`, or what NumPy makes one of."""
+
+Arrays: TypeAlias = Mapping[str, jax.Array]
+"""The arrays of columns by the names of `Column.outputs`, in a traced function."""
+
+EmbeddingTable: TypeAlias = Callable[[jax.Array], jax.Array]
+"""Looks up ids `int32[B, k]`: vectors `[B, k, d]`."""
+
+
+def variable_name(name: str) -> str:
+    """A column's name with `_` for what Keras refuses in the name of a layer.
+
+    Example:
+        >>> variable_name("user/age_bucketized")
+        'user_age_bucketized'
+    """
+    return re.sub(r"[^\w.\-]", "_", name)
 
 
 class Column(abc.ABC):
@@ -45,7 +74,7 @@ class Column(abc.ABC):
         """Names of the arrays that `transform` returns, its alone and always equal."""
 
     @abc.abstractmethod
-    def transform(self, features: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    def transform(self, features: RawFeatures) -> dict[str, np.ndarray]:
         """The host half: from raw features to arrays of numbers.
 
         Args:
@@ -63,9 +92,9 @@ class Column(abc.ABC):
     @property
     def untraceable(self) -> str:
         """Why raw features that JAX traces will not do; empty if they will."""
-        return _LOOKED_UP
+        return "its values are looked up on the host"
 
-    def trace(self, features: Mapping[str, Any]) -> dict[str, Any]:
+    def trace(self, features: RawFeatures) -> dict[str, jax.Array]:
         """`transform` for raw features that JAX traces, where that is possible.
 
         Raises:
@@ -92,8 +121,8 @@ class Column(abc.ABC):
         return digest(_described(self), num_bytes=3)
 
 
-class OfOneFeature(Column):
-    """A column of a single raw feature, and of its name.
+class SingleFeatureColumn(Column):
+    """A column of one raw feature, which it is named after.
 
     Attributes:
         key: The feature's name.
@@ -112,6 +141,43 @@ class OfOneFeature(Column):
         return (self.key,)
 
 
+class DerivedColumn(Column):
+    """A column made of another one's arrays, in the program."""
+
+    @property
+    @abc.abstractmethod
+    def source(self) -> Column:
+        """The other column."""
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """See the base class."""
+        return self.source.keys
+
+    @property
+    def host(self) -> Column:
+        """See the base class."""
+        return self.source.host
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """See the base class."""
+        return self.source.outputs
+
+    @property
+    def untraceable(self) -> str:
+        """See the base class."""
+        return self.source.untraceable
+
+    def transform(self, features: RawFeatures) -> dict[str, np.ndarray]:
+        """See the base class."""
+        return self.source.transform(features)
+
+    def trace(self, features: RawFeatures) -> dict[str, jax.Array]:
+        """See the base class."""
+        return self.source.trace(features)
+
+
 class DenseColumn(Column):
     """A column that can be input of a dense layer."""
 
@@ -121,9 +187,7 @@ class DenseColumn(Column):
         """Shape of a row of `dense`."""
 
     @abc.abstractmethod
-    def dense(
-        self, arrays: Mapping[str, Any], table: Callable[[Any], Any] | None = None
-    ) -> Any:
+    def dense(self, arrays: Arrays, table: EmbeddingTable | None = None) -> jax.Array:
         """The traced half: `float32[B, *variable_shape]`.
 
         Args:
@@ -141,7 +205,7 @@ class CategoricalColumn(Column):
         """Number of ids."""
 
     @abc.abstractmethod
-    def host_ids(self, features: Mapping[str, Any]) -> np.ndarray:
+    def host_ids(self, features: RawFeatures) -> np.ndarray:
         """Ids `int32[B, k]` on the host."""
 
     @property
@@ -149,16 +213,16 @@ class CategoricalColumn(Column):
         """See the base class."""
         return (self.output("ids"),)
 
-    def transform(self, features: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    def transform(self, features: RawFeatures) -> dict[str, np.ndarray]:
         """See the base class."""
         return {self.outputs[0]: self.host_ids(features)}
 
-    def ids(self, arrays: Mapping[str, Any]) -> tuple[Any, Any]:
+    def ids(self, arrays: Arrays) -> tuple[jax.Array, jax.Array | None]:
         """The traced half: ids `int32[B, k]`, and weights `float32[B, k]` or None."""
         return arrays[self.outputs[0]], None
 
 
-def _described(value: Any) -> str:
+def _described(value: object) -> str:
     """A text that tells columns apart and is the same in every process."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = dataclasses.fields(value)

@@ -8,14 +8,10 @@ from typing import Any
 import keras
 import numpy as np
 
-from replicax.estimator.feature_column.categorical import (
-    HashedColumn,
-    IdentityColumn,
-    WeightedColumn,
-)
+from replicax.estimator.feature_column.categorical import IdentityColumn, WeightedColumn
 from replicax.estimator.feature_column.column import Column
-from replicax.estimator.feature_column.crosses import CrossedColumn
 from replicax.estimator.feature_column.dense import EmbeddingColumn, IndicatorColumn
+from replicax.estimator.feature_column.hashing import CrossedColumn, HashedColumn
 from replicax.estimator.feature_column.numeric import BucketizedColumn, NumericColumn
 from replicax.estimator.feature_column.vocabulary import VocabularyColumn
 

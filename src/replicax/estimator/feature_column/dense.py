@@ -1,51 +1,52 @@
-"""Dense columns of categories: indicators and embeddings."""
+"""Indicator and embedding columns: dense columns of categorical ones."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
+import jax
+import jax.numpy as jnp
 import keras
-import numpy as np
 
 from replicax.estimator.feature_column.column import (
+    Arrays,
     CategoricalColumn,
-    Column,
     DenseColumn,
+    DerivedColumn,
+    EmbeddingTable,
 )
-from replicax.estimator.feature_column.combine import (
-    COMBINERS,
-    clipped_rows,
-    combined,
-    first_if_none,
-    multi_hot,
-)
+from replicax.estimator.feature_column.numeric import multi_hot
 from replicax.estimator.feature_column.raw import require_positive
 
 __all__ = [
     "EmbeddingColumn",
     "IndicatorColumn",
+    "combined",
     "embedding_column",
+    "first_if_none",
     "indicator_column",
     "require_combiner",
     "shared_embeddings",
 ]
 
 
-def require_combiner(combiner: Any, name: str, caller: str) -> None:
-    """Raise unless it is one of TF's three.
+_COMBINERS = ("mean", "sqrtn", "sum")
+_Initializer: TypeAlias = (
+    keras.initializers.Initializer | str | Callable[..., object] | None
+)
 
-    Raises:
-        ValueError: Otherwise.
-    """
-    if combiner not in COMBINERS:
+
+def require_combiner(combiner: str, name: str, caller: str) -> None:
+    """Raise ValueError unless `combiner` is `"mean"`, `"sqrtn"` or `"sum"`."""
+    if combiner not in _COMBINERS:
         raise ValueError(
-            f"{caller}: {name} must be one of {', '.join(map(repr, COMBINERS))}; got "
+            f"{caller}: {name} must be one of {', '.join(map(repr, _COMBINERS))}; got "
             f"{combiner!r}."
         )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _OfCategories(DenseColumn):
+class _DenseOfCategories(DerivedColumn, DenseColumn):
     """A dense column made of a categorical one."""
 
     categorical_column: CategoricalColumn
@@ -58,36 +59,13 @@ class _OfCategories(DenseColumn):
             )
 
     @property
-    def keys(self) -> tuple[str, ...]:
-        """See the base class."""
-        return self.categorical_column.keys
-
-    @property
-    def host(self) -> Column:
-        """See the base class."""
-        return self.categorical_column.host
-
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        """See the base class."""
-        return self.categorical_column.outputs
-
-    @property
-    def untraceable(self) -> str:
-        """See the base class."""
-        return self.categorical_column.untraceable
-
-    def transform(self, features: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """See the base class."""
-        return self.categorical_column.transform(features)
-
-    def trace(self, features: Mapping[str, Any]) -> dict[str, Any]:
-        """See the base class."""
-        return self.categorical_column.trace(features)
+    def source(self) -> CategoricalColumn:
+        """The categories."""
+        return self.categorical_column
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class IndicatorColumn(_OfCategories):
+class IndicatorColumn(_DenseOfCategories):
     """What `indicator_column` returns."""
 
     @property
@@ -100,9 +78,7 @@ class IndicatorColumn(_OfCategories):
         """See the base class."""
         return (self.categorical_column.num_buckets,)
 
-    def dense(
-        self, arrays: Mapping[str, Any], table: Callable[[Any], Any] | None = None
-    ) -> Any:
+    def dense(self, arrays: Arrays, table: EmbeddingTable | None = None) -> jax.Array:
         """See the base class."""
         del table
         ids, weights = self.categorical_column.ids(arrays)
@@ -133,12 +109,12 @@ def indicator_column(categorical_column: CategoricalColumn) -> IndicatorColumn:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EmbeddingColumn(_OfCategories):
+class EmbeddingColumn(_DenseOfCategories):
     """What `embedding_column` and `shared_embeddings` return."""
 
     dimension: int
     combiner: str
-    initializer: Any
+    initializer: _Initializer
     trainable: bool
     max_norm: float | None
     shared_name: str | None = None
@@ -176,27 +152,25 @@ class EmbeddingColumn(_OfCategories):
         return (self.dimension,)
 
     @property
-    def table_options(self) -> tuple[Any, ...]:
+    def table_options(self) -> tuple[object, ...]:
         """What must be equal for columns that share a table."""
         buckets = self.categorical_column.num_buckets
         return buckets, self.dimension, self.initializer, self.trainable
 
-    def initial_values(self) -> Any:
+    def initial_values(self) -> object:
         """The initializer of its table."""
         if self.initializer is None:
             return keras.initializers.TruncatedNormal(0.0, self.dimension**-0.5)
         return keras.initializers.get(self.initializer)
 
-    def dense(
-        self, arrays: Mapping[str, Any], table: Callable[[Any], Any] | None = None
-    ) -> Any:
+    def dense(self, arrays: Arrays, table: EmbeddingTable | None = None) -> jax.Array:
         """See the base class."""
         if table is None:
             raise ValueError(f"{self.title}: cannot look ids up without a table.")
         ids, weights = self.categorical_column.ids(arrays)
         vectors = table(first_if_none(ids)).astype("float32")
         if self.max_norm is not None:
-            vectors = clipped_rows(vectors, self.max_norm)
+            vectors = _clipped_rows(vectors, self.max_norm)
         return combined(vectors, ids, weights, self.combiner)
 
 
@@ -204,7 +178,7 @@ def embedding_column(
     categorical_column: CategoricalColumn,
     dimension: int,
     combiner: str = "mean",
-    initializer: Any = None,
+    initializer: _Initializer = None,
     trainable: bool = True,
     max_norm: float | None = None,
 ) -> EmbeddingColumn:
@@ -251,7 +225,7 @@ def shared_embeddings(
     categorical_columns: Sequence[CategoricalColumn],
     dimension: int,
     combiner: str = "mean",
-    initializer: Any = None,
+    initializer: _Initializer = None,
     shared_embedding_collection_name: str | None = None,
     max_norm: float | None = None,
     trainable: bool = True,
@@ -311,3 +285,42 @@ def shared_embeddings(
         )
         for column in categorical_columns
     ]
+
+
+def first_if_none(ids: jax.Array) -> jax.Array:
+    """Ids that can be looked up: 0 in place of -1, which stands for a missing one."""
+    return jnp.maximum(ids, 0)
+
+
+def combined(
+    vectors: jax.Array, ids: jax.Array, weights: jax.Array | None, combiner: str
+) -> jax.Array:
+    """Sum, mean or sqrtn of the vectors of each row's ids; zeros for a row without ids.
+
+    From vectors `float32[B, k, d]`, ids `int32[B, k]` and weights `float32[B, k]`
+    (None: 1 each) to `float32[B, d]`. The weighted sum is divided by the sum of weights
+    for `"mean"`, by the root of the sum of their squares for `"sqrtn"`. These two leave
+    out ids whose weight is not positive, as TF does.
+    """
+    there = ids >= 0
+    weights = jnp.ones(ids.shape, "float32") if weights is None else weights
+    if combiner != "sum":
+        there &= weights > 0
+    weights = jnp.where(there, weights, 0)
+    total = jnp.einsum("bkd,bk->bd", jnp.where(there[..., None], vectors, 0), weights)
+    if combiner == "sum":
+        return total
+    divisor = weights.sum(axis=1) if combiner == "mean" else (weights**2).sum(axis=1)
+    divisor = jnp.where(divisor > 0, divisor, 1)
+    if combiner == "sqrtn":
+        divisor = jnp.sqrt(divisor)
+    return total / divisor[:, None]
+
+
+def _clipped_rows(vectors: jax.Array, max_norm: float) -> jax.Array:
+    """Vectors along the last dimension, no longer than `max_norm` by the L2 norm."""
+    squares = (vectors**2).sum(axis=-1, keepdims=True)
+    is_longer = squares > max_norm**2
+    # The root of 0 has no gradient, and both branches of a where are differentiated.
+    norms = jnp.sqrt(jnp.where(is_longer, squares, 1))
+    return jnp.where(is_longer, vectors * (max_norm / norms), vectors)

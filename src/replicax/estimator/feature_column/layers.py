@@ -2,20 +2,27 @@
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import keras
 
 from replicax.estimator.feature_column.column import (
+    Arrays,
     CategoricalColumn,
     Column,
     DenseColumn,
+    RawFeatures,
+    variable_name,
 )
-from replicax.estimator.feature_column.combine import combined, first_if_none
-from replicax.estimator.feature_column.dense import EmbeddingColumn, require_combiner
-from replicax.estimator.feature_column.names import variable_name
+from replicax.estimator.feature_column.dense import (
+    EmbeddingColumn,
+    combined,
+    first_if_none,
+    require_combiner,
+)
 from replicax.estimator.feature_column.transform import arrays_for, as_columns, prepared
 from replicax.ps.embedding import Embedding
 
@@ -25,7 +32,7 @@ __all__ = ["DenseFeatures", "LinearModel", "input_layer", "linear_model"]
 class _ColumnsLayer(keras.layers.Layer):
     """A layer of columns, which it takes in the order of their names, as TF does."""
 
-    def __init__(self, columns: Any, **kwargs: Any) -> None:
+    def __init__(self, columns: Column | Iterable[Column], **kwargs: Any) -> None:
         # Boundaries and ids are exact in float32 only.
         super().__init__(autocast=False, **kwargs)
         caller = type(self).__name__
@@ -39,18 +46,20 @@ class _ColumnsLayer(keras.layers.Layer):
                     f"the name {name!r}."
                 )
 
-    def __call__(self, features: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(
+        self, features: RawFeatures, *args: object, **kwargs: Any
+    ) -> jax.Array:
         """Call the layer with raw features, or with what `features_of` made of them."""
         ready = prepared(self._columns, features, type(self).__name__)
         return super().__call__(ready, *args, **kwargs)
 
-    def _arrays(self, features: Mapping[str, Any]) -> dict[str, Any]:
+    def _arrays(self, features: Arrays) -> dict[str, jax.Array]:
         return arrays_for(self._columns, features, type(self).__name__)
 
     def _make_tables(self) -> dict[str, Embedding]:
         """A table for each embedding column, or for those that share one."""
         tables: dict[str, Embedding] = {}
-        options: dict[str, tuple[Any, ...]] = {}
+        options: dict[str, tuple[object, ...]] = {}
         for column in self._columns:
             if not isinstance(column, EmbeddingColumn):
                 continue
@@ -76,8 +85,8 @@ class _ColumnsLayer(keras.layers.Layer):
 
 
 def _flat(
-    column: DenseColumn, arrays: Mapping[str, Any], tables: Mapping[str, Any]
-) -> Any:
+    column: DenseColumn, arrays: Arrays, tables: Mapping[str, Embedding]
+) -> jax.Array:
     table = None
     if isinstance(column, EmbeddingColumn):
         table = tables[column.table_name]
@@ -121,16 +130,16 @@ class DenseFeatures(_ColumnsLayer):
 
     def __init__(
         self,
-        feature_columns: Any,
+        feature_columns: Column | Iterable[Column],
         trainable: bool = True,
         name: str | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(feature_columns, trainable=trainable, name=name, **kwargs)
         self._dense = tuple(_require_dense(column) for column in self._columns)
-        self._tables: dict[str, Any] = {}
+        self._tables: dict[str, Embedding] = {}
 
-    def build(self, input_shape: Any = None) -> None:
+    def build(self, input_shape: object = None) -> None:
         """Make the tables of embedding columns."""
         del input_shape
         self._tables = self._make_tables()
@@ -138,7 +147,7 @@ class DenseFeatures(_ColumnsLayer):
             table.build()
         self.built = True
 
-    def call(self, features: Mapping[str, Any]) -> Any:
+    def call(self, features: Arrays) -> jax.Array:
         """See the class."""
         arrays = self._arrays(features)
         parts = [_flat(column, arrays, self._tables) for column in self._dense]
@@ -161,10 +170,10 @@ class _Weights(keras.layers.Layer):
         super().__init__(**kwargs)
         self._shape = (rows, units)
 
-    def build(self, input_shape: Any = None) -> None:
+    def build(self, input_shape: object = None) -> None:
         """Make them."""
         del input_shape
-        self.weight: Any = self.add_weight(
+        self.weight = self.add_weight(
             shape=self._shape, initializer="zeros", name="weights"
         )
         self.built = True
@@ -205,7 +214,7 @@ class LinearModel(_ColumnsLayer):
 
     def __init__(
         self,
-        feature_columns: Any,
+        feature_columns: Column | Iterable[Column],
         units: int = 1,
         sparse_combiner: str = "sum",
         trainable: bool = True,
@@ -218,13 +227,13 @@ class LinearModel(_ColumnsLayer):
         require_combiner(sparse_combiner, "sparse_combiner", "LinearModel")
         self.units = units
         self.sparse_combiner = sparse_combiner
-        self._tables: dict[str, Any] = {}
-        self._weights: dict[str, Any] = {}
+        self._tables: dict[str, Embedding] = {}
+        self._weights: dict[str, _Weights] = {}
 
-    def build(self, input_shape: Any = None) -> None:
+    def build(self, input_shape: object = None) -> None:
         """Make the weights."""
         del input_shape
-        self.bias_weights: Any = self.add_weight(
+        self.bias_weights = self.add_weight(
             shape=(self.units,), initializer="zeros", name="bias_weights"
         )
         self._weights = {
@@ -242,15 +251,15 @@ class LinearModel(_ColumnsLayer):
             layer.build()
         self.built = True
 
-    def call(self, features: Mapping[str, Any]) -> Any:
+    def call(self, features: Arrays) -> jax.Array:
         """See the class."""
         arrays = self._arrays(features)
-        total: Any = self.bias_weights.value
+        total = self.bias_weights.value
         for column in self._columns:
             total = total + self._share(column, arrays)
         return total.astype(self.compute_dtype)
 
-    def _share(self, column: Column, arrays: Mapping[str, Any]) -> Any:
+    def _share(self, column: Column, arrays: Arrays) -> jax.Array:
         """What a column adds: `[B, units]`."""
         weights = self._weights[column.name].weight.value
         if isinstance(column, CategoricalColumn):
@@ -269,8 +278,10 @@ def _num_weights(column: Column) -> int:
 
 
 def input_layer(
-    features: Mapping[str, Any], feature_columns: Any, trainable: bool = True
-) -> Any:
+    features: RawFeatures,
+    feature_columns: Column | Iterable[Column],
+    trainable: bool = True,
+) -> jax.Array:
     """Dense columns side by side.
 
     (TF: `tf.compat.v1.feature_column.input_layer`.)
@@ -299,12 +310,12 @@ def input_layer(
 
 
 def linear_model(
-    features: Mapping[str, Any],
-    feature_columns: Any,
+    features: RawFeatures,
+    feature_columns: Column | Iterable[Column],
     units: int = 1,
     sparse_combiner: str = "sum",
     trainable: bool = True,
-) -> Any:
+) -> jax.Array:
     """A linear model.
 
     (TF: `tf.compat.v1.feature_column.linear_model`.)

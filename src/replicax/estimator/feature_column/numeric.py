@@ -1,19 +1,24 @@
-"""Columns of numbers: as they are, and in buckets."""
+"""Numeric and bucketized columns."""
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
 
 from replicax.estimator.feature_column.column import (
+    Arrays,
     CategoricalColumn,
     DenseColumn,
-    OfOneFeature,
+    DerivedColumn,
+    EmbeddingTable,
+    RawFeatures,
+    SingleFeatureColumn,
 )
-from replicax.estimator.feature_column.combine import multi_hot
 from replicax.estimator.feature_column.raw import (
     read_numbers,
     real_dtype_name,
@@ -24,16 +29,24 @@ from replicax.estimator.feature_column.raw import (
     rows_of,
 )
 
-__all__ = ["BucketizedColumn", "NumericColumn", "bucketized_column", "numeric_column"]
+__all__ = [
+    "BucketizedColumn",
+    "NumericColumn",
+    "bucketized_column",
+    "multi_hot",
+    "numeric_column",
+]
+
+_Array = TypeVar("_Array", np.ndarray, jax.Array)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class NumericColumn(OfOneFeature, DenseColumn):
+class NumericColumn(SingleFeatureColumn, DenseColumn):
     """What `numeric_column` returns."""
 
     key: str
     shape: tuple[int, ...]
-    default_value: Any
+    default_value: float | tuple | None
     dtype: str
     normalizer_fn: Callable[[Any], Any] | None
 
@@ -62,11 +75,11 @@ class NumericColumn(OfOneFeature, DenseColumn):
         """See the base class."""
         return ""
 
-    def transform(self, features: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    def transform(self, features: RawFeatures) -> dict[str, np.ndarray]:
         """See the base class."""
         return {self.outputs[0]: self.host_values(features)}
 
-    def host_values(self, features: Mapping[str, Any]) -> np.ndarray:
+    def host_values(self, features: RawFeatures) -> np.ndarray:
         """Values `float32[B, *shape]` on the host, normalized."""
         if self.key not in features and self.default_value is not None:
             rows = rows_of(features, self.title)
@@ -77,20 +90,18 @@ class NumericColumn(OfOneFeature, DenseColumn):
         array = array.astype("float64" if self.dtype == "float64" else "float32")
         return np.asarray(self._normalized(array), "float32")
 
-    def trace(self, features: Mapping[str, Any]) -> dict[str, Any]:
+    def trace(self, features: RawFeatures) -> dict[str, jax.Array]:
         """See the base class."""
         array = jnp.asarray(require_feature(features, self.key, self.title))
         array = require_rows(array, self.shape, self.key, self.title)
         return {self.outputs[0]: self._normalized(array.astype("float32"))}
 
-    def dense(
-        self, arrays: Mapping[str, Any], table: Callable[[Any], Any] | None = None
-    ) -> Any:
+    def dense(self, arrays: Arrays, table: EmbeddingTable | None = None) -> jax.Array:
         """See the base class."""
         del table
         return arrays[self.outputs[0]]
 
-    def _normalized(self, array: Any) -> Any:
+    def _normalized(self, array: _Array) -> _Array:
         if self.normalizer_fn is None:
             return array
         result = self.normalizer_fn(array)
@@ -105,8 +116,8 @@ class NumericColumn(OfOneFeature, DenseColumn):
 def numeric_column(
     key: str,
     shape: int | Iterable[int] = (1,),
-    default_value: Any = None,
-    dtype: Any = "float32",
+    default_value: ArrayLike | None = None,
+    dtype: DTypeLike = "float32",
     normalizer_fn: Callable[[Any], Any] | None = None,
 ) -> NumericColumn:
     """Numbers, as they are.
@@ -135,6 +146,7 @@ def numeric_column(
     """
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
     caller = f"numeric_column({key!r})"
+    numbers = None
     if default_value is not None:
         array = np.asarray(default_value)
         if array.shape not in ((), sizes) or array.dtype.kind not in "biuf":
@@ -142,22 +154,33 @@ def numeric_column(
                 f"{caller}: default_value must be a number or numbers of the shape "
                 f"{sizes}; got {default_value!r}."
             )
-        default_value = _nested_tuple(array.tolist())
+        numbers = _nested_tuple(array.tolist())
     return NumericColumn(
         key=key,
         shape=sizes,
-        default_value=default_value,
+        default_value=numbers,
         dtype=real_dtype_name(dtype, caller),
         normalizer_fn=normalizer_fn,
     )
 
 
-def _nested_tuple(value: Any) -> Any:
+def _nested_tuple(value: float | list) -> float | tuple:
     return tuple(map(_nested_tuple, value)) if isinstance(value, list) else value
 
 
+def multi_hot(ids: jax.Array, weights: jax.Array | None, depth: int) -> jax.Array:
+    """Multi-hot encoding `float32[B, depth]` of ids `int32[B, k]`.
+
+    Each id counts 1, or its weight `float32[B, k]`; those below 0 count nothing.
+    """
+    hot = jax.nn.one_hot(ids, depth, dtype="float32")
+    if weights is not None:
+        hot = hot * weights[..., None]
+    return hot.sum(axis=1)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BucketizedColumn(DenseColumn, CategoricalColumn):
+class BucketizedColumn(DerivedColumn, DenseColumn, CategoricalColumn):
     """What `bucketized_column` returns: a dense and a categorical column."""
 
     source_column: NumericColumn
@@ -187,24 +210,9 @@ class BucketizedColumn(DenseColumn, CategoricalColumn):
         return f"{self.source_column.name}_bucketized"
 
     @property
-    def keys(self) -> tuple[str, ...]:
-        """See the base class."""
-        return self.source_column.keys
-
-    @property
-    def host(self) -> NumericColumn:
+    def source(self) -> NumericColumn:
         """The numbers; they are put into buckets in the program."""
         return self.source_column
-
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        """See the base class."""
-        return self.source_column.outputs
-
-    @property
-    def untraceable(self) -> str:
-        """See the base class."""
-        return ""
 
     @property
     def variable_shape(self) -> tuple[int, ...]:
@@ -216,35 +224,25 @@ class BucketizedColumn(DenseColumn, CategoricalColumn):
         """A row's first number has the first buckets, its second the next ones."""
         return (len(self.boundaries) + 1) * self.source_column.shape[0]
 
-    def transform(self, features: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """See the base class."""
-        return self.source_column.transform(features)
-
-    def trace(self, features: Mapping[str, Any]) -> dict[str, Any]:
-        """See the base class."""
-        return self.source_column.trace(features)
-
-    def host_ids(self, features: Mapping[str, Any]) -> np.ndarray:
+    def host_ids(self, features: RawFeatures) -> np.ndarray:
         """See the base class."""
         values = self.source_column.host_values(features)
         edges = np.asarray(self.boundaries, "float32")
         buckets = np.searchsorted(edges, values, side="right")
         return (buckets + self._offsets()).astype("int32")
 
-    def ids(self, arrays: Mapping[str, Any]) -> tuple[Any, Any]:
+    def ids(self, arrays: Arrays) -> tuple[jax.Array, jax.Array | None]:
         """See the base class."""
         return self._buckets(arrays) + self._offsets(), None
 
-    def dense(
-        self, arrays: Mapping[str, Any], table: Callable[[Any], Any] | None = None
-    ) -> Any:
+    def dense(self, arrays: Arrays, table: EmbeddingTable | None = None) -> jax.Array:
         """See the base class."""
         del table
         buckets = self._buckets(arrays)
         hot = multi_hot(buckets.reshape(-1, 1), None, len(self.boundaries) + 1)
         return hot.reshape(-1, *self.variable_shape)
 
-    def _buckets(self, arrays: Mapping[str, Any]) -> Any:
+    def _buckets(self, arrays: Arrays) -> jax.Array:
         edges = jnp.asarray(self.boundaries, "float32")
         values = arrays[self.outputs[0]]
         return jnp.searchsorted(edges, values, side="right").astype("int32")

@@ -1,11 +1,14 @@
-"""Raw features on the host: read, checked, and brought into two dimensions."""
+"""Reads raw features on the host: checks them and makes them two-dimensional."""
 
-from collections.abc import Mapping
-from typing import Any
+from typing import TypeVar
 
+import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
+
+from replicax.estimator.feature_column.column import RawFeatures
 
 __all__ = [
     "dtype_name",
@@ -19,15 +22,13 @@ __all__ = [
     "rows_of",
 ]
 
+_Array = TypeVar("_Array", np.ndarray, jax.Array)
+
 _LARGEST = np.iinfo(np.int64).max
 
 
-def require_feature(features: Mapping[str, Any], key: str, caller: str) -> Any:
-    """The feature as it is.
-
-    Raises:
-        ValueError: If there is none of this name.
-    """
+def require_feature(features: RawFeatures, key: str, caller: str) -> ArrayLike:
+    """The feature of this name; raises ValueError if there is none."""
     if key not in features:
         raise ValueError(
             f"{caller}: there is no feature {key!r}; got features "
@@ -36,7 +37,7 @@ def require_feature(features: Mapping[str, Any], key: str, caller: str) -> Any:
     return features[key]
 
 
-def rows_of(features: Mapping[str, Any], caller: str) -> int:
+def rows_of(features: RawFeatures, caller: str) -> int:
     """The number of rows B of a batch, by any of its features."""
     for value in features.values():
         shape = np.shape(value)
@@ -49,7 +50,7 @@ def rows_of(features: Mapping[str, Any], caller: str) -> int:
 
 
 def read_numbers(
-    features: Mapping[str, Any], key: str, shape: tuple[int, ...], caller: str
+    features: RawFeatures, key: str, shape: tuple[int, ...], caller: str
 ) -> np.ndarray:
     """A numeric feature `[B, *shape]` in its own dtype; `[B]` for shape `(1,)`.
 
@@ -68,12 +69,10 @@ def read_numbers(
     return require_rows(array, shape, key, caller)
 
 
-def require_rows(array: Any, shape: tuple[int, ...], key: str, caller: str) -> Any:
-    """`array`, NumPy's or JAX's, as `[B, *shape]`.
-
-    Raises:
-        ValueError: If it has another shape.
-    """
+def require_rows(
+    array: _Array, shape: tuple[int, ...], key: str, caller: str
+) -> _Array:
+    """`array` as `[B, *shape]`; raises ValueError if it has another shape."""
     if shape == (1,) and len(array.shape) == 1:
         return array.reshape(-1, 1)
     if len(array.shape) == 0 or tuple(array.shape[1:]) != shape:
@@ -87,7 +86,7 @@ def require_rows(array: Any, shape: tuple[int, ...], key: str, caller: str) -> A
     return array
 
 
-def read_categories(features: Mapping[str, Any], key: str, caller: str) -> np.ndarray:
+def read_categories(features: RawFeatures, key: str, caller: str) -> np.ndarray:
     """A categorical feature `[B, k]`; `[B]` is one value a row.
 
     Returns:
@@ -124,7 +123,7 @@ def read_categories(features: Mapping[str, Any], key: str, caller: str) -> np.nd
     )
 
 
-def _array(value: Any, key: str, caller: str) -> np.ndarray:
+def _array(value: ArrayLike, key: str, caller: str) -> np.ndarray:
     if isinstance(value, jax.core.Tracer):
         raise TypeError(
             f"{caller}: feature {key!r} is traced by JAX, but is transformed on the "
@@ -139,7 +138,7 @@ def _array(value: Any, key: str, caller: str) -> np.ndarray:
         ) from error
 
 
-def _text(value: Any, key: str, caller: str) -> str:
+def _text(value: object, key: str, caller: str) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, bytes):
@@ -153,12 +152,8 @@ def _text(value: Any, key: str, caller: str) -> str:
     )
 
 
-def dtype_name(dtype: Any, caller: str) -> str:
-    """The name of a dtype however it is given; `"string"` for those of text.
-
-    Raises:
-        TypeError: If it is none.
-    """
+def dtype_name(dtype: DTypeLike, caller: str) -> str:
+    """The name of a dtype, `"string"` for text; raises TypeError if it is none."""
     if isinstance(dtype, np.dtype) and dtype.kind in "USOT":
         return "string"
     name = getattr(dtype, "name", dtype)
@@ -174,12 +169,8 @@ def dtype_name(dtype: Any, caller: str) -> str:
     return "string" if found.kind in "USO" else found.name
 
 
-def real_dtype_name(dtype: Any, caller: str) -> str:
-    """The name of a dtype of real numbers.
-
-    Raises:
-        TypeError: If it is none.
-    """
+def real_dtype_name(dtype: DTypeLike, caller: str) -> str:
+    """The name of a dtype of real numbers; raises TypeError if it is none."""
     name = dtype_name(dtype, caller)
     if name == "string" or np.dtype(name).kind not in "biuf":
         raise TypeError(
@@ -189,22 +180,14 @@ def real_dtype_name(dtype: Any, caller: str) -> str:
     return name
 
 
-def require_key(key: Any, caller: str) -> None:
-    """Raise unless a feature can have this name.
-
-    Raises:
-        TypeError: Otherwise.
-    """
+def require_key(key: object, caller: str) -> None:
+    """Raise TypeError unless a feature's name is a string."""
     if not isinstance(key, str):
         raise TypeError(f"{caller}: key must be a string; got {key!r}.")
 
 
-def require_positive(value: Any, name: str, caller: str) -> None:
-    """Raise unless `value` is an integer above zero that fits in `int32`.
-
-    Raises:
-        ValueError: Otherwise.
-    """
+def require_positive(value: int, name: str, caller: str) -> None:
+    """Raise ValueError unless `value` is an integer above zero that fits `int32`."""
     is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
     if not is_integer or not 1 <= value < 2**31:
         raise ValueError(

@@ -1,23 +1,20 @@
-"""From a batch of raw features to the arrays that columns work on."""
+"""Transforms a batch of raw features into the arrays of columns."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
+import jax
 import jax.core
 import keras
 import numpy as np
+from numpy.typing import ArrayLike
 
-from replicax.estimator.feature_column.column import Column
+from replicax.estimator.feature_column.column import Arrays, Column, RawFeatures
 
 __all__ = ["arrays_for", "as_columns", "features_of", "prepared"]
 
 
-def as_columns(columns: Any, caller: str) -> tuple[Column, ...]:
-    """One column or several as a tuple.
-
-    Raises:
-        ValueError: If there are none, or if something else is among them.
-    """
+def as_columns(columns: Column | Iterable[Column], caller: str) -> tuple[Column, ...]:
+    """Columns as a tuple; raises ValueError for none, or for anything else."""
     if isinstance(columns, Column):
         return (columns,)
     if isinstance(columns, Mapping | str) or not isinstance(columns, Iterable):
@@ -34,7 +31,9 @@ def as_columns(columns: Any, caller: str) -> tuple[Column, ...]:
     return made
 
 
-def features_of(columns: Any, features: Mapping[str, Any]) -> dict[str, np.ndarray]:
+def features_of(
+    columns: Column | Iterable[Column], features: RawFeatures
+) -> dict[str, np.ndarray]:
     """Transform a batch on the host, for columns to be used in a traced function.
 
     Call it in the input function, once a batch: strings become ids there. The results
@@ -62,8 +61,8 @@ def features_of(columns: Any, features: Mapping[str, Any]) -> dict[str, np.ndarr
         >>> sorted((array.dtype.name, array.shape) for array in batch.values())
         [('float32', (2, 1)), ('int32', (2, 1))]
     """
-    hosts = _hosts(as_columns(columns, "features_of"), "features_of")
-    require_mapping(features, "features_of")
+    hosts = _host_columns(as_columns(columns, "features_of"), "features_of")
+    _require_mapping(features, "features_of")
     arrays: dict[str, np.ndarray] = {}
     for host in hosts:
         arrays |= host.transform(features)
@@ -75,12 +74,8 @@ def features_of(columns: Any, features: Mapping[str, Any]) -> dict[str, np.ndarr
     return arrays
 
 
-def require_mapping(features: Any, caller: str) -> None:
-    """Raise unless features come by name.
-
-    Raises:
-        TypeError: Otherwise.
-    """
+def _require_mapping(features: object, caller: str) -> None:
+    """Raise TypeError unless features come by name."""
     if not isinstance(features, Mapping):
         raise TypeError(
             f"{caller}: features must be a dict of arrays by name; got a "
@@ -89,18 +84,16 @@ def require_mapping(features: Any, caller: str) -> None:
 
 
 def prepared(
-    columns: tuple[Column, ...], features: Mapping[str, Any], caller: str
-) -> dict[str, Any]:
-    """Of a batch what `arrays_for` needs; raw features that JAX traces stay raw.
+    columns: tuple[Column, ...], features: RawFeatures, caller: str
+) -> dict[str, ArrayLike]:
+    """What `arrays_for` needs of a batch; raw features that JAX traces stay raw.
 
-    Raises:
-        ValueError: As `features_of`.
-        TypeError: As `features_of`, and for traced features of a column that needs the
-            host.
+    Raises what `features_of` does, and TypeError for traced features of a column that
+    works on the host.
     """
-    require_mapping(features, caller)
-    ready: dict[str, Any] = {}
-    for host in _hosts(columns, caller):
+    _require_mapping(features, caller)
+    ready: dict[str, ArrayLike] = {}
+    for host in _host_columns(columns, caller):
         if all(name in features for name in host.outputs):
             ready |= {name: features[name] for name in host.outputs}
         elif any(_is_traced(features.get(key)) for key in host.keys):
@@ -113,21 +106,21 @@ def prepared(
 
 
 def arrays_for(
-    columns: tuple[Column, ...], features: Mapping[str, Any], caller: str
-) -> dict[str, Any]:
-    """The columns' arrays, in a traced function, from what `prepared` returned."""
+    columns: tuple[Column, ...], features: Arrays, caller: str
+) -> dict[str, jax.Array]:
+    """The columns' arrays in a traced function, from the result of `prepared`."""
     arrays = dict(features)
-    for host in _hosts(columns, caller):
+    for host in _host_columns(columns, caller):
         if not all(name in arrays for name in host.outputs):
             arrays |= host.trace(features)
     return arrays
 
 
-def _is_traced(value: Any) -> bool:
+def _is_traced(value: object) -> bool:
     return isinstance(value, jax.core.Tracer | keras.KerasTensor)
 
 
-def _hosts(columns: tuple[Column, ...], caller: str) -> list[Column]:
+def _host_columns(columns: tuple[Column, ...], caller: str) -> list[Column]:
     """Columns that transform, each once."""
     hosts: dict[tuple[str, ...], Column] = {}
     for column in columns:

@@ -1,17 +1,21 @@
-"""Columns of categories that are listed."""
+"""Categorical columns of a vocabulary."""
 
 import dataclasses
 import functools
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from replicax._util.waiting import Announced
 from replicax.estimator.feature_column.categorical import is_missing, require_kind
-from replicax.estimator.feature_column.column import CategoricalColumn, OfOneFeature
-from replicax.estimator.feature_column.fingerprints import fingerprints
+from replicax.estimator.feature_column.column import (
+    CategoricalColumn,
+    RawFeatures,
+    SingleFeatureColumn,
+)
+from replicax.estimator.feature_column.hashing import fingerprints
 from replicax.estimator.feature_column.raw import (
     dtype_name,
     read_categories,
@@ -27,11 +31,11 @@ __all__ = [
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class VocabularyColumn(OfOneFeature, CategoricalColumn):
+class VocabularyColumn(SingleFeatureColumn, CategoricalColumn):
     """What `categorical_column_with_vocabulary_list` and `..._file` return."""
 
     key: str
-    vocabulary_list: tuple[Any, ...]
+    vocabulary_list: tuple[str | int, ...]
     dtype: str
     default_value: int
     num_oov_buckets: int
@@ -65,7 +69,7 @@ class VocabularyColumn(OfOneFeature, CategoricalColumn):
         """See the base class."""
         return len(self.vocabulary_list) + self.num_oov_buckets
 
-    def host_ids(self, features: Mapping[str, Any]) -> np.ndarray:
+    def host_ids(self, features: RawFeatures) -> np.ndarray:
         """See the base class."""
         values = read_categories(features, self.key, self.title)
         require_kind(values, self.dtype, self.key, self.title)
@@ -82,14 +86,14 @@ class VocabularyColumn(OfOneFeature, CategoricalColumn):
         return ids
 
     @functools.cached_property
-    def _places(self) -> dict[Any, int]:
+    def _places(self) -> dict[str | int, int]:
         return {word: place for place, word in enumerate(self.vocabulary_list)}
 
 
 def categorical_column_with_vocabulary_list(
     key: str,
-    vocabulary_list: Sequence[Any],
-    dtype: Any = None,
+    vocabulary_list: Sequence[str | bytes | int],
+    dtype: DTypeLike | None = None,
     default_value: int = -1,
     num_oov_buckets: int = 0,
 ) -> VocabularyColumn:
@@ -141,7 +145,7 @@ def categorical_column_with_vocabulary_list(
     )
 
 
-def _kind(word: Any) -> str:
+def _kind(word: object) -> str:
     is_integer = isinstance(word, int | np.integer) and not isinstance(word, bool)
     return "int64" if is_integer else type(word).__name__
 
@@ -150,7 +154,7 @@ def categorical_column_with_vocabulary_file(
     key: str,
     vocabulary_file: str | os.PathLike[str],
     vocabulary_size: int | None = None,
-    dtype: Any = "string",
+    dtype: DTypeLike = "string",
     default_value: int | None = None,
     num_oov_buckets: int = 0,
 ) -> VocabularyColumn:
@@ -197,7 +201,7 @@ def categorical_column_with_vocabulary_file(
                 f"{os.fspath(vocabulary_file)!r} has {len(lines)} lines."
             )
         lines = lines[:vocabulary_size]
-    words: list[Any] = lines
+    words: Sequence[str | int] = lines
     if dtype_name(dtype, caller) != "string":
         try:
             words = [int(line) for line in lines]

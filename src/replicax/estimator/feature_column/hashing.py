@@ -1,24 +1,153 @@
-"""Columns of combinations of categories."""
+"""Categorical columns of hashes: hash buckets and crosses."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+import functools
+import hashlib
+from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from replicax.estimator.feature_column.categorical import (
-    HashedColumn,
     WeightedColumn,
     is_missing,
+    require_kind,
 )
-from replicax.estimator.feature_column.column import CategoricalColumn
-from replicax.estimator.feature_column.fingerprints import crossed, fingerprints
+from replicax.estimator.feature_column.column import (
+    CategoricalColumn,
+    RawFeatures,
+    SingleFeatureColumn,
+)
 from replicax.estimator.feature_column.numeric import NumericColumn
-from replicax.estimator.feature_column.raw import read_categories, require_positive
+from replicax.estimator.feature_column.raw import (
+    dtype_name,
+    read_categories,
+    require_key,
+    require_positive,
+)
 
-__all__ = ["CrossedColumn", "crossed_column"]
+__all__ = [
+    "CrossedColumn",
+    "HashedColumn",
+    "categorical_column_with_hash_bucket",
+    "crossed_column",
+    "fingerprints",
+]
 
 _DEFAULT_KEY = 0xDECAFCAFFE
+_KEPT_TEXTS = 2**16
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+
+
+@functools.lru_cache(maxsize=_KEPT_TEXTS)
+def _fingerprint(text: str) -> int:
+    # Bytes that are no UTF-8 were kept as surrogates when they were read.
+    encoded = text.encode("utf-8", "surrogateescape")
+    return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little")
+
+
+def fingerprints(values: np.ndarray) -> np.ndarray:
+    """64-bit hashes of values, the same in every process and on every machine.
+
+    Values are integers, hashed as their decimal digits, or an object array of `str`.
+    Each distinct one is hashed once. The result is `uint64` of the same shape.
+
+    Example:
+        >>> import numpy as np
+        >>> one, other = fingerprints(np.array([7])), fingerprints(np.array(["7"], "O"))
+        >>> bool(one[0] == other[0])
+        True
+    """
+    if values.dtype != object:
+        distinct, place = np.unique(values, return_inverse=True)
+        of_distinct = [_fingerprint(str(value)) for value in distinct.tolist()]
+        return np.array(of_distinct, np.uint64)[place].reshape(values.shape)
+    # A dictionary is twice as fast as sorting strings.
+    texts = values.ravel().tolist()
+    known = {text: _fingerprint(text) for text in dict.fromkeys(texts)}
+    found = np.fromiter(map(known.__getitem__, texts), np.uint64, len(texts))
+    return found.reshape(values.shape)
+
+
+def _crossed(prints: list[np.ndarray], key: int) -> np.ndarray:
+    """Fingerprints of the cross product of each row's values.
+
+    From fingerprints `uint64[B, k1]`, `[B, k2]`, ... to `uint64[B, k1 * k2 * ...]`, the
+    last part's values varying fastest. Another key gives other fingerprints.
+    """
+    rows = len(prints[0])
+    combined = np.full((rows, 1), key, np.uint64)
+    for part in prints:
+        pairs = combined[:, :, None] * _STEP + part[:, None, :]
+        combined = _mixed(pairs).reshape(rows, pairs.shape[1] * pairs.shape[2])
+    return combined
+
+
+def _mixed(x: np.ndarray) -> np.ndarray:
+    # The finalizer of SplitMix64: every bit depends on every bit.
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HashedColumn(SingleFeatureColumn, CategoricalColumn):
+    """What `categorical_column_with_hash_bucket` returns."""
+
+    key: str
+    hash_bucket_size: int
+    dtype: str
+
+    def __post_init__(self) -> None:
+        require_key(self.key, "categorical_column_with_hash_bucket")
+        require_positive(self.hash_bucket_size, "hash_bucket_size", self.title)
+        if self.dtype != "string" and np.dtype(self.dtype).kind not in "iu":
+            raise TypeError(
+                f"{self.title}: dtype must be 'string' or one of integers; got "
+                f"{self.dtype!r}."
+            )
+
+    @property
+    def num_buckets(self) -> int:
+        """See the base class."""
+        return self.hash_bucket_size
+
+    def host_ids(self, features: RawFeatures) -> np.ndarray:
+        """See the base class."""
+        values = read_categories(features, self.key, self.title)
+        require_kind(values, self.dtype, self.key, self.title)
+        buckets = fingerprints(values) % np.uint64(self.hash_bucket_size)
+        return np.where(is_missing(values), -1, buckets.astype("int32")).astype("int32")
+
+
+def categorical_column_with_hash_bucket(
+    key: str, hash_bucket_size: int, dtype: DTypeLike = "string"
+) -> HashedColumn:
+    """Categories by their hash.
+
+    (TF: `categorical_column_with_hash_bucket`.)
+
+    The hash is BLAKE2b, the same in every process and on every machine. TF's is another
+    one, so bucket numbers differ from TF's, and weights trained there do not fit. An
+    integer is hashed as its decimal digits.
+
+    Args:
+        key: Name of the feature, `[B]` or `[B, k]`; `""` or -1 is missing.
+        hash_bucket_size: Number of buckets.
+        dtype: `"string"`, or one of integers.
+
+    Raises:
+        ValueError: For a size below 1.
+        TypeError: For another dtype.
+
+    Example:
+        >>> from replicax import feature_column as fc
+        >>> word = fc.categorical_column_with_hash_bucket("word", 100)
+        >>> fc.features_of([word], {"word": ["a", "b", ""]})[word.outputs[0]].tolist()
+        [[28], [68], [-1]]
+    """
+    dtype = dtype_name(dtype, f"categorical_column_with_hash_bucket({key!r})")
+    return HashedColumn(key=key, hash_bucket_size=hash_bucket_size, dtype=dtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,7 +200,7 @@ class CrossedColumn(CategoricalColumn):
         """See the base class."""
         return self.hash_bucket_size
 
-    def host_ids(self, features: Mapping[str, Any]) -> np.ndarray:
+    def host_ids(self, features: RawFeatures) -> np.ndarray:
         """See the base class."""
         parts = [self._leaf(leaf, features) for leaf in self.leaves]
         rows = [len(values) for values, _ in parts]
@@ -86,11 +215,11 @@ class CrossedColumn(CategoricalColumn):
             missing = both.reshape(rows[0], both.shape[1] * both.shape[2])
         prints = [fingerprints(values) for values, _ in parts]
         key = _DEFAULT_KEY if self.hash_key is None else self.hash_key
-        buckets = crossed(prints, key) % np.uint64(self.hash_bucket_size)
+        buckets = _crossed(prints, key) % np.uint64(self.hash_bucket_size)
         return np.where(missing, -1, buckets.astype("int32")).astype("int32")
 
     def _leaf(
-        self, leaf: str | CategoricalColumn, features: Mapping[str, Any]
+        self, leaf: str | CategoricalColumn, features: RawFeatures
     ) -> tuple[np.ndarray, np.ndarray]:
         if isinstance(leaf, str):
             values = read_categories(features, leaf, self.title)
@@ -99,7 +228,7 @@ class CrossedColumn(CategoricalColumn):
         return ids, ids < 0
 
 
-def _require_crossable(key: Any) -> None:
+def _require_crossable(key: object) -> None:
     problem = ""
     if isinstance(key, NumericColumn):
         problem = "a numeric column. Put it in a bucketized_column first."
