@@ -11,7 +11,7 @@ from replicax.launch.training_job import TrainingJob
 __all__ = ["manifest"]
 
 
-class Kind(enum.StrEnum):
+class ManifestKind(enum.StrEnum):
     """What shall run the job in the Kubernetes cluster."""
 
     JOBSET = "jobset"
@@ -47,8 +47,8 @@ def manifest(
     name: Annotated[str, typer.Option(help="Name of the job.")] = "train",
     namespace: Annotated[str | None, typer.Option(help="Namespace of the job.")] = None,
     kind: Annotated[
-        Kind, typer.Option(help="JobSet, or TFJob of Kubeflow's operator.")
-    ] = Kind.JOBSET,
+        ManifestKind, typer.Option(help="JobSet, or TFJob of Kubeflow's operator.")
+    ] = ManifestKind.JOBSET,
     chief: Annotated[bool, typer.Option("--chief", help="Add a chief.")] = False,
     ps: Annotated[int, typer.Option(help="Number of parameter servers.")] = 0,
     evaluator: Annotated[
@@ -117,5 +117,5 @@ def manifest(
         )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    document = jobset(job) if kind is Kind.JOBSET else tfjob(job)
+    document = jobset(job) if kind is ManifestKind.JOBSET else tfjob(job)
     typer.echo(to_yaml(document), nl=False)

@@ -5,7 +5,7 @@ import pytest
 import replicax as rx
 from replicax.cluster.config import TaskConfig, check_cluster
 from replicax.cluster.spec import ClusterSpec
-from replicax.commands.recommend import fitting_strategy
+from replicax.commands.info import fitting_strategy
 
 
 def tf_config(

@@ -1,0 +1,316 @@
+"""`replicax info`: devices, versions and TF_CONFIG, and which strategy fits here."""
+
+import json
+import os
+import platform
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from replicax import __version__
+from replicax.cluster.config import TaskConfig, tf_config
+from replicax.errors import ClusterConfigError, DeviceError
+
+if TYPE_CHECKING:
+    from replicax.engine.devices import Device
+
+__all__ = ["Recommendation", "fitting_strategy", "info"]
+
+_PACKAGES = ("jax", "jaxlib", "keras", "numpy", "grain")
+_VARIABLES = ("KERAS_BACKEND", "NPROC", "TF_CONFIG")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recommendation:
+    """A strategy and the reason for it.
+
+    Attributes:
+        strategy: The name of the strategy that fits best.
+        reason: Why it fits, in one sentence.
+        notes: What else to know or to consider.
+    """
+
+    strategy: str
+    reason: str
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceGroup:
+    """Devices of this process that are alike.
+
+    Attributes:
+        platform: Such as `"gpu"`.
+        kind: The model, as JAX names it.
+        memory_limit_bytes: What JAX may allocate on each; None: it does not say.
+        count: How many there are.
+    """
+
+    platform: str
+    kind: str
+    memory_limit_bytes: int | None
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlaceInCluster:
+    """What TF_CONFIG says: the cluster, and which task of it this process is."""
+
+    cluster: Mapping[str, list[str] | dict[int, str]]
+    fingerprint: str
+    task_type: str | None
+    task_index: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SystemInfo:
+    """What `replicax info --json` prints."""
+
+    versions: dict[str, str]
+    environment: dict[str, str]
+    backend: str | None
+    devices: list[DeviceGroup]
+    num_cores: int | None
+    tf_config: PlaceInCluster | None
+    recommendation: Recommendation | None
+    warnings: list[str]
+    errors: list[str]
+
+
+def info(
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object.")
+    ] = False,
+) -> None:
+    """Show devices, versions and TF_CONFIG, and which strategy fits here.
+
+    Exits with status 1 if TF_CONFIG is malformed or JAX finds no devices.
+    """
+    # Looking must not take the memory of a GPU on which something else is training.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    found = _look()
+    if as_json:
+        typer.echo(json.dumps(asdict(found), indent=2))
+    else:
+        _show(found)
+    if found.errors:
+        raise typer.Exit(code=1)
+
+
+def _look() -> SystemInfo:
+    errors: list[str] = []
+    config = _tf_config(errors)
+    devices = _local_devices(errors)
+    # A cluster that could not be read is unknown, not absent: recommend nothing then.
+    fits = None
+    if not errors:
+        fits = fitting_strategy([d.platform for d in devices], config)
+    return SystemInfo(
+        versions={
+            "replicax": __version__,
+            **{name: metadata.version(name) for name in _PACKAGES},
+            "python": platform.python_version(),
+        },
+        environment={name: os.environ.get(name, "") for name in _VARIABLES},
+        backend=devices[0].platform if devices else None,
+        devices=_device_groups(devices),
+        num_cores=os.cpu_count(),
+        tf_config=None if config is None else _place(config),
+        recommendation=fits,
+        warnings=_pool_warnings(devices),
+        errors=errors,
+    )
+
+
+def _tf_config(errors: list[str]) -> TaskConfig | None:
+    text = os.environ.get("TF_CONFIG", "").strip()
+    try:
+        return tf_config(text) if text else None
+    except ClusterConfigError as error:
+        errors.extend(f"TF_CONFIG: {problem}." for problem in error.problems)
+        return None
+
+
+def _place(config: TaskConfig) -> PlaceInCluster:
+    return PlaceInCluster(
+        cluster=config.cluster.as_dict(),
+        fingerprint=config.cluster.fingerprint,
+        task_type=config.task_type,
+        task_index=config.task_id,
+    )
+
+
+def _local_devices(errors: list[str]) -> "Sequence[Device]":
+    import jax
+
+    try:
+        return jax.local_devices()
+    except (AssertionError, RuntimeError) as error:  # JAX raises either.
+        platforms = os.environ.get("JAX_PLATFORMS")
+        errors.append(f"JAX finds no devices; JAX_PLATFORMS={platforms!r}. {error}")
+        return ()
+
+
+def _device_groups(devices: "Sequence[Device]") -> list[DeviceGroup]:
+    # A CPU device has no statistics.
+    groups = Counter(
+        (d.platform, d.device_kind, (d.memory_stats() or {}).get("bytes_limit"))
+        for d in devices
+    )
+    return [
+        DeviceGroup(platform=name, kind=kind, memory_limit_bytes=limit, count=count)
+        for (name, kind, limit), count in groups.items()
+    ]
+
+
+def _pool_warnings(devices: "Sequence[Device]") -> list[str]:
+    from replicax.engine.devices import check_cpu_pool
+
+    try:
+        if devices:
+            check_cpu_pool(devices)
+    except DeviceError as error:
+        return [str(error)]
+    return []
+
+
+def _show(found: SystemInfo) -> None:
+    rows = Table.grid(padding=(0, 2))
+    rows.add_column(style="bold", no_wrap=True)
+    rows.add_column(overflow="fold")
+
+    def add(name: str, value: object, style: str = "") -> None:
+        rows.add_row(name, Text(str(value), style=style))  # Text: brackets stay as is.
+
+    add("versions", ", ".join(f"{k} {v}" for k, v in found.versions.items()))
+    add("backend", f"JAX on {found.backend or 'nothing'}")
+    for group in found.devices:
+        add("devices", _describe_group(group))
+    keras_backend, nproc, text = found.environment.values()
+    add("CPU", f"{found.num_cores} cores, NPROC {nproc or 'not set'}")
+    add("KERAS_BACKEND", keras_backend or "not set")
+    add("TF_CONFIG", _describe_config(found.tf_config, text))
+    if choice := found.recommendation:
+        add("fits here", choice.strategy, "bold green")
+        for line in (choice.reason, *choice.notes):
+            add("", line)
+    for warning in found.warnings:
+        add("warning", warning, "yellow")
+    for error in found.errors:
+        add("error", error, "red")
+    Console().print(rows)
+
+
+def _describe_group(group: DeviceGroup) -> str:
+    text = f"{group.count} x {group.platform} ({group.kind})"
+    if group.memory_limit_bytes is None:
+        return text
+    return f"{text}, {group.memory_limit_bytes / 2**30:.1f} GiB each for JAX"
+
+
+def _describe_config(config: PlaceInCluster | None, text: str) -> str:
+    if config is None:
+        short = text if len(text) <= 500 else f"{text[:500]}..."
+        return f"malformed: {short}" if text.strip() else "not set (one machine)"
+    jobs = ", ".join(f"{len(tasks)} {job}" for job, tasks in config.cluster.items())
+    if config.task_type is None:
+        return f"cluster: {jobs or 'empty'}"
+    # Equal on all machines of a cluster: people compare it by eye.
+    cluster = f"cluster {config.fingerprint}: {jobs or 'empty'}"
+    return f"{cluster}; this process: {config.task_type} {config.task_index}"
+
+
+def fitting_strategy(
+    devices: Sequence[str], tf_config: TaskConfig | None = None
+) -> Recommendation:
+    """Choose the strategy for this process' devices and its place in a cluster.
+
+    Args:
+        devices: The platform of each device of this process, such as `"gpu"`.
+        tf_config: The cluster, or None for one machine.
+
+    Raises:
+        ValueError: If `devices` is empty.
+
+    Example:
+        >>> fitting_strategy(["gpu", "gpu"]).strategy
+        'MirroredStrategy'
+        >>> fitting_strategy(["cpu"]).strategy
+        'OneDeviceStrategy'
+    """
+    if not devices:
+        raise ValueError(
+            "fitting_strategy: there must be a device; got devices=[], expected one "
+            "platform per device, such as ['gpu', 'gpu']."
+        )
+    here = _on_one_machine(devices)
+    if tf_config is None:
+        return here
+    if tf_config.task_type == "evaluator":
+        return Recommendation(
+            strategy=here.strategy,
+            reason="TF_CONFIG makes this process the evaluator, which works beside "
+            f"the cluster on its own devices: {here.reason}",
+            notes=here.notes,
+        )
+    cluster = tf_config.cluster
+    num_workers = len(cluster.workers)
+    if "ps" in cluster.jobs:
+        return Recommendation(
+            strategy="ParameterServerStrategy",
+            reason=f"TF_CONFIG has parameter servers ({cluster.num_tasks('ps')}) for "
+            f"{_count(num_workers, 'worker')}: they hold the variables, and the "
+            "workers train asynchronously.",
+        )
+    if num_workers > 1:
+        return Recommendation(
+            strategy="MultiWorkerMirroredStrategy",
+            reason=f"TF_CONFIG has {num_workers} workers: each mirrors the variables "
+            "on its devices, and all train in step.",
+        )
+    return here
+
+
+def _on_one_machine(devices: Sequence[str]) -> Recommendation:
+    platforms = [d for d in devices if d != "cpu"] or list(devices)
+    platform, num_devices = platforms[0], len(platforms)
+    several = num_devices > 1
+    if platform == "tpu":
+        return Recommendation(
+            strategy="TPUStrategy",
+            reason=f"This process has {_count(num_devices, 'TPU device')}.",
+        )
+    if not several:
+        return Recommendation(
+            strategy="OneDeviceStrategy",
+            reason=f"One machine with one device ({platform}): there is nothing to "
+            "mirror.",
+            notes=("The default strategy, with no scope at all, trains the same way.",),
+        )
+    if platform == "cpu":
+        return Recommendation(
+            strategy="MirroredStrategy",
+            reason=f"One machine with {num_devices} logical CPU devices: a replica on "
+            "each.",
+            notes=("They share the cores: good for testing, not for speed.",),
+        )
+    return Recommendation(
+        strategy="MirroredStrategy",
+        reason=f"One machine with {num_devices} accelerators ({platform}): a replica "
+        "on each, with little communication between them.",
+        notes=(
+            "Where device memory is short, CentralStorageStrategy keeps the variables "
+            "and optimizer slots in one place.",
+        ),
+    )
+
+
+def _count(n: int, noun: str) -> str:
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
