@@ -2,6 +2,8 @@
 
 import concurrent.futures
 import json
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -91,3 +93,12 @@ def test_exports_at_the_same_moment_get_different_folders(tmp_path) -> None:
     assert sorted(paths) == artifact.saved_in(tmp_path) == sorted(tmp_path.iterdir())
     steps = [artifact.read(path).contents["global_step"] for path in paths]
     assert steps == list(range(16))
+
+
+def test_what_a_killed_export_left_is_deleted_after_a_day(tmp_path) -> None:
+    for name, days in ((".12-ab.part", 2), (".34-cd.part", 0)):
+        (tmp_path / name).mkdir()
+        then = time.time() - days * 86400 - 60
+        os.utime(tmp_path / name, (then, then))
+    path = write(tmp_path)
+    assert sorted(tmp_path.iterdir()) == [tmp_path / ".34-cd.part", path]

@@ -2,14 +2,13 @@
 
 import json
 import math
-import os
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicax.report.journal import Journal, folder_of, read_events, write_whole
+from replicax.report.journal import Journal, folder_of, read_events
 from replicax.report.page import page_of
 from replicax.report.runs import is_written, read_run, together
 
@@ -266,11 +265,3 @@ def test_epochs_without_timed_steps_take_no_time(tmp_path: Path) -> None:
     assert total.step_s == pytest.approx(0.05)
     assert total.counts["first_s"] == 3.0
     assert (total.counts["waits_s"], total.exchange_s) == (0.0, 0.0)
-
-
-def test_a_page_is_replaced_whole(tmp_path: Path) -> None:
-    page = tmp_path / "r.html"
-    write_whole(page, "one")
-    write_whole(page, "two")
-    assert page.read_text() == "two"
-    assert os.listdir(tmp_path) == ["r.html"]

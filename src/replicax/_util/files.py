@@ -1,18 +1,40 @@
-"""Files: fsync, failed writes, and the folder of the user's caches."""
+"""Files and folders that are complete or absent: fsync, then rename; full disks."""
 
+import contextlib
+import errno
 import logging
+import math
 import os
+import re
+import shutil
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-__all__ = ["FailedWrites", "caches_folder", "sync"]
+__all__ = [
+    "FailedWrites",
+    "caches_folder",
+    "complete_folder",
+    "free_bytes",
+    "full_disk_error",
+    "leftovers",
+    "part_of",
+    "publish",
+    "reason",
+    "remove_folder",
+    "temporary_folder",
+    "why_not_written",
+    "write_whole",
+]
 
 _logger = logging.getLogger("replicax")
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
 
 def caches_folder(environ: Mapping[str, str]) -> Path:
-    """Where the platform's conventions want files that may be deleted at any time."""
+    """The folder of the user's caches, by the platform's conventions."""
     named = environ.get("XDG_CACHE_HOME", "")
     if os.path.isabs(named):  # XDG: relative paths are to be ignored.
         caches = Path(named)
@@ -23,11 +45,204 @@ def caches_folder(environ: Mapping[str, str]) -> Path:
     return caches / "replicax"
 
 
-class FailedWrites:
-    """Writes that failed one after another, of which ever fewer are logged.
+def write_whole(path: Path, data: str | bytes) -> None:
+    """Replace a file atomically: readers find the old contents or the new ones.
 
-    Those are the first, the second, the fourth, the eighth and so on: a disk that stays
-    full fills no log.
+    The mode bits of a file that is replaced stay. There is no fsync: after a failure of
+    the machine, rather than of the process, the file may be empty.
+
+    Raises:
+        OSError: If it cannot be written. The old file is still there.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        part.write_bytes(data.encode() if isinstance(data, str) else data)
+        with contextlib.suppress(FileNotFoundError):
+            shutil.copymode(path, part)
+        part.replace(path)
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+
+
+# A folder is filled under a temporary name, all of it goes to the disk, and one rename
+# gives it its name. `.name.part` is not complete yet, or being deleted; `.name.old` is
+# what a new `name` is about to replace.
+
+
+def part_of(path: Path) -> Path:
+    """The temporary name of the folder `path`, while it is not complete."""
+    return path.with_name(f".{path.name}.part")
+
+
+@contextlib.contextmanager
+def temporary_folder(part: Path) -> Iterator[Path]:
+    """Make an empty folder for a block that fills and publishes it; else delete it.
+
+    Args:
+        part: Its path. What a killed process left there is deleted first.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "model"
+        >>> with temporary_folder(part_of(path)) as part:
+        ...     _ = (part / "weights").write_text("1 2 3")
+        ...     publish(part, path)
+        >>> [file.name for file in path.iterdir()]
+        ['weights']
+    """
+    part.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        if part.is_dir():
+            shutil.rmtree(part)
+        part.mkdir()
+        yield part
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def publish(part: Path, path: Path, *, replace: bool = False) -> None:
+    """Fsync a folder and all that is in it, rename it to `path`, fsync the rename.
+
+    Args:
+        part: The folder, complete.
+        path: Its name, in the same folder.
+        replace: Whether it takes the place of an older one. A process that is killed
+            between the two renames leaves the older one under a name that
+            `complete_folder` knows.
+
+    Raises:
+        FileExistsError: If there is something at `path`, and `replace` is False.
+        OSError: If that cannot be done. The older one is still there.
+    """
+    for root, _, files in os.walk(part, topdown=False):
+        for file in files:
+            _fsync(os.path.join(root, file))
+        _fsync(root)
+    old = _old_of(path)
+    if replace and path.exists():
+        _delete(old)
+        path.rename(old)
+    try:
+        part.rename(path)
+    except OSError as error:
+        if path.exists():
+            raise FileExistsError(errno.EEXIST, "exists", os.fspath(path)) from error
+        raise
+    _fsync(path.parent)
+    if replace:
+        _delete(old)
+
+
+def complete_folder(path: Path) -> Path:
+    """`path`, or what it replaces, if a process ended between the two renames."""
+    if not path.exists() and _old_of(path).exists():
+        return _old_of(path)
+    return path
+
+
+def remove_folder(path: Path) -> None:
+    """Rename a folder, then delete it: no half of it is taken for a complete one.
+
+    One that somebody else has deleted is no error.
+
+    Raises:
+        OSError: If it cannot be deleted.
+    """
+    part = part_of(path)
+    with contextlib.suppress(FileNotFoundError):
+        _delete(part)
+        path.rename(part)
+        _delete(part)
+
+
+def leftovers(folder: Path, names: str, idle_seconds: float = 0.0) -> list[Path]:
+    """Temporary folders that killed processes have left.
+
+    Args:
+        folder: Where to look.
+        names: A regular expression for the names of the complete ones.
+        idle_seconds: Where other processes write too: for how long nothing was added.
+    """
+    pattern = re.compile(rf"\.(?:{names})\.part")
+    latest = time.time() - idle_seconds
+    found = folder.iterdir() if folder.is_dir() else ()
+    return [
+        path
+        for path in found
+        if pattern.fullmatch(path.name)
+        and path.is_dir()
+        and (not idle_seconds or _modified_at(path) < latest)
+    ]
+
+
+def _modified_at(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:  # Another process deletes it, too.
+        return math.inf
+
+
+def _old_of(path: Path) -> Path:
+    return path.with_name(f".{path.name}.old")
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+
+
+def _fsync(path: str | os.PathLike[str]) -> None:
+    """Wait until a file, or a folder's entries, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def why_not_written(error: BaseException, folder: Path, needs: str) -> str:
+    """Why something cannot be written; for a full disk or quota, also the sizes.
+
+    Args:
+        error: What writing it raised.
+        folder: Where it was to go; need not exist.
+        needs: What it takes, such as `"its arrays have 100 bytes"`.
+    """
+    number = full_disk_error(error)
+    if number is None:
+        return reason(error)
+    free = free_bytes(folder)
+    return f"{os.strerror(number)}: {needs}, and {folder} has {free:,} bytes free"
+
+
+def full_disk_error(error: BaseException) -> int | None:
+    """The error number of a full disk, a quota or a file too large; else None."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number is None:  # TensorStore raises a ValueError.
+        found = re.search(r"\[os_error_code='(\d+)'", str(error))
+        number = int(found[1]) if found else None
+    return number if number in _FULL else None
+
+
+def free_bytes(folder: Path) -> int:
+    """The bytes that are free in a folder, or where it would be made."""
+    there = next(
+        p for p in (folder.absolute(), *folder.absolute().parents) if p.is_dir()
+    )
+    return shutil.disk_usage(there).free
+
+
+def reason(error: BaseException) -> str:
+    """An exception's message, shortened."""
+    text = str(error).strip() or type(error).__name__
+    return text if len(text) < 500 else text[:497] + "..."
+
+
+class FailedWrites:
+    """Writes that failed one after another: logs the 1st, 2nd, 4th, 8th and so on.
+
+    So a disk that stays full fills no log.
 
     Example:
         >>> failed = FailedWrites()
@@ -40,7 +255,7 @@ class FailedWrites:
         self._count = 0
 
     def add(self, problem: str) -> None:
-        """One more failed."""
+        """Count a failure, and log it if it is its turn."""
         self._count += 1
         if self._count == 1:
             _logger.warning("%s", problem)
@@ -48,16 +263,7 @@ class FailedWrites:
             _logger.warning("%s (%d in a row failed)", problem, self._count)
 
     def end(self, what: str) -> None:
-        """One was written; says so if others before it were not."""
+        """Count from 0 again, after a success; log it if others failed before."""
         if self._count:
             _logger.warning("%s is written, after %d that failed", what, self._count)
         self._count = 0
-
-
-def sync(path: Path) -> None:
-    """Have a file, or a folder's entries, on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,6 +1,5 @@
 """CheckpointManager: a folder of numbered checkpoints, the newest few kept."""
 
-import contextlib
 import json
 import logging
 import os
@@ -11,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from replicax._util.files import FailedWrites
+from replicax._util.files import FailedWrites, leftovers, write_whole
 from replicax._util.listing import listed
 from replicax.checkpoint import background, storage
 from replicax.checkpoint.background import BackgroundSave
@@ -169,7 +168,7 @@ class CheckpointManager:
             self._pending = path
         else:
             _, doomed = self._kept(path)
-            left = _left_behind(self._directory, self._name)
+            left = leftovers(self._directory, rf"{re.escape(self._name)}-\d+")
             self._pending = BackgroundSave(path, contents, left, doomed, self._failed)
         return os.fspath(path)
 
@@ -201,14 +200,10 @@ class CheckpointManager:
         if not self._worker.is_chief:
             return
         last = self._known[-1].name if self._known else None
-        part = self._directory / f".{FINISHED}.part"
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            part.write_text(json.dumps({"checkpoint": last}))
-            part.replace(self._directory / FINISHED)
+            write_whole(self._directory / FINISHED, json.dumps({"checkpoint": last}))
         except OSError as error:
-            with contextlib.suppress(OSError):
-                part.unlink(missing_ok=True)
             raise CheckpointError(
                 f"CheckpointManager: {self._directory / FINISHED} could not be "
                 f"written: {error}. Make room there."
@@ -334,13 +329,6 @@ def numbered_checkpoints(directory: Path, name: str) -> list[Path]:
             number = int(match[1])
             found[number] = directory / f"{name}-{number}"
     return [path for _, path in sorted(found.items())]
-
-
-def _left_behind(directory: Path, name: str) -> list[Path]:
-    """What an earlier process wrote of checkpoints that it did not complete."""
-    pattern = re.compile(rf"\.{re.escape(name)}-\d+\.part")
-    paths = directory.iterdir() if directory.is_dir() else ()
-    return [p for p in paths if pattern.fullmatch(p.name) and p.is_dir()]
 
 
 def _require_shared(worker: Any, directory: Path) -> None:

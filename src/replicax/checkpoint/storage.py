@@ -1,32 +1,39 @@
-"""A checkpoint on disk: a folder that is either complete and checked, or not there.
+"""A checkpoint on disk: a folder with checksums that is complete or absent.
 
     ckpt-7/
       arrays/         the arrays, as Orbax writes them
       manifest.json   names, shapes and checksums of all of it, and plain values
 
-It is written under another name, its manifest last, and renamed when all of it is on
-the disk. One process writes and knows nothing of others, so there is no barrier to
-wait at.
+It is written under a temporary name, its manifest last, and renamed after fsync. One
+process writes and knows nothing of others, so there is no barrier.
 """
 
 import dataclasses
 import errno
 import json
 import os
-import re
-import shutil
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from replicax._util.files import sync
+from replicax._util.files import (
+    complete_folder,
+    free_bytes,
+    full_disk_error,
+    part_of,
+    publish,
+    reason,
+    remove_folder,
+    temporary_folder,
+    why_not_written,
+)
 from replicax._util.waiting import Announced
 from replicax.errors import CheckpointError
 
-__all__ = ["MANIFEST", "Contents", "part_of", "read", "remove", "write"]
+__all__ = ["MANIFEST", "Contents", "read", "remove", "write"]
 
 MANIFEST = "manifest.json"
 _ARRAYS = "arrays"
@@ -58,26 +65,20 @@ def write(path: Path, contents: Contents) -> None:
     Raises:
         CheckpointError: If it cannot be written. What was at `path` is still there.
     """
-    part = part_of(path)
     _require_room(path, contents)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _delete(part)
-        part.mkdir()
-        stored = {name: x for name, x in contents.arrays.items() if x.size}
-        if stored:
-            # Orbax takes long to import.
-            from replicax.checkpoint import arrays
+        with temporary_folder(part_of(path)) as part:
+            stored = {name: x for name, x in contents.arrays.items() if x.size}
+            if stored:
+                # Orbax takes long to import.
+                from replicax.checkpoint import arrays
 
-            arrays.write(part / _ARRAYS, stored)
-        manifest = _manifest(part, contents)
-        (part / MANIFEST).write_text(manifest, encoding="utf-8")
-        for file in _walk(part):
-            sync(file)
-        _rename(part, path)
+                arrays.write(part / _ARRAYS, stored)
+            manifest = _manifest(part, contents)
+            (part / MANIFEST).write_text(manifest, encoding="utf-8")
+            publish(part, path, replace=True)
     # Orbax and TensorStore report a full disk in exceptions of many kinds.
     except Exception as error:
-        _delete(part, ignore_errors=True)
         raise _not_written(path, _why(error, contents, path)) from error
     _too_small.pop(path.parent, None)
 
@@ -88,7 +89,7 @@ def read(path: Path) -> Contents:
     Raises:
         CheckpointError: If it is not there or damaged; names the file.
     """
-    path = _in_place(path)
+    path = complete_folder(path)
     with Announced(f"reading checkpoint {path}"):
         manifest = _read_manifest(path)
         for name, expected in manifest["files"].items():
@@ -103,54 +104,18 @@ def remove(path: Path) -> None:
     Raises:
         CheckpointError: If it cannot be deleted.
     """
-    part = part_of(path)
     try:
-        _delete(part)
-        path.rename(part)
-        _delete(part)
-    except FileNotFoundError:
-        return
+        remove_folder(path)
     except OSError as error:
         raise CheckpointError(
-            f"checkpoint {path}: could not be deleted: {_reason(error)}."
+            f"checkpoint {path}: could not be deleted: {reason(error)}."
         ) from error
-
-
-def part_of(path: Path) -> Path:
-    """Where the checkpoint of `path` is while it is no complete one."""
-    return path.with_name(f".{path.name}.part")
-
-
-def _old_of(path: Path) -> Path:
-    return path.with_name(f".{path.name}.old")
-
-
-def _in_place(path: Path) -> Path:
-    """`path`, or what it replaced if the process ended between two renames."""
-    if not path.exists() and _old_of(path).exists():
-        return _old_of(path)
-    return path
-
-
-def _rename(part: Path, path: Path) -> None:
-    old = _old_of(path)
-    if path.exists():
-        _delete(old)
-        path.rename(old)
-    part.rename(path)
-    sync(path.parent)
-    _delete(old)
-
-
-def _delete(path: Path, *, ignore_errors: bool = False) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=ignore_errors)
 
 
 def _manifest(part: Path, contents: Contents) -> str:
     files = {
         file.relative_to(part).as_posix(): _fingerprint(file)
-        for file in _walk(part)
+        for file in sorted(part.rglob("*"))
         if file.is_file()
     }
     arrays = {
@@ -186,7 +151,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
             raise _damaged(path, MANIFEST, "its checksum is wrong")
         return json.loads(body)
     except OSError as error:
-        raise _damaged(path, MANIFEST, _reason(error)) from error
+        raise _damaged(path, MANIFEST, reason(error)) from error
     except (ValueError, KeyError, TypeError) as error:
         raise _damaged(path, MANIFEST, f"it is no manifest ({error!r})") from error
 
@@ -195,7 +160,7 @@ def _check_file(path: Path, name: str, expected: Mapping[str, int]) -> None:
     try:
         found = _fingerprint(path / name)
     except OSError as error:
-        raise _damaged(path, name, _reason(error)) from error
+        raise _damaged(path, name, reason(error)) from error
     if found["bytes"] != expected["bytes"]:
         sizes = f"it has {found['bytes']} bytes, expected {expected['bytes']}"
         raise _damaged(path, name, sizes)
@@ -227,20 +192,13 @@ def _restore_arrays(path: Path) -> dict[str, np.ndarray]:
         return arrays.restore(path / _ARRAYS)
     # As for writing: many kinds of exceptions.
     except Exception as error:
-        raise _damaged(path, _ARRAYS, _reason(error)) from error
+        raise _damaged(path, _ARRAYS, reason(error)) from error
 
 
 def _damaged(path: Path, name: str, what: str) -> CheckpointError:
     return CheckpointError(
         f"checkpoint {path}: file {name} is damaged: {what}. Use an earlier checkpoint."
     )
-
-
-def _walk(folder: Path) -> Iterator[Path]:
-    """All files and folders, the innermost first."""
-    for root, _, files in os.walk(folder, topdown=False):
-        yield from (Path(root, file) for file in sorted(files))
-        yield Path(root)
 
 
 def _fingerprint(file: Path) -> dict[str, int]:
@@ -271,53 +229,25 @@ def _require_room(path: Path, contents: Contents) -> None:
     """
     if path.parent not in _too_small:
         return
-    size, free = _size(contents), _free(path.parent)
     failed_size, failed_free = _too_small[path.parent]
-    if size >= failed_size and free <= failed_free:
-        raise _not_written(
-            path,
-            _room(errno.ENOSPC, size, path, free) + ", no more than when it was tried",
-        )
+    if _size(contents) >= failed_size and free_bytes(path.parent) <= failed_free:
+        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        why = why_not_written(full, path.parent, _needs(contents))
+        raise _not_written(path, f"{why}, no more than when it was tried")
 
 
 def _why(error: BaseException, contents: Contents, path: Path) -> str:
-    """Why a checkpoint cannot be written; for a full disk also what it would take."""
-    number = _error_number(error)
-    if number not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return _reason(error)
-    size, free = _size(contents), _free(path.parent)
-    if number == errno.ENOSPC and size > free:  # Else it may be out of inodes.
+    """Why a checkpoint cannot be written; remembers what found no room."""
+    size, free = _size(contents), free_bytes(path.parent)
+    # Else it may be out of inodes.
+    if full_disk_error(error) == errno.ENOSPC and size > free:
         _too_small[path.parent] = (size, free)
-    return _room(number, size, path, free)
+    return why_not_written(error, path.parent, _needs(contents))
 
 
-def _room(number: int, size: int, path: Path, free: int) -> str:
-    return (
-        f"{os.strerror(number)}: its arrays have {size:,} bytes before compression, "
-        f"and {path.parent} has {free:,} bytes free"
-    )
+def _needs(contents: Contents) -> str:
+    return f"its arrays have {_size(contents):,} bytes before compression"
 
 
 def _size(contents: Contents) -> int:
     return sum(x.nbytes for x in contents.arrays.values())
-
-
-def _free(folder: Path) -> int:
-    """The bytes that are free in a folder, or where it would be made."""
-    there = next(
-        p for p in (folder.absolute(), *folder.absolute().parents) if p.is_dir()
-    )
-    return shutil.disk_usage(there).free
-
-
-def _error_number(error: BaseException) -> int | None:
-    if isinstance(error, OSError) and error.errno is not None:
-        return error.errno
-    # TensorStore raises a ValueError.
-    found = re.search(r"\[os_error_code='(\d+)'", str(error))
-    return int(found[1]) if found else None
-
-
-def _reason(error: BaseException) -> str:
-    text = str(error).strip() or type(error).__name__
-    return text if len(text) < 500 else text[:497] + "..."

@@ -9,6 +9,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from replicax._util.files import write_whole
+
 __all__ = [
     "ATTEMPT",
     "REPORT_DIR",
@@ -90,9 +92,7 @@ class FailureReport:
         if not folder:
             return
         path = Path(folder) / f"{self.task.replace(':', '-')}.json"
-        part = path.with_suffix(f".{os.getpid()}.part")
-        part.write_text(json.dumps(dataclasses.asdict(self)))
-        part.replace(path)
+        write_whole(path, json.dumps(dataclasses.asdict(self)))
 
     @staticmethod
     def note_progress(task: str, steps: int) -> None:
@@ -105,10 +105,8 @@ class FailureReport:
         folder = os.environ.get(REPORT_DIR)
         if folder:
             path = Path(folder) / f"{task.replace(':', '-')}.steps"
-            part = path.with_suffix(f".{os.getpid()}.part")
             with contextlib.suppress(OSError):  # The launcher itself may be gone.
-                part.write_text(str(steps))
-                part.replace(path)
+                write_whole(path, str(steps))
 
     @staticmethod
     def last_progress(folder: str | Path) -> int:

@@ -2,14 +2,13 @@
 
 import difflib
 import importlib.util
-import os
-import shutil
 import sys
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from replicax._util.files import write_whole
 
 if TYPE_CHECKING:
     from replicax.migrate import Ported
@@ -103,7 +102,8 @@ def _migrate(file: str, diff: bool, write: bool, quiet: bool) -> int:
         _print_diff(name, source, ported.source)
     elif write and file != "-":
         if ported.source != source:
-            _write(Path(file), ported.source)
+            # A link stays one.
+            write_whole(Path(file).resolve(), ported.source)
     else:
         sys.stdout.flush()
         sys.stdout.buffer.write(ported.source)
@@ -119,20 +119,6 @@ def _print_diff(name: str, before: bytes, after: bytes) -> None:
             line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
         )
         typer.secho(text, fg=_COLOURS.get(line[0]), nl=False)
-
-
-def _write(file: Path, source: bytes) -> None:
-    """Replace a file as a whole, or not at all; mode bits and links stay."""
-    target = file.resolve()
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(source)
-        shutil.copymode(target, temporary)
-        os.replace(temporary, target)
-    except BaseException:
-        os.unlink(temporary)
-        raise
 
 
 def _report(name: str, ported: "Ported", quiet: bool) -> None:

@@ -1,4 +1,4 @@
-"""A saved model on disk: a folder that is complete and checked, or not there.
+"""A saved model on disk: a folder with checksums that is complete or absent.
 
     exports/
       1700000000/                  seconds since 1970, raised until nobody has them
@@ -6,12 +6,13 @@
         serving_default.program    a signature, as `jax.export` serializes it
         variables.npz              each variable once, as bytes
 
-The folder is written under a hidden name beside it and renamed when all of it is on the
-disk, so nobody sees half of one.
+It is written under a temporary name and renamed after fsync: nobody sees half of one.
 """
 
+import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -24,7 +25,13 @@ from typing import Any
 
 import numpy as np
 
-from replicax._util.files import sync
+from replicax._util.files import (
+    leftovers,
+    publish,
+    remove_folder,
+    temporary_folder,
+    why_not_written,
+)
 from replicax.errors import CheckpointError
 
 __all__ = [
@@ -46,6 +53,8 @@ _VERSION = 1
 _PROGRAM = ".program"
 _VARIABLES = "variables.npz"
 _STAMP_DIGITS = 10
+# Other processes may be writing here, but none for as long without adding anything.
+_IDLE_SECONDS = 86400.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,45 +82,41 @@ def write(base: Path, artifact: Artifact) -> Path:
     Raises:
         CheckpointError: If it cannot be written; nothing is left then.
     """
-    part = base / f".{os.getpid()}-{secrets.token_hex(4)}.part"
     try:
-        base.mkdir(parents=True, exist_ok=True)
-        part.mkdir()
-        for name, program in artifact.programs.items():
-            (part / f"{name}{_PROGRAM}").write_bytes(program)
-        # As bytes: NumPy's format knows no bfloat16, and names may have a slash.
-        flat: dict[str, Any] = {
-            str(i): np.ascontiguousarray(x).reshape(-1).view(np.uint8)
-            for i, x in enumerate(artifact.variables.values())
-        }
-        np.savez(part / _VARIABLES, **flat)
-        (part / MANIFEST).write_bytes(_manifest(artifact, part))
-        for file in part.iterdir():
-            sync(file)
-        sync(part)
-        path = _renamed(part, base)
-        sync(base)
+        for left in leftovers(base, ".*", _IDLE_SECONDS):
+            shutil.rmtree(left, ignore_errors=True)
+        unique = base / f".{os.getpid()}-{secrets.token_hex(4)}.part"
+        with temporary_folder(unique) as part:
+            for name, program in artifact.programs.items():
+                (part / f"{name}{_PROGRAM}").write_bytes(program)
+            # As bytes: NumPy's format knows no bfloat16, and names may have a slash.
+            flat: dict[str, Any] = {
+                str(i): np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+                for i, x in enumerate(artifact.variables.values())
+            }
+            np.savez(part / _VARIABLES, **flat)
+            (part / MANIFEST).write_bytes(_manifest(artifact, part))
+            return _publish(part, base)
     except OSError as error:
+        size = sum(len(x) for x in artifact.programs.values())
+        size += sum(x.nbytes for x in artifact.variables.values())
+        why = why_not_written(error, base, f"it has {size:,} bytes")
         raise CheckpointError(
-            f"saved model in {base}: could not be written: {error}. Make room, or give "
+            f"saved model in {base}: could not be written: {why}. Make room, or give "
             "another folder."
         ) from error
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-    return path
 
 
-def _renamed(part: Path, base: Path) -> Path:
-    """`part` under a number that is its alone, later than the ones there."""
-    stamp = max([int(time.time()), *(int(p.name) + 1 for p in saved_in(base))])
-    while True:
+def _publish(part: Path, base: Path) -> Path:
+    """Give `part` a number that is its alone, later than the ones there."""
+    first = max([int(time.time()), *(int(p.name) + 1 for p in saved_in(base))])
+    for stamp in itertools.count(first):
         path = base / f"{stamp:0{_STAMP_DIGITS}d}"
-        try:
-            return part.rename(path)
-        except OSError:  # Another process has just taken it; else the disk is at fault.
-            if not path.exists():
-                raise
-        stamp += 1
+        # Another process may just have taken it.
+        with contextlib.suppress(FileExistsError):
+            publish(part, path)
+            return path
+    raise AssertionError("unreachable: numbers do not end")
 
 
 def saved_in(base: Path) -> list[Path]:
@@ -153,12 +158,8 @@ def remove(path: Path) -> None:
     Raises:
         CheckpointError: If it cannot be deleted.
     """
-    part = path.with_name(f".{path.name}-{secrets.token_hex(4)}.part")
     try:
-        path.rename(part)
-        shutil.rmtree(part)
-    except FileNotFoundError:
-        return  # Somebody else did.
+        remove_folder(path)
     except OSError as error:
         raise CheckpointError(
             f"saved model {path}: could not be deleted: {error}."

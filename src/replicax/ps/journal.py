@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from replicax._util.files import write_whole
+
 __all__ = ["Journal", "Journaled", "Note", "note_nothing"]
 
 _logger = logging.getLogger("replicax")
@@ -88,9 +90,8 @@ class Journal:
         """Write the newest values only, and go on in that file."""
         self._close()
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        part = self._path.with_name(f".{self._path.name}.part")
-        part.write_bytes(b"".join(_line(k, v) for k, v in self.newest.items()))
-        part.rename(self._path)
+        lines = (_line(k, v) for k, v in self.newest.items())
+        write_whole(self._path, b"".join(lines))
         self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
         # Counts from here, however large what is kept may be.
         self._size = 0

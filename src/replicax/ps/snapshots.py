@@ -1,4 +1,4 @@
-"""A server's snapshots on disk: each is complete and checked, or not there.
+"""A server's snapshots on disk: folders with checksums, each complete or absent.
 
     server-0/
       journal           what was counted since the newest snapshot
@@ -7,8 +7,8 @@
         state.json      their names, dtypes, shapes and places; all other values
         manifest.json   sizes and checksums of the two
 
-One is written under another name, its manifest last, and renamed when all of it is on
-the disk. Nothing in it is code.
+One is written under a temporary name, its manifest last, and renamed after fsync.
+Nothing in it is code.
 """
 
 import dataclasses
@@ -28,7 +28,15 @@ from typing import Any, Protocol
 import ml_dtypes  # noqa: F401  NumPy learns of bfloat16.
 import numpy as np
 
-from replicax._util.files import FailedWrites, sync
+from replicax._util.files import (
+    FailedWrites,
+    leftovers,
+    part_of,
+    publish,
+    temporary_folder,
+    why_not_written,
+    write_whole,
+)
 from replicax.ps.journal import Journal
 
 __all__ = ["Snapshot", "Snapshots"]
@@ -179,7 +187,7 @@ class Snapshots:
         numbers = self._numbers()
         try:
             if numbers:
-                (self.folder / _DONE).write_text(str(max(numbers)))
+                write_whole(self.folder / _DONE, str(max(numbers)))
         except OSError as error:
             _logger.error(
                 "%s could not be written: %s. Delete %s before another job uses it: it "
@@ -216,18 +224,11 @@ class Snapshots:
         """
         numbers = sorted(self._numbers())
         path = self._path(numbers[-1] + 1 if numbers else 1)
-        part = path.with_name(f".{path.name}.part")
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for left in self.folder.glob(".snapshot-*.part"):
-                shutil.rmtree(left)
-            part.mkdir()
+        for left in leftovers(self.folder, _NAME.pattern):
+            shutil.rmtree(left)
+        with temporary_folder(part_of(path)) as part:
             _write_files(part, state, board)
-            part.rename(path)
-            sync(self.folder)
-        except OSError:
-            shutil.rmtree(part, ignore_errors=True)
-            raise
+            publish(part, path)
         self._remove_old()
         return path
 
@@ -273,13 +274,16 @@ class Snapshots:
                 written_at = self._now()
 
     def _try_to_write(self, store: _Source) -> bool:
+        number = store.num_updates
+        board = None if self._board_state is None else self._board_state()
+        state = store.state()
         try:
-            number = store.num_updates
-            board = None if self._board_state is None else self._board_state()
-            path = self.write(store.state(), board)
+            path = self.write(state, board)
         except OSError as error:
+            size = sum(x.nbytes for x in state["arrays"].values())
+            why = why_not_written(error, self.folder, f"its arrays have {size:,} bytes")
             self._failed.add(
-                f"no snapshot could be written to {self.folder}: {error}. The last one "
+                f"no snapshot could be written to {self.folder}: {why}. The last one "
                 "is kept, and it is tried again. Make room there."
             )
             return False
@@ -327,16 +331,12 @@ def _write_files(folder: Path, state: Mapping[str, Any], board: Any) -> None:
                 block = data[start : start + _BLOCK_BYTES]
                 digest.update(block)
                 file.write(block)
-        _flush(file)
     digests[_ARRAYS] = [offset, digest.hexdigest()]
     text = json.dumps({"arrays": table, "meta": state["meta"], "board": board}).encode()
     digests[_STATE] = [len(text), hashlib.blake2b(text).hexdigest()]
     manifest = json.dumps({"format": _FORMAT, "files": digests}).encode()
-    for name, content in ((_STATE, text), (_MANIFEST, manifest)):
-        with (folder / name).open("wb") as file:
-            file.write(content)
-            _flush(file)
-    sync(folder)
+    (folder / _STATE).write_bytes(text)
+    (folder / _MANIFEST).write_bytes(manifest)
 
 
 def _read(path: Path) -> Snapshot:
@@ -374,8 +374,3 @@ def _check(file: Path, size: int, expected: str) -> None:
         digest = hashlib.file_digest(opened, "blake2b").hexdigest()
     if digest != expected:
         raise ValueError(f"{file.name} does not have the checksum it was written with")
-
-
-def _flush(file: Any) -> None:
-    file.flush()
-    os.fsync(file.fileno())

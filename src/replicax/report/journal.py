@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["REPORT", "Journal", "folder_of", "number_of", "read_events", "write_whole"]
+__all__ = ["REPORT", "Journal", "folder_of", "number_of", "read_events"]
 
 _logger = logging.getLogger("replicax")
 
@@ -167,13 +167,3 @@ def read_events(file: Path) -> tuple[list[dict[str, Any]], int]:
         else:
             num_bad += 1
     return events, num_bad
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file such that readers find the old text or the new one, never a part."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)

@@ -12,10 +12,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from replicax._util.files import write_whole
 from replicax.keras.recorder import Recorder
 from replicax.report import diagnosis
 from replicax.report.facts import facts_of, local_devices
-from replicax.report.journal import Journal, write_whole
+from replicax.report.journal import Journal
 from replicax.report.memory import memory_of
 from replicax.report.page import page_of
 from replicax.report.probes import start_seconds, sum_seconds
