@@ -5,11 +5,15 @@ VENV := .venv
 PY := $(VENV)/bin/python
 # Each process begins with its part of the files: a cluster that tests share starts once.
 PROCESSES := --numprocesses 2 --dist worksteal
+# `make test-next` installs over the bounds of pyproject.toml, in a place of its own.
+NEXT_VENV := .next
+NEXT_PY := $(NEXT_VENV)/bin/python
+NEXT_TESTS := tests/_private tests/keras tests/strategies
 PIP_INSTALL := $(PY) -m pip install -qq --disable-pip-version-check --editable
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: bench demo docs soak test test-all lint format clean help
+.PHONY: bench demo docs soak test test-all test-next lint format clean help
 
 demo: $(VENV)/.demo ## train on the digits data with two replicas; draws digits_mirrored.png
 	$(PY) examples/digits_mirrored.py --replicas 2
@@ -19,6 +23,15 @@ test: lint ## all checks, and the tests that are not slow
 
 test-all: lint ## all checks and all tests, compiled as they are for users
 	XLA_FLAGS="$$XLA_FLAGS" $(PY) -m pytest $(PROCESSES)
+
+test-next: ## Keras and strategies on other versions: NEXT="keras==3.15.0 path/to/wheel"
+	@test -n '$(NEXT)' || { echo 'Say what to test: make test-next NEXT="keras==3.15.0"' \
+	  '(a version, a wheel or a folder of sources)' >&2; exit 1; }
+	@$(MAKE) --no-print-directory VENV=$(NEXT_VENV) $(NEXT_VENV)/.test
+	$(NEXT_PY) -m pip install -qq --disable-pip-version-check --no-deps --force-reinstall $(NEXT)
+	@$(NEXT_PY) -c 'from importlib.metadata import version as v; \
+	  print(*(f"{n} {v(n)}" for n in ("keras", "jax", "jaxlib", "numpy")), sep=", ")'
+	$(NEXT_PY) -m pytest $(PROCESSES) -m "not slow" $(NEXT_TESTS)
 
 bench: $(VENV)/.test ## steps beside other libraries, into benchmarks/results; takes an hour
 	cd benchmarks && ../$(PY) -m bench --output results --peers ../.bench --resume
@@ -42,7 +55,7 @@ format: $(VENV)/.test ## format the code, and mend what ruff can mend
 	$(PY) -m ruff format .
 
 clean: ## remove .venv, caches, builds and the demo's pictures
-	rm -rf $(VENV) build dist site .hypothesis .pytest_cache .ruff_cache digits_*.png
+	rm -rf $(VENV) $(NEXT_VENV) build dist site .hypothesis .pytest_cache .ruff_cache digits_*.png
 	find src tests examples scripts -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help: ## this list

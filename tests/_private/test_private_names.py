@@ -1,0 +1,274 @@
+"""Each private name of Keras and JAX that replicax uses is there, as it is used.
+
+The sources say which names those are (`private_names`): one that is new in them fails
+here until the table below says whose it is.
+"""
+
+import functools
+import importlib
+import inspect
+import os
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import grain
+import jax
+import keras
+import numpy as np
+import pytest
+from jax.interpreters import mlir
+from tests._private.private_names import (
+    Use,
+    attributes,
+    defined,
+    imported_names,
+    inherited,
+    sources,
+)
+
+from replicax._private.keras import CALLBACK_STATE
+
+SOURCES = sources()
+OWN = {name for module in SOURCES.values() for name in defined(module)}
+
+ROWS = np.zeros((4, 2), "float32")
+
+
+def module_of(name: str) -> Callable[[], Any]:
+    return functools.partial(importlib.import_module, name)
+
+
+@functools.cache
+def model() -> Any:
+    made = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    made.compile("sgd", "mse")
+    made.fit(ROWS, ROWS[:, :1], batch_size=2, verbose=0)
+    return made
+
+
+def variable() -> Any:
+    return keras.Variable(np.zeros(2, "float32"))
+
+
+def optimizer() -> Any:
+    return model().optimizer
+
+
+def iterator() -> Any:
+    trainer = importlib.import_module("keras.src.backend.jax.trainer")
+    return trainer.JAXEpochIterator(x=ROWS, batch_size=2, steps_per_epoch=1)
+
+
+def rows() -> Any:
+    return iterator().data_adapter
+
+
+def grain_rows() -> Any:
+    name = "keras.src.trainers.data_adapters.grain_dataset_adapter"
+    data = grain.MapDataset.source(ROWS).batch(2)
+    return importlib.import_module(name).GrainDatasetAdapter(data)
+
+
+def py_dataset_rows() -> Any:
+    class Data(keras.utils.PyDataset):
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, index: int) -> Any:
+            return (ROWS,)
+
+    name = "keras.src.trainers.data_adapters.py_dataset_adapter"
+    return importlib.import_module(name).PyDatasetAdapter(Data(workers=2))
+
+
+@functools.cache
+def trained_callbacks() -> list[Any]:
+    """Keras' callbacks with what they remember of one `fit`."""
+    made = [
+        keras.callbacks.EarlyStopping("loss"),
+        keras.callbacks.ReduceLROnPlateau("loss"),
+        keras.callbacks.ModelCheckpoint("never.keras", save_freq=100),
+    ]
+    history = model().fit(ROWS, ROWS[:, :1], callbacks=made, verbose=0)
+    return [*made, history]
+
+
+def model_checkpoint() -> Any:
+    return trained_callbacks()[2]
+
+
+OWNERS: dict[str, list[Callable[[], Any]]] = {
+    # Keras' variables, layers, models and optimizers.
+    "_value": [variable],
+    "_layout": [variable],
+    "_initializer": [variable],
+    "_initialize": [variable],
+    "_direct_assign": [variable],
+    "_layers": [model],
+    "_metrics": [model],
+    "_seed_generators": [model],
+    "_trainable_variables": [model, optimizer],
+    "_non_trainable_variables": [model],
+    "_flatten_layers": [model],
+    "_post_build": [model],
+    "_tracker": [model],
+    "_learning_rate": [optimizer],
+    "_clip_gradients": [optimizer],
+    "_use_weight_decay": [optimizer],
+    # Its trainer, and the data of one call.
+    "_initial_epoch": [model],
+    "_purge_model_variables": [model],
+    "_symbolic_build": [model],
+    "_get_metrics_result_or_logs": [model],
+    "_get_iterator": [iterator, rows],
+    "_enumerate_iterator": [iterator],
+    "_steps_seen": [iterator],
+    "_num_batches": [iterator],
+    "_current_iterator": [iterator],
+    "_shuffle": [rows],
+    "_num_samples": [rows],
+    "_batch_size": [rows],
+    "_dataset": [grain_rows],
+    # Its callbacks and modules.
+    "_batches_seen_since_last_saving": [model_checkpoint],
+    "_last_batch_seen": [model_checkpoint],
+    "_process_traceback_frames": [module_of("keras.src.utils.traceback_utils")],
+    "_to_backend_device": [module_of("keras.src.backend.jax.distribution_lib")],
+    "_initialize_weights": [lambda: keras.layers.JaxLayer],
+    # JAX.
+    "_src": [lambda: jax],
+    "_cluster_types": [lambda: module_of("jax._src.clusters")().ClusterEnv],
+    "_backend_factories": [module_of("jax._src.xla_bridge")],
+    "_platform_specific_lowerings": [lambda: mlir],
+    "_lowerings": [lambda: mlir],
+    # Python.
+    "_exit": [lambda: os],
+    "_getframe": [lambda: sys],
+    "_current_frames": [lambda: sys],
+    "_register_atexit": [lambda: threading],
+    "_fields": [lambda: inspect.FullArgSpec],
+}
+"""Who has each name with an underscore that replicax reads or replaces."""
+
+ARGUMENTS = {"_use_cached_eval_dataset": keras.Model.fit}
+"""Keywords that look private, and what passes them on."""
+
+PUBLIC_LOOKING: dict[Callable[[], Any], tuple[str, ...]] = {
+    iterator: ("data_adapter", "steps_per_epoch", "steps_per_execution"),
+    rows: ("get_jax_iterator", "num_batches"),
+    py_dataset_rows: ("enqueuer", "py_dataset"),
+    lambda: py_dataset_rows().enqueuer: ("is_running", "stop"),
+}
+"""What private objects have without an underscore, and replicax uses."""
+
+
+def used(find: Callable[..., Any], *args: Any) -> dict[str, list[Use]]:
+    found: dict[str, list[Use]] = defaultdict(list)
+    for file, module in SOURCES.items():
+        for use in find(file, module, *args):
+            found[use.name].append(use)
+    return dict(found)
+
+
+IMPORTED = used(imported_names)
+ATTRIBUTES = used(attributes, OWN)
+for _name, _uses in used(inherited, OWN).items():
+    ATTRIBUTES.setdefault(_name, []).extend(_uses)
+
+
+def looked_up(path: str) -> Any:
+    """The object at a dotted path of modules and attributes."""
+    parts = path.split(".")
+    for end in range(len(parts), 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:end]))
+        except ModuleNotFoundError:
+            continue
+        for name in parts[end:]:
+            found = getattr(found, name)
+        return found
+    raise ModuleNotFoundError(path)
+
+
+def places(uses: list[Use]) -> str:
+    return ", ".join(sorted({f"src/replicax/{use.where}" for use in uses}))
+
+
+def require_callable_as_used(name: str, found: Any, uses: list[Use]) -> None:
+    try:
+        signature = inspect.signature(found)
+    except ValueError:
+        return  # Of C++: it says nothing of its arguments.
+    for use in uses:
+        if use.call is not None:
+            number, keywords = use.call
+            try:
+                signature.bind(*[None] * number, **dict.fromkeys(keywords))
+            except TypeError as error:
+                pytest.fail(
+                    f"{name}{signature} no longer takes the call in "
+                    f"src/replicax/{use.where}: {error}"
+                )
+
+
+@pytest.mark.parametrize("path", sorted(IMPORTED))
+def test_an_imported_name_is_there_and_takes_its_calls(path: str) -> None:
+    uses = IMPORTED[path]
+    try:
+        found = looked_up(path)
+    except (ModuleNotFoundError, AttributeError) as error:
+        pytest.fail(f"{path} is gone ({error}); used in {places(uses)}")
+    if callable(found):
+        require_callable_as_used(path, found, uses)
+
+
+@pytest.mark.parametrize("name", sorted(ATTRIBUTES))
+def test_an_attribute_is_there_and_takes_its_calls(name: str) -> None:
+    uses = ATTRIBUTES[name]
+    if name in ARGUMENTS:
+        assert f"{name}=" in inspect.getsource(inspect.unwrap(ARGUMENTS[name]))
+        return
+    assert name in OWNERS, (
+        f"{name!r} is new in {places(uses)}: say in OWNERS who has it, or use a public "
+        "name"
+    )
+    for owner in OWNERS[name]:
+        found = owner()
+        assert hasattr(found, name), (
+            f"{type(found).__name__} has no {name!r} any more; used in {places(uses)}"
+        )
+        if callable(getattr(found, name)):
+            require_callable_as_used(name, getattr(found, name), uses)
+
+
+def test_the_table_names_nothing_that_is_not_used() -> None:
+    assert set(OWNERS) | set(ARGUMENTS) <= set(ATTRIBUTES)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(o, name) for o, names in PUBLIC_LOOKING.items() for name in names],
+)
+def test_private_objects_have_what_is_used_of_them(
+    owner: Callable[[], Any], name: str
+) -> None:
+    assert hasattr(owner(), name)
+
+
+def test_callbacks_remember_what_backups_keep() -> None:
+    names = {type(callback).__name__: callback for callback in trained_callbacks()}
+    assert set(names) == set(CALLBACK_STATE)
+    for cls, state in CALLBACK_STATE.items():
+        missing = [name for name in state if not hasattr(names[cls], name)]
+        assert not missing, f"{cls} has no {missing} any more"
+
+
+def test_keys_of_keras_global_attributes() -> None:
+    state = looked_up("keras.src.backend.common.global_state")
+    with keras.StatelessScope() as scope:
+        assert state.get_global_attribute("stateless_scope") is scope
+    keras.Variable(0.0)
+    assert isinstance(state.get_global_attribute("object_name_uids"), defaultdict)
