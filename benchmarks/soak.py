@@ -92,7 +92,7 @@ def train(name: str, steps: int, folder: Path) -> None:
         "servers": lambda: rx.ParameterServerStrategy(
             snapshot_dir=str(folder / "snapshots"),
             snapshot_every_updates=200,
-            heartbeat_timeout_seconds=10,
+            timeouts=rx.Timeouts(heartbeat=10),
         ),
     }[name]()
     import keras

@@ -74,7 +74,7 @@ def measure(rounds: int, steps: int) -> dict[bool, list[float]]:
             members.addresses,
             members.index,
             Store.of_this_process(),
-            members.deadlines,
+            members.timeouts,
             members.stop,
         )
         first.start()

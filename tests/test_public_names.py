@@ -49,6 +49,7 @@ PUBLIC_NAMES = [
     "SidecarEvaluator",
     "Strategy",
     "TPUStrategy",
+    "Timeouts",
     "callbacks",
     "cluster_resolver",
     "compute_average_loss",

@@ -132,6 +132,7 @@ PAGES = {
         text="Who takes part, on which machines and devices.",
         names=(
             "ClusterSpec",
+            "Timeouts",
             "cluster_resolver.*",
             "set_logical_devices",
             "config.experimental_connect_to_cluster",

@@ -32,6 +32,7 @@ from replicax.checkpoint import (
 )
 from replicax.cluster.failure import REPORT_DIR
 from replicax.cluster.spec import ClusterSpec
+from replicax.cluster.timeouts import Timeouts
 from replicax.cluster.tpu_slice import skip_libtpu_without_chips
 from replicax.cpu import huge_pages
 from replicax.engine import xla_options
@@ -130,6 +131,7 @@ __all__ = [
     "SidecarEvaluator",
     "Strategy",
     "TPUStrategy",
+    "Timeouts",
     "callbacks",
     "cluster_resolver",
     "compute_average_loss",

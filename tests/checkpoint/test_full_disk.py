@@ -289,7 +289,7 @@ def fit_of_two(folder: str) -> dict[str, str]:
     log = io.StringIO()
     logging.getLogger("replicax").addHandler(logging.StreamHandler(log))
     strategy = rx.MultiWorkerMirroredStrategy(
-        heartbeat_timeout_seconds=6, startup_timeout_seconds=90
+        timeouts=rx.Timeouts(heartbeat=6, startup=90)
     )
     ends = {}
     with strategy.scope():

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]
 
 
 def loop(folder: str, victim: int | None = None) -> dict[str, Any]:
-    strategy = rx.MultiWorkerMirroredStrategy(startup_timeout_seconds=90)
+    strategy = rx.MultiWorkerMirroredStrategy(timeouts=rx.Timeouts(startup=90))
     with strategy.scope():
         total = keras.Variable(0.0)
     checkpoint = rx.Checkpoint(total=total)

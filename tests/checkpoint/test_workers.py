@@ -49,7 +49,7 @@ def fit(
     """Train on digits with backups; `victim` gets a signal in the middle."""
     if strategy is None:
         strategy = rx.MultiWorkerMirroredStrategy(
-            heartbeat_timeout_seconds=6, startup_timeout_seconds=90
+            timeouts=rx.Timeouts(heartbeat=6, startup=90)
         )
     images, labels = load_digits(return_X_y=True)
     keras.utils.set_random_seed(3)
@@ -184,7 +184,7 @@ def test_sigkill_and_restart_end_with_the_same_bits(
 
 def loop(folder: str, num_steps: int, damage: bool = False) -> dict[str, Any]:
     """A loop of one's own with a manager; returns the examples of each step."""
-    strategy = rx.MultiWorkerMirroredStrategy(startup_timeout_seconds=90)
+    strategy = rx.MultiWorkerMirroredStrategy(timeouts=rx.Timeouts(startup=90))
     with strategy.scope():
         total = keras.Variable(0.0, aggregation="none")
 

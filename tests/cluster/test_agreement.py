@@ -94,7 +94,7 @@ def go_on_with_another_batch() -> None:
     import replicax as rx
 
     strategy = rx.MultiWorkerMirroredStrategy(
-        step_timeout_seconds=20, heartbeat_timeout_seconds=5
+        timeouts=rx.Timeouts(step=20, heartbeat=5)
     )
 
     def mean(x):

@@ -137,7 +137,7 @@ class coordinator_of_one:
 def train() -> float:
     import replicax as rx
 
-    strategy = rx.MultiWorkerMirroredStrategy(heartbeat_timeout_seconds=8)
+    strategy = rx.MultiWorkerMirroredStrategy(timeouts=rx.Timeouts(heartbeat=8))
 
     def step(x):
         return rx.get_replica_context().all_reduce("sum", x)

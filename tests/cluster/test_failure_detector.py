@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from replicax.cluster.dispatch_log import Difference, Operation
 from replicax.cluster.failure import FailureReport
 from replicax.cluster.failure_detector import Sign, judge
-from replicax.cluster.timeouts import Deadlines
+from replicax.cluster.timeouts import Timeouts
 
 NOW = 1000.0
-DEADLINES = Deadlines(step=20, heartbeat=10)
+TIMEOUTS = Timeouts(step=20, heartbeat=10)
 
 
 def sign(index: int = 0, **known) -> Sign:
@@ -22,7 +22,7 @@ def sign(index: int = 0, **known) -> Sign:
 
 def verdicts(*signs: Sign) -> list[FailureReport | None]:
     """What each worker decides."""
-    return [judge(signs, i, NOW, DEADLINES) for i in range(len(signs))]
+    return [judge(signs, i, NOW, TIMEOUTS) for i in range(len(signs))]
 
 
 def failure(time: float, culprit: str = "worker:1", **known) -> dict:
@@ -133,8 +133,8 @@ def test_silence() -> None:
 
 def test_silence_while_nobody_can_be_heard() -> None:
     signs = [sign(0), sign(1, seen_at=NOW - 10.5)]
-    assert judge(signs, 0, NOW, DEADLINES, heard_at=NOW - 1) is None
-    assert judge(signs, 0, NOW, DEADLINES, heard_at=NOW) is not None
+    assert judge(signs, 0, NOW, TIMEOUTS, heard_at=NOW - 1) is None
+    assert judge(signs, 0, NOW, TIMEOUTS, heard_at=NOW) is not None
 
 
 def test_silence_up_to_the_deadline_and_after_the_end() -> None:
@@ -184,7 +184,7 @@ def test_workers_differ_in_what_they_do() -> None:
 
     def verdicts_of(*signs: Sign) -> list[FailureReport | None]:
         return [
-            judge(signs, i, NOW, DEADLINES, difference=difference, is_settling=True)
+            judge(signs, i, NOW, TIMEOUTS, difference=difference, is_settling=True)
             for i in range(2)
         ]
 
@@ -229,7 +229,7 @@ def test_a_step_does_not_finish() -> None:
         assert report is not None
         assert (report.kind, report.culprit, report.exit_code) == ("stuck", None, 138)
         assert "step 4 runs on all workers and has not finished" in report.message
-        assert "step_timeout_seconds" in report.message
+        assert "rx.Timeouts(step=...)" in report.message
 
 
 def test_one_that_moves_gives_the_others_time() -> None:

@@ -30,13 +30,15 @@ def other_address(output: str, name: str) -> str:
 def only_one_comes(who: int, startup_seconds: float) -> float:
     """Worker `who` waits in vain; the other one does not get its port, and goes."""
     if json.loads(os.environ["TF_CONFIG"])["task"]["index"] == who:
-        rx.MultiWorkerMirroredStrategy(startup_timeout_seconds=startup_seconds)
+        rx.MultiWorkerMirroredStrategy(timeouts=rx.Timeouts(startup=startup_seconds))
         return 0.0
     port = parse_address(my_address()).port
     start = time.monotonic()
     with socket.create_server(("", port)):
         with pytest.raises(ClusterConfigError, match="its port cannot be used") as e:
-            rx.MultiWorkerMirroredStrategy(startup_timeout_seconds=startup_seconds)
+            rx.MultiWorkerMirroredStrategy(
+                timeouts=rx.Timeouts(startup=startup_seconds)
+            )
         assert my_address() in str(e.value)
         assert "Another program, or another start of the same task" in str(e.value)
     return time.monotonic() - start
@@ -67,7 +69,7 @@ def test_a_worker_does_not_come(who: int, startup_seconds: float) -> None:
     assert address.startswith("localhost:")
     message = f"{absent} ({address}) did not come within {startup_seconds:.0f} s"
     assert f"ClusterError: worker:{who}: {message}" in result.output
-    assert "startup_timeout_seconds" in result.output
+    assert "rx.Timeouts(startup=...)" in result.output
     assert "Exit code 138 (retryable)." in result.output
     assert result.report is not None
     assert result.report.kind == "start-up"
@@ -101,7 +103,7 @@ def join_and_leave(words: list[str]) -> tuple[list[str], int]:
     from replicax.cluster.config import check_cluster
     from replicax.cluster.joining import join
     from replicax.cluster.resolvers import TFConfigClusterResolver
-    from replicax.cluster.timeouts import Deadlines
+    from replicax.cluster.timeouts import Timeouts
 
     resolver = TFConfigClusterResolver()
     config = check_cluster(
@@ -112,11 +114,11 @@ def join_and_leave(words: list[str]) -> tuple[list[str], int]:
         source="TF_CONFIG",
     )
     assert config.process_id is not None
-    workers = join(config.cluster, config.process_id, Deadlines(), "TF_CONFIG")
+    workers = join(config.cluster, config.process_id, Timeouts(), "TF_CONFIG")
     # The same cluster a second time is the same; another one is refused.
-    assert join(config.cluster, config.process_id, Deadlines(), "x") is workers
+    assert join(config.cluster, config.process_id, Timeouts(), "x") is workers
     with pytest.raises(ClusterConfigError, match="cannot join"):
-        join(config.cluster, 1 - config.process_id, Deadlines(), "TF_CONFIG")
+        join(config.cluster, 1 - config.process_id, Timeouts(), "TF_CONFIG")
     mine = words[workers.index]
     told = [word for _ in range(3) for word in workers.exchange("words", mine)]
     return told, parse_address(workers.addresses[0]).port

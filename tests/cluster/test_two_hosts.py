@@ -38,10 +38,7 @@ import numpy as np
 import replicax as rx
 
 strategy = rx.MultiWorkerMirroredStrategy(
-    startup_timeout_seconds=80,
-    step_timeout_seconds=8,
-    heartbeat_timeout_seconds=4,
-    shutdown_timeout_seconds=10,
+    timeouts=rx.Timeouts(startup=80, step=8, heartbeat=4, shutdown=10),
 )
 with strategy.scope():
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])

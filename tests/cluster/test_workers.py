@@ -14,7 +14,7 @@ import pytest
 from replicax._util import waiting
 from replicax.cluster import workers as workers_module
 from replicax.cluster.store import Store, StoreError
-from replicax.cluster.timeouts import Deadlines
+from replicax.cluster.timeouts import Timeouts
 from replicax.cluster.workers import Workers
 from replicax.errors import ClusterError, ClusterMismatchError
 
@@ -49,12 +49,12 @@ class Service:
         return self._lock
 
 
-def cluster_of(num: int, service: Service, **deadlines: float) -> list[Workers]:
+def cluster_of(num: int, service: Service, **timeouts: float) -> list[Workers]:
     names = [f"worker:{i}" for i in range(num)]
     addresses = [f"host{i}:1" for i in range(num)]
     return [
         Workers(
-            names, addresses, i, store=Store(service), deadlines=Deadlines(**deadlines)
+            names, addresses, i, store=Store(service), timeouts=Timeouts(**timeouts)
         )
         for i in range(num)
     ]
@@ -98,7 +98,7 @@ def test_all_get_the_values_of_all() -> None:
 
 
 def test_names_that_begin_alike_are_kept_apart() -> None:
-    cluster = cluster_of(2, Service(), start_up=10)
+    cluster = cluster_of(2, Service(), startup=10)
 
     def exchange(worker: Workers) -> list[Any]:
         return [worker.exchange(name, name) for name in ("a", "a/0", "ab")]
@@ -107,13 +107,13 @@ def test_names_that_begin_alike_are_kept_apart() -> None:
 
 
 def test_one_that_does_not_come() -> None:
-    first = cluster_of(3, service := Service(), start_up=0.3)[0]
+    first = cluster_of(3, service := Service(), startup=0.3)[0]
     service.values["replicax/exchange/start/0/1"] = "1"
     begin = time.monotonic()
     with pytest.raises(
         ClusterError,
         match=r"^worker:0: worker:2 \(host2:1\) did not come to start within 0 s"
-        r".*\(startup_timeout_seconds\)\.$",
+        r".*\(rx\.Timeouts\(startup=\.\.\.\)\)\.$",
     ) as caught:
         first.exchange("start", 0)
     assert 0.3 <= time.monotonic() - begin < 3
@@ -170,7 +170,7 @@ def test_one_that_went_on_without_this_one() -> None:
 
 def test_one_that_is_slow_is_waited_for() -> None:
     """Its programs are counted, when it waits, as those of before."""
-    cluster = cluster_of(2, Service(), start_up=20)
+    cluster = cluster_of(2, Service(), startup=20)
     for worker in cluster:
         assert worker.watch is not None
         worker.watch.signs[1].dispatched = 6  # Evaluated by itself, say.
@@ -183,7 +183,7 @@ def test_one_that_is_slow_is_waited_for() -> None:
 
 
 def test_two_that_wait_for_different_things() -> None:
-    cluster = cluster_of(2, Service(), start_up=5)
+    cluster = cluster_of(2, Service(), startup=5)
     for worker in cluster:
         assert worker.watch is not None
         worker.watch.start()
@@ -233,7 +233,7 @@ def test_a_long_wait_is_reported(
 ) -> None:
     monkeypatch.setattr(waiting, "FIRST_SECONDS", 0.1)
     monkeypatch.setattr(waiting, "EVERY_SECONDS", 0.2)
-    first, _ = cluster_of(2, Service(), start_up=0.35)
+    first, _ = cluster_of(2, Service(), startup=0.35)
     with caplog.at_level(logging.WARNING, "replicax"), pytest.raises(ClusterError):
         first.exchange("start", 0)
     assert caplog.records[0].getMessage() == (

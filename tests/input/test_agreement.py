@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import replicax as rx
 import replicax.testing
-from replicax.cluster.timeouts import Deadlines
+from replicax.cluster.timeouts import Timeouts
 from replicax.cluster.workers import Workers
 from replicax.input.agreement import Stream, in_step
 
@@ -47,10 +47,8 @@ class SharedStore:
 def stream(store, index, num_workers, **options):
     names = [f"worker:{i}" for i in range(num_workers)]
     options = {"same_data": False, "size_of": len, "name": "epoch", **options}
-    deadlines = Deadlines(start_up=20, step=options.pop("deadline", 20))
-    workers = Workers(
-        names, [""] * num_workers, index, store=store, deadlines=deadlines
-    )
+    timeouts = Timeouts(startup=20, step=options.pop("deadline", 20))
+    workers = Workers(names, [""] * num_workers, index, store=store, timeouts=timeouts)
     return Stream(workers=workers, **options)
 
 
@@ -351,7 +349,7 @@ def other_images(strategy):
 
 def uneven():
     log = Log()
-    strategy = rx.MultiWorkerMirroredStrategy(step_timeout_seconds=60)
+    strategy = rx.MultiWorkerMirroredStrategy(timeouts=rx.Timeouts(step=60))
     index = strategy.workers.index
     number = NUM_BATCHES[index]
     results = {}
@@ -379,7 +377,7 @@ def uneven():
     results["other images"] = other_images(strategy)
     # Each strategy counts its datasets anew.
     results["left early"] = [
-        left_early(rx.MultiWorkerMirroredStrategy(step_timeout_seconds=20))
+        left_early(rx.MultiWorkerMirroredStrategy(timeouts=rx.Timeouts(step=20)))
         for _ in range(2)
     ]
     return results

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import pytest
 
+import replicax as rx
 from replicax.checkpoint import Checkpoint, CheckpointError, CheckpointManager
 from replicax.keras.sidecar import SidecarEvaluator
 
@@ -51,7 +52,11 @@ def test_evaluates_until_the_training_has_ended(tmp_path, capsys, max_to_keep):
     callback = keras.callbacks.LambdaCallback(on_epoch_end=None)
     callback.on_test_end = lambda logs=None: called.append(logs)
     evaluator = SidecarEvaluator(
-        model_of(), Data(), folder, callbacks=[callback], timeout_seconds=60
+        model_of(),
+        Data(),
+        folder,
+        callbacks=[callback],
+        timeouts=rx.Timeouts(checkpoint=60),
     )
     thread = threading.Thread(target=train)
     thread.start()
@@ -80,7 +85,9 @@ def test_stops_after_so_many(tmp_path):
 
 
 def test_waits_no_longer_than_told(tmp_path):
-    evaluator = SidecarEvaluator(model_of(), Data(), tmp_path, timeout_seconds=0.1)
+    evaluator = SidecarEvaluator(
+        model_of(), Data(), tmp_path, timeouts=rx.Timeouts(checkpoint=0.1)
+    )
     with pytest.raises(CheckpointError, match=rf"ckpt-\* came to {tmp_path} within"):
         evaluator.start()
 

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(150)]
 
 def train_or_evaluate(folder: str) -> dict[str, Any]:
     """The same script in every task; what it does follows from its role."""
-    strategy = rx.MultiWorkerMirroredStrategy(startup_timeout_seconds=90)
+    strategy = rx.MultiWorkerMirroredStrategy(timeouts=rx.Timeouts(startup=90))
     images, labels = load_digits(return_X_y=True)
     images = (images / 16).astype("float32")
     keras.utils.set_random_seed(0)
@@ -28,7 +28,11 @@ def train_or_evaluate(folder: str) -> dict[str, Any]:
     held_out = (images[1500:], labels[1500:])
     if strategy.task_type == "evaluator":
         rx.SidecarEvaluator(
-            model, held_out, folder, checkpoint_name="backup", timeout_seconds=60
+            model,
+            held_out,
+            folder,
+            checkpoint_name="backup",
+            timeouts=rx.Timeouts(checkpoint=60),
         ).start()
         return {"num_workers": strategy.num_workers}
     backup = rx.BackupAndRestore(folder, delete_checkpoint=False)

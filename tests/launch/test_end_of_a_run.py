@@ -14,10 +14,10 @@ from replicax.testing import Cluster, Results, TaskResult, run
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(150)]
 
-DEADLINES = {
-    "startup_timeout_seconds": 60.0,
-    "step_timeout_seconds": 5.0,
-    "heartbeat_timeout_seconds": 4.0,
+TIMEOUTS = {
+    "startup": 60.0,
+    "step": 5.0,
+    "heartbeat": 4.0,
 }
 LATEST_S = 20.0
 """Deadlines of ours, of 4 to 6 s, and what a loaded machine adds to them."""
@@ -38,7 +38,7 @@ def train(
     import replicax as rx
 
     strategy = rx.MultiWorkerMirroredStrategy(
-        **DEADLINES, shutdown_timeout_seconds=shutdown_seconds
+        timeouts=rx.Timeouts(**TIMEOUTS, shutdown=shutdown_seconds)
     )
     with strategy.scope():
         total = keras.Variable(np.zeros(2, "float32"), name="total")
@@ -82,7 +82,7 @@ def fit_generator() -> None:
 
     import replicax as rx
 
-    strategy = rx.MultiWorkerMirroredStrategy(**DEADLINES)
+    strategy = rx.MultiWorkerMirroredStrategy(**TIMEOUTS)
     with strategy.scope():
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
@@ -218,7 +218,7 @@ def test_the_generator_that_fit_reads_is_stuck() -> None:
         assert (report.kind, report.culprit) == ("stuck", "worker:1"), result.output
         assert result.exit_code == 138
         assert "did not come to the input of fit" in result.output
-        assert "step_timeout_seconds" in result.output
+        assert "rx.Timeouts(step=...)" in result.output
         check_steps(result)
     culprit = results["worker:1"].output
     assert "read_next_batch" in culprit.partition("It is here:")[2]
@@ -304,5 +304,5 @@ def test_a_worker_that_is_done_does_not_wait_for_ever() -> None:
         assert (report.kind, report.culprit) == ("lost", "worker:1"), result.output
         assert result.exit_code == 138
         assert "did not come to the end of the script within 3 s" in result.output
-        assert "shutdown_timeout_seconds" in result.output
+        assert "rx.Timeouts(shutdown=...)" in result.output
         check_steps(result)

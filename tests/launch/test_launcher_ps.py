@@ -379,8 +379,7 @@ plan = json.loads(sys.argv[2])
 killed, epochs = plan.get("killed", {}), plan.get("epochs", 10_000)
 mark(f"begun-{name}-{attempt}")
 strategy = ParameterServerStrategy(
-    heartbeat_timeout_seconds=6,
-    step_timeout_seconds=60,
+    timeouts=rx.Timeouts(heartbeat=6, step=60),
     snapshot_dir=plan.get("snapshots"),
     snapshot_every_updates=10,
 )

@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 
+from replicax.cluster.timeouts import Timeouts
 from replicax.ps.board import Board
 from replicax.ps.limits import (
     BoardError,
@@ -18,6 +19,7 @@ from replicax.ps.limits import (
 )
 
 NAMES = ["worker:0", "worker:1", "worker:2"]
+TIMEOUTS = Timeouts(startup=100, heartbeat=10, chief=100)
 STREAM = "fit 0/epoch/0"
 
 
@@ -57,7 +59,7 @@ def clock():
 
 @pytest.fixture
 def board(clock):
-    return Board(NAMES, heartbeat_seconds=10, grace_seconds=100, now=clock)
+    return Board(NAMES, TIMEOUTS, now=clock)
 
 
 @pytest.fixture
@@ -382,7 +384,7 @@ def test_a_restarted_server_goes_on_with_the_same_sessions(board, clients, clock
     ask(board, "stop", reason="enough")
     saved = json.loads(json.dumps(board.state()))
     clock.seconds = 1000
-    again = Board(NAMES, heartbeat_seconds=10, grace_seconds=100, now=clock)
+    again = Board(NAMES, TIMEOUTS, now=clock)
     again.load_state(saved)
     a.board = b.board = again
     assert a("claim", stream=STREAM, call=1) == {"indices": [0]}
@@ -403,7 +405,7 @@ def test_a_restarted_server_may_take_back_what_was_held(board, clients, clock):
     ask(board, "open", stream=STREAM, limit=3, max_staleness=1)
     a("claim", stream=STREAM)
     b("claim", stream=STREAM)
-    again = Board(NAMES, heartbeat_seconds=10, grace_seconds=100, now=clock)
+    again = Board(NAMES, TIMEOUTS, now=clock)
     again.load_state(json.loads(json.dumps(board.state())), release=True)
     a.board = b.board = again
     # Else `a` had to wait: both may have told the lost server that they were done.
@@ -433,7 +435,7 @@ def together(workers, work):
 
 
 def test_threads_hammer_the_board():
-    board = Board(NAMES, heartbeat_seconds=60, grace_seconds=60)
+    board = Board(NAMES, Timeouts(startup=60, heartbeat=60, chief=60))
     given: Counter[int] = Counter()
     parts: Counter[tuple[int, int]] = Counter()
     results: Counter[str] = Counter()

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from tests.ps.test_board import NAMES, STREAM, Client, Clock, ask
 
+from replicax.cluster.timeouts import Timeouts
 from replicax.ps.board import Board
 from replicax.ps.limits import SessionReplacedError
 
@@ -38,7 +39,10 @@ class AnyOrder(RuleBasedStateMachine):
             self.journal[tuple(key)] = json.dumps(value)
 
         return Board(
-            NAMES, heartbeat_seconds=10, grace_seconds=1e9, now=self.clock, note=note
+            NAMES,
+            Timeouts(startup=1e9, heartbeat=10, chief=1e9),
+            now=self.clock,
+            note=note,
         )
 
     def twice(self, client, name, **arguments):

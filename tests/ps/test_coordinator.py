@@ -17,13 +17,13 @@ ENV = {"REPLICAX_PS_TOKEN": "a-token-of-the-tests"}
 CLUSTER = {"chief": 1, "worker": 2, "ps": 1}
 
 
-def make(step_timeout_seconds=40, **options):
+def make(**timeouts):
+    import replicax as rx
     from replicax.ps.coordinator import ClusterCoordinator
     from replicax.ps.strategy import ParameterServerStrategy
 
-    strategy = ParameterServerStrategy(
-        step_timeout_seconds=step_timeout_seconds, grace_seconds=20, **options
-    )
+    timeouts = rx.Timeouts(**{"step": 40, "chief": 20} | timeouts)
+    strategy = ParameterServerStrategy(timeouts=timeouts)
     return strategy, ClusterCoordinator(strategy)
 
 
@@ -196,7 +196,7 @@ def test_an_error_is_raised_once_with_its_traceback_and_then_it_goes_on():
 
 
 def survive(folder):
-    strategy, coordinator = make(heartbeat_timeout_seconds=2)
+    strategy, coordinator = make(heartbeat=2)
     name = strategy.session.name
     folder = Path(folder)
 
@@ -253,7 +253,7 @@ def test_a_dead_workers_closure_is_run_again_and_it_may_come_back(tmp_path):
 
 
 def leave_the_chief_alone():
-    strategy, coordinator = make(step_timeout_seconds=90)
+    strategy, coordinator = make(step=90)
     if not strategy.is_chief:
         return
     # More than the board keeps, so that it has to wait before `join`.
@@ -322,7 +322,7 @@ def command_of(task):
 
 
 def outlive_the_chief(folder):
-    strategy, coordinator = make(heartbeat_timeout_seconds=2)
+    strategy, coordinator = make(heartbeat=2)
     folder = Path(folder)
     rounds = []
     for number in range(4):

@@ -60,8 +60,6 @@ def test_without_workers(monkeypatch):
         ({"max_staleness": -1}, "max_staleness=-1"),
         ({"max_staleness": 1, "sync": True}, "None with sync=True"),
         ({"compression": "float16"}, "None or 'bfloat16'; got 'float16'"),
-        ({"step_timeout_seconds": 0}, "positive number; got 0"),
-        ({"heartbeat_timeout_seconds": "soon"}, "positive number; got 'soon'"),
     ],
 )
 def test_options_that_cannot_be(monkeypatch, options, message):
@@ -82,7 +80,7 @@ def test_servers_that_are_not_there(monkeypatch):
     as_task(monkeypatch, CLUSTER)
     monkeypatch.setenv("REPLICAX_PS_TOKEN", "of-this-test-0123456789")
     with pytest.raises(rx.ClusterError, match="ps:0"):
-        rx.ParameterServerStrategy(startup_timeout_seconds=0.5)
+        rx.ParameterServerStrategy(timeouts=rx.Timeouts(startup=0.5))
 
 
 def test_an_evaluator_works_by_itself(monkeypatch):
@@ -223,7 +221,7 @@ def changing_variables(strategy):
 
 def bounded():
     strategy = rx.ParameterServerStrategy(
-        max_staleness=1, compression="bfloat16", step_timeout_seconds=40
+        max_staleness=1, compression="bfloat16", timeouts=rx.Timeouts(step=40)
     )
     found = {
         "one": fitted(strategy, 1),

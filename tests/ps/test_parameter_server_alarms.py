@@ -18,7 +18,7 @@ ALARM = re.compile(r".*(?:no valid token|without a valid token|no token|wrong to
 @pytest.mark.slow
 @pytest.mark.parametrize("server", ["ps:0", "ps:1"])
 def test_frozen_and_restarted_servers_accuse_nobody(tmp_path, server):
-    options = snapshots_in(tmp_path, 25) | {"step_timeout_seconds": 10}
+    options = snapshots_in(tmp_path, 25) | {"timeouts": {"step": 10}}
     with Job(tmp_path, options=options) as cluster:
         environment = cluster._processes._environments["ps:0"]
         looks = JobStatus(cluster.addresses, Credentials.from_environment(environment))

@@ -170,7 +170,7 @@ def error_of(strategy):
 
 
 def one_worker():
-    strategy = ParameterServerStrategy(step_timeout_seconds=60)
+    strategy = ParameterServerStrategy(timeouts=rx.Timeouts(step=60))
     found = {n: served(strategy, n, o) for n, o in OPTIMIZERS.items()}
     found["callback"] = served(
         strategy,
@@ -193,7 +193,7 @@ def one_worker():
 
 
 def workers_in_step():
-    strategy = ParameterServerStrategy(sync=True, step_timeout_seconds=60)
+    strategy = ParameterServerStrategy(sync=True, timeouts=rx.Timeouts(step=60))
     return {n: served(strategy, n, o) for n, o in OPTIMIZERS.items()}
 
 
@@ -311,7 +311,7 @@ def memory_bytes(key):
 
 
 def large_table():
-    strategy = ParameterServerStrategy(step_timeout_seconds=120)
+    strategy = ParameterServerStrategy(timeouts=rx.Timeouts(step=120))
     rng = np.random.default_rng(1)
     ids = rng.choice(MILLIONS, 3000, replace=False).astype("int32").reshape(-1, 3)
     targets = rng.choice([-1.0, 1.0], (len(ids), 1)).astype("float32")
@@ -361,8 +361,7 @@ def survivor():
     strategy = ParameterServerStrategy(
         snapshot_dir=os.environ["SNAPSHOTS"],
         snapshot_every_updates=1,
-        server_timeout_seconds=60,
-        step_timeout_seconds=60,
+        timeouts=rx.Timeouts(server=60, step=60),
     )
     with strategy.scope():
         layer = rx.layers.Embedding(NUM_ROWS, DIM, seed=3, name="words")

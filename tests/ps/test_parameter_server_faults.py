@@ -27,12 +27,12 @@ _RNG = np.random.default_rng(0)
 _CENTERS = _RNG.normal(size=(4, 8)).astype("float32")
 LABELS = _RNG.integers(0, 4, 320).astype("int32")
 POINTS = _CENTERS[LABELS] + 0.3 * _RNG.normal(size=(320, 8)).astype("float32")
-DEADLINES = {
-    "startup_timeout_seconds": 60,
-    "step_timeout_seconds": 60,
-    "heartbeat_timeout_seconds": 3,
-    "server_timeout_seconds": 40,
-    "grace_seconds": 40,
+TIMEOUTS = {
+    "startup": 60,
+    "step": 60,
+    "heartbeat": 3,
+    "server": 40,
+    "chief": 40,
 }
 
 
@@ -94,9 +94,15 @@ def counts_of(strategy):
     }
 
 
+def make(options):
+    """The strategy of a job; `options["timeouts"]` change those of `TIMEOUTS`."""
+    timeouts = rx.Timeouts(**TIMEOUTS | options.get("timeouts", {}))
+    return ParameterServerStrategy(**options | {"timeouts": timeouts})
+
+
 def job(options, epochs=1, hook=None):
     """Train until the test says that it is enough."""
-    strategy = ParameterServerStrategy(**DEADLINES | options)
+    strategy = make(options)
     print(f"<{os.getpid()}: {strategy!r}>", flush=True)
     with strategy.scope():
         model = network()
@@ -198,7 +204,7 @@ def cut_sockets(ports):
 
 def in_step(options, epochs):
     """Train in step with the others; the weights at the end."""
-    strategy = ParameterServerStrategy(sync=True, **DEADLINES | options)
+    strategy = make(options | {"sync": True})
     with strategy.scope():
         model = network()
     model.fit(
@@ -320,7 +326,7 @@ def test_a_killed_worker_is_not_waited_for_and_may_come_back(tmp_path):
 
 @pytest.mark.slow
 def test_a_worker_that_is_killed_twice_or_frozen_goes_on(tmp_path):
-    options = {"heartbeat_timeout_seconds": 2, "max_staleness": 3}
+    options = {"timeouts": {"heartbeat": 2}, "max_staleness": 3}
     with Job(tmp_path, options=options) as cluster:
         for _ in range(2):
             cluster.wait_for_step("worker:1", 5)
@@ -380,7 +386,7 @@ def test_a_killed_chief_resumes_the_running_epoch(tmp_path):
 
 @pytest.mark.slow
 def test_without_its_chief_a_job_fails_when_the_grace_period_is_over(tmp_path):
-    with Job(tmp_path, options={"grace_seconds": 5}, epochs=500) as cluster:
+    with Job(tmp_path, options={"timeouts": {"chief": 5}}, epochs=500) as cluster:
         cluster.wait_for_step("worker:0", 5)
         cluster.wait_for_step("worker:1", 5)
         cluster.kill("worker:0")
@@ -399,7 +405,7 @@ def test_without_its_chief_a_job_fails_when_the_grace_period_is_over(tmp_path):
 @pytest.mark.parametrize("restarted", [False, True])
 @pytest.mark.parametrize("server", [0, 1])
 def test_without_snapshots_a_killed_server_ends_the_job(tmp_path, server, restarted):
-    options = {"server_timeout_seconds": 40 if restarted else 8}
+    options = {"timeouts": {"server": 40 if restarted else 8}}
     with Job(tmp_path, options=options, epochs=500) as cluster:
         cluster.wait_for_step("worker:0", 5)
         cluster.wait_for_step("worker:1", 5)
@@ -488,7 +494,7 @@ def test_workers_in_step_wait_for_one_that_is_restarted(tmp_path):
 
 @pytest.mark.slow
 def test_workers_in_step_name_one_that_does_not_come_back(tmp_path):
-    options = {"step_timeout_seconds": 8}
+    options = {"timeouts": {"step": 8}}
     with Job(tmp_path, in_step, options=options, epochs=50) as cluster:
         cluster.wait_for_step("worker:1", 12)
         cluster.kill("worker:1")

@@ -29,7 +29,7 @@ WORKERS = ["worker:0", "worker:1"]
 
 def train(cases):
     # No seed: the workers' random numbers are the chief's all the same.
-    strategy = rx.ParameterServerStrategy(step_timeout_seconds=30)
+    strategy = rx.ParameterServerStrategy(timeouts=rx.Timeouts(step=30))
     with strategy.scope():
         unseeded = unseeded_initial_weights(strategy)
     results = run_cases(strategy, cases) | {"unseeded": unseeded}

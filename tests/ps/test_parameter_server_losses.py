@@ -13,17 +13,15 @@ import numpy as np
 import pytest
 from tests.ps.test_parameter_server_faults import (
     BATCH_SIZE,
-    DEADLINES,
     LABELS,
     POINTS,
     Job,
     Watched,
     all_done,
+    make,
     network,
     snapshots_in,
 )
-
-from replicax.ps.strategy import ParameterServerStrategy
 
 pytest.importorskip("pyarrow")
 pytestmark = pytest.mark.multiprocess
@@ -33,7 +31,7 @@ LOST = re.compile(r"ps:(\d) '\w+ \w+': (\d+) updates of (worker:\d)")
 
 def counted(options):
     """Train until the test says that it is enough; what everybody has counted."""
-    strategy = ParameterServerStrategy(**DEADLINES | options)
+    strategy = make(options)
     with strategy.scope():
         model = network()
     model.fit(

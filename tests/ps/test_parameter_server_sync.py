@@ -246,7 +246,7 @@ def in_step():
         # Of two rows, so that kernels are cut and biases as well.
         variable_partitioner=rx.experimental.partitioners.FixedShardsPartitioner(2),
         sync=True,
-        step_timeout_seconds=DEADLINE,
+        timeouts=rx.Timeouts(step=DEADLINE),
     )
     results = run_cases(strategy, [*CASES, a_custom_loop])
     results["messages"] = messages_about_masked_steps(strategy)
@@ -260,7 +260,7 @@ class Sleep(keras.callbacks.Callback):
 
 def with_a_backup():
     strategy = rx.ParameterServerStrategy(
-        sync=True, backup_workers=1, step_timeout_seconds=DEADLINE
+        sync=True, backup_workers=1, timeouts=rx.Timeouts(step=DEADLINE)
     )
     results = run_cases(strategy, BACKED_UP)
     keras.utils.set_random_seed(1)

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from replicax.cluster.timeouts import Timeouts
 from replicax.ps.limits import (
     BoardError,
     NotJoinedError,
@@ -15,23 +16,15 @@ from replicax.ps.presence import Presence
 CHIEF, OTHER = "worker:0", "worker:1"
 
 
-def present(**changes) -> Presence:
-    seconds = {"heartbeat_seconds": 10, "grace_seconds": 100, "start_seconds": 200}
-    return Presence([CHIEF, OTHER], **(seconds | changes), now=0.0)
+def present() -> Presence:
+    timeouts = Timeouts(startup=200, heartbeat=10, chief=100)
+    return Presence([CHIEF, OTHER], timeouts, now=0.0)
 
 
 @pytest.mark.parametrize("workers", [[], ["worker:0", "worker:0"]])
 def test_workers_must_be_different_names(workers):
     with pytest.raises(ValueError, match="different names"):
-        Presence(
-            workers, heartbeat_seconds=1, grace_seconds=1, start_seconds=1, now=0.0
-        )
-
-
-@pytest.mark.parametrize("name", ["heartbeat_seconds", "grace_seconds"])
-def test_durations_must_be_positive(name):
-    with pytest.raises(ValueError, match=rf"{name} must be positive; got 0"):
-        present(**{name: 0})
+        Presence(workers, Timeouts(startup=1, heartbeat=1, chief=1), now=0.0)
 
 
 def test_a_silent_worker_is_dead_and_returns_with_its_next_sign():
@@ -152,8 +145,6 @@ def test_a_loaded_state_gives_everybody_time():
     with pytest.raises(SessionReplacedError):
         again.sign(CHIEF, "a0", 1001.0)
     again.sign(CHIEF, "a", 1001.0)
-    other = Presence(
-        ["w"], heartbeat_seconds=1, grace_seconds=1, start_seconds=1, now=0.0
-    )
+    other = Presence(["w"], Timeouts(startup=1, heartbeat=1, chief=1), now=0.0)
     with pytest.raises(ValueError, match=r"workers worker:0 and worker:1.*has w"):
         other.load_state(saved, 0.0)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import replicax as rx
+from replicax.cluster.timeouts import Timeouts
 from replicax.errors import ClusterMismatchError
 from replicax.ps.board import Board
 from replicax.ps.connection import ServerRefused
@@ -20,7 +21,6 @@ from replicax.ps.remote import RemoteGroup
 from replicax.ps.service import Service
 from replicax.ps.session import Session
 from replicax.ps.store import Store
-from replicax.ps.timeouts import Timeouts
 from replicax.ps.variable_slices import Group
 
 pytest.importorskip("pyarrow")
@@ -47,9 +47,7 @@ def free_address():
 def session():
     """A worker of real servers in this process."""
     addresses = [free_address() for _ in range(NUM_SERVERS)]
-    board = Board(
-        ["worker:0"], heartbeat_seconds=30, grace_seconds=60, start_seconds=60
-    )
+    board = Board(["worker:0"], Timeouts(startup=60, heartbeat=30, chief=60))
     services = [
         Service(
             address,
@@ -63,7 +61,7 @@ def session():
     for service in services:
         service.serve_in_thread()
     session = Session(
-        ["worker:0"], 0, addresses, CREDENTIALS, Timeouts(start_up=20, step=10)
+        ["worker:0"], 0, addresses, CREDENTIALS, Timeouts(startup=20, step=10)
     )
     session.join()
     # Threads that live as long as the session begin here.

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from replicax.cluster.timeouts import Timeouts
 from replicax.errors import ClusterError
 from replicax.layers import RowSource
 from replicax.ps import row_links
@@ -21,7 +22,6 @@ from replicax.ps.server_tables import Tables
 from replicax.ps.service import Service
 from replicax.ps.store import Store
 from replicax.ps.table_operations import table_actions, table_operations
-from replicax.ps.timeouts import Timeouts
 from replicax.ps.variable_slices import Group
 
 pytest.importorskip("pyarrow")

@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from replicax.cluster.timeouts import Timeouts
 from replicax.errors import ClusterError
 from replicax.ps import wire
 from replicax.ps.board import Board
@@ -93,7 +94,7 @@ def events():
 
 @pytest.fixture
 def service(doubles, events):
-    board = Board(["worker:0"], heartbeat_seconds=9, grace_seconds=9)
+    board = Board(["worker:0"], Timeouts(startup=9, heartbeat=9, chief=9))
     service = Service(
         free_address(),
         Store(0),

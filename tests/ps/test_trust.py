@@ -33,11 +33,12 @@ GROUP = place(
 SERVER = """
 import logging, sys, threading
 logging.basicConfig(level="INFO", format="%(message)s")
+from replicax.cluster.timeouts import Timeouts
 from replicax.ps.board import Board
 from replicax.ps.credentials import Credentials
 from replicax.ps.service import Service
 from replicax.ps.store import Store
-board = Board(["worker:0"], heartbeat_seconds=60, grace_seconds=60)
+board = Board(["worker:0"], Timeouts(startup=60, heartbeat=60, chief=60))
 credentials = Credentials.from_environment()
 service = Service(sys.argv[1], Store(0), board, credentials, stranger_seconds=2)
 service.serve_in_thread()

@@ -23,7 +23,7 @@ def task(other, version=OTHER):
     if f"{own['type']}:{own['index']}" in other:
         _version.__version__ = version
     strategy = rx.ParameterServerStrategy(
-        startup_timeout_seconds=100, heartbeat_timeout_seconds=3, grace_seconds=100
+        timeouts=rx.Timeouts(startup=100, heartbeat=3, chief=100)
     )
     print("joined", flush=True)
     strategy.session.barrier("together")

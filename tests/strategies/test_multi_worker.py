@@ -478,10 +478,3 @@ def test_parameter_servers_are_of_another_strategy():
     jobs = {"worker": ["localhost:1", "localhost:2"], "ps": ["localhost:3"]}
     with pytest.raises(rx.ClusterConfigError, match="ps"):
         rx.MultiWorkerMirroredStrategy(resolver("ps", **jobs))
-
-
-@pytest.mark.parametrize("name", ["startup", "step", "heartbeat", "shutdown"])
-def test_deadlines_are_positive(name):
-    keyword = f"{name}_timeout_seconds"
-    with pytest.raises(ValueError, match="must be a positive number; got 0"):
-        rx.MultiWorkerMirroredStrategy(**{keyword: 0})

@@ -37,7 +37,7 @@ rx.config.experimental_connect_to_cluster(resolver)
 rx.config.experimental_connect_to_cluster(resolver)  # Again: nothing.
 print("joined:", jax.process_index(), jax.process_count())
 try:
-    rx.TPUStrategy(resolver, step_timeout_seconds=99)
+    rx.TPUStrategy(resolver, timeouts=rx.Timeouts(step=99))
 except rx.DeviceError as error:
     print(error)
 """

@@ -24,19 +24,17 @@ class CheckpointWatch:
     Args:
         directory: The folder.
         name: Beginning of the checkpoints' names.
-        timeout_seconds: How long to wait for the next checkpoint.
+        timeout: How many seconds to wait for the next checkpoint.
         caller: The public name that errors speak of.
 
     Attributes:
         latest: Name of the checkpoint found last; None before.
     """
 
-    def __init__(
-        self, directory: Path, name: str, timeout_seconds: float, caller: str
-    ) -> None:
+    def __init__(self, directory: Path, name: str, timeout: float, caller: str) -> None:
         self._directory = directory
         self._name = name
-        self._timeout_seconds = timeout_seconds
+        self._timeout = timeout
         self._caller = caller
         self.latest: str | None = None
 
@@ -48,7 +46,7 @@ class CheckpointWatch:
         Raises:
             CheckpointError: If none comes in time, or the last one is damaged.
         """
-        deadline = time.monotonic() + self._timeout_seconds
+        deadline = time.monotonic() + self._timeout
         while True:
             last = self._last_of_finished_run()
             paths = numbered_checkpoints(self._directory, self._name)
@@ -71,9 +69,10 @@ class CheckpointWatch:
             if time.monotonic() > deadline:
                 raise CheckpointError(
                     f"{self._caller}: no new checkpoint {self._name}-* came to "
-                    f"{self._directory} within {self._timeout_seconds:.0f} s, nor the "
+                    f"{self._directory} within {self._timeout:.0f} s, nor the "
                     f"file {FINISHED}. The last one evaluated was {self.latest}. "
-                    "See whether the training runs, or wait longer."
+                    "See whether the training runs, or give it more time "
+                    "(rx.Timeouts(checkpoint=...))."
                 )
             time.sleep(_POLL_SECONDS)
 

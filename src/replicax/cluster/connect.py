@@ -4,7 +4,7 @@ import logging
 
 from replicax.cluster.resolvers import ClusterResolver
 from replicax.cluster.spec import ClusterSpec
-from replicax.cluster.timeouts import Deadlines
+from replicax.cluster.timeouts import Timeouts, checked_timeouts
 from replicax.cluster.tpu import TPUClusterResolver
 from replicax.cluster.tpu_system import join_slice
 from replicax.errors import ClusterConfigError
@@ -16,15 +16,18 @@ _logger = logging.getLogger("replicax")
 
 def experimental_connect_to_cluster(
     cluster_spec_or_resolver: TPUClusterResolver | ClusterResolver | ClusterSpec,
+    *,
+    timeouts: Timeouts | None = None,
 ) -> None:
     """Join the other hosts of a TPU slice now; nothing to do on a single host.
 
     Every host of the slice calls it, before JAX's devices are used. The call is not
-    needed: `rx.TPUStrategy` joins them too, with the timeouts that it is given; here
-    they are its defaults. (TF: `tf.config.experimental_connect_to_cluster`.)
+    needed: `rx.TPUStrategy` joins them too.
+    (TF: `tf.config.experimental_connect_to_cluster`.)
 
     Args:
         cluster_spec_or_resolver: A `TPUClusterResolver`.
+        timeouts: As for `rx.TPUStrategy`, to which these apply then.
 
     Raises:
         ClusterConfigError: For any other cluster, to which strategies connect by
@@ -46,6 +49,7 @@ def experimental_connect_to_cluster(
             "rx.MultiWorkerMirroredStrategy(resolver) and "
             "rx.ParameterServerStrategy(resolver) connect by themselves."
         )
-    workers = join_slice(cluster_spec_or_resolver, Deadlines(), caller)
+    limits = checked_timeouts(timeouts, caller)
+    workers = join_slice(cluster_spec_or_resolver, limits, caller)
     if workers.count > 1:
         _logger.info("%s: joined %d hosts as %s", caller, workers.count, workers.name)

@@ -59,7 +59,7 @@ def report_exceptions(members: Workers, watch: Watch) -> None:
         if about_a_peer:
             # Another worker's end, probably: the watch will know more and end this
             # process before this wait is over.
-            time.sleep(members.deadlines.heartbeat + 3)
+            time.sleep(members.timeouts.heartbeat + 3)
             previous(kind, error, trace)
         watch.fail(_failure(members.name, watch.steps, error, trace, about_a_peer))
 

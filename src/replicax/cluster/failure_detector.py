@@ -7,7 +7,7 @@ from typing import Any
 from replicax._util.listing import listed
 from replicax.cluster.dispatch_log import Difference
 from replicax.cluster.failure import ExitCode, FailureReport
-from replicax.cluster.timeouts import Deadlines
+from replicax.cluster.timeouts import Timeouts
 
 __all__ = ["Sign", "judge"]
 
@@ -63,7 +63,7 @@ def judge(
     signs: Sequence[Sign],
     index: int,
     now: float,
-    deadlines: Deadlines,
+    timeouts: Timeouts,
     *,
     heard_at: float | None = None,
     difference: Difference | None = None,
@@ -75,7 +75,7 @@ def judge(
         signs: Of all workers, in order.
         index: Who judges.
         now: The time, in seconds, by the clock of `seen_at` and `moved_at`.
-        deadlines: How long to wait for what.
+        timeouts: How long to wait for what.
         heard_at: When signs could last be read, by the same clock; later silence says
             nothing about who gives them. Defaults to `now`.
         difference: Where the workers' operations differ, if they do.
@@ -85,10 +85,10 @@ def judge(
     others = [sign for sign in signs if sign is not me]
     return (
         _failed(me, others, signs)
-        or _lost(me, others, signs, now if heard_at is None else heard_at, deadlines)
+        or _lost(me, others, signs, now if heard_at is None else heard_at, timeouts)
         or _differ(me, signs, now, difference)
         or (None if is_settling else _left(me, others, signs, now))
-        or _stuck(me, signs, now, deadlines)
+        or _stuck(me, signs, now, timeouts)
     )
 
 
@@ -110,11 +110,11 @@ def _lost(
     others: Sequence[Sign],
     signs: Sequence[Sign],
     heard_at: float,
-    deadlines: Deadlines,
+    timeouts: Timeouts,
 ) -> FailureReport | None:
     for sign in others:
         silent = heard_at - sign.seen_at
-        if silent > deadlines.heartbeat and not sign.has_left:
+        if silent > timeouts.heartbeat and not sign.has_left:
             return _report(
                 me,
                 sign,
@@ -182,11 +182,11 @@ def _left(
 
 
 def _stuck(
-    me: Sign, signs: Sequence[Sign], now: float, deadlines: Deadlines
+    me: Sign, signs: Sequence[Sign], now: float, timeouts: Timeouts
 ) -> FailureReport | None:
     running = [sign for sign in signs if not sign.has_left]
     quiet = now - max((sign.moved_at for sign in running), default=now)
-    if quiet <= deadlines.step or me.has_left:
+    if quiet <= timeouts.step or me.has_left:
         return None
     least = min(sign.dispatched for sign in running)
     behind = [sign for sign in running if sign.dispatched == least]
@@ -208,7 +208,7 @@ def _stuck(
             "stuck",
             f"step {me.steps} runs on all workers and has not finished in "
             f"{quiet:.0f} s. The devices or the network between them hang; a step "
-            "that takes longer needs a larger step_timeout_seconds.",
+            "that takes longer needs a larger rx.Timeouts(step=...).",
             signs,
         )
     return None

@@ -23,7 +23,7 @@ from replicax.cluster.gloo import listen_for
 from replicax.cluster.listening import host_to_bind, listener
 from replicax.cluster.spec import ClusterSpec
 from replicax.cluster.store import Store
-from replicax.cluster.timeouts import Deadlines
+from replicax.cluster.timeouts import Timeouts
 from replicax.cluster.watch import Watch
 from replicax.cluster.workers import Workers
 from replicax.errors import ClusterConfigError, ClusterError
@@ -37,14 +37,14 @@ _joined: tuple[Any, Workers] | None = None
 
 
 def join(
-    cluster: ClusterSpec, index: int, deadlines: Deadlines, description: str
+    cluster: ClusterSpec, index: int, timeouts: Timeouts, description: str
 ) -> Workers:
     """Meet the other workers of a cluster; once in a process.
 
     Args:
         cluster: Whose chief and workers train together.
         index: This process' place among them.
-        deadlines: How long to wait for what.
+        timeouts: How long to wait for what.
         description: Where the cluster was described, for messages.
 
     Raises:
@@ -68,13 +68,13 @@ def join(
     if jax.distributed.is_initialized():
         _check_order(names, index, description)
     else:
-        _connect(names, addresses, index, deadlines)
+        _connect(names, addresses, index, timeouts)
     members = Workers(
         names,
         addresses,
         index,
         store=Store.of_this_process(),
-        deadlines=deadlines,
+        timeouts=timeouts,
     )
     workers.set_current(members)
     _joined = (key, members)
@@ -86,7 +86,7 @@ def join(
     return members
 
 
-def join_detected(deadlines: Deadlines) -> Workers | None:
+def join_detected(timeouts: Timeouts) -> Workers | None:
     """Join the cluster that JAX itself finds here; None if it finds none."""
     if not jax.distributed.is_initialized():
         if not _jax_detects_cluster():
@@ -94,7 +94,7 @@ def join_detected(deadlines: Deadlines) -> Workers | None:
         _check_devices_not_started()
         try:
             jax.distributed.initialize(
-                initialization_timeout=int(deadlines.start_up),
+                initialization_timeout=int(timeouts.startup),
                 heartbeat_timeout_seconds=_JAX_TIMEOUT,
             )
         except ValueError:  # JAX's way to say that it found none.
@@ -104,7 +104,7 @@ def join_detected(deadlines: Deadlines) -> Workers | None:
         return None
     # Addresses are JAX's secret: the spec only gives the workers names.
     cluster = ClusterSpec({"worker": [f"process-{i}:0" for i in range(count)]})
-    return join(cluster, jax.process_index(), deadlines, "JAX")
+    return join(cluster, jax.process_index(), timeouts, "JAX")
 
 
 def _jax_detects_cluster() -> bool:
@@ -127,7 +127,7 @@ def _check_order(names: Sequence[str], index: int, description: str) -> None:
 
 
 def _connect(
-    names: Sequence[str], addresses: Sequence[str], index: int, deadlines: Deadlines
+    names: Sequence[str], addresses: Sequence[str], index: int, timeouts: Timeouts
 ) -> None:
     _check_devices_not_started()
     # JAX would swallow SIGTERM from now on, to tell others of a preemption.
@@ -141,13 +141,13 @@ def _connect(
             service = coordination_service.start(
                 own.port,
                 len(names),
-                linger_seconds=deadlines.heartbeat + 10,
+                linger_seconds=timeouts.heartbeat + 10,
                 host=host,
             )
             atexit.register(coordination_service.stop, service)
             # Process 0 starts a service whatever we say. Nobody will connect to it.
             extra["coordinator_bind_address"] = "localhost:0"
-        _initialize(names, addresses, index, deadlines, extra)
+        _initialize(names, addresses, index, timeouts, extra)
     # Only now all others' names are sure to be known.
     listen_for(address for i, address in enumerate(addresses) if i != index)
 
@@ -156,7 +156,7 @@ def _initialize(
     names: Sequence[str],
     addresses: Sequence[str],
     index: int,
-    deadlines: Deadlines,
+    timeouts: Timeouts,
     extra: dict[str, Any],
 ) -> None:
     """Connect in a thread, so that this one can say who is missing."""
@@ -182,8 +182,8 @@ def _initialize(
     thread.start()
     with Reminders(is_early=True) as reminders:
         while not outcome:
-            thread.join(timeout=min(1.0, deadlines.start_up / 5))
-            late = reminders.waited >= deadlines.start_up
+            thread.join(timeout=min(1.0, timeouts.startup / 5))
+            late = reminders.waited >= timeouts.startup
             if outcome or not (late or reminders.is_due()):
                 continue
             absent = _absent(names, addresses, index)
@@ -191,16 +191,16 @@ def _initialize(
                 excepthook.retry_if_not_caught(names[index])
                 raise ClusterError(
                     f"{names[index]}: {absent or 'a worker'} did not come within "
-                    f"{deadlines.start_up:.0f} s. Start the same script there with the "
+                    f"{timeouts.startup:.0f} s. Start the same script there with the "
                     "same cluster, see that its port can be reached from here, or give "
-                    "it more time (startup_timeout_seconds)."
+                    "it more time (rx.Timeouts(startup=...))."
                 )
             _logger.warning(
                 "%s has waited %.0f s for %s; at most %.0f s more",
                 names[index],
                 reminders.waited,
                 absent or "the others, which are all there, to begin",
-                deadlines.start_up - reminders.waited,
+                timeouts.startup - reminders.waited,
             )
     if outcome[0] is not None:
         raise outcome[0]
@@ -272,7 +272,7 @@ def _leave(members: Workers) -> None:
     if watch is None:
         return
     watch.leave()
-    deadline = members.deadlines.shutdown
+    deadline = members.timeouts.shutdown
     reminders = Reminders()
     while True:
         running = [sign.full_name for sign in watch.signs if not sign.has_left]
@@ -313,7 +313,7 @@ def _unaccompanied(
         culprit=running[0].split(" ")[0],
         kind="lost",
         message=f"{listed(running)} did not come to the end of the script within"
-        f" {members.deadlines.shutdown:.0f} s (shutdown_timeout_seconds).",
+        f" {members.timeouts.shutdown:.0f} s (rx.Timeouts(shutdown=...)).",
         exit_code=int(ExitCode.RETRY),
         steps=watch.steps,
     )

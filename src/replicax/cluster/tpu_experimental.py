@@ -1,6 +1,6 @@
 """Bringing a TPU system up, in the shape of `tf.tpu.experimental`."""
 
-from replicax.cluster.timeouts import Deadlines
+from replicax.cluster.timeouts import Timeouts, checked_timeouts
 from replicax.cluster.tpu import TPUClusterResolver
 from replicax.cluster.tpu_system import Topology, join_slice, topology_of, tpu_devices
 from replicax.errors import ClusterConfigError
@@ -10,6 +10,8 @@ __all__ = ["Topology", "initialize_tpu_system", "shutdown_tpu_system"]
 
 def initialize_tpu_system(
     cluster_resolver: TPUClusterResolver | None = None,
+    *,
+    timeouts: Timeouts | None = None,
 ) -> Topology:
     """Start the TPU chips, and say what there is.
 
@@ -19,6 +21,7 @@ def initialize_tpu_system(
 
     Args:
         cluster_resolver: Describes the slice; None: `TPUClusterResolver()`.
+        timeouts: As for `rx.TPUStrategy`, to which these apply then.
 
     Returns:
         The system's chips and hosts.
@@ -44,7 +47,7 @@ def initialize_tpu_system(
             f"rx.cluster_resolver.TPUClusterResolver; got {cluster_resolver!r}. Leave "
             "it out for the TPU of this machine."
         )
-    workers = join_slice(cluster_resolver, Deadlines(), caller)
+    workers = join_slice(cluster_resolver, checked_timeouts(timeouts, caller), caller)
     return topology_of(tpu_devices(workers, caller))
 
 

@@ -12,7 +12,7 @@ import jax
 
 from replicax._util.dry_run import current_rehearsal
 from replicax.cluster.joining import join, join_detected
-from replicax.cluster.timeouts import Deadlines
+from replicax.cluster.timeouts import Timeouts
 from replicax.cluster.tpu import TPUClusterResolver
 from replicax.cluster.tpu_slice import VARIABLES, on_tpu_vm
 from replicax.cluster.workers import Workers
@@ -84,7 +84,7 @@ def topology_of(devices: Sequence[Any]) -> Topology:
 
 
 def join_slice(
-    resolver: TPUClusterResolver, deadlines: Deadlines, caller: str
+    resolver: TPUClusterResolver, timeouts: Timeouts, caller: str
 ) -> Workers:
     """Meet the processes of the slice's other hosts, once; this one alone if none.
 
@@ -94,7 +94,7 @@ def join_slice(
 
     Args:
         resolver: The slice.
-        deadlines: How long to wait for what.
+        timeouts: How long to wait for what.
         caller: The public call to name in errors.
 
     Raises:
@@ -111,9 +111,9 @@ def join_slice(
             f"is none of a TPU. {_search_report()}"
         )
     if resolver.num_slices > 1 or resolver.num_hosts == 1:
-        return join_detected(deadlines) or Workers()
+        return join_detected(timeouts) or Workers()
     cluster = resolver.cluster_spec()
-    return join(cluster, resolver.task_id or 0, deadlines, "TPUClusterResolver")
+    return join(cluster, resolver.task_id or 0, timeouts, "TPUClusterResolver")
 
 
 def tpu_devices(workers: Workers, caller: str) -> list[Any]:

@@ -25,7 +25,7 @@ from replicax.cluster.order_check import OrderCheck
 from replicax.cluster.stopping import StopRequest
 from replicax.cluster.store import Store, StoreError
 from replicax.cluster.stragglers import Spending, Stragglers
-from replicax.cluster.timeouts import Deadlines
+from replicax.cluster.timeouts import Timeouts
 
 __all__ = ["Watch", "end_process"]
 
@@ -48,7 +48,7 @@ class Watch:
         addresses: Their addresses; empty where unknown.
         index: This worker.
         store: What they share.
-        deadlines: How long to wait for what.
+        timeouts: How long to wait for what.
         stop: This worker's stop request.
 
     Attributes:
@@ -67,7 +67,7 @@ class Watch:
         addresses: Sequence[str],
         index: int,
         store: Store,
-        deadlines: Deadlines,
+        timeouts: Timeouts,
         stop: StopRequest,
     ) -> None:
         now = time.monotonic()
@@ -81,9 +81,9 @@ class Watch:
         self._index = index
         self._me = self._signs[index]
         self._store = store
-        self._deadlines = deadlines
+        self._deadlines = timeouts
         self._stop = stop
-        self._interval = min(1.0, deadlines.heartbeat / 5)
+        self._interval = min(1.0, timeouts.heartbeat / 5)
         self._counter = 0
         self._beats: list[int] = [0] * len(names)
         self._contact_at = now

@@ -16,7 +16,7 @@ from replicax.cluster.dispatch_log import DispatchLog, Operation
 from replicax.cluster.failure_detector import Sign
 from replicax.cluster.stopping import StopRequest
 from replicax.cluster.store import Store, StoreError
-from replicax.cluster.timeouts import Deadlines
+from replicax.cluster.timeouts import Timeouts
 from replicax.cluster.watch import Watch
 from replicax.errors import ClusterError, ClusterMismatchError
 
@@ -38,7 +38,7 @@ class Workers:
         addresses: `"host:port"` of each; empty where unknown.
         index: This worker's place in that order.
         store: What they share; None for one alone.
-        deadlines: How long to wait for what.
+        timeouts: How long to wait for what.
     """
 
     def __init__(
@@ -48,12 +48,12 @@ class Workers:
         index: int = 0,
         *,
         store: Store | None = None,
-        deadlines: Deadlines | None = None,
+        timeouts: Timeouts | None = None,
     ) -> None:
         self.names = tuple(names)
         self.addresses = tuple(addresses)
         self.index = index
-        self.deadlines = deadlines or Deadlines()
+        self.timeouts = timeouts or Timeouts()
         self.stop = StopRequest(alone=store is None)
         self.watch: Watch | None = None
         self._store = store
@@ -63,7 +63,7 @@ class Workers:
         self._counting = threading.Lock()
         if store is not None:
             self.watch = Watch(
-                self.names, self.addresses, index, store, self.deadlines, self.stop
+                self.names, self.addresses, index, store, self.timeouts, self.stop
             )
 
     @property
@@ -166,7 +166,7 @@ class Workers:
     ) -> list[Any]:
         store = self._store
         assert store is not None
-        timeout = timeout_seconds or self.deadlines.start_up
+        timeout = timeout_seconds or self.timeouts.startup
         pause = 0.001
         try:
             store.put(f"{folder}/{self.index}", json.dumps(value))
@@ -215,11 +215,11 @@ class Workers:
                 f"all workers. {_SAME_CALLS}"
             )
         if waited > timeout:
-            option = "step" if timeout == self.deadlines.step else "startup"
+            option = "step" if timeout == self.timeouts.step else "startup"
             raise ClusterError(
                 f"{self.name}: {self._listed(missing)} did not come to {name} within "
                 f"{timeout:.0f} s. See what that worker prints, or give it more time "
-                f"({option}_timeout_seconds).",
+                f"(rx.Timeouts({option}=...)).",
                 culprit=self.names[missing[0]],
             )
 

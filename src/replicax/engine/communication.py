@@ -37,8 +37,8 @@ class CommunicationOptions:
         bytes_per_pack: Gradients are summed in packs of at most this many bytes, the
             last layers' first, as the backward pass finishes them. A larger gradient is
             a pack of its own. 0: XLA decides.
-        timeout_seconds: How long a step may wait for a worker; None: the strategy's
-            `step_timeout_seconds`.
+        timeout_seconds: How long a step may wait for a worker, as `step` of the
+            strategy's `timeouts`, in whose place it is; None: as given there.
         implementation: What carries the collectives.
         compression: `"bfloat16"`: float32 and float64 gradients travel, and are summed,
             as bfloat16, which has 8 significant bits and float32's range. The sum over

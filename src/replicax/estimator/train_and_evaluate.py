@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from replicax.checkpoint.watching import CheckpointWatch
+from replicax.cluster.timeouts import Timeouts, checked_timeouts, takes_timeouts
 from replicax.errors import CheckpointError
 from replicax.estimator.estimator import Estimator
 from replicax.estimator.hooks import CheckpointSaverListener
@@ -47,6 +48,7 @@ class TrainSpec:
         _check("TrainSpec", self.input_fn, "max_steps", self.max_steps)
 
 
+@takes_timeouts(timeout_seconds="checkpoint")
 @dataclasses.dataclass(frozen=True)
 class EvalSpec:
     """What to evaluate with.
@@ -61,10 +63,11 @@ class EvalSpec:
         exporters: `Exporter`s, called after each evaluation.
         start_delay_secs: An evaluator waits that long before it begins.
         throttle_secs: Seconds between two evaluations, at least.
-        timeout_seconds: How long an evaluator waits for a new checkpoint.
+        timeouts: How long an evaluator waits for a new checkpoint: `checkpoint`.
+            Defaults to `rx.Timeouts()`.
 
     Raises:
-        TypeError: If `input_fn` is not callable.
+        TypeError: If `input_fn` is not callable, or `timeouts` of another type.
         ValueError: For numbers that are negative, `steps` less than 1, or exporters of
             the same name.
     """
@@ -76,11 +79,14 @@ class EvalSpec:
     exporters: Any = ()
     start_delay_secs: float = 120.0
     throttle_secs: float = 600.0
-    timeout_seconds: float = 3600.0
+    timeouts: Timeouts = dataclasses.field(default_factory=Timeouts)
 
     def __post_init__(self) -> None:
         _check("EvalSpec", self.input_fn, "steps", self.steps)
-        for name in ("start_delay_secs", "throttle_secs", "timeout_seconds"):
+        object.__setattr__(
+            self, "timeouts", checked_timeouts(self.timeouts, "EvalSpec")
+        )
+        for name in ("start_delay_secs", "throttle_secs"):
             if getattr(self, name) < 0:
                 raise ValueError(
                     f"EvalSpec: {name} must not be negative; got "
@@ -182,7 +188,7 @@ class _Evaluations(CheckpointSaverListener):
         watch = CheckpointWatch(
             Path(self._estimator.model_dir),
             CHECKPOINT_NAME,
-            self._spec.timeout_seconds,
+            self._spec.timeouts.checkpoint,
             "train_and_evaluate",
         )
         _wait(self._spec.start_delay_secs, watch)

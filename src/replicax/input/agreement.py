@@ -135,7 +135,7 @@ def _exchange(stream: Stream, value: Any) -> list[Any]:
         stream.name,
         value,
         # A worker may read its next batches for as long as a step may wait.
-        timeout_seconds=stream.workers.deadlines.step,
+        timeout_seconds=stream.workers.timeouts.step,
         while_waiting=stop_if_cancelled,
         in_order=False,
     )
@@ -207,7 +207,7 @@ def _report_left_over(
     told = stream.workers.exchange(
         f"{stream.name} (left over)",
         [len(sizes), sum(sizes), len(more) == _MAX_COUNTED],
-        timeout_seconds=stream.workers.deadlines.step,
+        timeout_seconds=stream.workers.timeouts.step,
         in_order=False,
     )
     if not any(num for num, _, _ in told) or not stream.workers.is_chief:

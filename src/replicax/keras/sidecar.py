@@ -11,10 +11,12 @@ from replicax.checkpoint.checkpoint import write_existing
 from replicax.checkpoint.evaluations import append_evaluation
 from replicax.checkpoint.slots import bind
 from replicax.checkpoint.watching import CheckpointWatch
+from replicax.cluster.timeouts import Timeouts, checked_timeouts, takes_timeouts
 
 __all__ = ["SidecarEvaluator"]
 
 
+@takes_timeouts(timeout_seconds="checkpoint")
 class SidecarEvaluator:
     """Evaluates each new checkpoint of a run that trains in another process.
 
@@ -35,7 +37,8 @@ class SidecarEvaluator:
         log_dir: Folder of `metrics.jsonl`, which gets a line for each evaluation;
             defaults to `eval` beside `checkpoint_dir`.
         checkpoint_name: Beginning of the checkpoints' names.
-        timeout_seconds: How long to wait for the next checkpoint.
+        timeouts: How long to wait for the next checkpoint: `checkpoint`. Defaults to
+            `rx.Timeouts()`.
 
     Raises:
         ValueError: If `max_evaluations` is less than 1.
@@ -52,7 +55,7 @@ class SidecarEvaluator:
         *,
         log_dir: str | os.PathLike[str] | None = None,
         checkpoint_name: str = "ckpt",
-        timeout_seconds: float = 3600.0,
+        timeouts: Timeouts | None = None,
     ) -> None:
         if max_evaluations is not None and max_evaluations < 1:
             raise ValueError(
@@ -62,7 +65,10 @@ class SidecarEvaluator:
         self._model = model
         self._data = data
         self._watch = CheckpointWatch(
-            Path(checkpoint_dir), checkpoint_name, timeout_seconds, "SidecarEvaluator"
+            Path(checkpoint_dir),
+            checkpoint_name,
+            checked_timeouts(timeouts, "SidecarEvaluator").checkpoint,
+            "SidecarEvaluator",
         )
         self._steps = steps
         self._max_evaluations = max_evaluations

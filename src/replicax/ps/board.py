@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from replicax.cluster.timeouts import Timeouts
 from replicax.ps.call_log import Turns
 from replicax.ps.closures import Closures
 from replicax.ps.journal import Journaled, Note, note_nothing
@@ -38,21 +39,18 @@ class Board:
 
     Args:
         workers: Names of all workers; the first one is the chief.
-        heartbeat_seconds: Silence after which a worker is dead: its tickets and
-            closures are taken away.
-        grace_seconds: How long a dead chief, or the last worker alive, may take to
+        timeouts: `startup`, for the first worker and the chief to join; `heartbeat`,
+            the silence after which a worker is dead, so that its tickets and closures
+            are taken away; `chief`, for a dead chief, or the last worker alive, to
             return before the job has failed.
-        start_seconds: How long the first worker, and the chief, may take to join.
-            None: `grace_seconds`.
         max_retries: How often a closure is tried again when its worker died.
         note: Writes the journal.
         now: The clock, in seconds.
 
     Raises:
-        ValueError: There are no workers, a name comes twice, or a duration is not
-            positive.
+        ValueError: There are no workers, or a name comes twice.
 
-    >>> board = Board(["worker:0", "worker:1"], heartbeat_seconds=5, grace_seconds=60)
+    >>> board = Board(["worker:0", "worker:1"], Timeouts(heartbeat=5, chief=60))
     >>> board.join("worker:0", "a1b2")["is_chief"]
     True
     >>> board.open("fit 0/epoch/0", limit=3)
@@ -76,21 +74,13 @@ class Board:
     def __init__(
         self,
         workers: Sequence[str],
+        timeouts: Timeouts,
         *,
-        heartbeat_seconds: float,
-        grace_seconds: float,
-        start_seconds: float | None = None,
         max_retries: int = 3,
         note: Note = note_nothing,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._presence = Presence(
-            workers,
-            heartbeat_seconds=heartbeat_seconds,
-            grace_seconds=grace_seconds,
-            start_seconds=grace_seconds if start_seconds is None else start_seconds,
-            now=now(),
-        )
+        self._presence = Presence(workers, timeouts, now=now())
         self._note = note
         self._streams = Streams()
         self._closures = Closures(max_retries=max_retries)
@@ -143,8 +133,8 @@ class Board:
                 "chief": self._presence.chief,
                 "alive": self._presence.alive(),
                 "starts": self._presence.starts(worker),
-                "heartbeat_seconds": self._presence.heartbeat_seconds,
-                "grace_seconds": self._presence.grace_seconds,
+                "heartbeat_seconds": self._presence.timeouts.heartbeat,
+                "grace_seconds": self._presence.timeouts.chief,
                 "stop": self._rendezvous.stop,
                 "failed": self._turns.failure,
             }
@@ -200,7 +190,7 @@ class Board:
     def failed(self) -> str | None:
         """Why the whole job has failed; None: it has not.
 
-        The chief left with an error, or was gone longer than `grace_seconds`, or nobody
+        The chief left with an error, or was gone longer than its timeout, or nobody
         was alive for that long. A failure is never taken back.
         """
         with self._turns.turn():

@@ -166,8 +166,8 @@ class ClusterCoordinator:
             Exception: The first error that one of them has raised: of its own type if
                 that is a builtin exception, else a `ClosureError`. The traceback is in
                 its notes. Those that waited were cancelled.
-            ClusterError: If there is no progress for the strategy's
-                `step_timeout_seconds`.
+            ClusterError: If there is no progress for the `step` seconds of the
+                strategy's `timeouts`.
         """
         self._require_outside("join")
         if not self._session.is_chief:

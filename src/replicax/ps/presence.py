@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from replicax._util.listing import listed
+from replicax.cluster.timeouts import Timeouts
 from replicax.ps.limits import (
     NotJoinedError,
     SessionReplacedError,
@@ -40,24 +41,22 @@ class _Worker:
 class Presence:
     """Which workers are alive.
 
-    A worker is dead when nothing was heard of it for `heartbeat_seconds`. It may have
+    A worker is dead when nothing was heard of it for `heartbeat` seconds. It may have
     been stopped only: a later sign of the same session makes it alive again.
 
     Args:
         workers: Names of all workers; the first one is the chief.
-        heartbeat_seconds: Silence after which a worker is dead.
-        grace_seconds: How long a dead chief, or the last worker, may take to return.
-        start_seconds: How long workers may take to join in the beginning.
+        timeouts: `startup`, for workers to join in the beginning; `heartbeat`, the
+            silence after which a worker is dead; `chief`, for a dead chief, or the last
+            worker, to return.
         now: The time.
     """
 
     def __init__(
         self,
         workers: Sequence[str],
+        timeouts: Timeouts,
         *,
-        heartbeat_seconds: float,
-        grace_seconds: float,
-        start_seconds: float,
         now: float,
     ) -> None:
         if not workers or len(set(workers)) != len(workers):
@@ -65,17 +64,8 @@ class Presence:
                 f"Board: workers must be different names, at least one; got "
                 f"{list(workers)}."
             )
-        for name, seconds in (
-            ("heartbeat_seconds", heartbeat_seconds),
-            ("grace_seconds", grace_seconds),
-            ("start_seconds", start_seconds),
-        ):
-            if not seconds > 0:
-                raise ValueError(f"Board: {name} must be positive; got {seconds!r}.")
         self.chief = workers[0]
-        self.heartbeat_seconds = heartbeat_seconds
-        self.grace_seconds = grace_seconds
-        self.start_seconds = start_seconds
+        self.timeouts = timeouts
         self._started = now
         self._workers = {name: _Worker(gone_at=now) for name in workers}
 
@@ -149,7 +139,7 @@ class Presence:
         """Marks as dead who was silent for too long, and returns their names."""
         dead = []
         for name, known in self._workers.items():
-            due = known.last_sign + self.heartbeat_seconds
+            due = known.last_sign + self.timeouts.heartbeat
             if known.state == "alive" and now > due:
                 # Not `now`: it may be long after, when nobody called in between.
                 known.state, known.gone_at = "dead", due
@@ -181,7 +171,7 @@ class Presence:
         if chief.state != "left" or not chief.ok or self.alive():
             return False
         # Who has not come yet may be starting still.
-        starting = now - self._started <= self.start_seconds
+        starting = now - self._started <= self.timeouts.startup
         absent = any(known.state == "absent" for known in self._workers.values())
         return not (starting and absent)
 
@@ -193,9 +183,9 @@ class Presence:
                 return f"{self.chief} (the chief) failed: {chief.error}"
             return None
         if all(known.state == "absent" for known in self._workers.values()):
-            if now - self._started > self.start_seconds:
+            if now - self._started > self.timeouts.startup:
                 return (
-                    f"no worker has joined for {self.start_seconds:g} s; expected "
+                    f"no worker has joined for {self.timeouts.startup:g} s; expected "
                     f"{listed(self._workers)}"
                 )
             return None
@@ -205,19 +195,19 @@ class Presence:
 
     def _failure_without_chief(self, chief: _Worker, now: float) -> str | None:
         if chief.state == "absent":
-            if now - self._started > self.start_seconds:
+            if now - self._started > self.timeouts.startup:
                 return (
                     f"{self.chief} (the chief) has not joined for "
-                    f"{self.start_seconds:g} s"
+                    f"{self.timeouts.startup:g} s"
                 )
-        elif now - chief.gone_at > self.grace_seconds:
+        elif now - chief.gone_at > self.timeouts.chief:
             return (
                 f"{self.chief} (the chief) died and did not return for "
-                f"{self.grace_seconds:g} s"
+                f"{self.timeouts.chief:g} s"
             )
         last = max(known.gone_at for known in self._workers.values())
-        if not self.alive() and now - last > self.grace_seconds:
-            return f"no worker has been alive for {self.grace_seconds:g} s"
+        if not self.alive() and now - last > self.timeouts.chief:
+            return f"no worker has been alive for {self.timeouts.chief:g} s"
         return None
 
     def missing(self, arrived: Sequence[str]) -> list[str]:

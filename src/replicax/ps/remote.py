@@ -19,6 +19,8 @@ from replicax.ps.variable_slices import Group
 
 __all__ = ["Applied", "Part", "RemoteGroup"]
 
+_SLACK_SECONDS = 10.0
+"""For the server to say first that other workers' shares did not come in time."""
 _logger = logging.getLogger("replicax")
 _Vectors = dict[str, Any]
 
@@ -355,16 +357,14 @@ class RemoteGroup:
         began = time.perf_counter()
         try:
             # The server says first when other workers' parts do not come in time.
-            answer = _exchange(
-                connection, header, host, step + self._session.timeouts.shutdown
-            )
+            answer = _exchange(connection, header, host, step + _SLACK_SECONDS)
         except ServerRefused as refused:
             if refused.kind != "SyncTimeout":
                 raise
             raise ClusterError(
                 f"{self._session.name}: {self._session.absent()} did not bring a part "
                 f"of step {header['part']['step']} within {step:.0f} s. See what it "
-                "prints, or give it more time (step_timeout_seconds)."
+                "prints, or give it more time (rx.Timeouts(step=...))."
             ) from refused
         self._session.exchange_s[server] += time.perf_counter() - began
         return server, *answer

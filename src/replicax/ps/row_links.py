@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from replicax.cluster.timeouts import Timeouts
 from replicax.errors import ClusterError
 from replicax.ps.connection import Connection, ConnectionLost, ServerRefused
 from replicax.ps.credentials import Credentials
-from replicax.ps.timeouts import Timeouts
 
 __all__ = ["RowLinks"]
 
@@ -82,7 +82,7 @@ class RowLinks:
         self, server: int, exchange: Callable[[Connection, float], _Result]
     ) -> Future[_Result]:
         """The same for what takes a server long; `exchange` is told for how long."""
-        return self.patiently(server, lambda link: exchange(link, self._timeouts.reply))
+        return self.patiently(server, lambda link: exchange(link, self._timeouts.step))
 
     def call_all(self, method: str, **arguments: Any) -> None:
         """Call an action of all servers, outside of programs."""

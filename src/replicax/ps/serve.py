@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from replicax.cluster.config import TaskConfig
 from replicax.cluster.failure import REPORT_DIR, STATUS_FILE, ExitCode
+from replicax.cluster.timeouts import Timeouts
 from replicax.errors import ClusterMismatchError
 from replicax.ps.board import Board
 from replicax.ps.connection import Connection, ConnectionLost
@@ -20,10 +21,10 @@ from replicax.ps.journal import Journaled, note_nothing
 from replicax.ps.replay_log import JOB
 from replicax.ps.server_tables import Tables
 from replicax.ps.service import Service, memory_bytes
+from replicax.ps.session import FAREWELL_SECONDS
 from replicax.ps.snapshots import Snapshots
 from replicax.ps.store import Store
 from replicax.ps.table_operations import table_actions, table_operations
-from replicax.ps.timeouts import Timeouts
 
 __all__ = ["serve"]
 
@@ -75,13 +76,7 @@ def serve(
     board = None
     workers = [task.name for task in config.cluster.workers]
     if server == 0:
-        board = Board(
-            workers,
-            heartbeat_seconds=timeouts.heartbeat,
-            grace_seconds=timeouts.grace,
-            start_seconds=timeouts.start_up,
-            note=note,
-        )
+        board = Board(workers, timeouts, note=note)
     if snapshots is not None:
         _restore(snapshots, contents, board)
     if board is not None:
@@ -222,7 +217,7 @@ def _until_over(
         time.sleep(_POLL_SECONDS)
     # The others have to hear of it before the board is gone.
     others = {_heard(i) for i in range(1, num_servers)}
-    end = time.monotonic() + timeouts.shutdown
+    end = time.monotonic() + FAREWELL_SECONDS
     while any(board.get(key) is None for key in others) and time.monotonic() < end:
         time.sleep(_POLL_SECONDS)
     failed = failure is not None
@@ -242,7 +237,7 @@ def _watch_first(
         credentials,
         task="ps:0",
         caller=f"ps:{server}",
-        retry_timeout_seconds=timeouts.start_up,
+        retry_timeout_seconds=timeouts.startup,
     ) as connection:
         seen = False
         while True:

@@ -19,13 +19,16 @@ from replicax._util.listing import listed
 from replicax._util.waiting import Reminders
 from replicax.cluster.exceptions import report_of
 from replicax.cluster.failure import ATTEMPT, ExitCode
+from replicax.cluster.timeouts import Timeouts
 from replicax.errors import ClusterError, ClusterMismatchError
 from replicax.ps.connection import Connection, ServerRefused
 from replicax.ps.credentials import Credentials
 from replicax.ps.replay_log import JOB, Told
-from replicax.ps.timeouts import Timeouts
 
-__all__ = ["Session"]
+__all__ = ["FAREWELL_SECONDS", "Session"]
+
+FAREWELL_SECONDS = 10.0
+"""For a task that ends to tell the others, or to hear that they have been told."""
 
 _LONGEST_PAUSE = 0.1
 _LOOK_SECONDS = 0.5
@@ -73,9 +76,9 @@ class Session:
                 credentials,
                 task=f"ps:{i}",
                 caller=self.name,
-                reply_timeout_seconds=timeouts.reply,
+                reply_timeout_seconds=timeouts.step,
                 # For the start; `join` makes it that of a server's restart.
-                retry_timeout_seconds=timeouts.start_up,
+                retry_timeout_seconds=timeouts.startup,
                 on_connect=functools.partial(self._meet, i),
             )
             for i, address in enumerate(servers)
@@ -252,7 +255,7 @@ class Session:
                     raise ClusterError(
                         f"{self.name}: {missing()} did not come to {what} within "
                         f"{timeout:.0f} s. See what it prints, or give it more time "
-                        "(step_timeout_seconds)."
+                        "(rx.Timeouts(step=...))."
                     )
                 if reminders.is_due():
                     _logger.warning(
@@ -307,7 +310,7 @@ class Session:
         self._ended.set()
         try:
             for connection in self.connections:
-                connection.retry_timeout_seconds = self.timeouts.shutdown
+                connection.retry_timeout_seconds = FAREWELL_SECONDS
             with contextlib.suppress(ClusterError):
                 self._tell_again()
             self.connections[0].call(

@@ -11,6 +11,7 @@ from replicax._private import keras as internals
 from replicax._util.dry_run import current_rehearsal
 from replicax.cluster.config import TaskConfig, check_cluster
 from replicax.cluster.resolvers import ClusterResolver, default_resolver
+from replicax.cluster.timeouts import Timeouts, checked_timeouts, takes_timeouts
 from replicax.engine.collectives import CrossDeviceOps
 from replicax.engine.devices import default_devices
 from replicax.engine.dispatch import Kept
@@ -24,7 +25,6 @@ from replicax.ps.remote import Part
 from replicax.ps.rows import Rows
 from replicax.ps.serve import serve
 from replicax.ps.session import Session
-from replicax.ps.timeouts import Timeouts
 from replicax.ps.variables import RemoteVariables
 from replicax.ps.worker_input import ServedShare
 from replicax.strategies.strategy import Strategy
@@ -32,6 +32,7 @@ from replicax.strategies.strategy import Strategy
 __all__ = ["ParameterServerStrategy"]
 
 
+@takes_timeouts()
 class ParameterServerStrategy(Strategy):
     """Training with the variables on parameter servers; workers need not keep pace.
 
@@ -66,11 +67,10 @@ class ParameterServerStrategy(Strategy):
         snapshot_every_updates: Write one after that many updates.
         snapshot_every_seconds: Write one after that many seconds.
         cross_device_ops: How gradients of a worker's own replicas are summed.
-        startup_timeout_seconds: For all servers, and the chief's values, to be there.
-        step_timeout_seconds: For other workers where all meet, at the end of an epoch.
-        heartbeat_timeout_seconds: For a sign of life of each worker.
-        server_timeout_seconds: For a lost server to be restarted.
-        grace_seconds: For a lost chief to be restarted.
+        timeouts: How long to wait: `startup` for all servers and the chief's values,
+            `step` for other workers where all meet, such as the end of an epoch,
+            `heartbeat` for a sign of life of each worker, `server` for a lost server
+            and `chief` for a lost chief to be restarted. Defaults to `rx.Timeouts()`.
 
     Raises:
         ClusterConfigError: If the cluster's description is malformed or has no servers.
@@ -95,11 +95,7 @@ class ParameterServerStrategy(Strategy):
         snapshot_every_updates: int | None = 1000,
         snapshot_every_seconds: float | None = 60.0,
         cross_device_ops: CrossDeviceOps | None = None,
-        startup_timeout_seconds: float = 300.0,
-        step_timeout_seconds: float = 600.0,
-        heartbeat_timeout_seconds: float = 30.0,
-        server_timeout_seconds: float = 300.0,
-        grace_seconds: float = 120.0,
+        timeouts: Timeouts | None = None,
     ) -> None:
         if current_rehearsal() is not None:
             raise NotImplementedError(
@@ -107,14 +103,7 @@ class ParameterServerStrategy(Strategy):
                 "replicas, which plans do not cover. Plan with rx.MirroredStrategy."
             )
         config = _cluster(cluster_resolver)
-        timeouts = Timeouts(
-            start_up=startup_timeout_seconds,
-            reply=step_timeout_seconds,
-            step=step_timeout_seconds,
-            server=server_timeout_seconds,
-            grace=grace_seconds,
-            heartbeat=heartbeat_timeout_seconds,
-        )
+        timeouts = checked_timeouts(timeouts, "ParameterServerStrategy")
         workers = [task.name for task in config.cluster.workers]
         _check_options(sync, backup_workers, max_staleness, compression, len(workers))
         if config.task_type == "ps":

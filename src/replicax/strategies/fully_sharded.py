@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from replicax.cluster.resolvers import ClusterResolver
+from replicax.cluster.timeouts import Timeouts, takes_timeouts
 from replicax.engine.collectives import CrossDeviceOps
 from replicax.engine.communication import CommunicationOptions
 from replicax.engine.devices import Device
@@ -11,6 +12,7 @@ from replicax.strategies.multi_worker import MultiWorkerMirroredStrategy
 __all__ = ["FullyShardedStrategy"]
 
 
+@takes_timeouts()
 class FullyShardedStrategy(MultiWorkerMirroredStrategy):
     """Synchronous training of models that are larger than one device.
 
@@ -34,10 +36,7 @@ class FullyShardedStrategy(MultiWorkerMirroredStrategy):
         check_replicas_every: Compare the replicas' variables, those that are whole on
             every device, after every that many steps.
         check_input: As for `rx.MultiWorkerMirroredStrategy`.
-        startup_timeout_seconds: Likewise.
-        step_timeout_seconds: Likewise.
-        heartbeat_timeout_seconds: Likewise.
-        shutdown_timeout_seconds: Likewise.
+        timeouts: Likewise.
 
     Raises:
         DeviceError: For an unknown, absent or repeated device, several kinds, or
@@ -67,10 +66,7 @@ class FullyShardedStrategy(MultiWorkerMirroredStrategy):
         communication_options: CommunicationOptions | None = None,
         check_replicas_every: int | None = None,
         check_input: bool = True,
-        startup_timeout_seconds: float = 300.0,
-        step_timeout_seconds: float = 600.0,
-        heartbeat_timeout_seconds: float = 30.0,
-        shutdown_timeout_seconds: float = 300.0,
+        timeouts: Timeouts | None = None,
     ) -> None:
         self._given_devices = devices
         super().__init__(
@@ -79,8 +75,5 @@ class FullyShardedStrategy(MultiWorkerMirroredStrategy):
             cross_device_ops=cross_device_ops,
             check_replicas_every=check_replicas_every,
             check_input=check_input,
-            startup_timeout_seconds=startup_timeout_seconds,
-            step_timeout_seconds=step_timeout_seconds,
-            heartbeat_timeout_seconds=heartbeat_timeout_seconds,
-            shutdown_timeout_seconds=shutdown_timeout_seconds,
+            timeouts=timeouts,
         )

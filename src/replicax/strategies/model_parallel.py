@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from replicax.cluster.resolvers import ClusterResolver
+from replicax.cluster.timeouts import Timeouts, takes_timeouts
 from replicax.engine.collectives import CrossDeviceOps
 from replicax.engine.communication import CommunicationOptions
 from replicax.engine.devices import Device
@@ -19,6 +20,7 @@ __all__ = ["ModelParallelStrategy"]
 _logger = logging.getLogger("replicax")
 
 
+@takes_timeouts()
 class ModelParallelStrategy(MultiWorkerMirroredStrategy):
     """Synchronous training with the layers' weights split over devices.
 
@@ -47,10 +49,7 @@ class ModelParallelStrategy(MultiWorkerMirroredStrategy):
         check_replicas_every: Compare the replicas' variables, those that are whole on
             every device, after every that many steps.
         check_input: As for `rx.MultiWorkerMirroredStrategy`.
-        startup_timeout_seconds: Likewise.
-        step_timeout_seconds: Likewise.
-        heartbeat_timeout_seconds: Likewise.
-        shutdown_timeout_seconds: Likewise.
+        timeouts: Likewise.
 
     Raises:
         DeviceError: For an unknown, absent or repeated device, several kinds, `devices`
@@ -83,10 +82,7 @@ class ModelParallelStrategy(MultiWorkerMirroredStrategy):
         shard_update: bool = False,
         check_replicas_every: int | None = None,
         check_input: bool = True,
-        startup_timeout_seconds: float = 300.0,
-        step_timeout_seconds: float = 600.0,
-        heartbeat_timeout_seconds: float = 30.0,
-        shutdown_timeout_seconds: float = 300.0,
+        timeouts: Timeouts | None = None,
     ) -> None:
         name = "ModelParallelStrategy"
         if model_parallel is not None and (
@@ -114,10 +110,7 @@ class ModelParallelStrategy(MultiWorkerMirroredStrategy):
             shard_update=shard_update,
             check_replicas_every=check_replicas_every,
             check_input=check_input,
-            startup_timeout_seconds=startup_timeout_seconds,
-            step_timeout_seconds=step_timeout_seconds,
-            heartbeat_timeout_seconds=heartbeat_timeout_seconds,
-            shutdown_timeout_seconds=shutdown_timeout_seconds,
+            timeouts=timeouts,
         )
 
     def _model_split(self, num_local: int) -> ModelSplit:

@@ -20,7 +20,7 @@ from replicax.cluster.agreement import agree
 from replicax.cluster.config import check_cluster
 from replicax.cluster.joining import join, join_detected
 from replicax.cluster.resolvers import ClusterResolver, default_resolver
-from replicax.cluster.timeouts import Deadlines
+from replicax.cluster.timeouts import Timeouts, checked_timeouts, takes_timeouts
 from replicax.cluster.workers import Workers
 from replicax.engine import fingerprints
 from replicax.engine.collectives import CrossDeviceOps
@@ -38,6 +38,7 @@ from replicax.strategies.strategy import Strategy
 __all__ = ["MultiWorkerMirroredStrategy"]
 
 
+@takes_timeouts()
 class MultiWorkerMirroredStrategy(Strategy):
     """Synchronous training on the devices of several machines.
 
@@ -65,12 +66,10 @@ class MultiWorkerMirroredStrategy(Strategy):
         check_input: Compare the workers' first batches of each epoch where all should
             read the same data. Turn it off for augmentations that differ between
             workers.
-        startup_timeout_seconds: How long workers wait for each other to start, and to
-            get ready for a new program.
-        step_timeout_seconds: How long a step waits for a worker that is alive but does
-            not come to it.
-        heartbeat_timeout_seconds: How long a worker may give no sign of life.
-        shutdown_timeout_seconds: How long a worker that is done waits for the others.
+        timeouts: How long workers wait for each other: to start and to get ready for a
+            new program (`startup`), in a step (`step`), for a sign of life
+            (`heartbeat`) and at the end of the script (`shutdown`). Defaults to
+            `rx.Timeouts()`.
 
     Raises:
         ClusterConfigError: If the cluster's description is malformed; all problems in
@@ -99,23 +98,17 @@ class MultiWorkerMirroredStrategy(Strategy):
         shard_update: bool = False,
         check_replicas_every: int | None = None,
         check_input: bool = True,
-        startup_timeout_seconds: float = 300.0,
-        step_timeout_seconds: float = 600.0,
-        heartbeat_timeout_seconds: float = 30.0,
-        shutdown_timeout_seconds: float = 300.0,
+        timeouts: Timeouts | None = None,
     ) -> None:
         options = communication_options or CommunicationOptions()
-        deadlines = Deadlines(
-            start_up=startup_timeout_seconds,
-            step=options.timeout_seconds or step_timeout_seconds,
-            heartbeat=heartbeat_timeout_seconds,
-            shutdown=shutdown_timeout_seconds,
-        )
+        timeouts = checked_timeouts(timeouts, type(self).__name__)
+        if options.timeout_seconds is not None:
+            timeouts = dataclasses.replace(timeouts, step=options.timeout_seconds)
         resolver = cluster_resolver or default_resolver()
         self.cluster_resolver = resolver
         rehearsal = current_rehearsal()
         if rehearsal is None:
-            workers, self._cluster_hash = self._meet_workers(resolver, deadlines)
+            workers, self._cluster_hash = self._meet_workers(resolver, timeouts)
             devices = self._find_devices(workers)
             num_local = len(devices) // workers.count
         else:  # One process describes the devices of all.
@@ -142,10 +135,10 @@ class MultiWorkerMirroredStrategy(Strategy):
             workers.watch.spending.start(devices[0].platform)
 
     def _meet_workers(
-        self, resolver: ClusterResolver | None, deadlines: Deadlines
+        self, resolver: ClusterResolver | None, timeouts: Timeouts
     ) -> tuple[Workers, str]:
         """The workers to train with, and a digest of their cluster."""
-        return _meet_workers(resolver, deadlines)
+        return _meet_workers(resolver, timeouts)
 
     def _find_devices(self, workers: Workers) -> list[Device]:
         """The replicas' devices, each worker's together."""
@@ -261,11 +254,11 @@ class MultiWorkerMirroredStrategy(Strategy):
 
 
 def _meet_workers(
-    resolver: ClusterResolver | None, deadlines: Deadlines
+    resolver: ClusterResolver | None, timeouts: Timeouts
 ) -> tuple[Workers, str]:
     """The workers to train with, and a digest of their cluster."""
     if resolver is None:
-        return join_detected(deadlines) or Workers(), ""
+        return join_detected(timeouts) or Workers(), ""
     source = type(resolver).__name__
     config = check_cluster(
         resolver.cluster_spec(),
@@ -282,7 +275,7 @@ def _meet_workers(
             f"{source}: this task is {config.name!r}, which is none of the cluster's "
             f"workers, {listed(t.name for t in cluster.workers)}."
         )
-    return join(cluster, index, deadlines, source), cluster.fingerprint
+    return join(cluster, index, timeouts, source), cluster.fingerprint
 
 
 def _check_devices(

@@ -4,7 +4,7 @@ import logging
 from typing import Any
 
 from replicax.cluster.resolvers import ClusterResolver
-from replicax.cluster.timeouts import Deadlines
+from replicax.cluster.timeouts import Timeouts, takes_timeouts
 from replicax.cluster.tpu import TPUClusterResolver
 from replicax.cluster.tpu_system import join_slice, tpu_devices
 from replicax.cluster.workers import Workers
@@ -18,6 +18,7 @@ __all__ = ["TPUStrategy"]
 _logger = logging.getLogger("replicax")
 
 
+@takes_timeouts()
 class TPUStrategy(MultiWorkerMirroredStrategy):
     """Synchronous training on the chips of a TPU slice, on one host or many.
 
@@ -38,12 +39,8 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
         check_replicas_every: Compare the replicas' variables after every that many
             steps. None: only when `check_replicas` is called.
         check_input: Compare the hosts' first batches of each epoch.
-        startup_timeout_seconds: How long hosts wait for each other to start, and to
-            get ready for a new program.
-        step_timeout_seconds: How long a step waits for a host that is alive but does
-            not come to it.
-        heartbeat_timeout_seconds: How long a host may give no sign of life.
-        shutdown_timeout_seconds: How long a host that is done waits for the others.
+        timeouts: How long hosts wait for each other, as for
+            `rx.MultiWorkerMirroredStrategy`.
 
     Raises:
         DeviceError: If JAX has no TPU here; the message says what was looked for.
@@ -69,10 +66,7 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
         shard_update: bool = False,
         check_replicas_every: int | None = None,
         check_input: bool = True,
-        startup_timeout_seconds: float = 300.0,
-        step_timeout_seconds: float = 600.0,
-        heartbeat_timeout_seconds: float = 30.0,
-        shutdown_timeout_seconds: float = 300.0,
+        timeouts: Timeouts | None = None,
     ) -> None:
         if tpu_cluster_resolver is None:
             tpu_cluster_resolver = TPUClusterResolver()
@@ -84,10 +78,7 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
             shard_update=shard_update,
             check_replicas_every=check_replicas_every,
             check_input=check_input,
-            startup_timeout_seconds=startup_timeout_seconds,
-            step_timeout_seconds=step_timeout_seconds,
-            heartbeat_timeout_seconds=heartbeat_timeout_seconds,
-            shutdown_timeout_seconds=shutdown_timeout_seconds,
+            timeouts=timeouts,
         )
 
     @property
@@ -96,15 +87,16 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
         return self._workers.index
 
     def _meet_workers(
-        self, resolver: ClusterResolver | None, deadlines: Deadlines
+        self, resolver: ClusterResolver | None, timeouts: Timeouts
     ) -> tuple[Workers, str]:
-        workers = join_slice(_checked(resolver), deadlines, "TPUStrategy")
-        if workers.count > 1 and workers.deadlines != deadlines:
+        workers = join_slice(_checked(resolver), timeouts, "TPUStrategy")
+        if workers.count > 1 and workers.timeouts != timeouts:
             _logger.warning(
                 "TPUStrategy: the hosts were joined before, with %r; the timeouts "
-                "given here are ignored. Make the strategy first, without "
-                "experimental_connect_to_cluster and initialize_tpu_system.",
-                workers.deadlines,
+                "given here are ignored. Give them to "
+                "experimental_connect_to_cluster or initialize_tpu_system, or leave "
+                "these calls out.",
+                workers.timeouts,
             )
         return workers, ""
 

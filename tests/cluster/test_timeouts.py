@@ -1,0 +1,129 @@
+"""rx.Timeouts: its values, who takes it, and what former arguments are answered."""
+
+import inspect
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import replicax as rx
+
+NAMES = ["startup", "step", "heartbeat", "shutdown", "server", "chief", "checkpoint"]
+STRATEGIES: list[Callable[..., Any]] = [
+    rx.MultiWorkerMirroredStrategy,
+    rx.FullyShardedStrategy,
+    rx.ModelParallelStrategy,
+    rx.TPUStrategy,
+    rx.ParameterServerStrategy,
+]
+FORMER = {
+    "startup_timeout_seconds": "startup",
+    "step_timeout_seconds": "step",
+    "heartbeat_timeout_seconds": "heartbeat",
+    "shutdown_timeout_seconds": "shutdown",
+    "server_timeout_seconds": "server",
+    "grace_seconds": "chief",
+}
+
+
+def evaluate(**options: Any) -> rx.SidecarEvaluator:
+    return rx.SidecarEvaluator(None, None, "nowhere", **options)
+
+
+def specify(**options: Any) -> rx.estimator.EvalSpec:
+    return rx.estimator.EvalSpec(lambda: None, **options)
+
+
+@pytest.mark.parametrize("value", [0, -1.0, math.inf, math.nan, True, "soon", None])
+@pytest.mark.parametrize("name", NAMES)
+def test_timeouts_are_positive_finite_numbers(name: str, value: object) -> None:
+    message = f"Timeouts: {name} must be a positive, finite number of seconds; got "
+    with pytest.raises(ValueError, match=re.escape(f"{message}{value!r}. Leave")):
+        rx.Timeouts(**{name: value})
+
+
+def test_numbers_of_any_kind() -> None:
+    assert rx.Timeouts(step=1, startup=np.float32(0.5)) == rx.Timeouts(
+        step=1.0, startup=0.5
+    )
+
+
+def test_fields_are_given_by_name_and_stay() -> None:
+    assert list(inspect.signature(rx.Timeouts).parameters) == NAMES
+    with pytest.raises(TypeError, match="positional"):
+        rx.Timeouts(60)
+    with pytest.raises(AttributeError):
+        rx.Timeouts().step = 60  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_former_arguments_are_answered_with_the_new_spelling(strategy) -> None:
+    for name, field in FORMER.items():
+        spelling = (
+            f"{strategy.__name__}: {name} is now part of timeouts: write "
+            f"timeouts=rx.Timeouts({field}=60.0)."
+        )
+        with pytest.raises(TypeError, match=re.escape(spelling)):
+            strategy(**{name: 60.0})
+
+
+def test_several_former_arguments_make_one_new_one() -> None:
+    with pytest.raises(
+        TypeError,
+        match=r"step_timeout_seconds, grace_seconds are now part of timeouts: write "
+        r"timeouts=rx.Timeouts\(step=9, chief=7\)\.",
+    ):
+        rx.ParameterServerStrategy(step_timeout_seconds=9, grace_seconds=7)
+
+
+@pytest.mark.parametrize("call", [evaluate, specify])
+def test_former_arguments_of_evaluators(call) -> None:
+    spelling = r"timeouts: write timeouts=rx.Timeouts\(checkpoint=5\)\."
+    with pytest.raises(TypeError, match=spelling):
+        call(timeout_seconds=5)
+
+
+def test_subclasses_pass_former_arguments_on() -> None:
+    class Mine(rx.MultiWorkerMirroredStrategy):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+
+    with pytest.raises(TypeError, match=r"write timeouts=rx\.Timeouts"):
+        Mine(step_timeout_seconds=60.0)
+    assert Mine(timeouts=rx.Timeouts(step=60)).num_workers == 1
+
+
+@pytest.mark.parametrize("call", [*STRATEGIES, evaluate, specify])
+def test_timeouts_of_another_type(call, monkeypatch) -> None:
+    ports = {"worker": ["localhost:1"], "ps": ["localhost:2"]}
+    if call is rx.ParameterServerStrategy:
+        resolver = rx.cluster_resolver.SimpleClusterResolver(
+            rx.ClusterSpec(ports), task_type="worker", task_id=0
+        )
+        monkeypatch.setattr("replicax.ps.strategy.default_resolver", lambda: resolver)
+    with pytest.raises(TypeError, match=r"timeouts must be an rx\.Timeouts; got 60"):
+        call(timeouts=60)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_signatures_stay_readable(strategy) -> None:
+    parameters = inspect.signature(strategy).parameters
+    assert parameters["timeouts"].default is None
+    kinds = {parameter.kind for parameter in parameters.values()}
+    assert inspect.Parameter.VAR_KEYWORD not in kinds
+
+
+def test_the_communication_options_decide_about_the_step() -> None:
+    seen = []
+
+    class Mine(rx.MultiWorkerMirroredStrategy):
+        def _meet_workers(self, resolver, timeouts):
+            seen.append(timeouts)
+            return super()._meet_workers(resolver, timeouts)
+
+    options = rx.CommunicationOptions(timeout_seconds=7)
+    Mine(communication_options=options, timeouts=rx.Timeouts(step=9, startup=8))
+    assert seen == [rx.Timeouts(step=7, startup=8)]
