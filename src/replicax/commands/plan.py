@@ -54,7 +54,7 @@ def plan(
             raise typer.BadParameter(f"There is no folder for {str(file)!r}.")
     _require_matplotlib(figure)
     environment = _environment(topology)
-    command = [sys.executable, "-m", "replicax.plan", "--topology", topology]
+    command = [sys.executable, "-m", "replicax.planning", "--topology", topology]
     command += ["--slices", str(slices)]
     if json_file is not None:
         command += ["--json", str(json_file)]
