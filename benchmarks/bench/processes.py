@@ -13,7 +13,6 @@ from typing import IO, Any
 
 from bench.entries import Entry
 from replicax.engine.devices import cpu_pool_size
-from replicax.engine.xla_options import without_kept_loops
 from replicax.launch.local_tasks import free_ports
 
 __all__ = ["Answer", "Peer", "PeerError"]
@@ -206,7 +205,7 @@ def _start(
     task = {"type": "worker", "index": rank}
     config = {"cluster": {"worker": addresses}, "task": task}
     environment = {
-        **without_kept_loops(os.environ),
+        **os.environ,
         "BENCH_CASE": case,
         "BENCH_BATCH": str(batch),
         "BENCH_LOOP": entry.loop,

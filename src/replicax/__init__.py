@@ -33,9 +33,6 @@ from replicax.checkpoint import (
 from replicax.cluster.failure import REPORT_DIR
 from replicax.cluster.spec import ClusterSpec
 from replicax.cluster.timeouts import Timeouts
-from replicax.cluster.tpu_slice import skip_libtpu_without_chips
-from replicax.cpu import huge_pages
-from replicax.engine import xla_options
 from replicax.engine.collectives import (
     CrossDeviceOps,
     HierarchicalCopyAllReduce,
@@ -78,7 +75,6 @@ from replicax.strategies import (
     MultiWorkerMirroredStrategy,
     OneDeviceStrategy,
     TPUStrategy,
-    compat,
 )
 from replicax.strategies.current import (
     get_replica_context,
@@ -157,10 +153,6 @@ __all__ = [
     "value_and_grad",
 ]
 
-compat.install()
 hooks.install()
-huge_pages.share_one_heap()
-xla_options.keep_loops(os.environ)
-skip_libtpu_without_chips(os.environ)
 if REPORT_DIR in os.environ:  # A launcher's task.
     describe_interrupts()

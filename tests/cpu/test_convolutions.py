@@ -19,7 +19,6 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from replicax import cpu
 from replicax.cpu import choice, forms, lowering
 from replicax.cpu.windows import Window, phases, trimmed
 
@@ -29,7 +28,7 @@ SUMS = 1e-5
 
 def both(f, *args):
     """Results by replicax and by XLA, each from a program of its own."""
-    ours = jax.jit(cpu.apply(f))(*args)
+    ours = jax.jit(lowering.apply(f))(*args)
     theirs = jax.jit(lambda *a: f(*a))(*args)
     return ours, theirs
 
@@ -48,7 +47,7 @@ def assert_equal(ours, theirs):
 
 def lowered(f, *args, platform="cpu"):
     """The program of a function to which the lowerings are applied."""
-    return lowered_by_jax(cpu.apply(f), *args, platform=platform)
+    return lowered_by_jax(lowering.apply(f), *args, platform=platform)
 
 
 def lowered_by_jax(f, *args, platform="cpu"):
@@ -240,7 +239,7 @@ def test_other_platforms_are_left_alone() -> None:
     x, w = jnp.ones((2, 9, 9, 4)), jnp.ones((3, 3, 1, 4))
     for platform in ("tpu", "cuda"):
         assert "stablehlo.convolution" in lowered(depthwise, x, w, platform=platform)
-    applied = jax.jit(cpu.apply(depthwise))
+    applied = jax.jit(lowering.apply(depthwise))
     exported = jax.export.export(applied, platforms=["tpu"])(x, w)
     assert "stablehlo.convolution" in exported.mlir_module()
     both_platforms = jax.export.export(applied, platforms=["cpu", "tpu"])
@@ -250,7 +249,7 @@ def test_other_platforms_are_left_alone() -> None:
 def test_symbolic_shapes_are_left_to_xla() -> None:
     [n] = jax.export.symbolic_shape("n")
     x = jax.ShapeDtypeStruct((n, 9, 9, 4), jnp.float32)
-    applied = jax.jit(cpu.apply(depthwise))
+    applied = jax.jit(lowering.apply(depthwise))
     exported = jax.export.export(applied)(x, jnp.ones((3, 3, 1, 4)))
     ones = jnp.ones((5, 9, 9, 4)), jnp.ones((3, 3, 1, 4))
     assert_equal(exported.call(*ones), depthwise(*ones))
@@ -388,7 +387,7 @@ def test_with_shardings_in_types() -> None:
     expected = depthwise(x, w)
     with jax.set_mesh(mesh):
         x = jax.device_put(x, jax.sharding.NamedSharding(mesh, P("replica")))
-        assert_equal(jax.jit(cpu.apply(depthwise))(x, w), expected)
+        assert_equal(jax.jit(lowering.apply(depthwise))(x, w), expected)
 
 
 LAYERS = [
@@ -474,15 +473,10 @@ def test_shapes_of_jax_tests() -> None:
     assert_equal(ours, theirs)
 
 
-def test_the_switch_in_the_environment(monkeypatch) -> None:
+def test_the_switch_leaves_programs_to_xla(monkeypatch) -> None:
     x, w = jnp.ones((2, 9, 9, 4)), jnp.ones((3, 3, 1, 4))
-    monkeypatch.setenv("REPLICAX_CPU_LOWERINGS", "xla")
+    monkeypatch.setenv("REPLICAX_CPU", "off")
     assert "stablehlo.convolution" in lowered(depthwise, x, w)
-    monkeypatch.setenv("REPLICAX_CPU_LOWERINGS", "fast")
-    with pytest.raises(
-        ValueError, match=r"REPLICAX_CPU_LOWERINGS has 'fast'.*'replicax', 'xla'"
-    ):
-        lowered(depthwise, x, w)
 
 
 @pytest.fixture

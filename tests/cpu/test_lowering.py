@@ -26,10 +26,9 @@ from tests.cpu.test_convolutions import (
     params_of,
     whole,
 )
-from tests.cpu.test_sums import inputs, residual_stream
+from tests.cpu.test_reductions import inputs, residual_stream
 
 import replicax as rx
-from replicax import cpu
 from replicax.cpu import lowering
 
 SETTINGS = {
@@ -252,11 +251,18 @@ def test_programs_of_the_user_are_lowered_as_without_replicax() -> None:
     """Before a strategy runs, beside it, and after; JAX's own rules stay its own."""
     x, k = jnp.ones((2, 9, 9, 4)), jnp.ones((3, 3, 1, 4))
     weights, stream = inputs(8)
+    t = jnp.ones((3, 4, 5))
+
+    def pools(x):
+        return jax.grad(lambda x: pooled(x, 2, 2).sum() + pooled(x, 3, 1).sum())(x)
 
     def texts():
         jax.clear_caches()
         return [
             lowered_by_jax(depthwise, x, k),
+            lowered_by_jax(jax.grad(lambda k: depthwise(x, k).sum()), k),
+            lowered_by_jax(pools, x),
+            lowered_by_jax(lambda t: jnp.einsum("bsi,bso->io", t, t), t),
             lowered_by_jax(jax.grad(residual_stream), weights, stream),
         ]
 
@@ -265,6 +271,8 @@ def test_programs_of_the_user_are_lowered_as_without_replicax() -> None:
     strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
     users = jax.jit(depthwise)  # The same compiled function in and outside of a step.
     found = strategy.run(lambda x: users(x, k), (x,))
+    strategy.run(lambda x: (pools(x), jnp.einsum("bsi,bso->io", t, t)), (x,))
+    strategy.run(lambda: jax.grad(residual_stream)(weights, stream))
     assert_equal(users(x, k), found.values[0])
     assert texts() == before
     assert rules == [lowering._rule_of_jax(p) for p in lowering._SERVED]
@@ -355,8 +363,8 @@ def test_effects_of_a_program_are_kept(capfd) -> None:
         return 2 * x
 
     x = jnp.ones(3)
-    assert_equal(jax.jit(cpu.apply(run))(x), 2 * x)
+    assert_equal(jax.jit(lowering.apply(run))(x), 2 * x)
     jax.effects_barrier()
     assert "sum 3.0" in capfd.readouterr().out
     with jax.disable_jit():
-        assert_equal(jax.jit(cpu.apply(run))(x), 2 * x)
+        assert_equal(jax.jit(lowering.apply(run))(x), 2 * x)

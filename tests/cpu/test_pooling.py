@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from jax import lax
 from tests.cpu.test_convolutions import both, lowered, lowered_by_jax
 
-from replicax import cpu
 from replicax.cpu import lowering, pooling
 
 ONCE = settings(deadline=None, derandomize=True, phases=[Phase.generate])
@@ -116,7 +115,7 @@ def test_nan_and_infinities_and_padding(cases, seed) -> None:
         names = {"window": window, "strides": strides, "padding": padding}
         dy = source(x, **names)
         for select, keeps in ((lax.ge_p, np.greater_equal), (lax.le_p, np.less_equal)):
-            ours = jax.jit(cpu.apply(partial(gradient, **names, select=select)))(x)
+            ours = jax.jit(lowering.apply(partial(gradient, **names, select=select)))(x)
             assert_same_bits(ours, by_numpy(x, dy, **names, keeps=keeps))
 
 
@@ -184,7 +183,7 @@ def test_what_is_served() -> None:
     assert not is_served(two, x, platform="tpu")
     assert "select_and_scatter" in lowered_by_jax(two, x)
     of_n = jax.ShapeDtypeStruct(jax.export.symbolic_shape("n, 12, 12, 3"), x.dtype)
-    exported = jax.export.export(jax.jit(cpu.apply(two)), platforms=["cpu"])(of_n)
+    exported = jax.export.export(jax.jit(lowering.apply(two)), platforms=["cpu"])(of_n)
     assert_same_bits(exported.call(x), two(x))
 
 

@@ -1,25 +1,15 @@
 """XLA's options: what GPUs get, what users set themselves, what a version lacks."""
 
 import logging
-import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from replicax.engine import xla_options
-from replicax.engine.xla_options import (
-    HEAP_BYTES,
-    compiler_options,
-    keep_loops,
-    largest_array,
-    without_kept_loops,
-)
+from replicax.engine.xla_options import compiler_options, largest_array
 
 ALL_REDUCE = "xla_gpu_all_reduce_combine_threshold_bytes"
-HEAP = "xla_multiheap_size_constraint_per_heap"
 SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"
 
 
@@ -33,16 +23,6 @@ def test_gpus_overlap_sums_with_computation(platform) -> None:
 
 def test_tpus_get_none() -> None:
     assert compiler_options("tpu", {}, bytes_per_pack=1024) is None
-
-
-def test_steps_on_cpus_take_memory_in_pieces() -> None:
-    options = compiler_options("cpu", {})
-    assert options == {HEAP: HEAP_BYTES}
-    step = jax.jit(lambda x: x + 1, compiler_options=dict(options))
-    assert int(step(1)) == 2
-    assert compiler_options("cpu", {}, largest_bytes=HEAP_BYTES) == options
-    assert compiler_options("cpu", {}, largest_bytes=HEAP_BYTES + 1) is None
-    assert compiler_options("cpu", {"XLA_FLAGS": f"--{HEAP}=-1"}) is None
 
 
 def test_the_largest_array_is_found_wherever_it_is_made() -> None:
@@ -125,50 +105,3 @@ def test_what_xla_does_not_know_is_left_out_and_logged_once(
 def test_other_errors_are_not_taken_for_a_missing_option() -> None:
     with pytest.raises(jax.errors.JaxRuntimeError, match="not a valid"):
         xla_options._is_known(SCHEDULER, "maybe")  # pyright: ignore[reportArgumentType]
-
-
-FLAG = "--xla_backend_extra_options=xla_cpu_disable_loop_unrolling"
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        (None, FLAG),
-        ("  ", FLAG),
-        ("--xla_dump_to=a", f"--xla_dump_to=a {FLAG}"),
-        ("--xla_backend_extra_options=mine", "--xla_backend_extra_options=mine"),
-        ("file_of_flags", "file_of_flags"),
-        (FLAG, FLAG),
-    ],
-)
-def test_loops_are_kept_unless_the_user_says_otherwise(before, after) -> None:
-    environ = {"HOME": "here"} | ({} if before is None else {"XLA_FLAGS": before})
-    keep_loops(environ)
-    assert environ == {"HOME": "here", "XLA_FLAGS": after}
-    keep_loops(environ)
-    assert environ["XLA_FLAGS"] == after
-
-
-def test_other_programs_do_not_get_it() -> None:
-    environ = {"XLA_FLAGS": "--xla_dump_to=a", "HOME": "here"}
-    before = dict(environ)
-    keep_loops(environ)
-    assert without_kept_loops(environ) == before
-    assert without_kept_loops({"XLA_FLAGS": FLAG}) == {}
-    assert without_kept_loops({}) == {}
-
-
-def test_xla_has_read_it_in_a_process_that_imports_this_library(tmp_path) -> None:
-    code = "import replicax, jax; jax.jit(lambda x: x + 1)(1.0)"
-
-    def options(flags: str, folder: str) -> str:
-        flags = f"{flags} --xla_dump_to={tmp_path / folder}"
-        env = without_kept_loops(os.environ) | {"XLA_FLAGS": flags.strip()}
-        command = [sys.executable, "-c", code]
-        subprocess.run(command, check=True, timeout=120, env=env)
-        (found,) = (tmp_path / folder).rglob("*lambda*debug_options")
-        return found.read_text()
-
-    assert "xla_cpu_disable_loop_unrolling" in options("", "ours")
-    mine = "--xla_backend_extra_options=xla_cpu_of_the_user"
-    assert "xla_cpu_disable_loop_unrolling" not in options(mine, "theirs")

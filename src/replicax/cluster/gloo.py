@@ -1,4 +1,4 @@
-"""Gloo, which sums between CPUs: where it listens, and how its thread is scheduled.
+"""The address at which Gloo listens, which sums between CPUs.
 
 By itself it listens on what the machine's own name resolves to. On many systems that is
 127.0.0.1 or 127.0.1.1, where nobody else can reach it. JAX has no option for this, so
@@ -7,20 +7,14 @@ the function that makes its Gloo is replaced. Tested with JAX 0.10 to 0.12.
 
 import functools
 import ipaddress
-import logging
-import os
 import socket
-from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable
 
 from replicax._private.jax import replace_gloo
 from replicax.cluster.addresses import parse_address
+from replicax.cpu.settings import without_interrupts
 
 __all__ = ["listen_for", "local_address"]
-
-_THREADS = Path("/proc/self/task")
-_log = logging.getLogger("replicax")
 
 
 def listen_for(peers: Iterable[str]) -> None:
@@ -33,32 +27,7 @@ def listen_for(peers: Iterable[str]) -> None:
     """
     address = local_address(peers)
     keywords = {} if address is None else {"hostname": address}
-    replace_gloo(lambda make: functools.partial(_make, make, **keywords))
-
-
-def _make(make_of_jax: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
-    """JAX's Gloo, whose thread never interrupts those that compute.
-
-    Where a worker has one core, the message that arrives wakes Gloo's thread amid a
-    send. It finds the connection locked, looks again and again, and keeps the core from
-    the thread that holds the lock until the scheduler's slice is over: 4 ms for each
-    message, where 0.2 will do. Linux' class for batch jobs waits for the core.
-    """
-    before = _threads()
-    gloo = make_of_jax(*args, **keywords)
-    for thread in _threads() - before:
-        try:
-            os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
-        except OSError as error:
-            _log.info("Gloo's thread is scheduled like any other: %s.", error)
-    return gloo
-
-
-def _threads() -> set[int]:
-    """This process' threads as Linux numbers them; none on other systems."""
-    if not _THREADS.is_dir():
-        return set()
-    return {int(path.name) for path in _THREADS.iterdir()}
+    replace_gloo(lambda make: functools.partial(without_interrupts(make), **keywords))
 
 
 def local_address(peers: Iterable[str]) -> str | None:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from replicax.cpu.settings import keep_loops
 from replicax.engine.devices import cpu_pool_size
 from replicax.launch.attempt import ClusterCommand
 from replicax.launch.launcher import launch
@@ -140,4 +141,5 @@ def _environment(logical_devices: int | None) -> dict[str, str]:
     if logical_devices is not None:
         environment["JAX_NUM_CPU_DEVICES"] = str(logical_devices)
         environment["NPROC"] = str(cpu_pool_size(logical_devices))
+    keep_loops(environment)
     return environment

@@ -1,4 +1,4 @@
-"""What serves the primitives of JAX that are slow, in programs that ask for it.
+"""Lowering rules for primitives that XLA is slow with on CPUs, in our programs only.
 
 JAX's own tables stay as they are: the rules here override them for the operations in
 one call, a primitive of our own, and for nothing else that the process compiles.
@@ -7,9 +7,8 @@ one call, a primitive of our own, and for nothing else that the process compiles
 import dataclasses
 import functools
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, mlir
 
-from replicax.cpu import contractions, pooling, sums
+from replicax.cpu import pooling, reductions
 from replicax.cpu.choice import Form, choose, spatial_windows
 from replicax.cpu.forms import (
     by_groups,
@@ -27,12 +26,10 @@ from replicax.cpu.forms import (
     by_taps,
     without_zeros,
 )
+from replicax.cpu.settings import SWITCH, is_on
 from replicax.cpu.windows import widened
 
-__all__ = ["Mode", "apply", "current_mode"]
-
-Mode = Literal["replicax", "xla"]
-_SWITCH = "REPLICAX_CPU_LOWERINGS"
+__all__ = ["apply"]
 
 _log = logging.getLogger("replicax")
 
@@ -44,15 +41,14 @@ def apply(fn: Callable[..., Any]) -> Callable[..., Any]:
     operations, contractions over several leading dimensions a product of two matrices,
     and long sums of gradients are arrays in memory. What the program has beside `fn`,
     and all others, are lowered as ever; and so is this one for GPUs and TPUs.
-    `REPLICAX_CPU_LOWERINGS=xla` in the environment leaves everything to XLA.
+    `REPLICAX_CPU=off` in the environment leaves everything to XLA.
 
     Args:
         fn: To be compiled by `jax.jit`; it is not differentiated or mapped from
             outside.
 
     Raises:
-        ValueError: When it is traced, if `REPLICAX_CPU_LOWERINGS` has a mode that does
-            not exist.
+        ValueError: When it is traced, if `REPLICAX_CPU` is neither on nor off.
 
     Example:
         >>> convolve = apply(lambda x: lax.conv(x, x, (1, 1), "VALID"))
@@ -62,27 +58,13 @@ def apply(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if current_mode() == "xla":
+        if not is_on():
             return fn(*args, **kwargs)
         jaxpr, out = jax.make_jaxpr(fn, return_shape=True)(*args, **kwargs)
         flat = _served_call_p.bind(*jax.tree.leaves((args, kwargs)), jaxpr=jaxpr)
         return jax.tree.unflatten(jax.tree.structure(out), flat)
 
     return call
-
-
-def current_mode() -> Mode:
-    """Who lowers the operations of programs that ask for it, by the environment.
-
-    Raises:
-        ValueError: If `REPLICAX_CPU_LOWERINGS` has a mode that does not exist.
-    """
-    mode = os.environ.get(_SWITCH) or "replicax"
-    if mode not in get_args(Mode):
-        raise ValueError(
-            f"{_SWITCH} has {mode!r}: no such mode; use one of {list(get_args(Mode))}"
-        )
-    return mode  # pyright: ignore[reportReturnType]
 
 
 def _lower_call(
@@ -122,10 +104,10 @@ def _overrides() -> tuple[tuple[Any, Callable[..., Any]], ...]:
     if unknown:
         _log.info(
             "JAX %s does not say how it lowers %s for CPUs: all of them are left to "
-            "XLA, as with %s=xla.",
+            "XLA, as with %s=off.",
             jax.__version__,
             " and ".join(unknown),
-            _SWITCH,
+            SWITCH,
         )
     known = {p: rule for p, rule in rules_of_jax.items() if rule is not None}
     if rule := known.get(ad.add_jaxvals_p):
@@ -224,18 +206,18 @@ def _is_divided_by_xla(ctx: mlir.LoweringRuleContext) -> bool:
 def _serve_contraction(
     ctx: mlir.LoweringRuleContext, operands: Sequence[Any], params: dict[str, Any]
 ) -> Callable[..., jax.Array] | None:
-    if _is_divided_by_xla(ctx) or not contractions.is_served(params):
+    if _is_divided_by_xla(ctx) or not reductions.contracts(params):
         return None
-    return functools.partial(contractions.contract, params=params)
+    return functools.partial(reductions.contract, params=params)
 
 
 def _serve_sum(
     ctx: mlir.LoweringRuleContext, operands: Sequence[Any], params: dict[str, Any]
 ) -> Callable[..., jax.Array] | None:
     out = ctx.avals_out[0]
-    if _is_divided_by_xla(ctx) or not sums.is_served(out, operands):
+    if _is_divided_by_xla(ctx) or not reductions.is_long_sum(out, operands):
         return None
-    return sums.written_sum
+    return reductions.written_sum
 
 
 def _convolve(

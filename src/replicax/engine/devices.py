@@ -7,14 +7,19 @@ from typing import Any
 
 import jax
 
+from replicax._private.jax import has_devices
 from replicax._util.dry_run import current_rehearsal, is_described
 from replicax._util.waiting import Announced
+from replicax.cluster.tpu_slice import skip_libtpu_without_chips
+from replicax.cpu.memory import share_one_heap
+from replicax.cpu.settings import is_on, keep_loops
 from replicax.errors import DeviceError
 
 Device = Any  # jax.Device, which type checkers take for a variable.
 
 __all__ = [
     "Device",
+    "before_start",
     "cpu_pool_size",
     "default_devices",
     "device_name",
@@ -67,6 +72,22 @@ def set_logical_devices(n: int) -> None:
             "is made, at the top of the script."
         ) from error
     os.environ["NPROC"] = str(cpu_pool_size(n))
+    keep_loops(os.environ)
+    before_start()
+
+
+def before_start() -> None:
+    """Settle what counts only before JAX starts its devices, if it has not yet.
+
+    Strategies call this where they first ask for devices, or join a cluster.
+    """
+    if has_devices():
+        return
+    skip_libtpu_without_chips(os.environ)
+    named = jax.config.values.get("jax_platforms") or "cpu"
+    gpus = any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd")))
+    if named.startswith("cpu") and not gpus:
+        share_one_heap()
 
 
 def cpu_pool_size(num_devices: int) -> int:
@@ -83,6 +104,8 @@ def check_cpu_pool(devices: Sequence[Device]) -> None:
     """Refuse several CPU devices over a thread pool in which collectives can hang."""
     here = jax.process_index()
     num_cpu = sum(d.platform == "cpu" and d.process_index == here for d in devices)
+    if num_cpu:
+        is_on()  # Refuses an unknown word now, and not in the first step.
     threads = int(os.environ.get("NPROC") or os.cpu_count() or 1)
     if num_cpu > 1 and threads < 2 * num_cpu:
         raise DeviceError(
@@ -94,6 +117,7 @@ def check_cpu_pool(devices: Sequence[Device]) -> None:
 
 def default_devices() -> list[Device]:
     """All visible accelerators of this process, else its CPU devices."""
+    before_start()
     with Announced("starting JAX's devices"):
         return jax.local_devices()
 
@@ -140,6 +164,7 @@ def resolve_devices(devices: Sequence[str | Device], caller: str) -> list[Device
         )
     if current_rehearsal() is not None:
         return default_devices()[:1]  # A strategy takes the rehearsal's instead.
+    before_start()
     found = [_resolve(d, caller) for d in devices]
     if not found:
         raise DeviceError(

@@ -28,8 +28,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from replicax._util.interrupts import uninterrupted
 from replicax._util.user_code import describe
 from replicax.cluster.dispatch_log import Operation
-from replicax.cpu import apply as apply_cpu_lowerings
-from replicax.cpu.huge_pages import use_huge_pages
+from replicax.cpu import lowering, memory, settings
 from replicax.engine.arguments import Arguments
 from replicax.engine.blocks import Block, cut
 from replicax.engine.dispatch import dispatch, require_values
@@ -50,7 +49,7 @@ from replicax.engine.variables import (
     is_seed_state,
     restore_seed,
 )
-from replicax.engine.xla_options import HEAP_BYTES, compiler_options, largest_array
+from replicax.engine.xla_options import compiler_options, largest_array
 
 __all__ = ["Program"]
 
@@ -214,7 +213,7 @@ class Program:
         self._has_effects = bool(traced.jaxpr.effects)
         traced.lower().compile()  # The call finds it.
         if self._group.axis.is_of_cpus:
-            use_huge_pages()
+            memory.use_huge_pages()
 
     def _given(self, values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """The values that the compiled program takes: written ones, and read ones."""
@@ -311,7 +310,7 @@ class Program:
         # Said here, or an array that came another way to the same place would compile
         # the program again.
         return jax.jit(
-            apply_cpu_lowerings(program) if self._group.axis.is_of_cpus else program,
+            lowering.apply(program) if self._group.axis.is_of_cpus else program,
             donate_argnums=0 if self._donates else (),
             in_shardings=(own, read, leaves),
             out_shardings=(*own, (None, mirrored)),
@@ -582,7 +581,7 @@ class Program:
         if self._group.axis.is_of_cpus:
             equation = self._shard_map(written, read, leaves)
             self._largest_bytes = largest_array(equation.params["jaxpr"])
-            if self._largest_bytes > HEAP_BYTES:
+            if self._largest_bytes > settings.HEAP_BYTES:
                 self._compiled = self._compile()
 
     def _shard_map(self, written: Any, read: Any, leaves: Sequence[Any]) -> Any:

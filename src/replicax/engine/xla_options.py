@@ -1,26 +1,19 @@
-"""What XLA is told when a step is compiled.
-
-On GPUs, so that sums overlap with computation; on CPUs, so that it takes less time and
-steps find their memory where the last one left it.
-"""
+"""XLA's compiler options for steps: on GPUs all-reduces overlap with computation."""
 
 import functools
 import logging
-from collections.abc import Mapping, MutableMapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from replicax.cpu import settings
 from replicax.engine.divergence import inner_jaxprs, open_jaxpr
 
 __all__ = [
-    "HEAP_BYTES",
     "compiler_options",
-    "keep_loops",
     "largest_array",
-    "without_kept_loops",
 ]
 
 Option = bool | int
@@ -40,54 +33,7 @@ _GPU: Mapping[str, Option] = {
 }
 _PLATFORMS = ("gpu", "cuda", "rocm")
 
-HEAP_BYTES = 48 * 2**20
-"""Most that a step on a CPU takes from malloc at once, where its arrays are smaller.
-
-XLA asks for all intermediate arrays of a step together. glibc serves JAX' threads from
-heaps of 64 MiB each, which it keeps; what does not fit into one comes from the kernel
-and goes back to it, page by page, in every step. In pieces that fit, the transformer of
-the bench takes 701 ms a step on two devices and not 1093, and MobileNetV2 187
-and not 276; pieces of 2 to 16 MiB gain less.
-"""
-
-# Every XLA that JAX 0.10 to 0.12 come with knows it. To ask would cost 20 ms.
-_HEAP = "xla_multiheap_size_constraint_per_heap"
-
-# No option of a program: XLA takes these from its flags only. Unrolled loops take time
-# to compile (on one core the first step of ResNet-18 in the bench 8.6 s and not
-# 7.8, of MobileNetV2 41 and not 32), and steps take as long with and without.
-_EXTRA = "--xla_backend_extra_options"
-_KEEP_LOOPS = f"{_EXTRA}=xla_cpu_disable_loop_unrolling"
-
 _log = logging.getLogger("replicax")
-
-
-def keep_loops(environ: MutableMapping[str, str]) -> None:
-    """Tell XLA in `XLA_FLAGS` not to unroll loops of programs for CPUs.
-
-    Done on import: XLA reads it once, when the first devices are asked for. Where
-    `XLA_FLAGS` has extra options of the user, or is a file, nothing is added.
-
-    Args:
-        environ: The process' environment, which is changed.
-
-    Example:
-        >>> environ = {"XLA_FLAGS": "--xla_dump_to=folder"}
-        >>> keep_loops(environ)
-        >>> environ["XLA_FLAGS"].split()[1]
-        '--xla_backend_extra_options=xla_cpu_disable_loop_unrolling'
-    """
-    flags = environ.get("XLA_FLAGS", "").strip()
-    if _EXTRA not in flags and (not flags or flags.startswith("-")):
-        environ["XLA_FLAGS"] = f"{flags} {_KEEP_LOOPS}".strip()
-
-
-def without_kept_loops(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment without what `keep_loops` has added, for other programs."""
-    flags = environ.get("XLA_FLAGS", "")
-    rest = flags.removesuffix(_KEEP_LOOPS).strip()
-    others = {k: v for k, v in environ.items() if k != "XLA_FLAGS"}
-    return others | ({"XLA_FLAGS": rest} if rest else {})
 
 
 def compiler_options(
@@ -96,7 +42,7 @@ def compiler_options(
     *,
     bytes_per_pack: int = 0,
     largest_bytes: int = 0,
-) -> dict[str, Option] | None:
+) -> dict[str, Any] | None:
     """The `compiler_options` of `jax.jit` for a step on devices of `platform`.
 
     What the user set in `XLA_FLAGS` is left out, and so is what this version of XLA
@@ -106,8 +52,7 @@ def compiler_options(
         platform: Of the devices, as JAX says it, such as `"gpu"`, `"cuda"` or `"tpu"`.
         environ: The process' environment.
         bytes_per_pack: Size of the packs that gradients are summed in; 0: not packed.
-        largest_bytes: Size of the largest intermediate array, where it is known. On
-            CPUs XLA would warn of each that is larger than `HEAP_BYTES`.
+        largest_bytes: Size of the largest intermediate array, where it is known.
 
     Returns:
         Options by name; None where there are none, as for TPUs.
@@ -122,11 +67,11 @@ def compiler_options(
         >>> compiler_options("tpu", {}) is None
         True
     """
-    own = _flags(environ.get("XLA_FLAGS", ""))
-    if platform == "cpu" and largest_bytes <= HEAP_BYTES and _HEAP not in own:
-        return {_HEAP: HEAP_BYTES}
+    if platform == "cpu":
+        return settings.compiler_options(environ, largest_bytes=largest_bytes)
     if platform not in _PLATFORMS:
         return None
+    own = settings.flags_in(environ)
     wanted = dict(_GPU)
     if bytes_per_pack:
         wanted["xla_gpu_all_reduce_combine_threshold_bytes"] = bytes_per_pack
@@ -164,14 +109,6 @@ def _bytes_of(var: Any) -> int:
     if jnp.issubdtype(aval.dtype, jnp.floating):
         itemsize = max(itemsize, 4)
     return aval.size * itemsize
-
-
-def _flags(text: str) -> set[str]:
-    """Names of the flags in `XLA_FLAGS`, which may also be the name of a file."""
-    text = text.strip()
-    if text and not text.startswith("-"):
-        text = Path(text).read_text(encoding="utf-8")
-    return {word.lstrip("-").split("=", 1)[0] for word in text.split()}
 
 
 @functools.cache

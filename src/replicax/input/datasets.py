@@ -111,3 +111,7 @@ class DatasetMaker:
         Shuffle and batch it, then hand it to `experimental_distribute_dataset`.
         """
         return numpy_dataset(numpy_input)
+
+    def make_experimental_numpy_dataset(self, numpy_input: Any) -> Any:
+        """Old name of `experimental_make_numpy_dataset`."""
+        return self.experimental_make_numpy_dataset(numpy_input)

@@ -1,4 +1,4 @@
-"""What calls of `Strategy.run` are refused for."""
+"""Checks of the arguments of strategies and of `Strategy.run`."""
 
 import functools
 from typing import Any
@@ -10,7 +10,7 @@ from jax.extend.core import find_top_trace
 from replicax.engine.collectives import CrossDeviceOps
 from replicax.errors import ContextError
 
-__all__ = ["check_call", "check_ops", "refuse_tracer", "refuse_tracing"]
+__all__ = ["check_call", "check_options", "refuse_tracer", "refuse_tracing"]
 
 
 def check_call(fn: Any, args: Any) -> None:
@@ -21,15 +21,6 @@ def check_call(fn: Any, args: Any) -> None:
         raise TypeError(
             f"Strategy.run: args must be a tuple or list; got a {type(args).__name__}. "
             "For one argument x write args=(x,)."
-        )
-
-
-def check_ops(name: str, ops: object) -> None:
-    """Raise unless `ops` are `CrossDeviceOps` or None."""
-    if not isinstance(ops, CrossDeviceOps | None):
-        raise TypeError(
-            f"{name}: cross_device_ops must be a rx.CrossDeviceOps; got {ops!r}. Use "
-            "for example rx.HierarchicalCopyAllReduce()."
         )
 
 
@@ -57,3 +48,29 @@ def _inside_a_transformation() -> ContextError:
         "Strategy.run: called inside a JAX transformation such as jax.jit. "
         "run compiles by itself; take the decorator away (like @tf.function)."
     )
+
+
+def check_options(
+    name: str,
+    cross_device_ops: object,
+    check_replicas_every: int | None,
+    replicas_per_device: int,
+) -> None:
+    """Refuse arguments of a strategy, called `name`, that cannot be."""
+    if cross_device_ops is not None and not isinstance(
+        cross_device_ops, CrossDeviceOps
+    ):
+        raise TypeError(
+            f"{name}: cross_device_ops must be a rx.CrossDeviceOps; got "
+            f"{cross_device_ops!r}. Use for example rx.HierarchicalCopyAllReduce()."
+        )
+    if check_replicas_every is not None and check_replicas_every < 1:
+        raise ValueError(
+            f"{name}: check_replicas_every must be at least 1 or "
+            f"None; got {check_replicas_every!r}."
+        )
+    if type(replicas_per_device) is not int or replicas_per_device < 1:
+        raise ValueError(
+            f"{name}: replicas_per_device must be a positive "
+            f"integer; got {replicas_per_device!r}."
+        )

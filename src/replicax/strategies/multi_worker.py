@@ -25,7 +25,7 @@ from replicax.cluster.workers import Workers
 from replicax.engine import fingerprints
 from replicax.engine.collectives import CrossDeviceOps
 from replicax.engine.communication import CollectiveCommunication, CommunicationOptions
-from replicax.engine.devices import Device, devices_of_one_kind
+from replicax.engine.devices import Device, before_start, devices_of_one_kind
 from replicax.engine.layouts import ModelSplit
 from replicax.engine.program import Program
 from replicax.errors import (
@@ -108,6 +108,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         self.cluster_resolver = resolver
         rehearsal = current_rehearsal()
         if rehearsal is None:
+            before_start()
             workers, self._cluster_hash = self._meet_workers(resolver, timeouts)
             devices = self._find_devices(workers)
             num_local = len(devices) // workers.count

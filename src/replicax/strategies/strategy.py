@@ -38,7 +38,7 @@ from replicax.input.datasets import DatasetMaker
 from replicax.input.values import per_replica, stacked_values
 from replicax.strategies.checks import (
     check_call,
-    check_ops,
+    check_options,
     refuse_tracer,
     refuse_tracing,
 )
@@ -107,18 +107,12 @@ class Strategy(DatasetMaker):
             TypeError: If `cross_device_ops` is none.
             NotImplementedError: In a rehearsal, if the variables are to live elsewhere.
         """
-        name = type(self).__name__
-        check_ops(name, cross_device_ops)
-        if check_replicas_every is not None and check_replicas_every < 1:
-            raise ValueError(
-                f"{name}: check_replicas_every must be at least 1 or "
-                f"None; got {check_replicas_every!r}."
-            )
-        if type(replicas_per_device) is not int or replicas_per_device < 1:
-            raise ValueError(
-                f"{name}: replicas_per_device must be a positive "
-                f"integer; got {replicas_per_device!r}."
-            )
+        check_options(
+            type(self).__name__,
+            cross_device_ops,
+            check_replicas_every,
+            replicas_per_device,
+        )
         check_cpu_pool(devices)
         self._workers = workers or Workers()
         mesh, axis = mesh_of(devices, self._workers.names, split)
@@ -240,6 +234,10 @@ class Strategy(DatasetMaker):
             True
         """
         return self.run_as(Options(), fn, args, kwargs)
+
+    def experimental_run_v2(self, *args: Any, **kwargs: Any) -> Any:
+        """Old name of `run`."""
+        return self.run(*args, **kwargs)
 
     def run_as(
         self,

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from replicax.cpu.settings import keep_loops
+
 __all__ = ["call_of", "child_environment"]
 
 _DEFAULTS = {
@@ -107,6 +109,7 @@ def child_environment() -> dict[str, str]:
     """The environment of a task that runs this same replicax, on the CPU by default."""
     inherited = {name: text for name, text in os.environ.items() if name not in _OWN}
     environment = {**_DEFAULTS, **inherited}
+    keep_loops(environment)
     source = str(Path(__file__).resolve().parents[2])
     # An installed package is found anyway; its folder must not come before the standard
     # library's.

@@ -20,7 +20,7 @@ pytestmark = [
 SCRIPT = """
 import jax.numpy as jnp, numpy as np
 import replicax as rx
-from replicax.cpu.huge_pages import use_huge_pages
+from replicax.cpu.memory import use_huge_pages
 
 strategy = rx.OneDeviceStrategy("cpu:0")
 # Each step needs 32 MB for what it returns, and as much on the way there.
@@ -45,7 +45,7 @@ def outcome(**environment: str) -> list[str]:
     inherited = {
         name: value
         for name, value in os.environ.items()
-        if name != "REPLICAX_HUGE_PAGES" and not name.startswith("MALLOC_")
+        if not name.startswith("MALLOC_")
     }
     ended = subprocess.run(
         [sys.executable, "-c", SCRIPT],
@@ -65,7 +65,7 @@ def test_steps_have_their_memory_in_huge_pages() -> None:
 @pytest.mark.parametrize(
     "environment",
     [
-        {"REPLICAX_HUGE_PAGES": "off"},
+        {"REPLICAX_CPU": "off"},
         pytest.param({"MALLOC_ARENA_MAX": "2"}, marks=pytest.mark.slow),
         pytest.param(
             {"GLIBC_TUNABLES": "glibc.malloc.arena_max=2"}, marks=pytest.mark.slow
@@ -78,11 +78,12 @@ def test_it_is_off_where_somebody_else_decides(environment) -> None:
 
 
 FAULTS = """
-import os, resource, sys
-os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:int(sys.argv[1])])
-import replicax
+import os, resource
+os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
+import replicax as rx
+rx.OneDeviceStrategy("cpu:0")
 import jax, jax.numpy as jnp
-from replicax.cpu.huge_pages import use_huge_pages
+from replicax.cpu.memory import use_huge_pages
 
 # 144 MB between the product and the norm, more than a thread's own heap can hold.
 step = jax.jit(lambda x: jnp.linalg.norm(x @ x.T, axis=1))
@@ -97,13 +98,12 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 4)
 """
 
 
-@pytest.mark.parametrize(("cores", "switch"), [(1, ""), (2, "shared")])
-def test_threads_of_jax_keep_their_memory_too(cores: int, switch: str) -> None:
+def test_threads_of_jax_keep_their_memory_too() -> None:
     """With heaps of their own: 27,000 page faults in every step."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}
     ended = subprocess.run(
-        [sys.executable, "-c", FAULTS, str(cores)],
-        env={**inherited, "REPLICAX_HUGE_PAGES": switch},
+        [sys.executable, "-c", FAULTS],
+        env=inherited,
         capture_output=True,
         text=True,
         timeout=120,
@@ -144,7 +144,7 @@ def faults(layers: str, flags: str = "") -> int:
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}
     ended = subprocess.run(
         [sys.executable, "-c", FAULTS_OF_A_STRATEGY.format(layers=layers)],
-        env={**inherited, "REPLICAX_HUGE_PAGES": "", "XLA_FLAGS": flags},
+        env={**inherited, "XLA_FLAGS": flags},
         capture_output=True,
         text=True,
         timeout=120,

@@ -1,4 +1,4 @@
-"""Memory for arrays on CPUs: huge pages that are kept from step to step.
+"""malloc for arrays on CPUs: a heap in huge pages, kept from step to step.
 
 A step on a CPU allocates its intermediate arrays anew each time. glibc takes large ones
 from the kernel and gives them back at once, so every step pays for the kernel to find,
@@ -14,11 +14,11 @@ import platform
 import sys
 from pathlib import Path
 
-from replicax._util.environment import is_off, usable_cores
+from replicax._util.environment import usable_cores
+from replicax.cpu.settings import is_on
 
 __all__ = ["share_one_heap", "use_huge_pages"]
 
-_SWITCH = "REPLICAX_HUGE_PAGES"
 _log = logging.getLogger("replicax")
 
 # Of malloc.h and mman-common.h; the same on all of Linux' architectures.
@@ -34,9 +34,8 @@ def share_one_heap() -> None:
 
     A thread has a heap of its own from its first allocation on, which `use_huge_pages`
     does not reach, and which gives arrays of 64 MiB and more back at once. Those of JAX
-    begin with its backend, often before the first strategy. So this is done on import,
-    where `use_huge_pages` would do something, and where the process has one core, as
-    workers that share a machine do, or is asked to by `REPLICAX_HUGE_PAGES=shared`.
+    begin with its backend. So this is for the moment before, where `use_huge_pages`
+    would do something and the process has one core, as workers that share a machine do.
 
     On two cores threads wait for each other's allocations: MobileNetV2 takes 28 s to
     compile and not 22, and 190 ms a step on two devices and not 138.
@@ -44,8 +43,7 @@ def share_one_heap() -> None:
     Example:
         >>> share_one_heap()
     """
-    shared = os.environ.get(_SWITCH) == "shared"
-    if (shared or usable_cores() == 1) and _is_wanted():
+    if usable_cores() == 1 and _is_wanted():
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
 
 
@@ -53,8 +51,8 @@ def use_huge_pages() -> bool:
     """Keep freed memory of this process and back it with huge pages.
 
     For processes that compute on CPUs under Linux with glibc. Memory that arrays took
-    stays with the process for its next arrays. `REPLICAX_HUGE_PAGES=off` leaves malloc
-    as it is, and so does a user who has configured malloc or put another in its place.
+    stays with the process for its next arrays. `REPLICAX_CPU=off` leaves malloc as
+    it is, and so does a user who has configured malloc or put another in its place.
 
     To be called after the first step of a program, and not before: its compiler takes
     much memory in small pieces, which would be slower in pages that are not there yet,
@@ -103,7 +101,7 @@ def _tell_once(reason: str) -> None:
 def _is_wanted() -> bool:
     if sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
         return False
-    if is_off(_SWITCH):
+    if not is_on():
         return False
     # Somebody has thought about memory already.
     if any(name.startswith("MALLOC_") for name in os.environ):

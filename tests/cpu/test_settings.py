@@ -1,0 +1,98 @@
+"""The switch of what is done for CPUs, and what XLA is told there."""
+
+import logging
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+
+import replicax as rx
+from replicax.cpu import settings
+from replicax.cpu.settings import HEAP_BYTES, compiler_options, keep_loops
+from replicax.engine import xla_options
+
+HEAP = "xla_multiheap_size_constraint_per_heap"
+FLAG = "--xla_backend_extra_options=xla_cpu_disable_loop_unrolling"
+
+
+def test_the_switch(monkeypatch) -> None:
+    monkeypatch.delenv("REPLICAX_CPU", raising=False)
+    assert settings.is_on()
+    for choice, is_on in [("", True), ("on", True), ("off", False)]:
+        monkeypatch.setenv("REPLICAX_CPU", choice)
+        assert settings.is_on() is is_on
+
+
+def test_another_word_is_refused_when_a_strategy_is_made(monkeypatch) -> None:
+    monkeypatch.setenv("REPLICAX_CPU", "fast")
+    with pytest.raises(ValueError, match=r"REPLICAX_CPU has 'fast'.*'on', 'off'"):
+        rx.OneDeviceStrategy("cpu:0")
+
+
+@pytest.mark.parametrize("name", ["REPLICAX_CPU_LOWERINGS", "REPLICAX_HUGE_PAGES"])
+def test_former_variables_are_warned_of_once(name, monkeypatch, caplog) -> None:
+    monkeypatch.setenv(name, "off")
+    settings._warn_of.cache_clear()
+    with caplog.at_level(logging.WARNING, "replicax"):
+        rx.OneDeviceStrategy("cpu:0")
+        rx.OneDeviceStrategy("cpu:0")
+    assert caplog.text.count(f"{name}=off has no effect any more") == 1
+    assert "REPLICAX_CPU=off" in caplog.text
+
+
+def test_steps_on_cpus_take_memory_in_pieces(monkeypatch) -> None:
+    options = xla_options.compiler_options("cpu", {})
+    assert options == compiler_options({}) == {HEAP: HEAP_BYTES}
+    step = jax.jit(lambda x: x + 1, compiler_options=dict(options))
+    assert int(step(1)) == 2
+    assert compiler_options({}, largest_bytes=HEAP_BYTES) == options
+    assert compiler_options({}, largest_bytes=HEAP_BYTES + 1) is None
+    assert compiler_options({"XLA_FLAGS": f"--{HEAP}=-1"}) is None
+    monkeypatch.setenv("REPLICAX_CPU", "off")
+    assert compiler_options({}) is None
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (None, FLAG),
+        ("  ", FLAG),
+        ("--xla_dump_to=a", f"--xla_dump_to=a {FLAG}"),
+        ("--xla_backend_extra_options=mine", "--xla_backend_extra_options=mine"),
+        ("file_of_flags", "file_of_flags"),
+        (FLAG, FLAG),
+    ],
+)
+def test_loops_are_kept_unless_the_user_says_otherwise(
+    before, after, monkeypatch
+) -> None:
+    given = {"HOME": "here"} | ({} if before is None else {"XLA_FLAGS": before})
+    environ = dict(given)
+    keep_loops(environ)
+    assert environ == {"HOME": "here", "XLA_FLAGS": after}
+    keep_loops(environ)
+    assert environ["XLA_FLAGS"] == after
+    monkeypatch.setenv("REPLICAX_CPU", "off")
+    environ = dict(given)
+    keep_loops(environ)
+    assert environ == given
+
+
+def test_xla_has_read_it_in_a_process_with_logical_devices(tmp_path) -> None:
+    code = "import replicax as rx, jax; {} jax.jit(lambda x: x + 1)(1.0)"
+
+    def options(folder: str, flags: str = "", call: str = "") -> str:
+        flags = f"{flags} --xla_dump_to={tmp_path / folder}"
+        env = dict(os.environ) | {"XLA_FLAGS": flags.strip()}
+        command = [sys.executable, "-c", code.format(call)]
+        subprocess.run(command, check=True, timeout=120, env=env)
+        (found,) = (tmp_path / folder).rglob("*lambda*debug_options")
+        return found.read_text()
+
+    call = "rx.set_logical_devices(2);"
+    assert "xla_cpu_disable_loop_unrolling" in options("ours", call=call)
+    mine = "--xla_backend_extra_options=xla_cpu_of_the_user"
+    assert "xla_cpu_disable_loop_unrolling" not in options("theirs", mine, call)
+    assert "xla_cpu_disable_loop_unrolling" not in options("imported")
