@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from replicax.errors import InternalError
-from replicax.planning.groups import replica_groups, source_target_groups
+from replicax.planning.hlo import replica_groups, source_target_groups
 from replicax.planning.hlo_summary import Collective, read_program
 from replicax.planning.topology import find_topology
 

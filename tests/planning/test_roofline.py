@@ -1,6 +1,5 @@
 """The time model: what must hold whatever the hardware."""
 
-import dataclasses
 import math
 from typing import Any
 
@@ -8,16 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicax.planning.bottleneck import first_limit
-from replicax.planning.chips import CHIPS
+from replicax.planning.rates import CHIPS
+from replicax.planning.report import Memory
 from replicax.planning.roofline import (
     collective_seconds,
+    first_limit,
     grid_bandwidth,
     mean_hops,
     network_seconds,
     step_time,
 )
-from replicax.planning.types import Memory
 
 TIMES = st.floats(0, 1e3)
 KINDS = st.sampled_from(
@@ -153,10 +152,9 @@ def test_peak_memory() -> None:
 def test_the_longest_part_limits(changed: dict[str, float], limit: str) -> None:
     parts = {"compute": 1.0, "memory": 1.0, "waited": 1.0, "hidden": 1.0}
     time = step_time(**{**parts, "network": 1.0, **changed})
-    found, advice = first_limit(time, MEMORY, fits=True, num_devices=8)
+    found, advice = first_limit(time, fits=True, num_devices=8)
     assert found == limit
     assert advice.endswith(".")
-    small = dataclasses.replace(MEMORY, capacity=14)
-    found, advice = first_limit(time, small, fits=False, num_devices=8)
+    found, advice = first_limit(time, fits=False, num_devices=8)
     assert found == "memory capacity"
     assert "smaller batch" in advice

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from replicax.errors import DeviceError
-from replicax.planning.chips import CHIPS
+from replicax.planning.rates import CHIPS
 from replicax.planning.topology import check_topology, find_topology, num_cpu_devices
 
 ALL = [

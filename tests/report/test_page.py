@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicax.report.charts import Series, chart, thinned, ticks
-from replicax.report.page import page_of
+from replicax.report.charts import Series, chart_of, thinned, ticks
+from replicax.report.page import page_of, rendered
 from replicax.report.runs import Epoch, Fit, Run, Worker
 
 HOSTILE = "</title><script>alert(1)</script><img src=//evil.test onerror='x'>\"&"
@@ -165,7 +165,8 @@ FLOATS = st.floats(-1e9, 1e9) | st.floats()
 @given(st.lists(FLOATS, min_size=1, max_size=50), st.booleans())
 def test_any_values_can_be_drawn(values, from_zero) -> None:
     points = [(float(i), y) for i, y in enumerate(values)]
-    text = chart("any", [Series(name="s", parts=[points])], from_zero=from_zero)
+    chart = chart_of("any", [Series(name="s", parts=[points])], from_zero=from_zero)
+    text = rendered("chart.html", chart=chart)
     Parsed(text)
     for place in re.findall(r'class="line" d="([^"]*)"', text):
         numbers = re.findall(r"-?[\d.]+", place)
@@ -225,7 +226,7 @@ def test_memory_has_round_numbers() -> None:
 
 
 def test_no_series_no_figure() -> None:
-    assert chart("nothing", [Series(name="s", parts=[])]) == ""
+    assert chart_of("nothing", [Series(name="s", parts=[])]) is None
 
 
 @pytest.mark.parametrize("state", ["running", "done", "interrupted"])

@@ -5,8 +5,7 @@ programs are traced and compiled for the described mesh, and handed to the plan 
 of being run; the plan reads the compiled program.
 """
 
-from replicax.planning.planning import plan
-from replicax.planning.report import Plan
-from replicax.planning.types import CollectiveUse, Memory, Scale
+from replicax.planning.analysis import plan
+from replicax.planning.report import CollectiveUse, Memory, Plan, Scale
 
 __all__ = ["CollectiveUse", "Memory", "Plan", "Scale", "plan"]

@@ -1,29 +1,91 @@
-"""From a lowered program to a plan: compiles it, and reads what the compiler says."""
+"""Plans a training step: compiles its program and reads what the compiler says."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import keras
 
-from replicax.planning.bottleneck import first_limit
-from replicax.planning.capture import Capture
-from replicax.planning.hlo_summary import Collective, Contents, read_program
-from replicax.planning.report import Plan
+from replicax._util.types import PyTree
+from replicax.planning.capture import Capture, capture_call, capture_fit
+from replicax.planning.hlo_summary import Collective, ProgramSummary, read_program
+from replicax.planning.report import CollectiveUse, Memory, Plan, Scale
 from replicax.planning.roofline import (
     StepTime,
     collective_seconds,
+    first_limit,
     grid_bandwidth,
     mean_hops,
     network_seconds,
     step_time,
 )
-from replicax.planning.topology import Topology
-from replicax.planning.types import CollectiveUse, Memory, Scale
+from replicax.planning.topology import Topology, find_topology
+from replicax.strategies.strategy import Strategy
 
-__all__ = ["analyse"]
+__all__ = ["analyse", "plan"]
 
 _LARGEST_SCALE = 256
+
+
+def plan(
+    strategy: Strategy,
+    step: keras.Model | Callable[..., object],
+    args: Sequence[PyTree] = (),
+    kwargs: Mapping[str, PyTree] | None = None,
+    *,
+    topology: str = "v5e:16x16",
+    num_slices: int = 1,
+) -> Plan:
+    """Compile a training step for other hardware, without running it.
+
+    The strategy's program is made for the devices of `topology`, one replica each, as
+    if the strategy had been made there. Nothing is run, and no variable changes.
+
+    Args:
+        strategy: Whose variables the step trains; any that holds them on its replicas.
+        step: A replica function, as `strategy.run` takes it, in which an optimizer
+            makes an update; or a compiled Keras model.
+        args: Of a replica function: its arguments, in which `jax.ShapeDtypeStruct`s may
+            stand for arrays. A `PerReplica` is `[R, ...]` with an entry for each chip
+            of the topology; one of `strategy` itself stands for entries like its own.
+            Of a model: one global batch `(x, y)` or `(x, y, sample_weight)`, with
+            leaves `[B, ...]` for all chips together.
+        kwargs: Keyword arguments of a replica function.
+        topology: A slice of TPU chips, such as `"v5e:2x4"`, which need not be here, or
+            devices of this machine, `"cpu:8"` or `"gpu:4"`.
+        num_slices: Number of such slices, joined by their hosts' network.
+
+    Returns:
+        FLOPs, bytes, memory, collectives, predicted times, and what limits the step.
+
+    Raises:
+        DeviceError: For an unknown topology; the known ones are listed.
+        ImportError: Without libtpu, for TPUs.
+        ValueError: If the step does not train.
+
+    Example:
+        >>> import jax, keras, replicax as rx
+        >>> strategy = rx.MirroredStrategy()
+        >>> with strategy.scope():
+        ...     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+        ...     model.compile(optimizer="sgd", loss="mse")
+        >>> x = jax.ShapeDtypeStruct((512, 4), "float32")
+        >>> y = jax.ShapeDtypeStruct((512, 2), "float32")
+        >>> plan = rx.plan(strategy, model, (x, y), topology="cpu:1")
+        >>> plan.num_devices, plan.fits
+        (1, True)
+    """
+    hardware = find_topology(topology, num_slices)
+    if isinstance(step, keras.Model):
+        if kwargs:
+            raise TypeError(
+                f"plan: a model takes its batch as args=(x, y); got {kwargs=!r}."
+            )
+        capture = capture_fit(strategy, step, args, hardware)
+    else:
+        capture = capture_call(strategy, step, args, kwargs or {}, hardware)
+    return analyse(capture, hardware)
 
 
 def analyse(capture: Capture, topology: Topology) -> Plan:
@@ -33,6 +95,7 @@ def analyse(capture: Capture, topology: Topology) -> Plan:
         jax.errors.JaxRuntimeError: If it does not compile, for another reason than
             memory.
     """
+    assert capture.lowered is not None  # Otherwise there was no training step.
     try:
         compiled = capture.lowered.compile()
     except jax.errors.JaxRuntimeError as error:
@@ -40,7 +103,7 @@ def analyse(capture: Capture, topology: Topology) -> Plan:
             raise
         return _plan_without_room(capture, topology, str(error))
     steps = capture.num_steps
-    text = read_program(compiled.as_text())
+    text = read_program(compiled.as_text() or "")
     costs = compiled.cost_analysis() or {}
     # XLA counts one round of a loop. A step that is one round of the loop over the
     # steps of an execution is counted as it is.
@@ -48,14 +111,14 @@ def analyse(capture: Capture, topology: Topology) -> Plan:
     flops = (costs.get("flops", 0.0) + text.loop_flops) / steps
     moved = costs.get("bytes accessed", 0.0) * (1 - text.on_chip)
     moved /= 1 if is_loop_of_steps else steps
-    parts = _Parts(topology, capture.num_devices, text.collectives, steps)
+    parts = _StepCollectives(topology, capture.num_devices, text.collectives, steps)
     compute = flops / topology.rates.peak_flops
     memory_time = moved / topology.rates.memory_bandwidth
     time = parts.step_time(compute, memory_time)
     memory = _memory(compiled.memory_analysis(), topology)
     fits = memory is None or memory.capacity is None or memory.peak <= memory.capacity
     scaling = parts.scaling(compute, memory_time)
-    limit, advice = first_limit(time, memory, fits=fits, num_devices=parts.size)
+    limit, advice = first_limit(time, fits=fits, num_devices=parts.size)
     return Plan(
         **_facts(capture, topology),
         fits=fits,
@@ -72,7 +135,7 @@ def analyse(capture: Capture, topology: Topology) -> Plan:
 
 
 def _plan_without_room(capture: Capture, topology: Topology, message: str) -> Plan:
-    limit, advice = first_limit(None, None, fits=False, num_devices=1)
+    limit, advice = first_limit(None, fits=False, num_devices=1)
     return Plan(
         **_facts(capture, topology),
         fits=False,
@@ -115,7 +178,7 @@ def _memory(stats: Any, topology: Topology) -> Memory | None:
     )
 
 
-class _Parts:
+class _StepCollectives:
     """The collectives of a step, and what they take on more or fewer devices."""
 
     def __init__(
@@ -244,7 +307,7 @@ def _size(collective: Collective, size: int) -> int:
 
 
 def _notes(
-    text: Contents,
+    text: ProgramSummary,
     topology: Topology,
     memory: Memory | None,
     is_loop_of_steps: bool,

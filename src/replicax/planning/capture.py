@@ -10,9 +10,8 @@ import logging
 import re
 import runpy
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +20,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from replicax._util.dry_run import rehearsing
+from replicax._util.types import PyTree
+from replicax.engine.devices import Device
+from replicax.engine.group import ReplicaGroup
+from replicax.engine.program import Program
 from replicax.engine.values import PerReplica
 from replicax.planning.topology import Topology
+from replicax.strategies.strategy import Strategy
 
 __all__ = [
     "Capture",
@@ -30,7 +34,6 @@ __all__ = [
     "capture_call",
     "capture_fit",
     "capture_script",
-    "is_model",
 ]
 
 _logger = logging.getLogger("replicax")
@@ -59,19 +62,23 @@ class Capture:
     """
 
     def __init__(self, topology: Topology) -> None:
-        self.devices: Sequence[Any] = topology.devices
+        self.devices: Sequence[Device] = topology.devices
         cpu = jax.local_devices(backend="cpu")[0]
         self.home = NamedSharding(Mesh(np.array([cpu]), ("home",)), PartitionSpec())
         self.name = ""
-        self.lowered: Any = None
+        self.lowered: jax.stages.Lowered | None = None
         self.num_steps = 1
         self.num_replicas = 0
         self.num_devices = 0
         self._has_skipped = False
 
     def call(
-        self, group: Any, program: Any, values: Sequence[Any], arrays: Sequence[Any]
-    ) -> Any:
+        self,
+        group: ReplicaGroup,
+        program: Program,
+        values: Sequence[PyTree],
+        arrays: Sequence[PyTree],
+    ) -> PyTree:
         """Keep a program that trains; of another one, results that are zeros.
 
         Its variables keep their values.
@@ -140,10 +147,10 @@ def capture_script(
 
 
 def capture_call(
-    strategy: Any,
-    step: Any,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    strategy: Strategy,
+    step: Callable[..., object],
+    args: Sequence[PyTree],
+    kwargs: Mapping[str, PyTree],
     topology: Topology,
 ) -> Capture:
     """The program of `strategy.run(step, args, kwargs)` on a topology's devices.
@@ -165,7 +172,7 @@ def capture_call(
 
 
 def capture_fit(
-    strategy: Any, model: Any, batch: Sequence[Any], topology: Topology
+    strategy: Strategy, model: keras.Model, batch: Sequence[PyTree], topology: Topology
 ) -> Capture:
     """The program of `model.fit` for a global batch, on a topology's devices.
 
@@ -182,7 +189,8 @@ def capture_fit(
     try:
         with strategy.rehearsing(capture), capture._until_captured():
             batches = (arrays for _ in range(1))
-            model.fit(batches, steps_per_epoch=1, shuffle=False, verbose=0)
+            fit: Callable[..., object] = model.fit  # Keras: `verbose` is a str.
+            fit(batches, steps_per_epoch=1, shuffle=False, verbose=0)
     finally:
         for name, value in attributes.items():
             setattr(model, name, value)
@@ -202,7 +210,7 @@ def _short(name: str) -> str:
     return re.sub(r"^\w+\((.*?)(?: \(line \d+\))?\)$", r"\1", name)
 
 
-def _shapes(values: Sequence[Any]) -> list[Any]:
+def _shapes(values: Sequence[PyTree]) -> list[PyTree]:
     return [
         x
         if isinstance(x, int | float | complex)  # Their types are weak.
@@ -213,16 +221,16 @@ def _shapes(values: Sequence[Any]) -> list[Any]:
     ]
 
 
-def _as_arrays(tree: Any, num_replicas: int) -> Any:
+def _as_arrays(tree: PyTree, num_replicas: int) -> PyTree:
     """`tree` with arrays for the `ShapeDtypeStruct`s, and entries for all replicas."""
 
-    def array(x: Any) -> Any:
+    def array(x: PyTree) -> PyTree:
         if isinstance(x, jax.ShapeDtypeStruct):
             # One zero in memory, however large the array.
             return np.broadcast_to(np.zeros((), x.dtype), x.shape)
         return x
 
-    def of_all(x: Any) -> Any:
+    def of_all(x: PyTree) -> PyTree:
         if not isinstance(x, PerReplica):
             return array(x)
         if x.array.shape[:1] == (num_replicas,):
@@ -232,8 +240,3 @@ def _as_arrays(tree: Any, num_replicas: int) -> Any:
         return PerReplica(array(jax.ShapeDtypeStruct(shape, x.array.dtype)))
 
     return jax.tree.map(of_all, tree, is_leaf=lambda x: isinstance(x, PerReplica))
-
-
-def is_model(step: Any) -> bool:
-    """Whether a step is a Keras model, trained by its own `train_step`."""
-    return isinstance(step, keras.Model)

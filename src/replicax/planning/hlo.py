@@ -1,13 +1,35 @@
-"""XLA's text of a compiled program as instructions, and who calls whom how often."""
+"""Parses XLA's text of a compiled program: instructions, calls, shapes and groups.
+
+Shapes look like `(f32[8,4]{1,0:T(8,128)S(1)}, s32[])`. Groups are the devices that take
+part in a collective together.
+"""
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterator, Mapping
 
-from replicax.errors import InternalError
-from replicax.planning.shapes import split_shape
+import numpy as np
 
-__all__ = ["Call", "Computation", "Instruction", "calls", "parse", "starts_async"]
+from replicax.errors import InternalError
+
+__all__ = [
+    "Call",
+    "Computation",
+    "Groups",
+    "Instruction",
+    "arrays",
+    "calls",
+    "elements",
+    "num_bytes",
+    "on_chip_bytes",
+    "parse",
+    "replica_groups",
+    "slice_groups",
+    "source_target_groups",
+    "split_shape",
+    "starts_async",
+]
 
 _HEADER = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$")
 _NAME = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = ")
@@ -19,6 +41,18 @@ _CALLED = re.compile(
 _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _INDEX = re.compile(r"\bindex=(\d+)")
+
+_EXPLICIT = re.compile(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}")
+_IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_SLICES = re.compile(r'_xla_megascale_target="\{([\d,]+)\}x\{(\d+):(\d+)\}"')
+_PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
+
+_ARRAY = re.compile(
+    r"\b(pred|token|opaque|(?:bf|[sufc])\d+\w*)\[([\d,]*)\](\{[^}]*\})?"
+)
+_BITS = re.compile(r"^[a-z]+?(\d+)")
+
+Groups = tuple[tuple[int, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -193,3 +227,159 @@ def _constant(name: str, computation: Computation) -> int | None:
         return None
     is_number = re.fullmatch(r"-?\d+", instruction.literal)
     return int(instruction.literal) if is_number else None
+
+
+def arrays(shape: str) -> list[tuple[str, tuple[int, ...]]]:
+    """Element type and dimensions of each array in a shape.
+
+    Example:
+        >>> from replicax.planning.hlo import arrays
+        >>> arrays("(f32[8,4]{1,0}, s32[])")
+        [('f32', (8, 4)), ('s32', ())]
+    """
+    return [(dtype, _dims(dims)) for dtype, dims, _ in _ARRAY.findall(shape)]
+
+
+def num_bytes(shape: str) -> int:
+    """Bytes of all arrays in a shape, without padding.
+
+    Example:
+        >>> from replicax.planning.hlo import num_bytes
+        >>> num_bytes("(bf16[8,4]{1,0}, s4[3], pred[])")
+        67
+    """
+    return sum(
+        _array_bytes(dtype, _dims(dims)) for dtype, dims, _ in _ARRAY.findall(shape)
+    )
+
+
+def on_chip_bytes(shape: str) -> int:
+    """Of `num_bytes`, what lies in memory on the chip: a layout says `S(1)`."""
+    return sum(
+        _array_bytes(dtype, _dims(dims))
+        for dtype, dims, layout in _ARRAY.findall(shape)
+        if "S(1)" in layout
+    )
+
+
+def elements(shape: str) -> list[str]:
+    """The elements of a tuple shape, of which some may be tuples; else the shape.
+
+    Example:
+        >>> from replicax.planning.hlo import elements
+        >>> elements("((f32[2]{0}, f32[]), u32[])")
+        ['(f32[2]{0}, f32[])', 'u32[]']
+    """
+    if not shape.startswith("("):
+        return [shape]
+    parts, depth, start = [], 0, 1
+    for i, character in enumerate(shape):
+        depth += (character in "([{") - (character in ")]}")
+        if (character == "," and depth == 1) or not depth:
+            parts.append(shape[start:i].strip())
+            start = i + 1
+    return parts
+
+
+def split_shape(text: str) -> tuple[str, str]:
+    """The shape that `text` begins with, and what follows it."""
+    if not text.startswith("("):
+        shape, _, rest = text.partition(" ")
+        return shape, rest.lstrip()
+    depth = 0
+    for i, character in enumerate(text):
+        depth += (character == "(") - (character == ")")
+        if not depth:
+            return text[: i + 1], text[i + 1 :].lstrip()
+    return text, ""
+
+
+def _dims(text: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in text.split(",") if n)
+
+
+def _array_bytes(dtype: str, dims: tuple[int, ...]) -> int:
+    if dtype in ("token", "opaque"):
+        return 0
+    match = _BITS.match(dtype)
+    bits = int(match[1]) if match else 8  # `pred` takes a byte.
+    return math.ceil(bits * math.prod(dims) / 8)
+
+
+def replica_groups(attributes: str) -> Groups:
+    """The groups that an instruction's attributes name; empty: all devices as one.
+
+    Raises:
+        InternalError: For a notation that is not known.
+
+    Example:
+        >>> from replicax.planning.hlo import replica_groups
+        >>> replica_groups("replica_groups={{0,1},{2,3}}")
+        ((0, 1), (2, 3))
+        >>> replica_groups("replica_groups=[2,2]<=[2,2]T(1,0)")
+        ((0, 2), (1, 3))
+    """
+    if "replica_groups=" not in attributes:
+        return ()
+    if match := _IOTA.search(attributes):
+        return _from_iota(_numbers(match[1]), _numbers(match[2]), match[3])
+    match = _EXPLICIT.search(attributes)
+    if match is None:
+        raise InternalError(
+            "plan: unknown notation for replica groups: "
+            f"{attributes[attributes.index('replica_groups=') :][:80]!r}."
+        )
+    groups = re.findall(r"\{([\d,]*)\}", match[1])
+    return tuple(tuple(_numbers(group)) for group in groups)
+
+
+def source_target_groups(attributes: str) -> Groups:
+    """The devices that send to each other, directly or over others.
+
+    Example:
+        >>> from replicax.planning.hlo import source_target_groups
+        >>> source_target_groups("source_target_pairs={{0,1},{1,0},{2,3}}")
+        ((0, 1), (2, 3))
+    """
+    match = _PAIRS.search(attributes)
+    if match is None:
+        raise InternalError(f"plan: no source_target_pairs in {attributes[:80]!r}.")
+    group_of: dict[int, set[int]] = {}
+    for pair in re.findall(r"\{(\d+),(\d+)\}", match[1]):
+        source, target = map(int, pair)
+        joined = group_of.get(source, {source}) | group_of.get(target, {target})
+        group_of.update(dict.fromkeys(joined, joined))
+    return tuple(sorted({tuple(sorted(group)) for group in group_of.values()}))
+
+
+def slice_groups(attributes: str) -> Groups:
+    """Chips at the same place of several slices, which exchange over the network.
+
+    Example:
+        >>> from replicax.planning.hlo import slice_groups
+        >>> slice_groups('_xla_megascale_target="{1,2}x{0:1}"')
+        ((0, 2), (1, 3))
+    """
+    match = _SLICES.search(attributes)
+    if match is None:
+        raise InternalError(
+            "plan: unknown notation for an exchange between slices: "
+            f"{attributes[:200]!r}."
+        )
+    num_slices = len(_numbers(match[1]))
+    first, last = int(match[2]), int(match[3])
+    size = last - first + 1
+    return tuple(tuple(i + k * size for k in range(num_slices)) for i in range(size))
+
+
+def _from_iota(shape: list[int], reshape: list[int], order: str | None) -> Groups:
+    """`[groups,size]<=[dims]T(order)`: 0, 1, 2, ... reshaped, transposed, cut."""
+    ids = np.arange(np.prod(reshape)).reshape(reshape)
+    if order is not None:
+        ids = ids.transpose(_numbers(order))
+    rows = ids.reshape(shape[0], -1) if len(shape) > 1 else ids.reshape(1, -1)
+    return tuple(tuple(row) for row in rows.tolist())
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(n) for n in text.split(",") if n]

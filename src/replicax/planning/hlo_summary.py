@@ -9,23 +9,24 @@ import math
 import re
 from collections.abc import Sequence
 
-from replicax.planning.groups import (
-    Groups,
-    replica_groups,
-    slice_groups,
-    source_target_groups,
-)
 from replicax.planning.hlo import (
     Call,
     Computation,
+    Groups,
     Instruction,
+    arrays,
     calls,
+    elements,
+    num_bytes,
+    on_chip_bytes,
     parse,
+    replica_groups,
+    slice_groups,
+    source_target_groups,
     starts_async,
 )
-from replicax.planning.shapes import arrays, elements, num_bytes, on_chip_bytes
 
-__all__ = ["Collective", "Contents", "read_program"]
+__all__ = ["Collective", "ProgramSummary", "read_program"]
 
 _KINDS = (
     "all-reduce",
@@ -77,7 +78,7 @@ class Collective:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Contents:
+class ProgramSummary:
     """What the text of a program says.
 
     Attributes:
@@ -95,7 +96,7 @@ class Contents:
     on_chip: float
 
 
-def read_program(text: str) -> Contents:
+def read_program(text: str) -> ProgramSummary:
     """Read the text of a compiled program, `jax.stages.Compiled.as_text()`.
 
     Raises:
@@ -125,7 +126,7 @@ def read_program(text: str) -> Contents:
                 total, on_chip = _traffic(instruction, computation)
                 moved += total
                 kept += on_chip
-    return Contents(
+    return ProgramSummary(
         collectives=tuple(
             dataclasses.replace(collective, count=count)
             for collective, count in found.items()

@@ -1,8 +1,36 @@
-"""How fast a device is: what the time model divides by."""
+"""How fast devices are: published figures of TPU chips, and rates measured here.
+
+Figures of chips are per chip, and bandwidths in one direction: the vendor's pages give
+the sum of both directions of all links of a chip.
+
+Devices of this machine are measured in a second or two, as no published figures would
+be true of them: a CPU core shares its caches, and logical devices share the cores. All
+devices work at once, as in a step.
+"""
 
 import dataclasses
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["Rates"]
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from replicax.engine.devices import Device
+
+__all__ = ["CHIPS", "Chip", "Rates", "measure_rates"]
+
+_GIB = 2**30
+_LOOKED_UP = "2026-11-21"
+_PAGES = "https://docs.cloud.google.com/tpu/docs"
+
+_AXIS = "replica"
+_ROUNDS = 5
+_CPU_SIZES = (512, 2**22)
+_GPU_SIZES = (4096, 2**27)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,3 +51,185 @@ class Rates:
     memory_bandwidth: float
     ring_bandwidth: float | None
     source: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Chip:
+    """A kind of TPU chip.
+
+    Attributes:
+        name: As in topologies, such as `"v5e"`.
+        peak_flops: Multiplications and additions per second, in bfloat16.
+        memory_bytes: Capacity of its memory (HBM).
+        memory_bandwidth: Bytes per second between memory and chip.
+        link_bandwidth: Bytes per second over one link to a neighbour, one direction.
+        network_bandwidth: Bytes per second of its share of its host's network, over
+            which slices reach each other; None: not published.
+        num_dims: Dimensions of the grid of chips.
+        ring_multiple: A dimension of the grid whose size divides by this is closed to a
+            ring.
+        shapes: The usual sizes of slices.
+        max_chips: Chips in the largest slice.
+        source: Where the figures are published.
+        looked_up: When they were read there.
+        options: What libtpu needs to know besides the name.
+    """
+
+    name: str
+    peak_flops: float
+    memory_bytes: int
+    memory_bandwidth: float
+    link_bandwidth: float
+    network_bandwidth: float | None
+    num_dims: int
+    ring_multiple: int
+    shapes: tuple[tuple[int, ...], ...]
+    max_chips: int
+    source: str
+    looked_up: str = _LOOKED_UP
+    options: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def has_shape(self, shape: tuple[int, ...]) -> bool:
+        """Whether there are slices of that shape.
+
+        Besides the usual ones: any box of cubes of 4x4x4, where there are cubes.
+        """
+        if shape in self.shapes:
+            return True
+        return (
+            len(shape) == self.num_dims == 3
+            and all(n > 0 and n % 4 == 0 for n in shape)
+            and list(shape) == sorted(shape)
+            and math.prod(shape) <= self.max_chips
+        )
+
+    def shape_of(self, num_chips: int) -> tuple[int, ...]:
+        """The shape, as near to a square or cube as it goes, of a power of two chips.
+
+        Example:
+            >>> from replicax.planning.rates import CHIPS
+            >>> CHIPS["v5e"].shape_of(32), CHIPS["v5p"].shape_of(8)
+            ((4, 8), (2, 2, 2))
+        """
+        shape = [1] * self.num_dims
+        while math.prod(shape) < num_chips:
+            shape[shape.index(min(shape))] *= 2
+        return tuple(sorted(shape))
+
+
+_FLAT = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
+_DEEP = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4), (4, 4, 4), (4, 4, 8), (4, 8, 8))
+
+CHIPS: Mapping[str, Chip] = {
+    chip.name: chip
+    for chip in (
+        Chip(
+            name="v4",
+            peak_flops=275e12,
+            memory_bytes=32 * _GIB,
+            memory_bandwidth=1200e9,
+            # 6 links of 50 GB/s; 1.1 PB/s of all-reduce for 4096 chips agree with it.
+            link_bandwidth=50e9,
+            network_bandwidth=None,
+            num_dims=3,
+            ring_multiple=4,
+            shapes=_DEEP,
+            max_chips=4096,
+            source=f"{_PAGES}/v4; links: Jouppi et al. 2023, arXiv:2304.01433",
+            # Both cores of a chip as one device, as JAX has them on the hardware.
+            options={"chip_config_name": "megacore"},
+        ),
+        Chip(
+            name="v5e",
+            peak_flops=197e12,
+            memory_bytes=16 * _GIB,
+            memory_bandwidth=819e9,
+            link_bandwidth=400e9 / 2 / 4,  # 400 GB/s, both directions, 4 links
+            network_bandwidth=6.4e12 / 8 / 256,  # 6.4 Tb/s for a pod of 256 chips
+            num_dims=2,
+            ring_multiple=16,
+            shapes=_FLAT,
+            max_chips=256,
+            source=f"{_PAGES}/v5e",
+        ),
+        Chip(
+            name="v5p",
+            peak_flops=459e12,
+            memory_bytes=95 * _GIB,
+            memory_bandwidth=2765e9,
+            link_bandwidth=1200e9 / 2 / 6,  # 1200 GB/s, both directions, 6 links
+            network_bandwidth=50e9 / 8,  # 50 Gb/s
+            num_dims=3,
+            ring_multiple=4,
+            shapes=_DEEP,
+            max_chips=8960,
+            source=f"{_PAGES}/v5p",
+        ),
+        Chip(
+            name="v6e",
+            peak_flops=918e12,
+            memory_bytes=32 * _GIB,
+            memory_bandwidth=1600e9,
+            link_bandwidth=800e9 / 2 / 4,  # 3200 Gb/s one direction over 4 links
+            network_bandwidth=25.6e12 / 8 / 256,  # 25.6 Tb/s for a pod of 256 chips
+            num_dims=2,
+            ring_multiple=16,
+            shapes=_FLAT,
+            max_chips=256,
+            source=f"{_PAGES}/v6e",
+        ),
+    )
+}
+"""The chips that `rx.plan` knows, by name."""
+
+
+def measure_rates(devices: Sequence[Device]) -> Rates:
+    """Measure products of matrices, copies, and sums over the devices.
+
+    Args:
+        devices: Devices of one kind of this machine.
+    """
+    mesh = Mesh(np.array(devices), (_AXIS,))
+    width, length = _CPU_SIZES if devices[0].platform == "cpu" else _GPU_SIZES
+    num = len(devices)
+    product = _seconds(mesh, lambda x: x @ x, (width, width))
+    copy = _seconds(mesh, lambda x: x + 1, (length,))
+    ring = None
+    if num > 1:
+        total = _seconds(mesh, lambda x: lax.psum(x, _AXIS), (length // 4,))
+        # In a ring each device sends twice the array, less its own part.
+        ring = 2 * (num - 1) / num * length / total
+    stats = devices[0].memory_stats() or {}
+    return Rates(
+        peak_flops=2 * width**3 / product,
+        memory_bytes=stats.get("bytes_limit"),
+        memory_bandwidth=2 * 4 * length / copy,
+        ring_bandwidth=ring,
+        source=f"measured on {num} x {devices[0].device_kind} of this machine: a "
+        f"float32 product of {width} x {width}, a copy of {4 * length / 2**20:.0f} MiB"
+        + (f", a sum of {length / 2**20:.0f} MiB" if num > 1 else ""),
+    )
+
+
+def _seconds(
+    mesh: Mesh, fn: Callable[[jax.Array], jax.Array], shape: tuple[int, ...]
+) -> float:
+    """The shortest of a few runs of `fn` on every device at once."""
+    spec = PartitionSpec(_AXIS)
+    program = jax.jit(
+        jax.shard_map(
+            lambda x: fn(x[0])[None], mesh=mesh, in_specs=spec, out_specs=spec
+        ),
+        donate_argnums=0,  # Fresh memory would cost more than the copy.
+    )
+    array = jax.jit(
+        lambda: jnp.zeros((mesh.size, *shape), jnp.float32),
+        out_shardings=NamedSharding(mesh, spec),
+    )()
+    array = jax.block_until_ready(program(array))
+    seconds = []
+    for _ in range(_ROUNDS):
+        start = time.perf_counter()
+        array = jax.block_until_ready(program(array))
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)

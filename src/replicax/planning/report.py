@@ -1,23 +1,105 @@
-"""What a plan says: the values, as JSON and as tables in a terminal."""
+"""What a plan says: the values, as JSON, as tables in a terminal, as a figure."""
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from replicax._util.units import binary_bytes, decimal, seconds
-from replicax.planning.figure import draw
 from replicax.planning.rates import Rates
 from replicax.planning.roofline import ASSUMPTIONS, StepTime
-from replicax.planning.types import CollectiveUse, Memory, Scale
 
-__all__ = ["Plan"]
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["CollectiveUse", "Memory", "Plan", "Scale"]
 
 _FORMAT = 1
+
+_INK = "#1f2933"
+_COLORS = {
+    "compute": "#2f6fab",
+    "memory": "#d98b2b",
+    "communication": "#b23a48",
+    "step": "#52606d",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Memory:
+    """Bytes on one device.
+
+    Attributes:
+        arguments: Variables and the batch.
+        outputs: Results and the new values of variables.
+        aliased: Of the outputs, what takes the place of arguments.
+        temporaries: What the step needs while it runs.
+        code: The program.
+        capacity: Of the device; None: shared with others, or not known.
+    """
+
+    arguments: int
+    outputs: int
+    aliased: int
+    temporaries: int
+    code: int
+    capacity: int | None
+
+    @property
+    def peak(self) -> int:
+        """All of it, while the step runs."""
+        held = self.arguments + self.outputs - self.aliased
+        return held + self.temporaries + self.code
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class CollectiveUse:
+    """Collectives of a step that are alike.
+
+    Attributes:
+        kind: XLA's name, such as `"all-reduce"`.
+        dtype: XLA's name of the element type.
+        count: How many of them a step makes.
+        bytes: Payload of one, on one device.
+        group_size: Number of devices that take part together.
+        num_groups: Number of such groups, at the same time.
+        spans_hosts: Whether a group's devices are on several machines.
+        num_slices: Number of slices that a group's devices are in.
+        is_async: Whether the device computes meanwhile.
+        seconds: Of all of them; None: no rates are known.
+    """
+
+    kind: str
+    dtype: str
+    count: float
+    bytes: int
+    group_size: int
+    num_groups: int
+    spans_hosts: bool
+    num_slices: int
+    is_async: bool
+    seconds: float | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Scale:
+    """How efficient a step is on some number of devices.
+
+    Attributes:
+        num_devices: The number.
+        hardware: What they are, such as `"4x4"` chips of a slice.
+        efficiency: The time of a step on one device by that on so many, with the same
+            batch per device: in (0, 1].
+    """
+
+    num_devices: int
+    hardware: str
+    efficiency: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +151,7 @@ class Plan:
     advice: str
     notes: tuple[str, ...]
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """The plan as JSON values, which `format` numbers the layout of."""
         values = dataclasses.asdict(self)
         if self.memory is not None:
@@ -93,7 +175,7 @@ class Plan:
                 f"plan: nothing to draw: {self.program} does not fit on "
                 f"{self.topology}."
             )
-        draw(
+        _draw(
             path,
             title=f"{self.program} on {self.topology} ({self.num_devices} devices): "
             "compiled, never run",
@@ -108,7 +190,7 @@ class Plan:
         (console or Console()).print(self.__rich__())
 
     def __rich__(self) -> Group:
-        parts: list[Any] = [self._summary()]
+        parts: list[RenderableType] = [self._summary()]
         if self.collectives:
             parts.append(self._collective_table())
         parts.append(Text.assemble(("First limit: ", "bold"), f"{self.limit}. "))
@@ -200,3 +282,102 @@ def _over(use: CollectiveUse) -> str:
     if use.num_slices > 1:
         return f"{use.num_slices} slices"
     return "several hosts" if use.spans_hosts else "one host"
+
+
+def _draw(
+    path: str | Path,
+    *,
+    title: str,
+    time: StepTime,
+    limit: str,
+    scaling: Sequence[Scale],
+    here: tuple[str, int],
+) -> None:
+    """Draw a plan to a file whose ending says the format.
+
+    Args:
+        path: The file.
+        title: What is above the picture.
+        time: Of a step.
+        limit: What limits it.
+        scaling: Efficiencies by number of devices; without any only times are drawn.
+        here: Name of the hardware, and its number of devices.
+
+    Raises:
+        ImportError: Without matplotlib.
+    """
+    try:
+        import matplotlib as mpl
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "plan: drawing needs matplotlib. Install it with: "
+            "pip install 'replicax[plan]'"
+        ) from error
+    with mpl.rc_context({"font.size": 9, "text.color": _INK, "axes.labelcolor": _INK}):
+        columns = 2 if scaling else 1
+        figure = Figure(figsize=(5.2 * columns, 3.6), layout="constrained", dpi=160)
+        axes = figure.subplots(1, columns, squeeze=False)[0]
+        _draw_times(axes[0], time, limit)
+        if scaling:
+            _draw_scaling(axes[1], scaling, here)
+        figure.suptitle(title, fontsize=10)
+        figure.savefig(path)
+
+
+def _draw_times(ax: "Axes", time: StepTime, limit: str) -> None:
+    values = {
+        "compute": time.compute,
+        "memory": time.memory,
+        "communication": time.links + time.network,
+        "step": time.total,
+    }
+    labels = {
+        "compute": "compute",
+        "memory": "memory traffic",
+        "communication": "communication",
+        "step": "step",
+    }
+    longest = max(values.values()) or 1.0
+    for row, (name, value) in enumerate(values.items()):
+        ax.barh(row, value / longest, color=_COLORS[name], height=0.6)
+        ax.text(value / longest + 0.02, row, seconds(value), va="center")
+    ax.set_yticks(range(len(values)), [labels[name] for name in values])
+    ax.invert_yaxis()
+    ax.set_xlim(0, 1.3)
+    ax.set_xticks([])
+    ax.set_title(f"One step. First limit: {limit}", size=9)
+    ax.set_xlabel(
+        "step = the longer one of compute and memory traffic,\n"
+        "and the communication that computation does not hide"
+    )
+    for side in ("top", "right", "bottom"):
+        ax.spines[side].set_visible(False)
+
+
+def _draw_scaling(ax: "Axes", scaling: Sequence[Scale], here: tuple[str, int]) -> None:
+    name, num_devices = here
+    sizes = [s.num_devices for s in scaling]
+    percent = [100 * s.efficiency for s in scaling]
+    ax.plot(sizes, percent, marker="o", markersize=4, color=_COLORS["compute"])
+    own = sizes.index(num_devices)
+    ax.plot(
+        sizes[own],
+        percent[own],
+        marker="o",
+        markersize=9,
+        fillstyle="none",
+        color=_COLORS["communication"],
+        linestyle="none",
+        label=f"{name}: {percent[own]:.1f} %",
+    )
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(sizes, [f"{s.num_devices}\n{s.hardware}" for s in scaling])
+    ax.set_ylim(0, 105)
+    ax.set_ylabel("efficiency, %")
+    ax.set_xlabel("devices, and how they lie; same batch on each")
+    ax.grid(axis="y", color="#e4e7eb")
+    ax.legend(frameon=False, loc="lower left")
+    ax.set_title("Predicted weak scaling", size=9)
+    for side in ("top", "right"):
+        ax.spines[side].set_visible(False)

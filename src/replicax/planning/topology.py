@@ -7,15 +7,13 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 
+from replicax.engine.devices import Device
 from replicax.errors import DeviceError
 from replicax.planning import compiler
-from replicax.planning.chips import CHIPS, Chip
-from replicax.planning.measured import measure_rates
-from replicax.planning.rates import Rates
+from replicax.planning.rates import CHIPS, Chip, Rates, measure_rates
 
 __all__ = [
     "Topology",
@@ -55,7 +53,7 @@ class Topology:
     """
 
     name: str
-    devices: tuple[Any, ...]
+    devices: tuple[Device, ...]
     rates: Rates
     chip: Chip | None = None
     shape: tuple[int, ...] = ()
@@ -169,7 +167,7 @@ def _known(chip: Chip | None = None) -> str:
 
 def _described_devices(
     name: str, chip: Chip, shape: tuple[int, ...], num_slices: int
-) -> tuple[Any, ...]:
+) -> tuple[Device, ...]:
     library = compiler.find()
     if library is None:
         raise ImportError(
@@ -178,7 +176,7 @@ def _described_devices(
         )
     from jax.experimental import topologies
 
-    options: dict[str, Any] = dict(chip.options)
+    options: dict[str, str | int] = dict(chip.options)
     if num_slices > 1:
         options["num_slices"] = num_slices
     with _environment(library):

@@ -1,6 +1,7 @@
 """Keras callbacks of replicax: `Report`."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,9 @@ __all__ = ["Report", "with_report"]
 
 _begun: dict[Path, int] = {}
 """How many calls of `fit` this process has reported, by page."""
+
+
+Logs = Mapping[str, object] | None
 
 
 class Report(LateCallback):
@@ -67,9 +71,9 @@ class Report(LateCallback):
                 f"{os.fspath(path)!r}, which is a folder."
             )
         self._run: FitReport | None = None
-        self._logs: Any = None
+        self._logs: Logs = None
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Logs = None) -> None:
         """Begin to note. What is written begins with the first epoch.
 
         Raises:
@@ -105,7 +109,7 @@ class Report(LateCallback):
         session.push(run.close)
         session.note_with(run.recorder, model)
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         """Count from zero.
 
         Raises:
@@ -114,7 +118,7 @@ class Report(LateCallback):
         if self._run is not None:
             self._run.begin_epoch(epoch)
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
         """Remember the logs, into which callbacks after this one may put more."""
         self._logs = logs
 
@@ -123,7 +127,7 @@ class Report(LateCallback):
         if self._run is not None:
             self._run.end_epoch(self._logs or {})
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: Logs = None) -> None:
         """Measure, write the last page, and print the diagnosis."""
         run, self._run = self._run, None
         if run is None:
@@ -133,7 +137,7 @@ class Report(LateCallback):
             print(f"{self.path}: {line}", flush=True)
 
 
-def with_report(callbacks: Any, page: str) -> Any:
+def with_report(callbacks: object, page: str) -> object:
     """`fit`'s callbacks with a `Report`, if none is among them.
 
     Args:

@@ -1,31 +1,32 @@
-"""Curves as SVG inside of HTML, and the numbers that they show as tables.
+"""Charts of curves over epochs: what a template draws, and the numbers as a table.
 
 The plot is stretched to the page's width, whatever that is; its labels are HTML around
-it, so that they stay as large as other text.
+it, so that they stay as large as other text. No plotting library is used: pictures of
+those know neither a page's width nor its dark colors.
 """
 
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from html import escape
 
-__all__ = ["Series", "chart", "plain", "thinned", "ticks"]
+__all__ = ["Chart", "Curve", "Series", "chart_of", "plain", "thinned", "ticks"]
 
 _MOST_POINTS = 240
 _MOST_ROWS = 60
 _FEW_POINTS = 40  # So few get a dot each.
 _NUM_COLORS = 8
-_SIZE = 1000.0
+_SIZE = 1000
 _LOG_FROM = 100.0  # Ratio of the largest value to the smallest.
 _HUGE = 1e300  # So that differences and powers of ten are numbers, too.
 _FLAT = 1e-9  # Values that differ by less, relative to the largest, are equal.
 
 Point = tuple[float, float]
+Label = tuple[float, str]  # Where on an axis, from 0 to 1, and the text.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Series:
-    """A curve.
+    """The values of a curve.
 
     Attributes:
         name: What it is.
@@ -41,6 +42,56 @@ class Series:
         return [point for part in self.parts for point in part]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Curve:
+    """A curve as SVG.
+
+    Attributes:
+        name: What it is.
+        color: The class of its color in the style sheet.
+        is_few: Whether there are so few points that each is drawn as a dot.
+        path: The path of its lines.
+        dots: The place of each point, and what is said of it.
+    """
+
+    name: str
+    color: str
+    is_few: bool
+    path: str
+    dots: Sequence[tuple[str, str]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chart:
+    """What the template draws.
+
+    Attributes:
+        title: What is drawn.
+        note: A sentence below the title, or "".
+        in_words: The chart for those who cannot see it.
+        curves: The curves.
+        y_labels: Those of the values.
+        x_labels: Those of the epochs.
+        borders: Where another `fit` begins, and its name.
+        head: The table's columns.
+        rows: The table's rows.
+        num_epochs: How many rows it would have with all epochs.
+        size: Width and height of the plot, in units of the paths.
+    """
+
+    title: str
+    note: str
+    in_words: str
+    curves: Sequence[Curve]
+    y_labels: Sequence[Label]
+    x_labels: Sequence[Label]
+    borders: Sequence[Label]
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    num_epochs: int
+    size: int = _SIZE
+
+
 def plain(value: float) -> str:
     """A number as people read it."""
     if not math.isfinite(value):
@@ -50,52 +101,47 @@ def plain(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1e3 else f"{value:.4g}"
 
 
-def chart(
+def chart_of(
     title: str,
     series: Sequence[Series],
     *,
     unit: Callable[[float], str] = plain,
     from_zero: bool = False,
-    borders: Sequence[tuple[float, str]] = (),
+    borders: Sequence[Label] = (),
     note: str = "",
-) -> str:
-    """A figure of curves over epochs, as HTML; "" where nothing is to be drawn.
+) -> Chart | None:
+    """A chart of curves over epochs; None where nothing is to be drawn.
 
     Args:
         title: What is drawn.
         series: The curves.
         unit: Writes a value.
         from_zero: Whether the axis begins at 0.
-        borders: Where another `fit` begins, and its name.
+        borders: The epochs where another `fit` begins, and its name.
         note: A sentence below the title.
     """
     series = [s for s in series if s.points]
     if not series:
-        return ""
-    scale = _Scale(
-        [y for s in series for _, y in s.points if math.isfinite(y)],
-        [x for s in series for x, _ in s.points],
-        from_zero,
+        return None
+    points = [point for s in series for point in s.points]
+    scale = _AxisScale(
+        [y for _, y in points if math.isfinite(y)], [x for x, _ in points], from_zero
     )
-    drawn = "".join(_curve(s, i, scale, unit) for i, s in enumerate(series))
-    y_labels = "".join(
-        f'<span style="bottom:{100 * scale.up(y):.2f}%">{escape(unit(y))}</span>'
-        for y in scale.y_ticks
-    )
-    x_labels = "".join(
-        f'<span style="left:{100 * scale.across(x):.2f}%">{plain(x)}</span>'
-        for x in scale.x_ticks
-    )
-    is_log = " (logarithmic)" if scale.is_log else ""
-    return (
-        f'<figure class="chart"><figcaption><h3>{escape(title)}{is_log}</h3>'
-        f"{f'<p>{escape(note)}</p>' if note else ''}{_legend(series)}</figcaption>"
-        f'<div class="plot" role="img" aria-label="{escape(_in_words(title, series))}">'
-        f'<div class="ys">{y_labels}</div>'
-        f'<svg viewBox="0 0 {_SIZE:.0f} {_SIZE:.0f}" preserveAspectRatio="none">'
-        f"{_grid(scale, borders)}{drawn}</svg>"
-        f'<div class="xs">{x_labels}<b>epoch</b></div></div>'
-        f"{_numbers(series, unit, title)}</figure>"
+    rows = _rows(series, unit)
+    stride = max(1.0, (len(rows) - 1) / (_MOST_ROWS - 1))
+    shown = [rows[round(i * stride)] for i in range(min(len(rows), _MOST_ROWS))]
+    at_borders = [(scale.across(x), name) for x, name in borders]
+    return Chart(
+        title=f"{title} (logarithmic)" if scale.is_log else title,
+        note=note,
+        in_words=f"{title}: {'; '.join(map(_in_words, series))}",
+        curves=[_curve(s, i, scale, unit) for i, s in enumerate(series)],
+        y_labels=[(scale.up(y), unit(y)) for y in scale.y_ticks],
+        x_labels=[(scale.across(x), plain(x)) for x in scale.x_ticks],
+        borders=[(at, name) for at, name in at_borders if 0 < at < 1],
+        head=["epoch", *(s.name for s in series)],
+        rows=shown,
+        num_epochs=len(rows),
     )
 
 
@@ -138,7 +184,7 @@ def _height(point: Point) -> float:
     return point[1]
 
 
-class _Scale:
+class _AxisScale:
     """Where values lie in a plot, from 0 to 1.
 
     Args:
@@ -154,9 +200,10 @@ class _Scale:
         high = min(_HUGE, max(ys, default=1.0))
         self.is_log = not from_zero and low > 0 and high / low >= _LOG_FROM
         if self.is_log:
-            self._low = math.log10(max(low, 1 / _HUGE))
-            self._high = math.log10(high)
-            self.y_ticks = self._powers()
+            self._low = float(math.floor(math.log10(max(low, 1 / _HUGE))))
+            self._high = float(math.ceil(math.log10(high)))
+            powers = range(int(self._low), int(self._high) + 1)
+            self.y_ticks = [10.0**p for p in powers[:: max(1, (len(powers) - 1) // 5)]]
         else:
             low = min(0.0, low) if from_zero else low
             size = high - low
@@ -166,7 +213,8 @@ class _Scale:
             self._high = high + room
             self.y_ticks = ticks(self._low, self._high)
         self._first, self._last = min(xs), max(xs)
-        self.x_ticks = self._epochs()
+        epochs = [x for x in ticks(self._first, self._last, 6) if x == int(x)]
+        self.x_ticks = epochs or sorted({self._first, self._last})
 
     def up(self, y: float) -> float:
         value = math.log10(max(y, 1 / _HUGE)) if self.is_log else y
@@ -178,38 +226,12 @@ class _Scale:
             return 0.5
         return (x - self._first) / (self._last - self._first)
 
-    def _powers(self) -> list[float]:
-        first, last = math.floor(self._low), math.ceil(self._high)
-        self._low, self._high = float(first), float(last)
-        stride = max(1, (last - first) // 5)
-        return [10.0**power for power in range(first, last + 1, stride)]
-
-    def _epochs(self) -> list[float]:
-        whole = [x for x in ticks(self._first, self._last, 6) if x == int(x)]
-        return whole or sorted({self._first, self._last})
-
-
-def _grid(scale: _Scale, borders: Sequence[tuple[float, str]]) -> str:
-    lines = []
-    for y in scale.y_ticks:
-        at = _SIZE * (1 - scale.up(y))
-        lines.append(f'<path class="grid" d="M0 {at:.1f}H{_SIZE:.0f}"/>')
-    for x, name in borders:
-        at = _SIZE * scale.across(x)
-        if 0 < at < _SIZE:
-            lines.append(
-                f'<path class="border" d="M{at:.1f} 0V{_SIZE:.0f}">'
-                f"<title>{escape(name)} begins</title></path>"
-            )
-    return "".join(lines)
-
 
 def _curve(
-    series: Series, index: int, scale: _Scale, unit: Callable[[float], str]
-) -> str:
-    color = f"s{index % _NUM_COLORS}"
-    is_few = len(series.points) <= _FEW_POINTS
-    lines, dots = [], []
+    series: Series, index: int, scale: _AxisScale, unit: Callable[[float], str]
+) -> Curve:
+    lines: list[str] = []
+    dots: list[tuple[str, str]] = []
     for part in series.parts:
         for run in _runs(thinned(part)):
             places = [
@@ -217,15 +239,14 @@ def _curve(
                 for x, y in run
             ]
             lines.append("M" + "L".join(places))
-            dots += [
-                f'<path class="dot" d="M{place}h0">'
-                f"<title>{escape(series.name)}, epoch {plain(x)}: {escape(unit(y))}"
-                "</title></path>"
-                for place, (x, y) in zip(places, run, strict=True)
-            ]
-    return (
-        f'<g class="{color}{" few" if is_few else ""}">'
-        f'<path class="line" d="{"".join(lines)}"/>{"".join(dots)}</g>'
+            texts = [f"{series.name}, epoch {plain(x)}: {unit(y)}" for x, y in run]
+            dots += zip(places, texts, strict=True)
+    return Curve(
+        name=series.name,
+        color=f"s{index % _NUM_COLORS}",
+        is_few=len(series.points) <= _FEW_POINTS,
+        path="".join(lines),
+        dots=dots,
     )
 
 
@@ -240,59 +261,20 @@ def _runs(points: Sequence[Point]) -> list[list[Point]]:
     return [run for run in runs if run]
 
 
-def _legend(series: Sequence[Series]) -> str:
-    if len(series) < 2:
-        return ""
-    items = "".join(
-        f'<li class="s{i % _NUM_COLORS}"><i></i>{escape(s.name)}</li>'
-        for i, s in enumerate(series)
+def _in_words(series: Series) -> str:
+    (first, low), (last, high) = series.points[0], series.points[-1]
+    return (
+        f"{series.name} from {plain(low)} in epoch {plain(first)} "
+        f"to {plain(high)} in epoch {plain(last)}"
     )
-    return f'<ul class="legend">{items}</ul>'
 
 
-def _in_words(title: str, series: Sequence[Series]) -> str:
-    said = []
-    for s in series:
-        first, last = s.points[0], s.points[-1]
-        said.append(
-            f"{s.name} from {plain(first[1])} in epoch {plain(first[0])} "
-            f"to {plain(last[1])} in epoch {plain(last[0])}"
-        )
-    return f"{title}: {'; '.join(said)}"
-
-
-def _numbers(series: Sequence[Series], unit: Callable[[float], str], title: str) -> str:
-    """The table below a chart. An epoch that is there twice has a row for each."""
-    rows: dict[tuple[int, float], dict[int, float]] = {}
+def _rows(series: Sequence[Series], unit: Callable[[float], str]) -> list[list[str]]:
+    """The table's rows. An epoch that is there twice has a row for each."""
+    rows: dict[tuple[int, float], list[str]] = {}
     for column, s in enumerate(series):
         for number, part in enumerate(s.parts):
             for x, y in part:
-                rows.setdefault((number, x), {})[column] = y
-    keys = sorted(rows)
-    shown = keys
-    if len(keys) > _MOST_ROWS:
-        stride = (len(keys) - 1) / (_MOST_ROWS - 1)
-        shown = [keys[round(i * stride)] for i in range(_MOST_ROWS)]
-    head = "".join(f'<th scope="col">{escape(s.name)}</th>' for s in series)
-    body = "".join(
-        f'<tr><th scope="row">{plain(key[1])}</th>'
-        + "".join(_cell(rows[key].get(i), unit) for i in range(len(series)))
-        + "</tr>"
-        for key in shown
-    )
-    left_out = len(keys) - len(shown)
-    more = f" ({len(shown)} of {len(keys)} epochs)" if left_out else ""
-    return (
-        f"<details><summary>Numbers{more}</summary>"
-        f'<div class="scroll" tabindex="0" role="region" '
-        f'aria-label="{escape(title)}, numbers"><table><thead><tr>'
-        f'<th scope="col">epoch</th>{head}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div></details>"
-    )
-
-
-def _cell(value: float | None, unit: Callable[[float], str]) -> str:
-    if value is None:
-        return "<td></td>"
-    text = unit(value) if math.isfinite(value) else plain(value)
-    return f"<td>{escape(text)}</td>"
+                row = rows.setdefault((number, x), [plain(x), *[""] * len(series)])
+                row[1 + column] = unit(y) if math.isfinite(y) else plain(y)
+    return [row for _, row in sorted(rows.items())]

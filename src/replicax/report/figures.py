@@ -1,14 +1,21 @@
-"""The figures of a report: which curves there are, of which workers."""
+"""The charts of a report: which curves there are, of which workers."""
 
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 
 from replicax._util.units import decimal, seconds
-from replicax.report.charts import Point, Series, chart
+from replicax.report.charts import Chart, Point, Series, chart_of, plain
 from replicax.report.runs import Epoch, Fit, Run, Worker
 
-__all__ = ["memory_bytes", "metric_figures", "speed_figures", "stale_mean"]
+__all__ = [
+    "counts_own",
+    "memory_bytes",
+    "metric_charts",
+    "number_of_fit",
+    "speed_charts",
+    "stale_mean",
+]
 
 _MOST_WORKERS = 6
 
@@ -42,8 +49,8 @@ def number_of_fit(fit: Fit) -> int:
     return number if isinstance(number, int) else 1
 
 
-def metric_figures(run: Run) -> list[str]:
-    """A figure for each loss and metric, of training and validation together."""
+def metric_charts(run: Run) -> list[Chart]:
+    """A chart for each loss and metric, of training and validation together."""
     if run.chief is None:
         return []
     fits = run.chief.fits
@@ -51,7 +58,7 @@ def metric_figures(run: Run) -> list[str]:
     names = dict.fromkeys(n for f in fits for e in f.epochs for n in e.logs)
     bases = list(dict.fromkeys(name.removeprefix("val_") for name in names))
     bases.sort(key=lambda base: base != "loss")  # Everybody looks for it first.
-    figures = []
+    charts = []
     for base in bases:
         found = [(base, "training"), (f"val_{base}", "validation")]
         series = [
@@ -59,11 +66,11 @@ def metric_figures(run: Run) -> list[str]:
             for name, label in found
             if name in names
         ]
-        alone = "" if base in names else " (validation)"
-        figures.append(
-            chart(base + alone, series, borders=places.borders, note=_gaps(series))
+        title = base if base in names else f"{base} (validation)"
+        charts.append(
+            chart_of(title, series, borders=places.borders, note=_gaps(series))
         )
-    return figures
+    return [chart for chart in charts if chart is not None]
 
 
 def _gaps(series: Sequence[Series]) -> str:
@@ -79,72 +86,62 @@ def _log(name: str) -> Callable[[Epoch], float | None]:
     return lambda epoch: epoch.logs.get(name)
 
 
-def speed_figures(run: Run) -> list[str]:
+def speed_charts(run: Run) -> list[Chart]:
     """Throughput, step time, input wait, memory and staleness."""
     if run.chief is None:
         return []
     places = _Places(run.chief.fits)
-    borders = places.borders
-    rates = Series(name="all workers", parts=_throughput(run, places))
-    is_served = any(e.staleness for w in run.workers for f in w.fits for e in f.epochs)
-    is_process = any(
-        e.memory.get("of") == "process"
-        for w in run.workers
-        for f in w.fits
-        for e in f.epochs
-    )
-    memory = "Memory of the process" if is_process else "Memory of the fullest device"
-    figures = [
-        chart(
+    epochs = [e for w in run.workers for f in w.fits for e in f.epochs]
+    is_process = any(e.memory.get("of") == "process" for e in epochs)
+    most = max((b for b in map(memory_bytes, epochs) if math.isfinite(b)), default=0.0)
+    # For round numbers at the axis.
+    size, name = (2.0**30, "GiB") if most >= 2**31 else (2.0**20, "MiB")
+
+    def of_workers(value: Callable[[Epoch], float]) -> list[Series]:
+        return _by_worker(run, places, value)
+
+    drawn: list[tuple[str, list[Series], Callable[[float], str], str]] = [
+        (
             "Throughput",
-            [rates],
-            unit=lambda y: f"{decimal(y)}/s".replace(" /", "/"),
-            from_zero=True,
-            borders=borders,
-            note="Examples per second, of all workers, without the time to compile.",
+            [Series(name="all workers", parts=_throughput(run, places))],
+            lambda y: f"{decimal(y)}/s".replace(" /", "/"),
+            "Examples per second, of all workers, without the time to compile.",
         ),
-        chart(
+        (
             "Time of a step",
-            _by_worker(run, places, lambda e: e.step_s),
-            unit=lambda y: seconds(y) if y else "0",
-            from_zero=True,
-            borders=borders,
+            of_workers(lambda e: e.step_s),
+            lambda y: seconds(y) if y else "0",
+            "",
         ),
-        chart(
+        (
             "Waiting for input",
-            _by_worker(run, places, lambda e: e.input_share),
-            unit=lambda y: f"{100 * y:.3g}%",
-            from_zero=True,
-            borders=borders,
-            note="Share of the time in which the devices had nothing to compute.",
+            of_workers(lambda e: e.input_share),
+            lambda y: f"{100 * y:.3g}%",
+            "Share of the time in which the devices had nothing to compute.",
         ),
-        _memory_figure(run, places, memory),
+        (
+            "Memory of the process" if is_process else "Memory of the fullest device",
+            of_workers(lambda e: memory_bytes(e) / size),
+            lambda y: f"{y:.4g} {name}",
+            "",
+        ),
     ]
-    if is_served:
-        figures.append(
-            chart(
+    if any(e.staleness for e in epochs):
+        drawn.append(
+            (
                 "Staleness of gradients",
-                _by_worker(run, places, lambda e: stale_mean(e.staleness)),
-                from_zero=True,
-                borders=borders,
-                note="Mean number of updates by others between values and gradients.",
+                of_workers(lambda e: stale_mean(e.staleness)),
+                plain,
+                "Mean number of updates by others between values and gradients.",
             )
         )
-    return figures
-
-
-def _memory_figure(run: Run, places: _Places, title: str) -> str:
-    known = [memory_bytes(e) for w in run.workers for f in w.fits for e in f.epochs]
-    most = max((b for b in known if math.isfinite(b)), default=0.0)
-    # For round numbers at the axis.
-    unit, name = (2.0**30, "GiB") if most >= 2**31 else (2.0**20, "MiB")
-    return chart(
-        title,
-        _by_worker(run, places, lambda e: memory_bytes(e) / unit),
-        unit=lambda y: f"{y:.4g} {name}",
-        from_zero=True,
-        borders=places.borders,
-    )
+    charts = [
+        chart_of(
+            title, series, unit=unit, from_zero=True, borders=places.borders, note=note
+        )
+        for title, series, unit, note in drawn
+    ]
+    return [chart for chart in charts if chart is not None]
 
 
 def memory_bytes(epoch: Epoch) -> float:

@@ -10,7 +10,6 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 __all__ = ["REPORT", "Journal", "folder_of", "number_of", "read_events"]
 
@@ -57,7 +56,7 @@ class Journal:
         folder = folder_of(page)
         self.path = folder / f"{_PREFIX}{index}{_SUFFIX}"
         self.is_taken = False
-        self._begin: Mapping[str, Any] | None = None
+        self._begin: Mapping[str, object] | None = None
         self._has_failed = False
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -85,12 +84,12 @@ class Journal:
                     size += 1
             return size
 
-    def begin(self, event: Mapping[str, Any]) -> None:
+    def begin(self, event: Mapping[str, object]) -> None:
         """A run of `fit` begins."""
         self._begin = event
         self.add(event)
 
-    def add(self, event: Mapping[str, Any], *, passing: bool = False) -> None:
+    def add(self, event: Mapping[str, object], *, passing: bool = False) -> None:
         """Add a line. Training goes on if it cannot be written; a warning says so.
 
         Args:
@@ -104,7 +103,7 @@ class Journal:
         except OSError as error:
             self._fail(f"cannot be written ({error})")
 
-    def _write(self, event: Mapping[str, Any], passing: bool) -> None:
+    def _write(self, event: Mapping[str, object], passing: bool) -> None:
         if not self.path.is_file():
             # The one who makes the page has removed it as an older report's.
             self.path.write_bytes(b"")
@@ -135,11 +134,11 @@ class Journal:
         )
 
 
-def _line(event: Mapping[str, Any]) -> str:
+def _line(event: Mapping[str, object]) -> str:
     return json.dumps(_finite(event), allow_nan=False) + "\n"
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> object:
     """The value with NaN and infinities as strings, which JSON has no numbers for."""
     if isinstance(value, Mapping):
         return {str(k): _finite(v) for k, v in value.items()}
@@ -150,7 +149,7 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def read_events(file: Path) -> tuple[list[dict[str, Any]], int]:
+def read_events(file: Path) -> tuple[list[dict[str, object]], int]:
     """The events of a file, and how many of its lines make no sense.
 
     A last line that is not complete is being written now, and left out.

@@ -1,22 +1,27 @@
-"""What is measured after training, by itself: sums of gradients, starts of programs."""
+"""Measures by itself what a step consists of: gradient sums, program starts, memory."""
 
 import dataclasses
 import statistics
+import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import keras
 
+from replicax.engine.devices import Device
 from replicax.engine.group import ReplicaGroup
 from replicax.engine.packing import sum_gradients
+from replicax.strategies.strategy import Strategy
 
-__all__ = ["start_seconds", "sum_seconds"]
+__all__ = ["memory_of", "start_seconds", "sum_seconds"]
 
 _NUM_SUMS = 5
 _NUM_STARTS = 10
 _MOST_ARRAYS = 512
+_STATUS = Path("/proc/self/status")
 
 
 def start_seconds(num_arrays: int, group: ReplicaGroup | None = None) -> float:
@@ -30,9 +35,9 @@ def start_seconds(num_arrays: int, group: ReplicaGroup | None = None) -> float:
         group: The replicas on whose devices it runs; None: JAX's default device.
     """
     num_arrays = max(1, min(num_arrays, _MOST_ARRAYS))
-    places: Any = None if group is None else [group.mirrored] * num_arrays
+    places = None if group is None else [group.mirrored] * num_arrays
 
-    def step(values: list[Any]) -> list[Any]:
+    def step(values: list[jax.Array]) -> list[jax.Array]:
         return [x + 1 for x in values]
 
     start = jax.jit(step, donate_argnums=0, out_shardings=places)
@@ -46,7 +51,9 @@ def start_seconds(num_arrays: int, group: ReplicaGroup | None = None) -> float:
     return _median(again, _NUM_STARTS)
 
 
-def sum_seconds(strategy: Any, variables: Sequence[Any]) -> float | None:
+def sum_seconds(
+    strategy: Strategy, variables: Sequence[keras.Variable]
+) -> float | None:
     """Time to sum arrays like the gradients over the replicas, and nothing else.
 
     It is the difference between two programs, with the sums and without. Every worker
@@ -60,7 +67,7 @@ def sum_seconds(strategy: Any, variables: Sequence[Any]) -> float | None:
         Seconds; None where that would not be how gradients travel: each replica has a
         part of the weights.
     """
-    group: ReplicaGroup = strategy.group
+    group = strategy.group
     if group.layouts.split_weights or group.layouts.of_path is not None:
         return None
     if group.axis.size == 1 or not variables:
@@ -69,18 +76,18 @@ def sum_seconds(strategy: Any, variables: Sequence[Any]) -> float | None:
     options = dataclasses.replace(group.communication, gradient_hook=None)
     operations, axis = group.cross_device_ops, group.axis
 
-    def make() -> list[Any]:
+    def make() -> list[jax.Array]:
         return [jnp.ones(shape, dtype) for shape, dtype in shapes]
 
-    def total(gradients: list[Any]) -> list[Any]:
+    def total(gradients: list[jax.Array]) -> list[jax.Array]:
         return first_of(sum_gradients(gradients, operations, axis, options))
 
-    def first_of(arrays: list[Any]) -> list[Any]:
+    def first_of(arrays: list[jax.Array]) -> list[jax.Array]:
         return [jnp.ravel(x)[:1] for x in arrays]
 
     gradients = strategy.run(make)
 
-    def once(step: Callable[..., Any]) -> None:
+    def once(step: Callable[..., list[jax.Array]]) -> None:
         jax.block_until_ready(jax.tree.leaves(strategy.run(step, args=(gradients,))))
 
     once(total)  # They compile.
@@ -97,3 +104,41 @@ def _median(call: Callable[[], None], number: int) -> float:
         call()
         times.append(time.perf_counter() - began)
     return statistics.median(times)
+
+
+def memory_of(devices: Sequence[Device]) -> dict[str, str | int | None]:
+    """Memory in bytes: of the fullest device, or of the process where it is a CPU.
+
+    Returns:
+        `bytes` and `peak_bytes`, either None where unknown; `limit_bytes`, None where
+        there is none; `of`: `"device"` or `"process"`.
+    """
+    found = [stats for stats in (d.memory_stats() for d in devices) if stats]
+    if found:
+        return {
+            "of": "device",
+            "bytes": _most(found, "bytes_in_use"),
+            "peak_bytes": _most(found, "peak_bytes_in_use"),
+            "limit_bytes": _most(found, "bytes_limit"),
+        }
+    now, peak = _process_bytes()
+    return {"of": "process", "bytes": now, "peak_bytes": peak, "limit_bytes": None}
+
+
+def _most(found: Sequence[Mapping[str, int]], name: str) -> int | None:
+    return max((stats[name] for stats in found if name in stats), default=None)
+
+
+def _process_bytes() -> tuple[int | None, int | None]:
+    if _STATUS.exists():
+        lines = _STATUS.read_text(encoding="ascii", errors="replace").splitlines()
+        values = dict(line.split(":", 1) for line in lines if ":" in line)
+        now, peak = values.get("VmRSS"), values.get("VmHWM")
+        if now is not None and peak is not None:
+            return 1024 * int(now.split()[0]), 1024 * int(peak.split()[0])
+    if sys.platform == "win32":
+        return None, None
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return None, peak if sys.platform == "darwin" else 1024 * peak

@@ -9,7 +9,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from replicax.report.journal import folder_of, number_of, read_events
 
@@ -55,7 +54,7 @@ class Epoch:
     counts: Mapping[str, float]
     after_s: float
     exchange_s: float
-    memory: Mapping[str, Any]
+    memory: Mapping[str, object]
     staleness: Mapping[int, int]
 
     @property
@@ -104,14 +103,14 @@ class Fit:
         diagnosis: The line that was printed.
     """
 
-    facts: Mapping[str, Any]
+    facts: Mapping[str, object]
     began: float
     last: float
     epochs: list[Epoch] = dataclasses.field(default_factory=list)
     current: Epoch | None = None
     state: str = "running"
     error: str = ""
-    shares: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    shares: Mapping[str, object] = dataclasses.field(default_factory=dict)
     diagnosis: str = ""
 
 
@@ -187,7 +186,7 @@ def _worker(number: int, file: Path) -> Worker:
     return worker
 
 
-def _begin(worker: Worker, event: Mapping[str, Any]) -> None:
+def _begin(worker: Worker, event: Mapping[str, object]) -> None:
     facts = _mapping(event.get("facts"))
     now = _number(event.get("time", math.nan))
     if not math.isfinite(now):
@@ -199,7 +198,7 @@ def _begin(worker: Worker, event: Mapping[str, Any]) -> None:
     worker.fits.append(Fit(facts=facts, began=now, last=now))
 
 
-def _epoch(worker: Worker, event: Mapping[str, Any]) -> None:
+def _epoch(worker: Worker, event: Mapping[str, object]) -> None:
     fit = worker.fits[-1]
     epoch = _read_epoch(event)
     fit.last = max(fit.last, _number(event.get("time", fit.last)))
@@ -207,14 +206,14 @@ def _epoch(worker: Worker, event: Mapping[str, Any]) -> None:
     fit.current = None
 
 
-def _progress(worker: Worker, event: Mapping[str, Any]) -> None:
+def _progress(worker: Worker, event: Mapping[str, object]) -> None:
     fit = worker.fits[-1]
     epoch = _read_epoch(event)
     fit.last = max(fit.last, _number(event.get("time", fit.last)))
     fit.current = epoch
 
 
-def _end(worker: Worker, event: Mapping[str, Any]) -> None:
+def _end(worker: Worker, event: Mapping[str, object]) -> None:
     fit = worker.fits[-1]
     state = str(event.get("state"))
     if state not in ("done", "interrupted"):
@@ -226,7 +225,7 @@ def _end(worker: Worker, event: Mapping[str, Any]) -> None:
     fit.last = max(fit.last, _number(event.get("time", fit.last)))
 
 
-_TAKERS: Mapping[str, Callable[[Worker, Mapping[str, Any]], None]] = {
+_TAKERS: Mapping[str, Callable[[Worker, Mapping[str, object]], None]] = {
     "begin": _begin,
     "epoch": _epoch,
     "progress": _progress,
@@ -234,7 +233,7 @@ _TAKERS: Mapping[str, Callable[[Worker, Mapping[str, Any]], None]] = {
 }
 
 
-def _read_epoch(event: Mapping[str, Any]) -> Epoch:
+def _read_epoch(event: Mapping[str, object]) -> Epoch:
     """The epoch that an event tells of.
 
     Raises:
@@ -242,18 +241,20 @@ def _read_epoch(event: Mapping[str, Any]) -> Epoch:
         TypeError: If something is of another kind than it should be.
     """
     return Epoch(
-        number=int(event.get("epoch", 0)),
+        number=_whole(event.get("epoch", 0)),
         logs={str(k): _number(v) for k, v in _mapping(event.get("logs")).items()},
         wall_s=_duration(event.get("wall_s", 0.0)),
         counts={str(k): _duration(v) for k, v in _mapping(event.get("counts")).items()},
         after_s=_duration(event.get("after_s", 0.0)),
         exchange_s=_duration(event.get("exchange_s", 0.0)),
         memory=_mapping(event.get("memory")),
-        staleness={int(k): int(v) for k, v in _mapping(event.get("staleness")).items()},
+        staleness={
+            _whole(k): _whole(v) for k, v in _mapping(event.get("staleness")).items()
+        },
     )
 
 
-def as_event(epoch: Epoch) -> dict[str, Any]:
+def as_event(epoch: Epoch) -> dict[str, object]:
     """The fields of an event that tells of an epoch."""
     fields = {f.name: getattr(epoch, f.name) for f in dataclasses.fields(epoch)}
     return {"epoch": fields.pop("number"), **fields}
@@ -273,7 +274,7 @@ def is_written(number: int) -> bool:
     return (number + 1) % stride == 0
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
+def _mapping(value: object) -> Mapping[str, object]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
@@ -281,18 +282,27 @@ def _mapping(value: Any) -> Mapping[str, Any]:
     return value
 
 
-def _list(value: Any) -> list[Any]:
+def _list(value: object) -> list[object]:
     return value if isinstance(value, list) else []
 
 
-def _number(value: Any) -> float:
+def _number(value: object) -> float:
     """A number of the file, where NaN and infinities are strings."""
-    if isinstance(value, str) and value not in ("nan", "inf", "-inf"):
-        raise ValueError(f"no number: {value!r}")
-    return float(value)
+    if isinstance(value, int | float):
+        return float(value)
+    if isinstance(value, str) and value in ("nan", "inf", "-inf"):
+        return float(value)
+    raise ValueError(f"no number: {value!r}")
 
 
-def _duration(value: Any) -> float:
+def _whole(value: object) -> int:
+    """A whole number of the file, which is a string where it is a key."""
+    if isinstance(value, int | float | str):
+        return int(value)
+    raise ValueError(f"no whole number: {value!r}")
+
+
+def _duration(value: object) -> float:
     number = _number(value)
     if not math.isfinite(number) or number < 0:
         raise ValueError(f"no duration or count: {value!r}")

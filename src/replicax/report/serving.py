@@ -20,33 +20,7 @@ __all__ = ["ReportServer"]
 _HOST = "127.0.0.1"
 _LOCAL = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d{1,5})?", re.IGNORECASE)
 _TIMEOUT_S = 10.0
-_EVERY_MS = 3000
 _REFRESH_S = 15
-
-# It replaces the page's content, and opens again what was open, where it was. A reload
-# would close all tables and jump.
-_SCRIPT = """
-let last='';
-const key=d=>d.closest('figure,section')?.querySelector('h3,h2')?.textContent;
-const all=(e,s)=>[...e.querySelectorAll(s)];
-async function follow(){let text;
-try{const r=await fetch('/',{cache:'no-cache'});if(!r.ok)throw r.status;
-text=await r.text()}
-catch(e){if(!document.getElementById('silent')){
-const p=document.createElement('p');p.id='silent';p.className='warn';
-p.textContent='replicax monitor does not answer. What is below may be old.';
-document.querySelector('main').prepend(p)}return}
-const page=new DOMParser().parseFromString(text,'text/html');
-const old=document.querySelector('main'),now=page.querySelector('main');
-if(now.innerHTML===last&&!document.getElementById('silent'))return;
-last=now.innerHTML;document.title=page.title;
-const open=new Set(all(old,'details[open]').map(key));
-const places=new Map(all(old,'.scroll').map(d=>[key(d),[d.scrollLeft,d.scrollTop]]));
-all(now,'details').forEach(d=>{d.open=open.has(key(d))});
-old.replaceWith(now);
-all(now,'.scroll').forEach(d=>{[d.scrollLeft,d.scrollTop]=places.get(key(d))||[0,0]})}
-setInterval(follow,%d)
-"""
 
 
 class ReportServer(http.server.ThreadingHTTPServer):
@@ -68,7 +42,7 @@ class ReportServer(http.server.ThreadingHTTPServer):
     def __init__(self, page: Path, port: int = 0) -> None:
         self._page = page
         self._lock = threading.Lock()
-        self._state: Any = None
+        self._state: object = None
         self._made: tuple[bytes, str, str] = b"", "", ""
         super().__init__((_HOST, port), _Handler)
 
@@ -104,7 +78,7 @@ class ReportServer(http.server.ThreadingHTTPServer):
                 self._made, self._state = self._make(), state
             return self._made
 
-    def _files(self) -> Any:
+    def _files(self) -> tuple[tuple[str, int, int], ...]:
         folder = folder_of(self._page)
         if not folder.is_dir():
             return ()
@@ -117,8 +91,7 @@ class ReportServer(http.server.ThreadingHTTPServer):
 
     def _make(self) -> tuple[bytes, str, str]:
         nonce = secrets.token_urlsafe(16)
-        script = f'<script nonce="{nonce}">{_SCRIPT % _EVERY_MS}</script>'
-        page = page_of(read_run(self._page), head=script).encode()
+        page = page_of(read_run(self._page), nonce=nonce).encode()
         tag = f'"{hashlib.sha256(page).hexdigest()[:32]}"'
         policy = (
             "default-src 'none'; style-src 'unsafe-inline'; connect-src 'self'; "
@@ -182,5 +155,5 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(body)
 
-    def log_message(self, format: str, *args: Any) -> None:
+    def log_message(self, format: str, *args: object) -> None:
         """Say nothing: a browser asks every few seconds."""

@@ -1,4 +1,4 @@
-"""One call of `fit` that is reported: what is noted, written, measured at the end."""
+"""Reports one call of `fit`: notes its epochs, writes them, measures at the end."""
 
 import dataclasses
 import json
@@ -7,19 +7,18 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from types import TracebackType
 
 import jax
+import keras
 import numpy as np
 
 from replicax._util.files import write_whole
 from replicax.keras.recorder import Recorder
 from replicax.report import diagnosis
-from replicax.report.facts import facts_of, local_devices
 from replicax.report.journal import Journal
-from replicax.report.memory import memory_of
 from replicax.report.page import page_of
-from replicax.report.probes import start_seconds, sum_seconds
+from replicax.report.probes import memory_of, start_seconds, sum_seconds
 from replicax.report.runs import (
     Epoch,
     Worker,
@@ -28,7 +27,7 @@ from replicax.report.runs import (
     read_run,
     together,
 )
-from replicax.report.task import Task
+from replicax.report.worker import ReportedWorker, facts_of, local_devices
 
 __all__ = ["FitReport"]
 
@@ -58,18 +57,20 @@ class FitReport:
     def __init__(
         self,
         page: Path,
-        model: Any,
-        params: Mapping[str, Any],
+        model: keras.Model,
+        params: Mapping[str, object],
         *,
         number: int,
         is_known: bool,
         wants_diagnosis: bool,
     ) -> None:
-        self.task = task = Task(getattr(model, "_replicax_strategy", None))
+        self.worker = worker = ReportedWorker(
+            getattr(model, "_replicax_strategy", None)
+        )
         self.recorder = Recorder(on_mark=self._mark)
         self._page = page
         self._model = model
-        self._devices = local_devices(task.strategy)
+        self._devices = local_devices(worker.strategy)
         self._params = params
         self._is_known = is_known
         self._fit_number = number
@@ -78,8 +79,8 @@ class FitReport:
         self._total: Epoch | None = None  # All epochs,
         self._unwritten: Epoch | None = None  # and those since the last line.
         self._number = 0
-        self._exchange_s = task.exchange_s()
-        self._staleness = task.staleness()
+        self._exchange_s = worker.exchange_s()
+        self._staleness = worker.staleness()
         self._has_ended = False
 
     # Epochs, as Keras tells them.
@@ -96,12 +97,12 @@ class FitReport:
         self._number = number
         self.recorder.begin_epoch()
 
-    def end_epoch(self, logs: Mapping[str, Any]) -> None:
+    def end_epoch(self, logs: Mapping[str, object]) -> None:
         """An epoch has ended, and all callbacks were told."""
         steps_s = self.recorder.end_steps()
         # With what else Keras and other callbacks did.
         after_s = max(0.0, self.recorder.elapsed_s() - steps_s)
-        exchange_s, staleness = self.task.exchange_s(), self.task.staleness()
+        exchange_s, staleness = self.worker.exchange_s(), self.worker.staleness()
         epoch = dataclasses.replace(
             self._epoch(steps_s, logs),
             after_s=after_s,
@@ -118,7 +119,7 @@ class FitReport:
     def _write_epochs(self) -> None:
         epoch, self._unwritten = self._unwritten, None
         if epoch is not None:
-            self._add("epoch", **as_event(epoch))
+            self._add("epoch", as_event(epoch))
 
     def end(self) -> str:
         """`fit` is over; returns the diagnosis, "" where there is none."""
@@ -127,16 +128,21 @@ class FitReport:
             return ""
         self._write_epochs()
         measured = self._measured() if self._measures and self._total else None
-        found: dict[str, Any] = {}
+        found: dict[str, object] = {}
         line = ""
         if measured is not None:
             found["shares"] = diagnosis.shares(measured)
-            if self.task.is_chief:
+            if self.worker.is_chief:
                 line = found["diagnosis"] = diagnosis.summary(measured)
         self._finish("done", **found)
         return line
 
-    def close(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def close(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         """The end of `fit` in any way; an `__exit__`."""
         if self._has_ended or self._opened is None:
             return
@@ -144,16 +150,17 @@ class FitReport:
         if self._total is None or self._total.number != self._number:
             # How far the epoch came. The devices are not asked: they may have failed.
             wall_s, counts = self.recorder.elapsed_s(), self._counts()
-            self._add("progress", epoch=self._number, wall_s=wall_s, counts=counts)
+            fields = {"epoch": self._number, "wall_s": wall_s, "counts": counts}
+            self._add("progress", fields)
         text = "fit did not end"
         if error is not None:
             text = f"{type(error).__name__}: {error}"[:_LONGEST_ERROR]
         self._finish("interrupted", error=text)
 
-    def _finish(self, state: str, **fields: Any) -> None:
+    def _finish(self, state: str, **fields: object) -> None:
         self._has_ended = True
-        self._add("end", state=state, **fields)
-        if self.task.is_chief:
+        self._add("end", {"state": state, **fields})
+        if self.worker.is_chief:
             if state == "done":
                 self._await_others(lambda worker: worker.fits[-1].state != "running")
             self._write_page(now=True)
@@ -163,14 +170,14 @@ class FitReport:
         logs = self.recorder.logs
         known = logs if isinstance(logs, Mapping) else {}
         epoch = self._epoch(self.recorder.elapsed_s(), known)
-        self._add("progress", passing=True, **as_event(epoch))
+        self._add("progress", as_event(epoch), passing=True)
         self._write_page()
 
     def _counts(self) -> dict[str, float]:
         tally = self.recorder.tally
         return {name: getattr(tally, name) for name in tally.__slots__}
 
-    def _epoch(self, wall_s: float, logs: Mapping[str, Any]) -> Epoch:
+    def _epoch(self, wall_s: float, logs: Mapping[str, object]) -> Epoch:
         """What is known of the epoch until now."""
         return Epoch(
             number=self._number,
@@ -183,7 +190,9 @@ class FitReport:
             staleness={},
         )
 
-    def _add(self, kind: str, *, passing: bool = False, **fields: Any) -> None:
+    def _add(
+        self, kind: str, fields: Mapping[str, object], *, passing: bool = False
+    ) -> None:
         event = {"event": kind, "time": time.time(), **fields}
         self._journal.add(event, passing=passing)
 
@@ -192,17 +201,17 @@ class FitReport:
 
         A process that goes on in a later epoch keeps what the one before has written.
         """
-        task = self.task
+        worker = self.worker
         fresh = not self._is_known and epoch == 0
-        journal = Journal(self._page, task.index, fresh=fresh, clears=task.is_chief)
+        journal = Journal(self._page, worker.index, fresh=fresh, clears=worker.is_chief)
         # After older files are gone, and before others write theirs.
-        self._measures = task.wants(self._measures)
+        self._measures = worker.wants(self._measures)
         facts = {
-            "worker": task.name,
-            "workers": list(task.names),
-            "examples_of": "all" if task.served is None else "own",
+            "worker": worker.name,
+            "workers": list(worker.names),
+            "examples_of": "all" if worker.served is None else "own",
             "fit": self._fit_number,
-            **facts_of(self._model, task.strategy, self._params),
+            **facts_of(self._model, worker.strategy, self._params),
         }
         # What a user names may be of any type.
         facts = json.loads(json.dumps(facts, default=str))
@@ -220,7 +229,7 @@ class FitReport:
         """Write it, if this is the chief and it is time again."""
         began = time.monotonic()
         is_time = now or began >= _next_pages.get(self._page, 0.0)
-        if not is_time or not self.task.is_chief or self._journal.is_taken:
+        if not is_time or not self.worker.is_chief or self._journal.is_taken:
             return
         try:
             write_whole(self._page, page_of(read_run(self._page)))
@@ -236,13 +245,13 @@ class FitReport:
     def _await_others(self, is_done: Callable[[Worker], bool]) -> list[Worker]:
         """Those that write here, too, which get a moment until all are done."""
         deadline = time.monotonic() + _OTHERS_S
-        while len(self.task.names) > 1:
+        while len(self.worker.names) > 1:
             try:
                 run = read_run(self._page)
             except OSError as error:
                 _logger.warning("Report: other workers' files: %s.", error)
                 break
-            others = [w for w in run.workers if w.name != self.task.name]
+            others = [w for w in run.workers if w.name != self.worker.name]
             if all(map(is_done, others)) or time.monotonic() >= deadline:
                 return others
             time.sleep(0.1)
@@ -253,7 +262,7 @@ class FitReport:
     def _measured(self) -> diagnosis.Measurements:
         """What training was like; every worker in step has to call it at once."""
         assert self._total is not None
-        total, strategy = self._total, self.task.strategy
+        total, strategy = self._total, self.worker.strategy
         executions = int(total.counts["executions"] - total.counts["first_executions"])
         start_s, sum_s = self._probed(executions)
         steps, wall = total.timed_steps, total.timed_s
@@ -275,16 +284,16 @@ class FitReport:
             ),
             start=None if start_s is None else _share(start_s * executions, wall),
             steps_per_execution=self._model.steps_per_execution,
-            is_compressed=self._is_compressed(),
+            is_compressed=self.worker.compression is not None,
             input_worker=slow_name,
-            straggler=self.task.straggler,
+            straggler=self.worker.straggler,
         )
 
     def _probed(self, executions: int) -> tuple[float | None, float | None]:
         """Seconds of a start and of a step's sums; None: not measured."""
-        if executions < diagnosis.FEWEST_EXECUTIONS and not self.task.is_in_step:
+        if executions < diagnosis.FEWEST_EXECUTIONS and not self.worker.is_in_step:
             return None, None  # Nothing would be said about it. Others may need us.
-        strategy, model = self.task.strategy, self._model
+        strategy, model = self.worker.strategy, self._model
         group = None if strategy is None else strategy.group
         try:
             start_s = start_seconds(len(model.variables), group)
@@ -302,17 +311,17 @@ class FitReport:
     def _of_all(self, total: Epoch) -> tuple[float, float, str]:
         """Examples per second of all workers, and who waited for input most."""
         mine = total.input_share if math.isfinite(total.input_share) else 0.0
-        if not self.task.is_chief or len(self.task.names) == 1:
+        if not self.worker.is_chief or len(self.worker.names) == 1:
             return total.examples_per_s, mine, ""
-        found = {self.task.name: total}
+        found = {self.worker.name: total}
         for worker in self._await_others(self._has_last):
             if worker.fits[-1].epochs:
                 found[worker.name] = together(worker.fits[-1].epochs)
         shares = {n: e.input_share for n, e in found.items()}
         known = {n: share for n, share in shares.items() if math.isfinite(share)}
-        slowest = max(known, key=lambda name: known[name], default=self.task.name)
+        slowest = max(known, key=lambda name: known[name], default=self.worker.name)
         rate = total.examples_per_s
-        if self.task.served is not None:
+        if self.worker.served is not None:
             rates = [e.examples_per_s for e in found.values()]
             rate = sum(r for r in rates if math.isfinite(r))
         return rate, known.get(slowest, 0.0), slowest
@@ -322,20 +331,12 @@ class FitReport:
         return bool(epochs) and epochs[-1].number >= self._number
 
     def _kind(self) -> diagnosis.Kind:
-        strategy = self.task.strategy
-        if self.task.served is not None:
+        strategy = self.worker.strategy
+        if self.worker.served is not None:
             return "servers"
         if strategy is None or strategy.num_replicas_in_sync == 1:
             return "alone"
         return "central" if strategy.group.defers_updates else "replicas"
-
-    def _is_compressed(self) -> bool:
-        strategy = self.task.strategy
-        if strategy is None:
-            return False
-        is_served = self.task.served is not None
-        options = strategy if is_served else strategy.group.communication
-        return options.compression is not None
 
 
 def _joined(before: Epoch | None, epoch: Epoch) -> Epoch:
@@ -346,7 +347,7 @@ def _share(part: float, whole: float) -> float:
     return min(1.0, max(0.0, part / whole)) if whole > 0 else 0.0
 
 
-def _numbers(logs: Mapping[str, Any]) -> dict[str, float]:
+def _numbers(logs: Mapping[str, object]) -> dict[str, float]:
     """Those logs that are one number; others have no place in a curve."""
     found = {}
     for name, value in logs.items():
