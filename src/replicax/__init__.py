@@ -42,10 +42,9 @@ from replicax.engine.collectives import (
 )
 from replicax.engine.communication import CollectiveCommunication, CommunicationOptions
 from replicax.engine.devices import set_logical_devices
-from replicax.engine.gradients import value_and_grad
+from replicax.engine.gradients import GradientTape, value_and_grad
 from replicax.engine.losses import compute_average_loss, scale_regularization_loss
 from replicax.engine.replica import ReplicaContext
-from replicax.engine.tape import GradientTape
 from replicax.engine.values import PerReplica
 from replicax.errors import (
     CheckpointError,

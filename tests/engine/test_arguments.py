@@ -10,7 +10,7 @@ import pytest
 from tests.conftest import mirrored
 
 import replicax as rx
-from replicax.engine.arguments import Arguments, Kind, flatten_call
+from replicax.engine.signature import Arguments, Kind, flatten_call
 
 
 @pytest.fixture

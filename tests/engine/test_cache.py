@@ -61,7 +61,7 @@ def strategy(request: pytest.FixtureRequest) -> Iterator[rx.Strategy]:
 
 def sizes(strategy: rx.Strategy) -> list[int]:
     """XLA programs behind each of the strategy's programs."""
-    return [p._compiled._cache_size() for p in strategy.programs._programs.values()]
+    return [p._jitted._cache_size() for p in strategy.programs._programs.values()]
 
 
 def test_the_counter_counts() -> None:

@@ -56,7 +56,7 @@ def flops(strategy: rx.Strategy, step: Callable[..., Any], args: Any) -> float:
             args,
         ),
     )
-    return program._compiled.lower(*inputs).compile().cost_analysis()["flops"]
+    return program._jitted.lower(*inputs).compile().cost_analysis()["flops"]
 
 
 def dense(sizes: tuple[int, ...]) -> list[keras.layers.Layer]:

@@ -146,7 +146,7 @@ def test_nothing_compiles_twice(digits, strategy_of, compilations, steps_per_exe
     for name in ("train_function", "test_function", "predict_function"):
         programs = programs_of(getattr(model, name))
         # One for whole batches, one for the last: it has 6 examples.
-        assert [p._compiled._cache_size() for p in programs] == [1, 1], name
+        assert [p._jitted._cache_size() for p in programs] == [1, 1], name
     assert compilations.count > 0
     compilations.count = 0
     use(epochs=3)
@@ -163,4 +163,4 @@ def test_loaded_weights_compile_nothing(digits, strategy_of, compilations):
     model.optimizer.learning_rate = 0.01
     compilations.count = 0
     model.fit(x, y, 16, epochs=2, verbose=0)
-    assert [p._compiled._cache_size() for p in programs_of(model.train_function)] == [1]
+    assert [p._jitted._cache_size() for p in programs_of(model.train_function)] == [1]

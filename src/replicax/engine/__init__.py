@@ -14,15 +14,15 @@ All shares but the first have their low bits cut off, so that this loses nothing
 
 Donation and interrupts. The arrays of written variables are donated, so an update needs
 no second copy of weights and slots. A program is dispatched, and all that it writes is
-stored, by one call of C (`dispatch`). Python looks for signals between its own
+stored, by one call of C (`program`). Python looks for signals between its own
 instructions only, so an interrupt finds all variables before the step or all after it.
 
 The gradient seam. Inside a replica, `Optimizer.apply` first hands the gradients to the
 replica context: sum over replicas in `run`, mean in `fit`. Clipping, accumulation and
 weight averages come after it.
 
-Deferred updates (`updates`). Where variables do not live on the replicas' devices, the
-seam makes no update: the summed gradients become results of the program, and the
+Deferred updates (`variables`). Where variables do not live on the replicas' devices,
+the seam makes no update: the summed gradients become results of the program, and the
 strategy makes the updates, each a program of its own.
 
 Sharded updates (`blocks`). Where replicas divide the update (ZeRO), the seam

@@ -9,11 +9,13 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from replicax.engine.collectives import ReduceOp
-from replicax.engine.composites import is_composite, is_key, stacked
-from replicax.engine.sparse_values import (
+from replicax.engine.composites import (
     concatenated_sparse,
+    is_composite,
+    is_key,
     reduced_sparse,
     require_sparse,
+    stacked,
 )
 from replicax.engine.values import PerReplica
 

@@ -1,11 +1,31 @@
-"""How gradients travel between replicas: the choices that a user has."""
+"""How gradients travel between replicas: hook, compression, packs, sums."""
 
 import dataclasses
 import enum
 from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["CollectiveCommunication", "CommunicationOptions"]
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from replicax.engine.collectives import (
+    CrossDeviceOps,
+    ReduceOp,
+    ReplicaAxis,
+    check_like,
+    join,
+    part,
+)
+
+__all__ = [
+    "CollectiveCommunication",
+    "CommunicationOptions",
+    "plan_packs",
+    "sum_gradients",
+]
+
 
 _COMPRESSIONS = (None, "bfloat16")
 
@@ -94,3 +114,219 @@ class CommunicationOptions:
                 f"list of gradients and returns one, or None; got "
                 f"{self.gradient_hook!r}."
             )
+
+
+def sum_gradients(
+    grads: Sequence[Any | None],
+    ops: CrossDeviceOps,
+    axis: ReplicaAxis,
+    options: CommunicationOptions | None = None,
+    *,
+    dims: Sequence[int | None] | None = None,
+    on_device: Callable[[list[Any]], list[Any]] | None = None,
+) -> list[Any]:
+    """Sum each gradient over the replicas, the way that the options say.
+
+    Traced into the replica program. In this order: the user's hook, `on_device`,
+    compression, packs, their sums, and all of it back. Sums of which each replica gets
+    a block are not packed: its part of a pack would be no block of each gradient in it.
+
+    Args:
+        grads: This replica's gradients, any shapes and dtypes; None stays None.
+        ops: Makes the sums.
+        axis: The replicas' devices.
+        options: None: the defaults.
+        dims: For each gradient the dimension that its sum is cut along, so that each
+            replica gets a block; None: every replica gets the whole sum. None: so of
+            all.
+        on_device: Makes one value of what the replicas of a device have, of the same
+            shapes and dtypes. It gets the gradients that there are.
+
+    Returns:
+        The sums, or this replica's blocks of them, in the gradients' order and dtypes.
+
+    Raises:
+        TypeError: If the hook or the operations return what is no array.
+        ValueError: If they return another structure, shape or dtype, or for a dimension
+            that does not divide.
+    """
+    dims = [None] * len(grads) if dims is None else dims
+    options = options or CommunicationOptions()
+    arrays = [None if g is None else jnp.asarray(g) for g in grads]
+    if options.gradient_hook is not None:
+        arrays = _hooked(arrays, options.gradient_hook)
+    there = [i for i, g in enumerate(arrays) if g is not None]
+    own = [g for g in arrays if g is not None]
+    if on_device is not None:
+        own = on_device(own)
+    # From one device nothing travels.
+    compression = options.compression if axis.size > 1 else None
+    sent = [_compressed(g, compression) for g in own]
+    whole = [k for k, i in enumerate(there) if dims[i] is None]
+    sums = _summed([sent[k] for k in whole], ops, axis, options)
+    received = dict(zip(whole, sums, strict=True))
+    total: list[Any] = [None] * len(arrays)
+    for k, i in enumerate(there):
+        dim = dims[i]
+        if dim is not None:
+            received[k] = ops.scatter(sent[k], axis, dim)
+        total[i] = received[k].astype(own[k].dtype)
+    return total
+
+
+def plan_packs(
+    sizes: Sequence[int],
+    dtypes: Sequence[Any],
+    *,
+    bytes_per_pack: int = 0,
+    num_packs: int = 0,
+) -> list[list[int]] | None:
+    """Which gradients are summed together, as positions.
+
+    The last come first, since the backward pass has the last layers' gradients first.
+    A pack has one dtype. Empty gradients are in none.
+
+    Args:
+        sizes: The gradients' sizes in bytes.
+        dtypes: Their dtypes.
+        bytes_per_pack: The most bytes in a pack; a larger gradient is a pack by itself.
+        num_packs: Without `bytes_per_pack`: split all into about that many packs of
+            like size, one more for each further dtype in them.
+
+    Returns:
+        The packs in the order of their sums; None where no packing is asked for.
+
+    Example:
+        >>> plan_packs([4, 4, 40, 4], ["float32"] * 4, bytes_per_pack=16)
+        [[3], [2], [1, 0]]
+    """
+    if bytes_per_pack == 0 and num_packs < 2:
+        return None
+    total, before = sum(sizes), 0
+    packs: list[list[int]] = []
+    open_packs: dict[Any, tuple[int, int]] = {}  # dtype: its last pack, bytes or share
+    for i in reversed(range(len(sizes))):
+        if sizes[i] == 0:
+            continue
+        pack, filled = open_packs.get(dtypes[i], (-1, 0))
+        if bytes_per_pack:
+            fits = filled + sizes[i] <= bytes_per_pack
+            filled = filled + sizes[i] if fits else sizes[i]
+        else:
+            # By the gradient's middle, so that no pack is far from its share.
+            share = (2 * before + sizes[i]) * num_packs // (2 * total)
+            fits, filled = share == filled, share
+        if pack < 0 or not fits:
+            pack = len(packs)
+            packs.append([])
+        packs[pack].append(i)
+        open_packs[dtypes[i]] = (pack, filled)
+        before += sizes[i]
+    return packs
+
+
+def _hooked(grads: list[Any], hook: Any) -> list[Any]:
+    """What the hook makes of the gradients, checked."""
+    got = hook(list(grads))
+    if not isinstance(got, list | tuple):
+        raise TypeError(
+            f"gradient_hook: returned {got!r} of type {type(got).__name__}, expected a "
+            f"list of {len(grads)} gradients."
+        )
+    if len(got) != len(grads):
+        raise ValueError(
+            f"gradient_hook: returned {len(got)} gradients, expected {len(grads)}, one "
+            "for each that it was given."
+        )
+    hooked = []
+    for i, (new, old) in enumerate(zip(got, grads, strict=True)):
+        if (new is None) != (old is None):
+            raise ValueError(
+                f"gradient_hook: gradient {i} was {_described(old)} and became "
+                f"{_described(new)}. A variable without gradient stays without, and "
+                "every other keeps its own."
+            )
+        if isinstance(new, np.ndarray | np.generic):
+            new = jnp.asarray(new)
+        if old is not None:
+            check_like(f"gradient_hook: gradient {i}", new, old)
+        hooked.append(new)
+    return hooked
+
+
+def _described(value: Any) -> str:
+    if value is None:
+        return "None"
+    return f"{jnp.result_type(value)}{list(jnp.shape(value))}"
+
+
+def _compressed(grad: jax.Array, compression: str | None) -> jax.Array:
+    wider = compression is not None and grad.dtype in (jnp.float32, jnp.float64)
+    return grad.astype(compression) if wider else grad
+
+
+def _summed(
+    grads: list[jax.Array],
+    ops: CrossDeviceOps,
+    axis: ReplicaAxis,
+    options: CommunicationOptions,
+) -> list[jax.Array]:
+    if axis.size == 1:
+        return grads
+    packs = plan_packs(
+        [g.size * g.dtype.itemsize for g in grads],
+        [g.dtype for g in grads],
+        bytes_per_pack=options.bytes_per_pack,
+        num_packs=ops.num_packs,
+    )
+    if packs is None:
+        return _reduced(grads, ops, axis)
+    return _packed_sums(grads, packs, ops, axis)
+
+
+def _reduced(tree: list[jax.Array], ops: Any, axis: ReplicaAxis) -> list[jax.Array]:
+    # Not `ops.sum`: a subclass may have a `reduce` of its own.
+    sums = ops.reduce(ReduceOp.SUM, tree, axis)
+    call = f"{type(ops).__name__}.reduce"
+    if not isinstance(sums, list) or len(sums) != len(tree):
+        raise ValueError(
+            f"{call}: returned {sums!r}, expected a list of {len(tree)} arrays, as it "
+            "was given."
+        )
+    for total, value in zip(sums, tree, strict=True):
+        check_like(call, total, value)
+    return sums
+
+
+def _packed_sums(
+    grads: list[jax.Array], packs: list[list[int]], ops: Any, axis: ReplicaAxis
+) -> list[jax.Array]:
+    sums = list(grads)  # Empty gradients are their own sums.
+    previous = None
+    for pack in packs:
+        packed = [grads[i] for i in pack]
+        bucket = join(packed)
+        if previous is not None:
+            bucket = _after(bucket, previous, axis)
+        (previous,) = _reduced([bucket], ops, axis)
+        for i, total in zip(pack, part(previous, packed), strict=True):
+            sums[i] = total
+    return sums
+
+
+def _after(value: jax.Array, previous: jax.Array, axis: ReplicaAxis) -> jax.Array:
+    """`value`, which XLA may not touch before `previous` is known.
+
+    Sums that wait for each other cannot be merged into one, as XLA otherwise would, and
+    go in this order.
+    """
+    value, previous = lax.optimization_barrier((value, previous))
+    if not axis.is_of_cpus:
+        return value
+    # XLA drops barriers on CPUs before it merges. So the value has to depend on the
+    # sum: by a condition that is never true, and that XLA does not see through.
+    probe = previous[(0,) * previous.ndim]
+    if not jnp.issubdtype(probe.dtype, jnp.inexact):
+        probe = probe.astype(jnp.float32)
+    never = jnp.isfinite(probe) & jnp.isnan(probe)
+    return jnp.where(never, jnp.zeros_like(value), value)

@@ -1,22 +1,147 @@
-"""Whether the replicas' copies of variables are equal."""
+"""Variables compared between replicas and between workers: labels and checksums."""
 
+import functools
 import json
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, PartitionSpec
 
 from replicax._private import keras as internals
 from replicax.cluster.workers import Workers
-from replicax.engine import fingerprints
 from replicax.engine.group import ReplicaGroup
-from replicax.engine.labels import Labels
 from replicax.errors import DivergenceError
 
-__all__ = ["of_all_workers", "require_equal"]
+__all__ = [
+    "Label",
+    "Labels",
+    "checksums_of_replicas",
+    "local_checksums",
+    "require_equal",
+    "variables_of_all_workers",
+]
 
 
-def of_all_workers(labels: Labels, workers: Workers) -> list[Any]:
+Label = tuple[str, int]
+"""A variable's path, and how many of that path were made before it."""
+
+
+class Labels:
+    """The variables of a strategy by label.
+
+    Tasks run the same script and so make the same variables, but not in the same order
+    where some make their optimizer's slots earlier than others. Paths alone may be
+    equal: layers of two models may bear the same name.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[str, int] = {}
+        self._variables: dict[Label, weakref.ref[Any]] = {}
+        self._labels: dict[int, Label] = {}
+
+    def add(self, variable: Any) -> None:
+        """Label a variable that was just made."""
+        number = self._made.get(variable.path, 0)
+        self._made[variable.path] = number + 1
+        label = (variable.path, number)
+        key = id(variable)
+
+        def forget(_: Any) -> None:
+            self._variables.pop(label, None)
+            if self._labels.get(key) == label:  # Not one that has the id by now.
+                del self._labels[key]
+
+        self._variables[label] = weakref.ref(variable, forget)
+        self._labels[key] = label
+
+    def of(self, variable: Any) -> Label:
+        """The label of a variable of the strategy."""
+        return self._labels[id(variable)]
+
+    def find(self, label: Label) -> Any:
+        """The variable of a label; None: this task has none, or no longer."""
+        found = self._variables.get(label)
+        return None if found is None else found()
+
+    def __iter__(self) -> Iterator[tuple[Label, Any]]:
+        """All labels and their variables."""
+        for label, ref in list(self._variables.items()):
+            variable = ref()
+            if variable is not None:
+                yield label, variable
+
+
+def checksums_of_replicas(
+    arrays: Sequence[Any], mesh: Mesh, axis_name: str
+) -> np.ndarray:
+    """A checksum of every replica's copy of every array.
+
+    Args:
+        arrays: Arrays that are replicated over `mesh`.
+        mesh: The replicas' devices.
+        axis_name: Its axis.
+
+    Returns:
+        `uint32[R, len(arrays)]`. Copies that differ in one bit have other checksums;
+        several changes may cancel with a chance of 2**-32. Zeros where there is one
+        copy only.
+    """
+    num_copies = mesh.shape[axis_name]
+    if not arrays or num_copies == 1:
+        return np.zeros((num_copies, len(arrays)), np.uint32)
+    return np.asarray(_checksums_of_mesh(mesh, axis_name)(list(arrays)))
+
+
+@functools.lru_cache(maxsize=16)
+def _checksums_of_mesh(mesh: Mesh, axis_name: str) -> Any:
+    def row(arrays: list[jax.Array]) -> jax.Array:
+        checksums = jnp.stack([_checksum(x) for x in arrays])
+        # To all replicas: another process' row could not be read here.
+        return jax.lax.all_gather(checksums, axis_name)
+
+    return jax.jit(
+        jax.shard_map(
+            row,
+            mesh=mesh,
+            in_specs=PartitionSpec(),
+            out_specs=PartitionSpec(),
+            axis_names={axis_name},
+            check_vma=False,
+        )
+    )
+
+
+def local_checksums(arrays: Sequence[Any]) -> list[int]:
+    """A checksum of this process' first copy of every array, without communication."""
+    copies = [x.addressable_data(0) for x in arrays]
+    return np.asarray(_checksums(copies)).tolist() if copies else []
+
+
+@jax.jit
+def _checksums(arrays: list[jax.Array]) -> jax.Array:
+    return jnp.stack([_checksum(x) for x in arrays])
+
+
+def _checksum(array: jax.Array) -> jax.Array:
+    if array.dtype == jnp.bool_:
+        array = array.astype(jnp.uint8)
+    if jnp.iscomplexobj(array):
+        array = jnp.stack([array.real, array.imag])
+    word = {1: jnp.uint8, 2: jnp.uint16}.get(array.dtype.itemsize, jnp.uint32)
+    data = jax.lax.bitcast_convert_type(array, word).ravel().astype(jnp.uint32)
+    # The place goes in, or swapped values would go unseen. All is mixed as MurmurHash
+    # does in the end, or changes at evenly spaced places would cancel.
+    x = data ^ (jnp.arange(data.size, dtype=jnp.uint32) * jnp.uint32(2654435761))
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return jnp.sum(x ^ (x >> 16), dtype=jnp.uint32)
+
+
+def variables_of_all_workers(labels: Labels, workers: Workers) -> list[Any]:
     """The labelled variables that every worker has a value of, in a common order.
 
     Python frees a model when it likes: another worker may have freed one already.
@@ -47,9 +172,7 @@ def require_equal(
         for v, x in zip(variables, values, strict=True)
         if layouts.dim_in(layouts.of(v)) is None
     ]
-    prints = fingerprints.per_replica(
-        [x for _, x in copied], group.mesh, group.axis.name
-    )
+    prints = checksums_of_replicas([x for _, x in copied], group.mesh, group.axis.name)
     differing = np.flatnonzero((prints != prints[:1]).any(axis=0))
     if not differing.size:
         return

@@ -4,6 +4,7 @@ The main use: which results may differ between replicas. What is per-replica on 
 in, and the replica's own index, mark everything computed from them; a collective over
 all replicas washes the mark off. The pass never fails to trace (unlike
 `shard_map(check_vma=True)`, which refuses Keras' RNN layers) and changes no gradient.
+The error for such a result names the line of the user's code that computes it.
 
 Marks are bits of an int, so that one pass can follow many inputs at once.
 """
@@ -19,16 +20,22 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core as jex_core
 from jax.sharding import PartitionSpec
 
+from replicax._util.user_code import is_user_file, library_of
+from replicax.errors import DivergenceError
+
 __all__ = [
     "declare_mirrored",
     "declare_whole",
     "differing",
+    "divergence_error",
     "found_in",
     "gradient_marks",
     "inner_jaxprs",
+    "line_of",
     "open_jaxpr",
     "varying_marks",
 ]
+
 
 _MIRRORED = "replicax_mirrored"
 _WHOLE = "replicax_whole:"
@@ -265,3 +272,73 @@ def _uses_axis_index(eqn: Eqn) -> bool:
         for jaxpr in inner_jaxprs(eqn)
         for e in jaxpr.eqns
     )
+
+
+_MOST_EQUATIONS = 1000
+
+
+def divergence_error(
+    name: str, equation: Any, variables: Sequence[Any], found: Sequence[int]
+) -> DivergenceError:
+    """What is raised for variables that would differ between replicas.
+
+    Args:
+        name: The program's.
+        equation: Its `shard_map`, whose last results are the variables' values.
+        variables: All variables that the program writes.
+        found: Positions of those that would differ.
+    """
+    names = ", ".join(f"{variables[i].path!r} {variables[i].shape}" for i in found)
+    lines = [line_of(equation, i - len(variables)) for i in found]
+    known = list(dict.fromkeys(line for line in lines if line is not None))
+    return DivergenceError(
+        f"{name}: the value assigned to {names} differs between replicas, but the "
+        "variable must be equal on all of them. Create it with aggregation='mean', "
+        "'sum' or 'only_first_replica' (add_weight(..., aggregation=...)), or combine "
+        "the value first: rx.get_replica_context().all_reduce(rx.ReduceOp.MEAN, value)."
+        + (f" It is computed in {'; '.join(known)}." if known else "")
+    )
+
+
+def line_of(equation: Any, position: int) -> str | None:
+    """Where the user's code computes a result of a `shard_map`: `"file.py, line 3"`.
+
+    Args:
+        equation: The `shard_map`, as an equation of a jaxpr.
+        position: Which of its results, counted from the last if negative.
+
+    Returns:
+        The innermost line outside of libraries, or None if no code of a user's is seen.
+    """
+    jaxpr = open_jaxpr(equation.params["jaxpr"])
+    atom = jaxpr.outvars[position]
+    for _ in range(_MOST_EQUATIONS):
+        eqn = None
+        if not isinstance(atom, jex_core.Literal):
+            eqn = next((e for e in jaxpr.eqns if atom in e.outvars), None)
+        if eqn is None:
+            return None
+        line, is_own = _line_of(eqn)
+        if not is_own:
+            return line
+        inner = inner_jaxprs(eqn)
+        if len(inner) == 1 and len(inner[0].outvars) == len(eqn.outvars):
+            # Such as the scan over steps that a program makes of its own.
+            jaxpr, atom = inner[0], inner[0].outvars[eqn.outvars.index(atom)]
+        elif eqn.invars:  # What replicax makes of a value, such as another dtype.
+            atom = eqn.invars[0]
+        else:
+            return None
+    return None
+
+
+def _line_of(eqn: Any) -> tuple[str | None, bool]:
+    """The user's innermost line of an equation, and whether replicax made it."""
+    traceback = eqn.source_info.traceback
+    frames = [] if traceback is None else traceback.frames
+    makers = (library_of(frame.file_name) for frame in frames)
+    maker = next((name for name in makers if name not in ("jax", "jaxlib")), None)
+    for frame in frames:
+        if is_user_file(frame.file_name):
+            return f"{frame.file_name}, line {frame.line_num}", maker == "replicax"
+    return None, maker == "replicax"

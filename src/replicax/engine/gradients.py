@@ -1,20 +1,33 @@
-"""`value_and_grad`: gradients of a function for Keras variables."""
+"""Gradients for Keras variables: `value_and_grad` and `GradientTape`."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import keras
+import numpy as np
+from jax.extend import core as jex_core
 
 from replicax._private.keras import attach_masks, current_scope, masks_of
+from replicax.engine.divergence import gradient_marks
 from replicax.engine.rematerialize import (
     gathered_here,
     regathering,
     replicas_hold_blocks,
 )
+from replicax.engine.replay import (
+    Perturbation,
+    Reached,
+    StepRun,
+    Watched,
+    current_run,
+    rebind,
+)
 from replicax.engine.variables import ChildScope, Variable
+from replicax.errors import ContextError
 
-__all__ = ["value_and_grad"]
+__all__ = ["GradientTape", "value_and_grad"]
 
 
 def value_and_grad(
@@ -80,3 +93,237 @@ def value_and_grad(
         return ((loss, aux) if has_aux else loss), grads
 
     return wrapped
+
+
+class GradientTape:
+    """Differentiate what a step function computes inside `with`, as TF scripts do.
+
+    Works inside a function run by `strategy.run` (and in a `train_step` of that kind).
+    Python side effects of the function happen again on each replay, as on each trace.
+    Enter the tape at the function's own level, not inside a `jax.lax.scan` or `cond`.
+    (TF: `tf.GradientTape`.)
+
+    Args:
+        persistent: Whether `gradient` may be called more than once.
+        watch_accessed_variables: Must be True; variables need no `watch`.
+
+    Example:
+        >>> import keras, replicax as rx
+        >>> w = keras.Variable(3.0)
+        >>> def step():
+        ...     with rx.GradientTape() as tape:
+        ...         loss = w * w
+        ...     return tape.gradient(loss, [w])[0]
+        >>> float(rx.get_strategy().run(step))
+        6.0
+    """
+
+    def __init__(
+        self, persistent: bool = False, watch_accessed_variables: bool = True
+    ) -> None:
+        if not watch_accessed_variables:
+            raise ValueError(
+                "GradientTape: watch_accessed_variables=False is not supported. Pass "
+                "only the variables you want to tape.gradient as sources."
+            )
+        self._persistent = persistent
+        self._used = False
+        self._run: StepRun | None = None
+        self._index = -1
+        self._watched: list[Any] = []
+        self._replaced: list[tuple[Variable, Any, Any]] = []
+
+    def __enter__(self) -> "GradientTape":
+        self._run = current_run("GradientTape")
+        self._index = self._run.start_tape()
+        self._watched = []
+        for perturbation in self._run.perturbations:
+            if perturbation.tape_index == self._index:
+                self._perturb_variables(self._run, perturbation)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        run = self._run
+        if run is None:
+            return
+        run.recording.discard(self._index)
+        for variable, original, perturbed in reversed(self._replaced):
+            # What the step assigned in between stays.
+            if run.scope.state_mapping.get(id(variable)) is perturbed:
+                run.scope.state_mapping[id(variable)] = original
+        self._replaced = []
+
+    def watch(self, tensor: Any) -> None:
+        """Make arrays sources that `gradient` may be asked for.
+
+        Args:
+            tensor: A pytree of float arrays computed in or given to this function.
+                Variables are always watched.
+        """
+        run = self._active_run("watch")
+        for x in jax.tree.leaves(tensor):
+            if isinstance(x, keras.Variable):
+                continue
+            _require_differentiable(x)
+            for p in run.perturbations:
+                if p.tape_index == self._index:
+                    for i in p.positions_of_watched(len(self._watched)):
+                        run.rebound.append((x, p.perturb(i, x)))
+            self._watched.append(x)
+
+    def gradient(
+        self,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        unconnected_gradients: str = "none",
+    ) -> Any:
+        """The gradient of `target` for `sources`, this replica's own.
+
+        Args:
+            target: A float array or pytree of them; elements are summed.
+            sources: Variables and watched arrays, one or a pytree.
+            output_gradients: Weights of `target`'s elements, same structure and shapes.
+            unconnected_gradients: What stands for a source that `target` does not
+                depend on: `"none"` (None) or `"zero"` (zeros).
+
+        Returns:
+            Gradients in the structure of `sources`.
+
+        Raises:
+            ContextError: Outside the step function that entered the tape.
+            RuntimeError: On a second call, unless the tape is persistent.
+            ValueError: For an array that was not watched, for `output_gradients` that
+                do not fit, or for another `unconnected_gradients`.
+            TypeError: If `target` is not a float array.
+        """
+        run = self._active_run("gradient")
+        if self._used and not self._persistent:
+            raise RuntimeError(
+                "GradientTape.gradient: called a second time. Make the tape with "
+                "rx.GradientTape(persistent=True)."
+            )
+        self._used = True
+        if unconnected_gradients not in ("none", "zero"):
+            raise ValueError(
+                f"GradientTape.gradient: got {unconnected_gradients=}, expected 'none' "
+                "or 'zero'."
+            )
+        targets = [_float_target(t) for t in jax.tree.leaves(target)]
+        flat, structure = jax.tree.flatten(sources)
+        call = run.next_call()
+        if call == run.stop_at:
+            raise Reached(targets)
+        if run.stop_at is None or run.is_recorded():
+            weights = _weights(output_gradients, targets)
+            places = [self._place(s) for s in flat]
+            grads = self._differentiate(run, call, places, flat, weights)
+        else:
+            # Nothing that is differentiated here recorded this call: to it, what the
+            # call returned is a constant, and the run before this one has it.
+            grads = run.parent.results[call]
+        run.results[call] = grads
+        if unconnected_gradients == "zero":
+            grads = [
+                jnp.zeros(s.shape, s.dtype) if g is None else g
+                for g, s in zip(grads, flat, strict=True)
+            ]
+        return jax.tree.unflatten(structure, grads)
+
+    def _differentiate(
+        self,
+        run: StepRun,
+        call: int,
+        places: list[Any],
+        sources: list[Any],
+        weights: list[Any],
+    ) -> list[Any]:
+        deltas = [jnp.zeros(s.shape, s.dtype) for s in sources]
+        num_targets = 0
+
+        def replay(deltas: list[Any]) -> Any:
+            nonlocal num_targets
+            again = run.replay_to(call, Perturbation(self._index, places, deltas))
+            targets = again.targets()
+            num_targets = len(targets)
+            return targets, again.rebound
+
+        closed = jax.make_jaxpr(replay)(deltas)
+        closed = rebind(closed, num_targets)
+        marks = [1 << i for i in range(len(deltas))]
+        reached = 0
+        for mark in gradient_marks(closed.jaxpr, marks):
+            reached |= mark
+        values, pullback = jax.vjp(regathering(jex_core.jaxpr_as_fun(closed)), *deltas)
+        grads = pullback(
+            [jnp.asarray(w, v.dtype) for w, v in zip(weights, values, strict=True)]
+        )
+        return [g if reached & m else None for g, m in zip(grads, marks, strict=True)]
+
+    def _place(self, source: Any) -> Any:
+        """A source as a replay can find it again."""
+        if isinstance(source, keras.Variable):
+            return source
+        for i, x in enumerate(self._watched):
+            if x is source:
+                return Watched(i)
+        raise ValueError(
+            f"GradientTape.gradient: source {source!r} is neither a variable nor "
+            "watched. Call tape.watch(x) inside the tape before x is used."
+        )
+
+    def _perturb_variables(self, run: StepRun, perturbation: Perturbation) -> None:
+        for i, source in enumerate(perturbation.sources):
+            if isinstance(source, keras.Variable):
+                original = run.scope.get_current_value(source)
+                original = source.value if original is None else original
+                perturbed = perturbation.perturb(i, original)
+                run.scope.state_mapping[id(source)] = perturbed
+                self._replaced.append((source, original, perturbed))
+
+    def _active_run(self, name: str) -> StepRun:
+        run = current_run(f"GradientTape.{name}")
+        if run is not self._run:
+            raise ContextError(
+                f"GradientTape.{name}: the tape was not entered in this call of the "
+                "step function. Write `with rx.GradientTape() as tape:` inside it."
+            )
+        return run
+
+
+def _float_target(target: Any) -> Any:
+    target = jnp.asarray(target)
+    if not jnp.issubdtype(target.dtype, np.inexact):
+        raise TypeError(
+            f"GradientTape.gradient: target has dtype {target.dtype}, which has no "
+            "gradient; expected a float array, such as the loss."
+        )
+    return target
+
+
+def _weights(output_gradients: Any, targets: list[Any]) -> list[Any]:
+    if output_gradients is None:
+        return [jnp.ones_like(t) for t in targets]
+    weights = jax.tree.leaves(output_gradients)
+    shapes = [jnp.shape(w) for w in weights]
+    if shapes != [t.shape for t in targets]:
+        raise ValueError(
+            f"GradientTape.gradient: got output_gradients of shapes {shapes} for "
+            f"{len(targets)} targets of shapes {[t.shape for t in targets]}. Give each "
+            "target one of its own shape."
+        )
+    return weights
+
+
+def _require_differentiable(x: Any) -> None:
+    if not isinstance(x, jax.Array):
+        raise TypeError(
+            f"GradientTape.watch: got {x!r} of type {type(x).__name__}, expected a jax "
+            "array, since what NumPy and Python compute leaves no trace. Make it one "
+            "with jnp.asarray."
+        )
+    if not jnp.issubdtype(x.dtype, np.inexact):
+        raise TypeError(
+            f"GradientTape.watch: got an array of dtype {x.dtype}, which has no "
+            "gradient; expected a float array."
+        )

@@ -9,23 +9,23 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from replicax.engine.axes import ReplicaAxes
 from replicax.engine.blocks import Block, BlockedValues, on_blocks
 from replicax.engine.collectives import ReduceOp
-from replicax.engine.composites import is_composite, stacked
-from replicax.engine.divergence import declare_mirrored
-from replicax.engine.group import ReplicaGroup
-from replicax.engine.packing import sum_gradients
-from replicax.engine.replay import current_run
-from replicax.engine.scope import current_context, current_strategy, entered_context
-from replicax.engine.sparse_values import (
+from replicax.engine.communication import sum_gradients
+from replicax.engine.composites import (
     concatenated_sparse,
     densified,
+    is_composite,
     reduced_sparse,
     require_sparse,
+    stacked,
 )
-from replicax.engine.updates import Update
+from replicax.engine.divergence import declare_mirrored
+from replicax.engine.group import ReplicaAxes, ReplicaGroup
+from replicax.engine.replay import current_run
+from replicax.engine.scope import current_context, current_strategy, entered_context
 from replicax.engine.values import PerReplica, spread
+from replicax.engine.variables import Update
 from replicax.errors import ContextError
 
 __all__ = ["ReplicaContext", "current_num_replicas"]
@@ -227,7 +227,7 @@ class ReplicaContext:
         """Mean over the replicas that count."""
         return jax.tree.map(lambda x: x / self.num_counted, self.sum(tree))
 
-    def share(self, value: jax.Array) -> jax.Array:
+    def summand(self, value: jax.Array) -> jax.Array:
         """This replica's part of a value; the parts that count sum to it exactly.
 
         Equal parts, but for what rounding leaves to the first replica. With the low

@@ -16,8 +16,8 @@ from replicax._private import keras as internals
 from replicax._util.signatures import named_parameters
 from replicax.engine.collectives import ReduceOp
 from replicax.engine.gradients import value_and_grad
-from replicax.engine.options import Options
 from replicax.engine.scope import current_context
+from replicax.engine.step import Options
 from replicax.engine.values import PerReplica
 from replicax.engine.variable_reuse import MadeVariables
 from replicax.errors import ContextError

@@ -12,11 +12,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from replicax._util.dry_run import current_rehearsal
 from replicax.engine import device_put
-from replicax.engine.arguments import Kind
 from replicax.engine.composites import is_composite, is_key, one_of
 from replicax.engine.group import ReplicaGroup
 from replicax.engine.row_arrays import RowArray, as_rows, by_rows, parted, whole
 from replicax.engine.scope import current_call
+from replicax.engine.signature import Kind
 from replicax.input.prefetch import close_iterator
 from replicax.input.split import refuse_ragged
 from replicax.keras.lazy_batches import LazyBatch, batch_of

@@ -11,8 +11,7 @@ from keras.src.backend.common.name_scope import name_scope
 
 from replicax._private.keras import current_scope, set_reference, trained_by
 from replicax.engine.scope import current_context, current_strategy
-from replicax.engine.updates import PendingValue, Update
-from replicax.engine.variables import ChildScope, ValueScope
+from replicax.engine.variables import ChildScope, PendingValue, Update, ValueScope
 from replicax.errors import ContextError
 
 __all__ = [

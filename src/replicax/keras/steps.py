@@ -24,12 +24,12 @@ import keras
 from replicax._private import keras as internals
 from replicax._util.interrupts import raise_unheeded
 from replicax._util.signatures import positional_count
-from replicax.engine.arguments import Arguments
 from replicax.engine.collectives import ReduceOp
-from replicax.engine.options import Options, Outputs
 from replicax.engine.program import Program
 from replicax.engine.scope import current_context
-from replicax.engine.updates import PendingValue
+from replicax.engine.signature import Arguments
+from replicax.engine.step import Options, Outputs
+from replicax.engine.variables import PendingValue
 from replicax.keras.batches import (
     BatchIterator,
     PlacedBatch,

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from replicax._private import keras as internals
-from replicax.engine.labels import Label, Labels
+from replicax.engine.consistency import Label, Labels
 from replicax.ps.payloads import decode, encode
 
 __all__ = ["Sums"]

@@ -13,7 +13,7 @@ import numpy as np
 
 from replicax._private import keras as internals
 from replicax._util.hashes import digest
-from replicax.engine.labels import Labels
+from replicax.engine.consistency import Labels
 from replicax.errors import ClusterMismatchError
 from replicax.ps.session import Session
 from replicax.ps.variable_slices import Group

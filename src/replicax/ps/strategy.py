@@ -14,8 +14,7 @@ from replicax.cluster.resolvers import ClusterResolver, default_resolver
 from replicax.cluster.timeouts import Timeouts, checked_timeouts, takes_timeouts
 from replicax.engine.collectives import CrossDeviceOps
 from replicax.engine.devices import default_devices
-from replicax.engine.dispatch import Kept
-from replicax.engine.program import Program
+from replicax.engine.program import Kept, Program
 from replicax.engine.variables import is_seed_state
 from replicax.errors import ClusterConfigError, ClusterError
 from replicax.ps.credentials import Credentials
@@ -332,12 +331,12 @@ class ParameterServerStrategy(Strategy):
         state = self.adopt(program, stored)
         part = self._next_part(program)
         is_due = part is None or self._remote.await_step(
-            program.updates, state, part, stored
+            program.deferred_updates, state, part, stored
         )
-        before = {id(v): stored[id(v)] for v in program.outputs}
+        before = {id(v): stored[id(v)] for v in program.written}
         based_on = self._remote.versions
         inputs = [stored[id(v)] for v in program.inputs]
-        targets: list[Any] = [Kept() for _ in program.outputs]
+        targets: list[Any] = [Kept() for _ in program.written]
         tables = self._rows.tables_of(program.inputs)
         if tables:
 
@@ -349,18 +348,18 @@ class ParameterServerStrategy(Strategy):
         else:
             out, gradients = program(inputs, arrays, targets)
         new = internals.read_values(targets)
-        stored |= zip(map(id, program.outputs), new, strict=True)
-        if program.updates:
+        stored |= zip(map(id, program.written), new, strict=True)
+        if program.deferred_updates:
             counts = False
             if is_due:
                 deltas = [_difference(stored[id(v)], before[id(v)]) for v in state]
                 self._finish()  # The last step's, while this one is computed.
-                row_pushes = self._remote.push_rows(program.updates, part)
+                row_pushes = self._remote.push_rows(program.deferred_updates, part)
                 if self.sync:
                     # When a step is over, so are its rows.
                     self._rows.finish(row_pushes)
                 self._in_flight = self._remote.push(
-                    program.updates, gradients, state, deltas, based_on, part
+                    program.deferred_updates, gradients, state, deltas, based_on, part
                 )
                 # The next step looks up rows that this one changes.
                 counts = (self.overlaps and not tables) or self._finish()
@@ -370,11 +369,11 @@ class ParameterServerStrategy(Strategy):
                 self.steps_applied += 1
             if not counts:
                 # Others have brought this part: as if not done.
-                needed = program.outputs if self.sync and self.backup_workers else state
+                needed = program.written if self.sync and self.backup_workers else state
                 stored |= {id(v): before[id(v)] for v in needed}
-            self._remote.write_back(program.updates, state, stored)
+            self._remote.write_back(program.deferred_updates, state, stored)
         internals.write_values(
-            program.written, [stored[id(v)] for v in program.written]
+            program.changed, [stored[id(v)] for v in program.changed]
         )
         return out
 
@@ -384,10 +383,10 @@ class ParameterServerStrategy(Strategy):
         Returns:
             The program's moving statistics, which servers have too.
         """
-        if not program.updates:
+        if not program.deferred_updates:
             return []  # Not a training step.
-        state = [v for v in program.outputs if _is_shared_state(v)]
-        self._remote.connect(program.updates, state, stored)
+        state = [v for v in program.written if _is_shared_state(v)]
+        self._remote.connect(program.deferred_updates, state, stored)
         return state
 
     def _finish(self) -> bool:
@@ -400,7 +399,7 @@ class ParameterServerStrategy(Strategy):
         return counts
 
     def _next_part(self, program: Program) -> Part | None:
-        if not self.sync or not program.updates:
+        if not self.sync or not program.deferred_updates:
             return None
         if self._parts:
             return self._parts.popleft()

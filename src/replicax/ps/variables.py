@@ -14,7 +14,7 @@ from replicax._private import keras as internals
 from replicax._util.hashes import digest
 from replicax.engine import device_put
 from replicax.engine.scope import outside_scopes
-from replicax.engine.updates import Update
+from replicax.engine.variables import Update
 from replicax.ps.optimizers import can_split, clip_before_push, optimizer_rule
 from replicax.ps.partition import Partitioner, VariableInfo, place
 from replicax.ps.remote import Part, RemoteGroup

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import keras
 
+from replicax.engine.communication import sum_gradients
 from replicax.engine.devices import Device
 from replicax.engine.group import ReplicaGroup
-from replicax.engine.packing import sum_gradients
 from replicax.strategies.strategy import Strategy
 
 __all__ = ["memory_of", "start_seconds", "sum_seconds"]

@@ -24,10 +24,8 @@ from replicax.engine.devices import (
     devices_of_one_kind,
     resolve_devices,
 )
-from replicax.engine.dispatch import Kept
-from replicax.engine.program import Program
-from replicax.engine.updates import Update
-from replicax.engine.variables import ValueScope
+from replicax.engine.program import Kept, Program
+from replicax.engine.variables import Update, ValueScope
 from replicax.errors import DeviceError
 from replicax.strategies.strategy import Strategy
 
@@ -111,17 +109,17 @@ class CentralStorageStrategy(Strategy):
         stored = dict(zip(map(id, program.variables), values, strict=True))
         is_new = program.is_new
         if is_new:
-            for update in program.updates:
+            for update in program.deferred_updates:
                 self._trace(update)
         self._wait_for_the_step_before_the_last()
         inputs = self._copies.of([(v, stored[id(v)]) for v in program.inputs])
-        kept = [Kept() for _ in program.outputs]
+        kept = [Kept() for _ in program.written]
         out, gradients = program(inputs, arrays, kept)
         new = internals.read_values(kept)
         at_home = jax.device_put(new, self._home)
-        stored |= zip(map(id, program.outputs), at_home, strict=True)
-        pairs = list(zip(program.updates, gradients, strict=True))
-        changed = [v for update in program.updates for v in update.changed]
+        stored |= zip(map(id, program.written), at_home, strict=True)
+        pairs = list(zip(program.deferred_updates, gradients, strict=True))
+        changed = [v for update in program.deferred_updates for v in update.changed]
         self._copies.forget(changed)
         if is_new or len(set(map(id, changed))) < len(changed):
             with Announced("compiling the update") if is_new else nullcontext():
@@ -130,10 +128,10 @@ class CentralStorageStrategy(Strategy):
             made = map(operator.call, [self._call(u, g, stored) for u, g in pairs])
             # By one call of C, as a program's: an interrupt finds all or none done.
             internals.write_values(
-                [*changed, *program.outputs],
+                [*changed, *program.written],
                 itertools.chain(itertools.chain.from_iterable(made), at_home),
             )
-        for variable, copy, value in zip(program.outputs, new, at_home, strict=True):
+        for variable, copy, value in zip(program.written, new, at_home, strict=True):
             self._copies.keep(variable, value, copy)
         if gradients:
             self._running.append(min(gradients[0], key=lambda g: g.nbytes))
@@ -151,12 +149,12 @@ class CentralStorageStrategy(Strategy):
         self, program: Program, gradients: Sequence[Any], stored: dict[int, Any]
     ) -> None:
         """Make updates of which a later one may change what an earlier one has."""
-        for update, grads in zip(program.updates, gradients, strict=True):
+        for update, grads in zip(program.deferred_updates, gradients, strict=True):
             after = self._call(update, grads, stored)()
             internals.write_values(update.changed, after)
             stored |= zip(map(id, update.changed), after, strict=True)
         internals.write_values(
-            program.outputs, [stored[id(v)] for v in program.outputs]
+            program.written, [stored[id(v)] for v in program.written]
         )
 
     def _wait_for_the_step_before_the_last(self) -> None:

@@ -22,9 +22,9 @@ from replicax.cluster.joining import join, join_detected
 from replicax.cluster.resolvers import ClusterResolver, default_resolver
 from replicax.cluster.timeouts import Timeouts, checked_timeouts, takes_timeouts
 from replicax.cluster.workers import Workers
-from replicax.engine import fingerprints
 from replicax.engine.collectives import CrossDeviceOps
 from replicax.engine.communication import CollectiveCommunication, CommunicationOptions
+from replicax.engine.consistency import local_checksums
 from replicax.engine.devices import Device, before_start, devices_of_one_kind
 from replicax.engine.layouts import ModelSplit
 from replicax.engine.program import Program
@@ -236,7 +236,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             if not self._is_met(v) and self.layout(v).is_fully_replicated
         ]
         if new:
-            checksums = fingerprints.local([values[i] for i in new])
+            checksums = local_checksums([values[i] for i in new])
             facts["the variables' values (their checksums)"] = [
                 f"{program.variables[i].path} {checksum:08x}"
                 for i, checksum in zip(new, checksums, strict=True)

@@ -18,19 +18,17 @@ from replicax.cluster.agreement import agree
 from replicax.cluster.dispatch_log import Operation
 from replicax.cluster.workers import Workers
 from replicax.engine import combine, compilation_cache, device_put
-from replicax.engine.arguments import Kind, flatten_call
-from replicax.engine.axes import ReplicaAxes
 from replicax.engine.cache import ProgramCache, unwrap_partial
 from replicax.engine.collectives import CrossDeviceOps, NcclAllReduce, ReduceOp
 from replicax.engine.communication import CommunicationOptions
-from replicax.engine.consistency import of_all_workers, require_equal
+from replicax.engine.consistency import Labels, require_equal, variables_of_all_workers
 from replicax.engine.devices import Device, check_cpu_pool
-from replicax.engine.group import ReplicaGroup, mesh_of
-from replicax.engine.labels import Labels
+from replicax.engine.group import ReplicaAxes, ReplicaGroup, mesh_of
 from replicax.engine.layouts import Layouts, ModelSplit
-from replicax.engine.options import Options
 from replicax.engine.program import Program
 from replicax.engine.scope import Scope, called_in, current_context, entered_call
+from replicax.engine.signature import Kind, flatten_call
+from replicax.engine.step import Options
 from replicax.engine.values import PerReplica
 from replicax.errors import ContextError
 from replicax.input import Share
@@ -296,8 +294,8 @@ class Strategy(DatasetMaker):
         if every and self._num_steps % every == 0:
             if self._workers.log is not None:
                 self._workers.log.note_in_script(_CHECK_REPLICAS)
-            new = internals.read_values(program.written)
-            require_equal(self._group, program.written, new)
+            new = internals.read_values(program.changed)
+            require_equal(self._group, program.changed, new)
         return out
 
     def _execute(self, program: Program, arrays: Sequence[Any]) -> Any:
@@ -434,7 +432,7 @@ class Strategy(DatasetMaker):
             DivergenceError: Naming the variables that differ and the replicas.
         """
         if variables is None:
-            chosen = of_all_workers(self.labels, self._workers)
+            chosen = variables_of_all_workers(self.labels, self._workers)
         else:
             chosen = [v for v in variables if internals.has_value(v)]
             facts = {"the variables": [internals.described(v) for v in chosen]}

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from tests.conftest import mirrored
 
-from replicax.engine import fingerprints
+from replicax.engine.consistency import checksums_of_replicas
 
 
 def prints(*arrays: np.ndarray, num_replicas: int = 2) -> np.ndarray:
     group = mirrored(num_replicas).group
     placed = [jax.device_put(a, group.mirrored) for a in arrays]
-    return fingerprints.per_replica(placed, group.mesh, group.axis.name)
+    return checksums_of_replicas(placed, group.mesh, group.axis.name)
 
 
 DTYPES = [

@@ -1,0 +1,369 @@
+"""One step of a replica function, as each device traces it.
+
+The replicas of a device run the function. The variables that it writes are combined
+over all replicas, each by its own `aggregation`, which Keras declares.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from replicax._util.types import PyTree
+from replicax.engine.blocks import Block, cut
+from replicax.engine.collectives import ReduceOp
+from replicax.engine.divergence import declare_whole
+from replicax.engine.group import ReplicaGroup
+from replicax.engine.replay import StepRun
+from replicax.engine.replica import ReplicaContext
+from replicax.engine.signature import Arguments, ResultStructure
+from replicax.engine.variables import (
+    RecordingScope,
+    Update,
+    ValueScope,
+    Variable,
+    fold_replica_into_seed,
+    is_seed_state,
+    restore_seed,
+)
+
+__all__ = ["Options", "Outputs", "ReplicaStep"]
+
+Arrays: TypeAlias = list[jax.Array]
+Leaves: TypeAlias = Sequence[jax.Array]
+
+
+class Outputs(enum.Enum):
+    """What becomes of a replica function's results."""
+
+    PER_REPLICA = enum.auto()  # [R, ...]: one entry per replica
+    ROWS = enum.auto()  # [R*b, ...]: the replicas' rows, one after another
+    MIRRORED = enum.auto()  # [...]: already equal on all replicas
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a program differs from that of a plain `strategy.run`.
+
+    Attributes:
+        gradient_op: How the optimizer seam combines gradients.
+        num_active: Replicas that hold examples of the batch; None: all.
+        num_steps: Steps in one dispatch; arguments then have them as first dimension.
+            None: one step, without that dimension.
+        outputs: What becomes of the results. Of several steps those of the last are
+            kept, except ROWS, which keeps all.
+        finish: Called with the last step's results when the variables have their new
+            values; what it returns are the results.
+    """
+
+    gradient_op: ReduceOp = ReduceOp.SUM
+    num_active: int | None = None
+    num_steps: int | None = None
+    outputs: Outputs = Outputs.PER_REPLICA
+    finish: Callable[[PyTree], PyTree] | None = None
+
+
+class ReplicaStep:
+    """A replica function, traced for the replicas of one device.
+
+    Args:
+        fn: The replica function.
+        group: The replicas.
+        arguments: Where each argument comes from.
+        options: See `Options`.
+        name: How messages call the function.
+
+    Attributes:
+        written: The variables that the function writes.
+        inputs: The variables whose values the step takes: `written`, then those that it
+            only reads.
+        unused: Ids of variables that are read, but whose values make no difference.
+        from_first: Ids of those of `written` whose value is the first replica's.
+        trains: Whether an optimizer makes updates in it; known once it is traced.
+        results: The structure of what the function returns; likewise.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., PyTree],
+        group: ReplicaGroup,
+        arguments: Arguments,
+        options: Options,
+        name: str,
+    ) -> None:
+        self._fn = fn
+        self._group = group
+        self._arguments = arguments
+        self._options = options
+        self._name = name
+        self.written: list[Variable] = []
+        self.inputs: list[Variable] = []
+        self.unused: set[int] = set()
+        self.from_first: set[int] = set()
+        self.trains = False
+        self.results = ResultStructure(None, name)
+
+    def discover(self, leaves: Sequence[PyTree]) -> list[Update]:
+        """Find `written`, `inputs` and the deferred updates, which are returned.
+
+        The recording scope is entered outside the trace, so that variables which the
+        function creates are initialised, for real, when it closes.
+        """
+        recorder = RecordingScope()
+        updates: list[Update] = []
+
+        def step(leaves: Leaves) -> None:
+            if self._options.num_steps is not None:
+                leaves = tuple(x[0] for x in leaves)
+            self._on_device(replica_step, leaves)
+
+        def replica_step(leaves: Leaves) -> None:
+            args, kwargs = self._arguments.rebuild(leaves)
+            run = StepRun(
+                lambda: self._fn(*args, **kwargs), lambda: RecordingScope(recorder)
+            )
+            with self._context().entered():
+                run.execute()
+            recorder.written.update(run.scope.written)
+            updates[:] = run.scope.deferred.updates
+
+        traced = self.on_devices(step, (self.leaf_specs(),), PartitionSpec())
+        with recorder:
+            jax.eval_shape(traced, tuple(leaves))
+        self.written = list(recorder.written.values())
+        read = [v for k, v in recorder.read.items() if k not in recorder.written]
+        self.inputs = [*self.written, *read]
+        return updates
+
+    def on_devices(
+        self, body: Callable[..., PyTree], in_specs: PyTree, out_specs: PyTree
+    ) -> Callable[..., PyTree]:
+        """`body`, which says what one device does, for all devices."""
+        # Results declared equal on all replicas are checked by `varying_marks`.
+        return jax.shard_map(
+            body,
+            mesh=self._group.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names={self._group.axis.name},
+            check_vma=False,
+        )
+
+    def leaf_specs(self) -> tuple[PartitionSpec, ...]:
+        """How the arguments' arrays are split over the devices."""
+        leading = () if self._options.num_steps is None else (None,)
+        return self._arguments.specs(self._group.axis.name, leading)
+
+    def out_spec(self) -> PartitionSpec:
+        """How the results of `run` are split over the devices."""
+        axis = self._group.axis.name
+        match self._options.outputs:
+            case Outputs.MIRRORED:
+                return PartitionSpec()
+            case Outputs.ROWS if self._options.num_steps:
+                return PartitionSpec(None, axis)
+            case _:
+                return PartitionSpec(axis)
+
+    def run(
+        self, written: Arrays, read: Arrays, leaves: Leaves
+    ) -> tuple[Arrays, list[Arrays], Arrays]:
+        """One device's part of the program: one step, or a scan over several.
+
+        Args:
+            written: The values of `written`.
+            read: The values of the other `inputs`.
+            leaves: The arguments' arrays.
+
+        Returns:
+            The results, the gradients of deferred updates, and new values of `written`.
+        """
+        gradients: list[Arrays] = []
+        if self._options.num_steps is None:
+            out, gradients, written = self._step(written, read, leaves)
+        else:
+
+            def body(carry: Arrays, leaves: Leaves) -> tuple[Arrays, Arrays]:
+                out, _, carry = self._step(carry, read, leaves)
+                return carry, out
+
+            written, out = lax.scan(body, written, leaves)
+            if self._options.outputs is not Outputs.ROWS:
+                out = [x[-1] for x in out]
+        if self._options.finish is not None:
+            out = self._finished(self._options.finish, out, [*written, *read])
+        several = self._group.axes.num_per_device > 1
+        match self._options.outputs:
+            case Outputs.PER_REPLICA if not several:
+                out = [x[None] for x in out]
+            case Outputs.MIRRORED if several:
+                out = [x[0] for x in out]
+            case _:
+                pass
+        return out, gradients, written
+
+    def _step(
+        self, written: Arrays, read: Arrays, leaves: Leaves
+    ) -> tuple[Arrays, list[Arrays], Arrays]:
+        """The step of one device's replicas, with their written variables combined."""
+
+        def run(leaves: Leaves) -> tuple[Arrays, list[Arrays], Arrays]:
+            return self._replica_step(written, read, leaves)
+
+        out, gradients, new = self._on_device(run, leaves)
+        if self._group.axes.num_per_device > 1:
+            # Equal on all of the device's replicas, as the divergence pass sees to.
+            gradients, new = jax.tree.map(lambda x: x[0], (gradients, new))
+            if self._options.outputs is Outputs.ROWS:
+                out = [x.reshape(-1, *x.shape[2:]) for x in out]
+        return out, gradients, new
+
+    def _on_device(self, fn: Callable[[Leaves], PyTree], leaves: Leaves) -> PyTree:
+        """`fn` of each replica's leaves; of several replicas, results are stacked."""
+        axes = self._group.axes
+        if axes.num_per_device == 1:
+            return fn(leaves)
+        leaves, split = self._arguments.on_device(leaves, axes.num_per_device)
+        return jax.vmap(
+            fn,
+            in_axes=(split,),
+            axis_name=axes.local_name,
+            axis_size=axes.num_per_device,
+        )(leaves)
+
+    def _replica_step(
+        self, written: Arrays, read: Arrays, leaves: Leaves
+    ) -> tuple[Arrays, list[Arrays], Arrays]:
+        """Run the function for one replica and combine what it wrote."""
+        context = self._context()
+        args, kwargs = self._arguments.rebuild(leaves)
+        with context.entered():
+            start = self._start_values(context, written, read)
+            run = StepRun(
+                lambda: self._fn(*args, **kwargs),
+                lambda: self._scope_of(start),
+            )
+            out = run.execute()
+            new = list(written)  # Not what the replica started from.
+            changed = {
+                i: run.scope.state_mapping[id(v)]
+                for i, v in enumerate(self.written)
+                if id(v) in run.scope.written
+            }
+            for i, value in self._combined(context, written, changed).items():
+                new[i] = value
+            # A number assigned has a weak type; the next step would compile for it.
+            new = [
+                jnp.asarray(x, old.dtype) for x, old in zip(new, written, strict=True)
+            ]
+        self.trains = self.trains or context.has_trained
+        return self._flat_results(out), run.scope.deferred.gradients, new
+
+    def _finished(
+        self, finish: Callable[[PyTree], PyTree], out: Arrays, values: Arrays
+    ) -> Arrays:
+        """The results, made when the variables have their new values."""
+
+        def run(out: Arrays) -> Arrays:
+            context = self._context()
+            with context.entered(), self._scope_of(self._wholes(context, values)):
+                return self._flat_results(finish(self.results.unflatten(out)))
+
+        axes = self._group.axes
+        if axes.num_per_device == 1:
+            return run(out)
+        return jax.vmap(run, axis_name=axes.local_name, axis_size=axes.num_per_device)(
+            out
+        )
+
+    def _flat_results(self, out: PyTree) -> Arrays:
+        only_dense = self._options.outputs is not Outputs.PER_REPLICA
+        self.results = ResultStructure(out, self._name, only_dense=only_dense)
+        return self.results.arrays(out)
+
+    def _context(self) -> ReplicaContext:
+        return ReplicaContext(
+            self._group,
+            gradient_op=self._options.gradient_op,
+            num_active=self._options.num_active,
+        )
+
+    def _scope_of(self, values: Arrays) -> ValueScope:
+        return ValueScope(self.inputs, values, self._name, unused=self.unused)
+
+    # What the variables are when the step starts, and when it is over.
+
+    def _start_values(
+        self, context: ReplicaContext, written: Arrays, read: Arrays
+    ) -> Arrays:
+        """What the variables are to this replica when the step starts."""
+
+        def of(variable: Variable, value: jax.Array, is_written: bool) -> jax.Array:
+            if is_seed_state(variable):
+                return fold_replica_into_seed(value, context.replica_id_in_sync_group)
+            if is_written and variable.aggregation == "sum":
+                return context.summand(value)
+            return value
+
+        values = self._wholes(context, [*written, *read])
+        return [
+            of(v, x, i < len(written))
+            for i, (v, x) in enumerate(zip(self.inputs, values, strict=True))
+        ]
+
+    def _wholes(self, context: ReplicaContext, values: Arrays) -> Arrays:
+        """The inputs' values, whole where replicas hold blocks."""
+        dims = [self.dim_of(v) for v in self.inputs]
+        return [
+            x if dim is None else context.blocked.whole(Block(x, dim))
+            for x, dim in zip(values, dims, strict=True)
+        ]
+
+    def dim_of(self, variable: Variable) -> int | None:
+        """The dimension of which replicas hold blocks between steps."""
+        layouts = self._group.layouts
+        return layouts.dim_in(layouts.of(variable))
+
+    def _combined(
+        self, context: ReplicaContext, old: Arrays, new: Mapping[int, jax.Array]
+    ) -> dict[int, jax.Array]:
+        """Written variables' values for all replicas, by the variables' numbers."""
+
+        def of(aggregation: str) -> dict[int, jax.Array]:
+            return {
+                i: x
+                for i, x in new.items()
+                if self.written[i].aggregation == aggregation
+                and not is_seed_state(self.written[i])
+            }
+
+        # All means at once, and all sums: replicas started from summands of those.
+        added = context.mean(of("mean")) | context.sum(of("sum"))
+        return added | {
+            i: self._mirrored(context, i, old[i], x)
+            for i, x in new.items()
+            if i not in added
+        }
+
+    def _mirrored(
+        self, context: ReplicaContext, number: int, old: jax.Array, new: jax.Array
+    ) -> jax.Array:
+        """The value of a variable that replicas do not add up."""
+        variable = self.written[number]
+        if is_seed_state(variable):
+            return restore_seed(new, old)
+        if id(variable) in self.from_first:
+            new = context.first(new)
+        dim = self.dim_of(variable)
+        if dim is None:
+            return new
+        block = context.blocked.block_of(new)
+        if block is None or block.dim != dim:
+            new = declare_whole(new, number)
+            block = cut(new, dim, self._group.axis)
+        return block.data
