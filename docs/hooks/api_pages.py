@@ -243,8 +243,8 @@ _ELSEWHERE = {
     "estimator": ("experimental",),
     "planning": ("plan",),
     "layout_maps": ("largest_axis", "matches_nothing", "rule"),
-    "input": ("AutoShardPolicy", "FileDataset", "InputContext", "Remainder", "Share",
-              "Split", "batches", "prefetch", "split_global_batch"),
+    "input": ("AutoShardPolicy", "FileDataset", "InputContext", "InputShard",
+              "Remainder", "Split", "batches", "prefetch", "split_global_batch"),
 }  # fmt: skip
 _MODULES = {
     "experimental.partitioners": "partitioners",

@@ -12,11 +12,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from replicax.engine.values import PerReplica
 from replicax.input.context import InputContext
-from replicax.input.distributed import (
-    DistributedDataset,
-    DistributedDatasetFromFunction,
-)
-from replicax.input.numpy_dataset import numpy_dataset
+from replicax.input.distributed import DistributedDataset
+from replicax.input.from_function import DistributedDatasetFromFunction
+from replicax.input.grain_datasets import numpy_dataset
 
 X = np.arange(60, dtype=np.float32).reshape(20, 3)
 Y = np.arange(20, dtype=np.int32)

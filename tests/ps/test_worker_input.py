@@ -5,15 +5,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicax.ps.worker_input import ServedShare, own_rows
+from replicax.ps.worker_input import ElasticInputShard, own_rows
 
 
 @given(st.integers(1, 9), st.integers(0, 40))
 def test_workers_take_turns_at_whole_batches(num_workers, num_batches):
-    shares = [ServedShare(i, num_workers, None) for i in range(num_workers)]
-    taken = [list(share.in_step(iter(range(num_batches)))) for share in shares]
+    shards = [ElasticInputShard(i, num_workers, None) for i in range(num_workers)]
+    taken = [list(shard.in_step(iter(range(num_batches)))) for shard in shards]
     assert sorted(i for each in taken for i in each) == list(range(num_batches))
-    assert [share.num_steps(num_batches) for share in shares] == list(map(len, taken))
+    assert [shard.num_steps(num_batches) for shard in shards] == list(map(len, taken))
     assert max(map(len, taken)) - min(map(len, taken)) <= 1
 
 
@@ -21,12 +21,12 @@ def test_workers_take_turns_at_whole_batches(num_workers, num_batches):
 def test_parts_of_a_step_are_all_rows_once(num_parts, more):
     size = num_parts + more
     x = np.arange(2 * size).reshape(size, 2)
-    shares = [ServedShare(i, num_parts, num_parts) for i in range(num_parts)]
-    parts = [next(share.in_step(iter([{"x": x}])))["x"] for share in shares]
+    shards = [ElasticInputShard(i, num_parts, num_parts) for i in range(num_parts)]
+    parts = [next(shard.in_step(iter([{"x": x}])))["x"] for shard in shards]
     np.testing.assert_array_equal(np.concatenate(parts), x)
     sizes = [len(part) for part in parts]
     assert max(sizes) - min(sizes) <= 1
-    assert all(share.num_steps(7) == 7 for share in shares)
+    assert all(shard.num_steps(7) == 7 for shard in shards)
 
 
 def test_a_batch_with_fewer_rows_than_parts_is_refused():
@@ -36,14 +36,14 @@ def test_a_batch_with_fewer_rows_than_parts_is_refused():
 
 @pytest.mark.parametrize("num_parts", [None, 3])
 def test_own_data_is_taken_whole(num_parts):
-    share = ServedShare(1, 3, num_parts)
-    assert list(share.in_step(iter([1, 2, 3]), same_data=False, name="x")) == [1, 2, 3]
+    shard = ElasticInputShard(1, 3, num_parts)
+    assert list(shard.in_step(iter([1, 2, 3]), same_data=False, name="x")) == [1, 2, 3]
 
 
 def test_files_are_divided_between_all_workers():
-    share = ServedShare(1, 3, 2)
-    assert (share.worker, share.num_workers) == (1, 3)
+    shard = ElasticInputShard(1, 3, 2)
+    assert (shard.worker, shard.num_workers) == (1, 3)
     # But the datasets' own rows are all here: no further division.
-    assert (share.index, share.count) == (0, 1)
-    assert share.num_pieces == 2
-    assert ServedShare(1, 3, None).num_pieces == 1
+    assert (shard.index, shard.count) == (0, 1)
+    assert shard.num_pieces == 2
+    assert ElasticInputShard(1, 3, None).num_pieces == 1

@@ -1,19 +1,26 @@
-"""Names of tasks in messages: at most ten, and the number of the rest."""
+"""Names in messages: at most ten, and the number of the rest."""
 
 from collections.abc import Iterable
 
 __all__ = ["listed"]
 
-_MOST = 10
 
-
-def listed(names: Iterable[str], *, nobody: str = "nobody", last: str = " and ") -> str:
+def listed(
+    names: Iterable[str],
+    *,
+    nobody: str = "nobody",
+    separator: str = ", ",
+    last: str = " and ",
+    most: int = 10,
+) -> str:
     """Names for a sentence.
 
     Args:
         names: In the order in which to give them.
         nobody: What stands for no name.
-        last: What stands before the last name.
+        separator: What stands between names.
+        last: What stands before the last name, and before the number of the rest.
+        most: How many are named.
 
     Example:
         >>> listed(["worker:1", "worker:2"]), listed([])
@@ -22,7 +29,7 @@ def listed(names: Iterable[str], *, nobody: str = "nobody", last: str = " and ")
         'worker:7, worker:8, worker:9 and 490 more'
     """
     names = list(names)
-    shown, rest = names[:_MOST], len(names) - _MOST
+    shown, rest = names[:most], len(names) - most
     if rest > 0:
-        return f"{', '.join(shown)} and {rest} more"
-    return last.join(filter(None, [", ".join(shown[:-1]), *shown[-1:]])) or nobody
+        return f"{separator.join(shown)}{last}{rest} more"
+    return last.join(filter(None, [separator.join(shown[:-1]), *shown[-1:]])) or nobody

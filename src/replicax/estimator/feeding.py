@@ -9,9 +9,9 @@ import numpy as np
 from replicax.estimator.arguments import wanted_arguments
 from replicax.estimator.spec import ModeKeys
 from replicax.input import InputContext
+from replicax.input.from_function import UnevenBatches
 from replicax.input.prefetch import close_iterator
 from replicax.input.sources import is_arrays, raw_batches
-from replicax.input.uneven import UnevenBatches
 from replicax.strategies.strategy import Strategy
 
 __all__ = ["HostStep", "Input", "first_step"]
@@ -69,7 +69,7 @@ class Input:
             self.batches,
             strategy.group.mesh,
             strategy.input_context,
-            share=strategy.share,
+            input_shard=strategy.input_shard,
             num_replicas=strategy.group.num_replicas,
         )
         return dataset.iterate(num_skipped)

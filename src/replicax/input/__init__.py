@@ -10,14 +10,11 @@ resumed.
 """
 
 from replicax.input.context import InputContext
-from replicax.input.distributed import (
-    DistributedDataset,
-    DistributedDatasetFromFunction,
-)
-from replicax.input.input_shard import Share
-from replicax.input.numpy_dataset import numpy_dataset
+from replicax.input.distributed import DistributedDataset
+from replicax.input.from_function import DistributedDatasetFromFunction
+from replicax.input.grain_datasets import numpy_dataset
 from replicax.input.prefetch import prefetch
-from replicax.input.sharding import AutoShardPolicy, FileDataset
+from replicax.input.sharding import AutoShardPolicy, FileDataset, InputShard
 from replicax.input.sources import batches
 from replicax.input.split import Remainder, Split, split_global_batch
 
@@ -27,8 +24,8 @@ __all__ = [
     "DistributedDatasetFromFunction",
     "FileDataset",
     "InputContext",
+    "InputShard",
     "Remainder",
-    "Share",
     "Split",
     "batches",
     "numpy_dataset",

@@ -1,17 +1,22 @@
 """The datasets that a strategy makes: batches spread over its replicas."""
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
+from replicax._util.types import PyTree
 from replicax.engine.group import ReplicaGroup
 from replicax.input import (
     AutoShardPolicy,
     DistributedDataset,
     DistributedDatasetFromFunction,
     InputContext,
-    Share,
+    InputShard,
     numpy_dataset,
 )
+from replicax.input.sources import Dataset
+
+if TYPE_CHECKING:
+    import grain
 
 __all__ = ["DatasetMaker"]
 
@@ -20,10 +25,10 @@ class DatasetMaker:
     """What makes distributed datasets: a strategy.
 
     Attributes:
-        share: This worker's part of the input.
+        input_shard: This worker's part of the input.
     """
 
-    share: Share
+    input_shard: InputShard
     _group: ReplicaGroup
 
     @property
@@ -35,14 +40,14 @@ class DatasetMaker:
     def input_context(self) -> InputContext:
         """What a function that makes this worker's input is told."""
         return InputContext(
-            num_input_pipelines=self.share.num_workers,
-            input_pipeline_id=self.share.worker,
+            num_input_pipelines=self.input_shard.num_workers,
+            input_pipeline_id=self.input_shard.worker,
             num_replicas_in_sync=self.num_replicas_in_sync,
         )
 
     def experimental_distribute_dataset(
         self,
-        dataset: Any,
+        dataset: Dataset,
         *,
         remainder: str = "drop",
         batch_size: int | None = None,
@@ -75,13 +80,13 @@ class DatasetMaker:
             batch_size=batch_size,
             prefetch=prefetch,
             auto_shard_policy=auto_shard_policy,
-            share=self.share,
+            input_shard=self.input_shard,
             num_replicas=self._group.num_replicas,
         )
 
     def distribute_datasets_from_function(
         self,
-        dataset_fn: Callable[[InputContext], Iterable[Any]],
+        dataset_fn: Callable[[InputContext], Dataset],
         *,
         remainder: str = "drop",
         prefetch: int = 2,
@@ -101,17 +106,21 @@ class DatasetMaker:
             self.input_context,
             remainder=remainder,
             prefetch=prefetch,
-            share=self.share,
+            input_shard=self.input_shard,
             num_replicas=self._group.num_replicas,
         )
 
-    def experimental_make_numpy_dataset(self, numpy_input: Any) -> Any:
+    def experimental_make_numpy_dataset(
+        self, numpy_input: PyTree
+    ) -> "grain.MapDataset[PyTree]":
         """A `grain.MapDataset` of the examples in a pytree of arrays `[N, ...]`.
 
         Shuffle and batch it, then hand it to `experimental_distribute_dataset`.
         """
         return numpy_dataset(numpy_input)
 
-    def make_experimental_numpy_dataset(self, numpy_input: Any) -> Any:
+    def make_experimental_numpy_dataset(
+        self, numpy_input: PyTree
+    ) -> "grain.MapDataset[PyTree]":
         """Old name of `experimental_make_numpy_dataset`."""
         return self.experimental_make_numpy_dataset(numpy_input)

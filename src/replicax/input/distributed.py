@@ -4,46 +4,52 @@ Legend: `R` replicas, `b` examples in one replica's batch, `B = R * b` in a glob
 """
 
 import dataclasses
-import itertools
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
-from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from replicax._util.types import PyTree
 from replicax.engine.composites import is_key
-from replicax.engine.row_arrays import PartedRows, RowArray
-from replicax.input.context import InputContext
-from replicax.input.input_shard import Share
-from replicax.input.position import DistributedIterator
-from replicax.input.prefetch import Producer, prefetch
-from replicax.input.sharding import AutoShardPolicy, worker_files
-from replicax.input.sources import batches, check_dataset, is_arrays, is_one_shot
+from replicax.engine.row_arrays import PartedRows
+from replicax.input.context import per_replica
+from replicax.input.prefetch import DistributedIterator, Producer, prefetch
+from replicax.input.sharding import (
+    AutoShardPolicy,
+    Epoch,
+    InputShard,
+    worker_files,
+)
+from replicax.input.sources import (
+    Dataset,
+    batches,
+    check_dataset,
+    is_arrays,
+    is_one_shot,
+)
 from replicax.input.sources import num_batches as count_batches
 from replicax.input.split import (
     Remainder,
     Split,
     leading_size,
     split_global_batch,
-    stack_replica_batches,
 )
-from replicax.input.values import per_replica
 
 __all__ = [
     "DistributedDataset",
-    "DistributedDatasetFromFunction",
-    "own_copies",
+    "DistributedInput",
+    "num_examples",
 ]
 
 _AXIS = "replica"
 
 
-class _Distributed(ABC):
-    """What both kinds share: placing batches on devices, ahead of the training step.
+class DistributedInput(ABC):
+    """Batches that a thread places on the replicas' devices ahead of the step.
 
     Attributes:
         iteration: The number of the next iteration that begins. A shuffled Grain
@@ -55,7 +61,7 @@ class _Distributed(ABC):
         mesh: Mesh,
         remainder: Remainder | str,
         prefetch: int,
-        share: Share | None,
+        input_shard: InputShard | None,
         num_replicas: int | None,
     ) -> None:
         caller = type(self).__name__
@@ -66,7 +72,7 @@ class _Distributed(ABC):
                 "batches."
             )
         self._prefetch = prefetch
-        self._share = share or Share()
+        self._shard = input_shard or InputShard()
         num_devices = mesh.shape[_AXIS]
         self._num_replicas = num_devices if num_replicas is None else num_replicas
         if self._num_replicas < 1 or self._num_replicas % num_devices:
@@ -74,25 +80,25 @@ class _Distributed(ABC):
                 f"{caller}: got num_replicas={num_replicas!r} on {num_devices} devices,"
                 " expected the same number of replicas on each."
             )
-        self._num_local = self._num_replicas // self._share.count
-        self._name = self._share.new_stream(caller)
+        self._num_local = self._num_replicas // self._shard.count
+        self._name = self._shard.new_stream(caller)
         self._num_epochs = 0
         self.iteration = 0
         self._sharding = NamedSharding(mesh, PartitionSpec(_AXIS))
-        self._element_spec: Any = None
+        self._element_spec: PyTree = None
         self._reported: set[int] = set()
-        self._previous: Producer | None = None
+        self._previous: Producer[PyTree] | None = None
 
     @abstractmethod
-    def _splits(self, iteration: int, stream: dict[str, Any]) -> Generator[Split]:
+    def _splits(self, iteration: int, epoch: Epoch) -> Generator[Split]:
         """One epoch's batches for this worker's replicas, still on the host.
 
         Args:
             iteration: Which of its orders a shuffled dataset has.
-            stream: Keywords of `Share.in_step` that this epoch's call takes.
+            epoch: Keywords of `InputShard.in_step` for this epoch.
         """
 
-    def host_batches(self, iteration: int = 0) -> Generator[Any]:
+    def host_batches(self, iteration: int = 0) -> Generator[PyTree]:
         """One epoch's batches for this worker, `[rows, ...]`, on the host.
 
         Args:
@@ -103,22 +109,19 @@ class _Distributed(ABC):
                 f"{type(self).__name__}: remainder='pad' makes (batch, mask) pairs, "
                 "which fit cannot take. Use remainder='drop'."
             )
-        with closing(self._splits(iteration, self._stream(lambda: False))) as splits:
+        with closing(self._splits(iteration, self._begin(lambda: False))) as splits:
             for split in splits:
                 if split.batch is not None:
                     yield jax.tree.map(_joined, split.batch)
 
-    def _stream(self, cancelled: Callable[[], bool]) -> dict[str, Any]:
+    def _begin(self, cancelled: Callable[[], bool]) -> Epoch:
         self._num_epochs += 1
         name = f"{self._name}, epoch {self._num_epochs}"
-        self._share.begin(name)
-        return {
-            "name": name,
-            "cancelled": cancelled,
-        }
+        self._shard.begin(name)
+        return {"name": name, "cancelled": cancelled}
 
     @property
-    def element_spec(self) -> Any:
+    def element_spec(self) -> PyTree:
         """What one replica gets: a pytree of `jax.ShapeDtypeStruct` `[b, ...]`.
 
         With `remainder="pad"` a pair, the second being the mask. None until a first
@@ -133,15 +136,15 @@ class _Distributed(ABC):
     def __iter__(self) -> DistributedIterator:
         """Start an epoch; a thread places batches ahead of the consumer."""
         return DistributedIterator(
-            self._start, self.iteration, taking=self._share.taking(self._name)
+            self._start, self.iteration, taking=self._shard.taking(self._name)
         )
 
-    def _start(self, iteration: int, num_skipped: int) -> Iterator[Any]:
+    def _start(self, iteration: int, num_skipped: int) -> Iterator[PyTree]:
         self.iteration = iteration + 1
-        previous, own = self._previous, []
-        stream = self._stream(lambda: any(producer.stopped for producer in own))
+        previous, own = self._previous, list[Producer[PyTree]]()
+        epoch = self._begin(lambda: any(producer.stopped for producer in own))
         iterator = prefetch(
-            lambda: self._epoch(previous, iteration, stream, num_skipped),
+            lambda: self._epoch(previous, iteration, epoch, num_skipped),
             self._prefetch,
         )
         self._previous = getattr(iterator, "producer", None)
@@ -151,17 +154,17 @@ class _Distributed(ABC):
 
     def _epoch(
         self,
-        previous: Producer | None,
+        previous: Producer[PyTree] | None,
         iteration: int,
-        stream: dict[str, Any],
+        epoch: Epoch,
         num_skipped: int,
-    ) -> Generator[Any]:
+    ) -> Generator[PyTree]:
         if previous is not None:
             # An epoch that was left early may still be reading: the same dataset object
             # should not be used from two threads.
             previous.join_if_stopped()
         num_dropped = 0
-        with closing(self._splits(iteration, stream)) as splits:
+        with closing(self._splits(iteration, epoch)) as splits:
             for split in splits:
                 num_dropped += split.num_dropped
                 if split.batch is None:
@@ -182,7 +185,7 @@ class _Distributed(ABC):
                 self._remainder.value,
             )
 
-    def _place(self, split: Split) -> Any:
+    def _place(self, split: Split) -> PyTree:
         """Put `[R, b, ...]` arrays on the devices, row `i` on replica `i`'s device."""
         value = split.batch if split.mask is None else (split.batch, split.mask)
         if self._element_spec is None:
@@ -190,7 +193,7 @@ class _Distributed(ABC):
         return per_replica(jax.tree.map(_private, value), self._sharding)
 
 
-class DistributedDataset(_Distributed):
+class DistributedDataset(DistributedInput):
     """A dataset of global batches, each divided between the replicas.
 
     Iterating yields the dataset's batches with every `[B, ...]` array replaced by a
@@ -208,14 +211,14 @@ class DistributedDataset(_Distributed):
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: Dataset,
         mesh: Mesh,
         *,
         remainder: Remainder | str = Remainder.DROP,
         batch_size: int | None = None,
         prefetch: int = 2,
         auto_shard_policy: AutoShardPolicy = AutoShardPolicy.AUTO,
-        share: Share | None = None,
+        input_shard: InputShard | None = None,
         num_replicas: int | None = None,
     ) -> None:
         """Make a dataset; only strategies do.
@@ -229,10 +232,10 @@ class DistributedDataset(_Distributed):
             batch_size: `B`, if `dataset` is arrays.
             prefetch: Number of batches that are placed ahead of time; 0 uses no thread.
             auto_shard_policy: How workers divide the dataset.
-            share: This worker's part; None: there is one worker.
+            input_shard: This worker's; None: there is one worker.
             num_replicas: `R`; None: one on each device along the axis.
         """
-        super().__init__(mesh, remainder, prefetch, share, num_replicas)
+        super().__init__(mesh, remainder, prefetch, input_shard, num_replicas)
         check_dataset(dataset, batch_size)
         if not isinstance(auto_shard_policy, AutoShardPolicy):
             raise ValueError(
@@ -240,7 +243,7 @@ class DistributedDataset(_Distributed):
                 f"AutoShardPolicy.AUTO, FILE, DATA and OFF; got {auto_shard_policy!r}."
             )
         self._dataset, self._is_own = worker_files(
-            dataset, auto_shard_policy, self._share.worker, self._share.num_workers
+            dataset, auto_shard_policy, self._shard.worker, self._shard.num_workers
         )
         self._batch_size = batch_size
         self._started = False
@@ -263,9 +266,9 @@ class DistributedDataset(_Distributed):
         if is_arrays(self._dataset) and self._remainder is Remainder.DROP:
             num_last = leading_size(self._dataset, "dataset") % (self._batch_size or 1)
             number -= 0 < num_last < self._num_replicas and number > 1
-        return self._share.num_steps(number)
+        return self._shard.num_steps(number)
 
-    def _start(self, iteration: int, num_skipped: int) -> Iterator[Any]:
+    def _start(self, iteration: int, num_skipped: int) -> Iterator[PyTree]:
         if self._started and is_one_shot(self._dataset):
             raise RuntimeError(
                 f"DistributedDataset: this {type(self._dataset).__name__} was iterated "
@@ -275,18 +278,18 @@ class DistributedDataset(_Distributed):
         self._started = True
         return super()._start(iteration, num_skipped)
 
-    def _splits(self, iteration: int, stream: dict[str, Any]) -> Generator[Split]:
+    def _splits(self, iteration: int, epoch: Epoch) -> Generator[Split]:
         with closing(batches(self._dataset, self._batch_size, iteration)) as source:
             if self._is_own:
                 pieces = self._divided(self._pieces(source), self._num_local)
-                yield from self._share.in_step(
-                    pieces, **stream, same_data=False, size_of=_num_examples
+                yield from self._shard.in_step(
+                    pieces, **epoch, same_data=False, size_of=num_examples
                 )
                 return
             is_known = is_arrays(self._dataset)
-            together = self._share.in_step(
+            together = self._shard.in_step(
                 source,
-                **stream,
+                **epoch,
                 num_batches=count_batches(self._dataset, self._batch_size)
                 if is_known
                 else None,
@@ -295,7 +298,7 @@ class DistributedDataset(_Distributed):
             for split in self._divided(together, self._num_replicas):
                 yield self._own_replicas(split)
 
-    def _divided(self, source: Iterable[Any], num_replicas: int) -> Generator[Split]:
+    def _divided(self, source: Iterable[PyTree], num_replicas: int) -> Generator[Split]:
         for index, batch in enumerate(source):
             size = _size(batch)
             dropping = self._remainder is Remainder.DROP
@@ -307,9 +310,9 @@ class DistributedDataset(_Distributed):
 
     def _own_replicas(self, split: Split) -> Split:
         """Of a batch divided between all replicas, the part of this worker's."""
-        if split.batch is None or self._share.count == 1:
+        if split.batch is None or self._shard.count == 1:
             return split
-        start = self._share.index * self._num_local
+        start = self._shard.index * self._num_local
         own = slice(start, start + self._num_local)
         return dataclasses.replace(
             split,
@@ -317,98 +320,16 @@ class DistributedDataset(_Distributed):
             mask=None if split.mask is None else split.mask[own],
         )
 
-    def _pieces(self, source: Iterable[Any]) -> Generator[Any]:
+    def _pieces(self, source: Iterable[PyTree]) -> Generator[PyTree]:
         """Batches of a worker's own data, cut to what a worker takes in one step."""
         for batch in source:
-            size = -(-_size(batch) // self._share.num_pieces)
+            size = -(-_size(batch) // self._shard.num_pieces)
             for start in range(0, _size(batch), size):
                 rows = slice(start, start + size)
                 yield jax.tree.map(lambda x, rows=rows: x[rows], batch)
 
 
-class DistributedDatasetFromFunction(_Distributed):
-    """A dataset that a function makes, whose batches are for one replica each.
-
-    Every epoch calls `fn(context)`. Each `R` consecutive batches of the dataset it
-    returns make one step: the first goes to replica 0. Elements look as those of a
-    `DistributedDataset`. (TF: `strategy.distribute_datasets_from_function`.)
-
-    Raises:
-        ValueError: For bad options; while iterating, if batches of one step differ in
-            shape, or if there is not one batch for each replica in all.
-        TypeError: While iterating, for leaves that are no arrays of numbers.
-    """
-
-    def __init__(
-        self,
-        fn: Callable[[InputContext], Any],
-        mesh: Mesh,
-        context: InputContext,
-        *,
-        remainder: Remainder | str = Remainder.DROP,
-        prefetch: int = 2,
-        share: Share | None = None,
-        num_replicas: int | None = None,
-    ) -> None:
-        """Make a dataset; only strategies do.
-
-        Args:
-            fn: Takes the `InputContext` and returns a dataset of `[b, ...]` batches,
-                anything that `replicax.input.batches` takes without a batch size.
-            mesh: Mesh with an axis `"replica"`.
-            context: Given to `fn`.
-            remainder: What to do at the end of an epoch with fewer than `R` batches, or
-                with a shorter last one: leave all of them out, fill up with masked
-                copies, or raise.
-            prefetch: Number of steps whose batches are placed ahead of time; 0 uses no
-                thread.
-            share: This worker's part; None: there is one worker.
-            num_replicas: `R`; None: one on each device along the axis.
-        """
-        super().__init__(mesh, remainder, prefetch, share, num_replicas)
-        self._fn = fn
-        self._context = context
-
-    def _splits(self, iteration: int, stream: dict[str, Any]) -> Generator[Split]:
-        yield from self._share.in_step(
-            self._groups(iteration), **stream, same_data=False, size_of=_num_examples
-        )
-
-    def _groups(self, iteration: int) -> Generator[Split]:
-        num_replicas = self._num_local
-        dataset = self._fn(self._context)
-        with closing(batches(dataset, iteration=iteration)) as source:
-            for index in itertools.count():
-                group = own_copies(itertools.islice(source, num_replicas), num_replicas)
-                if not group:
-                    return
-                split = stack_replica_batches(group, num_replicas, self._remainder)
-                if split.batch is None and index == 0:
-                    raise ValueError(
-                        f"distribute_datasets_from_function: {len(group)} batches were "
-                        f"made, too few or too uneven for one step of {num_replicas} "
-                        "replicas, each needs one. Make batches smaller, or pass "
-                        "remainder='pad'."
-                    )
-                yield split
-
-
-def own_copies(batches: Iterable[Any], number: int) -> list[Any]:
-    """Batches that are read one after another, at most `number` of them.
-
-    A dataset may fill the same buffers with its next batch, so of several each is
-    copied before the next one is read.
-    """
-    if number == 1:
-        return list(batches)
-    return [jax.tree.map(_copy, batch) for batch in batches]
-
-
-def _copy(leaf: Any) -> Any:
-    return leaf.copy() if isinstance(leaf, (np.ndarray, *RowArray)) else leaf
-
-
-def _joined(leaf: Any) -> Any:
+def _joined(leaf: PyTree) -> PyTree:
     """The rows of all replicas, one replica's after another's, on the host."""
     if isinstance(leaf, PartedRows):
         return leaf.joined()
@@ -416,23 +337,24 @@ def _joined(leaf: Any) -> Any:
     return leaf.reshape(-1, *leaf.shape[2:])
 
 
-def _spec(leaf: Any) -> jax.ShapeDtypeStruct:
+def _spec(leaf: PyTree) -> jax.ShapeDtypeStruct:
     dtype = leaf.dtype
     if not isinstance(leaf, jax.Array):
         dtype = jax.dtypes.canonicalize_dtype(dtype)
     return jax.ShapeDtypeStruct(leaf.shape[1:], dtype)
 
 
-def _size(batch: Any) -> int:
+def _size(batch: PyTree) -> int:
     return leading_size(batch, "DistributedDataset")
 
 
-def _num_examples(split: Split) -> int:
+def num_examples(split: Split) -> int:
+    """Examples in a batch that was divided between replicas."""
     leaves = jax.tree.leaves(split.batch)
     return leaves[0].shape[0] * leaves[0].shape[1] if leaves else 0
 
 
-def _private(array: Any) -> Any:
+def _private(array: PyTree) -> PyTree:
     """`array` in the dtype JAX gives it, in memory that nobody else writes to.
 
     `jax.device_put` may keep a NumPy array's memory, or read it later, even if told not

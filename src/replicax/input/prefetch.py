@@ -1,4 +1,4 @@
-"""A producer thread that runs ahead of the consumer of an iterator."""
+"""Iterators over an epoch: a thread prefetches, and a position can be saved."""
 
 import atexit
 import contextlib
@@ -7,10 +7,19 @@ import itertools
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from typing import Generic, TypeVar
 
-__all__ = ["Prefetched", "Producer", "close_iterator", "prefetch"]
+from replicax._util.types import PyTree
+from replicax._util.waiting import Announced
+
+__all__ = [
+    "DistributedIterator",
+    "Prefetched",
+    "Producer",
+    "close_iterator",
+    "prefetch",
+]
 
 T = TypeVar("T")
 
@@ -22,7 +31,7 @@ class _End:
         self.error = error
 
 
-class Producer(threading.Thread):
+class Producer(threading.Thread, Generic[T]):
     """The thread's side of a prefetched stream. It never refers to the consumer.
 
     Both queues are `SimpleQueue`s, whose `put` may be called while the same thread is
@@ -35,9 +44,9 @@ class Producer(threading.Thread):
         stopped: Whether nobody will ask for more.
     """
 
-    def __init__(self, make_iterator: Callable[[], Iterable[Any]], depth: int) -> None:
+    def __init__(self, make_iterator: Callable[[], Iterable[T]], depth: int) -> None:
         super().__init__(name="replicax-prefetch", daemon=True)
-        self.items: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.items: queue.SimpleQueue[T | _End] = queue.SimpleQueue()
         self.slots: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.stopped = False
         self._make_iterator = make_iterator
@@ -76,7 +85,7 @@ class Producer(threading.Thread):
         self.items.put(end)
         del end  # The error's traceback refers to this frame.
 
-    def _produce(self, iterator: Iterator[Any]) -> None:
+    def _produce(self, iterator: Iterator[T]) -> None:
         try:
             while True:
                 self.slots.get()
@@ -169,7 +178,7 @@ def prefetch(
     return Prefetched(make_iterator, depth) if depth else _in_place(make_iterator)
 
 
-def close_iterator(iterator: Any) -> None:
+def close_iterator(iterator: object) -> None:
     """Call `iterator.close()` if there is such a method."""
     close = getattr(iterator, "close", None)
     if close is not None:
@@ -201,3 +210,78 @@ def _in_place(make_iterator: Callable[[], Iterable[T]]) -> Generator[T]:
         yield from iterator
     finally:
         close_iterator(iterator)
+
+
+class DistributedIterator(Iterator[PyTree]):
+    """One epoch of a distributed dataset; `iter(dataset)` makes it.
+
+    Its position can be saved, as by `rx.Checkpoint(iterator=iterator)`: a later
+    iterator over the same data that is set to it yields exactly the batches that this
+    one had left, on any number of workers. Iterations that begin after it have the
+    orders that they would have had.
+
+    Args:
+        start: Starts an iteration, by its number, after so many batches.
+        iteration: The number of this one, of those of the dataset.
+        num_batches: Where to begin.
+        taking: Called before a batch is taken.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[int, int], Iterator[PyTree]],
+        iteration: int,
+        num_batches: int = 0,
+        taking: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._start = start
+        self._taking = taking
+        self._iteration = iteration
+        self._num_taken = num_batches
+        self._source = start(iteration, num_batches)
+        self._is_new = True
+
+    def __next__(self) -> PyTree:
+        """The next batch; blocks until it is there."""
+        self._taking()
+        if self._is_new:
+            with Announced("waiting for the first batch"):
+                batch = next(self._source)
+            self._is_new = False
+        else:
+            batch = next(self._source)
+        self._num_taken += 1
+        return batch
+
+    def close(self) -> None:
+        """End the iteration here."""
+        close_iterator(self._source)
+
+    def get_state(self) -> dict[str, int]:
+        """The position: which iteration it is, and how many batches were taken."""
+        return {"iteration": self._iteration, "num_batches": self._num_taken}
+
+    def set_state(self, state: Mapping[str, int]) -> None:
+        """Go to a position of an epoch over the same data.
+
+        Args:
+            state: What `get_state` returned.
+
+        Raises:
+            ValueError: If it is no such state.
+        """
+        number = state.get("num_batches")
+        iteration = state.get("iteration", self._iteration)
+        if not all(isinstance(n, int) and n >= 0 for n in (number, iteration)):
+            raise ValueError(
+                "DistributedIterator.set_state: expected {'iteration': k, "
+                f"'num_batches': n}} as get_state returns it; got {state!r}."
+            )
+        assert number is not None
+        if (iteration, number) == (self._iteration, self._num_taken):
+            return
+        self.close()
+        self._iteration = iteration
+        self._source = self._start(iteration, number)
+        self._is_new = True
+        self._num_taken = number

@@ -1,12 +1,21 @@
-"""Which part of a dataset a worker reads."""
+"""Which part of the input a worker reads: its shard, by rows or by files."""
 
 import enum
+import functools
 import logging
 import os
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypedDict, TypeVar
 
-__all__ = ["AutoShardPolicy", "FileDataset", "worker_files"]
+from replicax.cluster.dispatch_log import Operation
+from replicax.cluster.workers import Workers
+from replicax.input.lockstep import SharedEpoch, in_step
+from replicax.input.sources import Dataset
+from replicax.input.split import leading_size
+
+__all__ = ["AutoShardPolicy", "Epoch", "FileDataset", "InputShard", "worker_files"]
+
+_Batch = TypeVar("_Batch")
 
 _logger = logging.getLogger("replicax")
 
@@ -52,21 +61,23 @@ class FileDataset:
     def __init__(
         self,
         files: Sequence[str | os.PathLike[str]],
-        dataset_fn: Callable[[Sequence[str | os.PathLike[str]]], Any],
+        dataset_fn: Callable[[Sequence[str | os.PathLike[str]]], Dataset],
     ) -> None:
         self.files = list(files)
         self._dataset_fn = dataset_fn
         if not self.files:
             raise ValueError("FileDataset: files is empty; name at least one file.")
 
-    def __call__(self, files: Sequence[str | os.PathLike[str]] | None = None) -> Any:
+    def __call__(
+        self, files: Sequence[str | os.PathLike[str]] | None = None
+    ) -> Dataset:
         """The dataset of all files, or of some."""
         return self._dataset_fn(self.files if files is None else files)
 
 
 def worker_files(
-    dataset: Any, policy: AutoShardPolicy, index: int, count: int
-) -> tuple[Any, bool]:
+    dataset: Dataset, policy: AutoShardPolicy, index: int, count: int
+) -> tuple[Dataset, bool]:
     """What worker `index` of `count` reads under a policy.
 
     Returns:
@@ -98,3 +109,117 @@ def worker_files(
         return dataset, False
     mine = files[index::count]
     return (lambda: dataset(mine)), True
+
+
+class Epoch(TypedDict):
+    """Which epoch `InputShard.in_step` goes through.
+
+    Attributes:
+        name: What all workers call it.
+        cancelled: Whether nobody wants more of its batches.
+    """
+
+    name: str
+    cancelled: Callable[[], bool]
+
+
+class InputShard:
+    """A worker's part of the input, in lockstep with the other workers' parts.
+
+    Args:
+        workers: Those that divide the input; one alone by default.
+        check_input: Compare first batches where all should read the same data.
+    """
+
+    def __init__(
+        self, workers: Workers | None = None, *, check_input: bool = True
+    ) -> None:
+        self._workers = workers or Workers()
+        self._check_input = check_input
+
+    @property
+    def index(self) -> int:
+        """The worker's place among the workers."""
+        return self._workers.index
+
+    @property
+    def count(self) -> int:
+        """Number of workers."""
+        return self._workers.count
+
+    @property
+    def worker(self) -> int:
+        """The worker's place among those that divide files."""
+        return self.index
+
+    @property
+    def num_workers(self) -> int:
+        """Number of workers that divide files."""
+        return self.count
+
+    @property
+    def num_pieces(self) -> int:
+        """In how many steps a worker takes a global batch of its own data."""
+        return self.count
+
+    def num_steps(self, num_batches: int) -> int:
+        """Number of this worker's steps for that many batches."""
+        return num_batches
+
+    def new_stream(self, name: str) -> str:
+        """A name for batches that all workers read together, the same on all."""
+        return self._workers.new_stream(name)
+
+    def begin(self, name: str) -> None:
+        """Note that the script begins to go through data, as all workers do."""
+        log = self._workers.log
+        if log is not None:
+            log.note_input(Operation(name, f"{name};".encode()))
+
+    def taking(self, name: str) -> Callable[[], None]:
+        """What notes that the script takes a batch of data of that name."""
+        log = self._workers.log
+        if log is None:
+            return _nothing
+        operation = Operation(f"the next batch of {name}", f"batch of {name};".encode())
+        return functools.partial(log.take, operation)
+
+    def in_step(
+        self,
+        batches: Iterator[_Batch],
+        *,
+        name: str | None = None,
+        same_data: bool = True,
+        num_batches: int | None = None,
+        size_of: Callable[[_Batch], int] = lambda batch: leading_size(batch, "fit"),
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> Iterator[_Batch]:
+        """Batches for as long as every worker has one.
+
+        Args:
+            batches: This worker's.
+            name: From `new_stream`; by default that of an input of `fit`.
+            same_data: As in `SharedEpoch`, like the rest.
+            num_batches: How many there are, if that is certain.
+            size_of: Number of examples in a batch.
+            cancelled: Whether nobody wants more.
+        """
+        if self.count == 1:
+            return batches
+        if name is None:
+            name = self.new_stream("the input of fit")
+            self.begin(name)
+        epoch = SharedEpoch(
+            workers=self._workers,
+            name=name,
+            same_data=same_data,
+            check=self._check_input,
+            num_batches=num_batches,
+            size_of=size_of,
+            cancelled=cancelled,
+        )
+        return in_step(batches, epoch)
+
+
+def _nothing() -> None:
+    pass

@@ -10,19 +10,25 @@ import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeGuard
 
 import jax
 import numpy as np
 from jax import numpy as jnp
 from jax import tree_util
 
+from replicax._util.types import PyTree
 from replicax.engine.row_arrays import RowArray, as_rows, by_rows, is_one_array
+from replicax.input.grain_datasets import ENDLESS, is_map_dataset, reshuffled
 from replicax.input.prefetch import close_iterator
-from replicax.input.reshuffle import reshuffled
 from replicax.input.split import leading_size, leaf_name, refuse_ragged
 
+if TYPE_CHECKING:
+    import keras
+    import torch
+
 __all__ = [
+    "Dataset",
     "batches",
     "check_dataset",
     "is_arrays",
@@ -31,16 +37,17 @@ __all__ = [
     "raw_batches",
 ]
 
+Dataset: TypeAlias = object
+"""What `batches` takes, whose classes have nothing in common: arrays, or batches."""
+
 # Grain reads 500 elements ahead by default, which is meant for single examples. Here
 # they are whole batches, and `prefetch` runs ahead once more.
 _GRAIN_READS_AHEAD = 16
-# Grain's endless datasets have a length near `sys.maxsize`, divided by the batch size.
-_ENDLESS = 2**40
 
 
 def batches(
-    dataset: Any, batch_size: int | None = None, iteration: int = 0
-) -> Generator[Any]:
+    dataset: Dataset, batch_size: int | None = None, iteration: int = 0
+) -> Generator[PyTree]:
     """Iterate over one epoch of `dataset`, from its start.
 
     Args:
@@ -66,7 +73,7 @@ def batches(
     return _arrays_only(dataset, batch_size, iteration)
 
 
-def raw_batches(dataset: Any) -> Iterator[Any]:
+def raw_batches(dataset: Dataset) -> Iterator[PyTree]:
     """Iterate over one epoch of `dataset`, whose leaves may be anything, also strings.
 
     Args:
@@ -75,7 +82,7 @@ def raw_batches(dataset: Any) -> Iterator[Any]:
     return _open(dataset, None)
 
 
-def check_dataset(dataset: Any, batch_size: int | None = None) -> None:
+def check_dataset(dataset: Dataset, batch_size: int | None = None) -> None:
     """Raise what `batches` would raise, without reading anything."""
     if is_arrays(dataset):
         leading_size(dataset, "dataset")
@@ -105,7 +112,7 @@ def check_dataset(dataset: Any, batch_size: int | None = None) -> None:
         )
 
 
-def is_arrays(dataset: Any) -> bool:
+def is_arrays(dataset: Dataset) -> bool:
     """Whether `dataset` is the data itself: an array, a tuple or a dict of arrays."""
     if _is_array(dataset):
         return True
@@ -117,27 +124,27 @@ def is_arrays(dataset: Any) -> bool:
     return bool(leaves) and all(_is_array(leaf) for leaf in leaves)
 
 
-def is_one_shot(dataset: Any) -> bool:
+def is_one_shot(dataset: Dataset) -> bool:
     """Whether `dataset` can be iterated only once, as generator objects can."""
     return isinstance(dataset, Iterator)
 
 
-def num_batches(dataset: Any, batch_size: int | None = None) -> int | None:
+def num_batches(dataset: Dataset, batch_size: int | None = None) -> int | None:
     """How many batches an epoch has; None if it is unknown or endless."""
     if is_arrays(dataset):
         return -(-leading_size(dataset, "dataset") // (batch_size or 1))
-    if _is_instance(dataset, "keras.utils", "PyDataset"):
+    if _is_py_dataset(dataset):
         return dataset.num_batches
     try:
-        number = len(dataset)
+        number = len(dataset)  # type: ignore[arg-type]  # That is the question.
     except TypeError:
         return None
-    return number if number < _ENDLESS else None
+    return number if number < ENDLESS else None
 
 
 def _arrays_only(
-    dataset: Any, batch_size: int | None, iteration: int
-) -> Generator[Any]:
+    dataset: Dataset, batch_size: int | None, iteration: int
+) -> Generator[PyTree]:
     iterator = _open(dataset, batch_size, iteration)
     is_empty = True
     try:
@@ -154,34 +161,36 @@ def _arrays_only(
         )
 
 
-def _open(dataset: Any, batch_size: int | None, iteration: int = 0) -> Iterator[Any]:
+def _open(
+    dataset: Dataset, batch_size: int | None, iteration: int = 0
+) -> Iterator[PyTree]:
     dataset = reshuffled(dataset, iteration)
     if is_arrays(dataset):
         check_dataset(dataset, batch_size)
         return _slices(jax.tree.map(_off_mesh, by_rows(dataset)), batch_size or 1)
-    if _is_instance(dataset, "keras.utils", "PyDataset"):
+    if _is_py_dataset(dataset):
         return _py_dataset_batches(dataset)
-    if _is_instance(dataset, "grain", "MapDataset"):
+    if is_map_dataset(dataset):
         options = sys.modules["grain"].ReadOptions(
             num_threads=_GRAIN_READS_AHEAD, prefetch_buffer_size=_GRAIN_READS_AHEAD
         )
         return iter(dataset.to_iter_dataset(options))
-    if _comes_from(dataset, "tensorflow") and hasattr(dataset, "as_numpy_iterator"):
+    if _is_tf_dataset(dataset):
         return iter(dataset.as_numpy_iterator())
-    if _comes_from(dataset, "torch"):
+    if _comes_from(dataset, "torch") and isinstance(dataset, Iterable):
         return _tuples(iter(dataset))
     if callable(dataset) and not isinstance(dataset, Iterable):
         return _open(dataset(), batch_size, iteration)
-    return iter(dataset)
+    return iter(dataset)  # type: ignore[call-overload]  # `check_dataset` has checked.
 
 
-def _slices(arrays: Any, batch_size: int) -> Generator[Any]:
+def _slices(arrays: PyTree, batch_size: int) -> Generator[PyTree]:
     for start in range(0, leading_size(arrays, "dataset"), batch_size):
         rows = slice(start, start + batch_size)
         yield jax.tree.map(lambda x, rows=rows: x[rows], arrays)
 
 
-def _py_dataset_batches(dataset: Any) -> Generator[Any]:
+def _py_dataset_batches(dataset: "keras.utils.PyDataset") -> Generator[PyTree]:
     """The batches of a `keras.utils.PyDataset` in order, made by its `workers`."""
     if dataset.use_multiprocessing:
         _warn_once(
@@ -205,11 +214,11 @@ def _py_dataset_batches(dataset: Any) -> Generator[Any]:
 
 
 def _in_threads(
-    get: Callable[[int], Any], indices: Iterable[int], num_threads: int, depth: int
-) -> Generator[Any]:
+    get: Callable[[int], PyTree], indices: Iterable[int], num_threads: int, depth: int
+) -> Generator[PyTree]:
     """`map(get, indices)` in threads, at most `depth` results ahead, in order."""
     pool = ThreadPoolExecutor(num_threads, thread_name_prefix="replicax-py-dataset")
-    pending: deque[Future[Any]] = deque()
+    pending: deque[Future[PyTree]] = deque()
     try:
         for index in indices:
             pending.append(pool.submit(get, index))
@@ -221,7 +230,7 @@ def _in_threads(
         pool.shutdown(cancel_futures=True)
 
 
-def _tuples(iterator: Iterator[Any]) -> Generator[Any]:
+def _tuples(iterator: Iterator[PyTree]) -> Generator[PyTree]:
     """Batches given as a list are tuples, as Keras takes them from these datasets."""
     try:
         for batch in iterator:
@@ -230,7 +239,7 @@ def _tuples(iterator: Iterator[Any]) -> Generator[Any]:
         close_iterator(iterator)
 
 
-def _as_array(path: Any, leaf: Any) -> Any:
+def _as_array(path: tree_util.KeyPath, leaf: PyTree) -> PyTree:
     """`leaf` as an array of numbers, without a copy where possible."""
     if isinstance(leaf, jax.Array):
         return _off_mesh(leaf)
@@ -238,7 +247,7 @@ def _as_array(path: Any, leaf: Any) -> Any:
     if isinstance(leaf, RowArray):
         return leaf
     refuse_ragged(leaf, leaf_name(path), "dataset")
-    if _comes_from(leaf, "torch"):
+    if _is_tensor(leaf):
         leaf = _from_torch(leaf)
     elif isinstance(leaf, (bool, int, float, complex)) or hasattr(leaf, "__array__"):
         leaf = np.asarray(leaf)
@@ -253,7 +262,7 @@ def _as_array(path: Any, leaf: Any) -> Any:
     return leaf
 
 
-def _off_mesh(array: Any) -> Any:
+def _off_mesh(array: PyTree) -> PyTree:
     """`array`, on the host if it is spread over several devices.
 
     Slicing and placing it again would run collectives in the prefetch thread, which can
@@ -264,7 +273,7 @@ def _off_mesh(array: Any) -> Any:
     return array
 
 
-def _from_torch(tensor: Any) -> np.ndarray:
+def _from_torch(tensor: "torch.Tensor") -> np.ndarray:
     tensor = tensor.detach().cpu()
     torch = sys.modules["torch"]
     if tensor.dtype == torch.bfloat16:  # Unknown to torch's own conversion.
@@ -272,18 +281,29 @@ def _from_torch(tensor: Any) -> np.ndarray:
     return tensor.numpy()
 
 
-def _is_array(value: Any) -> bool:
+def _is_array(value: object) -> bool:
     looks_like_one = hasattr(value, "shape") and hasattr(value, "__array__")
     return looks_like_one or is_one_array(value)
 
 
-def _is_instance(value: Any, module: str, name: str) -> bool:
-    """`isinstance(value, module.name)`, False if the module was never imported."""
-    kind = getattr(sys.modules.get(module), name, None)
+class _TensorFlowDataset(Protocol):
+    def as_numpy_iterator(self) -> Iterable[PyTree]: ...
+
+
+def _is_py_dataset(value: object) -> "TypeGuard[keras.utils.PyDataset]":
+    kind = getattr(sys.modules.get("keras.utils"), "PyDataset", None)
     return kind is not None and isinstance(value, kind)
 
 
-def _comes_from(value: Any, package: str) -> bool:
+def _is_tf_dataset(value: object) -> TypeGuard[_TensorFlowDataset]:
+    return _comes_from(value, "tensorflow") and hasattr(value, "as_numpy_iterator")
+
+
+def _is_tensor(value: object) -> "TypeGuard[torch.Tensor]":
+    return _comes_from(value, "torch")
+
+
+def _comes_from(value: object, package: str) -> bool:
     """Whether a class of `value` is defined in `package`."""
     return any(
         kind.__module__.partition(".")[0] == package for kind in type(value).__mro__
@@ -295,6 +315,6 @@ def _warn_once(message: str) -> None:
     logging.getLogger("replicax").warning(message)
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) < 80 else text[:77] + '...'}"

@@ -6,13 +6,13 @@ Legend: `R` replicas, `b` examples in one replica's batch, `B = R * b` in a glob
 import dataclasses
 import enum
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
 from jax import numpy as jnp
 from jax import tree_util
 
+from replicax._util.types import PyTree
 from replicax.engine.composites import is_composite
 from replicax.engine.row_arrays import PartedRows, RowArray, parted
 
@@ -64,12 +64,12 @@ class Split:
         num_dropped: Number of examples that were left out.
     """
 
-    batch: Any
+    batch: PyTree
     mask: np.ndarray | None = None
     num_dropped: int = 0
 
 
-def leading_size(tree: Any, caller: str) -> int:
+def leading_size(tree: PyTree, caller: str) -> int:
     """Size of dimension 0, which all arrays of `tree` must share.
 
     Args:
@@ -113,7 +113,7 @@ def leading_size(tree: Any, caller: str) -> int:
 
 
 def split_global_batch(
-    batch: Any, num_replicas: int, remainder: Remainder | str = Remainder.DROP
+    batch: PyTree, num_replicas: int, remainder: Remainder | str = Remainder.DROP
 ) -> Split:
     """Divide a global batch between replicas, in order.
 
@@ -168,7 +168,7 @@ def split_global_batch(
 
 
 def stack_replica_batches(
-    batches: Sequence[Any],
+    batches: Sequence[PyTree],
     num_replicas: int,
     remainder: Remainder | str = Remainder.DROP,
 ) -> Split:
@@ -217,7 +217,7 @@ def stack_replica_batches(
     return Split(batch=jax.tree.map(_stack, *padded), mask=mask)
 
 
-def refuse_ragged(leaf: Any, name: str, caller: str) -> None:
+def refuse_ragged(leaf: object, name: str, caller: str) -> None:
     """Raise for rows of unequal lengths, which no array of numbers can hold.
 
     Raises:
@@ -238,12 +238,12 @@ def refuse_ragged(leaf: Any, name: str, caller: str) -> None:
         )
 
 
-def leaf_name(path: Any) -> str:
+def leaf_name(path: tree_util.KeyPath) -> str:
     """How errors call the leaf at `path` of a batch."""
     return f"leaf {tree_util.keystr(path)}" if path else "the batch"
 
 
-def _group_sizes(batches: Sequence[Any], caller: str) -> list[int]:
+def _group_sizes(batches: Sequence[PyTree], caller: str) -> list[int]:
     """The `b` of each batch, checked: equal structure, equal shapes but for `b`."""
     expected = tree_util.tree_structure(batches[0])
     for index, batch in enumerate(batches):
@@ -266,7 +266,7 @@ def _group_sizes(batches: Sequence[Any], caller: str) -> list[int]:
     return sizes
 
 
-def _rows(array: Any, num_replicas: int) -> Any:
+def _rows(array: PyTree, num_replicas: int) -> PyTree:
     """`[R*b, ...]` as `[R, b, ...]`; NumPy makes a view of it."""
     if isinstance(array, RowArray):
         return parted(array, num_replicas)
@@ -274,7 +274,7 @@ def _rows(array: Any, num_replicas: int) -> Any:
     return array.reshape(num_replicas, per_replica, *array.shape[1:])
 
 
-def _pad(array: Any, num_rows: int) -> Any:
+def _pad(array: PyTree, num_rows: int) -> PyTree:
     """Add `num_rows` rows: the array's own last ones, again and again if need be."""
     if not num_rows:
         return array
@@ -286,7 +286,7 @@ def _pad(array: Any, num_rows: int) -> Any:
     return numpy.concatenate([array, array[rows]])
 
 
-def _stack(*arrays: Any) -> Any:
+def _stack(*arrays: PyTree) -> PyTree:
     if isinstance(arrays[0], RowArray):
         return PartedRows(arrays)
     numpy = jnp if any(isinstance(x, jax.Array) for x in arrays) else np

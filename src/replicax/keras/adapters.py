@@ -18,7 +18,7 @@ from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from keras.src.trainers.data_adapters.grain_dataset_adapter import GrainDatasetAdapter
 
 from replicax.input import DistributedDataset, DistributedDatasetFromFunction
-from replicax.input.reshuffle import Iteration, reshuffled
+from replicax.input.grain_datasets import Iteration, reshuffled
 
 __all__ = [
     "DistributedAdapter",

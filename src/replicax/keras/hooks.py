@@ -480,10 +480,10 @@ def _get_iterator(original: Any, epoch_iterator: Any) -> Any:
     if current_call() == "predict" and steps.ignores_targets(called_model()):
         source = map(inputs_of, source)
     local = isinstance(adapter, DistributedAdapter)
-    if not local and strategy.share.count > 1:
+    if not local and strategy.input_shard.count > 1:
         # A distributed dataset's workers are in step already, and those of parameter
         # servers evaluate and predict each by itself.
-        source = strategy.share.in_step(
+        source = strategy.input_shard.in_step(
             map(batches.host_batch, source),
             num_batches=fixed_number_of_batches(adapter),
             size_of=functools.partial(leading_size, caller=current_call()),

@@ -19,7 +19,7 @@ import numpy as np
 
 from replicax._private import keras as internals
 from replicax.engine.scope import current_strategy
-from replicax.input.reshuffle import Iteration
+from replicax.input.grain_datasets import Iteration
 from replicax.keras.lazy_batches import batch_of, is_array_adapter, make_lazy
 from replicax.keras.recorder import Recorder
 

@@ -25,7 +25,7 @@ from replicax.ps.rows import Rows
 from replicax.ps.serve import serve
 from replicax.ps.session import Session
 from replicax.ps.variables import RemoteVariables
-from replicax.ps.worker_input import ServedShare
+from replicax.ps.worker_input import ElasticInputShard
 from replicax.strategies.strategy import Strategy
 
 __all__ = ["ParameterServerStrategy"]
@@ -155,7 +155,9 @@ class ParameterServerStrategy(Strategy):
             sync=sync,
             rows=self._rows,
         )
-        self.share = ServedShare(index, len(workers), self._num_parts if sync else None)
+        self.input_shard = ElasticInputShard(
+            index, len(workers), self._num_parts if sync else None
+        )
         self._in_flight: Any = None
         self._parts: deque[Part] = deque()
         self.steps_applied = 0

@@ -6,13 +6,13 @@ from typing import Any
 
 import jax
 
-from replicax.input.input_shard import Share
+from replicax.input import InputShard
 from replicax.input.split import leading_size
 
-__all__ = ["ServedShare", "own_rows"]
+__all__ = ["ElasticInputShard", "own_rows"]
 
 
-class ServedShare(Share):
+class ElasticInputShard(InputShard):
     """Batches of a dataset that all workers read: some for each, or some rows of each.
 
     Nothing is agreed on: a worker may come late, or go.

@@ -31,9 +31,9 @@ from replicax.engine.signature import Kind, flatten_call
 from replicax.engine.step import Options
 from replicax.engine.values import PerReplica
 from replicax.errors import ContextError
-from replicax.input import Share
+from replicax.input import InputShard
+from replicax.input.context import per_replica, stacked_values
 from replicax.input.datasets import DatasetMaker
-from replicax.input.values import per_replica, stacked_values
 from replicax.strategies.checks import (
     check_call,
     check_options,
@@ -140,7 +140,7 @@ class Strategy(DatasetMaker):
             self._require_rehearsable(holds_variables=home is None)
             home = self._rehearsal.home
             self._group = self._group.on(self._rehearsal.devices[: self._num_rehearsed])
-        self.share = Share(self._workers, check_input=check_input)
+        self.input_shard = InputShard(self._workers, check_input=check_input)
         self._use(self._group)
         self._at_home = self._group
         self._home = home or self._mirrored

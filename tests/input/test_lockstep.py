@@ -19,7 +19,7 @@ import replicax as rx
 import replicax.testing
 from replicax.cluster.timeouts import Timeouts
 from replicax.cluster.workers import Workers
-from replicax.input.agreement import Stream, in_step
+from replicax.input.lockstep import SharedEpoch, in_step
 
 
 class SharedStore:
@@ -49,7 +49,7 @@ def stream(store, index, num_workers, **options):
     options = {"same_data": False, "size_of": len, "name": "epoch", **options}
     timeouts = Timeouts(startup=20, step=options.pop("deadline", 20))
     workers = Workers(names, [""] * num_workers, index, store=store, timeouts=timeouts)
-    return Stream(workers=workers, **options)
+    return SharedEpoch(workers=workers, **options)
 
 
 def together(*batches, num_batches=None, **options):
@@ -197,7 +197,7 @@ def test_a_worker_that_does_not_come_is_named():
 
 
 def test_one_worker_alone_gets_all():
-    own = Stream(workers=Workers(), name="epoch", same_data=True, size_of=len)
+    own = SharedEpoch(workers=Workers(), name="epoch", same_data=True, size_of=len)
     assert len(list(in_step(sized(3, 2, 1), own))) == 3
 
 

@@ -9,14 +9,14 @@ import pytest
 import scipy.sparse
 from jax.experimental import sparse
 
-from replicax.input.leaf_prints import differences, leaf_prints
+from replicax.input.lockstep import differences, leaf_checksums
 
 BATCH = {"x": np.arange(6, dtype="float32").reshape(3, 2), "y": np.arange(3)}
 
 
 def told(one, other):
     # As it travels.
-    prints = json.loads(json.dumps([leaf_prints(one), leaf_prints(other)]))
+    prints = json.loads(json.dumps([leaf_checksums(one), leaf_checksums(other)]))
     return differences(*prints, "worker:0", "worker:1")
 
 

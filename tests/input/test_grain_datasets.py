@@ -4,7 +4,7 @@ import grain
 import numpy as np
 import pytest
 
-from replicax.input.numpy_dataset import numpy_dataset
+from replicax.input.grain_datasets import numpy_dataset
 
 X = np.arange(20, dtype=np.float32).reshape(10, 2)
 Y = np.arange(10)

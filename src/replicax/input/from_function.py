@@ -1,0 +1,154 @@
+"""Datasets that a function makes, whose batches are for one replica each."""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Generator, Iterable
+from contextlib import closing
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from replicax._util.types import PyTree
+from replicax.engine.row_arrays import RowArray
+from replicax.input.context import InputContext
+from replicax.input.distributed import DistributedInput, num_examples
+from replicax.input.prefetch import DistributedIterator
+from replicax.input.sharding import Epoch, InputShard
+from replicax.input.sources import Dataset, batches
+from replicax.input.split import Remainder, Split, leading_size, stack_replica_batches
+
+__all__ = ["DistributedDatasetFromFunction", "UnevenBatches"]
+
+
+class DistributedDatasetFromFunction(DistributedInput):
+    """A dataset that a function makes, whose batches are for one replica each.
+
+    Every epoch calls `fn(context)`. Each `R` consecutive batches of the dataset it
+    returns make one step: the first goes to replica 0. Elements look as those of a
+    `DistributedDataset`. (TF: `strategy.distribute_datasets_from_function`.)
+
+    Raises:
+        ValueError: For bad options; while iterating, if batches of one step differ in
+            shape, or if there is not one batch for each replica in all.
+        TypeError: While iterating, for leaves that are no arrays of numbers.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[[InputContext], Dataset],
+        mesh: Mesh,
+        context: InputContext,
+        *,
+        remainder: Remainder | str = Remainder.DROP,
+        prefetch: int = 2,
+        input_shard: InputShard | None = None,
+        num_replicas: int | None = None,
+    ) -> None:
+        """Make a dataset; only strategies do.
+
+        Args:
+            fn: Takes the `InputContext` and returns a dataset of `[b, ...]` batches,
+                anything that `replicax.input.batches` takes without a batch size.
+            mesh: Mesh with an axis `"replica"`.
+            context: Given to `fn`.
+            remainder: What to do at the end of an epoch with fewer than `R` batches, or
+                with a shorter last one: leave all of them out, fill up with masked
+                copies, or raise.
+            prefetch: Number of steps whose batches are placed ahead of time; 0 uses no
+                thread.
+            input_shard: This worker's; None: there is one worker.
+            num_replicas: `R`; None: one on each device along the axis.
+        """
+        super().__init__(mesh, remainder, prefetch, input_shard, num_replicas)
+        self._fn = fn
+        self._context = context
+
+    def _splits(self, iteration: int, epoch: Epoch) -> Generator[Split]:
+        yield from self._shard.in_step(
+            self._groups(iteration), **epoch, same_data=False, size_of=num_examples
+        )
+
+    def _groups(self, iteration: int) -> Generator[Split]:
+        num_replicas = self._num_local
+        dataset = self._fn(self._context)
+        with closing(batches(dataset, iteration=iteration)) as source:
+            for index in itertools.count():
+                group = _own_copies(
+                    itertools.islice(source, num_replicas), num_replicas
+                )
+                if not group:
+                    return
+                split = stack_replica_batches(group, num_replicas, self._remainder)
+                if split.batch is None and index == 0:
+                    raise ValueError(
+                        f"distribute_datasets_from_function: {len(group)} batches were "
+                        f"made, too few or too uneven for one step of {num_replicas} "
+                        "replicas, each needs one. Make batches smaller, or pass "
+                        "remainder='pad'."
+                    )
+                yield split
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Step(Split):
+    """The batches of one step; of replicas from `num_active` on they are copies."""
+
+    num_active: int | None = None
+
+
+class UnevenBatches(DistributedDatasetFromFunction):
+    """As `DistributedDatasetFromFunction`, but no batch of one process is left out.
+
+    It yields `(batch, num_active)`: the first `num_active` replicas hold examples, the
+    others copies that are not to count; None: all do. Batches of another size than
+    those before begin a new step. Several workers leave the end of their data out, as
+    far as it is not enough for all replicas of all workers.
+    """
+
+    def iterate(self, num_skipped: int = 0) -> DistributedIterator:
+        """An epoch's batches after the first `num_skipped` steps."""
+        return DistributedIterator(self._start, self.iteration, num_skipped)
+
+    def _groups(self, iteration: int) -> Generator[Split]:
+        if self._shard.count > 1:
+            yield from super()._groups(iteration)
+            return
+        size = self._num_local
+        make = functools.partial(self._fn, self._context)
+        with closing(batches(make, iteration=iteration)) as source:
+            for _, alike in itertools.groupby(source, _shapes):
+                while group := _own_copies(alike, size):
+                    yield self._step(group)
+
+    def _step(self, group: list[PyTree]) -> Split:
+        missing = self._num_local - len(group)
+        full = group + group[-1:] * missing
+        split = stack_replica_batches(full, self._num_local, Remainder.ERROR)
+        return _Step(batch=split.batch, num_active=len(group) if missing else None)
+
+    def _place(self, split: Split) -> PyTree:
+        return super()._place(split), getattr(split, "num_active", None)
+
+
+def _shapes(batch: PyTree) -> tuple[object, ...]:
+    leading_size(batch, "input_fn")
+    leaves, structure = jax.tree.flatten(batch)
+    return structure, tuple((x.shape, x.dtype) for x in leaves)
+
+
+def _own_copies(source: Iterable[PyTree], number: int) -> list[PyTree]:
+    """The next batches of a source, at most `number` of them.
+
+    A dataset may fill the same buffers with its next batch, so of several each is
+    copied before the next one is read.
+    """
+    taken = itertools.islice(source, number)
+    if number == 1:
+        return list(taken)
+    return [jax.tree.map(_copy, batch) for batch in taken]
+
+
+def _copy(leaf: PyTree) -> PyTree:
+    return leaf.copy() if isinstance(leaf, (np.ndarray, *RowArray)) else leaf
