@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from replicax.estimator.arguments import wanted_arguments
-from replicax.estimator.model import ModelFunction
 from replicax.estimator.spec import EstimatorSpec, ModeKeys
+from replicax.estimator.user_functions import ModelFunction, wanted_arguments
 
 
 def anyhow(fn: Any) -> Any:

@@ -11,9 +11,9 @@ from tests.conftest import mirrored
 
 import replicax as rx
 from replicax.estimator import feature_column as fc
+from replicax.estimator.canned import optimizer_maker
 from replicax.estimator.dnn import DNNPart
 from replicax.estimator.linear import LinearPart
-from replicax.estimator.optimizers import optimizer_maker
 
 E = rx.estimator
 COLORS = ["red", "green", "blue"]

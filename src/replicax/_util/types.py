@@ -3,10 +3,13 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-__all__ = ["JSON", "PyTree", "Shape"]
+__all__ = ["JSON", "PyTree", "Shape", "Tensor"]
 
 PyTree: TypeAlias = Any
 """A tree of arrays, or one array, as `jax.tree` takes it: any object may be a leaf."""
+
+Tensor: TypeAlias = Any
+"""A `jax.Array`, traced or not, as Keras' operations return it: they say no type."""
 
 Shape: TypeAlias = tuple[int, ...]
 """The shape of an array."""

@@ -2,12 +2,18 @@
 
 import os
 from collections.abc import Sequence
-from typing import Any
 
+import jax
 import keras
 
-from replicax.estimator.canned import CannedClassifier, CannedRegressor, Part
-from replicax.estimator.optimizers import optimizer_maker
+from replicax.estimator.canned import (
+    CannedClassifier,
+    CannedRegressor,
+    NetworkPart,
+    OptimizerLike,
+    WeightColumn,
+    optimizer_maker,
+)
 from replicax.estimator.preprocessing import ROWS
 from replicax.estimator.run_config import RunConfig
 
@@ -23,27 +29,27 @@ class _Bias(keras.layers.Layer):
         super().__init__(name=name)
         self._units = units
 
-    def build(self, input_shape: Any = None) -> None:
+    def build(self, input_shape: object = None) -> None:
         """Make it."""
         del input_shape
-        self.bias: Any = self.add_weight(
+        self.bias = self.add_weight(
             shape=(self._units,), initializer="zeros", name="bias"
         )
         self.built = True
 
-    def call(self, rows: Any) -> Any:
+    def call(self, rows: jax.Array) -> jax.Array:
         """From zeros `[b]` to `[b, units]`."""
         return rows[:, None] + self.bias
 
 
-class _BaselinePart(Part):
-    def __init__(self, optimizer: Any) -> None:
+class _BaselinePart(NetworkPart):
+    def __init__(self, optimizer: OptimizerLike) -> None:
         self.columns = ()
         self.optimizer = optimizer_maker(optimizer, _LEARNING_RATE)
 
     def logits(
-        self, features: dict[str, Any], units: int, *, training: bool
-    ) -> tuple[Any, list[Any]]:
+        self, features: dict[str, jax.Array], units: int, *, training: bool
+    ) -> tuple[jax.Array, list[keras.Variable]]:
         """See the base class."""
         del training
         layer = _Bias(units, name="baseline")
@@ -81,18 +87,18 @@ class BaselineRegressor(CannedRegressor):
         self,
         model_dir: str | os.PathLike[str] | None = None,
         label_dimension: int = 1,
-        weight_column: Any = None,
-        optimizer: Any = "Ftrl",
+        weight_column: WeightColumn = None,
+        optimizer: OptimizerLike = "Ftrl",
         config: RunConfig | None = None,
         loss_reduction: str = "sum_over_batch_size",
     ) -> None:
         super().__init__(
             [_BaselinePart(optimizer)],
-            label_dimension=label_dimension,
-            weight_column=weight_column,
-            loss_reduction=loss_reduction,
-            model_dir=model_dir,
-            config=config,
+            label_dimension,
+            weight_column,
+            loss_reduction,
+            model_dir,
+            config,
         )
 
 
@@ -128,18 +134,18 @@ class BaselineClassifier(CannedClassifier):
         self,
         model_dir: str | os.PathLike[str] | None = None,
         n_classes: int = 2,
-        weight_column: Any = None,
+        weight_column: WeightColumn = None,
         label_vocabulary: Sequence[str] | None = None,
-        optimizer: Any = "Ftrl",
+        optimizer: OptimizerLike = "Ftrl",
         config: RunConfig | None = None,
         loss_reduction: str = "sum_over_batch_size",
     ) -> None:
         super().__init__(
             [_BaselinePart(optimizer)],
-            n_classes=n_classes,
-            label_vocabulary=label_vocabulary,
-            weight_column=weight_column,
-            loss_reduction=loss_reduction,
-            model_dir=model_dir,
-            config=config,
+            n_classes,
+            label_vocabulary,
+            weight_column,
+            loss_reduction,
+            model_dir,
+            config,
         )

@@ -1,12 +1,18 @@
 """Canned estimators: a network, in parts with an optimizer each, and a head."""
 
 import abc
+import copy
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
+import jax
+import keras
+
+from replicax._util.types import PyTree
 from replicax.estimator.estimator import Estimator
 from replicax.estimator.feature_column import Column
+from replicax.estimator.feature_column.numeric import NumericColumn
 from replicax.estimator.heads import (
     Head,
     RegressionHead,
@@ -17,10 +23,24 @@ from replicax.estimator.preprocessing import HostSide, weight_column_of
 from replicax.estimator.run_config import RunConfig
 from replicax.estimator.spec import EstimatorSpec, ModeKeys, TrainOp, minimize
 
-__all__ = ["CannedClassifier", "CannedEstimator", "CannedRegressor", "Part"]
+__all__ = [
+    "CannedClassifier",
+    "CannedEstimator",
+    "CannedRegressor",
+    "NetworkPart",
+    "OptimizerLike",
+    "WeightColumn",
+    "optimizer_maker",
+]
+
+OptimizerLike: TypeAlias = str | keras.Optimizer | Callable[[], keras.Optimizer]
+"""A Keras optimizer, its name, or a function that returns one."""
+
+WeightColumn: TypeAlias = str | NumericColumn | None
+"""The feature of the examples' weights, or a `numeric_column` of it."""
 
 
-class Part(abc.ABC):
+class NetworkPart(abc.ABC):
     """A part of a network. The parts' logits are added up.
 
     Attributes:
@@ -29,12 +49,12 @@ class Part(abc.ABC):
     """
 
     columns: tuple[Column, ...]
-    optimizer: Callable[[], Any]
+    optimizer: Callable[[], keras.Optimizer]
 
     @abc.abstractmethod
     def logits(
-        self, features: dict[str, Any], units: int, *, training: bool
-    ) -> tuple[Any, list[Any]]:
+        self, features: dict[str, jax.Array], units: int, *, training: bool
+    ) -> tuple[jax.Array, list[keras.Variable]]:
         """Make the layers and call them.
 
         Args:
@@ -58,12 +78,12 @@ class CannedEstimator(Estimator):
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[NetworkPart],
         head: Head,
         host_side: HostSide,
         model_dir: str | os.PathLike[str] | None,
         config: RunConfig | None,
-        warm_start_from: Any = None,
+        warm_start_from: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__(
             _model_fn(parts, head, host_side),
@@ -73,10 +93,10 @@ class CannedEstimator(Estimator):
         )
         self.host_side = host_side
 
-    def _prepare(self, features: Any, labels: Any) -> tuple[Any, Any]:
+    def _prepare(self, features: PyTree, labels: PyTree) -> tuple[PyTree, PyTree]:
         return self.host_side.prepare(features, labels)
 
-    def _postprocess(self, predictions: Any) -> Any:
+    def _postprocess(self, predictions: PyTree) -> PyTree:
         return self.host_side.finish(predictions)
 
 
@@ -85,14 +105,13 @@ class CannedRegressor(CannedEstimator):
 
     def __init__(
         self,
-        parts: Sequence[Part],
-        *,
+        parts: Sequence[NetworkPart],
         label_dimension: int,
-        weight_column: Any,
+        weight_column: WeightColumn,
         loss_reduction: str,
         model_dir: str | os.PathLike[str] | None,
         config: RunConfig | None,
-        warm_start_from: Any = None,
+        warm_start_from: str | os.PathLike[str] | None = None,
     ) -> None:
         host_side = HostSide(
             _columns_of(parts),
@@ -111,15 +130,14 @@ class CannedClassifier(CannedEstimator):
 
     def __init__(
         self,
-        parts: Sequence[Part],
-        *,
+        parts: Sequence[NetworkPart],
         n_classes: int,
         label_vocabulary: Sequence[str] | None,
-        weight_column: Any,
+        weight_column: WeightColumn,
         loss_reduction: str,
         model_dir: str | os.PathLike[str] | None,
         config: RunConfig | None,
-        warm_start_from: Any = None,
+        warm_start_from: str | os.PathLike[str] | None = None,
     ) -> None:
         if isinstance(label_vocabulary, str):
             raise TypeError(
@@ -136,24 +154,26 @@ class CannedClassifier(CannedEstimator):
         super().__init__(parts, head, host_side, model_dir, config, warm_start_from)
 
 
-def _columns_of(parts: Sequence[Part]) -> tuple[Column, ...]:
+def _columns_of(parts: Sequence[NetworkPart]) -> tuple[Column, ...]:
     """The parts' columns, each once."""
     return tuple(dict.fromkeys(column for part in parts for column in part.columns))
 
 
 def _model_fn(
-    parts: Sequence[Part], head: Head, host_side: HostSide
+    parts: Sequence[NetworkPart], head: Head, host_side: HostSide
 ) -> Callable[..., EstimatorSpec]:
     weights = host_side.weight_column
 
-    def model_fn(features: Any, labels: Any, mode: ModeKeys) -> EstimatorSpec:
+    def model_fn(
+        features: dict[str, jax.Array], labels: jax.Array, mode: ModeKeys
+    ) -> EstimatorSpec:
         is_training = mode == ModeKeys.TRAIN
         made = [
             part.logits(features, head.logits_dimension, training=is_training)
             for part in parts
         ]
 
-        def train_op(loss: Any) -> list[TrainOp]:
+        def train_op(loss: jax.Array) -> list[TrainOp]:
             return [
                 minimize(part.optimizer(), loss, variables)
                 for part, (_, variables) in zip(parts, made, strict=True)
@@ -161,7 +181,7 @@ def _model_fn(
 
         return head.spec(
             mode,
-            sum(logits for logits, _ in made),
+            sum((logits for logits, _ in made[1:]), start=made[0][0]),
             labels,
             None
             if weights is None or mode == ModeKeys.PREDICT
@@ -170,3 +190,87 @@ def _model_fn(
         )
 
     return model_fn
+
+
+def optimizer_maker(
+    optimizer: OptimizerLike, learning_rate: float, name: str = "optimizer"
+) -> Callable[[], keras.Optimizer]:
+    """A function that makes the optimizer anew, as a `model_fn` must.
+
+    Args:
+        optimizer: The name of a Keras optimizer, in any case; a Keras optimizer, of
+            which copies are made with its settings as they are now; or a function that
+            returns one, which is called in the `model_fn`.
+        learning_rate: For names.
+        name: The argument's, for errors.
+
+    Raises:
+        TypeError: If it is something else. The function raises it, too, if the user's
+            returns something else.
+        ValueError: If there is no optimizer of this name, or one whose settings do not
+            make it again.
+    """
+    if isinstance(optimizer, str):
+        _named(optimizer, learning_rate, name)
+        return lambda: _named(optimizer, learning_rate, name)
+    if isinstance(optimizer, keras.Optimizer):
+        return _copies_of(optimizer, name)
+    if callable(optimizer):
+        return lambda: _required(optimizer(), f"{name}: the function's result")
+    raise TypeError(
+        f"{name}: must be the name of a Keras optimizer, such as 'Adam', a Keras "
+        f"optimizer or a function that returns one; got {optimizer!r}."
+    )
+
+
+def _named(identifier: str, learning_rate: float, name: str) -> keras.Optimizer:
+    config = {"learning_rate": learning_rate}
+    cause = None
+    try:
+        # For other names than optimizers' it returns something else, or raises.
+        made = keras.optimizers.deserialize(
+            {"class_name": identifier, "config": config}
+        )
+    except (TypeError, ValueError) as error:
+        made, cause = None, error
+    if not isinstance(made, keras.Optimizer):
+        raise ValueError(
+            f"{name}: there is no Keras optimizer {identifier!r} that a learning rate "
+            "is enough for. Give another name, such as 'SGD', 'Adagrad', 'Adam', "
+            "'RMSProp' or 'Ftrl', or a Keras optimizer."
+        ) from cause
+    return made
+
+
+def _copies_of(optimizer: keras.Optimizer, name: str) -> Callable[[], keras.Optimizer]:
+    # Read now: in the model_fn its learning rate would be a variable from outside.
+    config = _unnamed(copy.deepcopy(optimizer.get_config()))
+    made = type(optimizer).from_config
+
+    def make() -> keras.Optimizer:
+        try:
+            return made(copy.deepcopy(config))  # Keras changes it.
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"{name}: {type(optimizer).__name__}.from_config(get_config()) does "
+                "not make the optimizer again. Give a function that returns it: "
+                f"{name}=lambda: ..."
+            ) from error
+
+    make()
+    return make
+
+
+def _unnamed(config: dict[str, Any]) -> dict[str, Any]:
+    """Without names, which count what a process has made, and get into checkpoints."""
+    config.pop("name", None)
+    inner = config.get("inner_optimizer")
+    if isinstance(inner, dict) and isinstance(inner.get("config"), dict):
+        _unnamed(inner["config"])
+    return config
+
+
+def _required(optimizer: object, what: str) -> keras.Optimizer:
+    if not isinstance(optimizer, keras.Optimizer):
+        raise TypeError(f"{what} must be a Keras optimizer; got {optimizer!r}.")
+    return optimizer

@@ -2,10 +2,18 @@
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
 
-from replicax.estimator.canned import CannedClassifier, CannedRegressor, Part
+import jax
+
+from replicax.estimator.canned import (
+    CannedClassifier,
+    CannedRegressor,
+    NetworkPart,
+    OptimizerLike,
+    WeightColumn,
+)
 from replicax.estimator.dnn import DNNPart
+from replicax.estimator.feature_column.column import Columns
 from replicax.estimator.linear import LinearPart
 from replicax.estimator.run_config import RunConfig
 
@@ -57,40 +65,40 @@ class DNNLinearCombinedRegressor(CannedRegressor):
     def __init__(
         self,
         model_dir: str | os.PathLike[str] | None = None,
-        linear_feature_columns: Any = None,
-        linear_optimizer: Any = None,
-        dnn_feature_columns: Any = None,
-        dnn_optimizer: Any = "Adagrad",
+        linear_feature_columns: Columns | None = None,
+        linear_optimizer: OptimizerLike | None = None,
+        dnn_feature_columns: Columns | None = None,
+        dnn_optimizer: OptimizerLike = "Adagrad",
         dnn_hidden_units: Sequence[int] | None = None,
-        dnn_activation_fn: str | Callable[[Any], Any] = "relu",
+        dnn_activation_fn: str | Callable[[jax.Array], jax.Array] = "relu",
         dnn_dropout: float | None = None,
         label_dimension: int = 1,
-        weight_column: Any = None,
+        weight_column: WeightColumn = None,
         config: RunConfig | None = None,
-        warm_start_from: Any = None,
+        warm_start_from: str | os.PathLike[str] | None = None,
         loss_reduction: str = "sum_over_batch_size",
         batch_norm: bool = False,
         linear_sparse_combiner: str = "sum",
     ) -> None:
         parts = _parts(
-            linear=(linear_feature_columns, linear_optimizer, linear_sparse_combiner),
-            dnn=(
-                dnn_feature_columns,
-                dnn_hidden_units,
-                dnn_optimizer,
-                dnn_activation_fn,
-                dnn_dropout,
-                batch_norm,
-            ),
+            linear_feature_columns,
+            linear_optimizer,
+            linear_sparse_combiner,
+            dnn_feature_columns,
+            dnn_hidden_units,
+            dnn_optimizer,
+            dnn_activation_fn,
+            dnn_dropout,
+            batch_norm,
         )
         super().__init__(
             parts,
-            label_dimension=label_dimension,
-            weight_column=weight_column,
-            loss_reduction=loss_reduction,
-            model_dir=model_dir,
-            config=config,
-            warm_start_from=warm_start_from,
+            label_dimension,
+            weight_column,
+            loss_reduction,
+            model_dir,
+            config,
+            warm_start_from,
         )
 
 
@@ -140,64 +148,71 @@ class DNNLinearCombinedClassifier(CannedClassifier):
     def __init__(
         self,
         model_dir: str | os.PathLike[str] | None = None,
-        linear_feature_columns: Any = None,
-        linear_optimizer: Any = None,
-        dnn_feature_columns: Any = None,
-        dnn_optimizer: Any = "Adagrad",
+        linear_feature_columns: Columns | None = None,
+        linear_optimizer: OptimizerLike | None = None,
+        dnn_feature_columns: Columns | None = None,
+        dnn_optimizer: OptimizerLike = "Adagrad",
         dnn_hidden_units: Sequence[int] | None = None,
-        dnn_activation_fn: str | Callable[[Any], Any] = "relu",
+        dnn_activation_fn: str | Callable[[jax.Array], jax.Array] = "relu",
         dnn_dropout: float | None = None,
         n_classes: int = 2,
-        weight_column: Any = None,
+        weight_column: WeightColumn = None,
         label_vocabulary: Sequence[str] | None = None,
         config: RunConfig | None = None,
-        warm_start_from: Any = None,
+        warm_start_from: str | os.PathLike[str] | None = None,
         loss_reduction: str = "sum_over_batch_size",
         batch_norm: bool = False,
         linear_sparse_combiner: str = "sum",
     ) -> None:
         parts = _parts(
-            linear=(linear_feature_columns, linear_optimizer, linear_sparse_combiner),
-            dnn=(
-                dnn_feature_columns,
-                dnn_hidden_units,
-                dnn_optimizer,
-                dnn_activation_fn,
-                dnn_dropout,
-                batch_norm,
-            ),
+            linear_feature_columns,
+            linear_optimizer,
+            linear_sparse_combiner,
+            dnn_feature_columns,
+            dnn_hidden_units,
+            dnn_optimizer,
+            dnn_activation_fn,
+            dnn_dropout,
+            batch_norm,
         )
         super().__init__(
             parts,
-            n_classes=n_classes,
-            label_vocabulary=label_vocabulary,
-            weight_column=weight_column,
-            loss_reduction=loss_reduction,
-            model_dir=model_dir,
-            config=config,
-            warm_start_from=warm_start_from,
+            n_classes,
+            label_vocabulary,
+            weight_column,
+            loss_reduction,
+            model_dir,
+            config,
+            warm_start_from,
         )
 
 
-def _parts(linear: tuple[Any, ...], dnn: tuple[Any, ...]) -> list[Part]:
-    """The parts that there are columns for, from their arguments."""
-    parts: list[Part] = []
-    if _has_columns(dnn[0]):
-        parts.append(DNNPart(*dnn, prefix="dnn_"))
-    elif dnn[1]:
+def _parts(
+    linear_columns: Columns | None,
+    linear_optimizer: OptimizerLike | None,
+    combiner: str,
+    dnn_columns: Columns | None,
+    hidden_units: Sequence[int] | None,
+    dnn_optimizer: OptimizerLike,
+    activation_fn: str | Callable[[jax.Array], jax.Array],
+    dropout: float | None,
+    batch_norm: bool,
+) -> list[NetworkPart]:
+    """The parts that there are columns for."""
+    parts: list[NetworkPart] = []
+    if dnn_columns is not None and dnn_columns not in ([], ()):
+        settings = (dnn_optimizer, activation_fn, dropout, batch_norm)
+        parts.append(DNNPart(dnn_columns, hidden_units, *settings, prefix="dnn_"))
+    elif hidden_units:
         raise ValueError(
-            f"dnn_hidden_units={dnn[1]!r} were given, but dnn_feature_columns="
-            f"{dnn[0]!r}. Give both, or neither."
+            f"dnn_hidden_units={hidden_units!r} were given, but dnn_feature_columns="
+            f"{dnn_columns!r}. Give both, or neither."
         )
-    if _has_columns(linear[0]):
-        parts.append(LinearPart(*linear, prefix="linear_"))
+    if linear_columns is not None and linear_columns not in ([], ()):
+        parts.append(LinearPart(linear_columns, linear_optimizer, combiner, "linear_"))
     if not parts:
         raise ValueError(
             "linear_feature_columns and dnn_feature_columns: there are none. Give "
             "columns for one of the parts, or for both."
         )
     return parts
-
-
-def _has_columns(columns: Any) -> bool:
-    return columns is not None and columns != [] and columns != ()

@@ -2,14 +2,22 @@
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
 
+import jax
 import keras
 
-from replicax.estimator.canned import CannedClassifier, CannedRegressor, Part
+from replicax._util.types import PyTree
+from replicax.estimator.canned import (
+    CannedClassifier,
+    CannedRegressor,
+    NetworkPart,
+    OptimizerLike,
+    WeightColumn,
+    optimizer_maker,
+)
 from replicax.estimator.feature_column import DenseFeatures
+from replicax.estimator.feature_column.column import Columns
 from replicax.estimator.feature_column.transform import as_columns
-from replicax.estimator.optimizers import optimizer_maker
 from replicax.estimator.run_config import RunConfig
 
 __all__ = ["DNNClassifier", "DNNPart", "DNNRegressor"]
@@ -19,7 +27,7 @@ _LEARNING_RATE = 0.05
 _MOMENTUM = 0.999  # TF has it, as Keras' 0.99 diverged on some problems.
 
 
-class DNNPart(Part):
+class DNNPart(NetworkPart):
     """Variables `dnn/hiddenlayer_0/kernel`, ..., `dnn/logits/kernel` and biases.
 
     Args:
@@ -34,10 +42,10 @@ class DNNPart(Part):
 
     def __init__(
         self,
-        feature_columns: Any,
-        hidden_units: Sequence[int],
-        optimizer: Any,
-        activation_fn: str | Callable[[Any], Any],
+        feature_columns: Columns,
+        hidden_units: Sequence[int] | None,
+        optimizer: OptimizerLike,
+        activation_fn: str | Callable[[jax.Array], jax.Array],
         dropout: float | None,
         batch_norm: bool,
         prefix: str = "",
@@ -58,12 +66,12 @@ class DNNPart(Part):
         )
 
     def logits(
-        self, features: dict[str, Any], units: int, *, training: bool
-    ) -> tuple[Any, list[Any]]:
+        self, features: dict[str, jax.Array], units: int, *, training: bool
+    ) -> tuple[jax.Array, list[keras.Variable]]:
         """See the base class."""
-        layers: list[Any] = []
+        layers: list[keras.layers.Layer] = []
 
-        def called(layer: Any, net: Any, **kwargs: Any) -> Any:
+        def called(layer: keras.layers.Layer, net: PyTree, **kwargs: bool) -> jax.Array:
             layers.append(layer)
             return layer(net, **kwargs)
 
@@ -89,9 +97,9 @@ class DNNPart(Part):
         return DenseFeatures(self.columns, name="input_layer")
 
 
-def _sizes(hidden_units: Any, name: str) -> tuple[int, ...]:
+def _sizes(hidden_units: Sequence[int] | None, name: str) -> tuple[int, ...]:
     is_list = isinstance(hidden_units, Sequence) and not isinstance(hidden_units, str)
-    sizes: tuple[Any, ...] = tuple(hidden_units) if is_list else ()
+    sizes = tuple(hidden_units or ()) if is_list else ()
     if not sizes or not all(
         isinstance(size, int) and not isinstance(size, bool) and size > 0
         for size in sizes
@@ -141,15 +149,15 @@ class DNNRegressor(CannedRegressor):
     def __init__(
         self,
         hidden_units: Sequence[int],
-        feature_columns: Any,
+        feature_columns: Columns,
         model_dir: str | os.PathLike[str] | None = None,
         label_dimension: int = 1,
-        weight_column: Any = None,
-        optimizer: Any = "Adagrad",
-        activation_fn: str | Callable[[Any], Any] = "relu",
+        weight_column: WeightColumn = None,
+        optimizer: OptimizerLike = "Adagrad",
+        activation_fn: str | Callable[[jax.Array], jax.Array] = "relu",
         dropout: float | None = None,
         config: RunConfig | None = None,
-        warm_start_from: Any = None,
+        warm_start_from: str | os.PathLike[str] | None = None,
         loss_reduction: str = "sum_over_batch_size",
         batch_norm: bool = False,
     ) -> None:
@@ -158,12 +166,12 @@ class DNNRegressor(CannedRegressor):
         )
         super().__init__(
             [part],
-            label_dimension=label_dimension,
-            weight_column=weight_column,
-            loss_reduction=loss_reduction,
-            model_dir=model_dir,
-            config=config,
-            warm_start_from=warm_start_from,
+            label_dimension,
+            weight_column,
+            loss_reduction,
+            model_dir,
+            config,
+            warm_start_from,
         )
 
 
@@ -206,16 +214,16 @@ class DNNClassifier(CannedClassifier):
     def __init__(
         self,
         hidden_units: Sequence[int],
-        feature_columns: Any,
+        feature_columns: Columns,
         model_dir: str | os.PathLike[str] | None = None,
         n_classes: int = 2,
-        weight_column: Any = None,
+        weight_column: WeightColumn = None,
         label_vocabulary: Sequence[str] | None = None,
-        optimizer: Any = "Adagrad",
-        activation_fn: str | Callable[[Any], Any] = "relu",
+        optimizer: OptimizerLike = "Adagrad",
+        activation_fn: str | Callable[[jax.Array], jax.Array] = "relu",
         dropout: float | None = None,
         config: RunConfig | None = None,
-        warm_start_from: Any = None,
+        warm_start_from: str | os.PathLike[str] | None = None,
         loss_reduction: str = "sum_over_batch_size",
         batch_norm: bool = False,
     ) -> None:
@@ -224,11 +232,11 @@ class DNNClassifier(CannedClassifier):
         )
         super().__init__(
             [part],
-            n_classes=n_classes,
-            label_vocabulary=label_vocabulary,
-            weight_column=weight_column,
-            loss_reduction=loss_reduction,
-            model_dir=model_dir,
-            config=config,
-            warm_start_from=warm_start_from,
+            n_classes,
+            label_vocabulary,
+            weight_column,
+            loss_reduction,
+            model_dir,
+            config,
+            warm_start_from,
         )

@@ -1,16 +1,17 @@
-"""Hooks that end training when evaluations say so."""
+"""Early stopping: hooks that end training when evaluations stop improving."""
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import TypeAlias
 
+from replicax.estimator.estimator import Estimator
 from replicax.estimator.evaluating import read_eval_metrics
 from replicax.estimator.hooks import (
+    Interval,
     SessionRunContext,
     SessionRunHook,
     SessionRunValues,
 )
-from replicax.estimator.interval import Interval
 
 __all__ = [
     "make_early_stopping_hook",
@@ -21,7 +22,7 @@ __all__ = [
 ]
 
 
-class _StopWhen(SessionRunHook):
+class _EarlyStoppingHook(SessionRunHook):
     def __init__(self, should_stop_fn: Callable[[], bool], every: Interval) -> None:
         self._should_stop = should_stop_fn
         self._every = every
@@ -44,7 +45,7 @@ class _StopWhen(SessionRunHook):
 
 
 def make_early_stopping_hook(
-    estimator: Any,
+    estimator: Estimator,
     should_stop_fn: Callable[[], bool],
     run_every_secs: float | None = 60.0,
     run_every_steps: int | None = None,
@@ -82,11 +83,11 @@ def make_early_stopping_hook(
             f"make_early_stopping_hook: the interval must not be negative; got "
             f"{interval!r}."
         )
-    return _StopWhen(should_stop_fn, Interval(run_every_steps, run_every_secs))
+    return _EarlyStoppingHook(should_stop_fn, Interval(run_every_steps, run_every_secs))
 
 
 def stop_if_no_decrease_hook(
-    estimator: Any,
+    estimator: Estimator,
     metric_name: str,
     max_steps_without_decrease: int,
     eval_dir: str | None = None,
@@ -116,13 +117,12 @@ def stop_if_no_decrease_hook(
         estimator,
         metric_name,
         eval_dir,
-        run_every_secs,
-        run_every_steps,
+        (run_every_secs, run_every_steps),
     )
 
 
 def stop_if_no_increase_hook(
-    estimator: Any,
+    estimator: Estimator,
     metric_name: str,
     max_steps_without_increase: int,
     eval_dir: str | None = None,
@@ -140,13 +140,12 @@ def stop_if_no_increase_hook(
         estimator,
         metric_name,
         eval_dir,
-        run_every_secs,
-        run_every_steps,
+        (run_every_secs, run_every_steps),
     )
 
 
 def stop_if_higher_hook(
-    estimator: Any,
+    estimator: Estimator,
     metric_name: str,
     threshold: float,
     eval_dir: str | None = None,
@@ -165,13 +164,12 @@ def stop_if_higher_hook(
         estimator,
         metric_name,
         eval_dir,
-        run_every_secs,
-        run_every_steps,
+        (run_every_secs, run_every_steps),
     )
 
 
 def stop_if_lower_hook(
-    estimator: Any,
+    estimator: Estimator,
     metric_name: str,
     threshold: float,
     eval_dir: str | None = None,
@@ -190,12 +188,11 @@ def stop_if_lower_hook(
         estimator,
         metric_name,
         eval_dir,
-        run_every_secs,
-        run_every_steps,
+        (run_every_secs, run_every_steps),
     )
 
 
-_Values = list[tuple[int, float]]
+_Values: TypeAlias = list[tuple[int, float]]
 """A metric's values by global step, in its order."""
 
 
@@ -225,30 +222,21 @@ def _beyond(
 def _stopping(
     caller: str,
     says_stop: Callable[[_Values], bool],
-    estimator: Any,
+    estimator: Estimator,
     metric_name: str,
     eval_dir: str | None,
-    run_every_secs: float | None,
-    run_every_steps: int | None,
+    every: tuple[float | None, int | None],
 ) -> SessionRunHook:
     """A hook that asks `says_stop` of the evaluations there are."""
 
     def should_stop() -> bool:
-        return says_stop(_values(caller, estimator, eval_dir, metric_name))
+        results = read_eval_metrics(eval_dir or estimator.eval_dir())
+        for step, metrics in results.items():
+            if metric_name not in metrics:
+                raise ValueError(
+                    f"{caller}: the evaluation of step {step} has no {metric_name!r}, "
+                    f"only {sorted(metrics)}."
+                )
+        return says_stop([(s, metrics[metric_name]) for s, metrics in results.items()])
 
-    return make_early_stopping_hook(
-        estimator, should_stop, run_every_secs, run_every_steps
-    )
-
-
-def _values(
-    caller: str, estimator: Any, eval_dir: str | None, metric_name: str
-) -> _Values:
-    results = read_eval_metrics(eval_dir or estimator.eval_dir())
-    for step, metrics in results.items():
-        if metric_name not in metrics:
-            raise ValueError(
-                f"{caller}: the evaluation of step {step} has no {metric_name!r}, only "
-                f"{sorted(metrics)}."
-            )
-    return [(step, metrics[metric_name]) for step, metrics in results.items()]
+    return make_early_stopping_hook(estimator, should_stop, *every)

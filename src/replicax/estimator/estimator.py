@@ -11,15 +11,14 @@ from typing import Any
 
 import numpy as np
 
+from replicax._util.types import PyTree
 from replicax.checkpoint import latest_checkpoint
 from replicax.checkpoint.evaluations import append_evaluation
-from replicax.estimator.evaluating import (
-    Evaluation,
-    predictions,
-)
+from replicax.estimator.evaluating import EvalResults, Evaluation, predictions
 from replicax.estimator.exporting import export_model, tell_of_preprocess
-from replicax.estimator.feeding import HostStep, Input
-from replicax.estimator.model import Model, ModelFunction
+from replicax.estimator.hooks import CheckpointSaverListener, SessionRunHook
+from replicax.estimator.model import EstimatorModel
+from replicax.estimator.receivers import ServingInputReceiver
 from replicax.estimator.run_config import RunConfig, one_device
 from replicax.estimator.saving import (
     CHECKPOINT_NAME,
@@ -27,8 +26,14 @@ from replicax.estimator.saving import (
     step_of,
     warm_start,
 )
-from replicax.estimator.spec import ModeKeys
+from replicax.estimator.spec import EstimatorSpec, ModeKeys
 from replicax.estimator.training import Training
+from replicax.estimator.user_functions import (
+    InputFunction,
+    InputPipeline,
+    ModelFunction,
+    Preprocess,
+)
 from replicax.strategies.strategy import Strategy
 
 __all__ = ["Estimator"]
@@ -87,13 +92,13 @@ class Estimator:
 
     def __init__(
         self,
-        model_fn: Callable[..., Any],
+        model_fn: Callable[..., EstimatorSpec],
         model_dir: str | os.PathLike[str] | None = None,
         config: RunConfig | None = None,
         params: Mapping[str, Any] | None = None,
         warm_start_from: str | os.PathLike[str] | None = None,
         *,
-        preprocess: HostStep | None = None,
+        preprocess: Preprocess | None = None,
     ) -> None:
         if config is not None and not isinstance(config, RunConfig):
             raise TypeError(
@@ -108,7 +113,7 @@ class Estimator:
         self._function = ModelFunction(model_fn, params or {}, self._config)
         self._preprocess = preprocess
         self._warm_start_from = warm_start_from
-        self._models: dict[tuple[Any, ...], Model] = {}
+        self._models: dict[tuple[ModeKeys, int], EstimatorModel] = {}
 
     @property
     def model_dir(self) -> str:
@@ -127,11 +132,11 @@ class Estimator:
 
     def train(
         self,
-        input_fn: Callable[..., Any],
-        hooks: Sequence[Any] | None = None,
+        input_fn: InputFunction,
+        hooks: Sequence[SessionRunHook] | None = None,
         steps: int | None = None,
         max_steps: int | None = None,
-        saving_listeners: Sequence[Any] | None = None,
+        saving_listeners: Sequence[CheckpointSaverListener] | None = None,
     ) -> "Estimator":
         """Train from the newest checkpoint on, and save one at the end.
 
@@ -160,11 +165,11 @@ class Estimator:
 
     def _train(
         self,
-        input_fn: Callable[..., Any],
-        hooks: Sequence[Any] | None,
+        input_fn: InputFunction,
+        hooks: Sequence[SessionRunHook] | None,
         steps: int | None,
         max_steps: int | None,
-        saving_listeners: Sequence[Any] | None,
+        saving_listeners: Sequence[CheckpointSaverListener] | None,
         *,
         marks_end: bool = False,
     ) -> None:
@@ -207,7 +212,7 @@ class Estimator:
             self._models.pop(key, None)
             raise
 
-    def _initialize(self, model: Model) -> None:
+    def _initialize(self, model: EstimatorModel) -> None:
         """Take values that a new training begins with from another checkpoint."""
         if self._warm_start_from is None:
             return
@@ -219,12 +224,12 @@ class Estimator:
 
     def evaluate(
         self,
-        input_fn: Callable[..., Any],
+        input_fn: InputFunction,
         steps: int | None = None,
-        hooks: Sequence[Any] | None = None,
+        hooks: Sequence[SessionRunHook] | None = None,
         checkpoint_path: str | None = None,
         name: str | None = None,
-    ) -> dict[str, Any]:
+    ) -> EvalResults:
         """Evaluate a checkpoint.
 
         Args:
@@ -257,12 +262,12 @@ class Estimator:
 
     def predict(
         self,
-        input_fn: Callable[..., Any],
+        input_fn: InputFunction,
         predict_keys: Sequence[str] | None = None,
-        hooks: Sequence[Any] | None = None,
+        hooks: Sequence[SessionRunHook] | None = None,
         checkpoint_path: str | None = None,
         yield_single_examples: bool = True,
-    ) -> Generator[Any]:
+    ) -> Generator[PyTree]:
         """Predictions, on one device.
 
         Args:
@@ -303,7 +308,7 @@ class Estimator:
     def export_saved_model(
         self,
         export_dir_base: str | os.PathLike[str],
-        serving_input_receiver_fn: Callable[[], Any],
+        serving_input_receiver_fn: Callable[[], ServingInputReceiver],
         checkpoint_path: str | None = None,
         *,
         platforms: Sequence[str] | None = None,
@@ -343,7 +348,7 @@ class Estimator:
             tell_of_preprocess(self.model_dir)
         # Its own model: one that predicts meanwhile keeps its values.
         seed = self._config.tf_random_seed or 0
-        model = Model(self._function, ModeKeys.PREDICT, one_device(), seed)
+        model = EstimatorModel(self._function, ModeKeys.PREDICT, one_device(), seed)
         folder = export_model(
             model,
             path,
@@ -387,18 +392,18 @@ class Estimator:
         """Folder of the evaluations: a line in `metrics.jsonl` for each."""
         return os.path.join(self.model_dir, "eval" if not name else f"eval_{name}")
 
-    def _prepare(self, features: Any, labels: Any) -> tuple[Any, Any]:
+    def _prepare(self, features: PyTree, labels: PyTree) -> tuple[PyTree, PyTree]:
         """A batch as arrays of numbers."""
         if self._preprocess is not None:
             features, labels = self._preprocess(features, labels)
         return features, labels
 
-    def _postprocess(self, predictions: Any) -> Any:
+    def _postprocess(self, predictions: PyTree) -> PyTree:
         """Predictions of a batch, with what arrays of numbers cannot hold."""
         return predictions
 
-    def _input(self, input_fn: Callable[..., Any], mode: ModeKeys) -> Input:
-        return Input(
+    def _input(self, input_fn: InputFunction, mode: ModeKeys) -> InputPipeline:
+        return InputPipeline(
             input_fn,
             mode,
             self._prepare,
@@ -407,14 +412,14 @@ class Estimator:
             needs_labels=self._needs_labels,
         )
 
-    def _model(self, mode: ModeKeys, strategy: Strategy) -> Model:
+    def _model(self, mode: ModeKeys, strategy: Strategy) -> EstimatorModel:
         key = _key(mode, strategy)
         if key not in self._models:
             strategy.synchronize_random_state()
             seed = self._config.tf_random_seed
             if seed is None:
                 seed = random.randrange(2**31)
-            self._models[key] = Model(self._function, mode, strategy, seed)
+            self._models[key] = EstimatorModel(self._function, mode, strategy, seed)
         return self._models[key]
 
     def _finder(self, path: str | None, method: str) -> Callable[[], str]:
@@ -460,7 +465,7 @@ def _check_steps(method: str, *numbers: int | None) -> None:
             )
 
 
-def _chosen(batch: Any, keys: Sequence[str] | None) -> Any:
+def _chosen(batch: PyTree, keys: Sequence[str] | None) -> PyTree:
     if keys is None:
         return batch
     if not isinstance(batch, Mapping):
@@ -477,7 +482,7 @@ def _chosen(batch: Any, keys: Sequence[str] | None) -> Any:
     return {key: batch[key] for key in keys}
 
 
-def _yielded(batch: Any, one_by_one: bool) -> Generator[Any]:
+def _yielded(batch: PyTree, one_by_one: bool) -> Generator[PyTree]:
     if not one_by_one:
         yield batch
         return

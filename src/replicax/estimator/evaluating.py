@@ -4,19 +4,25 @@ import itertools
 import json
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 
+from replicax._util.types import PyTree
 from replicax.checkpoint.evaluations import METRICS_FILE
 from replicax.engine.values import PerReplica
-from replicax.estimator.feeding import Input, first_step
-from replicax.estimator.model import Model
+from replicax.estimator.hooks import SessionRunHook
+from replicax.estimator.model import EstimatorModel
 from replicax.estimator.saving import restore_found
 from replicax.estimator.training import run_hooks, started_hooks
+from replicax.estimator.user_functions import InputPipeline, first_step
+from replicax.input.prefetch import DistributedIterator
 
-__all__ = ["Evaluation", "predictions", "read_eval_metrics"]
+__all__ = ["EvalResults", "Evaluation", "predictions", "read_eval_metrics"]
+
+EvalResults: TypeAlias = dict[str, Any]
+"""Results of `evaluate` by the metrics' names: Python numbers or NumPy arrays."""
 
 
 class Evaluation:
@@ -30,10 +36,15 @@ class Evaluation:
 
     Attributes:
         global_step: That of the checkpoint.
+        is_over: Whether the last step was made.
     """
 
     def __init__(
-        self, model: Model, source: Input, steps: int | None, hooks: Sequence[Any]
+        self,
+        model: EstimatorModel,
+        source: InputPipeline,
+        steps: int | None,
+        hooks: Sequence[SessionRunHook],
     ) -> None:
         self._model = model
         self._source = source
@@ -41,8 +52,9 @@ class Evaluation:
         self._hooks = list(hooks)
         self._stops = False
         self.global_step = 0
+        self.is_over = False
 
-    def run(self, find_path: Callable[[], str]) -> tuple[dict[str, Any], str]:
+    def run(self, find_path: Callable[[], str]) -> tuple[EvalResults, str]:
         """The metrics, the mean loss of the batches and the global step; which path.
 
         Args:
@@ -62,8 +74,8 @@ class Evaluation:
         self._stops = True
 
     def _evaluate(
-        self, steps: Any, find_path: Callable[[], str]
-    ) -> tuple[dict[str, Any], str]:
+        self, steps: DistributedIterator, find_path: Callable[[], str]
+    ) -> tuple[EvalResults, str]:
         model = self._model
         first = first_step(steps, model.strategy, "evaluate")
         model.build(*first[0])
@@ -84,22 +96,23 @@ class Evaluation:
             )
             if self._stops and model.strategy.workers.count == 1:
                 break
+        self.is_over = True
         results = _flat(model.results())
         for hook in hooks:
             hook.end(self)
         return results | {"global_step": self.global_step}, path
 
 
-def _flat(results: Mapping[str, Any]) -> dict[str, Any]:
+def _flat(results: Mapping[str, PyTree]) -> EvalResults:
     """Python numbers, or NumPy arrays; of several metrics in one, each by its name."""
-    flat: dict[str, Any] = {}
+    flat: EvalResults = {}
     for name, result in results.items():
         named = result if isinstance(result, Mapping) else {name: result}
         flat |= {n: float(x) if np.ndim(x) == 0 else x for n, x in named.items()}
     return flat
 
 
-def read_eval_metrics(eval_dir: str | Path) -> dict[int, dict[str, Any]]:
+def read_eval_metrics(eval_dir: str | Path) -> dict[int, EvalResults]:
     """The evaluations in a folder by their global step, in its order.
 
     (TF: `tf.estimator.experimental.read_eval_metrics`.) Of several evaluations of one
@@ -114,7 +127,7 @@ def read_eval_metrics(eval_dir: str | Path) -> dict[int, dict[str, Any]]:
     file = Path(eval_dir) / METRICS_FILE
     if not file.exists():
         return {}
-    found: dict[int, dict[str, Any]] = {}
+    found: dict[int, EvalResults] = {}
     for text in file.read_text().splitlines(keepends=True):
         if not text.endswith("\n") or not text.strip():
             continue  # Another process is writing it.
@@ -125,8 +138,11 @@ def read_eval_metrics(eval_dir: str | Path) -> dict[int, dict[str, Any]]:
 
 
 def predictions(
-    model: Model, source: Input, find_path: Callable[[], str], hooks: list[Any]
-) -> Generator[Any]:
+    model: EstimatorModel,
+    source: InputPipeline,
+    find_path: Callable[[], str],
+    hooks: list[SessionRunHook],
+) -> Generator[PyTree]:
     """Predictions batch by batch, arrays `[b, ...]` on the host.
 
     The spec's hooks are added to `hooks` when they have begun.

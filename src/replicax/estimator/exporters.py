@@ -5,12 +5,13 @@ import inspect
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from replicax.estimator.artifact import remove, saved_in
-from replicax.estimator.evaluating import read_eval_metrics
+from replicax.estimator.estimator import Estimator
+from replicax.estimator.evaluating import EvalResults, read_eval_metrics
+from replicax.estimator.receivers import ServingInputReceiver
 
 __all__ = ["BestExporter", "Exporter", "FinalExporter", "LatestExporter"]
 
@@ -31,10 +32,10 @@ class Exporter(abc.ABC):
     @abc.abstractmethod
     def export(
         self,
-        estimator: Any,
+        estimator: Estimator,
         export_path: str | os.PathLike[str],
         checkpoint_path: str | None,
-        eval_result: Mapping[str, Any] | None,
+        eval_result: EvalResults | None,
         is_the_final_export: bool,
     ) -> str | None:
         """Export, if this is a time for it.
@@ -60,10 +61,12 @@ class _SavedModelExporter(Exporter):
         exports_to_keep: Older ones are deleted; None: all are kept.
     """
 
+    _only_final = False
+
     def __init__(
         self,
         name: str,
-        serving_input_receiver_fn: Callable[[], Any] | None,
+        serving_input_receiver_fn: Callable[[], ServingInputReceiver] | None,
         exports_to_keep: int | None = None,
     ) -> None:
         caller = type(self).__name__
@@ -87,9 +90,17 @@ class _SavedModelExporter(Exporter):
         """See the base class."""
         return self._name
 
-    def _export(
-        self, estimator: Any, export_path: Any, checkpoint_path: str | None
-    ) -> str:
+    def export(
+        self,
+        estimator: Estimator,
+        export_path: str | os.PathLike[str],
+        checkpoint_path: str | None,
+        eval_result: EvalResults | None,
+        is_the_final_export: bool,
+    ) -> str | None:
+        """See the base class."""
+        if self._only_final and not is_the_final_export:
+            return None
         base = os.fspath(export_path)
         path = estimator.export_saved_model(base, self._receiver_fn, checkpoint_path)
         if self._num_kept is not None:
@@ -119,21 +130,12 @@ class FinalExporter(_SavedModelExporter):
         'final'
     """
 
-    def __init__(self, name: str, serving_input_receiver_fn: Callable[[], Any]) -> None:
-        super().__init__(name, serving_input_receiver_fn)
+    _only_final = True
 
-    def export(
-        self,
-        estimator: Any,
-        export_path: str | os.PathLike[str],
-        checkpoint_path: str | None,
-        eval_result: Mapping[str, Any] | None,
-        is_the_final_export: bool,
-    ) -> str | None:
-        """See the base class."""
-        if not is_the_final_export:
-            return None
-        return self._export(estimator, export_path, checkpoint_path)
+    def __init__(
+        self, name: str, serving_input_receiver_fn: Callable[[], ServingInputReceiver]
+    ) -> None:
+        super().__init__(name, serving_input_receiver_fn)
 
 
 class LatestExporter(_SavedModelExporter):
@@ -162,21 +164,10 @@ class LatestExporter(_SavedModelExporter):
     def __init__(
         self,
         name: str,
-        serving_input_receiver_fn: Callable[[], Any],
+        serving_input_receiver_fn: Callable[[], ServingInputReceiver],
         exports_to_keep: int | None = 5,
     ) -> None:
         super().__init__(name, serving_input_receiver_fn, exports_to_keep)
-
-    def export(
-        self,
-        estimator: Any,
-        export_path: str | os.PathLike[str],
-        checkpoint_path: str | None,
-        eval_result: Mapping[str, Any] | None,
-        is_the_final_export: bool,
-    ) -> str | None:
-        """See the base class."""
-        return self._export(estimator, export_path, checkpoint_path)
 
 
 class BestExporter(_SavedModelExporter):
@@ -217,7 +208,7 @@ class BestExporter(_SavedModelExporter):
     def __init__(
         self,
         name: str = "best_exporter",
-        serving_input_receiver_fn: Callable[[], Any] | None = None,
+        serving_input_receiver_fn: Callable[[], ServingInputReceiver] | None = None,
         compare_fn: Callable[..., bool] | None = None,
         exports_to_keep: int | None = 5,
         *,
@@ -226,15 +217,15 @@ class BestExporter(_SavedModelExporter):
         super().__init__(name, serving_input_receiver_fn, exports_to_keep)
         self._is_better = _compare_fn(compare_fn)
         self._eval_name = eval_name
-        self._best: Mapping[str, Any] | None = None
+        self._best: EvalResults | None = None
         self._model_dir: str | None = None
 
     def export(
         self,
-        estimator: Any,
+        estimator: Estimator,
         export_path: str | os.PathLike[str],
         checkpoint_path: str | None,
-        eval_result: Mapping[str, Any] | None,
+        eval_result: EvalResults | None,
         is_the_final_export: bool,
     ) -> str | None:
         """See the base class.
@@ -252,15 +243,17 @@ class BestExporter(_SavedModelExporter):
             self._best = self._best_before(estimator, eval_result)
         if self._best is not None and not self._beats(eval_result, self._best):
             return None
-        path = self._export(estimator, export_path, checkpoint_path)
+        path = super().export(
+            estimator, export_path, checkpoint_path, eval_result, is_the_final_export
+        )
         self._best = dict(eval_result)
         return path
 
     def _best_before(
-        self, estimator: Any, eval_result: Mapping[str, Any]
-    ) -> Mapping[str, Any] | None:
+        self, estimator: Estimator, eval_result: EvalResults
+    ) -> EvalResults | None:
         """The best evaluation of earlier processes; the current one is listed, too."""
-        best: Mapping[str, Any] | None = None
+        best: EvalResults | None = None
         folder = estimator.eval_dir(self._eval_name)
         for step, metrics in read_eval_metrics(folder).items():
             result = metrics | {"global_step": step}
@@ -272,7 +265,7 @@ class BestExporter(_SavedModelExporter):
             _logger.info("BestExporter: the best evaluation so far is %s.", best)
         return best
 
-    def _beats(self, result: Mapping[str, Any], best: Mapping[str, Any]) -> bool:
+    def _beats(self, result: EvalResults, best: EvalResults) -> bool:
         return bool(self._is_better(best_eval_result=best, current_eval_result=result))
 
 
@@ -295,7 +288,7 @@ def _compare_fn(compare_fn: Callable[..., bool] | None) -> Callable[..., bool]:
 
 
 def _has_smaller_loss(
-    best_eval_result: Mapping[str, Any], current_eval_result: Mapping[str, Any]
+    best_eval_result: EvalResults, current_eval_result: EvalResults
 ) -> bool:
     results = {"best": best_eval_result, "current": current_eval_result}
     for which, result in results.items():

@@ -1,17 +1,18 @@
-"""A trained model as programs that need none of its Python code."""
+"""Exports a model as serving signatures: compiled programs without Python code."""
 
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import keras
 import numpy as np
 from jax import export
 
+from replicax._util.types import JSON, PyTree
 from replicax._version import __version__
 from replicax.estimator.artifact import (
     DEFAULT_SIGNATURE,
@@ -20,12 +21,20 @@ from replicax.estimator.artifact import (
     write,
 )
 from replicax.estimator.host_half import HostHalf, host_half_config
-from replicax.estimator.model import Model
+from replicax.estimator.model import EstimatorModel
 from replicax.estimator.preprocessing import HostSide
-from replicax.estimator.receivers import SINGLE, ArraySpec, Received, received
+from replicax.estimator.receivers import (
+    SINGLE,
+    ArraySpec,
+    ServingInputReceiver,
+    called_receiver_fn,
+)
 from replicax.estimator.saving import restore
+from replicax.estimator.spec import EstimatorSpec
 
 __all__ = ["export_model", "tell_of_preprocess"]
+
+_Arrays: TypeAlias = dict[str, jax.Array]
 
 _PLATFORMS = ("cpu", "cuda", "tpu")
 _KNOWN_PLATFORMS = (*_PLATFORMS, "rocm")
@@ -48,9 +57,9 @@ def tell_of_preprocess(model_dir: str) -> None:
 
 
 def export_model(
-    model: Model,
+    model: EstimatorModel,
     checkpoint: str,
-    serving_input_receiver_fn: Callable[[], Any],
+    serving_input_receiver_fn: Callable[[], ServingInputReceiver],
     base: Path,
     host_side: HostSide | None,
     platforms: Sequence[str] | None,
@@ -75,25 +84,29 @@ def export_model(
             written.
     """
     wanted = _platforms(platforms)
-    given = received(serving_input_receiver_fn, _CALLER)
-    host = None if host_side is None else host_half_config(host_side, given.specs)
-    inputs, arrays = _inputs(given, host)
-    example = arrays[SINGLE] if given.is_single else arrays
+    receiver = called_receiver_fn(serving_input_receiver_fn, _CALLER)
+    is_single = not isinstance(receiver.features, Mapping)
+    num_rows = receiver.default_batch_size
+    host = None if host_side is None else host_half_config(host_side, receiver.specs())
+    inputs, arrays = _inputs(receiver, host)
+    example = arrays[SINGLE] if is_single else arrays
     model.build(example, None)
     global_step = restore(model, checkpoint)
     values = {name: np.asarray(v.value) for name, v in model.variables().items()}
     of_program = {
-        name: ArraySpec((given.batch_size, *x.shape[1:]), x.dtype.name)
+        name: ArraySpec((num_rows, *x.shape[1:]), x.dtype.name)
         for name, x in arrays.items()
     }
 
-    def outputs_of(values: Any, features: Any) -> dict[str, dict[str, Any]]:
-        features = features[SINGLE] if given.is_single else features
+    def outputs_of(
+        values: Mapping[str, jax.Array], features: PyTree
+    ) -> dict[str, _Arrays]:
+        features = features[SINGLE] if is_single else features
         return _signatures(model.prediction_of(values, features))
 
     names = sorted(jax.eval_shape(outputs_of, values, arrays), key=_in_order)
     programs: dict[str, bytes] = {}
-    signatures: dict[str, Any] = {}
+    signatures: dict[str, JSON] = {}
     for name in names:
         exported = _exported(
             lambda v, x, name=name: outputs_of(v, x)[name],
@@ -102,7 +115,7 @@ def export_model(
             wanted,
             f"signature {name!r}",
         )
-        outputs = _outputs(exported, given.batch_size, host)
+        outputs = _outputs(exported, num_rows, host)
         programs[name] = bytes(exported.serialize())
         signatures[name] = {
             "inputs": {n: [spec.shape, spec.dtype] for n, spec in inputs.items()},
@@ -118,7 +131,7 @@ def export_model(
         "global_step": global_step,
         "platforms": wanted,
         "signatures": signatures,
-        "single_feature": given.is_single,
+        "single_feature": is_single,
         "host": host,
     }
     artifact = Artifact(contents=contents, programs=programs, variables=values)
@@ -144,30 +157,31 @@ def _platforms(platforms: Sequence[str] | None) -> list[str]:
 
 
 def _inputs(
-    given: Received, host: dict[str, Any] | None
+    receiver: ServingInputReceiver, host: dict[str, Any] | None
 ) -> tuple[dict[str, ArraySpec], dict[str, np.ndarray]]:
     """What callers give, and a batch of what the program takes for it."""
-    rows = given.batch_size or _ROWS
+    rows = receiver.default_batch_size or _ROWS
+    given = receiver.specs()
     if host is None:
-        for name, spec in given.specs.items():
+        for name, spec in given.items():
             if spec.dtype == "string":
                 raise ValueError(
                     f"{_CALLER}: feature {name!r} has strings, which a program cannot "
                     "take. Export what makes numbers of them: a canned estimator with "
                     "feature columns; or name the features that the model_fn gets."
                 )
-        specs = {name: spec.in_program() for name, spec in given.specs.items()}
+        specs = {name: spec.in_program() for name, spec in given.items()}
         return specs, {name: spec.zeros(rows) for name, spec in specs.items()}
     half = HostHalf.from_config(host)
     specs = {
         name: spec.in_program() if name in half.in_program else spec
-        for name, spec in given.specs.items()
+        for name, spec in given.items()
     }
     raw = {name: spec.zeros(rows) for name, spec in specs.items()}
     return specs, half.prepare(raw)
 
 
-def _signatures(spec: Any) -> dict[str, dict[str, Any]]:
+def _signatures(spec: EstimatorSpec) -> dict[str, _Arrays]:
     """The outputs of each signature by name."""
     found = {DEFAULT_SIGNATURE: spec.predictions} | dict(spec.export_outputs or {})
     for name in found:
@@ -179,7 +193,7 @@ def _signatures(spec: Any) -> dict[str, dict[str, Any]]:
     return {name: _named(name, outputs) for name, outputs in found.items()}
 
 
-def _named(signature: str, outputs: Any) -> dict[str, Any]:
+def _named(signature: str, outputs: PyTree) -> _Arrays:
     named = dict(outputs) if isinstance(outputs, Mapping) else {"output": outputs}
     for name, value in named.items():
         is_array = hasattr(value, "shape") and hasattr(value, "dtype")
@@ -192,12 +206,12 @@ def _named(signature: str, outputs: Any) -> dict[str, Any]:
 
 
 def _exported(
-    fn: Callable[..., Any],
+    fn: Callable[..., _Arrays],
     values: Mapping[str, np.ndarray],
     specs: Mapping[str, ArraySpec],
     platforms: Sequence[str],
     title: str,
-) -> Any:
+) -> export.Exported:
     features = _structs(specs)
     try:
         return export.export(jax.jit(fn), platforms=platforms)(values, features)
@@ -219,7 +233,7 @@ def _structs(specs: Mapping[str, ArraySpec]) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def _reason(
-    fn: Callable[..., Any],
+    fn: Callable[..., _Arrays],
     values: Mapping[str, np.ndarray],
     specs: Mapping[str, ArraySpec],
     platforms: Sequence[str],
@@ -234,7 +248,7 @@ def _reason(
             "receiver_fn(..., default_batch_size=...) and call with that many rows."
         )
 
-    def export_for(platform: str) -> Any:
+    def export_for(platform: str) -> export.Exported:
         return export.export(jax.jit(fn), platforms=[platform])(values, features)
 
     failing = [p for p in platforms if _fails(lambda p=p: export_for(p))]
@@ -247,7 +261,7 @@ def _reason(
     return which
 
 
-def _fails(call: Callable[[], Any]) -> bool:
+def _fails(call: Callable[[], object]) -> bool:
     try:
         call()
     except Exception:  # noqa: BLE001 - whatever it is, `_exported` tells the first one.
@@ -256,7 +270,7 @@ def _fails(call: Callable[[], Any]) -> bool:
 
 
 def _outputs(
-    exported: Any, batch_size: int | None, host: dict[str, Any] | None
+    exported: export.Exported, batch_size: int | None, host: dict[str, Any] | None
 ) -> dict[str, ArraySpec]:
     avals = jax.tree.unflatten(exported.out_tree, exported.out_avals)
     specs = {

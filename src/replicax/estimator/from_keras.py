@@ -1,4 +1,4 @@
-"""A compiled Keras model as an estimator."""
+"""`model_to_estimator`: a compiled Keras model as an estimator."""
 
 import copy
 import os
@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from replicax._util.types import PyTree, Tensor
 from replicax.estimator.estimator import Estimator
 from replicax.estimator.run_config import RunConfig
 from replicax.estimator.spec import EstimatorSpec, ModeKeys, minimize
@@ -16,9 +17,9 @@ __all__ = ["model_to_estimator"]
 
 
 def model_to_estimator(
-    keras_model: Any = None,
+    keras_model: keras.Model | None = None,
     keras_model_path: str | os.PathLike[str] | None = None,
-    custom_objects: dict[str, Any] | None = None,
+    custom_objects: dict[str, object] | None = None,
     model_dir: str | os.PathLike[str] | None = None,
     config: RunConfig | None = None,
 ) -> Estimator:
@@ -58,33 +59,32 @@ def model_to_estimator(
             "model_to_estimator: give keras_model or keras_model_path, one of them; "
             f"got {keras_model!r} and {keras_model_path!r}."
         )
-    if keras_model is None:
-        keras_model = keras.models.load_model(
-            keras_model_path, custom_objects=custom_objects
-        )
-    compiled = keras_model.get_compile_config() if keras_model.compiled else None
+    given: Any = keras_model  # Keras' methods have no types.
+    if given is None:
+        given = keras.models.load_model(keras_model_path, custom_objects=custom_objects)
+    compiled = given.get_compile_config() if given.compiled else None
     if not compiled or compiled.get("optimizer") is None or not compiled.get("loss"):
         raise ValueError(
-            f"model_to_estimator: model {keras_model.name!r} is not compiled with an "
+            f"model_to_estimator: model {given.name!r} is not compiled with an "
             "optimizer and a loss. Call model.compile(optimizer=..., loss=...) first."
         )
     # Made once more on each trace. Keras empties the descriptions that it reads.
-    class_of, described = type(keras_model), keras_model.get_config()
-    values = [np.asarray(v) for v in keras_model.variables]
+    class_of, described = type(given), given.get_config()
+    values = [np.asarray(v) for v in given.variables]
 
-    def model_fn(features: Any, labels: Any, mode: ModeKeys) -> EstimatorSpec:
+    def model_fn(features: PyTree, labels: PyTree, mode: ModeKeys) -> EstimatorSpec:
         with keras.saving.custom_object_scope(custom_objects or {}):
             model = class_of.from_config(copy.deepcopy(described))
             if mode != ModeKeys.PREDICT:
                 model.compile_from_config(copy.deepcopy(compiled))
-        outputs = model(features, training=mode == ModeKeys.TRAIN)
+        training = mode == ModeKeys.TRAIN
+        outputs = model(features, training=training)
         if values:
             start_from(model.variables, values)
         predictions = _by_name(model, outputs)
         if mode == ModeKeys.PREDICT:
             return EstimatorSpec(mode, predictions=predictions)
-        training = mode == ModeKeys.TRAIN
-        loss = model.compute_loss(features, labels, outputs, training=training)
+        loss: Tensor = model.compute_loss(features, labels, outputs, training=training)
         metrics = {}
         if not training:
             model.compute_metrics(features, labels, outputs)
@@ -106,7 +106,7 @@ class _KerasEstimator(Estimator):
     _needs_labels = True
 
 
-def _by_name(model: Any, outputs: Any) -> dict[str, Any]:
+def _by_name(model: keras.Model, outputs: PyTree) -> dict[str, PyTree]:
     if isinstance(outputs, dict):
         return outputs
     listed = list(outputs) if isinstance(outputs, list | tuple) else [outputs]

@@ -7,8 +7,10 @@ examples of one replica, `k` logits each.
 import abc
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import TypeAlias
 
+import jax
+import jax.numpy as jnp
 import keras
 from keras import ops
 
@@ -26,15 +28,14 @@ __all__ = [
 
 _MEAN, _SUM = "sum_over_batch_size", "sum"
 
+_Arrays: TypeAlias = dict[str, jax.Array]
+_Metrics: TypeAlias = dict[str, keras.metrics.Metric]
+
 _NUM_THRESHOLDS = 200  # As TF; more would make the area under the curve more exact.
 
 
-def loss_reduction_of(loss_reduction: Any) -> str:
-    """`"sum_over_batch_size"` or `"sum"`, however it is spelled.
-
-    Raises:
-        ValueError: If it is neither.
-    """
+def loss_reduction_of(loss_reduction: object) -> str:
+    """`"sum_over_batch_size"` or `"sum"`, in lower case; ValueError if neither."""
     name = loss_reduction.lower() if isinstance(loss_reduction, str) else None
     if name not in (_MEAN, _SUM):
         raise ValueError(
@@ -45,7 +46,7 @@ def loss_reduction_of(loss_reduction: Any) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Head(abc.ABC):
-    """What a model's logits mean.
+    """Predictions, loss and metrics of a model's logits.
 
     Args:
         loss_reduction: `"sum_over_batch_size"`: the loss is the weighted losses' sum
@@ -61,28 +62,28 @@ class Head(abc.ABC):
         """The `k` of the logits."""
 
     @abc.abstractmethod
-    def predictions(self, logits: Any) -> dict[str, Any]:
+    def predictions(self, logits: jax.Array) -> _Arrays:
         """Arrays `[b, ...]` by name, from logits `float32[b, k]`."""
 
     @abc.abstractmethod
-    def losses(self, labels: Any, logits: Any) -> Any:
+    def losses(self, labels: jax.Array, logits: jax.Array) -> jax.Array:
         """A loss, or several, for each example: `float32[b, n]`."""
 
     @abc.abstractmethod
     def metrics(
-        self, labels: Any, predictions: dict[str, Any], weights: Any
-    ) -> dict[str, Any]:
+        self, labels: jax.Array, predictions: _Arrays, weights: jax.Array | None
+    ) -> _Metrics:
         """Keras metrics by name, made and updated, for weights `float32[b, 1]`."""
 
     def spec(
         self,
         mode: ModeKeys,
-        logits: Any,
-        labels: Any,
-        weights: Any,
-        train_op: Callable[[Any], list[TrainOp]],
+        logits: jax.Array,
+        labels: jax.Array,
+        weights: jax.Array | None,
+        train_op: Callable[[jax.Array], list[TrainOp]],
     ) -> EstimatorSpec:
-        """What a `model_fn` returns.
+        """The `EstimatorSpec` of a batch.
 
         Args:
             mode: What it was called for.
@@ -91,14 +92,14 @@ class Head(abc.ABC):
             weights: `float32[b, 1]`, or None for 1 each.
             train_op: From the loss to the updates; called in TRAIN mode.
         """
-        logits = ops.cast(logits, "float32")
+        logits = logits.astype("float32")
         predictions = self.predictions(logits)
         if mode == ModeKeys.PREDICT:
             return EstimatorSpec(mode, predictions=predictions)
         losses = self.losses(labels, logits)
         weighted = losses if weights is None else losses * weights
         # Replicas' batches are equally large, so the mean of their means is the mean.
-        reduce = ops.sum if self.loss_reduction == _SUM else ops.mean
+        reduce = jnp.sum if self.loss_reduction == _SUM else jnp.mean
         loss = reduce(weighted)
         if mode == ModeKeys.TRAIN:
             if self.loss_reduction == _SUM:
@@ -128,17 +129,17 @@ class RegressionHead(Head):
         """See the base class."""
         return self.label_dimension
 
-    def predictions(self, logits: Any) -> dict[str, Any]:
+    def predictions(self, logits: jax.Array) -> _Arrays:
         """See the base class."""
         return {"predictions": logits}
 
-    def losses(self, labels: Any, logits: Any) -> Any:
+    def losses(self, labels: jax.Array, logits: jax.Array) -> jax.Array:
         """See the base class."""
-        return ops.square(labels - logits)
+        return jnp.square(labels - logits)
 
     def metrics(
-        self, labels: Any, predictions: dict[str, Any], weights: Any
-    ) -> dict[str, Any]:
+        self, labels: jax.Array, predictions: _Arrays, weights: jax.Array | None
+    ) -> _Metrics:
         """See the base class."""
         return {
             "label/mean": _mean("label_mean", labels, weights),
@@ -160,40 +161,37 @@ class BinaryClassHead(Head):
         """See the base class."""
         return 1
 
-    def predictions(self, logits: Any) -> dict[str, Any]:
+    def predictions(self, logits: jax.Array) -> _Arrays:
         """See the base class."""
-        logistic = ops.sigmoid(logits)
-        both = [ops.sigmoid(-logits), logistic]
+        logistic = jax.nn.sigmoid(logits)
+        both = [jax.nn.sigmoid(-logits), logistic]
         return {
             "logits": logits,
             "logistic": logistic,
-            "probabilities": ops.concatenate(both, axis=1),
-            "class_ids": ops.cast(logits > 0, "int32"),
+            "probabilities": jnp.concatenate(both, axis=1),
+            "class_ids": (logits > 0).astype("int32"),
             "all_class_ids": _all_class_ids(logits, 2),
         }
 
-    def losses(self, labels: Any, logits: Any) -> Any:
+    def losses(self, labels: jax.Array, logits: jax.Array) -> jax.Array:
         """See the base class."""
-        return ops.binary_crossentropy(labels, logits, from_logits=True)
+        losses = ops.binary_crossentropy(labels, logits, from_logits=True)
+        return jnp.asarray(losses)
 
     def metrics(
-        self, labels: Any, predictions: dict[str, Any], weights: Any
-    ) -> dict[str, Any]:
+        self, labels: jax.Array, predictions: _Arrays, weights: jax.Array | None
+    ) -> _Metrics:
         """See the base class."""
         logistic = predictions["logistic"]
-        class_ids = ops.cast(predictions["class_ids"], "float32")
-        made: dict[str, tuple[Any, Any]] = {
+        class_ids = predictions["class_ids"].astype("float32")
+        roc = keras.metrics.AUC(_NUM_THRESHOLDS, curve="ROC", name="auc")
+        pr = keras.metrics.AUC(_NUM_THRESHOLDS, curve="PR", name="auc_pr")
+        made: dict[str, tuple[keras.metrics.Metric, jax.Array]] = {
             "accuracy": (keras.metrics.Accuracy(name="accuracy"), class_ids),
             "precision": (keras.metrics.Precision(name="precision"), class_ids),
             "recall": (keras.metrics.Recall(name="recall"), class_ids),
-            "auc": (
-                keras.metrics.AUC(_NUM_THRESHOLDS, curve="ROC", name="auc"),
-                logistic,
-            ),
-            "auc_precision_recall": (
-                keras.metrics.AUC(_NUM_THRESHOLDS, curve="PR", name="auc_pr"),
-                logistic,
-            ),
+            "auc": (roc, logistic),
+            "auc_precision_recall": (pr, logistic),
         }
         for metric, predicted in made.values():
             metric.update_state(labels, predicted, weights)
@@ -220,26 +218,26 @@ class MultiClassHead(Head):
         """See the base class."""
         return self.n_classes
 
-    def predictions(self, logits: Any) -> dict[str, Any]:
+    def predictions(self, logits: jax.Array) -> _Arrays:
         """See the base class."""
-        class_ids = ops.argmax(logits, axis=1, keepdims=True)
+        class_ids = jnp.asarray(ops.argmax(logits, axis=1, keepdims=True))
         return {
             "logits": logits,
-            "probabilities": ops.softmax(logits, axis=1),
-            "class_ids": ops.cast(class_ids, "int32"),
+            "probabilities": jax.nn.softmax(logits, axis=1),
+            "class_ids": class_ids.astype("int32"),
             "all_class_ids": _all_class_ids(logits, self.n_classes),
         }
 
-    def losses(self, labels: Any, logits: Any) -> Any:
+    def losses(self, labels: jax.Array, logits: jax.Array) -> jax.Array:
         """See the base class."""
-        losses: Any = ops.sparse_categorical_crossentropy(
+        losses = ops.sparse_categorical_crossentropy(
             labels[:, 0], logits, from_logits=True
         )
-        return losses[:, None]
+        return jnp.asarray(losses)[:, None]
 
     def metrics(
-        self, labels: Any, predictions: dict[str, Any], weights: Any
-    ) -> dict[str, Any]:
+        self, labels: jax.Array, predictions: _Arrays, weights: jax.Array | None
+    ) -> _Metrics:
         """See the base class."""
         accuracy = keras.metrics.Accuracy(name="accuracy")
         accuracy.update_state(labels, predictions["class_ids"], weights)
@@ -256,19 +254,21 @@ def class_head(n_classes: int, loss_reduction: str) -> Head:
 class _LargerShare(keras.metrics.Mean):
     """Accuracy of always predicting the more frequent of the classes 0 and 1."""
 
-    def result(self) -> Any:
+    def result(self) -> jax.Array:
         """See the base class."""
-        share: Any = super().result()
-        return ops.maximum(share, 1 - share)
+        share = jnp.asarray(super().result())
+        return jnp.maximum(share, 1 - share)
 
 
-def _mean(name: str, values: Any, weights: Any) -> keras.metrics.Mean:
+def _mean(
+    name: str, values: jax.Array, weights: jax.Array | None
+) -> keras.metrics.Mean:
     metric = keras.metrics.Mean(name=name)
     metric.update_state(values, weights)
     return metric
 
 
-def _all_class_ids(logits: Any, n_classes: int) -> Any:
+def _all_class_ids(logits: jax.Array, n_classes: int) -> jax.Array:
     """`int32[b, n_classes]`, the same in each row."""
-    column: Any = ops.zeros_like(logits[:, :1], dtype="int32")
-    return column + ops.arange(n_classes, dtype="int32")
+    column = jnp.zeros_like(logits[:, :1], dtype="int32")
+    return column + jnp.arange(n_classes, dtype="int32")

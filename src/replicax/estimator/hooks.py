@@ -1,20 +1,24 @@
-"""Hooks: what goes along with the steps of an estimator."""
+"""Hooks: callbacks around the steps of an estimator's training and evaluation."""
 
 import dataclasses
 import logging
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, TypeAlias
 
+import jax
 import numpy as np
 
-from replicax.estimator.interval import Interval
+from replicax._util.types import PyTree
 
 __all__ = [
     "CheckpointSaverListener",
+    "Interval",
     "LoggingTensorHook",
     "NanLossDuringTrainingError",
     "NanTensorHook",
+    "Session",
     "SessionRunArgs",
     "SessionRunContext",
     "SessionRunHook",
@@ -24,6 +28,46 @@ __all__ = [
 ]
 
 _logger = logging.getLogger("replicax")
+
+Fetches: TypeAlias = "str | Sequence[Fetches] | Mapping[str, Fetches]"
+
+
+class Session(Protocol):
+    """A loop as hooks see it: one call of `train` or `evaluate`."""
+
+    global_step: int
+    is_over: bool
+
+    def request_stop(self) -> None:
+        """Let the current step be the last one."""
+
+
+class Interval:
+    """A timer in steps, or in seconds where `steps` is None.
+
+    Attributes:
+        last: The step and the time (`time.monotonic()`) when it happened last; None:
+            not yet, so it is due.
+    """
+
+    def __init__(self, steps: int | None, seconds: float | None) -> None:
+        self._steps = steps
+        self._seconds = seconds
+        self.last: tuple[int, float] | None = None
+
+    def is_due(self, step: int) -> bool:
+        """Whether it is due at this step, now."""
+        if self.last is None:
+            return True
+        if self._steps is not None:
+            return step >= self.last[0] + self._steps
+        return time.monotonic() >= self.last[1] + (self._seconds or 0.0)
+
+    def happened(self, step: int) -> tuple[int, float] | None:
+        """Start again from here; steps and seconds since the last time."""
+        now, before = (step, time.monotonic()), self.last
+        self.last = now
+        return None if before is None else (now[0] - before[0], now[1] - before[1])
 
 
 class NanLossDuringTrainingError(RuntimeError):
@@ -44,7 +88,7 @@ class SessionRunArgs:
             the spec's predictions, or a name in a `LoggingTensorHook` of the spec.
     """
 
-    fetches: Any
+    fetches: Fetches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +102,7 @@ class SessionRunValues:
             that are equal on all replicas, else this process' first replica's.
     """
 
-    results: Any
+    results: PyTree
 
 
 class SessionRunContext:
@@ -70,7 +114,7 @@ class SessionRunContext:
         session: The loop that the step is part of. It has `global_step`, an int.
     """
 
-    def __init__(self, session: Any) -> None:
+    def __init__(self, session: Session) -> None:
         self.session = session
         self._stops = False
 
@@ -96,7 +140,7 @@ class SessionRunHook:
     def begin(self) -> None:
         """Called once, before anything is made."""
 
-    def after_create_session(self, session: Any, coord: Any) -> None:
+    def after_create_session(self, session: Session, coord: None) -> None:
         """Called when the variables have their values; `coord` is None."""
 
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
@@ -107,7 +151,7 @@ class SessionRunHook:
     ) -> None:
         """Called after a step. Looking at values waits for the device."""
 
-    def end(self, session: Any) -> None:
+    def end(self, session: Session | None) -> None:
         """Called after the last step."""
 
 
@@ -120,13 +164,13 @@ class CheckpointSaverListener:
     def begin(self) -> None:
         """Called once, before anything is made."""
 
-    def before_save(self, session: Any, global_step_value: int) -> None:
+    def before_save(self, session: Session, global_step_value: int) -> None:
         """Called before a checkpoint is written."""
 
-    def after_save(self, session: Any, global_step_value: int) -> bool | None:
+    def after_save(self, session: Session, global_step_value: int) -> bool | None:
         """Called when a checkpoint is complete; True ends the training."""
 
-    def end(self, session: Any, global_step_value: int) -> None:
+    def end(self, session: Session | None, global_step_value: int) -> None:
         """Called after the last step."""
 
 
@@ -154,7 +198,7 @@ class StopAtStepHook(SessionRunHook):
         self._num_steps = num_steps
         self._last_step = last_step
 
-    def after_create_session(self, session: Any, coord: Any) -> None:
+    def after_create_session(self, session: Session, coord: None) -> None:
         """Count from here."""
         if self._num_steps is not None:
             self._last_step = session.global_step + self._num_steps
@@ -238,14 +282,14 @@ class LoggingTensorHook(SessionRunHook):
 
     def __init__(
         self,
-        tensors: Mapping[str, Any] | Sequence[str],
+        tensors: Mapping[str, str | jax.Array] | Sequence[str],
         every_n_iter: int | None = None,
         every_n_secs: float | None = None,
         at_end: bool = False,
-        formatter: Any = None,
+        formatter: Callable[[dict[str, np.ndarray]], str] | None = None,
     ) -> None:
-        named = isinstance(tensors, Mapping)
-        self.tensors = dict(tensors) if named else {name: name for name in tensors}
+        named = tensors if isinstance(tensors, Mapping) else {n: n for n in tensors}
+        self.tensors: dict[str, str | jax.Array] = dict(named)
         self._every = (
             None
             if at_end and every_n_iter is None and every_n_secs is None
@@ -253,7 +297,7 @@ class LoggingTensorHook(SessionRunHook):
         )
         self._at_end = at_end
         self._format = formatter or _formatted
-        self._values: dict[str, Any] = {}
+        self._values: dict[str, np.ndarray] = {}
         self._is_due = False
         self._step = 0
 
@@ -286,13 +330,13 @@ class LoggingTensorHook(SessionRunHook):
             seconds = "" if passed is None else f" ({passed[1]:.3f} sec)"
             _logger.info("%s%s", self._format(self._values), seconds)
 
-    def end(self, session: Any) -> None:
+    def end(self, session: Session | None) -> None:
         """Log the last ones."""
         if self._at_end and self._values:
             _logger.info("%s", self._format(self._values))
 
 
-def _formatted(values: Mapping[str, Any]) -> str:
+def _formatted(values: Mapping[str, np.ndarray]) -> str:
     return ", ".join(f"{name} = {value}" for name, value in values.items())
 
 
@@ -345,12 +389,8 @@ class NanTensorHook(SessionRunHook):
             run_context.request_stop()
 
 
-def require_finite(value: Any, step: int, name: str = "loss") -> None:
-    """Raise if a value is NaN or infinite.
-
-    Raises:
-        NanLossDuringTrainingError: Naming the step.
-    """
+def require_finite(value: np.ndarray, step: int, name: str = "loss") -> None:
+    """Raise NanLossDuringTrainingError if a value is NaN or infinite."""
     if not np.isfinite(np.asarray(value, dtype=np.float64)).all():
         shown = float(value) if np.ndim(value) == 0 else value
         shown = "NaN" if isinstance(shown, float) and math.isnan(shown) else shown
@@ -361,14 +401,12 @@ def require_finite(value: Any, step: int, name: str = "loss") -> None:
         )
 
 
-def fetched(fetches: Any, tensors: Mapping[str, Any], caller: str) -> Any:
-    """`fetches` with the named values in place of the names.
+def fetched(
+    fetches: Fetches, tensors: Mapping[str, Callable[[], np.ndarray]], caller: str
+) -> PyTree:
+    """`fetches` with the named values in place of the names."""
 
-    Raises:
-        ValueError: If there is no such name.
-    """
-
-    def of(name: Any) -> Any:
+    def of(name: Fetches) -> PyTree:
         if isinstance(name, Mapping):
             return {key: of(each) for key, each in name.items()}
         if isinstance(name, list | tuple):
@@ -377,7 +415,6 @@ def fetched(fetches: Any, tensors: Mapping[str, Any], caller: str) -> Any:
             raise ValueError(
                 f"{caller}: asks for {name!r}; there are {sorted(tensors)}."
             )
-        value = tensors[name]
-        return np.asarray(value() if callable(value) else value)
+        return np.asarray(tensors[name]())
 
     return of(fetches)

@@ -3,23 +3,26 @@
 import dataclasses
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import ArrayLike
+
+from replicax._util.types import PyTree
 
 __all__ = ["numpy_input_fn", "pandas_input_fn"]
 
-InputFn = Callable[[], Iterable[Any]]
+_Named: TypeAlias = np.ndarray | dict[str, np.ndarray]
 
 
 def numpy_input_fn(
-    x: Any,
-    y: Any = None,
+    x: ArrayLike | Mapping[str, ArrayLike],
+    y: ArrayLike | Mapping[str, ArrayLike] | None = None,
     batch_size: int = 128,
     num_epochs: int | None = 1,
     shuffle: bool | None = None,
     seed: int | None = None,
-) -> InputFn:
+) -> Callable[[], Iterable[PyTree]]:
     """An `input_fn` over arrays.
 
     (TF: `tf.compat.v1.estimator.inputs.numpy_input_fn`.) Epochs follow each other
@@ -61,14 +64,14 @@ def numpy_input_fn(
 
 
 def pandas_input_fn(
-    x: Any,
-    y: Any = None,
+    x: PyTree,
+    y: PyTree = None,
     batch_size: int = 128,
     num_epochs: int | None = 1,
     shuffle: bool | None = None,
     target_column: str = "target",
     seed: int | None = None,
-) -> InputFn:
+) -> Callable[[], Iterable[PyTree]]:
     """An `input_fn` over the columns of a data frame.
 
     (TF: `tf.compat.v1.estimator.inputs.pandas_input_fn`, without the queue's
@@ -133,14 +136,14 @@ def pandas_input_fn(
 class _Batches:
     """Batches of arrays; each iteration begins anew."""
 
-    features: Any
-    labels: Any
+    features: _Named
+    labels: _Named | None
     num_examples: int
     batch_size: int
     num_epochs: int | None
     seed: int | None  # None: no shuffling.
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[PyTree]:
         for rows in self._rows():
             features = _taken(self.features, rows)
             if self.labels is None:
@@ -169,13 +172,13 @@ class _Batches:
 
 def _input_fn(
     caller: str,
-    features: Any,
-    labels: Any,
+    features: _Named,
+    labels: _Named | None,
     batch_size: int,
     num_epochs: int | None,
     shuffle: bool | None,
     seed: int | None,
-) -> InputFn:
+) -> Callable[[], Iterable[PyTree]]:
     if not isinstance(shuffle, bool):
         raise ValueError(
             f"{caller}: shuffle must be True or False; got {shuffle!r}. Training "
@@ -196,7 +199,7 @@ def _input_fn(
         )
     num_examples = next(iter(sizes.values()))
 
-    def input_fn() -> Iterable[Any]:
+    def input_fn() -> Iterable[PyTree]:
         own = seed
         if shuffle and own is None:
             own = random.randrange(2**63)  # The workers of a strategy draw alike.
@@ -212,7 +215,9 @@ def _input_fn(
     return input_fn
 
 
-def _as_arrays(value: Any, name: str, caller: str) -> Any:
+def _as_arrays(
+    value: ArrayLike | Mapping[str, ArrayLike], name: str, caller: str
+) -> _Named:
     if isinstance(value, Mapping):
         return {
             key: _as_array(array, f"{name}[{key!r}]", caller)
@@ -221,7 +226,7 @@ def _as_arrays(value: Any, name: str, caller: str) -> Any:
     return _as_array(value, name, caller)
 
 
-def _as_array(value: Any, name: str, caller: str) -> np.ndarray:
+def _as_array(value: ArrayLike, name: str, caller: str) -> np.ndarray:
     try:
         array = np.asarray(value)
     except ValueError as error:
@@ -234,27 +239,27 @@ def _as_array(value: Any, name: str, caller: str) -> np.ndarray:
     return array
 
 
-def _named(arrays: Any) -> list[tuple[str, np.ndarray]]:
+def _named(arrays: _Named) -> list[tuple[str, np.ndarray]]:
     if isinstance(arrays, dict):
         return [(f"[{key!r}]", array) for key, array in arrays.items()]
     return [("", arrays)]
 
 
-def _taken(arrays: Any, rows: np.ndarray) -> Any:
+def _taken(arrays: _Named, rows: np.ndarray) -> _Named:
     if isinstance(arrays, dict):
         return {key: array[rows] for key, array in arrays.items()}
     return arrays[rows]
 
 
-def _is_frame(value: Any) -> bool:
+def _is_frame(value: object) -> bool:
     return all(hasattr(value, name) for name in ("columns", "index", "to_numpy"))
 
 
-def _columns_of(frame: Any) -> dict[str, np.ndarray]:
+def _columns_of(frame: PyTree) -> dict[str, np.ndarray]:
     return {str(name): np.asarray(frame[name]) for name in frame.columns}
 
 
-def _require_positive(caller: str, name: str, value: Any) -> None:
+def _require_positive(caller: str, name: str, value: int) -> None:
     is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
     if not is_integer or value < 1:
         raise ValueError(f"{caller}: {name} must be at least 1; got {value!r}.")

@@ -3,14 +3,21 @@
 import math
 import os
 from collections.abc import Sequence
-from typing import Any
 
+import jax
 import keras
 
-from replicax.estimator.canned import CannedClassifier, CannedRegressor, Part
+from replicax.estimator.canned import (
+    CannedClassifier,
+    CannedRegressor,
+    NetworkPart,
+    OptimizerLike,
+    WeightColumn,
+    optimizer_maker,
+)
 from replicax.estimator.feature_column import LinearModel
+from replicax.estimator.feature_column.column import Columns
 from replicax.estimator.feature_column.transform import as_columns
-from replicax.estimator.optimizers import optimizer_maker
 from replicax.estimator.run_config import RunConfig
 
 __all__ = ["LinearClassifier", "LinearPart", "LinearRegressor"]
@@ -18,7 +25,7 @@ __all__ = ["LinearClassifier", "LinearPart", "LinearRegressor"]
 _LEARNING_RATE = 0.2
 
 
-class LinearPart(Part):
+class LinearPart(NetworkPart):
     """Variables `linear/linear_model/x/weights` and `linear/linear_model/bias_weights`.
 
     Args:
@@ -30,8 +37,8 @@ class LinearPart(Part):
 
     def __init__(
         self,
-        feature_columns: Any,
-        optimizer: Any,
+        feature_columns: Columns,
+        optimizer: OptimizerLike | None,
         sparse_combiner: str,
         prefix: str = "",
     ) -> None:
@@ -45,8 +52,8 @@ class LinearPart(Part):
         self.optimizer = optimizer_maker(optimizer, rate, f"{prefix}optimizer")
 
     def logits(
-        self, features: dict[str, Any], units: int, *, training: bool
-    ) -> tuple[Any, list[Any]]:
+        self, features: dict[str, jax.Array], units: int, *, training: bool
+    ) -> tuple[jax.Array, list[keras.Variable]]:
         """See the base class."""
         del training
         with keras.name_scope("linear"):
@@ -104,24 +111,24 @@ class LinearRegressor(CannedRegressor):
 
     def __init__(
         self,
-        feature_columns: Any,
+        feature_columns: Columns,
         model_dir: str | os.PathLike[str] | None = None,
         label_dimension: int = 1,
-        weight_column: Any = None,
-        optimizer: Any = None,
+        weight_column: WeightColumn = None,
+        optimizer: OptimizerLike | None = None,
         config: RunConfig | None = None,
-        warm_start_from: Any = None,
+        warm_start_from: str | os.PathLike[str] | None = None,
         loss_reduction: str = "sum_over_batch_size",
         sparse_combiner: str = "sum",
     ) -> None:
         super().__init__(
             [LinearPart(feature_columns, optimizer, sparse_combiner)],
-            label_dimension=label_dimension,
-            weight_column=weight_column,
-            loss_reduction=loss_reduction,
-            model_dir=model_dir,
-            config=config,
-            warm_start_from=warm_start_from,
+            label_dimension,
+            weight_column,
+            loss_reduction,
+            model_dir,
+            config,
+            warm_start_from,
         )
 
 
@@ -171,24 +178,24 @@ class LinearClassifier(CannedClassifier):
 
     def __init__(
         self,
-        feature_columns: Any,
+        feature_columns: Columns,
         model_dir: str | os.PathLike[str] | None = None,
         n_classes: int = 2,
-        weight_column: Any = None,
+        weight_column: WeightColumn = None,
         label_vocabulary: Sequence[str] | None = None,
-        optimizer: Any = None,
+        optimizer: OptimizerLike | None = None,
         config: RunConfig | None = None,
-        warm_start_from: Any = None,
+        warm_start_from: str | os.PathLike[str] | None = None,
         loss_reduction: str = "sum_over_batch_size",
         sparse_combiner: str = "sum",
     ) -> None:
         super().__init__(
             [LinearPart(feature_columns, optimizer, sparse_combiner)],
-            n_classes=n_classes,
-            label_vocabulary=label_vocabulary,
-            weight_column=weight_column,
-            loss_reduction=loss_reduction,
-            model_dir=model_dir,
-            config=config,
-            warm_start_from=warm_start_from,
+            n_classes,
+            label_vocabulary,
+            weight_column,
+            loss_reduction,
+            model_dir,
+            config,
+            warm_start_from,
         )

@@ -1,19 +1,19 @@
-"""A `model_fn` made into steps that a strategy runs.
+"""Makes a `model_fn` the train, eval and predict steps that a strategy runs.
 
 The function describes a model in TF 1's way: it makes layers, optimizer and metrics
 each time it is called. It is called first to make the variables, and then again on each
 trace of a step, where what it makes stands for what was made first.
 """
 
-import copy
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
 import jax
 import keras
+import numpy as np
 
 from replicax._private import keras as internals
-from replicax._util.signatures import named_parameters
+from replicax._util.types import PyTree
 from replicax.engine.collectives import ReduceOp
 from replicax.engine.gradients import value_and_grad
 from replicax.engine.scope import current_context
@@ -21,79 +21,17 @@ from replicax.engine.step import Options
 from replicax.engine.values import PerReplica
 from replicax.engine.variable_reuse import MadeVariables
 from replicax.errors import ContextError
-from replicax.estimator.arguments import wanted_arguments
 from replicax.estimator.spec import EstimatorSpec, ModeKeys, stepping
+from replicax.estimator.user_functions import ModelFunction
 from replicax.keras.variable_reuse import made_alike
 from replicax.strategies.strategy import Strategy
 
-__all__ = ["Model", "ModelFunction"]
+__all__ = ["EstimatorModel"]
 
-_OPTIONAL = ("labels", "mode", "params", "config")
-
-
-class ModelFunction:
-    """A user's `model_fn`, called with those arguments that it has.
-
-    Args:
-        model_fn: Takes `features` and any of `labels`, `mode`, `params` and `config`.
-        params: Its `params`; copied.
-        config: Its `config`.
-
-    Raises:
-        TypeError: If it is not callable.
-        ValueError: If it has other arguments, or no use for `params`.
-    """
-
-    def __init__(
-        self, model_fn: Callable[..., Any], params: Mapping[str, Any], config: Any
-    ) -> None:
-        if not callable(model_fn):
-            raise TypeError(f"Estimator: model_fn must be callable; got {model_fn!r}.")
-        self.params = copy.copy(dict(params))
-        self._model_fn = model_fn
-        self._config = config
-        self._accepted = wanted_arguments(
-            model_fn, "model_fn", _OPTIONAL, given=("features",)
-        )
-        parameters = named_parameters(model_fn).values()
-        if any(p.kind is p.VAR_KEYWORD for p in parameters):
-            # But for what `functools.partial` has given.
-            given = getattr(model_fn, "keywords", {})
-            self._accepted = {name for name in _OPTIONAL if name not in given}
-        if params and "params" not in self._accepted:
-            raise ValueError(
-                f"Estimator: got params={dict(params)!r}, but model_fn has no argument "
-                "of that name."
-            )
-
-    def __call__(self, features: Any, labels: Any, mode: ModeKeys) -> EstimatorSpec:
-        """The spec for one replica's batch, checked."""
-        given = {
-            "labels": labels,
-            "mode": mode,
-            "params": copy.copy(self.params),
-            "config": self._config,
-        }
-        accepted = {name: given[name] for name in self._accepted}
-        if "labels" not in accepted and labels is not None:
-            raise ValueError(
-                "Estimator: the input has labels, but model_fn has no argument of that "
-                "name."
-            )
-        spec = self._model_fn(features, **accepted)
-        if not isinstance(spec, EstimatorSpec):
-            raise TypeError(
-                f"Estimator: model_fn must return an EstimatorSpec; got {spec!r}."
-            )
-        if spec.mode != mode:
-            raise ValueError(
-                f"Estimator: model_fn was called with mode={str(mode)!r} and returned "
-                f"an EstimatorSpec of mode {str(spec.mode)!r}."
-            )
-        return spec
+_Tensors: TypeAlias = dict[str, jax.Array]
 
 
-class Model:
+class EstimatorModel:
     """A model of one mode under one strategy: its variables and its step.
 
     Args:
@@ -118,6 +56,7 @@ class Model:
         self._function = function
         self._seed = seed
         self._made = MadeVariables("model_fn")
+        self._updates: list[tuple[keras.Optimizer, list[keras.Variable]]] = []
         self.is_built = False
         with strategy.scope():
             self.global_step = keras.Variable(
@@ -129,7 +68,7 @@ class Model:
             )
             self.loss = keras.metrics.Mean(name="loss")
 
-    def build(self, features: Any, labels: Any) -> None:
+    def build(self, features: PyTree, labels: PyTree) -> None:
         """Make the variables, for batches like these.
 
         Args:
@@ -144,12 +83,12 @@ class Model:
             self._build_optimizers()
         self.is_built = True
 
-    def _describe(self, features: Any, labels: Any) -> None:
+    def _describe(self, features: PyTree, labels: PyTree) -> None:
         spec = self._call(features, labels)
         if not hasattr(self, "spec"):  # Its objects own the variables.
             self.spec = spec
 
-    def _call(self, features: Any, labels: Any) -> EstimatorSpec:
+    def _call(self, features: PyTree, labels: PyTree) -> EstimatorSpec:
         with (
             stepping(self.global_step),
             made_alike(self._seed),
@@ -157,7 +96,7 @@ class Model:
         ):
             return self._function(features, labels, self.mode)
 
-    def _refuse_outsiders(self, used: list[Any]) -> None:
+    def _refuse_outsiders(self, used: list[keras.Variable]) -> None:
         own = {id(v) for v in (*self._made.variables, self.global_step)}
         foreign = [v.path for v in used if id(v) not in own]
         if foreign:
@@ -170,7 +109,6 @@ class Model:
     def _build_optimizers(self) -> None:
         made = {id(v) for v in self._made.variables}
         trainable = [v for v in self._made.variables if v.trainable]
-        self._updates = []
         optimizers = [op.optimizer for op in self.spec.train_ops]
         if len({id(o) for o in optimizers}) < len(optimizers):
             raise ValueError(
@@ -196,15 +134,15 @@ class Model:
         self._trained = list({id(v): v for v in every}.values())
 
     @property
-    def metrics(self) -> dict[str, Any]:
+    def metrics(self) -> dict[str, keras.metrics.Metric]:
         """The metrics of EVAL mode by name."""
         return dict(self.spec.eval_metric_ops or {})
 
-    def variables(self) -> dict[str, Any]:
+    def variables(self) -> dict[str, keras.Variable]:
         """What is saved, by name: all but metrics."""
         left_out = {id(v) for m in self.metrics.values() for v in m.variables}
         slots = [v for op in self.spec.train_ops for v in op.optimizer.variables]
-        named: dict[str, Any] = {}
+        named: dict[str, keras.Variable] = {}
         for variable in {id(v): v for v in (*self._made.variables, *slots)}.values():
             if id(variable) in left_out:
                 continue
@@ -214,7 +152,7 @@ class Model:
             named[name] = variable
         return named
 
-    def learning_rates(self) -> list[Any]:
+    def learning_rates(self) -> list[keras.Variable]:
         """The variables of the optimizers' learning rates, where those are numbers."""
         rates = [internals.learning_rate_of(o) for o, _ in self._updates]
         return [rate for rate in rates if rate is not None]
@@ -227,23 +165,33 @@ class Model:
 
     def steps_of_updates(self) -> int:
         """The optimizer's count, where other workers make updates as well."""
-        return int(self._updates[0][0].iterations.numpy())
+        return int(np.asarray(self._updates[0][0].iterations))
 
     # The steps. Results are one entry per replica.
 
     def train(
-        self, features: Any, labels: Any, num_active: int | None, *, watched: bool
-    ) -> Any:
+        self,
+        features: PyTree,
+        labels: PyTree,
+        num_active: int | None,
+        *,
+        watched: bool,
+    ) -> dict[str, PerReplica]:
         """One training step; the loss and, if `watched`, what hooks may ask for."""
         return self._run(self._train_step, (features, labels, watched), num_active)
 
     def evaluate(
-        self, features: Any, labels: Any, num_active: int | None, *, watched: bool
-    ) -> Any:
+        self,
+        features: PyTree,
+        labels: PyTree,
+        num_active: int | None,
+        *,
+        watched: bool,
+    ) -> dict[str, PerReplica]:
         """Update the metrics from one batch per replica; returns what `train` does."""
         return self._run(self._eval_step, (features, labels, watched), num_active)
 
-    def results(self) -> dict[str, Any]:
+    def results(self) -> dict[str, PyTree]:
         """The metrics' results and the mean `loss`, on the host."""
         results = self.strategy.run_as(Options(), self._result_step)
         return {
@@ -255,16 +203,18 @@ class Model:
             for name, result in results.items()
         }
 
-    def predict(self, features: Any) -> Any:
+    def predict(self, features: PyTree) -> PyTree:
         """Predictions for one batch per replica."""
         return self._run(self._predict_step, (features,), None)
 
-    def _run(self, step: Any, args: tuple[Any, ...], active: int | None) -> Any:
+    def _run(
+        self, step: Callable[..., PyTree], args: Sequence[PyTree], active: int | None
+    ) -> PyTree:
         options = Options(gradient_op=ReduceOp.MEAN, num_active=active)
         return self.strategy.run_as(options, step, args)
 
-    def _train_step(self, features: Any, labels: Any, watched: bool) -> dict[str, Any]:
-        def loss_fn() -> tuple[Any, Any]:
+    def _train_step(self, features: PyTree, labels: PyTree, watched: bool) -> _Tensors:
+        def loss_fn() -> tuple[jax.Array, tuple[jax.Array, _Tensors]]:
             spec = self._call(features, labels)
             tensors = self._tensors(spec) if watched else {}
             return spec.loss * scales[0], (spec.loss, tensors)
@@ -283,20 +233,20 @@ class Model:
         self.global_step.assign_add(1)
         return tensors | {"loss": current_context().mean(loss)}
 
-    def _eval_step(self, features: Any, labels: Any, watched: bool) -> dict[str, Any]:
+    def _eval_step(self, features: PyTree, labels: PyTree, watched: bool) -> _Tensors:
         spec = self._call(features, labels)
         self.loss.update_state(spec.loss)
         tensors = self._tensors(spec) if watched else {}
         return tensors | {"loss": current_context().mean(spec.loss)}
 
-    def _result_step(self) -> dict[str, Any]:
+    def _result_step(self) -> dict[str, PyTree]:
         metrics = self.metrics | {"loss": self.loss}
         return {name: metric.result() for name, metric in metrics.items()}
 
-    def _predict_step(self, features: Any) -> Any:
+    def _predict_step(self, features: PyTree) -> PyTree:
         return self._call(features, None).predictions
 
-    def _tensors(self, spec: EstimatorSpec) -> dict[str, Any]:
+    def _tensors(self, spec: EstimatorSpec) -> _Tensors:
         """What hooks may ask for by name."""
         named = spec.predictions
         tensors = dict(named) if isinstance(named, Mapping) else {"predictions": named}
@@ -306,7 +256,9 @@ class Model:
                     tensors[name] = jax.numpy.asarray(value)
         return {name: x for name, x in tensors.items() if x is not None}
 
-    def prediction_of(self, values: Mapping[str, Any], features: Any) -> EstimatorSpec:
+    def prediction_of(
+        self, values: Mapping[str, jax.Array], features: PyTree
+    ) -> EstimatorSpec:
         """The spec for one batch, as a pure function of the variables' values.
 
         Args:

@@ -1,26 +1,40 @@
-"""What a saved model is called with."""
+"""Serving signatures: the features that a saved model is called with."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
 
 from replicax.estimator.feature_column.raw import dtype_name
 
 __all__ = [
     "SINGLE",
     "ArraySpec",
-    "Received",
     "ServingInputReceiver",
     "build_raw_serving_input_receiver_fn",
-    "received",
+    "called_receiver_fn",
 ]
 
 SINGLE = "feature"
 """The name of features that are one array."""
+
+
+@runtime_checkable
+class _ShapeAndDtype(Protocol):
+    """Such as a `jax.ShapeDtypeStruct`, a `keras.KerasTensor` or an array."""
+
+    @property
+    def shape(self) -> tuple[int | None, ...]: ...
+
+    @property
+    def dtype(self) -> DTypeLike: ...
+
+
+_Feature: TypeAlias = _ShapeAndDtype | ArrayLike
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +67,7 @@ class ArraySpec:
         dtype = "U1" if self.dtype == "string" else np.dtype(self.dtype)
         return np.zeros(self.with_rows(rows), dtype)
 
-    def checked(self, value: Any, title: str) -> np.ndarray:
+    def checked(self, value: ArrayLike, title: str) -> np.ndarray:
         """A value as an array of this kind.
 
         Numbers are converted to wider kinds (integers to floating point), and to other
@@ -136,7 +150,7 @@ class ServingInputReceiver:
         float32[4, 8, 8]
     """
 
-    features: Any
+    features: _Feature | Mapping[str, _Feature]
     default_batch_size: int | None = None
 
     def __post_init__(self) -> None:
@@ -165,8 +179,8 @@ class ServingInputReceiver:
             for name, value in self.features.items()
         }
 
-    def _spec(self, title: str, value: Any) -> ArraySpec:
-        if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+    def _spec(self, title: str, value: _Feature) -> ArraySpec:
+        if not isinstance(value, _ShapeAndDtype):
             value = np.asarray(value)
         # Those of NumPy have a length in their name.
         is_text = getattr(value.dtype, "kind", "") in ("O", "S", "T", "U")
@@ -182,7 +196,7 @@ class ServingInputReceiver:
 
 
 def build_raw_serving_input_receiver_fn(
-    features: Any, default_batch_size: int | None = None
+    features: _Feature | Mapping[str, _Feature], default_batch_size: int | None = None
 ) -> Callable[[], ServingInputReceiver]:
     """A `serving_input_receiver_fn` for features as they are.
 
@@ -216,27 +230,10 @@ def build_raw_serving_input_receiver_fn(
     return lambda: receiver
 
 
-@dataclasses.dataclass(frozen=True)
-class Received:
-    """What a `serving_input_receiver_fn` says.
-
-    Attributes:
-        specs: The features by name.
-        is_single: Whether the model takes an array and not a dict.
-        batch_size: The one size that batches have; None: any.
-    """
-
-    specs: dict[str, ArraySpec]
-    is_single: bool
-    batch_size: int | None
-
-
-def received(serving_input_receiver_fn: Any, caller: str) -> Received:
-    """Call a user's `serving_input_receiver_fn`.
-
-    Raises:
-        TypeError: If it is no function, or returns something else than it should.
-    """
+def called_receiver_fn(
+    serving_input_receiver_fn: Callable[[], ServingInputReceiver], caller: str
+) -> ServingInputReceiver:
+    """Call a user's function; raises TypeError unless it returns what it should."""
     if not callable(serving_input_receiver_fn):
         raise TypeError(
             f"{caller}: serving_input_receiver_fn must be a function; got "
@@ -249,5 +246,4 @@ def received(serving_input_receiver_fn: Any, caller: str) -> Received:
             f"{caller}: serving_input_receiver_fn must return a ServingInputReceiver; "
             f"got {receiver!r}."
         )
-    is_single = not isinstance(receiver.features, Mapping)
-    return Received(receiver.specs(), is_single, receiver.default_batch_size)
+    return receiver

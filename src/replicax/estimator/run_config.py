@@ -110,7 +110,7 @@ class RunConfig:
         return own or default_resolver()
 
     @property
-    def cluster_spec(self) -> Any:
+    def cluster_spec(self) -> ClusterSpec:
         """The cluster; empty where this process is alone."""
         resolver = self.cluster_resolver
         return ClusterSpec({}) if resolver is None else resolver.cluster_spec()

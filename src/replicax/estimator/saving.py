@@ -1,22 +1,23 @@
-"""The state of a model in its `model_dir`: when it is saved, how it is restored."""
+"""Checkpoints of a model in its `model_dir`: saving, restoring, warm start."""
 
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+
+import numpy as np
 
 from replicax._private.keras import reference_of
 from replicax.checkpoint import Checkpoint, CheckpointError, CheckpointManager, storage
 from replicax.checkpoint.checkpoint import RestoreStatus, compare, write_existing
 from replicax.checkpoint.slots import bind
 from replicax.checkpoint.storage import Contents
-from replicax.estimator.interval import Interval
-from replicax.estimator.model import Model
+from replicax.estimator.hooks import Interval
+from replicax.estimator.model import EstimatorModel
 from replicax.estimator.run_config import RunConfig
 
 __all__ = [
     "CHECKPOINT_NAME",
-    "Position",
+    "InputPosition",
     "Saver",
     "restore",
     "restore_found",
@@ -32,7 +33,7 @@ _logger = logging.getLogger("replicax")
 _VARIABLES = "variables/"
 
 
-class Position:
+class InputPosition:
     """Where in its input a training is that may be interrupted.
 
     Args:
@@ -57,10 +58,10 @@ class Position:
         self.num_steps = int(state["num_steps"]) * saved // self._num_replicas
 
 
-class _State:
+class _TrainingState:
     """What a training saves: a `Checkpoint` that is restored whole, or not at all."""
 
-    def __init__(self, model: Model, position: Position) -> None:
+    def __init__(self, model: EstimatorModel, position: InputPosition) -> None:
         self._model = model
         self._checkpoint = Checkpoint(
             variables=model.variables(), global_step=model.global_step, input=position
@@ -120,12 +121,16 @@ class Saver:
     """
 
     def __init__(
-        self, model: Model, directory: str, config: RunConfig, position: Position
+        self,
+        model: EstimatorModel,
+        directory: str,
+        config: RunConfig,
+        position: InputPosition,
     ) -> None:
         self._model = model
         self._position = position
         self._manager = CheckpointManager(
-            _State(model, position),
+            _TrainingState(model, position),
             directory,
             config.keep_checkpoint_max or None,
             checkpoint_name=CHECKPOINT_NAME,
@@ -174,7 +179,7 @@ class Saver:
             self._manager.close()
 
 
-def restore(model: Model, path: str) -> int:
+def restore(model: EstimatorModel, path: str) -> int:
     """Give a model that is not trained its values from a checkpoint.
 
     The checkpoint may have more: what only training needs.
@@ -197,7 +202,7 @@ def restore(model: Model, path: str) -> int:
     return int(contents.arrays["global_step"])
 
 
-def restore_found(model: Model, find_path: Callable[[], str]) -> str:
+def restore_found(model: EstimatorModel, find_path: Callable[[], str]) -> str:
     """`restore` a checkpoint that a training in another process may delete meanwhile.
 
     Returns:
@@ -219,7 +224,7 @@ def step_of(path: str) -> int:
     return int(path.rpartition("-")[2])
 
 
-def saved_variables(path: str) -> dict[str, Any]:
+def saved_variables(path: str) -> dict[str, np.ndarray]:
     """The values in a checkpoint by the variables' names, and `global_step`."""
     arrays = storage.read(Path(path)).arrays
     return {
@@ -229,7 +234,9 @@ def saved_variables(path: str) -> dict[str, Any]:
     }
 
 
-def warm_start(model: Model, values: Mapping[str, Any], path: str) -> list[str]:
+def warm_start(
+    model: EstimatorModel, values: Mapping[str, np.ndarray], path: str
+) -> list[str]:
     """Give a model's trainable and moving values those of another training.
 
     The optimizer's slots and counts, and the global step, begin anew.

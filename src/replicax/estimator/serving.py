@@ -1,13 +1,13 @@
-"""Saved models: loaded and called without the code that made them."""
+"""Loads saved models, which are called without the code that made them."""
 
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 from jax import export
+from numpy.typing import ArrayLike
 
 from replicax.errors import CheckpointError
 from replicax.estimator.artifact import DEFAULT_SIGNATURE, newest, read
@@ -63,7 +63,9 @@ class SavedModel:
         return dict(self._outputs[self._known(signature)])
 
     def __call__(
-        self, features: Any, signature: str = DEFAULT_SIGNATURE
+        self,
+        features: ArrayLike | Mapping[str, ArrayLike],
+        signature: str = DEFAULT_SIGNATURE,
     ) -> dict[str, np.ndarray]:
         """Predictions for a batch.
 
@@ -96,7 +98,9 @@ class SavedModel:
         return signature
 
     def _checked(
-        self, features: Any, specs: Mapping[str, ArraySpec]
+        self,
+        features: ArrayLike | Mapping[str, ArrayLike],
+        specs: Mapping[str, ArraySpec],
     ) -> dict[str, np.ndarray]:
         title = f"saved model {self.path}"
         if self._is_single and not isinstance(features, Mapping):
@@ -167,7 +171,10 @@ def load_saved_model(path: str | os.PathLike[str]) -> SavedModel:
     return SavedModel(newest(Path(path)))
 
 
-def _specs(signatures: Mapping[str, Any], part: str) -> dict[str, dict[str, ArraySpec]]:
+def _specs(
+    signatures: Mapping[str, Mapping[str, Mapping[str, tuple[list[int], str]]]],
+    part: str,
+) -> dict[str, dict[str, ArraySpec]]:
     return {
         signature: {
             name: ArraySpec(tuple(shape), dtype)
@@ -181,7 +188,7 @@ def _described(specs: Mapping[str, ArraySpec]) -> str:
     return ", ".join(f"{name}: {spec}" for name, spec in specs.items())
 
 
-def _program(path: str, name: str, data: bytes) -> Any:
+def _program(path: str, name: str, data: bytes) -> export.Exported:
     try:
         return export.deserialize(bytearray(data))
     except ValueError as error:
@@ -203,7 +210,7 @@ def _require_platform(path: str, platforms: list[str]) -> None:
         )
 
 
-def _require_64_bits(path: str, exported: Mapping[str, Any]) -> None:
+def _require_64_bits(path: str, exported: Mapping[str, export.Exported]) -> None:
     wide = {
         str(aval.dtype)
         for e in exported.values()

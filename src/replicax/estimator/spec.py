@@ -1,14 +1,18 @@
-"""What a `model_fn` returns, and what it may call."""
+"""`EstimatorSpec`: what a `model_fn` returns, and what it may call."""
 
+import contextlib
 import dataclasses
 import enum
 import threading
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import cast
 
+import jax
 import keras
 
+from replicax._util.types import PyTree, Tensor
 from replicax.errors import ContextError
+from replicax.estimator.hooks import SessionRunHook
 
 __all__ = [
     "EstimatorSpec",
@@ -37,13 +41,15 @@ class ModeKeys(enum.StrEnum):
 class TrainOp:
     """An update: which optimizer trains which variables, for which loss."""
 
-    optimizer: Any
-    loss: Any
-    variables: tuple[Any, ...] | None = None
+    optimizer: keras.Optimizer
+    loss: Tensor
+    variables: tuple[keras.Variable, ...] | None = None
 
 
 def minimize(
-    optimizer: Any, loss: Any, var_list: Iterable[Any] | None = None
+    optimizer: keras.Optimizer,
+    loss: Tensor,
+    var_list: Iterable[keras.Variable] | None = None,
 ) -> TrainOp:
     """The `train_op` with which an optimizer makes a loss smaller.
 
@@ -109,15 +115,15 @@ class EstimatorSpec:
     """
 
     mode: str
-    predictions: Any = None
-    loss: Any = None
+    predictions: PyTree = None
+    loss: Tensor = None
     train_op: TrainOp | Sequence[TrainOp] | None = None
-    eval_metric_ops: Mapping[str, Any] | None = None
-    export_outputs: Mapping[str, Any] | None = None
-    training_hooks: Sequence[Any] = ()
-    evaluation_hooks: Sequence[Any] = ()
-    prediction_hooks: Sequence[Any] = ()
-    optimizer: Any = None
+    eval_metric_ops: Mapping[str, keras.metrics.Metric] | None = None
+    export_outputs: Mapping[str, PyTree] | None = None
+    training_hooks: Sequence[SessionRunHook] = ()
+    evaluation_hooks: Sequence[SessionRunHook] = ()
+    prediction_hooks: Sequence[SessionRunHook] = ()
+    optimizer: keras.Optimizer | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in list(ModeKeys):
@@ -181,20 +187,18 @@ class EstimatorSpec:
             return [minimize(self.optimizer, self.loss)]
         if self.train_op is None:
             return []
-        one = isinstance(self.train_op, TrainOp) or not isinstance(
-            self.train_op, list | tuple
-        )
-        return [self.train_op] if one else list(self.train_op)  # type: ignore[list-item, arg-type]
+        if isinstance(self.train_op, list | tuple):
+            return list(self.train_op)
+        return [cast(TrainOp, self.train_op)]  # `_check_train_ops` says if it is none.
 
-    def hooks(self) -> list[Any]:
+    def hooks(self) -> list[SessionRunHook]:
         """The hooks of this spec's mode."""
-        match self.mode:
-            case ModeKeys.TRAIN:
-                return list(self.training_hooks)
-            case ModeKeys.EVAL:
-                return list(self.evaluation_hooks)
-            case _:
-                return list(self.prediction_hooks)
+        by_mode = {
+            ModeKeys.TRAIN: self.training_hooks,
+            ModeKeys.EVAL: self.evaluation_hooks,
+            ModeKeys.PREDICT: self.prediction_hooks,
+        }
+        return list(by_mode[ModeKeys(self.mode)])
 
     def _missing(self, what: str) -> ValueError:
         return ValueError(
@@ -203,31 +207,23 @@ class EstimatorSpec:
 
 
 class _Local(threading.local):
-    def __init__(self) -> None:
-        self.global_step: Any = None
+    global_step: keras.Variable | None = None
 
 
 _local = _Local()
 
 
-class stepping:
-    """Within it `get_global_step()` has a value.
-
-    Args:
-        variable: The variable that counts.
-    """
-
-    def __init__(self, variable: Any) -> None:
-        self._variable = variable
-
-    def __enter__(self) -> None:
-        self._outer, _local.global_step = _local.global_step, self._variable
-
-    def __exit__(self, *exc_info: object) -> None:
-        _local.global_step = self._outer
+@contextlib.contextmanager
+def stepping(variable: keras.Variable) -> Iterator[None]:
+    """Within it `get_global_step()` returns the value of `variable`."""
+    outer, _local.global_step = _local.global_step, variable
+    try:
+        yield
+    finally:
+        _local.global_step = outer
 
 
-def get_global_step() -> Any:
+def get_global_step() -> jax.Array:
     """Number of training steps made so far, `int32[]`, inside a `model_fn`.
 
     (TF: `tf.compat.v1.train.get_global_step`.)

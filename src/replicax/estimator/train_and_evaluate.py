@@ -4,16 +4,19 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from replicax.checkpoint.watching import CheckpointWatch
+from replicax.cluster.spec import ClusterSpec
 from replicax.cluster.timeouts import Timeouts, checked_timeouts, takes_timeouts
 from replicax.errors import CheckpointError
 from replicax.estimator.estimator import Estimator
-from replicax.estimator.hooks import CheckpointSaverListener
+from replicax.estimator.evaluating import EvalResults
+from replicax.estimator.exporters import Exporter
+from replicax.estimator.hooks import CheckpointSaverListener, Session, SessionRunHook
 from replicax.estimator.saving import CHECKPOINT_NAME
+from replicax.estimator.user_functions import InputFunction
 
 __all__ = ["EvalSpec", "TrainSpec", "train_and_evaluate"]
 
@@ -39,10 +42,10 @@ class TrainSpec:
         ValueError: If `max_steps` is less than 1.
     """
 
-    input_fn: Callable[..., Any]
+    input_fn: InputFunction
     max_steps: int | None = None
-    hooks: Sequence[Any] = ()
-    saving_listeners: Sequence[Any] = ()
+    hooks: Sequence[SessionRunHook] = ()
+    saving_listeners: Sequence[CheckpointSaverListener] = ()
 
     def __post_init__(self) -> None:
         _check("TrainSpec", self.input_fn, "max_steps", self.max_steps)
@@ -72,11 +75,11 @@ class EvalSpec:
             the same name.
     """
 
-    input_fn: Callable[..., Any]
+    input_fn: InputFunction
     steps: int | None = 100
     name: str | None = None
-    hooks: Sequence[Any] = ()
-    exporters: Any = ()
+    hooks: Sequence[SessionRunHook] = ()
+    exporters: Exporter | Sequence[Exporter] | None = ()
     start_delay_secs: float = 120.0
     throttle_secs: float = 600.0
     timeouts: Timeouts = dataclasses.field(default_factory=Timeouts)
@@ -92,10 +95,8 @@ class EvalSpec:
                     f"EvalSpec: {name} must not be negative; got "
                     f"{getattr(self, name)!r}."
                 )
-        given = () if self.exporters is None else self.exporters
-        exporters = tuple(given) if isinstance(given, Sequence) else (given,)
-        object.__setattr__(self, "exporters", exporters)
-        names = [exporter.name for exporter in exporters]
+        object.__setattr__(self, "exporters", _listed(self.exporters))
+        names = [exporter.name for exporter in _listed(self.exporters)]
         if len(set(names)) < len(names):
             raise ValueError(
                 f"EvalSpec: exporters must have different names; got {names}."
@@ -104,7 +105,7 @@ class EvalSpec:
 
 def train_and_evaluate(
     estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec
-) -> tuple[dict[str, Any] | None, list[Any]] | None:
+) -> tuple[EvalResults | None, list[str | None]] | None:
     """Train, and evaluate the checkpoints that training saves.
 
     (TF: `tf.estimator.train_and_evaluate`.) In one process an evaluation follows each
@@ -165,21 +166,21 @@ class _Evaluations(CheckpointSaverListener):
     def __init__(
         self, estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec
     ) -> None:
-        self.results: dict[str, Any] | None = None
-        self.exports: list[Any] = []
+        self.results: EvalResults | None = None
+        self.exports: list[str | None] = []
         self._estimator = estimator
         self._max_steps = train_spec.max_steps
         self._spec = eval_spec
         self._last_time: float | None = None
 
-    def after_save(self, session: Any, global_step_value: int) -> None:
+    def after_save(self, session: Session, global_step_value: int) -> None:
         """Evaluate, unless that was done a moment ago or `end` is going to."""
         passed = time.monotonic() - (self._last_time or 0.0)
         is_due = self._last_time is None or passed >= self._spec.throttle_secs
         if is_due and not session.is_over:
             self._evaluate(None, is_final=False)
 
-    def end(self, session: Any, global_step_value: int) -> None:
+    def end(self, session: Session | None, global_step_value: int) -> None:
         """The last evaluation."""
         self._evaluate(None, is_final=True)
 
@@ -234,14 +235,19 @@ class _Evaluations(CheckpointSaverListener):
                 eval_result=self.results,
                 is_the_final_export=is_final,
             )
-            for exporter in self._spec.exporters
+            for exporter in _listed(self._spec.exporters)
         ]
+
+
+def _listed(exporters: Exporter | Sequence[Exporter] | None) -> tuple[Exporter, ...]:
+    given = () if exporters is None else exporters
+    return tuple(given) if isinstance(given, Sequence) else (given,)
 
 
 def _train(
     estimator: Estimator,
     spec: TrainSpec,
-    listeners: Sequence[Any],
+    listeners: Sequence[CheckpointSaverListener],
     *,
     marks_end: bool = False,
 ) -> None:
@@ -262,7 +268,7 @@ def _wait(seconds: float, watch: CheckpointWatch) -> None:
         time.sleep(min(_POLL_SECONDS, max(deadline - time.monotonic(), 0.0)))
 
 
-def _check_cluster(estimator: Estimator, cluster: Any) -> None:
+def _check_cluster(estimator: Estimator, cluster: ClusterSpec) -> None:
     config = estimator.config
     strategy = config.train_distribute
     if estimator.is_temporary:
@@ -285,7 +291,7 @@ def _check_cluster(estimator: Estimator, cluster: Any) -> None:
         )
 
 
-def _check(caller: str, input_fn: Any, name: str, number: int | None) -> None:
+def _check(caller: str, input_fn: InputFunction, name: str, number: int | None) -> None:
     if not callable(input_fn):
         raise TypeError(
             f"{caller}: input_fn must be a function that returns a dataset; got "

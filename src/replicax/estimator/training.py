@@ -1,25 +1,31 @@
 """The training loop of an estimator."""
 
 import collections
+import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
+import numpy as np
 
+from replicax._util.types import PyTree
 from replicax.engine.values import PerReplica
-from replicax.estimator.feeding import Input, first_step
 from replicax.estimator.hooks import (
+    CheckpointSaverListener,
+    Session,
     SessionRunArgs,
     SessionRunContext,
+    SessionRunHook,
     SessionRunValues,
     fetched,
     require_finite,
 )
-from replicax.estimator.model import Model
+from replicax.estimator.model import EstimatorModel
 from replicax.estimator.run_config import RunConfig
-from replicax.estimator.saving import Position, Saver
+from replicax.estimator.saving import InputPosition, Saver
+from replicax.estimator.user_functions import InputPipeline, first_step
+from replicax.input.prefetch import DistributedIterator
 
 __all__ = ["Training", "run_hooks", "started_hooks"]
 
@@ -53,14 +59,14 @@ class Training:
 
     def __init__(
         self,
-        model: Model,
-        source: Input,
+        model: EstimatorModel,
+        source: InputPipeline,
         directory: str,
         config: RunConfig,
-        hooks: Sequence[Any],
-        listeners: Sequence[Any],
+        hooks: Sequence[SessionRunHook],
+        listeners: Sequence[CheckpointSaverListener],
         last_step: Callable[[int], int | None],
-        initialize: Callable[[Model], None],
+        initialize: Callable[[EstimatorModel], None],
         *,
         marks_end: bool = False,
     ) -> None:
@@ -73,7 +79,7 @@ class Training:
         self._last_step = last_step
         self._initialize = initialize
         self._marks_end = marks_end
-        self._position = Position(model.strategy.num_replicas_in_sync)
+        self._position = InputPosition(model.strategy.num_replicas_in_sync)
         self._stops = False  # A hook of this process wants it.
         self.global_step = 0
         self.is_over = False
@@ -89,7 +95,7 @@ class Training:
             steps.close()
             self._model.strategy.settle()
 
-    def _train(self, steps: Any) -> None:
+    def _train(self, steps: DistributedIterator) -> None:
         if getattr(self._model.strategy, "backup_workers", 0):
             raise NotImplementedError(
                 "Estimator.train: backup_workers need batches that all workers read, "
@@ -118,7 +124,7 @@ class Training:
             listener.end(self, self.global_step)
         saver.close(finished=self._marks_end)
 
-    def _first_item(self, steps: Any, first: Any) -> Any:
+    def _first_item(self, steps: DistributedIterator, first: PyTree) -> PyTree:
         """The step to begin with; `first` unless a training is resumed."""
         number = self._position.num_steps
         self._position.num_steps = 0
@@ -129,9 +135,11 @@ class Training:
             self._position.num_steps = number
         return first
 
-    def _loop(self, steps: Any, item: Any, saver: Saver, last: int | None) -> None:
+    def _loop(
+        self, steps: DistributedIterator, item: PyTree, saver: Saver, last: int | None
+    ) -> None:
         log = _Log(self._config.log_step_count_steps, self.global_step)
-        losses: collections.deque[Any] = collections.deque()
+        losses: collections.deque[PerReplica] = collections.deque()
         while item is not None:
             (features, labels), active = item
             tensors = run_hooks(
@@ -150,7 +158,9 @@ class Training:
         if losses:
             require_finite(_one(losses[-1]), self.global_step)
 
-    def _step(self, features: Any, labels: Any, active: int | None) -> dict[str, Any]:
+    def _step(
+        self, features: PyTree, labels: PyTree, active: int | None
+    ) -> dict[str, PerReplica]:
         model = self._model
         model.strategy.expect_rows(_num_rows(features, active))
         tensors = model.train(features, labels, active, watched=bool(self._hooks))
@@ -166,7 +176,7 @@ class Training:
         """Let the current step be the last one."""
         self._stops = True
 
-    def _save_or_stop(self, saver: Saver, loss: Any) -> bool:
+    def _save_or_stop(self, saver: Saver, loss: PerReplica) -> bool:
         """Save if that is due; whether training is to end here."""
         workers = self._model.strategy.workers
         due, stops = saver.is_due(self.global_step), self._stops
@@ -215,7 +225,7 @@ class _Log:
         self._first = step
         self._last = (step, time.monotonic())
 
-    def after_step(self, step: int, loss: Any) -> None:
+    def after_step(self, step: int, loss: PerReplica) -> None:
         is_first = step == self._first + 1
         if self._every is None or not (is_first or step >= self._last[0] + self._every):
             return
@@ -230,14 +240,10 @@ class _Log:
             _logger.info("loss = %.8g, step = %d, %.4g steps/s", value, step, speed)
 
 
-def started_hooks(session: Any, hooks: Sequence[Any], own: Sequence[Any]) -> list[Any]:
-    """The hooks of a loop whose variables have their values.
-
-    Args:
-        session: The loop.
-        hooks: The user's, which have begun.
-        own: The spec's, which have not.
-    """
+def started_hooks(
+    session: Session, hooks: Sequence[SessionRunHook], own: Sequence[SessionRunHook]
+) -> list[SessionRunHook]:
+    """The user's `hooks`, which have begun, and the spec's `own`, which begin now."""
     for hook in own:
         hook.begin()
     every = [*hooks, *own]
@@ -247,18 +253,20 @@ def started_hooks(session: Any, hooks: Sequence[Any], own: Sequence[Any]) -> lis
 
 
 def run_hooks(
-    session: Any, hooks: Sequence[Any], step: Callable[[], dict[str, Any]]
-) -> dict[str, Any]:
-    """Make a step with its hooks; what it returns."""
+    session: Session,
+    hooks: Sequence[SessionRunHook],
+    step: Callable[[], dict[str, PerReplica]],
+) -> dict[str, PerReplica]:
+    """Run a step with its hooks; returns the step's results."""
     if not hooks:
         return step()
     context = SessionRunContext(session)
     wanted = [hook.before_run(context) for hook in hooks]
     results = step()
-    tensors: dict[str, Any] = {
-        name: (lambda x=value: _one(x)) for name, value in results.items()
+    tensors: dict[str, Callable[[], np.ndarray]] = {
+        name: functools.partial(_one, value) for name, value in results.items()
     }
-    tensors["global_step"] = session.global_step
+    tensors["global_step"] = lambda: np.asarray(session.global_step)
     for hook, args in zip(hooks, wanted, strict=True):
         fetches = args.fetches if isinstance(args, SessionRunArgs) else args
         values = None
@@ -270,13 +278,13 @@ def run_hooks(
     return results
 
 
-def _num_rows(features: Any, active: int | None) -> int:
+def _num_rows(features: PyTree, active: int | None) -> int:
     """Number of this process' examples in a step, of features `[R, b, ...]`."""
     first = jax.tree.leaves(features, is_leaf=lambda x: isinstance(x, PerReplica))[0]
     replicas, rows = first.array.shape[:2]
     return (active or replicas) * rows
 
 
-def _one(value: Any) -> Any:
+def _one(value: PerReplica) -> np.ndarray:
     """This process' first replica's entry, on the host."""
     return jax.device_get(value.values[0])

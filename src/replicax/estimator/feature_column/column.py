@@ -9,7 +9,7 @@ import abc
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeAlias
 
 import jax
@@ -22,6 +22,7 @@ __all__ = [
     "Arrays",
     "CategoricalColumn",
     "Column",
+    "Columns",
     "DenseColumn",
     "DerivedColumn",
     "EmbeddingTable",
@@ -119,6 +120,10 @@ class Column(abc.ABC):
     def _mark(self) -> str:
         # Columns of one key have one name, whatever else they differ in.
         return digest(_described(self), num_bytes=3)
+
+
+Columns: TypeAlias = Column | Iterable[Column]
+"""A column or several, as an argument."""
 
 
 class SingleFeatureColumn(Column):

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ from replicax.estimator.feature_column.column import (
     Arrays,
     CategoricalColumn,
     Column,
+    Columns,
     DenseColumn,
     RawFeatures,
     variable_name,
@@ -32,7 +33,7 @@ __all__ = ["DenseFeatures", "LinearModel", "input_layer", "linear_model"]
 class _ColumnsLayer(keras.layers.Layer):
     """A layer of columns, which it takes in the order of their names, as TF does."""
 
-    def __init__(self, columns: Column | Iterable[Column], **kwargs: Any) -> None:
+    def __init__(self, columns: Columns, **kwargs: Any) -> None:
         # Boundaries and ids are exact in float32 only.
         super().__init__(autocast=False, **kwargs)
         caller = type(self).__name__
@@ -130,7 +131,7 @@ class DenseFeatures(_ColumnsLayer):
 
     def __init__(
         self,
-        feature_columns: Column | Iterable[Column],
+        feature_columns: Columns,
         trainable: bool = True,
         name: str | None = None,
         **kwargs: Any,
@@ -214,7 +215,7 @@ class LinearModel(_ColumnsLayer):
 
     def __init__(
         self,
-        feature_columns: Column | Iterable[Column],
+        feature_columns: Columns,
         units: int = 1,
         sparse_combiner: str = "sum",
         trainable: bool = True,
@@ -279,7 +280,7 @@ def _num_weights(column: Column) -> int:
 
 def input_layer(
     features: RawFeatures,
-    feature_columns: Column | Iterable[Column],
+    feature_columns: Columns,
     trainable: bool = True,
 ) -> jax.Array:
     """Dense columns side by side.
@@ -311,7 +312,7 @@ def input_layer(
 
 def linear_model(
     features: RawFeatures,
-    feature_columns: Column | Iterable[Column],
+    feature_columns: Columns,
     units: int = 1,
     sparse_combiner: str = "sum",
     trainable: bool = True,

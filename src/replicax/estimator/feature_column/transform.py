@@ -8,12 +8,17 @@ import keras
 import numpy as np
 from numpy.typing import ArrayLike
 
-from replicax.estimator.feature_column.column import Arrays, Column, RawFeatures
+from replicax.estimator.feature_column.column import (
+    Arrays,
+    Column,
+    Columns,
+    RawFeatures,
+)
 
 __all__ = ["arrays_for", "as_columns", "features_of", "prepared"]
 
 
-def as_columns(columns: Column | Iterable[Column], caller: str) -> tuple[Column, ...]:
+def as_columns(columns: Columns, caller: str) -> tuple[Column, ...]:
     """Columns as a tuple; raises ValueError for none, or for anything else."""
     if isinstance(columns, Column):
         return (columns,)
@@ -31,9 +36,7 @@ def as_columns(columns: Column | Iterable[Column], caller: str) -> tuple[Column,
     return made
 
 
-def features_of(
-    columns: Column | Iterable[Column], features: RawFeatures
-) -> dict[str, np.ndarray]:
+def features_of(columns: Columns, features: RawFeatures) -> dict[str, np.ndarray]:
     """Transform a batch on the host, for columns to be used in a traced function.
 
     Call it in the input function, once a batch: strings become ids there. The results

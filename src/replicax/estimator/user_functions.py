@@ -1,0 +1,251 @@
+"""The user's `model_fn` and `input_fn`, called with those arguments that they have."""
+
+import copy
+import itertools
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import TypeAlias
+
+import numpy as np
+
+from replicax._util.signatures import named_parameters
+from replicax._util.types import PyTree
+from replicax.estimator.run_config import RunConfig
+from replicax.estimator.spec import EstimatorSpec, ModeKeys
+from replicax.input import InputContext
+from replicax.input.from_function import UnevenBatches
+from replicax.input.prefetch import DistributedIterator, close_iterator
+from replicax.input.sources import is_arrays, raw_batches
+from replicax.strategies.strategy import Strategy
+
+__all__ = [
+    "InputFunction",
+    "InputPipeline",
+    "ModelFunction",
+    "Preprocess",
+    "first_step",
+    "wanted_arguments",
+]
+
+InputFunction: TypeAlias = Callable[..., object]
+"""Returns a dataset, or one batch."""
+
+Preprocess: TypeAlias = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
+"""Makes a batch's features and labels arrays of numbers, on the host."""
+
+_MODEL_ARGUMENTS = ("labels", "mode", "params", "config")
+
+
+class ModelFunction:
+    """A user's `model_fn`, called with those arguments that it has.
+
+    Args:
+        model_fn: Takes `features` and any of `labels`, `mode`, `params` and `config`.
+        params: Its `params`; copied.
+        config: Its `config`.
+
+    Raises:
+        TypeError: If it is not callable.
+        ValueError: If it has other arguments, or no use for `params`.
+    """
+
+    def __init__(
+        self,
+        model_fn: Callable[..., EstimatorSpec],
+        params: Mapping[str, object],
+        config: RunConfig | None,
+    ) -> None:
+        if not callable(model_fn):
+            raise TypeError(f"Estimator: model_fn must be callable; got {model_fn!r}.")
+        self.params = copy.copy(dict(params))
+        self._model_fn = model_fn
+        self._config = config
+        self._accepted = wanted_arguments(
+            model_fn, "model_fn", _MODEL_ARGUMENTS, given=("features",)
+        )
+        parameters = named_parameters(model_fn).values()
+        if any(p.kind is p.VAR_KEYWORD for p in parameters):
+            # But for what `functools.partial` has given.
+            given = getattr(model_fn, "keywords", {})
+            self._accepted = {name for name in _MODEL_ARGUMENTS if name not in given}
+        if params and "params" not in self._accepted:
+            raise ValueError(
+                f"Estimator: got params={dict(params)!r}, but model_fn has no argument "
+                "of that name."
+            )
+
+    def __call__(
+        self, features: PyTree, labels: PyTree, mode: ModeKeys
+    ) -> EstimatorSpec:
+        """The spec for one replica's batch, checked."""
+        given = {
+            "labels": labels,
+            "mode": mode,
+            "params": copy.copy(self.params),
+            "config": self._config,
+        }
+        accepted = {name: given[name] for name in self._accepted}
+        if "labels" not in accepted and labels is not None:
+            raise ValueError(
+                "Estimator: the input has labels, but model_fn has no argument of that "
+                "name."
+            )
+        spec = self._model_fn(features, **accepted)
+        if not isinstance(spec, EstimatorSpec):
+            raise TypeError(
+                f"Estimator: model_fn must return an EstimatorSpec; got {spec!r}."
+            )
+        if spec.mode != mode:
+            raise ValueError(
+                f"Estimator: model_fn was called with mode={str(mode)!r} and returned "
+                f"an EstimatorSpec of mode {str(spec.mode)!r}."
+            )
+        return spec
+
+
+class InputPipeline:
+    """A user's `input_fn`, which makes batches for one replica each.
+
+    Args:
+        input_fn: Takes any of `input_context`, `mode`, `params` and `config`. Returns a
+            dataset of `(features, labels)` or of features, or one such batch.
+        mode: What the batches are for.
+        preprocess: Makes each batch ready.
+        params: Handed to `input_fn`, if it has such an argument.
+        config: Likewise.
+        needs_labels: Whether batches must have labels, but for prediction.
+
+    Raises:
+        TypeError: If it is not callable.
+        ValueError: If it has other arguments.
+    """
+
+    def __init__(
+        self,
+        input_fn: InputFunction,
+        mode: ModeKeys,
+        preprocess: Preprocess,
+        params: Mapping[str, object] | None = None,
+        config: RunConfig | None = None,
+        *,
+        needs_labels: bool = False,
+    ) -> None:
+        if not callable(input_fn):
+            raise TypeError(
+                f"Estimator: input_fn must be a function that returns a dataset; got "
+                f"{input_fn!r}. Write input_fn=lambda: dataset."
+            )
+        self._input_fn = input_fn
+        self._mode = mode
+        self._preprocess = preprocess
+        self._needs_labels = needs_labels
+        self._given = {"mode": mode, "params": params, "config": config}
+        names = [*self._given, "input_context"]
+        self._accepted = wanted_arguments(input_fn, "input_fn", names)
+
+    def steps(self, strategy: Strategy) -> DistributedIterator:
+        """An iterator over `((features, labels), num_active)`, leaves `PerReplica`.
+
+        `get_state()` of it counts the steps.
+        """
+        dataset = UnevenBatches(
+            self.batches,
+            strategy.group.mesh,
+            strategy.input_context,
+            input_shard=strategy.input_shard,
+            num_replicas=strategy.group.num_replicas,
+        )
+        return dataset.iterate()
+
+    def batches(
+        self, context: InputContext | None = None
+    ) -> Generator[tuple[PyTree, PyTree]]:
+        """The batches for single replicas, ready, as `(features, labels)`."""
+        given = self._given | {"input_context": context or InputContext()}
+        result = self._input_fn(**{k: given[k] for k in self._accepted})
+        iterator = self._iterator(result)
+        try:
+            for batch in iterator:
+                yield self._preprocess(*self._parts(batch))
+        finally:
+            close_iterator(iterator)
+
+    def _iterator(self, result: object) -> Iterator[PyTree]:
+        if result is None:
+            raise TypeError(
+                "Estimator: input_fn returned None. Return a dataset of (features, "
+                "labels) batches."
+            )
+        if isinstance(result, tuple | dict) or is_arrays(result):
+            # A batch, and not a dataset: tensors, as TF has it, which never end.
+            endless = self._mode == ModeKeys.TRAIN
+            return itertools.repeat(result) if endless else iter([result])
+        return raw_batches(result)
+
+    def _parts(self, batch: PyTree) -> tuple[PyTree, PyTree]:
+        if not isinstance(batch, tuple | list):
+            features, labels = batch, None
+        elif len(batch) == 2:
+            features, labels = batch
+        else:
+            raise ValueError(
+                "Estimator: a batch of the input_fn must be (features, labels) or "
+                f"features; got a {type(batch).__name__} of {len(batch)}."
+            )
+        if labels is None and self._needs_labels and self._mode != ModeKeys.PREDICT:
+            raise ValueError(
+                "Estimator: the input_fn gives features without labels, which mode "
+                f"{str(self._mode)!r} needs. Return batches (features, labels)."
+            )
+        if self._mode == ModeKeys.PREDICT:
+            labels = None
+        return _arrays(features), _arrays(labels)
+
+
+def first_step(steps: DistributedIterator, strategy: Strategy, method: str) -> PyTree:
+    """The first of an input's steps; raises ValueError if there is none."""
+    first = next(steps, None)
+    if first is None:
+        raise ValueError(
+            f"Estimator.{method}: the input_fn gives no batch, or too few for one step "
+            f"of {strategy.num_replicas_in_sync} replicas."
+        )
+    return first
+
+
+def _arrays(value: PyTree) -> PyTree:
+    """Lists of numbers or strings as arrays, in dicts of features too."""
+    if isinstance(value, dict):
+        return {name: _arrays(x) for name, x in value.items()}
+    if isinstance(value, tuple):
+        parts = map(_arrays, value)
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    if isinstance(value, list | int | float | bool | str | bytes):
+        return np.asarray(value)
+    return value
+
+
+def wanted_arguments(
+    fn: Callable[..., object],
+    name: str,
+    offered: Sequence[str],
+    given: Sequence[str] = (),
+) -> set[str]:
+    """Those of the `offered` arguments that a function has by name.
+
+    Raises ValueError if it needs others than those and the `given` ones.
+    """
+    parameters = named_parameters(fn).values()
+    needed = [
+        p.name
+        for p in parameters
+        if p.default is p.empty
+        and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+        and p.name not in (*given, *offered)
+    ]
+    if needed:
+        also = f"{' and '.join(given)} and " if given else ""
+        raise ValueError(
+            f"Estimator: {name} has the arguments {needed}. It is called with {also}"
+            f"those of {list(offered)} that it has."
+        )
+    return {p.name for p in parameters} & set(offered)
