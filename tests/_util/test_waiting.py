@@ -12,7 +12,7 @@ import pytest
 
 import replicax as rx
 from replicax._util import waiting
-from replicax._util.waiting import Announced, Reminders, announce_first
+from replicax._util.waiting import Announced, announce_first, wait_for
 
 
 @pytest.fixture
@@ -44,10 +44,21 @@ def test_what_is_quick_or_fails_is_not(said: pytest.LogCaptureFixture) -> None:
     assert "replicax-announced" not in names
 
 
+def nothing() -> None:
+    return None
+
+
+def test_a_wait_without_reminders_leaves_the_word_to_others(
+    said: pytest.LogCaptureFixture,
+) -> None:
+    with Announced("outer"):
+        wait_for(nothing, 0.5, late=nothing)
+    assert lines(said) == ["outer (0 s so far)"]
+
+
 def test_the_innermost_speaks(said: pytest.LogCaptureFixture) -> None:
     with Announced("outer"):
-        with Reminders():
-            time.sleep(0.5)  # It speaks for itself.
+        wait_for(nothing, 0.5, late=nothing, reminder=str)  # It speaks for itself.
         assert not lines(said)
         with Announced("inner"):
             time.sleep(0.4)
@@ -70,20 +81,82 @@ def test_the_first_item_is_announced(said: pytest.LogCaptureFixture) -> None:
     assert not list(announce_first(lambda: iter([]), "waiting"))
 
 
-def test_reminders_come_early_then_every_ten_seconds(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+class Clock:
+    """A clock that only sleeping moves."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.pauses: list[float] = []
+
+    def sleep(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
     monkeypatch.setattr(waiting, "FIRST_SECONDS", 3.0)
-    now = [0.0]
-    monkeypatch.setattr(waiting.time, "monotonic", lambda: now[0])
-    with Reminders(is_early=True) as early, Reminders() as later:
-        due: list[tuple[float, ...]] = [(), ()]
-        for second in range(35):
-            now[0] = float(second)
-            for number, reminders in enumerate((early, later)):
-                if reminders.is_due():
-                    due[number] += (second,)
-    assert due == [(3, 10, 20, 30), (10, 20, 30)]
+    monkeypatch.setattr(waiting.time, "monotonic", lambda: clock.now)
+    return clock
+
+
+@pytest.mark.parametrize(
+    ("is_early", "due"), [(True, [3, 10, 20, 30]), (False, [10, 20, 30])]
+)
+def test_reminders_come_early_then_every_ten_seconds(
+    said: pytest.LogCaptureFixture, clock: Clock, is_early: bool, due: list[int]
+) -> None:
+    result = wait_for(
+        nothing,
+        35,
+        late=lambda: "late",
+        reminder=lambda waited: f"waiting for worker:1 for {waited:.0f} s",
+        is_early=is_early,
+        pauses=(1.0, 1.0),
+        sleep=clock.sleep,
+    )
+    assert result == "late"
+    assert clock.now == 35
+    assert lines(said) == [
+        f"waiting for worker:1 for {s} s; at most {35 - s} s more" for s in due
+    ]
+
+
+def test_a_wait_ends_with_the_first_result(clock: Clock) -> None:
+    answers = iter([None, None, None, None, 0])
+    found = wait_for(
+        lambda: next(answers),
+        60,
+        late=lambda: pytest.fail("too early"),
+        pauses=(1.0, 3.0),
+        sleep=clock.sleep,
+    )
+    assert found == 0
+    assert clock.pauses == [1, 2, 3, 3]
+
+
+def test_a_wait_ends_in_time_and_asks_once_more_before(clock: Clock) -> None:
+    asked: list[float] = []
+
+    def poll() -> None:
+        asked.append(clock.now)
+
+    def late() -> None:
+        raise TimeoutError("worker:1 did not come")
+
+    with pytest.raises(TimeoutError, match="worker:1"):
+        wait_for(poll, 2.5, late=late, pauses=(1.0, 1.0), sleep=clock.sleep)
+    assert asked == [0, 1, 2, 2.5]
+
+
+def test_errors_of_a_poll_end_the_wait(clock: Clock) -> None:
+    def poll() -> None:
+        raise KeyError("lost")
+
+    with pytest.raises(KeyError):
+        wait_for(poll, 60, late=nothing, sleep=clock.sleep)
+    assert not clock.pauses
 
 
 class Slow(keras.layers.Layer):

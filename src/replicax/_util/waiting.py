@@ -1,20 +1,22 @@
-"""What takes long says so: waits remind of themselves, work is announced once."""
+"""Waits with a timeout and reminders, and announcements of work that takes long."""
 
+import contextlib
 import logging
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
-__all__ = ["Announced", "Reminders", "announce_first"]
+__all__ = ["Announced", "announce_first", "wait_for"]
 
 FIRST_SECONDS = 3.0
 EVERY_SECONDS = 10.0
 _LOOK_SECONDS = 0.5
 _logger = logging.getLogger("replicax")
 _of_thread = threading.local()
+_Result = TypeVar("_Result")
 
 
 class _Nested:
@@ -40,21 +42,62 @@ class _Nested:
         return there[-1:] == [weakref.ref(self)]
 
 
-class Reminders(_Nested):
-    """When a loop that waits is to say so: every 10 s, and soon before training begins.
-
-    Use it as a context manager around the loop.
+def wait_for(
+    poll: Callable[[], _Result | None],
+    timeout: float,
+    *,
+    late: Callable[[], _Result],
+    reminder: Callable[[float], str] | None = None,
+    is_early: bool = False,
+    pauses: tuple[float, float] = (0.001, 0.05),
+    sleep: Callable[[float], object] = time.sleep,
+) -> _Result:
+    """Poll until there is a result or the timeout is over.
 
     Args:
-        is_early: Whether no step was made yet: the first reminder is due after 3 s.
+        poll: Returns the result; None: not yet. May raise.
+        timeout: How many seconds to wait at most.
+        late: Called at the timeout. Raises an error that names who is missing, or
+            returns what stands for the result.
+        reminder: Who is waited for and for what, as a sentence for the log, every 10 s.
+            Called with the seconds waited. None: nothing is logged.
+        is_early: Whether no step was made yet: the first reminder comes after 3 s.
+        pauses: The first pause between two polls, and the longest; each is twice the
+            one before.
+        sleep: Pauses; may end sooner, as `threading.Thread.join` does.
+
+    Returns:
+        What `poll` or `late` returned.
 
     Example:
-        >>> with Reminders() as reminders:
-        ...     reminders.is_due()
-        False
+        >>> answers = iter([None, None, 42])
+        >>> wait_for(lambda: next(answers), timeout=60, late=lambda: 0)
+        42
+    """
+    pause, longest = pauses
+    reminders = _Reminders(is_early=is_early)
+    with contextlib.nullcontext() if reminder is None else reminders:
+        while (result := poll()) is None:
+            left = timeout - reminders.waited
+            if left <= 0:
+                return late()
+            if reminder is not None and reminders.is_due():
+                text = reminder(reminders.waited)
+                left = max(0.0, timeout - reminders.waited)
+                _logger.warning("%s; at most %.0f s more", text, left)
+            sleep(min(pause, left))
+            pause = min(2 * pause, longest)
+    return result
+
+
+class _Reminders(_Nested):
+    """When to log what is waited for: every 10 s, and after 3 s before training begins.
+
+    Args:
+        is_early: Whether no step was made yet.
     """
 
-    def __init__(self, *, is_early: bool = False) -> None:
+    def __init__(self, *, is_early: bool) -> None:
         super().__init__()
         self._began = time.monotonic()
         self._next = min(FIRST_SECONDS, EVERY_SECONDS) if is_early else EVERY_SECONDS
@@ -65,7 +108,7 @@ class Reminders(_Nested):
         return time.monotonic() - self._began
 
     def is_due(self) -> bool:
-        """Whether to say now what is waited for; once for each reminder."""
+        """Whether a reminder is due; once for each."""
         if self.waited < self._next:
             return False
         if self._next < EVERY_SECONDS:

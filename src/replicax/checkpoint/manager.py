@@ -4,7 +4,6 @@ import json
 import logging
 import os
 import re
-import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any, Protocol
 
 from replicax._util.files import FailedWrites, leftovers, write_whole
 from replicax._util.listing import listed
+from replicax._util.waiting import wait_for
 from replicax.checkpoint import background, storage
 from replicax.checkpoint.background import BackgroundSave
 from replicax.checkpoint.storage import Contents
@@ -362,10 +362,11 @@ def _require_shared(worker: Any, directory: Path) -> None:
 
 
 def _appears(path: Path) -> bool:
-    deadline = time.monotonic() + _SHARED_FILE_TIMEOUT_SECONDS
-    while time.monotonic() < deadline:
+    def is_there() -> bool | None:
         # Listing the folder makes network file systems look again.
-        if path.name in os.listdir(path.parent) if path.parent.is_dir() else False:
-            return True
-        time.sleep(0.1)
-    return False
+        is_listed = path.parent.is_dir() and path.name in os.listdir(path.parent)
+        return is_listed or None
+
+    return wait_for(
+        is_there, _SHARED_FILE_TIMEOUT_SECONDS, late=lambda: False, pauses=(0.1, 0.1)
+    )

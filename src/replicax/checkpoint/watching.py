@@ -1,18 +1,21 @@
 """Waiting for the checkpoints of a run that trains in another process."""
 
 import json
-import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from replicax._util.waiting import wait_for
 from replicax.checkpoint import storage
 from replicax.checkpoint.manager import FINISHED, numbered_checkpoints
 from replicax.checkpoint.storage import Contents
 from replicax.errors import CheckpointError
 
-__all__ = ["CheckpointWatch"]
+__all__ = ["POLL_PAUSES", "CheckpointWatch"]
 
-_POLL_SECONDS = 0.5
+POLL_PAUSES = (0.5, 0.5)
+"""Seconds between two looks at the folder."""
+_NO_MORE = ()
+"""What stands for a checkpoint after the end of the run."""
 
 
 class CheckpointWatch:
@@ -46,35 +49,38 @@ class CheckpointWatch:
         Raises:
             CheckpointError: If none comes in time, or the last one is damaged.
         """
-        deadline = time.monotonic() + self._timeout
-        while True:
-            last = self._last_of_finished_run()
-            paths = numbered_checkpoints(self._directory, self._name)
-            newest = paths[-1].name if paths else None
-            if last is not None and self.latest == last.get("checkpoint"):
-                return None
-            if newest is not None and newest != self.latest:
-                path = self._directory / newest
-                try:
-                    contents = storage.read(path)
-                except CheckpointError:
-                    # Deleted in the meantime. If it is damaged, it will still be.
-                    if last is not None and path.exists():
-                        raise
-                else:
-                    self.latest = newest
-                    return path, contents
-            elif last is not None:
-                return None
-            if time.monotonic() > deadline:
-                raise CheckpointError(
-                    f"{self._caller}: no new checkpoint {self._name}-* came to "
-                    f"{self._directory} within {self._timeout:.0f} s, nor the "
-                    f"file {FINISHED}. The last one evaluated was {self.latest}. "
-                    "See whether the training runs, or give it more time "
-                    "(rx.Timeouts(checkpoint=...))."
-                )
-            time.sleep(_POLL_SECONDS)
+
+        def late() -> NoReturn:
+            raise CheckpointError(
+                f"{self._caller}: no new checkpoint {self._name}-* came to "
+                f"{self._directory} within {self._timeout:.0f} s, nor the "
+                f"file {FINISHED}. The last one evaluated was {self.latest}. "
+                "See whether the training runs, or give it more time "
+                "(rx.Timeouts(checkpoint=...))."
+            )
+
+        found = wait_for(self._look, self._timeout, late=late, pauses=POLL_PAUSES)
+        return found or None
+
+    def _look(self) -> "tuple[Path, Contents] | tuple[()] | None":
+        """The newest checkpoint not found yet, or `_NO_MORE`; None: not yet."""
+        last = self._last_of_finished_run()
+        paths = numbered_checkpoints(self._directory, self._name)
+        newest = paths[-1].name if paths else None
+        if last is not None and self.latest == last.get("checkpoint"):
+            return _NO_MORE
+        if newest is None or newest == self.latest:
+            return None if last is None else _NO_MORE
+        path = self._directory / newest
+        try:
+            contents = storage.read(path)
+        except CheckpointError:
+            # Deleted in the meantime. If it is damaged, it will still be.
+            if last is not None and path.exists():
+                raise
+            return None
+        self.latest = newest
+        return path, contents
 
     @property
     def is_finished(self) -> bool:

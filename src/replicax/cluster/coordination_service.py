@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +27,11 @@ _ESTABLISHED = "01"
 
 
 def start(
-    port: int, num_processes: int, linger_seconds: float, host: str | None = None
+    port: int,
+    num_processes: int,
+    linger_seconds: float,
+    host: str | None = None,
+    timeout: float = 60.0,
 ) -> "subprocess.Popen[bytes]":
     """Start the service's process and wait until it listens.
 
@@ -36,6 +41,7 @@ def start(
         linger_seconds: How long it serves on at most when this process has died. On
             Linux it ends as soon as nobody is connected any more.
         host: The name or IP address at which it listens; None: at all of this machine.
+        timeout: How many seconds it may take until it listens.
 
     Raises:
         OSError: If it could not be started, with what it printed.
@@ -56,12 +62,19 @@ def start(
         # Whoever kills worker 0 kills its process group.
         start_new_session=True,
     )
-    if process.stdout is None or process.stdout.readline() != _READY:
+    assert process.stdout is not None
+    kill = threading.Timer(timeout, process.kill)
+    kill.start()
+    try:
+        is_ready = process.stdout.readline() == _READY
+    finally:
+        kill.cancel()
+    if not is_ready:
         process.kill()
         process.communicate()
         raise OSError(
-            f"the coordination service could not be started on port {port}; exit "
-            f"status {process.returncode}"
+            f"the coordination service could not be started on port {port} within "
+            f"{timeout:g} s; exit status {process.returncode}"
         )
     process.stdout.close()
     return process

@@ -6,16 +6,15 @@ import logging
 import socket
 import sys
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
 from replicax._private.jax import cluster_kinds
 from replicax._util.listing import listed
-from replicax._util.waiting import Reminders
+from replicax._util.waiting import wait_for
 from replicax.cluster import coordination_service, dispatch_log, excepthook, workers
 from replicax.cluster.addresses import parse_address
 from replicax.cluster.failure import ExitCode, FailureReport
@@ -143,6 +142,7 @@ def _connect(
                 len(names),
                 linger_seconds=timeouts.heartbeat + 10,
                 host=host,
+                timeout=timeouts.startup,
             )
             atexit.register(coordination_service.stop, service)
             # Process 0 starts a service whatever we say. Nobody will connect to it.
@@ -180,30 +180,33 @@ def _initialize(
 
     thread = threading.Thread(target=connect, name="replicax-connect", daemon=True)
     thread.start()
-    with Reminders(is_early=True) as reminders:
-        while not outcome:
-            thread.join(timeout=min(1.0, timeouts.startup / 5))
-            late = reminders.waited >= timeouts.startup
-            if outcome or not (late or reminders.is_due()):
-                continue
-            absent = _absent(names, addresses, index)
-            if late:
-                excepthook.retry_if_not_caught(names[index])
-                raise ClusterError(
-                    f"{names[index]}: {absent or 'a worker'} did not come within "
-                    f"{timeouts.startup:.0f} s. Start the same script there with the "
-                    "same cluster, see that its port can be reached from here, or give "
-                    "it more time (rx.Timeouts(startup=...))."
-                )
-            _logger.warning(
-                "%s has waited %.0f s for %s; at most %.0f s more",
-                names[index],
-                reminders.waited,
-                absent or "the others, which are all there, to begin",
-                timeouts.startup - reminders.waited,
-            )
-    if outcome[0] is not None:
-        raise outcome[0]
+
+    def late() -> NoReturn:
+        absent = _absent(names, addresses, index)
+        excepthook.retry_if_not_caught(names[index])
+        raise ClusterError(
+            f"{names[index]}: {absent or 'a worker'} did not come within "
+            f"{timeouts.startup:.0f} s. Start the same script there with the "
+            "same cluster, see that its port can be reached from here, or give "
+            "it more time (rx.Timeouts(startup=...))."
+        )
+
+    def reminder(waited: float) -> str:
+        absent = _absent(names, addresses, index)
+        whom = absent or "the others, which are all there, to begin"
+        return f"{names[index]} has waited {waited:.0f} s for {whom}"
+
+    (error,) = wait_for(
+        lambda: outcome or None,
+        timeouts.startup,
+        late=late,
+        reminder=reminder,
+        is_early=True,
+        pauses=(1.0, 1.0),
+        sleep=thread.join,
+    )
+    if error is not None:
+        raise error
 
 
 def _absent(names: Sequence[str], addresses: Sequence[str], index: int) -> str:
@@ -272,34 +275,32 @@ def _leave(members: Workers) -> None:
     if watch is None:
         return
     watch.leave()
-    deadline = members.timeouts.shutdown
-    reminders = Reminders()
-    while True:
-        running = [sign.full_name for sign in watch.signs if not sign.has_left]
-        if not running and watch.all_did_the_same:
-            break
-        if watch.is_missed:
-            print(
-                f"replicax: {members.name} ended its script, but "
-                f"{listed(running, nobody='another worker')} "
-                "needed it for more steps. All workers must run the same steps.",
-                file=sys.stderr,
-            )
-            watch.close()
-            # The service goes on until the others have ended.
-            atexit.unregister(coordination_service.stop)
-            Store.abandon()
-            return
-        if reminders.waited > deadline:
-            watch.fail(_unaccompanied(members, watch, running))
-        if reminders.is_due():
-            _logger.warning(
-                "%s is done and waits for %s; at most %.0f s more",
-                members.name,
-                listed(running),
-                deadline - reminders.waited,
-            )
-        time.sleep(0.05)
+
+    def running() -> list[str]:
+        return [sign.full_name for sign in watch.signs if not sign.has_left]
+
+    def is_complete() -> bool | None:
+        if not running() and watch.all_did_the_same:
+            return True
+        return False if watch.is_missed else None
+
+    if not wait_for(
+        is_complete,
+        members.timeouts.shutdown,
+        late=lambda: watch.fail(_unaccompanied(members, watch, running())),
+        reminder=lambda _: f"{members.name} is done and waits for {listed(running())}",
+    ):
+        print(
+            f"replicax: {members.name} ended its script, but "
+            f"{listed(running(), nobody='another worker')} "
+            "needed it for more steps. All workers must run the same steps.",
+            file=sys.stderr,
+        )
+        watch.close()
+        # The service goes on until the others have ended.
+        atexit.unregister(coordination_service.stop)
+        Store.abandon()
+        return
     watch.close()
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         jax.distributed.shutdown()

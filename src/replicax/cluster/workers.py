@@ -5,13 +5,12 @@ import functools
 import json
 import logging
 import threading
-import time
 import urllib.parse
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from replicax._util.listing import listed
-from replicax._util.waiting import Reminders
+from replicax._util.waiting import wait_for
 from replicax.cluster.dispatch_log import DispatchLog, Operation
 from replicax.cluster.failure_detector import Sign
 from replicax.cluster.stopping import StopRequest
@@ -142,10 +141,9 @@ class Workers:
             while_waiting = self._in_order(name, what or name, while_waiting)
         self._count_exchanging(1)
         try:
-            with Reminders(is_early=not self._has_stepped) as reminders:
-                values = self._exchanged(
-                    folder, name, value, timeout_seconds, while_waiting, reminders
-                )
+            values = self._exchanged(
+                folder, name, value, timeout_seconds, while_waiting
+            )
         finally:
             self._count_exchanging(-1)
             if watch is not None:
@@ -162,33 +160,42 @@ class Workers:
         value: Any,
         timeout_seconds: float | None,
         while_waiting: Callable[[Sequence[int]], None] | None,
-        reminders: Reminders,
     ) -> list[Any]:
         store = self._store
         assert store is not None
         timeout = timeout_seconds or self.timeouts.startup
-        pause = 0.001
+        missing: list[int] = []
+
+        def all_values() -> list[Any] | None:
+            found = store.read(folder)
+            if len(found) == self.count:
+                return [json.loads(found[str(i)]) for i in range(self.count)]
+            missing[:] = [i for i in range(self.count) if str(i) not in found]
+            self._require_running(name, missing)
+            if while_waiting is not None:
+                while_waiting(missing)
+            return None
+
+        def late() -> NoReturn:
+            field = "step" if timeout == self.timeouts.step else "startup"
+            raise ClusterError(
+                f"{self.name}: {self._listed(missing)} did not come to {name} within "
+                f"{timeout:.0f} s. See what that worker prints, or give it more time "
+                f"(rx.Timeouts({field}=...)).",
+                culprit=self.names[missing[0]],
+            )
+
         try:
             store.put(f"{folder}/{self.index}", json.dumps(value))
-            while True:
-                found = store.read(folder)
-                if len(found) == self.count:
-                    return [json.loads(found[str(i)]) for i in range(self.count)]
-                missing = [i for i in range(self.count) if str(i) not in found]
-                waited = reminders.waited
-                self._check_wait(name, missing, waited, timeout)
-                if while_waiting is not None:
-                    while_waiting(missing)
-                if reminders.is_due():
-                    _logger.warning(
-                        "waiting for %s (%s) for %.0f s; at most %.0f s more",
-                        self._listed(missing),
-                        name,
-                        waited,
-                        timeout - waited,
-                    )
-                time.sleep(pause)
-                pause = min(2 * pause, 0.05)
+            return wait_for(
+                all_values,
+                timeout,
+                late=late,
+                reminder=lambda waited: (
+                    f"waiting for {self._listed(missing)} ({name}) for {waited:.0f} s"
+                ),
+                is_early=not self._has_stepped,
+            )
         except StoreError as error:
             raise ClusterError(
                 f"{self.name}: the coordination service beside {self._listed([0])} "
@@ -205,22 +212,13 @@ class Workers:
             with self._counting:
                 self.watch.num_exchanging += more
 
-    def _check_wait(
-        self, name: str, missing: Sequence[int], waited: float, timeout: float
-    ) -> None:
+    def _require_running(self, name: str, missing: Sequence[int]) -> None:
+        """Raise if the script of a missing worker has ended."""
         gone = [i for i in missing if self._signs and self._signs[i].has_left]
         if gone:
             raise ClusterMismatchError(
                 f"{self.name}: {self._listed(gone)} ended its script, but {name} needs "
                 f"all workers. {_SAME_CALLS}"
-            )
-        if waited > timeout:
-            option = "step" if timeout == self.timeouts.step else "startup"
-            raise ClusterError(
-                f"{self.name}: {self._listed(missing)} did not come to {name} within "
-                f"{timeout:.0f} s. See what that worker prints, or give it more time "
-                f"(rx.Timeouts({option}=...)).",
-                culprit=self.names[missing[0]],
             )
 
     @property

@@ -7,7 +7,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from replicax.checkpoint.watching import CheckpointWatch
+from replicax._util.waiting import wait_for
+from replicax.checkpoint.watching import POLL_PAUSES, CheckpointWatch
 from replicax.cluster.spec import ClusterSpec
 from replicax.cluster.timeouts import Timeouts, checked_timeouts, takes_timeouts
 from replicax.errors import CheckpointError
@@ -21,8 +22,6 @@ from replicax.estimator.user_functions import InputFunction
 __all__ = ["EvalSpec", "TrainSpec", "train_and_evaluate"]
 
 _logger = logging.getLogger("replicax")
-
-_POLL_SECONDS = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,9 +262,12 @@ def _train(
 
 def _wait(seconds: float, watch: CheckpointWatch) -> None:
     """Wait, unless training ends meanwhile."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and not watch.is_finished:
-        time.sleep(min(_POLL_SECONDS, max(deadline - time.monotonic(), 0.0)))
+    wait_for(
+        lambda: watch.is_finished or None,
+        seconds,
+        late=lambda: False,
+        pauses=POLL_PAUSES,
+    )
 
 
 def _check_cluster(estimator: Estimator, cluster: ClusterSpec) -> None:

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 import jax
 
+from replicax._util.waiting import wait_for
 from replicax.errors import ClusterMismatchError, ContextError
 from replicax.input import InputContext
 from replicax.ps.closure_errors import error_from_json
@@ -189,14 +190,14 @@ class ClusterCoordinator:
         self._require_outside("done")
         if not self._session.is_chief:
             return self._follow("done").get("done", False)
-        end = time.monotonic() + _PACE_SECONDS
-        while self._all_over() is not True:
-            if time.monotonic() > end:
-                self._meetings.end({})
-                return False
-            time.sleep(_PACE_SECONDS / 10)
-        self._end_round("done")
-        return True
+        is_over = wait_for(
+            lambda: self._all_over() is True or None, _PACE_SECONDS, late=lambda: False
+        )
+        if is_over:
+            self._end_round("done")
+        else:
+            self._meetings.end({})
+        return is_over
 
     def fetch(self, val: Any) -> Any:
         """Wait for results.

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from replicax._util.waiting import wait_for
 from replicax.cluster.config import TaskConfig
 from replicax.cluster.failure import REPORT_DIR, STATUS_FILE, ExitCode
 from replicax.cluster.timeouts import Timeouts
@@ -217,9 +218,12 @@ def _until_over(
         time.sleep(_POLL_SECONDS)
     # The others have to hear of it before the board is gone.
     others = {_heard(i) for i in range(1, num_servers)}
-    end = time.monotonic() + FAREWELL_SECONDS
-    while any(board.get(key) is None for key in others) and time.monotonic() < end:
-        time.sleep(_POLL_SECONDS)
+    wait_for(
+        lambda: all(board.get(key) is not None for key in others) or None,
+        FAREWELL_SECONDS,
+        late=lambda: False,
+        pauses=(_POLL_SECONDS, _POLL_SECONDS),
+    )
     failed = failure is not None
     time.sleep(_LINGER_AFTER_FAILURE_SECONDS if failed else _LINGER_SECONDS)
     return failure

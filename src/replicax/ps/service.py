@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from replicax._util.waiting import wait_for
 from replicax._version import versions as own_versions
 from replicax.cluster.addresses import Address, parse_address
 from replicax.errors import ClusterError
@@ -164,10 +165,18 @@ class Service:
             daemon=True,
         )
         thread.start()
-        while thread.is_alive() and time.monotonic() < end:
+
+        def has_ended() -> bool | None:
             self._doorman.disconnect()
-            thread.join(0.02)
-        if thread.is_alive():
+            return not thread.is_alive() or None
+
+        if not wait_for(
+            has_ended,
+            end - time.monotonic(),
+            late=lambda: False,
+            pauses=(0.02, 0.02),
+            sleep=thread.join,
+        ):
             self._doorman.close()
             raise ClusterError(
                 f"The parameter server at {self.address} did not end in time: "

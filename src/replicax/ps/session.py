@@ -8,15 +8,14 @@ import logging
 import os
 import sys
 import threading
-import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from replicax._util.listing import listed
-from replicax._util.waiting import Reminders
+from replicax._util.waiting import wait_for
 from replicax.cluster.exceptions import report_of
 from replicax.cluster.failure import ATTEMPT, ExitCode
 from replicax.cluster.timeouts import Timeouts
@@ -30,7 +29,7 @@ __all__ = ["FAREWELL_SECONDS", "Session"]
 FAREWELL_SECONDS = 10.0
 """For a task that ends to tell the others, or to hear that they have been told."""
 
-_LONGEST_PAUSE = 0.1
+_PAUSES = (0.001, 0.1)
 _LOOK_SECONDS = 0.5
 _logger = logging.getLogger("replicax")
 _Result = TypeVar("_Result")
@@ -232,7 +231,6 @@ class Session:
         poll: Callable[[], _Result | None],
         what: str,
         missing: Callable[[], str],
-        timeout_seconds: float | None = None,
     ) -> _Result:
         """Call `poll` until it returns something.
 
@@ -240,35 +238,29 @@ class Session:
             poll: Asks the board; None: not yet.
             what: What is waited for, for messages.
             missing: Names of those who are waited for.
-            timeout_seconds: Defaults to the step deadline.
 
         Raises:
-            ClusterError: At the deadline, naming who is missing; at once if the job has
-                failed.
+            ClusterError: After the step timeout, naming who is missing; at once if the
+                job has failed.
         """
-        timeout = timeout_seconds or self.timeouts.step
-        pause = 0.001
-        with Reminders(is_early=not self.steps) as reminders:
-            while (result := poll()) is None:
-                waited = reminders.waited
-                if waited > timeout:
-                    raise ClusterError(
-                        f"{self.name}: {missing()} did not come to {what} within "
-                        f"{timeout:.0f} s. See what it prints, or give it more time "
-                        "(rx.Timeouts(step=...))."
-                    )
-                if reminders.is_due():
-                    _logger.warning(
-                        "%s waits for %s (%s) for %.0f s; at most %.0f s more",
-                        self.name,
-                        missing(),
-                        what,
-                        waited,
-                        timeout - waited,
-                    )
-                time.sleep(pause)
-                pause = min(2 * pause, _LONGEST_PAUSE)
-        return result
+
+        def late() -> NoReturn:
+            raise ClusterError(
+                f"{self.name}: {missing()} did not come to {what} within "
+                f"{self.timeouts.step:.0f} s. See what it prints, or give it more time "
+                "(rx.Timeouts(step=...))."
+            )
+
+        return wait_for(
+            poll,
+            self.timeouts.step,
+            late=late,
+            reminder=lambda waited: (
+                f"{self.name} waits for {missing()} ({what}) for {waited:.0f} s"
+            ),
+            is_early=not self.steps,
+            pauses=_PAUSES,
+        )
 
     def barrier(self, name: str) -> None:
         """Wait until all workers that are alive are here."""

@@ -14,6 +14,7 @@ import keras
 import numpy as np
 
 from replicax._util.files import write_whole
+from replicax._util.waiting import wait_for
 from replicax.keras.recorder import Recorder
 from replicax.report import diagnosis
 from replicax.report.journal import Journal
@@ -244,18 +245,20 @@ class FitReport:
 
     def _await_others(self, is_done: Callable[[Worker], bool]) -> list[Worker]:
         """Those that write here, too, which get a moment until all are done."""
-        deadline = time.monotonic() + _OTHERS_S
-        while len(self.worker.names) > 1:
+        others: list[Worker] = []
+
+        def all_done() -> list[Worker] | None:
             try:
                 run = read_run(self._page)
             except OSError as error:
                 _logger.warning("Report: other workers' files: %s.", error)
-                break
-            others = [w for w in run.workers if w.name != self.worker.name]
-            if all(map(is_done, others)) or time.monotonic() >= deadline:
-                return others
-            time.sleep(0.1)
-        return []
+                return []
+            others[:] = [w for w in run.workers if w.name != self.worker.name]
+            return others if all(map(is_done, others)) else None
+
+        if len(self.worker.names) == 1:
+            return []
+        return wait_for(all_done, _OTHERS_S, late=lambda: others, pauses=(0.1, 0.1))
 
     # What is measured.
 

@@ -2,10 +2,10 @@
 
 import signal
 import threading
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from replicax._util.waiting import wait_for
 from replicax.launch.processes import Task
 from replicax.testing import runner
 
@@ -33,12 +33,18 @@ def collect_stacks(
             task.signal(signal.SIGUSR1)
             task.resume()
     stacks: dict[str, str] = {}
-    end = time.monotonic() + _TIMEOUT_S
-    while time.monotonic() < end and not cancelled.wait(_PAUSE_S):
-        before, stacks = stacks, {t.name: _read(f) for t, f in folders.items()}
+
+    def all_written() -> bool | None:
+        before = dict(stacks)
+        stacks.update((task.name, _read(folder)) for task, folder in folders.items())
         # Twice the same: nobody is in the middle of writing.
-        if stacks == before and all(stacks.values()):
-            break
+        is_written = stacks == before and all(stacks.values())
+        return is_written or cancelled.is_set() or None
+
+    pauses = (_PAUSE_S, _PAUSE_S)
+    wait_for(
+        all_written, _TIMEOUT_S, late=lambda: False, pauses=pauses, sleep=cancelled.wait
+    )
     return {name: text or "(no answer)" for name, text in stacks.items()}
 
 
