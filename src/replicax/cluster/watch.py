@@ -81,7 +81,7 @@ class Watch:
         self._index = index
         self._me = self._signs[index]
         self._store = store
-        self._deadlines = timeouts
+        self._timeouts = timeouts
         self._stop = stop
         self._interval = min(1.0, timeouts.heartbeat / 5)
         self._counter = 0
@@ -312,7 +312,7 @@ class Watch:
         looked_at = time.monotonic()
         while not self._closed.wait(self._interval / 2):
             now = time.monotonic()
-            if now - looked_at > self._deadlines.heartbeat / 2:
+            if now - looked_at > self._timeouts.heartbeat / 2:
                 # This process was paused: what it has not heard proves nothing.
                 self._contact_at = now
                 for sign in self._signs:
@@ -322,7 +322,7 @@ class Watch:
                 self._signs,
                 self._index,
                 now,
-                self._deadlines,
+                self._timeouts,
                 heard_at=self._contact_at,
                 difference=self.order.difference,
                 is_settling=self.order.differs_after is not None,
@@ -343,7 +343,7 @@ class Watch:
 
     def _coordinator_lost(self) -> FailureReport | None:
         silent = time.monotonic() - self._contact_at
-        if silent <= self._deadlines.heartbeat:
+        if silent <= self._timeouts.heartbeat:
             return None
         first = self._signs[0]
         return FailureReport(
