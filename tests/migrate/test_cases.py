@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from replicax.migrate import port
-from replicax.migrate.report import MARK
+from replicax.migrate.script import MARK
 
 CASES = sorted((Path(__file__).parent / "cases").glob("*.before.txt"))
 SCRIPTS = sorted((Path(__file__).parent / "scripts").glob("*.txt"))

@@ -4,6 +4,6 @@ Needs LibCST: `pip install 'replicax[migrate]'`.
 """
 
 from replicax.migrate.port import Ported, port
-from replicax.migrate.report import Finding
+from replicax.migrate.script import Finding
 
 __all__ = ["Finding", "Ported", "port"]

@@ -1,4 +1,4 @@
-"""Arguments of calls, from TensorFlow's parameters to those of a target."""
+"""Maps the arguments of a call from TensorFlow's parameters to a target's."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Calls of TensorFlow's functions."""
+"""Rules for calls of TensorFlow's functions."""
 
 from collections.abc import Callable
 
@@ -6,11 +6,10 @@ import libcst as cst
 
 from replicax.migrate import keras_calls, legacy
 from replicax.migrate.arguments import argument, keyword, remade, renamed, without
-from replicax.migrate.functions import is_traced
 from replicax.migrate.operators import DEVICE_OPERATORS, HOST_OPERATORS, Operator
-from replicax.migrate.randomness import RANDOM
 from replicax.migrate.script import Script, Unported, walk
 from replicax.migrate.targets import accepted_arguments, find_note, find_target
+from replicax.migrate.tracing import RANDOM, is_traced
 
 __all__ = [
     "Rule",

@@ -1,4 +1,4 @@
-"""Which expressions of a script are `tf.data` datasets, and how they hang together."""
+"""Finds the `tf.data` datasets of a script, in groups that are made of one another."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -1,26 +1,22 @@
-"""Imports: those of TensorFlow go, those of what was written come."""
+"""Ports imports: those of TensorFlow go, those of the targets come."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import libcst as cst
 
-from replicax.migrate.bindings import (
-    NOTHING,
+from replicax.migrate.names import (
     import_alias,
     import_names,
-    imports_name,
     is_name,
     local_name,
     module_of,
+    path_in_tensorflow,
     used_names,
 )
-from replicax.migrate.comments import comment_lines
-from replicax.migrate.names import path_in_tensorflow
-from replicax.migrate.new_imports import with_new_imports
+from replicax.migrate.new_imports import NOTHING, with_new_imports
 from replicax.migrate.operators import DEVICE_OPERATORS
-from replicax.migrate.report import with_marks
-from replicax.migrate.script import Script, walk
+from replicax.migrate.script import Replacement, Script, walk, with_marks
+from replicax.migrate.statements import comment_lines
 from replicax.migrate.tables import FOREIGN
 from replicax.migrate.targets import find_reason, find_target
 
@@ -42,10 +38,20 @@ def uses_tensorflow(module: cst.Module) -> bool:
         elif (
             isinstance(node, cst.Attribute)
             and is_name(node.value, "tf")
-            and not (binds_tf or imports_name(module, "tf"))
+            and not (binds_tf or _imports_name(module, "tf"))
         ):
             return True
     return False
+
+
+def _imports_name(module: cst.Module, name: str) -> bool:
+    """Whether any import of a module binds `name`."""
+    return any(
+        local == name
+        for node in walk(module)
+        if isinstance(node, (cst.Import, cst.ImportFrom))
+        for local, _ in import_names(node)
+    )
 
 
 def find_retained(script: Script) -> None:
@@ -98,7 +104,7 @@ class _Imports(cst.CSTTransformer):
         self,
         original_node: cst.SimpleStatementLine,
         updated_node: cst.SimpleStatementLine,
-    ) -> Any:
+    ) -> Replacement:
         body: list[cst.BaseSmallStatement] = []
         marks: list[str] = []
         for small in original_node.body:
@@ -209,7 +215,7 @@ class _Imports(cst.CSTTransformer):
         assert not isinstance(small.names, cst.ImportStar)
         last = small.names[-1]
         names = [*names[:-1], names[-1].with_changes(comma=last.comma)]
-        module: Any = cst.parse_expression(home)
+        module = import_alias(home, home).name
         return small.with_changes(module=module, names=names)
 
 
@@ -217,7 +223,7 @@ def _as_lines(
     line: cst.SimpleStatementLine,
     body: Sequence[cst.BaseSmallStatement],
     marks: list[str],
-) -> Any:
+) -> Replacement:
     """A line with other statements; imports that were split get lines of their own."""
     if list(body) == list(line.body) and not marks:
         return line

@@ -1,12 +1,12 @@
-"""Functions of TensorFlow 1, and of `tf.config`, that are written another way now."""
+"""Rules for functions of TensorFlow 1 and of `tf.config`."""
 
 from collections.abc import Callable
 
 import libcst as cst
 
 from replicax.migrate.arguments import argument, bound, keyword, without
-from replicax.migrate.functions import makes_spec
 from replicax.migrate.script import Script, Unported, walk
+from replicax.migrate.tracing import makes_spec
 
 __all__ = ["RULES"]
 

@@ -1,4 +1,4 @@
-"""Methods and attributes of objects: strategies, tensors, iterators, models."""
+"""Rules for methods and attributes of strategies, tensors, iterators and models."""
 
 from collections.abc import Callable
 
@@ -6,8 +6,13 @@ import libcst as cst
 
 from replicax.migrate import keras_calls
 from replicax.migrate.arguments import argument, keyword, renamed
+from replicax.migrate.keras_calls import (
+    MODELS,
+    WEIGHTS,
+    is_latest_checkpoint,
+    report_path,
+)
 from replicax.migrate.names import root_of
-from replicax.migrate.saving import MODELS, WEIGHTS, is_latest_checkpoint, report_path
 from replicax.migrate.script import Script, Unported
 
 __all__ = ["attribute", "call"]

@@ -1,6 +1,6 @@
-"""What the names of a script stand for: paths in TensorFlow, seen through imports."""
+"""Resolves the names of a script to paths in TensorFlow, through its imports."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import libcst as cst
 from libcst.metadata import (
@@ -14,7 +14,18 @@ from libcst.metadata import (
 
 from replicax.migrate.tables import OLD_PREFIXES
 
-__all__ = ["Names", "dotted", "path_in_tensorflow", "root_of"]
+__all__ = [
+    "Names",
+    "dotted",
+    "import_alias",
+    "import_names",
+    "is_name",
+    "local_name",
+    "module_of",
+    "path_in_tensorflow",
+    "root_of",
+    "used_names",
+]
 
 _ROOTS = ("tensorflow", "tensorflow_core", "tf_keras")
 
@@ -190,3 +201,58 @@ def _assignments(
                 if isinstance(target, cst.Name):
                     found.append((target.value, small.value))
     return found
+
+
+def used_names(module: cst.CSTNode) -> set[str]:
+    """The names that a module reads, roughly: all but those of imports."""
+    found: set[str] = set()
+    pending: list[cst.CSTNode] = [module]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, (cst.Import, cst.ImportFrom)):
+            continue
+        if isinstance(node, (cst.Attribute, cst.Arg)):
+            pending.append(node.value)
+        elif isinstance(node, cst.Name):
+            found.add(node.value)
+        else:
+            pending += node.children
+    return found
+
+
+def import_names(node: cst.Import | cst.ImportFrom) -> Iterable[tuple[str, str]]:
+    """What an import binds: name here, full name; of a star, the module."""
+    if isinstance(node, cst.Import):
+        for alias in node.names:
+            name = alias.evaluated_name
+            yield (alias.evaluated_alias or name.partition(".")[0], name)
+    elif node.module is not None and not node.relative:
+        module = module_of(node)
+        if isinstance(node.names, cst.ImportStar):
+            yield ("*", module)
+        else:
+            for alias in node.names:
+                yield (local_name(alias), f"{module}.{alias.evaluated_name}")
+
+
+def local_name(alias: cst.ImportAlias) -> str:
+    """What `from x import y as z` binds: `z`."""
+    return alias.evaluated_alias or alias.evaluated_name
+
+
+def module_of(node: cst.ImportFrom) -> str:
+    """The module that `from x import y` names, without leading dots."""
+    return cst.Module([]).code_for_node(node.module) if node.module else ""
+
+
+def is_name(node: cst.CSTNode, name: str) -> bool:
+    """Whether a node is exactly this name."""
+    return isinstance(node, cst.Name) and node.value == name
+
+
+def import_alias(name: str, local: str) -> cst.ImportAlias:
+    """`name as local` of an import; `name` alone where they are the same."""
+    asname = None if name == local else cst.AsName(cst.Name(local))
+    node = cst.parse_expression(name)
+    assert isinstance(node, cst.Name | cst.Attribute)
+    return cst.ImportAlias(node, asname)

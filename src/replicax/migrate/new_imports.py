@@ -1,27 +1,44 @@
-"""The imports that a ported script needs, and where they stand."""
+"""Inserts the imports that a ported script needs."""
 
 from collections.abc import Iterable
 from typing import Any
 
 import libcst as cst
 
-from replicax.migrate.bindings import (
-    NOTHING,
+from replicax.migrate.names import (
     import_alias,
     import_names,
     is_name,
-    is_nothing,
     module_of,
+    path_in_tensorflow,
     used_names,
 )
-from replicax.migrate.comments import comment_lines
-from replicax.migrate.names import path_in_tensorflow
-from replicax.migrate.script import Script, imported_modules, walk
+from replicax.migrate.script import (
+    Replacement,
+    Script,
+    Statement,
+    imported_modules,
+    walk,
+)
+from replicax.migrate.statements import comment_lines
 from replicax.migrate.tables import ALIASES
 
-__all__ = ["with_new_imports"]
+__all__ = ["NOTHING", "with_new_imports"]
+
+# LibCST removes lines without statements by itself, with their comments.
+NOTHING = cst.Expr(cst.Name("__nothing__"))
+"""Stands where an import was, until new ones are there."""
 
 _WHY_FIRST = "# Before keras: it settles the backend."
+
+
+def _is_nothing(statement: cst.CSTNode) -> bool:
+    """Whether a statement is `NOTHING`."""
+    return (
+        isinstance(statement, cst.SimpleStatementLine)
+        and len(statement.body) == 1
+        and statement.body[0].deep_equals(NOTHING)
+    )
 
 
 def with_new_imports(script: Script, module: cst.Module, used: set[str]) -> cst.Module:
@@ -34,7 +51,7 @@ def with_new_imports(script: Script, module: cst.Module, used: set[str]) -> cst.
     """
     place = _place(script, module)
     lines = _new_lines(script, module, used, place)
-    body: list[Any] = list(module.body)
+    body: list[Statement] = list(module.body)
     if lines:
         if place < len(body) and _is_anchor_or_nothing(body[place]):
             leading = body[place].leading_lines
@@ -57,10 +74,10 @@ class _WithoutNothing(cst.CSTTransformer):
     ) -> cst.IndentedBlock:
         return updated_node.with_changes(body=_without_nothing(updated_node.body))
 
-    def leave_Try(self, original_node: cst.Try, updated_node: cst.Try) -> Any:
+    def leave_Try(self, original_node: cst.Try, updated_node: cst.Try) -> Replacement:
         """Take out a `try` that only imported TensorFlow."""
         body = original_node.body.body
-        is_gone = all(is_nothing(statement) for statement in body)
+        is_gone = all(_is_nothing(statement) for statement in body)
         if is_gone and not (updated_node.orelse or updated_node.finalbody):
             return cst.SimpleStatementLine(
                 [NOTHING], leading_lines=comment_lines(original_node)
@@ -68,11 +85,11 @@ class _WithoutNothing(cst.CSTTransformer):
         return updated_node
 
 
-def _without_nothing(body: Iterable[Any]) -> list[Any]:
-    result: list[Any] = []
+def _without_nothing(body: Iterable[Any]) -> list[Statement]:
+    result: list[Statement] = []
     pending: list[cst.EmptyLine] = []
     for statement in body:
-        if is_nothing(statement):
+        if _is_nothing(statement):
             pending += [line for line in statement.leading_lines if line.comment]
         elif pending:
             lines = [*pending, *statement.leading_lines]
@@ -83,15 +100,15 @@ def _without_nothing(body: Iterable[Any]) -> list[Any]:
     return result
 
 
-def _is_anchor_or_nothing(statement: Any) -> bool:
+def _is_anchor_or_nothing(statement: cst.CSTNode) -> bool:
     return isinstance(statement, cst.SimpleStatementLine) and (
-        is_nothing(statement) or _is_anchor(statement)
+        _is_nothing(statement) or _is_anchor(statement)
     )
 
 
 def _new_lines(
     script: Script, module: cst.Module, used: set[str], place: int
-) -> list[Any]:
+) -> list[Statement]:
     there = {name: alias for alias, name in imported_modules(module)}
     late = _late_imports(module, place)
     there = {name: alias for name, alias in there.items() if alias not in late}
@@ -105,7 +122,7 @@ def _new_lines(
     if has_keras and "replicax" not in there:
         wanted.append(("replicax", script.alias("rx")))
     wanted = sorted(set(wanted), key=lambda pair: (pair[0] != "replicax", pair[0]))
-    lines: list[Any] = []
+    lines: list[Statement] = []
     for name, alias in wanted:
         if name == "absl":  # Its modules are imported one by one.
             parts = [p for p in ("app", "flags") if _has_attribute(module, alias, p)]
@@ -175,7 +192,7 @@ def _is_anchor(line: cst.SimpleStatementLine) -> bool:
     return False
 
 
-def _is_prologue(statement: Any) -> bool:
+def _is_prologue(statement: cst.CSTNode) -> bool:
     if not isinstance(statement, cst.SimpleStatementLine) or not statement.body:
         return False
     small = statement.body[0]

@@ -1,4 +1,4 @@
-"""`tf.data` pipelines, as Grain's where all operators map, else kept."""
+"""Ports `tf.data` pipelines to Grain, where all their operators have counterparts."""
 
 from collections.abc import Callable
 
@@ -14,13 +14,14 @@ from replicax.migrate.host import (
 )
 from replicax.migrate.names import dotted
 from replicax.migrate.script import Script, Unported, walk
-from replicax.migrate.sources import KNOWN_SOURCES, source
-from replicax.migrate.streams import (
+from replicax.migrate.sources import (
+    KNOWN_SOURCES,
     STREAM_RULES,
     Rule,
     dropped,
     method_of,
     receiver,
+    source,
     stream_problem,
 )
 

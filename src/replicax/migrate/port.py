@@ -1,19 +1,16 @@
-"""Porting of one script: its text in, the ported text and what is left out."""
+"""Ports one script: its text in, the ported text and a report out."""
 
 from dataclasses import dataclass
 
 import libcst as cst
 
-from replicax.migrate.control import report_branches
-from replicax.migrate.functions import find_traced
 from replicax.migrate.imports import find_retained, ported_imports, uses_tensorflow
 from replicax.migrate.pipelines import plan_pipelines
-from replicax.migrate.randomness import plan_randomness
-from replicax.migrate.report import MARK, Finding
 from replicax.migrate.rewrite import Rewriter
-from replicax.migrate.script import Script, walk
-from replicax.migrate.servers import plan_servers
+from replicax.migrate.script import MARK, Finding, Script, walk
 from replicax.migrate.sessions import plan_sessions
+from replicax.migrate.statements import plan_servers
+from replicax.migrate.tracing import find_traced, plan_randomness, report_branches
 from replicax.migrate.training import plan_training
 
 __all__ = ["Ported", "port"]

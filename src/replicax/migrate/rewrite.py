@@ -1,4 +1,4 @@
-"""The rewriting of one script's tree, by the tables and rules of the other modules."""
+"""Rewrites a script's syntax tree by the tables and rules of the other modules."""
 
 import re
 from collections.abc import Callable
@@ -7,12 +7,11 @@ from typing import Any
 import libcst as cst
 
 from replicax.migrate import calls, methods, statements
-from replicax.migrate.comments import comment_lines, lost_comments
-from replicax.migrate.functions import is_graph_decorator
 from replicax.migrate.names import root_of
-from replicax.migrate.report import with_marks
-from replicax.migrate.script import Script, Unported
+from replicax.migrate.script import Replacement, Script, Statement, Unported, with_marks
+from replicax.migrate.statements import comment_lines, lost_comments
 from replicax.migrate.targets import find_note, find_reason, find_target
+from replicax.migrate.tracing import is_graph_decorator
 
 __all__ = ["Rewriter"]
 
@@ -46,7 +45,7 @@ class Rewriter(cst.CSTTransformer):
             result = self._finish(original_node, result)
         return result
 
-    def _finish(self, original: Any, result: Any) -> Any:
+    def _finish(self, original: Statement, result: Replacement) -> Replacement:
         """Mark a statement, save its comments, and remember what became of it."""
         if result is cst.RemovalSentinel.REMOVE:
             nodes: list[Any] = []
@@ -199,7 +198,7 @@ class Rewriter(cst.CSTTransformer):
 
     def leave_Decorator(
         self, original_node: cst.Decorator, updated_node: cst.Decorator
-    ) -> Any:
+    ) -> cst.Decorator | cst.RemovalSentinel:
         """Take `@tf.function` away."""
         if is_graph_decorator(self._script, original_node):
             return cst.RemoveFromParent()
@@ -214,7 +213,9 @@ class Rewriter(cst.CSTTransformer):
         self._script.frozen |= set(statements.transparent_items(self._script, node))
         return True
 
-    def leave_With(self, original_node: cst.With, updated_node: cst.With) -> Any:
+    def leave_With(
+        self, original_node: cst.With, updated_node: cst.With
+    ) -> Replacement:
         """Unwrap contexts that graphs needed."""
         return statements.unwrapped(self._script, original_node, updated_node)
 
@@ -226,7 +227,7 @@ class Rewriter(cst.CSTTransformer):
         self,
         original_node: cst.SimpleStatementLine,
         updated_node: cst.SimpleStatementLine,
-    ) -> Any:
+    ) -> Replacement:
         """Take those statements out."""
         if statements.is_dropped(self._script, original_node):
             statements.note_dropped(self._script, original_node)
@@ -263,11 +264,11 @@ class Rewriter(cst.CSTTransformer):
                     self._script.leave(text, reason)
         return updated_node
 
-    def leave_For(self, original_node: cst.For, updated_node: cst.For) -> Any:
+    def leave_For(self, original_node: cst.For, updated_node: cst.For) -> Replacement:
         """Take out a loop of which nothing is left."""
         return statements.unless_empty(original_node, updated_node)
 
-    def leave_If(self, original_node: cst.If, updated_node: cst.If) -> Any:
+    def leave_If(self, original_node: cst.If, updated_node: cst.If) -> Replacement:
         """Take out a branch of which nothing is left."""
         if isinstance(self._script.parent(original_node), cst.If):
             return updated_node  # An `elif`.
@@ -301,7 +302,7 @@ class Rewriter(cst.CSTTransformer):
         if block in self._script.first_lines:
             body.append(cst.parse_statement(self._script.first_lines[block]))
         for statement in block.body:
-            nodes = self._script.outcomes.get(statement, [statement])
+            nodes: list[Any] = [*self._script.outcomes.get(statement, [statement])]
             if not nodes:
                 if statement not in self._script.moved:
                     pending += comment_lines(statement)
@@ -346,7 +347,9 @@ def _gap(statement: Any) -> list[cst.EmptyLine]:
 _MODULE_AS_VALUE = "the module `tensorflow` is used as a value: port it by hand"
 
 
-def _with_parentheses_of(original: cst.BaseExpression, result: Any) -> Any:
+def _with_parentheses_of(
+    original: cst.BaseExpression, result: Replacement
+) -> Replacement:
     """`result` in the parentheses that an expression had, on several lines perhaps."""
     if not original.lpar or not isinstance(result, cst.BaseExpression) or result.lpar:
         return result

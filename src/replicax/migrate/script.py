@@ -1,17 +1,31 @@
-"""One script on its way: its tree, its names, and what has been found in it."""
+"""A script being ported: its syntax tree, its names and the findings so far."""
 
+import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import libcst as cst
 from libcst.metadata import MetadataWrapper, ParentNodeProvider, PositionProvider
 
 from replicax.migrate.names import Names, path_in_tensorflow
-from replicax.migrate.report import Report, is_mark, with_marks
 from replicax.migrate.tables import ALIASES
 from replicax.migrate.targets import is_dotted
 
-__all__ = ["Script", "Unported", "imported_modules", "walk"]
+__all__ = [
+    "MARK",
+    "Finding",
+    "Replacement",
+    "Report",
+    "Script",
+    "Statement",
+    "Unported",
+    "imported_modules",
+    "is_mark",
+    "mark_text",
+    "walk",
+    "with_marks",
+]
 
 _COMPOUND = (
     cst.If,
@@ -24,6 +38,15 @@ _COMPOUND = (
     cst.ClassDef,
     cst.Match,
 )
+
+
+Statement: TypeAlias = cst.SimpleStatementLine | cst.BaseCompoundStatement
+"""A statement with lines of its own, which may have comments above it."""
+
+Replacement: TypeAlias = (
+    Statement | cst.FlattenSentinel[cst.BaseStatement] | cst.RemovalSentinel
+)
+"""What a statement becomes: another one, several, or none."""
 
 
 class Unported(Exception):
@@ -72,8 +95,8 @@ class Script:
         self.replacements: dict[cst.CSTNode, Callable[[Any], Any]] = {}
         self.host_functions: set[cst.CSTNode] = set()
         self.traced_functions: set[cst.CSTNode] = set()
-        self.outcomes: dict[cst.CSTNode, list[Any]] = {}
-        self.moved: dict[cst.CSTNode, Any] = {}
+        self.outcomes: dict[cst.CSTNode, list[Statement]] = {}
+        self.moved: dict[cst.CSTNode, Statement] = {}
         self.first_lines: dict[cst.CSTNode, str] = {}
         self.generators: dict[cst.CSTNode, str] = {}
         self._positions = wrapper.resolve(PositionProvider)
@@ -135,7 +158,7 @@ class Script:
     def move(self, statement: cst.CSTNode) -> None:
         """Plan that a statement, once ported, is in `moved` and not in its place."""
 
-        def keep(updated: Any) -> Any:
+        def keep(updated: Statement) -> Replacement:
             marks = self.report.marks_of(statement)
             self.moved[statement] = with_marks(updated, marks)
             return cst.RemoveFromParent()
@@ -198,7 +221,7 @@ def _with_first_marks(module: cst.Module) -> cst.Module:
     marks = module.header[len(header) :]
     if not marks or not module.body:
         return module
-    first: Any = module.body[0]
+    first = module.body[0]
     first = first.with_changes(leading_lines=[*marks, *first.leading_lines])
     return module.with_changes(header=header, body=[first, *module.body[1:]])
 
@@ -243,3 +266,75 @@ def _usual_quote(module: cst.Module) -> str:
             single += node.quote == "'"
             double += node.quote == '"'
     return "'" if single > double else '"'
+
+
+MARK = "# replicax: "
+"""How a comment begins that says what could not be ported."""
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Finding:
+    """Something to know about a line of the original script.
+
+    Attributes:
+        line: Its number in the original, from 1.
+        source: The text there, on one line.
+        reason: What could not be ported, and what to do; or what differs now.
+        is_left: Whether it was left as it was, and marked. Otherwise it is a note.
+    """
+
+    line: int
+    source: str
+    reason: str
+    is_left: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.line}: {self.reason}  [{self.source}]"
+
+
+class Report:
+    """The findings of one script, and the marks of its statements."""
+
+    def __init__(self) -> None:
+        self.findings: set[Finding] = set()
+        self._marks: dict[cst.CSTNode, list[str]] = {}
+
+    def leave(self, statement: cst.CSTNode, line: int, source: str, why: str) -> None:
+        """Say that something in `statement` could not be ported."""
+        self.findings.add(Finding(line, _short(source), why))
+        marks = self._marks.setdefault(statement, [])
+        if why not in marks:
+            marks.append(why)
+
+    def note(self, line: int, source: str, what: str) -> None:
+        """Say that something was ported, and differs."""
+        self.findings.add(Finding(line, _short(source), what, is_left=False))
+
+    def marks_of(self, statement: cst.CSTNode) -> list[str]:
+        """The reasons to write above an original statement."""
+        return self._marks.get(statement, [])
+
+
+def is_mark(line: cst.EmptyLine) -> bool:
+    """Whether a line holds a mark of an earlier run."""
+    return line.comment is not None and line.comment.value.startswith(MARK)
+
+
+def mark_text(line: cst.EmptyLine) -> str:
+    """The reason that a mark gives."""
+    return line.comment.value.removeprefix(MARK) if line.comment else ""
+
+
+def with_marks(statement: Statement, reasons: list[str]) -> Statement:
+    """`statement` below a comment for each of `reasons` that it does not have yet."""
+    lines = list(statement.leading_lines)
+    there = {mark_text(line) for line in lines if is_mark(line)}
+    for reason in reasons:
+        if reason not in there:
+            lines.append(cst.EmptyLine(comment=cst.Comment(MARK + reason)))
+    return statement.with_changes(leading_lines=lines)
+
+
+def _short(source: str) -> str:
+    text = re.sub(r"\s+", " ", source).strip()
+    return text if len(text) <= 70 else f"{text[:67]}..."

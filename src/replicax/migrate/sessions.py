@@ -1,13 +1,12 @@
-"""`tf.Session` and initializers of TensorFlow 1, as loops that call the step."""
+"""Ports `tf.Session` and initializers of TensorFlow 1 to loops that call the step."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import libcst as cst
 
 from replicax.migrate.names import dotted
-from replicax.migrate.script import Script, Unported, walk
+from replicax.migrate.script import Replacement, Script, Statement, Unported, walk
 from replicax.migrate.statements import body_in_place
 
 __all__ = ["plan_sessions"]
@@ -267,7 +266,7 @@ def _plan_initialization(
         return
     script.frozen.add(statement)
 
-    def again(updated: Any) -> Any:
+    def again(updated: Statement) -> Replacement:
         made = script.outcomes[line][0].deep_clone()
         return made.with_changes(leading_lines=updated.leading_lines)
 
@@ -275,8 +274,11 @@ def _plan_initialization(
 
 
 def _after(
-    script: Script, needed: list[cst.SimpleStatementLine], last: Any, replaced: Any
-) -> Any:
+    script: Script,
+    needed: list[cst.SimpleStatementLine],
+    last: Statement | None,
+    replaced: Statement,
+) -> Replacement:
     """Copies of moved lines, and what runs after them."""
     lines = [script.moved[line].deep_clone() for line in needed]
     nodes = [*lines, *([last] if last is not None else [])]

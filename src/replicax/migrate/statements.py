@@ -1,16 +1,21 @@
-"""Statements as a whole: those taken out, and contexts that are unwrapped."""
+"""Takes out or unwraps statements that only TensorFlow needs; comments stay."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import libcst as cst
 
-from replicax.migrate.script import Script
+from replicax.migrate.names import dotted
+from replicax.migrate.script import Replacement, Script, Statement, walk
 from replicax.migrate.tables import DROPPED
 
 __all__ = [
     "body_in_place",
+    "comment_lines",
     "is_dropped",
+    "lost_comments",
     "note_dropped",
+    "plan_servers",
     "transparent_items",
     "unless_empty",
     "unwrapped",
@@ -56,7 +61,7 @@ def transparent_items(script: Script, node: cst.With) -> list[cst.WithItem]:
     return gone
 
 
-def unwrapped(script: Script, node: cst.With, updated: cst.With) -> Any:
+def unwrapped(script: Script, node: cst.With, updated: cst.With) -> Replacement:
     """The body of `with tf.control_dependencies(...)`, or the statement itself."""
     gone = transparent_items(script, node)
     pairs = zip(node.items, updated.items, strict=True)
@@ -69,7 +74,7 @@ def unwrapped(script: Script, node: cst.With, updated: cst.With) -> Any:
     return body_in_place(updated)
 
 
-def body_in_place(updated: cst.With) -> Any:
+def body_in_place(updated: cst.With) -> Replacement:
     """The statements of a `with`, without it; comments above it stay above them."""
     body: list[Any] = list(updated.body.body)
     if not isinstance(updated.body, cst.IndentedBlock):
@@ -81,7 +86,7 @@ def body_in_place(updated: cst.With) -> Any:
     return cst.FlattenSentinel(body)
 
 
-def unless_empty(node: cst.For | cst.If, updated: cst.For | cst.If) -> Any:
+def unless_empty(node: cst.For | cst.If, updated: cst.For | cst.If) -> Replacement:
     """The statement, or nothing if all that was in it is taken out."""
     was, now = node.body, updated.body
     if (
@@ -93,3 +98,99 @@ def unless_empty(node: cst.For | cst.If, updated: cst.For | cst.If) -> Any:
     ):
         return cst.RemoveFromParent()
     return updated
+
+
+def comment_lines(statement: cst.CSTNode) -> list[cst.EmptyLine]:
+    """The comments of a statement that is taken out, as lines of their own."""
+    return [cst.EmptyLine(comment=comment) for comment in _comments(statement)]
+
+
+def lost_comments(
+    original: Statement, nodes: Sequence[Statement]
+) -> list[cst.EmptyLine]:
+    """Comments inside a simple statement that are not in what was made of it.
+
+    Those in compound statements are in the statements of which these consist.
+    """
+    if not isinstance(original, cst.SimpleStatementLine):
+        return []
+    there = [c.value for node in nodes for c in _comments(node)]
+    lost = []
+    for comment in _comments(original):
+        if comment.value in there:
+            there.remove(comment.value)
+        else:
+            lost.append(cst.EmptyLine(comment=comment))
+    return lost
+
+
+def _comments(node: cst.CSTNode) -> list[cst.Comment]:
+    return [n for n in walk(node) if isinstance(n, cst.Comment)]
+
+
+_SERVERS = ("distribute.Server", "train.Server")
+_NOTE = (
+    "the server is taken out: the strategy serves in a ps task, workers run the script"
+)
+
+
+def plan_servers(script: Script) -> None:
+    """Plan to take out `if task is a server:` with all that is in it."""
+    for node in walk(script.module):
+        if isinstance(node, cst.If) and _only_serves(script, node.body):
+            if isinstance(script.parent(node), cst.If):
+                continue
+            script.note(node.test, _NOTE)
+            script.frozen.add(node.test)
+            script.frozen.add(node.body)
+            script.replacements[node] = _without_first_branch
+
+
+def _only_serves(script: Script, block: cst.BaseSuite) -> bool:
+    if not isinstance(block, cst.IndentedBlock):
+        return False
+    names: set[str] = set()
+    for statement in block.body:
+        if not isinstance(statement, cst.SimpleStatementLine):
+            return False
+        for small in statement.body:
+            if isinstance(small, cst.Assign) and _is_server(script, small.value):
+                names |= {dotted(target.target) or "" for target in small.targets}
+            elif not _belongs_to_server(script, small, names):
+                return False
+    return bool(names) or any(_is_server(script, node) for node in walk(block))
+
+
+def _is_server(script: Script, node: cst.CSTNode) -> bool:
+    return isinstance(node, cst.Call) and script.names.path(node.func) in _SERVERS
+
+
+def _belongs_to_server(
+    script: Script, small: cst.BaseSmallStatement, names: set[str]
+) -> bool:
+    if isinstance(small, (cst.Pass, cst.Return)):
+        return True
+    if isinstance(small, cst.Assign):
+        return script.code(small.targets[0].target).startswith("os.environ[")
+    if not isinstance(small, cst.Expr) or not isinstance(small.value, cst.Call):
+        return isinstance(small, cst.Expr) and not isinstance(small.value, cst.Call)
+    func = small.value.func
+    name = dotted(func) or ""
+    if isinstance(func, cst.Attribute) and func.attr.value == "join":
+        return dotted(func.value) in names or _is_server(script, func.value)
+    return name in {"print", "exit", "sys.exit", "quit"} or name.startswith("logging.")
+
+
+def _without_first_branch(updated: cst.If) -> Replacement:
+    """What is left of an `if` without its first branch."""
+    rest = updated.orelse
+    if rest is None:
+        return cst.RemoveFromParent()
+    if isinstance(rest, cst.If):
+        return rest.with_changes(leading_lines=updated.leading_lines)
+    body: list[Any] = list(rest.body.body)
+    if not isinstance(rest.body, cst.IndentedBlock):
+        body = [cst.SimpleStatementLine(body=body)]
+    lines = [*updated.leading_lines, *body[0].leading_lines]
+    body[0] = body[0].with_changes(leading_lines=lines)
+    return cst.FlattenSentinel(body)

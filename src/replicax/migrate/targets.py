@@ -1,10 +1,11 @@
-"""Where a path in TensorFlow leads to: names that exist in Keras and in replicax."""
+"""Resolves paths in TensorFlow to public names of Keras, replicax and others."""
 
 import difflib
 import functools
 import importlib
 import inspect
 import re
+from collections.abc import Callable
 from typing import Any
 
 from replicax.migrate.operators import DEVICE_OPERATORS
@@ -73,7 +74,7 @@ def _resolved(target: str) -> Any:
     return found
 
 
-def _is_field(found: Any, parts: list[str]) -> bool:
+def _is_field(found: object, parts: list[str]) -> bool:
     """Whether `parts` is one attribute that instances of a class have."""
     return len(parts) == 1 and parts[0] in getattr(found, "__annotations__", ())
 
@@ -104,7 +105,7 @@ def accepted_arguments(target: str) -> frozenset[str] | None:
     return accepted if is_optimizer else None
 
 
-def _keywords(function: Any) -> tuple[frozenset[str], bool]:
+def _keywords(function: Callable[..., object]) -> tuple[frozenset[str], bool]:
     """A function's keywords, `*` for any number of values; whether others may come.
 
     Keras takes some old arguments out of `**kwargs` by their names.

@@ -1,13 +1,13 @@
-"""`optimizer.minimize(loss)`, which Keras 3 lacks, as tape and `apply_gradients`."""
+"""Ports `optimizer.minimize(loss)`, which Keras 3 lacks, to a gradient tape."""
 
-from typing import Any
+from collections.abc import Sequence
 
 import libcst as cst
 
 from replicax.migrate.arguments import argument
-from replicax.migrate.functions import makes_spec
 from replicax.migrate.names import dotted
-from replicax.migrate.script import Script, walk
+from replicax.migrate.script import Replacement, Script, walk
+from replicax.migrate.tracing import makes_spec
 
 __all__ = ["plan_training"]
 
@@ -156,7 +156,7 @@ def _called(statement: cst.CSTNode) -> set[str]:
     }
 
 
-def _assigns(statements: list[Any], name: str) -> bool:
+def _assigns(statements: Sequence[cst.CSTNode], name: str) -> bool:
     return any(
         isinstance(node, cst.AssignTarget)
         and isinstance(node.target, cst.Name)
@@ -169,10 +169,10 @@ def _assigns(statements: list[Any], name: str) -> bool:
 def _with_tape(
     script: Script,
     line: cst.SimpleStatementLine,
-    inside: list[Any],
+    inside: list[cst.BaseStatement],
     variables: str,
     updated: cst.SimpleStatementLine,
-) -> Any:
+) -> Replacement:
     function = script.function_of(line)
     used = (
         {n.value for n in walk(function) if isinstance(n, cst.Name)} if function else ()
@@ -196,7 +196,7 @@ def _with_tape(
     optimizer = code(call.func.value)
     compute = f"{gradients} = {tape}.gradient({code(loss.value)}, {variables})"
     apply = f"{optimizer}.apply_gradients(zip({gradients}, {variables}))"
-    made: Any = cst.parse_statement(compute)
+    made = cst.parse_statement(compute)
     made = made.with_changes(leading_lines=updated.leading_lines)
     applied = cst.parse_statement(apply)
     return cst.FlattenSentinel([with_tape, made, applied])

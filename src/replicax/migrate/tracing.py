@@ -1,0 +1,232 @@
+"""Compiled steps: which functions a strategy traces, and what it refuses in them."""
+
+from collections.abc import Iterator
+
+import libcst as cst
+
+from replicax.migrate.names import dotted, root_of
+from replicax.migrate.operators import DEVICE_OPERATORS
+from replicax.migrate.script import Script, walk
+
+__all__ = [
+    "RANDOM",
+    "called_functions",
+    "find_traced",
+    "is_graph_decorator",
+    "is_traced",
+    "makes_spec",
+    "plan_randomness",
+    "report_branches",
+]
+
+_RUN = frozenset(
+    [
+        "run",
+        "experimental_run_v2",
+        "experimental_run",
+        "call_for_each_replica",
+        "schedule",
+    ]
+)
+_METHODS = frozenset(["train_step", "test_step", "predict_step", "call"])
+_DECORATORS = (
+    "function",
+    "contrib.eager.defun",
+    "contrib.eager.function",
+    "autograph.experimental.do_not_convert",
+    "autograph.to_graph",
+    "py_function",
+)
+
+
+def is_graph_decorator(script: Script, decorator: cst.Decorator) -> bool:
+    """Whether a decorator is `@tf.function`, with or without arguments."""
+    node = decorator.decorator
+    func = node.func if isinstance(node, cst.Call) else node
+    return script.names.path(func) in _DECORATORS
+
+
+def is_traced(script: Script, node: cst.CSTNode) -> bool:
+    """Whether an original node is in a function that a strategy compiles."""
+    return any(parent in script.traced_functions for parent in script.parents(node))
+
+
+def find_traced(script: Script) -> None:
+    """Find the functions that strategies run, and those that these call.
+
+    Also methods of models and layers that `fit` compiles, and model functions of
+    estimators.
+    """
+    pending = [*_run_by_strategies(script), *_compiled_methods(script)]
+    while pending:
+        function = pending.pop()
+        if function not in script.traced_functions:
+            script.traced_functions.add(function)
+            pending += called_functions(script, function)
+
+
+def called_functions(script: Script, function: cst.CSTNode) -> Iterator[cst.CSTNode]:
+    """The script's functions that another one calls by their name, or on `self`."""
+    for node in walk(function):
+        if isinstance(node, cst.Call):
+            text = dotted(node.func) or ""
+            if "." not in text or text.startswith("self."):
+                yield from script.functions(text.rpartition(".")[2])
+
+
+def _run_by_strategies(script: Script) -> Iterator[cst.CSTNode]:
+    for node in walk(script.module):
+        if not isinstance(node, cst.Call) or not node.args:
+            continue
+        func = node.func
+        if not isinstance(func, cst.Attribute) or func.attr.value not in _RUN:
+            continue
+        root = root_of(func.value)
+        if root is not None and script.names.imported(root):
+            continue  # `subprocess.run`, `app.run`.
+        yield from _functions_of(script, node.args[0].value)
+
+
+def _functions_of(script: Script, node: cst.BaseExpression) -> Iterator[cst.CSTNode]:
+    if isinstance(node, cst.Lambda):
+        yield node
+        yield from called_functions(script, node)
+    elif isinstance(node, cst.Call) and script.names.path(node.func) == "function":
+        if node.args:
+            yield from _functions_of(script, node.args[0].value)
+    elif text := dotted(node):
+        yield from script.functions(text.rpartition(".")[2])
+
+
+def _compiled_methods(script: Script) -> Iterator[cst.CSTNode]:
+    for node in walk(script.module):
+        if isinstance(node, cst.FunctionDef):
+            in_class = isinstance(_class_of(script, node), cst.ClassDef)
+            is_step = in_class and node.name.value in _METHODS
+            if is_step or makes_spec(script, node):
+                yield node
+
+
+def _class_of(script: Script, node: cst.FunctionDef) -> cst.CSTNode | None:
+    block = script.parent(node)
+    return script.parent(block) if block else None
+
+
+def makes_spec(script: Script, node: cst.CSTNode) -> bool:
+    """Whether `EstimatorSpec` is called in a node, such as a model function."""
+    return any(
+        isinstance(call, cst.Call)
+        and script.names.path(call.func) == "estimator.EstimatorSpec"
+        for call in walk(node)
+    )
+
+
+RANDOM = [
+    "random.normal",
+    "random_normal",
+    "random.uniform",
+    "random_uniform",
+    "random.truncated_normal",
+    "truncated_normal",
+    "random.categorical",
+    "random.shuffle",
+]
+"""Paths of functions that draw random numbers."""
+
+
+def plan_randomness(script: Script) -> None:
+    """Plan a `SeedGenerator` in a strategy's scope, for steps that need one.
+
+    Steps that cannot see a scope's variables get none, and are reported.
+    """
+    for node in walk(script.module):
+        if not isinstance(node, cst.Call) or not is_traced(script, node):
+            continue
+        if script.names.path(node.func) in RANDOM:
+            visible = {script.module, *script.parents(node)}
+            for block in _scopes(script):
+                if (script.function_of(block) or script.module) in visible:
+                    name = _free_name(script)
+                    script.generators[node] = name
+                    script.needed.add("keras")
+                    made = f"{script.alias('keras')}.random.SeedGenerator(seed=0)"
+                    script.first_lines[block] = f"{name} = {made}"
+                    break
+
+
+def _free_name(script: Script) -> str:
+    name = "seed_generator"
+    return f"{name}_" if script.names.is_bound(name) else name
+
+
+def _scopes(script: Script) -> Iterator[cst.CSTNode]:
+    """The blocks under `with strategy.scope():`."""
+    for node in walk(script.module):
+        if isinstance(node, cst.With) and isinstance(node.body, cst.IndentedBlock):
+            call = node.items[0].item
+            func = call.func if isinstance(call, cst.Call) else None
+            if isinstance(func, cst.Attribute) and func.attr.value == "scope":
+                yield node.body
+
+
+_REASON = (
+    "depends on a tensor, and AutoGraph is gone: use keras.ops.cond, keras.ops.where "
+    "or keras.ops.while_loop"
+)
+_STATIC = ("keras.ops.shape", "keras.ops.size", "keras.ops.ndim", "keras.ops.is_tensor")
+_IDENTITY = (cst.Is, cst.IsNot)
+
+
+def report_branches(script: Script) -> None:
+    """Report conditions that a step computes, as far as that can be seen."""
+    for node in walk(script.module):
+        if isinstance(node, (cst.If, cst.While, cst.IfExp, cst.Assert)) and is_traced(
+            script, node
+        ):
+            function = script.function_of(node)
+            names = _tensors(script, function) if function else set()
+            if _is_tensor(script, node.test, names):
+                script.leave(node.test, f"`{script.code(node.test)}` {_REASON}")
+
+
+def _tensors(script: Script, function: cst.FunctionDef) -> set[str]:
+    """Names that a function assigns nothing but tensors."""
+    tensors: set[str] = set()
+    others: set[str] = set()
+    for node in walk(function.body):
+        if not isinstance(node, cst.Assign):
+            continue
+        found = tensors if _is_tensor(script, node.value, tensors) else others
+        found |= {
+            target.target.value
+            for target in node.targets
+            if isinstance(target.target, cst.Name)
+        }
+    return tensors - others
+
+
+def _is_tensor(script: Script, node: cst.BaseExpression, names: set[str]) -> bool:
+    if isinstance(node, cst.Name):
+        return node.value in names
+    if isinstance(node, cst.Call):
+        operator = DEVICE_OPERATORS.get(script.names.path(node.func) or "")
+        return operator is not None and (
+            operator.target.startswith(("keras.ops.", "keras.random."))
+            and operator.target not in _STATIC
+        )
+    return any(_is_tensor(script, part, names) for part in _operands(node))
+
+
+def _operands(node: cst.BaseExpression) -> list[cst.BaseExpression]:
+    """What an expression computes with; nothing where it asks for identity."""
+    if isinstance(node, (cst.BinaryOperation, cst.BooleanOperation)):
+        return [node.left, node.right]
+    if isinstance(node, cst.UnaryOperation):
+        return [node.expression]
+    if isinstance(node, cst.Subscript):
+        return [node.value]
+    if isinstance(node, cst.Comparison):
+        if any(isinstance(c.operator, _IDENTITY) for c in node.comparisons):
+            return []
+        return [node.left, *(c.comparator for c in node.comparisons)]
+    return []
