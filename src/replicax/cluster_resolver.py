@@ -7,7 +7,7 @@ from replicax.cluster.resolvers import (
     TFConfigClusterResolver,
 )
 from replicax.cluster.slurm import SlurmClusterResolver
-from replicax.cluster.tpu import TPUClusterResolver
+from replicax.cluster.tpu_slice import TPUClusterResolver
 
 __all__ = [
     "ClusterResolver",

@@ -1,5 +1,5 @@
 """What scripts for TPUs call of `tf.config`."""
 
-from replicax.cluster.connect import experimental_connect_to_cluster
+from replicax.cluster.tpu_system import experimental_connect_to_cluster
 
 __all__ = ["experimental_connect_to_cluster"]

@@ -1,6 +1,7 @@
 """Where tasks listen: nowhere but at the address that the cluster gives them."""
 
 import logging
+import os
 import socket
 import sys
 from collections.abc import Iterable
@@ -8,15 +9,19 @@ from pathlib import Path
 
 import pytest
 
+import replicax as rx
+import replicax.testing
 from replicax.cluster import coordination_service, listening
 from replicax.cluster.addresses import parse_address
-from replicax.cluster.listening import host_to_bind, listener
+from replicax.cluster.listening import host_to_bind, listener, local_address
 from replicax.testing import run
 
 on_linux = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="only Linux says who listens where"
 )
 _LISTENS = "0A"
+HERE = "127.0.0.1:1"
+UNKNOWN = "no-such-host.invalid:1"
 
 
 def free_port() -> int:
@@ -146,3 +151,50 @@ def test_the_probe_leaves_nothing_behind() -> None:
     assert listening._is_of_this_machine("127.0.0.1")
     assert not listening._is_of_this_machine("192.0.2.7")
     socket.create_server(("127.0.0.1", port)).close()
+
+
+# Gloo. That the address is used: `test_two_hosts`.
+
+
+@pytest.mark.parametrize(
+    ("peers", "expected"),
+    [
+        ([HERE], "127.0.0.1"),
+        ([UNKNOWN, HERE], "127.0.0.1"),
+        ([UNKNOWN], None),
+        ([], None),
+    ],
+)
+def test_peers_on_this_machine_or_nowhere(
+    peers: list[str], expected: str | None
+) -> None:
+    assert local_address(peers) == expected
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="this machine has no IPv6")
+def test_ipv6() -> None:
+    assert local_address(["[::1]:1"]) in ("::1", None)
+
+
+def test_an_address_that_others_can_reach_comes_first() -> None:
+    outside = "192.0.2.1:1"  # Of a network that is for documentation only.
+    alone = local_address([outside])
+    if alone is None:
+        pytest.skip("this machine has no route to other networks")
+    assert alone != "127.0.0.1"
+    assert local_address([HERE, outside]) == alone
+
+
+def schedulers_of_threads() -> list[int]:
+    """In a worker: each thread's scheduling class, once all have summed."""
+    strategy = rx.MultiWorkerMirroredStrategy()
+    total = strategy.reduce("sum", strategy.run(lambda: 1.0))
+    assert float(total) == 2
+    return [os.sched_getscheduler(int(task)) for task in os.listdir("/proc/self/task")]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have classes on Linux")
+def test_one_thread_of_a_worker_waits_for_the_others() -> None:
+    results = replicax.testing.run(schedulers_of_threads, num_workers=2)
+    for name in ("worker:0", "worker:1"):
+        assert results[name].value.count(os.SCHED_BATCH) == 1

@@ -1,4 +1,4 @@
-"""Before a program runs first: do all workers have the same one?"""
+"""Comparison of a new program on all workers, before it runs first."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""TF_CONFIG, and what makes a cluster one that can train.
+"""TF_CONFIG: parsing it, and checking that the cluster can train.
 
 The checks find everything that is wrong, so that it can be corrected at once.
 """

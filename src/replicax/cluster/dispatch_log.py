@@ -1,4 +1,4 @@
-"""What a worker does that needs all workers, in order; and where two orders differ.
+"""The log of what a worker dispatches that needs all workers; where two logs differ.
 
 Workers that hand different programs to their devices may wait for each other for ever,
 or go on with other numbers. Each keeps a rolling checksum of what it does, and tells

@@ -1,4 +1,4 @@
-"""What an exception that nobody catches does to the cluster: it ends everywhere."""
+"""The exception hook: an exception that nobody catches ends all workers."""
 
 import sys
 import time

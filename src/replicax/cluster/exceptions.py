@@ -1,4 +1,4 @@
-"""Exceptions that end a task's script: which of them may pass, and their report."""
+"""Exceptions that end a task's script: which are transient, and their report."""
 
 import errno
 import socket

@@ -1,4 +1,4 @@
-"""Who of the workers has failed, judged from their signs of life. No clock, no I/O."""
+"""The failure detector: who has failed, by the heartbeats. No clock, no I/O."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Joining the other workers, and leaving them in good order."""
+"""Start-up and shutdown of a cluster: meeting the other workers, and leaving them."""
 
 import atexit
 import contextlib
@@ -18,8 +18,7 @@ from replicax._util.waiting import wait_for
 from replicax.cluster import coordination_service, dispatch_log, excepthook, workers
 from replicax.cluster.addresses import parse_address
 from replicax.cluster.failure import ExitCode, FailureReport
-from replicax.cluster.gloo import listen_for
-from replicax.cluster.listening import host_to_bind, listener
+from replicax.cluster.listening import host_to_bind, listen_for, listener
 from replicax.cluster.spec import ClusterSpec
 from replicax.cluster.store import Store
 from replicax.cluster.timeouts import Timeouts

@@ -1,4 +1,4 @@
-"""Whether all workers do the same in the same order, as they tell each other."""
+"""The order check: finds workers that make different calls, by their dispatch logs."""
 
 import json
 import time

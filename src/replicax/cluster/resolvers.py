@@ -1,4 +1,4 @@
-"""Cluster resolvers: where a program learns which cluster it is in, and as what."""
+"""Cluster resolvers: the cluster that a process is in, and its task there."""
 
 import os
 from abc import ABC, abstractmethod

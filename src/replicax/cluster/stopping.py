@@ -1,4 +1,4 @@
-"""Stopping all workers after the same step, when one of them is told to end."""
+"""Stop requests: all workers stop after one step when one gets SIGTERM or Ctrl-C."""
 
 import contextlib
 import signal

@@ -1,4 +1,4 @@
-"""The key-value store that all workers share: that of JAX's coordination service."""
+"""The key-value store of JAX's coordination service, which all workers share."""
 
 import ctypes
 from typing import Any

@@ -1,7 +1,7 @@
 """Bringing a TPU system up, in the shape of `tf.tpu.experimental`."""
 
 from replicax.cluster.timeouts import Timeouts, checked_timeouts
-from replicax.cluster.tpu import TPUClusterResolver
+from replicax.cluster.tpu_slice import TPUClusterResolver
 from replicax.cluster.tpu_system import Topology, join_slice, topology_of, tpu_devices
 from replicax.errors import ClusterConfigError
 

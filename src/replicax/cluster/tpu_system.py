@@ -1,8 +1,9 @@
-"""The TPU chips of a slice: joining its hosts, and starting them."""
+"""TPU systems: joining the hosts of a slice, and starting its chips."""
 
 import dataclasses
 import glob
 import importlib.metadata
+import logging
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -12,13 +13,22 @@ import jax
 
 from replicax._util.dry_run import current_rehearsal
 from replicax.cluster.joining import join, join_detected
-from replicax.cluster.timeouts import Timeouts
-from replicax.cluster.tpu import TPUClusterResolver
-from replicax.cluster.tpu_slice import VARIABLES, on_tpu_vm
+from replicax.cluster.resolvers import ClusterResolver
+from replicax.cluster.spec import ClusterSpec
+from replicax.cluster.timeouts import Timeouts, checked_timeouts
+from replicax.cluster.tpu_slice import VARIABLES, TPUClusterResolver, on_tpu_vm
 from replicax.cluster.workers import Workers
 from replicax.errors import ClusterConfigError, DeviceError
 
-__all__ = ["Topology", "join_slice", "topology_of", "tpu_devices"]
+__all__ = [
+    "Topology",
+    "experimental_connect_to_cluster",
+    "join_slice",
+    "topology_of",
+    "tpu_devices",
+]
+
+_logger = logging.getLogger("replicax")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,6 +124,47 @@ def join_slice(
         return join_detected(timeouts) or Workers()
     cluster = resolver.cluster_spec()
     return join(cluster, resolver.task_id or 0, timeouts, "TPUClusterResolver")
+
+
+def experimental_connect_to_cluster(
+    cluster_spec_or_resolver: TPUClusterResolver | ClusterResolver | ClusterSpec,
+    *,
+    timeouts: Timeouts | None = None,
+) -> None:
+    """Join the other hosts of a TPU slice now; nothing to do on a single host.
+
+    Every host of the slice calls it, before JAX's devices are used. The call is not
+    needed: `rx.TPUStrategy` joins them too.
+    (TF: `tf.config.experimental_connect_to_cluster`.)
+
+    Args:
+        cluster_spec_or_resolver: A `TPUClusterResolver`.
+        timeouts: As for `rx.TPUStrategy`, to which these apply then.
+
+    Raises:
+        ClusterConfigError: For any other cluster, to which strategies connect by
+            themselves.
+        DeviceError: If the environment describes a slice, but there are no chips here.
+        ClusterError: If a host is not there by the start-up deadline.
+        RuntimeError: If JAX has started its devices already, on one of several hosts.
+
+    Example:
+        >>> import replicax as rx
+        >>> resolver = rx.cluster_resolver.TPUClusterResolver()
+        >>> rx.config.experimental_connect_to_cluster(resolver)
+    """
+    caller = "experimental_connect_to_cluster"
+    if not isinstance(cluster_spec_or_resolver, TPUClusterResolver):
+        raise ClusterConfigError(
+            f"{caller}: only a TPUClusterResolver's slice is joined here; got "
+            f"{cluster_spec_or_resolver!r}. Leave the call out: "
+            "rx.MultiWorkerMirroredStrategy(resolver) and "
+            "rx.ParameterServerStrategy(resolver) connect by themselves."
+        )
+    limits = checked_timeouts(timeouts, caller)
+    workers = join_slice(cluster_spec_or_resolver, limits, caller)
+    if workers.count > 1:
+        _logger.info("%s: joined %d hosts as %s", caller, workers.count, workers.name)
 
 
 def tpu_devices(workers: Workers, caller: str) -> list[Any]:

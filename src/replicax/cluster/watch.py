@@ -1,4 +1,4 @@
-"""The threads that exchange signs of life and end the process when a peer has failed.
+"""Threads that send and receive heartbeats, and end the process when a peer has failed.
 
 A process that waits in a collective for a peer that is gone cannot be interrupted, so
 these threads end it: with a message, a `FailureReport`, and an exit code that says

@@ -1,4 +1,4 @@
-"""The processes that train together, as one of them sees the others."""
+"""The workers of a cluster, and the exchange of small values between them."""
 
 import collections
 import functools

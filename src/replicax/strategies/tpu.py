@@ -5,7 +5,7 @@ from typing import Any
 
 from replicax.cluster.resolvers import ClusterResolver
 from replicax.cluster.timeouts import Timeouts, takes_timeouts
-from replicax.cluster.tpu import TPUClusterResolver
+from replicax.cluster.tpu_slice import TPUClusterResolver
 from replicax.cluster.tpu_system import join_slice, tpu_devices
 from replicax.cluster.workers import Workers
 from replicax.engine.collectives import CrossDeviceOps
