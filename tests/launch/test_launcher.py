@@ -20,7 +20,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from replicax.cli import app
-from replicax.launch.attempt import ClusterCommand
+from replicax.launch.gang import ClusterCommand
 from replicax.launch.launcher import launch
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(90)]
@@ -245,7 +245,7 @@ def test_a_killed_task(run: Callable[..., Result]) -> None:
 def test_the_rest_is_killed_if_it_does_not_end(
     run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("replicax.launch.attempt.KILL_AFTER_S", 0.3)
+    monkeypatch.setattr("replicax.launch.supervisor.KILL_AFTER_S", 0.3)
     code = """
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if name == "worker:0":

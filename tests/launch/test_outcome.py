@@ -5,7 +5,6 @@ import pytest
 from replicax.cluster.failure import FailureReport
 from replicax.launch.outcome import (
     Failure,
-    Outcome,
     RestartPolicy,
     back_off,
     crash_loop,
@@ -111,8 +110,7 @@ def test_progress() -> None:
     ],
 )
 def test_crash_loop(steps: list[int], expected: bool) -> None:
-    outcomes = [Outcome(failure=None, progress=step) for step in steps]
-    assert crash_loop(outcomes) is expected
+    assert crash_loop(steps) is expected
 
 
 def test_back_off_doubles_up_to_a_minute() -> None:

@@ -10,10 +10,14 @@ import typer
 
 from replicax.cpu.settings import keep_loops
 from replicax.engine.devices import cpu_pool_size
-from replicax.launch.attempt import ClusterCommand
+from replicax.launch.gang import ClusterCommand
 from replicax.launch.launcher import launch
-from replicax.launch.local_tasks import check_tasks, divide_cores, task_names
-from replicax.launch.ps_token import ps_token
+from replicax.launch.local_tasks import (
+    check_tasks,
+    divide_cores,
+    ps_token,
+    task_names,
+)
 from replicax.report.journal import REPORT
 
 __all__ = ["RestartOn", "run"]

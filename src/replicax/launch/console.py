@@ -1,5 +1,6 @@
 """The output of many tasks on one terminal or in one file, with a table below it."""
 
+import contextlib
 import sys
 import threading
 from collections import deque
@@ -8,7 +9,7 @@ from typing import IO
 
 from rich.console import Console, RenderableType
 from rich.live import Live
-from rich.segment import Segment
+from rich.segment import Segment, Segments
 from rich.text import Text
 
 __all__ = ["TaskConsole"]
@@ -84,15 +85,12 @@ class TaskConsole:
     def say(self, message: str) -> None:
         """Write a message of the launcher itself, on stderr."""
         text = "".join(f"replicax: {line}\n" for line in message.splitlines())
-        with self._lock:
-            try:
-                if self._live is not None and sys.stderr.isatty():
-                    self._write_above(self._live, text)
-                else:
-                    sys.stderr.write(text)
-                    sys.stderr.flush()
-            except OSError as error:
-                self.error = error
+        with self._writing():
+            if self._live is not None and sys.stderr.isatty():
+                self._write_above(self._live, text)
+            else:
+                sys.stderr.write(text)
+                sys.stderr.flush()
 
     @property
     def shows_tables(self) -> bool:
@@ -110,23 +108,20 @@ class TaskConsole:
 
         Where that cannot be it is kept, for `end_table`.
         """
-        with self._lock:
+        with self._writing():
             self._table = table
             if self.error is not None or not self.shows_tables:
                 return
-            try:
-                if self._live is None:
-                    self._live = Live(
-                        console=Console(highlight=False),
-                        auto_refresh=False,
-                        redirect_stdout=False,
-                        redirect_stderr=False,
-                        vertical_overflow="crop",
-                    )
-                    self._live.start()
-                self._live.update(table, refresh=True)
-            except OSError as error:
-                self.error = error
+            if self._live is None:
+                self._live = Live(
+                    console=Console(highlight=False),
+                    auto_refresh=False,
+                    redirect_stdout=False,
+                    redirect_stderr=False,
+                    vertical_overflow="crop",
+                )
+                self._live.start()
+            self._live.update(table, refresh=True)
 
     def end_table(self, table: RenderableType | None = None) -> None:
         """Leave a last table where it is, if there was any.
@@ -134,45 +129,39 @@ class TaskConsole:
         Args:
             table: The last one. None: the last that was shown.
         """
-        with self._lock:
+        with self._writing():
             live, self._live = self._live, None
             if self._table is None or self.error is not None:
                 return
             last = table or self._table
-            try:
-                if live is not None:
-                    live.update(last, refresh=True)
-                    live.stop()
-                else:
-                    Console(stderr=True, highlight=False).print(last)
-            except OSError as error:
-                self.error = error
+            if live is not None:
+                live.update(last, refresh=True)
+                live.stop()
+            else:
+                Console(stderr=True, highlight=False).print(last)
 
     def _write(self, text: bytes) -> None:
-        with self._lock:
+        with self._writing():
             if self.error is not None:
                 return
+            if self._live is not None:
+                self._write_above(self._live, text.decode(errors="replace"))
+            else:
+                self._stream.write(text)
+                self._stream.flush()
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """One thread at a time; what goes wrong is noted as `error`."""
+        with self._lock:
             try:
-                if self._live is not None:
-                    self._write_above(self._live, text.decode(errors="replace"))
-                else:
-                    self._stream.write(text)
-                    self._stream.flush()
+                yield
             except OSError as error:
                 self.error = error
 
     def _write_above(self, live: Live, text: str) -> None:
-        live.console.print(_AsItIs(text), soft_wrap=True, end="")
-
-
-class _AsItIs:
-    """Text that Rich neither wraps nor styles: tasks may use colours themselves."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def __rich_console__(self, *_: object) -> Iterator[Segment]:
-        yield Segment(self._text)
+        # Neither wrapped nor styled: tasks may use colours themselves.
+        live.console.print(Segments([Segment(text)]), soft_wrap=True, end="")
 
 
 def _lines(text: bytes) -> list[bytes]:

@@ -1,22 +1,64 @@
-"""What the parameter servers of a running job tell, asked for once a second."""
+"""Polls the parameter servers of a running job for their counts, once a second."""
 
 import dataclasses
-import json
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TypedDict
 
 from replicax.errors import ClusterError
 from replicax.ps.connection import Connection, ServerRefused
 from replicax.ps.credentials import Credentials
 
-__all__ = ["JobStatus", "Meter", "Readings", "servers_of"]
+__all__ = ["EpochCounts", "JobStatus", "LastStatus", "Meter", "Readings"]
 
 _PERIOD_S = 1.0
 _ANSWER_S = 3.0
 _SPAN_S = 10.0
+
+
+class EpochCounts(TypedDict):
+    """Batches of an epoch of `fit` as the board has given them out."""
+
+    length: int | None
+    next: int
+
+
+class _ProcessInfo(TypedDict, total=False):
+    pid: int
+    steps: int
+    bytes: int
+
+
+class _WorkerStatus(TypedDict):
+    state: str
+    silent_seconds: float | None
+    steps: int
+    info: _ProcessInfo
+
+
+class _BoardStatus(TypedDict):
+    workers: dict[str, _WorkerStatus]
+    streams: dict[str, EpochCounts]
+    totals: dict[str, int]
+
+
+class _ServerStatus(TypedDict):
+    applied: int
+    lost: int
+    bytes_in: int
+    bytes_out: int
+    incarnation: str
+    groups: dict[str, object]
+    staleness: dict[str, dict[str, int]]
+
+
+class LastStatus(TypedDict):
+    """What a parameter server leaves behind when it ends."""
+
+    server: _ServerStatus
+    board: _BoardStatus | None
 
 
 class Meter:
@@ -99,7 +141,7 @@ class JobStatus:
     Args:
         servers: The parameter servers' addresses; the first one has the board.
         credentials: The cluster's.
-        on_change: Called in the thread after each look.
+        on_change: Called in the thread with this object, after each look.
 
     Attributes:
         is_known: Whether the board has ever answered.
@@ -113,11 +155,11 @@ class JobStatus:
         self,
         servers: Sequence[str],
         credentials: Credentials,
-        on_change: Callable[[], None] = lambda: None,
+        on_change: "Callable[[JobStatus], None]" = lambda _: None,
     ) -> None:
         self.is_known = False
         self.readings: dict[str, Readings] = {}
-        self.streams: dict[str, dict[str, Any]] = {}
+        self.streams: dict[str, EpochCounts] = {}
         self.totals: dict[str, int] = {}
         self.emptied: set[str] = set()
         self._servers = servers
@@ -143,7 +185,7 @@ class JobStatus:
         self._wanted.set()
         self._thread.join((1 + len(self._servers)) * _ANSWER_S)
 
-    def note_end(self, server: int, status: Mapping[str, Any]) -> None:
+    def note_end(self, server: int, status: LastStatus) -> None:
         """What a server has left behind, which is later than what it was asked for."""
         self._note_server(server, status["server"])
         if status["board"] is not None:
@@ -162,7 +204,7 @@ class JobStatus:
         while not self._closed.is_set():
             for server, connection in enumerate(connections):
                 self._ask(server, connection)
-            self._on_change()
+            self._on_change(self)
             self._wanted.wait(_PERIOD_S)
             self._wanted.clear()
         for connection in connections:
@@ -185,7 +227,7 @@ class JobStatus:
         except (ClusterError, ServerRefused):
             pass  # It starts, or ends, or is gone: the tasks themselves say so.
 
-    def _note_server(self, server: int, status: Mapping[str, Any]) -> None:
+    def _note_server(self, server: int, status: _ServerStatus) -> None:
         now = time.monotonic()
         readings = self.readings.setdefault(f"ps:{server}", Readings())
         readings.state = "alive"
@@ -205,7 +247,7 @@ class JobStatus:
         for worker, histogram in total.items():
             self.readings.setdefault(worker, Readings()).staleness = histogram
 
-    def _note_board(self, status: Mapping[str, Any]) -> None:
+    def _note_board(self, status: _BoardStatus) -> None:
         now = time.monotonic()
         self.is_known = True
         self.streams, self.totals = status["streams"], status["totals"]
@@ -222,13 +264,3 @@ class JobStatus:
             readings.count = max(worker["steps"], readings.count, sum(made.values()))
             readings.steps.read(now, readings.count)
             readings.traffic.read(now, worker["info"].get("bytes", 0))
-
-
-def servers_of(tf_config: str) -> list[str]:
-    """Addresses of the parameter servers in a `TF_CONFIG`.
-
-    Example:
-        >>> servers_of('{"cluster": {"ps": ["localhost:15001"]}}')
-        ['localhost:15001']
-    """
-    return json.loads(tf_config)["cluster"].get("ps", [])

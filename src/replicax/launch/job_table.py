@@ -1,18 +1,22 @@
 """The table of a running job with parameter servers, as `replicax run` shows it."""
 
+import contextlib
 import dataclasses
+import json
 import re
 import types
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from replicax.launch.job_status import Readings
+from replicax.launch.console import TaskConsole
+from replicax.launch.gang import Gang
+from replicax.launch.job_status import EpochCounts, JobStatus, Readings
+from replicax.ps.credentials import Credentials
 
-__all__ = ["TaskState", "draw", "place_in_training"]
+__all__ = ["TaskState", "draw", "live_table", "place_in_training"]
 
 _STYLES = {
     "running": "green",
@@ -23,6 +27,7 @@ _STYLES = {
     "again": "yellow",
     "starting": "cyan",
 }
+_NUMBERS = ("steps", "steps/s", "staleness", "MB/s", "restarts")
 _EPOCH = re.compile(r"fit (\d+)/epoch/(\d+)$")
 _SILENT_S = 5.0
 _TOTALS = {
@@ -46,6 +51,54 @@ class TaskState:
     num_restarts: int
 
 
+@contextlib.contextmanager
+def live_table(
+    gangs: Sequence[Gang], environment: Mapping[str, str], console: TaskConsole
+) -> Iterator[JobStatus | None]:
+    """Show the table of a job while in the context, and once more at its end.
+
+    Args:
+        gangs: The tasks. Without a parameter server there is no table.
+        environment: Their variables, which have the cluster's credentials.
+        console: Shows the table.
+
+    Yields:
+        What the servers tell; None where they cannot be asked.
+    """
+    servers = {gang.names[0]: gang for gang in gangs if gang.names[0].startswith("ps:")}
+    try:
+        credentials = Credentials.from_environment(environment)
+    except (ValueError, OSError):
+        credentials = None  # The tasks cannot use them either, and say so.
+    if not servers or credentials is None:
+        yield None
+        return
+
+    def table(status: JobStatus, *, at_the_end: bool = False) -> Table:
+        states = [TaskState(g.names[0], g.state, g.num_restarts) for g in gangs]
+        title = place_in_training(status.streams)
+        totals = status.totals
+        return draw(
+            states, status.readings, title, totals=totals, at_the_end=at_the_end
+        )
+
+    def show(status: JobStatus) -> None:
+        if status.is_known:
+            console.show(table(status))
+
+    cluster = json.loads(servers["ps:0"].configs()["ps:0"])["cluster"]
+    status = JobStatus(cluster["ps"], credentials, show)
+    try:
+        yield status
+    finally:
+        status.close()
+        for i in range(len(servers)):
+            if (last := servers[f"ps:{i}"].last_status()) is not None:
+                status.note_end(i, last)
+        known = status.is_known
+        console.end_table(table(status, at_the_end=True) if known else None)
+
+
 def draw(
     tasks: Sequence[TaskState],
     readings: Mapping[str, Readings],
@@ -63,65 +116,59 @@ def draw(
         totals: Steps of `fit` that were given up, and that were done twice.
         at_the_end: Whether rates are those of the whole run, not of the last seconds.
     """
+    lines = ["\nA server's steps are the updates that are in its values."]
+    lines += [_TOTALS[name].format(count) for name, count in totals.items() if count]
     table = Table(
         box=box.SIMPLE_HEAD,
         title=f"\n{title}\n",
+        title_style="bold",
         title_justify="left",
+        caption="\n".join(lines),
+        caption_justify="left",
         show_edge=False,
         pad_edge=False,
         collapse_padding=True,
     )
-    table.title_style = "bold"
     table.add_column("task", no_wrap=True)
     table.add_column("state", no_wrap=True, min_width=8)
-    table.add_column("steps", justify="right", no_wrap=True)
-    table.add_column("steps/s", justify="right", no_wrap=True)
-    table.add_column("staleness", justify="right", no_wrap=True)
-    table.add_column("MB/s", justify="right", no_wrap=True)
-    table.add_column("restarts", justify="right", no_wrap=True)
+    for header in _NUMBERS:
+        table.add_column(header, justify="right", no_wrap=True)
     if any(each.lost for each in readings.values()):
         table.add_column("lost", justify="right", no_wrap=True, style="yellow")
-    workers = [t for t in tasks if not t.name.startswith(("ps:", "evaluator"))]
-    servers = [t for t in tasks if t.name.startswith("ps:")]
-    for task in workers:
-        _add(table, task, readings.get(task.name), at_the_end)
-    table.add_section()
-    for task in servers:
-        _add(table, task, readings.get(task.name), at_the_end)
-    table.caption = "\nA server's steps are the updates that are in its values."
-    for name, count in totals.items():
-        if count:
-            table.caption += f"\n{_TOTALS[name].format(count)}"
-    table.caption_justify = "left"
+    for jobs in (("chief", "worker"), ("ps",)):
+        table.add_section()
+        for task in tasks:
+            if task.name.startswith(jobs):
+                row = _row(task, readings.get(task.name), at_the_end)
+                table.add_row(task.name, *row[: len(table.columns) - 1])
     return table
 
 
-def _add(
-    table: Table, task: TaskState, readings: Readings | None, at_the_end: bool
-) -> None:
+def _row(
+    task: TaskState, readings: Readings | None, at_the_end: bool
+) -> list[str | Text]:
     state = _state(task, readings)
-    style = _STYLES.get(state.split()[0], "")
-    num_restarts = Text(
-        str(task.num_restarts), "yellow" if task.num_restarts else "dim"
-    )
+    style = "yellow" if task.num_restarts else "dim"
+    restarts = Text(str(task.num_restarts), style)
+    shown = Text(state, _STYLES.get(state.split()[0], ""))
     if readings is None:
-        values = [""] * 4
+        return [shown, "", "", "", "", restarts, ""]
+    meters = (readings.steps, readings.traffic)
+    if at_the_end:
+        steps, traffic = (meter.mean_per_second for meter in meters)
+    elif state == "running":
+        steps, traffic = (meter.per_second for meter in meters)
     else:
-        rates = [
-            meter.mean_per_second if at_the_end else meter.per_second
-            for meter in (readings.steps, readings.traffic)
-        ]
-        if state != "running" and not at_the_end:
-            rates = [0.0, 0.0]
-        values = [
-            f"{readings.count:,}",
-            _number(rates[0]),
-            _staleness(readings.staleness),
-            _number(rates[1] / 1e6),
-        ]
-    lost = [f"{readings.lost:,}" if readings and readings.lost else ""]
-    cells = [*values, num_restarts, *lost][: len(table.columns) - 2]
-    table.add_row(task.name, Text(state, style), *cells)
+        steps = traffic = 0.0
+    return [
+        shown,
+        f"{readings.count:,}",
+        _number(steps),
+        _staleness(readings.staleness),
+        _number(traffic / 1e6),
+        restarts,
+        f"{readings.lost:,}" if readings.lost else "",
+    ]
 
 
 def _state(task: TaskState, readings: Readings | None) -> str:
@@ -165,7 +212,7 @@ def _number(value: float) -> str:
     return f"{value:.1f}" if value < 10 else f"{value:,.0f}"
 
 
-def place_in_training(streams: Mapping[str, Mapping[str, Any]]) -> str:
+def place_in_training(streams: Mapping[str, EpochCounts]) -> str:
     """Where `fit` is, of the epochs that the board knows.
 
     Example:

@@ -1,31 +1,24 @@
 """Run all tasks of a cluster on this machine, again after failures that may pass."""
 
 import contextlib
-import dataclasses
 import signal
+import tempfile
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
-from replicax.cluster.failure import ATTEMPT, ExitCode
-from replicax.launch.attempt import ClusterCommand, run_attempt
+from replicax.cluster.failure import ExitCode
 from replicax.launch.console import TaskConsole
-from replicax.launch.outcome import (
-    Failure,
-    Outcome,
-    RestartPolicy,
-    crash_loop,
-    exit_status,
-    last_lines,
-)
-from replicax.launch.served import run_served
+from replicax.launch.gang import ClusterCommand, gangs_of
+from replicax.launch.job import Job
+from replicax.launch.job_table import live_table
+from replicax.launch.outcome import RestartPolicy
+from replicax.launch.processes import TaskProcesses
+from replicax.launch.supervisor import Supervisor
 
-__all__ = ["ATTEMPT", "launch"]
+__all__ = ["launch", "received_signals"]
 
-_PERMANENT = "permanent: another attempt would fail again"
-_CRASH_LOOP = "retryable, but three attempts in a row got no further: a crash loop"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_TICK_S = 0.1
 
 
 def launch(
@@ -59,36 +52,33 @@ def launch(
         backoff_seconds=backoff_seconds,
         on_any=restart_on_any,
     )
-    console = TaskConsole(command.names)
-    run = run_served if "ps" in command.num_tasks else _run_together
     with received_signals() as signals:
-        status = run(command, console, signals, policy)
+        status = _run(command, policy, signals)
         # Who started this must not start it again because of what a task made of it.
         return ExitCode.INTERRUPTED if signal.SIGINT in signals else status
 
 
-def _run_together(
-    command: ClusterCommand,
-    console: TaskConsole,
-    signals: list[int],
-    policy: RestartPolicy,
-) -> int:
-    """Run tasks that start and end together; the exit status."""
-    outcomes: list[Outcome] = []
-    while True:
-        attempt = dataclasses.replace(
-            command,
-            environment={**command.environment, ATTEMPT: str(len(outcomes))},
+def _run(command: ClusterCommand, policy: RestartPolicy, signals: Sequence[int]) -> int:
+    console = TaskConsole(command.names)
+    with tempfile.TemporaryDirectory(prefix="replicax-") as folder:
+        gangs = gangs_of(command, Path(folder))
+        processes = TaskProcesses(
+            dict.fromkeys(command.names, command.command),
+            {name: own for gang in gangs for name, own in gang.begin().items()},
+            on_output=console.take,
+            cores=command.cores,
         )
-        outcomes.append(run_attempt(attempt, console, signals))
-        reason = _reason_to_stop(outcomes, policy)
-        if reason is None:
-            wait = policy.wait_seconds(len(outcomes) - 1)
-            _announce(console, outcomes, policy.max_restarts, wait)
-            if _sleep(wait, signals):
-                continue
-            reason = "a signal came before the restart"
-        return _finish(console, outcomes, reason)
+        with processes:
+            supervisor = Supervisor(
+                processes,
+                say=console.say,
+                signals=signals,
+                grace_seconds=command.grace_seconds,
+            )
+            job = Job(command, policy, gangs, supervisor, console)
+            with live_table(gangs, command.environment, console) as job.status:
+                supervisor.run(job)
+    return job.summarize()
 
 
 @contextlib.contextmanager
@@ -112,64 +102,3 @@ def received_signals() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _reason_to_stop(outcomes: list[Outcome], policy: RestartPolicy) -> str | None:
-    """Why the last attempt is the last one; None: it is not."""
-    failure = outcomes[-1].failure
-    if failure is None:
-        return "done"
-    if outcomes[-1].signal is not None:
-        return f"after {signal.Signals(outcomes[-1].signal).name}"
-    if exit_status(failure.exit_code) == ExitCode.INTERRUPTED:
-        return "interrupted"
-    if policy.is_permanent(failure):
-        return _PERMANENT
-    if crash_loop(outcomes):
-        return _CRASH_LOOP
-    if len(outcomes) > policy.max_restarts:
-        return "retryable, but no restart is left"
-    return None
-
-
-def _announce(
-    console: TaskConsole, outcomes: list[Outcome], max_restarts: int, wait: float
-) -> None:
-    failure = outcomes[-1].failure
-    assert failure is not None
-    console.say(
-        f"{failure.message} Restart {len(outcomes)} of {max_restarts} in {wait:.1f} s."
-    )
-
-
-def _sleep(seconds: float, signals: list[int]) -> bool:
-    """Whether the time passed without a signal."""
-    end = time.monotonic() + seconds
-    while not signals and (left := end - time.monotonic()) > 0:
-        time.sleep(min(left, _TICK_S))
-    return not signals
-
-
-def _finish(console: TaskConsole, outcomes: list[Outcome], reason: str) -> int:
-    num = len(outcomes) - 1
-    restarts = f"{num} restart" if num == 1 else f"{num} restarts"
-    failure = outcomes[-1].failure
-    if failure is None:
-        if num:
-            console.say(f"All tasks are done, after {restarts}.")
-        return ExitCode.DONE
-    first = outcomes[0].failure
-    if reason == _CRASH_LOOP and first is not None:
-        console.say(f"The first failure of the first attempt:\n{_describe(first)}")
-    elif lines := last_lines(failure):
-        console.say(lines)
-    console.say(
-        f"{failure.task} failed first, with exit code "
-        f"{exit_status(failure.exit_code)} ({reason}), after {restarts}. "
-        f"{failure.message}"
-    )
-    return exit_status(failure.exit_code)
-
-
-def _describe(failure: Failure) -> str:
-    return f"{failure.message}\n{failure.traceback or ''}".rstrip()

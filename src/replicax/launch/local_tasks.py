@@ -1,4 +1,4 @@
-"""Where the tasks of a cluster go on this machine: names, ports, cores, TF_CONFIG."""
+"""Names, ports, cores, TF_CONFIG and token of the tasks of a local cluster."""
 
 import json
 import os
@@ -8,8 +8,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from replicax.cluster.config import JOBS
+from replicax.ps.credentials import TOKEN, TOKEN_FILE, new_token
 
-__all__ = ["check_tasks", "divide_cores", "free_ports", "task_names", "tf_configs"]
+__all__ = [
+    "check_tasks",
+    "divide_cores",
+    "free_ports",
+    "ps_token",
+    "task_names",
+    "tf_configs",
+]
 
 _SINGLE = ("chief", "evaluator")
 _FIRST_PORT = 15000
@@ -75,6 +83,28 @@ def tf_configs(num_tasks: Mapping[str, int]) -> dict[str, str]:
         for job, count in num_tasks.items()
         for index in range(count)
     }
+
+
+def ps_token(
+    num_tasks: Mapping[str, int], environment: Mapping[str, str]
+) -> dict[str, str]:
+    """The variable that all tasks need to be let in by the servers, if they have none.
+
+    Args:
+        num_tasks: Number of tasks by job.
+        environment: The tasks' other variables.
+
+    Example:
+        >>> ps_token({"worker": 2}, {})
+        {}
+        >>> list(ps_token({"worker": 2, "ps": 1}, {}))
+        ['REPLICAX_PS_TOKEN']
+        >>> ps_token({"worker": 2, "ps": 1}, {"REPLICAX_PS_TOKEN": "a-secret-of-mine"})
+        {}
+    """
+    if not num_tasks.get("ps") or environment.get(TOKEN) or environment.get(TOKEN_FILE):
+        return {}
+    return {TOKEN: new_token()}
 
 
 def free_ports(count: int) -> list[int]:

@@ -1,21 +1,27 @@
-"""How one attempt to run a cluster ended: who failed first, and whether to go on."""
+"""Which task failed first, and whether a failure is followed by a restart."""
 
 import dataclasses
 import itertools
 import random
 import signal
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from replicax.cluster.failure import ExitCode, FailureReport, is_retryable
 
 __all__ = [
+    "CRASH_LOOP",
     "Failure",
-    "Outcome",
+    "GiveUp",
     "RestartPolicy",
     "back_off",
     "crash_loop",
+    "describe_exit",
     "exit_status",
+    "first_failure",
     "last_lines",
+    "progress",
+    "with_output",
 ]
 
 _MAX_BACK_OFF_S = 60.0
@@ -41,24 +47,32 @@ class Failure:
     traceback: str | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """How an attempt ended.
+class GiveUp(NamedTuple):
+    """Why a failure is not followed by a restart.
 
     Attributes:
-        failure: The first failure; None if all tasks are done.
-        progress: The last step that any task is known to have finished; -1: none is.
-        signal: The signal that asked the launcher to end, if one did.
+        said: In words for the moment of the failure, when other tasks may go on.
+        told: In words for the summary of the job.
     """
 
-    failure: Failure | None
-    progress: int = -1
-    signal: int | None = None
+    said: str
+    told: str
+
+
+_INTERRUPTED = GiveUp("It would fail again", "interrupted")
+_PERMANENT = GiveUp(
+    "It would fail again", "permanent: another attempt would fail again"
+)
+CRASH_LOOP = GiveUp(
+    "Three restarts in a row brought no step more",
+    "retryable, but three attempts in a row got no further: a crash loop",
+)
+_NONE_LEFT = GiveUp("No restart is left", "retryable, but no restart is left")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RestartPolicy:
-    """Which failures tasks are started again after, and how often.
+    """Which failures are followed by a restart, and how often.
 
     Attributes:
         max_restarts: How often at most.
@@ -72,10 +86,24 @@ class RestartPolicy:
     on_any: bool = False
 
     def is_permanent(self, failure: Failure) -> bool:
-        """Whether nothing is started again after this failure, whatever is left."""
+        """Whether nothing is restarted after this failure, whatever is left."""
         if self.on_any:
             return exit_status(failure.exit_code) == ExitCode.INTERRUPTED
         return not is_retryable(failure.exit_code)
+
+    def give_up(self, failure: Failure, steps: Sequence[int]) -> GiveUp | None:
+        """Why a failure is not followed by a restart; None: it is.
+
+        Args:
+            failure: The failure.
+            steps: How far each attempt came that has failed, this one the last.
+        """
+        if self.is_permanent(failure):
+            interrupted = exit_status(failure.exit_code) == ExitCode.INTERRUPTED
+            return _INTERRUPTED if interrupted else _PERMANENT
+        if crash_loop(steps):
+            return CRASH_LOOP
+        return _NONE_LEFT if len(steps) > self.max_restarts else None
 
     def wait_seconds(self, restart: int) -> float:
         """How long to wait before a restart; 0 is the first one."""
@@ -184,19 +212,21 @@ def last_lines(failure: Failure) -> str:
 
 
 def progress(reports: Sequence[FailureReport]) -> int:
-    """The last step that any task is known to have finished; -1: none is."""
+    """The last step that a task is known to have finished; -1: none is."""
     return max((step for r in reports for step in r.steps.values()), default=-1)
 
 
-def crash_loop(outcomes: Sequence[Outcome]) -> bool:
+def crash_loop(steps: Sequence[int]) -> bool:
     """Whether three attempts in a row got no further than the one before each.
 
+    Args:
+        steps: How far each attempt came.
+
     Example:
-        >>> outcomes = [Outcome(failure=None, progress=p) for p in (7, 9, 9, 8, 8)]
-        >>> crash_loop(outcomes), crash_loop(outcomes[:-1])
+        >>> crash_loop([7, 9, 9, 8, 8]), crash_loop([7, 9, 9, 8])
         (True, False)
     """
-    last = [outcome.progress for outcome in outcomes[-_FRUITLESS - 1 :]]
+    last = steps[-_FRUITLESS - 1 :]
     return len(last) > _FRUITLESS and all(
         after <= before for before, after in itertools.pairwise(last)
     )

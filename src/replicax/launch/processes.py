@@ -8,12 +8,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-__all__ = ["OnOutput", "Task", "TaskProcesses"]
+__all__ = ["OnOutput", "TaskProcess", "TaskProcesses"]
 
 OnOutput = Callable[[str, bytes], None]
 """Takes a task's name and what it has written; nothing (`b""`) at the end of it."""
@@ -27,7 +27,7 @@ _KILL_S = 10.0  # The kernel takes its time to end a large process.
 _CHUNK_BYTES = 1 << 16
 
 
-class Task:
+class TaskProcess:
     """One task: a process with a session and process group of its own.
 
     Attributes:
@@ -130,7 +130,7 @@ class TaskProcesses:
         on_output: OnOutput,
         cores: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
-        self.tasks: dict[str, Task] = {}
+        self.tasks: dict[str, TaskProcess] = {}
         self._commands = commands
         self._environments = environments
         self._on_output = on_output
@@ -196,13 +196,13 @@ class TaskProcesses:
             bufsize=0,
         )
         self._tell_guard(b"+%d\n" % process.pid)
-        self.tasks[name] = Task(name, process)
+        self.tasks[name] = TaskProcess(name, process)
         output = process.stdout
         assert output is not None
         self._outputs[name] = output
         self._selector.register(output, selectors.EVENT_READ, name)
 
-    def start_again(self, name: str, environment: Mapping[str, str]) -> Task:
+    def start_again(self, name: str, environment: Mapping[str, str]) -> TaskProcess:
         """Start a task that has ended, as a new process.
 
         Args:
@@ -228,6 +228,11 @@ class TaskProcesses:
     def running(self) -> list[str]:
         """The names of the tasks that have not ended."""
         return [name for name, task in self.tasks.items() if task.exit_code is None]
+
+    def exit_codes(self, names: Iterable[str]) -> dict[str, int]:
+        """The exit codes of those of these tasks that have ended."""
+        codes = {name: self.tasks[name].exit_code for name in names}
+        return {name: code for name, code in codes.items() if code is not None}
 
     def wait_until(
         self, reached: Callable[[], bool], timeout_seconds: float | None = None

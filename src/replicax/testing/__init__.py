@@ -4,8 +4,7 @@
 freeze tasks.
 """
 
-from replicax.testing.cluster import Cluster
-from replicax.testing.oneshot import run
+from replicax.testing.cluster import Cluster, run
 from replicax.testing.results import ClusterTimeout, Results, TaskFailed, TaskResult
 
 __all__ = ["Cluster", "ClusterTimeout", "Results", "TaskFailed", "TaskResult", "run"]

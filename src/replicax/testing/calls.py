@@ -6,7 +6,8 @@ import sys
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+
+from replicax.testing.runner import FunctionCall, ScriptCall
 
 from replicax.cpu.settings import keep_loops
 
@@ -26,11 +27,11 @@ _OWN = (
 
 
 def call_of(
-    program: Callable[..., Any] | str | Path,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    program: Callable[..., object] | str | Path,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
     logical_devices: int | None,
-) -> dict[str, Any]:
+) -> FunctionCall | ScriptCall:
     """The call in plain values, for `replicax.testing.runner`.
 
     Raises:
@@ -39,7 +40,17 @@ def call_of(
         TypeError: If a script's arguments are no strings.
     """
     if isinstance(program, str | Path):
-        return _script_call(Path(program), args, kwargs, logical_devices)
+        script = Path(program)
+        if not script.is_file():
+            raise ValueError(f"Cluster: there is no script {script}.")
+        words = [argument for argument in args if isinstance(argument, str)]
+        if kwargs or len(words) < len(args):
+            raise TypeError(
+                "Cluster: a script's arguments are strings, given as args; got "
+                f"args={args!r}, kwargs={kwargs!r}."
+            )
+        script = str(script.resolve())
+        return {"script": script, "args": words, "logical_devices": logical_devices}
     if not callable(program):
         raise TypeError(
             f"Cluster: program must be a function or the path of a script; got "
@@ -50,7 +61,6 @@ def call_of(
         # The name under which tasks load it, for classes of the values they return.
         sys.modules.setdefault("__mp_main__", sys.modules["__main__"])
     return {
-        "script": None,
         "module": module,
         "file": str(_file(program, module)),
         "function": name,
@@ -60,27 +70,7 @@ def call_of(
     }
 
 
-def _script_call(
-    script: Path,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    logical_devices: int | None,
-) -> dict[str, Any]:
-    if not script.is_file():
-        raise ValueError(f"Cluster: there is no script {script}.")
-    if kwargs or not all(isinstance(argument, str) for argument in args):
-        raise TypeError(
-            "Cluster: a script's arguments are strings, given as args; got "
-            f"args={args!r}, kwargs={kwargs!r}."
-        )
-    return {
-        "script": str(script.resolve()),
-        "args": list(args),
-        "logical_devices": logical_devices,
-    }
-
-
-def _place(function: Callable[..., Any]) -> tuple[str, str]:
+def _place(function: Callable[..., object]) -> tuple[str, str]:
     module = getattr(function, "__module__", None)
     name = getattr(function, "__qualname__", None)
     if module is None or name is None or "<" in name:
@@ -91,7 +81,7 @@ def _place(function: Callable[..., Any]) -> tuple[str, str]:
     return module, name
 
 
-def _file(function: Callable[..., Any], module: str) -> Path:
+def _file(function: Callable[..., object], module: str) -> Path:
     loaded = sys.modules.get(module)
     found = getattr(loaded, "__file__", None)
     if found is None:

@@ -1,5 +1,6 @@
-"""A cluster on this machine for a test that looks at it while it runs."""
+"""A cluster on this machine, for tests that look at it while it runs or at its end."""
 
+import math
 import pickle
 import shutil
 import sys
@@ -8,107 +9,31 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Generic, TypeVar
 
 from replicax.cluster.failure import REPORT_DIR, FailureReport
-from replicax.launch.local_tasks import check_tasks, tf_configs
-from replicax.launch.processes import Task, TaskProcesses
-from replicax.launch.ps_token import ps_token
+from replicax.launch.local_tasks import check_tasks, ps_token, tf_configs
+from replicax.launch.processes import TaskProcess, TaskProcesses
+from replicax.launch.supervisor import Supervisor
 from replicax.testing import runner
 from replicax.testing.calls import call_of, child_environment
 from replicax.testing.results import (
     ClusterTimeout,
     Results,
+    T_co,
     TaskResult,
     show_outputs,
 )
-from replicax.testing.stacks import collect_stacks
+from replicax.testing.tasks import RunningTask, collect_stacks
 
-__all__ = ["Cluster", "RunningTask"]
+__all__ = ["Cluster", "run"]
+
+T = TypeVar("T")
 
 _PS_GRACE_S = 1.0
 
 
-class RunningTask:
-    """One task of a cluster that runs. `Cluster.task` gives it.
-
-    Attributes:
-        name: Such as `"worker:1"`.
-        pid: The id of its process, and of its process group.
-    """
-
-    def __init__(self, cluster: "Cluster", task: Task) -> None:
-        self.name = task.name
-        self.pid = task.pid
-        self._cluster = cluster
-        self._task = task
-
-    def __repr__(self) -> str:
-        return repr(self._task)
-
-    @property
-    def output(self) -> str:
-        """What it has written to stdout and stderr so far."""
-        return self._cluster.outputs()[self.name]
-
-    @property
-    def exit_code(self) -> int | None:
-        """None while it runs; its exit status, negative for a signal."""
-        return self._task.exit_code
-
-    def wait_for(self, text: str, *, timeout_seconds: float = 60) -> None:
-        """Wait until `text` stands in the output.
-
-        Raises:
-            ClusterTimeout: After `timeout_seconds`, or when the task has ended without
-                writing it, or at the cluster's deadline.
-        """
-        self._cluster.wait_until(
-            lambda: self._cluster.has_written(self.name, text),
-            lambda: f"{self.name} to write {text!r}",
-            timeout_seconds,
-            by=self._task,
-        )
-
-    def wait(self, *, timeout_seconds: float = 60) -> int:
-        """Wait until the task has ended.
-
-        Returns:
-            Its exit status, negative for the signal that ended it.
-
-        Raises:
-            ClusterTimeout: After `timeout_seconds`, or at the cluster's deadline.
-        """
-        self._cluster.wait_until(
-            lambda: self._task.exit_code is not None,
-            lambda: f"{self.name} to end",
-            timeout_seconds,
-        )
-        assert self._task.exit_code is not None
-        return self._task.exit_code
-
-    def terminate(self) -> None:
-        """Ask the task to end (SIGTERM)."""
-        self._task.terminate()
-
-    def kill(self) -> None:
-        """End the task and its children at once (SIGKILL), as a crash does."""
-        self._task.kill()
-
-    def stop(self) -> None:
-        """Freeze the task and its children (SIGSTOP), as a machine that hangs."""
-        self._task.stop()
-
-    def resume(self) -> None:
-        """Let a frozen task go on (SIGCONT)."""
-        self._task.resume()
-
-    def signal(self, number: int) -> None:
-        """Send it any other signal."""
-        self._task.signal(number)
-
-
-class Cluster:
+class Cluster(Generic[T_co]):
     """A cluster whose tasks all run one function or script, each in its own process.
 
     A context manager: entering starts the tasks, leaving kills what still runs. Nothing
@@ -149,12 +74,12 @@ class Cluster:
 
     def __init__(
         self,
-        program: Callable[..., Any] | str | Path,
+        program: Callable[..., T_co] | str | Path,
         *,
         num_workers: int | None = None,
         tasks: Mapping[str, int] | None = None,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
         env: Mapping[str, str] | None = None,
         logical_devices: int | None = None,
         deadline_seconds: float = 120,
@@ -177,13 +102,12 @@ class Cluster:
         self._timer.daemon = True
         self._stacks: dict[str, str] = {}
         self._expired = threading.Event()
-        self._dismissed: set[str] = set()
         self._raw: dict[str, bytearray] = {}
         self._raw_lock = threading.Lock()
         self._folder: Path | None = None
         self._processes: TaskProcesses | None = None
 
-    def __enter__(self) -> "Cluster":
+    def __enter__(self) -> "Cluster[T_co]":
         self._folder = Path(tempfile.mkdtemp(prefix="replicax-"))
         try:
             self._start(self._folder)
@@ -274,7 +198,7 @@ class Cluster:
         with self._raw_lock:
             return text.encode() in self._raw[name]
 
-    def wait(self) -> Results:
+    def wait(self) -> Results[T_co]:
         """Wait until all tasks have ended.
 
         Parameter servers that still serve when all other tasks have ended get one
@@ -286,34 +210,18 @@ class Cluster:
         Raises:
             ClusterTimeout: At the deadline.
         """
-        others = [n for n in self._running.tasks if not n.startswith("ps:")]
-        if others:
-            self._wait_for_end(others)
-        servers = [n for n in self._running.tasks if n.startswith("ps:")]
-        if others and servers:
-            self._dismiss(servers)
-        self._wait_for_end(servers)
-        return Results({name: self._result(name) for name in self._running.tasks})
-
-    def _wait_for_end(self, names: Sequence[str]) -> None:
-        def running() -> list[str]:
-            return [name for name in names if name in self._running.running]
-
-        self.wait_until(lambda: not running(), lambda: f"{', '.join(running())} to end")
-
-    def _dismiss(self, servers: Sequence[str]) -> None:
-        tasks = self._running.tasks
-        ended = self._running.wait_until(
-            lambda: all(tasks[name].exit_code is not None for name in servers),
-            _PS_GRACE_S,
+        supervisor = Supervisor(
+            self._running, say=lambda _: None, kill_after_seconds=math.inf
         )
-        if ended:
-            return
-        for name in servers:
-            if tasks[name].exit_code is None:
-                self._dismissed.add(name)
-                tasks[name].resume()
-                tasks[name].terminate()
+        supervisor.run(_ServersLast(supervisor, self._check_deadline))
+        self._check_deadline()
+        reports = FailureReport.read_all(self._task_folder("reports"))
+        return Results(
+            {
+                name: self._result(task, reports, name in supervisor.dismissed)
+                for name, task in self._running.tasks.items()
+            }
+        )
 
     def wait_until(
         self,
@@ -321,7 +229,7 @@ class Cluster:
         what: Callable[[], str],
         timeout_seconds: float | None = None,
         *,
-        by: Task | None = None,
+        by: TaskProcess | None = None,
     ) -> None:
         """Wait until `reached()`; tested whenever output comes or a task ends.
 
@@ -340,11 +248,7 @@ class Cluster:
             return ended or self._expired.is_set()
 
         self._running.wait_until(lambda: reached() or given_up(), timeout_seconds)
-        if self._expired.is_set():  # Tasks have ended then, but were not done.
-            raise ClusterTimeout(
-                f"The deadline of {self._deadline_s:g} s found these tasks running: "
-                f"{', '.join(self._stacks)}.\n{self._show()}"
-            )
+        self._check_deadline()
         if reached():
             return
         if given_up():
@@ -352,6 +256,13 @@ class Cluster:
         raise ClusterTimeout(
             f"Waited {timeout_seconds:g} s for {what()}.\n{self._show()}"
         )
+
+    def _check_deadline(self) -> None:
+        if self._expired.is_set():  # Tasks may have ended then, but were not done.
+            raise ClusterTimeout(
+                f"The deadline of {self._deadline_s:g} s found these tasks running: "
+                f"{', '.join(self._stacks)}.\n{self._show()}"
+            )
 
     def _show(self) -> str:
         outputs = self.outputs()
@@ -371,18 +282,17 @@ class Cluster:
         for task in tasks:
             task.kill()
 
-    def _result(self, name: str) -> TaskResult:
-        assert self._folder is not None
-        reports = FailureReport.read_all(self._folder / "reports")
-        value = self._task_folder(name) / runner.VALUE
-        exit_code = self._running.tasks[name].exit_code
-        assert exit_code is not None
+    def _result(
+        self, task: TaskProcess, reports: Sequence[FailureReport], dismissed: bool
+    ) -> TaskResult[T_co]:
+        value = self._task_folder(task.name) / runner.VALUE
+        assert task.exit_code is not None
         return TaskResult(
-            exit_code=exit_code,
-            output=self.outputs()[name],
+            exit_code=task.exit_code,
+            output=self.outputs()[task.name],
             value=pickle.loads(value.read_bytes()) if value.exists() else None,
-            report=next((r for r in reports if r.task == name), None),
-            dismissed=name in self._dismissed,
+            report=next((r for r in reports if r.task == task.name), None),
+            dismissed=dismissed,
         )
 
     def close(self) -> None:
@@ -397,3 +307,85 @@ class Cluster:
             if self._folder is not None:
                 shutil.rmtree(self._folder)
                 self._folder = None
+
+
+class _ServersLast:
+    """Restarts nothing; terminates parameter servers once all other tasks have ended.
+
+    Args:
+        supervisor: The tasks' supervisor.
+        check: Raises what is to end the waiting early.
+    """
+
+    is_waiting = False
+
+    def __init__(self, supervisor: Supervisor, check: Callable[[], None]) -> None:
+        self._supervisor = supervisor
+        self._check = check
+        self._has_others = supervisor.running != supervisor.running_of("ps")
+
+    def note_exits(self, codes: Mapping[str, int]) -> None:
+        """Do nothing: the others may go on."""
+
+    def act(self) -> None:
+        """Terminate the servers, where only they run."""
+        self._check()
+        serving = self._supervisor.running_of("ps")
+        if self._has_others and serving == self._supervisor.running:
+            self._supervisor.dismiss(serving, "training", _PS_GRACE_S)
+
+
+def run(
+    program: Callable[..., T] | str | Path,
+    *,
+    num_workers: int | None = None,
+    tasks: Mapping[str, int] | None = None,
+    args: Sequence[object] = (),
+    kwargs: Mapping[str, object] | None = None,
+    env: Mapping[str, str] | None = None,
+    logical_devices: int | None = None,
+    deadline_seconds: float = 120,
+    check: bool = True,
+) -> Results[T]:
+    """Run a function or script in every task of a cluster on this machine.
+
+    Args:
+        program: As for `Cluster`, as is all else.
+        num_workers: Number of workers. Or give `tasks`.
+        tasks: Number of tasks by job.
+        args: What the function is called with, or the script's command line.
+        kwargs: Keyword arguments of the function.
+        env: Environment variables of all tasks.
+        logical_devices: Number of CPU devices of each task.
+        deadline_seconds: After this time all tasks are killed.
+        check: Whether to raise if a task fails. False: look at the exit codes yourself.
+
+    Returns:
+        How each task ended, by the name of the task.
+
+    Raises:
+        TaskFailed: If a task's exit code is not 0, with all outputs.
+        ClusterTimeout: At the deadline, with all outputs and stacks.
+
+    Example:
+        >>> import posixpath
+        >>> import replicax.testing
+        >>> results = replicax.testing.run(
+        ...     posixpath.basename, num_workers=2, args=("a/b",)
+        ... )
+        >>> results["worker:0"].value, results["worker:0"].exit_code
+        ('b', 0)
+    """
+    cluster = Cluster(
+        program,
+        num_workers=num_workers,
+        tasks=tasks,
+        args=args,
+        kwargs=kwargs,
+        env=env,
+        logical_devices=logical_devices,
+        deadline_seconds=deadline_seconds,
+    )
+    with cluster:
+        results = cluster.wait()
+    return results.check() if check else results

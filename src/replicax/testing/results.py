@@ -2,11 +2,13 @@
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Generic, TypeVar
 
 from replicax.cluster.failure import FailureReport
 
-__all__ = ["ClusterTimeout", "Results", "TaskFailed", "TaskResult"]
+__all__ = ["ClusterTimeout", "Results", "T_co", "TaskFailed", "TaskResult"]
+
+T_co = TypeVar("T_co", covariant=True)
 
 _TAIL_LINES = 60
 
@@ -24,7 +26,7 @@ class ClusterTimeout(AssertionError):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TaskResult:
+class TaskResult(Generic[T_co]):
     """How one task ended.
 
     Attributes:
@@ -39,18 +41,18 @@ class TaskResult:
 
     exit_code: int
     output: str
-    value: Any = None
+    value: T_co | None = None
     report: FailureReport | None = None
     dismissed: bool = False
 
 
-class Results(Mapping[str, TaskResult]):
+class Results(Mapping[str, TaskResult[T_co]]):
     """The tasks' results by their names, such as `"worker:1"`."""
 
-    def __init__(self, results: Mapping[str, TaskResult]) -> None:
+    def __init__(self, results: Mapping[str, TaskResult[T_co]]) -> None:
         self._results = dict(results)
 
-    def __getitem__(self, name: str) -> TaskResult:
+    def __getitem__(self, name: str) -> TaskResult[T_co]:
         return self._results[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -69,11 +71,11 @@ class Results(Mapping[str, TaskResult]):
         return {name: result.exit_code for name, result in self.items()}
 
     @property
-    def returned(self) -> dict[str, Any]:
+    def returned(self) -> dict[str, T_co | None]:
         """What the function returned in each task."""
         return {name: result.value for name, result in self.items()}
 
-    def check(self) -> "Results":
+    def check(self) -> "Results[T_co]":
         """Raise if a task failed.
 
         Returns:

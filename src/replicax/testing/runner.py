@@ -7,32 +7,51 @@ it leaves the function's value and, on SIGUSR1, the stacks of all threads.
 import faulthandler
 import importlib
 import importlib.util
+import operator
 import os
 import pickle
 import runpy
 import signal
 import sys
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TypedDict
 
-__all__ = ["CALL", "STACKS", "VALUE"]
+__all__ = ["CALL", "STACKS", "VALUE", "FunctionCall", "ScriptCall"]
 
 CALL = "call.pickle"
 STACKS = "stacks.txt"
 VALUE = "value.pickle"
 
 
+class ScriptCall(TypedDict):
+    """A script and its command line."""
+
+    script: str
+    args: list[str]
+    logical_devices: int | None
+
+
+class FunctionCall(TypedDict):
+    """A function, as another process finds it, and its pickled arguments."""
+
+    module: str
+    file: str
+    function: str
+    args: bytes
+    sys_path: list[str]
+    logical_devices: int | None
+
+
 def main(call_file: Path, folder: Path) -> None:
     """Run what the file `call_file` describes; `folder` takes what this task leaves."""
     _show_stacks_on_signal(folder)
-    call = pickle.loads(call_file.read_bytes())
+    call: ScriptCall | FunctionCall = pickle.loads(call_file.read_bytes())
     if call["logical_devices"] is not None:
         from replicax.engine.devices import set_logical_devices
 
         set_logical_devices(call["logical_devices"])
-    if call["script"] is not None:
+    if "script" in call:
         _run_script(call["script"], call["args"])
     else:
         _run_function(call, folder)
@@ -52,13 +71,14 @@ def _run_script(script: str, arguments: list[str]) -> None:
     runpy.run_path(script, run_name="__main__")
 
 
-def _run_function(call: Mapping[str, Any], folder: Path) -> None:
+def _run_function(call: FunctionCall, folder: Path) -> None:
     sys.path[:] = call["sys_path"]
-    target: Any = _load(call["module"], Path(call["file"]))
-    for name in call["function"].split("."):
-        target = getattr(target, name)
+    module = _load(call["module"], Path(call["file"]))
+    function = operator.attrgetter(call["function"])(module)
     args, kwargs = pickle.loads(call["args"])
-    _leave_value(target, args, kwargs, folder)
+    part = folder / f"{VALUE}.part"
+    part.write_bytes(pickle.dumps(function(*args, **kwargs)))
+    part.rename(folder / VALUE)
 
 
 def _load(name: str, file: Path) -> ModuleType:
@@ -83,18 +103,6 @@ def _load_file(name: str, file: Path, *other_names: str) -> ModuleType:
     sys.modules.update(dict.fromkeys((name, *other_names), module))
     spec.loader.exec_module(module)
     return module
-
-
-def _leave_value(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    folder: Path,
-) -> None:
-    value = function(*args, **kwargs)
-    part = folder / f"{VALUE}.part"
-    part.write_bytes(pickle.dumps(value))
-    part.rename(folder / VALUE)
 
 
 if __name__ == "__main__":
