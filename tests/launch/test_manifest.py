@@ -252,7 +252,7 @@ def test_containers_run(tmp_path: Path) -> None:
 
 
 def test_restarts_as_a_gang_by_exit_code() -> None:
-    document = jobset(TrainingJob(**FULL))
+    document: Any = jobset(TrainingJob(**FULL))
     policy = document["spec"]["failurePolicy"]
     assert policy["maxRestarts"] == 0
     assert policy["restartStrategy"] == "BlockingRecreate"
@@ -279,7 +279,7 @@ def test_restarts_as_a_gang_by_exit_code() -> None:
 
 
 def test_job_ends_with_those_that_end() -> None:
-    document = jobset(TrainingJob(**FULL))
+    document: Any = jobset(TrainingJob(**FULL))
     assert document["spec"]["successPolicy"] == {
         "operator": "All",
         "targetReplicatedJobs": ["chief", "worker", "evaluator"],
@@ -291,7 +291,7 @@ def test_job_ends_with_those_that_end() -> None:
 
 
 def test_tfjob_has_the_names_that_the_operator_looks_for() -> None:
-    replicas = tfjob(TrainingJob(**FULL, port=2300))["spec"]["tfReplicaSpecs"]
+    replicas: Any = tfjob(TrainingJob(**FULL, port=2300))["spec"]["tfReplicaSpecs"]
     sizes = {name: part["replicas"] for name, part in replicas.items()}
     assert sizes == {"Chief": 1, "Worker": 12, "PS": 2, "Evaluator": 1}
     for part in replicas.values():

@@ -8,19 +8,18 @@ asks its API. A `TFJob` gets `TF_CONFIG` from Kubeflow's operator.
 import json
 import re
 from collections.abc import Mapping
-from typing import Any
 
-from replicax.cluster.failure import is_retryable
+from replicax._util.types import JSON
+from replicax.cluster.failure import ATTEMPT, is_retryable
 from replicax.launch.training_job import TrainingJob
 
 __all__ = ["jobset", "tfjob", "to_yaml"]
 
-_Document = dict[str, Any]
+_Document = dict[str, JSON]
 
 _INDEX_VARIABLE = "JOB_COMPLETION_INDEX"
 _INDEX_PATH = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 _ATTEMPT_PATH = "metadata.annotations['jobset.sigs.k8s.io/restart-attempt']"
-_ATTEMPT_VARIABLE = "REPLICAX_ATTEMPT"
 
 # Kubernetes knows exit codes up to 255; 0 is success and may not be in the list.
 _PERMANENT_CODES = [code for code in range(1, 256) if not is_retryable(code)]
@@ -108,13 +107,15 @@ def tfjob(job: TrainingJob) -> _Document:
                     "replicas": size,
                     "restartPolicy": "ExitCode",
                     # The operator looks for exactly these names.
-                    "template": _pod_template(
-                        job,
-                        role,
-                        container="tensorflow",
-                        port_name="tfjob-port",
-                        env=[],
-                    ),
+                    "template": {
+                        "spec": _pod_spec(
+                            job,
+                            role,
+                            container="tensorflow",
+                            port_name="tfjob-port",
+                            env=[],
+                        )
+                    },
                 }
                 for role, size in job.roles.items()
             },
@@ -130,10 +131,9 @@ def _metadata(job: TrainingJob) -> _Document:
 
 
 def _replicated_job(job: TrainingJob, role: str) -> _Document:
-    template = _pod_template(
+    pod = _pod_spec(
         job, role, container=role, port_name="replicax", env=_task_env(job, role)
     )
-    template["spec"] = {"restartPolicy": "Never", **template["spec"]}
     return {
         "name": role,
         "replicas": 1,
@@ -145,7 +145,7 @@ def _replicated_job(job: TrainingJob, role: str) -> _Document:
                 # A pod is never replaced alone: its peers would wait for the old one.
                 "backoffLimit": 0,
                 "podFailurePolicy": {"rules": _pod_failure_rules(role)},
-                "template": template,
+                "template": {"spec": {"restartPolicy": "Never", **pod}},
             }
         },
     }
@@ -176,7 +176,7 @@ def _task_env(job: TrainingJob, role: str) -> list[_Document]:
         # by itself, but at the end of the list, where TF_CONFIG could not refer to it.
         _from_pod(_INDEX_VARIABLE, _INDEX_PATH),
         {"name": "TF_CONFIG", "value": _tf_config(job, role)},
-        _from_pod(_ATTEMPT_VARIABLE, _ATTEMPT_PATH),
+        _from_pod(ATTEMPT, _ATTEMPT_PATH),
     ]
 
 
@@ -197,10 +197,10 @@ def _tf_config(job: TrainingJob, role: str) -> str:
     return json.dumps(config, indent=2).replace(f'"{reference}"', reference)
 
 
-def _pod_template(
+def _pod_spec(
     job: TrainingJob, role: str, *, container: str, port_name: str, env: list[_Document]
 ) -> _Document:
-    mounts = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
+    mounts: list[_Document] = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
     # Containers have 64 MiB of it by default: too little for NCCL and loader processes.
     volumes: list[_Document] = [
         {"name": "shared-memory", "emptyDir": {"medium": "Memory"}}
@@ -211,23 +211,21 @@ def _pod_template(
         volumes.append({"name": "checkpoints", "persistentVolumeClaim": claim})
     resources = _resources(job, role)
     return {
-        "spec": {
-            "terminationGracePeriodSeconds": job.grace_seconds,
-            # Else the script is process 1, which ignores SIGTERM until it handles it.
-            "shareProcessNamespace": True,
-            "containers": [
-                {
-                    "name": container,
-                    "image": job.image,
-                    "command": [_literal(word) for word in job.command],
-                    "env": [*env, *_plain_env(job)],
-                    "ports": [{"name": port_name, "containerPort": job.port}],
-                    **({"resources": resources} if resources else {}),
-                    "volumeMounts": mounts,
-                }
-            ],
-            "volumes": volumes,
-        }
+        "terminationGracePeriodSeconds": job.grace_seconds,
+        # Else the script is process 1, which ignores SIGTERM until it handles it.
+        "shareProcessNamespace": True,
+        "containers": [
+            {
+                "name": container,
+                "image": job.image,
+                "command": [_literal(word) for word in job.command],
+                "env": [*env, *_plain_env(job)],
+                "ports": [{"name": port_name, "containerPort": job.port}],
+                **({"resources": resources} if resources else {}),
+                "volumeMounts": mounts,
+            }
+        ],
+        "volumes": volumes,
     }
 
 
@@ -265,7 +263,7 @@ _PLAIN = re.compile(r"[A-Za-z/](?:[-\w./:]*[-\w./])?", re.ASCII)
 _NOT_PLAIN = frozenset(["y", "n", "yes", "no", "on", "off", "true", "false", "null"])
 
 
-def to_yaml(document: Mapping[str, Any]) -> str:
+def to_yaml(document: Mapping[str, JSON]) -> str:
     """The document as YAML, in the order of its keys.
 
     Args:
@@ -280,7 +278,7 @@ def to_yaml(document: Mapping[str, Any]) -> str:
     import yaml
 
     class Dumper(yaml.SafeDumper):
-        def ignore_aliases(self, data: Any) -> bool:
+        def ignore_aliases(self, data: object) -> bool:
             return True
 
     def text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
@@ -293,7 +291,7 @@ def to_yaml(document: Mapping[str, Any]) -> str:
             style = None
         return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
-    def sequence(dumper: yaml.SafeDumper, value: list[Any]) -> yaml.SequenceNode:
+    def sequence(dumper: yaml.SafeDumper, value: list[object]) -> yaml.SequenceNode:
         numbers = bool(value) and all(isinstance(item, int) for item in value)
         return dumper.represent_sequence(
             "tag:yaml.org,2002:seq", value, flow_style=numbers

@@ -117,6 +117,7 @@ class TaskProcesses:
             stderr.
         cores: The cores that each task is pinned to; tasks that are not in it may use
             all.
+        new_task: Makes the object of a task, of its name and process.
 
     Attributes:
         tasks: The tasks by name, once the context is entered.
@@ -129,12 +130,14 @@ class TaskProcesses:
         *,
         on_output: OnOutput,
         cores: Mapping[str, Sequence[int]] | None = None,
+        new_task: Callable[[str, subprocess.Popen[bytes]], TaskProcess] = TaskProcess,
     ) -> None:
         self.tasks: dict[str, TaskProcess] = {}
         self._commands = commands
         self._environments = environments
         self._on_output = on_output
         self._cores = cores or {}
+        self._new_task = new_task
         self._outputs: dict[str, IO[bytes]] = {}
         self._changed = threading.Condition()
         # Nobody starts a task again before its end is noted in full.
@@ -196,7 +199,7 @@ class TaskProcesses:
             bufsize=0,
         )
         self._tell_guard(b"+%d\n" % process.pid)
-        self.tasks[name] = TaskProcess(name, process)
+        self.tasks[name] = self._new_task(name, process)
         output = process.stdout
         assert output is not None
         self._outputs[name] = output

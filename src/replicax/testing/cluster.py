@@ -1,26 +1,25 @@
 """A cluster on this machine, for tests that look at it while it runs or at its end."""
 
+import contextlib
 import math
 import pickle
-import shutil
+import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Generic, TypeVar
 
 from replicax.cluster.failure import REPORT_DIR, FailureReport
 from replicax.launch.local_tasks import check_tasks, ps_token, tf_configs
-from replicax.launch.processes import TaskProcess, TaskProcesses
+from replicax.launch.processes import TaskProcesses
 from replicax.launch.supervisor import Supervisor
 from replicax.testing import runner
 from replicax.testing.calls import call_of, child_environment
 from replicax.testing.results import (
     ClusterTimeout,
     Results,
-    T_co,
     TaskResult,
     show_outputs,
 )
@@ -28,12 +27,10 @@ from replicax.testing.tasks import RunningTask, collect_stacks
 
 __all__ = ["Cluster", "run"]
 
-T = TypeVar("T")
-
 _PS_GRACE_S = 1.0
 
 
-class Cluster(Generic[T_co]):
+class Cluster:
     """A cluster whose tasks all run one function or script, each in its own process.
 
     A context manager: entering starts the tasks, leaving kills what still runs. Nothing
@@ -74,7 +71,7 @@ class Cluster(Generic[T_co]):
 
     def __init__(
         self,
-        program: Callable[..., T_co] | str | Path,
+        program: Callable[..., object] | str | Path,
         *,
         num_workers: int | None = None,
         tasks: Mapping[str, int] | None = None,
@@ -102,19 +99,22 @@ class Cluster(Generic[T_co]):
         self._timer.daemon = True
         self._stacks: dict[str, str] = {}
         self._expired = threading.Event()
+        self._tasks: dict[str, RunningTask] = {}
         self._raw: dict[str, bytearray] = {}
         self._raw_lock = threading.Lock()
         self._folder: Path | None = None
+        self._stack = contextlib.ExitStack()
         self._processes: TaskProcesses | None = None
 
-    def __enter__(self) -> "Cluster[T_co]":
-        self._folder = Path(tempfile.mkdtemp(prefix="replicax-"))
-        try:
-            self._start(self._folder)
-        except BaseException:
-            self.close()
-            raise
-        self._timer.start()
+    def __enter__(self) -> "Cluster":
+        with contextlib.ExitStack() as stack:
+            folder = tempfile.TemporaryDirectory(prefix="replicax-")
+            self._folder = Path(stack.enter_context(folder))
+            self._processes = stack.enter_context(self._task_processes(self._folder))
+            self._timer.start()
+            stack.callback(self._timer.join)
+            stack.callback(self._timer.cancel)
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(
@@ -125,7 +125,11 @@ class Cluster(Generic[T_co]):
     ) -> None:
         self.close()
 
-    def _start(self, folder: Path) -> None:
+    def close(self) -> None:
+        """Kill the tasks that still run, and remove all that the cluster has made."""
+        self._stack.close()
+
+    def _task_processes(self, folder: Path) -> TaskProcesses:
         call_file = folder / runner.CALL
         call_file.write_bytes(pickle.dumps(self._call))
         (folder / "reports").mkdir()
@@ -139,18 +143,20 @@ class Cluster(Generic[T_co]):
             REPORT_DIR: str(folder / "reports"),
         }
         common |= ps_token(self._num_tasks, common)
-        self._processes = TaskProcesses(
+        run_call = [sys.executable, "-P", str(Path(runner.__file__).resolve())]
+        return TaskProcesses(
             {
-                name: [
-                    *(sys.executable, "-P", str(Path(runner.__file__).resolve())),
-                    *(str(call_file), str(self._task_folder(name))),
-                ]
+                name: [*run_call, str(call_file), str(self._task_folder(name))]
                 for name in configs
             },
             {name: {**common, "TF_CONFIG": text} for name, text in configs.items()},
             on_output=self._take,
+            new_task=self._new_task,
         )
-        self._processes.__enter__()
+
+    def _new_task(self, name: str, process: subprocess.Popen[bytes]) -> RunningTask:
+        self._tasks[name] = RunningTask(self, name, process)
+        return self._tasks[name]
 
     def _take(self, name: str, chunk: bytes) -> None:
         with self._raw_lock:
@@ -163,9 +169,7 @@ class Cluster(Generic[T_co]):
     @property
     def tasks(self) -> dict[str, RunningTask]:
         """The tasks by name."""
-        return {
-            name: RunningTask(self, task) for name, task in self._running.tasks.items()
-        }
+        return {name: self._tasks[name] for name in self._running.tasks}
 
     @property
     def _running(self) -> TaskProcesses:
@@ -181,11 +185,11 @@ class Cluster(Generic[T_co]):
         Raises:
             KeyError: If there is none.
         """
-        if name not in self._running.tasks:
+        if name not in self._tasks:
             raise KeyError(
-                f"no task {name!r}; the cluster has {', '.join(self._running.tasks)}"
+                f"no task {name!r}; the cluster has {', '.join(self._tasks)}"
             )
-        return self.tasks[name]
+        return self._tasks[name]
 
     def outputs(self) -> dict[str, str]:
         """What each task has written to stdout and stderr so far."""
@@ -198,7 +202,7 @@ class Cluster(Generic[T_co]):
         with self._raw_lock:
             return text.encode() in self._raw[name]
 
-    def wait(self) -> Results[T_co]:
+    def wait(self) -> Results:
         """Wait until all tasks have ended.
 
         Parameter servers that still serve when all other tasks have ended get one
@@ -219,7 +223,7 @@ class Cluster(Generic[T_co]):
         return Results(
             {
                 name: self._result(task, reports, name in supervisor.dismissed)
-                for name, task in self._running.tasks.items()
+                for name, task in self._tasks.items()
             }
         )
 
@@ -229,7 +233,7 @@ class Cluster(Generic[T_co]):
         what: Callable[[], str],
         timeout_seconds: float | None = None,
         *,
-        by: TaskProcess | None = None,
+        by: RunningTask | None = None,
     ) -> None:
         """Wait until `reached()`; tested whenever output comes or a task ends.
 
@@ -271,7 +275,7 @@ class Cluster(Generic[T_co]):
         return show_outputs(outputs)
 
     def _expire(self) -> None:
-        tasks = [self._running.tasks[name] for name in self._running.running]
+        tasks = [task for task in self._tasks.values() if task.exit_code is None]
         if not tasks:
             return
         self._stacks = collect_stacks(
@@ -283,8 +287,8 @@ class Cluster(Generic[T_co]):
             task.kill()
 
     def _result(
-        self, task: TaskProcess, reports: Sequence[FailureReport], dismissed: bool
-    ) -> TaskResult[T_co]:
+        self, task: RunningTask, reports: Sequence[FailureReport], dismissed: bool
+    ) -> TaskResult:
         value = self._task_folder(task.name) / runner.VALUE
         assert task.exit_code is not None
         return TaskResult(
@@ -294,19 +298,6 @@ class Cluster(Generic[T_co]):
             report=next((r for r in reports if r.task == task.name), None),
             dismissed=dismissed,
         )
-
-    def close(self) -> None:
-        """Kill the tasks that still run, and remove all that the cluster has made."""
-        self._timer.cancel()
-        try:
-            if self._timer.ident is not None:
-                self._timer.join()
-            if self._processes is not None:
-                self._processes.close()
-        finally:
-            if self._folder is not None:
-                shutil.rmtree(self._folder)
-                self._folder = None
 
 
 class _ServersLast:
@@ -336,7 +327,7 @@ class _ServersLast:
 
 
 def run(
-    program: Callable[..., T] | str | Path,
+    program: Callable[..., object] | str | Path,
     *,
     num_workers: int | None = None,
     tasks: Mapping[str, int] | None = None,
@@ -346,7 +337,7 @@ def run(
     logical_devices: int | None = None,
     deadline_seconds: float = 120,
     check: bool = True,
-) -> Results[T]:
+) -> Results:
     """Run a function or script in every task of a cluster on this machine.
 
     Args:

@@ -1,14 +1,12 @@
 """What the tasks of a test's cluster have left, and the errors that show it."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from typing import Generic, TypeVar
+from collections.abc import Mapping
 
+from replicax._util.types import PyTree
 from replicax.cluster.failure import FailureReport
 
-__all__ = ["ClusterTimeout", "Results", "T_co", "TaskFailed", "TaskResult"]
-
-T_co = TypeVar("T_co", covariant=True)
+__all__ = ["ClusterTimeout", "Results", "TaskFailed", "TaskResult"]
 
 _TAIL_LINES = 60
 
@@ -26,7 +24,7 @@ class ClusterTimeout(AssertionError):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TaskResult(Generic[T_co]):
+class TaskResult:
     """How one task ended.
 
     Attributes:
@@ -41,25 +39,13 @@ class TaskResult(Generic[T_co]):
 
     exit_code: int
     output: str
-    value: T_co | None = None
+    value: PyTree = None
     report: FailureReport | None = None
     dismissed: bool = False
 
 
-class Results(Mapping[str, TaskResult[T_co]]):
+class Results(dict[str, TaskResult]):
     """The tasks' results by their names, such as `"worker:1"`."""
-
-    def __init__(self, results: Mapping[str, TaskResult[T_co]]) -> None:
-        self._results = dict(results)
-
-    def __getitem__(self, name: str) -> TaskResult[T_co]:
-        return self._results[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._results)
-
-    def __len__(self) -> int:
-        return len(self._results)
 
     def __repr__(self) -> str:
         codes = {name: result.exit_code for name, result in self.items()}
@@ -71,11 +57,11 @@ class Results(Mapping[str, TaskResult[T_co]]):
         return {name: result.exit_code for name, result in self.items()}
 
     @property
-    def returned(self) -> dict[str, T_co | None]:
+    def returned(self) -> dict[str, PyTree]:
         """What the function returned in each task."""
         return {name: result.value for name, result in self.items()}
 
-    def check(self) -> "Results[T_co]":
+    def check(self) -> "Results":
         """Raise if a task failed.
 
         Returns:

@@ -1,6 +1,7 @@
 """A task of a test's cluster while it runs, and the stacks of tasks that hang."""
 
 import signal
+import subprocess
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,32 +20,19 @@ _STACKS_S = 2.0
 _PAUSE_S = 0.1
 
 
-class RunningTask:
-    """One task of a cluster that runs. `Cluster.task` gives it.
+class RunningTask(TaskProcess):
+    """One task of a cluster that runs. `Cluster.task` gives it."""
 
-    Attributes:
-        name: Such as `"worker:1"`.
-        pid: The id of its process, and of its process group.
-    """
-
-    def __init__(self, cluster: "Cluster[object]", process: TaskProcess) -> None:
-        self.name = process.name
-        self.pid = process.pid
+    def __init__(
+        self, cluster: "Cluster", name: str, process: subprocess.Popen[bytes]
+    ) -> None:
+        super().__init__(name, process)
         self._cluster = cluster
-        self._process = process
-
-    def __repr__(self) -> str:
-        return repr(self._process)
 
     @property
     def output(self) -> str:
         """What it has written to stdout and stderr so far."""
         return self._cluster.outputs()[self.name]
-
-    @property
-    def exit_code(self) -> int | None:
-        """None while it runs; its exit status, negative for a signal."""
-        return self._process.exit_code
 
     def wait_for(self, text: str, *, timeout_seconds: float = 60) -> None:
         """Wait until `text` stands in the output.
@@ -57,7 +45,7 @@ class RunningTask:
             lambda: self._cluster.has_written(self.name, text),
             lambda: f"{self.name} to write {text!r}",
             timeout_seconds,
-            by=self._process,
+            by=self,
         )
 
     def wait(self, *, timeout_seconds: float = 60) -> int:
@@ -70,36 +58,16 @@ class RunningTask:
             ClusterTimeout: After `timeout_seconds`, or at the cluster's deadline.
         """
         self._cluster.wait_until(
-            lambda: self._process.exit_code is not None,
+            lambda: self.exit_code is not None,
             lambda: f"{self.name} to end",
             timeout_seconds,
         )
-        assert self._process.exit_code is not None
-        return self._process.exit_code
-
-    def terminate(self) -> None:
-        """Ask the task to end (SIGTERM)."""
-        self._process.terminate()
-
-    def kill(self) -> None:
-        """End the task and its children at once (SIGKILL), as a crash does."""
-        self._process.kill()
-
-    def stop(self) -> None:
-        """Freeze the task and its children (SIGSTOP), as a machine that hangs."""
-        self._process.stop()
-
-    def resume(self) -> None:
-        """Let a frozen task go on (SIGCONT)."""
-        self._process.resume()
-
-    def signal(self, number: int) -> None:
-        """Send it any other signal."""
-        self._process.signal(number)
+        assert self.exit_code is not None
+        return self.exit_code
 
 
 def collect_stacks(
-    folders: Mapping[TaskProcess, Path], cancelled: threading.Event
+    folders: Mapping[RunningTask, Path], cancelled: threading.Event
 ) -> dict[str, str]:
     """Ask tasks for the stacks of all their threads; frozen tasks are resumed for it.
 
