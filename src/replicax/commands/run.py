@@ -18,6 +18,7 @@ from replicax.launch.local_tasks import (
     ps_token,
     task_names,
 )
+from replicax.launch.outcome import RestartPolicy
 from replicax.report.journal import REPORT
 
 __all__ = ["RestartOn", "run"]
@@ -122,13 +123,12 @@ def run(
         grace_seconds=grace_seconds,
         evaluator_seconds=evaluator_seconds,
     )
-    status = launch(
-        command,
+    policy = RestartPolicy(
         max_restarts=max_restarts,
         backoff_seconds=backoff_seconds,
-        restart_on_any=restart_on is RestartOn.ANY,
+        on_any=restart_on is RestartOn.ANY,
     )
-    raise typer.Exit(status)
+    raise typer.Exit(launch(command, policy))
 
 
 def _page(path: Path) -> str:

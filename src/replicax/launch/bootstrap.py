@@ -1,4 +1,4 @@
-"""What a process of a local cluster runs before the task: a script, not a module.
+"""Runs in each process of a local cluster before its task: a script, not a module.
 
 `replicax.launch.processes` starts it by its path, with nothing but the standard
 library, so that it costs milliseconds. It has two parts. The task's part makes the

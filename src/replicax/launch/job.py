@@ -22,6 +22,7 @@ from replicax.launch.outcome import (
     CRASH_LOOP,
     Failure,
     RestartPolicy,
+    back_off,
     describe_exit,
     exit_status,
     first_failure,
@@ -136,7 +137,7 @@ class Job:
                 self._reason = reason.told
             self._fail_for_good(gang, failure, reason.said)
         else:
-            wait = self._policy.wait_seconds(gang.num_restarts)
+            wait = back_off(gang.num_restarts, self._policy.backoff_seconds)
             gang.restart_at = time.monotonic() + wait
             self._console.say(
                 f"{failure.message} Restart {gang.num_starts} of "

@@ -21,13 +21,7 @@ __all__ = ["launch", "received_signals"]
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def launch(
-    command: ClusterCommand,
-    *,
-    max_restarts: int = 3,
-    backoff_seconds: float = 1.0,
-    restart_on_any: bool = False,
-) -> int:
+def launch(command: ClusterCommand, policy: RestartPolicy | None = None) -> int:
     """Run a cluster's tasks until they are done, or have failed for good.
 
     All are started again when one fails with a retryable exit code, see `ExitCode`;
@@ -37,23 +31,15 @@ def launch(
 
     Args:
         command: What to run.
-        max_restarts: How often to start again, each task with parameter servers.
-        backoff_seconds: The wait before the first restart; it doubles from then on, up
-            to a minute.
-        restart_on_any: Whether to start again after any failure, also one that the
-            exit code says is permanent.
+        policy: Which failures are followed by a restart; with parameter servers it
+            holds for each task. None: `RestartPolicy()`.
 
     Returns:
         The exit status of the task that failed first, 128 and the signal's number if a
         signal ended it; 0 if none did. After SIGINT 130, however the tasks ended.
     """
-    policy = RestartPolicy(
-        max_restarts=max_restarts,
-        backoff_seconds=backoff_seconds,
-        on_any=restart_on_any,
-    )
     with received_signals() as signals:
-        status = _run(command, policy, signals)
+        status = _run(command, policy or RestartPolicy(), signals)
         # Who started this must not start it again because of what a task made of it.
         return ExitCode.INTERRUPTED if signal.SIGINT in signals else status
 

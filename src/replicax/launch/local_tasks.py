@@ -155,7 +155,7 @@ def _is_free(port: int) -> bool:
 
 
 def divide_cores(names: Sequence[str], per_task: int) -> dict[str, list[int]]:
-    """Cores of this process, so many for each task and none twice.
+    """Divide the cores of this process: `per_task` for each task, none twice.
 
     Raises:
         ValueError: If there are too few cores, or `per_task` is not positive.

@@ -76,7 +76,8 @@ class RestartPolicy:
 
     Attributes:
         max_restarts: How often at most.
-        backoff_seconds: The wait before the first restart; it doubles from then on.
+        backoff_seconds: The wait before the first restart; it doubles from then on, up
+            to a minute.
         on_any: Whether after any failure, and not only one that may pass. An interrupt
             (SIGINT) is never followed by a restart.
     """
@@ -104,10 +105,6 @@ class RestartPolicy:
         if crash_loop(steps):
             return CRASH_LOOP
         return _NONE_LEFT if len(steps) > self.max_restarts else None
-
-    def wait_seconds(self, restart: int) -> float:
-        """How long to wait before a restart; 0 is the first one."""
-        return back_off(restart, self.backoff_seconds)
 
 
 def exit_status(exit_code: int) -> int:

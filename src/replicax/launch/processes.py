@@ -1,4 +1,4 @@
-"""The tasks of a cluster as processes of this machine, of which none is left behind."""
+"""Starts tasks as processes, reads their output, and leaves no process behind."""
 
 import contextlib
 import os
@@ -104,6 +104,53 @@ class TaskProcess:
         return True
 
 
+class _Guard:
+    """A process that kills the tasks when this process dies, however it dies.
+
+    Attributes:
+        announcements: File descriptor on which starting tasks tell it their ids.
+    """
+
+    def __init__(self) -> None:
+        its_end, self.announcements = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                [*_PYTHON, "guard", str(its_end)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                pass_fds=(its_end,),
+                start_new_session=True,
+                bufsize=0,
+            )
+        except BaseException:
+            os.close(self.announcements)
+            raise
+        finally:
+            os.close(its_end)
+        assert self._process.stdin is not None
+        self._line = self._process.stdin
+
+    def tell(self, message: bytes) -> None:
+        """Tell it of a task that has begun or ended."""
+        with contextlib.suppress(BrokenPipeError, ValueError):
+            self._line.write(message)
+
+    def dismiss(self) -> None:
+        """Have it kill what it still knows of, and end.
+
+        That is nothing, but for a process that started while an exception came in
+        between.
+        """
+        if not self._line.closed:
+            os.close(self.announcements)
+            self._line.close()
+        try:
+            self._process.wait(_KILL_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
 class TaskProcesses:
     """A cluster's tasks as processes: a context manager that starts and ends them.
 
@@ -145,15 +192,14 @@ class TaskProcesses:
         self._closing = False
         self._error: BaseException | None = None
         self._selector = selectors.DefaultSelector()
-        self._guard: subprocess.Popen[bytes] | None = None
-        self._announce: int | None = None
+        self._guard: _Guard | None = None
         self._thread = threading.Thread(
             target=self._watch, name="replicax-processes", daemon=True
         )
 
     def __enter__(self) -> "TaskProcesses":
         try:
-            self._start_guard()
+            self._guard = _Guard()
             for name in self._commands:
                 self._start(name)
             self._thread.start()
@@ -170,35 +216,24 @@ class TaskProcesses:
     ) -> None:
         self.close()
 
-    def _start_guard(self) -> None:
-        announcements, self._announce = os.pipe()
-        try:
-            self._guard = subprocess.Popen(
-                [*_PYTHON, "guard", str(announcements)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                pass_fds=(announcements,),
-                start_new_session=True,
-                bufsize=0,
-            )
-        finally:
-            os.close(announcements)
-
     def _start(self, name: str) -> None:
-        guard = self._announce
-        assert guard is not None
+        assert self._guard is not None
+        announcements = self._guard.announcements
         cores = ",".join(map(str, self._cores.get(name, ())))
         process = subprocess.Popen(
-            [*_PYTHON, str(guard), str(os.getpid()), cores, *self._commands[name]],
+            [
+                *(*_PYTHON, str(announcements), str(os.getpid()), cores),
+                *self._commands[name],
+            ],
             env=dict(self._environments[name]),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            pass_fds=(guard,),
+            pass_fds=(announcements,),
             start_new_session=True,
             bufsize=0,
         )
-        self._tell_guard(b"+%d\n" % process.pid)
+        self._guard.tell(b"+%d\n" % process.pid)
         self.tasks[name] = self._new_task(name, process)
         output = process.stdout
         assert output is not None
@@ -274,34 +309,14 @@ class TaskProcesses:
                 self._on_output = _discard
                 self._watch_all()
         finally:
-            self._dismiss_guard()
+            if self._guard is not None:
+                self._guard.dismiss()
         if self._thread.is_alive():
             raise RuntimeError(
                 f"{', '.join(self.running)} did not end within {_KILL_S:.0f} s of "
                 "SIGKILL: the system holds them, perhaps in a file system or driver."
             )
         self._selector.close()
-
-    def _dismiss_guard(self) -> None:
-        # It kills what it still knows of: nothing, but for a process that started while
-        # an exception came in between.
-        if self._announce is not None:
-            os.close(self._announce)
-            self._announce = None
-        if self._guard is None or self._guard.stdin is None:
-            return
-        self._guard.stdin.close()
-        try:
-            self._guard.wait(_KILL_S)
-        except subprocess.TimeoutExpired:
-            self._guard.kill()
-            self._guard.wait()
-
-    def _tell_guard(self, message: bytes) -> None:
-        if self._guard is None or self._guard.stdin is None:
-            return
-        with contextlib.suppress(BrokenPipeError, ValueError):
-            self._guard.stdin.write(message)
 
     def _watch(self) -> None:
         try:
@@ -327,7 +342,8 @@ class TaskProcesses:
             if not task.settle(output):
                 return False
             self._end_output(name)
-            self._tell_guard(b"-%d\n" % task.pid)
+            if self._guard is not None:
+                self._guard.tell(b"-%d\n" % task.pid)
             return True
 
     def _read(self, name: str) -> None:

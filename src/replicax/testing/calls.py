@@ -1,4 +1,4 @@
-"""A function or script as something another process can find and call, and where."""
+"""Describes a function or script so that another process can find and call it."""
 
 import os
 import pickle
@@ -7,9 +7,8 @@ import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from replicax.testing.runner import FunctionCall, ScriptCall
-
 from replicax.cpu.settings import keep_loops
+from replicax.testing.runner import FunctionCall, ScriptCall
 
 __all__ = ["call_of", "child_environment"]
 

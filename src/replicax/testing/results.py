@@ -1,4 +1,4 @@
-"""What the tasks of a test's cluster have left, and the errors that show it."""
+"""Results of the tasks of a test's cluster, and the errors that show them."""
 
 import dataclasses
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What a task of a test's cluster runs: a script, which calls the function or script.
+"""The script that each task of a test's cluster runs: it calls the user's program.
 
 It is started by its path. Its argument is a folder, which holds the call, and in which
 it leaves the function's value and, on SIGUSR1, the stacks of all threads.
