@@ -3,7 +3,7 @@
 import dataclasses
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypedDict
 
@@ -239,11 +239,10 @@ class JobStatus:
         elif self._filled.get(server, status["incarnation"]) != status["incarnation"]:
             self.emptied.add(f"ps:{server}")
         self._staleness[server] = status["staleness"]
-        total: dict[str, Counter[int]] = {}
+        total = defaultdict[str, Counter[int]](Counter)
         for of_server in self._staleness.values():
             for worker, histogram in of_server.items():
-                counts = {int(k): count for k, count in histogram.items()}
-                total.setdefault(worker, Counter()).update(counts)
+                total[worker].update({int(k): n for k, n in histogram.items()})
         for worker, histogram in total.items():
             self.readings.setdefault(worker, Readings()).staleness = histogram
 
