@@ -75,9 +75,9 @@ def serve_flight(port: int, size: int) -> None:
 def serve_updates(port: int, size: int) -> None:
     import replicax  # noqa: F401 - It chooses JAX as Keras' backend.
     from replicax.ps.service import Service
-    from replicax.ps.store import Store
+    from replicax.ps.store import VariableStore
 
-    service = Service(f"127.0.0.1:{port}", Store(0), None, credentials())
+    service = Service(f"127.0.0.1:{port}", VariableStore(0), None, credentials())
     service.serve_in_thread()
     threading.Event().wait()
 
@@ -118,16 +118,16 @@ def update_round_trip(port: int, values: np.ndarray) -> Callable[[], object]:
     import keras
 
     from replicax.ps.connection import Connection
-    from replicax.ps.variable_slices import Group, Part
+    from replicax.ps.variable_slices import VariableGroup, VariableSlice
 
-    part = Part(
+    part = VariableSlice(
         variable=0, path="values", shape=values.shape, dtype="float32", server=0
     )
     rule = {
         "kind": "optimizer",
         "config": keras.optimizers.serialize(keras.optimizers.SGD(0.1)),
     }
-    group = Group(name="all", rule=rule, parts=(part,))
+    group = VariableGroup(name="all", rule=rule, parts=(part,))
     connection = Connection(f"127.0.0.1:{port}", credentials())
     connection.exchange({"op": "create", "group": group.to_json()}, {"float32": values})
     session = uuid.uuid4().hex

@@ -4,16 +4,16 @@ import os
 
 import pytest
 
-from replicax.ps.journal import Journal
-from replicax.ps.push_counts import PushCounts
+from replicax.ps.journal import WriteAheadLog
+from replicax.ps.pushes import PushCounts
 
 
 def test_the_newest_values_are_read_back_in_their_order(tmp_path):
     path = tmp_path / "folder" / "journal"
-    journal = Journal(path)
+    journal = WriteAheadLog(path)
     for number in range(20):
         journal.note(["a", str(number % 3)], [number, "x" * 200_000])
-    found = {key: value[0] for key, value in Journal(path).newest.items()}
+    found = {key: value[0] for key, value in WriteAheadLog(path).newest.items()}
     assert found == {("a", "2"): 17, ("a", "0"): 18, ("a", "1"): 19}
     assert list(found) == [("a", "2"), ("a", "0"), ("a", "1")]
     assert path.stat().st_size < 3_000_000, "it is rewritten when it has grown"
@@ -21,23 +21,23 @@ def test_the_newest_values_are_read_back_in_their_order(tmp_path):
     journal.note(["b"], 1)
     journal.close()
     journal.note(["c"], 2)
-    assert Journal(path).newest == {("b",): 1, ("c",): 2}
+    assert WriteAheadLog(path).newest == {("b",): 1, ("c",): 2}
 
 
 def test_a_line_that_was_cut_off_is_no_line(tmp_path):
     path = tmp_path / "journal"
-    journal = Journal(path)
+    journal = WriteAheadLog(path)
     journal.note(["a"], 1)
     journal.note(["a"], 2)
     path.write_bytes(path.read_bytes()[:-3])
-    assert Journal(path).newest == {("a",): 1}
+    assert WriteAheadLog(path).newest == {("a",): 1}
 
 
 def test_a_full_disk_is_told_of_once_and_leaves_nothing_stale(
     tmp_path, caplog, monkeypatch
 ):
     path = tmp_path / "journal"
-    journal = Journal(path)
+    journal = WriteAheadLog(path)
     journal.note(["a"], 1)
 
     def full(*_):

@@ -14,7 +14,7 @@ from replicax.ps.partition import (
     VariableInfo,
     place,
 )
-from replicax.ps.variable_slices import Group
+from replicax.ps.variable_slices import VariableGroup
 
 ADD = {"kind": "add"}
 
@@ -155,7 +155,7 @@ def test_every_row_is_on_one_server_and_servers_are_balanced(
     infos, num_servers, partitioner
 ) -> None:
     group = place("g", ADD, infos, num_servers, partitioner)
-    assert Group.from_json(group.to_json()) == group
+    assert VariableGroup.from_json(group.to_json()) == group
     rows = {i: [] for i in range(len(infos))}
     loads, largest = [0] * num_servers, 0
     for part in group.parts:

@@ -20,8 +20,8 @@ from replicax.ps.partition import VariableInfo, place
 from replicax.ps.remote import RemoteGroup
 from replicax.ps.service import Service
 from replicax.ps.session import Session
-from replicax.ps.store import Store
-from replicax.ps.variable_slices import Group
+from replicax.ps.store import VariableStore
+from replicax.ps.variable_slices import VariableGroup
 
 pytest.importorskip("pyarrow")
 
@@ -51,7 +51,7 @@ def session():
     services = [
         Service(
             address,
-            Store(i),
+            VariableStore(i),
             board if i == 0 else None,
             CREDENTIALS,
             server=i,
@@ -168,7 +168,7 @@ def test_gradients_travel_as_bfloat16(session):
     for compression in (None, "bfloat16"):
         remote = RemoteGroup(
             session,
-            Group(
+            VariableGroup(
                 name=f"{group.name} {compression}", rule=group.rule, parts=group.parts
             ),
             SHARDING,

@@ -16,13 +16,13 @@ from replicax.layers import RowSource
 from replicax.ps import row_links
 from replicax.ps.connection import ConnectionLost
 from replicax.ps.credentials import Credentials, new_token
-from replicax.ps.remote import Part
-from replicax.ps.rows import Rows
-from replicax.ps.server_tables import Tables
+from replicax.ps.remote import WorkerShare
+from replicax.ps.rows import RemoteTables
+from replicax.ps.server_tables import TableStore
 from replicax.ps.service import Service
-from replicax.ps.store import Store
+from replicax.ps.store import VariableStore
 from replicax.ps.table_operations import table_actions, table_operations
-from replicax.ps.variable_slices import Group
+from replicax.ps.variable_slices import VariableGroup
 
 pytest.importorskip("pyarrow")
 
@@ -41,7 +41,7 @@ ADAM = {
 def group_of(class_name, config, name="group 0", **rule):
     described = {"class_name": class_name, "config": config}
     rule = {"kind": "optimizer", "config": described, **rule}
-    return Group(name=name, rule=rule, parts=())
+    return VariableGroup(name=name, rule=rule, parts=())
 
 
 ADAM_GROUP = group_of("Adam", ADAM)
@@ -79,7 +79,7 @@ class Servers:
         for _ in range(2):
             with socket.create_server(("127.0.0.1", 0)) as free:
                 self.addresses.append(f"127.0.0.1:{free.getsockname()[1]}")
-        self.tables = [Tables(i, 2, byte_limit=1 << 20) for i in range(2)]
+        self.tables = [TableStore(i, 2, byte_limit=1 << 20) for i in range(2)]
         self.services = [self._serve(i) for i in range(2)]
 
     def lose(self, server):
@@ -88,7 +88,7 @@ class Servers:
         return state
 
     def bring_back(self, server, state):
-        self.tables[server] = Tables(server, 2, byte_limit=1 << 20)
+        self.tables[server] = TableStore(server, 2, byte_limit=1 << 20)
         self.tables[server].load_state(state)
         self.services[server] = self._serve(server)
 
@@ -102,7 +102,7 @@ class Servers:
     def _serve(self, server):
         service = Service(
             self.addresses[server],
-            Store(server),
+            VariableStore(server),
             None,
             CREDENTIALS,
             server=server,
@@ -125,7 +125,9 @@ def make_rows(servers):
     made = []
 
     def make(worker=None, **options):
-        rows = Rows(worker or Worker(), servers.addresses, CREDENTIALS, **options)
+        rows = RemoteTables(
+            worker or Worker(), servers.addresses, CREDENTIALS, **options
+        )
         made.append(rows)
         return rows
 
@@ -329,7 +331,7 @@ def test_parts_of_a_step_make_one_update(rows, make_rows):
     before = everything(rows)
     for number in range(2):
         for i, source in enumerate((rows, other)):
-            part = Part(step=number, part=i, num_parts=2, weight=1.0 + 2 * i)
+            part = WorkerShare(step=number, part=i, num_parts=2, weight=1.0 + 2 * i)
             step(source, [1 + i, 9], value=4.0, part=part)
     change = before - everything(rows)
     np.testing.assert_allclose(change[[1, 2, 9]][:, 0], [1.0, 3.0, 4.0], rtol=1e-5)

@@ -10,13 +10,13 @@ import pytest
 
 from replicax.ps.partition import FixedShardsPartitioner, VariableInfo, place
 from replicax.ps.server_optimizer import (
-    Rule,
+    ServerOptimizer,
     can_split,
     clip_before_push,
-    make_rule,
+    make_server_optimizer,
     optimizer_rule,
 )
-from replicax.ps.variable_slices import Group
+from replicax.ps.variable_slices import VariableGroup
 
 SHAPES = {"dense/kernel": (6, 4), "dense/bias": (4,), "norm/scale": (1, 4), "s": ()}
 STEPS = 7
@@ -32,7 +32,9 @@ def variables(rng, constraint=None) -> list[keras.Variable]:
     return made
 
 
-def grouped(rule, trained, num_servers=1, partitioner=None, split=True) -> Group:
+def grouped(
+    rule, trained, num_servers=1, partitioner=None, split=True
+) -> VariableGroup:
     infos = [
         VariableInfo(
             path=v.path,
@@ -44,12 +46,12 @@ def grouped(rule, trained, num_servers=1, partitioner=None, split=True) -> Group
     ]
     group = place("weights", rule, infos, num_servers, partitioner, split)
     # As it comes over the wire.
-    return Group.from_json(json.loads(json.dumps(group.to_json())))
+    return VariableGroup.from_json(json.loads(json.dumps(group.to_json())))
 
 
 def flat(group, server, values) -> dict[str, np.ndarray]:
     vectors: dict[str, list[np.ndarray]] = {}
-    for part in group.parts_on(server):
+    for part in group.slices_on(server):
         rows = slice(None) if part.rows is None else slice(*part.rows)
         value = np.asarray(values[part.variable])
         value = value[rows] if value.ndim else value
@@ -61,7 +63,7 @@ def whole(group, vectors_by_server, shapes) -> list[np.ndarray]:
     values = [np.zeros(shape, np.float32) for shape in shapes]
     for server, vectors in enumerate(vectors_by_server):
         start = 0
-        for part in group.parts_on(server):
+        for part in group.slices_on(server):
             piece = np.asarray(vectors[part.dtype])[start : start + part.size]
             start += part.size
             if part.rows is None:
@@ -83,7 +85,7 @@ def compare(
     partitioner = FixedShardsPartitioner(2) if split else None
     servers = 2 if split else 1
     group = grouped(rule, trained, servers, partitioner, can_split(optimizer))
-    rules = [make_rule(group, server) for server in range(servers)]
+    rules = [make_server_optimizer(group, server) for server in range(servers)]
     start = [np.asarray(v) for v in trained]
     states = [r.start(flat(group, i, start)) for i, r in enumerate(rules)]
     for _ in range(STEPS):
@@ -190,7 +192,7 @@ def test_infinite_gradients_go_through_a_global_clip_as_in_keras() -> None:
     rule = optimizer_rule(keras.optimizers.SGD(1.0, global_clipnorm=1.0), [])
     trained = variables(np.random.default_rng(0))
     group = grouped(rule, trained, 2)
-    one = make_rule(group, 0)
+    one = make_server_optimizer(group, 0)
     vectors, state = one.start(flat(group, 0, trained))
     vectors, _ = one.apply(vectors, state, vectors, {"all": np.inf})
     assert np.isnan(np.asarray(vectors["float32"])).all()
@@ -226,7 +228,7 @@ def test_a_learning_rate_assigned_later_and_iterations_come_along() -> None:
     for _ in range(4):
         optimizer.apply(gradients)
     group = grouped(optimizer_rule(optimizer, trained), trained)
-    rule = make_rule(group, 0)
+    rule = make_server_optimizer(group, 0)
     vectors, state = rule.start(flat(group, 0, trained))
     vectors, state = rule.apply(vectors, state, flat(group, 0, gradients))
     optimizer.apply(gradients)
@@ -242,7 +244,7 @@ def test_a_learning_rate_assigned_later_and_iterations_come_along() -> None:
 def test_assign_changes_the_learning_rate_for_later_steps() -> None:
     trained = variables(np.random.default_rng(3))
     group = grouped(optimizer_rule(keras.optimizers.SGD(0.5), trained), trained)
-    rule = make_rule(group, 0)
+    rule = make_server_optimizer(group, 0)
     vectors, state = rule.start({"float32": np.zeros(33, np.float32)})
     ones = {"float32": np.ones(33, np.float32)}
     vectors, state = rule.apply(vectors, state, ones)
@@ -262,7 +264,7 @@ def test_slots_say_what_belongs_to_which_part() -> None:
         slots = rule.slots(state)
         assert slots.shared["iteration"] == STEPS
         assert slots.shared["learning_rate"] == np.float32(0.1)
-        for part, own in zip(group.parts_on(server), slots.parts, strict=True):
+        for part, own in zip(group.slices_on(server), slots.parts, strict=True):
             assert set(own) == {"momentum", "velocity", "average"}
             rows = slice(None) if part.rows is None else slice(*part.rows)
             for name, value in own.items():
@@ -289,7 +291,7 @@ def test_bfloat16_gradients_and_several_dtypes() -> None:
     ]
     rule = optimizer_rule(keras.optimizers.SGD(0.5), [])
     group = place("mixed", rule, infos, 1)
-    one = make_rule(group, 0)
+    one = make_server_optimizer(group, 0)
     bf16 = jax.numpy.bfloat16
     vectors, state = one.start(
         {"float32": np.zeros(4, "f4"), "bfloat16": np.ones(2, bf16)}
@@ -305,7 +307,7 @@ def test_bfloat16_gradients_and_several_dtypes() -> None:
 def test_vectors_handed_out_stay_and_callers_arrays_are_copied() -> None:
     trained = variables(np.random.default_rng(3))
     group = grouped(optimizer_rule(keras.optimizers.Adam(0.5), trained), trained)
-    rule = make_rule(group, 0)
+    rule = make_server_optimizer(group, 0)
     mine = np.zeros(33, np.float32)
     vectors, state = rule.start({"float32": mine})
     mine[:] = 7
@@ -320,7 +322,7 @@ def test_vectors_handed_out_stay_and_callers_arrays_are_copied() -> None:
 def test_variables_of_equal_paths_are_kept_apart() -> None:
     infos = [VariableInfo(path="w", shape=(2,), dtype="float32")] * 2
     rule = optimizer_rule(keras.optimizers.SGD(0.5, momentum=0.5), [])
-    one = make_rule(place("twins", rule, infos, 1), 0)
+    one = make_server_optimizer(place("twins", rule, infos, 1), 0)
     vectors, state = one.start({"float32": np.zeros(4, "f4")})
     gradient = {"float32": np.array([1, 1, 2, 2], "f4")}
     _, state = one.apply(vectors, state, gradient)
@@ -343,7 +345,7 @@ def test_multi_optimizer() -> None:
     trained = variables(rng)
     rule = optimizer_rule(make(), trained)
     group = grouped(rule, trained, 2, FixedShardsPartitioner(2))
-    rules = [make_rule(group, server) for server in range(2)]
+    rules = [make_server_optimizer(group, server) for server in range(2)]
     states = [r.start(flat(group, i, trained)) for i, r in enumerate(rules)]
     local = make()
     for _ in range(3):
@@ -369,15 +371,17 @@ def test_what_cannot_run_on_servers_is_refused() -> None:
     info = [VariableInfo(path="w", shape=(2,), dtype="float32")]
     values = {"float32": np.zeros(2, "f4")}
     with pytest.raises(ValueError, match=r"'w'.*kind='sparse'.*'add' or 'optimizer'"):
-        make_rule(place("w", {"kind": "sparse"}, info, 1), 0)
+        make_server_optimizer(place("w", {"kind": "sparse"}, info, 1), 0)
     config = optimizer_rule(sgd(), [])["config"] | {"class_name": "Nonsense"}
-    rule: Rule = make_rule(
+    rule: ServerOptimizer = make_server_optimizer(
         place("w", {"kind": "optimizer", "config": config}, info, 1), 0
     )
     with pytest.raises(ValueError, match=r"cannot be built.*registered before"):
         rule.start(values)
     config = keras.saving.serialize_keras_object(keras.layers.Dense(1))
-    rule = make_rule(place("w", {"kind": "optimizer", "config": config}, info, 1), 0)
+    rule = make_server_optimizer(
+        place("w", {"kind": "optimizer", "config": config}, info, 1), 0
+    )
     with pytest.raises(ValueError, match=r"config of a Dense, expected"):
         rule.start(values)
     accumulating = sgd(global_clipnorm=1.0, gradient_accumulation_steps=2)
@@ -385,4 +389,4 @@ def test_what_cannot_run_on_servers_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"global_clipnorm=1.0 needs the whole gradient"
     ):
-        make_rule(group, 0).start(values)
+        make_server_optimizer(group, 0).start(values)

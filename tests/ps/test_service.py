@@ -20,7 +20,7 @@ from replicax.ps.connection import Connection, ServerRefused
 from replicax.ps.credentials import Credentials, new_token
 from replicax.ps.partition import VariableInfo, place
 from replicax.ps.service import Service
-from replicax.ps.store import Store
+from replicax.ps.store import VariableStore
 
 pa = pytest.importorskip("pyarrow")
 
@@ -97,7 +97,7 @@ def service(doubles, events):
     board = Board(["worker:0"], Timeouts(startup=9, heartbeat=9, chief=9))
     service = Service(
         free_address(),
-        Store(0),
+        VariableStore(0),
         board,
         CREDENTIALS,
         operations={"double": doubles},
@@ -217,7 +217,7 @@ def test_a_message_that_fits_nothing_is_refused(
 
 def test_a_group_larger_than_the_limit_is_refused():
     address = free_address()
-    service = Service(address, Store(0), None, CREDENTIALS, byte_limit=4 * SIZE)
+    service = Service(address, VariableStore(0), None, CREDENTIALS, byte_limit=4 * SIZE)
     service.serve_in_thread()
     try:
         with Connection(address, CREDENTIALS) as connection:
@@ -341,7 +341,7 @@ def test_the_other_calls_of_flight_are_refused(service, connection):
 )
 def test_an_address_that_no_server_should_listen_at(address, why):
     with pytest.raises(ValueError, match=why):
-        Service(address, Store(0), None, CREDENTIALS)
+        Service(address, VariableStore(0), None, CREDENTIALS)
 
 
 def test_only_the_given_address_is_bound(service):
@@ -351,7 +351,7 @@ def test_only_the_given_address_is_bound(service):
 
 
 def test_a_port_that_is_taken_is_named(service):
-    other = Service(service.address, Store(0), None, CREDENTIALS)
+    other = Service(service.address, VariableStore(0), None, CREDENTIALS)
     with pytest.raises(ClusterError, match=f"cannot listen at {service.address}"):
         other.serve_in_thread()
     other.close()
@@ -384,7 +384,7 @@ def test_closing_does_not_wait_for_idle_streams(service, created):
 def test_twenty_services_leave_no_thread_descriptor_or_port():
     def one():
         address = free_address()
-        service = Service(address, Store(0), None, CREDENTIALS)
+        service = Service(address, VariableStore(0), None, CREDENTIALS)
         service.serve_in_thread()
         with Connection(address, CREDENTIALS) as connection:
             connection.exchange({"op": "create", "group": GROUP.to_json()}, values(1))

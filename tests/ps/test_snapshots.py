@@ -15,13 +15,13 @@ import pytest
 from replicax.ps.partition import VariableInfo, place
 from replicax.ps.server_optimizer import optimizer_rule
 from replicax.ps.snapshots import Snapshots
-from replicax.ps.store import Store
+from replicax.ps.store import VariableStore
 
 
-def filled(updates=0, dtype="float32") -> Store:
+def filled(updates=0, dtype="float32") -> VariableStore:
     info = VariableInfo(path="w", shape=(3, 5), dtype=dtype)
     rule = optimizer_rule(keras.optimizers.SGD(0.5, momentum=0.5), [])
-    store = Store(0)
+    store = VariableStore(0)
     store.create(place("g", rule, [info], 1), {dtype: np.ones(15, dtype)})
     for i in range(updates):
         push(store, i + 1)
@@ -60,7 +60,7 @@ def test_round_trip(tmp_path, dtype) -> None:
     assert path == tmp_path / "server-3" / "snapshot-000000001"
     found = Snapshots(tmp_path, 3).restore()
     assert (found.path, found.board) == (path, board)
-    other = Store(0)
+    other = VariableStore(0)
     other.load_state(found.state)
     for each in (store, other):
         push(each, 3)

@@ -12,17 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replicax.ps.partition import FixedShardsPartitioner, VariableInfo, place
-from replicax.ps.server_optimizer import Slots, optimizer_rule
+from replicax.ps.server_optimizer import OptimizerSlots, optimizer_rule
 from replicax.ps.store import (
     BadVectors,
     DifferentGroup,
+    RefusedRequestError,
     StaleSequence,
-    Store,
-    StoreError,
+    StepShare,
     Superseded,
-    SyncPart,
     SyncTimeout,
     UnknownGroup,
+    VariableStore,
 )
 
 INFO = VariableInfo(path="dense/kernel", shape=(4, 2), dtype="float32")
@@ -37,7 +37,7 @@ def held(rule, num_servers=1, infos=(INFO,)):
     """A group and the stores that hold it, at zero."""
     partitioner = FixedShardsPartitioner(num_servers)
     group = place("weights", rule, infos, num_servers, partitioner)
-    stores = [Store(server) for server in range(num_servers)]
+    stores = [VariableStore(server) for server in range(num_servers)]
     for server, store in enumerate(stores):
         lengths = group.lengths_on(server).items()
         store.create(group, {d: np.zeros(n, d) for d, n in lengths})
@@ -131,10 +131,12 @@ def test_what_does_not_fit_is_refused() -> None:
         with pytest.raises(BadVectors, match=message):
             push(store, 1, vectors=vectors)
     with pytest.raises(BadVectors, match="got float16 for its float32 vector"):
-        Store(0).create(group, {"float32": np.zeros(8, "f2")})
+        VariableStore(0).create(group, {"float32": np.zeros(8, "f2")})
     config = {"module": "keras.optimizers", "class_name": "None", "config": {}}
     bad = place("bad", {"kind": "optimizer", "config": config}, [INFO], 1)
-    with pytest.raises(StoreError, match=r"'bad': its optimizer cannot be built"):
+    with pytest.raises(
+        RefusedRequestError, match=r"'bad': its optimizer cannot be built"
+    ):
         store.create(bad, {"float32": np.zeros(8, "f4")})
     assert list(store.groups()) == ["weights"]
     good = place("bad", ADD, [INFO], 1)
@@ -155,13 +157,13 @@ def test_gradients_may_be_bfloat16_and_nan() -> None:
 
 def test_a_server_without_parts_counts_versions() -> None:
     group = place("weights", sgd(), [INFO], 2)
-    store = Store(1)
+    store = VariableStore(1)
     store.create(group, {})
     pushed = store.push(
         "weights", worker="worker:0", session="a", sequence=1, based_on=0, vectors={}
     )
     assert (pushed.version, pushed.vectors) == (1, {})
-    again = Store(1)
+    again = VariableStore(1)
     again.load_state(store.state())
     assert again.pull("weights").version == 1
 
@@ -171,8 +173,8 @@ def in_threads(*calls):
         return [f.result(timeout=60) for f in [pool.submit(call) for call in calls]]
 
 
-def part_of(step, part, num_parts, weight=None) -> SyncPart:
-    return SyncPart(step=step, part=part, num_parts=num_parts, weight=weight)
+def part_of(step, part, num_parts, weight=None) -> StepShare:
+    return StepShare(step=step, part=part, num_parts=num_parts, weight=weight)
 
 
 def test_a_synchronous_step_is_one_update_with_the_weighted_mean() -> None:
@@ -208,13 +210,17 @@ def test_parts_that_are_there_or_over_are_not_applied() -> None:
     assert (late.version, late.applied) == (1, False)
     assert not push(store, 1, 9.0, worker="worker:2", part=part_of(0, 1, 2)).applied
     assert values(store) == [3.0] * 8
-    with pytest.raises(StoreError, match=r"part of step 3, but step 1 is not over"):
+    with pytest.raises(
+        RefusedRequestError, match=r"part of step 3, but step 1 is not over"
+    ):
         push(store, 9, part=part_of(3, 0, 2))
-    with pytest.raises(StoreError, match=r"part 2 of 2, expected 0 to 1"):
+    with pytest.raises(RefusedRequestError, match=r"part 2 of 2, expected 0 to 1"):
         push(store, 9, part=part_of(1, 2, 2))
-    with pytest.raises(StoreError, match=r"num_parts=1000000000, expected at most"):
+    with pytest.raises(
+        RefusedRequestError, match=r"num_parts=1000000000, expected at most"
+    ):
         push(store, 9, part=part_of(1, 0, 10**9))
-    with pytest.raises(StoreError, match=r"weight=0.0, expected a positive"):
+    with pytest.raises(RefusedRequestError, match=r"weight=0.0, expected a positive"):
         push(store, 9, part=part_of(1, 1, 2, 0.0))
 
 
@@ -224,7 +230,9 @@ def test_missing_parts_are_named_and_a_retry_waits_again() -> None:
     for _ in range(2):
         with pytest.raises(SyncTimeout, match=message):
             push(store, 1, part=part_of(0, 1, 3), deadline_seconds=0.05)
-    with pytest.raises(StoreError, match=r"got num_parts=2.*its other parts have num"):
+    with pytest.raises(
+        RefusedRequestError, match=r"got num_parts=2.*its other parts have num"
+    ):
         push(store, 1, worker="worker:1", part=part_of(0, 0, 2))
     in_threads(
         lambda: push(store, 1, part=part_of(0, 1, 3)),
@@ -260,9 +268,9 @@ def test_synchronous_clipping_by_a_norm_over_servers(clip) -> None:
     keras.optimizers.SGD(1.0, **{clip: 1.0}).apply([np.full((4, 2), 2.0)] * 2, local)
     for store in stores:
         np.testing.assert_allclose(values(store), np.asarray(local[0])[0, 0], rtol=1e-6)
-    with pytest.raises(StoreError, match=r"clipped_by_worker=True"):
+    with pytest.raises(RefusedRequestError, match=r"clipped_by_worker=True"):
         push(stores[0], 2)
-    with pytest.raises(StoreError, match=r"step 1 is not complete"):
+    with pytest.raises(RefusedRequestError, match=r"step 1 is not complete"):
         stores[0].commit("weights", 1, {})
 
 
@@ -277,13 +285,15 @@ def test_slots_are_read_and_set() -> None:
     assert slots.parts[0]["momentum"].tolist() == [[-1.0, -1.0]] * 4
     assert values(store) == [-1.5] * 8
     zeros = {"momentum": np.zeros((4, 2), np.float32)}
-    store.assign_slots("weights", Slots(shared={"learning_rate": 1.0}, parts=[zeros]))
+    store.assign_slots(
+        "weights", OptimizerSlots(shared={"learning_rate": 1.0}, parts=[zeros])
+    )
     push(store, 3)
     assert values(store) == [-2.5] * 8
-    with pytest.raises(StoreError, match="no variable 'speed'"):
+    with pytest.raises(RefusedRequestError, match="no variable 'speed'"):
         store.assign("weights", "speed", 1.0)
-    bad = Slots(shared={}, parts=[{"momentum": np.zeros(3, "f4")}])
-    with pytest.raises(StoreError, match=r"got shape \(3,\)"):
+    bad = OptimizerSlots(shared={}, parts=[{"momentum": np.zeros(3, "f4")}])
+    with pytest.raises(RefusedRequestError, match=r"got shape \(3,\)"):
         store.assign_slots("weights", bad)
 
 
@@ -324,7 +334,7 @@ def test_state_goes_on_where_it_was() -> None:
     for i in range(1, 4):
         push(store, i, based_on=i - 1)
     state = store.state()
-    other = Store(0)
+    other = VariableStore(0)
     other.load_state(state)
     before = state["arrays"]["0/values/float32"].copy()
     for each in (store, other):
@@ -338,18 +348,18 @@ def test_state_goes_on_where_it_was() -> None:
     push(other, 1, session="b")
     with pytest.raises(Superseded):
         push(other, 5, session="a")
-    with pytest.raises(StoreError, match="there are groups already"):
+    with pytest.raises(RefusedRequestError, match="there are groups already"):
         other.load_state(state)
     state["arrays"]["0/slots/2"] = np.zeros(3, np.float32)
-    with pytest.raises(StoreError, match="this version of Keras has"):
-        Store(0).load_state(state)
+    with pytest.raises(RefusedRequestError, match="this version of Keras has"):
+        VariableStore(0).load_state(state)
 
 
 def test_lost_updates_are_counted_in_the_log(caplog) -> None:
     _, [store] = held(ADD)
     push(store, 1)
     state = store.state()
-    other = Store(0)
+    other = VariableStore(0)
     other.load_state(state)
     push(other, 9, based_on=7)
     push(other, 10, based_on=8)
@@ -363,7 +373,7 @@ def test_lost_updates_are_counted_in_the_log(caplog) -> None:
 def test_synchronous_steps_go_on_after_a_restart(caplog) -> None:
     _, [store] = held(ADD)
     push(store, 1, part=part_of(0, 0, 1))
-    other = Store(0)
+    other = VariableStore(0)
     other.load_state(store.state())
     waits = ThreadPoolExecutor(1)
     stuck = waits.submit(push, other, 1, worker="worker:9", part=part_of(1, 0, 2))
@@ -433,7 +443,7 @@ def test_any_interleaving_applies_each_push_once(lr) -> None:
                     push(store, sequence - 1, 1.0, worker=worker)
                 continue
             elif kind == "reload":
-                stores[server] = Store(server)
+                stores[server] = VariableStore(server)
                 stores[server].load_state(store.state())
                 result = stores[server].pull("weights")
             else:
@@ -481,6 +491,6 @@ def test_any_order_of_synchronous_parts_is_one_step(data) -> None:
         pulled = store.pull("weights")
         assert pulled.version == step + 1
         np.testing.assert_allclose(pulled.vectors["float32"], expected, rtol=1e-6)
-        other = Store(0)
+        other = VariableStore(0)
         other.load_state(store.state())
         store = other

@@ -9,11 +9,11 @@ import pytest
 from replicax.ps import wire
 from replicax.ps.connection import Connection, ServerRefused
 from replicax.ps.credentials import Credentials, new_token
-from replicax.ps.server_tables import Tables, UnknownTable
+from replicax.ps.pushes import StepShare
+from replicax.ps.server_tables import TableStore, UnknownTable
 from replicax.ps.service import Service
 from replicax.ps.snapshots import Snapshots
-from replicax.ps.store import Store
-from replicax.ps.sync_step import SyncPart
+from replicax.ps.store import VariableStore
 from replicax.ps.table_operations import table_actions, table_operations
 from replicax.ps.table_spec import TableError, TableSpec
 
@@ -54,14 +54,14 @@ def spec_of(**changes):
 
 @pytest.fixture
 def tables():
-    return Tables(1, 2, byte_limit=10_000)  # Has the odd rows.
+    return TableStore(1, 2, byte_limit=10_000)  # Has the odd rows.
 
 
 @pytest.fixture
 def connection(tables):
     service = Service(
         free_address(),
-        Store(1),
+        VariableStore(1),
         None,
         CREDENTIALS,
         server=1,
@@ -238,7 +238,7 @@ def test_the_first_table_of_a_name_stands(words):
 
 
 def test_slots_count_for_the_byte_limit():
-    tables = Tables(0, 1, byte_limit=4000)
+    tables = TableStore(0, 1, byte_limit=4000)
     tables.create(spec_of())  # 1600 bytes.
     with pytest.raises(TableError, match="would hold 4800 bytes of tables"):
         tables.set_rule("words", adam(), "adam 0")
@@ -279,7 +279,7 @@ def test_the_first_optimizer_stands(words):
 
 
 def test_steps_are_those_of_each_group():
-    tables = Tables(0, 1, byte_limit=10_000)
+    tables = TableStore(0, 1, byte_limit=10_000)
     tables.create(spec_of())
     tables.set_rule("words", sgd(), "first")
     ids, gradients = np.array([3]), np.ones((1, DIM), np.float32)
@@ -288,7 +288,7 @@ def test_steps_are_those_of_each_group():
         return tables.push(
             "words",
             group,
-            SyncPart(step=step, part=part, num_parts=2, weight=1.0 + part),
+            StepShare(step=step, part=part, num_parts=2, weight=1.0 + part),
             ids=ids,
             gradients=gradients * (part + 1),
             worker=f"worker:{part}",
@@ -313,7 +313,7 @@ def test_steps_are_those_of_each_group():
 
 
 def test_tables_go_on_from_a_snapshot(tmp_path):
-    tables = Tables(1, 2, byte_limit=100_000)
+    tables = TableStore(1, 2, byte_limit=100_000)
     tables.create(spec_of())
     tables.create(spec_of(name="topics", dim=2, seed=1))
     tables.set_rule("words", adam(), "adam 0")
@@ -334,7 +334,7 @@ def test_tables_go_on_from_a_snapshot(tmp_path):
     push_row(tables, 1)
     Snapshots(tmp_path, 1).write(tables.state())
     state = Snapshots(tmp_path, 1).restore().state
-    restored = Tables(1, 2, byte_limit=100_000)
+    restored = TableStore(1, 2, byte_limit=100_000)
     restored.load_state(state)
     assert restored.status() == tables.status()
     assert push_row(restored, 1).version == 1  # Is in the snapshot.
@@ -348,7 +348,7 @@ def test_tables_go_on_from_a_snapshot(tmp_path):
             restored.get(name).rows(everything), tables.get(name).rows(everything)
         )
     assert restored.num_updates == 2
-    other = Tables(0, 2, byte_limit=100_000)
+    other = TableStore(0, 2, byte_limit=100_000)
     with pytest.raises(TableError, match="Use the same number of servers"):
         other.load_state(state)
     with pytest.raises(UnknownTable, match=r"no table 'words' on server 0"):

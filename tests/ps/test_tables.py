@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicax.ps.group_state import StaleSequence, Superseded, SyncPart
-from replicax.ps.row_ids import check_ids, sum_duplicates
-from replicax.ps.row_values import fill_rows
+from replicax.ps.group_state import StaleSequence, StepShare, Superseded
+from replicax.ps.row_values import check_ids, fill_rows, sum_duplicates
 from replicax.ps.table_spec import TableError, TableSpec
 from replicax.ps.tables import Table
 
@@ -47,7 +46,7 @@ def push(table, ids, gradients, sequence, worker="worker:0", session="a", part=N
 
 
 def sync(step, part, num_parts, weight=None):
-    return SyncPart(step=step, part=part, num_parts=num_parts, weight=weight)
+    return StepShare(step=step, part=part, num_parts=num_parts, weight=weight)
 
 
 # First values.

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from replicax.ps import wire
-from replicax.ps.variable_slices import Group, Part
+from replicax.ps.variable_slices import VariableGroup, VariableSlice
 from replicax.ps.wire import WireError, announced, exactly
 
 pa = pytest.importorskip("pyarrow")
@@ -91,7 +91,7 @@ def test_a_sender_copies_nothing():
 
 def test_a_group_of_ten_thousand_variables_fits_into_a_header():
     parts = tuple(
-        Part(
+        VariableSlice(
             variable=i,
             path=f"transformer/encoder_layer_{i}/self_attention/query/kernel",
             shape=(1024, 16, 64),
@@ -101,7 +101,7 @@ def test_a_group_of_ten_thousand_variables_fits_into_a_header():
         )
         for i in range(10_000)
     )
-    group = Group(name="optimizer 0", rule={"kind": "add"}, parts=parts)
+    group = VariableGroup(name="optimizer 0", rule={"kind": "add"}, parts=parts)
     written = []
 
     class Writer:
@@ -110,7 +110,7 @@ def test_a_group_of_ten_thousand_variables_fits_into_a_header():
 
     wire.send(Writer(), {"op": "create", "group": group.to_json()}, {})
     assert 1 << 20 < len(written[0]) < wire.HEADER_BYTES
-    assert Group.from_json(wire.read_json(written[0])["group"]) == group
+    assert VariableGroup.from_json(wire.read_json(written[0])["group"]) == group
 
 
 def test_a_header_that_is_too_large_is_not_sent(stream):

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-__all__ = ["JSON", "PyTree", "Shape", "Tensor"]
+__all__ = ["JSON", "JSONObject", "PyTree", "Shape", "Tensor"]
 
 PyTree: TypeAlias = Any
 """A tree of arrays, or one array, as `jax.tree` takes it: any object may be a leaf."""
@@ -18,3 +18,6 @@ JSON: TypeAlias = (
     "Mapping[str, JSON] | Sequence[JSON] | str | int | float | bool | None"
 )
 """A value that `json.dumps` writes."""
+
+JSONObject: TypeAlias = dict[str, Any]
+"""A JSON object that is read by its fields, such as a message's header."""

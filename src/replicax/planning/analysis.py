@@ -20,7 +20,7 @@ from replicax.planning.roofline import (
     network_seconds,
     step_time,
 )
-from replicax.planning.topology import Topology, find_topology
+from replicax.planning.topology import DeviceTopology, find_topology
 from replicax.strategies.strategy import Strategy
 
 __all__ = ["analyse", "plan"]
@@ -88,7 +88,7 @@ def plan(
     return analyse(capture, hardware)
 
 
-def analyse(capture: Capture, topology: Topology) -> Plan:
+def analyse(capture: Capture, topology: DeviceTopology) -> Plan:
     """Compile a captured program and make its plan.
 
     Raises:
@@ -134,7 +134,9 @@ def analyse(capture: Capture, topology: Topology) -> Plan:
     )
 
 
-def _plan_without_room(capture: Capture, topology: Topology, message: str) -> Plan:
+def _plan_without_room(
+    capture: Capture, topology: DeviceTopology, message: str
+) -> Plan:
     limit, advice = first_limit(None, fits=False, num_devices=1)
     return Plan(
         **_facts(capture, topology),
@@ -151,7 +153,7 @@ def _plan_without_room(capture: Capture, topology: Topology, message: str) -> Pl
     )
 
 
-def _facts(capture: Capture, topology: Topology) -> dict[str, Any]:
+def _facts(capture: Capture, topology: DeviceTopology) -> dict[str, Any]:
     used = topology.devices[: capture.num_devices]
     return {
         "program": capture.name,
@@ -165,7 +167,7 @@ def _facts(capture: Capture, topology: Topology) -> dict[str, Any]:
     }
 
 
-def _memory(stats: Any, topology: Topology) -> Memory | None:
+def _memory(stats: Any, topology: DeviceTopology) -> Memory | None:
     if stats is None:
         return None
     return Memory(
@@ -183,7 +185,7 @@ class _StepCollectives:
 
     def __init__(
         self,
-        topology: Topology,
+        topology: DeviceTopology,
         size: int,
         collectives: Sequence[Collective],
         num_steps: int,
@@ -308,7 +310,7 @@ def _size(collective: Collective, size: int) -> int:
 
 def _notes(
     text: ProgramSummary,
-    topology: Topology,
+    topology: DeviceTopology,
     memory: Memory | None,
     is_loop_of_steps: bool,
     size: int,

@@ -25,7 +25,7 @@ from replicax.engine.devices import Device
 from replicax.engine.group import ReplicaGroup
 from replicax.engine.program import Program
 from replicax.engine.values import PerReplica
-from replicax.planning.topology import Topology
+from replicax.planning.topology import DeviceTopology
 from replicax.strategies.strategy import Strategy
 
 __all__ = [
@@ -61,7 +61,7 @@ class Capture:
         num_devices: Number of devices that it runs on.
     """
 
-    def __init__(self, topology: Topology) -> None:
+    def __init__(self, topology: DeviceTopology) -> None:
         self.devices: Sequence[Device] = topology.devices
         cpu = jax.local_devices(backend="cpu")[0]
         self.home = NamedSharding(Mesh(np.array([cpu]), ("home",)), PartitionSpec())
@@ -111,7 +111,7 @@ class Capture:
 
 
 def capture_script(
-    script: str, arguments: Sequence[str], topology: Topology, *, is_module: bool
+    script: str, arguments: Sequence[str], topology: DeviceTopology, *, is_module: bool
 ) -> Capture:
     """Run a script up to its first training step.
 
@@ -151,7 +151,7 @@ def capture_call(
     step: Callable[..., object],
     args: Sequence[PyTree],
     kwargs: Mapping[str, PyTree],
-    topology: Topology,
+    topology: DeviceTopology,
 ) -> Capture:
     """The program of `strategy.run(step, args, kwargs)` on a topology's devices.
 
@@ -172,7 +172,10 @@ def capture_call(
 
 
 def capture_fit(
-    strategy: Strategy, model: keras.Model, batch: Sequence[PyTree], topology: Topology
+    strategy: Strategy,
+    model: keras.Model,
+    batch: Sequence[PyTree],
+    topology: DeviceTopology,
 ) -> Capture:
     """The program of `model.fit` for a global batch, on a topology's devices.
 

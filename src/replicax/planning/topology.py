@@ -16,7 +16,7 @@ from replicax.planning import compiler
 from replicax.planning.rates import CHIPS, Chip, Rates, measure_rates
 
 __all__ = [
-    "Topology",
+    "DeviceTopology",
     "check_topology",
     "find_topology",
     "needs_libtpu",
@@ -39,7 +39,7 @@ _ENVIRONMENT = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Topology:
+class DeviceTopology:
     """Devices to plan for, one replica each.
 
     Attributes:
@@ -83,7 +83,7 @@ class Topology:
         return tuple(spans[: self.chip.num_dims])
 
 
-def find_topology(name: str, num_slices: int = 1) -> Topology:
+def find_topology(name: str, num_slices: int = 1) -> DeviceTopology:
     """The devices of a topology.
 
     Args:
@@ -99,7 +99,7 @@ def find_topology(name: str, num_slices: int = 1) -> Topology:
     if local := _LOCAL.fullmatch(name):
         return _local(name, local[1], int(local[2]))
     chip, shape = _parsed(name)
-    return Topology(
+    return DeviceTopology(
         name=name if num_slices == 1 else f"{num_slices} x {name}",
         devices=_described_devices(name, chip, shape, num_slices),
         rates=Rates(
@@ -208,7 +208,7 @@ def _environment(library: Path) -> Iterator[None]:
             del os.environ[name]
 
 
-def _local(name: str, platform: str, number: int) -> Topology:
+def _local(name: str, platform: str, number: int) -> DeviceTopology:
     try:
         found = jax.local_devices(backend=platform)
     except RuntimeError as error:
@@ -222,4 +222,6 @@ def _local(name: str, platform: str, number: int) -> Topology:
             + hint
         )
     devices = found[:number]
-    return Topology(name=name, devices=tuple(devices), rates=measure_rates(devices))
+    return DeviceTopology(
+        name=name, devices=tuple(devices), rates=measure_rates(devices)
+    )

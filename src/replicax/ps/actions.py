@@ -1,4 +1,4 @@
-"""Small calls of a server, by name: JSON in, JSON out."""
+"""Remote procedure calls of a server by name: JSON in, JSON out."""
 
 import inspect
 import json
@@ -14,7 +14,7 @@ class Refused(Exception):
     """A call is not there, or its arguments do not fit."""
 
 
-def methods_of(owner: Any, name: str) -> dict[str, Callable[..., Any]]:
+def methods_of(owner: Any, name: str) -> dict[str, Callable[..., object]]:
     """The actions `<name>.<method>`: what stands in the owner's `ACTIONS`, no more."""
     return {f"{name}.{method}": getattr(owner, method) for method in owner.ACTIONS}
 
@@ -37,12 +37,12 @@ class Actions:
     """
 
     def __init__(
-        self, table: Mapping[str, Callable[..., Any]], incarnation: str = ""
+        self, table: Mapping[str, Callable[..., object]], incarnation: str = ""
     ) -> None:
         self._table = dict(table)
         self._incarnation = incarnation
 
-    def answer(self, name: str, body: Any) -> bytes:
+    def answer(self, name: str, body: bytes) -> bytes:
         """Carry out an action.
 
         Args:

@@ -1,12 +1,13 @@
-"""The board: what coordinates the workers of parameter servers. Server 0 holds it."""
+"""The board: heartbeats, barriers, work queue and closures, as one state machine."""
 
 import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from replicax._util.types import JSON, JSONObject
 from replicax.cluster.timeouts import Timeouts
-from replicax.ps.call_log import Turns
+from replicax.ps.call_log import CallLog
 from replicax.ps.closures import Closures
 from replicax.ps.journal import Journaled, Note, note_nothing
 from replicax.ps.limits import check_count, check_size, family_of
@@ -85,7 +86,7 @@ class Board:
         self._streams = Streams()
         self._closures = Closures(max_retries=max_retries)
         self._rendezvous = Rendezvous()
-        self._turns = Turns(self._presence, now=now, released=self._released)
+        self._call_log = CallLog(self._presence, now=now, released=self._released)
 
     def _released(self, worker: str, *, died: bool, now: float) -> None:
         if given_up := self._streams.release(worker):
@@ -98,15 +99,15 @@ class Board:
         """The answer, when what a restarted server must not forget is written down."""
         entry = self._streams.entry(stream)
         if entry is not None:
-            entry["answers"] = self._turns.state(("claim", "finish"))
+            entry["answers"] = self._call_log.state(("claim", "finish"))
             self._note(["stream", family_of(stream)[0]], entry)
         return answer
 
     # Who is there.
 
     def join(
-        self, worker: str, session: str, info: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
+        self, worker: str, session: str, info: JSONObject | None = None
+    ) -> JSONObject:
         """Makes a worker alive; a new session replaces the one before.
 
         Args:
@@ -123,11 +124,11 @@ class Board:
             SessionReplacedError: A newer session of the worker has joined.
         """
         check_size(info, f"{worker}: info", most=_MAX_INFO)
-        with self._turns.turn() as now:
+        with self._call_log.turn() as now:
             if self._presence.join(worker, session, info or {}, now):
-                self._turns.release(worker, died=True, now=now)
+                self._call_log.release(worker, died=True, now=now)
                 self._closures.disown(worker)
-                self._turns.forget(worker)
+                self._call_log.forget(worker)
             return {
                 "is_chief": worker == self._presence.chief,
                 "chief": self._presence.chief,
@@ -136,12 +137,12 @@ class Board:
                 "heartbeat_seconds": self._presence.timeouts.heartbeat,
                 "grace_seconds": self._presence.timeouts.chief,
                 "stop": self._rendezvous.stop,
-                "failed": self._turns.failure,
+                "failed": self._call_log.failure,
             }
 
     def beat(
-        self, worker: str, session: str, info: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
+        self, worker: str, session: str, info: JSONObject | None = None
+    ) -> JSONObject:
         """Says that the worker lives, and learns how the job is.
 
         Returns:
@@ -153,39 +154,39 @@ class Board:
             NotJoinedError: The server does not know this session.
         """
         check_size(info, f"{worker}: info", most=_MAX_INFO)
-        with self._turns.turn_of(worker, session):
+        with self._call_log.turn_of(worker, session):
             if info is not None:
                 self._presence.describe(worker, info)
             return {
                 "alive": self._presence.alive(),
                 "stop": self._rendezvous.stop,
-                "failed": self._turns.failure,
+                "failed": self._call_log.failure,
             }
 
     def leave(
         self, worker: str, session: str, ok: bool, error: str | None = None
     ) -> None:
         """Says that the worker goes, with success or why not. May be repeated."""
-        with self._turns.turn() as now:
+        with self._call_log.turn() as now:
             if self._presence.leave(worker, session, ok, error, now):
-                self._turns.release(worker, died=not ok, now=now)
+                self._call_log.release(worker, died=not ok, now=now)
                 self._closures.disown(worker)
 
     def alive(self) -> list[str]:
         """Names of the workers that are alive, in the cluster's order."""
-        with self._turns.turn():
+        with self._call_log.turn():
             return self._presence.alive()
 
     def is_done(self) -> bool:
         """Whether the chief left with success and all others left or are dead."""
-        with self._turns.turn() as now:
+        with self._call_log.turn() as now:
             return self._presence.is_done(now)
 
     def refuse(self, task: str, reason: str) -> None:
         """Notes that a task cannot take part; without some a job cannot begin."""
-        with self._turns.turn() as now:
+        with self._call_log.turn() as now:
             if self._presence.refuse(task, reason, now):
-                self._turns.failure = self._turns.failure or reason
+                self._call_log.failure = self._call_log.failure or reason
 
     def failed(self) -> str | None:
         """Why the whole job has failed; None: it has not.
@@ -193,12 +194,12 @@ class Board:
         The chief left with an error, or was gone longer than its timeout, or nobody
         was alive for that long. A failure is never taken back.
         """
-        with self._turns.turn():
-            return self._turns.failure
+        with self._call_log.turn():
+            return self._call_log.failure
 
     # What workers tell each other.
 
-    def put(self, key: str, value: Any, first: bool = True) -> Any:
+    def put(self, key: str, value: JSON, first: bool = True) -> JSON:
         """Stores a value and returns the one that stands.
 
         Args:
@@ -207,22 +208,22 @@ class Board:
             value: A JSON value other than null.
             first: Whether a value that is there already stands.
         """
-        with self._turns.turn():
+        with self._call_log.turn():
             return self._rendezvous.put(key, value, first=first)
 
-    def get(self, key: str) -> Any:
+    def get(self, key: str) -> JSON:
         """The value of a key; None: nobody has put one."""
-        with self._turns.turn():
+        with self._call_log.turn():
             return self._rendezvous.get(key)
 
     def stop(self, reason: str | None) -> str | None:
         """Asks all workers to stop; the first reason stands. None takes it back."""
-        with self._turns.turn():
+        with self._call_log.turn():
             if reason is None or self._rendezvous.stop is None:
                 self._rendezvous.stop = reason and str(reason)[:_MAX_REASON]
             return self._rendezvous.stop
 
-    def arrive(self, barrier: str, worker: str, session: str) -> dict[str, Any]:
+    def arrive(self, barrier: str, worker: str, session: str) -> JSONObject:
         """Says that a worker is at a barrier, and whether all that are alive are.
 
         Who dies is not waited for. Ask again until it is complete.
@@ -235,10 +236,10 @@ class Board:
         Returns:
             `complete`, and `missing`: names of those who are waited for.
         """
-        with self._turns.turn_of(worker, session):
+        with self._call_log.turn_of(worker, session):
             return self._rendezvous.arrive(barrier, worker, self._presence.missing)
 
-    def report(self, topic: str, worker: str, session: str, values: Any) -> None:
+    def report(self, topic: str, worker: str, session: str, values: JSON) -> None:
         """Keeps a worker's values, such as its metrics; the newest 64 topics are kept.
 
         Args:
@@ -247,12 +248,12 @@ class Board:
             session: Its session.
             values: A JSON value of at most 64 KiB.
         """
-        with self._turns.turn_of(worker, session):
+        with self._call_log.turn_of(worker, session):
             self._rendezvous.report(topic, worker, values)
 
-    def reports(self, topic: str) -> dict[str, Any]:
+    def reports(self, topic: str) -> JSONObject:
         """The values that were reported under a topic, by worker."""
-        with self._turns.turn():
+        with self._call_log.turn():
             return self._rendezvous.reports(topic)
 
     # Who does which step.
@@ -265,7 +266,7 @@ class Board:
         max_staleness: int | None = None,
         num_parts: int | None = None,
         backups: int = 0,
-    ) -> dict[str, Any]:
+    ) -> JSONObject:
         """Opens a stream of step tickets; all workers must do so alike.
 
         Args:
@@ -286,7 +287,7 @@ class Board:
         Raises:
             BoardError: It is open with other arguments, or they contradict each other.
         """
-        with self._turns.turn():
+        with self._call_log.turn():
             settings = {"limit": limit, "start": start, "backups": backups}
             settings |= {"max_staleness": max_staleness, "num_parts": num_parts}
             return self._journaled(stream, self._streams.open(stream, **settings))
@@ -298,8 +299,8 @@ class Board:
         session: str,
         call: int,
         count: int = 1,
-        finished: Sequence[Any] = (),
-    ) -> dict[str, Any]:
+        finished: Sequence[JSON] = (),
+    ) -> JSONObject:
         """Takes tickets for the next steps.
 
         Args:
@@ -321,17 +322,17 @@ class Board:
             UnknownStreamError: Nobody has opened it, or the server was restarted.
             LimitError: The worker holds too many already.
         """
-        with self._turns.turn_of(worker, session) as now:
+        with self._call_log.turn_of(worker, session) as now:
 
-            def do() -> dict[str, Any]:
+            def do() -> JSONObject:
                 # First, so that an error in it leaves the steps unfinished.
                 check_count(count, "count", least=1, most=MAX_CLAIM)
-                done: dict[str, Any] = {}
+                done: JSONObject = {}
                 if finished:
                     done = self._streams.finish(stream, worker, finished, now)
                 return self._streams.claim(stream, worker, count) | done
 
-            answer = self._turns.once(worker, "claim", call, do)
+            answer = self._call_log.once(worker, "claim", call, do)
             return self._journaled(stream, answer)
 
     def finish(
@@ -340,9 +341,9 @@ class Board:
         worker: str,
         session: str,
         call: int,
-        indices: Sequence[Any],
-        info: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
+        indices: Sequence[JSON],
+        info: JSONObject | None = None,
+    ) -> JSONObject:
         """Says that the updates of those steps are applied.
 
         Args:
@@ -358,16 +359,18 @@ class Board:
             while, or a backup was faster); `late_indices`: those.
         """
         check_size(info, f"{worker}: info", most=_MAX_INFO)
-        with self._turns.turn_of(worker, session) as now:
+        with self._call_log.turn_of(worker, session) as now:
             if info is not None:
                 self._presence.describe(worker, info)
 
-            def do() -> dict[str, Any]:
+            def do() -> JSONObject:
                 return self._streams.finish(stream, worker, indices, now)
 
-            return self._journaled(stream, self._turns.once(worker, "finish", call, do))
+            return self._journaled(
+                stream, self._call_log.once(worker, "finish", call, do)
+            )
 
-    def end(self, stream: str, length: int | None = None) -> dict[str, Any]:
+    def end(self, stream: str, length: int | None = None) -> JSONObject:
         """Shortens a stream: its input has only `length` steps, or it is to stop.
 
         Args:
@@ -378,7 +381,7 @@ class Board:
         Returns:
             `length`: the one that holds, the least that anybody gave.
         """
-        with self._turns.turn():
+        with self._call_log.turn():
             return self._journaled(stream, self._streams.end(stream, length))
 
     # Closures.
@@ -386,12 +389,12 @@ class Board:
     def schedule(
         self,
         id: str,
-        payload: Any,
+        payload: JSON,
         worker: str,
         session: str,
         call: int,
         function: str | None = None,
-    ) -> dict[str, Any]:
+    ) -> JSONObject:
         """Queues a closure, as TF's `ClusterCoordinator.schedule`.
 
         Args:
@@ -407,8 +410,8 @@ class Board:
             queued; forget results, or wait. Or `{"failed": error}`: not queued; an
             earlier closure failed, and the error is told now and not again.
         """
-        with self._turns.turn_of(worker, session) as now:
-            return self._turns.once(
+        with self._call_log.turn_of(worker, session) as now:
+            return self._call_log.once(
                 worker,
                 "schedule",
                 call,
@@ -417,7 +420,7 @@ class Board:
 
     def take(
         self, worker: str, session: str, call: int, functions: Sequence[str] = ()
-    ) -> dict[str, Any] | None:
+    ) -> JSONObject | None:
         """Gives a free worker a closure: `id`, `function`, `payload`; or None.
 
         Args:
@@ -426,8 +429,8 @@ class Board:
             call: The number of this call.
             functions: All that the worker has registered.
         """
-        with self._turns.turn_of(worker, session):
-            return self._turns.once(
+        with self._call_log.turn_of(worker, session):
+            return self._call_log.once(
                 worker, "take", call, lambda: self._closures.take(worker, functions)
             )
 
@@ -437,9 +440,9 @@ class Board:
         worker: str,
         session: str,
         call: int,
-        value: Any = None,
+        value: JSON = None,
         error: dict[str, str] | None = None,
-    ) -> dict[str, Any]:
+    ) -> JSONObject:
         """Says what became of a closure.
 
         Args:
@@ -454,8 +457,8 @@ class Board:
         Returns:
             `late`: the worker does not have it any more, and this is not used.
         """
-        with self._turns.turn_of(worker, session):
-            return self._turns.once(
+        with self._call_log.turn_of(worker, session):
+            return self._call_log.once(
                 worker,
                 "result",
                 call,
@@ -466,14 +469,14 @@ class Board:
         self, worker: str, session: str, call: int
     ) -> dict[str, str] | None:
         """The error of a closure that nobody was told of; None the next time."""
-        with self._turns.turn_of(worker, session):
-            return self._turns.once(
+        with self._call_log.turn_of(worker, session):
+            return self._call_log.once(
                 worker, "raise_if_failed", call, self._closures.raise_if_failed
             )
 
     def fetch(
         self, ids: Sequence[str] | None = None, forget: Sequence[str] = ()
-    ) -> dict[str, dict[str, Any]]:
+    ) -> dict[str, JSONObject]:
         """What became of closures, as TF's `ClusterCoordinator.fetch`.
 
         Args:
@@ -486,10 +489,10 @@ class Board:
             By id: `status` (`queued`, `running`, `done`, `error`, `cancelled` or
             `unknown`), with `value` or `error`.
         """
-        with self._turns.turn():
+        with self._call_log.turn():
             return self._closures.fetch(ids, forget)
 
-    def pending(self) -> dict[str, Any]:
+    def pending(self) -> JSONObject:
         """How the closures are.
 
         Returns:
@@ -498,19 +501,19 @@ class Board:
             for and no worker alive has registered (an empty text: any function), with
             the seconds they have waited.
         """
-        with self._turns.turn() as now:
+        with self._call_log.turn() as now:
             return self._closures.pending(self._presence.alive(), now)
 
     def done(self) -> bool:
         """Whether no closure is queued or running, as TF's `done`."""
-        with self._turns.turn():
+        with self._call_log.turn():
             return self._closures.is_done()
 
     # For people, and for the server itself.
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> JSONObject:
         """All that a table of the running job shows."""
-        with self._turns.turn() as now:
+        with self._call_log.turn() as now:
             workers = self._presence.status(now)
             for name, worker in workers.items():
                 worker["steps"] = self._streams.steps(name)
@@ -521,25 +524,25 @@ class Board:
                 "totals": self._streams.totals(),
                 "closures": self._closures.pending(self._presence.alive(), now),
                 "stop": self._rendezvous.stop,
-                "failed": self._turns.failure,
+                "failed": self._call_log.failure,
                 "done": self._presence.is_done(now),
             }
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JSONObject:
         """All of it as JSON values, for a snapshot."""
-        with self._turns.turn():
+        with self._call_log.turn():
             return {
                 "version": _STATE_VERSION,
                 "presence": self._presence.state(),
                 "streams": self._streams.state(),
                 "closures": self._closures.state(),
                 "rendezvous": self._rendezvous.state(),
-                "answers": self._turns.state(),
+                "answers": self._call_log.state(),
             }
 
     def load_state(
         self,
-        state: dict[str, Any],
+        state: JSONObject,
         *,
         release: bool = False,
         journal: Journaled | None = None,
@@ -563,7 +566,7 @@ class Board:
                 f"Board.load_state: the snapshot has version {state.get('version')!r}, "
                 f"expected {_STATE_VERSION}. Delete it, or use the replicax it is of."
             )
-        with self._turns.loading(state["answers"]) as now:
+        with self._call_log.loading(state["answers"]) as now:
             self._presence.load_state(state["presence"], now)
             self._streams.load_state(state["streams"])
             self._closures.load_state(state["closures"], now)
@@ -573,4 +576,4 @@ class Board:
             for key, entry in (journal or {}).items():
                 if key[0] == "stream":
                     self._streams.load_journal(entry)
-                    self._turns.add_state(entry["answers"])
+                    self._call_log.add_state(entry["answers"])

@@ -1,14 +1,20 @@
-"""Calls to the board, one at a time, each done once however often it is repeated."""
+"""Makes repeated calls of the board safe: each is done once, and may be replayed.
+
+The board logs each worker's last answers: a call that is repeated gets the same one. A
+worker logs its last calls: a board that was restarted from a snapshot, which is
+somewhat older than its end, gets them again.
+"""
 
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
-from replicax.ps.limits import StaleCallError, check_count
+from replicax._util.types import JSONObject
+from replicax.ps.limits import StaleCallError, check_count, family_of
 from replicax.ps.presence import Presence
 
-__all__ = ["Released", "Turns"]
+__all__ = ["JOB", "CallLog", "Released", "ReplayLog"]
 
 
 class Released(Protocol):
@@ -19,7 +25,7 @@ class Released(Protocol):
         ...
 
 
-class Turns:
+class CallLog:
     """The lock of a board, its clock, and the last answers of each worker.
 
     Args:
@@ -104,3 +110,52 @@ class Turns:
         """Take over answers; within `loading`."""
         for worker, method, call, answer in state:
             self._answers[worker, method] = call, answer
+
+
+JOB = "job"
+"""The key under which a board says which job it is of."""
+
+_MOST = 64
+_NAMED_BY = {
+    "put": "key",
+    "arrive": "barrier",
+    "report": "topic",
+    "open": "stream",
+    "end": "stream",
+}
+
+
+class ReplayLog:
+    """The last calls that the board must not forget, in their order.
+
+    Example:
+        >>> told = ReplayLog()
+        >>> told.note("put", {"key": "epoch", "value": 1})
+        >>> told.note("put", {"key": "epoch", "value": 2})
+        >>> told.note("alive", {})
+        >>> told.again()
+        [('put', {'key': 'epoch', 'value': 2})]
+    """
+
+    def __init__(self) -> None:
+        self._calls: dict[tuple[str, str], JSONObject] = {}
+        self._lock = threading.Lock()
+
+    def note(self, method: str, arguments: JSONObject) -> None:
+        """Keep a call, if it has to be repeated."""
+        if method not in _NAMED_BY:
+            return
+        name = str(arguments[_NAMED_BY[method]])
+        with self._lock:
+            if _NAMED_BY[method] == "stream":
+                name = family_of(name)[0]  # Streams before the newest are over.
+                self._calls.pop(("end", name), None)
+            self._calls.pop((method, name), None)
+            self._calls[method, name] = dict(arguments)
+            while len(self._calls) > _MOST:
+                del self._calls[next(iter(self._calls))]
+
+    def again(self) -> list[tuple[str, JSONObject]]:
+        """The calls to repeat, as method and arguments."""
+        with self._lock:
+            return [(method, dict(a)) for (method, _), a in self._calls.items()]

@@ -1,4 +1,4 @@
-"""Errors of closures on their way from the worker to the chief's script."""
+"""Serializes errors of closures, from the worker to the chief's script."""
 
 import builtins
 import traceback

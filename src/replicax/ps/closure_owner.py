@@ -1,23 +1,23 @@
-"""The closures that the chief has scheduled, until it knows what became of them."""
+"""The chief's side of closures: schedules them and collects their results."""
 
 import dataclasses
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import islice
-from typing import Any
 
+from replicax._util.types import JSON, JSONObject, PyTree
 from replicax.errors import ClusterError
 from replicax.ps.closure_errors import CANCELLED
 from replicax.ps.payloads import encode, require_size
 from replicax.ps.session import Session
 
-__all__ = ["ClosureOwner", "Outcome"]
+__all__ = ["ClosureOutcome", "ClosureOwner"]
 
 _AT_ONCE = 256
 
 
-class Outcome:
+class ClosureOutcome:
     """What became of a closure.
 
     Attributes:
@@ -29,7 +29,7 @@ class Outcome:
 
     def __init__(self, id: str | None) -> None:
         self.id = id
-        self.value: Any = None
+        self.value: JSON = None
         self.error: dict[str, str] | None = None
         self.is_known = False
 
@@ -38,8 +38,8 @@ class Outcome:
 class _Scheduled:
     """A closure, and the results that it waits for."""
 
-    outcome: weakref.ref[Outcome]
-    needs: list[Outcome]
+    outcome: weakref.ref[ClosureOutcome]
+    needs: list[ClosureOutcome]
 
 
 class ClosureOwner:
@@ -62,22 +62,22 @@ class ClosureOwner:
         return not self._unknown
 
     def pack(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[Any, list[Outcome]]:
+        self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
+    ) -> tuple[JSON, list[ClosureOutcome]]:
         """Arguments as JSON values, and the results among them that are not known yet.
 
         Raises:
             TypeError: For an argument that cannot be sent.
             ValueError: If they are too large.
         """
-        needs: list[Outcome] = []
+        needs: list[ClosureOutcome] = []
 
-        def mark(value: Any) -> dict[str, Any] | None:
+        def mark(value: PyTree) -> JSONObject | None:
             number = getattr(value, "per_worker_number", None)
             if number is not None:
                 return {"kind": "worker", "number": number}
             outcome = getattr(value, "closure_outcome", None)
-            if not isinstance(outcome, Outcome):
+            if not isinstance(outcome, ClosureOutcome):
                 return None
             if outcome.error is not None:
                 return {"kind": "failed", "error": outcome.error}
@@ -92,18 +92,18 @@ class ClosureOwner:
         require_size(call, "the arguments of a closure")
         return call, needs
 
-    def new_outcome(self) -> Outcome:
+    def new_outcome(self) -> ClosureOutcome:
         """Of the next closure."""
         self._number += 1
-        return Outcome(f"{self._session.id} {self._number}")
+        return ClosureOutcome(f"{self._session.id} {self._number}")
 
-    def add(self, outcome: Outcome, needs: list[Outcome]) -> None:
+    def add(self, outcome: ClosureOutcome, needs: list[ClosureOutcome]) -> None:
         """A closure is scheduled."""
         assert outcome.id is not None
         self._unknown[outcome.id] = _Scheduled(weakref.ref(outcome), needs)
         self._needed.update(need.id for need in needs if need.id is not None)
 
-    def collect(self) -> list[Any]:
+    def collect(self) -> list[JSON]:
         """Ask the board what became of closures.
 
         Returns:
@@ -117,7 +117,7 @@ class ClosureOwner:
             return []
         found = self._session.board("fetch", ids=ids, forget=self._to_forget)
         self._to_forget = []
-        changes: list[Any] = []
+        changes: list[JSON] = []
         for id, said in found.items():
             if said["status"] in ("queued", "running"):
                 continue
@@ -131,7 +131,7 @@ class ClosureOwner:
                 changes += said["value"]["sums"]
         return changes
 
-    def _settle(self, id: str, said: dict[str, Any]) -> None:
+    def _settle(self, id: str, said: JSONObject) -> None:
         scheduled = self._unknown.pop(id)
         outcome = scheduled.outcome()
         if outcome is not None:
@@ -147,7 +147,7 @@ class ClosureOwner:
             self._to_forget.append(id)
 
 
-def _tell(outcome: Outcome, said: dict[str, Any]) -> None:
+def _tell(outcome: ClosureOutcome, said: JSONObject) -> None:
     outcome.is_known = True
     match said["status"]:
         case "done":

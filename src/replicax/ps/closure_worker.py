@@ -1,15 +1,15 @@
-"""Carrying out closures, one at a time, on the main thread."""
+"""The worker's side of closures: runs them one at a time, on the main thread."""
 
 from collections.abc import Callable
 from typing import Any
 
+from replicax._util.types import JSON, JSONObject, PyTree
 from replicax.cluster.failure import ExitCode
 from replicax.errors import ClusterError
 from replicax.ps.closure_errors import CANCELLED, error_from_json, error_to_json
-from replicax.ps.functions import Functions
-from replicax.ps.metric_deltas import Sums
-from replicax.ps.payloads import decode, encode, require_size
-from replicax.ps.script_sync import Meetings
+from replicax.ps.metric_deltas import MetricDeltas
+from replicax.ps.payloads import FunctionNames, decode, encode, require_size
+from replicax.ps.script_sync import ScriptSync
 from replicax.ps.session import Session
 
 __all__ = ["ClosureWorker"]
@@ -34,20 +34,20 @@ class ClosureWorker:
         self,
         session: Session,
         strategy: Any,
-        functions: Functions,
-        meetings: Meetings,
-        sums: Sums,
-        own: Callable[[int], Any],
+        functions: FunctionNames,
+        meetings: ScriptSync,
+        sums: MetricDeltas,
+        own: Callable[[int], PyTree],
         refresh: Callable[[], None],
     ) -> None:
         self._session = session
         self._strategy = strategy
         self._functions = functions
-        self._meetings = meetings
-        self._sums = sums
+        self._script_sync = meetings
+        self._metric_deltas = sums
         self._own = own
         self._refresh = refresh
-        self._held: dict[str, Any] | None = None
+        self._held: JSONObject | None = None
         self._trained_last: str | None = None
         self._depth = 0
 
@@ -65,7 +65,7 @@ class ClosureWorker:
         if closure is None:
             self._trained_last = None  # Others may have gone on in the meantime.
             return False
-        if closure["payload"]["meetings"] > self._meetings.passed:
+        if closure["payload"]["meetings"] > self._script_sync.passed:
             # The chief is past a meeting where this script still is, and what the
             # closure needs comes after it.
             self._held = closure
@@ -77,9 +77,9 @@ class ClosureWorker:
             self._depth -= 1
         return True
 
-    def _run(self, closure: dict[str, Any]) -> None:
+    def _run(self, closure: JSONObject) -> None:
         name = closure["function"]
-        answer: dict[str, Any]
+        answer: JSONObject
 
         def told_of(error: BaseException) -> dict[str, str]:
             return error_to_json(error, name, self._session.name, __file__)
@@ -98,12 +98,12 @@ class ClosureWorker:
             answer = {"error": told_of(error)}
         self._session.once("result", id=closure["id"], **answer)
 
-    def _value_of(self, name: str, call: Any) -> dict[str, Any]:
+    def _value_of(self, name: str, call: JSON) -> JSONObject:
         args, kwargs = decode(call, self._resolve)
         if name != self._trained_last:
             self._refresh()
         steps = self._strategy.steps_applied
-        self._sums.begin()
+        self._metric_deltas.begin()
         value = self._functions[name](*args, **kwargs)
         # Its update has to be there when the chief hears that it is done.
         self._strategy.settle()
@@ -112,12 +112,12 @@ class ClosureWorker:
         is_own = self._session.is_chief  # Its metrics are there already.
         answer = {
             "value": encode(value, f"the result of {name}"),
-            "sums": [] if is_own else self._sums.changes(),
+            "sums": [] if is_own else self._metric_deltas.changes(),
         }
         require_size(answer, f"the result of {name}")
         return answer
 
-    def _resolve(self, marked: dict[str, Any]) -> Any:
+    def _resolve(self, marked: JSONObject) -> PyTree:
         match marked["kind"]:
             case "worker":
                 return self._own(marked["number"])
@@ -129,10 +129,10 @@ class ClosureWorker:
                 return self._result_of(marked["id"])
         raise ValueError(f"no argument of a closure: {repr(marked)[:80]}")
 
-    def _result_of(self, id: str) -> Any:
+    def _result_of(self, id: str) -> PyTree:
         """The result of a closure that this one depends on."""
 
-        def poll() -> dict[str, Any] | None:
+        def poll() -> JSONObject | None:
             outcome = self._session.board("fetch", ids=[id])[id]
             if outcome["status"] not in ("queued", "running"):
                 return outcome

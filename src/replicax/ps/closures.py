@@ -1,4 +1,4 @@
-"""Closures: calls that the chief schedules and whichever worker is free carries out.
+"""The queue of closures: scheduled by the chief, run by whichever worker is free.
 
 The state behind `ClusterCoordinator`. (TF: `tf.distribute.experimental.coordinator.
 ClusterCoordinator`.) No clock and no I/O: times come in as arguments, in seconds.
@@ -8,8 +8,8 @@ import dataclasses
 import logging
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
 
+from replicax._util.types import JSON, JSONObject
 from replicax.ps.limits import (
     BoardError,
     LimitError,
@@ -36,14 +36,14 @@ class _Closure:
 
     id: str
     function: str | None
-    payload: Any
+    payload: JSON
     owner: str
     generation: int
     size: int
     since: float
     status: str = "queued"
     worker: str | None = None
-    value: Any = None
+    value: JSON = None
     error: dict[str, str] | None = None
     died_with: list[str] = dataclasses.field(default_factory=list)
     unwanted: bool = False
@@ -81,8 +81,8 @@ class Closures:
         self._generation = 0
 
     def schedule(
-        self, id: str, payload: Any, function: str | None, owner: str, now: float
-    ) -> dict[str, Any]:
+        self, id: str, payload: JSON, function: str | None, owner: str, now: float
+    ) -> JSONObject:
         """Queues a closure: see `Board.schedule`."""
         check_text(id, "id")
         if function is not None:
@@ -112,7 +112,7 @@ class Closures:
         self._queue.append(id)
         return {"scheduled": True}
 
-    def take(self, worker: str, functions: Sequence[str]) -> dict[str, Any] | None:
+    def take(self, worker: str, functions: Sequence[str]) -> JSONObject | None:
         """The first closure that the worker has the function for: see `Board.take`."""
         self._functions[worker] = check_texts(
             functions, "functions", most=_MAX_FUNCTIONS
@@ -137,8 +137,8 @@ class Closures:
         return None
 
     def result(
-        self, id: str, worker: str, value: Any, error: dict[str, str] | None
-    ) -> dict[str, Any]:
+        self, id: str, worker: str, value: JSON, error: dict[str, str] | None
+    ) -> JSONObject:
         """Notes what became of a closure: see `Board.result`."""
         check_text(id, "id")
         size = check_size(value, f"closure {id}: value", most=_MAX_VALUE)
@@ -241,7 +241,7 @@ class Closures:
 
     def fetch(
         self, ids: Sequence[str] | None, forget: Sequence[str]
-    ) -> dict[str, dict[str, Any]]:
+    ) -> dict[str, JSONObject]:
         """What became of closures: see `Board.fetch`."""
         forget = check_texts(forget, "forget", most=self._max_closures)
         if ids is not None:
@@ -253,7 +253,7 @@ class Closures:
                     self._forget(id)
         if ids is None:
             ids = [i for i, c in self._known.items() if c.is_finished]
-        answer: dict[str, dict[str, Any]] = {}
+        answer: dict[str, JSONObject] = {}
         room = _MAX_VALUE
         for id in ids[:_MAX_FETCH]:
             room -= self._known[id].size if id in self._known else 0
@@ -262,18 +262,18 @@ class Closures:
             answer[id] = self._outcome(id)
         return answer
 
-    def _outcome(self, id: str) -> dict[str, Any]:
+    def _outcome(self, id: str) -> JSONObject:
         closure = self._known.get(id)
         if closure is None:
             return {"status": "unknown"}
-        outcome: dict[str, Any] = {"status": closure.status}
+        outcome: JSONObject = {"status": closure.status}
         if closure.status == "done":
             outcome["value"] = closure.value
         elif closure.status == "error":
             outcome["error"] = closure.error
         return outcome
 
-    def pending(self, alive: Sequence[str], now: float) -> dict[str, Any]:
+    def pending(self, alive: Sequence[str], now: float) -> JSONObject:
         """How many are where: see `Board.pending`."""
         able: set[str | None] = set()
         for worker in alive:
@@ -294,7 +294,7 @@ class Closures:
             "unserved": unserved,
         }
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JSONObject:
         """All of it, as JSON values."""
         return {
             "known": [
@@ -309,7 +309,7 @@ class Closures:
             "generation": self._generation,
         }
 
-    def load_state(self, state: dict[str, Any], now: float) -> None:
+    def load_state(self, state: JSONObject, now: float) -> None:
         """Takes over a state; what was running stays with its workers."""
         self._known = {
             saved["id"]: _Closure(**saved | {"since": now}) for saved in state["known"]

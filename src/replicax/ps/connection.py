@@ -1,4 +1,4 @@
-"""A worker's connection to one parameter server: one stream, and calls beside it."""
+"""A client of one parameter server: one stream, and calls beside it."""
 
 import json
 import logging
@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from replicax._util.types import JSONObject
 from replicax._version import versions
 from replicax.cluster.addresses import parse_address
 from replicax.errors import ClusterError, ClusterMismatchError
@@ -103,7 +104,7 @@ class Connection:
         self._stream_lock = threading.Lock()
         self._client_lock = threading.Lock()
         self._client: Any = None
-        self._stream: _Stream | None = None
+        self._stream: _FlightStream | None = None
         self._closed = threading.Event()
         self._watchdog = Watchdog(f"replicax-ps-watchdog-{address}")
         self.bytes_sent = 0
@@ -111,11 +112,11 @@ class Connection:
 
     def exchange(
         self,
-        header: Mapping[str, Any],
+        header: JSONObject,
         vectors: Mapping[str, np.ndarray] | None = None,
         *,
         reply_timeout_seconds: float | None = None,
-    ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    ) -> tuple[JSONObject, dict[str, np.ndarray]]:
         """Send a message on the stream and wait for the answer.
 
         Args:
@@ -261,7 +262,7 @@ class Connection:
                 self._meet(hello)
             return self._client
 
-    def _meet(self, answer: Mapping[str, Any]) -> None:
+    def _meet(self, answer: JSONObject) -> None:
         if answer["incarnation"] != self._incarnation:
             self._incarnation = answer["incarnation"]
             self._on_connect(answer["incarnation"])
@@ -288,14 +289,14 @@ class Connection:
 
     def _attempt(
         self,
-        header: Mapping[str, Any],
+        header: JSONObject,
         vectors: Mapping[str, np.ndarray],
         timeout: float,
-    ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    ) -> tuple[JSONObject, dict[str, np.ndarray]]:
         client = self._connected()
         try:
             if self._stream is None:
-                self._stream = _Stream(client, self._options(None))
+                self._stream = _FlightStream(client, self._options(None))
             stream = self._stream
             with self._watchdog.watch(timeout, stream.cancel) as progress:
                 answer = self._transfer(stream, header, vectors, progress)
@@ -309,11 +310,11 @@ class Connection:
 
     def _transfer(
         self,
-        stream: "_Stream",
-        header: Mapping[str, Any],
+        stream: "_FlightStream",
+        header: JSONObject,
         vectors: Mapping[str, np.ndarray],
         progress: Callable[[], None],
-    ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    ) -> tuple[JSONObject, dict[str, np.ndarray]]:
         self.bytes_sent += wire.send(stream.writer, header, vectors, progress)
         answer = wire.receive_header(stream.reader)
         if answer is None:
@@ -331,7 +332,7 @@ class Connection:
             stream.close()
 
 
-class _Stream:
+class _FlightStream:
     """A Flight stream to a server."""
 
     def __init__(self, client: Any, options: Any) -> None:
@@ -352,7 +353,7 @@ class _Stream:
             pass  # It was lost, or has just been cancelled.
 
 
-def _act(client: Any, name: str, body: bytes, options: Any) -> dict[str, Any]:
+def _act(client: Any, name: str, body: bytes, options: Any) -> JSONObject:
     results = list(client.do_action((name, body), options))
     if len(results) != 1:
         raise wire.WireError(f"{name!r} has {len(results)} results; expected one")

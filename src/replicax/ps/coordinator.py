@@ -1,4 +1,4 @@
-"""ClusterCoordinator: calls that the chief schedules and free workers carry out."""
+"""`ClusterCoordinator`: the chief schedules functions, free workers run them."""
 
 import logging
 import time
@@ -7,19 +7,18 @@ from typing import Any, NoReturn
 
 import jax
 
+from replicax._util.types import JSONObject, PyTree
 from replicax._util.waiting import wait_for
 from replicax.errors import ClusterMismatchError, ContextError
 from replicax.input import InputContext
 from replicax.ps.closure_errors import error_from_json
-from replicax.ps.closure_owner import ClosureOwner, Outcome
+from replicax.ps.closure_owner import ClosureOutcome, ClosureOwner
 from replicax.ps.closure_worker import ClosureWorker
-from replicax.ps.functions import Functions
-from replicax.ps.metric_deltas import Sums
-from replicax.ps.payloads import decode, require_size
+from replicax.ps.metric_deltas import MetricDeltas
+from replicax.ps.payloads import FunctionNames, decode, require_size
 from replicax.ps.per_worker import PerWorkerSources, PerWorkerValues, dataset_maker
-from replicax.ps.progress import AGAIN, Progress
-from replicax.ps.requests import WantedGroups
-from replicax.ps.script_sync import Meetings
+from replicax.ps.requests import GroupRequests
+from replicax.ps.script_sync import AGAIN, ClosureProgress, ScriptSync
 from replicax.ps.session import Session
 from replicax.ps.strategy import ParameterServerStrategy
 
@@ -37,15 +36,17 @@ class RemoteValue:
     `tf.distribute.experimental.coordinator.RemoteValue`.)
     """
 
-    def __init__(self, coordinator: "ClusterCoordinator", outcome: Outcome) -> None:
+    def __init__(
+        self, coordinator: "ClusterCoordinator", outcome: ClosureOutcome
+    ) -> None:
         self._coordinator = coordinator
         self.closure_outcome = outcome
 
-    def fetch(self) -> Any:
+    def fetch(self) -> PyTree:
         """Wait for the result and return it, like `coordinator.fetch(self)`."""
         return self._coordinator.fetch(self)
 
-    def get(self) -> Any:
+    def get(self) -> PyTree:
         """The same as `fetch`."""
         return self._coordinator.fetch(self)
 
@@ -86,31 +87,31 @@ class ClusterCoordinator:
             return
         self.strategy = strategy
         self._session: Session = session
-        self._functions = Functions()
+        self._functions = FunctionNames()
         self._sources = PerWorkerSources()
-        self._sums = Sums(strategy.labels)
-        self._wanted = WantedGroups(session, strategy.labels)
-        strategy.remote.wanted = self._wanted
-        self._meetings = Meetings(session)
+        self._metric_deltas = MetricDeltas(strategy.labels)
+        self._requests = GroupRequests(session, strategy.labels)
+        strategy.remote.wanted = self._requests
+        self._script_sync = ScriptSync(session)
         self._owner = ClosureOwner(session)
         self._worker = ClosureWorker(
             session,
             strategy,
             self._functions,
-            self._meetings,
-            self._sums,
+            self._script_sync,
+            self._metric_deltas,
             self._sources.own,
             self._refresh,
         )
-        self._progress = Progress(session)
+        self._progress = ClosureProgress(session)
         self._looked = 0.0
         strategy.coordinator = self
 
     def schedule(
         self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] | None = None,
-        kwargs: Mapping[str, Any] | None = None,
+        fn: Callable[..., PyTree],
+        args: Sequence[PyTree] | None = None,
+        kwargs: Mapping[str, PyTree] | None = None,
     ) -> RemoteValue:
         """Have a function run on a free worker; does not wait for it.
 
@@ -136,14 +137,14 @@ class ClusterCoordinator:
         self._require_outside("schedule")
         name = self._functions.register(fn)
         if not self._session.is_chief:
-            return RemoteValue(self, Outcome(None))
+            return RemoteValue(self, ClosureOutcome(None))
         self.strategy.publish()
-        self._wanted.send_rates()
+        self._requests.send_rates()
         call, needs = self._owner.pack(args or (), kwargs or {})
         outcome = self._owner.new_outcome()
-        payload = {"call": call, "meetings": self._meetings.passed}
+        payload = {"call": call, "meetings": self._script_sync.passed}
 
-        def poll() -> Any:
+        def poll() -> object:
             answer = self._session.once(
                 "schedule", id=outcome.id, payload=payload, function=name
             )
@@ -153,7 +154,7 @@ class ClusterCoordinator:
 
         answer = self._progress.until(poll, "a place in the queue")
         if "failed" in answer:
-            self._meetings.end({"at": "schedule", "error": answer["failed"]})
+            self._script_sync.end({"at": "schedule", "error": answer["failed"]})
             raise error_from_json(answer["failed"])
         self._owner.add(outcome, needs)
         return RemoteValue(self, outcome)
@@ -196,10 +197,10 @@ class ClusterCoordinator:
         if is_over:
             self._end_round("done")
         else:
-            self._meetings.end({})
+            self._script_sync.end({})
         return is_over
 
-    def fetch(self, val: Any) -> Any:
+    def fetch(self, val: PyTree) -> PyTree:
         """Wait for results.
 
         Args:
@@ -274,8 +275,8 @@ class ClusterCoordinator:
 
     def _tend(self) -> bool:
         """What the chief does while it waits; whether closures got on."""
-        self._wanted.adopt(self.strategy.remote)
-        self._sums.add(self._owner.collect())
+        self._requests.adopt(self.strategy.remote)
+        self._metric_deltas.add(self._owner.collect())
         if len(self._session.workers) == 1:
             end = time.monotonic() + _PACE_SECONDS
             while self._worker.run_one() and time.monotonic() < end:
@@ -284,7 +285,7 @@ class ClusterCoordinator:
         self._progress.require_workers()
         return moved
 
-    def _all_over(self) -> Any:
+    def _all_over(self) -> object:
         """True: all closures are over; `AGAIN`: some are; None: no news."""
         moved = self._tend()
         if self._progress.is_over and self._owner.knows_all:
@@ -295,13 +296,13 @@ class ClusterCoordinator:
         """All closures are over: tell the others, or raise the error of one."""
         error = self._session.once("raise_if_failed")
         self._refresh()
-        record = {"at": at, "sums": self._sums.values(), "error": error}
-        self._meetings.end(record | ({"done": True} if at == "done" else {}))
+        record = {"at": at, "sums": self._metric_deltas.values(), "error": error}
+        self._script_sync.end(record | ({"done": True} if at == "done" else {}))
         if error is not None:
             raise error_from_json(error)
 
-    def _fetch(self, outcomes: Sequence[Outcome]) -> list[Any]:
-        def poll() -> Any:
+    def _fetch(self, outcomes: Sequence[ClosureOutcome]) -> list[PyTree]:
+        def poll() -> object:
             if all(outcome.is_known for outcome in outcomes):
                 return True
             return AGAIN if self._tend() else None
@@ -315,25 +316,25 @@ class ClusterCoordinator:
         except ValueError as error:
             errors = [{"type": "ValueError", "message": str(error), "traceback": ""}]
         if errors:
-            self._meetings.end({"at": "fetch", "error": errors[0]})
+            self._script_sync.end({"at": "fetch", "error": errors[0]})
             raise error_from_json(errors[0])
-        self._meetings.end({"at": "fetch", "values": values})
+        self._script_sync.end({"at": "fetch", "values": values})
         return values
 
     # The other workers.
 
-    def _follow(self, at: str) -> dict[str, Any]:
+    def _follow(self, at: str) -> JSONObject:
         """Run closures until the chief has passed this meeting; how it ended."""
 
-        def poll() -> Any:
-            record = self._meetings.ended()
+        def poll() -> object:
+            record = self._script_sync.ended()
             if record is not None:
                 return record
             return self._run_one()
 
         record = self._progress.until(poll, f"coordinator.{at}")
         if "sums" in record:
-            self._sums.assign(record["sums"])
+            self._metric_deltas.assign(record["sums"])
             self._refresh()
         if record.get("error") is not None:
             raise error_from_json(record["error"])
@@ -347,7 +348,7 @@ class ClusterCoordinator:
             self._serve_to_the_end()
         return record
 
-    def _run_one(self) -> Any:
+    def _run_one(self) -> object:
         if self._worker.run_one():
             return AGAIN
         now = time.monotonic()
@@ -378,9 +379,9 @@ class ClusterCoordinator:
 
     def _refresh(self) -> None:
         """Variables get the newest values."""
-        self._wanted.adopt(self.strategy.remote)
+        self._requests.adopt(self.strategy.remote)
         self.strategy.refresh()
-        self._wanted.write_iterations()
+        self._requests.write_iterations()
 
 
 def _checked(strategy: Any) -> Session:

@@ -1,4 +1,4 @@
-"""What a task of a parameter-server cluster needs to be let in: a token, and TLS files.
+"""Credentials of a parameter-server cluster: a shared token, and TLS files.
 
 Every task of a cluster has the same token. Whoever has it can read and change the
 model, so it stands in no log and no message, and a file with it is its owner's only.

@@ -1,4 +1,4 @@
-"""Who is connected to a server's port, and who of them has not shown the token.
+"""Limits connections to a server's port that have not shown the token.
 
 gRPC tells a Python server nothing of a connection on which no call was accepted: not of
 a port scan, not of bytes that are not HTTP/2. And it takes the whole body of a call

@@ -7,7 +7,7 @@ for its gradient is asking for the rows', and when it is ready they are handed o
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -17,10 +17,15 @@ import numpy as np
 from jax.core import Tracer
 from jax.experimental import io_callback
 
+from replicax._util.types import JSONObject, PyTree, Shape
+from replicax.engine.replica import ReplicaContext
 from replicax.engine.scope import current_context, current_strategy
-from replicax.ps.row_ids import check_ids, sum_duplicates
+from replicax.ps.row_values import check_ids, sum_duplicates
 
 __all__ = ["Embedding", "RowSource"]
+
+Regularizer = str | JSONObject | keras.regularizers.Regularizer
+Constraint = str | JSONObject | keras.constraints.Constraint
 
 # Whole numbers up to here are exact in float32.
 _EXACT_FLOATS = 2**24
@@ -42,7 +47,7 @@ class RowSource(Protocol):
         num_rows: int,
         dim: int,
         dtype: str,
-        initializer_config: dict[str, Any],
+        initializer_config: JSONObject,
         seed: int,
     ) -> None:
         """Make the table, unless it is there already, with whatever seed.
@@ -147,11 +152,11 @@ class Embedding(keras.layers.Embedding):
         self,
         input_dim: int,
         output_dim: int,
-        embeddings_initializer: Any = "uniform",
-        embeddings_regularizer: Any = None,
-        embeddings_constraint: Any = None,
+        embeddings_initializer: object = "uniform",
+        embeddings_regularizer: Regularizer | None = None,
+        embeddings_constraint: Constraint | None = None,
         mask_zero: bool = False,
-        weights: Any = None,
+        weights: Sequence[np.ndarray] | None = None,
         *,
         seed: int | None = None,
         **kwargs: Any,
@@ -175,14 +180,14 @@ class Embedding(keras.layers.Embedding):
             **kwargs,
         )
 
-    def build(self, input_shape: Any = None) -> None:
+    def build(self, input_shape: Shape | None = None) -> None:
         """Create the table: here, or on the servers of the strategy in scope."""
         source = _row_source()
         if self.built or source is None:
             super().build(input_shape)
             return
         self._refuse_what_needs_the_table()
-        self.anchor: Any = self.add_weight(
+        self.anchor: keras.Variable = self.add_weight(
             shape=(1,), initializer="zeros", name="anchor", trainable=True
         )
         self.anchor.table_name = self.name  # Says whose rows are updated with it.
@@ -210,7 +215,7 @@ class Embedding(keras.layers.Embedding):
         return None if self._table is None else self._table.name
 
     @property
-    def embeddings(self) -> Any:
+    def embeddings(self) -> PyTree:
         """The whole table `[input_dim, output_dim]`, where it is a variable."""
         if self._table is not None:
             raise AttributeError(
@@ -220,7 +225,7 @@ class Embedding(keras.layers.Embedding):
             )
         return super().embeddings
 
-    def call(self, inputs: Any) -> Any:
+    def call(self, inputs: PyTree) -> PyTree:
         """Look up ids of any shape; returns their rows along a new last dimension."""
         if self._table is None:
             return super().call(inputs)
@@ -251,12 +256,12 @@ class Embedding(keras.layers.Embedding):
         self._require_own_table("quantize")
         super().quantize(*args, **kwargs)
 
-    def save_own_variables(self, store: Any) -> None:
+    def save_own_variables(self, store: dict[str, np.ndarray]) -> None:
         """As in Keras; nothing of a table on servers."""
         if self._table is None:
             super().save_own_variables(store)
 
-    def load_own_variables(self, store: Any) -> None:
+    def load_own_variables(self, store: dict[str, np.ndarray]) -> None:
         """As in Keras; nothing of a table on servers.
 
         Raises:
@@ -277,7 +282,7 @@ class Embedding(keras.layers.Embedding):
                 "cannot be set from saved weights. Servers restore their snapshots."
             )
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> JSONObject:
         """As in Keras, with the seed."""
         return {**super().get_config(), "seed": self.seed}
 
@@ -326,7 +331,7 @@ def _has_long_ids() -> bool:
     return jax.dtypes.canonicalize_dtype(np.int64) == np.int64
 
 
-def _seed_of(initializer: Any) -> int:
+def _seed_of(initializer: object) -> int:
     """The seed of a random initializer; 0 for others."""
     seed = getattr(initializer, "seed", 0)
     if not isinstance(seed, int):
@@ -337,7 +342,9 @@ def _seed_of(initializer: Any) -> int:
     return seed
 
 
-def _lookup(table: _RemoteTable, context: Any) -> Callable[[Any, Any], Any]:
+def _lookup(
+    table: _RemoteTable, context: ReplicaContext | None
+) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """A differentiable `(anchor, ids) -> rows` for one place in a step."""
 
     def failed(error: Exception) -> None:
@@ -345,14 +352,16 @@ def _lookup(table: _RemoteTable, context: Any) -> Callable[[Any, Any], Any]:
             raise error
         table.source.fail(error)
 
-    def pull(anchor: Any, ids: Any) -> np.ndarray:
+    def pull(anchor: np.ndarray, ids: np.ndarray) -> np.ndarray:
         try:
             return table.pull(np.asarray(ids))
         except Exception as error:  # noqa: BLE001 - the strategy raises it
             failed(error)
             return np.full((*ids.shape, table.dim), np.nan, np.float32)
 
-    def collect(ids: Any, gradients: Any, counts: Any) -> np.ndarray:
+    def collect(
+        ids: np.ndarray, gradients: np.ndarray, counts: np.ndarray
+    ) -> np.ndarray:
         try:
             if counts:
                 table.collect(np.asarray(ids), np.asarray(gradients))
@@ -360,12 +369,12 @@ def _lookup(table: _RemoteTable, context: Any) -> Callable[[Any, Any], Any]:
             failed(error)
         return np.zeros(1, np.float32)
 
-    def rows_of(anchor: Any, ids: Any) -> Any:
+    def rows_of(anchor: jax.Array, ids: jax.Array) -> jax.Array:
         # The anchor goes in so that the rows are seen to depend on it.
         shape = jax.ShapeDtypeStruct((*ids.shape, table.dim), jnp.float32)
         return jax.pure_callback(pull, shape, anchor, ids, vmap_method="broadcast_all")
 
-    def backward(ids: Any, gradients: Any) -> tuple[Any, None]:
+    def backward(ids: jax.Array, gradients: jax.Array) -> tuple[jax.Array, None]:
         gradients, counts = _own_share(context, gradients)
         # Not pure: XLA must neither drop it nor do it twice.
         zero = io_callback(
@@ -378,7 +387,9 @@ def _lookup(table: _RemoteTable, context: Any) -> Callable[[Any, Any], Any]:
     return lookup
 
 
-def _own_share(context: Any, gradients: Any) -> tuple[Any, Any]:
+def _own_share(
+    context: ReplicaContext | None, gradients: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """This replica's summand of the step's gradient, and whether it has one.
 
     The sum over all replicas is what the optimizer seam would make of them.

@@ -1,4 +1,4 @@
-"""`fit` on parameter servers: workers take the steps of an epoch from one stock.
+"""`fit` on parameter servers: workers take the steps of an epoch from a work queue.
 
 Every worker goes through the data in the same order and trains on the batches that it
 has claimed, so that each batch is trained on once, by whichever worker was free. The
@@ -17,23 +17,23 @@ import numpy as np
 
 from replicax._private import keras as internals
 from replicax._util.hashes import digest
+from replicax._util.types import JSONObject
 from replicax._util.waiting import announce_first
 from replicax.errors import ClusterMismatchError
 from replicax.input.split import leading_size
 from replicax.keras.adapters import DistributedAdapter, fixed_number_of_batches
 from replicax.keras.batches import BatchIterator, Ready, place
-from replicax.ps.batch_source import Source
-from replicax.ps.remote import Part
-from replicax.ps.worker_input import own_rows
+from replicax.ps.remote import WorkerShare
+from replicax.ps.worker_input import BatchSource, own_rows
 
-__all__ = ["ClaimedSteps", "random_state", "set_random_state"]
+__all__ = ["WorkQueueFit", "random_state", "set_random_state"]
 
 _REPORTED = 2048  # Numbers of metrics in one report, of 20 letters or so.
 _MOST_REPORTED = 60 * _REPORTED
 _SHOWN = 500
 
 
-class ClaimedSteps:
+class WorkQueueFit:
     """One run of `fit` on parameter servers, as one worker takes part in it.
 
     Args:
@@ -58,7 +58,7 @@ class ClaimedSteps:
         self._iterator = epoch_iterator
         self._name = f"fit {number}"
         self._epoch = 0  # Counted from the first one of this `fit`.
-        self._source: Source | None = None
+        self._source: BatchSource | None = None
         # Of those over shuffled data, the one that `_source` belongs to.
         self._iteration: int | None = self._next_iteration
         self._first = 0  # The epoch's first batch, of those of `_source`.
@@ -242,7 +242,7 @@ class ClaimedSteps:
         key = f"{self._name}/begin/{self._epoch}"
         self._session.board("put", key=key, value=message)
 
-    def _heard(self) -> dict[str, Any]:
+    def _heard(self) -> JSONObject:
         key = f"{self._name}/begin/{self._epoch}"
         message = self._session.get(key, f"epoch {self._epoch} of {self._name}")
         mine = _described(self._model)
@@ -286,7 +286,7 @@ class ClaimedSteps:
         )
         if self._source is None:
             self._set_iteration(message["iteration"])
-            self._source = Source(iterator.data_adapter)
+            self._source = BatchSource(iterator.data_adapter)
         self._length = None
         self._stops = False
 
@@ -359,7 +359,7 @@ class ClaimedSteps:
         if self._strategy.max_staleness is not None:
             finished += self._drain()
 
-        def ask() -> dict[str, Any] | None:
+        def ask() -> JSONObject | None:
             answer = self._session.once(
                 "claim", stream=self._stream, finished=list(finished)
             )
@@ -432,7 +432,7 @@ class ClaimedSteps:
 
     def _expect(self, step: int, part: int, rows: Any) -> None:
         self._strategy.expect(
-            Part(
+            WorkerShare(
                 step=step,
                 part=part,
                 num_parts=self._strategy.num_parts,
@@ -451,7 +451,7 @@ def _described(model: Any) -> dict[str, str]:
     return {"digest": summary, "text": text}
 
 
-def random_state() -> dict[str, Any]:
+def random_state() -> JSONObject:
     """Python's and NumPy's random states, as JSON values."""
     version, numbers, gauss = random.getstate()
     state: Any = np.random.get_state(legacy=False)
@@ -462,7 +462,7 @@ def random_state() -> dict[str, Any]:
     }
 
 
-def set_random_state(state: dict[str, Any]) -> None:
+def set_random_state(state: JSONObject) -> None:
     """Go back to what `random_state` returned."""
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))

@@ -1,4 +1,4 @@
-"""One group on one server: its values, who pushed what, and its synchronous steps."""
+"""State of one group on one server: values, last pushes, synchronous steps."""
 
 import dataclasses
 import logging
@@ -10,21 +10,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from replicax._util.types import JSONObject
 from replicax.ps.journal import Journaled, Note, note_nothing
-from replicax.ps.push_counts import PushCounts
-from replicax.ps.server_optimizer import Rule, make_rule
-from replicax.ps.sync_step import Round, SyncPart
-from replicax.ps.variable_slices import Group
+from replicax.ps.pushes import PushCounts, StepShare, SyncStep
+from replicax.ps.server_optimizer import ServerOptimizer, make_server_optimizer
+from replicax.ps.variable_slices import VariableGroup
 
 __all__ = [
     "BadVectors",
     "DifferentGroup",
-    "Held",
-    "Last",
+    "GroupState",
+    "LastPush",
+    "RefusedRequestError",
     "StaleSequence",
-    "StoreError",
+    "StepShare",
     "Superseded",
-    "SyncPart",
     "SyncTimeout",
     "UnknownGroup",
     "Vectors",
@@ -37,36 +37,36 @@ Vectors = Mapping[str, np.ndarray]
 _MOST_PARTS = 65_536
 
 
-class StoreError(RuntimeError):
+class RefusedRequestError(RuntimeError):
     """A server refuses a request. Nothing has changed."""
 
 
-class UnknownGroup(StoreError):
+class UnknownGroup(RefusedRequestError):
     """No group of that name was created here."""
 
 
-class DifferentGroup(StoreError):
+class DifferentGroup(RefusedRequestError):
     """A group of that name is here, and it is another one."""
 
 
-class BadVectors(StoreError):
+class BadVectors(RefusedRequestError):
     """Vectors do not fit the group: dtypes, lengths."""
 
 
-class StaleSequence(StoreError):
+class StaleSequence(RefusedRequestError):
     """A push is older than the last one that was applied: a replay."""
 
 
-class Superseded(StoreError):
+class Superseded(RefusedRequestError):
     """The worker was restarted, and this comes from its earlier process."""
 
 
-class SyncTimeout(StoreError):
+class SyncTimeout(RefusedRequestError):
     """Parts of a synchronous step did not come in time."""
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
-class Last:
+class LastPush:
     """The last push that a worker's process made to a group."""
 
     session: str
@@ -76,25 +76,27 @@ class Last:
     step: int | None
 
 
-class Held:
+class GroupState:
     """One group. Its fields are read and written under its condition."""
 
-    def __init__(self, group: Group, server: int, note: Note = note_nothing) -> None:
+    def __init__(
+        self, group: VariableGroup, server: int, note: Note = note_nothing
+    ) -> None:
         self.group = group
         self._server = server
         self.lengths = group.lengths_on(server)
         self.condition = threading.Condition()
-        self.rule: Rule | None = None
+        self.rule: ServerOptimizer | None = None
         self.vectors: dict[str, jax.Array] = {}
         self.state: list[jax.Array] = []
         self.version = 0
         self.steps = 0
-        self.round: Round | None = None
+        self.round: SyncStep | None = None
         self.is_restored = False
         self.closed = False
         self.pushes = PushCounts(f"ps:{server} {group.name!r}", note)
         self.steps_made = self.steps_lost = 0  # Synchronous ones.
-        self.last: dict[str, Last] = {}
+        self.last: dict[str, LastPush] = {}
         self.staleness: dict[str, dict[int, int]] = {}
 
     def start(self, vectors: Vectors) -> None:
@@ -104,10 +106,10 @@ class Held:
             StoreError: If that cannot be done.
         """
         try:
-            rule = make_rule(self.group, self._server)
+            rule = make_server_optimizer(self.group, self._server)
             self.vectors, self.state = rule.start(vectors)
         except ValueError as error:
-            raise StoreError(str(error)) from error
+            raise RefusedRequestError(str(error)) from error
         self.rule = rule
 
     def replace(self, vectors: Vectors) -> None:
@@ -122,7 +124,7 @@ class Held:
         """The optimizer's moving averages of the values; None: it has none."""
         assert self.rule is not None
         pieces: dict[str, list[np.ndarray]] = {}
-        parts = self.group.parts_on(self._server)
+        parts = self.group.slices_on(self._server)
         for part, slots in zip(parts, self.rule.slots(self.state).parts, strict=True):
             if "average" not in slots:
                 return None
@@ -153,7 +155,7 @@ class Held:
                     f"Convert it to {dtype} before it is sent."
                 )
 
-    def again(self, worker: str, session: str, sequence: int) -> Last | None:
+    def again(self, worker: str, session: str, sequence: int) -> LastPush | None:
         """The same push, if it was accepted before; refuses one that is older."""
         last = self.last.get(worker)
         if last is None or last.session != session or sequence > last.sequence:
@@ -174,11 +176,11 @@ class Held:
         sequence: int,
         based_on: int,
         vectors: Vectors,
-        part: SyncPart | None,
-    ) -> Last:
+        part: StepShare | None,
+    ) -> LastPush:
         """Apply a push, or add it to the parts of its step."""
         assert self.rule is not None
-        last = Last(
+        last = LastPush(
             session=session,
             sequence=sequence,
             staleness=0,
@@ -187,7 +189,7 @@ class Held:
         )
         if part is None:
             if self.rule.norms is not None:
-                raise StoreError(
+                raise RefusedRequestError(
                     f"group {self.group.name!r}: {self.rule.norms} needs the whole "
                     "gradient, and a part of it is pushed. Clip on the worker: "
                     "optimizer_rule(..., clipped_by_worker=True)."
@@ -216,7 +218,7 @@ class Held:
 
     def finish(
         self,
-        current: Round,
+        current: SyncStep,
         total: Vectors,
         squared_norms: dict[str, float] | None,
     ) -> None:
@@ -233,7 +235,7 @@ class Held:
         """Wait until a step is over, or complete and in want of its norm."""
         while self.steps <= step:
             if self.closed:
-                raise StoreError(
+                raise RefusedRequestError(
                     f"group {self.group.name!r}: the server ends, and step {step} with "
                     "it."
                 )
@@ -267,7 +269,7 @@ class Held:
         histogram[staleness] = histogram.get(staleness, 0) + 1
         return staleness
 
-    def _round_of(self, part: SyncPart) -> Round | None:
+    def _round_of(self, part: StepShare) -> SyncStep | None:
         """The round a part belongs to; None if its step is over."""
         _check_part(self.group.name, part, self.lengths)
         if part.step < self.steps:
@@ -277,10 +279,10 @@ class Held:
             return None
         weighted = part.weight is not None
         if self.round is None:
-            self.round = Round(part.step, part.num_parts, weighted)
+            self.round = SyncStep(part.step, part.num_parts, weighted)
         current = self.round
         if (part.num_parts, weighted) != (current.num_parts, current.weighted):
-            raise StoreError(
+            raise RefusedRequestError(
                 f"group {self.group.name!r}, step {part.step}: got "
                 f"num_parts={part.num_parts}, weight={part.weight}, but its other "
                 f"parts have num_parts={current.num_parts} and "
@@ -295,7 +297,7 @@ class Held:
         """
         name = self.group.name
         if not self.is_restored:
-            raise StoreError(
+            raise RefusedRequestError(
                 f"group {name!r}: got a part of step {last_step}, but step "
                 f"{self.steps} is not over. Its parts must be pushed first."
             )
@@ -335,7 +337,7 @@ class Held:
         """Updates that were made, and that a restart has taken back."""
         return self.pushes.lost + self.steps_lost
 
-    def to_meta(self) -> dict[str, Any]:
+    def to_meta(self) -> JSONObject:
         """All but arrays, as JSON values. Parts of an unfinished step are not in it."""
         done = {
             worker: dataclasses.asdict(last)
@@ -356,25 +358,25 @@ class Held:
     @classmethod
     def from_meta(
         cls,
-        meta: Mapping[str, Any],
+        meta: JSONObject,
         vectors: Vectors,
         slots: list[Any],
         server: int,
         note: Note,
         journal: Journaled,
-    ) -> "Held":
+    ) -> "GroupState":
         """What `to_meta` described, with its arrays, and the journal's counts.
 
         Raises:
             StoreError: If they do not fit the group or this version of Keras.
         """
-        held = cls(Group.from_json(meta["group"]), server, note)
+        held = cls(VariableGroup.from_json(meta["group"]), server, note)
         held.check(vectors, floats=False)
         held.start(vectors)
         shapes = [(x.shape, str(x.dtype)) for x in slots]
         expected = [(x.shape, str(x.dtype)) for x in held.state]
         if shapes != expected:
-            raise StoreError(
+            raise RefusedRequestError(
                 f"group {held.group.name!r}: the state has optimizer variables of "
                 f"{shapes}, but this version of Keras has {expected}. Use the version "
                 "that wrote it."
@@ -384,7 +386,7 @@ class Held:
             for new, old in zip(slots, held.state, strict=True)
         ]
         held.version, held.steps = meta["version"], meta["steps"]
-        held.last = {worker: Last(**last) for worker, last in meta["last"].items()}
+        held.last = {worker: LastPush(**last) for worker, last in meta["last"].items()}
         held.staleness = {w: dict(h) for w, h in meta["staleness"].items()}
         held.pushes.load_state(meta["pushes"], journal)
         held.steps_made, held.steps_lost = meta["steps_made"], meta["steps_lost"]
@@ -392,14 +394,14 @@ class Held:
         return held
 
 
-def _check_part(name: str, part: SyncPart, dtypes: Mapping[str, int]) -> None:
+def _check_part(name: str, part: StepShare, dtypes: Mapping[str, int]) -> None:
     if part.num_parts > _MOST_PARTS:
-        raise StoreError(
+        raise RefusedRequestError(
             f"group {name!r}: got num_parts={part.num_parts}, expected at most "
             f"{_MOST_PARTS}."
         )
     if not 0 <= part.part < part.num_parts:
-        raise StoreError(
+        raise RefusedRequestError(
             f"group {name!r}: got part {part.part} of {part.num_parts}, expected 0 to "
             f"{part.num_parts - 1}."
         )
@@ -407,12 +409,12 @@ def _check_part(name: str, part: SyncPart, dtypes: Mapping[str, int]) -> None:
     if part.weight is None:
         return
     if whole:
-        raise StoreError(
+        raise RefusedRequestError(
             f"group {name!r}: there is no weighted mean of {whole}. Push with "
             "weight=None."
         )
     if not 0 < part.weight < float("inf"):
-        raise StoreError(
+        raise RefusedRequestError(
             f"group {name!r}: got weight={part.weight}, expected a positive number."
         )
 
@@ -423,7 +425,7 @@ def copies(state: list[jax.Array]) -> list[jax.Array]:
     return [jnp.copy(x) for x in state]
 
 
-def difference(one: Group, other: Group) -> str:
+def difference(one: VariableGroup, other: VariableGroup) -> str:
     """What differs first between two groups, in words."""
     if one.rule != other.rule:
         keys = sorted(one.rule.keys() | other.rule.keys())

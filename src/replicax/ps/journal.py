@@ -16,23 +16,24 @@ from pathlib import Path
 from typing import Any
 
 from replicax._util.files import write_whole
+from replicax._util.types import JSON
 
-__all__ = ["Journal", "Journaled", "Note", "note_nothing"]
+__all__ = ["Journaled", "Note", "WriteAheadLog", "note_nothing"]
 
 _logger = logging.getLogger("replicax")
 _COMPACT_BYTES = 1 << 20
 
-Note = Callable[[Sequence[str], Any], None]
+Note = Callable[[Sequence[str], JSON], None]
 """Writes down a key, which is some texts, and its newest value, which is JSON."""
 Journaled = Mapping[tuple[str, ...], Any]
 """The newest value of each key."""
 
 
-def note_nothing(key: Sequence[str], value: Any) -> None:
+def note_nothing(key: Sequence[str], value: JSON) -> None:
     """A `Note` where there is no journal."""
 
 
-class Journal:
+class WriteAheadLog:
     """An append-only file of keys and values, rewritten when it has grown.
 
     Args:
@@ -41,10 +42,10 @@ class Journal:
     Example:
         >>> import tempfile
         >>> path = Path(tempfile.mkdtemp()) / "journal"
-        >>> journal = Journal(path)
+        >>> journal = WriteAheadLog(path)
         >>> journal.note(["updates", "worker:0"], 7)
         >>> journal.note(["updates", "worker:0"], 8)
-        >>> Journal(path).newest
+        >>> WriteAheadLog(path).newest
         {('updates', 'worker:0'): 8}
     """
 
@@ -55,7 +56,7 @@ class Journal:
         self._size = 0
         self.newest: dict[tuple[str, ...], Any] = _read(path)
 
-    def note(self, key: Sequence[str], value: Any) -> None:
+    def note(self, key: Sequence[str], value: JSON) -> None:
         """Write down a key's newest value. A full disk is told of once, and endured."""
         with self._lock:
             self.newest.pop(tuple(key), None)  # The latest is the last.
@@ -115,7 +116,7 @@ class Journal:
             self._file = None
 
 
-def _line(key: Sequence[str], value: Any) -> bytes:
+def _line(key: Sequence[str], value: JSON) -> bytes:
     return json.dumps([list(key), value]).encode() + b"\n"
 
 

@@ -1,4 +1,4 @@
-"""Warnings that strangers can cause, at most so many of a kind a minute."""
+"""Rate-limited warnings: strangers can cause only so many of a kind a minute."""
 
 import logging
 import threading

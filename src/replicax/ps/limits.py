@@ -1,4 +1,4 @@
-"""What the board refuses, and how much of anything it keeps.
+"""Limits of the board, and the errors with which it refuses calls.
 
 Clients are authenticated, yet a broken one must not fill the server's memory: whatever
 they can store has a bound, and each of these errors says which.

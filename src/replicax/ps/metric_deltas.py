@@ -1,20 +1,21 @@
-"""Metrics under a coordinator: what each closure adds to them, told to the chief."""
+"""Sums metrics under a coordinator: workers send what each closure adds to them."""
 
 import logging
 from typing import Any
 
+import jax
 import numpy as np
 
 from replicax._private import keras as internals
 from replicax.engine.consistency import Label, Labels
 from replicax.ps.payloads import decode, encode
 
-__all__ = ["Sums"]
+__all__ = ["MetricDeltas"]
 
 _logger = logging.getLogger("replicax")
 
 
-class Sums:
+class MetricDeltas:
     """The variables of aggregation `"sum"`, as those of metrics are.
 
     They are in each process. A worker tells by how much a closure has changed its own,
@@ -26,7 +27,7 @@ class Sums:
 
     def __init__(self, labels: Labels) -> None:
         self._labels = labels
-        self._seen: dict[Label, tuple[Any, np.ndarray]] = {}
+        self._seen: dict[Label, tuple[jax.Array, np.ndarray]] = {}
         self._before: dict[Label, np.ndarray] = {}
         self._unknown: set[Label] = set()
         self._touched: set[Label] = set()
@@ -49,7 +50,7 @@ class Sums:
 
     def add(self, changes: list[Any]) -> None:
         """Add what closures have changed, one list after another."""
-        totals: dict[Label, Any] = {}
+        totals: dict[Label, np.ndarray] = {}
         for path, number, change in changes:
             label = (path, number)
             totals[label] = totals.get(label, 0) + decode(change)
@@ -86,7 +87,7 @@ class Sums:
 
     def _read(self) -> dict[Label, np.ndarray]:
         """Wide copies: programs give the arrays away, and sums of many are exact."""
-        seen: dict[Label, tuple[Any, np.ndarray]] = {}
+        seen: dict[Label, tuple[jax.Array, np.ndarray]] = {}
         for label, variable in self._labels:
             if variable.aggregation != "sum" or not internals.has_value(variable):
                 continue

@@ -1,4 +1,4 @@
-"""What workers can do with a server's groups: create, pull, push, commit."""
+"""Requests for a server's groups: create, pull, push, commit."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -6,15 +6,16 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from replicax.ps.sync_step import SyncPart
-from replicax.ps.variable_slices import Group
+from replicax._util.types import JSONObject
+from replicax.ps.pushes import StepShare
+from replicax.ps.variable_slices import VariableGroup
 from replicax.ps.wire import Allowed, WireError, dtype_named, exactly
 
 __all__ = [
     "StreamOperation",
     "TensorStore",
     "field",
-    "read_part",
+    "read_share",
     "store_operations",
 ]
 
@@ -27,7 +28,7 @@ class StreamOperation(Protocol):
     Several threads call it at the same time.
     """
 
-    def expected(self, header: Mapping[str, Any]) -> Mapping[str, Allowed]:
+    def expected(self, header: JSONObject) -> Mapping[str, Allowed]:
         """The vectors that a message with this header must have.
 
         It is asked before any memory is taken for them.
@@ -38,8 +39,8 @@ class StreamOperation(Protocol):
         ...
 
     def handle(
-        self, header: Mapping[str, Any], vectors: Vectors
-    ) -> tuple[dict[str, Any], Vectors]:
+        self, header: JSONObject, vectors: Vectors
+    ) -> tuple[JSONObject, Vectors]:
         """Do it; the header and the vectors of the answer."""
         ...
 
@@ -49,15 +50,15 @@ class TensorStore(Protocol):
 
     incarnation: str
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> JSONObject:
         """Versions and traffic, as JSON values."""
         ...
 
-    def groups(self) -> dict[str, Group]:
+    def groups(self) -> dict[str, VariableGroup]:
         """The groups that were created, by name."""
         ...
 
-    def create(self, group: Group, vectors: Vectors) -> Any:
+    def create(self, group: VariableGroup, vectors: Vectors) -> Any:
         """Create a group, unless an equal one is there."""
         ...
 
@@ -119,7 +120,7 @@ def store_operations(
     }
 
 
-def field(header: Mapping[str, Any], name: str, *kinds: type) -> Any:
+def field(header: JSONObject, name: str, *kinds: type) -> Any:
     """A value of a header, which must be there and of one of these types.
 
     Raises:
@@ -142,13 +143,13 @@ class _Lengths:
     def __init__(self, store: TensorStore, server: int) -> None:
         self._store = store
         self._server = server
-        self._known: dict[str, tuple[Group, dict[str, int]]] = {}
+        self._known: dict[str, tuple[VariableGroup, dict[str, int]]] = {}
 
-    def of(self, header: Mapping[str, Any]) -> dict[str, int]:
+    def of(self, header: JSONObject) -> dict[str, int]:
         name = field(header, "group", str)
         groups = self._store.groups()
         if name not in groups:
-            raise UnknownGroup(
+            raise UnknownGroupMessage(
                 f"there is no group {name!r:.80}; there are {sorted(groups)[:10]}"
             )
         known = self._known.get(name)
@@ -158,7 +159,7 @@ class _Lengths:
         return known[1]
 
 
-class UnknownGroup(WireError):
+class UnknownGroupMessage(WireError):
     """A message is for a group that was not created on this server."""
 
 
@@ -168,7 +169,7 @@ class _Create:
     server: int
     byte_limit: int
 
-    def expected(self, header: Mapping[str, Any]) -> dict[str, Allowed]:
+    def expected(self, header: JSONObject) -> dict[str, Allowed]:
         group = _read_group(header)
         lengths = group.lengths_on(self.server)
         others = [g for n, g in self.store.groups().items() if n != group.name]
@@ -181,8 +182,8 @@ class _Create:
         return exactly(lengths)
 
     def handle(
-        self, header: Mapping[str, Any], vectors: Vectors
-    ) -> tuple[dict[str, Any], Vectors]:
+        self, header: JSONObject, vectors: Vectors
+    ) -> tuple[JSONObject, Vectors]:
         group = _read_group(header)
         self.store.create(group, vectors)
         return {"version": self.store.pull(group.name).version}, {}
@@ -193,14 +194,14 @@ class _Pull:
     store: TensorStore
     lengths: _Lengths
 
-    def expected(self, header: Mapping[str, Any]) -> dict[str, Allowed]:
+    def expected(self, header: JSONObject) -> dict[str, Allowed]:
         self.lengths.of(header)
         field(header, "have", int, type(None))
         return {}
 
     def handle(
-        self, header: Mapping[str, Any], vectors: Vectors
-    ) -> tuple[dict[str, Any], Vectors]:
+        self, header: JSONObject, vectors: Vectors
+    ) -> tuple[JSONObject, Vectors]:
         pulled = self.store.pull(header["group"], header.get("have"))
         unchanged = pulled.vectors is None
         answer = {"version": pulled.version, "unchanged": unchanged}
@@ -212,14 +213,14 @@ class _Push:
     store: TensorStore
     lengths: _Lengths
 
-    def expected(self, header: Mapping[str, Any]) -> dict[str, Allowed]:
+    def expected(self, header: JSONObject) -> dict[str, Allowed]:
         for name, kinds in _PUSH_FIELDS.items():
             field(header, name, *kinds)
         return exactly(self.lengths.of(header), "bfloat16")
 
     def handle(
-        self, header: Mapping[str, Any], vectors: Vectors
-    ) -> tuple[dict[str, Any], Vectors]:
+        self, header: JSONObject, vectors: Vectors
+    ) -> tuple[JSONObject, Vectors]:
         pushed = self.store.push(
             header["group"],
             worker=header["worker"],
@@ -227,7 +228,7 @@ class _Push:
             sequence=header["sequence"],
             based_on=header["based_on"],
             vectors=vectors,
-            part=read_part(header.get("part")),
+            part=read_share(header.get("part")),
             deadline_seconds=header["deadline_seconds"],
         )
         answer = {
@@ -244,7 +245,7 @@ class _Commit:
     store: TensorStore
     lengths: _Lengths
 
-    def expected(self, header: Mapping[str, Any]) -> dict[str, Allowed]:
+    def expected(self, header: JSONObject) -> dict[str, Allowed]:
         self.lengths.of(header)
         field(header, "step", int)
         for name in (norms := field(header, "squared_norms", dict)):
@@ -252,8 +253,8 @@ class _Commit:
         return {}
 
     def handle(
-        self, header: Mapping[str, Any], vectors: Vectors
-    ) -> tuple[dict[str, Any], Vectors]:
+        self, header: JSONObject, vectors: Vectors
+    ) -> tuple[JSONObject, Vectors]:
         pulled = self.store.commit(
             header["group"], header["step"], header["squared_norms"]
         )
@@ -265,12 +266,12 @@ class _Replace:
     store: TensorStore
     lengths: _Lengths
 
-    def expected(self, header: Mapping[str, Any]) -> dict[str, Allowed]:
+    def expected(self, header: JSONObject) -> dict[str, Allowed]:
         return exactly(self.lengths.of(header))
 
     def handle(
-        self, header: Mapping[str, Any], vectors: Vectors
-    ) -> tuple[dict[str, Any], Vectors]:
+        self, header: JSONObject, vectors: Vectors
+    ) -> tuple[JSONObject, Vectors]:
         replaced = self.store.replace(header["group"], vectors)
         return {"version": replaced.version}, replaced.vectors
 
@@ -280,13 +281,13 @@ class _Averages:
     store: TensorStore
     lengths: _Lengths
 
-    def expected(self, header: Mapping[str, Any]) -> dict[str, Allowed]:
+    def expected(self, header: JSONObject) -> dict[str, Allowed]:
         self.lengths.of(header)
         return {}
 
     def handle(
-        self, header: Mapping[str, Any], vectors: Vectors
-    ) -> tuple[dict[str, Any], Vectors]:
+        self, header: JSONObject, vectors: Vectors
+    ) -> tuple[JSONObject, Vectors]:
         found = self.store.averages(header["group"])
         return {"found": found is not None}, found or {}
 
@@ -296,15 +297,15 @@ class _Assign:
     store: TensorStore
     lengths: _Lengths
 
-    def expected(self, header: Mapping[str, Any]) -> dict[str, Allowed]:
+    def expected(self, header: JSONObject) -> dict[str, Allowed]:
         self.lengths.of(header)
         field(header, "name", str)
         field(header, "value", int, float)
         return {}
 
     def handle(
-        self, header: Mapping[str, Any], vectors: Vectors
-    ) -> tuple[dict[str, Any], Vectors]:
+        self, header: JSONObject, vectors: Vectors
+    ) -> tuple[JSONObject, Vectors]:
         self.store.assign(header["group"], header["name"], header["value"])
         return {}, {}
 
@@ -320,11 +321,11 @@ _PUSH_FIELDS: dict[str, tuple[type, ...]] = {
 }
 
 
-def read_part(value: dict[str, Any] | None) -> SyncPart | None:
+def read_share(value: JSONObject | None) -> StepShare | None:
     """What part of a step a request is for; None: of none."""
     if value is None:
         return None
-    return SyncPart(
+    return StepShare(
         step=field(value, "step", int),
         part=field(value, "part", int),
         num_parts=field(value, "num_parts", int),
@@ -332,10 +333,10 @@ def read_part(value: dict[str, Any] | None) -> SyncPart | None:
     )
 
 
-def _read_group(header: Mapping[str, Any]) -> Group:
+def _read_group(header: JSONObject) -> VariableGroup:
     data = field(header, "group", dict)
     try:
-        group = Group.from_json(data)
+        group = VariableGroup.from_json(data)
         for part in group.parts:
             dtype_named(part.dtype)
             sizes = (*part.shape, part.server, *(part.rows or ()))

@@ -1,4 +1,4 @@
-"""A user's optimizer on its way to the servers: as JSON values, and built from them."""
+"""Serializes a user's optimizer for the servers, and builds it there."""
 
 import copy
 import functools
@@ -8,6 +8,8 @@ from typing import Any
 
 import keras
 import numpy as np
+
+from replicax._util.types import JSONObject, PyTree
 
 __all__ = [
     "build_recording",
@@ -56,7 +58,7 @@ def optimizer_rule(
     variables: Sequence[keras.Variable],
     *,
     clipped_by_worker: bool = False,
-) -> dict[str, Any]:
+) -> JSONObject:
     """A group's rule, in JSON values: the optimizer as it is now, without its slots.
 
     The learning rate and the iterations are the current ones, and variables that
@@ -109,8 +111,8 @@ def optimizer_rule(
 
 
 def clip_before_push(
-    optimizer: keras.optimizers.Optimizer, gradients: Sequence[Any]
-) -> list[Any]:
+    optimizer: keras.optimizers.Optimizer, gradients: Sequence[PyTree]
+) -> list[PyTree]:
     """Gradients as the optimizer would clip them, still times its `loss_scale_factor`.
 
     For rules with `clipped_by_worker`. May be traced. Where it is not the pushed
@@ -131,13 +133,13 @@ def clip_before_push(
     return [None if g is None else g * scale for g in clipped]
 
 
-def clips_on_worker(optimizer: Any) -> bool:
+def clips_on_worker(optimizer: keras.optimizers.Optimizer) -> bool:
     """Whether `clip_before_push` can do what the optimizer would do."""
     is_multiple = hasattr(optimizer, "optimizers")
     return not is_multiple and not optimizer.gradient_accumulation_steps
 
 
-def deserialize(config: dict[str, Any]) -> Any:
+def deserialize(config: JSONObject) -> keras.optimizers.Optimizer:
     """An optimizer from its config, which Keras would change."""
     optimizer = keras.saving.deserialize_keras_object(
         copy.deepcopy(config), safe_mode=True
@@ -152,7 +154,7 @@ def deserialize(config: dict[str, Any]) -> Any:
     return optimizer
 
 
-def _decays(optimizer: Any, variable: keras.Variable) -> bool:
+def _decays(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> bool:
     inner = getattr(optimizer, "optimizers", None)
     if inner is not None:
         return all(_decays(each, variable) for each in inner)
@@ -160,7 +162,9 @@ def _decays(optimizer: Any, variable: keras.Variable) -> bool:
 
 
 def build_recording(
-    optimizer: Any, steppers: Sequence[Any], variables: Sequence[Any]
+    optimizer: keras.optimizers.Optimizer,
+    steppers: Sequence[Any],
+    variables: Sequence[keras.Variable],
 ) -> list[tuple[int | None, str]]:
     """Build an optimizer; for each of its variables the trained one's place, and name.
 

@@ -1,4 +1,4 @@
-"""Which rows of which variable lie on which server.
+"""Partitions variables over servers: which rows of which variable lie where.
 
 A partitioner says into how many shards a variable is cut along its first dimension;
 `place` cuts the variables and deals the parts out so that servers hold about as many
@@ -16,7 +16,8 @@ from typing import Any, Protocol
 import ml_dtypes  # noqa: F401  NumPy learns of bfloat16.
 import numpy as np
 
-from replicax.ps.variable_slices import Group, Part
+from replicax._util.types import JSONObject
+from replicax.ps.variable_slices import VariableGroup, VariableSlice
 
 __all__ = [
     "FixedShardsPartitioner",
@@ -38,7 +39,7 @@ class Partitioner(Protocol):
     (TensorFlow: `tf.distribute.experimental.partitioners.Partitioner`.)
     """
 
-    def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
+    def __call__(self, shape: Sequence[int], dtype: str, axis: int = 0) -> list[int]:
         """The number of shards along each dimension: 1 except along `axis`."""
         ...
 
@@ -63,7 +64,7 @@ class FixedShardsPartitioner:
         _require_positive("FixedShardsPartitioner", num_shards=num_shards)
         self._num_shards = num_shards
 
-    def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
+    def __call__(self, shape: Sequence[int], dtype: str, axis: int = 0) -> list[int]:
         """The number of shards along each dimension."""
         return _along(shape, axis, self._num_shards)
 
@@ -102,7 +103,7 @@ class MinSizePartitioner:
         self._max_shards = max_shards
         self._bytes_per_string = bytes_per_string
 
-    def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
+    def __call__(self, shape: Sequence[int], dtype: str, axis: int = 0) -> list[int]:
         """The number of shards along each dimension."""
         total = math.prod(shape) * _item_bytes(dtype, self._bytes_per_string)
         shards = math.ceil(total / self._min_shard_bytes)
@@ -144,7 +145,7 @@ class MaxSizePartitioner:
         self._max_shards = max_shards
         self._bytes_per_string = bytes_per_string
 
-    def __call__(self, shape: Sequence[int], dtype: Any, axis: int = 0) -> list[int]:
+    def __call__(self, shape: Sequence[int], dtype: str, axis: int = 0) -> list[int]:
         """The number of shards along each dimension."""
         total = math.prod(shape) * _item_bytes(dtype, self._bytes_per_string)
         if not total:
@@ -168,7 +169,7 @@ class VariableInfo:
     path: str
     shape: tuple[int, ...]
     dtype: str
-    constraint: dict[str, Any] | None = None
+    constraint: JSONObject | None = None
 
     @property
     def row_bytes(self) -> int:
@@ -178,12 +179,12 @@ class VariableInfo:
 
 def place(
     name: str,
-    rule: dict[str, Any],
+    rule: JSONObject,
     variables: Sequence[VariableInfo],
     num_servers: int,
     partitioner: Partitioner | None = None,
     can_split: bool = True,
-) -> Group:
+) -> VariableGroup:
     """Cut variables into parts, and give each part a server.
 
     The largest part goes first, each to the server that has the fewest bytes yet, so no
@@ -191,7 +192,7 @@ def place(
 
     Args:
         name: The group's name.
-        rule: How servers update it; see `Group`.
+        rule: How servers update it; see `VariableGroup`.
         variables: What `optimizer.apply` updates together, in its order.
         num_servers: Number of parameter servers, at least 1.
         partitioner: Called as `partitioner(shape=..., dtype=...)` for each variable
@@ -229,7 +230,7 @@ def place(
         info = variables[i]
         shape = info.shape if rows is None else (rows[1] - rows[0], *info.shape[1:])
         parts.append(
-            Part(
+            VariableSlice(
                 variable=i,
                 path=info.path,
                 shape=shape,
@@ -239,7 +240,7 @@ def place(
                 constraint=info.constraint,
             )
         )
-    return Group(name=name, rule=rule, parts=tuple(parts))
+    return VariableGroup(name=name, rule=rule, parts=tuple(parts))
 
 
 def _cuts(variable: VariableInfo, partitioner: Partitioner | None) -> list[_Rows]:
@@ -308,7 +309,7 @@ def _is_count(number: Any) -> bool:
     return is_int and int(number) >= 1
 
 
-def _item_bytes(dtype: Any, bytes_per_string: int) -> int:
+def _item_bytes(dtype: str, bytes_per_string: int) -> int:
     if dtype is str or dtype == "string":
         return bytes_per_string
     return np.dtype(dtype).itemsize

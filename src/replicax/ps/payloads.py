@@ -1,9 +1,10 @@
-"""Arguments and results of closures as JSON values: data only, never code."""
+"""What closures send as JSON: names of functions, arguments, results; never code."""
 
 import base64
+import functools
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
@@ -11,18 +12,20 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
+from replicax._util.types import JSON, JSONObject, PyTree
+from replicax.engine.cache import function_key, static_key
 from replicax.engine.values import PerReplica
 
-__all__ = ["MAX_BYTES", "decode", "encode", "require_size"]
+__all__ = ["MAX_BYTES", "FunctionNames", "decode", "encode", "require_size"]
 
 MAX_BYTES = 3 * 2**20
 """Bytes of a closure's arguments, or of its result, as JSON."""
 
 _MARK = "$"
-_Mark = Callable[[Any], dict[str, Any] | None]
+_Mark = Callable[[PyTree], JSONObject | None]
 
 
-def encode(value: Any, what: str, mark: _Mark = lambda value: None) -> Any:
+def encode(value: PyTree, what: str, mark: _Mark = lambda value: None) -> JSON:
     """A value as JSON values.
 
     Args:
@@ -63,7 +66,7 @@ def encode(value: Any, what: str, mark: _Mark = lambda value: None) -> Any:
     )
 
 
-def decode(sent: Any, resolve: Callable[[dict[str, Any]], Any] | None = None) -> Any:
+def decode(sent: Any, resolve: Callable[[JSONObject], PyTree] | None = None) -> PyTree:
     """The value that `encode` wrote.
 
     Args:
@@ -91,7 +94,7 @@ def decode(sent: Any, resolve: Callable[[dict[str, Any]], Any] | None = None) ->
     raise ValueError(f"no value of a closure: {repr(sent)[:80]}")
 
 
-def require_size(sent: Any, what: str) -> None:
+def require_size(sent: JSON, what: str) -> None:
     """Raise if JSON values are too large to be sent.
 
     Raises:
@@ -106,7 +109,7 @@ def require_size(sent: Any, what: str) -> None:
         )
 
 
-def _encode_number(value: complex) -> Any:
+def _encode_number(value: complex) -> JSON:
     if isinstance(value, int):
         return value
     if isinstance(value, float):
@@ -115,7 +118,7 @@ def _encode_number(value: complex) -> Any:
     return {_MARK: "complex", "v": [repr(value.real), repr(value.imag)]}
 
 
-def _encode_container(value: Any, what: str, mark: _Mark) -> Any:
+def _encode_container(value: PyTree, what: str, mark: _Mark) -> JSON:
     if isinstance(value, dict):
         items = [
             [encode(k, f"a key of {what}"), encode(v, f"{what}[{k!r}]", mark)]
@@ -126,7 +129,7 @@ def _encode_container(value: Any, what: str, mark: _Mark) -> Any:
     return items if isinstance(value, list) else {_MARK: "tuple", "v": items}
 
 
-def _encode_array(value: Any, what: str) -> dict[str, Any]:
+def _encode_array(value: PyTree, what: str) -> JSONObject:
     if isinstance(value, keras.Variable):
         value = value.value
     if jnp.issubdtype(value.dtype, jax.dtypes.extended):
@@ -149,7 +152,7 @@ def _encode_array(value: Any, what: str) -> dict[str, Any]:
     }
 
 
-def _decode_array(sent: dict[str, Any]) -> Any:
+def _decode_array(sent: JSONObject) -> np.ndarray | jax.Array:
     dtype = jnp.dtype(sent["dtype"])
     if not _is_sent(dtype):
         raise ValueError(f"no dtype of numbers: {sent['dtype']!r:.40}")
@@ -158,13 +161,92 @@ def _decode_array(sent: dict[str, Any]) -> Any:
     return array[()] if sent["scalar"] else array
 
 
-def _is_sent(dtype: Any) -> bool:
+def _is_sent(dtype: np.dtype) -> bool:
     return jnp.issubdtype(dtype, jnp.bool_) or jnp.issubdtype(dtype, jnp.number)
 
 
-_PLAIN: dict[str, Callable[[Any], Any]] = {
+_PLAIN: dict[str, Callable[[Any], PyTree]] = {
     "float": float,
     "complex": lambda parts: complex(*map(float, parts)),
     "bytes": base64.b64decode,
     "replicas": lambda sent: PerReplica(_decode_array(sent)),
 }
+
+
+_MOST = 1000
+_LONGEST = 200
+
+
+class FunctionNames:
+    """The functions that a script has scheduled.
+
+    A name is made of the function's module and qualified name, and of its place among
+    the different functions of that name in the order of their first use. So it is the
+    same wherever the same script runs.
+
+    Example:
+        >>> def step():
+        ...     pass
+        >>> functions = FunctionNames()
+        >>> name = functions.register(step)
+        >>> functions.register(step) == name, functions[name] is step
+        (True, True)
+    """
+
+    def __init__(self) -> None:
+        self._names: dict[Hashable, str] = {}
+        self._functions: dict[str, Callable[..., PyTree]] = {}
+        self._used: dict[str, int] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """All names."""
+        return list(self._functions)
+
+    def __getitem__(self, name: str) -> Callable[..., PyTree]:
+        return self._functions[name]
+
+    def register(self, fn: Callable[..., PyTree]) -> str:
+        """The name of a function.
+
+        Raises:
+            TypeError: If it cannot be called.
+            ValueError: If there are too many.
+        """
+        if not callable(fn):
+            raise TypeError(
+                f"ClusterCoordinator.schedule: fn must be a function; got {fn!r}."
+            )
+        key = _key(fn)
+        if key not in self._names:
+            self._names[key] = self._add(fn)
+        return self._names[key]
+
+    def _add(self, fn: Callable[..., PyTree]) -> str:
+        plain = _described(fn)
+        if len(self._functions) >= _MOST:
+            raise ValueError(
+                f"ClusterCoordinator.schedule: {_MOST} different functions have been "
+                f"scheduled, now {plain}. One that is made anew with other closed-over "
+                "values counts as different: define it once, and pass what changes "
+                "through args."
+            )
+        number = self._used.get(plain, 0)
+        self._used[plain] = number + 1
+        name = plain if number == 0 else f"{plain} ({number + 1})"
+        self._functions[name] = fn
+        return name
+
+
+def _key(fn: Callable[..., PyTree]) -> Hashable:
+    if isinstance(fn, functools.partial):
+        bound = (*fn.args, *fn.keywords.values())
+        return (_key(fn.func), tuple(fn.keywords), tuple(map(static_key, bound)))
+    return function_key(fn)
+
+
+def _described(fn: Callable[..., PyTree]) -> str:
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    named = fn if hasattr(fn, "__qualname__") else type(fn)
+    return f"{getattr(named, '__module__', '')}.{named.__qualname__}"[-_LONGEST:]

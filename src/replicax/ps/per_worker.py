@@ -1,11 +1,11 @@
-"""Values of which every worker of a coordinator has its own."""
+"""Values that each worker of a coordinator makes for itself, such as iterators."""
 
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from replicax._util.signatures import positional_count
+from replicax._util.types import PyTree
 from replicax.errors import ClusterMismatchError
 from replicax.input import InputContext
 
@@ -24,24 +24,24 @@ class PerWorkerValues:
     """
 
     def __init__(
-        self, sources: "PerWorkerSources", make: Callable[[], Any], what: str
+        self, sources: "PerWorkerSources", make: Callable[[], PyTree], what: str
     ) -> None:
         self._sources = sources
         self._make = make
         self._what = what
-        self._made: list[Any] = []
+        self._made: list[PyTree] = []
         self.per_worker_number = sources.add(self)
 
     def __repr__(self) -> str:
         return f"PerWorkerValues({self._what})"
 
-    def __iter__(self) -> "Iterator[Any]":
+    def __iter__(self) -> "Iterator[PyTree]":
         # Not really an iterator: the chief's script never takes anything from it.
         return PerWorkerIterator(
             self._sources, lambda: iter(self.own()), f"iter of {self._what}"
         )
 
-    def own(self) -> Any:
+    def own(self) -> PyTree:
         """This worker's value; it is made when it is needed first."""
         if not self._made:
             self._made.append(self._make())
@@ -54,7 +54,7 @@ class PerWorkerIterator(PerWorkerValues):
     def __iter__(self) -> "PerWorkerIterator":
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> PyTree:
         raise TypeError(
             f"next({self!r}): each worker has an iterator of its own. Pass this one to "
             "coordinator.schedule(fn, args=(iterator,)), and call next in fn."
@@ -80,7 +80,7 @@ class PerWorkerSources:
         self._all[number] = value
         return number
 
-    def own(self, number: int) -> Any:
+    def own(self, number: int) -> PyTree:
         """This worker's value of that number."""
         value = self._all.get(number)
         if value is None:
@@ -94,8 +94,8 @@ class PerWorkerSources:
 
 
 def dataset_maker(
-    dataset_or_fn: Any, context: Callable[[], InputContext]
-) -> Callable[[], Any]:
+    dataset_or_fn: PyTree, context: Callable[[], InputContext]
+) -> Callable[[], PyTree]:
     """What makes a worker's dataset.
 
     Args:

@@ -1,13 +1,13 @@
-"""Who is there: the workers, their sessions, and when the job is done or has failed.
+"""Heartbeats and leases: which workers are alive, and whether the job has ended.
 
 No clock and no I/O: times come in as arguments, in seconds.
 """
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 from replicax._util.listing import listed
+from replicax._util.types import JSONObject
 from replicax.cluster.timeouts import Timeouts
 from replicax.ps.limits import (
     NotJoinedError,
@@ -32,7 +32,7 @@ class _Worker:
     gone_at: float = 0.0  # When it died or left; when the board started.
     ok: bool | None = None
     error: str | None = None
-    info: dict[str, Any] = dataclasses.field(default_factory=dict)
+    info: JSONObject = dataclasses.field(default_factory=dict)
     starts: int = 0
     deaths: int = 0
     replaced: list[str] = dataclasses.field(default_factory=list)
@@ -84,7 +84,7 @@ class Presence:
                 f"worker was started again. This process must stop."
             )
 
-    def join(self, worker: str, session: str, info: dict[str, Any], now: float) -> bool:
+    def join(self, worker: str, session: str, info: JSONObject, now: float) -> bool:
         """Makes the worker alive; whether it replaced another session of its name."""
         known = self._worker(worker)
         check_text(session, f"{worker}: session")
@@ -118,7 +118,7 @@ class Presence:
             raise NotJoinedError(f"{worker}: this session has left. Join again first.")
         known.state, known.last_sign = "alive", now
 
-    def describe(self, worker: str, info: dict[str, Any]) -> None:
+    def describe(self, worker: str, info: JSONObject) -> None:
         """Keeps what the worker tells about itself, for `status`."""
         self._worker(worker).info = info
 
@@ -218,7 +218,7 @@ class Presence:
         """How often the worker was started."""
         return self._worker(worker).starts
 
-    def status(self, now: float) -> dict[str, dict[str, Any]]:
+    def status(self, now: float) -> dict[str, JSONObject]:
         """Every worker's state, for people."""
         return {
             name: {
@@ -234,7 +234,7 @@ class Presence:
             for name, known in self._workers.items()
         }
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JSONObject:
         """All of it but the times, as JSON values."""
         return {
             name: {
@@ -249,7 +249,7 @@ class Presence:
             for name, known in self._workers.items()
         }
 
-    def load_state(self, state: dict[str, Any], now: float) -> None:
+    def load_state(self, state: JSONObject, now: float) -> None:
         """Takes over a state; heartbeats and the grace period start anew.
 
         Raises:

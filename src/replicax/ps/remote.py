@@ -1,10 +1,11 @@
-"""A group of variables on the servers, as a worker has it."""
+"""A worker's client of one group: pulls values from servers, pushes gradients."""
 
 import dataclasses
 import functools
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -12,21 +13,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from replicax._util.types import JSONObject, PyTree
 from replicax.errors import ClusterError, ClusterMismatchError
 from replicax.ps.connection import Connection, ServerRefused
 from replicax.ps.session import Session
-from replicax.ps.variable_slices import Group
+from replicax.ps.variable_slices import VariableGroup
 
-__all__ = ["Applied", "Part", "RemoteGroup"]
+__all__ = ["PushResult", "RemoteGroup", "WorkerShare"]
 
 _SLACK_SECONDS = 10.0
 """For the server to say first that other workers' shares did not come in time."""
 _logger = logging.getLogger("replicax")
-_Vectors = dict[str, Any]
+_Vectors = dict[str, PyTree]
+_Answer = tuple[int, JSONObject, _Vectors]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Part:
+class WorkerShare:
     """A worker's part of a synchronous step.
 
     Attributes:
@@ -44,7 +47,7 @@ class Part:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Applied:
+class PushResult:
     """What became of a push.
 
     Attributes:
@@ -74,7 +77,7 @@ class RemoteGroup:
     def __init__(
         self,
         session: Session,
-        group: Group,
+        group: VariableGroup,
         sharding: NamedSharding,
         compression: str | None = None,
     ) -> None:
@@ -96,7 +99,7 @@ class RemoteGroup:
 
     # The beginning.
 
-    def create(self, values: Sequence[Any]) -> None:
+    def create(self, values: Sequence[jax.Array]) -> None:
         """Bring the initial values to the servers; they keep those that they have."""
         for server, vectors in zip(
             self._servers, self._pack_values(values), strict=True
@@ -164,7 +167,7 @@ class RemoteGroup:
                 },
             )
 
-    def assign(self, values: Sequence[Any]) -> None:
+    def assign(self, values: Sequence[jax.Array]) -> None:
         """Replace the servers' values."""
         for server, vectors in zip(
             self._servers, self._pack_values(values), strict=True
@@ -190,9 +193,9 @@ class RemoteGroup:
 
     def push(
         self,
-        gradients: Sequence[Any],
+        gradients: Sequence[jax.Array],
         based_on: Mapping[int, int],
-        part: Part | None = None,
+        part: WorkerShare | None = None,
     ) -> Any:
         """Send gradients, and bring the newest values; `finish` waits for it.
 
@@ -224,13 +227,16 @@ class RemoteGroup:
             )
             for server, vectors in zip(self._servers, packed, strict=True)
         ]
-        return _Together(futures, part)
+        return _ServerPushes(futures, part)
 
-    def finish(self, push: Any) -> Applied:
+    def finish(self, push: "_ServerPushes") -> PushResult:
         """Wait for a push, and take over the values it brought."""
         answers = [self._session.result(future) for future in push.futures]
         norms = [header["squared_norms"] for _, header, _ in answers]
         if all(n is not None for n in norms):
+            # Servers ask for norms in a synchronous step only.
+            assert push.part is not None
+            assert push.part.step is not None
             answers = self._commit(push.part.step, norms, answers)
         elif any(n is not None for n in norms):
             # Another worker has all the norms and is finishing the step.
@@ -239,17 +245,17 @@ class RemoteGroup:
                 for answer, n in zip(answers, norms, strict=True)
             ]
         self._take(answers)
-        return Applied(
+        return PushResult(
             # Servers may have got it from different workers; the first one decides.
             counts=answers[0][1]["applied"],
             staleness=max(header["staleness"] for _, header, _ in answers),
         )
 
-    def _newer(self, server: int, header: dict[str, Any], _: _Vectors) -> Any:
+    def _newer(self, server: int, header: JSONObject, _: _Vectors) -> _Answer:
         """A server's values after the version in `header`, once it has them."""
         pull = {"op": "pull", "group": self.group.name, "have": header["version"]}
 
-        def poll() -> Any:
+        def poll() -> _Answer | None:
             answer, vectors = self._on(server, pull)
             return (server, header | answer, vectors) if vectors else None
 
@@ -258,8 +264,8 @@ class RemoteGroup:
         )
 
     def _commit(
-        self, step: int, norms: list[dict[str, float]], answers: list[Any]
-    ) -> list[Any]:
+        self, step: int, norms: list[dict[str, float]], answers: list[_Answer]
+    ) -> list[_Answer]:
         """The second round of a synchronous step that is clipped by its norm."""
         total: dict[str, float] = {}
         for each in norms:
@@ -279,7 +285,7 @@ class RemoteGroup:
             results.append((server, header | answer, vectors))
         return results
 
-    def _take(self, answers: Sequence[Any]) -> bool:
+    def _take(self, answers: Sequence[_Answer]) -> bool:
         """Take over the values that servers sent; whether there were any."""
         changed = False
         for server, header, vectors in answers:
@@ -308,8 +314,8 @@ class RemoteGroup:
         return f"group {self.group.name}"
 
     def _on(
-        self, server: int, header: Mapping[str, Any], vectors: _Vectors | None = None
-    ) -> tuple[dict[str, Any], _Vectors]:
+        self, server: int, header: JSONObject, vectors: _Vectors | None = None
+    ) -> tuple[JSONObject, _Vectors]:
         """Exchange a message with a server, in its turn, and wait."""
         return self._session.result(
             self._session.submit(
@@ -317,7 +323,7 @@ class RemoteGroup:
             )
         )
 
-    def _pull_from(self, server: int, connection: Connection) -> Any:
+    def _pull_from(self, server: int, connection: Connection) -> _Answer:
         header = {
             "op": "pull",
             "group": self.group.name,
@@ -347,7 +353,7 @@ class RemoteGroup:
     def _push_to(
         self,
         server: int,
-        header: dict[str, Any],
+        header: JSONObject,
         vectors: _Vectors,
         connection: Connection,
     ) -> Any:
@@ -371,18 +377,20 @@ class RemoteGroup:
 
     # Between variables and flat vectors.
 
-    def _pack_values(self, values: Sequence[Any]) -> list[_Vectors]:
+    def _pack_values(self, values: Sequence[jax.Array]) -> list[_Vectors]:
         packed = jax.jit(functools.partial(self._packed, compress=False))(
             [x.addressable_data(0) for x in values]
         )
         return [{d: np.asarray(v) for d, v in vectors.items()} for vectors in packed]
 
-    def _packed(self, values: list[Any], compress: bool = True) -> list[_Vectors]:
+    def _packed(self, values: list[jax.Array], compress: bool = True) -> list[_Vectors]:
         return [self._vectors(values, server, compress) for server in self._servers]
 
-    def _vectors(self, values: list[Any], server: int, compress: bool) -> _Vectors:
-        pieces: dict[str, list[Any]] = {}
-        for part in self.group.parts_on(server):
+    def _vectors(
+        self, values: list[jax.Array], server: int, compress: bool
+    ) -> _Vectors:
+        pieces: dict[str, list[PyTree]] = {}
+        for part in self.group.slices_on(server):
             value = values[part.variable]
             if part.rows is not None:
                 value = value[part.rows[0] : part.rows[1]]
@@ -394,7 +402,7 @@ class RemoteGroup:
         return vectors
 
     def _unpacked(self, held: list[_Vectors]) -> list[jax.Array]:
-        pieces: dict[int, list[Any]] = {}
+        pieces: dict[int, list[PyTree]] = {}
         begin: dict[tuple[int, str], int] = {}
         by_server = dict(zip(self._servers, held, strict=True))
         for part in self.group.parts:  # Rows of a variable are in order.
@@ -409,19 +417,19 @@ class RemoteGroup:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Together:
+class _ServerPushes:
     """The pushes of one step to all servers."""
 
-    futures: list[Any]
-    part: Part | None
+    futures: list[Future[_Answer]]
+    part: WorkerShare | None
 
 
 def _exchange(
     connection: Connection,
-    header: Mapping[str, Any],
+    header: JSONObject,
     vectors: Mapping[str, np.ndarray] | None = None,
     reply_timeout_seconds: float | None = None,
-) -> tuple[dict[str, Any], _Vectors]:
+) -> tuple[JSONObject, _Vectors]:
     try:
         return connection.exchange(
             header, vectors, reply_timeout_seconds=reply_timeout_seconds

@@ -1,8 +1,8 @@
-"""What workers tell each other: values by key, barriers, reports, and to stop."""
+"""Values by key, barriers, reports and the stop flag that workers share."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
+from replicax._util.types import JSON, JSONObject
 from replicax.ps.limits import (
     BoardError,
     LimitError,
@@ -35,14 +35,14 @@ class Rendezvous:
 
     def __init__(self) -> None:
         self.stop: str | None = None
-        self._values: dict[str, tuple[Any, int]] = {}
+        self._values: dict[str, tuple[JSON, int]] = {}
         self._families: dict[str, dict[str, None]] = {}
         self._bytes = 0
         self._barriers: dict[str, list[str]] = {}
         self._complete: dict[str, None] = {}
-        self._reports: dict[str, dict[str, Any]] = {}
+        self._reports: dict[str, JSONObject] = {}
 
-    def put(self, key: str, value: Any, *, first: bool) -> Any:
+    def put(self, key: str, value: JSON, *, first: bool) -> JSON:
         """Stores a value and returns the one that stands: see `Board.put`."""
         check_text(key, "key")
         if value is None:
@@ -81,13 +81,13 @@ class Rendezvous:
         for old in dropped:
             self._bytes -= self._values.pop(old)[1]
 
-    def get(self, key: str) -> Any:
+    def get(self, key: str) -> JSON:
         """The value of a key; None: it has none, or no longer."""
         return self._values.get(check_text(key, "key"), (None, 0))[0]
 
     def arrive(
         self, barrier: str, worker: str, missing: Callable[[Sequence[str]], list[str]]
-    ) -> dict[str, Any]:
+    ) -> JSONObject:
         """Notes that a worker is there: see `Board.arrive`.
 
         Args:
@@ -113,18 +113,18 @@ class Rendezvous:
         remember(self._complete, barrier, None, most=_COMPLETE_KEPT)
         return {"complete": True, "missing": []}
 
-    def report(self, topic: str, worker: str, values: Any) -> None:
+    def report(self, topic: str, worker: str, values: JSON) -> None:
         """Keeps a worker's values under a topic: see `Board.report`."""
         check_text(topic, "topic")
         check_size(values, f"report {topic!r}: values", most=_MAX_REPORT)
         reported = self._reports.get(topic, {}) | {worker: values}
         remember(self._reports, topic, reported, most=_REPORTS_KEPT)
 
-    def reports(self, topic: str) -> dict[str, Any]:
+    def reports(self, topic: str) -> JSONObject:
         """The values under a topic, by worker."""
         return dict(self._reports.get(check_text(topic, "topic"), {}))
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JSONObject:
         """All of it, as JSON values."""
         return {
             "stop": self.stop,
@@ -134,7 +134,7 @@ class Rendezvous:
             "reports": {name: dict(who) for name, who in self._reports.items()},
         }
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: JSONObject) -> None:
         """Takes over a state."""
         self.stop = state["stop"]
         self._values, self._families, self._bytes = {}, {}, 0

@@ -1,4 +1,4 @@
-"""Groups that workers need while the chief runs no step itself.
+"""Requests for groups: workers ask the chief to create those that they train.
 
 A closure's first step shows which variables an optimizer trains. Only the worker that
 runs it knows, and only the chief's initial values count: so the worker asks the chief.
@@ -6,19 +6,25 @@ The other workers hear of it too, and evaluate with the values that are trained.
 """
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING
 
+import jax
 import keras
 import numpy as np
 
 from replicax._private import keras as internals
 from replicax._util.hashes import digest
+from replicax._util.types import JSONObject
 from replicax.engine.consistency import Labels
 from replicax.errors import ClusterMismatchError
 from replicax.ps.session import Session
-from replicax.ps.variable_slices import Group
+from replicax.ps.variable_slices import VariableGroup
 
-__all__ = ["WantedGroups"]
+if TYPE_CHECKING:
+    from replicax.ps.remote import RemoteGroup
+    from replicax.ps.variables import RemoteVariables
+
+__all__ = ["GroupRequests"]
 
 
 @dataclasses.dataclass
@@ -32,13 +38,13 @@ class _Trained:
         known: The array of the rate that the servers have.
     """
 
-    group: Any
-    iterations: Any
-    rate: Any
-    known: Any
+    group: "RemoteGroup"
+    iterations: keras.Variable | None
+    rate: keras.Variable | None
+    known: jax.Array | None
 
 
-class WantedGroups:
+class GroupRequests:
     """What workers ask for, in the order of the asking.
 
     Args:
@@ -52,7 +58,12 @@ class WantedGroups:
         self._next = 0
         self._trained: list[_Trained] = []
 
-    def name_of(self, label: str, variables: list[Any], optimizer: Any = None) -> str:
+    def name_of(
+        self,
+        label: str,
+        variables: list[keras.Variable],
+        optimizer: keras.optimizers.Optimizer | None = None,
+    ) -> str:
         """A group's name, which is the same whoever needs which group first."""
         labels = [self._labels.of(v) for v in variables]
         if optimizer is not None:
@@ -60,7 +71,12 @@ class WantedGroups:
         number = digest(repr(labels), 4)
         return f"{label} {number}"
 
-    def ask(self, group: Group, variables: list[Any], optimizer: Any = None) -> None:
+    def ask(
+        self,
+        group: VariableGroup,
+        variables: list[keras.Variable],
+        optimizer: keras.optimizers.Optimizer | None = None,
+    ) -> None:
         """Have the chief create a group, unless it has or somebody has asked."""
         rate = getattr(optimizer, "_learning_rate", None)
         want = {
@@ -80,7 +96,7 @@ class WantedGroups:
                 return
             number += 1
 
-    def adopt(self, remote: Any) -> None:
+    def adopt(self, remote: "RemoteVariables") -> None:
         """Take over what was asked for: the chief creates it, the others have it then.
 
         Args:
@@ -97,14 +113,14 @@ class WantedGroups:
             if any(v is None for v in variables):
                 self._require_worker(want, variables)
                 return  # This script is not there yet.
-            group = remote.adopt(Group.from_json(want["group"]), variables)
+            group = remote.adopt(VariableGroup.from_json(want["group"]), variables)
             if group is None:
                 return
             self._next += 1
             if want["iterations"] is not None:
                 self._follow(group, want)
 
-    def _follow(self, group: Any, want: dict[str, Any]) -> None:
+    def _follow(self, group: "RemoteGroup", want: JSONObject) -> None:
         iterations = self._labels.find(tuple(want["iterations"]))
         rate = None
         if want["rate"] is not None:
@@ -128,7 +144,9 @@ class WantedGroups:
             if trained.iterations is not None:
                 trained.iterations.assign(max(trained.group.versions.values()))
 
-    def _require_worker(self, want: dict[str, Any], variables: list[Any]) -> None:
+    def _require_worker(
+        self, want: JSONObject, variables: list[keras.Variable | None]
+    ) -> None:
         if not self._session.is_chief:
             return
         missing = want["variables"][variables.index(None)][0]
@@ -144,5 +162,5 @@ def _key(number: int) -> str:
     return f"wanted group: {number}"
 
 
-def _stored(variable: Any) -> Any:
+def _stored(variable: keras.Variable) -> jax.Array:
     return internals.read_values([variable])[0]

@@ -1,4 +1,4 @@
-"""A worker's connections for rows, beside those for dense values.
+"""A worker's connections for rows of tables, beside those for dense values.
 
 Rows are fetched by callbacks inside a running program. Behind a push of dense
 gradients, which may be waiting for this very step, a callback would wait for ever.

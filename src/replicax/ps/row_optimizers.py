@@ -7,19 +7,22 @@ pushed each time, values are those of the Keras optimizer.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from replicax._util.types import JSONObject
+
 __all__ = ["RowOptimizer", "differing_options", "row_optimizer"]
 
 # rows, their slots by name, gradients, learning rate, number of this update from 1:
+_Array = np.ndarray
+_Slots = dict[str, np.ndarray]
+_Rate = np.float32
 # rows and slots are changed in place.
-_Update = Callable[
-    [np.ndarray, dict[str, np.ndarray], np.ndarray, np.float32, int], None
-]
-_Options = Mapping[str, Any]
+_Update = Callable[[_Array, _Slots, _Array, _Rate, int], None]
+_Options = JSONObject
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -62,7 +65,7 @@ class RowOptimizer:
         self._update(rows, slots, gradients, learning_rate, num_updates + 1)
 
 
-def row_optimizer(rule: dict[str, Any], *, whole_table: bool) -> RowOptimizer:
+def row_optimizer(rule: JSONObject, *, whole_table: bool) -> RowOptimizer:
     """The optimizer that a rule describes.
 
     Args:
@@ -89,9 +92,7 @@ def row_optimizer(rule: dict[str, Any], *, whole_table: bool) -> RowOptimizer:
     )
 
 
-def differing_options(
-    one: dict[str, Any], other: dict[str, Any]
-) -> dict[str, tuple[Any, Any]]:
+def differing_options(one: JSONObject, other: JSONObject) -> dict[str, tuple[Any, Any]]:
     """What makes two rules' optimizers update rows differently.
 
     Their names and learning rates, where those are numbers, do not count.
@@ -112,7 +113,7 @@ def differing_options(
     return {k: (a.get(k), b.get(k)) for k in keys if a.get(k) != b.get(k)}
 
 
-def _described(rule: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _described(rule: JSONObject) -> tuple[str, JSONObject]:
     config = rule.get("config") or {}
     name = config.get("class_name")
     known = config.get("module", "keras.optimizers") == "keras.optimizers"
@@ -181,12 +182,14 @@ def _sgd(options: _Options) -> _Made:
     momentum, nesterov = options["momentum"], options["nesterov"]
     if not momentum:
 
-        def descend(rows: Any, slots: Any, g: Any, rate: np.float32, step: int) -> None:
+        def descend(
+            rows: _Array, slots: _Slots, g: _Array, rate: _Rate, step: int
+        ) -> None:
             rows -= g * rate
 
         return {}, descend
 
-    def update(rows: Any, slots: Any, g: Any, rate: np.float32, step: int) -> None:
+    def update(rows: _Array, slots: _Slots, g: _Array, rate: _Rate, step: int) -> None:
         m = slots["momentum"]
         m *= momentum
         m -= g * rate
@@ -198,7 +201,7 @@ def _sgd(options: _Options) -> _Made:
 def _adagrad(options: _Options) -> _Made:
     epsilon = options["epsilon"]
 
-    def update(rows: Any, slots: Any, g: Any, rate: np.float32, step: int) -> None:
+    def update(rows: _Array, slots: _Slots, g: _Array, rate: _Rate, step: int) -> None:
         accumulator = slots["accumulator"]
         accumulator += np.square(g)
         rows -= rate * g / np.sqrt(accumulator + epsilon)
@@ -214,7 +217,7 @@ def _adam(options: _Options) -> _Made:
         # Of the float32 beta, as Keras has it: 1 - 0.999 differs by 1e-5 otherwise.
         return np.float32(np.float64(np.float32(beta)) ** step)
 
-    def update(rows: Any, slots: Any, g: Any, rate: np.float32, step: int) -> None:
+    def update(rows: _Array, slots: _Slots, g: _Array, rate: _Rate, step: int) -> None:
         one = np.float32(1)
         alpha = rate * np.sqrt(one - power(beta_2, step)) / (one - power(beta_1, step))
         m, v = slots["momentum"], slots["velocity"]
@@ -233,7 +236,7 @@ def _rmsprop(options: _Options) -> _Made:
     rho, momentum = options["rho"], options["momentum"]
     epsilon, centered = options["epsilon"], options["centered"]
 
-    def update(rows: Any, slots: Any, g: Any, rate: np.float32, step: int) -> None:
+    def update(rows: _Array, slots: _Slots, g: _Array, rate: _Rate, step: int) -> None:
         velocity = slots["velocity"]
         velocity *= rho
         velocity += (1 - rho) * np.square(g)
@@ -262,7 +265,7 @@ def _ftrl(options: _Options) -> _Made:
     l2 = options["l2_regularization_strength"]
     shrinkage, beta = options["l2_shrinkage_regularization_strength"], options["beta"]
 
-    def update(rows: Any, slots: Any, g: Any, rate: np.float32, step: int) -> None:
+    def update(rows: _Array, slots: _Slots, g: _Array, rate: _Rate, step: int) -> None:
         accumulator, linear = slots["accumulator"], slots["linear"]
         grown = accumulator + np.square(g)
         scale = np.power(grown, power)

@@ -1,4 +1,4 @@
-"""First values of a table's rows, each from the seed and the row's number alone.
+"""Ids and first values of a table's rows; each value from the seed and the row alone.
 
 Numbers come from a counter-based generator, block by block of rows. So a row starts
 with the same value on any number of servers, and no process makes the whole table.
@@ -9,14 +9,16 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["check_initializer", "fill_rows"]
+from replicax._util.types import JSONObject
+
+__all__ = ["check_ids", "check_initializer", "fill_rows", "sum_duplicates"]
 
 _BLOCK = 4096  # Rows; part of what a seed means, so it must never change.
 
 _Block = Callable[[np.random.Generator, tuple[int, int]], np.ndarray]
 
 
-def check_initializer(config: dict[str, Any]) -> None:
+def check_initializer(config: JSONObject) -> None:
     """Raise unless rows can start from this initializer.
 
     Args:
@@ -31,7 +33,7 @@ def check_initializer(config: dict[str, Any]) -> None:
 
 def fill_rows(
     values: np.ndarray,
-    initializer: dict[str, Any],
+    initializer: JSONObject,
     seed: int,
     first_row: int = 0,
     stride: int = 1,
@@ -76,13 +78,13 @@ def fill_rows(
         block += 1
 
 
-def _name(config: dict[str, Any]) -> Any:
+def _name(config: JSONObject) -> Any:
     """The initializer's class, with its module unless that is Keras'."""
     module, name = config.get("module"), config.get("class_name")
     return name if module in (None, "keras.initializers") else f"{module}.{name}"
 
 
-def _constant(config: dict[str, Any]) -> float | None:
+def _constant(config: JSONObject) -> float | None:
     """The one value of all elements, None if they are random."""
     match _name(config):
         case "Zeros":
@@ -101,7 +103,7 @@ def _constant(config: dict[str, Any]) -> float | None:
             return None
 
 
-def _random(config: dict[str, Any]) -> _Block:
+def _random(config: JSONObject) -> _Block:
     """Makes a block of random rows."""
     name, options = _name(config), config.get("config", {})
     mean, stddev = options.get("mean", 0.0), options.get("stddev", 0.05)
@@ -140,3 +142,63 @@ def _truncated(generator: np.random.Generator, shape: tuple[int, int]) -> np.nda
         block.flat[outside] = generator.standard_normal(outside.size, np.float32)
         outside = outside[np.abs(block.flat[outside]) > 2]
     return block
+
+
+def check_ids(ids: np.ndarray, num_rows: int, owner: str) -> np.ndarray:
+    """`ids` as `int64[n]`, if they are rows of the table.
+
+    Args:
+        ids: Integers of shape `[n]`.
+        num_rows: The table's rows.
+        owner: What to name in errors, such as `"Table 'words'"`.
+
+    Raises:
+        ValueError: For another dtype or rank, and for an id out of range; it names the
+            first one and its position.
+
+    Example:
+        >>> import numpy as np
+        >>> check_ids(np.array([3, 12]), 10, "Table 'words'")
+        Traceback (most recent call last):
+            ...
+        ValueError: Table 'words': id 12 at position 1 is not one of its rows 0 to 9.
+    """
+    ids = np.asarray(ids)
+    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(
+            f"{owner}: got ids of dtype {ids.dtype} and shape {ids.shape}, expected "
+            "integers of shape (n,)."
+        )
+    if ids.size and (ids.min() < 0 or ids.max() >= num_rows):
+        first = np.flatnonzero((ids < 0) | (ids >= num_rows))[0]
+        raise ValueError(
+            f"{owner}: id {ids[first]} at position {first} is not one of its rows 0 to "
+            f"{num_rows - 1}."
+        )
+    return ids.astype(np.int64, copy=False)
+
+
+def sum_duplicates(
+    ids: np.ndarray, gradients: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Distinct ids in ascending order, and the sums of their rows.
+
+    Args:
+        ids: `int64[n]`.
+        gradients: `[n, dim]`.
+
+    Example:
+        >>> import numpy as np
+        >>> gradients = np.array([[1.0], [2.0], [3.0]])
+        >>> ids, sums = sum_duplicates(np.array([5, 2, 5]), gradients)
+        >>> ids.tolist(), sums.tolist()
+        ([2, 5], [[2.0], [4.0]])
+    """
+    if not ids.size:
+        return ids, gradients
+    order = np.argsort(ids, kind="stable")
+    ordered = ids[order]
+    starts = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]])
+    if len(starts) == len(ids):
+        return ordered, gradients[order]
+    return ordered[starts], np.add.reduceat(gradients[order], starts, axis=0)

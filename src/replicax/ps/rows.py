@@ -1,4 +1,4 @@
-"""A worker's way to the rows of tables on servers: the row source of its layers.
+"""A worker's client of tables: pulls rows for its layers, pushes their gradients.
 
 Layers fetch rows and leave gradients by callbacks inside a running program; they must
 not wait for JAX. When the program is over the strategy has the gradients pushed.
@@ -14,24 +14,26 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import jax
+import keras
 import ml_dtypes
 import numpy as np
 
+from replicax._util.types import JSONObject
 from replicax.ps.connection import ConnectionLost
 from replicax.ps.credentials import Credentials
-from replicax.ps.remote import Part
-from replicax.ps.row_ids import sum_duplicates
+from replicax.ps.remote import WorkerShare
 from replicax.ps.row_links import RowLinks
+from replicax.ps.row_values import sum_duplicates
 from replicax.ps.session import Session
-from replicax.ps.variable_slices import Group
+from replicax.ps.variable_slices import VariableGroup
 
-__all__ = ["Rows"]
+__all__ = ["RemoteTables"]
 
 _logger = logging.getLogger("replicax")
 _Result = TypeVar("_Result")
 
 
-class Rows:
+class RemoteTables:
     """The tables on the servers, as this worker uses them.
 
     Layers call `create`, `pull`, `collect` and `fail`; the strategy calls the others,
@@ -73,7 +75,7 @@ class Rows:
         num_rows: int,
         dim: int,
         dtype: str,
-        initializer_config: dict[str, Any],
+        initializer_config: JSONObject,
         seed: int,
     ) -> None:
         """Make a table, unless it is there already, with whatever seed.
@@ -82,7 +84,7 @@ class Rows:
             ValueError: If servers cannot have it, or a table of this name and other
                 sizes is there.
         """
-        spec: dict[str, Any] = {
+        spec: JSONObject = {
             "name": name,
             "num_rows": num_rows,
             "dim": dim,
@@ -144,14 +146,16 @@ class Rows:
 
     # What the strategy calls.
 
-    def tables_of(self, variables: Iterable[Any]) -> list[str]:
+    def tables_of(self, variables: Iterable[keras.Variable]) -> list[str]:
         """Names of the tables whose anchors are among the variables, each once."""
         if not self._dims:
             return []
         names = (getattr(v, "table_name", None) for v in variables)
         return list(dict.fromkeys(name for name in names if name is not None))
 
-    def connect(self, group: Group, variables: Sequence[Any]) -> None:
+    def connect(
+        self, group: VariableGroup, variables: Sequence[keras.Variable]
+    ) -> None:
         """Tell the servers how rows are updated: as the group of their anchors.
 
         Args:
@@ -170,7 +174,7 @@ class Rows:
                     )
                     self._said.add((name, group.name))
 
-    def assign_rate(self, variables: Sequence[Any], rate: float) -> None:
+    def assign_rate(self, variables: Sequence[keras.Variable], rate: float) -> None:
         """Give the tables of these variables another learning rate."""
         for name in self.tables_of(variables):
             self._links.call_all(
@@ -212,7 +216,12 @@ class Rows:
             _logger.warning("%s; the step is computed again when it is back", error)
             self._links.call_all("hello")
 
-    def push(self, group: Group, variables: Sequence[Any], part: Part | None) -> Any:
+    def push(
+        self,
+        group: VariableGroup,
+        variables: Sequence[keras.Variable],
+        part: WorkerShare | None,
+    ) -> Any:
         """Send the rows' gradients that the program has left; `finish` waits for it.
 
         Every table gets a push on every server, with no rows where there are none: each
@@ -309,7 +318,7 @@ class Rows:
         return ids, gradients
 
 
-def _rule_of_rows(group: Group, anchor: int) -> dict[str, Any]:
+def _rule_of_rows(group: VariableGroup, anchor: int) -> JSONObject:
     """How the rows of an anchor, a variable of the group, are updated."""
     config = group.rule["config"]
     if anchor in group.rule.get("no_weight_decay", ()):

@@ -1,4 +1,4 @@
-"""What a parameter server does from its start to the end of the job."""
+"""The life of a parameter-server process, from its start to the end of the job."""
 
 import dataclasses
 import json
@@ -6,25 +6,25 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from replicax._util.types import JSONObject
 from replicax._util.waiting import wait_for
 from replicax.cluster.config import TaskConfig
 from replicax.cluster.failure import REPORT_DIR, STATUS_FILE, ExitCode
 from replicax.cluster.timeouts import Timeouts
 from replicax.errors import ClusterMismatchError
 from replicax.ps.board import Board
+from replicax.ps.call_log import JOB
 from replicax.ps.connection import Connection, ConnectionLost
 from replicax.ps.credentials import Credentials
 from replicax.ps.journal import Journaled, note_nothing
-from replicax.ps.replay_log import JOB
-from replicax.ps.server_tables import Tables
+from replicax.ps.server_tables import TableStore
 from replicax.ps.service import Service, memory_bytes
 from replicax.ps.session import FAREWELL_SECONDS
 from replicax.ps.snapshots import Snapshots
-from replicax.ps.store import Store
+from replicax.ps.store import VariableStore
 from replicax.ps.table_operations import table_actions, table_operations
 
 __all__ = ["serve"]
@@ -71,8 +71,8 @@ def serve(
             every_seconds=snapshot_every_seconds,
         )
         note = snapshots.journal.note
-    store = Store(server, note=note)
-    tables = Tables(server, num_servers, byte_limit=memory_bytes(), note=note)
+    store = VariableStore(server, note=note)
+    tables = TableStore(server, num_servers, byte_limit=memory_bytes(), note=note)
     contents = _Contents(store, tables)
     board = None
     workers = [task.name for task in config.cluster.workers]
@@ -121,28 +121,28 @@ def serve(
 class _Contents:
     """What a server's snapshots hold: its groups of variables, and its tables."""
 
-    store: Store
-    tables: Tables
+    store: VariableStore
+    tables: TableStore
 
     @property
     def num_updates(self) -> int:
         # Rows are updated with a group, whose values may all lie on other servers.
         return max(self.store.num_updates, self.tables.num_updates)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JSONObject:
         groups, tables = self.store.state(), self.tables.state()
         return {
             "meta": groups["meta"] | {"tables": tables["meta"]},
             "arrays": groups["arrays"] | tables["arrays"],
         }
 
-    def load_state(self, state: Mapping[str, Any], journal: Journaled) -> None:
+    def load_state(self, state: JSONObject, journal: Journaled) -> None:
         meta, arrays = dict(state["meta"]), state["arrays"]
         of_tables = meta.pop("tables", [])
         self.store.load_state({"meta": meta, "arrays": arrays}, journal)
         self.tables.load_state({"meta": of_tables, "arrays": arrays}, journal)
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> JSONObject:
         """What the store says, with how many updates are in the values, and lost."""
         status = self.store.status()
         groups = list(status["groups"].values())

@@ -1,4 +1,4 @@
-"""How a server updates its parts of a group: the user's Keras optimizer, on CPU.
+"""Steps a server's slices of a group with the user's Keras optimizer, on CPU.
 
 The optimizer is built anew from its config, for variables of the parts' names and
 shapes, and stepped by one compiled function of flat vectors. Its own variables (slots)
@@ -18,14 +18,6 @@ import keras
 import numpy as np
 
 from replicax._private.keras import write_values
-from replicax.ps.blocks import (
-    Block,
-    blocks_of,
-    join,
-    join_parts,
-    split,
-    split_parts,
-)
 from replicax.ps.optimizers import (
     build_recording,
     can_split,
@@ -34,21 +26,30 @@ from replicax.ps.optimizers import (
     deserialize,
     optimizer_rule,
 )
-from replicax.ps.variable_slices import Group, Part
+from replicax.ps.variable_slices import (
+    FusedSpan,
+    VariableGroup,
+    VariableSlice,
+    fused_spans,
+    join,
+    join_slices,
+    split,
+    split_slices,
+)
 
 __all__ = [
-    "Rule",
-    "Slots",
+    "OptimizerSlots",
+    "ServerOptimizer",
     "can_split",
     "clip_before_push",
-    "make_rule",
+    "make_server_optimizer",
     "optimizer_rule",
 ]
 
 _Vectors = dict[str, jax.Array]
 
 
-def make_rule(group: Group, server: int) -> "Rule":
+def make_server_optimizer(group: VariableGroup, server: int) -> "ServerOptimizer":
     """The rule by which a server updates its parts of a group.
 
     Raises:
@@ -58,7 +59,7 @@ def make_rule(group: Group, server: int) -> "Rule":
     Example:
         >>> from replicax.ps.partition import VariableInfo, place
         >>> w = VariableInfo(path="w", shape=(2,), dtype="float32")
-        >>> rule = make_rule(place("weights", {"kind": "add"}, [w], 1), 0)
+        >>> rule = make_server_optimizer(place("weights", {"kind": "add"}, [w], 1), 0)
         >>> vectors, state = rule.start({"float32": np.array([1, 2], np.float32)})
         >>> gradients = {"float32": np.array([1, 0], np.float32)}
         >>> vectors, state = rule.apply(vectors, state, gradients)
@@ -71,11 +72,11 @@ def make_rule(group: Group, server: int) -> "Rule":
             f"group {group.name!r}: got rule kind={kind!r}, expected 'add' or "
             "'optimizer'."
         )
-    return Rule(group, server)
+    return ServerOptimizer(group, server)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Slots:
+class OptimizerSlots:
     """An optimizer's variables on one server, as host arrays.
 
     Attributes:
@@ -89,7 +90,7 @@ class Slots:
     parts: list[dict[str, np.ndarray]]
 
 
-class Rule:
+class ServerOptimizer:
     """Updates a server's parts of one group. Knows no values: those are given to it.
 
     Attributes:
@@ -99,13 +100,13 @@ class Rule:
             None, `"global_clipnorm"`, or `"clipnorm"` where variables are split.
     """
 
-    def __init__(self, group: Group, server: int) -> None:
+    def __init__(self, group: VariableGroup, server: int) -> None:
         self.group = group
-        self.parts = group.parts_on(server)
+        self.parts = group.slices_on(server)
         self.norms: str | None = None
         self._cpu = jax.devices("cpu")[0]
         self._optimizer: Any = None
-        self._blocks = blocks_of(self.parts, lambda part: None)
+        self._blocks = fused_spans(self.parts, lambda part: None)
         self._owners: list[tuple[int | None, str]] = []
         self._clip = self._scale = 1.0
         # Vectors are not donated: they were handed out.
@@ -143,7 +144,7 @@ class Rule:
         self,
         vectors: _Vectors,
         state: list[jax.Array],
-        gradients: Mapping[str, Any],
+        gradients: Mapping[str, np.ndarray],
         squared_norms: Mapping[str, float] | None = None,
     ) -> tuple[_Vectors, list[jax.Array]]:
         """One step. Returns at once; `state` is used up, `vectors` stays valid.
@@ -168,7 +169,7 @@ class Rule:
         }
         return self._compiled(vectors, state, placed, given)
 
-    def squared_norms(self, gradients: Mapping[str, Any]) -> dict[str, float]:
+    def squared_norms(self, gradients: Mapping[str, np.ndarray]) -> dict[str, float]:
         """This server's share of the squared norms that `apply` needs; {} if none."""
         if self.norms is None or not gradients:
             return {}
@@ -177,7 +178,7 @@ class Rule:
         )
         return {key: float(value) for key, value in norms.items()}
 
-    def slots(self, state: Sequence[Any]) -> Slots:
+    def slots(self, state: Sequence[jax.Array]) -> OptimizerSlots:
         """The optimizer's variables by their owners; views of `state`."""
         shared: dict[str, np.ndarray] = {}
         parts: list[dict[str, np.ndarray]] = [{} for _ in self.parts]
@@ -186,10 +187,10 @@ class Rule:
                 shared[name] = np.asarray(value)
                 continue
             block = self._blocks[owner]
-            pieces = split_parts(block, self.parts, np.asarray(value))
+            pieces = split_slices(block, self.parts, np.asarray(value))
             for part, piece in zip(block.parts, pieces, strict=True):
                 parts[part][name] = piece
-        return Slots(shared=shared, parts=parts)
+        return OptimizerSlots(shared=shared, parts=parts)
 
     def assign(self, state: list[jax.Array], name: str, value: Any) -> list[jax.Array]:
         """The state with another value for one of the shared variables.
@@ -210,10 +211,12 @@ class Rule:
                 f"but {known}. A learning rate that follows a schedule cannot be set."
             )
         return self.with_slots(
-            state, Slots(shared={name: value}, parts=[{} for _ in self.parts])
+            state, OptimizerSlots(shared={name: value}, parts=[{} for _ in self.parts])
         )
 
-    def with_slots(self, state: list[jax.Array], slots: Slots) -> list[jax.Array]:
+    def with_slots(
+        self, state: list[jax.Array], slots: OptimizerSlots
+    ) -> list[jax.Array]:
         """The state with the values of `slots`, which may hold some variables only.
 
         Raises:
@@ -231,7 +234,7 @@ class Rule:
         ]
 
     def _shared_slot(
-        self, old: jax.Array, name: str, slots: Slots
+        self, old: jax.Array, name: str, slots: OptimizerSlots
     ) -> np.ndarray | None:
         if name not in slots.shared:
             return None
@@ -244,13 +247,13 @@ class Rule:
         return value
 
     def _parts_slot(
-        self, old: jax.Array, block: Block, name: str, slots: Slots
+        self, old: jax.Array, block: FusedSpan, name: str, slots: OptimizerSlots
     ) -> np.ndarray | None:
         own = {i: slots.parts[i] for i in block.parts if name in slots.parts[i]}
         if not own:
             return None
         given = {i: values[name] for i, values in own.items()}
-        return join_parts(block, self.parts, np.asarray(jnp.copy(old)), given)
+        return join_slices(block, self.parts, np.asarray(jnp.copy(old)), given)
 
     def _build(self, vectors: _Vectors) -> list[jax.Array]:
         rule = self.group.rule
@@ -292,19 +295,21 @@ class Rule:
         self._optimizer = optimizer
         return jax.device_put(state, self._cpu)
 
-    def _blocks_for(self, optimizer: Any, excluded: set[int]) -> list[Block]:
+    def _blocks_for(
+        self, optimizer: keras.optimizers.Optimizer, excluded: set[int]
+    ) -> list[FusedSpan]:
         """What the optimizer takes for its variables: parts, or several as one."""
         is_one_by_one = can_split(optimizer) and not hasattr(optimizer, "optimizers")
         if not is_one_by_one or optimizer.clipnorm or self.norms is not None:
-            return blocks_of(self.parts, lambda part: None)
+            return fused_spans(self.parts, lambda part: None)
 
-        def kind_of(part: Part) -> bool | None:
+        def kind_of(part: VariableSlice) -> bool | None:
             alone = part.constraint is not None
             return None if alone else part.variable in excluded
 
-        return blocks_of(self.parts, kind_of)
+        return fused_spans(self.parts, kind_of)
 
-    def _take_over_clipping(self, optimizer: Any) -> None:
+    def _take_over_clipping(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Settle who clips: optimizer, worker, or this rule with given norms."""
         group = self.group
         steppers = [optimizer, *getattr(optimizer, "optimizers", ())]
@@ -355,7 +360,7 @@ class Rule:
         keys = [self._norm_key(part) for part in self.parts]
         return {key: jnp.zeros((), jnp.float32) for key in keys}
 
-    def _norm_key(self, part: Part) -> str:
+    def _norm_key(self, part: VariableSlice) -> str:
         return "all" if self.norms == "global_clipnorm" else str(part.variable)
 
     def _squared_norms(self, gradients: _Vectors) -> dict[str, jax.Array]:
@@ -386,7 +391,7 @@ class Rule:
         return clipped
 
 
-def _variable(part: Part, value: jax.Array) -> Any:
+def _variable(part: VariableSlice, value: jax.Array) -> keras.Variable:
     """A variable as the worker's, by whose path and name optimizers choose."""
     *scope, name = part.path.split("/")
     variable_class: Any = keras.Variable

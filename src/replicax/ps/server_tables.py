@@ -1,17 +1,17 @@
-"""The tables of one server, by name: made once, within a limit of bytes."""
+"""All tables of one server by name, within a limit of bytes."""
 
 import dataclasses
 import threading
-from collections.abc import Mapping
 from typing import Any
 
+from replicax._util.types import JSONObject
 from replicax.ps.journal import Journaled, Note, note_nothing
-from replicax.ps.sync_step import SyncPart
+from replicax.ps.pushes import StepShare
 from replicax.ps.table_spec import TableError, TableSpec
 from replicax.ps.tables import RowsPushed, Table
 from replicax.ps.wire import WireError
 
-__all__ = ["Tables", "UnknownTable"]
+__all__ = ["TableStore", "UnknownTable"]
 
 _MOST_TABLES = 4096
 
@@ -20,7 +20,7 @@ class UnknownTable(WireError):
     """A message is for a table that was not created on this server."""
 
 
-class Tables:
+class TableStore:
     """The tables of one server. Thread safe.
 
     Args:
@@ -32,7 +32,7 @@ class Tables:
     Example:
         >>> import numpy as np
         >>> from replicax.ps.table_spec import TableSpec
-        >>> tables = Tables(0, 1, byte_limit=1 << 20)
+        >>> tables = TableStore(0, 1, byte_limit=1 << 20)
         >>> spec = TableSpec(name="words", num_rows=10, dim=2, seed=0,
         ...                  initializer={"class_name": "Ones", "config": {}})
         >>> tables.create(spec).rows(np.array([3])).tolist()
@@ -115,7 +115,7 @@ class Tables:
         """Rows of a table that lie on this server."""
         return len(range(self._server, spec.num_rows, self._num_servers))
 
-    def set_rule(self, name: str, rule: dict[str, Any], group: str) -> None:
+    def set_rule(self, name: str, rule: JSONObject, group: str) -> None:
         """Say how a table's rows are updated.
 
         Args:
@@ -145,7 +145,7 @@ class Tables:
                 table.set_learning_rate(rate)
 
     def push(
-        self, name: str, group: str, part: SyncPart | None, **push: Any
+        self, name: str, group: str, part: StepShare | None, **push: Any
     ) -> RowsPushed:
         """Update rows of a table.
 
@@ -184,7 +184,7 @@ class Tables:
         """Bytes of all rows and their slots."""
         return sum(table.num_bytes for table in self._all())
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> JSONObject:
         """Sizes and versions, as JSON values."""
         return {
             table.spec.name: {
@@ -198,7 +198,7 @@ class Tables:
             for table in self._all()
         }
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JSONObject:
         """All of it: `{"meta": JSON values, "arrays": host arrays by name}`."""
         meta, arrays = [], {}
         for i, table in enumerate(self._all()):
@@ -209,9 +209,7 @@ class Tables:
             meta.append({"table": described, "offsets": offsets, "names": [*own]})
         return {"meta": meta, "arrays": arrays}
 
-    def load_state(
-        self, state: Mapping[str, Any], journal: Journaled | None = None
-    ) -> None:
+    def load_state(self, state: JSONObject, journal: Journaled | None = None) -> None:
         """Go on from what `state` returned. For tables that are empty.
 
         Args:

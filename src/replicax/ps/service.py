@@ -16,8 +16,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
+from replicax._util.types import JSONObject
 from replicax._util.waiting import wait_for
 from replicax._version import versions as own_versions
 from replicax.cluster.addresses import Address, parse_address
@@ -28,6 +29,7 @@ from replicax.ps.credentials import Credentials
 from replicax.ps.doorman import Doorman, host_of, peer_of
 from replicax.ps.limited_log import LimitedLog
 from replicax.ps.operations import StreamOperation, TensorStore, store_operations
+from replicax.ps.wire import MessageReader, MessageWriter
 
 __all__ = ["Service", "VersionMismatch", "memory_bytes"]
 
@@ -38,7 +40,7 @@ class VersionMismatch(RuntimeError):
     """A task has other versions than this server."""
 
 
-Event = Callable[[str, dict[str, Any]], None]
+Event = Callable[[str, JSONObject], None]
 
 
 class Service:
@@ -76,7 +78,7 @@ class Service:
         on_event: Event = lambda kind, details: None,
         server: int = 0,
         operations: Mapping[str, StreamOperation] | None = None,
-        actions: Mapping[str, Callable[..., Any]] | None = None,
+        actions: Mapping[str, Callable[..., object]] | None = None,
         byte_limit: int | None = None,
         warnings_per_minute: int = 60,
         stranger_seconds: float = 10.0,
@@ -201,7 +203,7 @@ class Service:
             f"the call {why}; all tasks of a cluster need the same one"
         )
 
-    def exchange(self, peer: str, reader: Any, writer: Any) -> None:
+    def exchange(self, peer: str, reader: MessageReader, writer: MessageWriter) -> None:
         """Answer the messages of a worker's stream until it ends."""
         self._doorman.accept(peer)
         peer = peer_of(peer)
@@ -218,7 +220,9 @@ class Service:
         finally:
             self._on_event("disconnected", {"peer": peer})
 
-    def _answer(self, peer: str, header: dict, reader: Any, writer: Any) -> None:
+    def _answer(
+        self, peer: str, header: dict, reader: MessageReader, writer: MessageWriter
+    ) -> None:
         operation = self._operations.get(str(header.get("op")))
         if operation is None:
             raise wire.WireError(
@@ -239,7 +243,7 @@ class Service:
 
     def _handled(
         self, peer: str, operation: StreamOperation, header: dict, vectors: dict
-    ) -> tuple[dict[str, Any], dict]:
+    ) -> tuple[JSONObject, dict]:
         try:
             return operation.handle(header, vectors)
         except Exception as error:  # noqa: BLE001
@@ -273,7 +277,7 @@ class Service:
             str(error)[:1000], extra_info=detail[:4000].encode()
         )
 
-    def _error(self, peer: str, what: str, error: Exception) -> dict[str, Any]:
+    def _error(self, peer: str, what: str, error: Exception) -> JSONObject:
         """An exception for the caller; what nobody foresaw is logged whole."""
         foreseen = (ValueError, LookupError, RuntimeError, TimeoutError)
         if isinstance(error, foreseen):
@@ -288,7 +292,7 @@ class Service:
 
     def _hello(
         self, caller: str | None = None, versions: dict[str, str] | None = None
-    ) -> dict[str, Any]:
+    ) -> JSONObject:
         if versions is not None and versions != (mine := own_versions()):
             theirs = ", ".join(f"{k} {v}" for k, v in versions.items())
             here = ", ".join(f"{k} {v}" for k, v in mine.items())
@@ -309,20 +313,24 @@ def _flight_server(service: Service, location: str, credentials: Credentials) ->
     flight = wire.flight()
 
     class TokenCheck(flight.ServerMiddlewareFactory):
-        def start_call(self, info: Any, headers: Any) -> None:
+        def start_call(self, info: Any, headers: Mapping[str, list[str]]) -> None:
             service.check(info.method.name, headers)
 
     class Server(flight.FlightServerBase):
         def do_exchange(
-            self, context: Any, descriptor: Any, reader: Any, writer: Any
+            self,
+            context: Any,
+            descriptor: object,
+            reader: MessageReader,
+            writer: MessageWriter,
         ) -> None:
             service.exchange(context.peer(), reader, writer)
 
         def do_action(self, context: Any, action: Any) -> list[bytes]:
             return [service.act(context.peer(), action.type, action.body)]
 
-    def refused(method: str) -> Callable[..., Any]:
-        def refuse(self: Any, context: Any, *arguments: Any) -> Any:
+    def refused(method: str) -> Callable[..., object]:
+        def refuse(self: object, context: Any, *arguments: object) -> NoReturn:
             raise service.refuse(context.peer(), method)
 
         return refuse

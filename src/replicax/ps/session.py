@@ -1,4 +1,4 @@
-"""A worker's session with the parameter servers: joined, alive, and in touch."""
+"""A worker's session with the servers: joins, sends heartbeats, calls the board."""
 
 import atexit
 import contextlib
@@ -12,17 +12,19 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
 from replicax._util.listing import listed
+from replicax._util.types import JSONObject
 from replicax._util.waiting import wait_for
 from replicax.cluster.exceptions import report_of
 from replicax.cluster.failure import ATTEMPT, ExitCode
 from replicax.cluster.timeouts import Timeouts
 from replicax.errors import ClusterError, ClusterMismatchError
+from replicax.ps.call_log import JOB, ReplayLog
 from replicax.ps.connection import Connection, ServerRefused
 from replicax.ps.credentials import Credentials
-from replicax.ps.replay_log import JOB, Told
 
 __all__ = ["FAREWELL_SECONDS", "Session"]
 
@@ -89,7 +91,7 @@ class Session:
         ]
         self._calls = itertools.count(1)
         self._board_lock = threading.Lock()
-        self._told = Told()
+        self._replay_log = ReplayLog()
         self._told_to = ""  # The incarnation of the first server that knows of it.
         self._telling = threading.Lock()
         self._job: Any = None
@@ -176,9 +178,9 @@ class Session:
         self.require_going()
         return self._call_board(method, arguments)
 
-    def _call_board(self, method: str, arguments: dict[str, Any]) -> Any:
+    def _call_board(self, method: str, arguments: JSONObject) -> Any:
         """The same; a board that was restarted is told first what it has forgotten."""
-        self._told.note(method, arguments)
+        self._replay_log.note(method, arguments)
         call = functools.partial(
             self.connections[0].call, f"board.{method}", **arguments
         )
@@ -190,7 +192,7 @@ class Session:
         else:
             if self._told_to == self.incarnations[0]:
                 if method == "put":  # Another's value may stand.
-                    self._told.note("put", arguments | {"value": answer})
+                    self._replay_log.note("put", arguments | {"value": answer})
                 return answer
         self._tell_again()
         return call()
@@ -213,7 +215,7 @@ class Session:
                     "snapshot_dir=... a restarted server goes on.",
                     culprit=server.task,
                 )
-            for method, arguments in self._told.again():
+            for method, arguments in self._replay_log.again():
                 server.call(f"board.{method}", **arguments)
             self._told_to = incarnation
 
@@ -323,7 +325,7 @@ class Session:
         for connection in self.connections:
             connection.close()
 
-    def _info(self) -> dict[str, Any]:
+    def _info(self) -> JSONObject:
         return {
             "steps": self.steps,
             "staleness": {str(k): n for k, n in sorted(self.staleness.items())},
@@ -331,7 +333,7 @@ class Session:
             "pid": os.getpid(),
         }
 
-    def _note(self, answer: dict[str, Any]) -> None:
+    def _note(self, answer: JSONObject) -> None:
         self._failure = answer["failed"]
 
     def _beat(self, heartbeat_seconds: float) -> None:
@@ -351,7 +353,9 @@ def _report_exceptions(session: Session) -> None:
     """Tell launcher and board of an exception that ends this process."""
     previous = sys.excepthook
 
-    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    def hook(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
         if isinstance(error, ClusterError) and KeyboardInterrupt.__name__ in str(error):
             # Another one's: where this one was when it heard of it says nothing.
             print(f"replicax: {error}", file=sys.stderr, flush=True)

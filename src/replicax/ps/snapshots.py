@@ -20,10 +20,10 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Protocol
 
 import ml_dtypes  # noqa: F401  NumPy learns of bfloat16.
 import numpy as np
@@ -37,7 +37,8 @@ from replicax._util.files import (
     why_not_written,
     write_whole,
 )
-from replicax.ps.journal import Journal
+from replicax._util.types import JSONObject
+from replicax.ps.journal import WriteAheadLog
 
 __all__ = ["Snapshot", "Snapshots"]
 
@@ -57,11 +58,11 @@ _RETRY_SECONDS = 5.0
 _DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError)
 
 
-class _Source(Protocol):
+class _SnapshotSource(Protocol):
     @property
     def num_updates(self) -> int: ...
 
-    def state(self) -> dict[str, Any]: ...
+    def state(self) -> JSONObject: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,13 +71,13 @@ class Snapshot:
 
     Attributes:
         path: Its folder.
-        state: What `Store.state` returned; for `Store.load_state`.
+        state: What `VariableStore.state` returned; for `VariableStore.load_state`.
         board: The board's state, or None if none was given.
     """
 
     path: Path
-    state: dict[str, Any]
-    board: Any
+    state: JSONObject
+    board: JSONObject | None
 
 
 class Snapshots:
@@ -102,11 +103,11 @@ class Snapshots:
 
     Example:
         >>> import tempfile
-        >>> from replicax.ps.store import Store
+        >>> from replicax.ps.store import VariableStore
         >>> snapshots = Snapshots(tempfile.mkdtemp(), 0)
         >>> snapshots.restore() is None
         True
-        >>> snapshots.write(Store(0).state()).name
+        >>> snapshots.write(VariableStore(0).state()).name
         'snapshot-000000001'
         >>> snapshots.restore().state["meta"]
         {'groups': [], 'sessions': {}}
@@ -132,7 +133,7 @@ class Snapshots:
                     f"Snapshots: got {name}={value!r}, expected a positive number."
                 )
         self.folder = Path(folder) / f"server-{server}"
-        self.journal = Journal(self.folder / "journal")
+        self.journal = WriteAheadLog(self.folder / "journal")
         self._every_updates = every_updates
         self._every_seconds = every_seconds
         self._keep = keep
@@ -141,16 +142,18 @@ class Snapshots:
         self._thread: threading.Thread | None = None
         self._written = 0  # Updates that the newest snapshot has.
         self._failed = FailedWrites()
-        self._source: _Source | None = None
-        self._board_state: Callable[[], Any] | None = None
+        self._source: _SnapshotSource | None = None
+        self._board_state: Callable[[], JSONObject] | None = None
 
     def start(
-        self, store: _Source, board_state: Callable[[], Any] | None = None
+        self,
+        store: _SnapshotSource,
+        board_state: Callable[[], JSONObject] | None = None,
     ) -> None:
         """Write snapshots from now on, in a thread.
 
         Args:
-            store: A `Store`. What it has now is taken to be on disk.
+            store: A `VariableStore`. What it has now is taken to be on disk.
             board_state: Returns the board's state as JSON values.
 
         Raises:
@@ -209,11 +212,11 @@ class Snapshots:
     ) -> None:
         self.close()
 
-    def write(self, state: Mapping[str, Any], board: Any = None) -> Path:
+    def write(self, state: JSONObject, board: JSONObject | None = None) -> Path:
         """Write a snapshot, and remove those that are too many.
 
         Args:
-            state: What `Store.state` returned.
+            state: What `VariableStore.state` returned.
             board: The board's state, in JSON values.
 
         Returns:
@@ -273,7 +276,7 @@ class Snapshots:
                     self._stop.wait(_RETRY_SECONDS)
                 written_at = self._now()
 
-    def _try_to_write(self, store: _Source) -> bool:
+    def _try_to_write(self, store: _SnapshotSource) -> bool:
         number = store.num_updates
         board = None if self._board_state is None else self._board_state()
         state = store.state()
@@ -316,7 +319,7 @@ class Snapshots:
                 )
 
 
-def _write_files(folder: Path, state: Mapping[str, Any], board: Any) -> None:
+def _write_files(folder: Path, state: JSONObject, board: JSONObject | None) -> None:
     digests = {}
     table = []
     digest = hashlib.blake2b()

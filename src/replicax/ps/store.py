@@ -1,4 +1,4 @@
-"""What one server holds: groups' values and versions, and pushes applied exactly once.
+"""A server's store: values of groups, versions, and pushes applied exactly once.
 
 Each group has a lock of its own, so that one that compiles does not hold up others. A
 step is only dispatched under that lock; who waits for its values waits outside.
@@ -10,17 +10,17 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import numpy as np
 
+from replicax._util.types import JSONObject
 from replicax.ps.group_state import (
     BadVectors,
     DifferentGroup,
-    Held,
+    GroupState,
+    RefusedRequestError,
     StaleSequence,
-    StoreError,
     Superseded,
     SyncTimeout,
     UnknownGroup,
@@ -29,22 +29,22 @@ from replicax.ps.group_state import (
     difference,
 )
 from replicax.ps.journal import Journaled, Note, note_nothing
-from replicax.ps.server_optimizer import Slots
-from replicax.ps.sync_step import SyncPart
-from replicax.ps.variable_slices import Group
+from replicax.ps.pushes import StepShare
+from replicax.ps.server_optimizer import OptimizerSlots
+from replicax.ps.variable_slices import VariableGroup
 
 __all__ = [
     "BadVectors",
     "DifferentGroup",
     "Pulled",
     "Pushed",
+    "RefusedRequestError",
     "StaleSequence",
-    "Store",
-    "StoreError",
+    "StepShare",
     "Superseded",
-    "SyncPart",
     "SyncTimeout",
     "UnknownGroup",
+    "VariableStore",
 ]
 
 _logger = logging.getLogger("replicax")
@@ -69,7 +69,7 @@ class Pushed:
         applied: Whether the push is in the values, now or since an earlier attempt.
         squared_norms: Not None where all parts of a synchronous step are there, but it
             must be clipped by a norm over all servers: this server's share. Add up what
-            the servers say and give it to `Store.commit`.
+            the servers say and give it to `VariableStore.commit`.
     """
 
     version: int
@@ -80,11 +80,11 @@ class Pushed:
 
     @property
     def needs_norm(self) -> bool:
-        """Whether `Store.commit` must be called."""
+        """Whether `VariableStore.commit` must be called."""
         return self.squared_norms is not None
 
 
-class Store:
+class VariableStore:
     """The groups of one server. All methods may be called from any thread.
 
     Args:
@@ -93,14 +93,14 @@ class Store:
         now: Clock for deadlines, in seconds.
 
     Attributes:
-        incarnation: Another text for each `Store`. Versions of an earlier one say
-            nothing here: a restored server may give the same numbers to other values.
+        incarnation: Another text for each store. Versions of an earlier one say nothing
+            here: a restored server may give the same numbers to other values.
 
     Example:
         >>> from replicax.ps.partition import VariableInfo, place
         >>> w = VariableInfo(path="w", shape=(2,), dtype="float32")
         >>> group = place("weights", {"kind": "add"}, [w], 1)
-        >>> store = Store(0)
+        >>> store = VariableStore(0)
         >>> store.create(group, {"float32": np.zeros(2, np.float32)})
         >>> pushed = store.push(
         ...     "weights", worker="worker:0", session="a", sequence=1, based_on=0,
@@ -121,11 +121,11 @@ class Store:
         self.incarnation = uuid.uuid4().hex
         self._now = now
         self._lock = threading.Lock()
-        self._held: dict[str, Held] = {}
+        self._held: dict[str, GroupState] = {}
         self._sessions: dict[str, list[str]] = {}  # By worker; the last one is alive.
         self._bytes_in = self._bytes_out = 0
 
-    def create(self, group: Group, vectors: Vectors) -> None:
+    def create(self, group: VariableGroup, vectors: Vectors) -> None:
         """Hold a group from now on. If an equal one is here its values are kept.
 
         Args:
@@ -142,7 +142,9 @@ class Store:
             if held is None or (
                 held.rule is None and held.group.digest != group.digest
             ):
-                held = self._held[group.name] = Held(group, self.server, self._note)
+                held = self._held[group.name] = GroupState(
+                    group, self.server, self._note
+                )
         if held.group.digest != group.digest:
             raise DifferentGroup(
                 f"group {group.name!r} is here already, and differs from the new "
@@ -155,7 +157,7 @@ class Store:
                 held.start(vectors)
         self._count(bytes_in=vectors)
 
-    def groups(self) -> dict[str, Group]:
+    def groups(self) -> dict[str, VariableGroup]:
         """The groups by name."""
         with self._lock:
             held = list(self._held.values())
@@ -183,7 +185,7 @@ class Store:
         sequence: int,
         based_on: int,
         vectors: Vectors,
-        part: SyncPart | None = None,
+        part: StepShare | None = None,
         deadline_seconds: float = 600.0,
     ) -> Pushed:
         """Apply gradients once, however often this is called for one sequence number.
@@ -253,13 +255,13 @@ class Store:
             if step >= held.steps:
                 waiting = held.round
                 if waiting is None or waiting.step != step or waiting.missing:
-                    raise StoreError(
+                    raise RefusedRequestError(
                         f"group {name!r}: step {step} is not complete, so it cannot be "
                         "committed. Push its parts first."
                     )
                 needed = set(waiting.squared_norms or ())
                 if not needed <= set(squared_norms):
-                    raise StoreError(
+                    raise RefusedRequestError(
                         f"group {name!r}: got squared norms {sorted(squared_norms)}, "
                         f"expected {sorted(needed)}. Add up those of all servers."
                     )
@@ -268,7 +270,7 @@ class Store:
             version, values = held.version, held.vectors
         return Pulled(version=version, vectors=self._hand_out(values))
 
-    def slots(self, name: str) -> Slots:
+    def slots(self, name: str) -> OptimizerSlots:
         """The optimizer's variables for this server's parts of a group, copied."""
         held = self._find(name)
         with held.condition:
@@ -276,7 +278,7 @@ class Store:
             rule, state = held.rule, copies(held.state)
         return rule.slots(state)
 
-    def assign_slots(self, name: str, slots: Slots) -> None:
+    def assign_slots(self, name: str, slots: OptimizerSlots) -> None:
         """Set some of the optimizer's variables, as from a checkpoint.
 
         Raises:
@@ -288,7 +290,7 @@ class Store:
             try:
                 held.state = held.rule.with_slots(held.state, slots)
             except ValueError as error:
-                raise StoreError(str(error)) from error
+                raise RefusedRequestError(str(error)) from error
 
     def assign(self, name: str, variable: str, value: float) -> None:
         """Set an optimizer's `"learning_rate"`, or another scalar of it.
@@ -302,7 +304,7 @@ class Store:
             try:
                 held.state = held.rule.assign(held.state, variable, value)
             except ValueError as error:
-                raise StoreError(str(error)) from error
+                raise RefusedRequestError(str(error)) from error
 
     def replace(self, name: str, vectors: Vectors) -> Pulled:
         """Give a group other values, as when a user assigns to its variables.
@@ -355,9 +357,9 @@ class Store:
         """Updates applied so far, of all groups together."""
         return sum(held.version for held in self._all())
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> JSONObject:
         """Versions, staleness and traffic, in JSON values."""
-        groups: dict[str, Any] = {}
+        groups: JSONObject = {}
         for held in self._all():
             with held.condition:
                 groups[held.group.name] = {
@@ -387,13 +389,13 @@ class Store:
             "bytes_out": bytes_out,
         }
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JSONObject:
         """All of it: `{"meta": JSON values, "arrays": host arrays by name}`.
 
         Arrays are snapshots; pushes go on meanwhile. Parts of an unfinished synchronous
         step are not in it: workers push them again.
         """
-        meta: list[dict[str, Any]] = []
+        meta: list[JSONObject] = []
         taken: list[tuple[dict[str, jax.Array], list[jax.Array]]] = []
         for held in self._all():
             with held.condition:
@@ -407,9 +409,7 @@ class Store:
             sessions = {worker: list(each) for worker, each in self._sessions.items()}
         return {"meta": {"groups": meta, "sessions": sessions}, "arrays": arrays}
 
-    def load_state(
-        self, state: Mapping[str, Any], journal: Journaled | None = None
-    ) -> None:
+    def load_state(self, state: JSONObject, journal: Journaled | None = None) -> None:
         """Go on from what `state()` returned. For a store without groups.
 
         Args:
@@ -420,14 +420,14 @@ class Store:
             StoreError: If there are groups, or the state does not fit this program.
         """
         if self._all():
-            raise StoreError(
+            raise RefusedRequestError(
                 "Store.load_state: there are groups already: "
                 f"{list(self.groups())}. Load the state into a new Store."
             )
-        restored: dict[str, Held] = {}
+        restored: dict[str, GroupState] = {}
         for i, meta in enumerate(state["meta"]["groups"]):
             vectors, slots = _arrays_of(i, state["arrays"])
-            held = Held.from_meta(
+            held = GroupState.from_meta(
                 meta, vectors, slots, self.server, self._note, journal or {}
             )
             restored[held.group.name] = held
@@ -441,11 +441,11 @@ class Store:
             with held.condition:
                 held.pushes.tell_rest()
 
-    def _all(self) -> list[Held]:
+    def _all(self) -> list[GroupState]:
         with self._lock:
             return [held for held in self._held.values() if held.rule is not None]
 
-    def _find(self, name: str) -> Held:
+    def _find(self, name: str) -> GroupState:
         with self._lock:
             held = self._held.get(name)
         if held is not None:

@@ -1,4 +1,4 @@
-"""ParameterServerStrategy: variables on servers, workers that come and go."""
+"""`ParameterServerStrategy`: variables on servers, workers that come and go."""
 
 import sys
 from collections import Counter, deque
@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import keras
 
 from replicax._private import keras as internals
 from replicax._util.dry_run import current_rehearsal
+from replicax._util.types import PyTree
 from replicax.cluster.config import TaskConfig, check_cluster
 from replicax.cluster.resolvers import ClusterResolver, default_resolver
 from replicax.cluster.timeouts import Timeouts, checked_timeouts, takes_timeouts
@@ -18,10 +20,10 @@ from replicax.engine.program import Kept, Program
 from replicax.engine.variables import is_seed_state
 from replicax.errors import ClusterConfigError, ClusterError
 from replicax.ps.credentials import Credentials
-from replicax.ps.fit import ClaimedSteps, random_state, set_random_state
+from replicax.ps.fit import WorkQueueFit, random_state, set_random_state
 from replicax.ps.partition import Partitioner
-from replicax.ps.remote import Part
-from replicax.ps.rows import Rows
+from replicax.ps.remote import WorkerShare
+from replicax.ps.rows import RemoteTables
 from replicax.ps.serve import serve
 from replicax.ps.session import Session
 from replicax.ps.variables import RemoteVariables
@@ -140,7 +142,7 @@ class ParameterServerStrategy(Strategy):
         self.session = Session(
             workers, index, servers, Credentials.from_environment(), timeouts
         )
-        self._rows = Rows(
+        self._rows = RemoteTables(
             self.session,
             servers,
             Credentials.from_environment(),
@@ -159,7 +161,7 @@ class ParameterServerStrategy(Strategy):
             index, len(workers), self._num_parts if sync else None
         )
         self._in_flight: Any = None
-        self._parts: deque[Part] = deque()
+        self._parts: deque[WorkerShare] = deque()
         self.steps_applied = 0
         self._num_fits = 0
         self.session.join()
@@ -204,7 +206,7 @@ class ParameterServerStrategy(Strategy):
         return self.max_staleness is not None
 
     @property
-    def row_source(self) -> Rows | None:
+    def row_source(self) -> RemoteTables | None:
         """Where `rx.layers.Embedding` has its rows; None: in the layer."""
         return None if self.session is None else self._rows
 
@@ -224,18 +226,22 @@ class ParameterServerStrategy(Strategy):
         if found != mine:
             set_random_state(found)
 
-    def prepared_gradients(self, optimizer: Any, grads: list[Any]) -> list[Any]:
+    def prepared_gradients(
+        self, optimizer: keras.optimizers.Optimizer, grads: list[jax.Array]
+    ) -> list[jax.Array]:
         """Clipped here where a push is the whole gradient of its step."""
         if self.session is None:
             return grads
         return self._remote.prepared(optimizer, grads)
 
-    def claimed_steps(self, model: Any, epoch_iterator: Any, first_epoch: int) -> Any:
+    def claimed_steps(
+        self, model: keras.Model, epoch_iterator: Any, first_epoch: int
+    ) -> WorkQueueFit | None:
         """How `fit` shares an epoch's steps with the other workers."""
         if self.session is None:
             return None
         self._num_fits += 1
-        return ClaimedSteps(self, model, epoch_iterator, self._num_fits, first_epoch)
+        return WorkQueueFit(self, model, epoch_iterator, self._num_fits, first_epoch)
 
     @property
     def num_updates(self) -> dict[str, int]:
@@ -252,12 +258,12 @@ class ParameterServerStrategy(Strategy):
         if self.is_chief:
             self._remote.publish()
 
-    def publish_rate(self, optimizer: Any) -> None:
+    def publish_rate(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Send a learning rate that was assigned on the chief to the servers."""
         if self.is_chief:
             self._remote.publish_rate(optimizer)
 
-    def finalize(self, optimizer: Any) -> None:
+    def finalize(self, optimizer: keras.optimizers.Optimizer) -> None:
         """The end of training: an optimizer's moving averages become the values."""
         # Keras does this after an error too; a server that is lost is not asked again.
         is_lost = isinstance(sys.exc_info()[1], ClusterError)
@@ -288,7 +294,7 @@ class ParameterServerStrategy(Strategy):
         """Count synchronous steps of `fit` from these numbers of updates."""
         self._remote.begin_epoch(num_updates, num_assigned)
 
-    def expect(self, part: Part) -> None:
+    def expect(self, part: WorkerShare) -> None:
         """Say which part of a synchronous step the next training program computes."""
         self._parts.append(part)
 
@@ -296,7 +302,7 @@ class ParameterServerStrategy(Strategy):
         """Have a synchronous step on this worker's own batch count its examples."""
         if self.session is not None and self.sync and not self.backup_workers:
             self.expect(
-                Part(
+                WorkerShare(
                     step=None,
                     part=self.session.index,
                     num_parts=self._num_parts,
@@ -325,7 +331,7 @@ class ParameterServerStrategy(Strategy):
         if not self.keeps_values:
             self.refresh()
 
-    def _execute(self, program: Program, arrays: Sequence[Any]) -> Any:
+    def _execute(self, program: Program, arrays: Sequence[jax.Array]) -> PyTree:
         if self.session is None:
             return super()._execute(program, arrays)
         values = internals.read_values(program.variables)
@@ -338,7 +344,7 @@ class ParameterServerStrategy(Strategy):
         before = {id(v): stored[id(v)] for v in program.written}
         based_on = self._remote.versions
         inputs = [stored[id(v)] for v in program.inputs]
-        targets: list[Any] = [Kept() for _ in program.written]
+        targets: list[keras.Variable | Kept] = [Kept() for _ in program.written]
         tables = self._rows.tables_of(program.inputs)
         if tables:
 
@@ -379,7 +385,9 @@ class ParameterServerStrategy(Strategy):
         )
         return out
 
-    def adopt(self, program: Program, stored: dict[int, Any]) -> list[Any]:
+    def adopt(
+        self, program: Program, stored: dict[int, jax.Array]
+    ) -> list[keras.Variable]:
         """Put the servers' values in `stored`, which holds a program's by id.
 
         Returns:
@@ -400,7 +408,7 @@ class ParameterServerStrategy(Strategy):
         self.steps_applied += 1
         return counts
 
-    def _next_part(self, program: Program) -> Part | None:
+    def _next_part(self, program: Program) -> WorkerShare | None:
         if not self.sync or not program.deferred_updates:
             return None
         if self._parts:
@@ -412,20 +420,20 @@ class ParameterServerStrategy(Strategy):
                 "backup_workers at 0."
             )
         assert self.session is not None
-        return Part(
+        return WorkerShare(
             step=None,
             part=self.session.index,
             num_parts=self._num_parts,
         )
 
 
-def _is_shared_state(variable: Any) -> bool:
+def _is_shared_state(variable: keras.Variable) -> bool:
     """Whether all workers contribute to the variable, as to moving statistics."""
     return variable.aggregation == "mean" and not is_seed_state(variable)
 
 
 @jax.jit
-def _difference(new: Any, old: Any) -> Any:
+def _difference(new: jax.Array, old: jax.Array) -> jax.Array:
     return new - old
 
 

@@ -1,4 +1,4 @@
-"""The streams of a job by name, and how many steps each worker has done."""
+"""The work queues of a job by name, and each worker's progress in them."""
 
 import dataclasses
 import logging
@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from replicax._util.types import JSONObject
 from replicax.ps.limits import (
     BoardError,
     LimitError,
@@ -111,7 +112,7 @@ class Streams:
         self._paces: dict[str, _Pace] = {}
         self._past = {"given_up": 0, "twice": 0}  # Of forgotten streams.
 
-    def open(self, stream: str, **settings: Any) -> dict[str, Any]:
+    def open(self, stream: str, **settings: Any) -> JSONObject:
         """Makes a stream, if it is not there: see `Board.open`."""
         check_text(stream, "stream")
         wanted = _Settings(**settings)
@@ -147,7 +148,7 @@ class Streams:
             f"was restarted. There are {', '.join(self._streams) or 'none'}."
         )
 
-    def claim(self, stream: str, worker: str, count: int) -> dict[str, Any]:
+    def claim(self, stream: str, worker: str, count: int) -> JSONObject:
         """Tickets, or that it is over, or why to wait: see `Board.claim`."""
         tickets = self._tickets(stream)
         if tickets is None:
@@ -165,7 +166,7 @@ class Streams:
 
     def finish(
         self, stream: str, worker: str, indices: Sequence[Any], now: float
-    ) -> dict[str, Any]:
+    ) -> JSONObject:
         """Notes steps as done: see `Board.finish`."""
         tickets = self._tickets(stream)
         if not isinstance(indices, Sequence) or isinstance(indices, str):
@@ -192,7 +193,7 @@ class Streams:
             self._forget_before(stream)
         return {"late": bool(late), "late_indices": late}
 
-    def end(self, stream: str, length: int | None) -> dict[str, Any]:
+    def end(self, stream: str, length: int | None) -> JSONObject:
         """Shortens a stream: see `Board.end`."""
         tickets = self._tickets(stream)
         if length is not None:
@@ -268,7 +269,7 @@ class Streams:
         """The streams that are known."""
         return list(self._streams)
 
-    def entry(self, stream: str) -> dict[str, Any] | None:
+    def entry(self, stream: str) -> JSONObject | None:
         """What a restarted server has to know of an asynchronous stream.
 
         A synchronous one needs none: workers pass over the steps that are done, and the
@@ -283,11 +284,11 @@ class Streams:
             "past": self._past,
         }
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> JSONObject:
         """Every stream's counts, for people."""
         return {name: tickets.status() for name, (_, tickets) in self._streams.items()}
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JSONObject:
         """All of it, as JSON values."""
         return {
             "streams": [
@@ -300,7 +301,7 @@ class Streams:
             "past": self._past,
         }
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: JSONObject) -> None:
         """Takes over a state."""
         self._streams = {}
         for stream in state["streams"]:
@@ -309,7 +310,7 @@ class Streams:
         self._lengths = dict(state["lengths"])
         self._load_counts(state)
 
-    def load_journal(self, entry: dict[str, Any]) -> None:
+    def load_journal(self, entry: JSONObject) -> None:
         """Takes over an `entry`, which is later than the state."""
         name = entry["stream"][0]
         family, number = family_of(name)
@@ -320,13 +321,13 @@ class Streams:
         self._load(*entry["stream"])
         self._load_counts(entry)
 
-    def _load(self, name: str, settings: dict[str, Any], saved: dict[str, Any]) -> None:
+    def _load(self, name: str, settings: JSONObject, saved: JSONObject) -> None:
         opened = _Settings(**settings)
         tickets = opened.tickets()
         tickets.load_state(saved)
         self._streams[name] = (opened, tickets)
 
-    def _load_counts(self, state: dict[str, Any]) -> None:
+    def _load_counts(self, state: JSONObject) -> None:
         self._paces = {worker: _Pace(total) for worker, total in state["steps"].items()}
         self._past = state["past"]
 

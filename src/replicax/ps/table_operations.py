@@ -1,38 +1,39 @@
-"""What workers can do with a server's tables: create them, fetch rows, push gradients.
+"""Requests for a server's tables: create them, fetch rows, push gradients.
 
 Rows travel on the tensor streams. A table is made when the layer is built; how its rows
 are updated is known only at the first training step, and said by an action.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-from replicax.ps.group_state import StoreError
-from replicax.ps.operations import StreamOperation, Vectors, field, read_part
-from replicax.ps.server_tables import Tables, UnknownTable
+from replicax._util.types import JSONObject
+from replicax.ps.group_state import RefusedRequestError
+from replicax.ps.operations import StreamOperation, Vectors, field, read_share
+from replicax.ps.server_tables import TableStore, UnknownTable
 from replicax.ps.table_spec import TableError, TableSpec
 from replicax.ps.wire import Allowed, WireError
 
 __all__ = ["table_actions", "table_operations"]
 
 _MOST_NAME = 256
-_MALFORMED = (KeyError, TypeError, AttributeError, ValueError, StoreError)
+_MALFORMED = (KeyError, TypeError, AttributeError, ValueError, RefusedRequestError)
 
 
-def table_operations(tables: Tables) -> dict[str, StreamOperation]:
+def table_operations(tables: TableStore) -> dict[str, StreamOperation]:
     """The stream operations `create_table`, `rows` and `push_rows`."""
     return {
-        "create_table": _Create(tables),
-        "rows": _Rows(tables),
-        "push_rows": _Push(tables),
+        "create_table": _CreateTable(tables),
+        "rows": _RowRequest(tables),
+        "push_rows": _PushRows(tables),
     }
 
 
-def table_actions(tables: Tables) -> dict[str, Callable[..., Any]]:
+def table_actions(tables: TableStore) -> dict[str, Callable[..., Any]]:
     """The actions `tables.set_rule`, `tables.set_learning_rate`, `tables.status`."""
 
-    def set_rule(table: str, rule: dict[str, Any], group: str) -> None:
+    def set_rule(table: str, rule: JSONObject, group: str) -> None:
         try:
             tables.set_rule(table, rule, group)
         except (KeyError, TypeError, AttributeError) as error:
@@ -49,10 +50,10 @@ def table_actions(tables: Tables) -> dict[str, Callable[..., Any]]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Create:
-    tables: Tables
+class _CreateTable:
+    tables: TableStore
 
-    def expected(self, header: Mapping[str, Any]) -> dict[str, Allowed]:
+    def expected(self, header: JSONObject) -> dict[str, Allowed]:
         spec = _read_spec(header)
         try:
             self.tables.get(spec.name)
@@ -64,38 +65,38 @@ class _Create:
         return {}
 
     def handle(
-        self, header: Mapping[str, Any], vectors: Vectors
-    ) -> tuple[dict[str, Any], Vectors]:
+        self, header: JSONObject, vectors: Vectors
+    ) -> tuple[JSONObject, Vectors]:
         table = self.tables.create(_read_spec(header))
         return {"spec": table.spec.to_json(), "version": table.version}, {}
 
 
 @dataclasses.dataclass(frozen=True)
-class _Rows:
-    tables: Tables
+class _RowRequest:
+    tables: TableStore
 
-    def expected(self, header: Mapping[str, Any]) -> dict[str, Allowed]:
+    def expected(self, header: JSONObject) -> dict[str, Allowed]:
         table = self.tables.get(field(header, "table", str))
         # Each row once: so the answer is no larger than the table.
         most = self.tables.num_rows_here(table.spec)
         return {"ids": Allowed(("int64",), 0, most)}
 
     def handle(
-        self, header: Mapping[str, Any], vectors: Vectors
-    ) -> tuple[dict[str, Any], Vectors]:
+        self, header: JSONObject, vectors: Vectors
+    ) -> tuple[JSONObject, Vectors]:
         table = self.tables.get(header["table"])
         version = table.version
         return {"version": version}, {"rows": table.rows(vectors["ids"]).reshape(-1)}
 
 
 @dataclasses.dataclass(frozen=True)
-class _Push:
-    tables: Tables
+class _PushRows:
+    tables: TableStore
 
-    def expected(self, header: Mapping[str, Any]) -> dict[str, Allowed]:
+    def expected(self, header: JSONObject) -> dict[str, Allowed]:
         for name, kinds in _PUSH_FIELDS.items():
             field(header, name, *kinds)
-        read_part(header["part"])
+        read_share(header["part"])
         table, count = self.tables.get(header["table"]), header["num_rows"]
         most = self.tables.num_rows_here(table.spec)
         if not 0 <= count <= most:
@@ -110,13 +111,13 @@ class _Push:
         }
 
     def handle(
-        self, header: Mapping[str, Any], vectors: Vectors
-    ) -> tuple[dict[str, Any], Vectors]:
+        self, header: JSONObject, vectors: Vectors
+    ) -> tuple[JSONObject, Vectors]:
         table = self.tables.get(header["table"])
         pushed = self.tables.push(
             header["table"],
             header["group"],
-            read_part(header["part"]),
+            read_share(header["part"]),
             ids=vectors["ids"],
             gradients=vectors["gradients"].reshape(-1, table.spec.dim),
             worker=header["worker"],
@@ -137,7 +138,7 @@ _PUSH_FIELDS: dict[str, tuple[type, ...]] = {
 }
 
 
-def _read_spec(header: Mapping[str, Any]) -> TableSpec:
+def _read_spec(header: JSONObject) -> TableSpec:
     spec = field(header, "spec", dict)
     for name, kind in (("name", str), ("num_rows", int), ("dim", int), ("seed", int)):
         field(spec, name, kind)

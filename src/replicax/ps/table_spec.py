@@ -1,16 +1,16 @@
-"""What a table of rows is: its sizes, how its rows start and how they are updated."""
+"""The description of a table: sizes, initializer and optimizer of its rows."""
 
 import dataclasses
 import json
-from typing import Any
 
-from replicax.ps.group_state import StoreError
+from replicax._util.types import JSONObject
+from replicax.ps.group_state import RefusedRequestError
 from replicax.ps.row_values import check_initializer
 
 __all__ = ["TableError", "TableSpec"]
 
 
-class TableError(StoreError):
+class TableError(RefusedRequestError):
     """A table cannot be made so, or what was asked of it does not fit it."""
 
 
@@ -38,9 +38,9 @@ class TableSpec:
     num_rows: int
     dim: int
     dtype: str = "float32"
-    initializer: dict[str, Any]
+    initializer: JSONObject
     seed: int
-    rule: dict[str, Any] | None = None
+    rule: JSONObject | None = None
 
     def __post_init__(self) -> None:
         if self.num_rows < 1 or self.dim < 1:
@@ -69,6 +69,6 @@ class TableSpec:
             for field in ("name", "num_rows", "dim", "dtype")
         )
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JSONObject:
         """The spec as JSON values; `TableSpec(**values)` makes it again."""
         return json.loads(json.dumps(dataclasses.asdict(self)))

@@ -1,4 +1,4 @@
-"""Embedding tables: rows that servers hold, pulled and updated a few at a time.
+"""Embedding tables on a server: rows that are pulled and updated a few at a time.
 
 Row `r` lies on server `r % num_servers`, at place `r // num_servers` there.
 """
@@ -6,16 +6,15 @@ Row `r` lies on server `r % num_servers`, at place `r // num_servers` there.
 import dataclasses
 import logging
 import threading
-from typing import Any
 
 import numpy as np
 
-from replicax.ps.group_state import StaleSequence, Superseded, SyncPart
+from replicax._util.types import JSONObject
+from replicax.ps.group_state import StaleSequence, StepShare, Superseded
 from replicax.ps.journal import Journaled, Note, note_nothing
-from replicax.ps.push_counts import PushCounts
-from replicax.ps.row_ids import check_ids, sum_duplicates
+from replicax.ps.pushes import PushCounts
 from replicax.ps.row_optimizers import RowOptimizer, differing_options, row_optimizer
-from replicax.ps.row_values import fill_rows
+from replicax.ps.row_values import check_ids, fill_rows, sum_duplicates
 from replicax.ps.table_spec import TableError, TableSpec
 
 __all__ = ["RowsPushed", "Table"]
@@ -38,7 +37,7 @@ class RowsPushed:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Pending:
+class _PendingRows:
     origin: tuple[str, str, int]  # worker, session, sequence
     ids: np.ndarray
     gradients: np.ndarray
@@ -111,7 +110,7 @@ class Table:
         self._steps_lost = 0
         self._last: dict[str, tuple[str, int]] = {}  # worker: session, sequence
         self._replaced: set[str] = set()  # Sessions.
-        self._parts: dict[int, _Pending] = {}
+        self._parts: dict[int, _PendingRows] = {}
         self._lock = threading.Lock()
 
     @property
@@ -140,7 +139,7 @@ class Table:
         """Number of the next synchronous step."""
         return self._steps
 
-    def optimizer(self, rule: dict[str, Any]) -> RowOptimizer:
+    def optimizer(self, rule: JSONObject) -> RowOptimizer:
         """What would update the rows by this rule.
 
         Raises:
@@ -151,7 +150,7 @@ class Table:
         except ValueError as error:
             raise TableError(f"Table {self.spec.name!r}: {error}") from error
 
-    def set_rule(self, rule: dict[str, Any]) -> None:
+    def set_rule(self, rule: JSONObject) -> None:
         """Say how rows are updated, for a table that was made without a rule.
 
         The first rule stands. The same optimizer again does nothing, whatever its name
@@ -200,7 +199,7 @@ class Table:
         worker: str,
         session: str,
         sequence: int,
-        part: SyncPart | None = None,
+        part: StepShare | None = None,
     ) -> RowsPushed:
         """Update rows with their gradients, exactly once.
 
@@ -237,7 +236,7 @@ class Table:
             if self._is_repeated(*origin):
                 return RowsPushed(version=self._version, applied=True)
             if part is not None:
-                pending = _Pending(
+                pending = _PendingRows(
                     origin=origin,
                     ids=places,
                     gradients=gradients,
@@ -271,7 +270,7 @@ class Table:
             self._learning_rate = float(learning_rate)
             optimizer.schedule = lambda num_updates: float(learning_rate)
 
-    def state(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    def state(self) -> tuple[dict[str, np.ndarray], JSONObject]:
         """Copies of the table's arrays by name, and all else as JSON values.
 
         Parts of a synchronous step that is not complete are not in it; they come again.
@@ -295,7 +294,7 @@ class Table:
     def load_state(
         self,
         arrays: dict[str, np.ndarray],
-        described: dict[str, Any],
+        described: JSONObject,
         journal: Journaled | None = None,
     ) -> None:
         """Go on from what `state` returned, and what was written down since then.
@@ -389,7 +388,7 @@ class Table:
             )
         return sequence == last[1]
 
-    def _collect(self, part: SyncPart, pending: _Pending) -> RowsPushed:
+    def _collect(self, part: StepShare, pending: _PendingRows) -> RowsPushed:
         """Keep a part; apply the step's update if it is the last."""
         if part.step > self._steps:
             self._give_up_steps(part.step)
@@ -451,7 +450,7 @@ class Table:
         self._version += 1
 
 
-def _combined(parts: list[_Pending]) -> tuple[np.ndarray, np.ndarray]:
+def _combined(parts: list[_PendingRows]) -> tuple[np.ndarray, np.ndarray]:
     """The rows of all parts, with the parts' weighted mean or sum."""
     weights = [1.0 if p.weight is None else p.weight for p in parts]
     total = 1.0 if parts[0].weight is None else sum(weights)

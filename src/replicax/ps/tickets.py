@@ -1,4 +1,4 @@
-"""Tickets for the steps of one stream: who may do which step, and what became of it.
+"""Leases on the steps of a work queue: who may do which step, what became of it.
 
 A stream is the steps 0, 1, 2, ... of an epoch, which all workers take from. Each kind
 of stream here has the same methods; `streams` keeps them by name. A holder is the name
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from replicax._util.listing import listed
+from replicax._util.types import JSONObject
 from replicax.ps.limits import BoardError, LimitError, check_count, remember
 
 __all__ = ["PartTickets", "StepTickets", "Tickets"]
@@ -51,15 +52,15 @@ class Tickets(Protocol):
         """Shortens the stream; None: to the steps that were given already."""
         ...
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> JSONObject:
         """Counts, for people."""
         ...
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JSONObject:
         """All of it, as JSON values."""
         ...
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: JSONObject) -> None:
         """Takes over a state."""
         ...
 
@@ -200,7 +201,7 @@ class StepTickets:
             del self._lost_steps[step]
         self.lost -= len(never)
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> JSONObject:
         """Counts, and the latest lost steps."""
         return {
             "length": self.length,
@@ -214,7 +215,7 @@ class StepTickets:
             "steps": dict(self.steps),
         }
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JSONObject:
         """All of it, as JSON values."""
         return {
             "length": self.length,
@@ -227,7 +228,7 @@ class StepTickets:
             "steps": dict(self.steps),
         }
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: JSONObject) -> None:
         """Takes over a state; steps that were held stay with their holders."""
         self.length = state["length"]
         self._next = state["next"]
@@ -346,7 +347,7 @@ class PartTickets:
         if self.is_over:
             self._start(self._step)
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> JSONObject:
         """Counts, and who holds which part of the current step."""
         return {
             "length": self.length,
@@ -358,7 +359,7 @@ class PartTickets:
             "steps": dict(self.steps),
         }
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JSONObject:
         """All of it, as JSON values."""
         return {
             "length": self.length,
@@ -370,7 +371,7 @@ class PartTickets:
             "steps": dict(self.steps),
         }
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: JSONObject) -> None:
         """Takes over a state; parts that were held stay with their holders."""
         self.length = state["length"]
         self._step = state["step"]

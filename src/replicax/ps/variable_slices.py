@@ -1,24 +1,41 @@
-"""What lies where: groups of variables that are updated together, cut into parts.
+"""Groups of variables, cut into slices that lie on servers, as flat vectors.
 
-A group is what one `optimizer.apply` updates. Each of its variables is one part, or
-several that split its first dimension, and each part lies on one server. On the wire
-and in a server, a group is one flat vector per dtype: its parts on that server, row by
+A group is what one `optimizer.apply` updates. Each of its variables is one slice, or
+several that split its first dimension, and each slice lies on one server. On the wire
+and in a server, a group is one flat vector per dtype: its slices on that server, row by
 row, one after another.
+
+An optimizer that works element by element need not know where one variable ends and the
+next begins. So a server steps spans of neighbouring slices as one: a few operations on
+long vectors for a model of hundreds of variables.
 """
 
 import dataclasses
 import json
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from replicax._util.hashes import digest
+from replicax._util.types import JSONObject
 
-__all__ = ["Group", "Part"]
+__all__ = [
+    "FusedSpan",
+    "VariableGroup",
+    "VariableSlice",
+    "fused_spans",
+    "join",
+    "join_slices",
+    "split",
+    "split_slices",
+]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Part:
+class VariableSlice:
     """A variable, or some of its rows, on one server.
 
     Attributes:
@@ -37,7 +54,7 @@ class Part:
     dtype: str
     server: int
     rows: tuple[int, int] | None = None
-    constraint: dict[str, Any] | None = None
+    constraint: JSONObject | None = None
 
     @property
     def name(self) -> str:
@@ -53,7 +70,7 @@ class Part:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Group:
+class VariableGroup:
     """Variables that are updated together, and the servers they lie on.
 
     Attributes:
@@ -65,29 +82,29 @@ class Group:
     """
 
     name: str
-    rule: dict[str, Any]
-    parts: tuple[Part, ...]
+    rule: JSONObject
+    parts: tuple[VariableSlice, ...]
 
-    def parts_on(self, server: int) -> tuple[Part, ...]:
+    def slices_on(self, server: int) -> tuple[VariableSlice, ...]:
         """The parts on one server, in the order in which its vectors hold them."""
         return tuple(part for part in self.parts if part.server == server)
 
     def lengths_on(self, server: int) -> dict[str, int]:
         """Elements in a server's vector of each dtype, in the vectors' order."""
         lengths: dict[str, int] = {}
-        for part in self.parts_on(server):
+        for part in self.slices_on(server):
             lengths[part.dtype] = lengths.get(part.dtype, 0) + part.size
         return lengths
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JSONObject:
         """The group as JSON values."""
         return json.loads(json.dumps(dataclasses.asdict(self)))
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> "Group":
+    def from_json(cls, data: JSONObject) -> "VariableGroup":
         """The group that `to_json` wrote."""
         parts = tuple(
-            Part(
+            VariableSlice(
                 **part
                 | {
                     "shape": tuple(part["shape"]),
@@ -103,3 +120,132 @@ class Group:
         """A short text that is the same for equal groups."""
         text = json.dumps(self.to_json(), sort_keys=True)
         return digest(text)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class FusedSpan:
+    """One part, or several that follow each other in a vector.
+
+    Attributes:
+        dtype: The vector's.
+        start: Its first element in that vector.
+        size: Number of elements.
+        shape: The part's; flat for several.
+        parts: Places of its parts among the server's.
+    """
+
+    dtype: str
+    start: int
+    size: int
+    shape: tuple[int, ...]
+    parts: tuple[int, ...]
+
+
+def fused_spans(
+    parts: Sequence[VariableSlice], kind_of: Callable[[VariableSlice], Hashable | None]
+) -> list[FusedSpan]:
+    """The blocks of a server's parts, in order of their first parts.
+
+    Args:
+        parts: The server's.
+        kind_of: Neighbours of equal kind go together; one of kind None stays alone.
+
+    Example:
+        >>> sizes = {"shape": (2, 3), "dtype": "float32", "server": 0}
+        >>> parts = [
+        ...     VariableSlice(variable=i, path=p, **sizes) for i, p in enumerate("abc")]
+        >>> [block.parts for block in fused_spans(parts, lambda part: part.path == "c")]
+        [(0, 1), (2,)]
+    """
+    blocks: list[FusedSpan] = []
+    newest: dict[str, tuple[int, Hashable | None]] = {}  # By dtype: place and kind.
+    ends: dict[str, int] = {}
+    for i, part in enumerate(parts):
+        start = ends.get(part.dtype, 0)
+        ends[part.dtype] = start + part.size
+        kind = kind_of(part)
+        place, previous = newest.get(part.dtype, (0, None))
+        if kind is not None and kind == previous:
+            block = blocks[place]
+            size = block.size + part.size
+            blocks[place] = dataclasses.replace(
+                block, size=size, shape=(size,), parts=(*block.parts, i)
+            )
+            continue
+        newest[part.dtype] = len(blocks), kind
+        blocks.append(
+            FusedSpan(
+                dtype=part.dtype,
+                start=start,
+                size=part.size,
+                shape=part.shape,
+                parts=(i,),
+            )
+        )
+    return blocks
+
+
+def split(blocks: Sequence[FusedSpan], vectors: Mapping[str, Any]) -> list[jax.Array]:
+    """The blocks' values out of the vectors."""
+    values = []
+    for block in blocks:
+        stop = block.start + block.size
+        flat = jax.lax.slice(vectors[block.dtype], (block.start,), (stop,))
+        values.append(flat.reshape(block.shape))
+    return values
+
+
+def join(
+    blocks: Sequence[FusedSpan],
+    values: Sequence[jax.Array],
+    like: Mapping[str, jax.Array],
+) -> dict[str, jax.Array]:
+    """The vectors of the blocks' values; the reverse of `split`."""
+    joined: dict[str, jax.Array] = {}
+    for block, value in zip(blocks, values, strict=True):
+        whole = like[block.dtype]
+        flat = value.reshape(-1).astype(whole.dtype)
+        if flat.size == whole.size:
+            joined[block.dtype] = flat
+            continue
+        # Written in place: `concatenate` takes longer.
+        target = joined.get(block.dtype, jnp.zeros_like(whole))
+        joined[block.dtype] = jax.lax.dynamic_update_slice(target, flat, (block.start,))
+    return joined
+
+
+def split_slices(
+    block: FusedSpan, parts: Sequence[VariableSlice], value: np.ndarray
+) -> list[np.ndarray]:
+    """A slot's values for each of a block's parts. Of any shape, if it has one part."""
+    if len(block.parts) == 1:
+        return [value]
+    shapes = [parts[i].shape for i in block.parts]
+    ends = np.cumsum([parts[i].size for i in block.parts])
+    pieces = np.split(value, ends[:-1])
+    return [piece.reshape(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+
+
+def join_slices(
+    block: FusedSpan,
+    parts: Sequence[VariableSlice],
+    old: np.ndarray,
+    given: Mapping[int, np.ndarray],
+) -> np.ndarray:
+    """A slot with the values `given` for some of the block's parts, by their places.
+
+    Raises:
+        ValueError: If one has another shape.
+    """
+    pieces = []
+    for i, piece in zip(block.parts, split_slices(block, parts, old), strict=True):
+        new = np.asarray(given.get(i, piece))
+        if new.shape != piece.shape:
+            raise ValueError(
+                f"part {parts[i].name!r}: got shape {new.shape}, expected "
+                f"{piece.shape}."
+            )
+        pieces.append(new)
+    if len(pieces) == 1:
+        return np.array(pieces[0], dtype=old.dtype)
+    return np.concatenate([piece.reshape(-1) for piece in pieces]).astype(old.dtype)

@@ -1,4 +1,4 @@
-"""Which of a program's variables lie on servers, and their way there and back."""
+"""Places a program's variables on servers, pushes updates, takes new values."""
 
 import dataclasses
 import logging
@@ -12,16 +12,17 @@ from jax.sharding import NamedSharding
 
 from replicax._private import keras as internals
 from replicax._util.hashes import digest
+from replicax._util.types import JSONObject
 from replicax.engine import device_put
 from replicax.engine.scope import outside_scopes
 from replicax.engine.variables import Update
 from replicax.ps.optimizers import can_split, clip_before_push, optimizer_rule
 from replicax.ps.partition import Partitioner, VariableInfo, place
-from replicax.ps.remote import Part, RemoteGroup
-from replicax.ps.requests import WantedGroups
-from replicax.ps.rows import Rows
+from replicax.ps.remote import RemoteGroup, WorkerShare
+from replicax.ps.requests import GroupRequests
+from replicax.ps.rows import RemoteTables
 from replicax.ps.session import Session
-from replicax.ps.variable_slices import Group
+from replicax.ps.variable_slices import VariableGroup
 
 __all__ = ["RemoteVariables"]
 
@@ -53,7 +54,7 @@ class RemoteVariables:
         partitioner: Partitioner | None,
         compression: str | None,
         sync: bool,
-        rows: Rows,
+        rows: RemoteTables,
     ) -> None:
         self._session = session
         self._sharding = sharding
@@ -62,14 +63,20 @@ class RemoteVariables:
         self._compression = compression
         self._sync = sync
         self._rows = rows
-        self._groups: list[tuple[RemoteGroup, list[Any]]] = []
-        self._trained: dict[int, tuple[RemoteGroup, list[Any]]] = {}  # By optimizer.
-        self._optimizers: list[tuple[RemoteGroup, Any]] = []
-        self._states: dict[tuple[int, ...], tuple[RemoteGroup, list[Any]]] = {}
+        self._groups: list[tuple[RemoteGroup, list[keras.Variable]]] = []
+        self._trained: dict[
+            int, tuple[RemoteGroup, list[keras.Variable]]
+        ] = {}  # By optimizer.
+        self._optimizers: list[tuple[RemoteGroup, keras.optimizers.Optimizer]] = []
+        self._states: dict[
+            tuple[int, ...], tuple[RemoteGroup, list[keras.Variable]]
+        ] = {}
         self._first_steps: dict[str, int] = {}
-        self._handed: dict[str, list[Any]] = {}  # Values that were put in `stored`.
+        self._handed: dict[
+            str, list[jax.Array]
+        ] = {}  # Values that were put in `stored`.
         self._rates: dict[int, tuple[Any, float | None]] = {}
-        self.wanted: WantedGroups | None = None
+        self.wanted: GroupRequests | None = None
 
     @property
     def num_updates(self) -> dict[str, int]:
@@ -89,7 +96,9 @@ class RemoteVariables:
         for group, _ in self._groups:
             group.num_assigned = num_assigned.get(group.group.name, 0)
 
-    def _part_of(self, group: RemoteGroup, part: Part | None) -> Part | None:
+    def _part_of(
+        self, group: RemoteGroup, part: WorkerShare | None
+    ) -> WorkerShare | None:
         if part is None:
             return None
         if part.step is None:
@@ -98,7 +107,9 @@ class RemoteVariables:
             step = self._first_steps.get(group.group.name, 0) + part.step
         return dataclasses.replace(part, step=step)
 
-    def prepared(self, optimizer: Any, grads: list[Any]) -> list[Any]:
+    def prepared(
+        self, optimizer: keras.optimizers.Optimizer, grads: list[jax.Array]
+    ) -> list[jax.Array]:
         """Gradients as servers expect them."""
         if self._sync or not _clips(optimizer):
             return grads
@@ -107,8 +118,8 @@ class RemoteVariables:
     def connect(
         self,
         updates: Sequence[Update],
-        state: Sequence[Any],
-        stored: dict[int, Any],
+        state: Sequence[keras.Variable],
+        stored: dict[int, jax.Array],
     ) -> None:
         """Make sure that servers have these variables, and have `stored` say theirs.
 
@@ -142,13 +153,13 @@ class RemoteVariables:
                 internals.write_values(variables, group.values)
                 self._handed[group.group.name] = group.values
 
-    def publish_rate(self, optimizer: Any) -> None:
+    def publish_rate(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Send a learning rate that the user has assigned; the chief does."""
         found = self._trained.get(id(optimizer))
         if found is not None:
             self._follow_rate(optimizer, found, {})
 
-    def write_averages(self, optimizer: Any) -> None:
+    def write_averages(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Store the optimizer's moving averages in the variables that it trains."""
         found = self._trained.get(id(optimizer))
         if found is None:
@@ -166,9 +177,9 @@ class RemoteVariables:
     def await_step(
         self,
         updates: Sequence[Update],
-        state: Sequence[Any],
-        part: Part,
-        stored: dict[int, Any],
+        state: Sequence[jax.Array],
+        part: WorkerShare,
+        stored: dict[int, jax.Array],
     ) -> bool:
         """Have `stored` say the values that a synchronous step begins with.
 
@@ -200,8 +211,8 @@ class RemoteVariables:
         return True
 
     def _of(
-        self, updates: Sequence[Update], state: Sequence[Any]
-    ) -> list[tuple[RemoteGroup, list[Any]]]:
+        self, updates: Sequence[Update], state: Sequence[jax.Array]
+    ) -> list[tuple[RemoteGroup, list[keras.Variable]]]:
         """The groups of a program, with their variables."""
         found = [self._trained[id(update.optimizer)] for update in updates]
         if state:
@@ -224,11 +235,11 @@ class RemoteVariables:
     def push(
         self,
         updates: Sequence[Update],
-        gradients: Sequence[Sequence[Any]],
-        state: Sequence[Any],
-        deltas: Sequence[Any],
+        gradients: Sequence[Sequence[jax.Array]],
+        state: Sequence[jax.Array],
+        deltas: Sequence[jax.Array],
         based_on: Mapping[str, Mapping[int, int]],
-        part: Part | None,
+        part: WorkerShare | None,
     ) -> Any:
         """Send what a step has computed; `finish` waits for it."""
         pushes = []
@@ -244,8 +255,8 @@ class RemoteVariables:
             pushes.append((group, group.push(deltas, based, own)))
         return pushes
 
-    def push_rows(self, updates: Sequence[Update], part: Part | None) -> Any:
-        """Send the gradients of rows; `Rows.finish` waits for it."""
+    def push_rows(self, updates: Sequence[Update], part: WorkerShare | None) -> Any:
+        """Send the gradients of rows; `RemoteTables.finish` waits for it."""
         pushes = []
         for update in updates:
             group, variables = self._trained[id(update.optimizer)]
@@ -272,13 +283,16 @@ class RemoteVariables:
                     [iterations], [self._iterations(group, iterations)]
                 )
 
-    def _iterations(self, group: RemoteGroup, variable: Any) -> Any:
+    def _iterations(self, group: RemoteGroup, variable: keras.Variable) -> Any:
         made = max(group.versions.values()) - group.num_assigned
         number = np.asarray(made + group.group.rule["iterations"], variable.dtype)
         return device_put.laid_out(number, self._sharding)
 
     def write_back(
-        self, updates: Sequence[Update], state: Sequence[Any], stored: dict[int, Any]
+        self,
+        updates: Sequence[Update],
+        state: Sequence[jax.Array],
+        stored: dict[int, jax.Array],
     ) -> None:
         """Put the newest known values where a program's new ones belong."""
         for update in updates:
@@ -290,24 +304,27 @@ class RemoteVariables:
             self._hand_out(*self._states[tuple(map(id, state))], stored)
 
     def _hand_out(
-        self, group: RemoteGroup, variables: Sequence[Any], stored: dict[int, Any]
+        self,
+        group: RemoteGroup,
+        variables: Sequence[keras.Variable],
+        stored: dict[int, jax.Array],
     ) -> None:
         stored |= zip(map(id, variables), group.values, strict=True)
         self._handed[group.group.name] = group.values
 
-    def _is_handed(self, group: RemoteGroup, values: Sequence[Any]) -> bool:
+    def _is_handed(self, group: RemoteGroup, values: Sequence[jax.Array]) -> bool:
         """Whether these are values that this object has given, not a user."""
         handed = self._handed[group.group.name]
         return all(
             a is b or _same_memory(a, b) for a, b in zip(values, handed, strict=True)
         )
 
-    def _differ(self, group: RemoteGroup, values: Sequence[Any]) -> bool:
+    def _differ(self, group: RemoteGroup, values: Sequence[jax.Array]) -> bool:
         """Whether values are others than those that this object has given."""
         handed = self._handed[group.group.name]
         return not _are_equal(values, handed)
 
-    def _connect_update(self, update: Update, stored: dict[int, Any]) -> None:
+    def _connect_update(self, update: Update, stored: dict[int, jax.Array]) -> None:
         optimizer = update.optimizer
         variables = list(update.variables)
         found = self._trained.get(id(optimizer))
@@ -336,8 +353,11 @@ class RemoteVariables:
         self._follow_rate(optimizer, found, stored)
 
     def _rule(
-        self, optimizer: Any, variables: list[Any], stored: Mapping[int, Any]
-    ) -> dict[str, Any]:
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        variables: list[keras.Variable],
+        stored: Mapping[int, jax.Array],
+    ) -> JSONObject:
         own = optimizer.variables
         before = internals.read_values(own)  # `fit` has taken them away.
         internals.write_values(own, [stored[id(v)] for v in own])
@@ -353,9 +373,9 @@ class RemoteVariables:
 
     def _follow_rate(
         self,
-        optimizer: Any,
-        found: tuple[RemoteGroup, list[Any]],
-        stored: Mapping[int, Any],
+        optimizer: keras.optimizers.Optimizer,
+        found: tuple[RemoteGroup, list[keras.Variable]],
+        stored: Mapping[int, jax.Array],
     ) -> None:
         """A learning rate that was assigned, as callbacks do, goes to the servers."""
         known, rate = self._rates[id(optimizer)]
@@ -370,7 +390,9 @@ class RemoteVariables:
         self._rates[id(optimizer)] = (array, now)
 
     def _take_over(
-        self, found: tuple[RemoteGroup, list[Any]], stored: dict[int, Any]
+        self,
+        found: tuple[RemoteGroup, list[keras.Variable]],
+        stored: dict[int, jax.Array],
     ) -> None:
         """Values that a user has assigned go to the servers, from the chief."""
         group, variables = found
@@ -387,7 +409,7 @@ class RemoteVariables:
                 )
         self._hand_out(group, variables, stored)
 
-    def _name(self, label: str, variables: Sequence[Any]) -> str:
+    def _name(self, label: str, variables: Sequence[keras.Variable]) -> str:
         """The same on all workers, also on one that had no step of an earlier group."""
         paths = "\n".join(v.path for v in variables)
         name = f"{label} {digest(paths, 4)}"
@@ -397,12 +419,12 @@ class RemoteVariables:
     def _add(
         self,
         label: str,
-        rule: dict[str, Any],
-        variables: Sequence[Any],
-        stored: dict[int, Any],
+        rule: JSONObject,
+        variables: Sequence[keras.Variable],
+        stored: dict[int, jax.Array],
         can_split: bool = True,
-        optimizer: Any = None,
-    ) -> tuple[RemoteGroup, list[Any]]:
+        optimizer: keras.optimizers.Optimizer | None = None,
+    ) -> tuple[RemoteGroup, list[keras.Variable]]:
         if self.wanted is None:
             name = self._name(label, variables)
         else:
@@ -431,7 +453,9 @@ class RemoteVariables:
         self._groups.append((group, list(variables)))
         return self._groups[-1]
 
-    def adopt(self, placed: Group, variables: Sequence[Any]) -> RemoteGroup | None:
+    def adopt(
+        self, placed: VariableGroup, variables: Sequence[keras.Variable]
+    ) -> RemoteGroup | None:
         """Take over a group that another worker has found.
 
         The chief creates it, with the values here.
@@ -455,7 +479,7 @@ class RemoteVariables:
         self._groups.append((group, list(variables)))
         return group
 
-    def _remote_group(self, placed: Group) -> RemoteGroup:
+    def _remote_group(self, placed: VariableGroup) -> RemoteGroup:
         return RemoteGroup(
             self._session,
             placed,
@@ -464,7 +488,7 @@ class RemoteVariables:
         )
 
 
-def _info(variable: Any) -> VariableInfo:
+def _info(variable: keras.Variable) -> VariableInfo:
     constraint = getattr(variable, "constraint", None)
     config: Any = (
         None if constraint is None else keras.constraints.serialize(constraint)
@@ -477,20 +501,24 @@ def _info(variable: Any) -> VariableInfo:
     )
 
 
-def _clips(optimizer: Any) -> bool:
+def _clips(optimizer: keras.optimizers.Optimizer) -> bool:
     return any(
         getattr(optimizer, name, None) is not None
         for name in ("clipnorm", "clipvalue", "global_clipnorm")
     )
 
 
-def _rate(optimizer: Any, stored: Mapping[int, Any]) -> float | None:
+def _rate(
+    optimizer: keras.optimizers.Optimizer, stored: Mapping[int, jax.Array]
+) -> float | None:
     """The learning rate that was assigned; None where a schedule decides."""
     array = _rate_array(optimizer, stored)
     return None if array is None else float(np.asarray(array.addressable_data(0)))
 
 
-def _rate_array(optimizer: Any, stored: Mapping[int, Any]) -> Any:
+def _rate_array(
+    optimizer: keras.optimizers.Optimizer, stored: Mapping[int, jax.Array]
+) -> Any:
     variable = getattr(optimizer, "_learning_rate", None)
     if not isinstance(variable, keras.Variable):
         return None
@@ -498,17 +526,17 @@ def _rate_array(optimizer: Any, stored: Mapping[int, Any]) -> Any:
     return internals.read_values([variable])[0] if value is None else value
 
 
-def _are_equal(values: Sequence[Any], others: Sequence[Any]) -> bool:
+def _are_equal(values: Sequence[jax.Array], others: Sequence[jax.Array]) -> bool:
     return all(
         np.array_equal(_host(a), _host(b)) for a, b in zip(values, others, strict=True)
     )
 
 
-def _host(value: Any) -> np.ndarray:
+def _host(value: jax.Array) -> np.ndarray:
     return np.asarray(device_put.local_value(value))
 
 
-def _same_memory(a: Any, b: Any) -> bool:
+def _same_memory(a: jax.Array, b: jax.Array) -> bool:
     if not isinstance(a, jax.Array) or a.is_deleted() or b.is_deleted():
         return False
     return (

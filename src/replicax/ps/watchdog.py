@@ -1,4 +1,4 @@
-"""A deadline for calls that block in C++, which starts anew while there is progress."""
+"""A deadline for calls that block in C++; each sign of progress restarts it."""
 
 import contextlib
 import threading

@@ -11,10 +11,12 @@ import functools
 import json
 import types
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import ml_dtypes
 import numpy as np
+
+from replicax._util.types import JSONObject
 
 __all__ = [
     "CHUNK_BYTES",
@@ -102,6 +104,38 @@ def flight() -> types.ModuleType:
     return module
 
 
+class MessageReader(Protocol):
+    """A Flight stream's reader."""
+
+    def read_chunk(self) -> Any:
+        """The next record batch, as `data`, or text about it, as `app_metadata`."""
+        ...
+
+    def cancel(self) -> None:
+        """End the stream, whatever is under way."""
+        ...
+
+
+class MessageWriter(Protocol):
+    """A Flight stream's writer."""
+
+    def begin(self, schema: object, *, options: object) -> None:
+        """Say what record batches look like."""
+        ...
+
+    def write_metadata(self, text: bytes) -> None:
+        """Send a text."""
+        ...
+
+    def write_batch(self, batch: object) -> None:
+        """Send a record batch."""
+        ...
+
+    def close(self) -> None:
+        """End the stream."""
+        ...
+
+
 @functools.cache
 def _schema() -> Any:
     import pyarrow as pa
@@ -133,14 +167,14 @@ def dtype_named(name: str) -> np.dtype:
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
-def begin(writer: Any) -> None:
+def begin(writer: MessageWriter) -> None:
     """Start the messages of a stream. Call it once, before the first `send`."""
     writer.begin(_schema(), options=write_options())
 
 
 def send(
-    writer: Any,
-    header: Mapping[str, Any],
+    writer: MessageWriter,
+    header: JSONObject,
     vectors: Vectors,
     progress: Callable[[], None] = lambda: None,
 ) -> int:
@@ -188,7 +222,7 @@ def _batches(array: np.ndarray) -> Iterator[Any]:
         yield pa.RecordBatch.from_arrays([column], schema=_schema())
 
 
-def read_json(data: Any) -> dict[str, Any]:
+def read_json(data: bytes) -> JSONObject:
     """Read the JSON object in bytes that another process sent.
 
     Raises:
@@ -209,7 +243,7 @@ def read_json(data: Any) -> dict[str, Any]:
     return value
 
 
-def receive_header(reader: Any) -> dict[str, Any] | None:
+def receive_header(reader: MessageReader) -> JSONObject | None:
     """Wait for the next message of a stream and take its header.
 
     Returns:
@@ -228,7 +262,7 @@ def receive_header(reader: Any) -> dict[str, Any] | None:
 
 
 def announced(
-    header: Mapping[str, Any],
+    header: JSONObject,
     allowed: Mapping[str, Allowed] | None,
     byte_limit: int | None = None,
 ) -> list[tuple[str, np.dtype, int]]:
@@ -286,7 +320,7 @@ def _is_entry(entry: object) -> bool:
 
 
 def receive_vectors(
-    reader: Any,
+    reader: MessageReader,
     announcement: list[tuple[str, np.dtype, int]],
     progress: Callable[[], None] = lambda: None,
 ) -> dict[str, np.ndarray]:
@@ -311,7 +345,11 @@ def receive_vectors(
 
 
 def _receive_vector(
-    reader: Any, name: str, dtype: np.dtype, length: int, progress: Callable[[], None]
+    reader: MessageReader,
+    name: str,
+    dtype: np.dtype,
+    length: int,
+    progress: Callable[[], None],
 ) -> np.ndarray:
     size = dtype.itemsize * length
     whole: np.ndarray | None = None
@@ -330,7 +368,7 @@ def _receive_vector(
     return result
 
 
-def _piece(reader: Any, name: str, missing: int) -> np.ndarray:
+def _piece(reader: MessageReader, name: str, missing: int) -> np.ndarray:
     """The bytes of the next record batch."""
     try:
         chunk = reader.read_chunk()

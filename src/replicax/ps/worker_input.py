@@ -1,4 +1,4 @@
-"""A worker's part of the input in custom loops, on parameter servers."""
+"""A worker's input: batches of `fit` by their index, its rows in a custom loop."""
 
 import itertools
 from collections.abc import Iterator
@@ -6,10 +6,56 @@ from typing import Any
 
 import jax
 
+from replicax._util.types import PyTree
+from replicax.engine.row_arrays import by_rows
 from replicax.input import InputShard
 from replicax.input.split import leading_size
+from replicax.keras.lazy_batches import batch_of, make_lazy
 
-__all__ = ["ElasticInputShard", "own_rows"]
+__all__ = ["BatchSource", "ElasticInputShard", "own_rows"]
+
+
+class BatchSource:
+    """The batches of the data by their index, from the first to the last.
+
+    Args:
+        adapter: Keras' adapter of the data.
+    """
+
+    def __init__(self, adapter: Any) -> None:
+        make_lazy(adapter)  # Most batches are passed by.
+        self._adapter = adapter
+        self._last: tuple[int, PyTree] = (-1, None)
+        self._next = 0
+        self._batches: Iterator[PyTree] | None = None
+
+    def at(self, index: int) -> PyTree:
+        """The batch of that index, which never is less than the last one."""
+        if index == self._last[0]:
+            return self._last[1]  # Another part of the same step.
+        if self._batches is None:
+            self._batches = iter(self._adapter.get_jax_iterator())
+        while True:
+            batch = next(self._batches)
+            self._next += 1
+            if self._next > index:
+                self._last = index, by_rows(batch_of(batch))
+                return self._last[1]
+
+    def any(self) -> PyTree:
+        """Some batch; None: there is none left."""
+        return self.next() if self._last[1] is None else self._last[1]
+
+    def has_passed(self, index: int) -> bool:
+        """Whether that batch came by already, and is not the last one that did."""
+        return index < self._next and index != self._last[0]
+
+    def next(self) -> PyTree:
+        """The next batch; None at the end."""
+        try:
+            return self.at(self._next)
+        except StopIteration:
+            return None
 
 
 class ElasticInputShard(InputShard):
@@ -52,8 +98,8 @@ class ElasticInputShard(InputShard):
         return len(range(self._worker, num_batches, self._num_workers))
 
     def in_step(
-        self, batches: Iterator[Any], *, same_data: bool = True, **_: Any
-    ) -> Iterator[Any]:
+        self, batches: Iterator[PyTree], *, same_data: bool = True, **_: object
+    ) -> Iterator[PyTree]:
         """This worker's part of batches that all read, or of its own data all of it."""
         if not same_data:
             return iter(batches)
@@ -62,7 +108,7 @@ class ElasticInputShard(InputShard):
         return (own_rows(batch, self._worker, self._num_parts) for batch in batches)
 
 
-def own_rows(batch: Any, part: int, num_parts: int) -> Any:
+def own_rows(batch: PyTree, part: int, num_parts: int) -> PyTree:
     """The rows of one part of a batch, as equal in number as can be.
 
     Args:

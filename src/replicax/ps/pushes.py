@@ -1,4 +1,4 @@
-"""How many asynchronous updates were made, and how many of them a restart has lost.
+"""Adds up the pushes of a synchronous step; counts the asynchronous ones.
 
 Each process of a worker numbers its pushes to a group 1, 2, 3, ... and sends them in
 order. So the numbers alone say what is missing: those up to the highest that was seen,
@@ -6,13 +6,16 @@ less those that are in the values. A restarted server has the numbers of its sna
 learns the later ones from its journal, and the next one from the worker itself.
 """
 
+import dataclasses
 import logging
 from collections.abc import Mapping
-from typing import Any
 
+import numpy as np
+
+from replicax._util.types import JSONObject
 from replicax.ps.journal import Journaled, Note, note_nothing
 
-__all__ = ["PushCounts"]
+__all__ = ["PushCounts", "StepShare", "SyncStep"]
 
 _logger = logging.getLogger("replicax")
 _Process = tuple[str, str]  # A worker's name, and its session.
@@ -88,12 +91,12 @@ class PushCounts:
                 last,
             )
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> JSONObject:
         """All of it, as JSON values."""
         made = [[*process, number] for process, number in self._made.items()]
         return {"applied": self.applied, "made": made}
 
-    def load_state(self, state: Mapping[str, Any], journal: Journaled) -> None:
+    def load_state(self, state: JSONObject, journal: Journaled) -> None:
         """Go on from a snapshot.
 
         Args:
@@ -109,3 +112,75 @@ class PushCounts:
                 known = self._made.get((worker, session), 0)
                 self._made[worker, session] = max(number, known)
                 self._untold.setdefault((worker, session), 0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StepShare:
+    """Which part of a synchronous step a push is.
+
+    Attributes:
+        step: Number of the step, from 0.
+        part: Number of the part, from 0.
+        num_parts: Number of parts that make the step.
+        weight: Its weight in the mean of the parts; None: parts are summed.
+    """
+
+    step: int
+    part: int
+    num_parts: int
+    weight: float | None = None
+
+
+class SyncStep:
+    """The parts of one synchronous step, added up in their order as far as they go.
+
+    The order makes the sum the same in every run, to the last bit.
+    """
+
+    def __init__(self, step: int, num_parts: int, weighted: bool) -> None:
+        self.step = step
+        self.num_parts = num_parts
+        self.weighted = weighted
+        self.pushers: dict[int, tuple[str, int]] = {}  # By part: worker, based_on.
+        self.total: dict[str, np.ndarray] | None = None
+        self.squared_norms: dict[str, float] | None = None
+        self._weights = 0.0
+        self._waiting: dict[int, tuple[Mapping[str, np.ndarray], float]] = {}
+        self._next = 0
+
+    @property
+    def missing(self) -> list[int]:
+        """The parts that are not there yet."""
+        return [i for i in range(self.num_parts) if i not in self.pushers]
+
+    def add(self, part: StepShare, vectors: Mapping[str, np.ndarray]) -> None:
+        """Take a part's gradients, which must not be changed afterwards."""
+        self._waiting[part.part] = vectors, 1.0 if part.weight is None else part.weight
+        while self._next in self._waiting:
+            gradients, weight = self._waiting.pop(self._next)
+            self._next += 1
+            self._weights += weight
+            first = self.total is None
+            total = {} if self.total is None else self.total
+            for dtype, gradient in gradients.items():
+                # Gradients may come as bfloat16; sums are in the group's dtype.
+                term = gradient.astype(np.dtype(dtype), copy=first)
+                # NaN and infinity go through, as in Keras.
+                with np.errstate(all="ignore"):
+                    if weight != 1.0:
+                        factor = term.dtype.type(weight)
+                        term = np.multiply(term, factor, out=term if first else None)
+                    if first:
+                        total[dtype] = term
+                    else:
+                        total[dtype] += term
+            self.total = total
+
+    def gradients(self) -> dict[str, np.ndarray]:
+        """The sum or the mean. All parts are there."""
+        total = self.total or {}
+        if self.weighted and self._weights != 1.0:
+            for vector in total.values():
+                with np.errstate(all="ignore"):
+                    vector /= vector.dtype.type(self._weights)
+        return total

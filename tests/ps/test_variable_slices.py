@@ -4,8 +4,15 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicax.ps.blocks import blocks_of, join, join_parts, split, split_parts
-from replicax.ps.variable_slices import Group, Part
+from replicax.ps.variable_slices import (
+    VariableGroup,
+    VariableSlice,
+    fused_spans,
+    join,
+    join_slices,
+    split,
+    split_slices,
+)
 
 PARTS = st.lists(
     st.tuples(
@@ -22,11 +29,11 @@ PARTS = st.lists(
 @given(PARTS)
 def test_split_and_join_are_each_others_reverse(drawn) -> None:
     parts = [
-        Part(variable=i, path=str(kind), shape=shape, dtype=dtype, server=0)
+        VariableSlice(variable=i, path=str(kind), shape=shape, dtype=dtype, server=0)
         for i, (shape, dtype, kind) in enumerate(drawn)
     ]
-    group = Group(name="g", rule={}, parts=tuple(parts))
-    blocks = blocks_of(parts, lambda p: None if p.path == "None" else p.path)
+    group = VariableGroup(name="g", rule={}, parts=tuple(parts))
+    blocks = fused_spans(parts, lambda p: None if p.path == "None" else p.path)
     assert sorted(i for b in blocks for i in b.parts) == list(range(len(parts)))
     for block in blocks:
         assert len({(parts[i].path, parts[i].dtype) for i in block.parts}) == 1
@@ -43,7 +50,7 @@ def test_split_and_join_are_each_others_reverse(drawn) -> None:
     pieces = {}
     for block, value in zip(blocks, values, strict=True):
         for i, piece in zip(
-            block.parts, split_parts(block, parts, np.asarray(value)), strict=True
+            block.parts, split_slices(block, parts, np.asarray(value)), strict=True
         ):
             pieces[i] = piece
     for i, part in enumerate(parts):
@@ -54,8 +61,8 @@ def test_split_and_join_are_each_others_reverse(drawn) -> None:
     for block, value in zip(blocks, values, strict=True):
         last = block.parts[-1]
         given_one = {last: -pieces[last]}
-        changed = join_parts(block, parts, np.asarray(value), given_one)
-        again = split_parts(block, parts, changed)
+        changed = join_slices(block, parts, np.asarray(value), given_one)
+        again = split_slices(block, parts, changed)
         np.testing.assert_array_equal(again[-1], -pieces[last])
         for i, piece in zip(block.parts[:-1], again, strict=False):
             np.testing.assert_array_equal(piece, pieces[i])

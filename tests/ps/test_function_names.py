@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from replicax.ps.functions import Functions
+from replicax.ps.payloads import FunctionNames
 
 
 def make(n):
@@ -15,7 +15,7 @@ def make(n):
 
 
 def script():
-    functions = Functions()
+    functions = FunctionNames()
     made = [make(1), make(2), make(1), len, functools.partial(pow, 2)]
     made += [functools.partial(pow, 2), functools.partial(pow, 3), lambda: 1]
     return functions, [functions.register(fn) for fn in made]
@@ -38,11 +38,11 @@ def test_equal_functions_share_a_name_and_others_are_numbered():
 
 def test_what_is_no_function_is_refused():
     with pytest.raises(TypeError, match="fn must be a function; got 3"):
-        Functions().register(3)
+        FunctionNames().register(3)
 
 
 def test_functions_made_anew_without_end_are_refused():
-    functions = Functions()
+    functions = FunctionNames()
     for n in range(1000):
         functions.register(make(n))
     functions.register(make(7))  # Known.
