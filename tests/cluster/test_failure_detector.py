@@ -159,7 +159,7 @@ def test_a_worker_ended_its_script_before_the_others() -> None:
         {"moved_at": NOW - 0.5},
         {"log": (3, 7)},
         {"log": (2, 6)},
-        {"waiting": ("save", 0)},
+        {"is_waiting": True},
     ):
         other = dataclasses.replace(waiting, **known)
         assert verdicts(other, left) == [None, None]
@@ -182,13 +182,11 @@ def test_workers_differ_in_what_they_do() -> None:
     names = [Operation(f"run({x})", f"{x};".encode(), 1) for x in "ab"]
     difference = Difference(6, tuple(names))
 
-    def verdicts_of(*signs: Sign) -> list[FailureReport | None]:
-        return [
-            judge(signs, i, NOW, TIMEOUTS, difference=difference, is_settling=True)
-            for i in range(2)
-        ]
+    def verdicts_of(*signs: Sign, found_at: float) -> list[FailureReport | None]:
+        about = {"difference": difference, "found_at": found_at, "is_settling": True}
+        return [judge(signs, i, NOW, TIMEOUTS, **about) for i in range(2)]
 
-    for report in verdicts_of(sign(0), sign(1)):
+    for report in verdicts_of(sign(0), sign(1), found_at=NOW):
         assert report is not None
         assert (report.kind, report.culprit, report.exit_code) == (
             "order",
@@ -197,10 +195,9 @@ def test_workers_differ_in_what_they_do() -> None:
         )
         assert "at step 7, worker:0 is at run(a), and worker:1 is" in report.message
     # Its script is about to raise an error of its own, and then has not.
-    waits = sign(1, waiting=("save", 0), moved_at=NOW - 2)
-    assert verdicts_of(sign(0), waits) == [None, None]
-    waits.moved_at = NOW - 4
-    assert None not in verdicts_of(sign(0), waits)
+    waits = sign(1, is_waiting=True)
+    assert verdicts_of(sign(0), waits, found_at=NOW - 2) == [None, None]
+    assert None not in verdicts_of(sign(0), waits, found_at=NOW - 4)
 
 
 def test_a_worker_does_not_go_on() -> None:

@@ -4,7 +4,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 
 from replicax._util import waiting
 from replicax.cluster import workers as workers_module
+from replicax.cluster.dispatch_log import Operation
 from replicax.cluster.store import Store, StoreError
 from replicax.cluster.timeouts import Timeouts
 from replicax.cluster.workers import Workers
@@ -151,25 +152,56 @@ def test_one_that_has_ended_its_script() -> None:
     assert time.monotonic() - begin < 3
 
 
-def test_one_that_went_on_without_this_one() -> None:
-    first, _ = cluster_of(2, Service())
-    assert first.watch is not None
-    me, other = first.watch.signs
-    me.dispatched = me.steps = other.dispatched = other.steps = 5
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Workers]]:
+    """Two workers that send heartbeats, and would end no process."""
+    cluster = cluster_of(2, Service(), startup=20)
+    watches = [worker.watch for worker in cluster if worker.watch is not None]
+    for watch in watches:
+        monkeypatch.setattr(watch, "fail", print)
+        watch.start()
+    yield cluster
+    for watch in watches:
+        watch.close()
 
-    def go_on(missing: Any) -> None:
-        other.dispatched = other.steps = 6
 
-    with pytest.raises(
-        ClusterMismatchError,
-        match=r"worker:0 waits in checkpoint after step 5, but worker:1 \(host1:1\) "
-        "went on to step 6 without it.*strategy.is_chief",
-    ):
-        first.exchange("checkpoint", 0, while_waiting=go_on)
+def step(worker: Workers) -> None:
+    """Dispatch a step."""
+    assert worker.watch is not None
+    worker.watch.dispatching(Operation("run(step)", b"program 1;", 1))
+    worker.watch.dispatched(None)
+
+
+def as_script(worker: Workers, act: Callable[[], Any]) -> str:
+    """The error of a worker's script, which this thread runs."""
+    assert worker.log is not None
+    worker.log._main_thread = threading.get_ident()
+    try:
+        act()
+    except ClusterMismatchError as error:
+        return str(error)
+    return "no error"
+
+
+def test_one_that_went_on_without_this_one(watched: list[Workers]) -> None:
+    def script(worker: Workers) -> None:
+        for _ in range(5 + worker.index):
+            step(worker)
+        if worker.index == 0:
+            worker.exchange("checkpoint", 0)
+
+    begin = time.monotonic()
+    first, _ = on_all(watched, lambda x: as_script(x, lambda: script(x)))
+    assert time.monotonic() - begin < 12
+    assert first.startswith(
+        "worker:0 waits in checkpoint after step 5, but worker:1 (host1:1) went on to "
+        "step 6 without it, and is at run(step). All workers"
+    )
+    assert "strategy.is_chief" in first
 
 
 def test_one_that_is_slow_is_waited_for() -> None:
-    """Its programs are counted, when it waits, as those of before."""
+    """Programs that one worker runs by itself say nothing about the order."""
     cluster = cluster_of(2, Service(), startup=20)
     for worker in cluster:
         assert worker.watch is not None
@@ -182,37 +214,19 @@ def test_one_that_is_slow_is_waited_for() -> None:
     assert on_all(cluster, exchange) == [[0, 1], [0, 1]]
 
 
-def test_two_that_wait_for_different_things() -> None:
-    cluster = cluster_of(2, Service(), startup=5)
-    for worker in cluster:
-        assert worker.watch is not None
-        worker.watch.start()
-
-    def exchange(worker: Workers) -> str:
-        try:
-            worker.exchange("a", 0)
-            worker.exchange("save" if worker.index else "program", 0)
-        except ClusterMismatchError as error:
-            return str(error)
-        except ClusterError:  # The other one has noticed it, and is gone.
-            return ""
-        return "no error"
+def test_two_that_wait_for_different_things(watched: list[Workers]) -> None:
+    def script(worker: Workers) -> None:
+        worker.exchange("a", 0)
+        worker.exchange("save" if worker.index else "program", 0)
 
     begin = time.monotonic()
-    told = on_all(cluster, exchange)
+    told = on_all(watched, lambda x: as_script(x, lambda: script(x)))
     assert time.monotonic() - begin < 10
-    for worker in cluster:
-        assert worker.watch is not None
-        worker.watch.close()
-    assert any(
-        text.startswith(
-            (
-                "worker:0 waits in program, but worker:1 (host1:1) in save. All",
-                "worker:1 waits in save, but worker:0 (host0:1) in program. All",
-            )
-        )
-        for text in told
-    ), told
+    for text, me, other in zip(
+        told, ("program", "save"), ("save", "program"), strict=True
+    ):
+        assert f" waits in {me}, but worker:" in text
+        assert f" is at the exchange of '{other}'. All" in text
 
 
 def test_the_wait_can_be_ended_from_outside() -> None:

@@ -34,7 +34,11 @@ def agree(workers: Workers, facts: Mapping[str, Any], what: str) -> int:
     all_digests = workers.exchange(
         "program",
         digests,
-        while_waiting=_Overtaken(workers, what),
+        overtaken=lambda name: (
+            f"{workers.name} has to compile {what}, but {name} went on with a program "
+            "that it has already. Their batches differ in shape, or they run different "
+            "steps."
+        ),
         what=f"the agreement on {what}",
     )
     for name in facts:
@@ -43,35 +47,6 @@ def agree(workers: Workers, facts: Mapping[str, Any], what: str) -> int:
             values = workers.exchange("difference", facts[name], timeout_seconds=10)
             raise ClusterMismatchError(_difference(workers, what, name, values))
     return workers.new_agreement()
-
-
-class _Overtaken:
-    """Notices that a worker runs on, without the new program that others have.
-
-    It is then in a collective of the step that this one has not begun.
-    """
-
-    def __init__(self, workers: Workers, what: str) -> None:
-        self._workers = workers
-        self._what = what
-        self._before = _num_dispatched(workers)
-
-    def __call__(self, missing: Sequence[int]) -> None:
-        now = _num_dispatched(self._workers)
-        mine = now[self._workers.index]
-        for i in missing:
-            if now[i] > max(mine, self._before[i]):
-                raise ClusterMismatchError(
-                    f"{self._workers.name} has to compile {self._what}, but "
-                    f"{self._workers.names[i]} went on with a program that it has "
-                    "already. Their batches differ in shape, or they run different "
-                    "steps."
-                )
-
-
-def _num_dispatched(workers: Workers) -> list[int]:
-    watch = workers.watch
-    return [] if watch is None else [sign.dispatched for sign in watch.signs]
 
 
 def _difference(workers: Workers, what: str, name: str, values: Sequence[Any]) -> str:

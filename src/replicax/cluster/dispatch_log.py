@@ -41,6 +41,11 @@ class Operation:
     mark: bytes
     num_steps: int = 0
 
+    @property
+    def is_program(self) -> bool:
+        """Whether it is a program that all workers have agreed on."""
+        return self.mark.startswith(b"program ")
+
 
 class DispatchLog:
     """What this worker has done, in order.
@@ -243,6 +248,12 @@ class Difference:
         marks = [x and x.mark for x in self.operations]
         usual = max(marks, key=marks.count)
         return next((i for i, mark in enumerate(marks) if mark != usual), 0)
+
+    def other_than(self, index: int) -> int:
+        """The first worker that does another thing than worker `index`."""
+        marks = [x and x.mark for x in self.operations]
+        others = (i for i, mark in enumerate(marks) if mark != marks[index])
+        return next(others, 0 if index else 1)
 
 
 def _at(log: Mapping[str, Any], number: int) -> Operation | None:

@@ -34,8 +34,8 @@ class Sign:
         failure: The report of a worker that is ending; None: it is not.
         seen_at: When it last gave a sign of life, by the clock of who judges.
         moved_at: When `log` last changed, by the same clock.
-        waiting: The exchange with all workers that it waits in, by name and number;
-            None: in none.
+        is_waiting: Whether its script waits in an exchange with all workers, and so
+            raises by itself if they do not come.
         spent: Seconds of its own work, and of waiting for others.
     """
 
@@ -50,7 +50,7 @@ class Sign:
     failure: dict[str, Any] | None = None
     seen_at: float = 0.0
     moved_at: float = 0.0
-    waiting: tuple[str, int] | None = None
+    is_waiting: bool = False
     spent: tuple[float, float] = (0.0, 0.0)
 
     @property
@@ -67,6 +67,7 @@ def judge(
     *,
     heard_at: float | None = None,
     difference: Difference | None = None,
+    found_at: float = 0.0,
     is_settling: bool = False,
 ) -> FailureReport | None:
     """Why worker `index` has to end now, or None.
@@ -79,6 +80,7 @@ def judge(
         heard_at: When signs could last be read, by the same clock; later silence says
             nothing about who gives them. Defaults to `now`.
         difference: Where the workers' operations differ, if they do.
+        found_at: When that was found, by the same clock.
         is_settling: Whether they are known to differ, and this is being looked for.
     """
     me = signs[index]
@@ -86,7 +88,7 @@ def judge(
     return (
         _failed(me, others, signs)
         or _lost(me, others, signs, now if heard_at is None else heard_at, timeouts)
-        or _differ(me, signs, now, difference)
+        or _differ(me, signs, now - found_at, difference)
         or (None if is_settling else _left(me, others, signs, now))
         or _stuck(me, signs, now, timeouts)
     )
@@ -127,10 +129,12 @@ def _lost(
 
 
 def _differ(
-    me: Sign, signs: Sequence[Sign], now: float, difference: Difference | None
+    me: Sign, signs: Sequence[Sign], known_for: float, difference: Difference | None
 ) -> FailureReport | None:
-    if difference is None or _raises_itself(signs, now):
+    if difference is None:
         return None
+    if known_for < _GRACE_SECONDS and any(sign.is_waiting for sign in signs):
+        return None  # A script that waits raises the difference itself.
     groups: dict[str, list[str]] = {}
     for sign, operation in zip(signs, difference.operations, strict=True):
         what = "no further operation" if operation is None else operation.name
@@ -150,18 +154,11 @@ def _differ(
     )
 
 
-def _raises_itself(signs: Sequence[Sign], now: float) -> bool:
-    """Whether a script is about to find by itself that others do not come."""
-    return any(
-        sign.waiting is not None and now - sign.moved_at < _GRACE_SECONDS
-        for sign in signs
-    )
-
-
 def _left(
     me: Sign, others: Sequence[Sign], signs: Sequence[Sign], now: float
 ) -> FailureReport | None:
-    if now - me.moved_at < _LEFT_SECONDS or _raises_itself([me], now):
+    grace = _GRACE_SECONDS if me.is_waiting else _LEFT_SECONDS
+    if now - me.moved_at < grace:  # Where it waits, its script raises by itself.
         return None
     for sign in others:
         if not sign.has_left or sign.log[0] == me.log[0]:

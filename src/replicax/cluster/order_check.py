@@ -28,6 +28,7 @@ class OrderCheck:
 
     Attributes:
         difference: Where the logs part, once that is known.
+        found_at: When it was found, by the monotonic clock.
         differs_after: Up to which operation they are equal, if they are known to
             differ somewhere.
     """
@@ -36,6 +37,7 @@ class OrderCheck:
         self, log: DispatchLog, names: Sequence[str], index: int, store: Store
     ) -> None:
         self.difference: Difference | None = None
+        self.found_at = 0.0
         self.differs_after: int | None = None
         self._log = log
         self._names = names
@@ -89,4 +91,5 @@ class OrderCheck:
         logs = [
             json.loads(texts[str(i)]) if str(i) in texts else None for i in range(count)
         ]
+        self.found_at = time.monotonic()
         self.difference = Difference.between(logs) or Difference.at_the_ends(logs)

@@ -53,7 +53,7 @@ class Watch:
 
     Attributes:
         num_exchanging: Exchanges that threads of this worker wait in.
-        waiting: The exchange that this worker waits in; None: in none.
+        is_waiting: Whether this worker waits in an exchange that all make in order.
         is_missed: Whether the others have failed since this worker's script ended.
         log: What this worker does that all have to do in the same order.
         order: Whether they do.
@@ -73,7 +73,7 @@ class Watch:
         now = time.monotonic()
         self.is_missed = False
         self.num_exchanging = 0
-        self.waiting: tuple[str, int] | None = None
+        self.is_waiting = False
         self._signs = [
             Sign(name=name, address=address, seen_at=now, moved_at=now)
             for name, address in zip(names, addresses, strict=True)
@@ -247,7 +247,7 @@ class Watch:
                 "doing": me.doing,
                 "spent": self.spending.spent,
                 "has_left": me.has_left,
-                "waiting": self.waiting,
+                "is_waiting": self.is_waiting,
                 "failure": me.failure,
                 "frozen": self._frozen,
                 "interrupted": self._stop.interrupted,
@@ -260,7 +260,7 @@ class Watch:
         count, checksum, steps = self.log.latest()
         me.steps = self._resumed_at + steps
         me.doing = self.log.last_name
-        me.waiting = self.waiting
+        me.is_waiting = self.is_waiting
         if (count, checksum) != me.log:
             me.log, me.moved_at = (count, checksum), time.monotonic()
         me.dispatched = number
@@ -300,7 +300,7 @@ class Watch:
             sign.spent = tuple(status["spent"])
             self.order.hear(int(key), sign.log, status["differs_after"])
             sign.has_left = status["has_left"]
-            sign.waiting = status["waiting"] and tuple(status["waiting"])
+            sign.is_waiting = status["is_waiting"]
             sign.failure = status["failure"]
         if frozen and not unfrozen and not self._agreed:
             self._agreed = True
@@ -325,6 +325,7 @@ class Watch:
                 self._timeouts,
                 heard_at=self._contact_at,
                 difference=self.order.difference,
+                found_at=self.order.found_at,
                 is_settling=self.order.differs_after is not None,
             )
             if report is None:

@@ -103,6 +103,7 @@ class Workers:
         *,
         what: str | None = None,
         in_order: bool = True,
+        overtaken: Callable[[str], str] | None = None,
     ) -> list[Any]:
         """Give all workers this one's value and get theirs. A barrier, too.
 
@@ -119,14 +120,16 @@ class Workers:
             what: What messages call it; by default its name.
             in_order: Whether all workers come here after the same steps. Not so where
                 a thread reads ahead.
+            overtaken: The message for a worker, by its name, that goes on with a
+                program in place of this exchange.
 
         Returns:
             The values of all workers, in order.
 
         Raises:
             ClusterError: At the deadline, naming who is missing.
-            ClusterMismatchError: At once, if one of those cannot come any more: it has
-                ended its script, makes later steps, or waits for something else.
+            ClusterMismatchError: Within seconds, if one of those cannot come any more:
+                it has ended its script, or does something else in this one's place.
         """
         if self._store is None:
             return [value]
@@ -136,18 +139,23 @@ class Workers:
         folder = f"{names}/{number}"
         watch = self.watch if in_order else None
         if watch is not None:
-            watch.waiting = (name, number)
+            watch.is_waiting = True
             watch.log.note_in_script(_exchange_of(name, what))
-            while_waiting = self._in_order(name, what or name, while_waiting)
+
+        def check(missing: Sequence[int]) -> None:
+            self._require_running(name, missing)
+            if while_waiting is not None:
+                while_waiting(missing)
+            if in_order:
+                self._require_same_order(what or name, overtaken)
+
         self._count_exchanging(1)
         try:
-            values = self._exchanged(
-                folder, name, value, timeout_seconds, while_waiting
-            )
+            values = self._exchanged(folder, name, value, timeout_seconds, check)
         finally:
             self._count_exchanging(-1)
-            if watch is not None:
-                watch.waiting = None
+        if watch is not None:  # Not after an error, which this script tells the others.
+            watch.is_waiting = False
         if number:
             # All are in this one, so all have read the one before.
             self._store.delete(f"{names}/{number - 1}/{self.index}")
@@ -159,7 +167,7 @@ class Workers:
         name: str,
         value: Any,
         timeout_seconds: float | None,
-        while_waiting: Callable[[Sequence[int]], None] | None,
+        check: Callable[[Sequence[int]], None],
     ) -> list[Any]:
         store = self._store
         assert store is not None
@@ -171,9 +179,7 @@ class Workers:
             if len(found) == self.count:
                 return [json.loads(found[str(i)]) for i in range(self.count)]
             missing[:] = [i for i in range(self.count) if str(i) not in found]
-            self._require_running(name, missing)
-            if while_waiting is not None:
-                while_waiting(missing)
+            check(missing)
             return None
 
         def late() -> NoReturn:
@@ -229,46 +235,32 @@ class Workers:
     def _has_stepped(self) -> bool:
         return self.watch is not None and self.watch.has_stepped
 
-    def _in_order(
-        self,
-        name: str,
-        what: str,
-        while_waiting: Callable[[Sequence[int]], None] | None,
-    ) -> Callable[[Sequence[int]], None]:
-        """`while_waiting`, and then the look where the others are."""
-        before = [sign.dispatched for sign in self._signs]
-
-        def look(missing: Sequence[int]) -> None:
-            if while_waiting is not None:
-                while_waiting(missing)
-            self._check_order(name, what, missing, before)
-
-        return look
-
-    def _check_order(
-        self, name: str, what: str, missing: Sequence[int], before: Sequence[int]
+    def _require_same_order(
+        self, what: str, overtaken: Callable[[str], str] | None
     ) -> None:
-        """Refuse a wait for a worker whose script has taken another way."""
-        if not self._signs:
+        """Raise if the order check has found that a worker took another way.
+
+        Here, where the script waits, the traceback says which call it is.
+        """
+        difference = None if self.watch is None else self.watch.order.difference
+        if difference is None:
             return
-        me = self._signs[self.index]
-        for i in missing:
-            sign = self._signs[i]
-            if sign.dispatched > max(me.dispatched, before[i]):
-                raise ClusterMismatchError(
-                    f"{self.name} waits in {what} after step {me.steps}, but "
-                    f"{sign.full_name} went on to step {sign.steps} without it, and is "
-                    f"at {sign.doing or 'another one'}. {_SAME_CALLS}"
-                )
-            # It waits for something that this worker has not come to: both would wait.
-            if sign.waiting is None:
-                continue
-            other, number = sign.waiting
-            if other != name and self._exchanges[other] <= number:
-                raise ClusterMismatchError(
-                    f"{self.name} waits in {what}, but {sign.full_name} in {other}. "
-                    f"{_SAME_CALLS}"
-                )
+        other = difference.other_than(self.index)
+        me, sign = self._signs[self.index], self._signs[other]
+        operation = difference.operations[other]
+        place = "no further operation" if operation is None else operation.name
+        if overtaken is not None and operation is not None and operation.is_program:
+            raise ClusterMismatchError(overtaken(sign.name))
+        if sign.steps > me.steps:
+            raise ClusterMismatchError(
+                f"{self.name} waits in {what} after step {me.steps}, but "
+                f"{sign.full_name} went on to step {sign.steps} without it, and is at "
+                f"{place}. {_SAME_CALLS}"
+            )
+        raise ClusterMismatchError(
+            f"{self.name} waits in {what}, but {sign.full_name} is at {place}. "
+            f"{_SAME_CALLS}"
+        )
 
     def _listed(self, indices: Sequence[int]) -> str:
         return listed(
