@@ -1,4 +1,4 @@
-"""Addresses of tasks, `host:port`."""
+"""Parses and compares the addresses of tasks, `host:port`."""
 
 import ipaddress
 import re
@@ -28,7 +28,7 @@ _EXAMPLE = "such as 'host1:2222' or '[fd00::1]:2222'"
 
 
 class Address(NamedTuple):
-    """Where a task listens.
+    """Host and port that a task listens on.
 
     Attributes:
         host: A name in lower case or an IP address in its shortest form, without
@@ -41,7 +41,7 @@ class Address(NamedTuple):
 
     @property
     def is_loopback(self) -> bool:
-        """Whether `host` means the machine itself, which no other machine can reach."""
+        """Whether `host` is a loopback address, which no other machine can reach."""
         ip = _ip(self.host)
         if ip is None:
             return _is_loopback_name(self.host)
@@ -49,7 +49,7 @@ class Address(NamedTuple):
 
     @property
     def endpoint(self) -> "Address":
-        """The same for all ways to write where a task listens. No name is looked up.
+        """The address in normal form, equal for all spellings. No name is looked up.
 
         Example:
             >>> parse_address("localhost.:80").endpoint == (

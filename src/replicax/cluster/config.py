@@ -1,6 +1,6 @@
 """TF_CONFIG: parsing it, and checking that the cluster can train.
 
-The checks find everything that is wrong, so that it can be corrected at once.
+The checks report everything that is wrong, so that it can be corrected at once.
 """
 
 import json
@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, TypeAlias
 
 from replicax._util.listing import listed
 from replicax.cluster.addresses import Address, parse_address
@@ -27,6 +27,8 @@ _EXAMPLE = (
     '"task": {"type": "worker", "index": 0}}'
 )
 _ONE_TASK_JOBS = ("chief", "evaluator")
+
+_JSONObject: TypeAlias = dict[str, Any]
 
 # Values come from outside and may be of any size and depth.
 _SHOWN_PROBLEMS = 20
@@ -181,12 +183,12 @@ def list_problems(source: str, problems: Sequence[str]) -> str:
     return "\n".join([f"{source} has {count}:", *lines])
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return _short.repr(value)
 
 
-def _document(text: str, problems: list[str]) -> dict[str, Any] | None:
-    def no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _document(text: str, problems: list[str]) -> _JSONObject | None:
+    def no_repeats(pairs: list[tuple[str, object]]) -> _JSONObject:
         for key, count in Counter(key for key, _ in pairs).items():
             if count > 1:
                 problems.append(f"the key {key!r} is there {count} times")
@@ -211,8 +213,8 @@ def _document(text: str, problems: list[str]) -> dict[str, Any] | None:
 
 
 def _part(
-    document: Mapping[str, Any] | None, key: str, problems: list[str]
-) -> dict[str, Any] | None:
+    document: _JSONObject | None, key: str, problems: list[str]
+) -> _JSONObject | None:
     part = {} if document is None else document.get(key)
     if part is None:
         return {}
@@ -222,7 +224,7 @@ def _part(
     return part
 
 
-def _number(value: Any) -> Any:
+def _number(value: object) -> Any:
     # Launchers often quote the index.
     if isinstance(value, str) and re.fullmatch(r"[0-9]{1,9}", value):
         return int(value)
@@ -230,7 +232,7 @@ def _number(value: Any) -> Any:
 
 
 def _cluster_problems(
-    cluster: Mapping[str, Any], given: bool, allow_ps: bool
+    cluster: Mapping[str, object], given: bool, allow_ps: bool
 ) -> Iterable[str]:
     if not cluster:
         lack = "has no jobs" if given else "is missing"
@@ -256,7 +258,7 @@ def _cluster_problems(
     yield from _mixed_loopback(addresses)
 
 
-def _job_problems(job: str, tasks: Sequence[Any], allow_ps: bool) -> Iterable[str]:
+def _job_problems(job: str, tasks: Sequence[object], allow_ps: bool) -> Iterable[str]:
     if not tasks:
         yield f"job {job!r} has no tasks; expected their addresses, or no such job"
     if job in _ONE_TASK_JOBS and len(tasks) > 1:
@@ -302,7 +304,9 @@ def _mixed_loopback(addresses: Sequence[tuple[str, str, Address]]) -> Iterable[s
         )
 
 
-def _task_problems(cluster: Mapping[str, Any], job: Any, index: Any) -> Iterable[str]:
+def _task_problems(
+    cluster: Mapping[str, object], job: object, index: object
+) -> Iterable[str]:
     if job is None and index is None:
         yield "'task' is missing; expected the type and index of this process"
         return
@@ -317,7 +321,9 @@ def _task_problems(cluster: Mapping[str, Any], job: Any, index: Any) -> Iterable
     yield from _index_problems(cluster, job, index)
 
 
-def _index_problems(cluster: Mapping[str, Any], job: Any, index: Any) -> Iterable[str]:
+def _index_problems(
+    cluster: Mapping[str, object], job: object, index: object
+) -> Iterable[str]:
     if index is None:
         yield "the task's 'index' is missing; expected this process' index in its job"
     elif not isinstance(index, int) or isinstance(index, bool) or index < 0:
@@ -331,7 +337,7 @@ def _index_problems(cluster: Mapping[str, Any], job: Any, index: Any) -> Iterabl
             )
 
 
-def _nearest(job: Any) -> str:
+def _nearest(job: object) -> str:
     if not isinstance(job, str):
         return f"there are {', '.join(JOBS)}"
     if job == "master":

@@ -1,4 +1,4 @@
-"""The cluster of a Kubernetes Job or JobSet."""
+"""Cluster resolver of a Kubernetes Job or JobSet."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""The cluster of a Slurm job step."""
+"""Cluster resolver of a Slurm job step."""
 
 import itertools
 import os

@@ -14,11 +14,11 @@ from replicax._util.types import PyTree
 
 __all__ = [
     "CheckpointSaverListener",
+    "HookSession",
     "Interval",
     "LoggingTensorHook",
     "NanLossDuringTrainingError",
     "NanTensorHook",
-    "Session",
     "SessionRunArgs",
     "SessionRunContext",
     "SessionRunHook",
@@ -32,7 +32,7 @@ _logger = logging.getLogger("replicax")
 Fetches: TypeAlias = "str | Sequence[Fetches] | Mapping[str, Fetches]"
 
 
-class Session(Protocol):
+class HookSession(Protocol):
     """A loop as hooks see it: one call of `train` or `evaluate`."""
 
     global_step: int
@@ -114,7 +114,7 @@ class SessionRunContext:
         session: The loop that the step is part of. It has `global_step`, an int.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: HookSession) -> None:
         self.session = session
         self._stops = False
 
@@ -140,7 +140,7 @@ class SessionRunHook:
     def begin(self) -> None:
         """Called once, before anything is made."""
 
-    def after_create_session(self, session: Session, coord: None) -> None:
+    def after_create_session(self, session: HookSession, coord: None) -> None:
         """Called when the variables have their values; `coord` is None."""
 
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
@@ -151,7 +151,7 @@ class SessionRunHook:
     ) -> None:
         """Called after a step. Looking at values waits for the device."""
 
-    def end(self, session: Session | None) -> None:
+    def end(self, session: HookSession | None) -> None:
         """Called after the last step."""
 
 
@@ -164,13 +164,13 @@ class CheckpointSaverListener:
     def begin(self) -> None:
         """Called once, before anything is made."""
 
-    def before_save(self, session: Session, global_step_value: int) -> None:
+    def before_save(self, session: HookSession, global_step_value: int) -> None:
         """Called before a checkpoint is written."""
 
-    def after_save(self, session: Session, global_step_value: int) -> bool | None:
+    def after_save(self, session: HookSession, global_step_value: int) -> bool | None:
         """Called when a checkpoint is complete; True ends the training."""
 
-    def end(self, session: Session | None, global_step_value: int) -> None:
+    def end(self, session: HookSession | None, global_step_value: int) -> None:
         """Called after the last step."""
 
 
@@ -198,7 +198,7 @@ class StopAtStepHook(SessionRunHook):
         self._num_steps = num_steps
         self._last_step = last_step
 
-    def after_create_session(self, session: Session, coord: None) -> None:
+    def after_create_session(self, session: HookSession, coord: None) -> None:
         """Count from here."""
         if self._num_steps is not None:
             self._last_step = session.global_step + self._num_steps
@@ -330,7 +330,7 @@ class LoggingTensorHook(SessionRunHook):
             seconds = "" if passed is None else f" ({passed[1]:.3f} sec)"
             _logger.info("%s%s", self._format(self._values), seconds)
 
-    def end(self, session: Session | None) -> None:
+    def end(self, session: HookSession | None) -> None:
         """Log the last ones."""
         if self._at_end and self._values:
             _logger.info("%s", self._format(self._values))

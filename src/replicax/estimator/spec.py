@@ -206,11 +206,11 @@ class EstimatorSpec:
         )
 
 
-class _Local(threading.local):
+class _CurrentStep(threading.local):
     global_step: keras.Variable | None = None
 
 
-_local = _Local()
+_local = _CurrentStep()
 
 
 @contextlib.contextmanager

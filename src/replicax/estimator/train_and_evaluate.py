@@ -15,7 +15,11 @@ from replicax.errors import CheckpointError
 from replicax.estimator.estimator import Estimator
 from replicax.estimator.evaluating import EvalResults
 from replicax.estimator.exporters import Exporter
-from replicax.estimator.hooks import CheckpointSaverListener, Session, SessionRunHook
+from replicax.estimator.hooks import (
+    CheckpointSaverListener,
+    HookSession,
+    SessionRunHook,
+)
 from replicax.estimator.saving import CHECKPOINT_NAME
 from replicax.estimator.user_functions import InputFunction
 
@@ -172,14 +176,14 @@ class _Evaluations(CheckpointSaverListener):
         self._spec = eval_spec
         self._last_time: float | None = None
 
-    def after_save(self, session: Session, global_step_value: int) -> None:
+    def after_save(self, session: HookSession, global_step_value: int) -> None:
         """Evaluate, unless that was done a moment ago or `end` is going to."""
         passed = time.monotonic() - (self._last_time or 0.0)
         is_due = self._last_time is None or passed >= self._spec.throttle_secs
         if is_due and not session.is_over:
             self._evaluate(None, is_final=False)
 
-    def end(self, session: Session | None, global_step_value: int) -> None:
+    def end(self, session: HookSession | None, global_step_value: int) -> None:
         """The last evaluation."""
         self._evaluate(None, is_final=True)
 

@@ -13,7 +13,7 @@ from replicax._util.types import PyTree
 from replicax.engine.values import PerReplica
 from replicax.estimator.hooks import (
     CheckpointSaverListener,
-    Session,
+    HookSession,
     SessionRunArgs,
     SessionRunContext,
     SessionRunHook,
@@ -241,7 +241,7 @@ class _Log:
 
 
 def started_hooks(
-    session: Session, hooks: Sequence[SessionRunHook], own: Sequence[SessionRunHook]
+    session: HookSession, hooks: Sequence[SessionRunHook], own: Sequence[SessionRunHook]
 ) -> list[SessionRunHook]:
     """The user's `hooks`, which have begun, and the spec's `own`, which begin now."""
     for hook in own:
@@ -253,7 +253,7 @@ def started_hooks(
 
 
 def run_hooks(
-    session: Session,
+    session: HookSession,
     hooks: Sequence[SessionRunHook],
     step: Callable[[], dict[str, PerReplica]],
 ) -> dict[str, PerReplica]:

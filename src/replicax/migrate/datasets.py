@@ -8,7 +8,7 @@ import libcst as cst
 from replicax.migrate.names import dotted
 from replicax.migrate.script import Script, walk
 
-__all__ = ["Datasets", "Group", "find_datasets"]
+__all__ = ["DatasetGroup", "Datasets", "find_datasets"]
 
 Key = tuple[object, str]
 """A variable or a function of the script that holds or returns a dataset."""
@@ -54,7 +54,7 @@ _MAKERS = ("make_experimental_numpy_dataset", "experimental_make_numpy_dataset")
 
 
 @dataclass(eq=False)
-class Group:
+class DatasetGroup:
     """Datasets that are made of one another, and are ported together or not at all.
 
     Attributes:
@@ -87,7 +87,7 @@ class Datasets:
         self._known: set[Key] = set()
         self._parent: dict[Key, Key] = {}
         self._seen: dict[cst.CSTNode, Key] = {}
-        self.groups: list[Group] = []
+        self.groups: list[DatasetGroup] = []
 
     def find(self) -> None:
         """Find the datasets, from the assignments to what is made of them."""
@@ -97,7 +97,7 @@ class Datasets:
             for key, value in self._bindings():
                 if self._is_dataset(value):
                     self._known.add(key)
-        by_root: dict[Key, Group] = {}
+        by_root: dict[Key, DatasetGroup] = {}
         for node in walk(self._script.module):
             if (
                 isinstance(node, cst.Call)
@@ -110,7 +110,7 @@ class Datasets:
                 self._join(key, self._key_of(value))
         for node, key in self._seen.items():
             root = self._root(key)
-            group = by_root.setdefault(root, Group())
+            group = by_root.setdefault(root, DatasetGroup())
             self._sort_in(group, node)
         self.groups = list(by_root.values())
 
@@ -279,7 +279,7 @@ class Datasets:
         if one != other:
             self._parent[other] = one
 
-    def _sort_in(self, group: Group, node: cst.CSTNode) -> None:
+    def _sort_in(self, group: DatasetGroup, node: cst.CSTNode) -> None:
         assert isinstance(node, cst.BaseExpression)
         if self._operator(node):
             assert isinstance(node, cst.Call)
@@ -303,7 +303,7 @@ class Datasets:
         return ("function", name or "") in self._known
 
 
-def find_datasets(script: Script) -> list[Group]:
+def find_datasets(script: Script) -> list[DatasetGroup]:
     """The datasets of a script, in groups that are made of one another."""
     datasets = Datasets(script)
     datasets.find()

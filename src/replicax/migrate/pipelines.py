@@ -5,7 +5,7 @@ from collections.abc import Callable
 import libcst as cst
 
 from replicax.migrate.arguments import argument, keyword, without
-from replicax.migrate.datasets import Group, find_datasets
+from replicax.migrate.datasets import DatasetGroup, find_datasets
 from replicax.migrate.host import (
     example_function,
     host_functions_of,
@@ -49,7 +49,7 @@ def plan_pipelines(script: Script) -> None:
     _drop_autotune(script)
 
 
-def _problem(script: Script, group: Group) -> tuple[cst.CSTNode, str] | None:
+def _problem(script: Script, group: DatasetGroup) -> tuple[cst.CSTNode, str] | None:
     """Why a pipeline stays as it is, and where."""
     if group.foreign:
         return group.foreign[0], "its examples come from TensorFlow Datasets"
@@ -63,7 +63,9 @@ def _problem(script: Script, group: Group) -> tuple[cst.CSTNode, str] | None:
     return _operator_problem(script, group)
 
 
-def _operator_problem(script: Script, group: Group) -> tuple[cst.CSTNode, str] | None:
+def _operator_problem(
+    script: Script, group: DatasetGroup
+) -> tuple[cst.CSTNode, str] | None:
     repeated = False
     for call in sorted(group.operators, key=script.line):
         name = method_of(call)
@@ -100,7 +102,7 @@ def _map_problem(script: Script, call: cst.Call) -> str | None:
     return None
 
 
-def _plan(script: Script, group: Group) -> None:
+def _plan(script: Script, group: DatasetGroup) -> None:
     for node in group.unknown:
         text = script.code(node)
         script.note(node, f"`{text}` is not made here: taken for a Grain dataset")
@@ -145,7 +147,7 @@ def _replacement(
     return replacement
 
 
-def _freeze(script: Script, group: Group, where: cst.CSTNode, why: str) -> None:
+def _freeze(script: Script, group: DatasetGroup, where: cst.CSTNode, why: str) -> None:
     """Leave a pipeline to tf.data, with the functions that it maps."""
     reason = f"stays a tf.data pipeline, which needs TensorFlow: {why}"
     script.leave(where, reason)

@@ -15,8 +15,8 @@ from replicax.migrate.targets import is_dotted
 __all__ = [
     "MARK",
     "Finding",
+    "PortReport",
     "Replacement",
-    "Report",
     "Script",
     "Statement",
     "Unported",
@@ -88,7 +88,7 @@ class Script:
         wrapper = MetadataWrapper(module, unsafe_skip_copy=True)
         self.module = wrapper.module
         self.names = Names(wrapper)
-        self.report = Report()
+        self.report = PortReport()
         self.needed: set[str] = set()
         self.frozen: set[cst.CSTNode] = set()
         self.retained: dict[str, str] = {}
@@ -292,7 +292,7 @@ class Finding:
         return f"{self.line}: {self.reason}  [{self.source}]"
 
 
-class Report:
+class PortReport:
     """The findings of one script, and the marks of its statements."""
 
     def __init__(self) -> None:
