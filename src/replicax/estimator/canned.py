@@ -55,16 +55,7 @@ class NetworkPart(abc.ABC):
     def logits(
         self, features: dict[str, jax.Array], units: int, *, training: bool
     ) -> tuple[jax.Array, list[keras.Variable]]:
-        """Make the layers and call them.
-
-        Args:
-            features: What `HostSide.prepare` returned, one replica's.
-            units: The number of logits.
-            training: Whether for TRAIN mode.
-
-        Returns:
-            Logits `[b, units]`, and the trainable variables.
-        """
+        """Make the layers and call them: logits `[b, units]`, trainable variables."""
 
 
 class CannedEstimator(Estimator):

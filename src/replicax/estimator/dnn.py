@@ -30,14 +30,7 @@ _MOMENTUM = 0.999  # TF has it, as Keras' 0.99 diverged on some problems.
 class DNNPart(NetworkPart):
     """Variables `dnn/hiddenlayer_0/kernel`, ..., `dnn/logits/kernel` and biases.
 
-    Args:
-        feature_columns: Dense columns.
-        hidden_units: Sizes of the hidden layers.
-        optimizer: See `optimizer_maker`.
-        activation_fn: A Keras activation, its name, or a function of an array.
-        dropout: Share of the activations to drop, or None.
-        batch_norm: Whether each hidden layer is followed by a batch normalization.
-        prefix: Of its arguments' names in errors.
+    Arguments are those of `DNNRegressor`; errors put `prefix` before their names.
     """
 
     def __init__(

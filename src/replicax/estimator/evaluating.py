@@ -26,13 +26,7 @@ EvalResults: TypeAlias = dict[str, Any]
 
 
 class Evaluation:
-    """One call of `evaluate`.
-
-    Args:
-        model: What is evaluated.
-        source: The input.
-        steps: Number of steps; None: all of the input.
-        hooks: The user's.
+    """The evaluation loop: one call of `evaluate`.
 
     Attributes:
         global_step: That of the checkpoint.
@@ -55,11 +49,7 @@ class Evaluation:
         self.is_over = False
 
     def run(self, find_path: Callable[[], str]) -> tuple[EvalResults, str]:
-        """The metrics, the mean loss of the batches and the global step; which path.
-
-        Args:
-            find_path: Finds the checkpoint.
-        """
+        """Evaluate the checkpoint that `find_path` finds; results, and its path."""
         for hook in self._hooks:
             hook.begin()
         steps = self._source.steps(self._model.strategy)
@@ -90,7 +80,7 @@ class Evaluation:
             run_hooks(
                 self,
                 hooks,
-                lambda f=features, y=labels, n=active: model.evaluate(
+                lambda f=features, y=labels, n=active: model.step(
                     f, y, n, watched=bool(hooks)
                 ),
             )

@@ -11,7 +11,7 @@ from pathlib import Path
 from replicax.estimator.artifact import remove, saved_in
 from replicax.estimator.estimator import Estimator
 from replicax.estimator.evaluating import EvalResults, read_eval_metrics
-from replicax.estimator.receivers import ServingInputReceiver
+from replicax.estimator.receivers import ServingInputReceiver, checked_receiver_fn
 
 __all__ = ["BestExporter", "Exporter", "FinalExporter", "LatestExporter"]
 
@@ -53,13 +53,7 @@ class Exporter(abc.ABC):
 
 
 class _SavedModelExporter(Exporter):
-    """Calls `export_saved_model`.
-
-    Args:
-        name: See `Exporter`.
-        serving_input_receiver_fn: For `export_saved_model`.
-        exports_to_keep: Older ones are deleted; None: all are kept.
-    """
+    """Calls `export_saved_model`, and deletes all but the newest exports."""
 
     _only_final = False
 
@@ -70,19 +64,13 @@ class _SavedModelExporter(Exporter):
         exports_to_keep: int | None = None,
     ) -> None:
         caller = type(self).__name__
-        if not callable(serving_input_receiver_fn):
-            raise TypeError(
-                f"{caller}: serving_input_receiver_fn must be a function; got "
-                f"{serving_input_receiver_fn!r}. Make one with "
-                "rx.estimator.build_raw_serving_input_receiver_fn(features)."
-            )
+        self._receiver_fn = checked_receiver_fn(serving_input_receiver_fn, caller)
         if exports_to_keep is not None and exports_to_keep <= 0:
             raise ValueError(
                 f"{caller}: exports_to_keep must be 1 or more, or None for all; got "
                 f"{exports_to_keep!r}."
             )
         self._name = name
-        self._receiver_fn = serving_input_receiver_fn
         self._num_kept = exports_to_keep
 
     @property

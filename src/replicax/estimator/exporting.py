@@ -64,24 +64,11 @@ def export_model(
     host_side: HostSide | None,
     platforms: Sequence[str] | None,
 ) -> Path:
-    """Write a saved model; the formats are described in `artifact`.
+    """Write a saved model into a new folder in `base`; its path.
 
-    Args:
-        model: Of PREDICT mode, not yet built.
-        checkpoint: Its values.
-        serving_input_receiver_fn: Says what it is called with.
-        base: The folder gets another one.
-        host_side: What is done on the host besides.
-        platforms: For which it is compiled later; None: CPUs, NVIDIA GPUs and TPUs.
-
-    Returns:
-        The new folder.
-
-    Raises:
-        TypeError: If the receiver function or the model's outputs are of a wrong kind.
-        ValueError: If the model cannot be exported; says what may help.
-        CheckpointError: If the checkpoint is of another model, or nothing can be
-            written.
+    `artifact` describes the format, `Estimator.export_saved_model` the errors. The
+    model is one of PREDICT mode that is not yet built. `host_side` is what a canned
+    estimator does on the host besides. `platforms` are all but ROCm by default.
     """
     wanted = _platforms(platforms)
     receiver = called_receiver_fn(serving_input_receiver_fn, _CALLER)

@@ -28,11 +28,7 @@ _LEARNING_RATE = 0.2
 class LinearPart(NetworkPart):
     """Variables `linear/linear_model/x/weights` and `linear/linear_model/bias_weights`.
 
-    Args:
-        feature_columns: Dense or categorical columns.
-        optimizer: None: Ftrl with a learning rate by the number of columns.
-        sparse_combiner: See `LinearModel`.
-        prefix: Of its arguments' names in errors.
+    Arguments are those of `LinearRegressor`; errors put `prefix` before their names.
     """
 
     def __init__(

@@ -34,12 +34,6 @@ _Tensors: TypeAlias = dict[str, jax.Array]
 class EstimatorModel:
     """A model of one mode under one strategy: its variables and its step.
 
-    Args:
-        function: Describes it.
-        mode: What it is for.
-        strategy: Where it runs.
-        seed: Of what it draws at random.
-
     Attributes:
         spec: What the function returned when it made the variables. Its arrays mean
             nothing now; its optimizers, metrics and hooks are those that are used.
@@ -69,12 +63,7 @@ class EstimatorModel:
             self.loss = keras.metrics.Mean(name="loss")
 
     def build(self, features: PyTree, labels: PyTree) -> None:
-        """Make the variables, for batches like these.
-
-        Args:
-            features: Pytree of `PerReplica`.
-            labels: Likewise, or None.
-        """
+        """Make the variables, for batches like these, whose leaves are `PerReplica`."""
         if self.is_built:
             return
         used = self.strategy.variables_of(self._describe, (features, labels))
@@ -169,7 +158,7 @@ class EstimatorModel:
 
     # The steps. Results are one entry per replica.
 
-    def train(
+    def step(
         self,
         features: PyTree,
         labels: PyTree,
@@ -177,19 +166,12 @@ class EstimatorModel:
         *,
         watched: bool,
     ) -> dict[str, PerReplica]:
-        """One training step; the loss and, if `watched`, what hooks may ask for."""
-        return self._run(self._train_step, (features, labels, watched), num_active)
+        """Train on one batch per replica, or in EVAL mode update the metrics.
 
-    def evaluate(
-        self,
-        features: PyTree,
-        labels: PyTree,
-        num_active: int | None,
-        *,
-        watched: bool,
-    ) -> dict[str, PerReplica]:
-        """Update the metrics from one batch per replica; returns what `train` does."""
-        return self._run(self._eval_step, (features, labels, watched), num_active)
+        Returns the loss and, if `watched`, what hooks may ask for.
+        """
+        step = self._train_step if self.mode == ModeKeys.TRAIN else self._eval_step
+        return self._run(step, (features, labels, watched), num_active)
 
     def results(self) -> dict[str, PyTree]:
         """The metrics' results and the mean `loss`, on the host."""
@@ -259,12 +241,7 @@ class EstimatorModel:
     def prediction_of(
         self, values: Mapping[str, jax.Array], features: PyTree
     ) -> EstimatorSpec:
-        """The spec for one batch, as a pure function of the variables' values.
-
-        Args:
-            values: By the names of `variables()`.
-            features: Pytree of arrays, traced or not.
-        """
+        """The spec for one batch, as a pure function of the values of `variables()`."""
         variables = self.variables()
         mapping = [(variables[name], value) for name, value in values.items()]
         with keras.StatelessScope(state_mapping=mapping, initialize_variables=False):

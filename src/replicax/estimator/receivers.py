@@ -17,6 +17,7 @@ __all__ = [
     "ServingInputReceiver",
     "build_raw_serving_input_receiver_fn",
     "called_receiver_fn",
+    "checked_receiver_fn",
 ]
 
 SINGLE = "feature"
@@ -230,17 +231,24 @@ def build_raw_serving_input_receiver_fn(
     return lambda: receiver
 
 
-def called_receiver_fn(
-    serving_input_receiver_fn: Callable[[], ServingInputReceiver], caller: str
-) -> ServingInputReceiver:
-    """Call a user's function; raises TypeError unless it returns what it should."""
+def checked_receiver_fn(
+    serving_input_receiver_fn: Callable[[], ServingInputReceiver] | None, caller: str
+) -> Callable[[], ServingInputReceiver]:
+    """A user's `serving_input_receiver_fn`; raises TypeError unless it is callable."""
     if not callable(serving_input_receiver_fn):
         raise TypeError(
             f"{caller}: serving_input_receiver_fn must be a function; got "
             f"{serving_input_receiver_fn!r}. Make one with "
             "rx.estimator.build_raw_serving_input_receiver_fn(features)."
         )
-    receiver = serving_input_receiver_fn()
+    return serving_input_receiver_fn
+
+
+def called_receiver_fn(
+    serving_input_receiver_fn: Callable[[], ServingInputReceiver], caller: str
+) -> ServingInputReceiver:
+    """Call a user's function; raises TypeError unless it returns what it should."""
+    receiver = checked_receiver_fn(serving_input_receiver_fn, caller)()
     if not isinstance(receiver, ServingInputReceiver):
         raise TypeError(
             f"{caller}: serving_input_receiver_fn must return a ServingInputReceiver; "

@@ -34,10 +34,7 @@ _VARIABLES = "variables/"
 
 
 class InputPosition:
-    """Where in its input a training is that may be interrupted.
-
-    Args:
-        num_replicas: Batches of a step.
+    """The position in the input of a training that may be interrupted.
 
     Attributes:
         num_steps: Steps since the input began; 0 where training has ended by itself.
@@ -111,14 +108,7 @@ class _TrainingState:
 
 
 class Saver:
-    """Saves a training's state now and then, and restores it.
-
-    Args:
-        model: What is trained, built.
-        directory: The `model_dir`.
-        config: Says how often, and how many checkpoints are kept.
-        position: Where the input is.
-    """
+    """Saves the state of a training as often as its config says, and restores it."""
 
     def __init__(
         self,

@@ -1,6 +1,7 @@
 """Training and evaluation together: in one process, or in the tasks of a cluster."""
 
 import dataclasses
+import functools
 import logging
 import os
 import time
@@ -21,7 +22,7 @@ from replicax.estimator.hooks import (
     SessionRunHook,
 )
 from replicax.estimator.saving import CHECKPOINT_NAME
-from replicax.estimator.user_functions import InputFunction
+from replicax.estimator.user_functions import InputFunction, require_input_function
 
 __all__ = ["EvalSpec", "TrainSpec", "train_and_evaluate"]
 
@@ -144,9 +145,12 @@ def train_and_evaluate(
     config = estimator.config
     cluster = config.cluster_spec
     evaluation = _Evaluations(estimator, train_spec, eval_spec)
+    max_steps, listeners = train_spec.max_steps, [*train_spec.saving_listeners]
+    train = functools.partial(
+        estimator._train, train_spec.input_fn, train_spec.hooks, None, max_steps
+    )
     if sum(map(cluster.num_tasks, cluster.jobs)) <= 1:
-        listeners = [*train_spec.saving_listeners, evaluation]
-        _train(estimator, train_spec, listeners)
+        train([*listeners, evaluation])
         if evaluation.results is None:  # There was nothing left to train.
             evaluation.end(None, 0)
         return evaluation.results, evaluation.exports
@@ -159,7 +163,7 @@ def train_and_evaluate(
             "train_and_evaluate: the cluster has no evaluator task, so nothing is "
             "evaluated. Add one, or call evaluate when training has ended."
         )
-    _train(estimator, train_spec, list(train_spec.saving_listeners), marks_end=True)
+    train(listeners, marks_end=True)
     return None
 
 
@@ -247,23 +251,6 @@ def _listed(exporters: Exporter | Sequence[Exporter] | None) -> tuple[Exporter, 
     return tuple(given) if isinstance(given, Sequence) else (given,)
 
 
-def _train(
-    estimator: Estimator,
-    spec: TrainSpec,
-    listeners: Sequence[CheckpointSaverListener],
-    *,
-    marks_end: bool = False,
-) -> None:
-    estimator._train(
-        spec.input_fn,
-        spec.hooks,
-        None,
-        spec.max_steps,
-        listeners,
-        marks_end=marks_end,
-    )
-
-
 def _wait(seconds: float, watch: CheckpointWatch) -> None:
     """Wait, unless training ends meanwhile."""
     wait_for(
@@ -298,10 +285,6 @@ def _check_cluster(estimator: Estimator, cluster: ClusterSpec) -> None:
 
 
 def _check(caller: str, input_fn: InputFunction, name: str, number: int | None) -> None:
-    if not callable(input_fn):
-        raise TypeError(
-            f"{caller}: input_fn must be a function that returns a dataset; got "
-            f"{input_fn!r}. Write input_fn=lambda: dataset."
-        )
+    require_input_function(input_fn, caller)
     if number is not None and number < 1:
         raise ValueError(f"{caller}: {name} must be at least 1, or None; got {number}.")

@@ -39,15 +39,9 @@ _AGREE_EVERY = 20
 
 
 class Training:
-    """One call of `train`.
+    """The training loop: one call of `train`.
 
     Args:
-        model: What is trained.
-        source: The input.
-        directory: The `model_dir`.
-        config: How.
-        hooks: The user's.
-        listeners: Called around saving.
         last_step: From the first global step, the one to end at; None: with the input.
         initialize: Called with the model where there is no checkpoint to begin with.
         marks_end: Whether to tell an evaluator when no other checkpoint follows.
@@ -163,7 +157,7 @@ class Training:
     ) -> dict[str, PerReplica]:
         model = self._model
         model.strategy.expect_rows(_num_rows(features, active))
-        tensors = model.train(features, labels, active, watched=bool(self._hooks))
+        tensors = model.step(features, labels, active, watched=bool(self._hooks))
         self._position.num_steps += 1
         if model.strategy.keeps_slots:
             self.global_step += 1

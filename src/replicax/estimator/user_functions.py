@@ -23,6 +23,7 @@ __all__ = [
     "ModelFunction",
     "Preprocess",
     "first_step",
+    "require_input_function",
     "wanted_arguments",
 ]
 
@@ -38,10 +39,7 @@ _MODEL_ARGUMENTS = ("labels", "mode", "params", "config")
 class ModelFunction:
     """A user's `model_fn`, called with those arguments that it has.
 
-    Args:
-        model_fn: Takes `features` and any of `labels`, `mode`, `params` and `config`.
-        params: Its `params`; copied.
-        config: Its `config`.
+    It takes `features` and any of `labels`, `mode`, `params` and `config`.
 
     Raises:
         TypeError: If it is not callable.
@@ -105,13 +103,10 @@ class ModelFunction:
 class InputPipeline:
     """A user's `input_fn`, which makes batches for one replica each.
 
+    It takes any of `input_context`, `mode`, `params` and `config`. It returns a dataset
+    of `(features, labels)` or of features, or one such batch.
+
     Args:
-        input_fn: Takes any of `input_context`, `mode`, `params` and `config`. Returns a
-            dataset of `(features, labels)` or of features, or one such batch.
-        mode: What the batches are for.
-        preprocess: Makes each batch ready.
-        params: Handed to `input_fn`, if it has such an argument.
-        config: Likewise.
         needs_labels: Whether batches must have labels, but for prediction.
 
     Raises:
@@ -129,11 +124,7 @@ class InputPipeline:
         *,
         needs_labels: bool = False,
     ) -> None:
-        if not callable(input_fn):
-            raise TypeError(
-                f"Estimator: input_fn must be a function that returns a dataset; got "
-                f"{input_fn!r}. Write input_fn=lambda: dataset."
-            )
+        require_input_function(input_fn, "Estimator")
         self._input_fn = input_fn
         self._mode = mode
         self._preprocess = preprocess
@@ -199,6 +190,15 @@ class InputPipeline:
         if self._mode == ModeKeys.PREDICT:
             labels = None
         return _arrays(features), _arrays(labels)
+
+
+def require_input_function(input_fn: object, caller: str) -> None:
+    """Raise TypeError unless `input_fn` is callable."""
+    if not callable(input_fn):
+        raise TypeError(
+            f"{caller}: input_fn must be a function that returns a dataset; got "
+            f"{input_fn!r}. Write input_fn=lambda: dataset."
+        )
 
 
 def first_step(steps: DistributedIterator, strategy: Strategy, method: str) -> PyTree:

@@ -85,10 +85,6 @@ class Names:
         self.aliases: dict[str, str] = {}
         self.aliases = self._find_aliases()
 
-    def scope_of(self, node: cst.CSTNode) -> Scope | None:
-        """The scope that a node is in."""
-        return self._scopes.get(node)
-
     def path(self, node: cst.CSTNode | None) -> str | None:
         """Where `node`, a name or attributes of one, is in TensorFlow.
 
@@ -148,12 +144,6 @@ class Names:
             for assignment in self._globals[name]
             for access in assignment.references
         ]
-
-    def global_assignments(self, name: str) -> list[cst.CSTNode]:
-        """The nodes that bind a global `name`."""
-        if self._globals is None:
-            return []
-        return [getattr(a, "node", self.module) for a in self._globals[name]]
 
     def _imported(self, scope: Scope, text: str) -> str | None:
         name = self._module_name(scope, text)
