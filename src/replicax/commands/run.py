@@ -18,7 +18,7 @@ from replicax.launch.local_tasks import (
     ps_token,
     task_names,
 )
-from replicax.launch.outcome import RestartPolicy
+from replicax.launch.restart_policy import RestartPolicy
 from replicax.report.journal import REPORT
 
 __all__ = ["RestartOn", "run"]

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from replicax.cluster.failure import ATTEMPT, REPORT_DIR, STATUS_FILE, FailureReport
+from replicax.launch.failures import Failure
 from replicax.launch.job_status import LastStatus
 from replicax.launch.local_tasks import task_names, tf_configs
-from replicax.launch.outcome import Failure
 
 __all__ = ["ClusterCommand", "Gang", "gangs_of"]
 

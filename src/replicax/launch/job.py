@@ -16,13 +16,8 @@ from collections.abc import Mapping, Sequence
 from replicax._util.listing import listed
 from replicax.cluster.failure import ExitCode, FailureReport
 from replicax.launch.console import TaskConsole
-from replicax.launch.gang import ClusterCommand, Gang
-from replicax.launch.job_status import JobStatus
-from replicax.launch.outcome import (
-    CRASH_LOOP,
+from replicax.launch.failures import (
     Failure,
-    RestartPolicy,
-    back_off,
     describe_exit,
     exit_status,
     first_failure,
@@ -30,6 +25,9 @@ from replicax.launch.outcome import (
     progress,
     with_output,
 )
+from replicax.launch.gang import ClusterCommand, Gang
+from replicax.launch.job_status import JobStatus
+from replicax.launch.restart_policy import CRASH_LOOP, RestartPolicy, back_off
 from replicax.launch.supervisor import Supervisor
 
 __all__ = ["Job"]

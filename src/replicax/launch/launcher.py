@@ -12,8 +12,8 @@ from replicax.launch.console import TaskConsole
 from replicax.launch.gang import ClusterCommand, gangs_of
 from replicax.launch.job import Job
 from replicax.launch.job_table import live_table
-from replicax.launch.outcome import RestartPolicy
 from replicax.launch.processes import TaskProcesses
+from replicax.launch.restart_policy import RestartPolicy
 from replicax.launch.supervisor import Supervisor
 
 __all__ = ["launch", "received_signals"]

@@ -1,18 +1,16 @@
-"""Who failed first, and when to give up."""
+"""Who failed first, and how its end is described."""
 
 import pytest
 
 from replicax.cluster.failure import FailureReport
-from replicax.launch.outcome import (
+from replicax.launch.failures import (
     Failure,
-    RestartPolicy,
-    back_off,
-    crash_loop,
     exit_status,
     first_failure,
     last_lines,
     progress,
 )
+from replicax.launch.restart_policy import RestartPolicy
 
 
 def report(task: str, culprit: str | None = None, **fields) -> FailureReport:
@@ -94,33 +92,6 @@ def test_progress() -> None:
     assert progress([report("worker:0")]) == -1
     steps = [{"worker:0": 3, "worker:1": 4}, {"worker:1": 2}]
     assert progress([report("worker:0", steps=s) for s in steps]) == 4
-
-
-@pytest.mark.parametrize(
-    ("steps", "expected"),
-    [
-        ([], False),
-        ([-1, -1, -1], False),
-        ([-1, -1, -1, -1], True),
-        ([5, 5, 5, 5], True),
-        ([5, 9, 9, 9], False),
-        ([5, 9, 9, 9, 9], True),
-        ([5, 5, 5, 6], False),
-        ([5, 4, 3, 2], True),
-    ],
-)
-def test_crash_loop(steps: list[int], expected: bool) -> None:
-    assert crash_loop(steps) is expected
-
-
-def test_back_off_doubles_up_to_a_minute() -> None:
-    for restart, seconds in enumerate([1, 2, 4, 8, 16, 32, 60, 60]):
-        waits = {back_off(restart, 1.0) for _ in range(50)}
-        assert min(0.75 * seconds, 60) <= min(waits)
-        assert max(waits) <= min(1.25 * seconds, 60)
-    assert len({back_off(0, 1.0) for _ in range(50)}) > 1
-    assert back_off(10_000, 1.0) == 60
-    assert back_off(3, 0.0) == 0
 
 
 def test_exit_status() -> None:
