@@ -164,7 +164,7 @@ def test_one_part_of_two(tmp_path) -> None:
     assert values_of(estimator, "adagrad/dnn_logits")
     assert estimator.evaluate(lambda: batch)["global_step"] == 2
     estimator = combined(tmp_path, dnn_feature_columns=None, dnn_hidden_units=None)
-    assert [column.name for column in estimator.host_side.columns] == ["color"]
+    assert [column.name for column in estimator.preprocessor.columns] == ["color"]
 
 
 def test_training_goes_on_in_a_new_process(tmp_path) -> None:

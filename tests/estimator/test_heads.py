@@ -8,7 +8,7 @@ from tests.conftest import mirrored
 
 import replicax as rx
 from replicax.estimator import feature_column as fc
-from replicax.estimator.preprocessing import HostSide
+from replicax.estimator.preprocessing import Preprocessor
 
 E = rx.estimator
 X = fc.numeric_column("x")
@@ -16,8 +16,8 @@ WEIGHTS = fc.numeric_column("w")
 FEATURES = {"x": np.arange(3.0), "w": np.ones(3)}
 
 
-def host(**kwargs) -> HostSide:
-    return HostSide(columns=(X,), **kwargs)
+def host(**kwargs) -> Preprocessor:
+    return Preprocessor(columns=(X,), **kwargs)
 
 
 def test_labels_are_numbers_for_the_program() -> None:

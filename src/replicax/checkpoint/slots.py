@@ -1,8 +1,6 @@
 """Objects as named arrays and values: what is read on saving and set on restoring."""
 
-import base64
 import dataclasses
-import io
 import json
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -12,12 +10,14 @@ import keras
 import numpy as np
 
 from replicax._private import keras as internals
+from replicax._util import json_codec
+from replicax._util.types import JSON, PyTree
 from replicax.checkpoint.naming import named_variables
 from replicax.engine import device_put
 from replicax.engine.composites import is_key
 from replicax.errors import CheckpointError
 
-__all__ = ["ArraySlot", "Binding", "ValueSlot", "bind", "decode", "encode", "to_host"]
+__all__ = ["ArraySlot", "Binding", "ValueSlot", "bind", "encode", "to_host"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,7 +136,7 @@ def _leaf_slots(
                 name=name,
                 of_worker=True,
                 read=lambda: encode(get(), name),
-                write=lambda state: put_state(decode(state)),
+                write=lambda state: put_state(json_codec.decode(state)),
             )
         ]
     if isinstance(leaf, np.ndarray | np.generic | jax.Array):
@@ -147,7 +147,7 @@ def _leaf_slots(
                 name=name,
                 of_worker=False,
                 read=lambda: encode(leaf, name),
-                write=lambda value: put(decode(value)),
+                write=lambda value: put(json_codec.decode(value)),
             )
         ]
     raise TypeError(
@@ -250,49 +250,27 @@ def _one_copy(slot: ArraySlot, x: Any) -> Any:
     return x
 
 
-def encode(value: Any, name: str) -> Any:
-    """`value` as JSON holds it, bytes and arrays included.
+def encode(value: PyTree, name: str) -> JSON:
+    """The state of an object as JSON values.
 
     Raises:
-        TypeError: If it has other parts; `name` says whose it is.
+        TypeError: If it has parts that cannot be saved; `name` says whose it is.
     """
-    if isinstance(value, np.ndarray | np.generic | jax.Array):
-        stream = io.BytesIO()
-        np.save(stream, np.asarray(value), allow_pickle=False)
-        kind = "scalar" if isinstance(value, np.generic) else "array"
-        return {kind: base64.b64encode(stream.getvalue()).decode()}
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, bytes):
-        return {"bytes": base64.b64encode(value).decode()}
-    if isinstance(value, list):
-        return [encode(x, name) for x in value]
-    if isinstance(value, tuple):
-        return {"tuple": [encode(x, name) for x in value]}
-    if isinstance(value, dict):
-        return {"dict": [[encode(k, name), encode(v, name)] for k, v in value.items()]}
-    raise TypeError(
-        f"Checkpoint: the state of {name} has a {type(value).__name__}, which cannot "
-        "be saved. Expected dicts, lists, tuples, numbers, strings, bytes and arrays."
-    )
+    try:
+        return json_codec.encode(value, f"the state of {name}", _base_container)
+    except TypeError as error:
+        raise TypeError(
+            f"Checkpoint: {error}, which cannot be saved. Expected dicts, lists, "
+            "tuples, numbers, strings, bytes and arrays."
+        ) from error
 
 
-def decode(value: Any) -> Any:
-    """What `encode` was given."""
-    if isinstance(value, list):
-        return [decode(x) for x in value]
-    if not isinstance(value, dict):
-        return value
-    ((kind, content),) = value.items()
-    if kind == "tuple":
-        return tuple(decode(x) for x in content)
-    if kind == "dict":
-        return {decode(k): decode(v) for k, v in content}
-    data = base64.b64decode(content)
-    if kind == "bytes":
-        return data
-    array = np.load(io.BytesIO(data), allow_pickle=False)
-    return array[()] if kind == "scalar" else array
+def _base_container(value: PyTree, what: str) -> JSON:
+    """An ordered dict, a named tuple and so on, saved as a dict, a list or a tuple."""
+    for kind in (dict, list, tuple):
+        if isinstance(value, kind) and type(value) is not kind:
+            return json_codec.encode(kind(value), what, _base_container)
+    return None
 
 
 def same_state(a: Any, b: Any) -> bool:

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from replicax._util.arrays import bytes_of
 from replicax._util.files import (
     complete_folder,
     free_bytes,
@@ -211,7 +212,7 @@ def _fingerprint(file: Path) -> dict[str, int]:
 
 
 def _crc32(x: np.ndarray) -> int:
-    return zlib.crc32(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
+    return zlib.crc32(bytes_of(x).data)
 
 
 def _not_written(path: Path, why: str) -> CheckpointError:

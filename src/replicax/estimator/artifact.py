@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from replicax._util.arrays import array_of, bytes_of
 from replicax._util.files import (
     leftovers,
     publish,
@@ -91,8 +92,7 @@ def write(base: Path, artifact: Artifact) -> Path:
                 (part / f"{name}{_PROGRAM}").write_bytes(program)
             # As bytes: NumPy's format knows no bfloat16, and names may have a slash.
             flat: dict[str, Any] = {
-                str(i): np.ascontiguousarray(x).reshape(-1).view(np.uint8)
-                for i, x in enumerate(artifact.variables.values())
+                str(i): bytes_of(x) for i, x in enumerate(artifact.variables.values())
             }
             np.savez(part / _VARIABLES, **flat)
             (part / MANIFEST).write_bytes(_manifest(artifact, part))
@@ -178,9 +178,7 @@ def read(path: Path) -> Artifact:
         _check_file(path, name, expected)
     with np.load(path / _VARIABLES, allow_pickle=False) as flat:
         variables = {
-            name: flat[entry["array"]]
-            .view(np.dtype(entry["dtype"]))
-            .reshape(entry["shape"])
+            name: array_of(flat[entry["array"]], entry["dtype"], entry["shape"])
             for name, entry in contents.pop("variables").items()
         }
     programs = {

@@ -19,7 +19,7 @@ from replicax.estimator.heads import (
     class_head,
     loss_reduction_of,
 )
-from replicax.estimator.preprocessing import HostSide, weight_column_of
+from replicax.estimator.preprocessing import Preprocessor, weight_column_of
 from replicax.estimator.run_config import RunConfig
 from replicax.estimator.spec import EstimatorSpec, ModeKeys, TrainOp, minimize
 
@@ -62,7 +62,7 @@ class CannedEstimator(Estimator):
     """An `Estimator` of a network and a head that stand ready.
 
     Attributes:
-        host_side: What is done on the host with a batch.
+        preprocessor: What is done on the host with a batch.
     """
 
     _needs_labels = True
@@ -71,24 +71,24 @@ class CannedEstimator(Estimator):
         self,
         parts: Sequence[NetworkPart],
         head: Head,
-        host_side: HostSide,
+        preprocessor: Preprocessor,
         model_dir: str | os.PathLike[str] | None,
         config: RunConfig | None,
         warm_start_from: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__(
-            _model_fn(parts, head, host_side),
+            _model_fn(parts, head, preprocessor),
             model_dir,
             config,
             warm_start_from=warm_start_from,
         )
-        self.host_side = host_side
+        self.preprocessor = preprocessor
 
     def _prepare(self, features: PyTree, labels: PyTree) -> tuple[PyTree, PyTree]:
-        return self.host_side.prepare(features, labels)
+        return self.preprocessor.prepare(features, labels)
 
     def _postprocess(self, predictions: PyTree) -> PyTree:
-        return self.host_side.finish(predictions)
+        return self.preprocessor.finish(predictions)
 
 
 class CannedRegressor(CannedEstimator):
@@ -104,7 +104,7 @@ class CannedRegressor(CannedEstimator):
         config: RunConfig | None,
         warm_start_from: str | os.PathLike[str] | None = None,
     ) -> None:
-        host_side = HostSide(
+        preprocessor = Preprocessor(
             _columns_of(parts),
             label_dimension=label_dimension,
             weight_column=weight_column_of(weight_column),
@@ -113,7 +113,7 @@ class CannedRegressor(CannedEstimator):
             label_dimension=label_dimension,
             loss_reduction=loss_reduction_of(loss_reduction),
         )
-        super().__init__(parts, head, host_side, model_dir, config, warm_start_from)
+        super().__init__(parts, head, preprocessor, model_dir, config, warm_start_from)
 
 
 class CannedClassifier(CannedEstimator):
@@ -135,14 +135,14 @@ class CannedClassifier(CannedEstimator):
                 "label_vocabulary: must be a list of strings; got the string "
                 f"{label_vocabulary!r}."
             )
-        host_side = HostSide(
+        preprocessor = Preprocessor(
             _columns_of(parts),
             None if label_vocabulary is None else tuple(label_vocabulary),
             n_classes,
             weight_column=weight_column_of(weight_column),
         )
         head = class_head(n_classes, loss_reduction_of(loss_reduction))
-        super().__init__(parts, head, host_side, model_dir, config, warm_start_from)
+        super().__init__(parts, head, preprocessor, model_dir, config, warm_start_from)
 
 
 def _columns_of(parts: Sequence[NetworkPart]) -> tuple[Column, ...]:
@@ -151,9 +151,9 @@ def _columns_of(parts: Sequence[NetworkPart]) -> tuple[Column, ...]:
 
 
 def _model_fn(
-    parts: Sequence[NetworkPart], head: Head, host_side: HostSide
+    parts: Sequence[NetworkPart], head: Head, preprocessor: Preprocessor
 ) -> Callable[..., EstimatorSpec]:
-    weights = host_side.weight_column
+    weights = preprocessor.weight_column
 
     def model_fn(
         features: dict[str, jax.Array], labels: jax.Array, mode: ModeKeys

@@ -354,7 +354,7 @@ class Estimator:
             path,
             serving_input_receiver_fn,
             Path(export_dir_base),
-            getattr(self, "host_side", None),
+            getattr(self, "preprocessor", None),
             platforms,
         )
         return os.fspath(folder)

@@ -20,9 +20,12 @@ from replicax.estimator.artifact import (
     is_signature_name,
     write,
 )
-from replicax.estimator.host_half import HostHalf, host_half_config
 from replicax.estimator.model import EstimatorModel
-from replicax.estimator.preprocessing import HostSide
+from replicax.estimator.preprocessing import (
+    Preprocessor,
+    SavedPreprocessor,
+    preprocessor_config,
+)
 from replicax.estimator.receivers import (
     SINGLE,
     ArraySpec,
@@ -61,20 +64,20 @@ def export_model(
     checkpoint: str,
     serving_input_receiver_fn: Callable[[], ServingInputReceiver],
     base: Path,
-    host_side: HostSide | None,
+    preprocessor: Preprocessor | None,
     platforms: Sequence[str] | None,
 ) -> Path:
     """Write a saved model into a new folder in `base`; its path.
 
     `artifact` describes the format, `Estimator.export_saved_model` the errors. The
-    model is one of PREDICT mode that is not yet built. `host_side` is what a canned
+    model is one of PREDICT mode that is not yet built. `preprocessor` is what a canned
     estimator does on the host besides. `platforms` are all but ROCm by default.
     """
     wanted = _platforms(platforms)
     receiver = called_receiver_fn(serving_input_receiver_fn, _CALLER)
     is_single = not isinstance(receiver.features, Mapping)
     num_rows = receiver.default_batch_size
-    host = None if host_side is None else host_half_config(host_side, receiver.specs())
+    host = preprocessor and preprocessor_config(preprocessor, receiver.specs())
     inputs, arrays = _inputs(receiver, host)
     example = arrays[SINGLE] if is_single else arrays
     model.build(example, None)
@@ -159,13 +162,13 @@ def _inputs(
                 )
         specs = {name: spec.in_program() for name, spec in given.items()}
         return specs, {name: spec.zeros(rows) for name, spec in specs.items()}
-    half = HostHalf.from_config(host)
+    saved = SavedPreprocessor.from_config(host)
     specs = {
-        name: spec.in_program() if name in half.in_program else spec
+        name: spec.in_program() if name in saved.in_program else spec
         for name, spec in given.items()
     }
     raw = {name: spec.zeros(rows) for name, spec in specs.items()}
-    return specs, half.prepare(raw)
+    return specs, saved.prepare(raw)
 
 
 def _signatures(spec: EstimatorSpec) -> dict[str, _Arrays]:
@@ -271,7 +274,7 @@ def _outputs(
         return specs
     rows = batch_size or _ROWS
     zeros = {name: _zeros(spec, rows) for name, spec in specs.items()}
-    finished = HostHalf.from_config(host).finish(zeros)
+    finished = SavedPreprocessor.from_config(host).finish(zeros)
     for name, array in finished.items():
         if name not in specs:  # Strings.
             specs[name] = ArraySpec((batch_size, *array.shape[1:]), "string")

@@ -88,7 +88,7 @@ class Head(abc.ABC):
         Args:
             mode: What it was called for.
             logits: `[b, k]`.
-            labels: As `HostSide.prepare` returns them; None in PREDICT mode.
+            labels: As `Preprocessor.prepare` returns them; None in PREDICT mode.
             weights: `float32[b, 1]`, or None for 1 each.
             train_op: From the loss to the updates; called in TRAIN mode.
         """

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 
 from replicax.errors import CheckpointError
 from replicax.estimator.artifact import DEFAULT_SIGNATURE, newest, read
-from replicax.estimator.host_half import HostHalf
+from replicax.estimator.preprocessing import SavedPreprocessor
 from replicax.estimator.receivers import SINGLE, ArraySpec
 
 __all__ = ["SavedModel", "load_saved_model"]
@@ -40,7 +40,7 @@ class SavedModel:
         self._inputs = _specs(contents["signatures"], "inputs")
         self._outputs = _specs(contents["signatures"], "outputs")
         host = contents["host"]
-        self._host = None if host is None else HostHalf.from_config(host)
+        self._host = None if host is None else SavedPreprocessor.from_config(host)
         exported = {n: _program(self.path, n, p) for n, p in artifact.programs.items()}
         _require_64_bits(self.path, exported)
         self._programs = {n: jax.jit(e.call) for n, e in exported.items()}

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from replicax._util.arrays import bytes_of
 from replicax._util.listing import listed
 from replicax._util.types import PyTree
 from replicax.cluster.workers import Workers
@@ -278,7 +279,7 @@ def leaf_checksums(batch: PyTree) -> list[LeafChecksum]:
             kind = repr(leaf)
         checksum = 0
         for array in arrays:
-            checksum = zlib.crc32(array.tobytes(), checksum)
+            checksum = zlib.crc32(bytes_of(array).data, checksum)
         found.append((leaf_name(path), kind, checksum))
     return found
 

@@ -13,13 +13,13 @@ import keras
 import numpy as np
 
 from replicax._private import keras as internals
+from replicax._util import json_codec, random_state
 from replicax._util.interrupts import take_up_postponed
 from replicax.checkpoint import Checkpoint, CheckpointError, CheckpointManager
-from replicax.checkpoint.slots import decode, encode
+from replicax.checkpoint.slots import encode
 from replicax.checkpoint.storage import Contents
 from replicax.cluster import workers
 from replicax.cluster.failure import ExitCode
-from replicax.keras import resume
 from replicax.keras.resume import LateCallback, Position, TrackedData
 
 __all__ = ["BACKUP_NAME", "BackupAndRestore"]
@@ -164,7 +164,7 @@ class _Run:
         self._epoch, self._step = 0, 0
         self._total = 0  # Steps of all epochs, in earlier runs too.
         self._first_epoch: int | None = None
-        self._initial = resume.random_state()
+        self._initial = random_state.capture()
         self._is_due = False
         self._metrics: list[Any] | None = None
         self._state = _FitState(model)
@@ -292,7 +292,7 @@ class _Run:
         path = self._manager.restore_or_initialize()
         if path is None:
             return
-        progress = decode(json.loads(self._state.progress))
+        progress = json_codec.decode(json.loads(self._state.progress))
         position = Position(**progress["position"])
         self._epoch, self._step = position.epoch, position.step
         self._total = progress["total"]

@@ -7,7 +7,6 @@ there again, the random state is set back and as many batches are skipped.
 
 import dataclasses
 import logging
-import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -15,9 +14,10 @@ from contextlib import ExitStack
 from typing import Any
 
 import keras
-import numpy as np
 
 from replicax._private import keras as internals
+from replicax._util import random_state
+from replicax._util.random_state import RandomState
 from replicax.engine.scope import current_strategy
 from replicax.input.grain_datasets import Iteration
 from replicax.keras.lazy_batches import batch_of, is_array_adapter, make_lazy
@@ -29,13 +29,9 @@ __all__ = [
     "Position",
     "TrackedData",
     "begin_steps",
-    "random_state",
-    "set_random_state",
 ]
 
 _logger = logging.getLogger("replicax")
-
-RandomState = dict[str, Any]
 
 
 class FitSession(ExitStack):
@@ -105,17 +101,6 @@ class Position:
     iteration: int | None = None
 
 
-def random_state() -> RandomState:
-    """The states of Python's and NumPy's own generators, which Keras shuffles with."""
-    return {"python": random.getstate(), "numpy": np.random.get_state(legacy=False)}
-
-
-def set_random_state(state: RandomState) -> None:
-    """Go back to what `random_state` returned."""
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-
-
 class TrackedData:
     """The data of a run of `fit`: knows how far it is and can begin further on.
 
@@ -133,7 +118,7 @@ class TrackedData:
         self._epoch_iterator = epoch_iterator
         self._begin_epoch: Callable[[], None] = adapter.on_epoch_begin
         self._stream: _Stream | None = None
-        self._epoch_began = random_state()
+        self._epoch_began = random_state.capture()
         # On the object, which stays of its class: others ask for that.
         adapter.get_jax_iterator = lambda: _Stream(self)
         adapter.on_epoch_begin = self._on_epoch_begin
@@ -146,8 +131,8 @@ class TrackedData:
 
     def _on_epoch_begin(self) -> None:
         if self.pending is not None:
-            set_random_state(self.pending.epoch_began)
-        self._epoch_began = random_state()
+            random_state.restore(self.pending.epoch_began)
+        self._epoch_began = random_state.capture()
         self._begin_epoch()
 
     def opened(self, stream: "_Stream", consumed: int) -> None:
@@ -158,7 +143,7 @@ class TrackedData:
         """The random state in which the iteration that begins now decides its order."""
         # Threads that make batches ahead shuffle before the epoch's first step.
         ahead = internals.makes_batches_ahead(self.adapter)
-        return self._epoch_began if ahead else random_state()
+        return self._epoch_began if ahead else random_state.capture()
 
     def steps_in_epoch(self) -> int | None:
         """Number of batches of an epoch, if it is known for sure."""
@@ -179,11 +164,11 @@ class TrackedData:
         return Position(
             epoch=epoch,
             step=step,
-            epoch_began=self._epoch_began if step else random_state(),
+            epoch_began=self._epoch_began if step else random_state.capture(),
             data_began=stream.began if stream and goes_on else None,
             consumed=self.consumed if goes_on else 0,
             drawn=stream.drawn if stream and goes_on else 0,
-            now=random_state(),
+            now=random_state.capture(),
             num_batches=internals.known_length(self._epoch_iterator),
             iteration=self._iteration(is_begun=stream is not None and goes_on),
         )
@@ -206,7 +191,7 @@ class TrackedData:
                 "Compile with the steps_per_execution of the run that saved it."
             )
         internals.set_known_length(self._epoch_iterator, position.num_batches)
-        set_random_state(position.now)
+        random_state.restore(position.now)
         if position.iteration is not None and hasattr(self.adapter, "iteration"):
             self.adapter.iteration = position.iteration
         if position.data_began is not None:
@@ -222,7 +207,7 @@ class TrackedData:
         dataset = internals.dataset_with_epochs(self.adapter)
         if dataset is None or not number:
             return
-        set_random_state(initial)
+        random_state.restore(initial)
         for _ in range(number):
             dataset.on_epoch_begin()
             dataset.on_epoch_end()
@@ -265,7 +250,7 @@ class _Stream:
     """
 
     def __init__(self, data: TrackedData) -> None:
-        self.began: RandomState = {}
+        self.began: RandomState | None = None
         self.drawn = 0
         self._data = data
         self._source: Iterator[Any] | None = None
@@ -300,14 +285,14 @@ class _Stream:
             self.began = self._data.began()
             self._data.opened(self, 0)
             return iter(self._data.source())
-        after = position.now if position.step else random_state()
-        set_random_state(position.data_began)
+        after = position.now if position.step else random_state.capture()
+        random_state.restore(position.data_began)
         self.began = position.data_began
         source = _skipping(self._data, position.consumed)
         self.drawn = position.consumed
         while self.drawn < position.drawn:
             self._ahead.append(self._draw(source))
-        set_random_state(after)
+        random_state.restore(after)
         self._data.opened(self, position.consumed)
         return source
 

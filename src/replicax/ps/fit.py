@@ -7,7 +7,6 @@ epoch ends for all when its batches are used up.
 
 import itertools
 import json
-import random
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from replicax._private import keras as internals
+from replicax._util import json_codec, random_state
 from replicax._util.hashes import digest
 from replicax._util.types import JSONObject
 from replicax._util.waiting import announce_first
@@ -26,7 +26,7 @@ from replicax.keras.batches import BatchIterator, Ready, place
 from replicax.ps.remote import WorkerShare
 from replicax.ps.worker_input import BatchSource, own_rows
 
-__all__ = ["WorkQueueFit", "random_state", "set_random_state"]
+__all__ = ["WorkQueueFit"]
 
 _REPORTED = 2048  # Numbers of metrics in one report, of 20 letters or so.
 _MOST_REPORTED = 60 * _REPORTED
@@ -233,7 +233,7 @@ class WorkQueueFit:
         self._strategy.publish()
         self._strategy.publish_rate(self._model.optimizer)
         message = {
-            "random": random_state(),
+            "random": json_codec.encode(random_state.capture(), "the random state"),
             "iteration": self._iteration,
             "num_updates": self._strategy.num_updates,
             "num_assigned": self._strategy.remote.num_assigned,
@@ -267,7 +267,7 @@ class WorkQueueFit:
             self._say()
         message = self._heard()
         # Shuffling depends on it, and all have to take the batches in the same order.
-        set_random_state(message["random"])
+        random_state.restore(json_codec.decode(message["random"]))
         if not self._session.is_chief:
             self._strategy.refresh_values()  # It may have assigned some.
         self._strategy.begin_epoch(message["num_updates"], message["num_assigned"])
@@ -449,24 +449,3 @@ def _described(model: Any) -> dict[str, str]:
     if len(text) > _SHOWN:
         text = f"{text[:_SHOWN]}... ({len(found)} variables)"
     return {"digest": summary, "text": text}
-
-
-def random_state() -> JSONObject:
-    """Python's and NumPy's random states, as JSON values."""
-    version, numbers, gauss = random.getstate()
-    state: Any = np.random.get_state(legacy=False)
-    inner = state["state"] | {"key": state["state"]["key"].tolist()}
-    return {
-        "python": [version, list(numbers), gauss],
-        "numpy": state | {"state": inner},
-    }
-
-
-def set_random_state(state: JSONObject) -> None:
-    """Go back to what `random_state` returned."""
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    inner = state["numpy"]["state"]
-    np.random.set_state(
-        state["numpy"] | {"state": inner | {"key": np.array(inner["key"], np.uint32)}}
-    )

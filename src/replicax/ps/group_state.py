@@ -123,13 +123,11 @@ class GroupState:
     def averages(self) -> dict[str, np.ndarray] | None:
         """The optimizer's moving averages of the values; None: it has none."""
         assert self.rule is not None
-        pieces: dict[str, list[np.ndarray]] = {}
-        parts = self.group.slices_on(self._server)
-        for part, slots in zip(parts, self.rule.slots(self.state).parts, strict=True):
-            if "average" not in slots:
-                return None
-            pieces.setdefault(part.dtype, []).append(slots["average"].ravel())
-        return {dtype: np.concatenate(found) for dtype, found in pieces.items()}
+        slots = self.rule.slots(self.state).parts
+        if not all("average" in each for each in slots):
+            return None
+        layout = self.group.layout_on(self._server)
+        return layout.pack(each["average"] for each in slots)
 
     def check(self, vectors: Vectors, *, floats: bool) -> None:
         """Refuse vectors that do not fit; `floats`: another float dtype does."""

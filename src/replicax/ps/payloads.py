@@ -1,17 +1,15 @@
 """What closures send as JSON: names of functions, arguments, results; never code."""
 
-import base64
 import functools
 import json
-import math
 from collections.abc import Callable, Hashable
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import keras
 import numpy as np
 
+from replicax._util import json_codec
+from replicax._util.json_codec import MARK, is_number
 from replicax._util.types import JSON, JSONObject, PyTree
 from replicax.engine.cache import function_key, static_key
 from replicax.engine.values import PerReplica
@@ -21,49 +19,44 @@ __all__ = ["MAX_BYTES", "FunctionNames", "decode", "encode", "require_size"]
 MAX_BYTES = 3 * 2**20
 """Bytes of a closure's arguments, or of its result, as JSON."""
 
-_MARK = "$"
-_Mark = Callable[[PyTree], JSONObject | None]
 
-
-def encode(value: PyTree, what: str, mark: _Mark = lambda value: None) -> JSON:
+def encode(
+    value: PyTree,
+    what: str,
+    mark: Callable[[PyTree], JSONObject | None] = lambda value: None,
+) -> JSON:
     """A value as JSON values.
 
     Args:
-        value: None, a boolean, number, text or bytes, an array, a `PerReplica`, or
-            lists, tuples and dicts of them.
+        value: What `json_codec` takes, a `keras.Variable`, a `PerReplica`, or lists,
+            tuples and dicts of them.
         what: What it is, for messages, such as `"args[0]"`.
         mark: Replaces values of other types; None: it does not know them.
 
     Raises:
         TypeError: For anything else, naming where it stands.
-
-    Example:
-        >>> import numpy as np
-        >>> sent = encode({"x": (1, np.float32([2.5]))}, "args[0]")
-        >>> decode(sent)
-        {'x': (1, array([2.5], dtype=float32))}
     """
-    marked = mark(value)
-    if marked is not None:
-        return {_MARK: "mark", **marked}
-    if value is None or isinstance(value, bool | str):
-        return value
-    if isinstance(value, np.generic | np.ndarray | jax.Array | keras.Variable):
-        return _encode_array(value, what)
-    if isinstance(value, int | float | complex):
-        return _encode_number(value)
-    if isinstance(value, bytes):
-        return {_MARK: "bytes", "v": base64.b64encode(value).decode()}
-    if isinstance(value, PerReplica):
-        return {_MARK: "replicas", "v": _encode_array(value.array, what)}
-    if type(value) in (list, tuple, dict):
-        return _encode_container(value, what, mark)
-    raise TypeError(
-        f"ClusterCoordinator: {what} is of type {type(value).__name__!r}, which cannot "
-        "be sent to another task; numbers, texts, arrays, and lists, tuples and dicts "
-        "of them can. Let the function close over it: the script is the same in every "
-        "task."
-    )
+
+    def extend(value: PyTree, what: str) -> JSON:
+        marked = mark(value)
+        if marked is not None:
+            return {MARK: "mark", **marked}
+        if isinstance(value, keras.Variable):
+            return json_codec.encode(value.value, what)
+        if isinstance(value, PerReplica):
+            return {MARK: "replicas", "v": json_codec.encode(value.array, what)}
+        if isinstance(value, np.ndarray | np.generic) and not is_number(value.dtype):
+            raise TypeError(f"{what} is an array of dtype {value.dtype}")
+        return None
+
+    try:
+        return json_codec.encode(value, what, extend)
+    except TypeError as error:
+        raise TypeError(
+            f"ClusterCoordinator: {error}, which cannot be sent to another task; "
+            "numbers, texts, arrays, and lists, tuples and dicts of them can. Let the "
+            "function close over it: the script is the same in every task."
+        ) from error
 
 
 def decode(sent: Any, resolve: Callable[[JSONObject], PyTree] | None = None) -> PyTree:
@@ -76,22 +69,15 @@ def decode(sent: Any, resolve: Callable[[JSONObject], PyTree] | None = None) -> 
     Raises:
         ValueError: If it is nothing that `encode` writes.
     """
-    if isinstance(sent, list):
-        return [decode(x, resolve) for x in sent]
-    if not isinstance(sent, dict):
-        return sent
-    kind = sent.get(_MARK)
-    if kind == "mark" and resolve is not None:
-        return resolve(sent)
-    if kind == "array":
-        return _decode_array(sent)
-    if kind == "tuple":
-        return tuple(decode(x, resolve) for x in sent["v"])
-    if kind == "dict":
-        return {decode(k): decode(v, resolve) for k, v in sent["v"]}
-    if kind in _PLAIN:
-        return _PLAIN[kind](sent["v"])
-    raise ValueError(f"no value of a closure: {repr(sent)[:80]}")
+
+    def extend(sent: JSONObject) -> PyTree:
+        if sent[MARK] == "mark" and resolve is not None:
+            return resolve(sent)
+        if sent[MARK] == "replicas":
+            return PerReplica(json_codec.decode(sent["v"]))
+        raise ValueError(f"no value of a closure: {repr(sent)[:80]}")
+
+    return json_codec.decode(sent, extend)
 
 
 def require_size(sent: JSON, what: str) -> None:
@@ -107,70 +93,6 @@ def require_size(sent: JSON, what: str) -> None:
             f"{MAX_BYTES:,} are sent. Closures are for small results: save large ones "
             "to a file, and let the function close over large inputs."
         )
-
-
-def _encode_number(value: complex) -> JSON:
-    if isinstance(value, int):
-        return value
-    if isinstance(value, float):
-        # JSON has no word for infinity.
-        return value if math.isfinite(value) else {_MARK: "float", "v": repr(value)}
-    return {_MARK: "complex", "v": [repr(value.real), repr(value.imag)]}
-
-
-def _encode_container(value: PyTree, what: str, mark: _Mark) -> JSON:
-    if isinstance(value, dict):
-        items = [
-            [encode(k, f"a key of {what}"), encode(v, f"{what}[{k!r}]", mark)]
-            for k, v in value.items()
-        ]
-        return {_MARK: "dict", "v": items}
-    items = [encode(x, f"{what}[{i}]", mark) for i, x in enumerate(value)]
-    return items if isinstance(value, list) else {_MARK: "tuple", "v": items}
-
-
-def _encode_array(value: PyTree, what: str) -> JSONObject:
-    if isinstance(value, keras.Variable):
-        value = value.value
-    if jnp.issubdtype(value.dtype, jax.dtypes.extended):
-        raise TypeError(
-            f"ClusterCoordinator: {what} is an array of random keys. Send "
-            "jax.random.key_data of it."
-        )
-    array = np.asarray(value)
-    if not _is_sent(array.dtype):
-        raise TypeError(
-            f"ClusterCoordinator: {what} is an array of dtype {array.dtype}; those of "
-            "numbers and booleans can be sent."
-        )
-    return {
-        _MARK: "array",
-        "dtype": array.dtype.name,
-        "shape": list(array.shape),
-        "scalar": isinstance(value, np.generic),
-        "v": base64.b64encode(np.ascontiguousarray(array).tobytes()).decode(),
-    }
-
-
-def _decode_array(sent: JSONObject) -> np.ndarray | jax.Array:
-    dtype = jnp.dtype(sent["dtype"])
-    if not _is_sent(dtype):
-        raise ValueError(f"no dtype of numbers: {sent['dtype']!r:.40}")
-    data = bytearray(base64.b64decode(sent["v"]))  # Writable.
-    array = np.frombuffer(data, dtype).reshape(sent["shape"])
-    return array[()] if sent["scalar"] else array
-
-
-def _is_sent(dtype: np.dtype) -> bool:
-    return jnp.issubdtype(dtype, jnp.bool_) or jnp.issubdtype(dtype, jnp.number)
-
-
-_PLAIN: dict[str, Callable[[Any], PyTree]] = {
-    "float": float,
-    "complex": lambda parts: complex(*map(float, parts)),
-    "bytes": base64.b64decode,
-    "replicas": lambda sent: PerReplica(_decode_array(sent)),
-}
 
 
 _MOST = 1000

@@ -389,27 +389,24 @@ class RemoteGroup:
     def _vectors(
         self, values: list[jax.Array], server: int, compress: bool
     ) -> _Vectors:
-        pieces: dict[str, list[PyTree]] = {}
-        for part in self.group.slices_on(server):
-            value = values[part.variable]
-            if part.rows is not None:
-                value = value[part.rows[0] : part.rows[1]]
-            flat = value.astype(part.dtype).ravel()
-            pieces.setdefault(part.dtype, []).append(flat)
-        vectors = {d: jnp.concatenate(flats) for d, flats in pieces.items()}
+        vectors = self.group.layout_on(server).pack(
+            values[part.variable]
+            if part.rows is None
+            else values[part.variable][slice(*part.rows)]
+            for part in self.group.slices_on(server)
+        )
         if compress and self._compression and "float32" in vectors:
             vectors["float32"] = vectors["float32"].astype(self._compression)
         return vectors
 
     def _unpacked(self, held: list[_Vectors]) -> list[jax.Array]:
-        pieces: dict[int, list[PyTree]] = {}
-        begin: dict[tuple[int, str], int] = {}
-        by_server = dict(zip(self._servers, held, strict=True))
+        unpacked = {
+            server: iter(self.group.layout_on(server).unpack(vectors))
+            for server, vectors in zip(self._servers, held, strict=True)
+        }
+        pieces: dict[int, list[jax.Array]] = {}
         for part in self.group.parts:  # Rows of a variable are in order.
-            first = begin.get((part.server, part.dtype), 0)
-            begin[part.server, part.dtype] = first + part.size
-            flat = by_server[part.server][part.dtype][first : first + part.size]
-            pieces.setdefault(part.variable, []).append(flat.reshape(part.shape))
+            pieces.setdefault(part.variable, []).append(next(unpacked[part.server]))
         return [
             found[0] if len(found) == 1 else jnp.concatenate(found)
             for _, found in sorted(pieces.items())

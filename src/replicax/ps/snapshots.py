@@ -15,6 +15,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -25,9 +26,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
-import ml_dtypes  # noqa: F401  NumPy learns of bfloat16.
 import numpy as np
 
+from replicax._util.arrays import array_of, bytes_of
 from replicax._util.files import (
     FailedWrites,
     leftovers,
@@ -327,8 +328,7 @@ def _write_files(folder: Path, state: JSONObject, board: JSONObject | None) -> N
     with (folder / _ARRAYS).open("wb") as file:
         for name, array in state["arrays"].items():
             table.append([name, str(array.dtype), list(array.shape), offset])
-            # NumPy has no buffers of bfloat16, but of its bytes.
-            data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+            data = bytes_of(array).data
             offset += data.nbytes
             for start in range(0, data.nbytes, _BLOCK_BYTES):
                 block = data[start : start + _BLOCK_BYTES]
@@ -355,11 +355,9 @@ def _read(path: Path) -> Snapshot:
     data = np.fromfile(path / _ARRAYS, np.uint8)
     arrays = {}
     for name, dtype, shape, offset in state["arrays"]:
-        kind = np.dtype(dtype)
-        size = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
-        piece = data[offset : offset + size]
-        # Places are not aligned for the dtype.
-        arrays[name] = np.frombuffer(piece.tobytes(), kind).reshape(shape)
+        size = math.prod(shape) * np.dtype(dtype).itemsize
+        # A copy: places are not aligned for the dtype.
+        arrays[name] = array_of(data[offset : offset + size].tobytes(), dtype, shape)
     return Snapshot(
         path=path,
         state={"meta": state["meta"], "arrays": arrays},

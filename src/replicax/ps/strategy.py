@@ -9,6 +9,7 @@ import jax
 import keras
 
 from replicax._private import keras as internals
+from replicax._util import json_codec, random_state
 from replicax._util.dry_run import current_rehearsal
 from replicax._util.types import PyTree
 from replicax.cluster.config import TaskConfig, check_cluster
@@ -20,7 +21,7 @@ from replicax.engine.program import Kept, Program
 from replicax.engine.variables import is_seed_state
 from replicax.errors import ClusterConfigError, ClusterError
 from replicax.ps.credentials import Credentials
-from replicax.ps.fit import WorkQueueFit, random_state, set_random_state
+from replicax.ps.fit import WorkQueueFit
 from replicax.ps.partition import Partitioner
 from replicax.ps.remote import WorkerShare
 from replicax.ps.rows import RemoteTables
@@ -218,13 +219,13 @@ class ParameterServerStrategy(Strategy):
     def _agree_on_random_state(self) -> None:
         """All workers draw the chief's initial weights, where nobody sets a seed."""
         assert self.session is not None
-        mine = random_state()
+        mine = json_codec.encode(random_state.capture(), "the random state")
         key = "random state"
         if self.is_chief:
             self.session.board("put", key=key, value=mine)
         found = self.session.get(key, "the start")
         if found != mine:
-            set_random_state(found)
+            random_state.restore(json_codec.decode(found))
 
     def prepared_gradients(
         self, optimizer: keras.optimizers.Optimizer, grads: list[jax.Array]

@@ -13,12 +13,12 @@ long vectors for a model of hundreds of variables.
 import dataclasses
 import json
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from replicax._util.arrays import FlatLayout
 from replicax._util.hashes import digest
 from replicax._util.types import JSONObject
 
@@ -89,12 +89,13 @@ class VariableGroup:
         """The parts on one server, in the order in which its vectors hold them."""
         return tuple(part for part in self.parts if part.server == server)
 
+    def layout_on(self, server: int) -> FlatLayout:
+        """Where the slices on one server lie in its vectors."""
+        return FlatLayout([(x.dtype, x.shape) for x in self.slices_on(server)])
+
     def lengths_on(self, server: int) -> dict[str, int]:
         """Elements in a server's vector of each dtype, in the vectors' order."""
-        lengths: dict[str, int] = {}
-        for part in self.slices_on(server):
-            lengths[part.dtype] = lengths.get(part.dtype, 0) + part.size
-        return lengths
+        return self.layout_on(server).lengths
 
     def to_json(self) -> JSONObject:
         """The group as JSON values."""
@@ -128,14 +129,12 @@ class FusedSpan:
 
     Attributes:
         dtype: The vector's.
-        start: Its first element in that vector.
         size: Number of elements.
         shape: The part's; flat for several.
         parts: Places of its parts among the server's.
     """
 
     dtype: str
-    start: int
     size: int
     shape: tuple[int, ...]
     parts: tuple[int, ...]
@@ -159,10 +158,7 @@ def fused_spans(
     """
     blocks: list[FusedSpan] = []
     newest: dict[str, tuple[int, Hashable | None]] = {}  # By dtype: place and kind.
-    ends: dict[str, int] = {}
     for i, part in enumerate(parts):
-        start = ends.get(part.dtype, 0)
-        ends[part.dtype] = start + part.size
         kind = kind_of(part)
         place, previous = newest.get(part.dtype, (0, None))
         if kind is not None and kind == previous:
@@ -176,7 +172,6 @@ def fused_spans(
         blocks.append(
             FusedSpan(
                 dtype=part.dtype,
-                start=start,
                 size=part.size,
                 shape=part.shape,
                 parts=(i,),
@@ -185,14 +180,11 @@ def fused_spans(
     return blocks
 
 
-def split(blocks: Sequence[FusedSpan], vectors: Mapping[str, Any]) -> list[jax.Array]:
+def split(
+    blocks: Sequence[FusedSpan], vectors: Mapping[str, jax.Array]
+) -> list[jax.Array]:
     """The blocks' values out of the vectors."""
-    values = []
-    for block in blocks:
-        stop = block.start + block.size
-        flat = jax.lax.slice(vectors[block.dtype], (block.start,), (stop,))
-        values.append(flat.reshape(block.shape))
-    return values
+    return _layout(blocks).unpack(vectors)
 
 
 def join(
@@ -202,16 +194,20 @@ def join(
 ) -> dict[str, jax.Array]:
     """The vectors of the blocks' values; the reverse of `split`."""
     joined: dict[str, jax.Array] = {}
-    for block, value in zip(blocks, values, strict=True):
-        whole = like[block.dtype]
+    for (dtype, start, _), value in zip(_layout(blocks).spans, values, strict=True):
+        whole = like[dtype]
         flat = value.reshape(-1).astype(whole.dtype)
         if flat.size == whole.size:
-            joined[block.dtype] = flat
+            joined[dtype] = flat
             continue
         # Written in place: `concatenate` takes longer.
-        target = joined.get(block.dtype, jnp.zeros_like(whole))
-        joined[block.dtype] = jax.lax.dynamic_update_slice(target, flat, (block.start,))
+        target = joined.get(dtype, jnp.zeros_like(whole))
+        joined[dtype] = jax.lax.dynamic_update_slice(target, flat, (start,))
     return joined
+
+
+def _layout(blocks: Sequence[FusedSpan]) -> FlatLayout:
+    return FlatLayout([(block.dtype, block.shape) for block in blocks])
 
 
 def split_slices(
@@ -220,10 +216,8 @@ def split_slices(
     """A slot's values for each of a block's parts. Of any shape, if it has one part."""
     if len(block.parts) == 1:
         return [value]
-    shapes = [parts[i].shape for i in block.parts]
-    ends = np.cumsum([parts[i].size for i in block.parts])
-    pieces = np.split(value, ends[:-1])
-    return [piece.reshape(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+    layout = FlatLayout([(block.dtype, parts[i].shape) for i in block.parts])
+    return layout.unpack({block.dtype: value})
 
 
 def join_slices(

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import ml_dtypes
 import numpy as np
 
+from replicax._util.arrays import bytes_of
 from replicax._util.types import JSONObject
 
 __all__ = [
@@ -215,7 +216,7 @@ def _batches(array: np.ndarray) -> Iterator[Any]:
 
     if array.dtype.byteorder == ">":
         array = array.astype(array.dtype.newbyteorder("<"))
-    data = pa.py_buffer(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    data = pa.py_buffer(bytes_of(array))
     for start in range(0, data.size, CHUNK_BYTES):
         piece = data.slice(start, min(CHUNK_BYTES, data.size - start))
         column = pa.Array.from_buffers(pa.uint8(), piece.size, [None, piece])

@@ -1,7 +1,6 @@
 """MultiWorkerMirroredStrategy: one replica per device of several machines."""
 
 import dataclasses
-import random
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +10,7 @@ import keras
 import numpy as np
 
 from replicax._private import keras as internals
+from replicax._util import random_state
 from replicax._util.dry_run import current_rehearsal
 from replicax._util.hashes import digest
 from replicax._util.listing import listed
@@ -199,7 +199,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         if self.num_workers == 1:
             return
         told = self._workers.exchange(
-            "random state", [call, _random_state()], what=call or None
+            "random state", [call, random_state.fingerprint()], what=call or None
         )
         names = self._workers.names
         for name, (other, _) in zip(names, told, strict=True):
@@ -310,9 +310,3 @@ def _check_devices(
 def _digest(program: Program, values: Sequence[Any], arrays: Sequence[Any]) -> str:
     with Announced(f"tracing {program.name}"):
         return digest(program.text(values, arrays))
-
-
-def _random_state() -> str:
-    numpy_state = np.random.get_state()
-    state = (random.getstate(), [np.asarray(part).tolist() for part in numpy_state])
-    return digest(repr(state))

@@ -1,13 +1,15 @@
 """Feature columns as JSON, and back."""
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import keras
 import numpy as np
 
+from replicax._util import json_codec
+from replicax._util.json_codec import MARK
+from replicax._util.types import JSON
 from replicax.estimator.feature_column.categorical import IdentityColumn, WeightedColumn
 from replicax.estimator.feature_column.column import Column
 from replicax.estimator.feature_column.dense import EmbeddingColumn, IndicatorColumn
@@ -38,9 +40,8 @@ def to_config(column: Column) -> dict[str, Any]:
         column: Any of this package. Words of a vocabulary are part of it.
 
     Returns:
-        `"kind"` and the column's attributes. Tuples are lists, columns are configs in
-        turn, initializers are as Keras describes them. Numbers without a JSON form,
-        such as infinity, are `{"float": "inf"}`.
+        `"kind"` and the column's attributes, as `json_codec` writes them. Columns are
+        configs in turn, initializers are as Keras describes them.
 
     Raises:
         ValueError: If the column holds a Python function: a `normalizer_fn`, or an
@@ -65,7 +66,7 @@ def to_config(column: Column) -> dict[str, Any]:
     for field in dataclasses.fields(column):  # type: ignore[arg-type]
         value = getattr(column, field.name)
         try:
-            config[field.name] = _written(value)
+            config[field.name] = json_codec.encode(value, field.name, _encode_part)
         except TypeError as error:
             raise ValueError(
                 f"to_config: {column.title} holds {field.name}={value!r}, which JSON "
@@ -75,21 +76,14 @@ def to_config(column: Column) -> dict[str, Any]:
     return config
 
 
-def _written(value: Any) -> Any:
-    if value is None or isinstance(value, bool | str):
-        return value
-    if isinstance(value, int | np.integer):
-        return int(value)
-    if isinstance(value, float | np.floating):
-        number = float(value)
-        return number if math.isfinite(number) else {"float": repr(number)}
-    if isinstance(value, tuple):
-        return [_written(part) for part in value]
+def _encode_part(value: object, what: str) -> JSON:
+    if isinstance(value, np.generic):
+        return json_codec.encode(value.item(), what)
     if isinstance(value, Column):
-        return to_config(value)
+        return {MARK: "column", "v": to_config(value)}
     if isinstance(value, keras.initializers.Initializer):
-        return {"initializer": keras.initializers.serialize(value)}
-    raise TypeError(f"no JSON for {value!r}")
+        return {MARK: "initializer", "v": keras.initializers.serialize(value)}
+    return None
 
 
 def from_config(config: Mapping[str, Any]) -> Column:
@@ -118,16 +112,17 @@ def from_config(config: Mapping[str, Any]) -> Column:
             f"from_config: a column of kind {config['kind']!r} has the attributes "
             f"{sorted(names)}; got {sorted(attributes)}."
         )
-    return cls(**{name: _read(value) for name, value in attributes.items()})
+    return cls(
+        **{
+            name: json_codec.decode(value, _decode_part)
+            for name, value in attributes.items()
+        }
+    )
 
 
-def _read(value: Any) -> Any:
-    if isinstance(value, list):
-        return tuple(_read(part) for part in value)
-    if not isinstance(value, Mapping):
-        return value
-    if "float" in value:
-        return float(value["float"])
-    if "initializer" in value:
-        return keras.initializers.deserialize(value["initializer"])
-    return from_config(value)
+def _decode_part(sent: dict[str, Any]) -> object:
+    if sent[MARK] == "initializer":
+        return keras.initializers.deserialize(sent["v"])
+    if sent[MARK] == "column":
+        return from_config(sent["v"])
+    raise ValueError(f"from_config: no part of a column: {sent!r:.80}")

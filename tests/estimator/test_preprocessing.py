@@ -10,7 +10,6 @@ import replicax as rx
 from replicax.estimator import (
     RunConfig,
     build_raw_serving_input_receiver_fn,
-    host_half,
     load_saved_model,
     preprocessing,
 )
@@ -130,7 +129,7 @@ def test_an_estimator_without_columns_takes_any_feature(tmp_path) -> None:
     ids=["python", "float64", "default", "crossed"],
 )
 def test_functions_that_cannot_be_exported(tmp_path, column, match) -> None:
-    side = preprocessing.HostSide((column,))
+    side = preprocessing.Preprocessor((column,))
     specs = build_raw_serving_input_receiver_fn(RAW)().specs()
     with pytest.raises(ValueError, match=match):
-        host_half.host_half_config(side, specs)
+        preprocessing.preprocessor_config(side, specs)

@@ -1,0 +1,142 @@
+"""Plain values, tuples and arrays as JSON, and back: data only, never code.
+
+What JSON has no word for is an object with a mark: `{"$": "tuple", "v": [...]}`. So are
+dicts, whose keys need not be strings.
+"""
+
+import base64
+import math
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from replicax._util.arrays import array_of, bytes_of
+from replicax._util.types import JSON, JSONObject, PyTree
+
+__all__ = ["MARK", "decode", "encode", "is_number"]
+
+MARK = "$"
+"""The key that says what a JSON object stands for."""
+
+_TEXTS_AND_TIMES = "USMm"
+
+Extension: TypeAlias = Callable[[PyTree, str], JSON]
+"""Writes a value of a further type, and what it is, as JSON; None: not this one."""
+
+
+def encode(
+    value: PyTree, what: str, extend: Extension = lambda value, what: None
+) -> JSON:
+    """A value as JSON values.
+
+    Args:
+        value: None, a boolean, number, text or bytes, an array of these but for
+            objects, or lists, tuples and dicts of them.
+        what: What it is, for messages, such as `"args[0]"`.
+        extend: Asked first, for each value but dicts' keys.
+
+    Raises:
+        TypeError: For anything else, naming where it stands.
+
+    Example:
+        >>> import numpy as np
+        >>> decode(encode({"x": (1, np.float32([2.5]))}, "it"))
+        {'x': (1, array([2.5], dtype=float32))}
+    """
+    extended = extend(value, what)
+    if extended is not None:
+        return extended
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, np.generic | np.ndarray | jax.Array):
+        return _encode_array(value, what)
+    if isinstance(value, int | float | complex):
+        return _encode_number(value)
+    if isinstance(value, bytes):
+        return {MARK: "bytes", "v": base64.b64encode(value).decode()}
+    if type(value) is dict:
+        items = [
+            [encode(k, f"a key of {what}"), encode(v, f"{what}[{k!r}]", extend)]
+            for k, v in value.items()
+        ]
+        return {MARK: "dict", "v": items}
+    if type(value) in (list, tuple):
+        items = [encode(x, f"{what}[{i}]", extend) for i, x in enumerate(value)]
+        return items if isinstance(value, list) else {MARK: "tuple", "v": items}
+    raise TypeError(f"{what} is of type {type(value).__name__!r}")
+
+
+def decode(sent: Any, extend: Callable[[JSONObject], PyTree] | None = None) -> PyTree:
+    """The value that `encode` wrote.
+
+    Args:
+        sent: JSON values.
+        extend: Reads the objects whose `MARK` is not of this module.
+
+    Raises:
+        ValueError: If it is nothing that `encode` writes.
+    """
+    if isinstance(sent, list):
+        return [decode(x, extend) for x in sent]
+    if not isinstance(sent, dict):
+        return sent
+    kind = sent.get(MARK)
+    match kind:
+        case "array":
+            return _decode_array(sent)
+        case "tuple":
+            return tuple(decode(x, extend) for x in sent["v"])
+        case "dict":
+            return {decode(k): decode(v, extend) for k, v in sent["v"]}
+        case "bytes":
+            return base64.b64decode(sent["v"])
+        case "float":
+            return float(sent["v"])
+        case "complex":
+            return complex(*map(float, sent["v"]))
+    if kind is not None and extend is not None:
+        return extend(sent)
+    raise ValueError(f"no encoded value: {repr(sent)[:80]}")
+
+
+def _encode_number(value: complex) -> JSON:
+    if isinstance(value, int):
+        return value
+    if isinstance(value, float):
+        # JSON has no word for infinity.
+        return value if math.isfinite(value) else {MARK: "float", "v": repr(value)}
+    return {MARK: "complex", "v": [repr(value.real), repr(value.imag)]}
+
+
+def _encode_array(value: np.generic | np.ndarray | jax.Array, what: str) -> JSON:
+    if jnp.issubdtype(value.dtype, jax.dtypes.extended):
+        raise TypeError(
+            f"{what} is an array of random keys (take jax.random.key_data of it)"
+        )
+    array = np.asarray(value)
+    if not (is_number(array.dtype) or array.dtype.kind in _TEXTS_AND_TIMES):
+        raise TypeError(f"{what} is an array of dtype {array.dtype}")
+    array = array.astype(array.dtype.newbyteorder("<"), copy=False)
+    return {
+        MARK: "array",
+        "dtype": array.dtype.name if is_number(array.dtype) else array.dtype.str,
+        "shape": list(array.shape),
+        "scalar": isinstance(value, np.generic),
+        "v": base64.b64encode(bytes_of(array).data).decode(),
+    }
+
+
+def _decode_array(sent: JSONObject) -> np.ndarray | np.generic:
+    if np.dtype(sent["dtype"]).hasobject:
+        raise ValueError(f"no dtype of plain values: {sent['dtype']!r:.40}")
+    data = bytearray(base64.b64decode(sent["v"]))  # Writable.
+    array = array_of(data, sent["dtype"], sent["shape"])
+    return array[()] if sent["scalar"] else array
+
+
+def is_number(dtype: np.dtype) -> bool:
+    """Whether it is a dtype of numbers or booleans, also one that only JAX knows."""
+    return jnp.issubdtype(dtype, jnp.bool_) or jnp.issubdtype(dtype, jnp.number)

@@ -1,0 +1,57 @@
+"""Arrays as flat vectors: what is packed comes back, on the host and in programs."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from replicax._util.arrays import FlatLayout, array_of, bytes_of
+
+LAYOUT = FlatLayout(
+    [("float32", (2, 3)), ("int32", ()), ("float32", (0, 4)), ("float32", (1,))]
+)
+
+
+@pytest.mark.parametrize("numpy", [np, jnp])
+def test_unpack_reverses_pack(numpy):
+    arrays = [
+        numpy.arange(np.prod(shape, dtype=int)).reshape(shape).astype(dtype)
+        for dtype, shape in LAYOUT.entries
+    ]
+    vectors = LAYOUT.pack(arrays)
+    assert {d: v.shape for d, v in vectors.items()} == {"float32": (7,), "int32": (1,)}
+    assert LAYOUT.lengths == {"float32": 7, "int32": 1}
+    assert [start for _, start, _ in LAYOUT.spans] == [0, 0, 6, 6]
+    for array, found in zip(arrays, LAYOUT.unpack(vectors), strict=True):
+        assert isinstance(found, np.ndarray if numpy is np else jax.Array)
+        assert found.dtype == array.dtype
+        np.testing.assert_array_equal(found, array)
+
+
+def test_in_a_program():
+    arrays = [jnp.ones(shape, dtype) for dtype, shape in LAYOUT.entries]
+    found = jax.jit(lambda xs: LAYOUT.unpack(LAYOUT.pack(xs)))(arrays)
+    jax.tree.map(np.testing.assert_array_equal, found, arrays)
+
+
+def test_another_number_of_arrays_is_refused():
+    with pytest.raises(ValueError, match="shorter"):
+        LAYOUT.pack([np.zeros((2, 3))])
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6, dtype=ml_dtypes.bfloat16).reshape(2, 3).T,
+        np.array(2.5),
+        np.zeros((0, 4), np.float32),
+        np.array([True, False]),
+    ],
+)
+def test_bytes(array):
+    data = bytes_of(array)
+    assert data.nbytes == array.nbytes
+    back = array_of(data.tobytes(), array.dtype.name, array.shape)
+    assert back.dtype == array.dtype
+    np.testing.assert_array_equal(back, array)
