@@ -3,11 +3,12 @@
 from collections.abc import Callable
 
 import libcst as cst
+from libcst import Call
 
 from replicax.migrate import keras_calls, legacy
 from replicax.migrate.arguments import argument, keyword, remade, renamed, without
 from replicax.migrate.operators import DEVICE_OPERATORS, HOST_OPERATORS, Operator
-from replicax.migrate.script import Script, Unported, walk
+from replicax.migrate.script import Expression, Script, Unported, walk
 from replicax.migrate.targets import accepted_arguments, find_note, find_target
 from replicax.migrate.tracing import RANDOM, is_traced
 
@@ -41,9 +42,7 @@ def has_rule(script: Script, node: cst.Call, path: str) -> bool:
     return path in _RULES or path in DEVICE_OPERATORS
 
 
-def ported(
-    script: Script, node: cst.Call, updated: cst.Call, path: str
-) -> cst.BaseExpression:
+def ported(script: Script, node: Call, updated: Call, path: str) -> Expression:
     """What a call of `tf.<path>` becomes.
 
     Raises:
@@ -96,21 +95,15 @@ def _first(updated: cst.Call, name: str, path: str) -> cst.BaseExpression:
     return arg.value
 
 
-def _identity(
-    script: Script, node: cst.Call, updated: cst.Call, path: str
-) -> cst.BaseExpression:
+def _identity(script: Script, node: Call, updated: Call, path: str) -> Expression:
     return _first(updated, "input", path)
 
 
-def _function(
-    script: Script, node: cst.Call, updated: cst.Call, path: str
-) -> cst.BaseExpression:
+def _function(script: Script, node: Call, updated: Call, path: str) -> Expression:
     return _first(updated, "func", path)
 
 
-def _range(
-    script: Script, node: cst.Call, updated: cst.Call, path: str
-) -> cst.BaseExpression:
+def _range(script: Script, node: Call, updated: Call, path: str) -> Expression:
     parent = script.parent(node)
     if isinstance(parent, cst.For) and parent.iter is node:
         if any(arg.keyword or arg.star for arg in updated.args):
@@ -119,18 +112,14 @@ def _range(
     return _operator(script, updated, DEVICE_OPERATORS[path], path)
 
 
-def _constant(
-    script: Script, node: cst.Call, updated: cst.Call, path: str
-) -> cst.BaseExpression:
+def _constant(script: Script, node: Call, updated: Call, path: str) -> Expression:
     value = _first(updated, "value", path)
     if isinstance(value, (cst.SimpleString, cst.FormattedString)):
         raise Unported(f"tf.{path} of a string stays: arrays are of numbers")
     return _operator(script, updated, DEVICE_OPERATORS[path], path)
 
 
-def _variable(
-    script: Script, node: cst.Call, updated: cst.Call, path: str
-) -> cst.BaseExpression:
+def _variable(script: Script, node: Call, updated: Call, path: str) -> Expression:
     made = _operator(script, updated, DEVICE_OPERATORS[path], path)
     has_dtype = any(a.keyword and a.keyword.value == "dtype" for a in made.args)
     if not has_dtype and made.args and isinstance(made.args[0].value, cst.Integer):
@@ -139,17 +128,13 @@ def _variable(
     return made
 
 
-def _where(
-    script: Script, node: cst.Call, updated: cst.Call, path: str
-) -> cst.BaseExpression:
+def _where(script: Script, node: Call, updated: Call, path: str) -> Expression:
     if len(updated.args) < 3:
         raise Unported("tf.where of a condition alone stays: use keras.ops.nonzero")
     return _operator(script, updated, DEVICE_OPERATORS[path], path)
 
 
-def _split(
-    script: Script, node: cst.Call, updated: cst.Call, path: str
-) -> cst.BaseExpression:
+def _split(script: Script, node: Call, updated: Call, path: str) -> Expression:
     sizes = argument(updated.args, 1, "num_or_size_splits")
     if sizes is None or not isinstance(sizes.value, cst.Integer):
         raise Unported(
@@ -172,9 +157,7 @@ def _split(
 def _renaming(target: str) -> Rule:
     """A rule for functions of any number of arguments."""
 
-    def rule(
-        script: Script, node: cst.Call, updated: cst.Call, path: str
-    ) -> cst.BaseExpression:
+    def rule(script: Script, node: Call, updated: Call, path: str) -> Expression:
         kept = [
             a for a in updated.args if not (a.keyword and a.keyword.value == "name")
         ]
@@ -185,9 +168,7 @@ def _renaming(target: str) -> Rule:
     return rule
 
 
-def _l2_loss(
-    script: Script, node: cst.Call, updated: cst.Call, path: str
-) -> cst.BaseExpression:
+def _l2_loss(script: Script, node: Call, updated: Call, path: str) -> Expression:
     square = call_of(script.expression("keras.ops.square"), _first(updated, "t", path))
     total = call_of(script.expression("keras.ops.sum"), square)
     half = cst.BinaryOperation(total, cst.Divide(), cst.Integer("2"))
@@ -199,24 +180,18 @@ def _l2_loss(
     return half.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
 
 
-def _map_fn(
-    script: Script, node: cst.Call, updated: cst.Call, path: str
-) -> cst.BaseExpression:
+def _map_fn(script: Script, node: Call, updated: Call, path: str) -> Expression:
     row = Operator(
         target="keras.ops.map", parameters={"fn": "f", "elems": "xs", "name": "-"}
     )
     return _operator(script, updated, row, path)
 
 
-def _add_n(
-    script: Script, node: cst.Call, updated: cst.Call, path: str
-) -> cst.BaseExpression:
+def _add_n(script: Script, node: Call, updated: Call, path: str) -> Expression:
     return call_of(cst.Name("sum"), _first(updated, "inputs", path))
 
 
-def _app_run(
-    script: Script, node: cst.Call, updated: cst.Call, path: str
-) -> cst.BaseExpression:
+def _app_run(script: Script, node: Call, updated: Call, path: str) -> Expression:
     run = script.expression("absl.app.run")
     if updated.args:
         return updated.with_changes(func=run)
@@ -225,9 +200,7 @@ def _app_run(
     return call_of(run, cst.Name("main"))
 
 
-def _print(
-    script: Script, node: cst.Call, updated: cst.Call, path: str
-) -> cst.BaseExpression:
+def _print(script: Script, node: Call, updated: Call, path: str) -> Expression:
     values = [arg.value for arg in updated.args if arg.keyword is None]
     if any(arg.star for arg in updated.args):
         raise Unported("tf.print of `*` arguments stays: use jax.debug.print")
@@ -259,9 +232,7 @@ def _names(arg: cst.Arg, name: str) -> bool:
     return arg.keyword is not None and arg.keyword.value == name
 
 
-def _tape(
-    script: Script, node: cst.Call, updated: cst.Call, path: str
-) -> cst.BaseExpression:
+def _tape(script: Script, node: Call, updated: Call, path: str) -> Expression:
     if not is_traced(script, node):
         script.leave(
             node,
@@ -271,16 +242,12 @@ def _tape(
     return updated.with_changes(func=script.expression("rx.GradientTape"))
 
 
-def _makedirs(
-    script: Script, node: cst.Call, updated: cst.Call, path: str
-) -> cst.BaseExpression:
+def _makedirs(script: Script, node: Call, updated: Call, path: str) -> Expression:
     made = call_of(script.expression("os.makedirs"), _first(updated, "path", path))
     return made.with_changes(args=[*made.args, keyword("exist_ok", cst.Name("True"))])
 
 
-def _device(
-    script: Script, node: cst.Call, updated: cst.Call, path: str
-) -> cst.BaseExpression:
+def _device(script: Script, node: Call, updated: Call, path: str) -> Expression:
     value = _first(updated, "device_name", path)
     if not isinstance(value, cst.SimpleString):
         raise Unported("tf.device stays: give keras.device a name such as 'gpu:0'")
@@ -288,9 +255,7 @@ def _device(
     return call_of(script.expression("keras.device"), script.string(name))
 
 
-def _random(
-    script: Script, node: cst.Call, updated: cst.Call, path: str
-) -> cst.BaseExpression:
+def _random(script: Script, node: Call, updated: Call, path: str) -> Expression:
     made = _operator(script, updated, DEVICE_OPERATORS[path], path)
     dtype = next((a.value for a in made.args if _names(a, "dtype")), None)
     if isinstance(dtype, cst.SimpleString) and "int" in dtype.value:
@@ -316,9 +281,7 @@ def _random(
     return made.with_changes(args=without(made.args, made.args, extra))
 
 
-def _cast_on_host(
-    script: Script, node: cst.Call, updated: cst.Call, path: str
-) -> cst.BaseExpression:
+def _cast_on_host(script: Script, node: Call, updated: Call, path: str) -> Expression:
     value = _first(updated, "x", path)
     dtype = argument(updated.args, 1, "dtype")
     if dtype is None:
@@ -332,8 +295,8 @@ def _cast_on_host(
 
 
 def _constant_on_host(
-    script: Script, node: cst.Call, updated: cst.Call, path: str
-) -> cst.BaseExpression:
+    script: Script, node: Call, updated: Call, path: str
+) -> Expression:
     value = _first(updated, "value", path)
     made = _operator(script, updated, HOST_OPERATORS[path], path)
     kinds = {type(part) for part in walk(value)}
@@ -345,8 +308,8 @@ def _constant_on_host(
 
 
 def _one_hot_on_host(
-    script: Script, node: cst.Call, updated: cst.Call, path: str
-) -> cst.BaseExpression:
+    script: Script, node: Call, updated: Call, path: str
+) -> Expression:
     depth = argument(updated.args, 1, "depth")
     if depth is None or len(updated.args) != 2:
         raise Unported("tf.one_hot with more than indices and depth: port it by hand")

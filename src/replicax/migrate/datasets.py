@@ -13,36 +13,13 @@ __all__ = ["DatasetGroup", "Datasets", "find_datasets"]
 Key = tuple[object, str]
 """A variable or a function of the script that holds or returns a dataset."""
 
-_OPERATORS = frozenset(
-    [
-        "map",
-        "batch",
-        "shuffle",
-        "repeat",
-        "cache",
-        "prefetch",
-        "take",
-        "skip",
-        "with_options",
-        "shard",
-        "filter",
-        "flat_map",
-        "interleave",
-        "window",
-        "padded_batch",
-        "unbatch",
-        "enumerate",
-        "apply",
-        "concatenate",
-        "as_numpy_iterator",
-        "rebatch",
-        "snapshot",
-        "scan",
-        "bucket_by_sequence_length",
-        "group_by_window",
-        "ragged_batch",
-    ]
-)
+_OPERATOR_NAMES = """
+map batch shuffle repeat cache prefetch take skip with_options shard filter
+flat_map interleave window padded_batch unbatch enumerate apply concatenate
+as_numpy_iterator rebatch snapshot scan bucket_by_sequence_length
+group_by_window ragged_batch
+"""
+_OPERATORS = frozenset(_OPERATOR_NAMES.split())
 _TELLING = frozenset(
     ["batch", "shuffle", "prefetch", "cache", "padded_batch", "unbatch"]
 )

@@ -3,10 +3,11 @@
 from collections.abc import Callable
 
 import libcst as cst
+from libcst import Call
 
 from replicax.migrate.arguments import argument, keyword, renamed, without
 from replicax.migrate.names import dotted
-from replicax.migrate.script import Script, Unported, walk
+from replicax.migrate.script import Expression, Script, Unported, walk
 from replicax.migrate.targets import exists, find_target
 
 __all__ = [
@@ -38,9 +39,7 @@ def _named(arg: cst.Arg, *names: str) -> bool:
     return arg.keyword is not None and arg.keyword.value in names
 
 
-def _optimizer(
-    script: Script, node: cst.Call, updated: cst.Call, path: str
-) -> cst.BaseExpression:
+def _optimizer(script: Script, node: Call, updated: Call, path: str) -> Expression:
     args = []
     for arg in updated.args:
         if _named(arg, "lr"):
@@ -68,9 +67,7 @@ def _kept_or_target(script: Script, node: cst.Call, path: str) -> cst.BaseExpres
     return script.expression(target)
 
 
-def _image_folder(
-    script: Script, node: cst.Call, updated: cst.Call, path: str
-) -> cst.BaseExpression:
+def _image_folder(script: Script, node: Call, updated: Call, path: str) -> Expression:
     if any(_named(arg, "format") for arg in updated.args):
         return updated.with_changes(func=_kept_or_target(script, node, path))
     extra = [keyword("format", script.string("grain"))]
@@ -81,9 +78,7 @@ def _image_folder(
     )
 
 
-def _set_value(
-    script: Script, node: cst.Call, updated: cst.Call, path: str
-) -> cst.BaseExpression:
+def _set_value(script: Script, node: Call, updated: Call, path: str) -> Expression:
     variable = argument(updated.args, 0, "x")
     value = argument(updated.args, 1, "value")
     if variable is None or value is None:
@@ -142,23 +137,19 @@ def written(script: Script, node: cst.Call, updated: cst.Call) -> cst.Call:
     return updated.with_changes(args=without(updated.args, kept))
 
 
-def _save_model(
-    script: Script, node: cst.Call, updated: cst.Call, path: str
-) -> cst.BaseExpression:
+def _save_model(script: Script, node: Call, updated: Call, path: str) -> Expression:
     report_path(script, node, MODELS, position=1)
     return updated.with_changes(func=_kept_or_target(script, node, path))
 
 
-def _load_model(
-    script: Script, node: cst.Call, updated: cst.Call, path: str
-) -> cst.BaseExpression:
+def _load_model(script: Script, node: Call, updated: Call, path: str) -> Expression:
     report_path(script, node, MODELS, is_read=True)
     return updated.with_changes(func=_kept_or_target(script, node, path))
 
 
 def _model_checkpoint(
-    script: Script, node: cst.Call, updated: cst.Call, path: str
-) -> cst.BaseExpression:
+    script: Script, node: Call, updated: Call, path: str
+) -> Expression:
     weights_only = any(
         _named(arg, "save_weights_only")
         and isinstance(arg.value, cst.Name)
@@ -171,9 +162,7 @@ def _model_checkpoint(
     return updated.with_changes(func=_kept_or_target(script, node, path))
 
 
-def _tensorboard(
-    script: Script, node: cst.Call, updated: cst.Call, path: str
-) -> cst.BaseExpression:
+def _tensorboard(script: Script, node: Call, updated: Call, path: str) -> Expression:
     raise Unported(
         "the TensorBoard callback writes with TensorFlow: use "
         'rx.callbacks.Report("report.html"), or the package tensorboardX'

@@ -3,9 +3,10 @@
 from collections.abc import Callable
 
 import libcst as cst
+from libcst import Call
 
 from replicax.migrate.arguments import argument, bound, keyword, without
-from replicax.migrate.script import Script, Unported, walk
+from replicax.migrate.script import Expression, Script, Unported, walk
 from replicax.migrate.tracing import makes_spec
 
 __all__ = ["RULES"]
@@ -43,9 +44,7 @@ _NEED_UNSTARTED = (
 )
 
 
-def _layer(
-    script: Script, node: cst.Call, updated: cst.Call, path: str
-) -> cst.BaseExpression:
+def _layer(script: Script, node: Call, updated: Call, path: str) -> Expression:
     """`tf.layers.dense(x, 10)` as `keras.layers.Dense(10)(x)`."""
     inputs = argument(updated.args, 0, "inputs")
     if inputs is None or any(arg.star for arg in updated.args):
@@ -73,9 +72,7 @@ def _layer(
     )
 
 
-def _loss(
-    script: Script, node: cst.Call, updated: cst.Call, path: str
-) -> cst.BaseExpression:
+def _loss(script: Script, node: Call, updated: Call, path: str) -> Expression:
     """A mean loss of `tf.losses` of TensorFlow 1, as a loss object that is called."""
     name = path.rpartition(".")[2]
     target, from_logits = _LOSSES[name]
@@ -110,9 +107,7 @@ def _refuse_before_start(script: Script, path: str) -> None:
             )
 
 
-def _devices(
-    script: Script, node: cst.Call, updated: cst.Call, path: str
-) -> cst.BaseExpression:
+def _devices(script: Script, node: Call, updated: Call, path: str) -> Expression:
     _refuse_before_start(script, path)
     kind = argument(updated.args, 0, "device_type")
     devices = cst.Call(func=script.expression("jax.devices"))
@@ -128,9 +123,7 @@ def _devices(
     return cst.parse_expression(text)
 
 
-def _gpu_available(
-    script: Script, node: cst.Call, updated: cst.Call, path: str
-) -> cst.BaseExpression:
+def _gpu_available(script: Script, node: Call, updated: Call, path: str) -> Expression:
     _refuse_before_start(script, path)
     backend = cst.Call(func=script.expression("jax.default_backend"))
     gpu = cst.ComparisonTarget(cst.Equal(), script.string("gpu"))
@@ -140,8 +133,8 @@ def _gpu_available(
 
 
 def _logical_devices(
-    script: Script, node: cst.Call, updated: cst.Call, path: str
-) -> cst.BaseExpression:
+    script: Script, node: Call, updated: Call, path: str
+) -> Expression:
     parts = argument(updated.args, 1, "logical_devices")
     number = _length(parts.value) if parts else None
     if number is None:
@@ -162,9 +155,7 @@ def _length(node: cst.BaseExpression) -> cst.BaseExpression | None:
     return None
 
 
-def _mirrored(
-    script: Script, node: cst.Call, updated: cst.Call, path: str
-) -> cst.BaseExpression:
+def _mirrored(script: Script, node: Call, updated: Call, path: str) -> Expression:
     for arg in updated.args:
         name = arg.keyword.value if arg.keyword else None
         if name in {"num_gpus", "num_gpus_per_worker", "prefetch_on_device"}:

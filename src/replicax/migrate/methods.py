@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import libcst as cst
+from libcst import Attribute, Call
 
 from replicax.migrate import keras_calls
 from replicax.migrate.arguments import argument, keyword, renamed
@@ -13,7 +14,7 @@ from replicax.migrate.keras_calls import (
     report_path,
 )
 from replicax.migrate.names import root_of
-from replicax.migrate.script import Script, Unported
+from replicax.migrate.script import Expression, Script, Unported
 
 __all__ = ["attribute", "call"]
 
@@ -79,9 +80,7 @@ def _is_replica_call(script: Script, node: cst.Attribute) -> bool:
     )
 
 
-def call(
-    script: Script, node: cst.Call, updated: cst.Call, path: str | None
-) -> cst.BaseExpression:
+def call(script: Script, node: Call, updated: Call, path: str | None) -> Expression:
     """What a call of a method becomes."""
     func = updated.func
     if path is not None or not isinstance(func, cst.Attribute):
@@ -106,9 +105,7 @@ def _is_of_module(script: Script, node: cst.Call) -> bool:
     return name is not None and "." not in name
 
 
-def _numpy(
-    script: Script, node: cst.Call, updated: cst.Call, func: cst.Attribute
-) -> cst.BaseExpression:
+def _numpy(script: Script, node: Call, updated: Call, func: Attribute) -> Expression:
     if updated.args:
         return updated
     if any(parent in script.host_functions for parent in script.parents(node)):
@@ -123,15 +120,11 @@ def _unparenthesized(node: cst.BaseExpression) -> cst.BaseExpression:
     return node.with_changes(lpar=[], rpar=[])
 
 
-def _shape(
-    script: Script, node: cst.Call, updated: cst.Call, func: cst.Attribute
-) -> cst.BaseExpression:
+def _shape(script: Script, node: Call, updated: Call, func: Attribute) -> Expression:
     return updated if updated.args else func.with_changes(attr=cst.Name("shape"))
 
 
-def _as_list(
-    script: Script, node: cst.Call, updated: cst.Call, func: cst.Attribute
-) -> cst.BaseExpression:
+def _as_list(script: Script, node: Call, updated: Call, func: Attribute) -> Expression:
     is_shape = (
         isinstance(func.value, cst.Attribute) and func.value.attr.value == "shape"
     )
@@ -140,23 +133,19 @@ def _as_list(
     return cst.Call(func=cst.Name("list"), args=[cst.Arg(func.value)])
 
 
-def _next(
-    script: Script, node: cst.Call, updated: cst.Call, func: cst.Attribute
-) -> cst.BaseExpression:
+def _next(script: Script, node: Call, updated: Call, func: Attribute) -> Expression:
     if updated.args:
         return updated
     return cst.Call(func=cst.Name("next"), args=[cst.Arg(func.value)])
 
 
-def _iter(
-    script: Script, node: cst.Call, updated: cst.Call, func: cst.Attribute
-) -> cst.BaseExpression:
+def _iter(script: Script, node: Call, updated: Call, func: Attribute) -> Expression:
     return cst.Call(func=cst.Name("iter"), args=[cst.Arg(func.value)])
 
 
 def _experimental_run(
-    script: Script, node: cst.Call, updated: cst.Call, func: cst.Attribute
-) -> cst.BaseExpression:
+    script: Script, node: Call, updated: Call, func: Attribute
+) -> Expression:
     """The oldest spelling: `strategy.experimental_run(step, iterator)`."""
     step = argument(updated.args, 0, "fn")
     iterator = argument(updated.args, 1, "input_iterator")
@@ -174,8 +163,8 @@ def _comma() -> cst.Comma:
 
 
 def _dataset_iterator(
-    script: Script, node: cst.Call, updated: cst.Call, func: cst.Attribute
-) -> cst.BaseExpression:
+    script: Script, node: Call, updated: Call, func: Attribute
+) -> Expression:
     name = {
         "make_dataset_iterator": "experimental_distribute_dataset",
         "make_input_fn_iterator": "distribute_datasets_from_function",
@@ -185,14 +174,14 @@ def _dataset_iterator(
 
 
 def _each_replica(
-    script: Script, node: cst.Call, updated: cst.Call, func: cst.Attribute
-) -> cst.BaseExpression:
+    script: Script, node: Call, updated: Call, func: Attribute
+) -> Expression:
     return updated.with_changes(func=func.with_changes(attr=cst.Name("run")))
 
 
 def _apply_gradients(
-    script: Script, node: cst.Call, updated: cst.Call, func: cst.Attribute
-) -> cst.BaseExpression:
+    script: Script, node: Call, updated: Call, func: Attribute
+) -> Expression:
     for arg in node.args:
         name = arg.keyword.value if arg.keyword else ""
         if name in {"experimental_aggregate_gradients", "skip_gradients_aggregation"}:
@@ -205,9 +194,7 @@ def _apply_gradients(
     return updated.with_changes(args=kept)
 
 
-def _minimize(
-    script: Script, node: cst.Call, updated: cst.Call, func: cst.Attribute
-) -> cst.BaseExpression:
+def _minimize(script: Script, node: Call, updated: Call, func: Attribute) -> Expression:
     if "optimizer" not in script.code(node).lower() and "opt" not in script.code(
         func.value
     ):
@@ -218,36 +205,30 @@ def _minimize(
     )
 
 
-def _compile(
-    script: Script, node: cst.Call, updated: cst.Call, func: cst.Attribute
-) -> cst.BaseExpression:
+def _compile(script: Script, node: Call, updated: Call, func: Attribute) -> Expression:
     return keras_calls.compiled(script, node, updated)
 
 
-def _fit(
-    script: Script, node: cst.Call, updated: cst.Call, func: cst.Attribute
-) -> cst.BaseExpression:
+def _fit(script: Script, node: Call, updated: Call, func: Attribute) -> Expression:
     return keras_calls.fitted(script, node, updated)
 
 
-def _save(
-    script: Script, node: cst.Call, updated: cst.Call, func: cst.Attribute
-) -> cst.BaseExpression:
+def _save(script: Script, node: Call, updated: Call, func: Attribute) -> Expression:
     if "model" in script.code(func.value).lower():
         return keras_calls.written(script, node, updated)
     return updated
 
 
 def _save_weights(
-    script: Script, node: cst.Call, updated: cst.Call, func: cst.Attribute
-) -> cst.BaseExpression:
+    script: Script, node: Call, updated: Call, func: Attribute
+) -> Expression:
     report_path(script, node, WEIGHTS)
     return updated
 
 
 def _load_weights(
-    script: Script, node: cst.Call, updated: cst.Call, func: cst.Attribute
-) -> cst.BaseExpression:
+    script: Script, node: Call, updated: Call, func: Attribute
+) -> Expression:
     path = argument(node.args, 0, "filepath")
     if path is not None and is_latest_checkpoint(script, path.value):
         script.leave(
@@ -260,8 +241,8 @@ def _load_weights(
 
 
 def _add_weight(
-    script: Script, node: cst.Call, updated: cst.Call, func: cst.Attribute
-) -> cst.BaseExpression:
+    script: Script, node: Call, updated: Call, func: Attribute
+) -> Expression:
     """In Keras 3 the shape comes first, not the name."""
     names = ["name", "shape", "dtype", "initializer"]
     given = [a for a in updated.args if a.keyword is None]
@@ -282,9 +263,7 @@ def _add_weight(
     )
 
 
-def _unscaled(
-    script: Script, node: cst.Call, updated: cst.Call, func: cst.Attribute
-) -> cst.BaseExpression:
+def _unscaled(script: Script, node: Call, updated: Call, func: Attribute) -> Expression:
     gradients = argument(updated.args, 0, "grads")
     if gradients is None:
         raise Unported("get_unscaled_gradients: `apply_gradients` of Keras 3 does it")
@@ -293,8 +272,8 @@ def _unscaled(
 
 
 def _compiled_loss(
-    script: Script, node: cst.Call, updated: cst.Call, func: cst.Attribute
-) -> cst.BaseExpression:
+    script: Script, node: Call, updated: Call, func: Attribute
+) -> Expression:
     y, y_pred = argument(updated.args, 0, "y_true"), argument(updated.args, 1, "y_pred")
     if y is None or y_pred is None:
         raise Unported("compiled_loss: use self.compute_loss(y=y, y_pred=y_pred)")
@@ -309,8 +288,8 @@ def _compiled_loss(
 
 
 def _update_state(
-    script: Script, node: cst.Call, updated: cst.Call, func: cst.Attribute
-) -> cst.BaseExpression:
+    script: Script, node: Call, updated: Call, func: Attribute
+) -> Expression:
     if script.code(func.value).endswith("compiled_metrics"):
         raise Unported(
             "there is no compiled_metrics: return self.compute_metrics(x, y, y_pred) "

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import libcst as cst
+from libcst import Call
 
 from replicax.migrate.arguments import argument, keyword, without
 from replicax.migrate.datasets import DatasetGroup, find_datasets
@@ -13,7 +14,7 @@ from replicax.migrate.host import (
     why_not_on_host,
 )
 from replicax.migrate.names import dotted
-from replicax.migrate.script import Script, Unported, walk
+from replicax.migrate.script import Expression, Script, Unported, walk
 from replicax.migrate.sources import (
     KNOWN_SOURCES,
     STREAM_RULES,
@@ -170,7 +171,7 @@ def _freeze(script: Script, group: DatasetGroup, where: cst.CSTNode, why: str) -
 # The operators: each gets the script, the original call and the ported one.
 
 
-def _map(script: Script, call: cst.Call, updated: cst.Call) -> cst.BaseExpression:
+def _map(script: Script, call: Call, updated: Call) -> Expression:
     before = argument(call.args, 0, "map_func")
     after = argument(updated.args, 0, "map_func")
     assert before is not None
@@ -182,7 +183,7 @@ def _map(script: Script, call: cst.Call, updated: cst.Call) -> cst.BaseExpressio
     return updated.with_changes(args=without(updated.args, [arg]))
 
 
-def _batch(script: Script, call: cst.Call, updated: cst.Call) -> cst.BaseExpression:
+def _batch(script: Script, call: Call, updated: Call) -> Expression:
     size = argument(updated.args, 0, "batch_size")
     drop = argument(updated.args, 1, "drop_remainder")
     if size is None:
@@ -193,7 +194,7 @@ def _batch(script: Script, call: cst.Call, updated: cst.Call) -> cst.BaseExpress
     return updated.with_changes(args=without(updated.args, kept))
 
 
-def _shuffle(script: Script, call: cst.Call, updated: cst.Call) -> cst.BaseExpression:
+def _shuffle(script: Script, call: Call, updated: Call) -> Expression:
     seed = argument(updated.args, 1, "seed")
     is_ported = [a for a in call.args if a.keyword and a.keyword.value == "seed"]
     if is_ported and len(call.args) == 1:
@@ -205,7 +206,7 @@ def _shuffle(script: Script, call: cst.Call, updated: cst.Call) -> cst.BaseExpre
     return updated.with_changes(args=[keyword("seed", value)])
 
 
-def _repeat(script: Script, call: cst.Call, updated: cst.Call) -> cst.BaseExpression:
+def _repeat(script: Script, call: Call, updated: Call) -> Expression:
     count = argument(updated.args, 0, "count")
     if count is None or script.code(count.value) in {"None", "-1"}:
         return updated.with_changes(args=[])
@@ -213,7 +214,7 @@ def _repeat(script: Script, call: cst.Call, updated: cst.Call) -> cst.BaseExpres
 
 
 def _slice(before: bool) -> Rule:
-    def rule(script: Script, call: cst.Call, updated: cst.Call) -> cst.BaseExpression:
+    def rule(script: Script, call: Call, updated: Call) -> Expression:
         count = argument(updated.args, 0, "count")
         if count is None:
             raise Unported(f"{method_of(call)}: its count was not found")
@@ -226,7 +227,7 @@ def _slice(before: bool) -> Rule:
     return rule
 
 
-def _shard(script: Script, call: cst.Call, updated: cst.Call) -> cst.BaseExpression:
+def _shard(script: Script, call: Call, updated: Call) -> Expression:
     number = argument(updated.args, 0, "num_shards")
     index = argument(updated.args, 1, "index")
     if number is None or index is None:
@@ -241,9 +242,7 @@ def _shard(script: Script, call: cst.Call, updated: cst.Call) -> cst.BaseExpress
     return cst.Subscript(receiver(updated), [cst.SubscriptElement(part)])
 
 
-def _concatenate(
-    script: Script, call: cst.Call, updated: cst.Call
-) -> cst.BaseExpression:
+def _concatenate(script: Script, call: Call, updated: Call) -> Expression:
     other = argument(updated.args, 0, "dataset")
     if other is None:
         raise Unported("concatenate: its dataset was not found")

@@ -14,6 +14,7 @@ from replicax.migrate.targets import is_dotted
 
 __all__ = [
     "MARK",
+    "Expression",
     "Finding",
     "PortReport",
     "Replacement",
@@ -39,6 +40,9 @@ _COMPOUND = (
     cst.Match,
 )
 
+
+Expression: TypeAlias = cst.BaseExpression
+"""What a rule makes of a call or an attribute."""
 
 Statement: TypeAlias = cst.SimpleStatementLine | cst.BaseCompoundStatement
 """A statement with lines of its own, which may have comments above it."""

@@ -3,10 +3,11 @@
 from collections.abc import Callable, Sequence
 
 import libcst as cst
+from libcst import Call
 
 from replicax.migrate.arguments import argument
 from replicax.migrate.names import dotted
-from replicax.migrate.script import Script, Unported, walk
+from replicax.migrate.script import Expression, Script, Unported, walk
 
 __all__ = [
     "KNOWN_SOURCES",
@@ -215,14 +216,14 @@ def _is_in_order(script: Script, source: cst.Call) -> bool:
     )
 
 
-def _take(script: Script, call: cst.Call, updated: cst.Call) -> cst.BaseExpression:
+def _take(script: Script, call: Call, updated: Call) -> Expression:
     count = argument(updated.args, 0, "count")
     if count is None:
         raise Unported("take: its count was not found")
     return _wrapped(script, "LimitIterDataset", updated, count.value)
 
 
-def _repeat(script: Script, call: cst.Call, updated: cst.Call) -> cst.BaseExpression:
+def _repeat(script: Script, call: Call, updated: Call) -> Expression:
     count = argument(updated.args, 0, "count")
     if count is None or script.code(count.value) in {"None", "-1"}:
         return _wrapped(script, "RepeatIterDataset", updated)
@@ -239,7 +240,7 @@ def _wrapped(
 def dropped(why: str) -> Rule:
     """The rule of a call that is taken out, with a note that says why."""
 
-    def rule(script: Script, call: cst.Call, updated: cst.Call) -> cst.BaseExpression:
+    def rule(script: Script, call: Call, updated: Call) -> Expression:
         script.note(call, f".{method_of(call)} is taken out: {why}")
         return receiver(updated)
 

@@ -42,25 +42,11 @@ OLD_PREFIXES = {
 }
 """Where names stood before."""
 
-DTYPES = frozenset(
-    [
-        "float16",
-        "float32",
-        "float64",
-        "bfloat16",
-        "int8",
-        "int16",
-        "int32",
-        "int64",
-        "uint8",
-        "uint16",
-        "uint32",
-        "uint64",
-        "bool",
-        "complex64",
-        "complex128",
-    ]
-)
+_DTYPE_NAMES = """
+float16 float32 float64 bfloat16 int8 int16 int32 int64 uint8 uint16 uint32
+uint64 bool complex64 complex128
+"""
+DTYPES = frozenset(_DTYPE_NAMES.split())
 
 _OPTIMIZERS = {
     f"keras.optimizers.{kind}.{name}": f"keras.optimizers.{name}"
@@ -99,19 +85,12 @@ _ERRORS = {
     "mean_absolute_error": ("mae", "MAE"),
     "mean_squared_logarithmic_error": ("msle", "MSLE"),
 }
-_HOOKS = [
-    "CheckpointSaverListener",
-    "LoggingTensorHook",
-    "NanLossDuringTrainingError",
-    "NanTensorHook",
-    "SessionRunArgs",
-    "SessionRunContext",
-    "SessionRunHook",
-    "SessionRunValues",
-    "StepCounterHook",
-    "StopAtStepHook",
-]
-
+_HOOK_NAMES = """
+CheckpointSaverListener LoggingTensorHook NanLossDuringTrainingError
+NanTensorHook SessionRunArgs SessionRunContext SessionRunHook SessionRunValues
+StepCounterHook StopAtStepHook
+"""
+_HOOKS = _HOOK_NAMES.split()
 EXACT = {
     "GradientTape": "rx.GradientTape",
     "train.Checkpoint": "rx.Checkpoint",

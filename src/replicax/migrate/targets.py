@@ -28,23 +28,11 @@ __all__ = [
 ]
 
 _NOTHING = object()
-_ACTIVATIONS = frozenset(
-    [
-        "elu",
-        "gelu",
-        "leaky_relu",
-        "relu",
-        "relu6",
-        "selu",
-        "sigmoid",
-        "silu",
-        "softmax",
-        "softplus",
-        "softsign",
-        "swish",
-        "tanh",
-    ]
-)
+_ACTIVATION_NAMES = """
+elu gelu leaky_relu relu relu6 selu sigmoid silu softmax softplus softsign swish
+tanh
+"""
+_ACTIVATIONS = frozenset(_ACTIVATION_NAMES.split())
 
 
 def is_dotted(target: str) -> bool:
