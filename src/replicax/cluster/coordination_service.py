@@ -108,7 +108,7 @@ def serve(arguments: Sequence[str]) -> None:
         # Far beyond the workers' own deadlines: they say more than JAX's abort does.
         heartbeat_timeout=24 * 3600,
         shutdown_timeout=10,
-        # Signs of life are timed by the wall clock: set back, it makes all of them
+        # Heartbeats are timed by the wall clock: set back, it makes all of them
         # overdue. Of tasks that may recover the service tells nobody.
         recoverable=True,
     )

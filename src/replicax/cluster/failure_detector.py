@@ -32,7 +32,7 @@ class Sign:
         doing: The last one of them.
         has_left: Whether its script has come to the end.
         failure: The report of a worker that is ending; None: it is not.
-        seen_at: When it last gave a sign of life, by the clock of who judges.
+        seen_at: When its last heartbeat came, by the clock of who judges.
         moved_at: When `log` last changed, by the same clock.
         is_waiting: Whether its script waits in an exchange with all workers, and so
             raises by itself if they do not come.

@@ -10,13 +10,16 @@ import os
 import socket
 import threading
 import time
+from typing import NoReturn
+
+from replicax._util.waiting import wait_for
 
 __all__ = ["instance_attribute", "metadata_server"]
 
 # The server's fixed address: its name would go through DNS, which has no deadline.
 _ADDRESS = "169.254.169.254"
 _PATH = "/computeMetadata/v1/instance/attributes/"
-_PAUSE_SECONDS = 0.25
+_PAUSES = (0.25, 0.25)
 
 
 def metadata_server() -> str:
@@ -38,15 +41,20 @@ def instance_attribute(name: str, timeout_seconds: float) -> str | None:
         OSError: If there is no answer by then, or one that is no metadata server's.
     """
     deadline = time.monotonic() + timeout_seconds
-    while True:
+
+    def answer() -> tuple[int, str] | None:
         status, text = _get(_PATH + name, deadline, timeout_seconds)
-        if status == 200:
-            return text
-        if status == 404:
-            return None
-        if status < 500:
-            raise OSError(f"it answered with HTTP status {status}")
-        time.sleep(max(0.0, min(_PAUSE_SECONDS, deadline - time.monotonic())))
+        return None if status >= 500 else (status, text)
+
+    def late() -> NoReturn:
+        raise TimeoutError(f"nothing within {timeout_seconds:g} s")
+
+    status, text = wait_for(answer, timeout_seconds, late=late, pauses=_PAUSES)
+    if status == 404:
+        return None
+    if status != 200:
+        raise OSError(f"it answered with HTTP status {status}")
+    return text
 
 
 def _get(path: str, deadline: float, timeout_seconds: float) -> tuple[int, str]:

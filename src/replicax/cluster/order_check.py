@@ -17,7 +17,7 @@ _WAIT_SECONDS = 3.0
 class OrderCheck:
     """Compares this worker's log with the others', and finds where they part.
 
-    Checksums travel with the signs of life. Only where they differ are the operations
+    Checksums travel with the heartbeats. Only where they differ are the operations
     themselves exchanged.
 
     Args:

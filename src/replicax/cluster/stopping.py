@@ -15,7 +15,7 @@ class StopRequest:
     """A request to stop between two steps.
 
     A worker must not wait for the others between its steps, which may need it to
-    finish theirs. So the threads that exchange signs of life agree: each one freezes
+    finish theirs. So the threads that exchange heartbeats agree: each one freezes
     its worker's count of steps, tells it, and when all are told, all stop after the
     highest one plus 1. Frozen, a worker waits at its next step's end for that moment.
 

@@ -37,7 +37,7 @@ class Timeouts:
             program.
         step: For a worker that is alive to come to a step, and for a step to finish:
             more than the longest step takes, compilation included.
-        heartbeat: For a sign of life of each process.
+        heartbeat: For the next heartbeat of each process; they come once a second.
         shutdown: For all workers to come to the end of their scripts. Workers of
             `rx.ParameterServerStrategy` do not wait there.
         server: For a lost parameter server to be restarted.

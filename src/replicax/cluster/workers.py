@@ -183,11 +183,12 @@ class Workers:
             return None
 
         def late() -> NoReturn:
-            field = "step" if timeout == self.timeouts.step else "startup"
+            field = "startup" if timeout_seconds is None else "step"
+            advice = f", or give it more time (rx.Timeouts({field}=...))"
             raise ClusterError(
                 f"{self.name}: {self._listed(missing)} did not come to {name} within "
-                f"{timeout:.0f} s. See what that worker prints, or give it more time "
-                f"(rx.Timeouts({field}=...)).",
+                f"{timeout:.0f} s. See what that worker prints"
+                f"{advice if timeout == getattr(self.timeouts, field) else ''}.",
                 culprit=self.names[missing[0]],
             )
 

@@ -67,7 +67,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             read the same data. Turn it off for augmentations that differ between
             workers.
         timeouts: How long workers wait for each other: to start and to get ready for a
-            new program (`startup`), in a step (`step`), for a sign of life
+            new program (`startup`), in a step (`step`), for a heartbeat
             (`heartbeat`) and at the end of the script (`shutdown`). Defaults to
             `rx.Timeouts()`.
 
