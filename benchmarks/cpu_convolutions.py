@@ -20,7 +20,7 @@ import keras  # isort: skip
 import numpy as np  # isort: skip
 from jax import lax  # isort: skip
 
-from replicax import cpu  # isort: skip
+from replicax.cpu import lowering  # isort: skip
 
 # Name, batch, size, kernel, stride, features, outputs, groups.
 LAYERS = [
@@ -166,7 +166,9 @@ def timed(program, arguments: tuple) -> float:
 
 def compare(case: Case, rounds: int) -> None:
     name, step, arguments = case
-    programs = [jax.jit(f).lower(*arguments).compile() for f in (step, cpu.apply(step))]
+    programs = [
+        jax.jit(f).lower(*arguments).compile() for f in (step, lowering.apply(step))
+    ]
     for program in programs:
         timed(program, arguments)
     times = [[timed(p, arguments) for p in programs] for _ in range(rounds)]

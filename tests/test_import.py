@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from replicax._private.wraps import WRAPS
+
 
 def run_python(
     code: str, keras_backend: str | None = None, keras_home: Path | None = None
@@ -48,12 +50,151 @@ def test_no_jax_device_is_started() -> None:
     assert process.stdout == "False\n", process.stderr
 
 
-def test_optional_packages_are_not_imported() -> None:
+LOADED = """
+import sys, replicax as rx
+ours = sorted(name for name in sys.modules if name.startswith("replicax"))
+print(len(ours), [name for name in ("jax", "keras", "numpy") if name in sys.modules])
+rx.ContextError
+print([name for name in ("jax", "keras", "numpy") if name in sys.modules])
+import keras, jax
+known = set(sys.modules)
+rx.MirroredStrategy(["cpu:0"])
+packages = {name.partition(".")[0] for name in set(sys.modules) - known}
+heavy = {"grain", "libcst", "orbax", "pyarrow", "rich", "tensorflow", "torch", "typer"}
+print(sorted(heavy & packages))
+folders = {name.split(".")[1] for name in sys.modules if name.startswith("replicax.")}
+print(sorted({"commands", "estimator", "launch", "migrate", "planning", "ps", "testing"}
+             & folders))
+"""
+
+
+def test_little_is_loaded_before_it_is_needed() -> None:
+    process = run_python(LOADED)
+    assert process.stdout.splitlines() == ["4 []", "[]", "[]", "[]"], process.stderr
+
+
+UNCHANGED = """
+import ctypes, os, signal, sys
+os.environ["KERAS_BACKEND"] = "jax"
+import jax, keras
+from jax.interpreters import mlir
+
+# The primitives of JAX: replicax has one of its own.
+JAXS = {*mlir._lowerings, *mlir._platform_specific_lowerings["cpu"]}
+
+def attributes():
+    found = {}
+    for module in list(sys.modules.values()):
+        if getattr(module, "__name__", "").partition(".")[0] != "keras":
+            continue
+        for name, value in list(vars(module).items()):
+            found[module.__name__, name] = id(value)
+            if isinstance(value, type) and value.__module__.startswith("keras."):
+                for key, attribute in list(vars(value).items()):
+                    found[value, key] = id(attribute)
+    return found
+
+def state():
+    return {
+        "keras": attributes(),
+        "environ": dict(os.environ),
+        "config": dict(jax.config.values),
+        "lowerings": {p: mlir._lowerings.get(p) for p in JAXS},
+        "of_platforms": {k: {p: v[p] for p in v if p in JAXS}
+                         for k, v in mlir._platform_specific_lowerings.items()},
+        "inline": JAXS & jax._src.interpreters.mlir._uncacheable_primitives,
+        "excepthook": sys.excepthook,
+        "handlers": [signal.getsignal(n) for n in range(1, signal.NSIG)],
+    }
+
+def changed(before):
+    after = state()
+    return [name for name in before if before[name] != after[name]]
+
+class Libc(ctypes.CDLL):
+    def __init__(self, *args):
+        raise SystemExit("the C library was loaded")
+
+ctypes.CDLL, loader = Libc, ctypes.CDLL
+before = state()
+import replicax as rx
+print(changed(before))
+for name in ("MirroredStrategy", "GradientTape", "set_logical_devices"):
+    getattr(rx, name)
+print(changed(before))
+ctypes.CDLL = loader
+before = attributes()
+rx.MirroredStrategy(["cpu:0"])
+after = attributes()
+def path(owner):
+    if isinstance(owner, str):
+        return owner
+    return f"{owner.__module__}.{owner.__qualname__}"
+new = {(path(owner), name) for owner, name in after
+       if after[owner, name] != before.get((owner, name))}
+from replicax._private.wraps import WRAPS
+def owner_of(wrap):
+    owner = wrap.find_owner()
+    return path(owner if isinstance(owner, type) else owner.__name__)
+wraps = {(owner_of(wrap), name) for wrap in WRAPS for name in wrap.names}
+print(len(wraps), sorted(new ^ wraps))
+"""
+
+
+def test_the_import_changes_nothing_and_a_strategy_installs_the_wraps() -> None:
+    """Of Keras, JAX, malloc and the process; then of Keras exactly `WRAPS`."""
+    process = run_python(UNCHANGED)
+    number = sum(len(wrap.names) for wrap in WRAPS)
+    expected = ["[]", "[]", f"{number} []"]
+    assert process.stdout.splitlines() == expected, process.stderr
+
+
+def test_the_import_sets_one_variable() -> None:
     process = run_python(
-        "import sys, replicax\n"
-        "print(sorted({'grain', 'tensorflow', 'torch'} & set(sys.modules)))"
+        "import os\nbefore = dict(os.environ)\nimport replicax\n"
+        "print({k: v for k, v in os.environ.items() if before.get(k) != v})"
     )
-    assert process.stdout == "[]\n", process.stderr
+    assert process.stdout == "{'KERAS_BACKEND': 'jax'}\n", process.stderr
+
+
+ORDERS = """
+import random, sys, threading
+import replicax as rx
+names = list(rx.__all__)
+random.Random(int(sys.argv[1])).shuffle(names)
+import replicax.testing, replicax.planning, replicax.checkpoint
+barrier, found = threading.Barrier(4), []
+
+def read(part):
+    barrier.wait()
+    found.append({name: getattr(rx, name) for name in part})
+
+threads = [threading.Thread(target=read, args=(names[i:] + names[:i],))
+           for i in (0, 20, 40, 60)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+import pkgutil, importlib
+for module in pkgutil.walk_packages(rx.__path__, "replicax."):
+    top = module.name.split(".")[1]
+    if top not in ("migrate", "commands", "cli") and "__main__" not in module.name:
+        importlib.import_module(module.name)
+assert len(found) == 4
+for values in found:
+    for name, value in values.items():
+        assert getattr(rx, name) is value, name
+        home = rx._MODULES[name]
+        module = sys.modules[f"replicax.{home}"]
+        assert value is (module if home == name else vars(module)[name]), name
+print("same")
+"""
+
+
+@pytest.mark.parametrize("seed", ["0"])
+def test_names_are_the_same_in_any_order_and_thread(seed: str) -> None:
+    process = run_python(f"import sys; sys.argv = ['', '{seed}']\n{ORDERS}")
+    assert process.stdout == "same\n", process.stderr
 
 
 @pytest.mark.parametrize("backend", ["numpy", "tensorflow", "torch"])

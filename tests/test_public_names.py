@@ -1,6 +1,11 @@
 """What users may rely on: a change here is a change of the interface."""
 
+import ast
+import copy
 import inspect
+import pickle
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -125,6 +130,45 @@ def test_names() -> None:
     assert rx.__all__ == sorted(rx.__all__)
     for name in rx.__all__:
         assert hasattr(rx, name), name
+
+
+def test_the_table_and_what_type_checkers_see_agree() -> None:
+    tree = ast.parse(Path(rx.__file__).read_text(encoding="utf-8"))
+    (block,) = [n for n in tree.body if isinstance(n, ast.If)]
+    assert ast.unparse(block.test) == "TYPE_CHECKING"
+    seen: dict[str, str] = {}
+    for node in block.body:
+        assert isinstance(node, ast.ImportFrom)
+        assert node.module is not None
+        for alias in node.names:
+            assert alias.asname is None
+            home = node.module.removeprefix("replicax").removeprefix(".")
+            seen[alias.name] = home or alias.name
+    assert seen == rx._MODULES
+    assert sorted(seen) == rx.__all__
+    assert set(rx.__all__) <= set(dir(rx))
+    assert {"__version__", "__all__"} <= set(dir(rx))
+
+
+def test_a_name_that_is_not_there() -> None:
+    with pytest.raises(AttributeError, match="close to it: MirroredStrategy"):
+        _ = rx.MirrorStrategy  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(AttributeError, match=r"no attribute 'xyzzy'$"):
+        _ = rx.xyzzy  # pyright: ignore[reportAttributeAccessIssue]
+    assert not hasattr(rx, "__wrapped__")
+    with pytest.raises(ImportError, match="cannot import name 'Mirrored'"):
+        from replicax import Mirrored  # pyright: ignore[reportAttributeAccessIssue]  # noqa: F401
+
+
+def test_all_names_are_imported_by_a_star_and_survive_pickling() -> None:
+    names: dict[str, object] = {}
+    exec("from replicax import *", names)
+    assert set(rx.__all__) <= set(names)
+    for name in rx.__all__:
+        value = getattr(rx, name)
+        if not isinstance(value, ModuleType):
+            assert pickle.loads(pickle.dumps(value)) is value
+            assert copy.deepcopy(value) is value
 
 
 def test_names_under_experimental() -> None:

@@ -1,87 +1,92 @@
-# ruff: noqa: E402
-"""replicax: tf.distribute's Strategy for Keras 3 on JAX."""
+"""replicax: tf.distribute's Strategy for Keras 3 on JAX.
 
+Importing it picks the JAX backend of Keras and does nothing else. Public names are
+loaded when they are first used.
+"""
+
+import importlib
 import os
+import threading
+from typing import TYPE_CHECKING
 
-import replicax._private.backend as _backend
-
-_backend.require_jax_backend()  # Before anything imports Keras.
-
-from replicax import (
-    callbacks,
-    cluster_resolver,
-    config,
-    estimator,
-    experimental,
-    feature_column,
-    input,
-    layers,
-    layout_maps,
-    losses,
-    schedules,
-    testing,
-    tpu,
-)
-from replicax._util.interrupts import describe_interrupts
+from replicax._private.backend import require_jax_backend
 from replicax._version import __version__ as __version__
-from replicax.checkpoint import (
-    Checkpoint,
-    CheckpointManager,
-    RestoreStatus,
-    latest_checkpoint,
-)
-from replicax.cluster.failure import REPORT_DIR
-from replicax.cluster.spec import ClusterSpec
-from replicax.cluster.timeouts import Timeouts
-from replicax.engine.collectives import (
-    CrossDeviceOps,
-    HierarchicalCopyAllReduce,
-    NcclAllReduce,
-    ReduceOp,
-    ReductionToOneDevice,
-)
-from replicax.engine.communication import CollectiveCommunication, CommunicationOptions
-from replicax.engine.devices import set_logical_devices
-from replicax.engine.gradients import GradientTape, value_and_grad
-from replicax.engine.losses import compute_average_loss, scale_regularization_loss
-from replicax.engine.replica import ReplicaContext
-from replicax.engine.values import PerReplica
-from replicax.errors import (
-    CheckpointError,
-    ClusterConfigError,
-    ClusterError,
-    ClusterMismatchError,
-    ContextError,
-    DeviceError,
-    DivergenceError,
-    InputError,
-    InternalError,
-)
-from replicax.input import AutoShardPolicy, FileDataset, InputContext
-from replicax.keras import hooks
-from replicax.keras.backup import BackupAndRestore
-from replicax.keras.sidecar import SidecarEvaluator
-from replicax.planning import plan
-from replicax.ps.closure_errors import ClosureCancelledError, ClosureError
-from replicax.ps.coordinator import ClusterCoordinator, RemoteValue
-from replicax.ps.per_worker import PerWorkerValues
-from replicax.ps.strategy import ParameterServerStrategy
-from replicax.strategies import (
-    CentralStorageStrategy,
-    FullyShardedStrategy,
-    MirroredStrategy,
-    ModelParallelStrategy,
-    MultiWorkerMirroredStrategy,
-    OneDeviceStrategy,
-    TPUStrategy,
-)
-from replicax.strategies.current import (
-    get_replica_context,
-    get_strategy,
-    has_strategy,
-    in_cross_replica_context,
-)
-from replicax.strategies.strategy import Strategy
+
+if TYPE_CHECKING:  # For editors, type checkers and the pages of the API.
+    from replicax import (
+        callbacks,
+        cluster_resolver,
+        config,
+        estimator,
+        experimental,
+        feature_column,
+        input,
+        layers,
+        layout_maps,
+        losses,
+        schedules,
+        testing,
+        tpu,
+    )
+    from replicax.checkpoint import (
+        Checkpoint,
+        CheckpointManager,
+        RestoreStatus,
+        latest_checkpoint,
+    )
+    from replicax.cluster.spec import ClusterSpec
+    from replicax.cluster.timeouts import Timeouts
+    from replicax.engine.collectives import (
+        CrossDeviceOps,
+        HierarchicalCopyAllReduce,
+        NcclAllReduce,
+        ReduceOp,
+        ReductionToOneDevice,
+    )
+    from replicax.engine.communication import (
+        CollectiveCommunication,
+        CommunicationOptions,
+    )
+    from replicax.engine.devices import set_logical_devices
+    from replicax.engine.gradients import GradientTape, value_and_grad
+    from replicax.engine.losses import compute_average_loss, scale_regularization_loss
+    from replicax.engine.replica import ReplicaContext
+    from replicax.engine.values import PerReplica
+    from replicax.errors import (
+        CheckpointError,
+        ClusterConfigError,
+        ClusterError,
+        ClusterMismatchError,
+        ContextError,
+        DeviceError,
+        DivergenceError,
+        InputError,
+        InternalError,
+    )
+    from replicax.input import AutoShardPolicy, FileDataset, InputContext
+    from replicax.keras.backup import BackupAndRestore
+    from replicax.keras.sidecar import SidecarEvaluator
+    from replicax.planning import plan
+    from replicax.ps.closure_errors import ClosureCancelledError, ClosureError
+    from replicax.ps.coordinator import ClusterCoordinator, RemoteValue
+    from replicax.ps.per_worker import PerWorkerValues
+    from replicax.ps.strategy import ParameterServerStrategy
+    from replicax.strategies.central_storage import CentralStorageStrategy
+    from replicax.strategies.current import (
+        get_replica_context,
+        get_strategy,
+        has_strategy,
+        in_cross_replica_context,
+    )
+    from replicax.strategies.fully_sharded import FullyShardedStrategy
+    from replicax.strategies.mirrored import MirroredStrategy
+    from replicax.strategies.model_parallel import ModelParallelStrategy
+    from replicax.strategies.multi_worker import MultiWorkerMirroredStrategy
+    from replicax.strategies.one_device import OneDeviceStrategy
+    from replicax.strategies.strategy import Strategy
+    from replicax.strategies.tpu import TPUStrategy
+
+require_jax_backend()  # Before anything imports Keras.
 
 __all__ = [
     "AutoShardPolicy",
@@ -152,6 +157,117 @@ __all__ = [
     "value_and_grad",
 ]
 
-hooks.install()
-if REPORT_DIR in os.environ:  # A launcher's task.
-    describe_interrupts()
+_MODULES = {
+    "AutoShardPolicy": "input",
+    "BackupAndRestore": "keras.backup",
+    "CentralStorageStrategy": "strategies.central_storage",
+    "Checkpoint": "checkpoint",
+    "CheckpointError": "errors",
+    "CheckpointManager": "checkpoint",
+    "ClosureCancelledError": "ps.closure_errors",
+    "ClosureError": "ps.closure_errors",
+    "ClusterConfigError": "errors",
+    "ClusterCoordinator": "ps.coordinator",
+    "ClusterError": "errors",
+    "ClusterMismatchError": "errors",
+    "ClusterSpec": "cluster.spec",
+    "CollectiveCommunication": "engine.communication",
+    "CommunicationOptions": "engine.communication",
+    "ContextError": "errors",
+    "CrossDeviceOps": "engine.collectives",
+    "DeviceError": "errors",
+    "DivergenceError": "errors",
+    "FileDataset": "input",
+    "FullyShardedStrategy": "strategies.fully_sharded",
+    "GradientTape": "engine.gradients",
+    "HierarchicalCopyAllReduce": "engine.collectives",
+    "InputContext": "input",
+    "InputError": "errors",
+    "InternalError": "errors",
+    "MirroredStrategy": "strategies.mirrored",
+    "ModelParallelStrategy": "strategies.model_parallel",
+    "MultiWorkerMirroredStrategy": "strategies.multi_worker",
+    "NcclAllReduce": "engine.collectives",
+    "OneDeviceStrategy": "strategies.one_device",
+    "ParameterServerStrategy": "ps.strategy",
+    "PerReplica": "engine.values",
+    "PerWorkerValues": "ps.per_worker",
+    "ReduceOp": "engine.collectives",
+    "ReductionToOneDevice": "engine.collectives",
+    "RemoteValue": "ps.coordinator",
+    "ReplicaContext": "engine.replica",
+    "RestoreStatus": "checkpoint",
+    "SidecarEvaluator": "keras.sidecar",
+    "Strategy": "strategies.strategy",
+    "TPUStrategy": "strategies.tpu",
+    "Timeouts": "cluster.timeouts",
+    "callbacks": "callbacks",
+    "cluster_resolver": "cluster_resolver",
+    "compute_average_loss": "engine.losses",
+    "config": "config",
+    "estimator": "estimator",
+    "experimental": "experimental",
+    "feature_column": "feature_column",
+    "get_replica_context": "strategies.current",
+    "get_strategy": "strategies.current",
+    "has_strategy": "strategies.current",
+    "in_cross_replica_context": "strategies.current",
+    "input": "input",
+    "latest_checkpoint": "checkpoint",
+    "layers": "layers",
+    "layout_maps": "layout_maps",
+    "losses": "losses",
+    "plan": "planning",
+    "scale_regularization_loss": "engine.losses",
+    "schedules": "schedules",
+    "set_logical_devices": "engine.devices",
+    "testing": "testing",
+    "tpu": "tpu",
+    "value_and_grad": "engine.gradients",
+}
+"""The module below `replicax` that has each public name, or that it is."""
+
+# Modules that threads import in different orders would wait for each other.
+_loading = threading.RLock()
+_is_used = False
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(_unknown(name))
+    with _loading:
+        _begin_task()
+        module = importlib.import_module(f"replicax.{_MODULES[name]}")
+    value = module if _MODULES[name] == name else getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _begin_task() -> None:
+    """At the first use of a name: do what the launcher of this process asks for."""
+    global _is_used
+    if _is_used:
+        return
+    _is_used = True
+    if "REPLICAX_REPORT_DIR" in os.environ:
+        from replicax._util.interrupts import describe_interrupts
+
+        describe_interrupts()
+    if "REPLICAX_REPORT" in os.environ:  # Of each `fit`, also without a strategy.
+        from replicax.keras.hooks import install
+
+        install()
+
+
+def _unknown(name: str) -> str:
+    text = f"module 'replicax' has no attribute {name!r}"
+    if name.startswith("_"):  # Asked for by Python or an editor, not by a user.
+        return text
+    import difflib
+
+    close = difflib.get_close_matches(name, __all__)
+    return f"{text}; close to it: {', '.join(close)}." if close else text

@@ -1,70 +1,23 @@
-"""The hooks that bind Keras to a strategy. Each does nothing where there is none.
+"""The hooks that bind Keras to a strategy: `_private.wraps` says what each is for.
 
-| hook | what it does |
-|---|---|
-| `JaxVariable._initialize` | mirrors variables created in a scope |
-| `JaxVariable._direct_assign` | keeps an assigned value's sharding exact |
-| `KerasVariable.__array__` | gathers what several workers have parts of |
-| `KerasVariable.__init__`, `variables.register_uninitialized_variable`, \
-`make_default_seed` | functions that make their variables anew on each trace |
-| `JAXTrainer.__init__` | remembers the strategy a model was made under |
-| `Trainer.compile`, `JAXTrainer.{fit,evaluate,predict,*_on_batch}` | run in its scope |
-| `JAXTrainer.make_{train,test,predict}_function` | replica programs for Keras' own |
-| `JAXTrainer._purge_model_variables` | values stay in the variables |
-| `JAXTrainer.compute_loss_and_updates` | gathers weights again for the backward pass |
-| `JAXEpochIterator.__init__` | says so if the first batch takes long |
-| `JAXEpochIterator._get_iterator` | places batches on the replicas' devices |
-| `JAXTrainer.fit`, `Trainer._symbolic_build` | which data `fit` trains on; a report \
-that the environment asks for |
-| `Trainer._get_metrics_result_or_logs` | epochs end together on parameter servers |
-| `EpochIterator._enumerate_iterator` | `fit` begins in the middle of an epoch |
-| `JAXTrainer.{fit,evaluate,predict}` | an interrupt shows the user's own lines |
-| `traceback_utils._process_traceback_frames` | an interrupt stays what it is |
-| `CallbackList.on_{train_begin,epoch_end}` | backups see what other callbacks did |
-| `CallbackList.on_{train,test,predict}_begin` | no threads for callbacks that do \
-nothing after a batch |
-| `{BaseOptimizer,LossScaleOptimizer}.{apply,stateless_apply}` | the seam |
-| `BaseOptimizer.{add_variable,add_variable_from_reference}` | where slots lie, and \
-none where servers keep them |
-| `BaseOptimizer.finalize_variable_values` | servers have the averages |
-| `losses.loss.{reduce_values,apply_mask}` | global means of losses |
-| `BatchNormalization.__init__`, `nn.moments` | `synchronized=True` |
-| `BatchNormalization.add_weight` | moving statistics are averaged over the replicas |
-| `data_adapter_utils.{scipy,tf}_sparse_to_jax_sparse` | sparse batches stay on hosts |
-| `JaxLayer.add_weight` | so is the state of other libraries' layers |
-| `JaxLayer._initialize_weights` | needs no TensorFlow |
-| `distribution_lib._to_backend_device` | "cpu" is this worker's, not the first one's |
-
-Tested with Keras 3.14 to 3.15.
+Each does nothing where there is no strategy. Tested with Keras 3.14 to 3.15.
 """
 
 import functools
 import inspect
 import os
+import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from keras.src.backend.common import KerasVariable
-from keras.src.backend.common import variables as variables_module
-from keras.src.backend.jax import distribution_lib
-from keras.src.backend.jax import nn as jax_nn
-from keras.src.backend.jax import random as keras_random
-from keras.src.backend.jax import trainer as jax_trainer
-from keras.src.backend.jax.core import JaxVariable
-from keras.src.callbacks.callback_list import CallbackList
-from keras.src.layers.normalization.batch_normalization import BatchNormalization
-from keras.src.losses import loss as loss_module
-from keras.src.optimizers.base_optimizer import BaseOptimizer
-from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
-from keras.src.random import seed_generator
-from keras.src.trainers.data_adapters import data_adapter_utils
-from keras.src.utils import jax_layer, traceback_utils
+from keras.src.utils import jax_layer
 
+from replicax._private import wraps
 from replicax._private.keras import (
     attach_masks,
     layout_of,
@@ -118,16 +71,6 @@ from replicax.report.journal import REPORT
 
 __all__ = ["install"]
 
-_ENTRY_POINTS = (
-    "compile",
-    "fit",
-    "evaluate",
-    "predict",
-    "train_on_batch",
-    "test_on_batch",
-    "predict_on_batch",
-)
-
 _WITH_DATA = ("fit", "evaluate", "predict")
 
 _COUNTS = (
@@ -142,80 +85,20 @@ _COUNTS = (
 )
 """Arguments that say how many batches there are, and of what size."""
 
+_installing = threading.Lock()
 _installed = False
 
 
 def install() -> None:
-    """Install the hooks, once."""
+    """Install the hooks, once: when the first strategy or callback of ours is made.
+
+    Models, variables and optimizers that were made before go on as they are.
+    """
     global _installed
-    if _installed:
-        return
-    _installed = True
-    _wrap(JaxVariable, "_initialize", _initialize)
-    _wrap(JaxVariable, "_direct_assign", _direct_assign)
-    _wrap(KerasVariable, "__array__", _on_host)
-    _wrap(KerasVariable, "__init__", variable_reuse.init_variable)
-    _wrap(variables_module, "register_uninitialized_variable", variable_reuse.register)
-    trainer = jax_trainer.JAXTrainer
-    for module in (seed_generator, keras_random):
-        _wrap(module, "make_default_seed", variable_reuse.default_seed)
-    _wrap(trainer, "__init__", _init_trainer)
-    for name in _ENTRY_POINTS:
-        # Where it is defined: Keras compares a model's `compile` with its base class',
-        # and does not call one that a class in between overrides on loading.
-        owner = next(cls for cls in trainer.__mro__ if name in vars(cls))
-        _wrap(owner, name, _in_scope)
-    _wrap(trainer, "make_train_function", _make(steps.train_function, "train_function"))
-    _wrap(trainer, "make_test_function", _make(steps.test_function, "test_function"))
-    _wrap(
-        trainer,
-        "make_predict_function",
-        _make(steps.predict_function, "predict_function"),
-    )
-    _wrap(trainer, "_purge_model_variables", _purge_model_variables)
-    _wrap(trainer, "fit", _fit)
-    for name in _WITH_DATA:
-        _wrap(trainer, name, interrupted.briefly)
-    _wrap(trainer, "_symbolic_build", _symbolic_build)
-    _wrap(trainer, "_get_metrics_result_or_logs", _metrics_result)
-    _wrap(trainer, "compute_loss_and_updates", _compute_loss_and_updates)
-    _wrap(jax_trainer.JAXEpochIterator, "__init__", _init_epoch_iterator)
-    _wrap(jax_trainer.JAXEpochIterator, "_get_iterator", _get_iterator)
-    _wrap(jax_trainer.JAXEpochIterator, "_enumerate_iterator", _enumerate_iterator)
-    for kind in ("train", "test", "predict"):
-        _wrap(CallbackList, f"on_{kind}_begin", _on_begin(kind))
-    _wrap(CallbackList, "on_epoch_end", _on_epoch_end)
-    _wrap(traceback_utils, "_process_traceback_frames", _process_traceback_frames)
-    _wrap(BaseOptimizer, "apply", optimizers.apply)
-    _wrap(BaseOptimizer, "stateless_apply", optimizers.stateless_apply)
-    _wrap(BaseOptimizer, "add_variable", optimizers.add_variable)
-    _wrap(BaseOptimizer, "add_variable_from_reference", optimizers.add_slot)
-    _wrap(BaseOptimizer, "finalize_variable_values", optimizers.finalize)
-    _wrap(LossScaleOptimizer, "apply", optimizers.apply_with_loss_scale)
-    _wrap(LossScaleOptimizer, "stateless_apply", optimizers.stateless_apply)
-    _wrap(loss_module, "reduce_values", _in_replica(reductions.reduce_values))
-    _wrap(loss_module, "apply_mask", _in_replica(reductions.apply_mask))
-    _wrap(BatchNormalization, "__init__", _init_batch_normalization)
-    _wrap(BatchNormalization, "add_weight", _add_batch_statistic)
-    _wrap(jax_layer.JaxLayer, "add_weight", _add_foreign_state)
-    _wrap(jax_layer.JaxLayer, "_initialize_weights", _initialize_foreign)
-    _wrap(jax_nn, "moments", _moments)
-    _wrap(distribution_lib, "_to_backend_device", _to_backend_device)
-    for name in ("scipy_sparse_to_jax_sparse", "tf_sparse_to_jax_sparse"):
-        _wrap(data_adapter_utils, name, _sparse_batch)
-
-
-def _wrap(owner: Any, name: str, hook: Callable[..., Any]) -> None:
-    """Replace `owner.name` by `hook(original, ...)`."""
-    original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def hooked(*args: Any, **kwargs: Any) -> Any:
-        return hook(original, *args, **kwargs)
-
-    # Keras reads argument names with `inspect.getfullargspec`, which needs this.
-    hooked.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
-    setattr(owner, name, hooked)
+    with _installing:
+        if not _installed:
+            wraps.install(_HOOKS)
+            _installed = True
 
 
 def _initialize(original: Any, variable: Any, value: Any) -> None:
@@ -596,3 +479,61 @@ def _to_backend_device(original: Any, device_name: Any) -> Any:
     if isinstance(device_name, str) and ":" not in device_name:
         return jax.local_devices(backend=device_name)[0]
     return original(device_name)
+
+
+def _trains(*hooks: Callable[..., Any]) -> tuple[Callable[..., Any], ...]:
+    return (_in_scope, *hooks, interrupted.briefly)
+
+
+_HOOKS: Mapping[str, tuple[Callable[..., Any], ...]] = {
+    "JaxVariable._initialize": (_initialize,),
+    "JaxVariable._direct_assign": (_direct_assign,),
+    "KerasVariable.__array__": (_on_host,),
+    "KerasVariable.__init__": (variable_reuse.init_variable,),
+    "variables.register_uninitialized_variable": (variable_reuse.register,),
+    "seed_generator.make_default_seed": (variable_reuse.default_seed,),
+    "random.make_default_seed": (variable_reuse.default_seed,),
+    "JAXTrainer.__init__": (_init_trainer,),
+    "Trainer.compile": (_in_scope,),
+    "JAXTrainer.fit": _trains(_fit),
+    "JAXTrainer.evaluate": _trains(),
+    "JAXTrainer.predict": _trains(),
+    "JAXTrainer.train_on_batch": (_in_scope,),
+    "JAXTrainer.test_on_batch": (_in_scope,),
+    "JAXTrainer.predict_on_batch": (_in_scope,),
+    "JAXTrainer.make_train_function": (_make(steps.train_function, "train_function"),),
+    "JAXTrainer.make_test_function": (_make(steps.test_function, "test_function"),),
+    "JAXTrainer.make_predict_function": (
+        _make(steps.predict_function, "predict_function"),
+    ),
+    "JAXTrainer._purge_model_variables": (_purge_model_variables,),
+    "JAXTrainer._symbolic_build": (_symbolic_build,),
+    "JAXTrainer._get_metrics_result_or_logs": (_metrics_result,),
+    "JAXTrainer.compute_loss_and_updates": (_compute_loss_and_updates,),
+    "JAXEpochIterator.__init__": (_init_epoch_iterator,),
+    "JAXEpochIterator._get_iterator": (_get_iterator,),
+    "JAXEpochIterator._enumerate_iterator": (_enumerate_iterator,),
+    "CallbackList.on_train_begin": (_on_begin("train"),),
+    "CallbackList.on_test_begin": (_on_begin("test"),),
+    "CallbackList.on_predict_begin": (_on_begin("predict"),),
+    "CallbackList.on_epoch_end": (_on_epoch_end,),
+    "traceback_utils._process_traceback_frames": (_process_traceback_frames,),
+    "BaseOptimizer.apply": (optimizers.apply,),
+    "BaseOptimizer.stateless_apply": (optimizers.stateless_apply,),
+    "BaseOptimizer.add_variable": (optimizers.add_variable,),
+    "BaseOptimizer.add_variable_from_reference": (optimizers.add_slot,),
+    "BaseOptimizer.finalize_variable_values": (optimizers.finalize,),
+    "LossScaleOptimizer.apply": (optimizers.apply_with_loss_scale,),
+    "LossScaleOptimizer.stateless_apply": (optimizers.stateless_apply,),
+    "loss.reduce_values": (_in_replica(reductions.reduce_values),),
+    "loss.apply_mask": (_in_replica(reductions.apply_mask),),
+    "BatchNormalization.__init__": (_init_batch_normalization,),
+    "BatchNormalization.add_weight": (_add_batch_statistic,),
+    "JaxLayer.add_weight": (_add_foreign_state,),
+    "JaxLayer._initialize_weights": (_initialize_foreign,),
+    "nn.moments": (_moments,),
+    "distribution_lib._to_backend_device": (_to_backend_device,),
+    "data_adapter_utils.scipy_sparse_to_jax_sparse": (_sparse_batch,),
+    "data_adapter_utils.tf_sparse_to_jax_sparse": (_sparse_batch,),
+}
+"""The hooks of each function that `_private.wraps` names; the first is innermost."""

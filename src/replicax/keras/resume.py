@@ -65,6 +65,13 @@ class FitSession(ExitStack):
 class LateCallback(keras.callbacks.Callback):
     """A callback that is called again when all others were, in whichever order."""
 
+    def __init__(self) -> None:
+        # Here, as the hooks need this module.
+        from replicax.keras.hooks import install
+
+        install()
+        super().__init__()
+
     def after_train_begin(self, callbacks: Sequence[Any]) -> None:
         """All callbacks were told that training begins."""
 

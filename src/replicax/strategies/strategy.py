@@ -34,6 +34,7 @@ from replicax.errors import ContextError
 from replicax.input import InputShard
 from replicax.input.context import per_replica, stacked_values
 from replicax.input.datasets import DatasetMaker
+from replicax.keras import hooks
 from replicax.strategies.checks import (
     check_call,
     check_options,
@@ -111,6 +112,7 @@ class Strategy(DatasetMaker):
             check_replicas_every,
             replicas_per_device,
         )
+        hooks.install()
         check_cpu_pool(devices)
         self._workers = workers or Workers()
         mesh, axis = mesh_of(devices, self._workers.names, split)

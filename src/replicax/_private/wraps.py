@@ -1,0 +1,247 @@
+"""The wraps: each function of Keras that replicax replaces, and why.
+
+Where Keras calls such a function, `hook(original, *args, **kwargs)` is called in its
+place. `keras.hooks` has the hooks, each of which does nothing where there is no
+strategy. They are installed when the first strategy is made, not on import.
+
+Tested with Keras 3.14 to 3.15.
+"""
+
+import dataclasses
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from keras.src.utils.traceback_utils import filter_traceback
+
+__all__ = ["WRAPS", "Wrap", "install"]
+
+Hook = Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Wrap:
+    """Functions of one owner that are replaced for one reason.
+
+    Attributes:
+        owner: A class or module, as a path below `keras.src`.
+        names: The functions' names.
+        reason: What the hook does.
+    """
+
+    owner: str
+    names: tuple[str, ...]
+    reason: str
+
+    @property
+    def keys(self) -> list[str]:
+        """The names after the last part of the owner's: `"JAXTrainer.fit"`."""
+        return [f"{self.owner.rpartition('.')[2]}.{name}" for name in self.names]
+
+    def find_owner(self) -> Any:
+        """The class or module itself."""
+        path = f"keras.src.{self.owner}"
+        module, _, name = path.rpartition(".")
+        if name[0].isupper():
+            return getattr(importlib.import_module(module), name)
+        return importlib.import_module(path)
+
+
+_TRAINER = "backend.jax.trainer"
+_OPTIMIZER = "optimizers.base_optimizer.BaseOptimizer"
+
+WRAPS = (
+    Wrap(
+        "backend.jax.core.JaxVariable",
+        ("_initialize",),
+        "mirrors variables created in a scope",
+    ),
+    Wrap(
+        "backend.jax.core.JaxVariable",
+        ("_direct_assign",),
+        "keeps an assigned value's sharding exact",
+    ),
+    Wrap(
+        "backend.common.KerasVariable",
+        ("__array__",),
+        "gathers what several workers have parts of",
+    ),
+    Wrap(
+        "backend.common.KerasVariable",
+        ("__init__",),
+        "functions that make their variables anew on each trace",
+    ),
+    Wrap("backend.common.variables", ("register_uninitialized_variable",), "likewise"),
+    Wrap("random.seed_generator", ("make_default_seed",), "likewise"),
+    Wrap("backend.jax.random", ("make_default_seed",), "likewise"),
+    Wrap(
+        f"{_TRAINER}.JAXTrainer",
+        ("__init__",),
+        "remembers the strategy that a model is made under",
+    ),
+    Wrap(
+        # Where it is defined: Keras compares a model's `compile` with its base class',
+        # and does not call one that a class in between overrides on loading.
+        "trainers.trainer.Trainer",
+        ("compile",),
+        "runs in the scope of that strategy",
+    ),
+    Wrap(
+        f"{_TRAINER}.JAXTrainer",
+        ("train_on_batch", "test_on_batch", "predict_on_batch"),
+        "likewise",
+    ),
+    Wrap(
+        f"{_TRAINER}.JAXTrainer",
+        ("evaluate", "predict"),
+        "likewise; an interrupt shows the user's own lines",
+    ),
+    Wrap(
+        f"{_TRAINER}.JAXTrainer",
+        ("fit",),
+        "likewise; which data are trained on; a report that the environment asks for",
+    ),
+    Wrap(
+        f"{_TRAINER}.JAXTrainer",
+        ("make_train_function", "make_test_function", "make_predict_function"),
+        "replica programs in place of Keras' own",
+    ),
+    Wrap(
+        f"{_TRAINER}.JAXTrainer",
+        ("_purge_model_variables",),
+        "values stay in the variables",
+    ),
+    Wrap(
+        f"{_TRAINER}.JAXTrainer",
+        ("_symbolic_build",),
+        "which data `fit` trains on; models without `call`",
+    ),
+    Wrap(
+        f"{_TRAINER}.JAXTrainer",
+        ("_get_metrics_result_or_logs",),
+        "epochs end together on parameter servers",
+    ),
+    Wrap(
+        f"{_TRAINER}.JAXTrainer",
+        ("compute_loss_and_updates",),
+        "rematerialises gathered weights in the backward pass",
+    ),
+    Wrap(
+        f"{_TRAINER}.JAXEpochIterator",
+        ("__init__",),
+        "says so if the first batch takes long",
+    ),
+    Wrap(
+        f"{_TRAINER}.JAXEpochIterator",
+        ("_get_iterator",),
+        "places batches on the replicas' devices",
+    ),
+    Wrap(
+        f"{_TRAINER}.JAXEpochIterator",
+        ("_enumerate_iterator",),
+        "`fit` begins in the middle of an epoch",
+    ),
+    Wrap(
+        "callbacks.callback_list.CallbackList",
+        ("on_train_begin", "on_test_begin", "on_predict_begin"),
+        "no threads for callbacks that do nothing after a batch; backups come last",
+    ),
+    Wrap(
+        "callbacks.callback_list.CallbackList",
+        ("on_epoch_end",),
+        "backups see what other callbacks did",
+    ),
+    Wrap(
+        "utils.traceback_utils",
+        ("_process_traceback_frames",),
+        "an interrupt stays what it is",
+    ),
+    Wrap(_OPTIMIZER, ("apply", "stateless_apply"), "sums gradients over replicas"),
+    Wrap(
+        "optimizers.loss_scale_optimizer.LossScaleOptimizer",
+        ("apply", "stateless_apply"),
+        "likewise",
+    ),
+    Wrap(
+        _OPTIMIZER,
+        ("add_variable", "add_variable_from_reference"),
+        "where slots lie, and none where servers keep them",
+    ),
+    Wrap(_OPTIMIZER, ("finalize_variable_values",), "servers have the averages"),
+    Wrap("losses.loss", ("reduce_values", "apply_mask"), "global means of losses"),
+    Wrap(
+        "layers.normalization.batch_normalization.BatchNormalization",
+        ("__init__",),
+        "takes `synchronized=True` on JAX",
+    ),
+    Wrap("backend.jax.nn", ("moments",), "serves `synchronized=True`"),
+    Wrap(
+        "layers.normalization.batch_normalization.BatchNormalization",
+        ("add_weight",),
+        "moving statistics are averaged over the replicas",
+    ),
+    Wrap(
+        "utils.jax_layer.JaxLayer",
+        ("add_weight",),
+        "so is the state of other libraries' layers",
+    ),
+    Wrap("utils.jax_layer.JaxLayer", ("_initialize_weights",), "needs no TensorFlow"),
+    Wrap(
+        "backend.jax.distribution_lib",
+        ("_to_backend_device",),
+        "\"cpu\" is this worker's, not the first one's",
+    ),
+    Wrap(
+        "trainers.data_adapters.data_adapter_utils",
+        ("scipy_sparse_to_jax_sparse", "tf_sparse_to_jax_sparse"),
+        "sparse batches stay on hosts",
+    ),
+)
+
+
+def install(hooks: Mapping[str, tuple[Hook, ...]]) -> None:
+    """Replace the functions of `WRAPS`.
+
+    Args:
+        hooks: Of each key of each wrap; the first is called last.
+
+    Raises:
+        KeyError: If there is a hook without a wrap, or a wrap without a hook.
+    """
+    odd = {key for wrap in WRAPS for key in wrap.keys} ^ set(hooks)
+    if odd:
+        raise KeyError(f"wraps: hooks and wraps differ in {sorted(odd)}.")
+    for wrap in WRAPS:
+        owner = wrap.find_owner()
+        for name, key in zip(wrap.names, wrap.keys, strict=True):
+            _replace(owner, name, hooks[key])
+
+
+def _replace(owner: Any, name: str, hooks: tuple[Hook, ...]) -> None:
+    found = getattr(owner, name)
+    is_decorated = _code_of(found) is _code_of(filter_traceback(found))
+    # `model.fit(callbacks=[rx.BackupAndRestore(...)])` looks `fit` up before it makes
+    # the callback, which installs the hooks. Keras' decorator calls what its cell has.
+    cell = found.__closure__[0] if is_decorated else None
+    function = filter_traceback(cell.cell_contents) if cell else found
+    for hook in hooks:
+        function = _hooked(function, hook)
+    if cell:
+        cell.cell_contents = function
+    setattr(owner, name, function)
+
+
+def _code_of(function: Any) -> Any:
+    return getattr(function, "__code__", None)
+
+
+def _hooked(original: Callable[..., Any], hook: Hook) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def hooked(*args: Any, **kwargs: Any) -> Any:
+        return hook(original, *args, **kwargs)
+
+    # Keras reads argument names with `inspect.getfullargspec`, which needs this.
+    hooked.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
+    return hooked
