@@ -1,7 +1,7 @@
 """The parts of Keras that are not public and that replicax reads or writes.
 
-Tested with Keras 3.14 to 3.15. Everything that a new Keras may move is in this file and
-in `hooks.py`.
+Tested with Keras 3.14 to 3.15. Everything that a new Keras may move is in this file, in
+`wraps.py` and in `keras/hooks.py`.
 """
 
 import collections

@@ -1,6 +1,6 @@
 """What the hooks on Keras' optimizers do: the seam, and where slots lie.
 
-Installed by `hooks.py`. Tested with Keras 3.14 to 3.15.
+Installed by `hooks`, as `_private.wraps` says. Tested with Keras 3.14 to 3.15.
 """
 
 import inspect

@@ -1,6 +1,6 @@
 """Hooks for functions that make Keras objects while they are traced.
 
-Installed by `hooks.py`. Tested with Keras 3.14 to 3.15.
+Installed by `hooks`, as `_private.wraps` says. Tested with Keras 3.14 to 3.15.
 """
 
 import collections
