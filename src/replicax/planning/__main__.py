@@ -1,4 +1,4 @@
-"""What `replicax plan` starts: one script, up to its training step.
+"""`python -m replicax.planning`: runs one script up to its training step; plans it.
 
 The process is made for it: JAX is to see no accelerators where they are described.
 """

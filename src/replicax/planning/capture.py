@@ -1,4 +1,4 @@
-"""Gets at the training step of a script or a strategy, lowered and not run.
+"""Captures the training step of a script or strategy: lowered, never run.
 
 Strategies hand their programs to a `Capture` instead of running them. The first one
 that trains is lowered for the topology's devices, and what led to it is stopped by an

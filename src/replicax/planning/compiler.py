@@ -1,4 +1,4 @@
-"""Where the TPU compiler is: apart from the environment that training runs in.
+"""Finds and installs the TPU compiler, apart from the environment that trains.
 
 An installed libtpu is loaded by every JAX process of its environment. On a machine
 without TPUs it prints alarming lines there and replaces what SIGTERM does. So it lies

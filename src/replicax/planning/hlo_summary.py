@@ -1,4 +1,4 @@
-"""What is in a compiled program: collectives, loops, and where its results lie.
+"""Summarizes a compiled program: collectives, loops, bytes that stay on the chip.
 
 Only what XLA's text says is used. A loop whose number of rounds is not in it counts
 once, and is counted as unknown.

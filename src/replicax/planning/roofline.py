@@ -1,4 +1,4 @@
-"""How long a step takes if nothing but the hardware's rates limits it.
+"""Roofline model: the time of a step that only the hardware's rates limit.
 
 The model, and all that it takes for granted:
 

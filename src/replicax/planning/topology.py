@@ -1,4 +1,4 @@
-"""What a name such as `"v5e:16x16"` or `"cpu:8"` stands for: devices and rates."""
+"""Resolves names such as `"v5e:16x16"` or `"cpu:8"` to devices and their rates."""
 
 import contextlib
 import dataclasses

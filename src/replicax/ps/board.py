@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeVar
 
 from replicax._util.types import JSON, JSONObject
 from replicax.cluster.timeouts import Timeouts
@@ -16,6 +16,8 @@ from replicax.ps.rendezvous import Rendezvous
 from replicax.ps.streams import MAX_CLAIM, Streams
 
 __all__ = ["Board"]
+
+_Answer = TypeVar("_Answer")
 
 _logger = logging.getLogger("replicax")
 _MAX_INFO = 64 * 1024
@@ -95,7 +97,7 @@ class Board:
                 self._journaled(stream, None)
         self._closures.release(worker, died=died, now=now)
 
-    def _journaled(self, stream: str, answer: Any) -> Any:
+    def _journaled(self, stream: str, answer: _Answer) -> _Answer:
         """The answer, when what a restarted server must not forget is written down."""
         entry = self._streams.entry(stream)
         if entry is not None:

@@ -8,13 +8,15 @@ somewhat older than its end, gets them again.
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from replicax._util.types import JSONObject
 from replicax.ps.limits import StaleCallError, check_count, family_of
 from replicax.ps.presence import Presence
 
 __all__ = ["JOB", "CallLog", "Released", "ReplayLog"]
+
+_Answer = TypeVar("_Answer")
 
 
 class Released(Protocol):
@@ -74,7 +76,9 @@ class CallLog:
         for answered in [key for key in self._answers if key[0] == worker]:
             del self._answers[answered]
 
-    def once(self, worker: str, method: str, call: int, do: Callable[[], Any]) -> Any:
+    def once(
+        self, worker: str, method: str, call: int, do: Callable[[], _Answer]
+    ) -> _Answer:
         """What `do` answers, or has answered to this call before."""
         check_count(call, "call")
         last, answer = self._answers.get((worker, method), (-1, None))

@@ -1,7 +1,7 @@
 """The worker's side of closures: runs them one at a time, on the main thread."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from replicax._util.types import JSON, JSONObject, PyTree
 from replicax.cluster.failure import ExitCode
@@ -11,6 +11,9 @@ from replicax.ps.metric_deltas import MetricDeltas
 from replicax.ps.payloads import FunctionNames, decode, encode, require_size
 from replicax.ps.script_sync import ScriptSync
 from replicax.ps.session import Session
+
+if TYPE_CHECKING:
+    from replicax.ps.strategy import ParameterServerStrategy
 
 __all__ = ["ClosureWorker"]
 
@@ -33,7 +36,7 @@ class ClosureWorker:
     def __init__(
         self,
         session: Session,
-        strategy: Any,
+        strategy: "ParameterServerStrategy",
         functions: FunctionNames,
         meetings: ScriptSync,
         sums: MetricDeltas,

@@ -103,7 +103,7 @@ class Connection:
         wire.flight()  # Fail here if it is not installed.
         self._stream_lock = threading.Lock()
         self._client_lock = threading.Lock()
-        self._client: Any = None
+        self._client: wire.FlightClient | None = None
         self._stream: _FlightStream | None = None
         self._closed = threading.Event()
         self._watchdog = Watchdog(f"replicax-ps-watchdog-{address}")
@@ -228,7 +228,7 @@ class Connection:
     def _name(self) -> str:
         return f"Parameter server {self.task} at {self.address}"
 
-    def _options(self, timeout: float | None) -> Any:
+    def _options(self, timeout: float | None) -> object:
         token = f"Bearer {self._credentials.token}".encode()
         return wire.flight().FlightCallOptions(
             timeout=timeout,
@@ -236,7 +236,7 @@ class Connection:
             write_options=wire.write_options(),
         )
 
-    def _connected(self) -> Any:
+    def _connected(self) -> wire.FlightClient:
         """A client that has said hello, on a channel that is not known to be lost."""
         with self._client_lock:
             if self._client is None:
@@ -260,6 +260,7 @@ class Connection:
                     raise
                 self._client = client
                 self._meet(hello)
+                return client
             return self._client
 
     def _meet(self, answer: JSONObject) -> None:
@@ -267,7 +268,7 @@ class Connection:
             self._incarnation = answer["incarnation"]
             self._on_connect(answer["incarnation"])
 
-    def _drop_client(self, client: Any) -> None:
+    def _drop_client(self, client: wire.FlightClient | None) -> None:
         """Make a new channel next time: an old one tries again too seldom."""
         with self._client_lock:
             if client is self._client:
@@ -335,7 +336,7 @@ class Connection:
 class _FlightStream:
     """A Flight stream to a server."""
 
-    def __init__(self, client: Any, options: Any) -> None:
+    def __init__(self, client: wire.FlightClient, options: object) -> None:
         descriptor = wire.flight().FlightDescriptor.for_path("replicax")
         self.writer, self.reader = client.do_exchange(descriptor, options)
         wire.begin(self.writer)
@@ -353,7 +354,9 @@ class _FlightStream:
             pass  # It was lost, or has just been cancelled.
 
 
-def _act(client: Any, name: str, body: bytes, options: Any) -> JSONObject:
+def _act(
+    client: wire.FlightClient, name: str, body: bytes, options: object
+) -> JSONObject:
     results = list(client.do_action((name, body), options))
     if len(results) != 1:
         raise wire.WireError(f"{name!r} has {len(results)} results; expected one")

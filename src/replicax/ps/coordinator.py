@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import jax
 
@@ -233,7 +233,7 @@ class ClusterCoordinator:
             decode(next(results)) if isinstance(x, RemoteValue) else x for x in leaves
         )
 
-    def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerValues:
+    def create_per_worker_dataset(self, dataset_fn: PyTree) -> PerWorkerValues:
         """A dataset of which every worker has its own.
 
         Args:
@@ -384,7 +384,7 @@ class ClusterCoordinator:
         self._requests.write_iterations()
 
 
-def _checked(strategy: Any) -> Session:
+def _checked(strategy: object) -> Session:
     if not isinstance(strategy, ParameterServerStrategy):
         raise TypeError(
             "ClusterCoordinator: strategy must be a ParameterServerStrategy; got "

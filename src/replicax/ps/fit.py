@@ -8,23 +8,29 @@ epoch ends for all when its batches are used up.
 import itertools
 import json
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import keras
 import numpy as np
 
 from replicax._private import keras as internals
 from replicax._util import json_codec, random_state
 from replicax._util.hashes import digest
-from replicax._util.types import JSONObject
+from replicax._util.types import JSONObject, PyTree
 from replicax._util.waiting import announce_first
 from replicax.errors import ClusterMismatchError
 from replicax.input.split import leading_size
 from replicax.keras.adapters import DistributedAdapter, fixed_number_of_batches
 from replicax.keras.batches import BatchIterator, Ready, place
+from replicax.keras.recorder import Recorder
 from replicax.ps.remote import WorkerShare
+from replicax.ps.tickets import Ticket
 from replicax.ps.worker_input import BatchSource, own_rows
+
+if TYPE_CHECKING:
+    from replicax.ps.strategy import ParameterServerStrategy
 
 __all__ = ["WorkQueueFit"]
 
@@ -46,13 +52,14 @@ class WorkQueueFit:
 
     def __init__(
         self,
-        strategy: Any,
-        model: Any,
+        strategy: "ParameterServerStrategy",
+        model: keras.Model,
         epoch_iterator: Any,
         number: int,
         first_epoch: int,
     ) -> None:
         self._strategy = strategy
+        assert strategy.session is not None  # It is a worker.
         self._session = strategy.session
         self._model = model
         self._iterator = epoch_iterator
@@ -64,12 +71,12 @@ class WorkQueueFit:
         self._first = 0  # The epoch's first batch, of those of `_source`.
         self._length: int | None = None  # Of an epoch that is over.
         self._stops = False  # Whether anybody stopped in the middle of the epoch.
-        self._pending: deque[Any] = deque()  # Tickets whose updates are under way.
+        self._pending: deque[Ticket] = deque()  # Tickets whose updates are under way.
         self._applied = 0
         self._last_index = 0
         self._is_open = False
         self._has_begun = False
-        self._recorder: Any = None
+        self._recorder: Recorder | None = None
         # A distributed dataset: its batches are this worker's own already.
         self._is_own = isinstance(epoch_iterator.data_adapter, DistributedAdapter)
         going = self._session.board("get", key=f"{self._name} epoch")
@@ -85,7 +92,7 @@ class WorkQueueFit:
 
     # Keras' loop over an epoch.
 
-    def steps(self) -> Iterator[tuple[int, int, Any]]:
+    def steps(self) -> Iterator[tuple[int, int, Ready]]:
         """The steps of an epoch that this worker does: `(first, last, Ready)`."""
         self._recorder = getattr(self._iterator, "replicax_recorder", None)
         with self._waiting():
@@ -178,7 +185,7 @@ class WorkQueueFit:
         what = f"epoch {self._epoch} of {self._name}"
         self._model.stop_training = not self._session.get(key, what)
 
-    def _report(self, metrics: Any) -> None:
+    def _report(self, metrics: Sequence[keras.Variable]) -> None:
         """Give the others this worker's metrics, in pieces that the board takes."""
         values = [np.asarray(v.value).ravel() for v in metrics]
         flat = list(itertools.chain.from_iterable(v.tolist() for v in values))
@@ -198,7 +205,7 @@ class WorkQueueFit:
             if not flat:
                 return
 
-    def _sum_up(self, metrics: Any) -> None:
+    def _sum_up(self, metrics: Sequence[keras.Variable]) -> None:
         """Give the metrics the values of all workers together."""
         size = sum(int(np.prod(v.shape)) for v in metrics)
         workers: dict[str, list[float]] = {}
@@ -312,7 +319,7 @@ class WorkQueueFit:
 
     # Tickets.
 
-    def _claimed(self) -> Iterator[Any]:
+    def _claimed(self) -> Iterator[PyTree]:
         """The batches of this epoch that this worker has claimed, one by one."""
         assert self._source is not None
         first = self._first
@@ -335,7 +342,7 @@ class WorkQueueFit:
                 batch = self._part_of(batch, *ticket)
             yield batch
 
-    def _own(self) -> Iterator[Any]:
+    def _own(self) -> Iterator[PyTree]:
         """This worker's own batches, for as long as the epoch has steps."""
         assert self._source is not None
         for step in itertools.count():
@@ -353,7 +360,7 @@ class WorkQueueFit:
                 self._expect(step, self._session.index, batch)
             yield batch
 
-    def _claim(self) -> Any:
+    def _claim(self) -> Ticket | None:
         """The next ticket; None at the epoch's end."""
         finished = self._take_finished()
         if self._strategy.max_staleness is not None:
@@ -398,7 +405,7 @@ class WorkQueueFit:
             self._session.get(f"{self._name} begun", f"the first step of {self._name}")
             self._has_begun = True
 
-    def _pass_over(self, ticket: Any) -> None:
+    def _pass_over(self, ticket: Ticket) -> None:
         """A restarted server gives out again what it has forgotten; data only goes on.
 
         A synchronous step is one that all have made: who has not cannot have passed it.
@@ -406,7 +413,7 @@ class WorkQueueFit:
         self._pending.pop()
         self._session.once("finish", stream=self._stream, indices=[ticket])
 
-    def _take_finished(self) -> list[Any]:
+    def _take_finished(self) -> list[Ticket]:
         """Tickets whose updates have been made since this was asked last."""
         number = self._strategy.steps_applied - self._applied
         self._applied += number
@@ -414,7 +421,7 @@ class WorkQueueFit:
             return []  # Those steps have no tickets.
         return [self._pending.popleft() for _ in range(number)]
 
-    def _drain(self) -> list[Any]:
+    def _drain(self) -> list[Ticket]:
         """Wait for the update that is under way."""
         self._strategy.settle()
         return self._take_finished()
@@ -424,13 +431,13 @@ class WorkQueueFit:
         if finished:
             self._session.once("finish", stream=self._stream, indices=finished)
 
-    def _part_of(self, batch: Any, step: int, part: int) -> Any:
+    def _part_of(self, batch: PyTree, step: int, part: int) -> PyTree:
         """This worker's rows of a synchronous step's batch."""
         rows = own_rows(batch, part, self._strategy.num_parts)
         self._expect(step, part, rows)
         return rows
 
-    def _expect(self, step: int, part: int, rows: Any) -> None:
+    def _expect(self, step: int, part: int, rows: PyTree) -> None:
         self._strategy.expect(
             WorkerShare(
                 step=step,
@@ -441,7 +448,7 @@ class WorkQueueFit:
         )
 
 
-def _described(model: Any) -> dict[str, str]:
+def _described(model: keras.Model) -> dict[str, str]:
     """A model's variables, to be compared."""
     found = [internals.described(v) for v in model.variables]
     text = json.dumps(found)

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -10,6 +10,9 @@ from replicax._util.types import JSONObject
 from replicax.ps.pushes import StepShare
 from replicax.ps.variable_slices import VariableGroup
 from replicax.ps.wire import Allowed, WireError, dtype_named, exactly
+
+if TYPE_CHECKING:
+    from replicax.ps.store import Pulled, Pushed
 
 __all__ = [
     "StreamOperation",
@@ -58,11 +61,11 @@ class TensorStore(Protocol):
         """The groups that were created, by name."""
         ...
 
-    def create(self, group: VariableGroup, vectors: Vectors) -> Any:
+    def create(self, group: VariableGroup, vectors: Vectors) -> None:
         """Create a group, unless an equal one is there."""
         ...
 
-    def pull(self, name: str, have: int | None = None) -> Any:
+    def pull(self, name: str, have: int | None = None) -> "Pulled":
         """A group's version and, if it is not `have`, its vectors."""
         ...
 
@@ -75,17 +78,19 @@ class TensorStore(Protocol):
         sequence: int,
         based_on: int,
         vectors: Vectors,
-        part: Any = None,
+        part: StepShare | None = None,
         deadline_seconds: float,
-    ) -> Any:
+    ) -> "Pushed":
         """Apply gradients, or add them to those of a step."""
         ...
 
-    def commit(self, name: str, step: int, squared_norms: Mapping[str, float]) -> Any:
+    def commit(
+        self, name: str, step: int, squared_norms: Mapping[str, float]
+    ) -> "Pulled":
         """Apply a synchronous step that is clipped by the norm of all servers."""
         ...
 
-    def replace(self, name: str, vectors: Vectors) -> Any:
+    def replace(self, name: str, vectors: Vectors) -> "Pulled":
         """Give a group other values."""
         ...
 
@@ -203,9 +208,8 @@ class _Pull:
         self, header: JSONObject, vectors: Vectors
     ) -> tuple[JSONObject, Vectors]:
         pulled = self.store.pull(header["group"], header.get("have"))
-        unchanged = pulled.vectors is None
-        answer = {"version": pulled.version, "unchanged": unchanged}
-        return answer, {} if unchanged else pulled.vectors
+        answer = {"version": pulled.version, "unchanged": pulled.vectors is None}
+        return answer, pulled.vectors or {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,7 +262,7 @@ class _Commit:
         pulled = self.store.commit(
             header["group"], header["step"], header["squared_norms"]
         )
-        return {"version": pulled.version}, pulled.vectors
+        return {"version": pulled.version}, pulled.vectors or {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -273,7 +277,7 @@ class _Replace:
         self, header: JSONObject, vectors: Vectors
     ) -> tuple[JSONObject, Vectors]:
         replaced = self.store.replace(header["group"], vectors)
-        return {"version": replaced.version}, replaced.vectors
+        return {"version": replaced.version}, replaced.vectors or {}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -163,7 +163,7 @@ def _decays(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> 
 
 def build_recording(
     optimizer: keras.optimizers.Optimizer,
-    steppers: Sequence[Any],
+    steppers: Sequence[keras.Variable],
     variables: Sequence[keras.Variable],
 ) -> list[tuple[int | None, str]]:
     """Build an optimizer; for each of its variables the trained one's place, and name.

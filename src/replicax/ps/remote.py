@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ from replicax.ps.connection import Connection, ServerRefused
 from replicax.ps.session import Session
 from replicax.ps.variable_slices import VariableGroup
 
-__all__ = ["PushResult", "RemoteGroup", "WorkerShare"]
+__all__ = ["PushResult", "RemoteGroup", "ServerPushes", "WorkerShare"]
 
 _SLACK_SECONDS = 10.0
 """For the server to say first that other workers' shares did not come in time."""
@@ -196,7 +195,7 @@ class RemoteGroup:
         gradients: Sequence[jax.Array],
         based_on: Mapping[int, int],
         part: WorkerShare | None = None,
-    ) -> Any:
+    ) -> "ServerPushes":
         """Send gradients, and bring the newest values; `finish` waits for it.
 
         Args:
@@ -227,9 +226,9 @@ class RemoteGroup:
             )
             for server, vectors in zip(self._servers, packed, strict=True)
         ]
-        return _ServerPushes(futures, part)
+        return ServerPushes(futures, part)
 
-    def finish(self, push: "_ServerPushes") -> PushResult:
+    def finish(self, push: "ServerPushes") -> PushResult:
         """Wait for a push, and take over the values it brought."""
         answers = [self._session.result(future) for future in push.futures]
         norms = [header["squared_norms"] for _, header, _ in answers]
@@ -356,7 +355,7 @@ class RemoteGroup:
         header: JSONObject,
         vectors: _Vectors,
         connection: Connection,
-    ) -> Any:
+    ) -> _Answer:
         # Here the thread waits for the step to be computed.
         host = {dtype: np.asarray(v) for dtype, v in vectors.items()}
         step = self._session.timeouts.step
@@ -414,7 +413,7 @@ class RemoteGroup:
 
 
 @dataclasses.dataclass(frozen=True)
-class _ServerPushes:
+class ServerPushes:
     """The pushes of one step to all servers."""
 
     futures: list[Future[_Answer]]

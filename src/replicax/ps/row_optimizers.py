@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from replicax._util.types import JSONObject
+from replicax._util.types import JSON, JSONObject
 
 __all__ = ["RowOptimizer", "differing_options", "row_optimizer"]
 
@@ -92,7 +92,9 @@ def row_optimizer(rule: JSONObject, *, whole_table: bool) -> RowOptimizer:
     )
 
 
-def differing_options(one: JSONObject, other: JSONObject) -> dict[str, tuple[Any, Any]]:
+def differing_options(
+    one: JSONObject, other: JSONObject
+) -> dict[str, tuple[object, object]]:
     """What makes two rules' optimizers update rows differently.
 
     Their names and learning rates, where those are numbers, do not count.
@@ -151,7 +153,7 @@ def _refuse_options(
             )
 
 
-def _schedule(name: str, rate: Any) -> Callable[[int], float]:
+def _schedule(name: str, rate: JSON) -> Callable[[int], float]:
     if isinstance(rate, int | float):
         return lambda num_updates: float(rate)
     if isinstance(rate, dict) and rate.get("module") == "keras.optimizers.schedules":

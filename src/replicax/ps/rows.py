@@ -11,7 +11,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import keras
@@ -27,7 +27,9 @@ from replicax.ps.row_values import sum_duplicates
 from replicax.ps.session import Session
 from replicax.ps.variable_slices import VariableGroup
 
-__all__ = ["RemoteTables"]
+__all__ = ["RemoteTables", "RowPush"]
+
+RowPush = Future[tuple[JSONObject, dict[str, np.ndarray]]]
 
 _logger = logging.getLogger("replicax")
 _Result = TypeVar("_Result")
@@ -221,7 +223,7 @@ class RemoteTables:
         group: VariableGroup,
         variables: Sequence[keras.Variable],
         part: WorkerShare | None,
-    ) -> Any:
+    ) -> list[RowPush]:
         """Send the rows' gradients that the program has left; `finish` waits for it.
 
         Every table gets a push on every server, with no rows where there are none: each
@@ -261,7 +263,7 @@ class RemoteTables:
                 pushes.append(push)
         return pushes
 
-    def finish(self, pushes: Any) -> None:
+    def finish(self, pushes: Sequence[RowPush]) -> None:
         """Wait for what `push` began.
 
         Raises:
@@ -280,7 +282,7 @@ class RemoteTables:
         self._links.close()
 
     def _fetch(
-        self, name: str, ids: np.ndarray, ask: Callable[..., Future[Any]]
+        self, name: str, ids: np.ndarray, ask: Callable[..., RowPush]
     ) -> np.ndarray:
         rows = np.empty((len(ids), self._dims[name]), np.float32)
         server_of = ids % self._links.num_servers

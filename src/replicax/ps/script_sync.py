@@ -18,6 +18,7 @@ from replicax.ps.session import Session
 
 __all__ = ["AGAIN", "ClosureProgress", "ScriptSync"]
 
+
 _NOW = "coordinator: now"
 _KEPT_BYTES = 16 * 2**20
 # The board keeps the newest 64 values of a family.

@@ -1,4 +1,4 @@
-"""A parameter server's port: an Arrow Flight service that lets nobody in without token.
+"""The Arrow Flight service of a parameter server: refuses calls without the token.
 
 Tensors come and go on streams, one for each worker; what is done with them stands in a
 table of operations by name. Everything else is an action: JSON in, JSON out.
@@ -249,7 +249,7 @@ class Service:
         except Exception as error:  # noqa: BLE001
             return self._error(peer, str(header["op"]), error), {}
 
-    def act(self, peer: str, name: str, body: Any) -> bytes:
+    def act(self, peer: str, name: str, body: bytes) -> bytes:
         """Carry out an action."""
         self._doorman.accept(peer)
         try:

@@ -146,7 +146,9 @@ class Session:
 
     # Tensors.
 
-    def submit(self, server: int, exchange: Callable[[Connection], Any]) -> Any:
+    def submit(
+        self, server: int, exchange: Callable[[Connection], _Result]
+    ) -> "Future[_Result]":
         """Do something with a server's stream, after what was submitted before.
 
         Returns:

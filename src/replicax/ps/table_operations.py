@@ -6,7 +6,6 @@ are updated is known only at the first training step, and said by an action.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 from replicax._util.types import JSONObject
 from replicax.ps.group_state import RefusedRequestError
@@ -30,7 +29,7 @@ def table_operations(tables: TableStore) -> dict[str, StreamOperation]:
     }
 
 
-def table_actions(tables: TableStore) -> dict[str, Callable[..., Any]]:
+def table_actions(tables: TableStore) -> dict[str, Callable[..., object]]:
     """The actions `tables.set_rule`, `tables.set_learning_rate`, `tables.status`."""
 
     def set_rule(table: str, rule: JSONObject, group: str) -> None:

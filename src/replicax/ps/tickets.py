@@ -14,6 +14,9 @@ from replicax.ps.limits import BoardError, LimitError, check_count, remember
 
 __all__ = ["PartTickets", "StepTickets", "Tickets"]
 
+Ticket = int | list[int]
+"""A step; of a synchronous one the step and the share of it."""
+
 _MAX_HELD = 256
 _LOST_KEPT = 1000
 
@@ -36,11 +39,11 @@ class Tickets(Protocol):
         """Whether it is over and nobody holds a ticket."""
         ...
 
-    def claim(self, worker: str, count: int) -> list[Any] | str:
+    def claim(self, worker: str, count: int) -> Sequence[Ticket] | str:
         """Up to `count` tickets, at least one; or why the worker has to wait."""
         ...
 
-    def finish(self, worker: str, tickets: Sequence[Any]) -> list[Any]:
+    def finish(self, worker: str, tickets: Sequence[Any]) -> Sequence[Any]:
         """Notes them as done; returns those that the worker does not hold."""
         ...
 

@@ -18,9 +18,9 @@ from replicax.engine.scope import outside_scopes
 from replicax.engine.variables import Update
 from replicax.ps.optimizers import can_split, clip_before_push, optimizer_rule
 from replicax.ps.partition import Partitioner, VariableInfo, place
-from replicax.ps.remote import RemoteGroup, WorkerShare
+from replicax.ps.remote import RemoteGroup, ServerPushes, WorkerShare
 from replicax.ps.requests import GroupRequests
-from replicax.ps.rows import RemoteTables
+from replicax.ps.rows import RemoteTables, RowPush
 from replicax.ps.session import Session
 from replicax.ps.variable_slices import VariableGroup
 
@@ -194,7 +194,9 @@ class RemoteVariables:
             own = self._part_of(group, part)
             assert own is not None
 
-            def made(group: RemoteGroup = group, wanted: int = own.step or 0) -> Any:
+            def made(
+                group: RemoteGroup = group, wanted: int = own.step or 0
+            ) -> bool | None:
                 if group.has_begun(wanted):
                     return True
                 group.pull()
@@ -240,7 +242,7 @@ class RemoteVariables:
         deltas: Sequence[jax.Array],
         based_on: Mapping[str, Mapping[int, int]],
         part: WorkerShare | None,
-    ) -> Any:
+    ) -> list[tuple[RemoteGroup, ServerPushes]]:
         """Send what a step has computed; `finish` waits for it."""
         pushes = []
         for update, grads in zip(updates, gradients, strict=True):
@@ -255,7 +257,9 @@ class RemoteVariables:
             pushes.append((group, group.push(deltas, based, own)))
         return pushes
 
-    def push_rows(self, updates: Sequence[Update], part: WorkerShare | None) -> Any:
+    def push_rows(
+        self, updates: Sequence[Update], part: WorkerShare | None
+    ) -> list[RowPush]:
         """Send the gradients of rows; `RemoteTables.finish` waits for it."""
         pushes = []
         for update in updates:
@@ -264,7 +268,7 @@ class RemoteVariables:
             pushes += self._rows.push(group.group, variables, own)
         return pushes
 
-    def finish(self, pushes: Any) -> bool:
+    def finish(self, pushes: Sequence[tuple[RemoteGroup, ServerPushes]]) -> bool:
         """Wait for pushes; whether they count."""
         results = [group.finish(push) for group, push in pushes]
         # Groups may have got the part from different workers; the first one decides.

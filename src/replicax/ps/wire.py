@@ -11,13 +11,16 @@ import functools
 import json
 import types
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import ml_dtypes
 import numpy as np
 
 from replicax._util.arrays import bytes_of
 from replicax._util.types import JSONObject
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 __all__ = [
     "CHUNK_BYTES",
@@ -117,6 +120,24 @@ class MessageReader(Protocol):
         ...
 
 
+class FlightClient(Protocol):
+    """A channel to a server."""
+
+    def do_exchange(
+        self, descriptor: object, options: object
+    ) -> tuple["MessageWriter", MessageReader]:
+        """Open a stream."""
+        ...
+
+    def do_action(self, action: tuple[str, bytes], options: object) -> Iterator[Any]:
+        """Make a call; its results have a `body`."""
+        ...
+
+    def close(self) -> None:
+        """End the channel."""
+        ...
+
+
 class MessageWriter(Protocol):
     """A Flight stream's writer."""
 
@@ -138,14 +159,14 @@ class MessageWriter(Protocol):
 
 
 @functools.cache
-def _schema() -> Any:
+def _schema() -> "pa.Schema":
     import pyarrow as pa
 
     return pa.schema([pa.field("bytes", pa.uint8(), nullable=False)])
 
 
 @functools.cache
-def write_options() -> Any:
+def write_options() -> "pa.ipc.IpcWriteOptions":
     """How record batches are written: as they are, by the thread that sends."""
     import pyarrow as pa
 
@@ -211,7 +232,7 @@ def send(
     return sent
 
 
-def _batches(array: np.ndarray) -> Iterator[Any]:
+def _batches(array: np.ndarray) -> "Iterator[pa.RecordBatch]":
     import pyarrow as pa
 
     if array.dtype.byteorder == ">":

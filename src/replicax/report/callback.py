@@ -1,4 +1,4 @@
-"""Keras callbacks of replicax: `Report`."""
+"""The Keras callback `Report`, which writes the page of a training."""
 
 import os
 from collections.abc import Mapping

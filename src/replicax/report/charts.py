@@ -1,4 +1,4 @@
-"""Charts of curves over epochs: what a template draws, and the numbers as a table.
+"""Charts of curves over epochs: their SVG paths, and their numbers as a table.
 
 The plot is stretched to the page's width, whatever that is; its labels are HTML around
 it, so that they stay as large as other text. No plotting library is used: pictures of

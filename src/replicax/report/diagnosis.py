@@ -1,4 +1,4 @@
-"""One line at the end of training: how fast it was, and the first thing to change."""
+"""Diagnoses a training in one line: its speed, and the first thing to change."""
 
 import dataclasses
 import math

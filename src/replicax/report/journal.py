@@ -1,4 +1,4 @@
-"""A worker's part of a report: a file with a line of JSON for each thing that happened.
+"""The event log of one worker: a file of JSON lines, one for each thing that happened.
 
 The files lie in a folder beside the page, `report.html.d/worker-0.jsonl`. Each worker
 writes its own and no other; who makes the page reads all that are there.

@@ -1,4 +1,4 @@
-"""What workers have written, as the page shows it.
+"""Reads workers' event logs back as runs, fits and epochs, for the page.
 
 Files may be half written, of another version or made by hand, so nothing that they say
 is taken for granted: what makes no sense is counted and left out.

@@ -1,4 +1,4 @@
-"""A page of a training that goes on, served to this machine's browsers only."""
+"""Serves the page of a running training, to this machine's browsers only."""
 
 import hashlib
 import http.server
