@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 
-from replicax.checkpoint.evaluations import append_evaluation
+from replicax.checkpoint.evaluation import append_evaluation
 from replicax.estimator import (
     BestExporter,
     Estimator,

@@ -55,7 +55,7 @@ def restore(folder: Path) -> dict[str, np.ndarray]:
     return {name: np.asarray(x) for name, x in restored.items()}
 
 
-def _checkpointer() -> Any:
+def _checkpointer() -> ocp.Checkpointer:
     """An Orbax checkpointer of this process alone."""
     process = jax.process_index()
     options = ocp.options.MultiprocessingOptions(

@@ -6,10 +6,10 @@ import logging
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import keras
 
+from replicax._util.types import JSON, JSONObject, PyTree
 from replicax.checkpoint import storage
 from replicax.checkpoint.slots import (
     ArraySlot,
@@ -21,6 +21,7 @@ from replicax.checkpoint.slots import (
 )
 from replicax.checkpoint.storage import Contents
 from replicax.cluster import workers
+from replicax.cluster.workers import Workers
 from replicax.errors import CheckpointError
 
 __all__ = ["Checkpoint", "RestoreStatus", "compare", "write_existing"]
@@ -62,7 +63,7 @@ class Checkpoint:
 
     save_counter: int
 
-    def __init__(self, root: Any = None, **objects: Any) -> None:
+    def __init__(self, root: PyTree = None, **objects: PyTree) -> None:
         if root is not None:
             objects["root"] = root
         taken = [name for name in objects if hasattr(type(self), name)]
@@ -78,7 +79,7 @@ class Checkpoint:
             setattr(self, name, value)
         self._bind()
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> PyTree:
         # Only for type checkers: objects are attributes, and found without this.
         raise AttributeError(
             f"Checkpoint: there is no {name!r}; it has "
@@ -200,7 +201,7 @@ class Checkpoint:
                 "call it once on a batch."
             )
 
-    def _objects(self) -> dict[str, Any]:
+    def _objects(self) -> dict[str, PyTree]:
         return {name: getattr(self, name) for name in self._names}
 
     def _slots(self) -> list[ArraySlot | ValueSlot]:
@@ -345,7 +346,7 @@ def write_existing(
             slot.write(contents.arrays[slot.name])
 
 
-def _describe(shape: Iterable[int], dtype: Any) -> str:
+def _describe(shape: Iterable[int], dtype: object) -> str:
     return f"{dtype}[{', '.join(map(str, shape))}]"
 
 
@@ -357,7 +358,9 @@ def _message(path: str, problems: list[str]) -> str:
     return f"checkpoint {path} does not fit the objects; {'; '.join(problems)}."
 
 
-def _worker_values(worker: Any, slots: Iterable[Any]) -> dict[str, Any]:
+def _worker_values(
+    worker: Workers, slots: Iterable[ArraySlot | ValueSlot]
+) -> JSONObject:
     """The plain values; of iterators, each worker's own."""
     values = {s.name: s.read() for s in slots if isinstance(s, ValueSlot)}
     own = {s.name for s in slots if isinstance(s, ValueSlot) and s.of_worker}
@@ -369,7 +372,7 @@ def _worker_values(worker: Any, slots: Iterable[Any]) -> dict[str, Any]:
     return values | {name: [state[name] for state in states] for name in own}
 
 
-def _own_state(worker: Any, slot: ValueSlot, saved: list[Any]) -> Any:
+def _own_state(worker: Workers, slot: ValueSlot, saved: list[JSON]) -> JSON:
     if len(saved) == worker.count:
         return saved[worker.index]
     if all(same_state(state, saved[0]) for state in saved[1:]):
@@ -381,7 +384,7 @@ def _own_state(worker: Any, slot: ValueSlot, saved: list[Any]) -> Any:
     )
 
 
-def _build_optimizers(objects: Mapping[str, Any]) -> None:
+def _build_optimizers(objects: Mapping[str, PyTree]) -> None:
     """Build optimizers of built models, as a first step would."""
     models = [x for x in objects.values() if isinstance(x, keras.Model)]
     pairs = [(model, getattr(model, "optimizer", None)) for model in models]
@@ -396,7 +399,7 @@ def _build_optimizers(objects: Mapping[str, Any]) -> None:
                 optimizer.build(model.trainable_variables)
 
 
-def _require_built_optimizers(objects: Mapping[str, Any]) -> None:
+def _require_built_optimizers(objects: Mapping[str, PyTree]) -> None:
     models = [x for x in objects.values() if isinstance(x, keras.Model)]
     unbuilt = [
         name

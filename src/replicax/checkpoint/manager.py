@@ -7,7 +7,7 @@ import re
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from replicax._util.files import FailedWrites, leftovers, write_whole
 from replicax._util.listing import listed
@@ -16,6 +16,7 @@ from replicax.checkpoint import background, storage
 from replicax.checkpoint.background import BackgroundSave
 from replicax.checkpoint.storage import Contents
 from replicax.cluster import workers
+from replicax.cluster.workers import Workers
 from replicax.errors import CheckpointError
 
 __all__ = [
@@ -45,7 +46,7 @@ class Saveable(Protocol):
         """Copies of everything; None on workers other than 0."""
         ...
 
-    def apply(self, contents: Contents, path: str) -> Any:
+    def apply(self, contents: Contents, path: str) -> object:
         """Set the objects to `contents`."""
         ...
 
@@ -91,7 +92,7 @@ class CheckpointManager:
         max_to_keep: int | None = 5,
         *,
         checkpoint_name: str = "ckpt",
-        init_fn: Callable[[], Any] | None = None,
+        init_fn: Callable[[], object] | None = None,
     ) -> None:
         if max_to_keep is not None and max_to_keep < 1:
             raise ValueError(
@@ -119,7 +120,7 @@ class CheckpointManager:
     def __enter__(self) -> "CheckpointManager":
         return self
 
-    def __exit__(self, kind: Any, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
         else:  # Do not hide the exception under another one.
@@ -331,7 +332,7 @@ def numbered_checkpoints(directory: Path, name: str) -> list[Path]:
     return [path for _, path in sorted(found.items())]
 
 
-def _require_shared(worker: Any, directory: Path) -> None:
+def _require_shared(worker: Workers, directory: Path) -> None:
     """Raise on all workers unless all see what worker 0 writes."""
     token, problem = directory / f".shared-{uuid.uuid4().hex}", None
     if worker.is_chief:

@@ -4,16 +4,20 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 from replicax.checkpoint.checkpoint import Checkpoint
 from replicax.checkpoint.manager import CheckpointManager
 from replicax.cluster import workers
 from replicax.cluster.failure import ExitCode
+from replicax.cluster.resolvers import ClusterResolver
 
 __all__ = ["PreemptionCheckpointHandler"]
 
 _logger = logging.getLogger("replicax")
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class PreemptionCheckpointHandler:
@@ -49,7 +53,7 @@ class PreemptionCheckpointHandler:
 
     def __init__(
         self,
-        cluster_resolver: Any,
+        cluster_resolver: ClusterResolver | None,
         checkpoint_or_checkpoint_manager: Checkpoint | CheckpointManager,
         checkpoint_dir: str | os.PathLike[str] | None = None,
     ) -> None:
@@ -85,7 +89,7 @@ class PreemptionCheckpointHandler:
         """Number of calls of `run`, in earlier processes too."""
         return self._num_calls
 
-    def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call `fn`, one step, then save and end the process if it is time to.
 
         Returns:

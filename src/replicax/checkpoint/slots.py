@@ -1,9 +1,15 @@
-"""Objects as named arrays and values: what is read on saving and set on restoring."""
+"""Objects as named arrays and values: what is read on saving and set on restoring.
+
+Names of variables are those that a restart gives them again. Keras numbers layers in
+the order in which a process makes them, so `dense_3/kernel` of one run may be
+`dense/kernel` of the next. Here a layer is numbered inside its parent.
+"""
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol, TypeAlias, TypeGuard
 
 import jax
 import keras
@@ -12,12 +18,29 @@ import numpy as np
 from replicax._private import keras as internals
 from replicax._util import json_codec
 from replicax._util.types import JSON, PyTree
-from replicax.checkpoint.naming import named_variables
 from replicax.engine import device_put
 from replicax.engine.composites import is_key
 from replicax.errors import CheckpointError
 
-__all__ = ["ArraySlot", "Binding", "ValueSlot", "bind", "encode", "to_host"]
+__all__ = [
+    "ArraySlot",
+    "Binding",
+    "ValueSlot",
+    "bind",
+    "encode",
+    "named_variables",
+    "to_host",
+]
+
+
+_Named: TypeAlias = tuple[str, keras.Variable]
+
+
+class _HasVariables(Protocol):
+    """A layer, model, optimizer, metric or seed generator."""
+
+    @property
+    def variables(self) -> Sequence[keras.Variable]: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +60,7 @@ class ArraySlot:
     label: str
     shape: tuple[int, ...]
     dtype: str
-    read: Callable[[], Any]
+    read: Callable[[], np.ndarray | jax.Array]
     write: Callable[[np.ndarray], None]
 
 
@@ -54,8 +77,8 @@ class ValueSlot:
 
     name: str
     of_worker: bool
-    read: Callable[[], Any]
-    write: Callable[[Any], None]
+    read: Callable[[], JSON]
+    write: Callable[[JSON], object]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,10 +91,10 @@ class Binding:
     """
 
     slots: list[ArraySlot | ValueSlot]
-    value: Callable[[], Any]
+    value: Callable[[], PyTree]
 
 
-def bind(name: str, value: Any) -> Binding:
+def bind(name: str, value: PyTree) -> Binding:
     """The slots of an object.
 
     Args:
@@ -91,13 +114,13 @@ def bind(name: str, value: Any) -> Binding:
     return Binding(slots=slots, value=lambda: jax.tree.unflatten(structure, cells))
 
 
-def _is_object(x: Any) -> bool:
+def _is_object(x: object) -> bool:
     return not isinstance(x, (dict, list, tuple)) and (
         _has_variables(x) or isinstance(x, keras.Variable) or _accessors(x) is not None
     )
 
 
-def _has_variables(x: Any) -> bool:
+def _has_variables(x: object) -> TypeGuard[_HasVariables]:
     kinds = (
         keras.Layer,
         keras.optimizers.Optimizer,
@@ -107,7 +130,9 @@ def _has_variables(x: Any) -> bool:
     return isinstance(x, kinds)
 
 
-def _accessors(x: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
+def _accessors(
+    x: object,
+) -> tuple[Callable[[], PyTree], Callable[[PyTree], object]] | None:
     """How to get and set the state of an object that has one."""
     for getter, setter in (
         ("get_state", "set_state"),
@@ -119,9 +144,9 @@ def _accessors(x: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
 
 
 def _leaf_slots(
-    name: str, leaf: Any, cells: list[Any], index: int
+    name: str, leaf: PyTree, cells: list[PyTree], index: int
 ) -> Iterable[ArraySlot | ValueSlot]:
-    def put(value: Any) -> None:
+    def put(value: PyTree) -> None:
         cells[index] = value
 
     if isinstance(leaf, keras.Variable):
@@ -157,8 +182,8 @@ def _leaf_slots(
     )
 
 
-def _variable_slot(name: str, variable: Any) -> ArraySlot:
-    def read() -> Any:
+def _variable_slot(name: str, variable: keras.Variable) -> ArraySlot:
+    def read() -> jax.Array:
         if not internals.has_value(variable):
             raise CheckpointError(
                 f"checkpoint: variable {variable.path!r} has no value here: fit or a "
@@ -177,7 +202,11 @@ def _variable_slot(name: str, variable: Any) -> ArraySlot:
     )
 
 
-def _array_slot(name: str, leaf: Any, put: Callable[[Any], None]) -> ArraySlot:
+def _array_slot(
+    name: str,
+    leaf: np.ndarray | np.generic | jax.Array,
+    put: Callable[[np.ndarray | np.generic | jax.Array], None],
+) -> ArraySlot:
     if isinstance(leaf, jax.Array):
         return _jax_slot(name, leaf, put)
     is_scalar = isinstance(leaf, np.generic)
@@ -191,11 +220,13 @@ def _array_slot(name: str, leaf: Any, put: Callable[[Any], None]) -> ArraySlot:
     )
 
 
-def _jax_slot(name: str, leaf: jax.Array, put: Callable[[Any], None]) -> ArraySlot:
+def _jax_slot(
+    name: str, leaf: jax.Array, put: Callable[[jax.Array], None]
+) -> ArraySlot:
     if is_key(leaf):
         implementation = jax.random.key_impl(leaf)
 
-        def put_key(data: Any) -> None:
+        def put_key(data: jax.Array) -> None:
             put(jax.random.wrap_key_data(data, impl=implementation))
 
         return _jax_slot(name, jax.random.key_data(leaf), put_key)
@@ -242,7 +273,7 @@ def to_host(
     return copies
 
 
-def _one_copy(slot: ArraySlot, x: Any) -> Any:
+def _one_copy(slot: ArraySlot, x: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
     if not isinstance(x, jax.Array):
         return x
     if x.is_fully_replicated or not slot.shape or x.size == 0:
@@ -273,6 +304,84 @@ def _base_container(value: PyTree, what: str) -> JSON:
     return None
 
 
-def same_state(a: Any, b: Any) -> bool:
+def same_state(a: JSON, b: JSON) -> bool:
     """Whether two encoded states are equal, not a number included."""
     return json.dumps(a) == json.dumps(b)
+
+
+def named_variables(owner: _HasVariables) -> list[_Named]:
+    """All variables of a Keras object with names that are unique in it.
+
+    Args:
+        owner: A layer, model, optimizer, metric, seed generator, or anything else
+            with `variables`.
+
+    Returns:
+        `(name, variable)` in a fixed order.
+
+    Example:
+        >>> import keras
+        >>> def model():
+        ...     layers = [keras.layers.Dense(1), keras.layers.Dense(1)]
+        ...     return keras.Sequential([keras.Input((1,)), *layers])
+        >>> [name for name, _ in named_variables(model())]
+        ['dense/kernel', 'dense/bias', 'dense_1/kernel', 'dense_1/bias']
+        >>> named_variables(model())[0][0]
+        'dense/kernel'
+    """
+    if isinstance(owner, keras.Layer):
+        found = _of_layer(owner)
+        known = {id(v) for _, v in found}
+        rest = [v for v in owner.variables if id(v) not in known]
+        return found + _numbered([("other/" + v.name, v) for v in rest])
+    if isinstance(owner, keras.optimizers.Optimizer):
+        return _of_optimizer(owner)
+    if isinstance(owner, keras.random.SeedGenerator):
+        return [("state", owner.state)]
+    return _numbered([(v.name, v) for v in owner.variables])
+
+
+def _of_layer(layer: keras.Layer) -> list[_Named]:
+    own, children = internals.parts_of_layer(layer)
+    found = _numbered([(v.name, v) for v in own])
+    seen = {id(v) for v in own}
+    labels = Counter(name for name, _ in found)
+    for child in children:
+        label = _unique(internals.layer_label(child), labels)
+        for name, variable in named_variables(child):
+            if id(variable) not in seen:  # A layer may be shared by two others.
+                seen.add(id(variable))
+                found.append((f"{label}/{name}", variable))
+    return found
+
+
+def _of_optimizer(optimizer: keras.optimizers.Optimizer) -> list[_Named]:
+    """Slots are named after the trained variable's number and not its path."""
+    prefixes = {
+        v.path.replace("/", "_") + "_": i
+        for i, v in enumerate(internals.trained_by(optimizer))
+    }
+    found = []
+    for variable in optimizer.variables:
+        matching = [p for p in prefixes if variable.name.startswith(p)]
+        name = variable.name
+        if matching:
+            prefix = max(matching, key=len)
+            name = f"{name.removeprefix(prefix)}/{prefixes[prefix]}"
+        found.append((name, variable))
+    return _numbered(found)
+
+
+def _numbered(named: Iterable[_Named]) -> list[_Named]:
+    taken: Counter[str] = Counter()
+    return [(_unique(name, taken), variable) for name, variable in named]
+
+
+def _unique(name: str, taken: Counter[str]) -> str:
+    """`name`, `name_1`, ...: the first that is not in `taken`, and takes it."""
+    candidate, number = name, 0
+    while candidate in taken:
+        number += 1
+        candidate = f"{name}_{number}"
+    taken[candidate] += 1
+    return candidate

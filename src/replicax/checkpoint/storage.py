@@ -15,7 +15,6 @@ import os
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -31,6 +30,7 @@ from replicax._util.files import (
     temporary_folder,
     why_not_written,
 )
+from replicax._util.types import JSONObject
 from replicax._util.waiting import Announced
 from replicax.errors import CheckpointError
 
@@ -56,7 +56,7 @@ class Contents:
     """
 
     arrays: Mapping[str, np.ndarray]
-    values: Mapping[str, Any]
+    values: JSONObject
     labels: Mapping[str, str]
 
 
@@ -136,7 +136,7 @@ def _manifest(part: Path, contents: Contents) -> str:
     return f"{json.dumps(header)}\n{body}"
 
 
-def _read_manifest(path: Path) -> dict[str, Any]:
+def _read_manifest(path: Path) -> JSONObject:
     file = path / MANIFEST
     if not path.exists():
         raise CheckpointError(f"checkpoint {path}: there is nothing at this path.")
@@ -170,7 +170,7 @@ def _check_file(path: Path, name: str, expected: Mapping[str, int]) -> None:
 
 
 def _read_arrays(
-    path: Path, expected: Mapping[str, Mapping[str, Any]]
+    path: Path, expected: Mapping[str, JSONObject]
 ) -> dict[str, np.ndarray]:
     arrays = {
         name: np.zeros(entry["shape"], entry["dtype"])

@@ -13,7 +13,7 @@ import numpy as np
 
 from replicax._util.types import PyTree
 from replicax.checkpoint import latest_checkpoint
-from replicax.checkpoint.evaluations import append_evaluation
+from replicax.checkpoint.evaluation import append_evaluation
 from replicax.estimator.evaluating import EvalResults, Evaluation, predictions
 from replicax.estimator.exporting import export_model, tell_of_preprocess
 from replicax.estimator.hooks import CheckpointSaverListener, SessionRunHook

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from replicax._util.types import PyTree
-from replicax.checkpoint.evaluations import METRICS_FILE
+from replicax.checkpoint.evaluation import METRICS_FILE
 from replicax.engine.values import PerReplica
 from replicax.estimator.hooks import SessionRunHook
 from replicax.estimator.model import EstimatorModel

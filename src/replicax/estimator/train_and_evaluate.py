@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from replicax._util.waiting import wait_for
-from replicax.checkpoint.watching import POLL_PAUSES, CheckpointWatch
+from replicax.checkpoint.evaluation import POLL_PAUSES, CheckpointWatch
 from replicax.cluster.spec import ClusterSpec
 from replicax.cluster.timeouts import Timeouts, checked_timeouts, takes_timeouts
 from replicax.errors import CheckpointError

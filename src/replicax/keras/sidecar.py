@@ -8,9 +8,8 @@ from typing import Any
 import keras
 
 from replicax.checkpoint.checkpoint import write_existing
-from replicax.checkpoint.evaluations import append_evaluation
+from replicax.checkpoint.evaluation import CheckpointWatch, append_evaluation
 from replicax.checkpoint.slots import bind
-from replicax.checkpoint.watching import CheckpointWatch
 from replicax.cluster.timeouts import Timeouts, checked_timeouts, takes_timeouts
 
 __all__ = ["SidecarEvaluator"]

@@ -1,16 +1,24 @@
-"""Waiting for the checkpoints of a run that trains in another process."""
+"""Evaluating the checkpoints of a run that trains in another process."""
 
 import json
+import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
+import numpy as np
+
+from replicax._util.types import JSONObject, PyTree
 from replicax._util.waiting import wait_for
 from replicax.checkpoint import storage
 from replicax.checkpoint.manager import FINISHED, numbered_checkpoints
 from replicax.checkpoint.storage import Contents
 from replicax.errors import CheckpointError
 
-__all__ = ["POLL_PAUSES", "CheckpointWatch"]
+__all__ = ["METRICS_FILE", "POLL_PAUSES", "CheckpointWatch", "append_evaluation"]
+
+METRICS_FILE = "metrics.jsonl"
+"""The evaluations in a folder, a line of JSON for each."""
 
 POLL_PAUSES = (0.5, 0.5)
 """Seconds between two looks at the folder."""
@@ -93,8 +101,25 @@ class CheckpointWatch:
         last = self._last_of_finished_run()
         return last is not None and last.get("checkpoint") == self.latest
 
-    def _last_of_finished_run(self) -> dict[str, Any] | None:
+    def _last_of_finished_run(self) -> JSONObject | None:
         try:
             return json.loads((self._directory / FINISHED).read_text())
         except FileNotFoundError:
             return None
+
+
+def append_evaluation(
+    folder: Path, checkpoint: str, results: Mapping[str, PyTree]
+) -> None:
+    """Add a line to the evaluations in a folder, which is made.
+
+    Args:
+        folder: It gets `METRICS_FILE`.
+        checkpoint: What was evaluated.
+        results: Numbers or arrays by name.
+    """
+    line: JSONObject = {"checkpoint": checkpoint, "time": time.time()}
+    line |= {name: np.asarray(value).tolist() for name, value in results.items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / METRICS_FILE).open("a") as stream:
+        stream.write(json.dumps(line) + "\n")
