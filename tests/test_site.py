@@ -211,7 +211,9 @@ def test_figures_are_as_drawn() -> None:
 def public(name: str) -> Any:
     """What a script gets under a name below `replicax`."""
     module, *parts = name.split(".")
-    value = sys.modules[f"replicax.{module}"] if parts else getattr(rx, module)
+    value = (
+        importlib.import_module(f"replicax.{module}") if parts else getattr(rx, module)
+    )
     for part in parts:
         value = getattr(value, part)
     return value

@@ -169,7 +169,7 @@ def calls_that_differ() -> list[str]:
     }
     found = []
     for pair in calls.values():
-        with pytest.raises(rx.errors.ClusterMismatchError) as caught:
+        with pytest.raises(rx.ClusterMismatchError) as caught:
             pair[job.is_wrong]()
         found.append(str(caught.value))
     job.fit()  # The workers are together still.
