@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from replicax.report.charts import Series, chart_of, thinned, ticks
 from replicax.report.page import page_of, rendered
-from replicax.report.runs import Epoch, Fit, Run, Worker
+from replicax.report.runs import EpochRecord, Fit, Run, Worker
 
 HOSTILE = "</title><script>alert(1)</script><img src=//evil.test onerror='x'>\"&"
 VOID = {"meta", "path", "br", "img", "link", "input", "hr"}
@@ -49,7 +49,7 @@ def epoch(number, logs=None, **fields):
         "memory": {"of": "device", "bytes": 2**30, "peak_bytes": 2**31},
         "staleness": {},
     } | fields
-    return Epoch(number=number, **values)
+    return EpochRecord(number=number, **values)
 
 
 def fit(*epochs, **fields):

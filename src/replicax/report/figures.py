@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from replicax._util.units import decimal, seconds
 from replicax.report.charts import Chart, Point, Series, chart_of, plain
-from replicax.report.runs import Epoch, Fit, Run, Worker
+from replicax.report.runs import EpochRecord, Fit, Run, Worker
 
 __all__ = [
     "counts_own",
@@ -39,7 +39,7 @@ class _Places:
             self._offsets.setdefault(number, offset)
             end = max([end, *(offset + e.number + 1 for e in fit.epochs)])
 
-    def of(self, fit: Fit, epoch: Epoch) -> float:
+    def of(self, fit: Fit, epoch: EpochRecord) -> float:
         return float(self._offsets.get(number_of_fit(fit), 0) + epoch.number + 1)
 
 
@@ -82,7 +82,7 @@ def _gaps(series: Sequence[Series]) -> str:
     return f"Not finite in {number}, first in epoch {found[0]:,.0f}."
 
 
-def _log(name: str) -> Callable[[Epoch], float | None]:
+def _log(name: str) -> Callable[[EpochRecord], float | None]:
     return lambda epoch: epoch.logs.get(name)
 
 
@@ -97,7 +97,7 @@ def speed_charts(run: Run) -> list[Chart]:
     # For round numbers at the axis.
     size, name = (2.0**30, "GiB") if most >= 2**31 else (2.0**20, "MiB")
 
-    def of_workers(value: Callable[[Epoch], float]) -> list[Series]:
+    def of_workers(value: Callable[[EpochRecord], float]) -> list[Series]:
         return _by_worker(run, places, value)
 
     drawn: list[tuple[str, list[Series], Callable[[float], str], str]] = [
@@ -144,7 +144,7 @@ def speed_charts(run: Run) -> list[Chart]:
     return [chart for chart in charts if chart is not None]
 
 
-def memory_bytes(epoch: Epoch) -> float:
+def memory_bytes(epoch: EpochRecord) -> float:
     """Memory in use at the end of an epoch; the peak, where that is unknown."""
     for name in ("bytes", "peak_bytes"):
         value = epoch.memory.get(name)
@@ -160,7 +160,7 @@ def stale_mean(staleness: Mapping[int, int]) -> float:
 
 
 def _parts(
-    fits: Sequence[Fit], places: _Places, value: Callable[[Epoch], float | None]
+    fits: Sequence[Fit], places: _Places, value: Callable[[EpochRecord], float | None]
 ) -> list[list[Point]]:
     parts = []
     for fit in fits:
@@ -174,7 +174,7 @@ def _known(part: Sequence[Point]) -> bool:
 
 
 def _by_worker(
-    run: Run, places: _Places, value: Callable[[Epoch], float]
+    run: Run, places: _Places, value: Callable[[EpochRecord], float]
 ) -> list[Series]:
     """A curve for each worker; of many the lowest, the middle and the highest."""
     curves = {w.name: _parts(w.fits, places, value) for w in run.workers}

@@ -23,7 +23,7 @@ from replicax.report.figures import (
     speed_charts,
     stale_mean,
 )
-from replicax.report.runs import Epoch, Fit, Run, Worker, together
+from replicax.report.runs import EpochRecord, Fit, Run, Worker, together
 
 __all__ = ["page_of", "rendered"]
 
@@ -128,7 +128,7 @@ def _began(chief: Worker, now: float) -> str:
     return text
 
 
-def _where(epoch: Epoch) -> str:
+def _where(epoch: EpochRecord) -> str:
     """How far an epoch is that has not ended."""
     steps = epoch.counts.get("steps", 0)
     name = "step" if steps == 1 else "steps"
@@ -195,12 +195,12 @@ def _rate(run: Run) -> str:
     return plain(round(sum(known), 1)) if known else "not measured"
 
 
-def _epochs(fit: Fit) -> Sequence[Epoch]:
+def _epochs(fit: Fit) -> Sequence[EpochRecord]:
     """Epochs that have ended; before the first one has, what is known of it."""
     return fit.epochs or ([fit.current] if fit.current else [])
 
 
-def _step(epoch: Epoch) -> str:
+def _step(epoch: EpochRecord) -> str:
     return seconds(epoch.step_s) if math.isfinite(epoch.step_s) else "not measured"
 
 
@@ -208,7 +208,7 @@ def _percent(share: float) -> str:
     return f"{share:.0%}" if math.isfinite(share) else "not measured"
 
 
-def _peak(epochs: Sequence[Epoch]) -> str:
+def _peak(epochs: Sequence[EpochRecord]) -> str:
     peaks = [e.memory.get("peak_bytes") for e in epochs]
     known = [peak for peak in peaks if isinstance(peak, int | float)]
     return binary_bytes(max(known)) if known else "not known"

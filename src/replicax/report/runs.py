@@ -13,7 +13,7 @@ from pathlib import Path
 from replicax.report.journal import folder_of, number_of, read_events
 
 __all__ = [
-    "Epoch",
+    "EpochRecord",
     "Fit",
     "Run",
     "Worker",
@@ -34,7 +34,7 @@ _AMID_STEPS = ("input_s", "stalled_s", "waits_s")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Epoch:
+class EpochRecord:
     """An epoch of one worker, or the part of one until now; times in seconds.
 
     Attributes:
@@ -106,8 +106,8 @@ class Fit:
     facts: Mapping[str, object]
     began: float
     last: float
-    epochs: list[Epoch] = dataclasses.field(default_factory=list)
-    current: Epoch | None = None
+    epochs: list[EpochRecord] = dataclasses.field(default_factory=list)
+    current: EpochRecord | None = None
     state: str = "running"
     error: str = ""
     shares: Mapping[str, object] = dataclasses.field(default_factory=dict)
@@ -233,14 +233,14 @@ _TAKERS: Mapping[str, Callable[[Worker, Mapping[str, object]], None]] = {
 }
 
 
-def _read_epoch(event: Mapping[str, object]) -> Epoch:
+def _read_epoch(event: Mapping[str, object]) -> EpochRecord:
     """The epoch that an event tells of.
 
     Raises:
         ValueError: If a number is none, or a duration is negative.
         TypeError: If something is of another kind than it should be.
     """
-    return Epoch(
+    return EpochRecord(
         number=_whole(event.get("epoch", 0)),
         logs={str(k): _number(v) for k, v in _mapping(event.get("logs")).items()},
         wall_s=_duration(event.get("wall_s", 0.0)),
@@ -254,7 +254,7 @@ def _read_epoch(event: Mapping[str, object]) -> Epoch:
     )
 
 
-def as_event(epoch: Epoch) -> dict[str, object]:
+def as_event(epoch: EpochRecord) -> dict[str, object]:
     """The fields of an event that tells of an epoch."""
     fields = {f.name: getattr(epoch, f.name) for f in dataclasses.fields(epoch)}
     return {"epoch": fields.pop("number"), **fields}
@@ -309,7 +309,7 @@ def _duration(value: object) -> float:
     return number
 
 
-def together(epochs: Sequence[Epoch]) -> Epoch:
+def together(epochs: Sequence[EpochRecord]) -> EpochRecord:
     """Several epochs as if they were one, with the last one's logs and number.
 
     Of epochs in which no step was timed, as all of them compiled or other workers did

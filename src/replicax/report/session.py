@@ -21,7 +21,7 @@ from replicax.report.journal import Journal
 from replicax.report.page import page_of
 from replicax.report.probes import memory_of, start_seconds, sum_seconds
 from replicax.report.runs import (
-    Epoch,
+    EpochRecord,
     Worker,
     as_event,
     is_written,
@@ -77,8 +77,8 @@ class FitReport:
         self._fit_number = number
         self._measures = wants_diagnosis
         self._opened: Journal | None = None
-        self._total: Epoch | None = None  # All epochs,
-        self._unwritten: Epoch | None = None  # and those since the last line.
+        self._total: EpochRecord | None = None  # All epochs,
+        self._unwritten: EpochRecord | None = None  # and those since the last line.
         self._number = 0
         self._exchange_s = worker.exchange_s()
         self._staleness = worker.staleness()
@@ -178,9 +178,9 @@ class FitReport:
         tally = self.recorder.tally
         return {name: getattr(tally, name) for name in tally.__slots__}
 
-    def _epoch(self, wall_s: float, logs: Mapping[str, object]) -> Epoch:
+    def _epoch(self, wall_s: float, logs: Mapping[str, object]) -> EpochRecord:
         """What is known of the epoch until now."""
-        return Epoch(
+        return EpochRecord(
             number=self._number,
             logs=_numbers(logs),
             wall_s=wall_s,
@@ -311,7 +311,7 @@ class FitReport:
             )
             return None, None
 
-    def _of_all(self, total: Epoch) -> tuple[float, float, str]:
+    def _of_all(self, total: EpochRecord) -> tuple[float, float, str]:
         """Examples per second of all workers, and who waited for input most."""
         mine = total.input_share if math.isfinite(total.input_share) else 0.0
         if not self.worker.is_chief or len(self.worker.names) == 1:
@@ -342,7 +342,7 @@ class FitReport:
         return "central" if strategy.group.defers_updates else "replicas"
 
 
-def _joined(before: Epoch | None, epoch: Epoch) -> Epoch:
+def _joined(before: EpochRecord | None, epoch: EpochRecord) -> EpochRecord:
     return epoch if before is None else together([before, epoch])
 
 
