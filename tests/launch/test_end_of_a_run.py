@@ -82,7 +82,7 @@ def fit_generator() -> None:
 
     import replicax as rx
 
-    strategy = rx.MultiWorkerMirroredStrategy(**TIMEOUTS)
+    strategy = rx.MultiWorkerMirroredStrategy(timeouts=rx.Timeouts(**TIMEOUTS))
     with strategy.scope():
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
