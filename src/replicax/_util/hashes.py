@@ -1,4 +1,4 @@
-"""Short texts that stand for long ones."""
+"""Hashes of texts."""
 
 import hashlib
 
@@ -6,10 +6,10 @@ __all__ = ["digest"]
 
 
 def digest(text: str, num_bytes: int = 12) -> str:
-    """A short text, in every process the same if `text` is.
+    """A hash of a text, the same in every process.
 
     Args:
         text: Anything.
-        num_bytes: How much tells texts apart; the digest has twice as many characters.
+        num_bytes: Bytes of the hash, which is written with twice as many characters.
     """
     return hashlib.blake2b(text.encode(), digest_size=num_bytes).hexdigest()

@@ -6,8 +6,9 @@ and the folder renamed then: what has its final name is complete, and damage is 
 reading.
 """
 
-from replicax.checkpoint.checkpoint import Checkpoint, RestoreStatus
+from replicax.checkpoint.checkpoint import Checkpoint
 from replicax.checkpoint.manager import CheckpointManager, latest_checkpoint
+from replicax.checkpoint.restore import RestoreStatus
 from replicax.errors import CheckpointError
 
 __all__ = [

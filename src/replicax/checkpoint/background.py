@@ -23,7 +23,7 @@ _unsettled: set["BackgroundSave"] = set()
 
 
 class BackgroundSave:
-    """One checkpoint on its way to the disk.
+    """A checkpoint that a thread writes.
 
     Args:
         path: Where it goes.

@@ -11,6 +11,7 @@ import keras
 
 from replicax._util.types import JSON, JSONObject, PyTree
 from replicax.checkpoint import storage
+from replicax.checkpoint.restore import RestoreStatus, compare
 from replicax.checkpoint.slots import (
     ArraySlot,
     Binding,
@@ -24,7 +25,7 @@ from replicax.cluster import workers
 from replicax.cluster.workers import Workers
 from replicax.errors import CheckpointError
 
-__all__ = ["Checkpoint", "RestoreStatus", "compare", "write_existing"]
+__all__ = ["Checkpoint"]
 
 _logger = logging.getLogger("replicax")
 
@@ -230,132 +231,6 @@ class Checkpoint:
                     bindings[name], slots=bindings[name].slots + more
                 )
         return bindings
-
-
-class RestoreStatus:
-    """How well a checkpoint fitted the objects that it was restored to.
-
-    (TF: what `tf.train.Checkpoint.restore` returns.) Values of the checkpoint that were
-    not used are logged when this is thrown away, unless one of its methods was called.
-    """
-
-    def __init__(
-        self, path: str, missing: Iterable[str] = (), unused: Iterable[str] = ()
-    ) -> None:
-        """Make a status; only `Checkpoint` does.
-
-        Args:
-            path: The checkpoint.
-            missing: Names that the objects have and the checkpoint has not.
-            unused: Names that the checkpoint has and the objects have not.
-        """
-        self._path = path
-        self._missing = list(missing)
-        self._unused = list(unused)
-        self._is_checked = False
-
-    def assert_consumed(self) -> None:
-        """Raise unless the checkpoint and the objects have the same names.
-
-        Raises:
-            CheckpointError: Listing all names that only one of them has.
-        """
-        self._is_checked = True
-        problems = _listed("not in the checkpoint", self._missing) + _listed(
-            "in the checkpoint and in no object", self._unused
-        )
-        self._raise(problems)
-
-    def assert_existing_objects_matched(self) -> None:
-        """Raise unless the checkpoint has all names of the objects.
-
-        Raises:
-            CheckpointError: Listing those that it has not.
-        """
-        self._is_checked = True
-        self._raise(_listed("not in the checkpoint", self._missing))
-
-    def expect_partial(self) -> "RestoreStatus":
-        """Say that unused values are as they should be; returns this status."""
-        self._is_checked = True
-        return self
-
-    def _raise(self, problems: list[str]) -> None:
-        if problems:
-            raise CheckpointError(_message(self._path, problems))
-
-    def __del__(self) -> None:
-        if not self._is_checked and (self._missing or self._unused):
-            problems = _listed("not in the checkpoint", self._missing) + _listed(
-                "in the checkpoint and in no object", self._unused
-            )
-            _logger.warning(
-                "%s Call expect_partial() on what restore returns if that is right.",
-                _message(self._path, problems),
-            )
-
-
-def compare(
-    slots: Iterable[ArraySlot | ValueSlot], contents: Contents, path: str
-) -> RestoreStatus:
-    """What is only in the checkpoint, or only in the objects.
-
-    Raises:
-        CheckpointError: If something has another shape or dtype; lists everything.
-    """
-    wanted = {slot.name: slot for slot in slots}
-    saved = {*contents.arrays, *contents.values}
-    missing = sorted(set(wanted) - saved)
-    unused = sorted(saved - set(wanted))
-    wrong = []
-    for name in sorted(set(wanted) & saved):
-        slot, array = wanted[name], contents.arrays.get(name)
-        has = "a plain value" if array is None else _describe(array.shape, array.dtype)
-        wants = (
-            _describe(slot.shape, slot.dtype)
-            if isinstance(slot, ArraySlot)
-            else "a plain value"
-        )
-        if has != wants:
-            label = contents.labels.get(name, name)
-            wrong.append(f"{name} ({label}): {has} saved, {wants} here")
-    if wrong:
-        problems = [f"of another shape or dtype: {'; '.join(wrong)}"]
-        problems += _listed("not in the checkpoint", missing)
-        problems += _listed("in the checkpoint and in no object", unused)
-        raise CheckpointError(
-            _message(path, problems) + " Nothing was restored. Make the objects as "
-            "they were when the checkpoint was saved, or restore only some of them."
-        )
-    return RestoreStatus(path, missing, unused)
-
-
-def write_existing(
-    slots: Iterable[ArraySlot | ValueSlot], contents: Contents, path: str
-) -> None:
-    """Set arrays from a checkpoint that has all of them, and may have more.
-
-    Raises:
-        CheckpointError: If it has not, or if something has another shape or dtype;
-            nothing is changed then.
-    """
-    slots = list(slots)
-    compare(slots, contents, path).assert_existing_objects_matched()
-    for slot in slots:
-        if isinstance(slot, ArraySlot):
-            slot.write(contents.arrays[slot.name])
-
-
-def _describe(shape: Iterable[int], dtype: object) -> str:
-    return f"{dtype}[{', '.join(map(str, shape))}]"
-
-
-def _listed(what: str, names: list[str]) -> list[str]:
-    return [f"{what}: {', '.join(names)}"] if names else []
-
-
-def _message(path: str, problems: list[str]) -> str:
-    return f"checkpoint {path} does not fit the objects; {'; '.join(problems)}."
 
 
 def _worker_values(

@@ -8,7 +8,7 @@ import numpy as np
 
 from replicax._private.keras import reference_of
 from replicax.checkpoint import Checkpoint, CheckpointError, CheckpointManager, storage
-from replicax.checkpoint.checkpoint import RestoreStatus, compare, write_existing
+from replicax.checkpoint.restore import RestoreStatus, compare, write_existing
 from replicax.checkpoint.slots import bind
 from replicax.checkpoint.storage import Contents
 from replicax.estimator.hooks import Interval

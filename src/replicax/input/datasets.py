@@ -22,7 +22,7 @@ __all__ = ["DatasetMaker"]
 
 
 class DatasetMaker:
-    """What makes distributed datasets: a strategy.
+    """Makes distributed datasets, as a part of each strategy.
 
     Attributes:
         input_shard: This worker's part of the input.
@@ -38,7 +38,7 @@ class DatasetMaker:
 
     @property
     def input_context(self) -> InputContext:
-        """What a function that makes this worker's input is told."""
+        """The context for a function that makes this worker's input."""
         return InputContext(
             num_input_pipelines=self.input_shard.num_workers,
             input_pipeline_id=self.input_shard.worker,

@@ -190,7 +190,7 @@ class DistributedInput(ABC):
         value = split.batch if split.mask is None else (split.batch, split.mask)
         if self._element_spec is None:
             self._element_spec = jax.tree.map(_spec, value)
-        return per_replica(jax.tree.map(_private, value), self._sharding)
+        return per_replica(jax.tree.map(_unaliased, value), self._sharding)
 
 
 class DistributedDataset(DistributedInput):
@@ -354,7 +354,7 @@ def num_examples(split: Split) -> int:
     return leaves[0].shape[0] * leaves[0].shape[1] if leaves else 0
 
 
-def _private(array: PyTree) -> PyTree:
+def _unaliased(array: PyTree) -> PyTree:
     """`array` in the dtype JAX gives it, in memory that nobody else writes to.
 
     `jax.device_put` may keep a NumPy array's memory, or read it later, even if told not

@@ -174,7 +174,7 @@ def _exchange(epoch: SharedEpoch[_Batch], window: _AnyWindow) -> list[_AnyWindow
 
 
 def _num_common(sizes: list[list[int]]) -> int:
-    """How many batches all workers have, one after another, of equal sizes."""
+    """Number of leading batches that have equal sizes on all workers."""
     columns = zip(*sizes, strict=False)
     return len(list(itertools.takewhile(lambda column: len(set(column)) == 1, columns)))
 
@@ -266,7 +266,7 @@ def _report_left_over(
 
 
 def leaf_checksums(batch: PyTree) -> list[LeafChecksum]:
-    """What tells a batch from another one, leaf by leaf, whoever reads it.
+    """Checksums of a batch's leaves, to compare it with other workers' batch.
 
     Equal for values that a program could not tell apart: 64-bit numbers are those that
     JAX makes of them, any NaN is a NaN, and -0.0 is 0.0.

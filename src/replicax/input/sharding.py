@@ -78,7 +78,7 @@ class FileDataset:
 def worker_files(
     dataset: Dataset, policy: AutoShardPolicy, index: int, count: int
 ) -> tuple[Dataset, bool]:
-    """What worker `index` of `count` reads under a policy.
+    """The shard of a dataset that worker `index` of `count` reads under a policy.
 
     Returns:
         A dataset, and whether it is the worker's own rather than the same everywhere.
@@ -171,13 +171,13 @@ class InputShard:
         return self._workers.new_stream(name)
 
     def begin(self, name: str) -> None:
-        """Note that the script begins to go through data, as all workers do."""
+        """Log that the script begins an epoch, as all workers do."""
         log = self._workers.log
         if log is not None:
             log.note_input(Operation(name, f"{name};".encode()))
 
     def taking(self, name: str) -> Callable[[], None]:
-        """What notes that the script takes a batch of data of that name."""
+        """A function that logs that the script takes a batch of data of that name."""
         log = self._workers.log
         if log is None:
             return _nothing

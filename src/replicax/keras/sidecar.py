@@ -7,8 +7,8 @@ from typing import Any
 
 import keras
 
-from replicax.checkpoint.checkpoint import write_existing
 from replicax.checkpoint.evaluation import CheckpointWatch, append_evaluation
+from replicax.checkpoint.restore import write_existing
 from replicax.checkpoint.slots import bind
 from replicax.cluster.timeouts import Timeouts, checked_timeouts, takes_timeouts
 
