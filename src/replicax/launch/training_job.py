@@ -1,14 +1,14 @@
-"""A training job to be run on Kubernetes, checked by the rules of its API."""
+"""Describes a training job for Kubernetes, and checks it by the rules of its API."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["RESERVED_VARIABLES", "TrainingJob"]
+from replicax.cluster.failure import ATTEMPT
 
-RESERVED_VARIABLES = ("TF_CONFIG", "JOB_COMPLETION_INDEX", "REPLICAX_ATTEMPT")
-"""Environment variables that the manifests themselves set."""
+__all__ = ["TrainingJob"]
 
+_SET_BY_MANIFESTS = ("TF_CONFIG", "JOB_COMPLETION_INDEX", ATTEMPT)
 _MAX_LABEL = 63
 _MAX_SUBDOMAIN = 253
 _LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
@@ -109,7 +109,7 @@ def _bad_words(job: TrainingJob) -> Iterator[str]:
                 f"{name!r} cannot be an environment variable's name; use letters, "
                 "digits and '_'."
             )
-        elif name in RESERVED_VARIABLES:
+        elif name in _SET_BY_MANIFESTS:
             yield f"{name} is set by the manifest itself; leave it out of the env."
     for what, value, example in (
         ("cpus", job.cpus, "4"),

@@ -7,6 +7,7 @@ import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from replicax.cluster.failure import ATTEMPT
 from replicax.cpu.settings import keep_loops
 from replicax.testing.runner import FunctionCall, ScriptCall
 
@@ -18,11 +19,8 @@ _DEFAULTS = {
     "PYTHONFAULTHANDLER": "1",
     "PYTHONUNBUFFERED": "1",
 }
-_OWN = (
-    "JAX_NUM_CPU_DEVICES",
-    "NPROC",
-    "REPLICAX_ATTEMPT",
-)  # Of this process; its tasks have their own.
+# Variables of this process, of which its tasks have their own.
+_OWN = ("JAX_NUM_CPU_DEVICES", "NPROC", ATTEMPT)
 
 
 def call_of(
