@@ -360,14 +360,12 @@ def run(
 
     Example:
         >>> import posixpath
-        >>> import replicax.testing
-        >>> results = replicax.testing.run(
-        ...     posixpath.basename, num_workers=2, args=("a/b",)
-        ... )
+        >>> from replicax.testing import run
+        >>> results = run(posixpath.basename, num_workers=2, args=("a/b",))
         >>> results["worker:0"].value, results["worker:0"].exit_code
         ('b', 0)
     """
-    cluster = Cluster(
+    with Cluster(
         program,
         num_workers=num_workers,
         tasks=tasks,
@@ -376,7 +374,6 @@ def run(
         env=env,
         logical_devices=logical_devices,
         deadline_seconds=deadline_seconds,
-    )
-    with cluster:
+    ) as cluster:
         results = cluster.wait()
     return results.check() if check else results
