@@ -32,7 +32,7 @@ def program_text(strategy: rx.Strategy, x: np.ndarray) -> str:
     """The program of `all_reduce` as XLA compiled it."""
     all_reduce(strategy, x)
     (program,) = strategy.programs._programs.values()
-    return program._jitted.lower([], [], (x,)).compile().as_text()
+    return program._jitted.lower([], [], (x,)).compile().as_text() or ""
 
 
 def collectives(text: str) -> dict[str, str]:

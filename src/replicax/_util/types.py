@@ -1,9 +1,9 @@
 """Names of types that Python, NumPy and JAX have no name for."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
 
-__all__ = ["JSON", "JSONObject", "PyTree", "Shape", "Tensor"]
+__all__ = ["JSON", "JSONObject", "PyTree", "Shape", "Tensor", "TreeStructure"]
 
 PyTree: TypeAlias = Any
 """A tree of arrays, or one array, as `jax.tree` takes it: any object may be a leaf."""
@@ -21,3 +21,16 @@ JSON: TypeAlias = (
 
 JSONObject: TypeAlias = dict[str, Any]
 """A JSON object that is read by its fields, such as a message's header."""
+
+
+class TreeStructure(Protocol):
+    """The structure of a tree without its leaves, as `jax.tree.structure` gives it."""
+
+    @property
+    def num_leaves(self) -> int:
+        """Number of leaves."""
+        ...
+
+    def unflatten(self, leaves: Iterable[PyTree], /) -> PyTree:
+        """The tree of these leaves."""
+        ...

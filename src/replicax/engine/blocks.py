@@ -9,7 +9,7 @@ is right as well, and costs what it would have cost.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -30,18 +30,23 @@ class Block:
         dim: The dimension along which the replicas' parts follow each other.
     """
 
-    data: Any
+    data: jax.Array
     dim: int
 
 
-def whole(value: Any, axis: ReplicaAxis) -> Any:
+MaybeBlock: TypeAlias = jax.Array | Block
+AnyJaxpr: TypeAlias = jex_core.Jaxpr | jex_core.ClosedJaxpr
+Atom: TypeAlias = jex_core.Var | jex_core.Literal
+
+
+def whole(value: MaybeBlock, axis: ReplicaAxis) -> jax.Array:
     """The array that a `Block` is a part of; an array itself."""
     if not isinstance(value, Block):
         return value
     return lax.all_gather(value.data, axis.name, axis=value.dim, tiled=True)
 
 
-def cut(value: Any, dim: int, axis: ReplicaAxis) -> Block:
+def cut(value: MaybeBlock, dim: int, axis: ReplicaAxis) -> Block:
     """This replica's part of an array along dimension `dim`."""
     if isinstance(value, Block):
         if value.dim == dim:
@@ -63,23 +68,25 @@ class BlockedValues:
 
     def __init__(self, axis: ReplicaAxis) -> None:
         self.axis = axis
-        self._known: dict[int, tuple[Any, Block]] = {}
+        self._known: dict[int, tuple[jax.Array, Block]] = {}
 
-    def whole(self, block: Block) -> Any:
+    def whole(self, block: Block) -> jax.Array:
         """The whole of a block, which `block_of` will know."""
         value = whole(block, self.axis)
         self._known[id(value)] = (value, block)  # Kept, or the id could be another's.
         return value
 
-    def block_of(self, value: Any) -> Block | None:
+    def block_of(self, value: jax.Array) -> Block | None:
         """The block that is known for a whole array, if any."""
         known = self._known.get(id(value))
         return None if known is None else known[1]
 
 
 def on_blocks(
-    fn: Callable[..., Any], args: Sequence[Any], axis: ReplicaAxis
-) -> list[Any]:
+    fn: Callable[..., Sequence[jax.Array]],
+    args: Sequence[MaybeBlock],
+    axis: ReplicaAxis,
+) -> Sequence[MaybeBlock]:
     """Carry out `fn(*whole arrays)` on blocks.
 
     Args:
@@ -95,7 +102,7 @@ def on_blocks(
     return _Evaluation(axis, closed.jaxpr).jaxpr(closed.jaxpr, closed.consts, args)
 
 
-def _whole_shape(value: Any, axis: ReplicaAxis) -> Any:
+def _whole_shape(value: MaybeBlock, axis: ReplicaAxis) -> jax.ShapeDtypeStruct:
     data = value.data if isinstance(value, Block) else value
     shape = list(data.shape)
     if isinstance(value, Block):
@@ -136,17 +143,21 @@ _REDUCTIONS = _words(
 
 
 class _Evaluation:
-    def __init__(self, axis: ReplicaAxis, origin: Any) -> None:
+    def __init__(self, axis: ReplicaAxis, origin: jex_core.Jaxpr) -> None:
         self._axis = axis
         self._origin = origin  # The jaxpr, of which others are made.
 
     def jaxpr(
-        self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]
-    ) -> list[Any]:
-        known = dict(zip(jaxpr.constvars, consts, strict=True))
+        self,
+        jaxpr: jex_core.Jaxpr,
+        consts: Sequence[jax.Array],
+        args: Sequence[MaybeBlock],
+    ) -> Sequence[MaybeBlock]:
+        known: dict[jex_core.Var, MaybeBlock] = {}
+        known |= zip(jaxpr.constvars, consts, strict=True)
         known |= zip(jaxpr.invars, args, strict=True)
 
-        def of(atom: Any) -> Any:
+        def of(atom: Atom) -> MaybeBlock:
             return atom.val if isinstance(atom, jex_core.Literal) else known[atom]
 
         for eqn in jaxpr.eqns:
@@ -154,33 +165,47 @@ class _Evaluation:
             known.update(zip(eqn.outvars, results, strict=True))
         return [of(a) for a in jaxpr.outvars]
 
-    def _equation(self, eqn: Any, args: list[Any]) -> list[Any]:
+    def _equation(
+        self, eqn: jex_core.JaxprEqn, args: Sequence[MaybeBlock]
+    ) -> Sequence[MaybeBlock]:
         name = eqn.primitive.name
         if name in _CALLS:
             closed = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
             return self.jaxpr(*_opened(closed), args)
-        if not any(isinstance(x, Block) for x in args):
-            return self._bind(eqn, args)
+        arrays = [x for x in args if not isinstance(x, Block)]
+        if len(arrays) == len(args):
+            return self._bind(eqn, arrays)
         if name in _ELEMENTWISE:
             return self._elementwise(eqn, args)
-        if name in _REDUCTIONS:
-            return self._reduction(eqn, args)
-        if name == "broadcast_in_dim" and len(args) == 1:
-            return self._broadcast(eqn, args[0])
-        if name == "transpose":
-            block = args[0]
-            (data,) = self._bind(eqn, [block.data])
-            return [Block(data, eqn.params["permutation"].index(block.dim))]
         if name == "cond":
             return self._cond(eqn, args)
+        if len(args) == 1 and isinstance(args[0], Block):
+            return self._of_block(eqn, args[0])
         return self._bind(eqn, [whole(x, self._axis) for x in args])
 
-    def _elementwise(self, eqn: Any, args: list[Any]) -> list[Any]:
+    def _of_block(self, eqn: jex_core.JaxprEqn, block: Block) -> Sequence[MaybeBlock]:
+        """The results of a primitive that takes one array."""
+        name = eqn.primitive.name
+        if name in _REDUCTIONS:
+            return self._reduction(eqn, block)
+        if name == "broadcast_in_dim":
+            dims, shape = eqn.params["broadcast_dimensions"], list(eqn.params["shape"])
+            dim = dims[block.dim]
+            shape[dim] //= self._axis.size
+            return [Block(lax.broadcast_in_dim(block.data, shape, dims), dim)]
+        if name == "transpose":
+            (data,) = self._bind(eqn, [block.data])
+            return [Block(data, eqn.params["permutation"].index(block.dim))]
+        return self._bind(eqn, [whole(block, self._axis)])
+
+    def _elementwise(
+        self, eqn: jex_core.JaxprEqn, args: Sequence[MaybeBlock]
+    ) -> Sequence[MaybeBlock]:
         dim = next(x.dim for x in args if isinstance(x, Block))
         parts = [self._part(x, dim) for x in args]
         return [Block(x, dim) for x in self._bind(eqn, parts)]
 
-    def _part(self, value: Any, dim: int) -> Any:
+    def _part(self, value: MaybeBlock, dim: int) -> jax.Array:
         """What goes with the blocks along `dim` of the other operands."""
         if isinstance(value, Block) and value.dim == dim:
             return value.data
@@ -190,8 +215,7 @@ class _Evaluation:
             return whole(value, self._axis)
         return cut(value, dim, self._axis).data
 
-    def _reduction(self, eqn: Any, args: list[Any]) -> list[Any]:
-        (block,) = args
+    def _reduction(self, eqn: jex_core.JaxprEqn, block: Block) -> Sequence[MaybeBlock]:
         axes = eqn.params["axes"]
         (data,) = self._bind(eqn, [block.data])
         if block.dim not in axes:
@@ -202,18 +226,14 @@ class _Evaluation:
         parts = lax.all_gather(data, self._axis.name)
         return [eqn.primitive.bind(parts, **eqn.params | {"axes": (0,)})]
 
-    def _broadcast(self, eqn: Any, block: Block) -> list[Any]:
-        dims, shape = eqn.params["broadcast_dimensions"], list(eqn.params["shape"])
-        dim = dims[block.dim]
-        shape[dim] //= self._axis.size
-        return [Block(lax.broadcast_in_dim(block.data, shape, dims), dim)]
-
-    def _cond(self, eqn: Any, args: list[Any]) -> list[Any]:
+    def _cond(
+        self, eqn: jex_core.JaxprEqn, args: Sequence[MaybeBlock]
+    ) -> Sequence[MaybeBlock]:
         choice, *operands = args
         dims: list[int | None] = [None] * len(eqn.outvars)
 
-        def branch(closed: Any) -> Callable[..., list[Any]]:
-            def run(*data: Any) -> list[Any]:
+        def branch(closed: jex_core.ClosedJaxpr) -> Callable[..., list[jax.Array]]:
+            def run(*data: jax.Array) -> list[jax.Array]:
                 given = [
                     Block(x, old.dim) if isinstance(old, Block) else x
                     for x, old in zip(data, operands, strict=True)
@@ -223,7 +243,7 @@ class _Evaluation:
                     if dims[i] is None and isinstance(x, Block):
                         dims[i] = x.dim
                 return [
-                    x if dim is None else cut(x, dim, self._axis).data
+                    _data(x if dim is None else cut(x, dim, self._axis))
                     for x, dim in zip(results, dims, strict=True)
                 ]
 
@@ -239,7 +259,9 @@ class _Evaluation:
             for x, dim in zip(results, dims, strict=True)
         ]
 
-    def _bind(self, eqn: Any, args: Sequence[Any]) -> list[Any]:
+    def _bind(
+        self, eqn: jex_core.JaxprEqn, args: Sequence[jax.Array]
+    ) -> list[jax.Array]:
         if any(
             isinstance(x, jex_core.Jaxpr | jex_core.ClosedJaxpr) for x in _flat(eqn)
         ):
@@ -247,7 +269,9 @@ class _Evaluation:
         results = eqn.primitive.bind(*args, **eqn.params)
         return list(results) if eqn.primitive.multiple_results else [results]
 
-    def _bind_with_functions(self, eqn: Any, args: Sequence[Any]) -> list[Any]:
+    def _bind_with_functions(
+        self, eqn: jex_core.JaxprEqn, args: Sequence[jax.Array]
+    ) -> list[jax.Array]:
         # How functions are given to a primitive is JAX's own affair.
         given = {
             a: x
@@ -266,15 +290,15 @@ class _Evaluation:
         return jex_core.jaxpr_as_fun(closed)(*given.values())
 
 
-def _data(value: Any) -> Any:
+def _data(value: MaybeBlock) -> jax.Array:
     return value.data if isinstance(value, Block) else value
 
 
-def _opened(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+def _opened(jaxpr: AnyJaxpr) -> tuple[jex_core.Jaxpr, Sequence[jax.Array]]:
     if isinstance(jaxpr, jex_core.ClosedJaxpr):
         return jaxpr.jaxpr, jaxpr.consts
     return jaxpr, ()
 
 
-def _flat(eqn: Any) -> list[Any]:
+def _flat(eqn: jex_core.JaxprEqn) -> list[object]:
     return jax.tree.leaves(list(eqn.params.values()))

@@ -6,8 +6,9 @@ import threading
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Generic, TypeVar
 
+from replicax._util.types import PyTree
 from replicax._util.user_code import describe
 
 __all__ = ["Identity", "ProgramCache", "function_key"]
@@ -17,12 +18,15 @@ _logger = logging.getLogger("replicax")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
+T = TypeVar("T")
+
+
 class Identity:
     """A hashable handle to an object that compares by identity and keeps it alive."""
 
     __slots__ = ("value",)
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: object) -> None:
         self.value = value
 
     def __hash__(self) -> int:
@@ -32,21 +36,23 @@ class Identity:
         return isinstance(other, Identity) and other.value is self.value
 
 
-def static_key(value: Any) -> Hashable:
+def static_key(value: object) -> Hashable:
     """A key for a value that a program bakes in: plain values by value."""
     if isinstance(value, float | complex):
         return (type(value), repr(value))  # 0.0 == -0.0, and NaN equals nothing.
     return (type(value), value) if isinstance(value, _PLAIN) else Identity(value)
 
 
-def function_key(fn: Callable[..., Any], outer: tuple[Any, ...] = ()) -> Hashable:
+def function_key(
+    fn: Callable[..., PyTree], outer: tuple[Callable[..., PyTree], ...] = ()
+) -> Hashable:
     """A key that is equal for functions that would trace to the same program.
 
     A lambda or inner function made anew in a loop has a new identity each time; it is
     the same to us when its code is and everything it closes over.
 
     Args:
-        fn: Any callable.
+        fn: PyTree callable.
         outer: The functions that close over `fn`, to end where one closes over itself.
     """
     if isinstance(fn, types.MethodType):
@@ -62,7 +68,9 @@ def function_key(fn: Callable[..., Any], outer: tuple[Any, ...] = ()) -> Hashabl
     return Identity(fn)
 
 
-def _cell_key(cell: types.CellType, outer: tuple[Any, ...]) -> Hashable:
+def _cell_key(
+    cell: types.CellType, outer: tuple[Callable[..., PyTree], ...]
+) -> Hashable:
     try:
         content = cell.cell_contents
     except ValueError:  # A name of the enclosing function that is not bound yet.
@@ -73,15 +81,15 @@ def _cell_key(cell: types.CellType, outer: tuple[Any, ...]) -> Hashable:
 
 
 def unwrap_partial(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    fn: Callable[..., PyTree], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+) -> tuple[Callable[..., PyTree], tuple[PyTree, ...], dict[str, PyTree]]:
     """Turn the arguments bound by `functools.partial` into ordinary ones."""
     while isinstance(fn, functools.partial):
         args, kwargs, fn = (*fn.args, *args), {**fn.keywords, **kwargs}, fn.func
     return fn, args, kwargs
 
 
-class ProgramCache:
+class ProgramCache(Generic[T]):
     """The most recently used programs, at most `size` of them.
 
     Args:
@@ -89,18 +97,16 @@ class ProgramCache:
     """
 
     def __init__(self, size: int = 64) -> None:
-        self._programs: OrderedDict[Hashable, Any] = OrderedDict()
+        self._programs: OrderedDict[Hashable, T] = OrderedDict()
         self._size = size
         self._lock = threading.Lock()
-        self._versions: dict[Any, list[list[int]]] = {}
-        self._warned: set[Any] = set()
+        self._versions: dict[types.CodeType, list[list[int]]] = {}
+        self._warned: set[types.CodeType] = set()
 
     def __len__(self) -> int:
         return len(self._programs)
 
-    def get(
-        self, fn: Callable[..., Any], key: Hashable, make: Callable[[], Any]
-    ) -> Any:
+    def get(self, fn: Callable[..., PyTree], key: Hashable, make: Callable[[], T]) -> T:
         """The program under `(function, key)`, made with `make` if it is new."""
         full_key = (function_key(fn), key)
         with self._lock:
@@ -113,20 +119,20 @@ class ProgramCache:
         self._keep(full_key, program)
         return program
 
-    def keep(self, fn: Callable[..., Any], key: Hashable, program: Any) -> None:
+    def keep(self, fn: Callable[..., PyTree], key: Hashable, program: T) -> None:
         """Keep a program that has run for the first time.
 
         Tracing it may have changed what `fn` closes over, such as a counter.
         """
         self._keep((function_key(fn), key), program)
 
-    def _keep(self, full_key: Hashable, program: Any) -> None:
+    def _keep(self, full_key: Hashable, program: T) -> None:
         with self._lock:
             self._programs[full_key] = program
             if len(self._programs) > self._size:
                 self._programs.popitem(last=False)
 
-    def _warn_if_made_anew(self, fn: Callable[..., Any]) -> None:
+    def _warn_if_made_anew(self, fn: Callable[..., PyTree]) -> None:
         fn = getattr(fn, "__func__", fn)
         if not isinstance(fn, types.FunctionType) or fn.__code__ in self._warned:
             return

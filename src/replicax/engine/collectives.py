@@ -8,12 +8,13 @@ import enum
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from replicax._util.types import PyTree
 from replicax.engine.devices import name_in_cluster, short_name
 
 __all__ = [
@@ -107,7 +108,7 @@ def part(joined: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
     return parts
 
 
-def joined_sum(tree: Any, axis: ReplicaAxis, names: str | tuple[str, ...]) -> Any:
+def joined_sum(tree: PyTree, axis: ReplicaAxis, names: str | tuple[str, ...]) -> PyTree:
     """Sum each array over the replicas, with as few messages as the devices want.
 
     Args:
@@ -119,7 +120,7 @@ def joined_sum(tree: Any, axis: ReplicaAxis, names: str | tuple[str, ...]) -> An
         return lax.psum(tree, names)
     leaves, structure = jax.tree.flatten(tree)
     leaves = [jnp.asarray(x) for x in leaves]
-    of_dtype: dict[Any, list[int]] = {}
+    of_dtype: dict[np.dtype, list[int]] = {}
     for i, x in enumerate(leaves):
         if 0 < x.size * x.dtype.itemsize <= axis.joined_bytes:
             of_dtype.setdefault(x.dtype, []).append(i)
@@ -166,7 +167,7 @@ class CrossDeviceOps(ABC):
         Must return the same array on every replica, of `value`'s shape and dtype.
         """
 
-    def reduce(self, op: ReduceOp, tree: Any, axis: ReplicaAxis) -> Any:
+    def reduce(self, op: ReduceOp, tree: PyTree, axis: ReplicaAxis) -> PyTree:
         """Combine every array of `tree` over the replicas with `op`.
 
         Raises:
@@ -182,7 +183,7 @@ class CrossDeviceOps(ABC):
         """This replica's block of the sum: block i of `axis.size` along `dim`.
 
         Args:
-            value: Any shape, one per replica; `dim` divides by `axis.size`.
+            value: PyTree shape, one per replica; `dim` divides by `axis.size`.
             axis: The replicas.
             dim: The dimension that is cut; negative ones count from the end.
 
@@ -219,7 +220,7 @@ class CrossDeviceOps(ABC):
         return dim, shape[dim] // axis.size
 
 
-def check_like(call: str, got: Any, value: jax.Array) -> None:
+def check_like(call: str, got: object, value: jax.Array) -> None:
     """Refuse what `call` returned, if it is no array of `value`'s shape and dtype."""
     if not isinstance(got, jax.Array):
         raise TypeError(
@@ -251,7 +252,7 @@ class NcclAllReduce(CrossDeviceOps):
         """Sum `value` over the replicas with one all-reduce."""
         return lax.psum(value, axis.name)
 
-    def reduce(self, op: ReduceOp, tree: Any, axis: ReplicaAxis) -> Any:
+    def reduce(self, op: ReduceOp, tree: PyTree, axis: ReplicaAxis) -> PyTree:
         """Combine every array of `tree`; on CPUs small ones travel together."""
         if type(self).sum is not NcclAllReduce.sum:
             return super().reduce(op, tree, axis)

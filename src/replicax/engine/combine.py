@@ -2,12 +2,12 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from replicax._util.types import PyTree
 from replicax.engine.collectives import ReduceOp
 from replicax.engine.composites import (
     concatenated_sparse,
@@ -22,10 +22,10 @@ from replicax.engine.values import PerReplica
 __all__ = ["gather", "reduce", "require_all_replicas"]
 
 
-def reduce(op: ReduceOp, value: Any, axis: int | None, num_replicas: int) -> Any:
+def reduce(op: ReduceOp, value: PyTree, axis: int | None, num_replicas: int) -> PyTree:
     """Combine the replicas' values in `value`, and dimension `axis` of them."""
 
-    def reduce_leaf(leaf: Any) -> Any:
+    def reduce_leaf(leaf: PyTree) -> PyTree:
         if isinstance(leaf, PerReplica):
             require_all_replicas(leaf, num_replicas, "reduce")
         else:
@@ -42,10 +42,10 @@ def reduce(op: ReduceOp, value: Any, axis: int | None, num_replicas: int) -> Any
     return _map_values(reduce_leaf, value)
 
 
-def gather(value: Any, axis: int, num_replicas: int) -> Any:
+def gather(value: PyTree, axis: int, num_replicas: int) -> PyTree:
     """Concatenate the replicas' values in `value` along dimension `axis`."""
 
-    def gather_leaf(leaf: Any) -> Any:
+    def gather_leaf(leaf: PyTree) -> PyTree:
         if not isinstance(leaf, PerReplica):
             leaf = PerReplica(_repeated(leaf, num_replicas))
         require_all_replicas(leaf, num_replicas, "gather")
@@ -65,7 +65,7 @@ def require_all_replicas(value: PerReplica, num_replicas: int, name: str) -> Non
         )
 
 
-def _same_on_all(op: ReduceOp, value: Any, num_replicas: int) -> PerReplica:
+def _same_on_all(op: ReduceOp, value: PyTree, num_replicas: int) -> PerReplica:
     if op is ReduceOp.SUM and num_replicas > 1:
         raise ValueError(
             f"Strategy.reduce: got {value!r}, which is no PerReplica value, so what "
@@ -75,29 +75,29 @@ def _same_on_all(op: ReduceOp, value: Any, num_replicas: int) -> PerReplica:
     return PerReplica(_repeated(value, 1))
 
 
-def _repeated(value: Any, num_replicas: int) -> Any:
+def _repeated(value: PyTree, num_replicas: int) -> PyTree:
     """`[R, ...]` of a value that is no `PerReplica`."""
     parts = [jnp.stack([jnp.asarray(x)] * num_replicas) for x in jax.tree.leaves(value)]
     return stacked(jax.tree.structure(value), parts)
 
 
-def _map_values(fn: Callable[[Any], Any], tree: Any) -> Any:
+def _map_values(fn: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
     return jax.tree.map(
         fn, tree, is_leaf=lambda x: isinstance(x, PerReplica) or is_composite(x)
     )
 
 
-def _reduce(array: Any, op: ReduceOp, axis: int | None) -> jax.Array:
+def _reduce(array: PyTree, op: ReduceOp, axis: int | None) -> jax.Array:
     return _reducer(op, axis, _whole(array))(array)
 
 
 @functools.lru_cache(maxsize=64)
 def _reducer(
     op: ReduceOp, axis: int | None, sharding: NamedSharding | None
-) -> Callable[[Any], jax.Array]:
+) -> Callable[[PyTree], jax.Array]:
     dims = 0 if axis is None else (0, axis + 1)
 
-    def reduced(array: Any) -> Any:
+    def reduced(array: PyTree) -> PyTree:
         if is_composite(array):
             return reduced_sparse(array, dims, is_mean=op is ReduceOp.MEAN)
         return array.sum(dims) if op is ReduceOp.SUM else array.mean(dims)
@@ -105,13 +105,15 @@ def _reducer(
     return jax.jit(reduced, out_shardings=sharding)
 
 
-def _gather(array: Any, axis: int) -> jax.Array:
+def _gather(array: PyTree, axis: int) -> jax.Array:
     return _gatherer(axis, _whole(array))(array)
 
 
 @functools.lru_cache(maxsize=64)
-def _gatherer(axis: int, sharding: NamedSharding | None) -> Callable[[Any], jax.Array]:
-    def gathered(array: Any) -> Any:
+def _gatherer(
+    axis: int, sharding: NamedSharding | None
+) -> Callable[[PyTree], jax.Array]:
+    def gathered(array: PyTree) -> PyTree:
         if is_composite(array):
             return concatenated_sparse(array, axis)
         return jnp.concatenate([array[i] for i in range(array.shape[0])], axis)
@@ -119,7 +121,7 @@ def _gatherer(axis: int, sharding: NamedSharding | None) -> Callable[[Any], jax.
     return jax.jit(gathered, out_shardings=sharding)
 
 
-def _whole(array: Any) -> NamedSharding | None:
+def _whole(array: PyTree) -> NamedSharding | None:
     """Where every process can read the result; None: JAX's choice will do."""
     sharding = getattr(jax.tree.leaves(array)[0], "sharding", None)
     if not isinstance(sharding, NamedSharding) or sharding.is_fully_addressable:

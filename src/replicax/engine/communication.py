@@ -3,12 +3,13 @@
 import dataclasses
 import enum
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike, DTypeLike
 
 from replicax.engine.collectives import (
     CrossDeviceOps,
@@ -28,6 +29,10 @@ __all__ = [
 
 
 _COMPRESSIONS = (None, "bfloat16")
+
+
+GradientHook: TypeAlias = Callable[[list[jax.Array | None]], Sequence[jax.Array | None]]
+"""Makes other gradients of a replica's own; None stands for one that is missing."""
 
 
 class CollectiveCommunication(enum.Enum):
@@ -83,7 +88,7 @@ class CommunicationOptions:
     timeout_seconds: float | None = None
     implementation: CollectiveCommunication = CollectiveCommunication.AUTO
     compression: str | None = None
-    gradient_hook: Callable[[list[Any]], Sequence[Any]] | None = None
+    gradient_hook: GradientHook | None = None
 
     def __post_init__(self) -> None:
         if type(self.bytes_per_pack) is not int or self.bytes_per_pack < 0:
@@ -117,14 +122,14 @@ class CommunicationOptions:
 
 
 def sum_gradients(
-    grads: Sequence[Any | None],
+    grads: Sequence[ArrayLike | None],
     ops: CrossDeviceOps,
     axis: ReplicaAxis,
     options: CommunicationOptions | None = None,
     *,
     dims: Sequence[int | None] | None = None,
-    on_device: Callable[[list[Any]], list[Any]] | None = None,
-) -> list[Any]:
+    on_device: Callable[[list[jax.Array]], list[jax.Array]] | None = None,
+) -> list[jax.Array | None]:
     """Sum each gradient over the replicas, the way that the options say.
 
     Traced into the replica program. In this order: the user's hook, `on_device`,
@@ -165,7 +170,7 @@ def sum_gradients(
     whole = [k for k, i in enumerate(there) if dims[i] is None]
     sums = _summed([sent[k] for k in whole], ops, axis, options)
     received = dict(zip(whole, sums, strict=True))
-    total: list[Any] = [None] * len(arrays)
+    total: list[jax.Array | None] = [None] * len(arrays)
     for k, i in enumerate(there):
         dim = dims[i]
         if dim is not None:
@@ -176,7 +181,7 @@ def sum_gradients(
 
 def plan_packs(
     sizes: Sequence[int],
-    dtypes: Sequence[Any],
+    dtypes: Sequence[DTypeLike],
     *,
     bytes_per_pack: int = 0,
     num_packs: int = 0,
@@ -204,7 +209,9 @@ def plan_packs(
         return None
     total, before = sum(sizes), 0
     packs: list[list[int]] = []
-    open_packs: dict[Any, tuple[int, int]] = {}  # dtype: its last pack, bytes or share
+    open_packs: dict[
+        DTypeLike, tuple[int, int]
+    ] = {}  # dtype: its last pack, bytes or share
     for i in reversed(range(len(sizes))):
         if sizes[i] == 0:
             continue
@@ -225,7 +232,9 @@ def plan_packs(
     return packs
 
 
-def _hooked(grads: list[Any], hook: Any) -> list[Any]:
+def _hooked(
+    grads: list[jax.Array | None], hook: GradientHook
+) -> list[jax.Array | None]:
     """What the hook makes of the gradients, checked."""
     got = hook(list(grads))
     if not isinstance(got, list | tuple):
@@ -254,7 +263,7 @@ def _hooked(grads: list[Any], hook: Any) -> list[Any]:
     return hooked
 
 
-def _described(value: Any) -> str:
+def _described(value: ArrayLike | None) -> str:
     if value is None:
         return "None"
     return f"{jnp.result_type(value)}{list(jnp.shape(value))}"
@@ -284,7 +293,9 @@ def _summed(
     return _packed_sums(grads, packs, ops, axis)
 
 
-def _reduced(tree: list[jax.Array], ops: Any, axis: ReplicaAxis) -> list[jax.Array]:
+def _reduced(
+    tree: list[jax.Array], ops: CrossDeviceOps, axis: ReplicaAxis
+) -> list[jax.Array]:
     # Not `ops.sum`: a subclass may have a `reduce` of its own.
     sums = ops.reduce(ReduceOp.SUM, tree, axis)
     call = f"{type(ops).__name__}.reduce"
@@ -299,7 +310,10 @@ def _reduced(tree: list[jax.Array], ops: Any, axis: ReplicaAxis) -> list[jax.Arr
 
 
 def _packed_sums(
-    grads: list[jax.Array], packs: list[list[int]], ops: Any, axis: ReplicaAxis
+    grads: list[jax.Array],
+    packs: list[list[int]],
+    ops: CrossDeviceOps,
+    axis: ReplicaAxis,
 ) -> list[jax.Array]:
     sums = list(grads)  # Empty gradients are their own sums.
     previous = None

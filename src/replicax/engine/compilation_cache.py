@@ -6,7 +6,6 @@ import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -95,7 +94,7 @@ def _is_settled_by_user() -> bool:
     )
 
 
-def _config(name: str) -> Any:
+def _config(name: str) -> object:
     return getattr(jax.config, name)  # JAX makes its options as it is loaded.
 
 

@@ -10,12 +10,13 @@ dimension of replicas in front, `[R, ...]`.
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import sparse
+
+from replicax._util.types import PyTree, TreeStructure
 
 __all__ = [
     "concatenated_sparse",
@@ -35,19 +36,19 @@ __all__ = [
 _PLAIN = frozenset({list, tuple, dict, type(None), np.ndarray, int, float, bool, str})
 
 
-def is_array(value: Any) -> bool:
+def is_array(value: object) -> bool:
     """Whether `value` is an array of NumPy's or JAX's."""
     return isinstance(value, jax.Array | np.ndarray | np.generic)
 
 
-def is_key(value: Any) -> bool:
+def is_key(value: object) -> bool:
     """Whether `value` is an array of keys of random numbers, unknown to NumPy."""
     return isinstance(value, jax.Array) and jnp.issubdtype(
         value.dtype, jax.dtypes.prng_key
     )
 
 
-def is_composite(value: Any) -> bool:
+def is_composite(value: object) -> bool:
     """Whether `value` is one array to its user, and several arrays to JAX.
 
     It has the `shape` and `dtype` of an array, and JAX flattens it. A node around one
@@ -64,12 +65,12 @@ def is_composite(value: Any) -> bool:
     return len(leaves) > 1
 
 
-def described(value: Any) -> str:
+def described(value: PyTree) -> str:
     """A composite array's type, dtype and shape, for errors."""
     return f"{type(value).__qualname__} {value.dtype}{list(value.shape)}"
 
 
-def stacked(structure: Any, parts: Sequence[Any]) -> Any:
+def stacked(structure: TreeStructure, parts: Sequence[PyTree]) -> PyTree:
     """The values of all replicas as one composite array.
 
     Args:
@@ -86,7 +87,7 @@ def stacked(structure: Any, parts: Sequence[Any]) -> Any:
     return value
 
 
-def one_of(value: Any, parts: Sequence[Any]) -> Any:
+def one_of(value: PyTree, parts: Sequence[PyTree]) -> PyTree:
     """One replica's value of a stacked composite array, from that replica's parts."""
     one = jax.tree.unflatten(jax.tree.structure(value), parts)
     if isinstance(one, sparse.BCOO | sparse.BCSR):
@@ -94,7 +95,7 @@ def one_of(value: Any, parts: Sequence[Any]) -> Any:
     return one
 
 
-def densified(value: Any, caller: str) -> Any:
+def densified(value: PyTree, caller: str) -> PyTree:
     """A sparse array as a dense one; anything else as it is.
 
     Raises:
@@ -104,7 +105,7 @@ def densified(value: Any, caller: str) -> Any:
     return value.todense() if is_composite(value) else value
 
 
-def require_sparse(value: Any, caller: str) -> None:
+def require_sparse(value: PyTree, caller: str) -> None:
     """Raise for a composite array whose values cannot be combined.
 
     Raises:
@@ -118,7 +119,9 @@ def require_sparse(value: Any, caller: str) -> None:
         )
 
 
-def reduced_sparse(array: Any, dims: int | Sequence[int], *, is_mean: bool) -> Any:
+def reduced_sparse(
+    array: PyTree, dims: int | Sequence[int], *, is_mean: bool
+) -> PyTree:
     """The sum or mean of a stacked sparse array over dimensions, as a BCOO."""
     axes = (dims,) if isinstance(dims, int) else tuple(dims)
     total = sparse.bcoo_reduce_sum(_as_bcoo(array), axes=axes)
@@ -128,7 +131,7 @@ def reduced_sparse(array: Any, dims: int | Sequence[int], *, is_mean: bool) -> A
     return sparse.BCOO((total.data / number, total.indices), shape=total.shape)
 
 
-def concatenated_sparse(array: Any, axis: int) -> Any:
+def concatenated_sparse(array: PyTree, axis: int) -> PyTree:
     """The replicas' values of a stacked sparse array along a dimension, as a BCOO."""
     array = _as_bcoo(array)
     parts = jax.tree.leaves(array)
@@ -136,5 +139,5 @@ def concatenated_sparse(array: Any, axis: int) -> Any:
     return sparse.bcoo_concatenate(ones, dimension=axis)
 
 
-def _as_bcoo(array: Any) -> Any:
+def _as_bcoo(array: PyTree) -> PyTree:
     return array.to_bcoo() if isinstance(array, sparse.BCSR) else array

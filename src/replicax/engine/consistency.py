@@ -4,16 +4,17 @@ import functools
 import json
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
+from jax.stages import Wrapped
 
 from replicax._private import keras as internals
 from replicax.cluster.workers import Workers
 from replicax.engine.group import ReplicaGroup
+from replicax.engine.variables import Variable
 from replicax.errors import DivergenceError
 
 __all__ = [
@@ -40,17 +41,17 @@ class Labels:
 
     def __init__(self) -> None:
         self._made: dict[str, int] = {}
-        self._variables: dict[Label, weakref.ref[Any]] = {}
+        self._variables: dict[Label, weakref.ref[Variable]] = {}
         self._labels: dict[int, Label] = {}
 
-    def add(self, variable: Any) -> None:
+    def add(self, variable: Variable) -> None:
         """Label a variable that was just made."""
         number = self._made.get(variable.path, 0)
         self._made[variable.path] = number + 1
         label = (variable.path, number)
         key = id(variable)
 
-        def forget(_: Any) -> None:
+        def forget(_: object) -> None:
             self._variables.pop(label, None)
             if self._labels.get(key) == label:  # Not one that has the id by now.
                 del self._labels[key]
@@ -58,16 +59,16 @@ class Labels:
         self._variables[label] = weakref.ref(variable, forget)
         self._labels[key] = label
 
-    def of(self, variable: Any) -> Label:
+    def of(self, variable: Variable) -> Label:
         """The label of a variable of the strategy."""
         return self._labels[id(variable)]
 
-    def find(self, label: Label) -> Any:
+    def find(self, label: Label) -> Variable | None:
         """The variable of a label; None: this task has none, or no longer."""
         found = self._variables.get(label)
         return None if found is None else found()
 
-    def __iter__(self) -> Iterator[tuple[Label, Any]]:
+    def __iter__(self) -> Iterator[tuple[Label, Variable]]:
         """All labels and their variables."""
         for label, ref in list(self._variables.items()):
             variable = ref()
@@ -76,7 +77,7 @@ class Labels:
 
 
 def checksums_of_replicas(
-    arrays: Sequence[Any], mesh: Mesh, axis_name: str
+    arrays: Sequence[jax.Array], mesh: Mesh, axis_name: str
 ) -> np.ndarray:
     """A checksum of every replica's copy of every array.
 
@@ -97,7 +98,7 @@ def checksums_of_replicas(
 
 
 @functools.lru_cache(maxsize=16)
-def _checksums_of_mesh(mesh: Mesh, axis_name: str) -> Any:
+def _checksums_of_mesh(mesh: Mesh, axis_name: str) -> Wrapped:
     def row(arrays: list[jax.Array]) -> jax.Array:
         checksums = jnp.stack([_checksum(x) for x in arrays])
         # To all replicas: another process' row could not be read here.
@@ -115,7 +116,7 @@ def _checksums_of_mesh(mesh: Mesh, axis_name: str) -> Any:
     )
 
 
-def local_checksums(arrays: Sequence[Any]) -> list[int]:
+def local_checksums(arrays: Sequence[jax.Array]) -> list[int]:
     """A checksum of this process' first copy of every array, without communication."""
     copies = [x.addressable_data(0) for x in arrays]
     return np.asarray(_checksums(copies)).tolist() if copies else []
@@ -141,7 +142,7 @@ def _checksum(array: jax.Array) -> jax.Array:
     return jnp.sum(x ^ (x >> 16), dtype=jnp.uint32)
 
 
-def variables_of_all_workers(labels: Labels, workers: Workers) -> list[Any]:
+def variables_of_all_workers(labels: Labels, workers: Workers) -> list[Variable]:
     """The labelled variables that every worker has a value of, in a common order.
 
     Python frees a model when it likes: another worker may have freed one already.
@@ -157,7 +158,7 @@ def variables_of_all_workers(labels: Labels, workers: Workers) -> list[Any]:
 
 
 def require_equal(
-    group: ReplicaGroup, variables: Sequence[Any], values: Sequence[Any]
+    group: ReplicaGroup, variables: Sequence[Variable], values: Sequence[jax.Array]
 ) -> None:
     """Compare the devices' copies of variables, bit by bit.
 

@@ -2,14 +2,15 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.core
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.stages import Wrapped
 
 from replicax._util.dry_run import current_rehearsal, is_described
+from replicax._util.types import PyTree
 from replicax.cluster import dispatch_log
 from replicax.cluster.dispatch_log import Operation
 from replicax.engine.composites import is_key
@@ -17,7 +18,7 @@ from replicax.engine.composites import is_key
 __all__ = ["gathered", "is_spread", "laid_out", "local_value", "rows"]
 
 
-def laid_out(value: Any, sharding: NamedSharding) -> jax.Array:
+def laid_out(value: PyTree, sharding: NamedSharding) -> jax.Array:
     """`value`, which every process has, on the devices of `sharding` as that says.
 
     Across processes each one places its own value, which must be the same: nothing is
@@ -39,7 +40,7 @@ def laid_out(value: Any, sharding: NamedSharding) -> jax.Array:
     )
 
 
-def is_spread(value: Any) -> bool:
+def is_spread(value: object) -> bool:
     """Whether this process has only some parts of an array."""
     return isinstance(value, jax.Array) and not (
         isinstance(value, jax.core.Tracer)
@@ -65,20 +66,20 @@ def gathered(array: jax.Array) -> jax.Array:
 
 
 @functools.lru_cache(maxsize=16)
-def _to_all(mesh: Mesh) -> Any:
+def _to_all(mesh: Mesh) -> Wrapped:
     """One function for all arrays of a mesh, or JAX would compile for each call."""
     whole = NamedSharding(mesh, PartitionSpec())
     return jax.jit(lambda x: x, out_shardings=whole)
 
 
-def local_value(value: Any) -> Any:
+def local_value(value: PyTree) -> PyTree:
     """An array that this process can read, of one that is whole on every device."""
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
         return value.addressable_data(0)
     return value
 
 
-def rows(tree: Any, sharding: NamedSharding) -> Any:
+def rows(tree: PyTree, sharding: NamedSharding) -> PyTree:
     """This process' rows of arrays that are split over all processes' devices.
 
     Args:
@@ -91,7 +92,7 @@ def rows(tree: Any, sharding: NamedSharding) -> Any:
     if sharding.is_fully_addressable:
         return jax.device_put(tree, sharding)  # All arrays in one call.
 
-    def place(x: Any) -> jax.Array:
+    def place(x: PyTree) -> jax.Array:
         if is_key(x):
             return _as_data(place, x)
         return jax.make_array_from_process_local_data(sharding, np.asarray(x))
@@ -99,7 +100,7 @@ def rows(tree: Any, sharding: NamedSharding) -> Any:
     return jax.tree.map(place, tree)
 
 
-def _as_data(place: Callable[[Any], Any], keys: Any) -> jax.Array:
+def _as_data(place: Callable[[jax.Array], jax.Array], keys: jax.Array) -> jax.Array:
     """Place keys of random numbers as the numbers that they consist of."""
     data = place(jax.random.key_data(keys))
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(keys))

@@ -12,14 +12,16 @@ Marks are bits of an int, so that one pass can follow many inputs at once.
 import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
+import keras
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core as jex_core
 from jax.sharding import PartitionSpec
 
+from replicax._util.types import PyTree
 from replicax._util.user_code import is_user_file, library_of
 from replicax.errors import DivergenceError
 
@@ -43,11 +45,13 @@ _WHOLE = "replicax_whole:"
 # Collectives that give each replica something else, even of equal values.
 _DEALS_OUT = ("all_to_all", "ppermute", "psum_scatter", "reduce_scatter")
 
-Eqn = Any
-Jaxpr = Any
+Eqn: TypeAlias = jex_core.JaxprEqn
+Jaxpr: TypeAlias = jex_core.Jaxpr
+AnyJaxpr: TypeAlias = jex_core.Jaxpr | jex_core.ClosedJaxpr
+Atom: TypeAlias = jex_core.Var | jex_core.Literal
 
 
-def declare_mirrored(tree: Any) -> Any:
+def declare_mirrored(tree: PyTree) -> PyTree:
     """State that arrays are equal on all replicas where the pass cannot see it."""
     return jax.tree.map(lambda x: checkpoint_name(x, _MIRRORED), tree)
 
@@ -109,7 +113,7 @@ class _Pass:
     def outputs(self, jaxpr: Jaxpr, marks: Sequence[int]) -> list[int]:
         known = dict(zip(jaxpr.invars, marks, strict=True))
 
-        def of(atom: Any) -> int:
+        def of(atom: Atom) -> int:
             return 0 if isinstance(atom, jex_core.Literal) else known.get(atom, 0)
 
         for eqn in jaxpr.eqns:
@@ -216,7 +220,7 @@ def _fixpoint(step: Callable[[list[int]], list[int]], carry: list[int]) -> list[
         carry = grown
 
 
-def _differentiable(var: Any) -> bool:
+def _differentiable(var: jex_core.Var) -> bool:
     dtype = getattr(var.aval, "dtype", None)
     return dtype is not None and jax.numpy.issubdtype(dtype, np.inexact)
 
@@ -229,7 +233,7 @@ def _named(spec: PartitionSpec) -> set[str]:
     return names
 
 
-def open_jaxpr(jaxpr: Any) -> Jaxpr:
+def open_jaxpr(jaxpr: AnyJaxpr) -> Jaxpr:
     """A jaxpr without its constants, which are its first inputs then."""
     return jaxpr.jaxpr if isinstance(jaxpr, jex_core.ClosedJaxpr) else jaxpr
 
@@ -244,7 +248,7 @@ def inner_jaxprs(eqn: Eqn) -> list[Jaxpr]:
     return found
 
 
-def found_in(jaxpr: Any, name: str) -> Iterator[Eqn]:
+def found_in(jaxpr: AnyJaxpr, name: str) -> Iterator[Eqn]:
     """The equations of a primitive in a jaxpr and in those it calls, in their order.
 
     Args:
@@ -278,7 +282,7 @@ _MOST_EQUATIONS = 1000
 
 
 def divergence_error(
-    name: str, equation: Any, variables: Sequence[Any], found: Sequence[int]
+    name: str, equation: Eqn, variables: Sequence[keras.Variable], found: Sequence[int]
 ) -> DivergenceError:
     """What is raised for variables that would differ between replicas.
 
@@ -300,7 +304,7 @@ def divergence_error(
     )
 
 
-def line_of(equation: Any, position: int) -> str | None:
+def line_of(equation: Eqn, position: int) -> str | None:
     """Where the user's code computes a result of a `shard_map`: `"file.py, line 3"`.
 
     Args:
@@ -311,11 +315,11 @@ def line_of(equation: Any, position: int) -> str | None:
         The innermost line outside of libraries, or None if no code of a user's is seen.
     """
     jaxpr = open_jaxpr(equation.params["jaxpr"])
-    atom = jaxpr.outvars[position]
+    atom: Atom = jaxpr.outvars[position]
     for _ in range(_MOST_EQUATIONS):
-        eqn = None
-        if not isinstance(atom, jex_core.Literal):
-            eqn = next((e for e in jaxpr.eqns if atom in e.outvars), None)
+        if isinstance(atom, jex_core.Literal):
+            return None
+        eqn = next((e for e in jaxpr.eqns if atom in e.outvars), None)
         if eqn is None:
             return None
         line, is_own = _line_of(eqn)
@@ -332,7 +336,7 @@ def line_of(equation: Any, position: int) -> str | None:
     return None
 
 
-def _line_of(eqn: Any) -> tuple[str | None, bool]:
+def _line_of(eqn: Eqn) -> tuple[str | None, bool]:
     """The user's innermost line of an equation, and whether replicax made it."""
     traceback = eqn.source_info.traceback
     frames = [] if traceback is None else traceback.frames

@@ -1,15 +1,16 @@
 """Gradients for Keras variables: `value_and_grad` and `GradientTape`."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
 from jax.extend import core as jex_core
+from jax.typing import ArrayLike
 
 from replicax._private.keras import attach_masks, current_scope, masks_of
+from replicax._util.types import PyTree
 from replicax.engine.divergence import gradient_marks
 from replicax.engine.rematerialize import (
     gathered_here,
@@ -19,6 +20,7 @@ from replicax.engine.rematerialize import (
 from replicax.engine.replay import (
     Perturbation,
     Reached,
+    Source,
     StepRun,
     Watched,
     current_run,
@@ -31,10 +33,10 @@ __all__ = ["GradientTape", "value_and_grad"]
 
 
 def value_and_grad(
-    loss_fn: Callable[..., Any],
+    loss_fn: Callable[..., PyTree],
     variables: Sequence[Variable],
     has_aux: bool = False,
-) -> Callable[..., Any]:
+) -> Callable[..., PyTree]:
     """A function that returns `loss_fn`'s value and its gradients for Keras variables.
 
     What `loss_fn` writes to variables (metrics, moving statistics) is kept. Works
@@ -68,10 +70,10 @@ def value_and_grad(
             "takes the variables after the forward pass."
         )
 
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def wrapped(*args: PyTree, **kwargs: PyTree) -> PyTree:
         outer = current_scope()
 
-        def functional(values: list[Any]) -> Any:
+        def functional(values: list[jax.Array]) -> tuple[jax.Array, PyTree]:
             if replicas_hold_blocks():
                 values = gathered_here(values, start)
             given = dict(zip(map(id, variables), values, strict=True))
@@ -130,8 +132,8 @@ class GradientTape:
         self._used = False
         self._run: StepRun | None = None
         self._index = -1
-        self._watched: list[Any] = []
-        self._replaced: list[tuple[Variable, Any, Any]] = []
+        self._watched: list[jax.Array] = []
+        self._replaced: list[tuple[Variable, jax.Array, jax.Array]] = []
 
     def __enter__(self) -> "GradientTape":
         self._run = current_run("GradientTape")
@@ -153,7 +155,7 @@ class GradientTape:
                 run.scope.state_mapping[id(variable)] = original
         self._replaced = []
 
-    def watch(self, tensor: Any) -> None:
+    def watch(self, tensor: PyTree) -> None:
         """Make arrays sources that `gradient` may be asked for.
 
         Args:
@@ -173,11 +175,11 @@ class GradientTape:
 
     def gradient(
         self,
-        target: Any,
-        sources: Any,
-        output_gradients: Any = None,
+        target: PyTree,
+        sources: PyTree,
+        output_gradients: PyTree = None,
         unconnected_gradients: str = "none",
-    ) -> Any:
+    ) -> PyTree:
         """The gradient of `target` for `sources`, this replica's own.
 
         Args:
@@ -221,6 +223,7 @@ class GradientTape:
         else:
             # Nothing that is differentiated here recorded this call: to it, what the
             # call returned is a constant, and the run before this one has it.
+            assert run.parent is not None  # A replay, as it is to stop somewhere.
             grads = run.parent.results[call]
         run.results[call] = grads
         if unconnected_gradients == "zero":
@@ -234,14 +237,16 @@ class GradientTape:
         self,
         run: StepRun,
         call: int,
-        places: list[Any],
-        sources: list[Any],
-        weights: list[Any],
-    ) -> list[Any]:
+        places: list[Source],
+        sources: list[Variable | jax.Array],
+        weights: list[ArrayLike],
+    ) -> list[jax.Array | None]:
         deltas = [jnp.zeros(s.shape, s.dtype) for s in sources]
         num_targets = 0
 
-        def replay(deltas: list[Any]) -> Any:
+        def replay(
+            deltas: list[jax.Array],
+        ) -> tuple[list[jax.Array], list[tuple[jax.Array, jax.Array]]]:
             nonlocal num_targets
             again = run.replay_to(call, Perturbation(self._index, places, deltas))
             targets = again.targets()
@@ -260,7 +265,7 @@ class GradientTape:
         )
         return [g if reached & m else None for g, m in zip(grads, marks, strict=True)]
 
-    def _place(self, source: Any) -> Any:
+    def _place(self, source: Variable | jax.Array) -> Source:
         """A source as a replay can find it again."""
         if isinstance(source, keras.Variable):
             return source
@@ -291,7 +296,7 @@ class GradientTape:
         return run
 
 
-def _float_target(target: Any) -> Any:
+def _float_target(target: ArrayLike) -> jax.Array:
     target = jnp.asarray(target)
     if not jnp.issubdtype(target.dtype, np.inexact):
         raise TypeError(
@@ -301,7 +306,7 @@ def _float_target(target: Any) -> Any:
     return target
 
 
-def _weights(output_gradients: Any, targets: list[Any]) -> list[Any]:
+def _weights(output_gradients: PyTree, targets: list[jax.Array]) -> list[ArrayLike]:
     if output_gradients is None:
         return [jnp.ones_like(t) for t in targets]
     weights = jax.tree.leaves(output_gradients)
@@ -315,7 +320,7 @@ def _weights(output_gradients: Any, targets: list[Any]) -> list[Any]:
     return weights
 
 
-def _require_differentiable(x: Any) -> None:
+def _require_differentiable(x: object) -> None:
     if not isinstance(x, jax.Array):
         raise TypeError(
             f"GradientTape.watch: got {x!r} of type {type(x).__name__}, expected a jax "

@@ -6,18 +6,21 @@ axis, which only exists inside the program: a named `vmap`.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 
+from replicax._util.types import PyTree
 from replicax.engine.collectives import CrossDeviceOps, ReplicaAxis, joined_sum
 from replicax.engine.communication import CommunicationOptions
 from replicax.engine.devices import Device, device_name
 from replicax.engine.layouts import Layouts, ModelSplit
+from replicax.engine.protocols import StrategyLike
+from replicax.engine.variables import Variable
 
 __all__ = ["ReplicaAxes", "ReplicaGroup", "mesh_of"]
 
@@ -53,15 +56,15 @@ class ReplicaAxes:
         # XLA refuses collectives over one device of a mesh with a second axis.
         return lax.axis_index(self.names) if self.size > 1 else jnp.zeros((), jnp.int32)
 
-    def sum(self, tree: Any) -> Any:
+    def sum(self, tree: PyTree) -> PyTree:
         """Sum over all replicas, with XLA's all-reduce."""
         return joined_sum(tree, self.devices, self.names) if self.size > 1 else tree
 
-    def sum_on_device(self, tree: Any) -> Any:
+    def sum_on_device(self, tree: PyTree) -> PyTree:
         """Sum over the replicas of this device."""
         return lax.psum(tree, self.local_name) if self.num_per_device > 1 else tree
 
-    def stacked(self, x: Any) -> jax.Array:
+    def stacked(self, x: ArrayLike) -> jax.Array:
         """All replicas' values `[R, ...]`, on every replica."""
         x = jnp.asarray(x)
         return self.concatenated(x[None], 0)
@@ -126,7 +129,7 @@ class ReplicaGroup:
             the updates when a program is over.
     """
 
-    strategy: Any
+    strategy: StrategyLike
     mesh: Mesh
     axes: ReplicaAxes
     layouts: Layouts
@@ -152,7 +155,7 @@ class ReplicaGroup:
         """Whether other processes hold some of the replicas."""
         return self.num_local < self.num_replicas
 
-    def local_part(self, array: Any) -> Any:
+    def local_part(self, array: PyTree) -> PyTree:
         """What this process' replicas get of an array that all share, `[R*b, ...]`."""
         size = array.shape[0] // self.num_replicas
         return array[self.first_local * size :][: self.num_local * size]
@@ -167,7 +170,7 @@ class ReplicaGroup:
         """First dimension split over the replicas' devices."""
         return NamedSharding(self.mesh, PartitionSpec(self.axis.name))
 
-    def on(self, devices: Sequence[Any]) -> "ReplicaGroup":
+    def on(self, devices: Sequence[Device]) -> "ReplicaGroup":
         """The group on other devices, all of them here or only described."""
         per_replica = self.mesh.size // self.axis.size
         grid = np.array(devices).reshape(-1, per_replica)
@@ -187,6 +190,6 @@ class ReplicaGroup:
             first_local=0,
         )
 
-    def layout(self, variable: Any) -> NamedSharding:
+    def layout(self, variable: Variable) -> NamedSharding:
         """How programs take and return a variable."""
         return NamedSharding(self.mesh, self.layouts.of(variable))

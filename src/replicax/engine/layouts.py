@@ -9,11 +9,11 @@ weights over devices that work on the same replica.
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
 
 from jax.sharding import PartitionSpec
 
 from replicax._private import keras as internals
+from replicax.engine.variables import Variable
 
 __all__ = ["FEWEST_ELEMENTS", "Layouts", "ModelSplit"]
 
@@ -59,7 +59,7 @@ class Layouts:
     split_weights: bool = False
     of_path: Callable[[str, tuple[int, ...]], PartitionSpec] | None = None
 
-    def of(self, variable: Any) -> PartitionSpec:
+    def of(self, variable: Variable) -> PartitionSpec:
         """How a Keras variable lies between steps."""
         shape, aggregation = tuple(variable.shape), variable.aggregation
         reference = internals.reference_of(variable)
@@ -73,7 +73,7 @@ class Layouts:
         """How an optimizer's slot lies, that of the weight of a path or `""`."""
         return self._spec(path, shape, aggregation, self.split_slots)
 
-    def dim_of_update(self, variable: Any) -> int | None:
+    def dim_of_update(self, variable: Variable) -> int | None:
         """The dimension along which replicas divide a weight's update; None: not.
 
         The slots of a weight, which have its shape, are split along the same.

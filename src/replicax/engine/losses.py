@@ -1,11 +1,13 @@
 """Losses that add up to the global batch's when the replicas' gradients are summed."""
 
 import operator
-from typing import Any, SupportsIndex
+from collections.abc import Sequence
+from typing import SupportsIndex
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
+from jax.typing import ArrayLike, DTypeLike
 
 from replicax.engine.replica import current_num_replicas
 from replicax.engine.scope import current_context
@@ -14,9 +16,9 @@ __all__ = ["compute_average_loss", "scale_regularization_loss"]
 
 
 def compute_average_loss(
-    per_example_loss: Any,
-    sample_weight: Any = None,
-    global_batch_size: SupportsIndex | None = None,
+    per_example_loss: ArrayLike,
+    sample_weight: ArrayLike | None = None,
+    global_batch_size: SupportsIndex | jax.Array | None = None,
     *,
     num_replicas: int | None = None,
 ) -> jax.Array:
@@ -64,7 +66,9 @@ def compute_average_loss(
 
 
 def scale_regularization_loss(
-    regularization_loss: Any, *, num_replicas: int | None = None
+    regularization_loss: ArrayLike | Sequence[ArrayLike],
+    *,
+    num_replicas: int | None = None,
 ) -> jax.Array:
     """Divide the sum of `regularization_loss` by the number of replicas.
 
@@ -106,7 +110,9 @@ def _num_replicas(num_replicas: int | None, caller: str) -> int:
     return num_replicas
 
 
-def _checked_size(size: Any, dtype: Any, caller: str) -> Any:
+def _checked_size(
+    size: SupportsIndex | jax.Array, dtype: DTypeLike, caller: str
+) -> int | jax.Array:
     """`size` as a divisor. A traced one cannot be checked, and may be zero."""
     if isinstance(size, Tracer):
         if size.ndim or not jnp.issubdtype(size.dtype, jnp.integer):
@@ -130,7 +136,9 @@ def _checked_size(size: Any, dtype: Any, caller: str) -> Any:
     return number
 
 
-def _fitting_weight(sample_weight: Any, loss: jax.Array, caller: str) -> jax.Array:
+def _fitting_weight(
+    sample_weight: ArrayLike, loss: jax.Array, caller: str
+) -> jax.Array:
     """The weights with the losses' rank, so that they broadcast as meant."""
     weight = jnp.asarray(sample_weight, loss.dtype)
     shape = weight.shape

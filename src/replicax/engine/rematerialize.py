@@ -8,12 +8,13 @@ gathers by itself, and JAX is told not to keep what it gathered.
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import jax
 from jax import lax
+from jax.extend.core import Primitive
 
-from replicax.engine.scope import current_context
+from replicax._util.types import PyTree
+from replicax.engine.scope import current_context, required_context
 
 __all__ = ["gathered_here", "primal_of", "regathering", "replicas_hold_blocks"]
 
@@ -39,7 +40,7 @@ def replicas_hold_blocks() -> bool:
     return context is not None and context.gathers_weights
 
 
-def regathering(fn: Callable[..., Any]) -> Callable[..., Any]:
+def regathering(fn: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """`fn`, of which JAX keeps no gathered weight for the backward pass.
 
     Args:
@@ -50,11 +51,13 @@ def regathering(fn: Callable[..., Any]) -> Callable[..., Any]:
     return jax.checkpoint(fn, policy=_is_kept)
 
 
-def _is_kept(primitive: Any, *_: Any, **__: Any) -> bool:
+def _is_kept(primitive: Primitive, *_: object, **__: object) -> bool:
     return primitive.name not in _NOT_KEPT
 
 
-def gathered_here(values: Iterable[Any], wholes: Sequence[Any]) -> list[Any]:
+def gathered_here(
+    values: Iterable[jax.Array], wholes: Sequence[jax.Array]
+) -> list[jax.Array]:
     """Weights gathered inside the function that is differentiated.
 
     Args:
@@ -64,7 +67,7 @@ def gathered_here(values: Iterable[Any], wholes: Sequence[Any]) -> list[Any]:
     Returns:
         The weights; those in blocks are gathered anew.
     """
-    context = current_context()
+    context = required_context()
     found = [context.blocked.block_of(x) for x in wholes]
     axis_name = context.blocked.axis.name
     return [
@@ -73,25 +76,29 @@ def gathered_here(values: Iterable[Any], wholes: Sequence[Any]) -> list[Any]:
     ]
 
 
-def primal_of(value: Any) -> Any:
+def primal_of(value: jax.Array) -> jax.Array:
     """The array that a value is where it is being differentiated, or itself."""
-    while hasattr(value, "primal"):
-        value = value.primal
+    while (primal := getattr(value, "primal", None)) is not None:
+        value = primal
     return value
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _gathered(value: Any, data: Any, dim: int, axis_name: str) -> Any:
+def _gathered(value: jax.Array, data: jax.Array, dim: int, axis_name: str) -> jax.Array:
     """The whole of a block, with the gradient going to `value`."""
     del value  # The same array, gathered before.
     return lax.all_gather(data, axis_name, axis=dim, tiled=True)
 
 
-def _forward(value: Any, data: Any, dim: int, axis_name: str) -> tuple[Any, None]:
+def _forward(
+    value: jax.Array, data: jax.Array, dim: int, axis_name: str
+) -> tuple[jax.Array, None]:
     return _gathered(value, data, dim, axis_name), None
 
 
-def _backward(dim: int, axis_name: str, _: None, gradient: Any) -> tuple[Any, None]:
+def _backward(
+    dim: int, axis_name: str, _: None, gradient: jax.Array
+) -> tuple[jax.Array, None]:
     del dim, axis_name
     return gradient, None
 

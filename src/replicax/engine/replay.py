@@ -8,11 +8,15 @@ and differentiates that. XLA merges the repeated forward pass with the first one
 import dataclasses
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import TypeAlias
 
+import jax
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import ClosedJaxpr, Literal, Var
 
+from replicax._util.types import PyTree
 from replicax.engine.rematerialize import gathered_here, replicas_hold_blocks
+from replicax.engine.variables import Variable, WritesScope
 from replicax.errors import ContextError, InternalError
 
 __all__ = ["Perturbation", "Reached", "StepRun", "Watched", "current_run", "rebind"]
@@ -25,6 +29,9 @@ class Watched:
     number: int
 
 
+Source: TypeAlias = Variable | Watched
+
+
 class Perturbation:
     """Sources of one tape, made inputs of a replay.
 
@@ -34,11 +41,13 @@ class Perturbation:
         deltas: What is added to each source; the inputs to differentiate for.
     """
 
-    def __init__(self, tape_index: int, sources: list[Any], deltas: list[Any]) -> None:
+    def __init__(
+        self, tape_index: int, sources: list[Source], deltas: list[jax.Array]
+    ) -> None:
         self.tape_index = tape_index
         self.sources = sources
         self._deltas = deltas
-        self._fixed: dict[int, Any] = {}
+        self._fixed: dict[int, jax.Array] = {}
 
     def positions_of_watched(self, number: int) -> list[int]:
         """Where array number `number` of `watch` is among the sources."""
@@ -48,7 +57,7 @@ class Perturbation:
             if isinstance(source, Watched) and source.number == number
         ]
 
-    def perturb(self, position: int, value: Any) -> Any:
+    def perturb(self, position: int, value: jax.Array) -> jax.Array:
         """The source's value as the replay shall see it."""
         if position not in self._fixed:
             changed = value + self._deltas[position]
@@ -73,21 +82,21 @@ class StepRun:
         perturbations: What is differentiated, this replay's own last.
     """
 
-    call: Callable[[], Any]
-    make_scope: Callable[[], Any]
-    parent: Any = None
+    call: Callable[[], PyTree]
+    make_scope: Callable[[], WritesScope]
+    parent: "StepRun | None" = None
     stop_at: int | None = None
     perturbations: tuple[Perturbation, ...] = ()
 
     def __post_init__(self) -> None:
         self.scope = self.make_scope()
         self.recording: set[int] = set()
-        self.results: dict[int, list[Any]] = {}
-        self.rebound: list[tuple[Any, Any]] = []
+        self.results: dict[int, list[jax.Array | None]] = {}
+        self.rebound: list[tuple[jax.Array, jax.Array]] = []
         self._num_tapes = 0
         self._num_calls = 0
 
-    def execute(self) -> Any:
+    def execute(self) -> PyTree:
         """Run the step function; its writes are in `scope` afterwards."""
         outer = getattr(_local, "run", None)
         _local.run = self
@@ -107,7 +116,7 @@ class StepRun:
             (*self.perturbations, perturbation),
         )
 
-    def targets(self) -> list[Any]:
+    def targets(self) -> list[jax.Array]:
         """Run a replay; the targets of the `gradient` call it stops at."""
         try:
             self.execute()
@@ -138,7 +147,7 @@ class StepRun:
 class Reached(BaseException):
     """Ends a replay. Not an `Exception`, so that no user code swallows it."""
 
-    def __init__(self, targets: list[Any]) -> None:
+    def __init__(self, targets: list[jax.Array]) -> None:
         super().__init__()
         self.targets = targets
 
@@ -158,7 +167,7 @@ def current_run(caller: str) -> StepRun:
     return run
 
 
-def rebind(closed: Any, num_targets: int) -> Any:
+def rebind(closed: ClosedJaxpr, num_targets: int) -> ClosedJaxpr:
     """Let equations after each `watch` use the perturbed array.
 
     The step's Python code goes on using the array it watched. In the jaxpr that array
@@ -169,9 +178,9 @@ def rebind(closed: Any, num_targets: int) -> Any:
     pairs = jaxpr.outvars[num_targets:]
     watched_of = dict(zip(pairs[1::2], pairs[::2], strict=True))
     # By id: what was watched may be a scalar constant, a `Literal`, which has no hash.
-    renamed: dict[int, Any] = {}
+    renamed: dict[int, Var | Literal] = {}
 
-    def new_name(atom: Any) -> Any:
+    def new_name(atom: Var | Literal) -> Var | Literal:
         return renamed.get(id(atom), atom)
 
     eqns = []

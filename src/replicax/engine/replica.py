@@ -3,12 +3,15 @@
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
+import keras
 from jax import lax
+from jax.typing import ArrayLike
 
+from replicax._util.types import PyTree
 from replicax.engine.blocks import Block, BlockedValues, on_blocks
 from replicax.engine.collectives import ReduceOp
 from replicax.engine.communication import sum_gradients
@@ -25,10 +28,17 @@ from replicax.engine.group import ReplicaAxes, ReplicaGroup
 from replicax.engine.replay import current_run
 from replicax.engine.scope import current_context, current_strategy, entered_context
 from replicax.engine.values import PerReplica, spread
-from replicax.engine.variables import Update
+from replicax.engine.variables import Update, Variable
 from replicax.errors import ContextError
 
 __all__ = ["ReplicaContext", "current_num_replicas"]
+
+
+T = TypeVar("T")
+Grad: TypeAlias = jax.Array | None
+UpdateFn: TypeAlias = Callable[
+    [list[jax.Array], list[jax.Array | None]], Sequence[jax.Array]
+]
 
 
 def current_num_replicas() -> int:
@@ -84,7 +94,7 @@ class ReplicaContext:
         self._check("replica_id_in_sync_group")
         return self._axes.index() + self._group.first_replica
 
-    def all_reduce(self, op: ReduceOp | str, value: Any) -> Any:
+    def all_reduce(self, op: ReduceOp | str, value: PyTree) -> PyTree:
         """Combine `value` over the replicas; every replica gets the result.
 
         Args:
@@ -114,19 +124,19 @@ class ReplicaContext:
             total = jax.tree.map(lambda x: x / self._axes.size, total)
         return declare_mirrored(total)
 
-    def _sparse_total(self, value: Any, *, is_mean: bool) -> Any:
+    def _sparse_total(self, value: PyTree, *, is_mean: bool) -> PyTree:
         """The sum or mean of the replicas' sparse arrays, with all their entries."""
         require_sparse(value, "ReplicaContext.all_reduce")
         return reduced_sparse(self._stacked(value), 0, is_mean=is_mean)
 
-    def _stacked(self, value: Any) -> Any:
+    def _stacked(self, value: PyTree) -> PyTree:
         """All replicas' values of an array, of composite ones too, `[R, ...]`."""
         if not is_composite(value):
             return self._axes.stacked(value)
         parts = [self._axes.stacked(x) for x in jax.tree.leaves(value)]
         return stacked(jax.tree.structure(value), parts)
 
-    def all_gather(self, value: Any, axis: int) -> Any:
+    def all_gather(self, value: PyTree, axis: int) -> PyTree:
         """Concatenate the replicas' `value` along dimension `axis`, on every replica.
 
         Args:
@@ -139,7 +149,7 @@ class ReplicaContext:
         """
         self._check("all_gather")
 
-        def gather(x: Any) -> Any:
+        def gather(x: PyTree) -> PyTree:
             require_sparse(x, "ReplicaContext.all_gather")
             is_sparse = is_composite(x)
             x = x if is_sparse else jnp.asarray(x)
@@ -157,10 +167,10 @@ class ReplicaContext:
 
     def merge_call(
         self,
-        merge_fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+        merge_fn: Callable[..., PyTree],
+        args: Sequence[PyTree] = (),
+        kwargs: Mapping[str, PyTree] | None = None,
+    ) -> PyTree:
         """Call `merge_fn(strategy, *args)` once for all replicas.
 
         Args:
@@ -212,18 +222,18 @@ class ReplicaContext:
         """Number of replicas whose examples count in this step."""
         return self._num_active or self._axes.size
 
-    def counted(self, tree: Any) -> Any:
+    def counted(self, tree: PyTree) -> PyTree:
         """`tree` on replicas that count, zeros on the others."""
         if self._num_active is None:
             return tree
         counts = self._axes.index() < self._num_active
         return jax.tree.map(lambda x: jnp.where(counts, x, jnp.zeros_like(x)), tree)
 
-    def sum(self, tree: Any) -> Any:
+    def sum(self, tree: PyTree) -> PyTree:
         """Sum over the replicas that count, with XLA's all-reduce."""
         return self._axes.sum(self.counted(tree))
 
-    def mean(self, tree: Any) -> Any:
+    def mean(self, tree: PyTree) -> PyTree:
         """Mean over the replicas that count."""
         return jax.tree.map(lambda x: x / self.num_counted, self.sum(tree))
 
@@ -247,26 +257,28 @@ class ReplicaContext:
         is_first = self._axes.index() == 0
         return jnp.where(is_first, value - (num - 1) * part, part)
 
-    def first(self, tree: Any) -> Any:
+    def first(self, tree: PyTree) -> PyTree:
         """The first replica's value, on all replicas."""
         return jax.tree.map(lambda x: self._axes.stacked(x)[0], tree)
 
-    def _reduced(self, tree: Any) -> Any:
+    def _reduced(self, tree: PyTree) -> PyTree:
         """The sum of all replicas' arrays, as the user wants it made."""
         tree = self._axes.sum_on_device(tree)
         if self._group.axis.size == 1:
             return tree
         return self._group.cross_device_ops.reduce(ReduceOp.SUM, tree, self._group.axis)
 
-    def combine_gradients(self, grads: Sequence[Any]) -> list[Any]:
+    def combine_gradients(self, grads: Sequence[Grad]) -> list[jax.Array | None]:
         """Combine each gradient over the replicas as this step's seam says.
 
         None stands for a variable without gradient and stays None.
         """
-        return self._combined(grads, [None] * len(grads))
+        return declare_mirrored(self._combined(grads, [None] * len(grads)))
 
-    def _combined(self, grads: Sequence[Any], dims: Sequence[int | None]) -> list[Any]:
-        """Combined gradients, as `Block`s where a dimension to divide is given."""
+    def _combined(
+        self, grads: Sequence[Grad], dims: Sequence[int | None]
+    ) -> list[Grad]:
+        """Combined gradients: a replica's block where a dimension is given."""
         self.has_trained = True
         grads = [densified(x, "optimizer.apply") for x in grads]
         group = self._group
@@ -279,18 +291,14 @@ class ReplicaContext:
             # After the user's hook, which may add something to what does not count.
             on_device=lambda own: self._axes.sum_on_device(self.counted(own)),
         )
-        combined = jax.tree.map(self._as_seam_says, total)
-        return [
-            declare_mirrored(x) if dim is None or x is None else Block(x, dim)
-            for x, dim in zip(combined, dims, strict=True)
-        ]
+        return jax.tree.map(self._as_seam_says, total)
 
-    def _as_seam_says(self, total: Any) -> Any:
+    def _as_seam_says(self, total: jax.Array) -> jax.Array:
         return total / self.num_counted if self._gradient_op is ReduceOp.MEAN else total
 
     def apply_gradients(
-        self, apply: Callable[[list[Any]], Any], grads: Sequence[Any]
-    ) -> Any:
+        self, apply: Callable[[list[Grad]], T], grads: Sequence[Grad]
+    ) -> T:
         """The optimizer seam: combine `grads`, then call `apply(grads)`.
 
         An optimizer that wraps another (loss scaling) comes through here twice; only
@@ -317,11 +325,11 @@ class ReplicaContext:
 
     def divide_update(
         self,
-        make: Callable[..., Sequence[Any]],
-        values: Sequence[Any],
-        grads: Sequence[Any],
-        variables: Sequence[Any],
-    ) -> list[Any]:
+        make: UpdateFn,
+        values: Sequence[jax.Array],
+        grads: Sequence[Grad],
+        variables: Sequence[Variable],
+    ) -> list[jax.Array]:
         """The seam where each replica makes a part of the update.
 
         Args:
@@ -342,16 +350,21 @@ class ReplicaContext:
                 for x, block in zip(values, known, strict=True)
             ]
             dims = [self._group.layouts.dim_of_update(v) for v in variables]
-            combined = self._combined(grads, dims)
-            there = [i for i, g in enumerate(combined) if g is not None]
+            combined = {
+                i: declare_mirrored(x) if dim is None else Block(x, dim)
+                for i, (x, dim) in enumerate(
+                    zip(self._combined(grads, dims), dims, strict=True)
+                )
+                if x is not None
+            }
 
-            def update(*args: Any) -> Sequence[Any]:
-                given = dict(zip(there, args[len(values) :], strict=True))
+            def update(*args: jax.Array) -> Sequence[jax.Array]:
+                given = dict(zip(combined, args[len(values) :], strict=True))
                 return make(
                     list(args[: len(values)]), [given.get(i) for i in range(len(grads))]
                 )
 
-            inputs = [*held, *(combined[i] for i in there)]
+            inputs = [*held, *combined.values()]
             new = on_blocks(update, inputs, self._group.axis)
         finally:
             self._applying = False
@@ -366,7 +379,10 @@ class ReplicaContext:
         return self._applying
 
     def defer_update(
-        self, optimizer: Any, variables: Sequence[Any], grads: Sequence[Any]
+        self,
+        optimizer: keras.Optimizer,
+        variables: Sequence[Variable],
+        grads: Sequence[Grad],
     ) -> Update:
         """The seam where variables live elsewhere: `grads` become results.
 
@@ -416,6 +432,6 @@ class ReplicaContext:
         return entered_context(self)
 
 
-def _countable(x: Any) -> jax.Array:
+def _countable(x: ArrayLike) -> jax.Array:
     x = jnp.asarray(x)
     return x.astype(jnp.int32) if x.dtype == jnp.bool_ else x

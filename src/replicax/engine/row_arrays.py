@@ -10,14 +10,14 @@ Legend: `R` replicas, `b` rows of one replica.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import sparse
 
+from replicax._util.types import PyTree
 from replicax.engine.composites import described, is_composite, stacked
-from replicax.engine.sparse_rows import SparseRows, is_foreign, sparse_rows
+from replicax.engine.sparse_rows import RowIndex, SparseRows, is_foreign, sparse_rows
 
 __all__ = [
     "CompositeRows",
@@ -43,7 +43,9 @@ class CompositeRows:
 
     capacity = num_entries = 0  # Its parts have the same shape for the same rows.
 
-    def __init__(self, value: Any, take: Callable[[Any, Any], Any]) -> None:
+    def __init__(
+        self, value: PyTree, take: Callable[[PyTree, RowIndex], PyTree]
+    ) -> None:
         self._value = value
         self._take = take
         self.shape = tuple(value.shape)
@@ -55,7 +57,7 @@ class CompositeRows:
     def __repr__(self) -> str:
         return described(self._value)
 
-    def __getitem__(self, rows: Any) -> "CompositeRows":
+    def __getitem__(self, rows: RowIndex) -> "CompositeRows":
         """Some of the rows, by a slice or an array of their numbers."""
         part = self._take(self._value, rows)
         shape = (len(np.arange(self.shape[0])[rows]), *self.shape[1:])
@@ -92,11 +94,11 @@ class CompositeRows:
         value.shape = (sum(map(len, parts)), *parts[0].shape[1:])
         return CompositeRows(value, _rows_of_parts)
 
-    def padded(self, size: int) -> Any:
+    def padded(self, size: int) -> PyTree:
         """The array itself."""
         return self._value
 
-    def whole(self) -> Any:
+    def whole(self) -> PyTree:
         """The array itself."""
         return self._value
 
@@ -117,7 +119,7 @@ class PartedRows:
 
     __slots__ = ("_parts", "capacity")
 
-    def __init__(self, parts: Sequence[Any], capacity: int = 0) -> None:
+    def __init__(self, parts: Sequence[PyTree], capacity: int = 0) -> None:
         self._parts = list(parts)
         self.capacity = max(
             capacity, *(max(x.capacity, _room(x.num_entries)) for x in self._parts)
@@ -129,7 +131,7 @@ class PartedRows:
         return (len(self._parts), *self._parts[0].shape)
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         """Type of the entries."""
         return self._parts[0].dtype
 
@@ -140,18 +142,18 @@ class PartedRows:
         """The same, with room for at least so many entries."""
         return PartedRows(self._parts, capacity)
 
-    def joined(self) -> Any:
+    def joined(self) -> PyTree:
         """All rows as one row array."""
         rows = type(self._parts[0]).joined(self._parts)
         if isinstance(rows, SparseRows):
             return dataclasses.replace(rows, capacity=self.capacity)
         return rows
 
-    def ones(self) -> list[Any]:
+    def ones(self) -> list[PyTree]:
         """Each replica's array, in NumPy arrays of equal shapes."""
         return [part.padded(self.capacity) for part in self._parts]
 
-    def stacked(self) -> Any:
+    def stacked(self) -> PyTree:
         """All replicas' arrays as one, each part `[R, ...]`."""
         ones = self.ones()
         structure = jax.tree.structure(ones[0])
@@ -165,7 +167,7 @@ class PartedRows:
         return stacked(structure, [np.stack(list(x)) for x in columns])
 
 
-def parted(rows: Any, num_replicas: int) -> PartedRows:
+def parted(rows: SparseRows | CompositeRows, num_replicas: int) -> PartedRows:
     """A row array, `[R*b, ...]`, divided between replicas in order."""
     size = len(rows) // num_replicas
     return PartedRows(
@@ -173,7 +175,7 @@ def parted(rows: Any, num_replicas: int) -> PartedRows:
     )
 
 
-def whole(value: Any) -> Any:
+def whole(value: PyTree) -> PyTree:
     """A row array, or a sparse array of SciPy's or TensorFlow's, as JAX knows it.
 
     Anything else is returned as it is.
@@ -182,19 +184,19 @@ def whole(value: Any) -> Any:
     return value.whole() if isinstance(value, RowArray) else value
 
 
-def by_rows(batch: Any) -> Any:
+def by_rows(batch: PyTree) -> PyTree:
     """A batch whose sparse and other composite arrays are leaves that have rows."""
     return jax.tree_util.tree_map_with_path(
         lambda path, x: as_rows(x, path), batch, is_leaf=is_one_array
     )
 
 
-def is_one_array(value: Any) -> bool:
+def is_one_array(value: object) -> bool:
     """Whether `value` is one array to its user, which JAX may take apart."""
     return is_composite(value) or is_foreign(value)
 
 
-def as_rows(value: Any, path: Any = ()) -> Any:
+def as_rows(value: PyTree, path: tuple[object, ...] = ()) -> PyTree:
     """A sparse or composite array as a leaf that has rows; another leaf as it is.
 
     Args:
@@ -239,7 +241,7 @@ def _room(num_entries: int) -> int:
     return 1 << max(0, num_entries - 1).bit_length()
 
 
-def _is_aligned(value: Any) -> bool:
+def _is_aligned(value: PyTree) -> bool:
     """Whether a composite array is an array of its shape and others along it.
 
     So are an array's numbers and its scales: of the same rank, one for each row or for
@@ -257,20 +259,20 @@ def _is_aligned(value: Any) -> bool:
     )
 
 
-def _rows_of_aligned(value: Any, rows: Any) -> Any:
+def _rows_of_aligned(value: PyTree, rows: RowIndex) -> PyTree:
     """Rows of a composite array whose parts all have rows, or one for all."""
     num = value.shape[0]
     return jax.tree.map(lambda x: x[rows] if x.shape[0] == num else x, value)
 
 
-def _rows_of_parts(value: Any, rows: Any) -> Any:
+def _rows_of_parts(value: PyTree, rows: RowIndex) -> PyTree:
     """Rows of a sparse array whose parts all have a dimension of rows in front."""
     part = jax.tree.map(lambda x: x[rows], value)
     part.shape = (len(jax.tree.leaves(part)[0]), *value.shape[1:])
     return part
 
 
-def _broadcast(value: Any) -> Any:
+def _broadcast(value: PyTree) -> PyTree:
     """A sparse array with a batch dimension, in NumPy arrays that all have it."""
     num = value.shape[0]  # JAX may hold one row in place of equal ones.
     return jax.tree.map(

@@ -3,10 +3,16 @@
 import contextlib
 import threading
 from collections.abc import Callable, Generator
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
+
+import keras
 
 from replicax._private.keras import current_scope, set_current_scope
+from replicax.engine.protocols import StrategyLike
 from replicax.errors import ContextError
+
+if TYPE_CHECKING:
+    from replicax.engine.replica import ReplicaContext
 
 __all__ = [
     "Scope",
@@ -18,28 +24,42 @@ __all__ = [
     "entered_call",
     "entered_context",
     "outside_scopes",
+    "required_context",
 ]
 
 
 T = TypeVar("T")
+Call: TypeAlias = tuple[str, keras.Model | None]
+"""The method that the user called, and of which model."""
 
 
 class _ThreadState(threading.local):
     def __init__(self) -> None:
-        self.context: Any = None  # ReplicaContext
-        self.strategies: tuple[Any, ...] = ()  # Strategy, innermost last
-        self.call: tuple[str, Any] = ("run", None)  # And the model it is called of.
+        self.context: ReplicaContext | None = None
+        self.strategies: tuple[StrategyLike, ...] = ()  # Innermost last.
+        self.call: Call = ("run", None)  # And the model it is called of.
 
 
 _state = _ThreadState()
 
 
-def current_context() -> Any:
+def current_context() -> "ReplicaContext | None":
     """The `ReplicaContext` of the replica function traced in this thread, or None."""
     return _state.context
 
 
-def current_strategy() -> Any:
+def required_context() -> "ReplicaContext":
+    """`current_context`, for code that only replica functions call.
+
+    Raises:
+        ContextError: Outside a replica function.
+    """
+    if _state.context is None:
+        raise ContextError("Called outside a replica function. Use strategy.run.")
+    return _state.context
+
+
+def current_strategy() -> StrategyLike | None:
     """The strategy whose scope this thread is in, or None."""
     return _state.strategies[-1] if _state.strategies else None
 
@@ -49,13 +69,13 @@ def current_call() -> str:
     return _state.call[0]
 
 
-def called_model() -> Any:
+def called_model() -> keras.Model | None:
     """The Keras model that `current_call` is a method of, or None."""
     return _state.call[1]
 
 
 @contextlib.contextmanager
-def entered_call(name: str, model: Any = None) -> Generator[None]:
+def entered_call(name: str, model: keras.Model | None = None) -> Generator[None]:
     """Have messages name this method, of this Keras model."""
     outer, _state.call = _state.call, (name, model)
     try:
@@ -65,7 +85,7 @@ def entered_call(name: str, model: Any = None) -> Generator[None]:
 
 
 @contextlib.contextmanager
-def entered_context(context: Any) -> Generator[None]:
+def entered_context(context: "ReplicaContext | None") -> Generator[None]:
     """Make `context` the thread's replica context; None hides an outer one."""
     outer, _state.context = _state.context, context
     try:
@@ -85,7 +105,7 @@ def outside_scopes() -> Generator[None]:
 
 
 def called_in(
-    strategy: Any, call: Callable[[], T], name: tuple[str, Any] | None = None
+    strategy: StrategyLike, call: Callable[[], T], name: Call | None = None
 ) -> T:
     """Call a function in a strategy's scope, and as `entered_call(*name)`.
 
@@ -111,7 +131,7 @@ def called_in(
         _state.strategies, _state.context, _state.call = strategies, context, outer
 
 
-def _require_outer(strategy: Any) -> None:
+def _require_outer(strategy: StrategyLike) -> None:
     outer = current_strategy()
     if outer is not None and outer is not strategy:
         raise ContextError(
@@ -123,10 +143,10 @@ def _require_outer(strategy: Any) -> None:
 class Scope:
     """`with strategy.scope():`. May be entered again while it is open."""
 
-    def __init__(self, strategy: Any) -> None:
+    def __init__(self, strategy: StrategyLike) -> None:
         self._strategy = strategy
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> StrategyLike:
         _require_outer(self._strategy)
         _state.strategies = (*_state.strategies, self._strategy)
         return self._strategy

@@ -1,15 +1,16 @@
 """The arguments and results of a replica function, as arrays of its program."""
 
 import enum
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
 from jax.sharding import PartitionSpec
+from jax.typing import ArrayLike
 
+from replicax._util.types import PyTree, TreeStructure
 from replicax.engine.cache import static_key
 from replicax.engine.composites import described, is_composite, stacked
 from replicax.engine.row_arrays import whole
@@ -38,13 +39,18 @@ class Arguments:
     """
 
     def __init__(
-        self, structure: Any, kinds: Sequence[Kind], statics: Sequence[Any] = ()
+        self,
+        structure: TreeStructure,
+        kinds: Sequence[Kind],
+        statics: Sequence[object] = (),
     ) -> None:
         self._structure = structure
         self._kinds = tuple(kinds)
         self._statics = tuple(statics)
 
-    def specs(self, axis_name: str, leading: tuple[None, ...]) -> tuple[Any, ...]:
+    def specs(
+        self, axis_name: str, leading: tuple[None, ...]
+    ) -> tuple[PartitionSpec, ...]:
         """How each array is split, after `leading` dimensions that are not."""
         split, whole = PartitionSpec(*leading, axis_name), PartitionSpec()
         return tuple(
@@ -54,8 +60,8 @@ class Arguments:
         )
 
     def on_device(
-        self, arrays: Sequence[Any], num_replicas: int
-    ) -> tuple[list[Any], list[int | None]]:
+        self, arrays: Sequence[jax.Array], num_replicas: int
+    ) -> tuple[list[jax.Array], list[int | None]]:
         """One device's parts of the arrays, for a `vmap` over its replicas.
 
         Args:
@@ -76,7 +82,9 @@ class Arguments:
         ]
         return parts, split
 
-    def rebuild(self, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def rebuild(
+        self, arrays: Sequence[jax.Array]
+    ) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
         """One replica's `(args, kwargs)` from its parts of the arrays."""
         dynamic, static = iter(arrays), iter(self._statics)
         leaves = []
@@ -94,10 +102,10 @@ _PYTHON_NUMBERS = (int, float, complex)
 
 
 def flatten_call(
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    place: Callable[[Any, Kind], Any],
-) -> tuple[Hashable, list[Any], Callable[[], Arguments]]:
+    args: Sequence[PyTree],
+    kwargs: Mapping[str, PyTree],
+    place: Callable[[PyTree, Kind], ArrayLike],
+) -> tuple[Hashable, list[ArrayLike], Callable[[], Arguments]]:
     """Split the arguments of `strategy.run` into arrays and everything else.
 
     `PerReplica` leaves are split, arrays and Python numbers are given whole to every
@@ -161,7 +169,7 @@ class ResultStructure:
         TypeError: If a composite array is returned where results are put together.
     """
 
-    def __init__(self, out: Any, name: str, *, only_dense: bool = False) -> None:
+    def __init__(self, out: PyTree, name: str, *, only_dense: bool = False) -> None:
         self._name = name
         self._structure = jax.tree.structure(out)
         flat, self._values = jax.tree.flatten(out, is_leaf=is_composite)
@@ -176,7 +184,7 @@ class ResultStructure:
             jax.tree.structure(x) if is_composite(x) else None for x in flat
         ]
 
-    def arrays(self, out: Any) -> list[jax.Array]:
+    def arrays(self, out: PyTree) -> list[jax.Array]:
         """The arrays of such results.
 
         Raises:
@@ -184,11 +192,11 @@ class ResultStructure:
         """
         return [self._as_array(x) for x in jax.tree.leaves(out)]
 
-    def unflatten(self, arrays: Sequence[Any]) -> Any:
+    def unflatten(self, arrays: Iterable[PyTree]) -> PyTree:
         """The results, of their arrays."""
         return jax.tree.unflatten(self._structure, arrays)
 
-    def per_replica(self, out: Any) -> Any:
+    def per_replica(self, out: PyTree) -> PyTree:
         """Results of arrays `[R, ...]` as values of replicas."""
         if not self._has_composites:
             return jax.tree.map(PerReplica, out)
@@ -201,7 +209,7 @@ class ResultStructure:
         ]
         return jax.tree.unflatten(self._values, map(PerReplica, values))
 
-    def _as_array(self, x: Any) -> jax.Array:
+    def _as_array(self, x: object) -> jax.Array:
         if isinstance(x, keras.Variable):
             x = x.value
         if isinstance(x, jax.Array | np.ndarray | np.generic | int | float | complex):

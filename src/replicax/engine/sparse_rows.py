@@ -5,15 +5,26 @@ Legend: `B` rows, `n` entries of a sparse array, of `s` sparse dimensions.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeAlias, TypedDict
 
 import jax
 import numpy as np
 from jax.experimental import sparse
 
+from replicax._util.types import PyTree
 from replicax.engine.composites import described
 
-__all__ = ["SparseRows", "is_foreign", "is_sparse", "sparse_rows"]
+__all__ = ["RowIndex", "SparseRows", "is_foreign", "is_sparse", "sparse_rows"]
+
+
+RowIndex: TypeAlias = slice | np.ndarray
+"""Which rows: a slice, or an array of their numbers."""
+
+
+class _Facts(TypedDict, total=False):
+    kind: type
+    is_sorted: bool
+    is_unique: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -57,7 +68,7 @@ class SparseRows:
         dtype = jax.dtypes.canonicalize_dtype(self.dtype)
         return f"sparse {dtype}{list(self.shape)}"
 
-    def __getitem__(self, rows: Any) -> "SparseRows":
+    def __getitem__(self, rows: RowIndex) -> "SparseRows":
         """Some of the rows, by a slice or an array of their numbers."""
         if isinstance(rows, slice) and rows.step in (None, 1):
             start, stop, _ = rows.indices(self.shape[0])
@@ -105,7 +116,7 @@ class SparseRows:
             shape=(len(counts), *parts[0].shape[1:]),
         )
 
-    def padded(self, size: int) -> Any:
+    def padded(self, size: int) -> PyTree:
         """A BCOO or BCSR of NumPy arrays with room for `size` entries.
 
         Entries without a value are zeros whose indices are out of bounds, as JAX has
@@ -132,12 +143,12 @@ class SparseRows:
         # Not the constructor, which would make JAX arrays of them.
         return self.kind.tree_unflatten(facts, arrays)  # type: ignore[attr-defined]
 
-    def whole(self) -> Any:
+    def whole(self) -> PyTree:
         """The BCOO or BCSR, of JAX arrays."""
         return jax.tree.map(jax.numpy.asarray, self.padded(self.num_entries))
 
 
-def is_foreign(value: Any) -> bool:
+def is_foreign(value: object) -> bool:
     """Whether it is a sparse array of SciPy's or TensorFlow's."""
     kind = type(value)
     package = kind.__module__.partition(".")[0]
@@ -148,12 +159,12 @@ def is_foreign(value: Any) -> bool:
     return package == "tensorflow" and kind.__name__ in names
 
 
-def is_sparse(value: Any) -> bool:
+def is_sparse(value: object) -> bool:
     """Whether `value` is a sparse array of JAX's, SciPy's or TensorFlow's."""
     return isinstance(value, sparse.JAXSparse) or is_foreign(value)
 
 
-def sparse_rows(value: Any) -> SparseRows:
+def sparse_rows(value: PyTree) -> SparseRows:
     """A sparse array of JAX's, SciPy's or TensorFlow's by its rows."""
     data, indices, facts = _entries(value)
     shape = tuple(map(int, getattr(value, "shape", None) or value.dense_shape))
@@ -174,10 +185,10 @@ def sparse_rows(value: Any) -> SparseRows:
     )
 
 
-def _entries(value: Any) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
+def _entries(value: PyTree) -> tuple[np.ndarray, np.ndarray, _Facts]:
     """A sparse array's entries, their indices `[n, s]`, and what else is known."""
     if isinstance(value, sparse.BCOO | sparse.BCSR):
-        facts = {"is_sorted": value.indices_sorted, "is_unique": value.unique_indices}
+        facts = _Facts(is_sorted=value.indices_sorted, is_unique=value.unique_indices)
         if isinstance(value, sparse.BCOO):
             return np.asarray(value.data), np.asarray(value.indices), facts
         columns, starts = np.asarray(value.indices), np.asarray(value.indptr)
@@ -185,7 +196,7 @@ def _entries(value: Any) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
             np.arange(value.shape[0], dtype=columns.dtype), np.diff(starts)
         )
         columns, data = columns[: len(rows)], np.asarray(value.data)[: len(rows)]
-        return data, np.stack([rows, columns], 1), facts | {"kind": sparse.BCSR}
+        return data, np.stack([rows, columns], 1), {**facts, "kind": sparse.BCSR}
     if isinstance(value, sparse.COO):
         indices = [np.asarray(value.row), np.asarray(value.col)]
         return np.asarray(value.data), np.stack(indices, 1), {}
@@ -200,7 +211,7 @@ def _entries(value: Any) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
     return np.asarray(value.values), np.asarray(value.indices).astype(np.int32), {}
 
 
-def _in_scipy(value: Any) -> Any:
+def _in_scipy(value: PyTree) -> PyTree:
     import scipy.sparse  # JAX needs it too; only who has such arrays pays for it.
 
     kinds = {"CSR": scipy.sparse.csr_array, "CSC": scipy.sparse.csc_array}

@@ -4,14 +4,16 @@ Legend: `R` replicas, `b` examples in a replica's batch, `B = R * b` in the glob
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import jax
 import jax.core
 import numpy as np
 from jax import tree_util
+from jax.typing import DTypeLike
 
 from replicax._private.jax import ArrayImpl
+from replicax._util.types import PyTree
 from replicax.engine.composites import described, is_array, is_composite, is_key, one_of
 
 __all__ = ["ARRAY_TYPES", "PerReplica", "spread"]
@@ -50,11 +52,11 @@ class PerReplica:
 
     __slots__ = ("array",)
 
-    def __init__(self, array: Any) -> None:
+    def __init__(self, array: PyTree) -> None:
         self.array = array
 
     @property
-    def values(self) -> tuple[Any, ...]:
+    def values(self) -> tuple[PyTree, ...]:
         """This process' values, in the order of its replicas, each on its device.
 
         Like a number, each may be used with arrays on any device: JAX copies it there.
@@ -73,7 +75,9 @@ class PerReplica:
                 )
         return tuple(array[i] for i in range(array.shape[0]))
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(
+        self, dtype: DTypeLike | None = None, copy: bool | None = None
+    ) -> np.ndarray:
         if isinstance(self.array, jax.core.Tracer):
             _refuse(self, "np.asarray(value), while JAX traces")
         if not is_array(self.array) and is_composite(self.array):
@@ -95,7 +99,7 @@ class PerReplica:
     def __jax_array__(self) -> NoReturn:
         _refuse(self, "an array was expected")
 
-    def __array_ufunc__(self, ufunc: Any, *_: Any, **__: Any) -> NoReturn:
+    def __array_ufunc__(self, ufunc: np.ufunc, *_: object, **__: object) -> NoReturn:
         _refuse(self, f"np.{ufunc.__name__}")
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -104,16 +108,16 @@ class PerReplica:
             raise AttributeError(f"value.{name}: a PerReplica {_INSTEAD}")
         raise AttributeError(f"a PerReplica has no attribute {name!r}")
 
-    def __getitem__(self, key: Any) -> NoReturn:
+    def __getitem__(self, key: object) -> NoReturn:
         _refuse(self, "value[...]")
 
     def __len__(self) -> NoReturn:
         _refuse(self, "len(value)")
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[PyTree]:
         _refuse(self, "iter(value)")
 
-    def __contains__(self, item: Any) -> NoReturn:
+    def __contains__(self, item: object) -> NoReturn:
         _refuse(self, "`in value`")
 
     def __eq__(self, other: object) -> bool:
@@ -141,7 +145,7 @@ class PerReplica:
     def __int__(self) -> int:
         return int(self._only_value("int"))
 
-    def _only_value(self, kind: str) -> Any:
+    def _only_value(self, kind: str) -> PyTree:
         if self.array.shape[0] != 1:
             raise TypeError(
                 f"{kind}(PerReplica): there are {self.array.shape[0]} values, one per "
@@ -177,8 +181,8 @@ def _refuse(value: PerReplica, what: str) -> NoReturn:
     raise TypeError(f"{what}: a PerReplica{each} {_INSTEAD}")
 
 
-def _refusal(symbol: str) -> Callable[..., Any]:
-    def refuse(value: PerReplica, *_: Any) -> NoReturn:
+def _refusal(symbol: str) -> Callable[..., PyTree]:
+    def refuse(value: PerReplica, *_: object) -> NoReturn:
         _refuse(value, f"`{symbol}`")
 
     return refuse
@@ -221,7 +225,7 @@ def _is_compared(other: object) -> bool:
     return is_array(other) or isinstance(other, PerReplica | int | float | complex)
 
 
-def _uncommitted(array: Any) -> Any:
+def _uncommitted(array: PyTree) -> PyTree:
     """The same array, which JAX may copy to where other arrays are.
 
     A part of an array over several devices is bound to its own: with anything that lies
@@ -241,10 +245,10 @@ tree_util.register_pytree_node(
 )
 
 
-def spread(tree: Any) -> Any:
+def spread(tree: PyTree) -> PyTree:
     """`tree`, with each stacked composite array as one replica's, of `PerReplica`s."""
 
-    def one(value: Any) -> Any:
+    def one(value: PyTree) -> PyTree:
         if not isinstance(value, PerReplica) or is_array(value.array):
             return value
         if not is_composite(value.array):

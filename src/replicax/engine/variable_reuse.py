@@ -8,11 +8,13 @@ that a later trace makes stands for the k-th one of the first.
 import contextlib
 import threading
 from collections.abc import Generator
-from typing import Any
 
+import jax
 import keras
+from jax.typing import ArrayLike
 
 from replicax._private.keras import current_scope
+from replicax.engine.variables import Variable
 from replicax.errors import ContextError
 
 __all__ = ["MadeVariables", "current_reuse"]
@@ -26,7 +28,7 @@ class _Local(threading.local):
 _local = _Local()
 
 
-def current_reuse() -> Any:
+def current_reuse() -> "_Reuse | None":
     """What this thread's function makes its variables for, or None."""
     return _local.reuse
 
@@ -43,9 +45,9 @@ class MadeVariables:
 
     def __init__(self, caller: str) -> None:
         self.caller = caller
-        self.variables: list[Any] = []
+        self.variables: list[Variable] = []
         self._is_complete = False
-        self._original: dict[int, Any] = {}
+        self._original: dict[int, Variable] = {}
 
     @contextlib.contextmanager
     def reused(self) -> Generator[None]:
@@ -66,11 +68,11 @@ class MadeVariables:
         reuse.close()
         self._is_complete = True
 
-    def original(self, variable: Any) -> Any:
+    def original(self, variable: Variable) -> Variable:
         """The variable that one made by the latest trace stands for."""
         return self._original.get(id(variable), variable)
 
-    def note_latest(self, pairs: list[tuple[Any, Any]]) -> None:
+    def note_latest(self, pairs: list[tuple[Variable, Variable]]) -> None:
         """Keep which variable each one of the latest trace stands for."""
         self._latest = [made for made, _ in pairs]  # Ids are theirs while they live.
         self._original = {id(made): original for made, original in pairs}
@@ -86,21 +88,22 @@ class _Reuse(keras.StatelessScope):
         super().__init__(collect_losses=True, initialize_variables=False)
         self.is_first = is_first
         self._store = store
-        self._pairs: list[tuple[Any, Any]] = []
-        self._meant: dict[int, Any] = {}
-        self._outer: Any = None
+        self._pairs: list[tuple[Variable, Variable]] = []
+        self._meant: dict[int, Variable] = {}
+        self._outside: keras.StatelessScope
 
     def __enter__(self) -> "_Reuse":
-        self._outer = current_scope()
-        if self._outer is None:
+        outside = current_scope()
+        if outside is None:
             raise ContextError(
                 f"{self._store.caller}: called outside a program. Only a strategy "
                 "calls it."
             )
+        self._outside = outside
         super().__enter__()
         return self
 
-    def note(self, variable: Any) -> bool:
+    def note(self, variable: Variable) -> bool:
         """Called for each variable that is made; whether it is to stay."""
         store, number = self._store, len(self._pairs)
         if self.is_first:
@@ -126,14 +129,14 @@ class _Reuse(keras.StatelessScope):
             raise self._differs(f"none in place of {_described(missing)}")
         self._store.note_latest(self._pairs)
 
-    def get_current_value(self, variable: Any) -> Any:
+    def get_current_value(self, variable: Variable) -> jax.Array | None:
         """Keras calls this for `variable.value`."""
-        return self._outer.get_current_value(self._meant.get(id(variable), variable))
+        return self._outside.get_current_value(self._meant.get(id(variable), variable))
 
-    def add_update(self, update: tuple[Any, Any]) -> None:
+    def add_update(self, update: tuple[Variable, ArrayLike]) -> None:
         """Keras calls this for `variable.assign`."""
         variable, value = update
-        self._outer.add_update((self._meant.get(id(variable), variable), value))
+        self._outside.add_update((self._meant.get(id(variable), variable), value))
 
     def _differs(self, what: str) -> ContextError:
         return ContextError(
@@ -143,5 +146,5 @@ class _Reuse(keras.StatelessScope):
         )
 
 
-def _described(variable: Any) -> str:
+def _described(variable: Variable) -> str:
     return f"{variable.path!r} {variable.dtype}{list(variable.shape)}"

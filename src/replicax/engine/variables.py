@@ -11,11 +11,12 @@ strategy makes the updates, in order, when the program is over.
 import dataclasses
 import functools
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
 import keras
+from jax.typing import ArrayLike
 
 from replicax._private.keras import trained_by
 from replicax.engine.divergence import declare_mirrored
@@ -29,6 +30,7 @@ __all__ = [
     "Update",
     "ValueScope",
     "Variable",
+    "WritesScope",
     "fold_replica_into_seed",
     "is_seed_state",
     "restore_seed",
@@ -38,7 +40,7 @@ __all__ = [
 Variable = keras.Variable
 
 
-class _WritesScope(keras.StatelessScope):
+class WritesScope(keras.StatelessScope):
     """A scope that remembers, in order, which variables were written."""
 
     def __init__(self) -> None:
@@ -46,24 +48,24 @@ class _WritesScope(keras.StatelessScope):
         self.written: dict[int, Variable] = {}
         self.deferred = DeferredUpdates()
 
-    def get_current_value(self, variable: Variable) -> Any:
+    def get_current_value(self, variable: Variable) -> jax.Array | None:
         """Keras calls this for `variable.value`."""
         self.deferred.require_settled(variable)
         return super().get_current_value(variable)
 
-    def add_update(self, update: tuple[Variable, Any]) -> None:
+    def add_update(self, update: tuple[Variable, ArrayLike]) -> None:
         """Keras calls this for `variable.assign`."""
         variable, _ = update
         self.deferred.require_settled(variable)
         self.written[id(variable)] = variable
         super().add_update(update)
 
-    def updates(self) -> list[tuple[Variable, Any]]:
+    def updates(self) -> list[tuple[Variable, jax.Array]]:
         """The written variables with their latest values."""
         return [(v, self.state_mapping[id(v)]) for v in self.written.values()]
 
 
-class RecordingScope(_WritesScope):
+class RecordingScope(WritesScope):
     """Notes which variables a function reads, while it is traced abstractly.
 
     Variables created while it is open are initialised when the outermost scope closes.
@@ -76,7 +78,7 @@ class RecordingScope(_WritesScope):
         super().__init__()
         self.read: dict[int, Variable] = {} if recorder is None else recorder.read
 
-    def get_current_value(self, variable: Variable) -> Any:
+    def get_current_value(self, variable: Variable) -> jax.Array | None:
         """Keras calls this for `variable.value`."""
         self.read.setdefault(id(variable), variable)
         value = super().get_current_value(variable)
@@ -87,13 +89,13 @@ class RecordingScope(_WritesScope):
             value = jnp.zeros(variable.shape, variable.dtype)
         return value
 
-    def add_update(self, update: tuple[Variable, Any]) -> None:
+    def add_update(self, update: tuple[Variable, ArrayLike]) -> None:
         """Keras calls this for `variable.assign`."""
         self.read.setdefault(id(update[0]), update[0])
         super().add_update(update)
 
 
-class ValueScope(_WritesScope):
+class ValueScope(WritesScope):
     """Gives a fixed set of variables the values of a program.
 
     Args:
@@ -106,7 +108,7 @@ class ValueScope(_WritesScope):
     def __init__(
         self,
         variables: Sequence[Variable],
-        values: Sequence[Any],
+        values: Sequence[jax.Array],
         caller: str,
         unused: Collection[int] = (),
     ) -> None:
@@ -116,19 +118,19 @@ class ValueScope(_WritesScope):
         self._unused = unused
         self._caller = caller
 
-    def get_current_value(self, variable: Variable) -> Any:
+    def get_current_value(self, variable: Variable) -> jax.Array | None:
         """Keras calls this for `variable.value`."""
         if id(variable) in self._unused:
             return jnp.zeros(variable.shape, variable.dtype)
         self._require_known(variable)
         return super().get_current_value(variable)
 
-    def add_update(self, update: tuple[Variable, Any]) -> None:
+    def add_update(self, update: tuple[Variable, ArrayLike]) -> None:
         """Keras calls this for `variable.assign`."""
         self._require_known(update[0])
         super().add_update(update)
 
-    def is_value_of(self, variable: Variable, value: Any) -> bool:
+    def is_value_of(self, variable: Variable, value: jax.Array) -> bool:
         """Whether `value` is what the variable has here; True where nobody knows."""
         return id(variable) in self._unused or self.get_current_value(variable) is value
 
@@ -142,7 +144,7 @@ class ValueScope(_WritesScope):
             )
 
 
-class ChildScope(_WritesScope):
+class ChildScope(WritesScope):
     """A scope inside another: sees the outer values but keeps its own writes.
 
     Args:
@@ -150,12 +152,16 @@ class ChildScope(_WritesScope):
         values: Variables that have another value in here.
     """
 
-    def __init__(self, outer: Any, values: Mapping[int, Any] | None = None) -> None:
+    def __init__(
+        self,
+        outer: keras.StatelessScope | None,
+        values: Mapping[int, jax.Array] | None = None,
+    ) -> None:
         super().__init__()
         self._outer = outer
         self.state_mapping = dict(values or {})
 
-    def get_current_value(self, variable: Variable) -> Any:
+    def get_current_value(self, variable: Variable) -> jax.Array | None:
         """Keras calls this for `variable.value`."""
         value = super().get_current_value(variable)
         if value is None and self._outer is not None:
@@ -193,12 +199,12 @@ class Update:
         owner: Name of the strategy that makes the update, for messages.
     """
 
-    optimizer: Any
-    variables: tuple[Any, ...]
+    optimizer: keras.Optimizer
+    variables: tuple[Variable, ...]
     owner: str
 
     @functools.cached_property
-    def changed(self) -> list[Any]:
+    def changed(self) -> list[Variable]:
         """All variables that the update writes: the trained ones and the slots."""
         found = [*self.variables, *self.optimizer.variables]
         inner = getattr(self.optimizer, "inner_optimizer", self.optimizer)
@@ -212,11 +218,11 @@ class DeferredUpdates:
 
     def __init__(self) -> None:
         self.updates: list[Update] = []
-        self.gradients: list[list[Any]] = []
+        self.gradients: list[list[jax.Array]] = []
         self._pending: dict[int, Update] = {}
         self._trained: set[int] = set()
 
-    def add(self, update: Update, gradients: Iterable[Any]) -> None:
+    def add(self, update: Update, gradients: Iterable[jax.Array]) -> None:
         """Ask for an update, of variables that no other one of the step trains."""
         for variable in update.variables:
             if id(variable) in self._trained:
@@ -230,7 +236,7 @@ class DeferredUpdates:
         self.gradients.append(list(gradients))
         self._pending |= {id(v): update for v in update.changed}
 
-    def require_settled(self, variable: Any) -> None:
+    def require_settled(self, variable: Variable) -> None:
         """Raise if the variable has a new value by now that is not known here."""
         update = self._pending.get(id(variable))
         if update is not None:
@@ -243,18 +249,18 @@ class PendingValue:
     Keras' stateless steps pass it on; whoever computes with it gets an error.
     """
 
-    def __init__(self, variable: Any, update: Update) -> None:
+    def __init__(self, variable: Variable, update: Update) -> None:
         self.shape = variable.shape
         self.dtype = variable.dtype
         self._message = _message(variable.path, update)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> NoReturn:
         # JAX asks for `__jax_array__` before it computes with something unknown.
         if name.startswith("_") and name != "__jax_array__":
             raise AttributeError(name)
         raise ContextError(self._message)
 
-    def _refuse(self, *_: Any) -> Any:
+    def _refuse(self, *_: object) -> NoReturn:
         raise ContextError(self._message)
 
     # Python looks for these on the class.

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, Var
 
 from replicax.cpu import settings
 from replicax.engine.divergence import inner_jaxprs, open_jaxpr
@@ -83,7 +84,7 @@ def compiler_options(
     return options or None
 
 
-def largest_array(jaxpr: Any) -> int:
+def largest_array(jaxpr: Jaxpr | ClosedJaxpr) -> int:
     """Bytes of the largest array that a jaxpr's equations make.
 
     Floating-point numbers count as 32 bits at least, as which XLA computes on CPUs.
@@ -101,14 +102,14 @@ def largest_array(jaxpr: Any) -> int:
     return largest
 
 
-def _bytes_of(var: Any) -> int:
-    aval = var.aval
-    if not hasattr(aval, "size"):  # A token.
+def _bytes_of(var: Var) -> int:
+    size, dtype = getattr(var.aval, "size", None), getattr(var.aval, "dtype", None)
+    if size is None or dtype is None:  # A token.
         return 0
-    itemsize = getattr(aval.dtype, "itemsize", 0)  # Keys of random numbers have none.
-    if jnp.issubdtype(aval.dtype, jnp.floating):
+    itemsize = getattr(dtype, "itemsize", 0)  # Keys of random numbers have none.
+    if jnp.issubdtype(dtype, jnp.floating):
         itemsize = max(itemsize, 4)
-    return aval.size * itemsize
+    return size * itemsize
 
 
 @functools.cache

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import keras
 from keras import ops
 
-from replicax.engine.scope import current_context
+from replicax.engine.scope import required_context
 from replicax.estimator.spec import EstimatorSpec, ModeKeys, TrainOp
 
 __all__ = [
@@ -104,7 +104,7 @@ class Head(abc.ABC):
         if mode == ModeKeys.TRAIN:
             if self.loss_reduction == _SUM:
                 # What replicas give is averaged, and is to be a sum.
-                loss = loss * current_context().num_counted
+                loss = loss * required_context().num_counted
             return EstimatorSpec(
                 mode, predictions=predictions, loss=loss, train_op=train_op(loss)
             )

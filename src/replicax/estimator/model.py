@@ -16,7 +16,7 @@ from replicax._private import keras as internals
 from replicax._util.types import PyTree
 from replicax.engine.collectives import ReduceOp
 from replicax.engine.gradients import value_and_grad
-from replicax.engine.scope import current_context
+from replicax.engine.scope import required_context
 from replicax.engine.step import Options
 from replicax.engine.values import PerReplica
 from replicax.engine.variable_reuse import MadeVariables
@@ -213,13 +213,13 @@ class EstimatorModel:
                 grads = [g * (scale / scales[0]) for g in grads]
             optimizer.apply(grads, trained)
         self.global_step.assign_add(1)
-        return tensors | {"loss": current_context().mean(loss)}
+        return tensors | {"loss": required_context().mean(loss)}
 
     def _eval_step(self, features: PyTree, labels: PyTree, watched: bool) -> _Tensors:
         spec = self._call(features, labels)
         self.loss.update_state(spec.loss)
         tensors = self._tensors(spec) if watched else {}
-        return tensors | {"loss": current_context().mean(spec.loss)}
+        return tensors | {"loss": required_context().mean(spec.loss)}
 
     def _result_step(self) -> dict[str, PyTree]:
         metrics = self.metrics | {"loss": self.loss}

@@ -26,7 +26,7 @@ from replicax._util.interrupts import raise_unheeded
 from replicax._util.signatures import positional_count
 from replicax.engine.collectives import ReduceOp
 from replicax.engine.program import Program
-from replicax.engine.scope import current_context
+from replicax.engine.scope import required_context
 from replicax.engine.signature import Arguments
 from replicax.engine.step import Options, Outputs
 from replicax.engine.variables import PendingValue
@@ -218,7 +218,7 @@ class _KerasStep:
         Whatever else a user's own step logs is averaged, a "loss" too that never went
         through the metric of that name.
         """
-        mean = current_context().mean
+        mean = required_context().mean
         if not isinstance(logs, dict):
             return mean(jax.tree.map(jnp.asarray, logs))
         results = self._metric_results()

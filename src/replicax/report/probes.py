@@ -80,7 +80,8 @@ def sum_seconds(
         return [jnp.ones(shape, dtype) for shape, dtype in shapes]
 
     def total(gradients: list[jax.Array]) -> list[jax.Array]:
-        return first_of(sum_gradients(gradients, operations, axis, options))
+        sums = sum_gradients(gradients, operations, axis, options)
+        return first_of([x for x in sums if x is not None])
 
     def first_of(arrays: list[jax.Array]) -> list[jax.Array]:
         return [jnp.ravel(x)[:1] for x in arrays]

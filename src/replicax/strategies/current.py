@@ -28,9 +28,11 @@ def get_strategy() -> Strategy:
     (TF: `tf.distribute.get_strategy`.)
     """
     context = current_context()
-    if context is not None:
-        return context.strategy
-    return current_strategy() or _default_strategy()
+    found = current_strategy() if context is None else context.strategy
+    if found is None:
+        return _default_strategy()
+    assert isinstance(found, Strategy)
+    return found
 
 
 def has_strategy() -> bool:

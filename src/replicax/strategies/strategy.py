@@ -147,7 +147,7 @@ class Strategy(DatasetMaker):
         self._at_home = self._group
         self._home = home or self._mirrored
         self._mirrors = home is None
-        self._programs = ProgramCache()
+        self._programs: ProgramCache[Program] = ProgramCache()
         self.labels = Labels()
         self._check_every = check_replicas_every
         self._num_steps = 0
@@ -173,7 +173,7 @@ class Strategy(DatasetMaker):
         return self._workers.is_chief
 
     @property
-    def programs(self) -> ProgramCache:
+    def programs(self) -> ProgramCache[Program]:
         """The compiled programs of this strategy."""
         return self._programs
 

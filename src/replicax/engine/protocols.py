@@ -1,0 +1,147 @@
+"""What the layers above the engine are to it: the strategy, and the queue of its steps.
+
+Programs, replica contexts and the bindings to Keras are handed a strategy, which is
+made further up. These protocols say what they rely on.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import jax
+import keras
+from jax.sharding import NamedSharding
+from jax.typing import ArrayLike
+
+from replicax._util.types import PyTree, Shape
+from replicax.cluster.workers import Workers
+
+if TYPE_CHECKING:
+    from replicax.engine.consistency import Labels
+    from replicax.engine.group import ReplicaGroup
+    from replicax.engine.program import Program
+    from replicax.engine.step import Options
+    from replicax.input import InputShard
+
+__all__ = ["StepQueue", "StrategyLike"]
+
+
+class StepQueue(Protocol):
+    """The steps of a `fit` that several workers share: each takes the next one free."""
+
+    def steps(self) -> Iterator[tuple[int, int, PyTree]]:
+        """This worker's steps: their first and last number, and their batches."""
+        ...
+
+    def end_epoch(self) -> bool:
+        """Called when this worker finds no step; whether the epoch is over for all."""
+        ...
+
+    def after_epoch(self) -> None:
+        """Called when Keras has told its callbacks of the epoch."""
+        ...
+
+    def close(self) -> None:
+        """Called when `fit` is over."""
+        ...
+
+
+class StrategyLike(Protocol):
+    """A strategy, as programs and the bindings to Keras see it."""
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Number of replicas whose steps run together."""
+        ...
+
+    @property
+    def group(self) -> "ReplicaGroup":
+        """The replicas, for programs."""
+        ...
+
+    @property
+    def workers(self) -> Workers:
+        """The processes that train together."""
+        ...
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process does what is done once for all, such as exporting."""
+        ...
+
+    @property
+    def input_shard(self) -> "InputShard":
+        """This process' part of the input."""
+        ...
+
+    @property
+    def labels(self) -> "Labels":
+        """The variables made in the strategy's scope, by names that workers share."""
+        ...
+
+    @property
+    def keeps_slots(self) -> bool:
+        """Whether optimizers' slots are variables of this process."""
+        ...
+
+    def run(
+        self,
+        fn: Callable[..., PyTree],
+        args: Sequence[PyTree] = (),
+        kwargs: Mapping[str, PyTree] | None = None,
+    ) -> PyTree:
+        """Run `fn` on every replica at once, as one compiled program."""
+        ...
+
+    def run_as(
+        self,
+        options: "Options",
+        fn: Callable[..., PyTree],
+        args: Sequence[PyTree] = (),
+        kwargs: Mapping[str, PyTree] | None = None,
+    ) -> PyTree:
+        """`run`, of a program that differs from a plain one as `options` say."""
+        ...
+
+    def call(self, program: "Program", arrays: Sequence[ArrayLike]) -> PyTree:
+        """Run a program; the variables have their new values afterwards."""
+        ...
+
+    def own(self, variable: keras.Variable) -> None:
+        """Give a variable that is created in the strategy's scope its place."""
+        ...
+
+    def slot_layout(self, path: str, shape: Shape, aggregation: str) -> NamedSharding:
+        """Where an optimizer's slot is to live that is about to be made."""
+        ...
+
+    def require_owned(self, variables: Iterable[keras.Variable], caller: str) -> None:
+        """Raise unless each variable was created in the strategy's scope."""
+        ...
+
+    def prepared_gradients(
+        self, optimizer: keras.Optimizer, grads: list[jax.Array | None]
+    ) -> list[jax.Array | None]:
+        """Summed gradients as the one who makes a deferred update wants them."""
+        ...
+
+    def finalize(self, optimizer: keras.Optimizer) -> None:
+        """Called when `fit` finalizes the variables that its optimizer trains."""
+        ...
+
+    def claimed_steps(
+        self, model: keras.Model, epoch_iterator: object, first_epoch: int
+    ) -> StepQueue | None:
+        """How `fit` shares an epoch's steps with other workers; None: it does not."""
+        ...
+
+    def expect_rows(self, num_rows: int) -> None:
+        """Called before a step trains on that many examples of this process' own."""
+        ...
+
+    def synchronize_random_state(self, call: str = "") -> None:
+        """Make the workers' random numbers the same."""
+        ...
+
+    def settle(self) -> None:
+        """Called when `fit`, `evaluate` or `predict` is over."""
+        ...
