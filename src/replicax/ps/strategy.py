@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import keras
+from jax.typing import ArrayLike
 
 from replicax._private import keras as internals
 from replicax._util import json_codec, random_state
@@ -151,7 +152,7 @@ class ParameterServerStrategy(Strategy):
         )
         self._remote = RemoteVariables(
             self.session,
-            self._mirrored,
+            self._mirrored_sharding,
             num_servers=len(servers),
             partitioner=variable_partitioner,
             compression=compression,
@@ -228,8 +229,8 @@ class ParameterServerStrategy(Strategy):
             random_state.restore(json_codec.decode(found))
 
     def prepared_gradients(
-        self, optimizer: keras.optimizers.Optimizer, grads: list[jax.Array]
-    ) -> list[jax.Array]:
+        self, optimizer: keras.optimizers.Optimizer, grads: list[jax.Array | None]
+    ) -> list[jax.Array | None]:
         """Clipped here where a push is the whole gradient of its step."""
         if self.session is None:
             return grads
@@ -332,7 +333,7 @@ class ParameterServerStrategy(Strategy):
         if not self.keeps_values:
             self.refresh()
 
-    def _execute(self, program: Program, arrays: Sequence[jax.Array]) -> PyTree:
+    def _execute(self, program: Program, arrays: Sequence[ArrayLike]) -> PyTree:
         if self.session is None:
             return super()._execute(program, arrays)
         values = internals.read_values(program.variables)

@@ -108,8 +108,8 @@ class RemoteVariables:
         return dataclasses.replace(part, step=step)
 
     def prepared(
-        self, optimizer: keras.optimizers.Optimizer, grads: list[jax.Array]
-    ) -> list[jax.Array]:
+        self, optimizer: keras.optimizers.Optimizer, grads: list[jax.Array | None]
+    ) -> list[jax.Array | None]:
         """Gradients as servers expect them."""
         if self._sync or not _clips(optimizer):
             return grads

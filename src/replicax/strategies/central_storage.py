@@ -7,15 +7,18 @@ import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.stages import Wrapped
+from jax.typing import ArrayLike
 
 from replicax._private import keras as internals
 from replicax._util.interrupts import uninterrupted
+from replicax._util.types import PyTree
 from replicax._util.waiting import Announced
 from replicax.engine.collectives import CrossDeviceOps
 from replicax.engine.devices import (
@@ -25,11 +28,14 @@ from replicax.engine.devices import (
     resolve_devices,
 )
 from replicax.engine.program import Kept, Program
-from replicax.engine.variables import Update, ValueScope
+from replicax.engine.variables import Update, ValueScope, Variable
 from replicax.errors import DeviceError
 from replicax.strategies.strategy import Strategy
 
 __all__ = ["CentralStorageStrategy"]
+
+
+UpdateFn: TypeAlias = Callable[[list[jax.Array], list[jax.Array]], list[jax.Array]]
 
 
 class CentralStorageStrategy(Strategy):
@@ -87,10 +93,12 @@ class CentralStorageStrategy(Strategy):
         )
         self._copies = _Copies(self._group.mirrored)
         self._running: collections.deque[jax.Array] = collections.deque()
-        self._made: weakref.WeakKeyDictionary[Update, Any] = weakref.WeakKeyDictionary()
+        self._made: weakref.WeakKeyDictionary[Update, Wrapped] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def __repr__(self) -> str:
-        (home,) = self._home.device_set
+        (home,) = self._home_sharding.device_set
         return f"{super().__repr__()[:-1]}; variables on {device_name(home)})"
 
     def settle(self) -> None:
@@ -104,7 +112,7 @@ class CentralStorageStrategy(Strategy):
         self._copies.drop()
         self._running.clear()
 
-    def _execute(self, program: Program, arrays: Sequence[Any]) -> Any:
+    def _execute(self, program: Program, arrays: Sequence[ArrayLike]) -> PyTree:
         values = internals.read_values(program.variables)
         stored = dict(zip(map(id, program.variables), values, strict=True))
         is_new = program.is_new
@@ -116,7 +124,7 @@ class CentralStorageStrategy(Strategy):
         kept = [Kept() for _ in program.written]
         out, gradients = program(inputs, arrays, kept)
         new = internals.read_values(kept)
-        at_home = jax.device_put(new, self._home)
+        at_home = jax.device_put(new, self._home_sharding)
         stored |= zip(map(id, program.written), at_home, strict=True)
         pairs = list(zip(program.deferred_updates, gradients, strict=True))
         changed = [v for update in program.deferred_updates for v in update.changed]
@@ -138,15 +146,21 @@ class CentralStorageStrategy(Strategy):
         return out
 
     def _call(
-        self, update: Update, gradients: Sequence[Any], stored: Mapping[int, Any]
-    ) -> Callable[[], list[Any]]:
+        self,
+        update: Update,
+        gradients: Sequence[jax.Array],
+        stored: Mapping[int, jax.Array],
+    ) -> Callable[[], list[jax.Array]]:
         """The call that makes an update; it gives the old values away."""
         before = _to_give_away([id(v) for v in update.changed], stored)
-        grads = jax.device_put(gradients, self._home)
+        grads = jax.device_put(gradients, self._home_sharding)
         return functools.partial(self._function_of(update), before, grads)
 
     def _update_in_turn(
-        self, program: Program, gradients: Sequence[Any], stored: dict[int, Any]
+        self,
+        program: Program,
+        gradients: Sequence[list[jax.Array]],
+        stored: dict[int, jax.Array],
     ) -> None:
         """Make updates of which a later one may change what an earlier one has."""
         for update, grads in zip(program.deferred_updates, gradients, strict=True):
@@ -169,16 +183,16 @@ class CentralStorageStrategy(Strategy):
             [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in variables]
             for variables in (update.changed, update.variables)
         )
-        self._function_of(update).eval_shape(values, gradients)
+        jax.eval_shape(self._function_of(update), values, gradients)
 
-    def _function_of(self, update: Update) -> Any:
+    def _function_of(self, update: Update) -> Wrapped:
         """The update as a function; the values that it gets are given away."""
         make = self._made.get(update)
         if make is None:
             make = jax.jit(
                 _update_function(weakref.ref(update)),
                 donate_argnums=0,
-                out_shardings=self._home,
+                out_shardings=self._home_sharding,
             )
             self._made[update] = make
         return make
@@ -196,15 +210,19 @@ def _host(caller: str) -> Device:
         ) from error
 
 
-def _to_give_away(numbers: Sequence[int], stored: Mapping[int, Any]) -> list[Any]:
+def _to_give_away(
+    numbers: Sequence[int], stored: Mapping[int, jax.Array]
+) -> list[jax.Array]:
     """The values of some variables; copies of those that others have as well."""
     num_owners = collections.Counter(map(id, stored.values()))
     values = [stored[n] for n in numbers]
     return [jnp.copy(x) if num_owners[id(x)] > 1 else x for x in values]
 
 
-def _update_function(of: "weakref.ref[Update]") -> Any:
-    def make_update(values: list[Any], gradients: list[Any]) -> list[Any]:
+def _update_function(of: "weakref.ref[Update]") -> UpdateFn:
+    def make_update(
+        values: list[jax.Array], gradients: list[jax.Array]
+    ) -> list[jax.Array]:
         update = of()
         if update is None:  # Traced only while its program makes it.
             raise ReferenceError("The update's program is gone.")
@@ -229,14 +247,14 @@ class _Copies:
 
     def __init__(self, sharding: NamedSharding) -> None:
         self._sharding = sharding
-        self._known: dict[int, tuple[Any, Any, Any]] = {}
+        self._known: dict[int, tuple[weakref.ref[Variable], jax.Array, jax.Array]] = {}
 
-    def of(self, stored: Sequence[tuple[Any, Any]]) -> list[Any]:
+    def of(self, stored: Sequence[tuple[Variable, jax.Array]]) -> list[jax.Array]:
         """The copies of variables with these stored values, made where needed.
 
         Variables that share a value share the copy, so that programs see it.
         """
-        copies: dict[int, Any] = {}
+        copies: dict[int, jax.Array] = {}
         new = []
         for variable, value in stored:
             copy = self._current(variable, value)
@@ -251,15 +269,15 @@ class _Copies:
             self.keep(variable, value, copies[id(value)])
         return [copies[id(x)] for _, x in stored]
 
-    def keep(self, variable: Any, value: Any, copy: Any) -> None:
+    def keep(self, variable: Variable, value: jax.Array, copy: jax.Array) -> None:
         """Remember the copy of a variable for as long as it has this value."""
 
-        def gone(_: Any, number: int = id(variable)) -> None:
+        def gone(_: object, number: int = id(variable)) -> None:
             self._known.pop(number, None)
 
         self._known[id(variable)] = (weakref.ref(variable, gone), value, copy)
 
-    def forget(self, variables: Sequence[Any]) -> None:
+    def forget(self, variables: Sequence[Variable]) -> None:
         """Drop the copies of variables that are about to change."""
         for variable in variables:
             self._known.pop(id(variable), None)
@@ -268,7 +286,7 @@ class _Copies:
         """Drop all copies."""
         self._known.clear()
 
-    def _current(self, variable: Any, value: Any) -> Any:
+    def _current(self, variable: Variable, value: jax.Array) -> jax.Array | None:
         known = self._known.get(id(variable))
         if known is None or known[0]() is not variable or known[1] is not value:
             return None

@@ -1,7 +1,6 @@
 """Checks of the arguments of strategies and of `Strategy.run`."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.core
@@ -13,7 +12,7 @@ from replicax.errors import ContextError
 __all__ = ["check_call", "check_options", "refuse_tracer", "refuse_tracing"]
 
 
-def check_call(fn: Any, args: Any) -> None:
+def check_call(fn: object, args: object) -> None:
     """Raise unless `fn` can be called and `args` are its arguments."""
     if not callable(fn):
         raise TypeError(f"Strategy.run: fn must be callable; got {fn!r}.")
@@ -24,7 +23,7 @@ def check_call(fn: Any, args: Any) -> None:
         )
 
 
-def refuse_tracer(array: Any) -> None:
+def refuse_tracer(array: object) -> None:
     """Raise if `array` is what a JAX transformation traces with."""
     if isinstance(array, jax.core.Tracer):
         raise _inside_a_transformation()

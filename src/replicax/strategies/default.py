@@ -1,9 +1,8 @@
 """DefaultStrategy: one replica, where JAX puts arrays anyway."""
 
-from typing import Any
-
 from replicax._private import keras as internals
 from replicax.engine.devices import default_devices
+from replicax.engine.variables import Variable
 from replicax.strategies.strategy import Strategy
 
 __all__ = ["DefaultStrategy"]
@@ -20,5 +19,5 @@ class DefaultStrategy(Strategy):
     def __init__(self) -> None:
         super().__init__(default_devices()[:1])
 
-    def _meet_outsider(self, variable: Any, caller: str) -> None:
+    def _take_outsider(self, variable: Variable, caller: str) -> None:
         internals.set_layout(variable, self.layout(variable))

@@ -8,10 +8,10 @@ devices that work on one replica is called `"model"`.
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from jax.sharding import PartitionSpec
 
+from replicax._util.types import PyTree
 from replicax.engine.layouts import FEWEST_ELEMENTS
 
 __all__ = [
@@ -53,7 +53,7 @@ TRANSFORMER: Mapping[str, tuple[str | None, ...]] = {**DENSE, **ATTENTION, **EMB
 Rule = Callable[[str, tuple[int, ...]], PartitionSpec]
 
 
-def rule(layout_map: Any, num_devices: int, caller: str) -> Rule:
+def rule(layout_map: object, num_devices: int, caller: str) -> Rule:
     """A layout map as a function of a weight's path and shape.
 
     Args:
@@ -142,6 +142,6 @@ def largest_axis(shape: tuple[int, ...], num_devices: int) -> PartitionSpec:
     )
 
 
-def _axes(layout: Any) -> tuple[str | None, ...]:
+def _axes(layout: PyTree) -> tuple[str | None, ...]:
     """A layout's axis names; Keras wraps them in a `TensorLayout`."""
     return tuple(getattr(layout, "axes", layout))

@@ -2,7 +2,9 @@
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+
+import jax
+from jax.typing import ArrayLike
 
 from replicax.cluster.resolvers import ClusterResolver
 from replicax.cluster.timeouts import Timeouts, takes_timeouts
@@ -72,7 +74,7 @@ class ModelParallelStrategy(MultiWorkerMirroredStrategy):
 
     def __init__(
         self,
-        layout_map: Any = None,
+        layout_map: object = None,
         model_parallel: int | None = None,
         *,
         devices: Sequence[str | Device] | None = None,
@@ -127,10 +129,10 @@ class ModelParallelStrategy(MultiWorkerMirroredStrategy):
             num_devices=num, axis_name=layout_maps.MODEL_AXIS, spec=self._rule
         )
 
-    def _meet(
-        self, program: Program, values: Sequence[Any], arrays: Sequence[Any]
+    def _agree_on(
+        self, program: Program, values: Sequence[jax.Array], arrays: Sequence[ArrayLike]
     ) -> None:
-        super()._meet(program, values, arrays)
+        super()._agree_on(program, values, arrays)
         if self._is_first and layout_maps.matches_nothing(self._rule):
             _logger.warning(
                 "ModelParallelStrategy: no variable's path matches an expression of "

@@ -3,17 +3,18 @@
 import dataclasses
 import weakref
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import keras
 import numpy as np
+from jax.typing import ArrayLike
 
 from replicax._private import keras as internals
 from replicax._util import random_state
 from replicax._util.dry_run import current_rehearsal
 from replicax._util.hashes import digest
 from replicax._util.listing import listed
+from replicax._util.types import JSON
 from replicax._util.waiting import Announced
 from replicax._version import versions
 from replicax.cluster.agreement import agree
@@ -28,6 +29,7 @@ from replicax.engine.consistency import local_checksums
 from replicax.engine.devices import Device, before_start, devices_of_one_kind
 from replicax.engine.layouts import ModelSplit
 from replicax.engine.program import Program
+from replicax.engine.variables import Variable
 from replicax.errors import (
     ClusterConfigError,
     ClusterMismatchError,
@@ -109,7 +111,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         rehearsal = current_rehearsal()
         if rehearsal is None:
             before_start()
-            workers, self._cluster_hash = self._meet_workers(resolver, timeouts)
+            workers, self._cluster_hash = self._join_workers(resolver, timeouts)
             devices = self._find_devices(workers)
             num_local = len(devices) // workers.count
         else:  # One process describes the devices of all.
@@ -130,16 +132,16 @@ class MultiWorkerMirroredStrategy(Strategy):
             workers=workers,
             check_input=check_input,
         )
-        self._met: dict[int, weakref.ref[Any]] = {}
+        self._compared: dict[int, weakref.ref[Variable]] = {}
         self.synchronize_random_state()
         if workers.watch is not None:
             workers.watch.spending.start(devices[0].platform)
 
-    def _meet_workers(
+    def _join_workers(
         self, resolver: ClusterResolver | None, timeouts: Timeouts
     ) -> tuple[Workers, str]:
         """The workers to train with, and a digest of their cluster."""
-        return _meet_workers(resolver, timeouts)
+        return _join_workers(resolver, timeouts)
 
     def _find_devices(self, workers: Workers) -> list[Device]:
         """The replicas' devices, each worker's together."""
@@ -214,26 +216,29 @@ class MultiWorkerMirroredStrategy(Strategy):
             # Worker 0's state decides: a run that seeds it can be repeated.
             keras.utils.set_random_seed(int(states[0][:7], 16))
 
-    def _meet(
-        self, program: Program, values: Sequence[Any], arrays: Sequence[Any]
+    def _agree_on(
+        self, program: Program, values: Sequence[jax.Array], arrays: Sequence[ArrayLike]
     ) -> None:
         if self.num_workers == 1:
             return
         variables = [internals.described(v) for v in program.variables]
-        facts: dict[str, Any] = {
+        facts: dict[str, JSON] = {
             "versions": versions(),
             "the cluster": self._cluster_hash,
             "the function": program.name,
             "the variables": variables,
             **program.facts,
-            "the arguments' shapes": [f"{x.dtype}{list(np.shape(x))}" for x in arrays],
+            "the arguments' shapes": [
+                f"{getattr(x, 'dtype', type(x).__name__)}{list(np.shape(x))}"
+                for x in arrays
+            ],
             "the compiled program (its digest)": _digest(program, values, arrays),
         }
         new = [
             i
             for i, v in enumerate(program.variables)
             # Of one that is split, every worker has something else.
-            if not self._is_met(v) and self.layout(v).is_fully_replicated
+            if not self._is_compared(v) and self.layout(v).is_fully_replicated
         ]
         if new:
             checksums = local_checksums([values[i] for i in new])
@@ -241,20 +246,20 @@ class MultiWorkerMirroredStrategy(Strategy):
                 f"{program.variables[i].path} {checksum:08x}"
                 for i, checksum in zip(new, checksums, strict=True)
             ]
-        kept = {key: ref for key, ref in self._met.items() if ref() is not None}
-        self._met = kept | {id(v): weakref.ref(v) for v in program.variables}
+        kept = {key: ref for key, ref in self._compared.items() if ref() is not None}
+        self._compared = kept | {id(v): weakref.ref(v) for v in program.variables}
         number = agree(self._workers, facts, f"the program of {program.name}")
         program.operation = dataclasses.replace(
             program.operation, mark=f"program {number};".encode()
         )
 
-    def _is_met(self, variable: Any) -> bool:
+    def _is_compared(self, variable: Variable) -> bool:
         """Whether the workers have compared the variable's value before."""
-        met = self._met.get(id(variable))
-        return met is not None and met() is variable
+        compared = self._compared.get(id(variable))
+        return compared is not None and compared() is variable
 
 
-def _meet_workers(
+def _join_workers(
     resolver: ClusterResolver | None, timeouts: Timeouts
 ) -> tuple[Workers, str]:
     """The workers to train with, and a digest of their cluster."""
@@ -280,7 +285,7 @@ def _meet_workers(
 
 
 def _check_devices(
-    devices: Sequence[Any],
+    devices: Sequence[Device],
     workers: Workers,
     options: CommunicationOptions,
     caller: str,
@@ -307,6 +312,8 @@ def _check_devices(
         )
 
 
-def _digest(program: Program, values: Sequence[Any], arrays: Sequence[Any]) -> str:
+def _digest(
+    program: Program, values: Sequence[jax.Array], arrays: Sequence[ArrayLike]
+) -> str:
     with Announced(f"tracing {program.name}"):
         return digest(program.text(values, arrays))

@@ -1,17 +1,17 @@
 """Strategy: where a program's replicas run, and what a user calls."""
 
 import contextlib
-import functools
-import threading
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import keras
 from jax.sharding import NamedSharding
+from jax.typing import ArrayLike
 
 from replicax._private import keras as internals
 from replicax._util.dry_run import Rehearsal, current_rehearsal
+from replicax._util.types import PyTree, Shape
 from replicax._util.user_code import describe
 from replicax._util.waiting import Announced
 from replicax.cluster.agreement import agree
@@ -26,13 +26,15 @@ from replicax.engine.devices import Device, check_cpu_pool
 from replicax.engine.group import ReplicaAxes, ReplicaGroup, mesh_of
 from replicax.engine.layouts import Layouts, ModelSplit
 from replicax.engine.program import Program
+from replicax.engine.protocols import StepQueue
 from replicax.engine.scope import Scope, called_in, current_context, entered_call
-from replicax.engine.signature import Kind, flatten_call
+from replicax.engine.signature import Arguments, Kind, flatten_call
 from replicax.engine.step import Options
 from replicax.engine.values import PerReplica
+from replicax.engine.variables import Variable
 from replicax.errors import ContextError
 from replicax.input import InputShard
-from replicax.input.context import per_replica, stacked_values
+from replicax.input.context import ValueContext, per_replica, stacked_values
 from replicax.input.datasets import DatasetMaker
 from replicax.keras import hooks
 from replicax.strategies.checks import (
@@ -41,12 +43,9 @@ from replicax.strategies.checks import (
     refuse_tracer,
     refuse_tracing,
 )
+from replicax.strategies.dispatcher import Dispatcher
 
 __all__ = ["Strategy"]
-
-# Threads may use strategies at once, but a program must be enqueued on all its devices
-# before another is: devices that meet collectives in different orders wait for ever.
-_dispatch_order = threading.RLock()
 
 _CHECK_REPLICAS = Operation("check_replicas", b"check_replicas;")
 
@@ -144,9 +143,11 @@ class Strategy(DatasetMaker):
             self._group = self._group.on(self._rehearsal.devices[: self._num_rehearsed])
         self.input_shard = InputShard(self._workers, check_input=check_input)
         self._use(self._group)
-        self._at_home = self._group
-        self._home = home or self._mirrored
-        self._mirrors = home is None
+        self._home_group = self._group
+        self._home_sharding = home or self._mirrored_sharding
+        self._lives_on_replicas = home is None
+        dispatcher = Dispatcher(self._workers)
+        self._dispatch, self._combining = dispatcher.dispatch, dispatcher.combining
         self._programs: ProgramCache[Program] = ProgramCache()
         self.labels = Labels()
         self._check_every = check_replicas_every
@@ -196,10 +197,10 @@ class Strategy(DatasetMaker):
 
     def run(
         self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+        fn: Callable[..., PyTree],
+        args: Sequence[PyTree] = (),
+        kwargs: Mapping[str, PyTree] | None = None,
+    ) -> PyTree:
         """Run `fn` on every replica at once, as one compiled program.
 
         `fn` is traced like any `jax.jit` function. The first call with new shapes
@@ -235,17 +236,17 @@ class Strategy(DatasetMaker):
         """
         return self.run_as(Options(), fn, args, kwargs)
 
-    def experimental_run_v2(self, *args: Any, **kwargs: Any) -> Any:
+    def experimental_run_v2(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Old name of `run`."""
         return self.run(*args, **kwargs)
 
     def run_as(
         self,
         options: Options,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+        fn: Callable[..., PyTree],
+        args: Sequence[PyTree] = (),
+        kwargs: Mapping[str, PyTree] | None = None,
+    ) -> PyTree:
         """`run`, of a program that differs from a plain one as `options` say."""
         self._require_cross_replica("run")
         refuse_tracing()
@@ -254,7 +255,7 @@ class Strategy(DatasetMaker):
         key, arrays, make_arguments = flatten_call(args, kwargs, self._place)
         key = (key, options)
 
-        def run() -> Any:
+        def run() -> PyTree:
             program = self._programs.get(
                 fn, key, lambda: self._program(fn, make_arguments(), arrays, options)
             )
@@ -266,7 +267,9 @@ class Strategy(DatasetMaker):
 
         return called_in(self, run)
 
-    def variables_of(self, fn: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
+    def variables_of(
+        self, fn: Callable[..., PyTree], args: Sequence[PyTree]
+    ) -> list[Variable]:
         """The variables that `fn` uses, whosever; what it makes is there afterwards.
 
         It is traced as `run` traces it, and not run.
@@ -276,13 +279,13 @@ class Strategy(DatasetMaker):
         with self.scope():
             return Program(fn, self._group, make_arguments(), arrays).variables
 
-    def call(self, program: Program, arrays: Sequence[Any]) -> Any:
+    def call(self, program: Program, arrays: Sequence[ArrayLike]) -> PyTree:
         """Run a program, with the check that was asked for; variables are new then."""
         if self._rehearsal is not None:
             values = internals.read_values(program.variables)
             return self._rehearsal.call(self._group, program, values, arrays)
         if program.is_new:
-            self._meet(program, internals.read_values(program.variables), arrays)
+            self._agree_on(program, internals.read_values(program.variables), arrays)
             with Announced(f"compiling {program.name}"):
                 out = self._dispatch(
                     lambda: self._execute(program, arrays), program.operation
@@ -292,7 +295,7 @@ class Strategy(DatasetMaker):
                 lambda: self._execute(program, arrays), program.operation
             )
         self._num_steps += 1
-        every = self._check_every if self._mirrors else None
+        every = self._check_every if self._lives_on_replicas else None
         if every and self._num_steps % every == 0:
             if self._workers.log is not None:
                 self._workers.log.note_in_script(_CHECK_REPLICAS)
@@ -300,7 +303,7 @@ class Strategy(DatasetMaker):
             require_equal(self._group, program.changed, new)
         return out
 
-    def _execute(self, program: Program, arrays: Sequence[Any]) -> Any:
+    def _execute(self, program: Program, arrays: Sequence[ArrayLike]) -> PyTree:
         """Run the program on the variables' values, which are new afterwards."""
         out, _ = program(internals.read_values(program.inputs), arrays)
         return out
@@ -311,7 +314,7 @@ class Strategy(DatasetMaker):
 
         Variables stay where they are. Nobody else may use the strategy meanwhile.
         """
-        self._require_rehearsable(holds_variables=self._mirrors)
+        self._require_rehearsable(holds_variables=self._lives_on_replicas)
         group, own = self._group, (self._programs, self._rehearsal)
         self._use(group.on(rehearsal.devices))
         self._programs, self._rehearsal = ProgramCache(), rehearsal
@@ -325,7 +328,10 @@ class Strategy(DatasetMaker):
         """Make programs for these replicas from now on."""
         self._group = group
         # Programs and variables meet these shardings all the time: one object each.
-        self._mirrored, self._per_replica = group.mirrored, group.per_replica
+        self._mirrored_sharding, self._per_replica_sharding = (
+            group.mirrored,
+            group.per_replica,
+        )
 
     def _require_rehearsable(self, *, holds_variables: bool) -> None:
         if not holds_variables or self._group.defers_updates:
@@ -335,11 +341,13 @@ class Strategy(DatasetMaker):
                 "replicas hold them, such as rx.MirroredStrategy."
             )
 
-    def claimed_steps(self, model: Any, epoch_iterator: Any, first_epoch: int) -> Any:
+    def claimed_steps(
+        self, model: keras.Model, epoch_iterator: object, first_epoch: int
+    ) -> StepQueue | None:
         """How `fit` shares an epoch's steps with other workers; None: it does not."""
         return None
 
-    def finalize(self, optimizer: Any) -> None:
+    def finalize(self, optimizer: keras.Optimizer) -> None:
         """Called when `fit` finalizes the variables that its optimizer trains."""
 
     @property
@@ -347,7 +355,9 @@ class Strategy(DatasetMaker):
         """Whether optimizers' slots are variables of this process."""
         return True
 
-    def prepared_gradients(self, optimizer: Any, grads: list[Any]) -> list[Any]:
+    def prepared_gradients(
+        self, optimizer: keras.Optimizer, grads: list[jax.Array | None]
+    ) -> list[jax.Array | None]:
         """Summed gradients as the one who makes a deferred update wants them."""
         return grads
 
@@ -358,8 +368,8 @@ class Strategy(DatasetMaker):
         """Called when `fit`, `evaluate` or `predict` is over."""
 
     def reduce(
-        self, reduce_op: ReduceOp | str, value: Any, axis: int | None = None
-    ) -> Any:
+        self, reduce_op: ReduceOp | str, value: PyTree, axis: int | None = None
+    ) -> PyTree:
         """Combine the replicas' values into one.
 
         Args:
@@ -384,7 +394,7 @@ class Strategy(DatasetMaker):
             self._combining(f"reduce({op.value!r}, axis={axis})", value),
         )
 
-    def gather(self, value: Any, axis: int) -> Any:
+    def gather(self, value: PyTree, axis: int) -> PyTree:
         """Concatenate the replicas' values along dimension `axis`.
 
         Args:
@@ -404,13 +414,13 @@ class Strategy(DatasetMaker):
             self._combining(f"gather(axis={axis})", value),
         )
 
-    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+    def experimental_local_results(self, value: PyTree) -> tuple[PyTree, ...]:
         """This process' values of a `PerReplica`, one per local replica, as a tuple."""
         return value.values if isinstance(value, PerReplica) else (value,)
 
     def experimental_distribute_values_from_function(
-        self, value_fn: Callable[[Any], Any]
-    ) -> Any:
+        self, value_fn: Callable[[ValueContext], PyTree]
+    ) -> PyTree:
         """A `PerReplica` from `value_fn(context)`, called once per replica.
 
         Args:
@@ -422,9 +432,9 @@ class Strategy(DatasetMaker):
         """
         stacked = stacked_values(value_fn, self._group.num_replicas)
         local = jax.tree.map(self._group.local_part, stacked)
-        return per_replica(local, self._per_replica)
+        return per_replica(local, self._per_replica_sharding)
 
-    def check_replicas(self, variables: Iterable[Any] | None = None) -> None:
+    def check_replicas(self, variables: Iterable[Variable] | None = None) -> None:
         """Compare the replicas' copies of mirrored variables, bit by bit.
 
         Args:
@@ -439,12 +449,12 @@ class Strategy(DatasetMaker):
             chosen = [v for v in variables if internals.has_value(v)]
             facts = {"the variables": [internals.described(v) for v in chosen]}
             agree(self._workers, facts, "check_replicas")
-        if self._mirrors:
+        if self._lives_on_replicas:
             require_equal(self._group, chosen, internals.read_values(chosen))
 
     # What Keras hooks and programs need.
 
-    def own(self, variable: Any) -> None:
+    def own(self, variable: Variable) -> None:
         """Give a variable that is created in this strategy's scope its place."""
         layout = self.layout(variable)
         internals.set_owned(variable)
@@ -452,29 +462,31 @@ class Strategy(DatasetMaker):
             internals.set_layout(variable, layout)
         self.labels.add(variable)
 
-    def slot_layout(
-        self, path: str, shape: tuple[int, ...], aggregation: str
-    ) -> NamedSharding:
+    def slot_layout(self, path: str, shape: Shape, aggregation: str) -> NamedSharding:
         """Where an optimizer's slot is to live that is about to be made."""
-        if not self._mirrors:
-            return self._home
-        spec = self._at_home.layouts.of_slot(path, shape, aggregation)
-        return NamedSharding(self._at_home.mesh, spec)
+        if not self._lives_on_replicas:
+            return self._home_sharding
+        spec = self._home_group.layouts.of_slot(path, shape, aggregation)
+        return NamedSharding(self._home_group.mesh, spec)
 
-    def layout(self, variable: Any) -> NamedSharding:
+    def layout(self, variable: Variable) -> NamedSharding:
         """Where a variable lives."""
-        return self._at_home.layout(variable) if self._mirrors else self._home
+        return (
+            self._home_group.layout(variable)
+            if self._lives_on_replicas
+            else self._home_sharding
+        )
 
-    def require_owned(self, variables: Iterable[Any], caller: str) -> None:
+    def require_owned(self, variables: Iterable[Variable], caller: str) -> None:
         """Raise unless each variable was created in this strategy's scope."""
         for variable in variables:
             layout = internals.layout_of(variable)
             if layout is None:
-                self._meet_outsider(variable, caller)
+                self._take_outsider(variable, caller)
             elif layout != self.layout(variable):
                 self._refuse_placed(variable, layout, caller)
 
-    def _refuse_placed(self, variable: Any, layout: Any, caller: str) -> None:
+    def _refuse_placed(self, variable: Variable, layout: object, caller: str) -> None:
         name = f"{caller}: variable {variable.path!r}"
         if not internals.is_owned(variable):
             raise ContextError(
@@ -490,7 +502,7 @@ class Strategy(DatasetMaker):
             f" not of {self!r}. Create and use a model with the same strategy."
         )
 
-    def _meet_outsider(self, variable: Any, caller: str) -> None:
+    def _take_outsider(self, variable: Variable, caller: str) -> None:
         raise ContextError(
             f"{caller}: variable {variable.path!r} was created outside the scope of "
             f"{self!r}. Create layers, models, metrics and optimizers, and call "
@@ -498,7 +510,11 @@ class Strategy(DatasetMaker):
         )
 
     def _program(
-        self, fn: Any, arguments: Any, arrays: Sequence[Any], options: Options
+        self,
+        fn: Callable[..., PyTree],
+        arguments: Arguments,
+        arrays: Sequence[ArrayLike],
+        options: Options,
     ) -> Program:
         refuse_tracer(jnp.zeros(()))
         with (
@@ -516,58 +532,22 @@ class Strategy(DatasetMaker):
             call: What all workers are about to do, which is compared first.
         """
 
-    def _meet(
-        self, program: Program, values: Sequence[Any], arrays: Sequence[Any]
+    def _agree_on(
+        self, program: Program, values: Sequence[jax.Array], arrays: Sequence[ArrayLike]
     ) -> None:
         """Called before a program runs first; other workers may have to agree."""
 
-    def _combining(self, name: str, value: Any) -> Operation | None:
-        """What combines the replicas' values in `value`; None: it is done here alone.
-
-        A value that is no `PerReplica` needs no other worker.
-        """
-        if self._workers.watch is None:
-            return None
-        leaves = jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, PerReplica))
-        kinds = tuple(
-            (x.array.shape, x.array.dtype) for x in leaves if isinstance(x, PerReplica)
-        )
-        return _combination(name, kinds) if kinds else None
-
-    def _dispatch(
-        self, call: Callable[[], Any], operation: Operation | None = None
-    ) -> Any:
-        """Hand a program to the devices, and tell who watches over the workers.
-
-        Args:
-            call: Calls the program.
-            operation: What the other workers know it by; None: they have no part in it.
-        """
-        watch = self._workers.watch
-        with _dispatch_order:
-            if watch is None or operation is None:
-                return call()
-            # Before and after: on CPUs, the call may itself wait for the others.
-            watch.dispatching(operation)
-            leaves: list[Any] = []
-            try:
-                results = call()
-                leaves = jax.tree.leaves(results)
-            finally:
-                watch.dispatched(leaves[0] if leaves else None)
-        return results
-
-    def _place(self, array: Any, kind: Kind) -> Any:
+    def _place(self, array: PyTree, kind: Kind) -> ArrayLike:
         refuse_tracer(array)
         if kind is Kind.PER_REPLICA:
             combine.require_all_replicas(
                 PerReplica(array), self._group.num_replicas, "run"
             )
-            wanted = self._per_replica
+            wanted = self._per_replica_sharding
         elif isinstance(array, jax.Array) and (
             array.committed or self._group.spans_processes
         ):
-            wanted = self._mirrored
+            wanted = self._mirrored_sharding
         else:
             return array
         if not isinstance(array, jax.Array):
@@ -587,9 +567,3 @@ class Strategy(DatasetMaker):
                 "on what strategy.run returns; inside, use "
                 "rx.get_replica_context().all_reduce or .all_gather."
             )
-
-
-@functools.lru_cache(maxsize=256)
-def _combination(name: str, kinds: tuple[tuple[Any, Any], ...]) -> Operation:
-    listed = ", ".join(f"{dtype}{list(shape)}" for shape, dtype in kinds)
-    return Operation(f"{name} of {listed}", f"{name} {listed};".encode())

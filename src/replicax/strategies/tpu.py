@@ -1,7 +1,6 @@
 """TPUStrategy: one replica per TPU device of a slice."""
 
 import logging
-from typing import Any
 
 from replicax.cluster.resolvers import ClusterResolver
 from replicax.cluster.timeouts import Timeouts, takes_timeouts
@@ -10,6 +9,7 @@ from replicax.cluster.tpu_system import join_slice, tpu_devices
 from replicax.cluster.workers import Workers
 from replicax.engine.collectives import CrossDeviceOps
 from replicax.engine.communication import CommunicationOptions
+from replicax.engine.devices import Device
 from replicax.errors import ClusterConfigError
 from replicax.strategies.multi_worker import MultiWorkerMirroredStrategy
 
@@ -86,7 +86,7 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
         """This process' index among those of all slices."""
         return self._workers.index
 
-    def _meet_workers(
+    def _join_workers(
         self, resolver: ClusterResolver | None, timeouts: Timeouts
     ) -> tuple[Workers, str]:
         workers = join_slice(_checked(resolver), timeouts, "TPUStrategy")
@@ -100,7 +100,7 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
             )
         return workers, ""
 
-    def _find_devices(self, workers: Workers) -> list[Any]:
+    def _find_devices(self, workers: Workers) -> list[Device]:
         return tpu_devices(workers, "TPUStrategy")
 
 
