@@ -62,6 +62,12 @@ class BlockedValues:
 
     So a whole array that is handed on, unchanged, need not be cut again.
 
+    Invariant: an array is known by its identity within one trace, that of the context
+    which holds this object. `whole` keeps each array that it returns, so no other can
+    get its id. Whoever computes with an array, even `x + 0`, has another one, which is
+    not known and is cut: slower, and never wrong. A retrace has new arrays and a new
+    context, and so starts with none.
+
     Args:
         axis: The replicas' devices.
     """

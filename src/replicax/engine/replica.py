@@ -332,6 +332,9 @@ class ReplicaContext:
     ) -> list[jax.Array]:
         """The seam where each replica makes a part of the update.
 
+        `on_blocks` hands an array on as the same object where the update leaves it
+        unchanged; by that identity the values that stay are found at the end.
+
         Args:
             make: The update: takes `values` and the combined gradients, one after
                 another, and returns the new values. Traced for whole arrays.
