@@ -22,6 +22,14 @@ if os.environ.get("JAX_PLATFORMS") == "cpu":
         "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1",
     )
 
+# Processes that tests start import this replicax, and run `startup/sitecustomize.py`.
+_TESTS = Path(__file__).parent
+_PATHS = [str(_TESTS / "startup"), str(_TESTS.parent / "src")]
+if os.environ.get("PYTHONPATH", "").split(os.pathsep)[:2] != _PATHS:
+    _more = filter(None, [os.environ.get("PYTHONPATH")])
+    os.environ["PYTHONPATH"] = os.pathsep.join([*_PATHS, *_more])
+collect_ignore = ["startup"]
+
 # Tests send these to processes that they start, which would inherit it if whoever runs
 # the tests ignores them, as `nohup` and scripts in the background do.
 for _signal, _handler in (
@@ -43,13 +51,18 @@ import replicax as rx  # noqa: E402
 
 rx.set_logical_devices(8)
 
-# With XLA's older code for fused operations a test compiles in two thirds of the time.
-# For this process only, which reads its flags now: XLA for TPUs does not know this one,
-# nor do later versions for CPUs, and both abort at a flag that they do not know.
+# With XLA's older code for fused operations tests compile in half of the time. XLA for
+# TPUs does not know this flag, nor do later versions for CPUs, and both abort at a flag
+# that they do not know: it is set where programs for CPUs only are compiled. This
+# process reads it now; `startup/sitecustomize.py` sets it in those that tests start.
 if os.environ.get("JAX_PLATFORMS") == "cpu" and jax.__version__.startswith("0.10."):
-    _flags = os.environ.get("XLA_FLAGS", "")
+    _OLD = os.environ["REPLICAX_TESTS_XLA_FLAGS"] = (
+        "--xla_cpu_use_fusion_emitters=false"
+    )
+    # A process of pytest-xdist has it already.
+    _flags = os.environ.get("XLA_FLAGS", "").replace(f" {_OLD}", "")
     if "optimization_level=0" in _flags:
-        os.environ["XLA_FLAGS"] = f"{_flags} --xla_cpu_use_fusion_emitters=false"
+        os.environ["XLA_FLAGS"] = f"{_flags} {_OLD}"
         jax.devices()
         os.environ["XLA_FLAGS"] = _flags
 

@@ -64,7 +64,7 @@ def test_samples_run(page: Path, tmp_path: Path) -> None:
         return
     process = subprocess.run(
         [sys.executable, "-c", script(page)],
-        env={**os.environ, "KERAS_BACKEND": "jax", "PYTHONPATH": str(ROOT / "src")},
+        env={**os.environ, "KERAS_BACKEND": "jax"},
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import replicax as rx
 import replicax.testing
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -19,7 +18,6 @@ def run_example(name: str, *arguments: str, cwd: Path) -> str:
     """What the example prints; it must end well and in time."""
     # A script sizes its own thread pool; that of this process must not count.
     env = {k: v for k, v in os.environ.items() if k not in ("KERAS_BACKEND", "NPROC")}
-    env["PYTHONPATH"] = str(Path(rx.__file__).parents[1])  # The tests' own replicax.
     process = subprocess.run(
         [sys.executable, EXAMPLES / name, *arguments],
         cwd=cwd,
@@ -174,7 +172,6 @@ def test_estimator_tabular_on_two_workers_and_an_evaluator(tmp_path: Path) -> No
     ]
     process = subprocess.run(
         [sys.executable, "-c", "from replicax.cli import main; main()", *arguments],
-        env={**os.environ, "PYTHONPATH": str(Path(rx.__file__).parents[1])},
         capture_output=True,
         text=True,
         timeout=240,

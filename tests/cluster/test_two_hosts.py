@@ -25,7 +25,6 @@ pytestmark = [
     ),
 ]
 
-SOURCE = Path(__file__).parents[2] / "src"
 ADDRESSES = ["10.213.7.1", "10.213.7.2"]
 PORT = 2222
 START_S = 90.0
@@ -104,7 +103,6 @@ class Worker:
                 "JAX_PLATFORMS": "cpu",
                 "KERAS_BACKEND": "jax",
                 "JAX_NUM_CPU_DEVICES": "1",
-                "PYTHONPATH": str(SOURCE),
                 REPORT_DIR: str(folder),
             },
             stdout=self._file,

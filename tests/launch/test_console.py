@@ -10,7 +10,6 @@ import struct
 import subprocess
 import sys
 import termios
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -18,7 +17,6 @@ from hypothesis import strategies as st
 
 from replicax.launch.console import TaskConsole
 
-SOURCE = Path(__file__).parents[2] / "src"
 NAMES = ["worker:0", "evaluator:0"]
 PREFIXES = [b"worker:0    | ", b"evaluator:0 | "]
 
@@ -122,7 +120,7 @@ def test_a_table_stays_below_the_lines_of_a_terminal() -> None:
         [sys.executable, "-c", SHOW],
         stdout=side,
         stderr=side,
-        env={**os.environ, "TERM": "xterm", "PYTHONPATH": str(SOURCE)},
+        env={**os.environ, "TERM": "xterm"},
     )
     assert process.wait(30) == 0
     os.close(side)
@@ -145,7 +143,6 @@ def test_elsewhere_the_table_comes_once_and_at_the_end() -> None:
         [sys.executable, "-c", SHOW],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(SOURCE)},
         timeout=30,
         check=True,
     )

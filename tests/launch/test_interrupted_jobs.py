@@ -18,7 +18,6 @@ import pytest
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(150)]
 
-SOURCE = Path(__file__).parents[2] / "src"
 
 SYNC = """
 import os, sys, time
@@ -92,7 +91,7 @@ def job(
     )
     with subprocess.Popen(
         [sys.executable, "-c", main, "run", *options, script, folder, *arguments],
-        env={**os.environ, "PYTHONPATH": str(SOURCE), "TMPDIR": str(folder)},
+        env={**os.environ, "TMPDIR": str(folder)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,

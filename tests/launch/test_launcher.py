@@ -25,7 +25,6 @@ from replicax.launch.launcher import launch
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(90)]
 
-SOURCE = Path(__file__).parents[2] / "src"
 HEAD = """
 import json, os, signal, sys, time
 task = json.loads(os.environ["TF_CONFIG"])["task"]
@@ -346,7 +345,7 @@ def launcher(folder: Path, code: str, *options: str) -> Iterator[subprocess.Pope
     script = write_script(folder, textwrap.dedent(code).replace("READY", ready))
     with subprocess.Popen(
         [sys.executable, "-c", main, "run", "--workers", "2", *options, script, folder],
-        env={**os.environ, "PYTHONPATH": str(SOURCE), "TMPDIR": str(folder)},
+        env={**os.environ, "TMPDIR": str(folder)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

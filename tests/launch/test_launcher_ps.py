@@ -23,7 +23,6 @@ from replicax.cli import app
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(170)]
 
-SOURCE = Path(__file__).parents[2] / "src"
 HEAD = """
 import json, os, signal, sys, time
 task = json.loads(os.environ["TF_CONFIG"])["task"]
@@ -435,7 +434,6 @@ def training(
         ],
         env={
             **{k: v for k, v in os.environ.items() if k != "KERAS_BACKEND"},
-            "PYTHONPATH": str(SOURCE),
             "JAX_PLATFORMS": "cpu",
         },
         stdout=subprocess.PIPE,

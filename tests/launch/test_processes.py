@@ -21,7 +21,6 @@ pytestmark = [
     pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc"),
 ]
 
-SOURCE = Path(__file__).parents[2] / "src"
 SLEEP = ["sleep", "100"]
 
 
@@ -280,7 +279,6 @@ def test_nothing_is_left_of_a_starter_that_is_killed(number: int) -> None:
     code = STARTER.format(tests=str(Path(__file__).parent), sleep=SLEEP)
     with subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(code)],
-        env={**os.environ, "PYTHONPATH": str(SOURCE)},
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         start_new_session=True,

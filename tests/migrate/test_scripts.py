@@ -23,8 +23,7 @@ pytestmark = [
 
 def environment(**variables: str) -> dict[str, str]:
     """The environment of a process on the CPU."""
-    paths = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT / "src")}
-    return {**os.environ, **paths, **variables}
+    return {**os.environ, "JAX_PLATFORMS": "cpu", **variables}
 
 
 def migrate(name: str, folder: Path) -> Path:

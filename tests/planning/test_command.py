@@ -11,8 +11,6 @@ from typer.testing import CliRunner
 
 from replicax.cli import app
 
-SOURCES = Path(__file__).parents[2] / "src"
-
 FIT = """
 import sys
 import keras, numpy as np
@@ -69,7 +67,11 @@ def replicax(
     *arguments: object, folder: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
     code = "from replicax.cli import main; main()"
-    environment = {"COLUMNS": "120", "KERAS_BACKEND": "jax", "PYTHONPATH": str(SOURCES)}
+    environment = {
+        "COLUMNS": "120",
+        "KERAS_BACKEND": "jax",
+        "REPLICAX_TESTS_XLA_FLAGS": "",
+    }
     return subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)],
         env={**os.environ, **environment},

@@ -11,7 +11,6 @@ from replicax.report.runs import read_run
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(150)]
 
-SOURCE = Path(__file__).parents[2] / "src"
 SCRIPT = """
 import sys
 import replicax as rx
@@ -35,7 +34,7 @@ def run(folder, *options, strategy="MultiWorkerMirroredStrategy()", callbacks="[
     code = "from replicax.cli import main; main()"
     process = subprocess.run(
         [sys.executable, "-c", code, "run", "--workers", "2", *options, str(script)],
-        env={**os.environ, "PYTHONPATH": str(SOURCE), "KERAS_BACKEND": "jax"},
+        env={**os.environ, "KERAS_BACKEND": "jax"},
         cwd=folder,
         capture_output=True,
         text=True,

@@ -19,8 +19,6 @@ from replicax.cli import app
 from replicax.report.journal import Journal
 from replicax.report.serving import ReportServer
 
-SOURCE = Path(__file__).parents[2] / "src"
-
 
 @pytest.fixture
 def page(tmp_path: Path) -> Path:
@@ -159,7 +157,7 @@ def test_ctrl_c_ends_it(page) -> None:
             "monitor",
             page,
         ],
-        env={**os.environ, "PYTHONPATH": str(SOURCE), "PYTHONUNBUFFERED": "1"},
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -161,7 +161,7 @@ def _environment(program: Program, folder: Path, data: Path | None) -> dict[str,
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(ROOT / "src"),
+        "REPLICAX_TESTS_XLA_FLAGS": "",  # The TPU compiler does not know them.
         "PYTHONUNBUFFERED": "1",
         "COLUMNS": "200",
         # Several tests may compile for TPUs at a time.

@@ -21,8 +21,6 @@ from replicax.testing import Cluster, ClusterTimeout, Results, TaskFailed, run
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(90)]
 
-SOURCE = Path(__file__).parents[2] / "src"
-
 
 class Found:
     """A value of a class of this module."""
@@ -335,7 +333,6 @@ def test_a_function_of_the_main_script(tmp_path: Path) -> None:
     script.write_text(textwrap.dedent(MAIN))
     process = subprocess.run(
         [sys.executable, script],
-        env={**os.environ, "PYTHONPATH": str(SOURCE)},
         capture_output=True,
         text=True,
         timeout=60,

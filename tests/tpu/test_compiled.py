@@ -39,7 +39,11 @@ def compile_step(
 ) -> list[dict[str, Any]]:
     process = subprocess.run(
         [sys.executable, "-m", "tests.tpu.compile_step", program, *slices],
-        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"},
+        env={
+            **os.environ,
+            "PYTHONPATH": f"{os.environ['PYTHONPATH']}{os.pathsep}{ROOT}",
+            "REPLICAX_TESTS_XLA_FLAGS": "",  # The TPU compiler does not know them.
+        },
         cwd=ROOT,
         capture_output=True,
         text=True,
