@@ -4,6 +4,7 @@ import gc
 import importlib.util
 import os
 import signal
+import tempfile
 from pathlib import Path
 
 if importlib.util.find_spec("libtpu") and not Path("/dev/nvidia0").exists():
@@ -66,6 +67,13 @@ if os.environ.get("JAX_PLATFORMS") == "cpu" and jax.__version__.startswith("0.10
         jax.devices()
         os.environ["XLA_FLAGS"] = _flags
 
+# Many tests compile the same small programs. Each process keeps its own: JAX writes the
+# files in place, where others would read halves of them.
+_COMPILED = tempfile.TemporaryDirectory(prefix="replicax-tests-")
+if jax.config.jax_platforms == "cpu":
+    jax.config.update("jax_compilation_cache_dir", _COMPILED.name)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+
 import threading  # noqa: E402
 from collections.abc import Iterator  # noqa: E402
 
@@ -105,7 +113,7 @@ def leaves_nothing_behind() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def digits() -> tuple[np.ndarray, np.ndarray]:
     """1,797 real 8x8 digits: `float32[1797, 64]` in 0..1 and `int32[1797]`."""
-    images, labels = load_digits(return_X_y=True)
+    images, labels = map(np.asarray, load_digits(return_X_y=True))
     return (images / 16).astype("float32"), labels.astype("int32")
 
 

@@ -73,7 +73,7 @@ def number(output: str, name: str) -> float:
 @pytest.fixture
 def images() -> dict[str, np.ndarray]:
     """Digits `uint8[N, 8, 8]` in 0..255 with their classes, in MNIST's names."""
-    digits, labels = load_digits(return_X_y=True)
+    digits, labels = map(np.asarray, load_digits(return_X_y=True))
     order = np.random.default_rng(0).permutation(len(digits))
     x = (digits[order].reshape(-1, 8, 8) * (255 / 16)).astype("uint8")
     y = labels[order].astype("int64")
