@@ -12,10 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Each page is a program that imports JAX and Keras: of the others `make test-all`.
-ALWAYS_RUN = {
-    "README.md",
-    "docs/getting-started.md",
-}
+ALWAYS_RUN = {"README.md"}
 TIMEOUT_S = 120
 
 PREAMBLE = """

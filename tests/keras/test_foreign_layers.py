@@ -173,6 +173,8 @@ def test_flax_batch_statistics(strategy_of: Any, assert_same: Any) -> None:
             return linen.Dense(3, use_bias=False)(x)
 
     variables = Network().init(jax.random.PRNGKey(0), X[:2], training=False)
+    # The first model's steps take JAX arrays that it was given, as in plain Keras.
+    variables = jax.tree.map(np.asarray, variables)
     found = []
     for num_replicas in (1, 2):
         with strategy_of(num_replicas).scope():
