@@ -4,7 +4,6 @@ import gc
 import importlib.util
 import os
 import signal
-import tempfile
 from pathlib import Path
 
 if importlib.util.find_spec("libtpu") and not Path("/dev/nvidia0").exists():
@@ -66,13 +65,6 @@ if os.environ.get("JAX_PLATFORMS") == "cpu" and jax.__version__.startswith("0.10
         os.environ["XLA_FLAGS"] = f"{_flags} {_OLD}"
         jax.devices()
         os.environ["XLA_FLAGS"] = _flags
-
-# Many tests compile the same small programs. Each process keeps its own: JAX writes the
-# files in place, where others would read halves of them.
-_COMPILED = tempfile.TemporaryDirectory(prefix="replicax-tests-")
-if jax.config.jax_platforms == "cpu":
-    jax.config.update("jax_compilation_cache_dir", _COMPILED.name)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 import threading  # noqa: E402
 from collections.abc import Iterator  # noqa: E402

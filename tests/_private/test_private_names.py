@@ -30,6 +30,8 @@ from tests._private.private_names import (
 )
 
 from replicax._private.keras import CALLBACK_STATE
+from replicax._private.wraps import WRAPS, Wrap
+from replicax.keras import hooks
 
 SOURCES = sources()
 OWN = {name for module in SOURCES.values() for name in defined(module)}
@@ -272,3 +274,23 @@ def test_keys_of_keras_global_attributes() -> None:
         assert state.get_global_attribute("stateless_scope") is scope
     keras.Variable(0.0)
     assert isinstance(state.get_global_attribute("object_name_uids"), defaultdict)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "name"), [(w, n) for w in WRAPS for n in w.names], ids=str
+)
+def test_a_hook_takes_every_call_that_keras_may_make(wrap: Wrap, name: str) -> None:
+    """It has the parameters that it names itself, and passes on the others."""
+    original = inspect.unwrap(getattr(wrap.find_owner(), name))
+    parameters = inspect.signature(original).parameters.values()
+    given = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    by_name = [p.name for p in given if p.kind is not p.POSITIONAL_ONLY]
+    for hook in hooks._HOOKS[f"{wrap.owner.rpartition('.')[2]}.{name}"]:
+        signature = inspect.signature(hook)
+        where = f"{wrap.owner}.{name}{inspect.signature(original)}"
+        try:
+            signature.bind(None, *given)
+            first = [None] * (len(given) - len(by_name) + bool(given))
+            signature.bind(None, *first, **dict.fromkeys(by_name[1:]))
+        except TypeError as error:
+            pytest.fail(f"{hook.__name__}{signature} does not fit {where}: {error}")

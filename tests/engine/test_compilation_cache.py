@@ -152,13 +152,8 @@ def test_jobs_of_several_processes_are_left_out(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("REPLICAX_COMPILATION_CACHE", str(tmp_path))
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    of_the_tests = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", None)
-    try:
-        assert compilation_cache.turn_on.__wrapped__("gpu") is None
-        assert jax.config.jax_compilation_cache_dir is None
-    finally:
-        jax.config.update("jax_compilation_cache_dir", of_the_tests)
+    assert compilation_cache.turn_on.__wrapped__("gpu") is None
+    assert jax.config.jax_compilation_cache_dir is None
     assert not list(tmp_path.iterdir())
 
 
