@@ -14,12 +14,9 @@ import replicax as rx
 import replicax.testing
 from replicax.keras.adapters import (
     DistributedAdapter,
+    adapter_of,
     fixed_number_of_batches,
-    with_adapters,
 )
-
-# Keras says so at the end of a dataset of unknown length.
-pytestmark = pytest.mark.filterwarnings("ignore:Your input ran out of data")
 
 _RNG = np.random.default_rng(11)
 X = _RNG.normal(size=(48, 5)).astype("float32")
@@ -199,10 +196,16 @@ def test_a_dataset_may_be_given_again(workers, replicas):
 def test_only_distributed_datasets_get_an_adapter():
     strategy = rx.MirroredStrategy(["cpu:0"])
     dataset = strategy.experimental_distribute_dataset(X, batch_size=8)
-    args, kwargs = with_adapters((dataset, X), {"validation_data": dataset, "y": Y})
-    assert isinstance(args[0], DistributedAdapter)
-    assert args[1] is X
-    assert isinstance(kwargs["validation_data"], DistributedAdapter)
-    assert kwargs["y"] is Y
-    assert fixed_number_of_batches(args[0]) is None
-    assert args[0].num_batches is None
+    adapter = adapter_of(dataset)
+    assert isinstance(adapter, DistributedAdapter)
+    assert fixed_number_of_batches(adapter) is None
+    assert adapter.num_batches is None
+    assert fixed_number_of_batches(adapter_of(X, Y, batch_size=16)) == 3
+
+
+@pytest.mark.parametrize("name", ["y", "sample_weight", "class_weight"])
+def test_what_a_distributed_dataset_has_of_its_own_is_refused(name) -> None:
+    strategy = rx.MirroredStrategy(["cpu:0"])
+    dataset = strategy.experimental_distribute_dataset((X, Y), batch_size=8)
+    with pytest.raises(ValueError, match=f"got {name} as well"):
+        adapter_of(dataset, **{name: Y}, caller="fit")

@@ -7,6 +7,8 @@ import pytest
 from jax import monitoring
 from keras import layers
 
+from replicax.keras.steps import steps_of
+
 
 def classifier(steps_per_execution=1):
     model = keras.Sequential(
@@ -127,9 +129,8 @@ def compilations():
     monitoring.unregister_event_duration_listener(listener)
 
 
-def programs_of(function):
-    cells = dict(zip(function.__code__.co_freevars, function.__closure__, strict=True))
-    return list(cells["programs"].cell_contents.values())
+def programs_of(model, kind):
+    return steps_of(model, model._replicax_strategy, kind).programs
 
 
 @pytest.mark.parametrize("steps_per_execution", [1, 2])
@@ -143,8 +144,8 @@ def test_nothing_compiles_twice(digits, strategy_of, compilations, steps_per_exe
         model.predict(x, batch_size=16, verbose=0)
 
     use(epochs=3)
-    for name in ("train_function", "test_function", "predict_function"):
-        programs = programs_of(getattr(model, name))
+    for name in ("train", "test", "predict"):
+        programs = programs_of(model, name)
         # One for whole batches, one for the last: it has 6 examples.
         assert [p._jitted._cache_size() for p in programs] == [1, 1], name
     assert compilations.count > 0
@@ -163,4 +164,4 @@ def test_loaded_weights_compile_nothing(digits, strategy_of, compilations):
     model.optimizer.learning_rate = 0.01
     compilations.count = 0
     model.fit(x, y, 16, epochs=2, verbose=0)
-    assert [p._jitted._cache_size() for p in programs_of(model.train_function)] == [1]
+    assert [p._jitted._cache_size() for p in programs_of(model, "train")] == [1]

@@ -5,7 +5,7 @@ import itertools
 import jax.numpy as jnp
 import pytest
 
-from replicax.keras.recorder import Recorder, TimedBatches
+from replicax.keras.recorder import Recorder
 
 
 class Pending:
@@ -56,17 +56,10 @@ def test_waiting_for_other_tasks_is_no_input():
 
 
 def train(recorder, batches, result=None):
-    """A train function that takes one of `batches` in each call."""
-
-    def train_function(state, iterator):
-        take_batch(recorder, *next(iterator))
-        return {"loss": jnp.zeros(()) if result is None else result}, state
-
-    noted, iterator = recorder.around(train_function), iter(batches)
-    for _ in batches:
-        noted((), iterator)
-    with pytest.raises(StopIteration):  # As Keras learns of the end.
-        noted((), iterator)
+    """Executions that take one of `batches` each."""
+    for batch in batches:
+        take_batch(recorder, *batch)
+        recorder.end_execution({"loss": jnp.zeros(()) if result is None else result})
 
 
 def test_executions_with_new_shapes_are_counted_apart():
@@ -107,17 +100,16 @@ def test_devices_are_waited_for_around_what_compiles_only():
 
 def test_input_may_come_before_the_call():
     recorder = Recorder()  # As with parameter servers, whose steps are claimed first.
-    noted = recorder.around(lambda state, iterator: ({}, state))
     for _ in range(3):
         take_batch(recorder)
-        noted((), None)
+        recorder.end_execution({})
     assert (recorder.tally.executions, recorder.tally.steps) == (3, 3)
     assert (recorder.tally.first_executions, recorder.tally.first_steps) == (1, 1)
 
 
 def test_a_call_that_trains_on_nothing_is_no_execution():
     recorder = Recorder()
-    recorder.around(lambda state, iterator: ({}, state))((), iter(()))
+    recorder.end_execution({})
     assert recorder.tally.executions == 0
 
 
@@ -140,22 +132,14 @@ def test_marks_come_between_steps():
 def test_a_mark_has_the_logs_of_what_is_done():
     recorder = Recorder(mark_every_s=0.0)
     results, seen = [Pending(0), Pending(9), Pending(0), Pending(0)], []
-    noted = recorder.around(lambda state, logs: (logs, state))
     recorder._on_mark = lambda: seen.append(recorder.logs)
     recorder._seen.add("a")  # Nothing compiles, so nothing is waited for.
     for result in results:
         take_batch(recorder)
-        noted((), {"loss": result})
+        recorder.end_execution({"loss": result})
     none, first, still_first, third = seen
     assert none is None
     assert first["loss"] is still_first["loss"] is results[0]
     assert third["loss"] is results[2]
     recorder.begin_epoch()
     assert recorder.logs is None
-
-
-def test_batches_without_a_strategy_are_counted():
-    recorder = Recorder()
-    batches = [(jnp.ones((4, 2)), None), (jnp.ones((3, 2)), None), ()]
-    assert len(list(TimedBatches(batches, recorder))) == 3
-    assert (recorder.tally.steps, recorder.tally.examples) == (3, 7)

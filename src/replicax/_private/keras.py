@@ -6,12 +6,11 @@ Tested with Keras 3.14 to 3.15. Everything that a new Keras may move is in this 
 
 import collections
 import contextlib
-import functools
 import itertools
 import operator
 import re
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -26,42 +25,44 @@ from keras.src.random.seed_generator import (
     GLOBAL_SEED_GENERATOR,
     global_seed_generator,
 )
+from keras.src.trainers.data_adapters.array_slicing import train_validation_split
+from keras.src.trainers.data_adapters.data_adapter_utils import (
+    class_weight_to_sample_weights,
+)
 from keras.src.utils.naming import to_snake_case
-from keras.src.utils.python_utils import is_default
+from keras.src.utils.python_utils import is_default, pythonify_logs
 
 __all__ = [
     "CALLBACK_STATE",
-    "add_steps_seen",
     "after_build",
     "attach_masks",
+    "build",
+    "class_weight_to_sample_weights",
     "current_scope",
     "dataset_with_epochs",
     "described",
-    "first_batch",
     "has_value",
+    "hears",
+    "initial_epoch_of",
     "is_owned",
-    "keeps_iterating",
-    "known_length",
     "layer_label",
     "layers_of",
     "layout_of",
     "learning_rate_of",
-    "leave_untracked",
     "makes_batches_ahead",
     "masks_of",
+    "metrics_in_order",
     "parts_of_layer",
+    "pythonify_logs",
     "read_values",
     "reference_of",
     "set_current_scope",
-    "set_initial_epoch",
-    "set_known_length",
     "set_layout",
     "set_owned",
     "set_reference",
     "shared_seed_generator",
-    "skip_unheard_ends",
-    "steps_seen",
     "stop_workers",
+    "train_validation_split",
     "trained_by",
     "write_values",
 ]
@@ -207,43 +208,6 @@ def attach_masks(tree: Any, masks: Sequence[Any]) -> None:
 # What a run of `fit` knows of its data.
 
 
-def first_batch(epoch_iterator: Any) -> Any:
-    """The first batch of the data, which begin anew afterwards."""
-    _, _, batches = next(iter(epoch_iterator))
-    return batches[0] if isinstance(batches, list | tuple) else next(batches)
-
-
-def steps_seen(epoch_iterator: Any) -> int:
-    """Batches that Keras has counted in this iteration over the data."""
-    return epoch_iterator._steps_seen
-
-
-def add_steps_seen(epoch_iterator: Any, number: int) -> None:
-    """Count `number` batches more."""
-    epoch_iterator._steps_seen += number
-
-
-def known_length(epoch_iterator: Any) -> int | None:
-    """How many batches Keras takes the data to have; it learns that at their end."""
-    return epoch_iterator._num_batches
-
-
-def set_known_length(epoch_iterator: Any, number: int | None) -> None:
-    """Tell Keras how many batches the data has."""
-    epoch_iterator._num_batches = number
-
-
-def keeps_iterating(epoch_iterator: Any) -> bool:
-    """Whether the next epoch goes on with the data where the last one ended.
-
-    With `steps_per_epoch` it does, until the data is used up.
-    """
-    if not epoch_iterator.steps_per_epoch or epoch_iterator._current_iterator is None:
-        return False
-    length = epoch_iterator._num_batches
-    return not length or 0 < epoch_iterator._steps_seen < length
-
-
 def makes_batches_ahead(adapter: Any) -> bool:
     """Whether other threads make the batches: those of a `PyDataset` with workers."""
     return getattr(adapter, "enqueuer", None) is not None
@@ -277,51 +241,39 @@ def dataset_with_epochs(adapter: Any) -> Any:
     return dataset
 
 
-def skip_unheard_ends(callbacks: Any, kind: str) -> None:
-    """Have the list do nothing after a batch where none of its callbacks would.
-
-    Keras hands the logs of each batch to a thread all the same, which reads them: half
-    of the time that a step of a tiny model takes.
+def hears(callbacks: Any, names: tuple[str, ...]) -> bool:
+    """Whether any callback does something when it is told of a batch.
 
     Args:
-        callbacks: Keras' `CallbackList`, whose callbacks are complete.
-        kind: "train", "test" or "predict".
+        callbacks: Keras' `CallbackList`.
+        names: The methods that it is told by, that of the list itself first.
     """
-    name = f"on_{kind}_batch_end"
-    vars(callbacks).pop(name, None)
-    if getattr(type(callbacks), name) is not getattr(CallbackList, name):
-        return
-    ends = [
-        getattr(callback, method, None)
-        for callback in callbacks.callbacks
-        for method in (name, "on_batch_end")
-    ]
-    if all(map(is_default, ends)):
-        setattr(callbacks, name, _do_nothing)
+    if getattr(type(callbacks), names[0]) is not getattr(CallbackList, names[0]):
+        return True
+    methods = [getattr(c, name, None) for c in callbacks.callbacks for name in names]
+    return not all(map(is_default, methods))
 
 
-def _do_nothing(batch: int, logs: Any = None) -> None:
-    pass
+def initial_epoch_of(model: Any) -> int | None:
+    """The epoch that Keras' own `BackupAndRestore` has `fit` begin with."""
+    return getattr(model, "_initial_epoch", None)
 
 
-def leave_untracked(model: Any, is_left: Callable[[Any], bool]) -> None:
-    """Have the model remember values as they are, without a look for layers in them.
-
-    Keras looks into all that a model is given, also into the state that its loops give
-    it in each step, which takes a third of what else there is to do for a tiny model.
+def build(model: Any, data: Any, batch: Any) -> None:
+    """Make the variables of a model, its losses, metrics and optimizer.
 
     Args:
         model: The model.
-        is_left: Tells which values are meant.
+        data: An iterable as Keras' epoch iterators; its first batch is taken if one is
+            needed.
+        batch: That batch, if there is no `data`.
     """
-    tracker = model._tracker
-    track = functools.partial(type(tracker).track, tracker)
-    tracker.track = lambda value: value if is_left(value) else track(value)
+    model._symbolic_build(iterator=data, data_batch=batch)
 
 
-def set_initial_epoch(model: Any, epoch: int | None) -> None:
-    """The epoch that the running `fit` begins with; None: its argument."""
-    model._initial_epoch = epoch
+def metrics_in_order(model: Any, logs: Any) -> Any:
+    """Results as `evaluate` returns them: one, or a list in the metrics' order."""
+    return model._flatten_metrics_in_order(logs)
 
 
 CALLBACK_STATE = {

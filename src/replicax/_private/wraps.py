@@ -90,73 +90,20 @@ WRAPS = (
     ),
     Wrap(
         f"{_TRAINER}.JAXTrainer",
-        ("train_on_batch", "test_on_batch", "predict_on_batch"),
-        "likewise",
-    ),
-    Wrap(
-        f"{_TRAINER}.JAXTrainer",
-        ("evaluate", "predict"),
-        "likewise; an interrupt shows the user's own lines",
-    ),
-    Wrap(
-        f"{_TRAINER}.JAXTrainer",
-        ("fit",),
-        "likewise; which data are trained on; a report that the environment asks for",
-    ),
-    Wrap(
-        f"{_TRAINER}.JAXTrainer",
-        ("make_train_function", "make_test_function", "make_predict_function"),
-        "replica programs in place of Keras' own",
-    ),
-    Wrap(
-        f"{_TRAINER}.JAXTrainer",
-        ("_purge_model_variables",),
-        "values stay in the variables",
-    ),
-    Wrap(
-        f"{_TRAINER}.JAXTrainer",
-        ("_symbolic_build",),
-        "which data `fit` trains on; models without `call`",
-    ),
-    Wrap(
-        f"{_TRAINER}.JAXTrainer",
-        ("_get_metrics_result_or_logs",),
-        "epochs end together on parameter servers",
+        (
+            "fit",
+            "evaluate",
+            "predict",
+            "train_on_batch",
+            "test_on_batch",
+            "predict_on_batch",
+        ),
+        "are this package's own loop",
     ),
     Wrap(
         f"{_TRAINER}.JAXTrainer",
         ("compute_loss_and_updates",),
         "rematerialises gathered weights in the backward pass",
-    ),
-    Wrap(
-        f"{_TRAINER}.JAXEpochIterator",
-        ("__init__",),
-        "says so if the first batch takes long",
-    ),
-    Wrap(
-        f"{_TRAINER}.JAXEpochIterator",
-        ("_get_iterator",),
-        "places batches on the replicas' devices",
-    ),
-    Wrap(
-        f"{_TRAINER}.JAXEpochIterator",
-        ("_enumerate_iterator",),
-        "`fit` begins in the middle of an epoch",
-    ),
-    Wrap(
-        "callbacks.callback_list.CallbackList",
-        ("on_train_begin", "on_test_begin", "on_predict_begin"),
-        "no threads for callbacks that do nothing after a batch; backups come last",
-    ),
-    Wrap(
-        "callbacks.callback_list.CallbackList",
-        ("on_epoch_end",),
-        "backups see what other callbacks did",
-    ),
-    Wrap(
-        "utils.traceback_utils",
-        ("_process_traceback_frames",),
-        "an interrupt stays what it is",
     ),
     Wrap(_OPTIMIZER, ("apply", "stateless_apply"), "sums gradients over replicas"),
     Wrap(

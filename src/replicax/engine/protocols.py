@@ -28,8 +28,16 @@ __all__ = ["StepQueue", "StrategyLike"]
 class StepQueue(Protocol):
     """The steps of a `fit` that several workers share: each takes the next one free."""
 
-    def steps(self) -> Iterator[tuple[int, int, PyTree]]:
-        """This worker's steps: their first and last number, and their batches."""
+    def steps(self) -> Iterator[tuple[int, int]]:
+        """The next epoch's steps of this worker: their first and last number."""
+        ...
+
+    def next_execution(self) -> PyTree:
+        """The batches of the steps that `steps` has begun."""
+        ...
+
+    def end_early(self) -> None:
+        """Called when the data have ended before the epoch."""
         ...
 
     def end_epoch(self) -> bool:
@@ -37,7 +45,7 @@ class StepQueue(Protocol):
         ...
 
     def after_epoch(self) -> None:
-        """Called when Keras has told its callbacks of the epoch."""
+        """Called when all callbacks were told that the epoch has ended."""
         ...
 
     def close(self) -> None:
@@ -128,9 +136,7 @@ class StrategyLike(Protocol):
         """Called when `fit` finalizes the variables that its optimizer trains."""
         ...
 
-    def claimed_steps(
-        self, model: keras.Model, epoch_iterator: object, first_epoch: int
-    ) -> StepQueue | None:
+    def claimed_steps(self, model: keras.Model, fit: object) -> StepQueue | None:
         """How `fit` shares an epoch's steps with other workers; None: it does not."""
         ...
 

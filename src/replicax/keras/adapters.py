@@ -7,25 +7,26 @@ with those of the data.
 
 import contextlib
 import copy
-import inspect
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+from keras.src.trainers.data_adapters import get_data_adapter
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from keras.src.trainers.data_adapters.grain_dataset_adapter import GrainDatasetAdapter
 
+from replicax._util.waiting import Announced
+from replicax.engine.scope import current_call
 from replicax.input import DistributedDataset, DistributedDatasetFromFunction
 from replicax.input.grain_datasets import Iteration, reshuffled
 
 __all__ = [
     "DistributedAdapter",
+    "adapter_of",
     "fixed_number_of_batches",
     "uncounted",
-    "with_adapters",
-    "with_training_data",
 ]
 
 _KINDS = (DistributedDataset, DistributedDatasetFromFunction)
@@ -124,46 +125,57 @@ def fixed_number_of_batches(adapter: Any) -> int | None:
     return adapter.num_batches if isinstance(adapter, ArrayDataAdapter) else None
 
 
-def with_adapters(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of `fit`, with adapters for distributed datasets."""
-    return (
-        tuple(map(_adapted, args)),
-        {name: _adapted(value) for name, value in kwargs.items()},
-    )
+def adapter_of(
+    x: Any,
+    y: Any = None,
+    sample_weight: Any = None,
+    *,
+    batch_size: int | None = None,
+    steps_per_epoch: int | None = None,
+    shuffle: Any = False,
+    class_weight: Any = None,
+    first_iteration: int | None = None,
+    caller: str | None = None,
+) -> Any:
+    """What reads the data of a call: Keras' adapter, or one for a distributed dataset.
 
+    Args:
+        x: Arrays, or a dataset.
+        y: Targets.
+        sample_weight: Their weights.
+        batch_size: Examples in a batch of arrays.
+        steps_per_epoch: Batches in an epoch; None: until the data end.
+        shuffle: As `fit` takes it.
+        class_weight: Weights by class.
+        first_iteration: The number of the first iteration over data that are to be
+            read in another order each time; None: they are not.
+        caller: What the user called, for messages. Defaults to `current_call()`.
 
-def with_training_data(
-    method: Callable[..., Any],
-    model: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of `fit`, with an adapter for data that it is to reshuffle.
-
-    Those of other methods are returned as they are.
+    Raises:
+        ValueError: For what a dataset has of its own.
     """
-    if method.__name__ != "fit":
-        return args, kwargs
-    call = inspect.signature(method).bind(model, *args, **kwargs)
-    given = call.arguments
-    data, first = given.get("x"), given.get("initial_epoch") or 0
-    # Keras refuses these, as what a dataset has of its own.
-    others = ("y", "sample_weight", "class_weight")
-    if any(given.get(name) is not None for name in others):
-        return args, kwargs
-    if isinstance(data, _KINDS):
-        given["x"] = DistributedAdapter(data, first)
-    elif _is_grain(data):
-        given["x"] = _GrainAdapter(data, first)
-    return call.args[1:], call.kwargs
+    own = {"y": y, "sample_weight": sample_weight, "class_weight": class_weight}
+    given = [name for name, value in own.items() if value is not None]
+    if isinstance(x, _KINDS):
+        if given:
+            raise ValueError(
+                f"{caller or current_call()}: a distributed dataset comes with its "
+                f"targets and weights; got {' and '.join(given)} as well. Make them "
+                "part of the dataset's batches: (x, y, sample_weight)."
+            )
+        return DistributedAdapter(x, first_iteration)
+    if first_iteration is not None and _is_grain(x) and not given:
+        return _GrainAdapter(x, first_iteration)
+    with Announced("waiting for the first batch"):  # Of a generator Keras takes one.
+        return get_data_adapter(
+            x=x,
+            batch_size=batch_size,
+            steps_per_epoch=steps_per_epoch,
+            shuffle=shuffle,
+            **own,
+        )
 
 
 def _is_grain(value: Any) -> bool:
     grain = sys.modules.get("grain")
     return grain is not None and isinstance(value, grain.MapDataset | grain.IterDataset)
-
-
-def _adapted(value: Any) -> Any:
-    return DistributedAdapter(value) if isinstance(value, _KINDS) else value

@@ -20,7 +20,8 @@ from replicax.checkpoint.slots import encode
 from replicax.checkpoint.storage import Contents
 from replicax.cluster import workers
 from replicax.cluster.failure import ExitCode
-from replicax.keras.resume import LateCallback, Position, TrackedData
+from replicax.keras.epochs import Epochs, Position
+from replicax.keras.session import FitSession, LateCallback, session_of
 
 __all__ = ["BACKUP_NAME", "BackupAndRestore"]
 
@@ -102,14 +103,20 @@ class BackupAndRestore(LateCallback):
                 not the one that was saved.
             NotImplementedError: On parameter servers.
         """
-        session = getattr(self.model, "_replicax_fit", None)
-        if getattr(session, "claimed", None) is not None:
+        session = session_of(self.model)
+        if session is None or session.epochs is None:
+            raise RuntimeError(
+                "BackupAndRestore: called outside of fit. Pass it to "
+                "fit(callbacks=[...])."
+            )
+        if session.work is not None:
             raise NotImplementedError(
                 "BackupAndRestore: on parameter servers the values and the progress of "
                 "fit are with the servers. Use ParameterServerStrategy(snapshot_dir="
                 "...): restarted servers and workers go on from there."
             )
-        self._run = _Run(self, [c for c in callbacks if c is not self])
+        others = [c for c in callbacks if c is not self]
+        self._run = _Run(self, session, session.epochs, others)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Put metrics back that Keras has just reset."""
@@ -146,12 +153,20 @@ class _Run:
 
     Args:
         options: What the user asked for.
+        session: The call of `fit`.
+        data: The training data.
         callbacks: The other callbacks.
     """
 
-    def __init__(self, options: BackupAndRestore, callbacks: Sequence[Any]) -> None:
+    def __init__(
+        self,
+        options: BackupAndRestore,
+        session: FitSession,
+        data: Epochs,
+        callbacks: Sequence[Any],
+    ) -> None:
         model: Any = options.model
-        session = model._replicax_fit
+        self._session = session
         self._options = options
         self._model = model
         self._callbacks = callbacks
@@ -159,8 +174,7 @@ class _Run:
         self._stop = self._worker.stop
         session.enter_context(self._stop.on_sigterm())
         session.enter_context(self._stop.on_interrupt())
-        self._data = TrackedData(session.epoch_iterator)
-        session.callback(self._data.release)
+        self._data = data
         self._epoch, self._step = 0, 0
         self._total = 0  # Steps of all epochs, in earlier runs too.
         self._first_epoch: int | None = None
@@ -192,7 +206,6 @@ class _Run:
         length = self._data.steps_in_epoch()
         done = batch + 1 if length is None else min(batch + 1, length)
         self._total += done - self._step
-        self._data.consumed += done - self._step
         self._step = done
         is_to_stop = self._stop.reached(self._total)
         if not (is_to_stop or self._is_time()):
@@ -288,7 +301,6 @@ class _Run:
         raise SystemExit(int(ExitCode.RETRY))
 
     def _restore(self) -> None:
-        internals.set_initial_epoch(self._model, None)
         path = self._manager.restore_or_initialize()
         if path is None:
             return
@@ -300,15 +312,13 @@ class _Run:
             self._worker.watch.resume_at(self._total)
         self._first_epoch = progress["first_epoch"]
         self._initial = progress["initial"]
-        past_epochs = position.epoch - (self._first_epoch or 0)
-        self._data.repeat_epochs(past_epochs, self._initial)
-        self._data.go_to(position)
+        self._data.go_to(position, self._initial)
         self._restore_callbacks(progress["callbacks"])
         is_over = progress["stop_training"] and not position.step
         params: Any = self._options.params
         epochs = params["epochs"]
         first = max(position.epoch, epochs) if is_over else position.epoch
-        internals.set_initial_epoch(self._model, first)
+        self._session.initial_epoch = first
         if position.step:
             # Keras resets them at the beginning of an epoch.
             variables = self._model.metrics_variables

@@ -1,7 +1,6 @@
 """Keras' batches on their way to the replicas' devices."""
 
 import dataclasses
-import threading
 from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
@@ -25,9 +24,7 @@ from replicax.keras.recorder import Recorder
 __all__ = [
     "BatchIterator",
     "PlacedBatch",
-    "Ready",
     "host_batch",
-    "opened",
     "place",
     "refuse_ragged_leaves",
 ]
@@ -64,37 +61,6 @@ class PlacedBatch:
         """Equal for batches that one program serves."""
         shapes = tuple([(x.shape, x.dtype) for x in self.arrays])
         return (self.structure, shapes, self.num_active, self.num_steps)
-
-
-@dataclasses.dataclass(frozen=True)
-class Ready:
-    """One execution's batches, on the devices.
-
-    Attributes:
-        batches: The batches.
-        is_dry: Whether they are not to be trained on: other workers have done all
-            steps, and this one has to know the variables only.
-    """
-
-    batches: list[PlacedBatch]
-    is_dry: bool = False
-
-    def next_execution(self) -> list[PlacedBatch]:
-        """The batches."""
-        return self.batches
-
-
-class _Opened(threading.local):
-    """What the innermost `fit`, `evaluate` or `predict` of this thread reads.
-
-    Attributes:
-        inputs: Iterators over batches.
-        adapters: Keras' adapters that batches come from.
-    """
-
-    def __init__(self) -> None:
-        self.inputs: list[BatchIterator] = []
-        self.adapters: list[Any] = []
 
 
 class BatchIterator:
@@ -249,9 +215,6 @@ def _cut_at_once(chunk: list[LazyBatch]) -> tuple[Any, list[np.ndarray]] | None:
         return None
     stacked = [x.reshape(len(chunk), size, *x.shape[1:]) for x in flat]
     return jax.tree.unflatten(structure, [x[0] for x in stacked]), stacked
-
-
-opened = _Opened()
 
 
 def place(batch: Any, group: ReplicaGroup) -> PlacedBatch:

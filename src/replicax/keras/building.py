@@ -27,7 +27,7 @@ def note_built(model: Any) -> None:
 
 
 def build_by_step(
-    model: Any, strategy: Any, kind: str, iterator: Any, data_batch: Any
+    model: Any, strategy: Any, kind: str, data: Any, data_batch: Any
 ) -> None:
     """Have all variables there that a step of a model without `call` uses.
 
@@ -35,15 +35,16 @@ def build_by_step(
         model: The model.
         strategy: Its strategy.
         kind: "train" or "test".
-        iterator: Keras' iterator over the data, if there is one.
-        data_batch: The batch, if there is no iterator.
+        data: The data of the call, as `Epochs`; None: there is one batch only.
+        data_batch: That batch.
     """
-    if getattr(model, f"{kind}_function") is None:  # Else it was traced before.
+    if not steps.has_steps(model, kind):  # Else it was traced before.
         name = f"{kind}_step"
         optimizer = model.optimizer
         if not steps.takes_state(model, name):
             if data_batch is None:
-                data_batch = internals.first_batch(iterator)
+                _, _, batches = next(iter(data))
+                data_batch = next(batches)
             steps.make_variables(model, name, strategy, data_batch)
         elif optimizer is not None and not optimizer.built:
             optimizer.build(model.trainable_variables)

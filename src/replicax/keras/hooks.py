@@ -3,7 +3,6 @@
 Each does nothing where there is no strategy. Tested with Keras 3.14 to 3.15.
 """
 
-import functools
 import inspect
 import os
 import threading
@@ -14,6 +13,7 @@ from typing import Any
 import jax
 import jax.core
 import jax.numpy as jnp
+import keras
 import numpy as np
 from keras.src.utils import jax_layer
 
@@ -22,12 +22,8 @@ from replicax._private.keras import (
     attach_masks,
     layout_of,
     masks_of,
-    set_initial_epoch,
-    skip_unheard_ends,
-    stop_workers,
 )
 from replicax._util.interrupts import heeding_interrupts
-from replicax._util.waiting import Announced, announce_first
 from replicax.engine import device_put
 from replicax.engine.rematerialize import (
     gathered_here,
@@ -35,38 +31,25 @@ from replicax.engine.rematerialize import (
     regathering,
     replicas_hold_blocks,
 )
-from replicax.engine.row_arrays import as_rows, whole
+from replicax.engine.row_arrays import as_rows
 from replicax.engine.scope import (
     called_in,
-    called_model,
     current_call,
     current_context,
     current_strategy,
 )
 from replicax.engine.sparse_rows import is_foreign
 from replicax.errors import ContextError
-from replicax.input.split import leading_size
 from replicax.keras import (
-    batches,
     building,
     interrupted,
+    loop,
     optimizers,
     reductions,
-    resume,
-    steps,
     variable_reuse,
 )
-from replicax.keras.adapters import (
-    DistributedAdapter,
-    fixed_number_of_batches,
-    uncounted,
-    with_adapters,
-    with_training_data,
-)
-from replicax.keras.batches import opened
-from replicax.keras.lazy_batches import inputs_of, is_array_adapter, make_lazy
-from replicax.keras.recorder import TimedBatches
-from replicax.report.callback import with_report
+from replicax.keras.session import LateCallback, session_of
+from replicax.keras.steps import forget_steps
 from replicax.report.journal import REPORT
 
 __all__ = ["install"]
@@ -143,49 +126,84 @@ def _strategy_of(model: Any) -> Any:
     return getattr(model, "_replicax_strategy", None)
 
 
-def _in_scope(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    strategy, scope = _strategy_of(model), current_strategy()
-    if strategy is None and scope is not None:
+def _run(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """A method of a model that runs steps, by the loop of this package."""
+    name = original.__name__
+    session = session_of(model)
+    strategy = _strategy_of(model) or (session and session.strategy)
+    if strategy is None:
+        _refuse_scope(original, model)
+        if name != "fit" or not _wants_loop(kwargs.get("callbacks"), *args):
+            return original(model, *args, **kwargs)
+        strategy = _default_strategy()
+    if not building.has_call(model):
+        building.note_built(model)
+    method = getattr(loop, name)
+    # Validation is a part of `fit`.
+    called = current_call() if kwargs.get("_use_cached_eval_dataset") else name
+
+    def call() -> Any:
+        return method(model, strategy, *args, **kwargs)
+
+    def run() -> Any:
+        if name not in _WITH_DATA:
+            return called_in(strategy, call, (called, model))
+        # Shuffling depends on it.
+        strategy.synchronize_random_state(_described(original, model, args, kwargs))
+        try:
+            with heeding_interrupts():
+                return called_in(strategy, call, (called, model))
+        finally:
+            strategy.settle()
+
+    try:
+        return run()
+    except (KeyboardInterrupt, TypeError) as error:
+        interrupt = interrupted.shown(error, name)
+        if interrupt is None:
+            raise
+        raise interrupt from None
+
+
+def _default_strategy() -> Any:
+    # Here, as it is above this folder, and needed by few.
+    from replicax.strategies.current import get_strategy
+
+    return get_strategy()
+
+
+def _refuse_scope(original: Any, model: Any) -> None:
+    scope = current_strategy()
+    if scope is not None:
         raise ContextError(
             f"{type(model).__name__}.{original.__name__}: model {model.name!r} was "
             f"made outside the scope of {scope!r} and is used under it. Make the model "
             "and call compile under `with strategy.scope():`."
         )
+
+
+def _wants_loop(*arguments: Any) -> bool:
+    """Whether `fit` of a model without a strategy has a callback of this package."""
+    if os.environ.get(REPORT):
+        return True
+    return any(
+        isinstance(callback, LateCallback)
+        for x in arguments
+        if isinstance(x, list | tuple | keras.callbacks.Callback)
+        for callback in keras.tree.flatten(getattr(x, "callbacks", x))
+    )
+
+
+def _compile(original: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+    forget_steps(model)
+    strategy = _strategy_of(model)
     if strategy is None:
-        return original(model, *args, **kwargs)
-    if not building.has_call(model):
-        building.note_built(model)
-    if original.__name__ in _WITH_DATA:
-        # Shuffling depends on it.
-        strategy.synchronize_random_state(_described(original, model, args, kwargs))
-        args, kwargs = with_training_data(original, model, args, kwargs)
-        args, kwargs = with_adapters(args, kwargs)
-    elif original.__name__ != "compile" and _has_foreign((args, kwargs)):
-        args, kwargs = jax.tree.map(whole, (args, kwargs))
-    # Validation is a part of `fit`.
-    is_part = kwargs.get("_use_cached_eval_dataset", False)
-    name = current_call() if is_part else original.__name__
-    if original.__name__ not in _WITH_DATA:
-        return called_in(
-            strategy, lambda: original(model, *args, **kwargs), (name, model)
-        )
-    outer = opened.inputs, opened.adapters
-    opened.inputs, opened.adapters = [], []
-    try:
-        with heeding_interrupts():
-            return called_in(
-                strategy, lambda: original(model, *args, **kwargs), (name, model)
-            )
-    except BaseException:
-        # The traceback may keep them, and their threads, for as long as it likes.
-        for source in opened.inputs:
-            source.close()
-        for adapter in opened.adapters:
-            stop_workers(adapter)
-        raise
-    finally:
-        opened.inputs, opened.adapters = outer
-        strategy.settle()
+        _refuse_scope(original, model)
+        original(model, *args, **kwargs)
+        return
+    called_in(
+        strategy, lambda: original(model, *args, **kwargs), (original.__name__, model)
+    )
 
 
 def _described(original: Any, model: Any, args: Any, kwargs: Any) -> str:
@@ -201,120 +219,6 @@ def _described(original: Any, model: Any, args: Any, kwargs: Any) -> str:
 
 def _has_foreign(tree: Any) -> bool:
     return any(map(is_foreign, jax.tree.leaves(tree)))
-
-
-def _make(make: Callable[[Any, Any], Any], attribute: str) -> Callable[..., None]:
-    def hook(original: Any, model: Any, force: bool = False) -> None:
-        strategy = _strategy_of(model)
-        if strategy is None:
-            original(model, force)
-        elif force or getattr(model, attribute) is None:
-            setattr(model, attribute, make(model, strategy))
-
-    return hook
-
-
-def _purge_model_variables(
-    original: Any, model: Any, *args: Any, **kwargs: Any
-) -> None:
-    # Keras hands the values to its loop, which an exception takes them away with. Here
-    # programs find them in the variables and store the new ones there.
-    if _strategy_of(model) is None:
-        original(model, *args, **kwargs)
-
-
-def _fit(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    before = getattr(model, "_replicax_fit", None)
-    call = inspect.signature(original).bind(model, *args, **kwargs)
-    page = os.environ.get(REPORT)
-    if page:
-        call.arguments["callbacks"] = with_report(call.arguments.get("callbacks"), page)
-    with resume.FitSession() as session:
-        session.first_epoch = call.arguments.get("initial_epoch", 0)
-        session.callback(set_initial_epoch, model, None)
-        model._replicax_fit = session
-        try:
-            return original(*call.args, **call.kwargs)
-        except KeyboardInterrupt as error:
-            interrupted.say_where(error, model, session)
-            raise
-        finally:
-            model._replicax_fit = before
-
-
-def _symbolic_build(
-    original: Any, model: Any, iterator: Any = None, data_batch: Any = None
-) -> None:
-    session, strategy = getattr(model, "_replicax_fit", None), _strategy_of(model)
-    adapter = getattr(iterator, "data_adapter", None)
-    with Announced(f"building model {model.name!r}"), uncounted(adapter):
-        if strategy is None or building.has_call(model):
-            original(model, iterator=iterator, data_batch=data_batch)
-        else:
-            is_first = session is not None and session.epoch_iterator is None
-            trains = {"fit": is_first, "train_on_batch": True}
-            kind = "train" if trains.get(current_call()) else "test"
-            building.build_by_step(model, strategy, kind, iterator, data_batch)
-    # The first one in `fit`. Validation has iterators of its own.
-    if session is not None and session.epoch_iterator is None:
-        session.epoch_iterator = iterator
-        if strategy is not None:
-            session.claimed = strategy.claimed_steps(
-                model, iterator, session.first_epoch
-            )
-            iterator.replicax_claimed = session.claimed
-            if session.claimed is not None:
-                session.callback(session.claimed.close)
-
-
-def _enumerate_iterator(original: Any, epoch_iterator: Any) -> Any:
-    adapter = epoch_iterator.data_adapter
-    if adapter not in opened.adapters:
-        opened.adapters = [*opened.adapters, adapter]
-    claimed = getattr(epoch_iterator, "replicax_claimed", None)
-    if claimed is not None:
-        return claimed.steps()
-    return resume.begin_steps(epoch_iterator, original)
-
-
-def _on_begin(kind: str) -> Callable[..., None]:
-    def hook(original: Any, callbacks: Any, logs: Any = None) -> None:
-        original(callbacks, logs)
-        if kind == "train":
-            for callback in callbacks.callbacks:
-                if isinstance(callback, resume.LateCallback):
-                    callback.after_train_begin(callbacks.callbacks)
-        if _strategy_of(callbacks.model) is not None:
-            skip_unheard_ends(callbacks, kind)
-
-    return hook
-
-
-def _on_epoch_end(original: Any, callbacks: Any, epoch: int, logs: Any = None) -> None:
-    original(callbacks, epoch, logs)
-    for callback in callbacks.callbacks:
-        if isinstance(callback, resume.LateCallback):
-            callback.after_epoch_end(epoch)
-    models = (getattr(c, "model", None) for c in callbacks.callbacks)
-    model = next((m for m in models if m is not None), None)
-    claimed = _claimed(model)
-    if claimed is not None:
-        claimed.after_epoch()
-
-
-def _claimed(model: Any) -> Any:
-    return getattr(getattr(model, "_replicax_fit", None), "claimed", None)
-
-
-def _metrics_result(original: Any, model: Any, logs: Any) -> Any:
-    claimed = _claimed(model)
-    is_over = claimed is not None and claimed.end_epoch()
-    recorder = getattr(getattr(model, "_replicax_fit", None), "recorder", None)
-    if recorder is not None:
-        recorder.end_steps()  # Before metrics are computed, and validation begins.
-    if is_over and not logs:
-        logs = model.get_metrics_result()  # Other workers have done all steps.
-    return original(model, logs)
 
 
 def _compute_loss_and_updates(
@@ -341,59 +245,6 @@ def _compute_loss_and_updates(
     result, masks = regathering(run)([*trainable_variables, *non_trainable_variables])
     attach_masks(result, masks)
     return result
-
-
-def _init_epoch_iterator(original: Any, *args: Any, **kwargs: Any) -> None:
-    if current_strategy() is None:
-        original(*args, **kwargs)
-        return
-    with Announced("waiting for the first batch"):  # Of a generator Keras takes one.
-        original(*args, **kwargs)
-
-
-def _get_iterator(original: Any, epoch_iterator: Any) -> Any:
-    strategy = current_strategy()
-    recorder = getattr(epoch_iterator, "replicax_recorder", None)
-    if strategy is None:
-        source = original(epoch_iterator)
-        return source if recorder is None else TimedBatches(source, recorder)
-    adapter = epoch_iterator.data_adapter
-    make_lazy(adapter)
-    source = adapter.get_jax_iterator()
-    if current_call() == "predict" and steps.ignores_targets(called_model()):
-        source = map(inputs_of, source)
-    local = isinstance(adapter, DistributedAdapter)
-    if not local and strategy.input_shard.count > 1:
-        # A distributed dataset's workers are in step already, and those of parameter
-        # servers evaluate and predict each by itself.
-        source = strategy.input_shard.in_step(
-            map(batches.host_batch, source),
-            num_batches=fixed_number_of_batches(adapter),
-            size_of=functools.partial(leading_size, caller=current_call()),
-        )
-    in_memory = is_array_adapter(adapter)
-    if not in_memory:
-        slow = source
-        source = announce_first(lambda: iter(slow), "waiting for the first batch")
-    made = batches.BatchIterator(
-        source,
-        strategy.group,
-        epoch_iterator.steps_per_execution,
-        local=local,
-        reused=not in_memory,  # It cuts each batch out anew.
-        recorder=recorder,
-    )
-    opened.inputs = [*opened.inputs[-1:], made]  # Of the last two epochs.
-    return made
-
-
-def _process_traceback_frames(original: Any, traceback: Any) -> Any:
-    # An interrupt may come before the first line of a function, where a frame has no
-    # line number, and Keras raises a `TypeError` in the exception's place.
-    try:
-        return original(traceback)
-    except TypeError:
-        return traceback
 
 
 def _in_replica(replacement: Callable[..., Any]) -> Callable[..., Any]:
@@ -481,10 +332,6 @@ def _to_backend_device(original: Any, device_name: Any) -> Any:
     return original(device_name)
 
 
-def _trains(*hooks: Callable[..., Any]) -> tuple[Callable[..., Any], ...]:
-    return (_in_scope, *hooks, interrupted.briefly)
-
-
 _HOOKS: Mapping[str, tuple[Callable[..., Any], ...]] = {
     "JaxVariable._initialize": (_initialize,),
     "JaxVariable._direct_assign": (_direct_assign,),
@@ -494,30 +341,14 @@ _HOOKS: Mapping[str, tuple[Callable[..., Any], ...]] = {
     "seed_generator.make_default_seed": (variable_reuse.default_seed,),
     "random.make_default_seed": (variable_reuse.default_seed,),
     "JAXTrainer.__init__": (_init_trainer,),
-    "Trainer.compile": (_in_scope,),
-    "JAXTrainer.fit": _trains(_fit),
-    "JAXTrainer.evaluate": _trains(),
-    "JAXTrainer.predict": _trains(),
-    "JAXTrainer.train_on_batch": (_in_scope,),
-    "JAXTrainer.test_on_batch": (_in_scope,),
-    "JAXTrainer.predict_on_batch": (_in_scope,),
-    "JAXTrainer.make_train_function": (_make(steps.train_function, "train_function"),),
-    "JAXTrainer.make_test_function": (_make(steps.test_function, "test_function"),),
-    "JAXTrainer.make_predict_function": (
-        _make(steps.predict_function, "predict_function"),
-    ),
-    "JAXTrainer._purge_model_variables": (_purge_model_variables,),
-    "JAXTrainer._symbolic_build": (_symbolic_build,),
-    "JAXTrainer._get_metrics_result_or_logs": (_metrics_result,),
+    "Trainer.compile": (_compile,),
+    "JAXTrainer.fit": (_run,),
+    "JAXTrainer.evaluate": (_run,),
+    "JAXTrainer.predict": (_run,),
+    "JAXTrainer.train_on_batch": (_run,),
+    "JAXTrainer.test_on_batch": (_run,),
+    "JAXTrainer.predict_on_batch": (_run,),
     "JAXTrainer.compute_loss_and_updates": (_compute_loss_and_updates,),
-    "JAXEpochIterator.__init__": (_init_epoch_iterator,),
-    "JAXEpochIterator._get_iterator": (_get_iterator,),
-    "JAXEpochIterator._enumerate_iterator": (_enumerate_iterator,),
-    "CallbackList.on_train_begin": (_on_begin("train"),),
-    "CallbackList.on_test_begin": (_on_begin("test"),),
-    "CallbackList.on_predict_begin": (_on_begin("predict"),),
-    "CallbackList.on_epoch_end": (_on_epoch_end,),
-    "traceback_utils._process_traceback_frames": (_process_traceback_frames,),
     "BaseOptimizer.apply": (optimizers.apply,),
     "BaseOptimizer.stateless_apply": (optimizers.stateless_apply,),
     "BaseOptimizer.add_variable": (optimizers.add_variable,),

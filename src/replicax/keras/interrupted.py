@@ -2,30 +2,44 @@
 
 from typing import Any
 
-from keras.src.utils.traceback_utils import is_traceback_filtering_enabled
+import keras
 
 from replicax._util.interrupts import shortened
 from replicax.cluster import workers
-from replicax.keras.resume import FitSession
+from replicax.keras.session import FitSession
 
-__all__ = ["briefly", "say_where"]
+__all__ = ["say_where", "shown"]
 
 
-def briefly(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call `original` on a model; an interrupt's traceback has no frames of libraries.
+def shown(error: BaseException, name: str) -> BaseException | None:
+    """An interrupt as a call of a model raises it: without frames of libraries.
 
-    Raises:
-        KeyboardInterrupt: With the call that was interrupted as its message.
+    Args:
+        error: What the call ended with.
+        name: Of the method, such as `"fit"`.
+
+    Returns:
+        The interrupt, with the call that it came in as its message; None: it is none,
+        or all frames are to be shown.
     """
-    try:
-        return original(model, *args, **kwargs)
-    except KeyboardInterrupt as error:
-        strategy = getattr(model, "_replicax_strategy", None)
-        if strategy is None or not is_traceback_filtering_enabled():
-            raise
-        if not error.args:
-            error.args = (f"interrupted in {original.__name__}",)
-        raise shortened(error) from None
+    found = _interrupt_of(error)
+    if found is None or not keras.config.is_traceback_filtering_enabled():
+        return None
+    if not found.args:
+        found.args = (f"interrupted in {name}",)
+    return shortened(found)
+
+
+def _interrupt_of(error: BaseException) -> KeyboardInterrupt | None:
+    """The interrupt that an exception is, or that Keras has made a `TypeError` of.
+
+    It may come before the first line of a function, where a frame has no line number,
+    and Keras' filter of tracebacks fails.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        return error
+    context = error.__context__
+    return context if isinstance(context, KeyboardInterrupt) else None
 
 
 def say_where(error: KeyboardInterrupt, model: Any, session: FitSession) -> None:
@@ -40,6 +54,6 @@ def _progress(model: Any, session: FitSession) -> str:
     if members.watch is not None:
         return f" after step {members.watch.steps[members.name]}"
     iterations = getattr(getattr(model, "optimizer", None), "iterations", None)
-    if session.claimed is not None or iterations is None:
+    if session.work is not None or iterations is None:
         return ""
     return f" after step {int(iterations.numpy())}"

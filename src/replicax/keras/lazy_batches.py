@@ -64,10 +64,11 @@ class LazyBatch:
 def make_lazy(adapter: Any) -> None:
     """Have the adapter of arrays in memory give `LazyBatch` in place of batches.
 
-    Random numbers are drawn as before. Nothing happens to other adapters.
+    The order of the rows stays. Nothing happens to other adapters.
     """
     if not is_array_adapter(adapter) or "_get_iterator" in vars(adapter):
         return
+    draw = adapter._get_iterator
 
     def make_rows(
         slice_and_convert: Callable[..., Any], inputs: Any
@@ -84,20 +85,11 @@ def make_lazy(adapter: Any) -> None:
             ]
             return jax.tree.unflatten(structure, rows)
 
-        # As Keras draws them. Its own iterator maps a tree for each batch, which takes
-        # longer than all else that a batch of a tiny model needs here.
-        shuffle, num_rows = adapter._shuffle, adapter._num_samples
-        order = None
-        if shuffle and shuffle != "batch":
-            order = np.random.permutation(num_rows)
-        for start in range(0, num_rows, adapter._batch_size):
-            stop = min(start + adapter._batch_size, num_rows)
-            if order is not None:
-                yield LazyBatch(cut, order[start:stop])
-            elif shuffle:
-                yield LazyBatch(cut, np.random.permutation(stop - start) + start)
-            else:
-                yield LazyBatch(cut, slice(start, stop))
+        # Keras' own iterator draws the order, which differs from version to version. Of
+        # its work for each batch, that on a tree of arrays is left out: it takes longer
+        # than all else that a batch of a tiny model needs here.
+        for indices in draw(lambda _, indices: indices, 0):
+            yield LazyBatch(cut, indices)
 
     adapter._get_iterator = make_rows
 

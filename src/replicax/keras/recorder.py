@@ -9,16 +9,13 @@ earlier steps would be done within its time, and seem to take none.
 
 import contextlib
 import dataclasses
-import functools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 
-from replicax.engine.composites import is_composite
-
-__all__ = ["Recorder", "Tally", "TimedBatches"]
+__all__ = ["Recorder", "Tally"]
 
 _MARK_EVERY_S = 5.0
 
@@ -155,26 +152,23 @@ class Recorder:
             self.tally.waits_s += took
             self._elsewhere_s += took
 
-    def around(self, train_function: Callable[..., Any]) -> Callable[..., Any]:
-        """Keras' `train_function`, noted."""
+    def end_execution(self, logs: Any) -> None:
+        """An execution was started.
 
-        @functools.wraps(train_function)
-        def noted(state: Any, iterator: Any) -> Any:
-            tally = self.tally
-            out = train_function(state, iterator)
-            if tally.steps == self._executed[0]:
-                return out  # Nothing was trained on.
-            self._last = _array_of(out[0])
-            self._steps_s = None
-            tally.executions += 1
-            if self._first is not None:
-                self._end_first(*self._first)
-            self._executed = tally.steps, tally.examples
-            if time.perf_counter() >= self._next_mark:
-                self._mark(out[0])
-            return out
-
-        return noted
+        Args:
+            logs: Its results, which may still be computed.
+        """
+        tally = self.tally
+        if tally.steps == self._executed[0]:
+            return  # Nothing was trained on.
+        self._last = _array_of(logs)
+        self._steps_s = None
+        tally.executions += 1
+        if self._first is not None:
+            self._end_first(*self._first)
+        self._executed = tally.steps, tally.examples
+        if time.perf_counter() >= self._next_mark:
+            self._mark(logs)
 
     def _mark(self, logs: Any) -> None:
         if _is_ready(_array_of(self._marked)):
@@ -194,31 +188,6 @@ class Recorder:
         tally.first_steps += tally.steps - steps
         tally.first_examples += tally.examples - examples
         tally.first_s += max(0.0, took)
-
-
-class TimedBatches:
-    """Keras' own batches, on their way to a model without a strategy.
-
-    Args:
-        batches: Keras' batches.
-        recorder: Who notes how long they take.
-    """
-
-    def __init__(self, batches: Any, recorder: Recorder) -> None:
-        self._batches = iter(batches)
-        self._recorder = recorder
-
-    def __iter__(self) -> "TimedBatches":
-        return self
-
-    def __next__(self) -> Any:
-        began = self._recorder.begin_input()
-        batch = next(self._batches)
-        leaves = jax.tree.leaves(batch, is_leaf=is_composite)
-        shapes = tuple(getattr(x, "shape", ()) for x in leaves)
-        rows = shapes[0][0] if shapes and shapes[0] else 0
-        self._recorder.end_input(began, shapes, 1, rows)
-        return batch
 
 
 def _array_of(logs: Any) -> Any:

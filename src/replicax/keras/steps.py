@@ -1,14 +1,13 @@
 """Keras' train, test and predict steps as replica programs.
 
-Keras' JAX trainer calls `train_function(state, iterator)` with the variables' values as
-`state`, and the model's `train_step(state, data)` does the work. The replica function
-here reads that state from the variables and assigns the new one, so that a program
-treats it like any function given to `strategy.run`: what a variable's aggregation says
-happens to metrics and moving statistics, and gradients go through the optimizer seam.
+The model's `train_step(state, data)` does the work, with the variables' values as
+`state`. The replica function here reads that state from the variables and assigns the
+new one, so that a program treats it like any function given to `strategy.run`: what a
+variable's aggregation says happens to metrics and moving statistics, and gradients go
+through the optimizer seam.
 """
 
 import dataclasses
-import functools
 import inspect
 import itertools
 import json
@@ -30,96 +29,20 @@ from replicax.engine.scope import required_context
 from replicax.engine.signature import Arguments
 from replicax.engine.step import Options, Outputs
 from replicax.engine.variables import PendingValue
-from replicax.keras.batches import (
-    BatchIterator,
-    PlacedBatch,
-    Ready,
-    place,
-    refuse_ragged_leaves,
-)
+from replicax.keras.batches import PlacedBatch, place, refuse_ragged_leaves
 
 __all__ = [
+    "Steps",
+    "forget_steps",
+    "has_steps",
     "ignores_targets",
     "make_variables",
-    "predict_function",
+    "restore_steps",
+    "steps_of",
     "takes_state",
-    "test_function",
-    "train_function",
 ]
 
 _logger = logging.getLogger("replicax")
-
-State = tuple[Sequence[Any], ...]
-
-
-class _InVariables(tuple[tuple[()], ...]):
-    """What a step returns as Keras' new state: nothing, as it is in the variables.
-
-    So whoever looks at a variable, in a callback or after an interrupt, finds the value
-    of the last step that was made.
-    """
-
-    sizes: tuple[int, ...]
-
-
-class _Nothing(tuple[()]):
-    """One of the lists of Keras' state, of which it has nothing to put back."""
-
-
-@functools.cache
-def _in_variables(sizes: tuple[int, ...]) -> _InVariables:
-    """The new state of lists of variables of these lengths."""
-    state = _InVariables([_Nothing() for _ in sizes])
-    state.sizes = sizes
-    return state
-
-
-def _is_remembered_state(value: Any) -> bool:
-    return type(value) is dict and type(value.get("trainable_variables")) is _Nothing
-
-
-def _sizes(state: State) -> tuple[int, ...]:
-    """The lengths of the lists of a state: of Keras' own, or as `_in_variables`."""
-    return state.sizes if isinstance(state, _InVariables) else tuple(map(len, state))
-
-
-def train_function(model: Any, strategy: Any) -> Callable[..., Any]:
-    """Keras' `model.train_function` for a model of `strategy`."""
-
-    def groups() -> list[list[Any]]:
-        return [
-            model.trainable_variables,
-            model.non_trainable_variables,
-            model.optimizer.variables,
-            model.metrics_variables,
-        ]
-
-    step = _KerasStep(model, "train_step", groups, Outputs.MIRRORED)
-    return _function(step, strategy, _last)
-
-
-def test_function(model: Any, strategy: Any) -> Callable[..., Any]:
-    """Keras' `model.test_function` for a model of `strategy`."""
-
-    def groups() -> list[list[Any]]:
-        return [
-            model.trainable_variables,
-            model.non_trainable_variables,
-            model.metrics_variables,
-        ]
-
-    step = _KerasStep(model, "test_step", groups, Outputs.MIRRORED)
-    return _function(step, strategy, _last)
-
-
-def predict_function(model: Any, strategy: Any) -> Callable[..., Any]:
-    """Keras' `model.predict_function` for a model of `strategy`."""
-
-    def groups() -> list[list[Any]]:
-        return [model.trainable_variables, model.non_trainable_variables]
-
-    step = _KerasStep(model, "predict_step", groups, Outputs.ROWS)
-    return _function(step, strategy, _rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -294,52 +217,108 @@ def _of_other_optimizers(model: Any) -> list[Any]:
     return [v for x in others if x is not model.optimizer for v in x.variables]
 
 
-def _adopt(program: Program, strategy: Any) -> None:
-    """Give a program's variables the values that other workers have trained."""
-    values = internals.read_values(program.variables)
-    stored = dict(zip(map(id, program.variables), values, strict=True))
-    strategy.adopt(program, stored)
-    internals.write_values(
-        program.variables, [stored[id(v)] for v in program.variables]
-    )
-
-
 def _one_batch(batch: PlacedBatch) -> Arguments:
     call = jax.tree.unflatten(batch.structure, batch.arrays)
     return Arguments(jax.tree.structure(((call,), {})), batch.kinds)
 
 
-def _function(
-    step: _KerasStep,
-    strategy: Any,
-    combine: Callable[[Sequence[Any], Sequence[PlacedBatch]], Any],
-) -> Callable[[State, Any], tuple[Any, State]]:
-    _say_that_steps_are_compiled(step.model, strategy)
-    programs: dict[Any, Program] = {}
-    internals.leave_untracked(step.model, _is_remembered_state)
+class Steps:
+    """One of a model's step methods as programs, one for each kind of batch.
 
-    def function(state: State, iterator: Any) -> tuple[Any, State]:
+    Args:
+        step: The step.
+        strategy: Whose replicas run it.
+        combine: Makes the result of an execution from those of its batches.
+    """
+
+    def __init__(
+        self,
+        step: _KerasStep,
+        strategy: Any,
+        combine: Callable[[Sequence[Any], Sequence[PlacedBatch]], Any],
+    ) -> None:
+        _say_that_steps_are_compiled(step.model, strategy)
+        self._step = step
+        self._strategy = strategy
+        self._combine = combine
+        self._of_groups: dict[Any, tuple[list[list[Any]], dict[Any, Program]]] = {}
+        self._programs: dict[Any, Program] = {}
+
+    @property
+    def programs(self) -> list[Program]:
+        """All programs that were made."""
+        return [p for _, known in self._of_groups.values() for p in known.values()]
+
+    def begin(self) -> "Steps":
+        """Look which variables the model has now, and which of them are trained."""
+        groups = self._step.groups()
+        key = tuple(tuple(map(id, group)) for group in groups)
+        _, self._programs = self._of_groups.setdefault(key, (groups, {}))
+        return self
+
+    def program(self, batch: PlacedBatch) -> Program:
+        """The program for batches like this one."""
+        key = batch.key
+        program = self._programs.get(key)
+        if program is None:
+            program = self._programs[key] = self._step.program(self._strategy, batch)
+        return program
+
+    def __call__(self, batches: Sequence[PlacedBatch]) -> Any:
+        """Run an execution; the variables have its values then."""
         raise_unheeded()
-        if isinstance(iterator, BatchIterator | Ready):
-            batches = iterator.next_execution()
-        else:
-            batches = [place(next(iterator), strategy.group)]
-            if step.name == "train_step":
-                strategy.expect_rows(batches[0].num_rows)
-        sizes = _sizes(state)
-        results = []
-        for batch in batches:
-            key = (sizes, batch.key)
-            program = programs.get(key)
-            if program is None:
-                program = programs[key] = step.program(strategy, batch)
-            if isinstance(iterator, Ready) and iterator.is_dry:
-                _adopt(program, strategy)
-                continue
-            results.append(strategy.call(program, batch.arrays))
-        return combine(results, batches), _in_variables(sizes)
+        call = self._strategy.call
+        results = [call(self.program(batch), batch.arrays) for batch in batches]
+        return self._combine(results, batches)
 
-    return function
+
+_STEPS = "_replicax_steps"
+
+
+def steps_of(model: Any, strategy: Any, kind: str) -> Steps:
+    """A model's steps of a kind, whose programs stay compiled between calls.
+
+    Args:
+        model: The model.
+        strategy: The model's.
+        kind: `"train"`, `"test"` or `"predict"`.
+    """
+    # Not by `setattr`: Keras looks for layers in what a model is given.
+    kept = vars(model).setdefault(_STEPS, {})
+    steps = kept.get((kind, strategy))
+    if steps is None:
+        steps = kept[kind, strategy] = _make_steps(model, strategy, kind)
+    return steps.begin()
+
+
+def _make_steps(model: Any, strategy: Any, kind: str) -> Steps:
+    def groups() -> list[list[Any]]:
+        found = [model.trainable_variables, model.non_trainable_variables]
+        if kind == "train":
+            found.append(model.optimizer.variables)
+        if kind != "predict":
+            found.append(model.metrics_variables)
+        return found
+
+    rows = kind == "predict"
+    outputs = Outputs.ROWS if rows else Outputs.MIRRORED
+    step = _KerasStep(model, f"{kind}_step", groups, outputs)
+    return Steps(step, strategy, _rows if rows else _last)
+
+
+def forget_steps(model: Any) -> dict[Any, Steps]:
+    """Have a model's steps be compiled anew; returns what `restore_steps` takes."""
+    return vars(model).pop(_STEPS, {})
+
+
+def restore_steps(model: Any, steps: dict[Any, Steps]) -> None:
+    """Take back what `forget_steps` has done."""
+    vars(model)[_STEPS] = steps
+
+
+def has_steps(model: Any, kind: str) -> bool:
+    """Whether a step of that kind was compiled already."""
+    return any(name == kind for name, _ in vars(model).get(_STEPS, ()))
 
 
 _said: weakref.WeakSet[Any] = weakref.WeakSet()

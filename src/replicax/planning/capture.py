@@ -25,6 +25,7 @@ from replicax.engine.devices import Device
 from replicax.engine.group import ReplicaGroup
 from replicax.engine.program import Program
 from replicax.engine.values import PerReplica
+from replicax.keras.steps import forget_steps, restore_steps
 from replicax.planning.topology import DeviceTopology
 from replicax.strategies.strategy import Strategy
 
@@ -188,7 +189,7 @@ def capture_fit(
     capture = Capture(topology)
     arrays = _as_arrays(tuple(batch), strategy.num_replicas_in_sync)
     attributes = {name: getattr(model, name, None) for name in _CHANGED_BY_FIT}
-    model.train_function = None
+    steps = forget_steps(model)
     try:
         with strategy.rehearsing(capture), capture._until_captured():
             batches = (arrays for _ in range(1))
@@ -197,6 +198,7 @@ def capture_fit(
     finally:
         for name, value in attributes.items():
             setattr(model, name, value)
+        restore_steps(model, steps)
     if capture.lowered is None:
         raise NoTrainingStepError(
             f"plan: fit of model {model.name!r} ended without a step of {strategy!r}. "
@@ -205,7 +207,7 @@ def capture_fit(
     return capture
 
 
-_CHANGED_BY_FIT = ("train_function", "history", "stop_training")
+_CHANGED_BY_FIT = ("history", "stop_training")
 
 
 def _short(name: str) -> str:

@@ -10,7 +10,7 @@ import json
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import keras
 import numpy as np
@@ -23,8 +23,9 @@ from replicax._util.waiting import announce_first
 from replicax.errors import ClusterMismatchError
 from replicax.input.split import leading_size
 from replicax.keras.adapters import DistributedAdapter, fixed_number_of_batches
-from replicax.keras.batches import BatchIterator, Ready, place
-from replicax.keras.recorder import Recorder
+from replicax.keras.batches import BatchIterator, PlacedBatch, place
+from replicax.keras.session import FitSession
+from replicax.keras.steps import steps_of
 from replicax.ps.remote import WorkerShare
 from replicax.ps.tickets import Ticket
 from replicax.ps.worker_input import BatchSource, own_rows
@@ -45,24 +46,24 @@ class WorkQueueFit:
     Args:
         strategy: A `ParameterServerStrategy` in a worker.
         model: What is trained.
-        epoch_iterator: Keras' iterator over the training data.
+        fit: The call of `fit`, which has its data.
         number: Which call of `fit` this is in the script.
-        first_epoch: `initial_epoch` of `fit`.
     """
 
     def __init__(
         self,
         strategy: "ParameterServerStrategy",
         model: keras.Model,
-        epoch_iterator: Any,
+        fit: FitSession,
         number: int,
-        first_epoch: int,
     ) -> None:
         self._strategy = strategy
         assert strategy.session is not None  # It is a worker.
         self._session = strategy.session
         self._model = model
-        self._iterator = epoch_iterator
+        self._fit = fit
+        assert fit.epochs is not None
+        self._data = fit.epochs
         self._name = f"fit {number}"
         self._epoch = 0  # Counted from the first one of this `fit`.
         self._source: BatchSource | None = None
@@ -76,25 +77,24 @@ class WorkQueueFit:
         self._last_index = 0
         self._is_open = False
         self._has_begun = False
-        self._recorder: Recorder | None = None
+        self._ready: list[PlacedBatch] = []
         # A distributed dataset: its batches are this worker's own already.
-        self._is_own = isinstance(epoch_iterator.data_adapter, DistributedAdapter)
+        self._is_own = isinstance(self._data.adapter, DistributedAdapter)
         going = self._session.board("get", key=f"{self._name} epoch")
         if going and self._session.starts > 1:
             # A restarted worker goes on with the epoch that the others are in.
             for _ in range(going):
                 self._to_next_epoch()
-            internals.set_initial_epoch(model, first_epoch + going)
+            fit.initial_epoch = fit.first_epoch + going
         # Nobody trains while others still use what the script had before.
         self._session.barrier(f"{self._name}: begin")
         # Validation is with those of the end of the epoch.
         strategy.keeps_values = True
 
-    # Keras' loop over an epoch.
+    # The loop over an epoch.
 
-    def steps(self) -> Iterator[tuple[int, int, Ready]]:
-        """The steps of an epoch that this worker does: `(first, last, Ready)`."""
-        self._recorder = getattr(self._iterator, "replicax_recorder", None)
+    def steps(self) -> Iterator[tuple[int, int]]:
+        """The steps of the next epoch that this worker does, one by one."""
         with self._waiting():
             self._begin_epoch()
         self._is_open = True
@@ -109,30 +109,44 @@ class WorkQueueFit:
             1,
             local=self._is_own,
             ahead=False,
-            recorder=self._recorder,
+            recorder=self._fit.recorder,
         )
         did_any = False
         while True:
             try:
-                ready = Ready(batches.next_execution())
+                self._ready = batches.next_execution()
             except StopIteration:
                 break
             did_any = True
-            yield self._last_index, self._last_index, ready
+            yield self._last_index, self._last_index
         if not did_any:
-            yield 0, 0, self._dry()
-        self._iterator.data_adapter.on_epoch_end()
+            self._adopt_values()
+        self._data.adapter.on_epoch_end()
 
-    def _dry(self) -> Ready:
-        """For an epoch that others have done: Keras wants a step, for its logs.
+    def next_execution(self) -> list[PlacedBatch]:
+        """The batch of the step that `steps` has begun."""
+        return self._ready
 
-        It makes the model's variables known, which this worker may not have met yet.
+    def end_early(self) -> None:
+        """Never: `steps` ends with the data."""
+
+    def _adopt_values(self) -> None:
+        """After an epoch that others have done: take what they have trained.
+
+        This worker may not have met the model's variables yet.
         """
         assert self._source is not None
         batch = self._source.any()
         if batch is None:
-            return Ready([], is_dry=True)
-        return Ready([place(batch, self._strategy.group)], is_dry=True)
+            return
+        steps = steps_of(self._model, self._strategy, "train")
+        program = steps.program(place(batch, self._strategy.group))
+        values = internals.read_values(program.variables)
+        stored = dict(zip(map(id, program.variables), values, strict=True))
+        self._strategy.adopt(program, stored)
+        internals.write_values(
+            program.variables, [stored[id(v)] for v in program.variables]
+        )
 
     def end_epoch(self) -> bool:
         """Meet the others when the epoch's updates are made: metrics and values.
@@ -163,7 +177,7 @@ class WorkQueueFit:
 
     def _waiting(self) -> AbstractContextManager[None]:
         """In it, this worker waits for others, which a report has to know."""
-        recorder = self._recorder
+        recorder = self._fit.recorder
         return nullcontext() if recorder is None else recorder.waiting()
 
     def close(self) -> None:
@@ -265,7 +279,7 @@ class WorkQueueFit:
     @property
     def _next_iteration(self) -> int | None:
         """The number of the next iteration over the data; None: it counts none."""
-        return getattr(self._iterator.data_adapter, "iteration", None)
+        return getattr(self._data.adapter, "iteration", None)
 
     def _begin_epoch(self) -> None:
         if self._source is None:
@@ -278,22 +292,21 @@ class WorkQueueFit:
         if not self._session.is_chief:
             self._strategy.refresh_values()  # It may have assigned some.
         self._strategy.begin_epoch(message["num_updates"], message["num_assigned"])
-        self._iterator.data_adapter.on_epoch_begin()
+        self._data.adapter.on_epoch_begin()
         self._applied = self._strategy.steps_applied
-        iterator = self._iterator
+        data = self._data
         strategy = self._strategy
         self._session.board(
             "open",
             stream=self._stream,
-            limit=iterator.steps_per_epoch
-            or fixed_number_of_batches(iterator.data_adapter),
+            limit=data.steps_per_epoch or fixed_number_of_batches(data.adapter),
             max_staleness=strategy.max_staleness,
             num_parts=strategy.num_parts if strategy.sync else None,
             backups=strategy.backup_workers,
         )
         if self._source is None:
             self._set_iteration(message["iteration"])
-            self._source = BatchSource(iterator.data_adapter)
+            self._source = BatchSource(data.adapter)
         self._length = None
         self._stops = False
 
@@ -303,8 +316,8 @@ class WorkQueueFit:
         An epoch in which data ends is a short one.
         """
         self._epoch += 1
-        steps = self._iterator.steps_per_epoch
-        number = self._iterator.data_adapter.num_batches
+        steps = self._data.steps_per_epoch
+        number = self._data.adapter.num_batches
         is_short = steps and self._length is not None and self._length < steps
         self._first += steps or 0
         if not steps or is_short or (number and self._first >= number):
@@ -315,7 +328,7 @@ class WorkQueueFit:
     def _set_iteration(self, number: int | None) -> None:
         self._iteration = number
         if number is not None:
-            self._iterator.data_adapter.iteration = number
+            self._data.adapter.iteration = number
 
     # Tickets.
 

@@ -431,7 +431,7 @@ def _exchange(
             header, vectors, reply_timeout_seconds=reply_timeout_seconds
         )
     except ServerRefused as refused:
-        if refused.kind == "UnknownGroup":
+        if refused.kind in ("UnknownGroup", "UnknownGroupMessage"):
             raise ClusterError(
                 f"{connection.task} at {connection.address} has lost its values: it "
                 "was restarted without a snapshot that has them. Start the job again; "

@@ -21,6 +21,7 @@ from replicax.engine.devices import default_devices
 from replicax.engine.program import Kept, Program
 from replicax.engine.variables import is_seed_state
 from replicax.errors import ClusterConfigError, ClusterError
+from replicax.keras.session import FitSession
 from replicax.ps.credentials import Credentials
 from replicax.ps.fit import WorkQueueFit
 from replicax.ps.partition import Partitioner
@@ -236,14 +237,13 @@ class ParameterServerStrategy(Strategy):
             return grads
         return self._remote.prepared(optimizer, grads)
 
-    def claimed_steps(
-        self, model: keras.Model, epoch_iterator: Any, first_epoch: int
-    ) -> WorkQueueFit | None:
+    def claimed_steps(self, model: keras.Model, fit: object) -> WorkQueueFit | None:
         """How `fit` shares an epoch's steps with the other workers."""
         if self.session is None:
             return None
+        assert isinstance(fit, FitSession)
         self._num_fits += 1
-        return WorkQueueFit(self, model, epoch_iterator, self._num_fits, first_epoch)
+        return WorkQueueFit(self, model, fit, self._num_fits)
 
     @property
     def num_updates(self) -> dict[str, int]:

@@ -9,7 +9,7 @@ import keras
 
 from replicax._util.dry_run import current_rehearsal
 from replicax.cluster.failure import ATTEMPT
-from replicax.keras.resume import LateCallback
+from replicax.keras.session import LateCallback, session_of
 
 if TYPE_CHECKING:
     from replicax.report.session import FitReport
@@ -85,7 +85,11 @@ class Report(LateCallback):
         from replicax.report.session import FitReport
 
         model: Any = self.model
-        session = model._replicax_fit
+        session = session_of(model)
+        if session is None:
+            raise RuntimeError(
+                "Report: called outside of fit. Pass it to fit(callbacks=[...])."
+            )
         if session.recorder is not None:
             raise ValueError(
                 "Report: another Report of this fit was given; got a second one for "
@@ -107,7 +111,7 @@ class Report(LateCallback):
         )
         _begun[page] = begun + 1
         session.push(run.close)
-        session.note_with(run.recorder, model)
+        session.note_with(run.recorder)
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         """Count from zero.

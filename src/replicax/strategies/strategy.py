@@ -341,9 +341,7 @@ class Strategy(DatasetMaker):
                 "replicas hold them, such as rx.MirroredStrategy."
             )
 
-    def claimed_steps(
-        self, model: keras.Model, epoch_iterator: object, first_epoch: int
-    ) -> StepQueue | None:
+    def claimed_steps(self, model: keras.Model, fit: object) -> StepQueue | None:
         """How `fit` shares an epoch's steps with other workers; None: it does not."""
         return None
 

@@ -1,0 +1,417 @@
+"""The batches of `fit`, `evaluate` and `predict`, epoch by epoch, from any position.
+
+Keras' data adapters read the data; what Keras adds to them for its own loop is done
+here in the same way. Keras gives the state of a data pipeline to nobody, so a position
+in it is a count: from the random state and the number of past epochs in which an
+iteration began, so many batches were taken. To get there again, both are set back and
+as many batches are skipped.
+"""
+
+import dataclasses
+import functools
+import logging
+import sys
+import warnings
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+
+from replicax._private import keras as internals
+from replicax._util import random_state
+from replicax._util.random_state import RandomState
+from replicax._util.waiting import announce_first
+from replicax.engine.scope import current_call
+from replicax.input.grain_datasets import Iteration
+from replicax.input.split import leading_size
+from replicax.keras.adapters import DistributedAdapter, fixed_number_of_batches
+from replicax.keras.batches import BatchIterator, PlacedBatch, host_batch
+from replicax.keras.lazy_batches import inputs_of, is_array_adapter, make_lazy
+from replicax.keras.recorder import Recorder
+
+__all__ = ["Epochs", "Position"]
+
+_logger = logging.getLogger("replicax")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Position:
+    """Where a run of `fit` is.
+
+    Attributes:
+        epoch: The epoch.
+        step: Batches done in it.
+        epoch_began: The random state before the epoch.
+        data_began: The random state before the first batch of this iteration over the
+            data, which may go on over several epochs; None: a new one is due.
+        ends_before: Epochs that the data were told the end of before this iteration.
+        ends: Those until now.
+        consumed: Batches trained on in this iteration.
+        drawn: Batches taken from the data in this iteration, some of them for later.
+        iteration: The number of this iteration, or of the one that is due; None: the
+            data does not count them.
+        now: The random state.
+        num_batches: What was found out about the length of the data.
+    """
+
+    epoch: int
+    step: int
+    epoch_began: RandomState
+    data_began: RandomState | None
+    ends_before: int
+    ends: int
+    consumed: int
+    drawn: int
+    now: RandomState
+    num_batches: int | None
+    iteration: int | None = None
+
+
+class Epochs:
+    """The data of one call, as executions of one or several batches on the devices.
+
+    Args:
+        adapter: Keras' adapter of the data.
+        strategy: Whose replicas get the batches.
+        steps_per_epoch: Steps of an epoch; with it the next epoch goes on in the data
+            where the last one ended. None: until the data ends.
+        steps_per_execution: Batches of one execution.
+        only_inputs: Whether nobody reads targets and weights.
+
+    Attributes:
+        length: Number of batches of the data, where it is known.
+        recorder: Who notes how long batches take; None: nobody.
+        consumed: Batches taken for steps in this iteration over the data.
+    """
+
+    def __init__(
+        self,
+        adapter: Any,
+        strategy: Any,
+        *,
+        steps_per_epoch: int | None,
+        steps_per_execution: int,
+        only_inputs: bool = False,
+    ) -> None:
+        most = keras.config.max_steps_per_epoch()
+        if most and (not steps_per_epoch or most < steps_per_epoch):
+            warnings.warn(f"Limiting steps_per_epoch to {most}", stacklevel=2)
+            steps_per_epoch = most
+        make_lazy(adapter)
+        self.adapter = adapter
+        self.steps_per_epoch = steps_per_epoch
+        self.steps_per_execution = steps_per_execution
+        self.length: int | None = adapter.num_batches
+        self.recorder: Recorder | None = None
+        self.consumed = 0
+        self._strategy = strategy
+        self._only_inputs = only_inputs
+        self._pending: Position | None = None
+        self._iteration: _Iteration | None = None
+        self._batches: BatchIterator | None = None
+        self._seen = 0  # Steps begun in this iteration.
+        self._ends = 0
+        self._epoch_began = random_state.capture()
+
+    @property
+    def num_batches(self) -> int | None:
+        """Steps of an epoch, where their number is known."""
+        return self.steps_per_epoch or self.length
+
+    def close(self) -> None:
+        """Let go of the data, and of the threads that read them."""
+        self._end_iteration()
+        internals.stop_workers(self.adapter)
+
+    def _end_iteration(self) -> None:
+        """Let go of what is read ahead."""
+        batches, self._batches = self._batches, None
+        self._iteration = None
+        if batches is not None:
+            batches.close()
+
+    # An epoch, in the order in which Keras' own loop asks for it.
+
+    def __iter__(self) -> Iterator[tuple[int, int, Iterator[Any]]]:
+        """Keras' view of an epoch's beginning: it builds a model with the first batch.
+
+        No more than that batch is taken: a generator does not give it again.
+        """
+        self.adapter.on_epoch_begin()
+        self._begin_iteration()
+        assert self._batches is not None
+        yield 0, self.steps_per_execution - 1, self._batches
+
+    def reset(self) -> None:
+        """Begin anew, after the model was built."""
+        self._end_iteration()
+        self.length = self.adapter.num_batches
+        self.adapter.on_epoch_end()
+        self._seen = self._ends = 0
+
+    def steps(self) -> Iterator[tuple[int, int]]:
+        """The first and the last step of each execution of the next epoch."""
+        position = self._pending
+        if position is not None:
+            random_state.restore(position.epoch_began)
+        self._epoch_began = random_state.capture()
+        self.adapter.on_epoch_begin()
+        first = 0 if position is None else position.step
+        size, number = self.steps_per_execution, self.num_batches
+        if not number or self.steps_per_epoch is None or self._batches is None:
+            self._begin_iteration()
+        while number is None or first < number:
+            if self.length and self._seen >= self.length:
+                if self.steps_per_epoch:
+                    self._warn()
+                break
+            self._seen += size
+            yield first, first + size - 1
+            first += size
+        if self.length and self._seen >= self.length:
+            self._end_iteration()
+        self._end_epoch()
+
+    def next_execution(self) -> list[PlacedBatch]:
+        """The batches of the execution that `steps` has begun.
+
+        Raises:
+            StopIteration: If the data have ended; `end_early` is due then.
+        """
+        assert self._batches is not None
+        placed = self._batches.next_execution()
+        self.consumed += sum(batch.num_steps or 1 for batch in placed)
+        return placed
+
+    def end_early(self) -> None:
+        """The data have ended before the epoch."""
+        announced = self.steps_per_epoch or self.adapter.num_batches
+        if announced:
+            self._warn()
+        if self.length is None:
+            self.length = self._seen
+        self._end_iteration()
+        self._end_epoch()
+
+    def _end_epoch(self) -> None:
+        self._ends += 1
+        self.adapter.on_epoch_end()
+
+    @staticmethod
+    def _warn() -> None:
+        warnings.warn(
+            "Your input ran out of data; interrupting training. Make sure that your "
+            "dataset or generator can generate at least `steps_per_epoch * epochs` "
+            "batches. You may need to use the `.repeat()` function when building your "
+            "dataset.",
+            stacklevel=2,
+        )
+
+    # One iteration over the data.
+
+    def _begin_iteration(self) -> None:
+        position, self._pending = self._pending, None
+        if position is not None and position.data_began is None:
+            position = None
+        self._end_iteration()
+        self._iteration = _Iteration(self, position)
+        self.consumed = self._seen = 0 if position is None else position.consumed
+        self._batches = self._placed(self._iteration)
+
+    def _placed(self, source: Any) -> BatchIterator:
+        strategy, adapter = self._strategy, self.adapter
+        local = isinstance(adapter, DistributedAdapter)
+        if self._only_inputs:
+            source = map(inputs_of, source)
+        if not local and strategy.input_shard.count > 1:
+            # A distributed dataset's workers are in step already, and those of
+            # parameter servers evaluate and predict each by itself.
+            source = strategy.input_shard.in_step(
+                map(host_batch, source),
+                num_batches=fixed_number_of_batches(adapter),
+                size_of=functools.partial(leading_size, caller=current_call()),
+            )
+        in_memory = is_array_adapter(adapter)
+        if not in_memory:
+            slow = source
+            source = announce_first(lambda: iter(slow), "waiting for the first batch")
+        return BatchIterator(
+            source,
+            strategy.group,
+            self.steps_per_execution,
+            local=local,
+            reused=not in_memory,  # It cuts each batch out anew.
+            recorder=self.recorder,
+        )
+
+    # Positions.
+
+    @property
+    def ends(self) -> int:
+        """Epochs that the data were told the end of."""
+        return self._ends
+
+    def began(self) -> RandomState:
+        """The random state in which the iteration that begins now decides its order."""
+        # Threads that make batches ahead shuffle before the epoch's first step.
+        ahead = internals.makes_batches_ahead(self.adapter)
+        return self._epoch_began if ahead else random_state.capture()
+
+    def steps_in_epoch(self) -> int | None:
+        """Number of batches of an epoch, if it is known for sure."""
+        known = (self.steps_per_epoch, self.adapter.num_batches)
+        return min((n for n in known if n), default=None)
+
+    def has_more(self) -> bool:
+        """Whether there is another batch; takes it if need be, for later."""
+        return self._iteration is not None and self._iteration.has_more()
+
+    def position(self, epoch: int, step: int) -> Position:
+        """Where the run is, after `step` steps of `epoch`."""
+        iteration = self._iteration
+        is_begun = iteration is not None and (
+            step > 0 or (self.steps_per_epoch is not None and self._seen > 0)
+        )
+        here = iteration if is_begun else None
+        number = getattr(self.adapter, "iteration", None)
+        return Position(
+            epoch=epoch,
+            step=step,
+            epoch_began=self._epoch_began if step else random_state.capture(),
+            data_began=here and here.began,
+            ends_before=here.ends if here else self._ends,
+            ends=self._ends,
+            consumed=self.consumed if here else 0,
+            drawn=here.drawn if here else 0,
+            now=random_state.capture(),
+            num_batches=self.length,
+            iteration=number if number is None else number - is_begun,
+        )
+
+    def go_to(self, position: Position, initial: RandomState) -> None:
+        """Make the next epoch begin at a position.
+
+        Args:
+            position: From `position`, maybe of another process.
+            initial: The random state at the beginning of the first epoch.
+
+        Raises:
+            ValueError: If steps of several batches do not meet it.
+        """
+        if position.step % self.steps_per_execution:
+            raise ValueError(
+                f"BackupAndRestore: the backup is at step {position.step} of epoch "
+                f"{position.epoch}, which steps_per_execution="
+                f"{self.steps_per_execution} does not meet. Compile with the "
+                "steps_per_execution of the run that saved it."
+            )
+        random_state.restore(initial)
+        # Threads that make batches ahead begin anew in each epoch.
+        ahead = internals.makes_batches_ahead(self.adapter)
+        self.end_epochs(position.ends if ahead else position.ends_before)
+        self.length = position.num_batches
+        random_state.restore(position.now)
+        if position.iteration is not None and hasattr(self.adapter, "iteration"):
+            self.adapter.iteration = position.iteration
+        if position.data_began is not None:
+            self._pending = position
+            # What goes on over epochs is begun with the first of them.
+            self._seen = position.consumed
+
+    def end_epochs(self, number: int) -> None:
+        """Tell the data of past epochs, which may change their order."""
+        dataset = internals.dataset_with_epochs(self.adapter)
+        while self._ends < number:
+            if dataset is not None:
+                dataset.on_epoch_begin()
+            self._end_epoch()
+
+
+class _Iteration:
+    """One iteration over the data, from its first batch or from a position in it.
+
+    Args:
+        epochs: Whose data.
+        position: Where to begin; None: at the first batch.
+
+    Attributes:
+        began: The random state before its first batch.
+        ends: Epochs that the data were told the end of before.
+        drawn: Batches taken from the data.
+    """
+
+    def __init__(self, epochs: Epochs, position: Position | None) -> None:
+        self.began: RandomState | None = None
+        self.ends = epochs.ends
+        self.drawn = 0
+        self._epochs = epochs
+        self._position = position
+        self._source: Iterator[Any] | None = None
+        self._ahead: deque[Any] = deque()
+
+    def __iter__(self) -> "_Iteration":
+        return self
+
+    def __next__(self) -> Any:
+        if self._source is None:
+            self._source = self._open()
+        return self._ahead.popleft() if self._ahead else self._draw(self._source)
+
+    def has_more(self) -> bool:
+        """Whether there is another batch; takes it if need be, for later."""
+        if not self._ahead and self._source is not None:
+            try:
+                self._ahead.append(self._draw(self._source))
+            except StopIteration:
+                return False
+        return bool(self._ahead)
+
+    def _draw(self, source: Iterator[Any]) -> Any:
+        batch = next(source)
+        self.drawn += 1
+        return batch
+
+    def _open(self) -> Iterator[Any]:
+        epochs, position = self._epochs, self._position
+        if position is None or position.data_began is None:
+            self.began = epochs.began()
+            return iter(epochs.adapter.get_jax_iterator())
+        after = position.now if position.step else random_state.capture()
+        random_state.restore(position.data_began)
+        self.began, self.ends = position.data_began, position.ends_before
+        source = _after(epochs.adapter, position.consumed)
+        self.drawn = position.consumed
+        while self.drawn < position.drawn:
+            self._ahead.append(self._draw(source))
+        epochs.end_epochs(position.ends)
+        random_state.restore(after)
+        return source
+
+
+def _after(adapter: Any, number: int) -> Iterator[Any]:
+    """The batches of an iteration after the first `number`."""
+    source: Any = adapter.get_jax_iterator()
+    if isinstance(source, Iteration):
+        source = source.begin()
+    grain = sys.modules.get("grain")
+    if grain is not None and isinstance(source, grain.MapDataset):
+        return iter(source[number:])
+    source = iter(source)
+    if not is_array_adapter(adapter):  # Of arrays nothing is read.
+        _logger.info(
+            "fit: reading %d batches again to get to where training was.", number
+        )
+    _drop(source, number)
+    return source
+
+
+def _drop(source: Iterator[Any], number: int) -> None:
+    for i in range(number):
+        try:
+            next(source)
+        except StopIteration:
+            raise ValueError(
+                f"BackupAndRestore: the data ends after {i} batches, but the run that "
+                f"is continued had trained on {number}. Give fit the same data."
+            ) from None

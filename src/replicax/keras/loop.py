@@ -1,0 +1,532 @@
+"""The one loop of `fit`, `evaluate` and `predict`, for models of a strategy.
+
+It does what Keras' own does, in the same order, on public names of models and
+callbacks. The values of variables stay in the variables: whoever looks at one, in a
+callback or after an interrupt, finds that of the last step that was made.
+"""
+
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+
+from replicax._private import keras as internals
+from replicax._util.waiting import Announced
+from replicax.engine.row_arrays import whole
+from replicax.engine.scope import current_call
+from replicax.keras import building, interrupted
+from replicax.keras.adapters import adapter_of, uncounted
+from replicax.keras.batches import place
+from replicax.keras.epochs import Epochs
+from replicax.keras.recorder import Recorder
+from replicax.keras.session import (
+    FitSession,
+    StepSource,
+    late_callbacks,
+    session_of,
+)
+from replicax.keras.steps import Steps, ignores_targets, steps_of
+from replicax.report.callback import with_report
+from replicax.report.journal import REPORT
+
+__all__ = [
+    "evaluate",
+    "fit",
+    "predict",
+    "predict_on_batch",
+    "test_on_batch",
+    "train_on_batch",
+]
+
+
+def fit(
+    model: Any,
+    strategy: Any,
+    x: Any = None,
+    y: Any = None,
+    batch_size: int | None = None,
+    epochs: int = 1,
+    verbose: Any = "auto",
+    callbacks: Any = None,
+    validation_split: float = 0.0,
+    validation_data: Any = None,
+    shuffle: Any = True,
+    class_weight: Any = None,
+    sample_weight: Any = None,
+    initial_epoch: int = 0,
+    steps_per_epoch: int | None = None,
+    validation_steps: int | None = None,
+    validation_batch_size: int | None = None,
+    validation_freq: Any = 1,
+) -> Any:
+    """`model.fit` on a strategy's replicas; arguments and result are those of Keras."""
+    _require_compiled(model, "fit")
+    most = keras.config.max_epochs()
+    if most and most < epochs:
+        warnings.warn(f"Limiting epochs to {most}", stacklevel=2)
+        epochs = most
+    if validation_split and validation_data is None:
+        split: Any = internals.train_validation_split(
+            (x, y, sample_weight), validation_split
+        )
+        (x, y, sample_weight), validation_data = split
+    page = os.environ.get(REPORT)
+    if page:
+        callbacks = with_report(callbacks, page)
+    with FitSession(strategy, initial_epoch) as session:
+        session.enter_model(model)
+        session.epochs = data = _epochs(
+            model,
+            strategy,
+            adapter_of(
+                x,
+                y,
+                sample_weight,
+                batch_size=batch_size,
+                steps_per_epoch=steps_per_epoch,
+                shuffle=shuffle,
+                class_weight=class_weight,
+                first_iteration=initial_epoch,
+            ),
+            steps_per_epoch,
+        )
+        session.callback(data.close)
+        _build(model, strategy, "train", data)
+        data.reset()
+        validation = None
+        if validation_data is not None:
+            validation = _Validation(
+                *keras.utils.unpack_x_y_sample_weight(validation_data),
+                batch_size=validation_batch_size or batch_size,
+                steps=validation_steps,
+                freq=validation_freq,
+            )
+        session.work = strategy.claimed_steps(model, session)
+        if session.work is not None:
+            session.callback(session.work.close)
+        callbacks = _callback_list(
+            model, callbacks, verbose, data, epochs=epochs, add_history=True
+        )
+        run = _Fit(model, session, callbacks, validation)
+        try:
+            run.train(initial_epoch, epochs)
+        except KeyboardInterrupt as error:
+            interrupted.say_where(error, model, session)
+            raise
+    return model.history
+
+
+class _Validation:
+    """What `fit` evaluates on, after which epochs.
+
+    Args:
+        x: Inputs, or a dataset.
+        y: Targets.
+        sample_weight: Their weights.
+        batch_size: Examples in a batch of arrays.
+        steps: Batches in an evaluation; None: until the data end.
+        freq: Every how many epochs, or after which.
+    """
+
+    def __init__(
+        self,
+        x: Any,
+        y: Any,
+        sample_weight: Any,
+        *,
+        batch_size: int | None,
+        steps: int | None,
+        freq: Any,
+    ) -> None:
+        self._data = {"x": x, "y": y, "sample_weight": sample_weight}
+        self._sizes = {"batch_size": batch_size, "steps": steps}
+        self._freq = freq
+
+    def is_due(self, epoch: int) -> bool:
+        """Whether to evaluate after that epoch, counted from 0."""
+        if isinstance(self._freq, int):
+            return (epoch + 1) % self._freq == 0
+        if isinstance(self._freq, list | tuple | set):
+            return epoch + 1 in self._freq
+        raise ValueError(
+            "fit: validation_freq must be a number of epochs, or a list or set of "
+            f"epochs counted from 1; got {self._freq!r} of type "
+            f"{type(self._freq).__name__}."
+        )
+
+    def run(self, model: Any, session: FitSession, callbacks: Any) -> dict[str, Any]:
+        """Evaluate, by the model's own method; returns logs with `val_` in front."""
+        if session.validation is None:  # The same data in each epoch.
+            adapter = adapter_of(
+                **self._data,
+                batch_size=self._sizes["batch_size"],
+                steps_per_epoch=self._sizes["steps"],
+                caller="evaluate",
+            )
+            session.validation = _epochs(
+                model, session.strategy, adapter, self._sizes["steps"]
+            )
+            session.callback(session.validation.close)
+        logs = model.evaluate(
+            **self._data,
+            **self._sizes,
+            callbacks=callbacks,
+            return_dict=True,
+            _use_cached_eval_dataset=True,
+        )
+        return {f"val_{name}": value for name, value in logs.items()}
+
+
+class _Fit:
+    """The epochs of one `fit`.
+
+    Args:
+        model: What is trained.
+        session: Its session.
+        callbacks: Keras' list.
+        validation: What to evaluate on; None: nothing.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        session: FitSession,
+        callbacks: Any,
+        validation: _Validation | None,
+    ) -> None:
+        self._model = model
+        self._session = session
+        self._callbacks = callbacks
+        self._validation = validation
+        self._logs: Any = None
+
+    def train(self, first: int, end: int) -> None:
+        """Train the epochs from `first` to `end`, or to where somebody stops it."""
+        model, session, callbacks = self._model, self._session, self._callbacks
+        logs: Mapping[str, Any] = {}
+        model.stop_training = False
+        callbacks.on_train_begin()
+        for callback in late_callbacks(callbacks.callbacks):
+            callback.after_train_begin(callbacks.callbacks)
+        begin = session.initial_epoch
+        if begin is None:
+            begin = internals.initial_epoch_of(model) or first
+        try:
+            for epoch in range(begin, end):
+                logs = self._epoch(epoch)
+                if model.stop_training:
+                    break
+        finally:
+            optimizer = model.optimizer
+            if isinstance(optimizer, keras.optimizers.Optimizer) and end > 0:
+                optimizer.finalize_variable_values(model.trainable_weights)
+        callbacks.on_train_end(logs=logs)
+
+    def _epoch(self, epoch: int) -> dict[str, Any]:
+        model, session, callbacks = self._model, self._session, self._callbacks
+        model.reset_metrics()
+        callbacks.on_epoch_begin(epoch)
+        source: StepSource | None = session.epochs
+        if session.work is not None:
+            # What it returned in another epoch says nothing of one that others made.
+            source, self._logs = session.work, None
+        assert source is not None
+        steps = steps_of(model, session.strategy, "train")
+        for self._logs in _executions(
+            model, source, steps, callbacks, "train", session.recorder
+        ):
+            pass
+        logs = dict(_results(model, self._end_steps()))
+        if self._validation is not None and self._validation.is_due(epoch):
+            logs |= self._validation.run(model, session, callbacks)
+        callbacks.on_epoch_end(epoch, logs)
+        for callback in late_callbacks(callbacks.callbacks):
+            callback.after_epoch_end(epoch)
+        if session.work is not None:
+            session.work.after_epoch()
+        return logs
+
+    def _end_steps(self) -> Any:
+        """The logs of the epoch's last step."""
+        model, session = self._model, self._session
+        is_over = session.work is not None and session.work.end_epoch()
+        if session.recorder is not None:
+            session.recorder.end_steps()  # Before metrics are computed.
+        if self._logs:
+            return self._logs
+        if is_over:
+            return model.get_metrics_result()  # Other workers have done all steps.
+        if self._logs is None:
+            raise _without_data(model)
+        return self._logs
+
+
+def evaluate(
+    model: Any,
+    strategy: Any,
+    x: Any = None,
+    y: Any = None,
+    batch_size: int | None = None,
+    verbose: Any = "auto",
+    sample_weight: Any = None,
+    steps: int | None = None,
+    callbacks: Any = None,
+    return_dict: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """`model.evaluate` on a strategy's replicas, as Keras has it."""
+    _require_compiled(model, "evaluate")
+    session = session_of(model)
+    data = None
+    if kwargs.pop("_use_cached_eval_dataset", False) and session is not None:
+        data = session.validation
+    if kwargs:
+        raise ValueError(f"Arguments not recognized: {kwargs}")
+    is_part_of_fit = data is not None
+    if data is None:
+        adapter = adapter_of(
+            x, y, sample_weight, batch_size=batch_size, steps_per_epoch=steps
+        )
+        data = _epochs(model, strategy, adapter, steps)
+    try:
+        _build(model, strategy, "test", data)
+        data.reset()
+        callbacks = _callback_list(model, callbacks, verbose, data)
+        run = steps_of(model, strategy, "test")
+        model.stop_evaluating = False
+        callbacks.on_test_begin()
+        model.reset_metrics()
+        last: Any = {}
+        for results in _executions(model, data, run, callbacks, "test"):
+            last = results
+        logs = internals.pythonify_logs(_results(model, last))
+        callbacks.on_test_end(logs)
+    finally:
+        if not is_part_of_fit:
+            data.close()
+    return logs if return_dict else internals.metrics_in_order(model, logs)
+
+
+def predict(
+    model: Any,
+    strategy: Any,
+    x: Any,
+    batch_size: int | None = None,
+    verbose: Any = "auto",
+    steps: int | None = None,
+    callbacks: Any = None,
+) -> Any:
+    """`model.predict` on a strategy's replicas, as Keras has it."""
+    adapter = adapter_of(x, batch_size=batch_size, steps_per_epoch=steps)
+    data = _epochs(model, strategy, adapter, steps, only_inputs=ignores_targets(model))
+    try:
+        if not _is_built(model):
+            with Announced(f"building model {model.name!r}"), uncounted(adapter):
+                for _, _, batches in data:
+                    inputs, _, _ = keras.utils.unpack_x_y_sample_weight(next(batches))
+                    with keras.StatelessScope():
+                        model(inputs)
+            data.reset()
+        callbacks = _callback_list(model, callbacks, verbose, data)
+        run = steps_of(model, strategy, "predict")
+        model.stop_predicting = False
+        callbacks.on_predict_begin()
+        parts = list(_executions(model, data, run, callbacks, "predict"))
+        callbacks.on_predict_end()
+    finally:
+        data.close()
+    if not parts:
+        raise _without_data(model)
+    return jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
+
+
+_FLAGS = {
+    "train": "stop_training",
+    "test": "stop_evaluating",
+    "predict": "stop_predicting",
+}
+
+
+def _executions(
+    model: Any,
+    source: StepSource,
+    steps: Steps,
+    callbacks: Any,
+    kind: str,
+    recorder: Recorder | None = None,
+) -> Iterator[Any]:
+    """Make the steps of one epoch; yields the results of each execution."""
+    begin = _heard(callbacks, kind, "begin")
+    end = _heard(callbacks, kind, "end")
+    flag = _FLAGS[kind]
+    for first, last in source.steps():
+        if begin is not None:
+            begin(first)
+        try:
+            batches = source.next_execution()
+        except StopIteration:
+            source.end_early()
+            return
+        results = steps(batches)
+        if recorder is not None:
+            recorder.end_execution(results)
+        yield results
+        if end is not None:
+            end(last, {"outputs": results} if kind == "predict" else results)
+        if getattr(model, flag):
+            return
+
+
+def _heard(callbacks: Any, kind: str, when: str) -> Callable[..., None] | None:
+    """What to call around a batch; None where no callback would do anything.
+
+    Keras hands the logs of each batch to a thread all the same, which reads them: half
+    of the time that a step of a tiny model takes.
+    """
+    names = f"on_{kind}_batch_{when}", f"on_batch_{when}"
+    return getattr(callbacks, names[0]) if internals.hears(callbacks, names) else None
+
+
+def train_on_batch(
+    model: Any,
+    strategy: Any,
+    x: Any,
+    y: Any = None,
+    sample_weight: Any = None,
+    class_weight: Any = None,
+    return_dict: bool = False,
+) -> Any:
+    """`model.train_on_batch` on a strategy's replicas, as Keras has it."""
+    _require_compiled(model, "train_on_batch")
+    if class_weight is not None:
+        if sample_weight is not None:
+            raise ValueError(
+                "train_on_batch: sample_weight and class_weight cannot both be given; "
+                f"got sample_weight={sample_weight!r}, class_weight={class_weight!r}. "
+                "Multiply the weights yourself and pass sample_weight."
+            )
+        sample_weight = internals.class_weight_to_sample_weights(y, class_weight)
+    logs = _on_batch(model, strategy, "train", (x, y, sample_weight))
+    return _batch_logs(model, logs, return_dict)
+
+
+def test_on_batch(
+    model: Any,
+    strategy: Any,
+    x: Any,
+    y: Any = None,
+    sample_weight: Any = None,
+    return_dict: bool = False,
+) -> Any:
+    """`model.test_on_batch` on a strategy's replicas, as Keras has it."""
+    _require_compiled(model, "test_on_batch")
+    logs = _on_batch(model, strategy, "test", (x, y, sample_weight))
+    return _batch_logs(model, logs, return_dict)
+
+
+def predict_on_batch(model: Any, strategy: Any, x: Any) -> Any:
+    """`model.predict_on_batch` on a strategy's replicas, as Keras has it."""
+    if not _is_built(model):
+        with keras.StatelessScope():
+            model(jax.tree.map(whole, x))
+    batch = place((x,), strategy.group)
+    return jax.tree.map(np.array, steps_of(model, strategy, "predict")([batch]))
+
+
+def _on_batch(model: Any, strategy: Any, kind: str, data: Any) -> Any:
+    data = jax.tree.map(lambda a: a if hasattr(a, "dtype") else np.asarray(a), data)
+    _build(model, strategy, kind, None, jax.tree.map(whole, data))
+    model.reset_metrics()
+    batch = place(data, strategy.group)
+    if kind == "train":
+        strategy.expect_rows(batch.num_rows)
+    return steps_of(model, strategy, kind)([batch])
+
+
+def _batch_logs(model: Any, logs: Any, return_dict: bool) -> Any:
+    logs = internals.pythonify_logs(logs)
+    return logs if return_dict else internals.metrics_in_order(model, logs)
+
+
+def _require_compiled(model: Any, name: str) -> None:
+    if not model.compiled:
+        raise ValueError(
+            f"You must call `compile()` before calling `{name}()`: model "
+            f"{model.name!r} is not compiled."
+        )
+
+
+def _epochs(
+    model: Any,
+    strategy: Any,
+    adapter: Any,
+    steps_per_epoch: int | None,
+    *,
+    only_inputs: bool = False,
+) -> Epochs:
+    return Epochs(
+        adapter,
+        strategy,
+        steps_per_epoch=steps_per_epoch,
+        steps_per_execution=model.steps_per_execution,
+        only_inputs=only_inputs,
+    )
+
+
+def _without_data(model: Any) -> ValueError:
+    return ValueError(
+        f"{current_call()}: the data for model {model.name!r} have no batches. Give at "
+        "least one."
+    )
+
+
+def _is_built(model: Any) -> bool:
+    return all(layer.built for layer in internals.layers_of(model))
+
+
+def _build(
+    model: Any, strategy: Any, kind: str, data: Epochs | None, batch: Any = None
+) -> None:
+    """Have the variables of model, losses, metrics and optimizer there."""
+    adapter = None if data is None else data.adapter
+    with Announced(f"building model {model.name!r}"), uncounted(adapter):
+        try:
+            if building.has_call(model):
+                internals.build(model, data, batch)
+            else:
+                building.build_by_step(model, strategy, kind, data, batch)
+        except StopIteration:
+            raise _without_data(model) from None
+
+
+def _callback_list(
+    model: Any,
+    callbacks: Any,
+    verbose: Any,
+    data: Epochs,
+    *,
+    epochs: int = 1,
+    add_history: bool = False,
+) -> Any:
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        return callbacks
+    return keras.callbacks.CallbackList(
+        callbacks,
+        add_history=add_history,
+        add_progbar=verbose != 0,
+        verbose=verbose,
+        epochs=epochs,
+        steps=data.num_batches,
+        model=model,
+    )
+
+
+def _results(model: Any, logs: Any) -> Any:
+    """The metrics' results, where the step's logs are those of the metrics."""
+    results = model.get_metrics_result()
+    same = isinstance(logs, dict) and set(logs) == set(results)
+    return results if same else logs

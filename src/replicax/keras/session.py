@@ -1,0 +1,110 @@
+"""One call of `fit`, as callbacks of replicax and parameter servers see it."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any, Protocol
+
+import keras
+
+from replicax.engine.protocols import StepQueue
+from replicax.keras.batches import PlacedBatch
+from replicax.keras.epochs import Epochs
+from replicax.keras.recorder import Recorder
+
+__all__ = [
+    "FitSession",
+    "LateCallback",
+    "StepSource",
+    "late_callbacks",
+    "session_of",
+]
+
+_NAME = "_replicax_fit"
+
+
+class StepSource(Protocol):
+    """Where the loop gets its steps from: the data, or a work queue."""
+
+    def steps(self) -> Iterator[tuple[int, int]]:
+        """The first and the last step of each execution of the next epoch."""
+        ...
+
+    def next_execution(self) -> Sequence[PlacedBatch]:
+        """The batches of the execution that `steps` has begun.
+
+        Raises:
+            StopIteration: If there are none.
+        """
+        ...
+
+    def end_early(self) -> None:
+        """The data have ended before the epoch."""
+        ...
+
+
+class FitSession(ExitStack):
+    """One call of `fit`: what its callbacks open is closed when it ends, in any way.
+
+    Args:
+        strategy: The model's, or the default one.
+        first_epoch: `initial_epoch` of `fit`.
+
+    Attributes:
+        initial_epoch: The epoch to begin with in place of that; None: as `fit` says.
+        epochs: The training data; None before they are there.
+        validation: The validation data, likewise.
+        work: How a worker of parameter servers takes part; None otherwise.
+        recorder: Who notes what the time goes into; None: nobody.
+    """
+
+    def __init__(self, strategy: Any, first_epoch: int) -> None:
+        super().__init__()
+        self.strategy = strategy
+        self.first_epoch = first_epoch
+        self.initial_epoch: int | None = None
+        self.epochs: Epochs | None = None
+        self.validation: Epochs | None = None
+        self.work: StepQueue | None = None
+        self.recorder: Recorder | None = None
+
+    def enter_model(self, model: keras.Model) -> None:
+        """Be the model's session until this one ends."""
+        # Not by `setattr`: Keras looks for layers in what a model is given.
+        attributes = model.__dict__
+        self.callback(attributes.__setitem__, _NAME, attributes.get(_NAME))
+        attributes[_NAME] = self
+
+    def note_with(self, recorder: Recorder) -> None:
+        """Have a recorder note the steps from now on."""
+        self.recorder = recorder
+        if self.epochs is not None:
+            self.epochs.recorder = recorder
+
+
+def session_of(model: keras.Model | None) -> FitSession | None:
+    """The `fit` that a model is in; None: in none."""
+    return None if model is None else vars(model).get(_NAME)
+
+
+class LateCallback(keras.callbacks.Callback):
+    """A callback that is called again when all others were, in whichever order."""
+
+    def __init__(self) -> None:
+        # Here, as the hooks need this module.
+        from replicax.keras.hooks import install
+
+        install()
+        super().__init__()
+
+    def after_train_begin(self, callbacks: Sequence[keras.callbacks.Callback]) -> None:
+        """All callbacks were told that training begins."""
+
+    def after_epoch_end(self, epoch: int) -> None:
+        """All callbacks were told that an epoch has ended."""
+
+
+def late_callbacks(
+    callbacks: Sequence[keras.callbacks.Callback],
+) -> list[LateCallback]:
+    """Those callbacks that are called again."""
+    return [c for c in callbacks if isinstance(c, LateCallback)]

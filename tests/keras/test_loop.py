@@ -1,0 +1,263 @@
+"""What `fit` documents, beside plain Keras: same numbers, same calls of callbacks."""
+
+import contextlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import replicax as rx
+
+_RNG = np.random.default_rng(5)
+X = _RNG.normal(size=(44, 6)).astype("float32")
+Y = (X.sum(1) > 0).astype("int32")
+WEIGHTS = _RNG.uniform(0.5, 2.0, size=44).astype("float32")
+
+
+class Calls(keras.callbacks.Callback):
+    """Notes every call, with the names and numbers in its logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[Any] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        if not name.startswith("on_") or name in ("on_batch_begin", "on_batch_end"):
+            return super().__getattribute__(name)
+
+        def note(*args: Any, logs: Any = None) -> None:
+            numbers = [a for a in args if isinstance(a, int)]
+            logs = next((a for a in args if isinstance(a, dict)), logs) or {}
+            kept = {k: np.asarray(v).tolist() for k, v in logs.items()}
+            self.made.append((name, numbers, kept))
+
+        return note
+
+
+class StopAt(keras.callbacks.Callback):
+    """Stops training in one of its methods."""
+
+    def __init__(self, method: str, number: int) -> None:
+        super().__init__()
+        self._at = method, number
+
+    def _stop(self, method: str, number: int) -> None:
+        if self._at == (method, number):
+            self.model.stop_training = True
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._stop("epoch_begin", epoch)
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self._stop("batch_begin", batch)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._stop("batch_end", batch)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._stop("epoch_end", epoch)
+
+
+class Rows(keras.utils.PyDataset):
+    """Batches of 8 rows, in another order after each epoch."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.offset = 0
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        rows = slice(
+            8 * ((index + self.offset) % 5), 8 * ((index + self.offset) % 5) + 8
+        )
+        return X[rows], Y[rows]
+
+    def on_epoch_end(self) -> None:
+        self.offset += 1
+
+
+def batches(size: int = 8) -> Any:
+    for start in range(0, 44, size):
+        yield X[start : start + size], Y[start : start + size]
+
+
+def model_of(**options: Any) -> keras.Model:
+    model = keras.Sequential(
+        [
+            keras.Input((6,)),
+            keras.layers.Dense(8, activation="relu"),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dropout(0.3),
+            keras.layers.Dense(2),
+        ]
+    )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("adam", loss, metrics=["accuracy"], **options)
+    return model
+
+
+def fit(data: Callable[[], Any], *, compiled: Any = None, **options: Any) -> Any:
+    """Two epochs of `fit` on what `data` makes."""
+
+    def call(model: keras.Model, callbacks: list[Any]) -> Any:
+        given = {"epochs": 2, "batch_size": 8, "verbose": 0, **options}
+        made = given.pop("callbacks", list)()
+        if given.get("validation_data") is Rows:
+            given["validation_data"] = Rows()
+        args = data()
+        if not isinstance(args[0], np.ndarray):
+            given.pop("batch_size")
+        return model.fit(*args, callbacks=[*callbacks, *made], **given).history
+
+    return call, compiled or {}
+
+
+ARRAYS = lambda: (X, Y)  # noqa: E731
+VALIDATION = {"validation_data": (X[:13], Y[:13])}
+
+CASES = {
+    "arrays": fit(ARRAYS),
+    "in order": fit(ARRAYS, shuffle=False),
+    "shuffled in batches": fit(ARRAYS, shuffle="batch"),
+    "validation_split": fit(ARRAYS, validation_split=0.3),
+    "validation_data": fit(ARRAYS, **VALIDATION),
+    "validation_data with weights": fit(
+        ARRAYS, validation_data=(X[:13], Y[:13], WEIGHTS[:13])
+    ),
+    "validation on a dataset": fit(ARRAYS, validation_data=Rows),
+    "validation_steps": fit(ARRAYS, **VALIDATION, validation_steps=1),
+    "validation_batch_size": fit(ARRAYS, **VALIDATION, validation_batch_size=5),
+    "validation_freq": fit(ARRAYS, **VALIDATION, validation_freq=2, epochs=4),
+    "validation_freq as a list": fit(
+        ARRAYS, **VALIDATION, validation_freq=[1, 3], epochs=3
+    ),
+    "class_weight": fit(ARRAYS, class_weight={0: 0.5, 1: 3.0}),
+    "sample_weight": fit(ARRAYS, sample_weight=WEIGHTS),
+    "initial_epoch": fit(ARRAYS, initial_epoch=1, epochs=3),
+    "initial_epoch at the end": fit(ARRAYS, initial_epoch=2),
+    "no epochs": fit(ARRAYS, epochs=0),
+    "steps_per_epoch below": fit(ARRAYS, steps_per_epoch=2, epochs=4),
+    "steps_per_epoch of the data": fit(ARRAYS, steps_per_epoch=6),
+    "steps_per_execution": fit(ARRAYS, compiled={"steps_per_execution": 4}),
+    "steps_per_execution and steps_per_epoch": fit(
+        ARRAYS, compiled={"steps_per_execution": 2}, steps_per_epoch=4, epochs=3
+    ),
+    "a PyDataset": fit(lambda: (Rows(),)),
+    "a shuffled PyDataset": fit(lambda: (Rows(),), shuffle=True, epochs=3),
+    "a PyDataset of threads": fit(lambda: (Rows(workers=2),), shuffle=False),
+    "a PyDataset with steps_per_epoch": fit(
+        lambda: (Rows(),), steps_per_epoch=3, epochs=4, shuffle=False
+    ),
+    "a generator": fit(lambda: (batches(),), epochs=1),
+    "a generator with steps_per_epoch": fit(
+        lambda: (batches(4),), steps_per_epoch=5, epochs=2
+    ),
+    "a generator in executions": fit(
+        lambda: (batches(),), epochs=1, compiled={"steps_per_execution": 4}
+    ),
+    **{
+        f"stopped at {method} {number}": fit(
+            ARRAYS,
+            callbacks=lambda at=(method, number): [StopAt(*at)],
+            **VALIDATION,
+            epochs=3,
+        )
+        for method, number in [
+            ("epoch_begin", 1),
+            ("batch_begin", 2),
+            ("batch_end", 2),
+            ("epoch_end", 0),
+        ]
+    },
+}
+
+
+def run(case: Any, strategy: Any) -> tuple[Any, Any, Any, list[np.ndarray]]:
+    """History, calls of a callback, evaluation and weights."""
+    call, compiled = case
+    keras.utils.set_random_seed(3)
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        model = model_of(**compiled)
+    calls = Calls()
+    with warnings.catch_warnings():  # Of plain Keras, at the end of a generator.
+        warnings.filterwarnings("ignore", "Your input ran out of data")
+        warnings.filterwarnings("ignore", "`shuffle=True` was passed")
+        history = call(model, [calls])
+    results = model.evaluate(X, Y, batch_size=16, verbose=0, return_dict=True)
+    return history, calls.made, results, model.get_weights()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_replica_is_keras_bit_by_bit(name: str) -> None:
+    history, calls, results, weights = run(CASES[name], None)
+    found = run(CASES[name], rx.OneDeviceStrategy("cpu:0"))
+    assert found[0] == history
+    assert found[1] == calls
+    assert found[2] == results
+    for mine, theirs in zip(found[3], weights, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    "name", ["arrays", "validation_data", "class_weight", "steps_per_execution"]
+)
+def test_calls_do_not_depend_on_the_number_of_replicas(name: str) -> None:
+    """Random numbers of dropout do, so numbers are compared elsewhere."""
+    one = run(CASES[name], rx.OneDeviceStrategy("cpu:0"))
+    two = run(CASES[name], rx.MirroredStrategy(["cpu:0", "cpu:1"]))
+    assert [c[:2] for c in two[1]] == [c[:2] for c in one[1]]
+    assert two[0].keys() == one[0].keys()
+
+
+@pytest.mark.parametrize("between", ["recompiled", "frozen", "frozen and recompiled"])
+def test_two_calls_of_fit_with_a_change_between(between: str) -> None:
+    def train(strategy: Any) -> list[np.ndarray]:
+        keras.utils.set_random_seed(3)
+        with strategy.scope() if strategy else contextlib.nullcontext():
+            model = model_of()
+        model.fit(X, Y, batch_size=8, verbose=0)
+        with strategy.scope() if strategy else contextlib.nullcontext():
+            if "frozen" in between:
+                model.layers[0].trainable = False
+            if "recompiled" in between:
+                model.compile("sgd", "sparse_categorical_crossentropy")
+        model.fit(X, Y, batch_size=8, verbose=0)
+        return model.get_weights()
+
+    if between == "frozen":
+        pytest.skip("Keras asks for compile after trainable has changed")
+    plain = train(None)
+    for mine, theirs in zip(train(rx.OneDeviceStrategy("cpu:0")), plain, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def test_data_that_end_as_announced_warn_nobody(recwarn: Any) -> None:
+    with rx.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
+        model = model_of()
+    model.fit(batches(), epochs=1, shuffle=False, verbose=0)
+    model.evaluate(batches(), verbose=0)
+    model.predict(((x,) for x, _ in batches()), verbose=0)
+    assert not [w for w in recwarn if "ran out of data" in str(w.message)]
+
+
+def test_data_that_end_early_are_reported() -> None:
+    with rx.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
+        model = model_of()
+    with pytest.warns(UserWarning, match="ran out of data"):
+        model.fit(batches(), steps_per_epoch=4, epochs=2, shuffle=False, verbose=0)
+
+
+def test_no_data_at_all_is_an_error() -> None:
+    class Empty(Rows):
+        def __len__(self) -> int:
+            return 0
+
+    with rx.OneDeviceStrategy("cpu:0").scope():
+        model = model_of()
+    with pytest.raises(ValueError, match="no batches"):
+        model.fit(Empty(), verbose=0)
