@@ -12,13 +12,16 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from keras.src.utils.traceback_utils import filter_traceback
 
-__all__ = ["WRAPS", "Wrap", "install"]
+__all__ = ["WRAPS", "Original", "Wrap", "install"]
 
 Hook = Callable[..., Any]
+
+Original: TypeAlias = Callable[..., Any]
+"""A function of Keras in whose place a hook is called."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,29 +9,34 @@ import contextlib
 import copy
 import sys
 import weakref
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from keras.src.trainers.data_adapters import get_data_adapter
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from keras.src.trainers.data_adapters.grain_dataset_adapter import GrainDatasetAdapter
 
+from replicax._util.types import PyTree
 from replicax._util.waiting import Announced
 from replicax.engine.scope import current_call
 from replicax.input import DistributedDataset, DistributedDatasetFromFunction
 from replicax.input.grain_datasets import Iteration, reshuffled
+from replicax.keras.data_adapter import DataAdapterLike
 
 __all__ = [
     "DistributedAdapter",
     "adapter_of",
     "fixed_number_of_batches",
+    "set_iteration",
     "uncounted",
 ]
 
 _KINDS = (DistributedDataset, DistributedDatasetFromFunction)
 # How many iterations `fit` has begun over Grain's datasets.
-_begun: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
+_begun: "weakref.WeakKeyDictionary[PyTree, int]" = weakref.WeakKeyDictionary()
+
+
+_adapter_of_keras: Callable[..., DataAdapterLike] = get_data_adapter
 
 
 class _GrainAdapter(GrainDatasetAdapter):
@@ -41,7 +46,7 @@ class _GrainAdapter(GrainDatasetAdapter):
         iteration: The number of the next one that begins.
     """
 
-    def __init__(self, dataset: Any, first_iteration: int) -> None:
+    def __init__(self, dataset: PyTree, first_iteration: int) -> None:
         super().__init__(dataset)
         self.iteration = max(first_iteration, _begun.get(dataset, 0))
 
@@ -49,7 +54,7 @@ class _GrainAdapter(GrainDatasetAdapter):
         """One epoch's batches."""
         return Iteration(self._begin)
 
-    def _begin(self) -> Iterable[Any]:
+    def _begin(self) -> Iterable[PyTree]:
         dataset, iteration = self._dataset, self.iteration
         _begun[dataset] = self.iteration = iteration + 1
         of_iteration = copy.copy(self)
@@ -65,7 +70,7 @@ class DistributedAdapter(DataAdapter):
             the first.
     """
 
-    def __init__(self, dataset: Any, first_iteration: int | None = None) -> None:
+    def __init__(self, dataset: PyTree, first_iteration: int | None = None) -> None:
         self._dataset = dataset
         self.iteration = first_iteration
         if first_iteration is not None:
@@ -75,7 +80,7 @@ class DistributedAdapter(DataAdapter):
         """One epoch's batches, as tuples."""
         return Iteration(self._begin)
 
-    def _begin(self) -> Iterator[Any]:
+    def _begin(self) -> Iterator[PyTree]:
         iteration = self.iteration or 0
         if self.iteration is not None:
             self._dataset.iteration = self.iteration = iteration + 1
@@ -107,8 +112,14 @@ class DistributedAdapter(DataAdapter):
         return None
 
 
+def set_iteration(adapter: DataAdapterLike | None, number: int) -> None:
+    """Say which iteration over the data is the next, where they count them."""
+    if hasattr(adapter, "iteration"):
+        setattr(adapter, "iteration", number)  # noqa: B010 - Few adapters have it.
+
+
 @contextlib.contextmanager
-def uncounted(adapter: Any) -> Iterator[None]:
+def uncounted(adapter: DataAdapterLike | None) -> Iterator[None]:
     """What is read from the data in this context is no iteration over it.
 
     Args:
@@ -117,26 +128,26 @@ def uncounted(adapter: Any) -> Iterator[None]:
     before = getattr(adapter, "iteration", None)
     yield
     if before is not None:
-        adapter.iteration = before
+        set_iteration(adapter, before)
 
 
-def fixed_number_of_batches(adapter: Any) -> int | None:
+def fixed_number_of_batches(adapter: DataAdapterLike) -> int | None:
     """The number of batches of an adapter whose data cannot end sooner."""
     return adapter.num_batches if isinstance(adapter, ArrayDataAdapter) else None
 
 
 def adapter_of(
-    x: Any,
-    y: Any = None,
-    sample_weight: Any = None,
+    x: PyTree,
+    y: PyTree = None,
+    sample_weight: PyTree = None,
     *,
     batch_size: int | None = None,
     steps_per_epoch: int | None = None,
-    shuffle: Any = False,
-    class_weight: Any = None,
+    shuffle: bool | str = False,
+    class_weight: Mapping[int, float] | None = None,
     first_iteration: int | None = None,
     caller: str | None = None,
-) -> Any:
+) -> PyTree:
     """What reads the data of a call: Keras' adapter, or one for a distributed dataset.
 
     Args:
@@ -167,7 +178,7 @@ def adapter_of(
     if first_iteration is not None and _is_grain(x) and not given:
         return _GrainAdapter(x, first_iteration)
     with Announced("waiting for the first batch"):  # Of a generator Keras takes one.
-        return get_data_adapter(
+        return _adapter_of_keras(
             x=x,
             batch_size=batch_size,
             steps_per_epoch=steps_per_epoch,
@@ -176,6 +187,6 @@ def adapter_of(
         )
 
 
-def _is_grain(value: Any) -> bool:
+def _is_grain(value: PyTree) -> bool:
     grain = sys.modules.get("grain")
     return grain is not None and isinstance(value, grain.MapDataset | grain.IterDataset)

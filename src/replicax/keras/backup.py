@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import keras
 import numpy as np
@@ -15,6 +15,7 @@ import numpy as np
 from replicax._private import keras as internals
 from replicax._util import json_codec, random_state
 from replicax._util.interrupts import take_up_postponed
+from replicax._util.types import PyTree
 from replicax.checkpoint import Checkpoint, CheckpointError, CheckpointManager
 from replicax.checkpoint.slots import encode
 from replicax.checkpoint.storage import Contents
@@ -95,7 +96,7 @@ class BackupAndRestore(LateCallback):
         self.on_failed_save = on_failed_save
         self._run: _Run | None = None
 
-    def after_train_begin(self, callbacks: Sequence[Any]) -> None:
+    def after_train_begin(self, callbacks: Sequence[PyTree]) -> None:
         """Restore the newest backup, if there is one.
 
         Raises:
@@ -118,11 +119,11 @@ class BackupAndRestore(LateCallback):
         others = [c for c in callbacks if c is not self]
         self._run = _Run(self, session, session.epochs, others)
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: PyTree = None) -> None:
         """Put metrics back that Keras has just reset."""
         self._running().begin_epoch(epoch)
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: PyTree = None) -> None:
         """Save if it is time, or if the process was told to end."""
         self._running().end_batches(batch)
 
@@ -130,7 +131,7 @@ class BackupAndRestore(LateCallback):
         """Save if it is time, or if the process was told to end."""
         self._running().end_epoch(epoch)
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def on_train_end(self, logs: PyTree = None) -> None:
         """Delete the backups, or mark the last one as such.
 
         Raises:
@@ -163,9 +164,9 @@ class _Run:
         options: BackupAndRestore,
         session: FitSession,
         data: Epochs,
-        callbacks: Sequence[Any],
+        callbacks: Sequence[PyTree],
     ) -> None:
-        model: Any = options.model
+        model: PyTree = options.model
         self._session = session
         self._options = options
         self._model = model
@@ -180,7 +181,7 @@ class _Run:
         self._first_epoch: int | None = None
         self._initial = random_state.capture()
         self._is_due = False
-        self._metrics: list[Any] | None = None
+        self._metrics: list[PyTree] | None = None
         self._state = _FitState(model)
         self._manager = CheckpointManager(
             self._state,
@@ -315,7 +316,7 @@ class _Run:
         self._data.go_to(position, self._initial)
         self._restore_callbacks(progress["callbacks"])
         is_over = progress["stop_training"] and not position.step
-        params: Any = self._options.params
+        params: PyTree = self._options.params
         epochs = params["epochs"]
         first = max(position.epoch, epochs) if is_over else position.epoch
         self._session.initial_epoch = first
@@ -330,9 +331,9 @@ class _Run:
             path,
         )
 
-    def _restore_callbacks(self, states: list[Any]) -> None:
+    def _restore_callbacks(self, states: list[PyTree]) -> None:
         """To the first callback of a class goes what the first one of it remembered."""
-        found: dict[str, list[Any]] = {}
+        found: dict[str, list[PyTree]] = {}
         for callback in self._callbacks:
             found.setdefault(type(callback).__name__, []).append(callback)
         lost = []
@@ -356,11 +357,11 @@ class _FitState(Checkpoint):
         model: The compiled model.
     """
 
-    seeds: list[Any]
+    seeds: list[PyTree]
     progress: str
     best_weights: dict[str, list[np.ndarray]]
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: keras.Model) -> None:
         super().__init__(
             model=model,
             metrics=list(model.metrics_variables),
@@ -374,7 +375,7 @@ class _FitState(Checkpoint):
         self.seeds = [] if generator is None else [generator]
         return super().contents()
 
-    def apply(self, contents: Contents, path: str) -> Any:
+    def apply(self, contents: Contents, path: str) -> PyTree:
         if any(name.startswith("seeds/") for name in contents.arrays):
             self.seeds = [internals.shared_seed_generator(make=True)]
         # How many there are is known from the checkpoint only.
@@ -392,7 +393,7 @@ class _FitState(Checkpoint):
         return status
 
 
-def _state_of(callback: Any) -> dict[str, Any]:
+def _state_of(callback: PyTree) -> dict[str, PyTree]:
     names = next(
         (
             internals.CALLBACK_STATE[kind.__name__]
@@ -402,7 +403,7 @@ def _state_of(callback: Any) -> dict[str, Any]:
         ),
         (),
     )
-    state: dict[str, Any] = {
+    state: dict[str, PyTree] = {
         "class": type(callback).__name__,
         "attributes": {
             name: _plain(getattr(callback, name))
@@ -415,7 +416,9 @@ def _state_of(callback: Any) -> dict[str, Any]:
     return state
 
 
-def _restore_callback(callback: Any, state: dict[str, Any], best_weights: Any) -> None:
+def _restore_callback(
+    callback: PyTree, state: dict[str, PyTree], best_weights: PyTree
+) -> None:
     if "own" in state:
         callback.set_state(state["own"])
     for name, value in state["attributes"].items():
@@ -424,7 +427,7 @@ def _restore_callback(callback: Any, state: dict[str, Any], best_weights: Any) -
         callback.best_weights = best_weights
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: PyTree) -> PyTree:
     """A copy with NumPy's arrays in place of JAX'."""
     if isinstance(value, dict):
         return {key: _plain(x) for key, x in value.items()}

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Generator, Iterable, Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +9,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from replicax._util.dry_run import current_rehearsal
+from replicax._util.types import PyTree
 from replicax.engine import device_put
 from replicax.engine.composites import is_composite, is_key, one_of
 from replicax.engine.group import ReplicaGroup
@@ -49,15 +49,15 @@ class PlacedBatch:
         num_steps: Number of batches; None: one, without the leading dimension.
     """
 
-    arrays: list[Any]
-    structure: Any
+    arrays: list[PyTree]
+    structure: PyTree
     kinds: tuple[Kind, ...]
     num_rows: int
     num_active: int | None
     num_steps: int | None
 
     @property
-    def key(self) -> tuple[Any, ...]:
+    def key(self) -> tuple[PyTree, ...]:
         """Equal for batches that one program serves."""
         shapes = tuple([(x.shape, x.dtype) for x in self.arrays])
         return (self.structure, shapes, self.num_active, self.num_steps)
@@ -80,7 +80,7 @@ class BatchIterator:
 
     def __init__(
         self,
-        batches: Iterable[Any],
+        batches: Iterable[PyTree],
         group: ReplicaGroup,
         steps_per_execution: int,
         *,
@@ -101,7 +101,7 @@ class BatchIterator:
     def __iter__(self) -> "BatchIterator":
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> PyTree:
         """The next batch on the host, for Keras to look at.
 
         Keras builds models with it, and starts again with another iterator. No more
@@ -133,7 +133,7 @@ class BatchIterator:
 
     @staticmethod
     def _place_ahead(
-        chunks: Iterable[list[Any]], placing: "_Placing", size: int, wanted: bool
+        chunks: Iterable[list[PyTree]], placing: "_Placing", size: int, wanted: bool
     ) -> Generator[list[PlacedBatch]]:
         # On a CPU there is no transfer to overlap: take nothing before it is used.
         if placing.on_cpu or not wanted:
@@ -148,8 +148,10 @@ class BatchIterator:
             yield ahead
 
 
-def _chunks(batches: Iterable[Any], size: int, *, reused: bool) -> Iterator[list[Any]]:
-    chunk: list[Any] = []
+def _chunks(
+    batches: Iterable[PyTree], size: int, *, reused: bool
+) -> Iterator[list[PyTree]]:
+    chunk: list[PyTree] = []
     for batch in batches:
         # JAX goes on reading a NumPy array after the call that it was given to, and
         # generators may fill the same array again.
@@ -165,7 +167,7 @@ def _chunks(batches: Iterable[Any], size: int, *, reused: bool) -> Iterator[list
         yield chunk
 
 
-def _copied(path: Any, x: Any) -> Any:
+def _copied(path: PyTree, x: PyTree) -> PyTree:
     x = as_rows(x, path)
     if isinstance(x, RowArray):
         return x.copy()
@@ -174,7 +176,7 @@ def _copied(path: Any, x: Any) -> Any:
     return x.copy() if is_read else x
 
 
-def _stacked(chunk: list[Any]) -> tuple[Any, list[Any]] | None:
+def _stacked(chunk: list[PyTree]) -> tuple[PyTree, list[PyTree]] | None:
     """Batches on top of each other: one of them, and leaves `[steps, B, ...]`.
 
     None if they are not alike.
@@ -196,7 +198,7 @@ def _stacked(chunk: list[Any]) -> tuple[Any, list[Any]] | None:
     return chunk[0], [_on_top(list(column)) for column in columns]
 
 
-def _on_top(column: list[Any]) -> Any:
+def _on_top(column: list[PyTree]) -> PyTree:
     """A leaf of several batches, `[steps, B, ...]`; row arrays stay a list."""
     if isinstance(column[0], RowArray):
         return column
@@ -205,7 +207,7 @@ def _on_top(column: list[Any]) -> Any:
     return np.stack([np.asarray(x) for x in column])
 
 
-def _cut_at_once(chunk: list[LazyBatch]) -> tuple[Any, list[np.ndarray]] | None:
+def _cut_at_once(chunk: list[LazyBatch]) -> tuple[PyTree, list[np.ndarray]] | None:
     # Cut out one by one and copied together, batches take most of the time of a tiny
     # model's steps (measured: 14 of 32 us a step, at 32 steps an execution).
     size = len(chunk[0])
@@ -217,12 +219,12 @@ def _cut_at_once(chunk: list[LazyBatch]) -> tuple[Any, list[np.ndarray]] | None:
     return jax.tree.unflatten(structure, [x[0] for x in stacked]), stacked
 
 
-def place(batch: Any, group: ReplicaGroup) -> PlacedBatch:
+def place(batch: PyTree, group: ReplicaGroup) -> PlacedBatch:
     """Split one batch `[B, ...]` over the replicas."""
     return _Placing(group, local=False).batch(host_batch(batch))
 
 
-def host_batch(batch: Any) -> Any:
+def host_batch(batch: PyTree) -> PyTree:
     """A batch as Keras made it, with leaves of which rows can be taken."""
     return by_rows(batch_of(batch))
 
@@ -246,7 +248,7 @@ class _Placing:
         # two).
         self._may_stay = self.on_cpu and not group.spans_processes
 
-    def chunk(self, chunk: list[Any], size: int) -> list[PlacedBatch]:
+    def chunk(self, chunk: list[PyTree], size: int) -> list[PlacedBatch]:
         """Place the batches of one execution, together if they are alike."""
         # Deferred updates come between the steps, so each is a dispatch of its own.
         together = size > 1 and not self._group.defers_updates
@@ -259,9 +261,9 @@ class _Placing:
 
     def batch(
         self,
-        batch: Any,
+        batch: PyTree,
         num_steps: int | None = None,
-        stacked: list[Any] | None = None,
+        stacked: list[PyTree] | None = None,
     ) -> PlacedBatch:
         """Place one batch, or several of its kind that are stacked."""
         flat, structure = jax.tree.flatten(batch)
@@ -289,15 +291,15 @@ class _Placing:
         )
 
     def _in_parts(
-        self, flat: list[Any], structure: Any, num_steps: int | None
-    ) -> tuple[list[Any], Any, tuple[Kind, ...]]:
+        self, flat: list[PyTree], structure: PyTree, num_steps: int | None
+    ) -> tuple[list[PyTree], PyTree, tuple[Kind, ...]]:
         """Leaves of which some are row arrays, or lists of them for several steps.
 
         Each of those becomes the parts of one replica's array, with a dimension of
         replicas in front.
         """
         kinds: list[Kind] = []
-        arrays: list[Any] = []
+        arrays: list[PyTree] = []
         ones = []
         for x in flat:
             if not isinstance(x, (list, *RowArray)):
@@ -318,7 +320,7 @@ class _Placing:
         structure = jax.tree.structure(jax.tree.unflatten(structure, ones))
         return arrays, structure, tuple(kinds)
 
-    def _parted(self, steps: list[Any]) -> list[Any]:
+    def _parted(self, steps: list[PyTree]) -> list[PyTree]:
         """A row array of each step, divided between this process' replicas."""
         group = self._group
         number = group.num_local if self._local else self._num_replicas
@@ -328,7 +330,7 @@ class _Placing:
         here = slice(first, first + group.num_local)
         return [x.with_room(room)[here].stacked() for x in parts]
 
-    def _divides(self, batch: Any) -> bool:
+    def _divides(self, batch: PyTree) -> bool:
         """Whether all replicas get equally many of the batch's examples."""
         if isinstance(batch, LazyBatch):
             return self._num_active(len(batch)) is None
@@ -346,12 +348,12 @@ class _Placing:
             )
         return None
 
-    def _local_part(self, array: Any, num_steps: int | None) -> Any:
+    def _local_part(self, array: PyTree, num_steps: int | None) -> PyTree:
         if num_steps is None:
             return self._group.local_part(array)
         return np.stack([self._group.local_part(step) for step in array])
 
-    def _transfer(self, flat: list[Any], num_steps: int | None) -> list[Any]:
+    def _transfer(self, flat: list[PyTree], num_steps: int | None) -> list[PyTree]:
         if self._may_stay and all(isinstance(x, np.ndarray) for x in flat):
             return flat
         leading = () if num_steps is None else (None,)
@@ -361,11 +363,11 @@ class _Placing:
         return device_put.rows(flat, sharding)
 
 
-def _taken(x: Any, rows: np.ndarray) -> Any:
+def _taken(x: PyTree, rows: np.ndarray) -> PyTree:
     return (x if is_key(x) or isinstance(x, RowArray) else np.asarray(x))[rows]
 
 
-def refuse_ragged_leaves(flat: Iterable[Any]) -> None:
+def refuse_ragged_leaves(flat: Iterable[PyTree]) -> None:
     """Raise for arrays whose rows differ in length."""
     for number, x in enumerate(flat):
         refuse_ragged(x, f"array {number} of the batch", current_call())
@@ -388,7 +390,7 @@ def _rows_with_copies(num_rows: int, active: int, size: int) -> np.ndarray:
     return np.concatenate([np.arange(num_rows), copies])
 
 
-def _num_rows(batch: Any, flat: list[Any], caller: str) -> int:
+def _num_rows(batch: PyTree, flat: list[PyTree], caller: str) -> int:
     sizes = {np.shape(x)[:1] for x in flat}
     if len(sizes) == 1 and () not in sizes:
         return sizes.pop()[0]

@@ -4,22 +4,22 @@ Keras builds a model by calling it on a batch. Where there is no `call`, the ste
 the model has of its own is traced in its place.
 """
 
-from typing import Any
-
 import keras
 
 from replicax._private import keras as internals
+from replicax._util.types import PyTree
+from replicax.engine.protocols import StrategyLike
 from replicax.keras import steps
 
 __all__ = ["build_by_step", "has_call", "note_built"]
 
 
-def has_call(model: Any) -> bool:
+def has_call(model: keras.Model) -> bool:
     """Whether the model can be called."""
     return type(model).call is not keras.Model.call
 
 
-def note_built(model: Any) -> None:
+def note_built(model: keras.Model) -> None:
     """Mark a model built whose layers all are, as `predict` asks of it."""
     parts = (layer for layer in internals.layers_of(model) if layer is not model)
     if not model.built and all(layer.built for layer in parts):
@@ -27,7 +27,11 @@ def note_built(model: Any) -> None:
 
 
 def build_by_step(
-    model: Any, strategy: Any, kind: str, data: Any, data_batch: Any
+    model: keras.Model,
+    strategy: StrategyLike,
+    kind: str,
+    data: PyTree,
+    data_batch: PyTree,
 ) -> None:
     """Have all variables there that a step of a model without `call` uses.
 

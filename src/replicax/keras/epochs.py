@@ -14,19 +14,25 @@ import sys
 import warnings
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
 
 import keras
 
 from replicax._private import keras as internals
 from replicax._util import random_state
 from replicax._util.random_state import RandomState
+from replicax._util.types import PyTree
 from replicax._util.waiting import announce_first
+from replicax.engine.protocols import StrategyLike
 from replicax.engine.scope import current_call
 from replicax.input.grain_datasets import Iteration
 from replicax.input.split import leading_size
-from replicax.keras.adapters import DistributedAdapter, fixed_number_of_batches
+from replicax.keras.adapters import (
+    DistributedAdapter,
+    fixed_number_of_batches,
+    set_iteration,
+)
 from replicax.keras.batches import BatchIterator, PlacedBatch, host_batch
+from replicax.keras.data_adapter import DataAdapterLike
 from replicax.keras.lazy_batches import inputs_of, is_array_adapter, make_lazy
 from replicax.keras.recorder import Recorder
 
@@ -87,8 +93,8 @@ class Epochs:
 
     def __init__(
         self,
-        adapter: Any,
-        strategy: Any,
+        adapter: DataAdapterLike,
+        strategy: StrategyLike,
         *,
         steps_per_epoch: int | None,
         steps_per_execution: int,
@@ -133,7 +139,7 @@ class Epochs:
 
     # An epoch, in the order in which Keras' own loop asks for it.
 
-    def __iter__(self) -> Iterator[tuple[int, int, Iterator[Any]]]:
+    def __iter__(self) -> Iterator[tuple[int, int, Iterator[PyTree]]]:
         """Keras' view of an epoch's beginning: it builds a model with the first batch.
 
         No more than that batch is taken: a generator does not give it again.
@@ -219,7 +225,7 @@ class Epochs:
         self.consumed = self._seen = 0 if position is None else position.consumed
         self._batches = self._placed(self._iteration)
 
-    def _placed(self, source: Any) -> BatchIterator:
+    def _placed(self, source: PyTree) -> BatchIterator:
         strategy, adapter = self._strategy, self.adapter
         local = isinstance(adapter, DistributedAdapter)
         if self._only_inputs:
@@ -312,8 +318,8 @@ class Epochs:
         self.end_epochs(position.ends if ahead else position.ends_before)
         self.length = position.num_batches
         random_state.restore(position.now)
-        if position.iteration is not None and hasattr(self.adapter, "iteration"):
-            self.adapter.iteration = position.iteration
+        if position.iteration is not None:
+            set_iteration(self.adapter, position.iteration)
         if position.data_began is not None:
             self._pending = position
             # What goes on over epochs is begun with the first of them.
@@ -347,13 +353,13 @@ class _Iteration:
         self.drawn = 0
         self._epochs = epochs
         self._position = position
-        self._source: Iterator[Any] | None = None
-        self._ahead: deque[Any] = deque()
+        self._source: Iterator[PyTree] | None = None
+        self._ahead: deque[PyTree] = deque()
 
     def __iter__(self) -> "_Iteration":
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> PyTree:
         if self._source is None:
             self._source = self._open()
         return self._ahead.popleft() if self._ahead else self._draw(self._source)
@@ -367,12 +373,12 @@ class _Iteration:
                 return False
         return bool(self._ahead)
 
-    def _draw(self, source: Iterator[Any]) -> Any:
+    def _draw(self, source: Iterator[PyTree]) -> PyTree:
         batch = next(source)
         self.drawn += 1
         return batch
 
-    def _open(self) -> Iterator[Any]:
+    def _open(self) -> Iterator[PyTree]:
         epochs, position = self._epochs, self._position
         if position is None or position.data_began is None:
             self.began = epochs.began()
@@ -389,9 +395,9 @@ class _Iteration:
         return source
 
 
-def _after(adapter: Any, number: int) -> Iterator[Any]:
+def _after(adapter: DataAdapterLike, number: int) -> Iterator[PyTree]:
     """The batches of an iteration after the first `number`."""
-    source: Any = adapter.get_jax_iterator()
+    source: PyTree = adapter.get_jax_iterator()
     if isinstance(source, Iteration):
         source = source.begin()
     grain = sys.modules.get("grain")
@@ -406,7 +412,7 @@ def _after(adapter: Any, number: int) -> Iterator[Any]:
     return source
 
 
-def _drop(source: Iterator[Any], number: int) -> None:
+def _drop(source: Iterator[PyTree], number: int) -> None:
     for i in range(number):
         try:
             next(source)

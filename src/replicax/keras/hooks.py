@@ -8,13 +8,13 @@ import os
 import threading
 import types
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import keras
 import numpy as np
+from jax.typing import DTypeLike
 from keras.src.utils import jax_layer
 
 from replicax._private import wraps
@@ -23,7 +23,9 @@ from replicax._private.keras import (
     layout_of,
     masks_of,
 )
+from replicax._private.wraps import Original
 from replicax._util.interrupts import heeding_interrupts
+from replicax._util.types import PyTree
 from replicax.engine import device_put
 from replicax.engine.rematerialize import (
     gathered_here,
@@ -84,14 +86,14 @@ def install() -> None:
             _installed = True
 
 
-def _initialize(original: Any, variable: Any, value: Any) -> None:
+def _initialize(original: Original, variable: keras.Variable, value: PyTree) -> None:
     original(variable, value)
     strategy = current_strategy()
     if strategy is not None and layout_of(variable) is None:
         strategy.own(variable)
 
 
-def _direct_assign(original: Any, variable: Any, value: Any) -> None:
+def _direct_assign(original: Original, variable: keras.Variable, value: PyTree) -> None:
     # Keras leaves a value where it is if the sharding is another name for the same
     # place, as on a mesh of one device, and keeps the weak type of a Python number. To
     # JAX the type differs, and programs would be compiled again.
@@ -107,8 +109,11 @@ def _direct_assign(original: Any, variable: Any, value: Any) -> None:
 
 
 def _on_host(
-    original: Any, variable: Any, dtype: Any = None, copy: bool | None = None
-) -> Any:
+    original: Original,
+    variable: keras.Variable,
+    dtype: DTypeLike | None = None,
+    copy: bool | None = None,
+) -> PyTree:
     value = variable._value
     if device_put.is_spread(value):
         # Other workers have parts of it, and do the same now.
@@ -117,16 +122,20 @@ def _on_host(
     return np.array(array) if copy else array
 
 
-def _init_trainer(original: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+def _init_trainer(
+    original: Original, model: keras.Model, *args: PyTree, **kwargs: PyTree
+) -> None:
     original(model, *args, **kwargs)
     model._replicax_strategy = current_strategy()
 
 
-def _strategy_of(model: Any) -> Any:
+def _strategy_of(model: keras.Model) -> PyTree:
     return getattr(model, "_replicax_strategy", None)
 
 
-def _run(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+def _run(
+    original: Original, model: keras.Model, *args: PyTree, **kwargs: PyTree
+) -> PyTree:
     """A method of a model that runs steps, by the loop of this package."""
     name = original.__name__
     session = session_of(model)
@@ -142,10 +151,10 @@ def _run(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     # Validation is a part of `fit`.
     called = current_call() if kwargs.get("_use_cached_eval_dataset") else name
 
-    def call() -> Any:
+    def call() -> PyTree:
         return method(model, strategy, *args, **kwargs)
 
-    def run() -> Any:
+    def run() -> PyTree:
         if name not in _WITH_DATA:
             return called_in(strategy, call, (called, model))
         # Shuffling depends on it.
@@ -165,14 +174,14 @@ def _run(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         raise interrupt from None
 
 
-def _default_strategy() -> Any:
+def _default_strategy() -> PyTree:
     # Here, as it is above this folder, and needed by few.
     from replicax.strategies.current import get_strategy
 
     return get_strategy()
 
 
-def _refuse_scope(original: Any, model: Any) -> None:
+def _refuse_scope(original: Original, model: keras.Model) -> None:
     scope = current_strategy()
     if scope is not None:
         raise ContextError(
@@ -182,7 +191,7 @@ def _refuse_scope(original: Any, model: Any) -> None:
         )
 
 
-def _wants_loop(*arguments: Any) -> bool:
+def _wants_loop(*arguments: PyTree) -> bool:
     """Whether `fit` of a model without a strategy has a callback of this package."""
     if os.environ.get(REPORT):
         return True
@@ -194,7 +203,9 @@ def _wants_loop(*arguments: Any) -> bool:
     )
 
 
-def _compile(original: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+def _compile(
+    original: Original, model: keras.Model, *args: PyTree, **kwargs: PyTree
+) -> None:
     forget_steps(model)
     strategy = _strategy_of(model)
     if strategy is None:
@@ -206,7 +217,9 @@ def _compile(original: Any, model: Any, *args: Any, **kwargs: Any) -> None:
     )
 
 
-def _described(original: Any, model: Any, args: Any, kwargs: Any) -> str:
+def _described(
+    original: Original, model: keras.Model, args: PyTree, kwargs: PyTree
+) -> str:
     """A call of a model as other workers make it: with the arguments that count."""
     try:
         given = inspect.signature(original).bind(model, *args, **kwargs).arguments
@@ -217,18 +230,18 @@ def _described(original: Any, model: Any, args: Any, kwargs: Any) -> str:
     return f"{type(model).__name__}.{original.__name__}({listed})"
 
 
-def _has_foreign(tree: Any) -> bool:
+def _has_foreign(tree: PyTree) -> bool:
     return any(map(is_foreign, jax.tree.leaves(tree)))
 
 
 def _compute_loss_and_updates(
-    original: Any,
-    model: Any,
-    trainable_variables: Any,
-    non_trainable_variables: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+    original: Original,
+    model: keras.Model,
+    trainable_variables: PyTree,
+    non_trainable_variables: PyTree,
+    *args: PyTree,
+    **kwargs: PyTree,
+) -> PyTree:
     if not replicas_hold_blocks():
         return original(
             model, trainable_variables, non_trainable_variables, *args, **kwargs
@@ -236,7 +249,7 @@ def _compute_loss_and_updates(
     wholes = [primal_of(x) for x in [*trainable_variables, *non_trainable_variables]]
     num = len(trainable_variables)
 
-    def run(values: list[Any]) -> Any:
+    def run(values: list[PyTree]) -> PyTree:
         values = gathered_here(values, wholes)
         result = original(model, values[:num], values[num:], *args, **kwargs)
         return result, masks_of(result)
@@ -247,8 +260,8 @@ def _compute_loss_and_updates(
     return result
 
 
-def _in_replica(replacement: Callable[..., Any]) -> Callable[..., Any]:
-    def hook(original: Any, *args: Any, **kwargs: Any) -> Any:
+def _in_replica(replacement: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    def hook(original: Original, *args: PyTree, **kwargs: PyTree) -> PyTree:
         context = current_context()
         if context is None:
             return original(*args, **kwargs)
@@ -258,7 +271,11 @@ def _in_replica(replacement: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _init_batch_normalization(
-    original: Any, layer: Any, *args: Any, synchronized: bool = False, **kwargs: Any
+    original: Original,
+    layer: keras.Layer,
+    *args: PyTree,
+    synchronized: bool = False,
+    **kwargs: PyTree,
 ) -> None:
     # Keras refuses `synchronized=True` on JAX, where `_moments` now serves it.
     original(layer, *args, **kwargs)
@@ -266,8 +283,12 @@ def _init_batch_normalization(
 
 
 def _add_batch_statistic(
-    original: Any, layer: Any, *args: Any, trainable: bool = True, **kwargs: Any
-) -> Any:
+    original: Original,
+    layer: keras.Layer,
+    *args: PyTree,
+    trainable: bool = True,
+    **kwargs: PyTree,
+) -> PyTree:
     # Keras declares no aggregation for moving statistics, though each replica has its
     # own.
     if not trainable:
@@ -276,14 +297,14 @@ def _add_batch_statistic(
 
 
 def _add_foreign_state(
-    original: Any,
-    layer: Any,
-    shape: Any = None,
-    *args: Any,
-    dtype: Any = None,
+    original: Original,
+    layer: keras.Layer,
+    shape: PyTree = None,
+    *args: PyTree,
+    dtype: DTypeLike | None = None,
     trainable: bool = True,
-    **kwargs: Any,
-) -> Any:
+    **kwargs: PyTree,
+) -> PyTree:
     # What another library keeps, such as Flax' `batch_stats`: each replica has its own
     # statistics. Numbers that are counted, and keys, have no mean.
     is_float = dtype is None or jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
@@ -292,7 +313,9 @@ def _add_foreign_state(
     return original(layer, shape, *args, dtype=dtype, trainable=trainable, **kwargs)
 
 
-def _initialize_foreign(original: Any, layer: Any, input_shape: Any) -> None:
+def _initialize_foreign(
+    original: Original, layer: keras.Layer, input_shape: PyTree
+) -> None:
     # Keras asks TensorFlow whether this is one of its traces, and fails without it.
     tensorflow = jax_layer.tf
     if current_strategy() is None or tensorflow.available:
@@ -306,8 +329,12 @@ def _initialize_foreign(original: Any, layer: Any, input_shape: Any) -> None:
 
 
 def _moments(
-    original: Any, x: Any, axes: Any, keepdims: bool = False, synchronized: bool = False
-) -> Any:
+    original: Original,
+    x: PyTree,
+    axes: PyTree,
+    keepdims: bool = False,
+    synchronized: bool = False,
+) -> PyTree:
     mean, variance = original(x, axes, keepdims=keepdims)
     context = current_context()
     if synchronized and context is not None:
@@ -315,7 +342,7 @@ def _moments(
     return mean, variance
 
 
-def _sparse_batch(original: Any, array: Any) -> Any:
+def _sparse_batch(original: Original, array: PyTree) -> PyTree:
     # Keras makes JAX arrays of it, by programs that are compiled anew for each number
     # of entries.
     if current_strategy() is None:
@@ -324,7 +351,7 @@ def _sparse_batch(original: Any, array: Any) -> Any:
     return rows.padded(rows.num_entries)
 
 
-def _to_backend_device(original: Any, device_name: Any) -> Any:
+def _to_backend_device(original: Original, device_name: PyTree) -> PyTree:
     # Keras takes the first device of a kind in the whole cluster. Where data are made
     # (`keras.device("cpu")`, images by Grain), that would be another worker's memory.
     if isinstance(device_name, str) and ":" not in device_name:
@@ -332,7 +359,7 @@ def _to_backend_device(original: Any, device_name: Any) -> Any:
     return original(device_name)
 
 
-_HOOKS: Mapping[str, tuple[Callable[..., Any], ...]] = {
+_HOOKS: Mapping[str, tuple[Callable[..., PyTree], ...]] = {
     "JaxVariable._initialize": (_initialize,),
     "JaxVariable._direct_assign": (_direct_assign,),
     "KerasVariable.__array__": (_on_host,),

@@ -1,7 +1,5 @@
 """What a call of a model shows of an interrupt: where it was, in the user's lines."""
 
-from typing import Any
-
 import keras
 
 from replicax._util.interrupts import shortened
@@ -42,13 +40,15 @@ def _interrupt_of(error: BaseException) -> KeyboardInterrupt | None:
     return context if isinstance(context, KeyboardInterrupt) else None
 
 
-def say_where(error: KeyboardInterrupt, model: Any, session: FitSession) -> None:
+def say_where(
+    error: KeyboardInterrupt, model: keras.Model, session: FitSession
+) -> None:
     """Give an interrupt of `fit` the step that training is at as its message."""
     if not error.args:
         error.args = (f"interrupted in fit{_progress(model, session)}",)
 
 
-def _progress(model: Any, session: FitSession) -> str:
+def _progress(model: keras.Model, session: FitSession) -> str:
     """How far training is, if that can be known without a wait for others."""
     members = workers.current()
     if members.watch is not None:

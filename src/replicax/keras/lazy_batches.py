@@ -6,20 +6,21 @@ ranges of rows until those of a whole execution are cut out at once.
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import jax
 import keras
 import numpy as np
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
+from replicax._util.types import PyTree
 from replicax.engine.row_arrays import RowArray, as_rows
 from replicax.engine.sparse_rows import is_sparse
+from replicax.keras.data_adapter import DataAdapterLike
 
 __all__ = ["LazyBatch", "batch_of", "inputs_of", "is_array_adapter", "make_lazy"]
 
 
-def is_array_adapter(adapter: Any) -> bool:
+def is_array_adapter(adapter: DataAdapterLike) -> bool:
     """Whether the data are arrays in memory."""
     return isinstance(adapter, ArrayDataAdapter)
 
@@ -34,7 +35,7 @@ class LazyBatch:
 
     __slots__ = ("_cut", "indices")
 
-    def __init__(self, cut: Callable[[Any], Any], indices: Any) -> None:
+    def __init__(self, cut: Callable[[PyTree], PyTree], indices: PyTree) -> None:
         self._cut = cut
         self.indices = indices
 
@@ -43,7 +44,7 @@ class LazyBatch:
             return self.indices.stop - self.indices.start
         return len(self.indices)
 
-    def batch(self) -> Any:
+    def batch(self) -> PyTree:
         """The batch."""
         return self._cut(self.indices)
 
@@ -61,7 +62,7 @@ class LazyBatch:
         return LazyBatch(self._cut, slice(self.indices.start, everything[-1].stop))
 
 
-def make_lazy(adapter: Any) -> None:
+def make_lazy(adapter: PyTree) -> None:
     """Have the adapter of arrays in memory give `LazyBatch` in place of batches.
 
     The order of the rows stays. Nothing happens to other adapters.
@@ -71,12 +72,12 @@ def make_lazy(adapter: Any) -> None:
     draw = adapter._get_iterator
 
     def make_rows(
-        slice_and_convert: Callable[..., Any], inputs: Any
+        slice_and_convert: Callable[..., PyTree], inputs: PyTree
     ) -> Iterator[LazyBatch]:
         flat, structure = jax.tree.flatten(inputs)
         flat = [_rows_of(x) for x in flat]
 
-        def cut(indices: Any) -> Any:
+        def cut(indices: PyTree) -> PyTree:
             rows = [
                 x[indices]
                 if isinstance(x, RowArray)
@@ -94,7 +95,7 @@ def make_lazy(adapter: Any) -> None:
     adapter._get_iterator = make_rows
 
 
-def _rows_of(sliceable: Any) -> Any:
+def _rows_of(sliceable: PyTree) -> PyTree:
     """A sparse array among Keras' sliceables as a row array, anything else as it is.
 
     Keras would make JAX arrays of each batch, of another shape each time.
@@ -104,12 +105,12 @@ def _rows_of(sliceable: Any) -> Any:
     return as_rows(array) if is_sparse(array) else sliceable
 
 
-def batch_of(batch: Any) -> Any:
+def batch_of(batch: PyTree) -> PyTree:
     """A batch that may be `LazyBatch`."""
     return batch.batch() if isinstance(batch, LazyBatch) else batch
 
 
-def inputs_of(batch: Any) -> Any:
+def inputs_of(batch: PyTree) -> PyTree:
     """A batch without targets and weights, which nobody reads in `predict`."""
     if isinstance(batch, LazyBatch):
         return batch

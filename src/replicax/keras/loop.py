@@ -7,20 +7,22 @@ callback or after an interrupt, finds that of the last step that was made.
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import jax
 import keras
 import numpy as np
 
 from replicax._private import keras as internals
+from replicax._util.types import PyTree
 from replicax._util.waiting import Announced
+from replicax.engine.protocols import StrategyLike
 from replicax.engine.row_arrays import whole
 from replicax.engine.scope import current_call
 from replicax.keras import building, interrupted
 from replicax.keras.adapters import adapter_of, uncounted
 from replicax.keras.batches import place
+from replicax.keras.data_adapter import DataAdapterLike
 from replicax.keras.epochs import Epochs
 from replicax.keras.recorder import Recorder
 from replicax.keras.session import (
@@ -44,25 +46,25 @@ __all__ = [
 
 
 def fit(
-    model: Any,
-    strategy: Any,
-    x: Any = None,
-    y: Any = None,
+    model: keras.Model,
+    strategy: StrategyLike,
+    x: PyTree = None,
+    y: PyTree = None,
     batch_size: int | None = None,
     epochs: int = 1,
-    verbose: Any = "auto",
-    callbacks: Any = None,
+    verbose: str | int = "auto",
+    callbacks: PyTree = None,
     validation_split: float = 0.0,
-    validation_data: Any = None,
-    shuffle: Any = True,
-    class_weight: Any = None,
-    sample_weight: Any = None,
+    validation_data: PyTree = None,
+    shuffle: bool | str = True,
+    class_weight: Mapping[int, float] | None = None,
+    sample_weight: PyTree = None,
     initial_epoch: int = 0,
     steps_per_epoch: int | None = None,
     validation_steps: int | None = None,
     validation_batch_size: int | None = None,
-    validation_freq: Any = 1,
-) -> Any:
+    validation_freq: int | Collection[int] = 1,
+) -> PyTree:
     """`model.fit` on a strategy's replicas; arguments and result are those of Keras."""
     _require_compiled(model, "fit")
     most = keras.config.max_epochs()
@@ -70,7 +72,7 @@ def fit(
         warnings.warn(f"Limiting epochs to {most}", stacklevel=2)
         epochs = most
     if validation_split and validation_data is None:
-        split: Any = internals.train_validation_split(
+        split: PyTree = internals.train_validation_split(
             (x, y, sample_weight), validation_split
         )
         (x, y, sample_weight), validation_data = split
@@ -134,13 +136,13 @@ class _Validation:
 
     def __init__(
         self,
-        x: Any,
-        y: Any,
-        sample_weight: Any,
+        x: PyTree,
+        y: PyTree,
+        sample_weight: PyTree,
         *,
         batch_size: int | None,
         steps: int | None,
-        freq: Any,
+        freq: int | Collection[int],
     ) -> None:
         self._data = {"x": x, "y": y, "sample_weight": sample_weight}
         self._sizes = {"batch_size": batch_size, "steps": steps}
@@ -158,7 +160,9 @@ class _Validation:
             f"{type(self._freq).__name__}."
         )
 
-    def run(self, model: Any, session: FitSession, callbacks: Any) -> dict[str, Any]:
+    def run(
+        self, model: keras.Model, session: FitSession, callbacks: PyTree
+    ) -> dict[str, PyTree]:
         """Evaluate, by the model's own method; returns logs with `val_` in front."""
         if session.validation is None:  # The same data in each epoch.
             adapter = adapter_of(
@@ -171,7 +175,8 @@ class _Validation:
                 model, session.strategy, adapter, self._sizes["steps"]
             )
             session.callback(session.validation.close)
-        logs = model.evaluate(
+        evaluate: Callable[..., dict[str, PyTree]] = model.evaluate
+        logs = evaluate(
             **self._data,
             **self._sizes,
             callbacks=callbacks,
@@ -193,21 +198,21 @@ class _Fit:
 
     def __init__(
         self,
-        model: Any,
+        model: keras.Model,
         session: FitSession,
-        callbacks: Any,
+        callbacks: PyTree,
         validation: _Validation | None,
     ) -> None:
         self._model = model
         self._session = session
         self._callbacks = callbacks
         self._validation = validation
-        self._logs: Any = None
+        self._logs: PyTree = None
 
     def train(self, first: int, end: int) -> None:
         """Train the epochs from `first` to `end`, or to where somebody stops it."""
         model, session, callbacks = self._model, self._session, self._callbacks
-        logs: Mapping[str, Any] = {}
+        logs: Mapping[str, PyTree] = {}
         model.stop_training = False
         callbacks.on_train_begin()
         for callback in late_callbacks(callbacks.callbacks):
@@ -226,7 +231,7 @@ class _Fit:
                 optimizer.finalize_variable_values(model.trainable_weights)
         callbacks.on_train_end(logs=logs)
 
-    def _epoch(self, epoch: int) -> dict[str, Any]:
+    def _epoch(self, epoch: int) -> dict[str, PyTree]:
         model, session, callbacks = self._model, self._session, self._callbacks
         model.reset_metrics()
         callbacks.on_epoch_begin(epoch)
@@ -250,7 +255,7 @@ class _Fit:
             session.work.after_epoch()
         return logs
 
-    def _end_steps(self) -> Any:
+    def _end_steps(self) -> PyTree:
         """The logs of the epoch's last step."""
         model, session = self._model, self._session
         is_over = session.work is not None and session.work.end_epoch()
@@ -266,18 +271,18 @@ class _Fit:
 
 
 def evaluate(
-    model: Any,
-    strategy: Any,
-    x: Any = None,
-    y: Any = None,
+    model: keras.Model,
+    strategy: StrategyLike,
+    x: PyTree = None,
+    y: PyTree = None,
     batch_size: int | None = None,
-    verbose: Any = "auto",
-    sample_weight: Any = None,
+    verbose: str | int = "auto",
+    sample_weight: PyTree = None,
     steps: int | None = None,
-    callbacks: Any = None,
+    callbacks: PyTree = None,
     return_dict: bool = False,
-    **kwargs: Any,
-) -> Any:
+    **kwargs: PyTree,
+) -> PyTree:
     """`model.evaluate` on a strategy's replicas, as Keras has it."""
     _require_compiled(model, "evaluate")
     session = session_of(model)
@@ -300,7 +305,7 @@ def evaluate(
         model.stop_evaluating = False
         callbacks.on_test_begin()
         model.reset_metrics()
-        last: Any = {}
+        last: PyTree = {}
         for results in _executions(model, data, run, callbacks, "test"):
             last = results
         logs = internals.pythonify_logs(_results(model, last))
@@ -312,14 +317,14 @@ def evaluate(
 
 
 def predict(
-    model: Any,
-    strategy: Any,
-    x: Any,
+    model: keras.Model,
+    strategy: StrategyLike,
+    x: PyTree,
     batch_size: int | None = None,
-    verbose: Any = "auto",
+    verbose: str | int = "auto",
     steps: int | None = None,
-    callbacks: Any = None,
-) -> Any:
+    callbacks: PyTree = None,
+) -> PyTree:
     """`model.predict` on a strategy's replicas, as Keras has it."""
     adapter = adapter_of(x, batch_size=batch_size, steps_per_epoch=steps)
     data = _epochs(model, strategy, adapter, steps, only_inputs=ignores_targets(model))
@@ -352,13 +357,13 @@ _FLAGS = {
 
 
 def _executions(
-    model: Any,
+    model: keras.Model,
     source: StepSource,
     steps: Steps,
-    callbacks: Any,
+    callbacks: PyTree,
     kind: str,
     recorder: Recorder | None = None,
-) -> Iterator[Any]:
+) -> Iterator[PyTree]:
     """Make the steps of one epoch; yields the results of each execution."""
     begin = _heard(callbacks, kind, "begin")
     end = _heard(callbacks, kind, "end")
@@ -381,7 +386,7 @@ def _executions(
             return
 
 
-def _heard(callbacks: Any, kind: str, when: str) -> Callable[..., None] | None:
+def _heard(callbacks: PyTree, kind: str, when: str) -> Callable[..., None] | None:
     """What to call around a batch; None where no callback would do anything.
 
     Keras hands the logs of each batch to a thread all the same, which reads them: half
@@ -392,14 +397,14 @@ def _heard(callbacks: Any, kind: str, when: str) -> Callable[..., None] | None:
 
 
 def train_on_batch(
-    model: Any,
-    strategy: Any,
-    x: Any,
-    y: Any = None,
-    sample_weight: Any = None,
-    class_weight: Any = None,
+    model: keras.Model,
+    strategy: StrategyLike,
+    x: PyTree,
+    y: PyTree = None,
+    sample_weight: PyTree = None,
+    class_weight: Mapping[int, float] | None = None,
     return_dict: bool = False,
-) -> Any:
+) -> PyTree:
     """`model.train_on_batch` on a strategy's replicas, as Keras has it."""
     _require_compiled(model, "train_on_batch")
     if class_weight is not None:
@@ -415,20 +420,20 @@ def train_on_batch(
 
 
 def test_on_batch(
-    model: Any,
-    strategy: Any,
-    x: Any,
-    y: Any = None,
-    sample_weight: Any = None,
+    model: keras.Model,
+    strategy: StrategyLike,
+    x: PyTree,
+    y: PyTree = None,
+    sample_weight: PyTree = None,
     return_dict: bool = False,
-) -> Any:
+) -> PyTree:
     """`model.test_on_batch` on a strategy's replicas, as Keras has it."""
     _require_compiled(model, "test_on_batch")
     logs = _on_batch(model, strategy, "test", (x, y, sample_weight))
     return _batch_logs(model, logs, return_dict)
 
 
-def predict_on_batch(model: Any, strategy: Any, x: Any) -> Any:
+def predict_on_batch(model: keras.Model, strategy: StrategyLike, x: PyTree) -> PyTree:
     """`model.predict_on_batch` on a strategy's replicas, as Keras has it."""
     if not _is_built(model):
         with keras.StatelessScope():
@@ -437,7 +442,9 @@ def predict_on_batch(model: Any, strategy: Any, x: Any) -> Any:
     return jax.tree.map(np.array, steps_of(model, strategy, "predict")([batch]))
 
 
-def _on_batch(model: Any, strategy: Any, kind: str, data: Any) -> Any:
+def _on_batch(
+    model: keras.Model, strategy: StrategyLike, kind: str, data: PyTree
+) -> PyTree:
     data = jax.tree.map(lambda a: a if hasattr(a, "dtype") else np.asarray(a), data)
     _build(model, strategy, kind, None, jax.tree.map(whole, data))
     model.reset_metrics()
@@ -447,12 +454,12 @@ def _on_batch(model: Any, strategy: Any, kind: str, data: Any) -> Any:
     return steps_of(model, strategy, kind)([batch])
 
 
-def _batch_logs(model: Any, logs: Any, return_dict: bool) -> Any:
+def _batch_logs(model: keras.Model, logs: PyTree, return_dict: bool) -> PyTree:
     logs = internals.pythonify_logs(logs)
     return logs if return_dict else internals.metrics_in_order(model, logs)
 
 
-def _require_compiled(model: Any, name: str) -> None:
+def _require_compiled(model: keras.Model, name: str) -> None:
     if not model.compiled:
         raise ValueError(
             f"You must call `compile()` before calling `{name}()`: model "
@@ -461,9 +468,9 @@ def _require_compiled(model: Any, name: str) -> None:
 
 
 def _epochs(
-    model: Any,
-    strategy: Any,
-    adapter: Any,
+    model: keras.Model,
+    strategy: StrategyLike,
+    adapter: DataAdapterLike,
     steps_per_epoch: int | None,
     *,
     only_inputs: bool = False,
@@ -477,19 +484,23 @@ def _epochs(
     )
 
 
-def _without_data(model: Any) -> ValueError:
+def _without_data(model: keras.Model) -> ValueError:
     return ValueError(
         f"{current_call()}: the data for model {model.name!r} have no batches. Give at "
         "least one."
     )
 
 
-def _is_built(model: Any) -> bool:
+def _is_built(model: keras.Model) -> bool:
     return all(layer.built for layer in internals.layers_of(model))
 
 
 def _build(
-    model: Any, strategy: Any, kind: str, data: Epochs | None, batch: Any = None
+    model: keras.Model,
+    strategy: StrategyLike,
+    kind: str,
+    data: Epochs | None,
+    batch: PyTree = None,
 ) -> None:
     """Have the variables of model, losses, metrics and optimizer there."""
     adapter = None if data is None else data.adapter
@@ -504,14 +515,14 @@ def _build(
 
 
 def _callback_list(
-    model: Any,
-    callbacks: Any,
-    verbose: Any,
+    model: keras.Model,
+    callbacks: PyTree,
+    verbose: str | int,
     data: Epochs,
     *,
     epochs: int = 1,
     add_history: bool = False,
-) -> Any:
+) -> PyTree:
     if isinstance(callbacks, keras.callbacks.CallbackList):
         return callbacks
     return keras.callbacks.CallbackList(
@@ -525,7 +536,7 @@ def _callback_list(
     )
 
 
-def _results(model: Any, logs: Any) -> Any:
+def _results(model: keras.Model, logs: PyTree) -> PyTree:
     """The metrics' results, where the step's logs are those of the metrics."""
     results = model.get_metrics_result()
     same = isinstance(logs, dict) and set(logs) == set(results)

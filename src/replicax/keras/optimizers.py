@@ -5,11 +5,14 @@ Installed by `hooks`, as `_private.wraps` says. Tested with Keras 3.14 to 3.15.
 
 import inspect
 import threading
-from typing import Any
 
+import keras
 from keras.src.backend.common.name_scope import name_scope
 
 from replicax._private.keras import current_scope, set_reference, trained_by
+from replicax._private.wraps import Original
+from replicax._util.types import PyTree
+from replicax.engine.replica import ReplicaContext
 from replicax.engine.scope import current_context, current_strategy
 from replicax.engine.variables import ChildScope, PendingValue, Update, ValueScope
 from replicax.errors import ContextError
@@ -25,8 +28,11 @@ __all__ = [
 
 
 def apply(
-    original: Any, optimizer: Any, grads: Any, trainable_variables: Any = None
-) -> Any:
+    original: Original,
+    optimizer: keras.Optimizer,
+    grads: PyTree,
+    trainable_variables: PyTree = None,
+) -> PyTree:
     """`optimizer.apply` inside a replica function: the seam."""
     context = current_context()
     if context is None:
@@ -49,12 +55,12 @@ def apply(
     return result
 
 
-def _changed(optimizer: Any, variables: Any) -> list[Any]:
+def _changed(optimizer: keras.Optimizer, variables: PyTree) -> list[PyTree]:
     trained = trained_by(optimizer) if variables is None else variables
     return Update(optimizer, tuple(trained), "").changed
 
 
-def _divides(context: Any) -> bool:
+def _divides(context: ReplicaContext) -> bool:
     """Whether each replica is to make a part of an update that begins here.
 
     While variables are discovered it makes the whole, which touches the same ones.
@@ -67,14 +73,18 @@ def _divides(context: Any) -> bool:
 
 
 def _divide(
-    original: Any, context: Any, optimizer: Any, grads: list[Any], variables: Any
+    original: Original,
+    context: ReplicaContext,
+    optimizer: keras.Optimizer,
+    grads: list[PyTree],
+    variables: PyTree,
 ) -> None:
     """`optimizer.apply` where each replica makes a part of the update."""
     trained = trained_by(optimizer) if variables is None else variables
     changed = _changed(optimizer, trained)
     outer = current_scope()
 
-    def make(values: list[Any], grads: list[Any]) -> list[Any]:
+    def make(values: list[PyTree], grads: list[PyTree]) -> list[PyTree]:
         with ChildScope(outer, dict(zip(map(id, changed), values, strict=True))) as own:
             original(optimizer, grads, variables)
             written = {id(v) for v, _ in own.updates()}
@@ -94,7 +104,12 @@ def _divide(
             variable.assign(value)
 
 
-def _defer(context: Any, optimizer: Any, grads: Any, variables: Any) -> Any:
+def _defer(
+    context: ReplicaContext,
+    optimizer: keras.Optimizer,
+    grads: PyTree,
+    variables: PyTree,
+) -> PyTree:
     grads = list(grads)
     if not optimizer.built:
         if variables is None:
@@ -115,8 +130,11 @@ def _defer(context: Any, optimizer: Any, grads: Any, variables: Any) -> Any:
 
 
 def apply_with_loss_scale(
-    original: Any, optimizer: Any, grads: Any, trainable_variables: Any = None
-) -> Any:
+    original: Original,
+    optimizer: keras.Optimizer,
+    grads: PyTree,
+    trainable_variables: PyTree = None,
+) -> PyTree:
     """The same of a loss-scaling optimizer, which decides before it applies."""
     context = current_context()
     if context is not None and context.defers_updates:
@@ -140,12 +158,12 @@ def apply_with_loss_scale(
 
 
 def stateless_apply(
-    original: Any,
-    optimizer: Any,
-    optimizer_variables: Any,
-    grads: Any,
-    trainable_variables: Any,
-) -> Any:
+    original: Original,
+    optimizer: keras.Optimizer,
+    optimizer_variables: PyTree,
+    grads: PyTree,
+    trainable_variables: PyTree,
+) -> PyTree:
     """`optimizer.stateless_apply` inside a replica function: the seam."""
     context = current_context()
     if context is None:
@@ -163,7 +181,7 @@ def stateless_apply(
     if _divides(context):
         num = len(trainable_variables)
 
-        def make(values: list[Any], grads: list[Any]) -> list[Any]:
+        def make(values: list[PyTree], grads: list[PyTree]) -> list[PyTree]:
             trained, state = original(optimizer, values[num:], grads, values[:num])
             return [*trained, *state]
 
@@ -182,7 +200,7 @@ def stateless_apply(
     )
 
 
-def _require_current(variables: Any, values: Any) -> None:
+def _require_current(variables: PyTree, values: PyTree) -> None:
     """Refuse values of one's own: the update will be made on the stored ones."""
     scope = current_scope()
     if not isinstance(scope, ValueScope):
@@ -207,8 +225,12 @@ _reference = _Reference()
 
 
 def add_slot(
-    original: Any, optimizer: Any, reference_variable: Any, *args: Any, **kwargs: Any
-) -> Any:
+    original: Original,
+    optimizer: keras.Optimizer,
+    reference_variable: PyTree,
+    *args: PyTree,
+    **kwargs: PyTree,
+) -> PyTree:
     """A slot, where slots are variables of this process; else None."""
     strategy = current_strategy()
     if strategy is None:
@@ -223,8 +245,12 @@ def add_slot(
 
 
 def add_variable(
-    original: Any, optimizer: Any, shape: Any, *args: Any, **kwargs: Any
-) -> Any:
+    original: Original,
+    optimizer: keras.Optimizer,
+    shape: PyTree,
+    *args: PyTree,
+    **kwargs: PyTree,
+) -> PyTree:
     """A variable of an optimizer, laid out as the strategy says."""
     strategy = current_strategy()
     if strategy is None:
@@ -240,7 +266,7 @@ def add_variable(
     return variable
 
 
-def finalize(original: Any, optimizer: Any, var_list: Any) -> None:
+def finalize(original: Original, optimizer: keras.Optimizer, var_list: PyTree) -> None:
     """Weight averages become weights, or servers do it."""
     strategy = current_strategy()
     if strategy is not None and not strategy.keeps_slots:
@@ -249,7 +275,7 @@ def finalize(original: Any, optimizer: Any, var_list: Any) -> None:
     original(optimizer, var_list)
 
 
-def _refuse_overwriting_gradients(variables: Any) -> None:
+def _refuse_overwriting_gradients(variables: PyTree) -> None:
     for variable in variables:
         if getattr(variable, "overwrite_with_gradient", False):
             raise NotImplementedError(

@@ -11,9 +11,10 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
+
+from replicax._util.types import PyTree
 
 __all__ = ["Recorder", "Tally"]
 
@@ -67,16 +68,16 @@ class Recorder:
         mark_every_s: float | None = None,
     ) -> None:
         self.tally = Tally()
-        self.logs: Any = None
-        self._marked: Any = None  # Logs of the execution at the last mark.
+        self.logs: PyTree = None
+        self._marked: PyTree = None  # Logs of the execution at the last mark.
         self._on_mark = on_mark
         self._mark_every_s = _MARK_EVERY_S if mark_every_s is None else mark_every_s
         self._began = time.perf_counter()
         self._next_mark = self._began + self._mark_every_s
-        self._last: Any = None  # A result of the last execution.
+        self._last: PyTree = None  # A result of the last execution.
         self._executed = 0, 0  # Steps and examples of the executions in `tally`.
         self._steps_s: float | None = None
-        self._seen: set[Any] = set()
+        self._seen: set[PyTree] = set()
         # Since when, and after which waits, an execution is on its way that compiles.
         self._first: tuple[float, float] | None = None
         self._elsewhere_s = 0.0
@@ -116,7 +117,9 @@ class Recorder:
         self._elsewhere_s = 0.0
         return time.perf_counter()
 
-    def end_input(self, began: float, shapes: Any, steps: int, examples: int) -> None:
+    def end_input(
+        self, began: float, shapes: PyTree, steps: int, examples: int
+    ) -> None:
         """It has the batch.
 
         Args:
@@ -152,7 +155,7 @@ class Recorder:
             self.tally.waits_s += took
             self._elsewhere_s += took
 
-    def end_execution(self, logs: Any) -> None:
+    def end_execution(self, logs: PyTree) -> None:
         """An execution was started.
 
         Args:
@@ -170,7 +173,7 @@ class Recorder:
         if time.perf_counter() >= self._next_mark:
             self._mark(logs)
 
-    def _mark(self, logs: Any) -> None:
+    def _mark(self, logs: PyTree) -> None:
         if _is_ready(_array_of(self._marked)):
             self.logs = self._marked
         self._marked = logs
@@ -190,14 +193,14 @@ class Recorder:
         tally.first_s += max(0.0, took)
 
 
-def _array_of(logs: Any) -> Any:
+def _array_of(logs: PyTree) -> PyTree:
     """One of a step's results, for all of them come at once; None: there is none."""
     if isinstance(logs, dict):
         logs = next(iter(logs.values()), None)
     return logs if hasattr(logs, "is_ready") else None
 
 
-def _is_ready(array: Any) -> bool:
+def _is_ready(array: PyTree) -> bool:
     try:
         return array is None or array.is_ready()
     except RuntimeError:  # It failed, or was given away; the next step tells.

@@ -11,10 +11,11 @@ not summed, shares are multiplied by the number of replicas.
 
 import functools
 import logging
-from typing import Any
 
 from keras import ops
 
+from replicax._private.wraps import Original
+from replicax._util.types import PyTree
 from replicax.engine.replica import ReplicaContext
 
 __all__ = ["apply_mask", "reduce_values", "synchronized_moments"]
@@ -24,11 +25,11 @@ _logger = logging.getLogger("replicax")
 
 def reduce_values(
     context: ReplicaContext,
-    original: Any,
-    values: Any,
-    sample_weight: Any = None,
+    original: Original,
+    values: PyTree,
+    sample_weight: PyTree = None,
     reduction: str | None = "sum_over_batch_size",
-) -> Any:
+) -> PyTree:
     """Keras' reduction of weighted per-example losses, with a global divisor.
 
     (Keras: `keras.src.losses.loss.reduce_values`, whose scaling for `tf.distribute`
@@ -36,7 +37,7 @@ def reduce_values(
     """
     if reduction in (None, "none") or tuple(values.shape) in ((), (0,)):
         return original(values, sample_weight, reduction)
-    total: Any = ops.sum(values)
+    total: PyTree = ops.sum(values)
     total = total * context.loss_scale
     if reduction == "sum":
         return total
@@ -50,19 +51,19 @@ def reduce_values(
 
 def apply_mask(
     context: ReplicaContext,
-    original: Any,
-    sample_weight: Any,
-    mask: Any,
-    dtype: Any,
+    original: Original,
+    sample_weight: PyTree,
+    mask: PyTree,
+    dtype: object,
     reduction: str | None,
-) -> Any:
+) -> PyTree:
     """Keras' weights for masked values, with the global share of unmasked ones."""
     if mask is None or reduction not in ("mean", "sum_over_batch_size"):
         return original(sample_weight, mask, dtype, reduction)
     _note_part_of_count(context, "the number of its unmasked values")
     # Keras gives unmasked values the weight total / valid, counted on this replica.
     valid = ops.sum(ops.cast(mask, dtype))
-    total: Any = ops.cast(mask.size, dtype)
+    total: PyTree = ops.cast(mask.size, dtype)
     weights = original(sample_weight, mask, dtype, reduction)
     local = ops.divide_no_nan(total, valid)
     globally = ops.divide_no_nan(total * context.num_counted, context.sum(valid))
@@ -88,8 +89,8 @@ def _log_part_of_count(strategy: str, what: str) -> None:
 
 
 def synchronized_moments(
-    context: ReplicaContext, mean: Any, variance: Any
-) -> tuple[Any, Any]:
+    context: ReplicaContext, mean: PyTree, variance: PyTree
+) -> tuple[PyTree, PyTree]:
     """Mean and variance over the global batch from each replica's own."""
     global_mean = context.mean(mean)
     # Variance inside the replicas plus variance of their means.

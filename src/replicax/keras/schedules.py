@@ -1,9 +1,9 @@
 """Learning rates for larger batches."""
 
-from typing import Any
-
 import keras
 from keras.optimizers.schedules import LearningRateSchedule
+
+from replicax._util.types import PyTree
 
 __all__ = ["LinearScalingWarmup"]
 
@@ -58,10 +58,10 @@ class LinearScalingWarmup(LearningRateSchedule):
         self.warmup_steps = warmup_steps
         self.after = after
 
-    def __call__(self, step: Any) -> Any:
+    def __call__(self, step: PyTree) -> PyTree:
         """The learning rate of `step`, an integer scalar from 0."""
-        now: Any = keras.ops.cast(step, "float32")
-        rate: Any = keras.ops.convert_to_tensor(self.learning_rate, "float32")
+        now: PyTree = keras.ops.cast(step, "float32")
+        rate: PyTree = keras.ops.convert_to_tensor(self.learning_rate, "float32")
         if self.after is not None:
             # It is evaluated during the ramp too: keep its step valid.
             rate = self.after(keras.ops.maximum(now - self.warmup_steps, 0.0))
@@ -72,7 +72,7 @@ class LinearScalingWarmup(LearningRateSchedule):
         ramp = self.learning_rate * growth
         return keras.ops.where(now < self.warmup_steps, ramp, full)
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> dict[str, PyTree]:
         """The constructor's arguments, ready for JSON."""
         return {
             "learning_rate": self.learning_rate,
@@ -82,7 +82,7 @@ class LinearScalingWarmup(LearningRateSchedule):
         }
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> "LinearScalingWarmup":
+    def from_config(cls, config: dict[str, PyTree]) -> "LinearScalingWarmup":
         """Make the schedule again from `get_config()`."""
         after = keras.saving.deserialize_keras_object(config["after"])
         return cls(**{**config, "after": after})

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Protocol
 
 import keras
 
-from replicax.engine.protocols import StepQueue
+from replicax.engine.protocols import StepQueue, StrategyLike
 from replicax.keras.batches import PlacedBatch
 from replicax.keras.epochs import Epochs
 from replicax.keras.recorder import Recorder
@@ -57,7 +57,7 @@ class FitSession(ExitStack):
         recorder: Who notes what the time goes into; None: nobody.
     """
 
-    def __init__(self, strategy: Any, first_epoch: int) -> None:
+    def __init__(self, strategy: StrategyLike, first_epoch: int) -> None:
         super().__init__()
         self.strategy = strategy
         self.first_epoch = first_epoch

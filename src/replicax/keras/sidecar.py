@@ -1,12 +1,12 @@
 """SidecarEvaluator: evaluates checkpoints while another process trains."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import keras
 
+from replicax._util.types import PyTree
 from replicax.checkpoint.evaluation import CheckpointWatch, append_evaluation
 from replicax.checkpoint.restore import write_existing
 from replicax.checkpoint.slots import bind
@@ -45,12 +45,12 @@ class SidecarEvaluator:
 
     def __init__(
         self,
-        model: Any,
-        data: Any,
+        model: keras.Model,
+        data: PyTree,
         checkpoint_dir: str | os.PathLike[str],
         steps: int | None = None,
         max_evaluations: int | None = None,
-        callbacks: Sequence[Any] | None = None,
+        callbacks: Sequence[PyTree] | None = None,
         *,
         log_dir: str | os.PathLike[str] | None = None,
         checkpoint_name: str = "ckpt",
@@ -95,7 +95,8 @@ class SidecarEvaluator:
 
     def _evaluate(self, path: str) -> None:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(self._data)
-        results = self._model.evaluate(
+        evaluate: Callable[..., dict[str, PyTree]] = self._model.evaluate
+        results = evaluate(
             x,
             y,
             sample_weight=sample_weight,

@@ -14,7 +14,6 @@ import json
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +22,10 @@ import keras
 from replicax._private import keras as internals
 from replicax._util.interrupts import raise_unheeded
 from replicax._util.signatures import positional_count
+from replicax._util.types import PyTree
 from replicax.engine.collectives import ReduceOp
 from replicax.engine.program import Program
+from replicax.engine.protocols import StrategyLike
 from replicax.engine.scope import required_context
 from replicax.engine.signature import Arguments
 from replicax.engine.step import Options, Outputs
@@ -57,13 +58,13 @@ class _KerasStep:
         written: Ids of the variables that the step was seen to assign.
     """
 
-    model: Any
+    model: keras.Model
     name: str
-    groups: Callable[[], list[list[Any]]]
+    groups: Callable[[], list[list[PyTree]]]
     outputs: Outputs
     written: set[int] = dataclasses.field(default_factory=set)
 
-    def program(self, strategy: Any, batch: PlacedBatch) -> Program:
+    def program(self, strategy: StrategyLike, batch: PlacedBatch) -> Program:
         """Compile the step for batches like `batch`.
 
         Args:
@@ -96,19 +97,19 @@ class _KerasStep:
         strategy.require_owned(program.variables, program.name)
         return program
 
-    def _facts(self) -> dict[str, Any]:
+    def _facts(self) -> dict[str, PyTree]:
         """What is not in the program's name and variables, yet makes a difference."""
         optimizer = getattr(self.model, "optimizer", None)
         if optimizer is None or self.name != "train_step":
             return {}
-        described: Any = keras.saving.serialize_keras_object(optimizer)
+        described: PyTree = keras.saving.serialize_keras_object(optimizer)
         facts = {"class_name": described["class_name"], **described["config"]}
         return {"the optimizer": json.loads(json.dumps(facts, default=str))}
 
     def replica_function(
-        self, step: Callable[..., Any], groups: list[list[Any]] | None
-    ) -> Callable[[Any], Any]:
-        def replica_step(data: Any) -> Any:
+        self, step: Callable[..., PyTree], groups: list[list[PyTree]] | None
+    ) -> Callable[[PyTree], PyTree]:
+        def replica_step(data: PyTree) -> PyTree:
             if groups is None:
                 result = step(data)
             else:
@@ -122,8 +123,8 @@ class _KerasStep:
         return replica_step
 
     def _stateless(
-        self, step: Callable[..., Any], groups: list[list[Any]], data: Any
-    ) -> Any:
+        self, step: Callable[..., PyTree], groups: list[list[PyTree]], data: PyTree
+    ) -> PyTree:
         """Run a step that takes and returns state on the variables themselves."""
         state = tuple([v.value for v in group] for group in groups)
         result, new_state = step(state, data)
@@ -135,7 +136,7 @@ class _KerasStep:
                     variable.assign(new)
         return result
 
-    def _final_logs(self, logs: Any) -> Any:
+    def _final_logs(self, logs: PyTree) -> PyTree:
         """Logs of the global batch: from the metrics, which count all replicas now.
 
         Whatever else a user's own step logs is averaged, a "loss" too that never went
@@ -152,7 +153,7 @@ class _KerasStep:
             for name, value in logs.items()
         }
 
-    def _metric_results(self) -> dict[str, Any]:
+    def _metric_results(self) -> dict[str, PyTree]:
         """The results of the metrics that the step updates."""
         results = {}
         for metric in self.model.metrics:
@@ -163,13 +164,13 @@ class _KerasStep:
         return results
 
 
-def ignores_targets(model: Any) -> bool:
+def ignores_targets(model: keras.Model) -> bool:
     """Whether `predict` has no use for targets and weights: its step is Keras' own."""
     step = getattr(model.predict_step, "__func__", None)
     return step is keras.Model.predict_step
 
 
-def takes_state(model: Any, name: str) -> bool:
+def takes_state(model: keras.Model, name: str) -> bool:
     """Whether a step is Keras' own for JAX, `step(state, data)`.
 
     The other form is that of tf.keras, `step(data)`, with a tape. A step of `*args`
@@ -193,7 +194,9 @@ def takes_state(model: Any, name: str) -> bool:
     return True
 
 
-def make_variables(model: Any, name: str, strategy: Any, data: Any) -> None:
+def make_variables(
+    model: keras.Model, name: str, strategy: StrategyLike, data: PyTree
+) -> None:
     """Trace a step with a tape on a batch, so that the variables it makes are there."""
     step = _KerasStep(model, name, list, Outputs.MIRRORED)
     batch = place(data, strategy.group)
@@ -206,7 +209,7 @@ def make_variables(model: Any, name: str, strategy: Any, data: Any) -> None:
     )
 
 
-def _of_other_optimizers(model: Any) -> list[Any]:
+def _of_other_optimizers(model: keras.Model) -> list[PyTree]:
     """The variables of optimizers that a model has beside the one that it compiles."""
     others = []
     for value in vars(model).values():
@@ -234,15 +237,17 @@ class Steps:
     def __init__(
         self,
         step: _KerasStep,
-        strategy: Any,
-        combine: Callable[[Sequence[Any], Sequence[PlacedBatch]], Any],
+        strategy: StrategyLike,
+        combine: Callable[[Sequence[PyTree], Sequence[PlacedBatch]], PyTree],
     ) -> None:
         _say_that_steps_are_compiled(step.model, strategy)
         self._step = step
         self._strategy = strategy
         self._combine = combine
-        self._of_groups: dict[Any, tuple[list[list[Any]], dict[Any, Program]]] = {}
-        self._programs: dict[Any, Program] = {}
+        self._of_groups: dict[
+            PyTree, tuple[list[list[PyTree]], dict[PyTree, Program]]
+        ] = {}
+        self._programs: dict[PyTree, Program] = {}
 
     @property
     def programs(self) -> list[Program]:
@@ -264,7 +269,7 @@ class Steps:
             program = self._programs[key] = self._step.program(self._strategy, batch)
         return program
 
-    def __call__(self, batches: Sequence[PlacedBatch]) -> Any:
+    def __call__(self, batches: Sequence[PlacedBatch]) -> PyTree:
         """Run an execution; the variables have its values then."""
         raise_unheeded()
         call = self._strategy.call
@@ -275,7 +280,7 @@ class Steps:
 _STEPS = "_replicax_steps"
 
 
-def steps_of(model: Any, strategy: Any, kind: str) -> Steps:
+def steps_of(model: keras.Model, strategy: StrategyLike, kind: str) -> Steps:
     """A model's steps of a kind, whose programs stay compiled between calls.
 
     Args:
@@ -284,15 +289,15 @@ def steps_of(model: Any, strategy: Any, kind: str) -> Steps:
         kind: `"train"`, `"test"` or `"predict"`.
     """
     # Not by `setattr`: Keras looks for layers in what a model is given.
-    kept = vars(model).setdefault(_STEPS, {})
+    kept = model.__dict__.setdefault(_STEPS, {})
     steps = kept.get((kind, strategy))
     if steps is None:
         steps = kept[kind, strategy] = _make_steps(model, strategy, kind)
     return steps.begin()
 
 
-def _make_steps(model: Any, strategy: Any, kind: str) -> Steps:
-    def groups() -> list[list[Any]]:
+def _make_steps(model: keras.Model, strategy: StrategyLike, kind: str) -> Steps:
+    def groups() -> list[list[PyTree]]:
         found = [model.trainable_variables, model.non_trainable_variables]
         if kind == "train":
             found.append(model.optimizer.variables)
@@ -306,26 +311,26 @@ def _make_steps(model: Any, strategy: Any, kind: str) -> Steps:
     return Steps(step, strategy, _rows if rows else _last)
 
 
-def forget_steps(model: Any) -> dict[Any, Steps]:
+def forget_steps(model: keras.Model) -> dict[PyTree, Steps]:
     """Have a model's steps be compiled anew; returns what `restore_steps` takes."""
-    return vars(model).pop(_STEPS, {})
+    return model.__dict__.pop(_STEPS, {})
 
 
-def restore_steps(model: Any, steps: dict[Any, Steps]) -> None:
+def restore_steps(model: keras.Model, steps: dict[PyTree, Steps]) -> None:
     """Take back what `forget_steps` has done."""
-    vars(model)[_STEPS] = steps
+    model.__dict__[_STEPS] = steps
 
 
-def has_steps(model: Any, kind: str) -> bool:
+def has_steps(model: keras.Model, kind: str) -> bool:
     """Whether a step of that kind was compiled already."""
     return any(name == kind for name, _ in vars(model).get(_STEPS, ()))
 
 
-_said: weakref.WeakSet[Any] = weakref.WeakSet()
+_said: weakref.WeakSet[PyTree] = weakref.WeakSet()
 """Models of which it was said that their steps are compiled all the same."""
 
 
-def _say_that_steps_are_compiled(model: Any, strategy: Any) -> None:
+def _say_that_steps_are_compiled(model: keras.Model, strategy: StrategyLike) -> None:
     if model in _said or (model.jit_compile and not model.run_eagerly):
         return
     _said.add(model)
@@ -339,11 +344,11 @@ def _say_that_steps_are_compiled(model: Any, strategy: Any) -> None:
     )
 
 
-def _last(results: Sequence[Any], batches: Sequence[PlacedBatch]) -> Any:
+def _last(results: Sequence[PyTree], batches: Sequence[PlacedBatch]) -> PyTree:
     return results[-1] if results else {}
 
 
-def _rows(results: Sequence[Any], batches: Sequence[PlacedBatch]) -> Any:
+def _rows(results: Sequence[PyTree], batches: Sequence[PlacedBatch]) -> PyTree:
     """Predictions of all batches, one after another, without copied rows."""
     parts = [
         result

@@ -8,13 +8,16 @@ import contextlib
 import random
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import jax
 import jax.core
+import keras
 import numpy as np
+from jax.typing import DTypeLike
 from keras.src.backend.common import global_state
 
+from replicax._private.wraps import Original
+from replicax._util.types import PyTree
 from replicax.engine.variable_reuse import current_reuse
 
 __all__ = ["default_seed", "init_variable", "made_alike", "register", "start_from"]
@@ -47,19 +50,19 @@ class _Local(threading.local):
 _local = _Local()
 
 
-def default_seed(original: Any) -> int:
+def default_seed(original: Original) -> int:
     """`make_default_seed`: not from Python's own numbers, which input may draw from."""
     return original() if _local.draws is None else _local.draws.randint(1, 10**9)
 
 
 def init_variable(
-    original: Any,
-    variable: Any,
-    initializer: Any,
-    shape: Any = None,
-    dtype: Any = None,
-    *args: Any,
-    **kwargs: Any,
+    original: Original,
+    variable: keras.Variable,
+    initializer: PyTree,
+    shape: PyTree = None,
+    dtype: DTypeLike | None = None,
+    *args: PyTree,
+    **kwargs: PyTree,
 ) -> None:
     """`KerasVariable.__init__`: numbers as initial values are allowed in a trace.
 
@@ -84,14 +87,14 @@ def init_variable(
     original(variable, _constant(value), value.shape, dtype, *args, **kwargs)
 
 
-def register(original: Any, variable: Any) -> None:
+def register(original: Original, variable: keras.Variable) -> None:
     """`register_uninitialized_variable`: one that stands for another gets no value."""
     reuse = current_reuse()
     if reuse is None or reuse.note(variable):
         original(variable)
 
 
-def start_from(variables: Sequence[Any], values: Sequence[Any]) -> None:
+def start_from(variables: Sequence[PyTree], values: Sequence[PyTree]) -> None:
     """Let variables that get their values later begin with these.
 
     Args:
@@ -113,8 +116,8 @@ def start_from(variables: Sequence[Any], values: Sequence[Any]) -> None:
             variable._initializer = _constant(value)
 
 
-def _constant(value: Any) -> Any:
-    def constant(shape: Any, dtype: Any = None) -> Any:
+def _constant(value: PyTree) -> PyTree:
+    def constant(shape: PyTree, dtype: DTypeLike | None = None) -> PyTree:
         return jax.numpy.asarray(value, dtype)
 
     return constant

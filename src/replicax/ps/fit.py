@@ -22,7 +22,11 @@ from replicax._util.types import JSONObject, PyTree
 from replicax._util.waiting import announce_first
 from replicax.errors import ClusterMismatchError
 from replicax.input.split import leading_size
-from replicax.keras.adapters import DistributedAdapter, fixed_number_of_batches
+from replicax.keras.adapters import (
+    DistributedAdapter,
+    fixed_number_of_batches,
+    set_iteration,
+)
 from replicax.keras.batches import BatchIterator, PlacedBatch, place
 from replicax.keras.session import FitSession
 from replicax.keras.steps import steps_of
@@ -328,7 +332,7 @@ class WorkQueueFit:
     def _set_iteration(self, number: int | None) -> None:
         self._iteration = number
         if number is not None:
-            self._data.adapter.iteration = number
+            set_iteration(self._data.adapter, number)
 
     # Tickets.
 
