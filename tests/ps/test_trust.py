@@ -37,10 +37,10 @@ from replicax.cluster.timeouts import Timeouts
 from replicax.ps.board import Board
 from replicax.ps.credentials import Credentials
 from replicax.ps.service import Service
-from replicax.ps.store import Store
+from replicax.ps.store import VariableStore
 board = Board(["worker:0"], Timeouts(startup=60, heartbeat=60, chief=60))
 credentials = Credentials.from_environment()
-service = Service(sys.argv[1], Store(0), board, credentials, stranger_seconds=2)
+service = Service(sys.argv[1], VariableStore(0), board, credentials, stranger_seconds=2)
 service.serve_in_thread()
 print("ready", flush=True)
 sys.stdin.read()
