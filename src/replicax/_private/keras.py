@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
+import keras
 from keras.src.backend.common.global_state import (
     get_global_attribute,
     set_global_attribute,
@@ -34,6 +35,8 @@ from keras.src.utils.python_utils import is_default, pythonify_logs
 
 __all__ = [
     "CALLBACK_STATE",
+    "READS_AHEAD",
+    "RESETS_METRICS_OF_BATCHES",
     "after_build",
     "attach_masks",
     "build",
@@ -66,6 +69,15 @@ __all__ = [
     "trained_by",
     "write_values",
 ]
+
+
+_VERSION = tuple(int(part) for part in keras.__version__.split(".")[:2])
+
+READS_AHEAD = _VERSION < (3, 15)
+"""Whether Keras' loop takes a batch from the data before the step that is for it."""
+
+RESETS_METRICS_OF_BATCHES = _VERSION >= (3, 15)
+"""Whether `train_on_batch` and `test_on_batch` begin with new metrics."""
 
 
 def current_scope() -> Any:

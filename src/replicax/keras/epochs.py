@@ -13,7 +13,7 @@ import logging
 import sys
 import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import keras
 
@@ -25,6 +25,7 @@ from replicax._util.waiting import announce_first
 from replicax.engine.protocols import StrategyLike
 from replicax.engine.scope import current_call
 from replicax.input.grain_datasets import Iteration
+from replicax.input.prefetch import close_iterator
 from replicax.input.split import leading_size
 from replicax.keras.adapters import (
     DistributedAdapter,
@@ -238,6 +239,8 @@ class Epochs:
                 num_batches=fixed_number_of_batches(adapter),
                 size_of=functools.partial(leading_size, caller=current_call()),
             )
+        if internals.READS_AHEAD:
+            source = _one_ahead(source)
         in_memory = is_array_adapter(adapter)
         if not in_memory:
             slow = source
@@ -393,6 +396,20 @@ class _Iteration:
         epochs.end_epochs(position.ends)
         random_state.restore(after)
         return source
+
+
+def _one_ahead(source: Iterable[PyTree]) -> Iterator[PyTree]:
+    """The same batches, each taken when the one before is asked for."""
+    batches = iter(source)
+    try:
+        current = next(batches, None)
+        for following in batches:
+            yield current
+            current = following
+        if current is not None:
+            yield current
+    finally:
+        close_iterator(batches)
 
 
 def _after(adapter: DataAdapterLike, number: int) -> Iterator[PyTree]:

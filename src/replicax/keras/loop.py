@@ -447,7 +447,8 @@ def _on_batch(
 ) -> PyTree:
     data = jax.tree.map(lambda a: a if hasattr(a, "dtype") else np.asarray(a), data)
     _build(model, strategy, kind, None, jax.tree.map(whole, data))
-    model.reset_metrics()
+    if internals.RESETS_METRICS_OF_BATCHES:
+        model.reset_metrics()
     batch = place(data, strategy.group)
     if kind == "train":
         strategy.expect_rows(batch.num_rows)
