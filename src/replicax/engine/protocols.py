@@ -22,23 +22,31 @@ if TYPE_CHECKING:
     from replicax.engine.step import Options
     from replicax.input import InputShard
 
-__all__ = ["StepQueue", "StrategyLike"]
+__all__ = ["StepQueue", "StepSource", "StrategyLike"]
 
 
-class StepQueue(Protocol):
-    """The steps of a `fit` that several workers share: each takes the next one free."""
+class StepSource(Protocol):
+    """Where a loop gets its steps from: the data, or a work queue."""
 
     def steps(self) -> Iterator[tuple[int, int]]:
-        """The next epoch's steps of this worker: their first and last number."""
+        """The first and the last step of each execution of the next epoch."""
         ...
 
     def next_execution(self) -> PyTree:
-        """The batches of the steps that `steps` has begun."""
+        """The batches of the execution that `steps` has begun.
+
+        Raises:
+            StopIteration: If there are none.
+        """
         ...
 
     def end_early(self) -> None:
         """Called when the data have ended before the epoch."""
         ...
+
+
+class StepQueue(StepSource, Protocol):
+    """The steps of a `fit` that several workers share: each takes the next one free."""
 
     def end_epoch(self) -> bool:
         """Called when this worker finds no step; whether the epoch is over for all."""

@@ -10,6 +10,7 @@ import copy
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Protocol
 
 from keras.src.trainers.data_adapters import get_data_adapter
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
@@ -21,9 +22,9 @@ from replicax._util.waiting import Announced
 from replicax.engine.scope import current_call
 from replicax.input import DistributedDataset, DistributedDatasetFromFunction
 from replicax.input.grain_datasets import Iteration, reshuffled
-from replicax.keras.data_adapter import DataAdapterLike
 
 __all__ = [
+    "DataAdapterLike",
     "DistributedAdapter",
     "adapter_of",
     "fixed_number_of_batches",
@@ -34,6 +35,27 @@ __all__ = [
 _KINDS = (DistributedDataset, DistributedDatasetFromFunction)
 # How many iterations `fit` has begun over Grain's datasets.
 _begun: "weakref.WeakKeyDictionary[PyTree, int]" = weakref.WeakKeyDictionary()
+
+
+class DataAdapterLike(Protocol):
+    """What reads the data of one call of `fit`, `evaluate` or `predict`."""
+
+    @property
+    def num_batches(self) -> int | None:
+        """Number of batches; None: it is not known."""
+        ...
+
+    def get_jax_iterator(self) -> Iterable[PyTree]:
+        """The batches of one iteration, as host arrays."""
+        ...
+
+    def on_epoch_begin(self) -> None:
+        """An epoch begins."""
+        ...
+
+    def on_epoch_end(self) -> None:
+        """An epoch has ended."""
+        ...
 
 
 _adapter_of_keras: Callable[..., DataAdapterLike] = get_data_adapter

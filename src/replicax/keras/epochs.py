@@ -28,12 +28,12 @@ from replicax.input.grain_datasets import Iteration
 from replicax.input.prefetch import close_iterator
 from replicax.input.split import leading_size
 from replicax.keras.adapters import (
+    DataAdapterLike,
     DistributedAdapter,
     fixed_number_of_batches,
     set_iteration,
 )
 from replicax.keras.batches import BatchIterator, PlacedBatch, host_batch
-from replicax.keras.data_adapter import DataAdapterLike
 from replicax.keras.lazy_batches import inputs_of, is_array_adapter, make_lazy
 from replicax.keras.recorder import Recorder
 
@@ -219,8 +219,6 @@ class Epochs:
 
     def _begin_iteration(self) -> None:
         position, self._pending = self._pending, None
-        if position is not None and position.data_began is None:
-            position = None
         self._end_iteration()
         self._iteration = _Iteration(self, position)
         self.consumed = self._seen = 0 if position is None else position.consumed
@@ -325,8 +323,6 @@ class Epochs:
             set_iteration(self.adapter, position.iteration)
         if position.data_began is not None:
             self._pending = position
-            # What goes on over epochs is begun with the first of them.
-            self._seen = position.consumed
 
     def end_epochs(self, number: int) -> None:
         """Tell the data of past epochs, which may change their order."""

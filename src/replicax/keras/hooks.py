@@ -40,7 +40,6 @@ from replicax.engine.scope import (
     current_context,
     current_strategy,
 )
-from replicax.engine.sparse_rows import is_foreign
 from replicax.errors import ContextError
 from replicax.keras import (
     building,
@@ -228,10 +227,6 @@ def _described(
     counts = {name: given[name] for name in _COUNTS if given.get(name) is not None}
     listed = ", ".join(f"{name}={value!r}" for name, value in counts.items())
     return f"{type(model).__name__}.{original.__name__}({listed})"
-
-
-def _has_foreign(tree: PyTree) -> bool:
-    return any(map(is_foreign, jax.tree.leaves(tree)))
 
 
 def _compute_loss_and_updates(

@@ -15,7 +15,7 @@ from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from replicax._util.types import PyTree
 from replicax.engine.row_arrays import RowArray, as_rows
 from replicax.engine.sparse_rows import is_sparse
-from replicax.keras.data_adapter import DataAdapterLike
+from replicax.keras.adapters import DataAdapterLike
 
 __all__ = ["LazyBatch", "batch_of", "inputs_of", "is_array_adapter", "make_lazy"]
 

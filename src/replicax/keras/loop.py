@@ -16,18 +16,16 @@ import numpy as np
 from replicax._private import keras as internals
 from replicax._util.types import PyTree
 from replicax._util.waiting import Announced
-from replicax.engine.protocols import StrategyLike
+from replicax.engine.protocols import StepSource, StrategyLike
 from replicax.engine.row_arrays import whole
 from replicax.engine.scope import current_call
 from replicax.keras import building, interrupted
-from replicax.keras.adapters import adapter_of, uncounted
+from replicax.keras.adapters import DataAdapterLike, adapter_of, uncounted
 from replicax.keras.batches import place
-from replicax.keras.data_adapter import DataAdapterLike
 from replicax.keras.epochs import Epochs
 from replicax.keras.recorder import Recorder
 from replicax.keras.session import (
     FitSession,
-    StepSource,
     late_callbacks,
     session_of,
 )

@@ -1,45 +1,22 @@
 """One call of `fit`, as callbacks of replicax and parameter servers see it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Protocol
 
 import keras
 
 from replicax.engine.protocols import StepQueue, StrategyLike
-from replicax.keras.batches import PlacedBatch
 from replicax.keras.epochs import Epochs
 from replicax.keras.recorder import Recorder
 
 __all__ = [
     "FitSession",
     "LateCallback",
-    "StepSource",
     "late_callbacks",
     "session_of",
 ]
 
 _NAME = "_replicax_fit"
-
-
-class StepSource(Protocol):
-    """Where the loop gets its steps from: the data, or a work queue."""
-
-    def steps(self) -> Iterator[tuple[int, int]]:
-        """The first and the last step of each execution of the next epoch."""
-        ...
-
-    def next_execution(self) -> Sequence[PlacedBatch]:
-        """The batches of the execution that `steps` has begun.
-
-        Raises:
-            StopIteration: If there are none.
-        """
-        ...
-
-    def end_early(self) -> None:
-        """The data have ended before the epoch."""
-        ...
 
 
 class FitSession(ExitStack):
