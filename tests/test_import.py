@@ -13,7 +13,9 @@ from replicax._private.wraps import WRAPS
 def run_python(
     code: str, keras_backend: str | None = None, keras_home: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    env = {k: v for k, v in os.environ.items() if k != "KERAS_BACKEND"}
+    # Neither is set where users begin.
+    unset = "KERAS_BACKEND", "JAX_PLATFORMS"
+    env = {k: v for k, v in os.environ.items() if k not in unset}
     if keras_home is not None:
         env["KERAS_HOME"] = str(keras_home)
     if keras_backend is not None:
@@ -39,6 +41,20 @@ def test_keras_gets_the_jax_backend() -> None:
 def test_the_jax_backend_may_be_set_already() -> None:
     process = run_python("import keras, replicax", keras_backend="jax")
     assert process.returncode == 0, process.stderr
+
+
+@pytest.mark.parametrize(
+    "first",
+    ["replicax.set_logical_devices(2)", "replicax.MirroredStrategy(['cpu:0'])"],
+)
+def test_other_libraries_may_be_imported_once_devices_are_started(first: str) -> None:
+    process = run_python(
+        f"import replicax; {first}\n"
+        "import jax; jax.devices()\n"
+        "import jax.experimental.pallas, keras, optax, orbax.checkpoint\n"
+        "print(keras.config.backend(), jax.default_backend())"
+    )
+    assert process.stdout == "jax cpu\n", process.stderr
 
 
 def test_no_jax_device_is_started() -> None:

@@ -6,6 +6,7 @@ module costs nothing to import and may be imported before JAX's devices are star
 process without this package.
 """
 
+import dataclasses
 import importlib
 from typing import Any
 
@@ -15,11 +16,11 @@ __all__ = [
     "ArrayImpl",
     "cluster_kinds",
     "distributed_state",
-    "forget_platform",
     "has_devices",
     "is_tpu_vm",
     "jaxlib_version",
     "replace_gloo",
+    "skip_platform",
 ]
 
 ArrayImpl = jax._src.array.ArrayImpl
@@ -54,15 +55,28 @@ def has_devices() -> bool:
     return bridge.backends_are_initialized()
 
 
-def forget_platform(name: str) -> bool:
-    """Leave one of the platforms out that JAX would look for devices of.
+def skip_platform(name: str) -> bool:
+    """Have JAX find no devices of a platform, which stays one that it knows.
 
-    JAX has no public way to do so. Returns whether JAX knew it.
+    JAX has no public way to do so, short of naming all other platforms. A platform
+    that it did not know would fail the import of Pallas, and so that of Keras.
+
+    Returns:
+        Whether JAX knew it.
     """
     bridge = importlib.import_module("jax._src.xla_bridge")
     # Where a later version keeps them elsewhere, all platforms are looked for.
     factories = getattr(bridge, "_backend_factories", {})
-    return factories.pop(name, None) is not None
+    if name not in factories:
+        return False
+
+    def refuse() -> None:
+        raise RuntimeError(f"replicax found no {name} on this machine")
+
+    factories[name] = dataclasses.replace(
+        factories[name], factory=refuse, fail_quietly=True
+    )
+    return True
 
 
 def replace_gloo(wrap: Any) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jax
 
-from replicax._private.jax import forget_platform, has_devices, is_tpu_vm
+from replicax._private.jax import skip_platform, has_devices, is_tpu_vm
 from replicax._util.listing import listed
 from replicax.cluster.metadata import instance_attribute, metadata_server
 from replicax.cluster.resolvers import ClusterResolver
@@ -177,7 +177,7 @@ def skip_libtpu_without_chips(
     files = [*Path(devices).glob("accel*"), *Path(devices).glob("vfio/[0-9]*")]
     if on_tpu_vm() or named or files or "JAX_FORCE_TPU_INIT" in environ:
         return False
-    return forget_platform("tpu")
+    return skip_platform("tpu")
 
 
 def detect_slice(
