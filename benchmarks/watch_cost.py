@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 import replicax as rx
-from replicax.cluster.store import Store
 from replicax.cluster.watch import Watch
 
 parser = argparse.ArgumentParser(description=__doc__)
@@ -73,7 +72,7 @@ def measure(rounds: int, steps: int) -> dict[bool, list[float]]:
             members.names,
             members.addresses,
             members.index,
-            Store.of_this_process(),
+            first.store,
             members.timeouts,
             members.stop,
         )

@@ -1,14 +1,17 @@
 """The log of what a worker does, and where the logs of several part."""
 
-import json
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from replicax.cluster import dispatch_log
-from replicax.cluster.dispatch_log import Difference, DispatchLog, Operation, PeerLog
-from replicax.cluster.order_check import OrderCheck
+from replicax.cluster.dispatch_log import (
+    Difference,
+    DispatchLog,
+    LogTail,
+    Operation,
+    OrderCheck,
+)
 
 KINDS = [Operation(f"run({name})", f"{name};".encode(), 1) for name in "abc"]
 KINDS.append(Operation("reduce", b"reduce;"))
@@ -22,8 +25,8 @@ def log_of(order) -> DispatchLog:
     return log
 
 
-def told(log: DispatchLog, count: int = 0, *, ended: bool = False):
-    return json.loads(json.dumps(log.since(count, ended=ended)))
+def told(log: DispatchLog, count: int = 0, *, ended: bool = False) -> LogTail:
+    return LogTail.decode(log.since(count, has_ended=ended).encode())
 
 
 class Store:
@@ -82,20 +85,24 @@ def test_one_that_is_behind_says_nothing_of_what_follows() -> None:
 
 @pytest.mark.parametrize("ahead", [0, 1], ids=["the other is", "this one is"])
 def test_logs_are_compared_whoever_is_ahead(ahead: int) -> None:
-    log, other = log_of([]), log_of([])
-    peer = PeerLog(log)
+    logs = [log_of([]), log_of([])]
+    checks = [OrderCheck(log, 2, i, Store()) for i, log in enumerate(logs)]
     for i in range(200):
-        for number, each in enumerate((other, log)):
+        for number, each in enumerate(logs):
             num = 3 if number == ahead else 1
             for k in range(num if i < 100 else 4 - num):
-                # As the hundredth operation of this one comes another.
-                differs = each is log and each.latest()[0] == 99 and k == 0
+                # As the hundredth operation of the second one comes another.
+                differs = number == 1 and each.latest()[0] == 99 and k == 0
                 each.note(KINDS[2 if differs else 0])
-        peer.hear(*other.latest()[:2])
-        if log.latest()[0] < 100:
-            assert not peer.differs
-    assert peer.differs
-    assert peer.agreed < 100
+        for mine, its in ((0, 1), (1, 0)):
+            heard = logs[its].latest()[:2], checks[its].differs_after
+            checks[mine].hear(its, *heard)
+        if min(log.latest()[0] for log in logs) < 100:
+            assert checks[0].differs_after is None
+    for check in checks:
+        assert check.is_settling
+        assert check.differs_after is not None
+        assert 90 < check.differs_after < 100
 
 
 def test_a_very_long_log(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,16 +117,16 @@ def test_a_very_long_log(monkeypatch: pytest.MonkeyPatch) -> None:
     assert log.checksum_at(10) is None
     assert log.checksum_at(950) == log_of([i % 2 for i in range(950)]).latest()[1]
     last = told(log, 3)
-    assert last["after"] + len(last["order"]) == 1000
-    assert 100 <= len(last["order"]) < 300
-    assert last["steps"] == last["after"]
+    assert last.end == 1000
+    assert 100 <= len(last.operations) < 300
+    assert last.steps == last.after
 
 
 def test_three_workers_find_the_odd_one_out() -> None:
-    store, names = Store(), [f"worker:{i}" for i in range(3)]
+    store = Store()
     orders = [[0, 1, 0, 1, 3], [0, 1, 0, 0], [0, 1, 0, 1]]
     logs = [log_of(order) for order in orders]
-    checks = [OrderCheck(log, names, i, store) for i, log in enumerate(logs)]
+    checks = [OrderCheck(log, 3, i, store) for i, log in enumerate(logs)]
     for _ in range(3):
         for i, check in enumerate(checks):
             for k, peer in enumerate(checks):

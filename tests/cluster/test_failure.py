@@ -102,8 +102,7 @@ LAST_WORDS = [
 ]
 ENDS = """
 import atexit, json, os, sys
-from replicax.cluster.failure import FailureReport
-from replicax.cluster.watch import end_process
+from replicax.cluster.failure import FailureReport, end_process
 
 atexit.register(print, "an exit handler, which may wait", file=sys.stderr)
 for i, fields in enumerate(json.loads(sys.argv[1])):

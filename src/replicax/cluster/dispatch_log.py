@@ -1,29 +1,28 @@
-"""The log of what a worker dispatches that needs all workers; where two logs differ.
+"""The log of what a worker does with all others, and the check that all do the same.
 
 Workers that hand different programs to their devices may wait for each other for ever,
-or go on with other numbers. Each keeps a rolling checksum of what it does, and tells
-the others how far it is and the checksum there. Whoever has come as far compares.
+or go on with other numbers. Number and rolling checksum of each worker's operations
+travel with its heartbeats, and whoever has come as far compares. Only where they differ
+are the operations themselves exchanged.
 """
 
 import bisect
 import dataclasses
+import json
 import threading
+import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
-__all__ = [
-    "Difference",
-    "DispatchLog",
-    "Operation",
-    "PeerLog",
-    "current",
-    "set_current",
-]
+from replicax.cluster.store import Store
+
+__all__ = ["Difference", "DispatchLog", "LogTail", "Operation", "OrderCheck"]
 
 _SIZE = 1 << 15
 """Operations that are remembered, of several seconds at least."""
-_MOST_PENDING = 64
+_LOGS = "replicax/order"
+_WAIT_SECONDS = 3.0
+"""For the logs of workers that may be lost."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,6 +44,53 @@ class Operation:
     def is_program(self) -> bool:
         """Whether it is a program that all workers have agreed on."""
         return self.mark.startswith(b"program ")
+
+
+@dataclasses.dataclass(frozen=True)
+class LogTail:
+    """The end of a worker's log, as others get it.
+
+    Attributes:
+        after: Number of operations before it.
+        steps: Number of steps in those.
+        operations: The operations after them.
+        has_ended: Whether no more will follow.
+    """
+
+    after: int
+    steps: int
+    operations: Sequence[Operation]
+    has_ended: bool
+
+    def encode(self) -> str:
+        """The tail as JSON, each kind of operation once."""
+        kinds = {kind: i for i, kind in enumerate(dict.fromkeys(self.operations))}
+        told = [[x.name, x.mark.decode(), x.num_steps] for x in kinds]
+        order = [kinds[x] for x in self.operations]
+        return json.dumps([self.after, self.steps, told, order, self.has_ended])
+
+    @classmethod
+    def decode(cls, text: str) -> "LogTail":
+        """The tail that `encode` made `text` of."""
+        after, steps, told, order, has_ended = json.loads(text)
+        kinds = [Operation(name, mark.encode(), num) for name, mark, num in told]
+        return cls(after, steps, [kinds[i] for i in order], has_ended)
+
+    @property
+    def end(self) -> int:
+        """Number of all operations of the log."""
+        return self.after + len(self.operations)
+
+    def at(self, number: int) -> Operation | None:
+        """The operation after the first `number` of the log; None: it is not told."""
+        is_told = self.after <= number < self.end
+        return self.operations[number - self.after] if is_told else None
+
+    def steps_before(self, number: int) -> int:
+        """Number of steps in the first `number` operations of the log."""
+        return self.steps + sum(
+            x.num_steps for x in self.operations[: number - self.after]
+        )
 
 
 class DispatchLog:
@@ -99,10 +145,14 @@ class DispatchLog:
         """What this worker does now, or did last."""
         return self._operations[-1].name if self._operations else "nothing"
 
+    @property
+    def _count(self) -> int:
+        return self._num_dropped + len(self._operations)
+
     def latest(self) -> tuple[int, int, int]:
         """Number of operations, the checksum of them all, and the steps in them."""
         with self._reading:
-            count = self._num_dropped + len(self._operations)
+            count = self._count
             checksum, steps = self._sums_at(count)
             if count > self._counts[-1]:
                 self._counts.append(count)
@@ -111,30 +161,19 @@ class DispatchLog:
             return count, checksum, steps
 
     def checksum_at(self, count: int) -> int | None:
-        """The checksum of the first `count` operations; None if it is not known."""
+        """The checksum of the first `count` operations; None: it is not known."""
         with self._reading:
-            return self._sums_at(count)[0] if count >= self._counts[0] else None
+            if self._counts[0] <= count <= self._count:
+                return self._sums_at(count)[0]
+        return None
 
-    def since(self, count: int, *, ended: bool) -> dict[str, Any]:
-        """The operations after the first `count`, as JSON values.
-
-        Args:
-            count: Of too many that follow only the last ones are told.
-            ended: Whether no more will follow.
-        """
+    def since(self, count: int, *, has_ended: bool) -> LogTail:
+        """The operations after the first `count`, or the last ones that are known."""
         with self._reading:
             first = max(count, self._counts[0])
             _, steps = self._sums_at(first)
             operations = self._operations[first - self._num_dropped :]
-        kinds = list(dict.fromkeys(operations))
-        index = {kind: i for i, kind in enumerate(kinds)}
-        return {
-            "after": first,
-            "steps": steps,
-            "kinds": [[x.name, x.mark.decode(), x.num_steps] for x in kinds],
-            "order": [index[x] for x in operations],
-            "ended": ended,
-        }
+        return LogTail(first, steps, operations, has_ended)
 
     def _sums_at(self, count: int) -> tuple[int, int]:
         """The checksum of the first `count` operations, and the steps in them."""
@@ -155,46 +194,6 @@ class DispatchLog:
             self._num_dropped += excess
 
 
-class PeerLog:
-    """What another worker has told of its log, compared with this one's.
-
-    Args:
-        log: This worker's.
-
-    Attributes:
-        agreed: The number of operations up to which both are known to be equal.
-        differs: Whether they are known to differ.
-    """
-
-    def __init__(self, log: DispatchLog) -> None:
-        self.agreed = 0
-        self.differs = False
-        self._log = log
-        self._pending: list[tuple[int, int]] = []
-
-    def hear(self, count: int, checksum: int) -> None:
-        """Compare with what the other worker says of itself.
-
-        Args:
-            count: Number of its operations.
-            checksum: Of all of them.
-        """
-        newest = self._pending[-1][0] if self._pending else self.agreed
-        if count > newest:
-            self._pending.append((count, checksum))
-        # This worker may be behind: it compares when it has come as far.
-        mine_now, _, _ = self._log.latest()
-        while self._pending and self._pending[0][0] <= mine_now:
-            count, checksum = self._pending.pop(0)
-            mine = self._log.checksum_at(count)
-            if mine == checksum:
-                self.agreed = count
-            elif mine is not None:
-                self.differs = True
-        if len(self._pending) > _MOST_PENDING:
-            del self._pending[1:-1:2]
-
-
 @dataclasses.dataclass(frozen=True)
 class Difference:
     """Where the orders of workers part.
@@ -208,77 +207,115 @@ class Difference:
     operations: tuple[Operation | None, ...]
 
     @classmethod
-    def between(cls, logs: Sequence[Mapping[str, Any] | None]) -> "Difference | None":
-        """The first difference of what `DispatchLog.since` tells of each worker.
+    def between(cls, tails: Sequence[LogTail | None]) -> "Difference | None":
+        """The first difference between the ends of the workers' logs.
 
-        Args:
-            logs: Of each worker; None: it told nothing. One that is shorter than others
-                says nothing about what follows, unless its `"ended"` is true.
+        A worker that tells less than others, or nothing (None), says nothing about what
+        follows, unless its log has ended.
         """
-        told = [log for log in logs if log is not None]
+        told = [tail for tail in tails if tail is not None]
         if len(told) < 2:
             return None
-        first = max(log["after"] for log in told)
-        last = max(log["after"] + len(log["order"]) for log in told)
+        first, last = max(x.after for x in told), max(x.end for x in told)
         for number in range(first, last):
-            here = [None if log is None else _at(log, number) for log in logs]
+            here = tuple(tail and tail.at(number) for tail in tails)
             marks = {
-                None if operation is None else operation.mark
-                for operation, log in zip(here, logs, strict=True)
-                if operation is not None or (log is not None and log["ended"])
+                operation and operation.mark
+                for operation, tail in zip(here, tails, strict=True)
+                if operation or (tail and tail.has_ended)
             }
             if len(marks) > 1:
-                return cls(_steps_before(told[0], number), tuple(here))
+                return cls(told[0].steps_before(number), here)
         return None
 
     @classmethod
-    def at_the_ends(cls, logs: Sequence[Mapping[str, Any] | None]) -> "Difference":
+    def at_the_ends(cls, tails: Sequence[LogTail | None]) -> "Difference":
         """For logs that differ in what they do not tell any more: where each one is."""
-        ends = [
-            None if log is None else _at(log, log["after"] + len(log["order"]) - 1)
-            for log in logs
-        ]
-        told = [log for log in logs if log is not None]
-        steps = max(_steps_before(x, x["after"] + len(x["order"])) for x in told)
-        return cls(steps, tuple(ends))
+        steps = max(x.steps_before(x.end) for x in tails if x is not None)
+        return cls(steps, tuple(tail and tail.at(tail.end - 1) for tail in tails))
+
+    @property
+    def _marks(self) -> list[bytes | None]:
+        return [x and x.mark for x in self.operations]
 
     @property
     def culprit(self) -> int:
         """The first worker that does another thing than most, or than the first one."""
-        marks = [x and x.mark for x in self.operations]
-        usual = max(marks, key=marks.count)
-        return next((i for i, mark in enumerate(marks) if mark != usual), 0)
+        return self._first_unlike(max(self._marks, key=self._marks.count), 0)
 
     def other_than(self, index: int) -> int:
         """The first worker that does another thing than worker `index`."""
-        marks = [x and x.mark for x in self.operations]
-        others = (i for i, mark in enumerate(marks) if mark != marks[index])
-        return next(others, 0 if index else 1)
+        return self._first_unlike(self._marks[index], 0 if index else 1)
+
+    def _first_unlike(self, mark: bytes | None, default: int) -> int:
+        return next((i for i, x in enumerate(self._marks) if x != mark), default)
 
 
-def _at(log: Mapping[str, Any], number: int) -> Operation | None:
-    """The operation of a log after the first `number`."""
-    place = number - log["after"]
-    if not 0 <= place < len(log["order"]):
-        return None
-    name, mark, num_steps = log["kinds"][log["order"][place]]
-    return Operation(name, mark.encode(), num_steps)
+class OrderCheck:
+    """Compares this worker's log with the others', and finds where they part.
 
+    Attributes:
+        difference: Where the logs part, once that is known.
+        found_at: When it was found, by the monotonic clock.
+        differs_after: Up to which operation they are equal, if they are known to
+            differ somewhere.
+    """
 
-def _steps_before(log: Mapping[str, Any], number: int) -> int:
-    order = log["order"][: number - log["after"]]
-    return log["steps"] + sum(log["kinds"][i][2] for i in order)
+    def __init__(
+        self, log: DispatchLog, num_workers: int, index: int, store: Store
+    ) -> None:
+        self.difference: Difference | None = None
+        self.found_at = 0.0
+        self.differs_after: int | None = None
+        self._log = log
+        self._num_workers = num_workers
+        self._index = index
+        self._store = store
+        self._agreed: dict[int, int] = {}  # Of others, up to which operation.
+        self._told_at: float | None = None
 
+    @property
+    def is_settling(self) -> bool:
+        """Whether the logs are known to differ, but not where."""
+        return self.differs_after is not None and self.difference is None
 
-_current: DispatchLog | None = None
+    def hear(self, index: int, log: tuple[int, int], differs_after: int | None) -> None:
+        """Take in the number of another worker's operations and their checksum.
 
+        Whoever is ahead compares, and the other one takes over what that has found
+        (`differs_after`).
+        """
+        count, checksum = log
+        mine = self._log.checksum_at(count)
+        if mine == checksum:
+            self._agreed[index] = count
+        if self.differs_after is not None:
+            return
+        if mine is not None and mine != checksum:
+            self._agreed.setdefault(index, 0)
+            self.differs_after = min(self._agreed.values())
+        elif differs_after is not None:
+            self.differs_after = differs_after
 
-def current() -> DispatchLog | None:
-    """The log of this process; None where it has no other workers."""
-    return _current
+    def settle(self, *, has_left: bool) -> None:
+        """If the logs differ, tell the others this one, and look for the difference.
 
-
-def set_current(log: DispatchLog | None) -> None:
-    """Make `log` what `current` returns."""
-    global _current
-    _current = log
+        Raises:
+            StoreError: If the store does not answer.
+        """
+        if self.differs_after is None or self.difference is not None:
+            return
+        if self._told_at is None:
+            tail = self._log.since(self.differs_after, has_ended=has_left)
+            self._store.put(f"{_LOGS}/{self._index}", tail.encode())
+            self._told_at = time.monotonic()
+        texts = self._store.read(_LOGS)
+        waits = time.monotonic() - self._told_at < _WAIT_SECONDS
+        if len(texts) < self._num_workers and waits:
+            return
+        tails = [
+            LogTail.decode(texts[str(i)]) if str(i) in texts else None
+            for i in range(self._num_workers)
+        ]
+        self.found_at = time.monotonic()
+        self.difference = Difference.between(tails) or Difference.at_the_ends(tails)

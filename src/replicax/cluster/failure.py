@@ -1,15 +1,25 @@
-"""How a task of a cluster ends: exit codes, and the report it leaves behind."""
+"""How a task of a cluster ends: exit codes, transient exceptions, and its report."""
 
 import contextlib
 import dataclasses
 import enum
+import errno
+import faulthandler
 import json
 import os
+import socket
+import sys
 import time
-from collections.abc import Mapping
+import traceback
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import TracebackType
+from typing import NoReturn
 
 from replicax._util.files import write_whole
+from replicax._util.interrupts import described
+from replicax._util.listing import listed
+from replicax.errors import ClusterError, ClusterMismatchError
 
 __all__ = [
     "ATTEMPT",
@@ -17,7 +27,10 @@ __all__ = [
     "STATUS_FILE",
     "ExitCode",
     "FailureReport",
+    "end_process",
     "is_retryable",
+    "is_transient",
+    "report_of",
 ]
 
 ATTEMPT = "REPLICAX_ATTEMPT"
@@ -28,6 +41,15 @@ REPORT_DIR = "REPLICAX_REPORT_DIR"
 """Environment variable: the folder in which a task leaves its `FailureReport`."""
 STATUS_FILE = "last-status"
 """What a parameter server leaves there when it ends: its counts, as JSON."""
+
+_TRANSIENT_ERRNOS = frozenset(
+    getattr(errno, f"E{name}", None)
+    for name in (
+        *("IO", "REMOTEIO", "STALE", "NOTCONN", "NETDOWN", "NETUNREACH", "NETRESET"),
+        *("HOSTDOWN", "HOSTUNREACH", "TIMEDOUT"),
+    )
+) - {None}
+"""Of network and shared storage. A full disk or a missing file does not pass."""
 
 
 class ExitCode(enum.IntEnum):
@@ -45,12 +67,16 @@ class ExitCode(enum.IntEnum):
     RETRY = 138
 
 
-def is_retryable(exit_code: int) -> bool:
-    """Whether starting all tasks again may succeed.
+_MEANING: dict[int, str] = {
+    ExitCode.RETRY: "retryable",
+    ExitCode.INTERRUPTED: "interrupted",
+}
 
-    Args:
-        exit_code: A process' exit status; negative for the signal that ended it, as
-            `subprocess` has it.
+
+def is_retryable(exit_code: int) -> bool:
+    """Whether starting all tasks again may succeed, after an exit status.
+
+    A negative status is the signal that ended the process, as `subprocess` has it.
 
     Example:
         >>> is_retryable(1), is_retryable(138), is_retryable(-9), is_retryable(137)
@@ -88,23 +114,13 @@ class FailureReport:
 
     def write(self) -> None:
         """Leave the report in the folder that `REPORT_DIR` names, if it is set."""
-        folder = os.environ.get(REPORT_DIR)
-        if not folder:
-            return
-        path = Path(folder) / f"{self.task.replace(':', '-')}.json"
-        write_whole(path, json.dumps(dataclasses.asdict(self)))
+        if path := _own_file(self.task, "json"):
+            write_whole(path, json.dumps(dataclasses.asdict(self)))
 
     @staticmethod
     def note_progress(task: str, steps: int) -> None:
-        """Leave how far a task is there: one that is killed leaves no report.
-
-        Args:
-            task: The task, such as `"worker:1"`.
-            steps: Its steps, those of earlier attempts included where they are known.
-        """
-        folder = os.environ.get(REPORT_DIR)
-        if folder:
-            path = Path(folder) / f"{task.replace(':', '-')}.steps"
+        """Leave a task's steps there: one that is killed leaves no report."""
+        if path := _own_file(task, "steps"):
             with contextlib.suppress(OSError):  # The launcher itself may be gone.
                 write_whole(path, str(steps))
 
@@ -120,3 +136,107 @@ class FailureReport:
         paths = Path(folder).glob("*.json")
         reports = [cls(**json.loads(path.read_text())) for path in paths]
         return sorted(reports, key=lambda report: report.time)
+
+
+def _own_file(task: str, suffix: str) -> Path | None:
+    """A task's file in `REPORT_DIR`; None: that is not set."""
+    folder = os.environ.get(REPORT_DIR)
+    return Path(folder) / f"{task.replace(':', '-')}.{suffix}" if folder else None
+
+
+def end_process(report: FailureReport) -> NoReturn:
+    """Print a report, leave it for the launcher, and end the process at once.
+
+    Nothing else can be relied on: the main thread may be inside a collective that
+    never returns, and exit handlers may wait for peers.
+    """
+    report.write()
+    is_own = report.culprit == report.task and report.kind in ("exception", "mismatch")
+    is_above = is_own or report.kind == "start-up"
+    why = "because of the exception above" if is_above else report.message
+    lines = [f"replicax: {report.task} ends: {why}"]
+    if report.traceback and report.culprit != report.task:
+        lines += [f"--- {report.culprit}:", report.traceback.rstrip(), "---"]
+    elif report.traceback and report.kind == "stuck":
+        lines += ["It is here:", report.traceback.rstrip()]
+    if report.steps and report.kind != "interrupted":
+        steps = (f"{name} {step}" for name, step in report.steps.items())
+        lines.append(f"Last steps: {listed(steps, last=', ')}.")
+    meaning = _MEANING.get(report.exit_code, "permanent")
+    lines.append(f"Exit code {report.exit_code} ({meaning}).")
+    print("\n".join(lines), file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    faulthandler.disable()
+    os._exit(report.exit_code)
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether another attempt may succeed although this one raised `error`.
+
+    That is so for a lost peer (`ClusterError`), a lost connection, a timeout and an
+    error of the network or of storage, also as the cause of another exception.
+
+    Example:
+        >>> is_transient(ConnectionResetError()), is_transient(ValueError("n=-1"))
+        (True, False)
+        >>> is_transient(OSError(errno.EIO, "")), is_transient(FileNotFoundError("a"))
+        (True, False)
+    """
+    return any(_may_pass(cause) for cause in _causes(error)) and not isinstance(
+        error, ClusterMismatchError
+    )
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__
+
+
+def _may_pass(error: BaseException) -> bool:
+    if isinstance(error, socket.gaierror):
+        return error.errno == socket.EAI_AGAIN
+    if isinstance(error, OSError) and error.errno in _TRANSIENT_ERRNOS:
+        return True
+    return isinstance(error, ClusterError | ConnectionError | TimeoutError)
+
+
+def report_of(
+    task: str,
+    error: BaseException,
+    trace: TracebackType | None,
+    *,
+    steps: Mapping[str, int] | None = None,
+    about_a_peer: bool = False,
+) -> FailureReport:
+    """The report of a task whose script ends with an exception.
+
+    Args:
+        task: The task's name.
+        error: What its script raised.
+        trace: Where.
+        steps: The last step of each task, as far as it is known.
+        about_a_peer: Whether the exception may come of a worker that is gone.
+    """
+    is_interrupt = isinstance(error, KeyboardInterrupt)
+    mismatch = isinstance(error, ClusterMismatchError)
+    lost = about_a_peer or (isinstance(error, ClusterError) and not mismatch)
+    if is_interrupt:
+        kind, code = "interrupted", ExitCode.INTERRUPTED
+        message, text = f"{task}: {described(error, trace)}.", None
+    else:
+        kind = "lost" if lost else "mismatch" if mismatch else "exception"
+        code = ExitCode.RETRY if lost or is_transient(error) else ExitCode.FAILED
+        message = f"{task} raised {type(error).__name__}: {error}"
+        text = "".join(traceback.format_exception(type(error), error, trace))
+    return FailureReport(
+        task=task,
+        culprit=task,
+        kind=kind,
+        message=message,
+        exit_code=int(code),
+        traceback=text,
+        steps=steps or {},
+    )

@@ -9,7 +9,7 @@ from replicax.cluster.dispatch_log import Difference
 from replicax.cluster.failure import ExitCode, FailureReport
 from replicax.cluster.timeouts import Timeouts
 
-__all__ = ["Sign", "judge"]
+__all__ = ["Heartbeat", "Sign", "judge"]
 
 _GRACE_SECONDS = 3.0
 """For a script that waits for others to raise an error of its own, which says more."""
@@ -18,40 +18,58 @@ _LEFT_SECONDS = 1.0
 
 
 @dataclasses.dataclass(kw_only=True)
-class Sign:
-    """What is known of a worker.
+class Heartbeat:
+    """What a worker tells of itself, about once a second.
 
     Attributes:
-        name: Its task, such as `"worker:1"`.
-        address: `"host:port"`, or empty.
+        beat: Number of heartbeats.
         dispatched: Number of programs that it has handed to its devices.
         completed: Number of those that its devices are known to have finished.
         steps: Number of training and other steps in the dispatched programs.
         log: Number of operations that it has begun, which all have to begin in the same
             order, and a checksum of them.
         doing: The last one of them.
-        has_left: Whether its script has come to the end.
-        failure: The report of a worker that is ending; None: it is not.
-        seen_at: When its last heartbeat came, by the clock of who judges.
-        moved_at: When `log` last changed, by the same clock.
+        differs_after: Up to which operation the workers' logs are known to be equal,
+            where they differ.
         is_waiting: Whether its script waits in an exchange with all workers, and so
             raises by itself if they do not come.
+        has_left: Whether its script has come to the end.
+        failure: The report of a worker that is ending; None: it is not.
         spent: Seconds of its own work, and of waiting for others.
+        frozen: At which step it is held until all agree when to stop.
+        interrupted: Whether Ctrl-C has asked it to stop.
     """
 
-    name: str
-    address: str = ""
+    beat: int = 0
     dispatched: int = 0
     completed: int = 0
     steps: int = 0
     log: tuple[int, int] = (0, 0)
     doing: str = ""
+    differs_after: int | None = None
+    is_waiting: bool = False
     has_left: bool = False
     failure: dict[str, Any] | None = None
+    spent: tuple[float, float] = (0.0, 0.0)
+    frozen: int | None = None
+    interrupted: bool = False
+
+
+@dataclasses.dataclass(kw_only=True)
+class Sign(Heartbeat):
+    """What is known of a worker: its last heartbeat, and when that came.
+
+    Attributes:
+        name: Its task, such as `"worker:1"`.
+        address: `"host:port"`, or empty.
+        seen_at: When its last heartbeat came, by the clock of who judges.
+        moved_at: When `log` last changed, by the same clock.
+    """
+
+    name: str
+    address: str = ""
     seen_at: float = 0.0
     moved_at: float = 0.0
-    is_waiting: bool = False
-    spent: tuple[float, float] = (0.0, 0.0)
 
     @property
     def full_name(self) -> str:
@@ -84,21 +102,18 @@ def judge(
         is_settling: Whether they are known to differ, and this is being looked for.
     """
     me = signs[index]
-    others = [sign for sign in signs if sign is not me]
     return (
-        _failed(me, others, signs)
-        or _lost(me, others, signs, now if heard_at is None else heard_at, timeouts)
+        _failed(me, signs)
+        or _lost(me, signs, now if heard_at is None else heard_at, timeouts)
         or _differ(me, signs, now - found_at, difference)
-        or (None if is_settling else _left(me, others, signs, now))
+        or (None if is_settling else _left(me, signs, now))
         or _stuck(me, signs, now, timeouts)
     )
 
 
-def _failed(
-    me: Sign, others: Sequence[Sign], signs: Sequence[Sign]
-) -> FailureReport | None:
+def _failed(me: Sign, signs: Sequence[Sign]) -> FailureReport | None:
     """A peer says that the run has failed: take over its verdict."""
-    failures = [sign.failure for sign in others if sign.failure is not None]
+    failures = [x.failure for x in signs if x is not me and x.failure is not None]
     if not failures:
         return None
     first = FailureReport(**min(failures, key=lambda failure: failure["time"]))
@@ -108,15 +123,12 @@ def _failed(
 
 
 def _lost(
-    me: Sign,
-    others: Sequence[Sign],
-    signs: Sequence[Sign],
-    heard_at: float,
-    timeouts: Timeouts,
+    me: Sign, signs: Sequence[Sign], heard_at: float, timeouts: Timeouts
 ) -> FailureReport | None:
-    for sign in others:
+    for sign in signs:
         silent = heard_at - sign.seen_at
-        if silent > timeouts.heartbeat and not sign.has_left:
+        is_expected = sign is not me and not sign.has_left
+        if is_expected and silent > timeouts.heartbeat:
             return _report(
                 me,
                 sign,
@@ -154,15 +166,13 @@ def _differ(
     )
 
 
-def _left(
-    me: Sign, others: Sequence[Sign], signs: Sequence[Sign], now: float
-) -> FailureReport | None:
+def _left(me: Sign, signs: Sequence[Sign], now: float) -> FailureReport | None:
     grace = _GRACE_SECONDS if me.is_waiting else _LEFT_SECONDS
     if now - me.moved_at < grace:  # Where it waits, its script raises by itself.
         return None
-    for sign in others:
+    for sign in signs:
         if not sign.has_left or sign.log[0] == me.log[0]:
-            continue
+            continue  # This worker itself, too.
         first, last = sorted([sign, me], key=lambda x: x.log[0])
         if first.has_left:
             return _report(

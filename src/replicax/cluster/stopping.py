@@ -18,9 +18,7 @@ class StopRequest:
     finish theirs. So the threads that exchange heartbeats agree: each one freezes
     its worker's count of steps, tells it, and when all are told, all stop after the
     highest one plus 1. Frozen, a worker waits at its next step's end for that moment.
-
-    Args:
-        alone: Whether there are no other workers to agree with.
+    One that is alone has nobody to agree with.
 
     Attributes:
         requested: Whether some worker is to stop.
@@ -36,11 +34,13 @@ class StopRequest:
         self._frozen = False
         self._stop_at: int | None = None
 
-    def reached(self, step: int) -> bool:
-        """Whether to stop now, after `step`. Costs under a microsecond.
+    @property
+    def is_settling(self) -> bool:
+        """Whether the workers have yet to agree when to stop."""
+        return self.requested and self._stop_at is None
 
-        Call it after each step, with the number of steps done.
-        """
+    def reached(self, step: int) -> bool:
+        """Whether to stop now, after `step`; asked after each. Under a microsecond."""
         if self._alone:
             self._step = step
             return self.requested

@@ -15,19 +15,10 @@ class StoreError(ConnectionError):
 
 
 class Store:
-    """Small texts under names with slashes. A call takes about 0.3 ms.
-
-    Args:
-        client: The coordination service's client.
-    """
+    """Small texts under names with slashes. A call takes about 0.3 ms."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
-
-    @classmethod
-    def of_this_process(cls) -> "Store":
-        """The store of the cluster that this process has joined."""
-        return cls(distributed_state().client)
 
     @staticmethod
     def abandon() -> None:

@@ -60,15 +60,10 @@ class Spending:
             is_exchanging: Whether the script waits for values of other workers.
         """
         before, self._looked_at = self._looked_at, now
-        if before is None:
-            return
-        own, waited = self.spent
-        waits = not _is_computing(is_dispatching) if is_in_step else is_exchanging
-        if waits:
-            waited += now - before
-        else:
-            own += now - before
-        self.spent = (own, waited)
+        if before is not None:
+            (own, waited), passed = self.spent, now - before
+            waits = not _is_computing(is_dispatching) if is_in_step else is_exchanging
+            self.spent = (own, waited + passed) if waits else (own + passed, waited)
 
     def is_due(self, now: float) -> bool:
         """Whether it is time for the next look."""
@@ -88,30 +83,19 @@ def _is_computing(in_script: bool) -> bool:
     for name in os.listdir(_TASKS):
         if int(name) in of_python:
             continue
-        state = _state(name)
+        try:
+            with open(f"{_TASKS}/{name}/stat", "rb", buffering=0) as file:
+                state = file.read(256)
+        except (FileNotFoundError, ProcessLookupError):  # It has just ended.
+            continue
         command, _, rest = state.partition(b"(")[2].rpartition(b") ")
         if rest.startswith(_RUNS) and not command.startswith(_NOT_COMPUTING):
             return True
     return False
 
 
-def _state(name: str) -> bytes:
-    """What Linux says of a thread; nothing if it has ended."""
-    try:
-        file = os.open(f"{_TASKS}/{name}/stat", os.O_RDONLY)
-        try:
-            return os.read(file, 256)
-        finally:
-            os.close(file)
-    except (FileNotFoundError, ProcessLookupError):
-        return b""
-
-
 class Stragglers:
     """Finds the worker that the others wait for, from what all have spent.
-
-    Args:
-        names: The workers, in order.
 
     Attributes:
         found: Who waits for whom, and by how much, as last found; empty: nobody.
@@ -136,13 +120,11 @@ class Stragglers:
             spent: Each worker's seconds of own work and of waiting until now.
             steps: Number of steps until now.
         """
-        if self._begin is None:
+        began, before, first = self._begin or (now, spent, steps)
+        if self._begin is None or now - began >= WINDOW_SECONDS:
             self._begin = (now, list(spent), steps)
-            return None
-        began, before, first = self._begin
         if now - began < WINDOW_SECONDS:
             return None
-        self._begin = (now, list(spent), steps)
         own = [a[0] - b[0] for a, b in zip(spent, before, strict=True)]
         waited = [a[1] - b[1] for a, b in zip(spent, before, strict=True)]
         suspect, self._suspect = self._suspect, None
@@ -156,7 +138,7 @@ class Stragglers:
         self._suspect = slow
         if suspect != slow:
             return None
-        self.found = self._in_words(slow, waiting, shares, (now - began, steps - first))
+        self.found = self._in_words(slow, waiting, shares, now - began, steps - first)
         if self._said_at is not None and now - self._said_at < _SAY_EVERY_SECONDS:
             return None
         self._said_at = now
@@ -167,9 +149,9 @@ class Stragglers:
         slow: int,
         waiting: Sequence[int],
         shares: Sequence[float],
-        span: tuple[float, int],
+        seconds: float,
+        steps: int,
     ) -> str:
-        seconds, steps = span
         step_ms = 1000 * seconds / steps
         own_ms = [step_ms * (1 - share) for share in shares]
         fast = max(waiting, key=shares.__getitem__)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jax
 
-from replicax._private.jax import skip_platform, has_devices, is_tpu_vm
+from replicax._private.jax import has_devices, is_tpu_vm, skip_platform
 from replicax._util.listing import listed
 from replicax.cluster.metadata import instance_attribute, metadata_server
 from replicax.cluster.resolvers import ClusterResolver

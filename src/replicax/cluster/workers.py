@@ -1,18 +1,18 @@
-"""The workers of a cluster, and the exchange of small values between them."""
+"""The workers of a cluster: the exchange and the comparison of small values."""
 
 import collections
 import functools
 import json
-import logging
 import threading
 import urllib.parse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+from replicax._util.hashes import digest
 from replicax._util.listing import listed
+from replicax._util.types import JSON
 from replicax._util.waiting import wait_for
 from replicax.cluster.dispatch_log import DispatchLog, Operation
-from replicax.cluster.failure_detector import Sign
 from replicax.cluster.stopping import StopRequest
 from replicax.cluster.store import Store, StoreError
 from replicax.cluster.timeouts import Timeouts
@@ -26,7 +26,6 @@ _SAME_CALLS = (
     "checkpoints and whatever else the strategy does, none of them under "
     "`if strategy.is_chief` or a condition that differs between workers."
 )
-_logger = logging.getLogger("replicax")
 
 
 class Workers:
@@ -38,6 +37,10 @@ class Workers:
         index: This worker's place in that order.
         store: What they share; None for one alone.
         timeouts: How long to wait for what.
+
+    Attributes:
+        stop: Whether some worker is to stop, and after which step all do.
+        watch: Watches over the others; None: this one is alone.
     """
 
     def __init__(
@@ -55,7 +58,6 @@ class Workers:
         self.timeouts = timeouts or Timeouts()
         self.stop = StopRequest(alone=store is None)
         self.watch: Watch | None = None
-        self._store = store
         self._exchanges: collections.Counter[str] = collections.Counter()
         self._num_streams = 0
         self._num_agreements = 0
@@ -80,6 +82,11 @@ class Workers:
         """Whether this worker does what is done once for all, such as saving."""
         return self.index == 0
 
+    @property
+    def log(self) -> DispatchLog | None:
+        """What this worker does that all do in the same order; None: it is alone."""
+        return None if self.watch is None else self.watch.log
+
     def new_stream(self, name: str) -> str:
         """A name for batches that all workers read together, used for nothing else.
 
@@ -89,15 +96,10 @@ class Workers:
         self._num_streams += 1
         return f"{name} {self._num_streams}"
 
-    def new_agreement(self) -> int:
-        """The number of an agreement of all workers, the same on all."""
-        self._num_agreements += 1
-        return self._num_agreements
-
     def exchange(
         self,
         name: str,
-        value: Any,
+        value: object,
         timeout_seconds: float | None = None,
         while_waiting: Callable[[Sequence[int]], None] | None = None,
         *,
@@ -131,51 +133,57 @@ class Workers:
             ClusterMismatchError: Within seconds, if one of those cannot come any more:
                 it has ended its script, or does something else in this one's place.
         """
-        if self._store is None:
+        watch = self.watch
+        if watch is None:
             return [value]
         number = self._exchanges[name]
         self._exchanges[name] += 1
         names = f"replicax/exchange/{urllib.parse.quote(name, safe='')}"
-        folder = f"{names}/{number}"
-        watch = self.watch if in_order else None
-        if watch is not None:
-            watch.is_waiting = True
+        if in_order:
+            watch.me.is_waiting = True
             watch.log.note_in_script(_exchange_of(name, what))
 
         def check(missing: Sequence[int]) -> None:
-            self._require_running(name, missing)
+            self._require_running(watch, name, missing)
             if while_waiting is not None:
                 while_waiting(missing)
             if in_order:
-                self._require_same_order(what or name, overtaken)
+                self._require_same_order(watch, what or name, overtaken)
 
-        self._count_exchanging(1)
+        with self._counting:
+            watch.num_exchanging += 1
         try:
-            values = self._exchanged(folder, name, value, timeout_seconds, check)
+            folder = f"{names}/{number}"
+            watch.store.put(f"{folder}/{self.index}", json.dumps(value))
+            values = self._values_in(folder, watch, name, timeout_seconds, check)
+            if in_order:  # Not after an error, which this script tells the others.
+                watch.me.is_waiting = False
+            if number:
+                # All are in this one, so all have read the one before.
+                watch.store.delete(f"{names}/{number - 1}/{self.index}")
+            return values
+        except StoreError as error:
+            raise ClusterError(
+                f"{self.name}: the coordination service beside {self._listed([0])} "
+                f"does not answer ({error}); {name} needed it."
+            ) from error
         finally:
-            self._count_exchanging(-1)
-        if watch is not None:  # Not after an error, which this script tells the others.
-            watch.is_waiting = False
-        if number:
-            # All are in this one, so all have read the one before.
-            self._store.delete(f"{names}/{number - 1}/{self.index}")
-        return values
+            with self._counting:
+                watch.num_exchanging -= 1
 
-    def _exchanged(
+    def _values_in(
         self,
         folder: str,
+        watch: Watch,
         name: str,
-        value: Any,
         timeout_seconds: float | None,
         check: Callable[[Sequence[int]], None],
     ) -> list[Any]:
-        store = self._store
-        assert store is not None
         timeout = timeout_seconds or self.timeouts.startup
         missing: list[int] = []
 
         def all_values() -> list[Any] | None:
-            found = store.read(folder)
+            found = watch.store.read(folder)
             if len(found) == self.count:
                 return [json.loads(found[str(i)]) for i in range(self.count)]
             missing[:] = [i for i in range(self.count) if str(i) not in found]
@@ -192,76 +200,93 @@ class Workers:
                 culprit=self.names[missing[0]],
             )
 
-        try:
-            store.put(f"{folder}/{self.index}", json.dumps(value))
-            return wait_for(
-                all_values,
-                timeout,
-                late=late,
-                reminder=lambda waited: (
-                    f"waiting for {self._listed(missing)} ({name}) for {waited:.0f} s"
-                ),
-                is_early=not self._has_stepped,
-            )
-        except StoreError as error:
-            raise ClusterError(
-                f"{self.name}: the coordination service beside {self._listed([0])} "
-                f"does not answer ({error}); {name} needed it."
-            ) from error
+        return wait_for(
+            all_values,
+            timeout,
+            late=late,
+            reminder=lambda waited: (
+                f"waiting for {self._listed(missing)} ({name}) for {waited:.0f} s"
+            ),
+            is_early=not watch.has_stepped,
+        )
 
-    @property
-    def log(self) -> DispatchLog | None:
-        """What this worker does that all do in the same order; None: it is alone."""
-        return None if self.watch is None else self.watch.log
-
-    def _count_exchanging(self, more: int) -> None:
-        if self.watch is not None:
-            with self._counting:
-                self.watch.num_exchanging += more
-
-    def _require_running(self, name: str, missing: Sequence[int]) -> None:
+    def _require_running(self, watch: Watch, name: str, missing: Sequence[int]) -> None:
         """Raise if the script of a missing worker has ended."""
-        gone = [i for i in missing if self._signs and self._signs[i].has_left]
+        gone = [i for i in missing if watch.signs[i].has_left]
         if gone:
             raise ClusterMismatchError(
                 f"{self.name}: {self._listed(gone)} ended its script, but {name} needs "
                 f"all workers. {_SAME_CALLS}"
             )
 
-    @property
-    def _signs(self) -> Sequence[Sign]:
-        return () if self.watch is None else self.watch.signs
-
-    @property
-    def _has_stepped(self) -> bool:
-        return self.watch is not None and self.watch.has_stepped
-
     def _require_same_order(
-        self, what: str, overtaken: Callable[[str], str] | None
+        self, watch: Watch, what: str, overtaken: Callable[[str], str] | None
     ) -> None:
         """Raise if the order check has found that a worker took another way.
 
         Here, where the script waits, the traceback says which call it is.
         """
-        difference = None if self.watch is None else self.watch.order.difference
+        difference = watch.order.difference
         if difference is None:
             return
         other = difference.other_than(self.index)
-        me, sign = self._signs[self.index], self._signs[other]
+        me, sign = watch.me, watch.signs[other]
         operation = difference.operations[other]
         place = "no further operation" if operation is None else operation.name
         if overtaken is not None and operation is not None and operation.is_program:
             raise ClusterMismatchError(overtaken(sign.name))
+        where = f"{sign.full_name} is at {place}"
+        waits = f"{self.name} waits in {what}"
         if sign.steps > me.steps:
-            raise ClusterMismatchError(
-                f"{self.name} waits in {what} after step {me.steps}, but "
+            waits += f" after step {me.steps}"
+            where = (
                 f"{sign.full_name} went on to step {sign.steps} without it, and is at "
-                f"{place}. {_SAME_CALLS}"
+                f"{place}"
             )
-        raise ClusterMismatchError(
-            f"{self.name} waits in {what}, but {sign.full_name} is at {place}. "
-            f"{_SAME_CALLS}"
+        raise ClusterMismatchError(f"{waits}, but {where}. {_SAME_CALLS}")
+
+    def agree(self, facts: Mapping[str, JSON], what: str) -> int:
+        """Compare facts that must be the same on all workers.
+
+        Digests are exchanged; only where they differ is the fact itself.
+
+        Args:
+            facts: By name, in the order in which a difference tells most. A list is
+                compared entry by entry.
+            what: What the facts are about, such as `"the program of run(step)"`.
+
+        Returns:
+            How many agreements the workers have come to, the same number on all.
+
+        Raises:
+            ClusterMismatchError: On all workers, with the first difference.
+        """
+        digests = {
+            name: digest(json.dumps(fact, sort_keys=True))
+            for name, fact in facts.items()
+        }
+        all_digests = self.exchange(
+            "program",
+            digests,
+            overtaken=lambda name: (
+                f"{self.name} has to compile {what}, but {name} went on with a program "
+                "that it has already. Their batches differ in shape, or they run "
+                "different steps."
+            ),
+            what=f"the agreement on {what}",
         )
+        for name, fact in facts.items():
+            if len({of_one.get(name) for of_one in all_digests}) > 1:
+                values = self.exchange("difference", fact, timeout_seconds=10)
+                other = next(i for i, value in enumerate(values) if value != values[0])
+                name, mine, its = _difference(name, values[0], values[other])
+                raise ClusterMismatchError(
+                    f"the workers differ in {what}: {name} is {mine!r} on "
+                    f"{self.names[0]} and {its!r} on {self.names[other]}. All workers "
+                    "must run the same script with the same arguments and versions."
+                )
+        self._num_agreements += 1
+        return self._num_agreements
 
     def _listed(self, indices: Sequence[int]) -> str:
         return listed(
@@ -270,6 +295,19 @@ class Workers:
             else self.names[i]
             for i in indices
         )
+
+
+def _difference(name: str, mine: JSON, its: JSON) -> tuple[str, JSON, JSON]:
+    """The first entry in which two facts differ: its name and its two values."""
+    if isinstance(mine, list) and isinstance(its, list):
+        pairs = list(zip(mine, its, strict=False))
+        place = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
+        mine, its = (x[place] if place < len(x) else "nothing" for x in (mine, its))
+        return f"{name}, entry {place}", mine, its
+    if isinstance(mine, dict) and isinstance(its, dict):
+        key = next(k for k in [*mine, *its] if mine.get(k) != its.get(k))
+        return f"{name}, {key}", mine.get(key), its.get(key)
+    return name, mine, its
 
 
 @functools.lru_cache(maxsize=256)

@@ -11,7 +11,7 @@ from jax.stages import Wrapped
 
 from replicax._util.dry_run import current_rehearsal, is_described
 from replicax._util.types import PyTree
-from replicax.cluster import dispatch_log
+from replicax.cluster import workers
 from replicax.cluster.dispatch_log import Operation
 from replicax.engine.composites import is_key
 
@@ -54,7 +54,7 @@ def gathered(array: jax.Array) -> jax.Array:
 
     All processes have to call it, for the same arrays in the same order.
     """
-    log = dispatch_log.current()
+    log = workers.current().log
     if log is not None:
         kind = f"{array.dtype}{list(array.shape)}"
         name = f"the gathering of an array that workers have parts of ({kind})"

@@ -18,8 +18,7 @@ from typing import Any, NoReturn, TypeVar
 from replicax._util.listing import listed
 from replicax._util.types import JSONObject
 from replicax._util.waiting import wait_for
-from replicax.cluster.exceptions import report_of
-from replicax.cluster.failure import ATTEMPT, ExitCode
+from replicax.cluster.failure import ATTEMPT, ExitCode, report_of
 from replicax.cluster.timeouts import Timeouts
 from replicax.errors import ClusterError, ClusterMismatchError
 from replicax.ps.call_log import JOB, ReplayLog

@@ -17,7 +17,6 @@ from replicax._util.listing import listed
 from replicax._util.types import JSON
 from replicax._util.waiting import Announced
 from replicax._version import versions
-from replicax.cluster.agreement import agree
 from replicax.cluster.config import check_cluster
 from replicax.cluster.joining import join, join_detected
 from replicax.cluster.resolvers import ClusterResolver, default_resolver
@@ -248,7 +247,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             ]
         kept = {key: ref for key, ref in self._compared.items() if ref() is not None}
         self._compared = kept | {id(v): weakref.ref(v) for v in program.variables}
-        number = agree(self._workers, facts, f"the program of {program.name}")
+        number = self._workers.agree(facts, f"the program of {program.name}")
         program.operation = dataclasses.replace(
             program.operation, mark=f"program {number};".encode()
         )

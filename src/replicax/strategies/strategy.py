@@ -14,7 +14,6 @@ from replicax._util.dry_run import Rehearsal, current_rehearsal
 from replicax._util.types import PyTree, Shape
 from replicax._util.user_code import describe
 from replicax._util.waiting import Announced
-from replicax.cluster.agreement import agree
 from replicax.cluster.dispatch_log import Operation
 from replicax.cluster.workers import Workers
 from replicax.engine import combine, compilation_cache, device_put
@@ -446,7 +445,7 @@ class Strategy(DatasetMaker):
         else:
             chosen = [v for v in variables if internals.has_value(v)]
             facts = {"the variables": [internals.described(v) for v in chosen]}
-            agree(self._workers, facts, "check_replicas")
+            self._workers.agree(facts, "check_replicas")
         if self._lives_on_replicas:
             require_equal(self._group, chosen, internals.read_values(chosen))
 
