@@ -12,8 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import replicax as rx
-from replicax.cluster.metadata import instance_attribute
-from replicax.cluster.tpu_slice import VARIABLES, TpuSlice, detect_slice
+from replicax.cluster.tpu_slice import (
+    VARIABLES,
+    TpuSlice,
+    detect_slice,
+    instance_attribute,
+)
 from replicax.errors import ClusterConfigError
 
 Resolver = rx.cluster_resolver.TPUClusterResolver

@@ -12,6 +12,7 @@ import jax
 import pytest
 from jax._src import xla_bridge
 
+from replicax._private.jax import is_tpu_vm
 from replicax.cluster import tpu_slice
 from replicax.planning import compiler
 
@@ -125,7 +126,7 @@ def test_plan_without_the_compiler_names_the_command(
 
 
 @pytest.mark.skipif(
-    tpu_slice.on_tpu_vm() or importlib.util.find_spec("libtpu") is None,
+    is_tpu_vm() or importlib.util.find_spec("libtpu") is None,
     reason="there are TPUs here, or libtpu is not installed",
 )
 @pytest.mark.timeout(120)

@@ -13,17 +13,8 @@ _NUMBERS = re.compile(r"[0-9.]+")
 _LOOPBACKS = (ipaddress.ip_address("127.0.0.1"), ipaddress.ip_address("::1"))
 # As /etc/hosts has them.
 _LOOPBACK_NAMES = frozenset(
-    (
-        "localhost",
-        "localhost.localdomain",
-        "localhost4",
-        "localhost4.localdomain4",
-        "localhost6",
-        "localhost6.localdomain6",
-        "ip6-localhost",
-        "ip6-loopback",
-    )
-)
+    f"localhost{n}{domain}" for n in ("", 4, 6) for domain in ("", f".localdomain{n}")
+) | {"ip6-localhost", "ip6-loopback"}
 _EXAMPLE = "such as 'host1:2222' or '[fd00::1]:2222'"
 
 
@@ -42,9 +33,10 @@ class Address(NamedTuple):
     @property
     def is_loopback(self) -> bool:
         """Whether `host` is a loopback address, which no other machine can reach."""
-        ip = _ip(self.host)
+        ip = self._ip
         if ip is None:
-            return _is_loopback_name(self.host)
+            name = self.host.removesuffix(".")
+            return name in _LOOPBACK_NAMES or name.endswith(".localhost")
         return ip.is_loopback or ip.is_unspecified
 
     @property
@@ -57,13 +49,26 @@ class Address(NamedTuple):
             ... )
             True
         """
-        ip = _ip(self.host)
+        ip = self._ip
         if ip is None:
-            name = self.host.removesuffix(".")
-            return Address("localhost" if _is_loopback_name(name) else name, self.port)
-        if ip.is_unspecified or ip in _LOOPBACKS:
-            return Address("localhost", self.port)
-        return Address(ip.compressed, self.port)
+            is_local, host = self.is_loopback, self.host.removesuffix(".")
+        else:
+            is_local, host = ip.is_unspecified or ip in _LOOPBACKS, ip.compressed
+        return Address("localhost" if is_local else host, self.port)
+
+    @property
+    def _ip(self) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+        """The IP address that `host` is; None: it is a name."""
+        if _NUMBERS.fullmatch(self.host):
+            try:
+                return ipaddress.IPv4Address(socket.inet_aton(self.host))  # 127.1, say.
+            except OSError:
+                return None
+        try:
+            ip = ipaddress.ip_address(self.host)
+        except ValueError:
+            return None
+        return getattr(ip, "ipv4_mapped", None) or ip
 
 
 def parse_address(text: object) -> Address:
@@ -91,25 +96,6 @@ def parse_address(text: object) -> Address:
     if not colon or (text.startswith("[") and text.endswith("]")):
         raise ValueError(f"it has no port; expected an address {_EXAMPLE}")
     return Address(_host(host), _port(port))
-
-
-def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """The IP address that `host` is; None: it is a name."""
-    if _NUMBERS.fullmatch(host):
-        try:
-            return ipaddress.IPv4Address(socket.inet_aton(host))  # 127.1, say.
-        except OSError:
-            return None
-    try:
-        ip = ipaddress.ip_address(host)
-    except ValueError:
-        return None
-    return getattr(ip, "ipv4_mapped", None) or ip
-
-
-def _is_loopback_name(host: str) -> bool:
-    name = host.removesuffix(".")
-    return name in _LOOPBACK_NAMES or name.endswith(".localhost")
 
 
 def _port(text: str) -> int:

@@ -32,11 +32,12 @@ _JSONObject: TypeAlias = dict[str, Any]
 
 # Values come from outside and may be of any size and depth.
 _SHOWN_PROBLEMS = 20
-_short = reprlib.Repr()
-_short.maxstring = _short.maxother = 120
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxother = 120
+_shown = _repr.repr
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class TaskConfig:
     """A cluster, and which of its tasks this process is.
 
@@ -71,11 +72,7 @@ class TaskConfig:
 
 
 def tf_config(
-    text: str,
-    *,
-    allow_ps: bool = True,
-    task_type: str | None = None,
-    task_id: int | None = None,
+    text: str, *, task_type: str | None = None, task_id: int | None = None
 ) -> TaskConfig:
     """Read and check the text of the environment variable `TF_CONFIG`.
 
@@ -84,7 +81,6 @@ def tf_config(
     Args:
         text: A JSON object with the keys `cluster` and `task`. With neither, or with
             both empty, there is one machine and no cluster.
-        allow_ps: Whether there may be parameter servers.
         task_type: What to take in place of the task's type.
         task_id: What to take in place of the task's index.
 
@@ -108,7 +104,7 @@ def tf_config(
     index = _number((task or {}).get("index")) if task_id is None else task_id
     if document is not None and (cluster != {} or task != {} or job is not None):
         if cluster is not None:
-            problems += _cluster_problems(cluster, "cluster" in document, allow_ps)
+            problems += _cluster_problems(cluster, "cluster" in document)
         if task is not None:
             problems += _task_problems(cluster or {}, job, index)
     if problems:
@@ -118,7 +114,7 @@ def tf_config(
             "Correct the variable, or unset it to use this machine only.",
             problems,
         )
-    return TaskConfig(cluster=ClusterSpec(cluster or {}), task_type=job, task_id=index)
+    return TaskConfig(ClusterSpec(cluster or {}), job, index)
 
 
 def check_cluster(
@@ -149,10 +145,10 @@ def check_cluster(
           1. address 'a' of worker:0: it has no port; expected an address such as ...
     """
     if not cluster:
-        return TaskConfig(cluster=cluster)
+        return TaskConfig(cluster)
     jobs = cluster.as_dict()
     problems = [
-        *_cluster_problems(jobs, True, allow_ps),
+        *_cluster_problems(jobs, allow_ps=allow_ps),
         *_task_problems(jobs, task_type, task_id),
     ]
     if problems:
@@ -160,15 +156,11 @@ def check_cluster(
             f"{list_problems(source, problems)}\nIt is {_shown(repr(cluster))}.",
             problems,
         )
-    return TaskConfig(cluster=cluster, task_type=task_type, task_id=task_id)
+    return TaskConfig(cluster, task_type, task_id)
 
 
 def list_problems(source: str, problems: Sequence[str]) -> str:
-    """The text of an error: a header and a numbered list.
-
-    Args:
-        source: What has the problems.
-        problems: One sentence each, without the full stop.
+    """The text of an error: what has problems, and a numbered list of sentences.
 
     Example:
         >>> print(list_problems("TF_CONFIG", ["'task' is missing"]))
@@ -181,10 +173,6 @@ def list_problems(source: str, problems: Sequence[str]) -> str:
     if len(problems) > len(shown):
         lines.append(f"  And {len(problems) - len(shown)} more.")
     return "\n".join([f"{source} has {count}:", *lines])
-
-
-def _shown(value: object) -> str:
-    return _short.repr(value)
 
 
 def _document(text: str, problems: list[str]) -> _JSONObject | None:
@@ -232,7 +220,7 @@ def _number(value: object) -> Any:
 
 
 def _cluster_problems(
-    cluster: Mapping[str, object], given: bool, allow_ps: bool
+    cluster: Mapping[str, object], given: bool = True, allow_ps: bool = True
 ) -> Iterable[str]:
     if not cluster:
         lack = "has no jobs" if given else "is missing"
@@ -281,9 +269,9 @@ def _repeats(addresses: Sequence[tuple[str, str, Address]]) -> Iterable[str]:
         holders.setdefault(address.endpoint, []).append((task, text))
     for tasks in holders.values():
         if len(tasks) > 1:
-            spelled = {text for _, text in tasks}
+            is_one_spelling = len({text for _, text in tasks}) == 1
             names = listed(
-                task if len(spelled) == 1 else f"{task} ({text!r})"
+                task if is_one_spelling else f"{task} ({text!r})"
                 for task, text in tasks
             )
             yield (
@@ -295,12 +283,11 @@ def _repeats(addresses: Sequence[tuple[str, str, Address]]) -> Iterable[str]:
 def _mixed_loopback(addresses: Sequence[tuple[str, str, Address]]) -> Iterable[str]:
     # Nobody connects to an evaluator.
     connected = [a for a in addresses if not a[0].startswith("evaluator:")]
-    local = [a for a in connected if a[2].is_loopback]
+    local = [f"{task} ({text!r})" for task, text, a in connected if a.is_loopback]
     if local and len(local) < len(connected):
-        names = listed(f"{task} ({text!r})" for task, text, _ in local)
         yield (
-            f"other machines cannot reach {names}; expected names or addresses that "
-            "all machines of the cluster can reach"
+            f"other machines cannot reach {listed(local)}; expected names or addresses "
+            "that all machines of the cluster can reach"
         )
 
 

@@ -146,15 +146,11 @@ def _has_connections(port: int, but_for: int | None) -> bool:
     for table in tables:
         for line in table.read_text().splitlines()[1:]:
             _, local, remote, state, *rest = line.split()
-            if state != _ESTABLISHED:
-                continue
-            from_port, to_port = (
-                int(x.rpartition(":")[2], 16) for x in (local, remote)
-            )
-            if from_port == port:
-                here.add(to_port)
-            if f"socket:[{rest[5]}]" in own:
-                its.add(from_port)
+            if state == _ESTABLISHED:
+                if int(local.rpartition(":")[2], 16) == port:
+                    here.add(remote.rpartition(":")[2])
+                if f"socket:[{rest[5]}]" in own:
+                    its.add(local.rpartition(":")[2])
     return bool(here - its)
 
 

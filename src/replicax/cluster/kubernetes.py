@@ -4,18 +4,18 @@ import os
 import re
 from collections.abc import Mapping
 
-from replicax.cluster.config import JOBS, list_problems
-from replicax.cluster.resolvers import ClusterResolver
+from replicax.cluster.config import JOBS, TaskConfig, list_problems
+from replicax.cluster.resolvers import KnownCluster
 from replicax.cluster.spec import ClusterSpec
 from replicax.errors import ClusterConfigError
 
 __all__ = ["KubernetesClusterResolver"]
 
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
-_ANNOTATION = "metadata.annotations['jobset.sigs.k8s.io/{}']"
+_REPLICATED_JOB = ("JOBSET_REPLICATED_JOB_NAME", "replicatedjob-name")
 
 
-class KubernetesClusterResolver(ClusterResolver):
+class KubernetesClusterResolver(KnownCluster):
     """The pods of this Indexed Job or JobSet as a cluster, by their DNS names.
 
     The pod's own environment says all that is needed: unlike TensorFlow's resolver of
@@ -79,26 +79,21 @@ class KubernetesClusterResolver(ClusterResolver):
                 f"JOB_COMPLETION_INDEX is {index}, but there are {counts[own]} pods of "
                 f"job {own!r}; expected the Job's 'completions'"
             )
-        hosts = {
-            job: [f"{names[job]}-{i}" for i in range(counts[job])] for job in names
-        }
-        problems += _bad_labels([service or "", *(h[-1] for h in hosts.values() if h)])
+        longest = [f"{name}-{counts[job] - 1}" for job, name in names.items()]
+        problems += [
+            f"{label!r} is no DNS name of a pod or service; expected at most 63 lower "
+            "case letters, digits and '-'"
+            for label in (service or "", *longest)
+            if label and not _LABEL.fullmatch(label)
+        ]
         if problems:
             message = list_problems("KubernetesClusterResolver", problems)
             raise ClusterConfigError(message, problems)
-        self._cluster = ClusterSpec(
-            {
-                job: [f"{host}.{service}:{port}" for host in pods]
-                for job, pods in hosts.items()
-            }
-        )
-        self.task_type = own
-        self.task_id = index
-        self.rpc_layer = rpc_layer
-
-    def cluster_spec(self) -> ClusterSpec:
-        """The pods of the Job or JobSet."""
-        return self._cluster
+        cluster = {
+            job: [f"{name}-{i}.{service}:{port}" for i in range(counts[job])]
+            for job, name in names.items()
+        }
+        super().__init__(TaskConfig(ClusterSpec(cluster), own, index), rpc_layer)
 
 
 def _index(problems: list[str]) -> int | None:
@@ -137,21 +132,16 @@ def _job_names(
     index: int | None,
     problems: list[str],
 ) -> dict[str, str]:
-    jobset = os.environ.get("JOBSET_NAME")
     if by_role:
-        if not jobset:
-            problems.append(_expose("JOBSET_NAME", "jobset-name"))
-            return {}
-        return {job: f"{jobset}-{job}-0" for job in counts}
-    name = job_name or _own_name(jobset, index, problems)
+        jobset = _exposed("JOBSET_NAME", "jobset-name", problems)
+        return {job: f"{jobset}-{job}-0" for job in counts} if jobset else {}
+    name = job_name or _own_name(index, problems)
     return dict.fromkeys(counts, name) if name else {}
 
 
-def _own_name(jobset: str | None, index: int | None, problems: list[str]) -> str | None:
-    if jobset:
-        replicated = os.environ.get("JOBSET_REPLICATED_JOB_NAME")
-        if not replicated:
-            problems.append(_expose("JOBSET_REPLICATED_JOB_NAME", "replicatedjob-name"))
+def _own_name(index: int | None, problems: list[str]) -> str | None:
+    if jobset := os.environ.get("JOBSET_NAME"):
+        replicated = _exposed(*_REPLICATED_JOB, problems)
         return f"{jobset}-{replicated}-0" if replicated else None
     host = os.environ.get("HOSTNAME", "")
     if index is not None and host.endswith(f"-{index}"):
@@ -174,25 +164,19 @@ def _own_job(
         )
     if not by_role:
         return "worker" if counts else None
-    own = os.environ.get("JOBSET_REPLICATED_JOB_NAME")
-    if not own:
-        problems.append(_expose("JOBSET_REPLICATED_JOB_NAME", "replicatedjob-name"))
-    elif counts and own not in counts:
+    own = _exposed(*_REPLICATED_JOB, problems)
+    if own and counts and own not in counts:
         problems.append(
             f"JOBSET_REPLICATED_JOB_NAME is {own!r}; expected one of jobs={counts}"
         )
     return own if own in counts else None
 
 
-def _bad_labels(labels: list[str]) -> list[str]:
-    return [
-        f"{label!r} is no DNS name of a pod or service; expected at most 63 lower case "
-        "letters, digits and '-'"
-        for label in labels
-        if label and not _LABEL.fullmatch(label)
-    ]
-
-
-def _expose(name: str, annotation: str) -> str:
-    field = _ANNOTATION.format(annotation)
-    return f"{name} is not set; add it to the container's env by fieldRef from {field}"
+def _exposed(name: str, annotation: str, problems: list[str]) -> str | None:
+    """A variable that the manifest sets from an annotation."""
+    if not os.environ.get(name):
+        problems.append(
+            f"{name} is not set; add it to the container's env by fieldRef from "
+            f"metadata.annotations['jobset.sigs.k8s.io/{annotation}']"
+        )
+    return os.environ.get(name)

@@ -23,15 +23,10 @@ _log = logging.getLogger("replicax")
 
 
 def host_to_bind(own: Address, others: Iterable[Address]) -> str | None:
-    """The host at which a task has to listen for the others to reach it.
+    """The host of `own` at which a task listens for the others to reach it.
 
-    Args:
-        own: The task's address.
-        others: Those of the tasks that connect to it.
-
-    Returns:
-        The address' own host, a name or an IP address; None: at all of this machine's
-        addresses, where the name here is not what it is elsewhere.
+    None: at all of this machine's addresses, where the name here is not what it is
+    elsewhere.
 
     Example:
         >>> host_to_bind(Address("localhost", 1), [Address("localhost", 2)])
@@ -62,29 +57,20 @@ def host_to_bind(own: Address, others: Iterable[Address]) -> str | None:
 
 @contextlib.contextmanager
 def listener(host: str | None, port: int) -> Iterator[None]:
-    """Sockets that accept connections at a port, as long as it is open.
-
-    Args:
-        host: Where, as `host_to_bind` says.
-        port: The port.
+    """Accept connections at a port, at the host that `host_to_bind` says.
 
     Raises:
         OSError: If it is taken.
     """
+    both = host is None and socket.has_dualstack_ipv6()
+    own = [""] if host is None else filter(_is_of_this_machine, _addresses_of(host))
     with contextlib.ExitStack() as sockets:
-        if host is None:
-            family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-            both = family == socket.AF_INET6
-            sockets.enter_context(
-                socket.create_server(("", port), family=family, dualstack_ipv6=both)
+        for ip in own:
+            family = socket.AF_INET6 if both or ":" in ip else socket.AF_INET
+            server = socket.create_server(
+                (ip, port), family=family, dualstack_ipv6=both
             )
-        else:
-            for ip in _addresses_of(host):
-                if _is_of_this_machine(ip):
-                    family = socket.AF_INET6 if ":" in ip else socket.AF_INET
-                    sockets.enter_context(
-                        socket.create_server((ip, port), family=family)
-                    )
+            sockets.enter_context(server)
         yield
 
 
@@ -111,9 +97,6 @@ def listen_for(peers: Iterable[str]) -> None:
 
     Call it before JAX's devices are started. JAX has no option for the address, so the
     function that makes its Gloo is replaced. The address stays if no peer's is known.
-
-    Args:
-        peers: `"host:port"` of the other workers.
     """
     address = local_address(peers)
     keywords = {} if address is None else {"hostname": address}
@@ -121,14 +104,10 @@ def listen_for(peers: Iterable[str]) -> None:
 
 
 def local_address(peers: Iterable[str]) -> str | None:
-    """This machine's address on its way to one of the peers.
+    """This machine's IP address on its way to one of the peers; None: there is no way.
 
-    Args:
-        peers: `"host:port"` of each. Nothing is sent to them.
-
-    Returns:
-        An IP address; that of the machine itself, which no other one can reach, only if
-        all peers are on it. None if there is no way to any of them.
+    That of the machine itself, which no other one can reach, only if all peers are on
+    it. Nothing is sent to them.
 
     Example:
         >>> local_address(["127.0.0.1:2222"])

@@ -6,10 +6,11 @@ from collections import Counter
 from collections.abc import Mapping
 
 from replicax.cluster.config import TaskConfig, tf_config
-from replicax.cluster.spec import ClusterSpec, task_name
+from replicax.cluster.spec import ClusterSpec
 
 __all__ = [
     "ClusterResolver",
+    "KnownCluster",
     "SimpleClusterResolver",
     "TFConfigClusterResolver",
     "default_resolver",
@@ -83,11 +84,8 @@ class ClusterResolver(ABC):
             ValueError: For another process, whose devices are not known here.
         """
         del config_proto
-        task = (
-            task_type or self.task_type,
-            self.task_id if task_id is None else task_id,
-        )
-        if task != (self.task_type, self.task_id):
+        is_other_job = (task_type or self.task_type) != self.task_type
+        if is_other_job or task_id not in (None, self.task_id):
             raise ValueError(
                 f"{type(self).__name__}.num_accelerators: only the devices of this "
                 f"process, {self._task_name()}, are known here; got "
@@ -105,12 +103,27 @@ class ClusterResolver(ABC):
         return f"{type(self).__name__}({self.cluster_spec()!r}, {self._task_name()})"
 
     def _task_name(self) -> str | None:
-        if self.task_type is None or self.task_id is None:
-            return None
-        return task_name(self.task_type, self.task_id)
+        return TaskConfig(ClusterSpec({}), self.task_type, self.task_id).name
 
 
-class SimpleClusterResolver(ClusterResolver):
+class KnownCluster(ClusterResolver):
+    """A resolver that reads its cluster once, when it is made."""
+
+    def __init__(
+        self, config: TaskConfig, rpc_layer: str | None, environment: str = ""
+    ) -> None:
+        self._cluster = config.cluster
+        self.task_type = config.task_type
+        self.task_id = config.task_id
+        self.rpc_layer = rpc_layer
+        self.environment = environment
+
+    def cluster_spec(self) -> ClusterSpec:
+        """The cluster as it was when the resolver was made."""
+        return self._cluster
+
+
+class SimpleClusterResolver(KnownCluster):
     """A cluster that the program describes itself.
 
     (TF: `tf.distribute.cluster_resolver.SimpleClusterResolver`.)
@@ -155,17 +168,10 @@ class SimpleClusterResolver(ClusterResolver):
             raise TypeError(
                 f"SimpleClusterResolver: master is not a string; got {master!r}."
             )
-        self._cluster = cluster_spec
+        config = TaskConfig(cluster_spec, task_type, task_id)
+        super().__init__(config, rpc_layer, environment)
         self._master = master
         self._num_accelerators = num_accelerators
-        self.task_type = task_type
-        self.task_id = task_id
-        self.environment = environment
-        self.rpc_layer = rpc_layer
-
-    def cluster_spec(self) -> ClusterSpec:
-        """The cluster as given."""
-        return self._cluster
 
     def master(
         self,
@@ -184,7 +190,7 @@ class SimpleClusterResolver(ClusterResolver):
         return dict(self._num_accelerators)
 
 
-class TFConfigClusterResolver(ClusterResolver):
+class TFConfigClusterResolver(KnownCluster):
     """The cluster that the environment variable `TF_CONFIG` describes.
 
     It is read once, here: later changes of the variable have no effect. Without it, or
@@ -219,22 +225,10 @@ class TFConfigClusterResolver(ClusterResolver):
         rpc_layer: str | None = None,
         environment: str | None = None,
     ) -> None:
-        text = _tf_config_text()
-        if text:
+        config = TaskConfig(ClusterSpec({}), task_type, task_id)
+        if text := _tf_config_text():
             config = tf_config(text, task_type=task_type, task_id=task_id)
-        else:
-            config = TaskConfig(
-                cluster=ClusterSpec({}), task_type=task_type, task_id=task_id
-            )
-        self._cluster = config.cluster
-        self.task_type = config.task_type
-        self.task_id = config.task_id
-        self.rpc_layer = rpc_layer
-        self.environment = environment or ""
-
-    def cluster_spec(self) -> ClusterSpec:
-        """The cluster as TF_CONFIG described it when the resolver was made."""
-        return self._cluster
+        super().__init__(config, rpc_layer, environment or "")
 
     def master(
         self,
@@ -249,11 +243,7 @@ class TFConfigClusterResolver(ClusterResolver):
 
 
 def default_resolver() -> TFConfigClusterResolver | None:
-    """The resolver of TF_CONFIG if that variable is set and not blank, else None.
-
-    Raises:
-        ClusterConfigError: If TF_CONFIG is malformed.
-    """
+    """The resolver of TF_CONFIG if that variable is set and not blank, else None."""
     return TFConfigClusterResolver() if _tf_config_text() else None
 
 

@@ -5,8 +5,8 @@ import os
 import re
 from collections.abc import Mapping
 
-from replicax.cluster.config import JOBS
-from replicax.cluster.resolvers import ClusterResolver
+from replicax.cluster.config import JOBS, TaskConfig
+from replicax.cluster.resolvers import KnownCluster
 from replicax.cluster.spec import ClusterSpec
 from replicax.errors import ClusterConfigError
 
@@ -18,7 +18,7 @@ _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 _REPEATED = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 
 
-class SlurmClusterResolver(ClusterResolver):
+class SlurmClusterResolver(KnownCluster):
     """The tasks of this Slurm job step as a cluster.
 
     Start the script with `srun`. Task `n` of Slurm is process `n` of the cluster; tasks
@@ -95,19 +95,14 @@ class SlurmClusterResolver(ClusterResolver):
             )
         addresses = iter(f"{host}:{port_base + local}" for host, local in tasks)
         ranks = [(job, index) for job, count in jobs.items() for index in range(count)]
-        self._cluster = ClusterSpec(
+        cluster = ClusterSpec(
             {job: list(itertools.islice(addresses, n)) for job, n in jobs.items() if n}
         )
-        self.task_type, self.task_id = ranks[rank]
-        self.rpc_layer = rpc_layer
+        super().__init__(TaskConfig(cluster, *ranks[rank]), rpc_layer)
         host, local = tasks[rank]
         self._gpus = _gpus_of_task(layout[host], local, gpus_per_node, gpus_per_task)
         if auto_set_gpu and layout[host] > 1 and self._gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpus)
-
-    def cluster_spec(self) -> ClusterSpec:
-        """The cluster of the job step."""
-        return self._cluster
 
     def get_task_info(self) -> tuple[str | None, int | None]:
         """The job of this process and its index within it."""
@@ -121,12 +116,8 @@ class SlurmClusterResolver(ClusterResolver):
 def expand_hostlist(text: str) -> list[str]:
     """The hosts of a Slurm host list, in its order.
 
-    Args:
-        text: Names separated by commas; numbers and ranges in brackets stand for
-            several. A range has as many digits as its first number.
-
-    Raises:
-        ClusterConfigError: If it is malformed.
+    Numbers and ranges in brackets stand for several names. A range has as many digits
+    as its first number.
 
     Example:
         >>> expand_hostlist("gpu[1-3,07],login,r[0-1]n[8-9]")
@@ -168,9 +159,6 @@ def _numbers(ranges: str, text: str) -> list[str]:
 def expand_tasks_per_node(text: str) -> list[int]:
     """The number of tasks of each node, as Slurm writes them.
 
-    Raises:
-        ClusterConfigError: If it is malformed.
-
     Example:
         >>> expand_tasks_per_node("2(x3),1")
         [2, 2, 2, 1]
@@ -188,11 +176,8 @@ def expand_tasks_per_node(text: str) -> list[int]:
 
 
 def _rank_and_size() -> tuple[int, int]:
-    size_name = (
-        "SLURM_STEP_NUM_TASKS"
-        if "SLURM_STEP_NUM_TASKS" in os.environ
-        else "SLURM_NTASKS"
-    )
+    of_step = "SLURM_STEP_NUM_TASKS"
+    size_name = of_step if of_step in os.environ else "SLURM_NTASKS"
     missing = [n for n in ("SLURM_PROCID", size_name) if not os.environ.get(n)]
     if missing:
         raise _not_set(missing)
@@ -230,12 +215,12 @@ def _layout(
 
 def _hosts(num_tasks: int) -> list[str]:
     text = os.environ.get("SLURM_STEP_NODELIST")
-    if not text:
+    if not text and num_tasks == 1:
         # A batch script is task 0 of as many tasks as the job may start: others would
         # be waited for in vain.
-        text = os.environ.get("SLURM_JOB_NODELIST") if num_tasks == 1 else None
-        if not text:
-            raise _not_set(["SLURM_STEP_NODELIST"])
+        text = os.environ.get("SLURM_JOB_NODELIST")
+    if not text:
+        raise _not_set(["SLURM_STEP_NODELIST"])
     hosts = expand_hostlist(text)
     if len(set(hosts)) < len(hosts):
         raise _error(f"the host list {text!r} names a host twice")

@@ -74,15 +74,7 @@ class Timeouts:
 
 
 def checked_timeouts(timeouts: Timeouts | None, caller: str) -> Timeouts:
-    """The timeouts given to a public call, or the default ones for None.
-
-    Args:
-        timeouts: What a user has given.
-        caller: The public name to say in the error.
-
-    Raises:
-        TypeError: If it is something else.
-    """
+    """The timeouts given to the public call `caller`, or the default ones for None."""
     if timeouts is None:
         return Timeouts()
     if not isinstance(timeouts, Timeouts):
@@ -96,11 +88,8 @@ def checked_timeouts(timeouts: Timeouts | None, caller: str) -> Timeouts:
 def takes_timeouts(**replaced: str) -> Callable[[_Class], _Class]:
     """Class decorator: arguments from before `timeouts` raise the new spelling.
 
-    The signature stays as it is written.
-
-    Args:
-        **replaced: The field of `Timeouts` that each former argument has become; none:
-            the arguments of strategies.
+    The signature stays as it is written. `replaced` has the field of `Timeouts` that
+    each former argument has become; none: the arguments of strategies.
     """
     fields = replaced or _OF_STRATEGIES
 

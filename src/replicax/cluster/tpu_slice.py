@@ -1,8 +1,12 @@
 """The TPU slice of this machine as a cluster, without starting JAX's devices."""
 
 import dataclasses
+import http.client
 import os
+import queue
 import re
+import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,8 +14,8 @@ import jax
 
 from replicax._private.jax import has_devices, is_tpu_vm, skip_platform
 from replicax._util.listing import listed
-from replicax.cluster.metadata import instance_attribute, metadata_server
-from replicax.cluster.resolvers import ClusterResolver
+from replicax.cluster.config import TaskConfig
+from replicax.cluster.resolvers import KnownCluster
 from replicax.cluster.spec import ClusterSpec
 from replicax.errors import ClusterConfigError
 
@@ -20,7 +24,7 @@ __all__ = [
     "TPUClusterResolver",
     "TpuSlice",
     "detect_slice",
-    "on_tpu_vm",
+    "instance_attribute",
     "skip_libtpu_without_chips",
 ]
 
@@ -40,6 +44,8 @@ _OF_LIBTPU = ("TPU_LIBRARY_PATH", "TPU_SKIP_MDS_QUERY")
 """Variables that are set without TPUs, too: by libtpu's and JAX's import."""
 _HERE = (None, "", "local")
 _QUERY_SECONDS = 3.0
+_PAUSE_SECONDS = 0.25
+_PATH = "/computeMetadata/v1/instance/attributes/"
 _PORT = 8482  # JAX's own choice for the coordination service on TPUs.
 _ENTRY = re.compile(r"^\s*([A-Z_]+)\s*:\s*'?([^'\n]*)'?\s*$", re.MULTILINE)
 
@@ -69,7 +75,7 @@ class TpuSlice:
         return max(1, len(self.addresses)) * self.num_slices
 
 
-class TPUClusterResolver(ClusterResolver):
+class TPUClusterResolver(KnownCluster):
     """The TPU of this machine, and the other hosts of its slice.
 
     A script runs on the TPU VM itself, on each host of a slice. What the environment
@@ -115,41 +121,23 @@ class TPUClusterResolver(ClusterResolver):
                 f"TPUClusterResolver: tpu is a string or None; got {tpu!r}. Leave it "
                 "out for the TPU of this machine."
             )
-        self._slice = detect_slice(os.environ, is_tpu_vm=on_tpu_vm())
-        self.task_type = "worker"
-        self.task_id = self._slice.index
-        self.rpc_layer = "grpc"
-        self.num_hosts = self._slice.num_hosts
-        self.num_slices = self._slice.num_slices
-        if tpu not in _HERE and not self._is_own(tpu or ""):
+        found = detect_slice(os.environ, is_tpu_vm=is_tpu_vm())
+        cluster = ClusterSpec({"worker": found.addresses} if found.addresses else {})
+        super().__init__(TaskConfig(cluster, "worker", found.index), "grpc")
+        self.num_hosts = found.num_hosts
+        self.num_slices = found.num_slices
+        own = found.addresses[found.index : found.index + 1]
+        hosts = {address.partition(":")[0] for address in own}
+        host = (tpu or "").removeprefix("grpc://").partition(":")[0]
+        if tpu not in _HERE and tpu != found.name and host not in hosts:
+            called = "" if "TPU_NAME" in os.environ else " (TPU_NAME is not set)"
+            called = f", whose TPU is called {found.name!r}" if found.name else called
             raise ClusterConfigError(
-                f"TPUClusterResolver: tpu={tpu!r} is not this machine"
-                f"{self._own_names()}. A TPU cannot be reached over the network here: "
-                "JAX runs on the TPU VM itself. Copy the script to the TPU VM, start "
-                "it there, on each host of a slice at once, and leave tpu out: "
-                "TPUClusterResolver()."
+                f"TPUClusterResolver: tpu={tpu!r} is not this machine{called}. A TPU "
+                "cannot be reached over the network here: JAX runs on the TPU VM "
+                "itself. Copy the script to the TPU VM, start it there, on each host "
+                "of a slice at once, and leave tpu out: TPUClusterResolver()."
             )
-
-    def cluster_spec(self) -> ClusterSpec:
-        """The hosts of this slice as workers; empty for a single machine."""
-        hosts = list(self._slice.addresses)
-        return ClusterSpec({"worker": hosts} if hosts else {})
-
-    def _is_own(self, tpu: str) -> bool:
-        host = tpu.removeprefix("grpc://").partition(":")[0]
-        index = self._slice.index
-        own = self._slice.addresses[index : index + 1]
-        return tpu == self._slice.name or host in {a.partition(":")[0] for a in own}
-
-    def _own_names(self) -> str:
-        if self._slice.name:
-            return f", whose TPU is called {self._slice.name!r}"
-        return "" if "TPU_NAME" in os.environ else " (TPU_NAME is not set)"
-
-
-def on_tpu_vm() -> bool:
-    """Whether this machine has TPU chips and libtpu, as JAX found on its import."""
-    return is_tpu_vm()
 
 
 def skip_libtpu_without_chips(
@@ -162,10 +150,6 @@ def skip_libtpu_without_chips(
     backend and stays possible. Nothing happens where anything speaks of a TPU, where
     the platforms are named (`JAX_PLATFORMS`), or once the devices are started.
 
-    Args:
-        environ: The environment variables.
-        devices: The folder of device files.
-
     Returns:
         Whether JAX does without its TPU backend from now on.
     """
@@ -175,7 +159,7 @@ def skip_libtpu_without_chips(
         name.startswith(_OF_TPUS) and name not in _OF_LIBTPU for name in environ
     )
     files = [*Path(devices).glob("accel*"), *Path(devices).glob("vfio/[0-9]*")]
-    if on_tpu_vm() or named or files or "JAX_FORCE_TPU_INIT" in environ:
+    if is_tpu_vm() or named or files or "JAX_FORCE_TPU_INIT" in environ:
         return False
     return skip_platform("tpu")
 
@@ -201,74 +185,45 @@ def detect_slice(
         ClusterConfigError: If variables are malformed or do not fit together; if the
             metadata server does not answer in time.
     """
-    source = _Source(environ, timeout_seconds)
-    hosts = environ.get("TPU_PROCESS_ADDRESSES")
-    if hosts is None:
-        hosts = environ.get("TPU_WORKER_HOSTNAMES")
-    if hosts is not None:
-        index = environ.get("TPU_WORKER_ID", "")
-    elif is_tpu_vm and "TPU_SKIP_MDS_QUERY" not in environ:
-        index = source.attribute("agent-worker-number") or ""
-        hosts = source.attribute("worker-network-endpoints") if index else None
-        source.ask_metadata = bool(index)
-    else:
-        index = ""
-    addresses = _addresses(hosts or "", source.port())
-    num_slices = source.number("MEGASCALE_NUM_SLICES", 1, 1, 100_000)
+
+    def ask(attribute: str) -> str:
+        try:
+            return instance_attribute(attribute, timeout_seconds) or ""
+        except OSError as error:
+            raise ClusterConfigError(
+                "TPUClusterResolver: this machine has TPU chips, but the metadata "
+                f"server at {_metadata_server()}, asked for {attribute!r}, gave no "
+                f"answer: {error}. Set TPU_SKIP_MDS_QUERY=1 if this is a single "
+                "machine; for a slice set TPU_WORKER_HOSTNAMES and TPU_WORKER_ID on "
+                "each host."
+            ) from error
+
+    known = dict(environ)
+    hosts = known.get("TPU_PROCESS_ADDRESSES", known.get("TPU_WORKER_HOSTNAMES"))
+    index = known.get("TPU_WORKER_ID", "") if hosts is not None else ""
+    if hosts is None and is_tpu_vm and "TPU_SKIP_MDS_QUERY" not in environ:
+        index = ask("agent-worker-number")
+        if index:
+            hosts = ask("worker-network-endpoints")
+            known = dict(_ENTRY.findall(ask("tpu-env"))) | known
+            known["TPU_NAME"] = known.get("TPU_NAME") or ask("instance-id")
+    port = _number(known, "JAX_COORDINATOR_PORT", _PORT, 1, 65535)
+    addresses = _addresses(hosts or "", port)
+    num_slices = _number(known, "MEGASCALE_NUM_SLICES", 1, 1, 100_000)
     return TpuSlice(
         addresses=addresses,
         index=_index(index, addresses),
         num_slices=num_slices,
-        slice_index=source.number("MEGASCALE_SLICE_ID", 0, 0, num_slices - 1),
-        name=environ.get("TPU_NAME", "")
-        or (source.attribute("instance-id") if source.ask_metadata else None)
-        or "",
+        slice_index=_number(known, "MEGASCALE_SLICE_ID", 0, 0, num_slices - 1),
+        name=known.get("TPU_NAME", ""),
     )
 
 
-class _Source:
-    """Where to look values up: the environment, then the metadata server.
-
-    Args:
-        environ: The environment variables.
-        timeout_seconds: For each question to the metadata server.
-    """
-
-    def __init__(self, environ: Mapping[str, str], timeout_seconds: float) -> None:
-        self._environ = environ
-        self._timeout = timeout_seconds
-        self._tpu_env: dict[str, str] | None = None
-        self.ask_metadata = False
-
-    def attribute(self, name: str) -> str | None:
-        """An attribute of this machine."""
-        try:
-            return instance_attribute(name, self._timeout)
-        except OSError as error:
-            raise ClusterConfigError(
-                "TPUClusterResolver: this machine has TPU chips, but the metadata "
-                f"server at {metadata_server()}, asked for {name!r}, gave no answer: "
-                f"{error}. Set TPU_SKIP_MDS_QUERY=1 if this is a single machine; for a "
-                "slice set TPU_WORKER_HOSTNAMES and TPU_WORKER_ID on each host."
-            ) from error
-
-    def port(self) -> int:
-        """The port of the coordination service, which JAX lets users choose."""
-        text = self._environ.get("JAX_COORDINATOR_PORT") or str(_PORT)
-        return _number("JAX_COORDINATOR_PORT", text, 1, 65535)
-
-    def number(self, name: str, default: int, low: int, high: int) -> int:
-        """A number between `low` and `high`; `default` if it is said nowhere."""
-        text = self._environ.get(name)
-        if text is None and self.ask_metadata:
-            if self._tpu_env is None:
-                found = _ENTRY.findall(self.attribute("tpu-env") or "")
-                self._tpu_env = dict(found)
-            text = self._tpu_env.get(name)
-        return _number(name, text, low, high) if text else default
-
-
-def _number(name: str, text: str, low: int, high: int) -> int:
+def _number(
+    known: Mapping[str, str], name: str, default: int, low: int, high: int
+) -> int:
+    """A number between `low` and `high`; `default` if it is said nowhere."""
+    text = known.get(name) or str(default)
     if text.isascii() and text.isdigit() and low <= int(text) <= high:
         return int(text)
     raise ClusterConfigError(
@@ -314,3 +269,66 @@ def _index(text: str, addresses: tuple[str, ...]) -> int:
         f"{len(addresses) - 1}, another on each; got {text!r}. Set it as the TPU's "
         "provisioner does."
     )
+
+
+# Google Cloud's metadata server. JAX's client asks six times for an attribute that a
+# machine does not have, which takes 3 s, and waits for a slow answer without end.
+
+
+def _metadata_server() -> str:
+    """Its address, by number: its name would go through DNS, without a deadline.
+
+    `GCE_METADATA_IP` names another one, as it does for JAX.
+    """
+    return os.environ.get("GCE_METADATA_IP", "") or "169.254.169.254"
+
+
+def instance_attribute(name: str, timeout_seconds: float) -> str | None:
+    """One of the machine's custom attributes; None if it has no such one.
+
+    Args:
+        name: Such as `"agent-worker-number"`.
+        timeout_seconds: How long to wait in all. A server that is busy is asked again.
+
+    Raises:
+        OSError: If there is no answer by then, or one that is no metadata server's.
+    """
+    answers = queue.SimpleQueue[tuple[int, str] | Exception]()
+
+    def ask() -> None:
+        try:
+            answers.put(_ask(_PATH + name, timeout_seconds))
+        except (OSError, http.client.HTTPException) as error:
+            answers.put(error)
+
+    # A thread: a socket's own timeout begins again with each byte that comes.
+    threading.Thread(target=ask, name="replicax-metadata", daemon=True).start()
+    try:
+        answer = answers.get(timeout=timeout_seconds)
+    except queue.Empty:
+        answer = TimeoutError()
+    if isinstance(answer, TimeoutError):
+        raise TimeoutError(f"nothing within {timeout_seconds:g} s") from answer
+    if isinstance(answer, Exception):
+        raise OSError(f"{type(answer).__name__}: {answer}") from answer
+    status, text = answer
+    if status not in (200, 404):
+        raise OSError(f"it answered with HTTP status {status}")
+    return text if status == 200 else None
+
+
+def _ask(path: str, timeout_seconds: float) -> tuple[int, str]:
+    """Status and body of an answer of a server that is not busy."""
+    end = time.monotonic() + timeout_seconds
+    while (left := end - time.monotonic()) > 0:
+        connection = http.client.HTTPConnection(_metadata_server(), timeout=left)
+        try:
+            connection.request("GET", path, headers={"Metadata-Flavor": "Google"})
+            response = connection.getresponse()
+            text = response.read().decode("utf-8", "replace")
+        finally:
+            connection.close()
+        if response.status < 500:
+            return response.status, text
+        time.sleep(_PAUSE_SECONDS)
+    raise TimeoutError

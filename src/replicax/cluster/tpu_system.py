@@ -11,12 +11,13 @@ from typing import Any
 
 import jax
 
+from replicax._private.jax import is_tpu_vm
 from replicax._util.dry_run import current_rehearsal
 from replicax.cluster.joining import join, join_detected
 from replicax.cluster.resolvers import ClusterResolver
 from replicax.cluster.spec import ClusterSpec
 from replicax.cluster.timeouts import Timeouts, checked_timeouts
-from replicax.cluster.tpu_slice import VARIABLES, TPUClusterResolver, on_tpu_vm
+from replicax.cluster.tpu_slice import VARIABLES, TPUClusterResolver
 from replicax.cluster.workers import Workers
 from replicax.errors import ClusterConfigError, DeviceError
 
@@ -102,11 +103,6 @@ def join_slice(
     before. Hosts of other slices are JAX's to find. Those of one slice are known here:
     JAX would ask the metadata server about slices first, for up to minutes.
 
-    Args:
-        resolver: The slice.
-        timeouts: How long to wait for what.
-        caller: The public call to name in errors.
-
     Raises:
         DeviceError: If the environment describes a slice, but there are no chips here.
         ClusterError: If a host is not there by the start-up deadline.
@@ -115,7 +111,7 @@ def join_slice(
         return Workers()  # One process describes the devices of all.
     if resolver.num_hosts == 1 and not jax.distributed.is_initialized():
         return Workers()
-    if resolver.num_hosts > 1 and not on_tpu_vm():
+    if resolver.num_hosts > 1 and not is_tpu_vm():
         raise DeviceError(
             f"{caller}: {resolver!r} has {resolver.num_hosts} hosts, but this machine "
             f"is none of a TPU. {_search_report()}"
@@ -173,10 +169,6 @@ def tpu_devices(workers: Workers, caller: str) -> list[Any]:
     The order along the replicas' axis makes no difference to a sum over all of them:
     XLA lays the rings of an all-reduce by the chips' coordinates.
 
-    Args:
-        workers: The processes of the slice.
-        caller: The public call to name in errors.
-
     Raises:
         DeviceError: If JAX has no TPU here; the message says what was looked for.
         ClusterConfigError: If the chips belong to more hosts than are known.
@@ -209,13 +201,20 @@ def tpu_devices(workers: Workers, caller: str) -> list[Any]:
 
 def _search_report() -> str:
     """Where TPUs were looked for, and what to do."""
-    set_here = [f"{name}={os.environ[name]!r}" for name in VARIABLES if _is_set(name)]
-    unset = [name for name in VARIABLES if not _is_set(name)]
+    unset = [name for name in VARIABLES if not os.environ.get(name)]
+    try:
+        libtpu = importlib.metadata.version("libtpu")
+    except importlib.metadata.PackageNotFoundError:
+        libtpu = "not installed: pip install 'replicax[tpu]'"
+    files = sorted(glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*"))
+    platforms = os.environ.get("JAX_PLATFORMS", "")
+    is_kept_away = bool(platforms) and "tpu" not in platforms.split(",")
     looked = [
-        f"libtpu ({_libtpu()})",
-        f"chips ({', '.join(_device_files()) or 'no /dev/accel* or /dev/vfio/*'})",
-        f"JAX_PLATFORMS ({_platforms()})",
-        *set_here,
+        f"libtpu ({libtpu})",
+        f"chips ({', '.join(files) or 'no /dev/accel* or /dev/vfio/*'})",
+        f"JAX_PLATFORMS ({repr(platforms) if platforms else 'not set'}"
+        f"{', which keeps JAX from TPUs: unset it' if is_kept_away else ''})",
+        *(f"{name}={os.environ[name]!r}" for name in VARIABLES if name not in unset),
         f"{', '.join(unset)} (not set)",
     ]
     return (
@@ -223,27 +222,3 @@ def _search_report() -> str:
         "a slice at once. To develop without one: rx.set_logical_devices(8) and "
         "rx.MirroredStrategy(), or `replicax plan train.py --topology v5e:2x4`."
     )
-
-
-def _platforms() -> str:
-    platforms = os.environ.get("JAX_PLATFORMS", "")
-    if not platforms:
-        return "not set"
-    if "tpu" in platforms.split(","):
-        return repr(platforms)
-    return f"{platforms!r}, which keeps JAX from TPUs: unset it"
-
-
-def _is_set(name: str) -> bool:
-    return bool(os.environ.get(name))
-
-
-def _libtpu() -> str:
-    try:
-        return importlib.metadata.version("libtpu")
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed: pip install 'replicax[tpu]'"
-
-
-def _device_files() -> list[str]:
-    return sorted(glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*"))
