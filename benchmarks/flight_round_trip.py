@@ -33,23 +33,13 @@ class Echo:
         self.size = size
         self.values = np.ones(size // 4, np.float32)
 
-    def expected(self, header):
+    def expected(self, store, message):
         from replicax.ps.wire import exactly
 
         return exactly({"float32": self.size // 4})
 
-    def handle(self, header, vectors):
+    def handle(self, store, message, vectors):
         return {}, {"float32": self.values}
-
-
-class NoStore:
-    incarnation = ""
-
-    def groups(self):
-        return {}
-
-    def status(self):
-        return {}
 
 
 def credentials():
@@ -59,14 +49,21 @@ def credentials():
 
 
 def serve_flight(port: int, size: int) -> None:
-    from replicax.ps.service import Service
+    import msgspec
 
+    import replicax  # noqa: F401 - It chooses JAX as Keras' backend.
+    from replicax.ps.operations import Operation
+    from replicax.ps.service import Service
+    from replicax.ps.store import VariableStore
+
+    echo = Echo(size)
+    message = msgspec.defstruct("Echoed", [])
     service = Service(
         f"127.0.0.1:{port}",
-        NoStore(),
+        VariableStore(0),
         None,
         credentials(),
-        operations={"echo": Echo(size)},
+        operations={"echo": Operation(message, echo.handle, echo.expected)},
     )
     service.serve_in_thread()
     threading.Event().wait()

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -15,7 +16,9 @@ from replicax.errors import ClusterError
 from replicax.ps import wire
 from replicax.ps.connection import Connection, ConnectionLost, ServerRefused
 from replicax.ps.credentials import Credentials, new_token
+from replicax.ps.operations import Operation
 from replicax.ps.service import Service
+from replicax.ps.store import VariableStore
 from replicax.ps.watchdog import Watchdog
 
 pytest.importorskip("pyarrow")
@@ -31,25 +34,18 @@ class Adds:
         self.calls = 0
         self.before = lambda: None
 
-    def expected(self, header):
+    def expected(self, store, message):
         return {"x": wire.Allowed(("float32",), 1, 1 << 24)}
 
-    def handle(self, header, vectors):
+    def handle(self, store, message, vectors):
         self.calls += 1
         self.total += float(vectors["x"][0])
         self.before()
         return {"total": self.total}, {}
 
 
-class NoStore:
-    def __init__(self, incarnation):
-        self.incarnation = incarnation
-
-    def groups(self):
-        return {}
-
-    def status(self):
-        return {}
+class Number(msgspec.Struct):
+    """Its message."""
 
 
 def free_address():
@@ -58,8 +54,10 @@ def free_address():
 
 
 def serve(address, adds, incarnation="first"):
-    store = NoStore(incarnation)
-    service = Service(address, store, None, CREDENTIALS, operations={"add": adds})
+    store = VariableStore(0)
+    store.incarnation = incarnation
+    operations = {"add": Operation(Number, adds.handle, adds.expected)}
+    service = Service(address, store, None, CREDENTIALS, operations=operations)
     service.serve_in_thread()
     return service
 
@@ -307,10 +305,10 @@ SERVER = """
 import sys, threading
 from replicax.ps.credentials import Credentials
 from replicax.ps.service import Service
-class NoStore:
-    incarnation = ""
-    groups = status = lambda self: {}
-Service(sys.argv[1], NoStore(), None, Credentials.from_environment()).serve_in_thread()
+from replicax.ps.store import VariableStore
+Service(
+    sys.argv[1], VariableStore(0), None, Credentials.from_environment()
+).serve_in_thread()
 print("ready", flush=True)
 threading.Event().wait()
 """

@@ -9,8 +9,7 @@ import pytest
 
 import replicax as rx
 from replicax.layers import Embedding, RowSource
-from replicax.ps.table_spec import TableError, TableSpec
-from replicax.ps.tables import Table
+from replicax.ps.table import Table, TableError, TableSpec
 
 NUM_SERVERS = 2
 PIXEL_VALUES = 17  # 0 to 16
@@ -41,7 +40,6 @@ class Servers:
             dtype=dtype,
             initializer=initializer_config,
             seed=seed,
-            rule=self.rule,
         )
         if name in self.tables:
             if not spec.fits(self.tables[name][0].spec):
@@ -77,6 +75,7 @@ class Servers:
             ids = np.concatenate([i for i, _ in mine])
             gradients = np.concatenate([g for _, g in mine])
             for i, table in enumerate(tables):
+                table.set_rule(self.rule)
                 here = ids % NUM_SERVERS == i
                 table.push_rows(
                     ids[here],

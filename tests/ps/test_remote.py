@@ -54,7 +54,6 @@ def session():
             VariableStore(i),
             board if i == 0 else None,
             CREDENTIALS,
-            server=i,
         )
         for i, address in enumerate(addresses)
     ]

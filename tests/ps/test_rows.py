@@ -18,10 +18,8 @@ from replicax.ps.connection import ConnectionLost
 from replicax.ps.credentials import Credentials, new_token
 from replicax.ps.remote import WorkerShare
 from replicax.ps.rows import RemoteTables
-from replicax.ps.server_tables import TableStore
 from replicax.ps.service import Service
 from replicax.ps.store import VariableStore
-from replicax.ps.table_operations import table_actions, table_operations
 from replicax.ps.variable_slices import VariableGroup
 
 pytest.importorskip("pyarrow")
@@ -79,7 +77,7 @@ class Servers:
         for _ in range(2):
             with socket.create_server(("127.0.0.1", 0)) as free:
                 self.addresses.append(f"127.0.0.1:{free.getsockname()[1]}")
-        self.tables = [TableStore(i, 2, byte_limit=1 << 20) for i in range(2)]
+        self.tables = [VariableStore(i, 2, byte_limit=1 << 20) for i in range(2)]
         self.services = [self._serve(i) for i in range(2)]
 
     def lose(self, server):
@@ -88,12 +86,12 @@ class Servers:
         return state
 
     def bring_back(self, server, state):
-        self.tables[server] = TableStore(server, 2, byte_limit=1 << 20)
+        self.tables[server] = VariableStore(server, 2, byte_limit=1 << 20)
         self.tables[server].load_state(state)
         self.services[server] = self._serve(server)
 
     def versions(self, name="words"):
-        return [tables.get(name).version for tables in self.tables]
+        return [tables.table(name).version for tables in self.tables]
 
     def close(self):
         for service in self.services:
@@ -101,13 +99,7 @@ class Servers:
 
     def _serve(self, server):
         service = Service(
-            self.addresses[server],
-            VariableStore(server),
-            None,
-            CREDENTIALS,
-            server=server,
-            operations=table_operations(self.tables[server]),
-            actions=table_actions(self.tables[server]),
+            self.addresses[server], self.tables[server], None, CREDENTIALS
         )
         service.serve_in_thread()
         return service
@@ -169,7 +161,7 @@ def test_rows_come_from_where_they_lie(rows, servers):
     whole = everything(rows)
     assert whole.shape == (NUM_ROWS, DIM)
     np.testing.assert_array_equal(
-        whole[1::2], servers.tables[1].get("words").rows(np.arange(1, NUM_ROWS, 2))
+        whole[1::2], servers.tables[1].table("words").rows(np.arange(1, NUM_ROWS, 2))
     )
     some = np.array([100, 3, 4])
     np.testing.assert_array_equal(rows.pull("words", some), whole[some])
@@ -420,6 +412,6 @@ def test_a_server_that_stays_away_is_named(servers, make_rows, monkeypatch):
 
 def test_a_server_that_lost_its_rows_ends_the_job(rows, servers):
     servers.lose(1)
-    servers.bring_back(1, {"meta": [], "arrays": {}})
+    servers.bring_back(1, {"meta": {"groups": [], "sessions": {}}, "arrays": {}})
     with pytest.raises(ClusterError, match=r"ps:1 refuses to go on.*no table 'words'"):
         everything(rows)

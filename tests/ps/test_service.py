@@ -9,6 +9,7 @@ import threading
 import time
 
 import ml_dtypes
+import msgspec
 import numpy as np
 import pytest
 
@@ -18,6 +19,7 @@ from replicax.ps import wire
 from replicax.ps.board import Board
 from replicax.ps.connection import Connection, ServerRefused
 from replicax.ps.credentials import Credentials, new_token
+from replicax.ps.operations import Operation
 from replicax.ps.partition import VariableInfo, place
 from replicax.ps.service import Service
 from replicax.ps.store import VariableStore
@@ -63,21 +65,28 @@ def push(number, **more):
     }
 
 
+class Double(msgspec.Struct):
+    """A message of up to ten numbers."""
+
+    wait: bool = False
+    fail: bool = False
+
+
 @dataclasses.dataclass
 class Doubles:
-    """An operation that doubles up to ten numbers."""
+    """An operation that doubles them."""
 
     began: threading.Event = dataclasses.field(default_factory=threading.Event)
     go_on: threading.Event = dataclasses.field(default_factory=threading.Event)
 
-    def expected(self, header):
+    def expected(self, store, message):
         return {"ids": wire.Allowed(("int64",), 0, 10)}
 
-    def handle(self, header, vectors):
-        if header.get("wait"):
+    def handle(self, store, message, vectors):
+        if message.wait:
             self.began.set()
             self.go_on.wait(20)
-        if header.get("fail"):
+        if message.fail:
             raise ZeroDivisionError("on purpose")
         return {"done": True}, {"ids": vectors["ids"] * 2}
 
@@ -100,7 +109,7 @@ def service(doubles, events):
         VariableStore(0),
         board,
         CREDENTIALS,
-        operations={"double": doubles},
+        operations={"double": Operation(Double, doubles.handle, doubles.expected)},
         on_event=lambda kind, details: events.append((kind, details)),
     )
     service.serve_in_thread()
@@ -182,10 +191,10 @@ def test_a_synchronous_step_waits_for_its_parts(service, created):
         ({"op": "explode"}, {}, "there is no operation 'explode'"),
         ({}, {}, "there is no operation None"),
         ({"op": ["pull"]}, {}, "there is no operation"),
-        ({"op": "pull", "group": "other"}, {}, "there is no group 'other'"),
+        ({"op": "pull", "group": "other"}, {}, "group 'other' is not on server 0"),
         ({"op": "pull", "group": 7}, {}, "group is 7; expected str"),
         ({"op": "pull", "group": "weights", "have": "1"}, {}, "have is '1'"),
-        ({"op": "push", "group": "weights"}, {}, "worker is None; expected str"),
+        ({"op": "push", "group": "weights"}, {}, "missing required field worker"),
         (push(1, sequence=True), {}, "sequence is True; expected int"),
         (push(1), {}, r"has the vectors \[\]"),
         (push(1), {"float32": np.ones(SIZE, np.float32)}, "has the vectors"),
@@ -200,8 +209,12 @@ def test_a_synchronous_step_waits_for_its_parts(service, created):
             "has dtype 'float64'",
         ),
         ({"op": "double"}, {"ids": np.arange(11)}, "11 elements; expected 0 to 10"),
-        ({"op": "create", "group": {}}, {}, "the group is malformed"),
-        ({"op": "create", "group": {"name": "x", "rule": {}, "parts": 3}}, {}, "malf"),
+        ({"op": "create", "group": {}}, {}, "missing required field name"),
+        (
+            {"op": "create", "group": {"name": "x", "rule": {}, "parts": 3}},
+            {},
+            "group.parts is 3",
+        ),
     ],
 )
 def test_a_message_that_fits_nothing_is_refused(
@@ -217,7 +230,7 @@ def test_a_message_that_fits_nothing_is_refused(
 
 def test_a_group_larger_than_the_limit_is_refused():
     address = free_address()
-    service = Service(address, VariableStore(0), None, CREDENTIALS, byte_limit=4 * SIZE)
+    service = Service(address, VariableStore(0, byte_limit=4 * SIZE), None, CREDENTIALS)
     service.serve_in_thread()
     try:
         with Connection(address, CREDENTIALS) as connection:

@@ -11,19 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from replicax.ps.dense_group import BadVectors, DifferentGroup
 from replicax.ps.partition import FixedShardsPartitioner, VariableInfo, place
-from replicax.ps.server_optimizer import OptimizerSlots, optimizer_rule
-from replicax.ps.store import (
-    BadVectors,
-    DifferentGroup,
+from replicax.ps.pushes import (
     RefusedRequestError,
     StaleSequence,
     StepShare,
     Superseded,
     SyncTimeout,
-    UnknownGroup,
-    VariableStore,
 )
+from replicax.ps.server_optimizer import OptimizerSlots, optimizer_rule
+from replicax.ps.store import UnknownGroup, VariableStore
 
 INFO = VariableInfo(path="dense/kernel", shape=(4, 2), dtype="float32")
 ADD = {"kind": "add"}
@@ -200,7 +198,7 @@ def test_parts_that_are_there_or_over_are_not_applied() -> None:
         target=push, args=(store, 1), kwargs={"part": part_of(0, 0, 2)}
     )
     first.start()
-    while not store._held["weights"].round:
+    while not store._groups["weights"].step:
         time.sleep(0.01)
     backup = push(store, 1, 5.0, worker="worker:1", part=part_of(0, 0, 2))
     assert (backup.version, backup.applied) == (0, False)
@@ -256,7 +254,7 @@ def test_synchronous_clipping_by_a_norm_over_servers(clip) -> None:
         ]
         total: dict[str, float] = {}
         for share in shares:
-            assert share.needs_norm
+            assert share.squared_norms is not None
             assert share.version == 0
             for key, value in share.squared_norms.items():
                 total[key] = total.get(key, 0.0) + value
@@ -301,7 +299,7 @@ def test_groups_do_not_wait_for_each_other() -> None:
     _, [store] = held(ADD)
     waiting = place("slow", ADD, [INFO], 1)
     store.create(waiting, {"float32": np.zeros(8, np.float32)})
-    with store._held["slow"].condition:
+    with store._groups["slow"].condition:
         in_threads(lambda: push(store, 1))
     assert values(store) == [1.0] * 8
 
@@ -377,7 +375,7 @@ def test_synchronous_steps_go_on_after_a_restart(caplog) -> None:
     other.load_state(store.state())
     waits = ThreadPoolExecutor(1)
     stuck = waits.submit(push, other, 1, worker="worker:9", part=part_of(1, 0, 2))
-    while not other._held["weights"].round:
+    while not other._groups["weights"].step:
         time.sleep(0.01)
     assert not push(other, 5, part=part_of(4, 1, 2)).applied
     assert not stuck.result(timeout=30).applied

@@ -1,18 +1,22 @@
 """Tables: rows that start and are updated as Keras would, wherever they lie."""
 
-import dataclasses
 import threading
 
 import keras
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicax.ps.group_state import StaleSequence, StepShare, Superseded
+from replicax.ps.pushes import (
+    RefusedRequestError,
+    StaleSequence,
+    StepShare,
+    Superseded,
+)
 from replicax.ps.row_values import check_ids, fill_rows, sum_duplicates
-from replicax.ps.table_spec import TableError, TableSpec
-from replicax.ps.tables import Table
+from replicax.ps.table import Table, TableError, TableSpec
 
 DIM = 3
 UNIFORM = keras.initializers.serialize(keras.initializers.get("uniform"))
@@ -300,7 +304,7 @@ def test_gradients_must_fit_the_ids():
 )
 def test_a_table_must_have_sizes_and_be_float32(change, message):
     with pytest.raises(TableError, match=message):
-        dataclasses.replace(spec_of(), **change)
+        msgspec.structs.replace(spec_of(), **change)
 
 
 def test_check_ids_and_sum_duplicates_take_nothing():
@@ -320,7 +324,7 @@ def test_a_push_that_comes_again_is_applied_once():
     again = push(table, [1], np.ones((1, DIM)), 4)
     assert (again.version, again.applied) == (1, True)
     np.testing.assert_array_equal(whole(table), after)
-    with pytest.raises(StaleSequence, match="number 3 after number 4"):
+    with pytest.raises(StaleSequence, match=r"push 3 of worker:0 is older.* push 4"):
         push(table, [1], np.ones((1, DIM)), 3)
     assert push(table, [1], np.ones((1, DIM)), 0, worker="worker:1").version == 2
 
@@ -376,15 +380,22 @@ def test_parts_of_a_step_make_one_update():
     assert (late.version, late.applied) == (1, False)
     again = push(apart, [1, 2], a, 0, part=sync(0, 0, 2, 1.0))
     assert (again.version, again.applied) == (1, True)
-    with pytest.raises(TableError, match="part of step 2, but step 1 is not over"):
+    with pytest.raises(RefusedRequestError, match="part of step 2, but step 1 is"):
         push(apart, [1], np.ones((1, DIM)), 2, part=sync(2, 0, 2))
 
 
-@pytest.mark.parametrize("bad", [sync(0, 2, 2), sync(0, 1, 3), sync(0, 1, 2, 1.0)])
-def test_parts_must_go_together(bad):
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (sync(0, 2, 2), "got part 2 of 2, expected 0 to 1"),
+        (sync(0, 1, 3), "num_parts=3, weight=None, but its other parts have num_parts"),
+        (sync(0, 1, 2, 1.0), "weight=1.0, but its other parts .* no weight"),
+    ],
+)
+def test_parts_must_go_together(bad, message):
     table = Table(spec_of())
     push(table, [1], np.ones((1, DIM)), 0, part=sync(0, 0, 2))
-    with pytest.raises(TableError, match="does not go with num_parts="):
+    with pytest.raises(RefusedRequestError, match=message):
         push(table, [1], np.ones((1, DIM)), 0, worker="worker:1", part=bad)
 
 
@@ -400,7 +411,8 @@ def test_steps_go_on_after_a_restart():
     assert not lost.applied
     for i, worker in enumerate(["worker:0", "worker:1"]):
         push(restarted, [1], np.ones((1, DIM)), 5, worker, part=sync(4, i, 2))
-    assert restarted.version == 2
+    assert (restarted.num_applied, restarted.num_lost) == (2, 3)
+    assert restarted.version == 5
 
 
 def test_the_learning_rate_can_be_set():
@@ -423,7 +435,7 @@ def test_the_learning_rate_can_be_set():
 
 def test_a_table_goes_on_from_its_state():
     spec = spec_of(keras.optimizers.Adam(0.1))
-    table, other = Table(spec), Table(dataclasses.replace(spec, seed=8))
+    table, other = Table(spec), Table(msgspec.structs.replace(spec, seed=8))
     push(table, [1, 2], np.ones((2, DIM)), 0)
     push(table, [1, 3], np.ones((2, DIM)), 1, worker="worker:1", session="b")
     arrays, described = table.state()
@@ -447,8 +459,8 @@ def test_a_state_of_another_table_is_refused():
 def test_a_spec_goes_through_json():
     spec = spec_of(keras.optimizers.Adam())
     assert TableSpec(**spec.to_json()) == spec
-    assert spec.fits(dataclasses.replace(spec, seed=9))
-    assert not spec.fits(dataclasses.replace(spec, dim=9))
+    assert spec.fits(msgspec.structs.replace(spec, seed=9))
+    assert not spec.fits(msgspec.structs.replace(spec, dim=9))
 
 
 def test_a_server_with_no_rows_takes_pushes():

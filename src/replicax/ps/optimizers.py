@@ -12,6 +12,7 @@ import numpy as np
 from replicax._util.types import JSONObject, PyTree
 
 __all__ = [
+    "ELEMENTWISE",
     "build_recording",
     "can_split",
     "clip_before_push",
@@ -21,17 +22,17 @@ __all__ = [
 ]
 
 # Those whose update of an element needs that element's gradient, value and slots only.
-_ELEMENTWISE = (
-    keras.optimizers.Adadelta,
+ELEMENTWISE = (
+    keras.optimizers.SGD,
     keras.optimizers.Adagrad,
     keras.optimizers.Adam,
-    keras.optimizers.Adamax,
     keras.optimizers.AdamW,
+    keras.optimizers.RMSprop,
     keras.optimizers.Ftrl,
+    keras.optimizers.Adadelta,
+    keras.optimizers.Adamax,
     keras.optimizers.Lion,
     keras.optimizers.Nadam,
-    keras.optimizers.RMSprop,
-    keras.optimizers.SGD,
 )
 
 
@@ -50,7 +51,7 @@ def can_split(optimizer: keras.optimizers.Optimizer) -> bool:
         return all(can_split(each) for each in inner)
     # By name: Keras has it since 3.14 only.
     free = getattr(keras.optimizers, "ScheduleFreeAdamW", None)
-    return type(optimizer) in (*_ELEMENTWISE, free)
+    return type(optimizer) in (*ELEMENTWISE, free)
 
 
 def optimizer_rule(

@@ -1,4 +1,4 @@
-"""Adds up the pushes of a synchronous step; counts the asynchronous ones.
+"""What workers push, and how often: sessions, shares of steps, counts of lost updates.
 
 Each process of a worker numbers its pushes to a group 1, 2, 3, ... and sends them in
 order. So the numbers alone say what is missing: those up to the highest that was seen,
@@ -8,26 +8,91 @@ learns the later ones from its journal, and the next one from the worker itself.
 
 import dataclasses
 import logging
-from collections.abc import Mapping
-
-import numpy as np
+import threading
 
 from replicax._util.types import JSONObject
 from replicax.ps.journal import Journaled, Note, note_nothing
 
-__all__ = ["PushCounts", "StepShare", "SyncStep"]
+__all__ = [
+    "PushCounts",
+    "RefusedRequestError",
+    "Sessions",
+    "StaleSequence",
+    "StepShare",
+    "Superseded",
+    "SyncTimeout",
+]
 
 _logger = logging.getLogger("replicax")
 _Process = tuple[str, str]  # A worker's name, and its session.
 
 
-class PushCounts:
-    """The pushes to one group, or table, of a server. Guarded by its lock.
+class RefusedRequestError(RuntimeError):
+    """A server refuses a request. Nothing has changed."""
 
-    Args:
-        what: Whose pushes they are, for messages and as the journal's key, such as
-            `"ps:0 'sgd'"`.
-        note: Writes the journal.
+
+class StaleSequence(RefusedRequestError):
+    """A push is older than the last one that was applied: a replay."""
+
+
+class Superseded(RefusedRequestError):
+    """The worker was restarted, and this comes from its earlier process."""
+
+
+class SyncTimeout(RefusedRequestError):
+    """Parts of a synchronous step did not come in time."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StepShare:
+    """Which part of a synchronous step a push is.
+
+    Attributes:
+        step: Number of the step, from 0.
+        part: Number of the part, from 0.
+        num_parts: Number of parts that make the step.
+        weight: Its weight in the mean of the parts; None: parts are summed.
+    """
+
+    step: int
+    part: int
+    num_parts: int
+    weight: float | None = None
+
+
+class Sessions:
+    """The processes of each worker; only the last one may push. Thread safe."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, list[str]] = {}
+        self._lock = threading.Lock()
+
+    def admit(self, worker: str, session: str) -> None:
+        """Make a new session the worker's last one; refuse one that was replaced."""
+        with self._lock:
+            sessions = self._known.setdefault(worker, [])
+            if session not in sessions:
+                sessions.append(session)
+            elif sessions[-1] != session:
+                raise Superseded(
+                    f"{worker}: session {session!r} was ended by session "
+                    f"{sessions[-1]!r}, a later process of the same worker. Only one "
+                    f"process may be {worker}; this one should stop."
+                )
+
+    def state(self) -> dict[str, list[str]]:
+        """All of it, as JSON values."""
+        with self._lock:
+            return {worker: list(each) for worker, each in self._known.items()}
+
+    def load_state(self, state: dict[str, list[str]]) -> None:
+        """Take over what `state` returned."""
+        with self._lock:
+            self._known = {worker: list(each) for worker, each in state.items()}
+
+
+class PushCounts:
+    """The asynchronous pushes to one group of a server. Guarded by the group's lock.
 
     Attributes:
         applied: How many are in the values.
@@ -97,12 +162,7 @@ class PushCounts:
         return {"applied": self.applied, "made": made}
 
     def load_state(self, state: JSONObject, journal: Journaled) -> None:
-        """Go on from a snapshot.
-
-        Args:
-            state: What `state` returned.
-            journal: What was written down since then.
-        """
+        """Go on from a snapshot, and from what was written down since then."""
         self.applied = state["applied"]
         self._untold = {(w, s): number for w, s, number in state["made"]}
         self._made = dict(self._untold)
@@ -112,75 +172,3 @@ class PushCounts:
                 known = self._made.get((worker, session), 0)
                 self._made[worker, session] = max(number, known)
                 self._untold.setdefault((worker, session), 0)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class StepShare:
-    """Which part of a synchronous step a push is.
-
-    Attributes:
-        step: Number of the step, from 0.
-        part: Number of the part, from 0.
-        num_parts: Number of parts that make the step.
-        weight: Its weight in the mean of the parts; None: parts are summed.
-    """
-
-    step: int
-    part: int
-    num_parts: int
-    weight: float | None = None
-
-
-class SyncStep:
-    """The parts of one synchronous step, added up in their order as far as they go.
-
-    The order makes the sum the same in every run, to the last bit.
-    """
-
-    def __init__(self, step: int, num_parts: int, weighted: bool) -> None:
-        self.step = step
-        self.num_parts = num_parts
-        self.weighted = weighted
-        self.pushers: dict[int, tuple[str, int]] = {}  # By part: worker, based_on.
-        self.total: dict[str, np.ndarray] | None = None
-        self.squared_norms: dict[str, float] | None = None
-        self._weights = 0.0
-        self._waiting: dict[int, tuple[Mapping[str, np.ndarray], float]] = {}
-        self._next = 0
-
-    @property
-    def missing(self) -> list[int]:
-        """The parts that are not there yet."""
-        return [i for i in range(self.num_parts) if i not in self.pushers]
-
-    def add(self, part: StepShare, vectors: Mapping[str, np.ndarray]) -> None:
-        """Take a part's gradients, which must not be changed afterwards."""
-        self._waiting[part.part] = vectors, 1.0 if part.weight is None else part.weight
-        while self._next in self._waiting:
-            gradients, weight = self._waiting.pop(self._next)
-            self._next += 1
-            self._weights += weight
-            first = self.total is None
-            total = {} if self.total is None else self.total
-            for dtype, gradient in gradients.items():
-                # Gradients may come as bfloat16; sums are in the group's dtype.
-                term = gradient.astype(np.dtype(dtype), copy=first)
-                # NaN and infinity go through, as in Keras.
-                with np.errstate(all="ignore"):
-                    if weight != 1.0:
-                        factor = term.dtype.type(weight)
-                        term = np.multiply(term, factor, out=term if first else None)
-                    if first:
-                        total[dtype] = term
-                    else:
-                        total[dtype] += term
-            self.total = total
-
-    def gradients(self) -> dict[str, np.ndarray]:
-        """The sum or the mean. All parts are there."""
-        total = self.total or {}
-        if self.weighted and self._weights != 1.0:
-            for vector in total.values():
-                with np.errstate(all="ignore"):
-                    vector /= vector.dtype.type(self._weights)
-        return total

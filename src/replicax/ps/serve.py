@@ -1,6 +1,5 @@
 """The life of a parameter-server process, from its start to the end of the job."""
 
-import dataclasses
 import json
 import logging
 import os
@@ -9,7 +8,6 @@ import uuid
 from pathlib import Path
 from typing import Any, NoReturn
 
-from replicax._util.types import JSONObject
 from replicax._util.waiting import wait_for
 from replicax.cluster.config import TaskConfig
 from replicax.cluster.failure import REPORT_DIR, STATUS_FILE, ExitCode
@@ -19,13 +17,11 @@ from replicax.ps.board import Board
 from replicax.ps.call_log import JOB
 from replicax.ps.connection import Connection, ConnectionLost
 from replicax.ps.credentials import Credentials
-from replicax.ps.journal import Journaled, note_nothing
-from replicax.ps.server_tables import TableStore
-from replicax.ps.service import Service, memory_bytes
+from replicax.ps.journal import note_nothing
+from replicax.ps.service import Service
 from replicax.ps.session import FAREWELL_SECONDS
 from replicax.ps.snapshots import Snapshots
 from replicax.ps.store import VariableStore
-from replicax.ps.table_operations import table_actions, table_operations
 
 __all__ = ["serve"]
 
@@ -71,15 +67,13 @@ def serve(
             every_seconds=snapshot_every_seconds,
         )
         note = snapshots.journal.note
-    store = VariableStore(server, note=note)
-    tables = TableStore(server, num_servers, byte_limit=memory_bytes(), note=note)
-    contents = _Contents(store, tables)
+    store = VariableStore(server, num_servers, note=note)
     board = None
     workers = [task.name for task in config.cluster.workers]
     if server == 0:
         board = Board(workers, timeouts, note=note)
     if snapshots is not None:
-        _restore(snapshots, contents, board)
+        _restore(snapshots, store, board)
     if board is not None:
         board.put(JOB, uuid.uuid4().hex)  # The one of a snapshot stands.
     # The other servers learn of the end from the first one's board.
@@ -89,22 +83,19 @@ def serve(
         store,
         board,
         credentials,
-        server=server,
-        operations=table_operations(tables),
-        actions={**table_actions(tables), "store.status": contents.status},
         on_mismatch=_ignored if board is None else board.refuse,
     )
     service.serve_in_thread()
     _logger.info("ps:%d serves at %s", server, address)
     if snapshots is not None:
-        snapshots.start(contents, None if board is None else board.state)
+        snapshots.start(store, None if board is None else board.state)
     failure = None
     try:
         failure = _until_over(board, server, num_servers, first, credentials, timeouts)
     finally:
         service.close()
-        contents.tell_losses()
-        _report(contents, board)
+        _tell_losses(store)
+        _report(store, board)
         if snapshots is not None:
             # With the board of a failed job the next one would fail at once.
             snapshots.close(write=failure is None)
@@ -117,87 +108,46 @@ def serve(
     raise SystemExit(int(ExitCode.DONE))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Contents:
-    """What a server's snapshots hold: its groups of variables, and its tables."""
-
-    store: VariableStore
-    tables: TableStore
-
-    @property
-    def num_updates(self) -> int:
-        # Rows are updated with a group, whose values may all lie on other servers.
-        return max(self.store.num_updates, self.tables.num_updates)
-
-    def state(self) -> JSONObject:
-        groups, tables = self.store.state(), self.tables.state()
-        return {
-            "meta": groups["meta"] | {"tables": tables["meta"]},
-            "arrays": groups["arrays"] | tables["arrays"],
-        }
-
-    def load_state(self, state: JSONObject, journal: Journaled) -> None:
-        meta, arrays = dict(state["meta"]), state["arrays"]
-        of_tables = meta.pop("tables", [])
-        self.store.load_state({"meta": meta, "arrays": arrays}, journal)
-        self.tables.load_state({"meta": of_tables, "arrays": arrays}, journal)
-
-    def status(self) -> JSONObject:
-        """What the store says, with how many updates are in the values, and lost."""
-        status = self.store.status()
-        groups = list(status["groups"].values())
-        # What an optimizer updates; else what is here.
-        counted = (
-            [group for group in groups if group["is_trained"]]
-            or groups
-            or list(self.tables.status().values())
+def _tell_losses(store: VariableStore) -> None:
+    """At the end, log all that was lost, and how much is left."""
+    store.tell_losses()
+    status = store.status()
+    if status["lost"]:
+        _logger.warning(
+            "ps:%d ends with %d updates in its values; %d of %d that were made are "
+            "lost, as it was restarted from snapshots.",
+            store.server,
+            status["applied"],
+            status["lost"],
+            status["applied"] + status["lost"],
         )
-        return status | {
-            "applied": sum(each["applied"] for each in counted),
-            "lost": sum(each["lost"] for each in counted),
-        }
-
-    def tell_losses(self) -> None:
-        """At the end, log all that was lost, and how much is left."""
-        self.store.tell_losses()
-        self.tables.tell_losses()
-        status = self.status()
-        if status["lost"]:
-            _logger.warning(
-                "ps:%d ends with %d updates in its values; %d of %d that were made are "
-                "lost, as it was restarted from snapshots.",
-                self.store.server,
-                status["applied"],
-                status["lost"],
-                status["applied"] + status["lost"],
-            )
 
 
 def _ignored(caller: str, message: str) -> None:
     """Only the first server has a board, to which a task's mismatch matters."""
 
 
-def _report(contents: _Contents, board: Board | None) -> None:
+def _report(store: VariableStore, board: Board | None) -> None:
     """Leave the last counts for the launcher, whose table is of the end."""
     folder = os.environ.get(REPORT_DIR)
     if folder:
-        status = {"server": contents.status(), "board": board and board.status()}
+        status = {"server": store.status(), "board": board and board.status()}
         (Path(folder) / STATUS_FILE).write_text(json.dumps(status))
 
 
-def _restore(snapshots: Snapshots, contents: _Contents, board: Board | None) -> None:
+def _restore(snapshots: Snapshots, store: VariableStore, board: Board | None) -> None:
     found = snapshots.restore()
     if found is None:
         return
     journal = snapshots.journal.newest
-    contents.load_state(found.state, journal)
+    store.load_state(found.state, journal)
     if board is not None and found.board is not None:
         board.load_state(found.board, release=True, journal=journal)
     _logger.warning(
         "ps:%d goes on from its snapshot %s, after %d updates",
-        contents.store.server,
+        store.server,
         found.path,
-        contents.num_updates,
+        store.num_updates,
     )
 
 

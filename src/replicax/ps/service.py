@@ -9,9 +9,9 @@ the store before memory is taken. Whoever is refused gets the reason, if he is l
 and the log has it with his address.
 """
 
+import inspect
 import json
 import logging
-import os
 import socket
 import threading
 import time
@@ -24,16 +24,21 @@ from replicax._version import versions as own_versions
 from replicax.cluster.addresses import Address, parse_address
 from replicax.errors import ClusterError
 from replicax.ps import wire
-from replicax.ps.actions import Actions, Refused, methods_of
 from replicax.ps.credentials import Credentials
 from replicax.ps.doorman import Doorman, host_of, peer_of
 from replicax.ps.limited_log import LimitedLog
-from replicax.ps.operations import StreamOperation, TensorStore, store_operations
+from replicax.ps.operations import OPERATIONS, Operation
+from replicax.ps.pushes import RefusedRequestError
+from replicax.ps.store import VariableStore
 from replicax.ps.wire import MessageReader, MessageWriter
 
-__all__ = ["Service", "VersionMismatch", "memory_bytes"]
+__all__ = ["Refused", "Service", "VersionMismatch"]
 
 _logger = logging.getLogger("replicax")
+
+
+class Refused(Exception):
+    """A call is not there, or its arguments do not fit."""
 
 
 class VersionMismatch(RuntimeError):
@@ -55,10 +60,7 @@ class Service:
         credentials: The cluster's token and TLS files.
         on_event: Called with `"connected"`, `"disconnected"` or `"refused"` and
             details, from any thread.
-        server: Which of the servers this is, from 0.
         operations: Further operations of the tensor streams, by name.
-        actions: Further actions, by name.
-        byte_limit: How many bytes all groups may have. None: the machine's memory.
         warnings_per_minute: How many warnings strangers can cause.
         stranger_seconds: How long a connection may stay that has not shown the token.
         on_mismatch: Called with the name of a task that has other versions, and with
@@ -71,41 +73,33 @@ class Service:
     def __init__(
         self,
         address: str,
-        store: TensorStore,
+        store: VariableStore,
         board: Any | None,
         credentials: Credentials,
         *,
         on_event: Event = lambda kind, details: None,
-        server: int = 0,
-        operations: Mapping[str, StreamOperation] | None = None,
-        actions: Mapping[str, Callable[..., object]] | None = None,
-        byte_limit: int | None = None,
+        operations: Mapping[str, Operation] | None = None,
         warnings_per_minute: int = 60,
         stranger_seconds: float = 10.0,
         on_mismatch: Callable[[str, str], None] = lambda caller, message: None,
     ) -> None:
         self.address = address
-        self.server = server
         self._bound = _address_to_bind(address)
         self._store = store
         self._credentials = credentials
         self._on_event = on_event
         self._on_mismatch = on_mismatch
-        limit = memory_bytes() if byte_limit is None else byte_limit
-        self._operations = {
-            **store_operations(store, server, limit),
-            **(operations or {}),
+        self._operations = OPERATIONS | dict(operations or {})
+        self._actions: dict[str, Callable[..., object]] = {
+            "hello": self._hello,
+            "store.groups": self._groups,
+            "store.status": store.status,
+            "tables.set_rule": self._set_rule,
+            "tables.set_learning_rate": self._set_learning_rate,
+            "tables.status": store.table_status,
         }
-        self._actions = Actions(
-            {
-                "hello": self._hello,
-                "store.groups": self._groups,
-                "store.status": store.status,
-                **(methods_of(board, "board") if board is not None else {}),
-                **(actions or {}),
-            },
-            store.incarnation,
-        )
+        for name in () if board is None else board.ACTIONS:
+            self._actions[f"board.{name}"] = getattr(board, name)
         self._log = LimitedLog(warnings_per_minute)
         self._doorman = Doorman(
             self._bound.port, self._log, stranger_seconds=stranger_seconds
@@ -150,9 +144,7 @@ class Service:
         self._closing = True
         end = time.monotonic() + deadline
         # A push that waits for other workers' parts ends only if the store ends it.
-        end_waits = getattr(self._store, "close", None)
-        if end_waits is not None:
-            end_waits()
+        self._store.close()
         with self._idle:
             self._idle.wait_for(lambda: not self._busy, deadline / 2)
         if self._flight_server is not None:
@@ -215,7 +207,7 @@ class Service:
                 if header is None:
                     break
                 self._answer(peer, header, reader, writer)
-        except wire.WireError as error:
+        except (wire.WireError, RefusedRequestError) as error:
             raise self._refusal(peer, error) from error
         finally:
             self._on_event("disconnected", {"peer": peer})
@@ -229,35 +221,48 @@ class Service:
                 f"there is no operation {header.get('op')!r:.80}; there are "
                 f"{sorted(self._operations)}"
             )
-        announcement = wire.announced(header, operation.expected(header))
+        message = operation.read(header)
+        expected = operation.expected(self._store, message)
+        announcement = wire.announced(header, expected)
         with self._idle:
             self._busy += 1
         try:
             vectors = wire.receive_vectors(reader, announcement)
-            answer, results = self._handled(peer, operation, header, vectors)
+            try:
+                answer, results = operation.handle(self._store, message, vectors)
+            except Exception as error:  # noqa: BLE001
+                answer, results = self._error(peer, str(header["op"]), error), {}
             wire.send(writer, answer, results)
         finally:
             with self._idle:
                 self._busy -= 1
                 self._idle.notify_all()
 
-    def _handled(
-        self, peer: str, operation: StreamOperation, header: dict, vectors: dict
-    ) -> tuple[JSONObject, dict]:
-        try:
-            return operation.handle(header, vectors)
-        except Exception as error:  # noqa: BLE001
-            return self._error(peer, str(header["op"]), error), {}
-
     def act(self, peer: str, name: str, body: bytes) -> bytes:
-        """Carry out an action."""
+        """Carry out an action: its arguments, and `"value"` of the answer, are JSON."""
         self._doorman.accept(peer)
         try:
-            return self._actions.answer(name, body)
+            value = self._called(name, body)
+            # gRPC finds its way to a restarted server without a word: so a client sees
+            # that it is another one.
+            answer = {"value": value, "incarnation": self._store.incarnation}
+            return json.dumps(answer).encode()
         except Refused as error:
             raise self._refusal(peer_of(peer), error) from error
         except Exception as error:  # noqa: BLE001
             return json.dumps(self._error(peer_of(peer), name, error)).encode()
+
+    def _called(self, name: str, body: bytes) -> object:
+        function = self._actions.get(name)
+        if function is None:
+            known = sorted(self._actions)
+            raise Refused(f"there is no action {name!r:.80}; there are {known}")
+        try:
+            arguments = wire.read_json(body)
+            inspect.signature(function).bind(**arguments)
+        except (wire.WireError, TypeError) as error:
+            raise Refused(f"the arguments of {name!r} do not fit: {error}") from error
+        return function(**arguments)
 
     def refuse(self, peer: str, method: str) -> Exception:
         """What is raised in a call that this service does not have."""
@@ -297,13 +302,19 @@ class Service:
             theirs = ", ".join(f"{k} {v}" for k, v in versions.items())
             here = ", ".join(f"{k} {v}" for k, v in mine.items())
             message = (
-                f"{caller} has {theirs}, and ps:{self.server} has {here}. All tasks of "
-                "a cluster need the same versions: install them where they differ, and "
-                "start that task again."
+                f"{caller} has {theirs}, and ps:{self._store.server} has {here}. All "
+                "tasks of a cluster need the same versions: install them where they "
+                "differ, and start that task again."
             )
             self._on_mismatch(str(caller), message)
             raise VersionMismatch(message)
-        return {"server": self.server}
+        return {"server": self._store.server}
+
+    def _set_rule(self, table: str, rule: JSONObject, group: str) -> None:
+        self._store.set_rule(table, rule, group)
+
+    def _set_learning_rate(self, table: str, learning_rate: float) -> None:
+        self._store.table(table).set_learning_rate(learning_rate)
 
     def _groups(self) -> dict[str, str]:
         return {name: group.digest for name, group in self._store.groups().items()}
@@ -377,8 +388,3 @@ def _check_free(address: str, bound: Address) -> None:
                 f"The parameter server cannot listen at {address}: {error}. Is another "
                 "one still running, or is it not this machine's address?"
             ) from error
-
-
-def memory_bytes() -> int:
-    """The memory of this machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -51,7 +51,7 @@ _MANIFEST = "manifest.json"
 # Beside the snapshots: the number of the last one of a job that is done.
 _DONE = "done"
 _NAME = re.compile(r"snapshot-(\d{9})")
-_FORMAT = 2
+_FORMAT = 3
 _BLOCK_BYTES = 1 << 22
 _POLL_SECONDS = 0.05
 _RETRY_SECONDS = 5.0

@@ -1,53 +1,50 @@
-"""A server's store: values of groups, versions, and pushes applied exactly once.
+"""A server's store: groups of variables and tables by name, and what clients ask.
 
 Each group has a lock of its own, so that one that compiles does not hold up others. A
 step is only dispatched under that lock; who waits for its values waits outside.
 """
 
 import dataclasses
-import logging
+import os
 import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import jax
+import msgspec
 import numpy as np
 
 from replicax._util.types import JSONObject
-from replicax.ps.group_state import (
-    BadVectors,
-    DifferentGroup,
-    GroupState,
-    RefusedRequestError,
-    StaleSequence,
-    Superseded,
-    SyncTimeout,
-    UnknownGroup,
-    Vectors,
-    copies,
-    difference,
-)
+from replicax.ps.dense_group import DenseGroup
+from replicax.ps.groups import Arrays, Group
 from replicax.ps.journal import Journaled, Note, note_nothing
-from replicax.ps.pushes import StepShare
+from replicax.ps.pushes import RefusedRequestError, Sessions, StepShare
 from replicax.ps.server_optimizer import OptimizerSlots
+from replicax.ps.table import RowsPushed, Table, TableError, TableSpec
 from replicax.ps.variable_slices import VariableGroup
+from replicax.ps.wire import dtype_named
 
 __all__ = [
-    "BadVectors",
-    "DifferentGroup",
     "Pulled",
     "Pushed",
-    "RefusedRequestError",
-    "StaleSequence",
-    "StepShare",
-    "Superseded",
-    "SyncTimeout",
     "UnknownGroup",
+    "UnknownTable",
     "VariableStore",
+    "memory_bytes",
 ]
 
-_logger = logging.getLogger("replicax")
+_MOST_GROUPS = 8192
+_Group = TypeVar("_Group", bound=Group)
+
+
+class UnknownGroup(RefusedRequestError):
+    """No group of that name was created here."""
+
+
+class UnknownTable(RefusedRequestError):
+    """No table of that name was created here."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,17 +75,14 @@ class Pushed:
     applied: bool
     squared_norms: dict[str, float] | None = None
 
-    @property
-    def needs_norm(self) -> bool:
-        """Whether `VariableStore.commit` must be called."""
-        return self.squared_norms is not None
-
 
 class VariableStore:
-    """The groups of one server. All methods may be called from any thread.
+    """The groups and tables of one server. All methods may be called from any thread.
 
     Args:
         server: The server's index, from 0.
+        num_servers: Servers that share the rows of tables.
+        byte_limit: How many bytes all values may have. None: the machine's memory.
         note: Writes the journal.
         now: Clock for deadlines, in seconds.
 
@@ -112,64 +106,60 @@ class VariableStore:
     def __init__(
         self,
         server: int,
+        num_servers: int = 1,
         *,
+        byte_limit: int | None = None,
         note: Note = note_nothing,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.server = server
-        self._note = note
         self.incarnation = uuid.uuid4().hex
+        self._num_servers = num_servers
+        self._byte_limit = memory_bytes() if byte_limit is None else byte_limit
+        self._note = note
         self._now = now
         self._lock = threading.Lock()
-        self._held: dict[str, GroupState] = {}
-        self._sessions: dict[str, list[str]] = {}  # By worker; the last one is alive.
+        self._creating = threading.Lock()  # Who asks for a group again waits.
+        self._groups: dict[str, DenseGroup] = {}
+        self._tables: dict[str, Table] = {}
+        self._sessions = Sessions()
         self._bytes_in = self._bytes_out = 0
 
-    def create(self, group: VariableGroup, vectors: Vectors) -> None:
-        """Hold a group from now on. If an equal one is here its values are kept.
+    # Groups of variables.
 
-        Args:
-            group: The group.
-            vectors: The initial values of this server's parts, by dtype.
-
-        Raises:
-            DifferentGroup: If another group of that name is here.
-            BadVectors: If the vectors do not fit the group.
-            StoreError: If its rule cannot be built.
-        """
-        with self._lock:
-            held = self._held.get(group.name)
-            if held is None or (
-                held.rule is None and held.group.digest != group.digest
-            ):
-                held = self._held[group.name] = GroupState(
-                    group, self.server, self._note
+    def create(self, group: VariableGroup, vectors: Arrays) -> None:
+        """Hold a group from now on. If an equal one is here its values are kept."""
+        with self._creating:
+            held = self._groups.get(group.name)
+            if held is None:
+                held = DenseGroup(
+                    group, vectors, self.server, self._note, self._sessions
                 )
-        if held.group.digest != group.digest:
-            raise DifferentGroup(
-                f"group {group.name!r} is here already, and differs from the new "
-                f"one in {difference(held.group, group)}. Give the new one another "
-                "name, or restart the servers without their snapshots."
-            )
+                with self._lock:
+                    self._groups[group.name] = held
+        held.require_same(group)
         held.check(vectors, floats=False)
-        with held.condition:
-            if held.rule is None:
-                held.start(vectors)
         self._count(bytes_in=vectors)
 
     def groups(self) -> dict[str, VariableGroup]:
-        """The groups by name."""
+        """The groups of variables by name."""
+        return {held.group.name: held.group for held in self._all(self._groups)}
+
+    def group(self, name: str) -> DenseGroup:
+        """The group of that name."""
         with self._lock:
-            held = list(self._held.values())
-        return {each.group.name: each.group for each in held if each.rule is not None}
+            if name in self._groups:
+                return self._groups[name]
+            known = sorted(self._groups)[:10]
+        raise UnknownGroup(
+            f"group {name!r:.80} is not on server {self.server}, which has {known}. "
+            "The chief creates it; if this server was restarted without a snapshot, "
+            "its values are lost."
+        )
 
     def pull(self, name: str, have: int | None = None) -> Pulled:
-        """The newest values of a group; none if its version is `have`.
-
-        Raises:
-            UnknownGroup: If it was not created.
-        """
-        held = self._find(name)
+        """The newest values of a group; none if its version is `have`."""
+        held = self.group(name)
         with held.condition:
             version, vectors = held.version, held.vectors
         if version == have:
@@ -184,47 +174,29 @@ class VariableStore:
         session: str,
         sequence: int,
         based_on: int,
-        vectors: Vectors,
+        vectors: Arrays,
         part: StepShare | None = None,
         deadline_seconds: float = 600.0,
     ) -> Pushed:
         """Apply gradients once, however often this is called for one sequence number.
 
-        Args:
-            name: The group's name.
-            worker: Who pushes, such as `"worker:1"`.
-            session: Names the worker's process. A new one ends the one before.
-            sequence: Grows with each push of this session to this group.
-            based_on: The version of which these are the gradients.
-            vectors: By the group's dtypes; float vectors may be of another float dtype.
-                They must not be changed afterwards.
-            part: None: applied at once. Else: when all parts of the step are there.
-            deadline_seconds: How long to wait for the other parts.
-
-        Raises:
-            UnknownGroup: If it was not created.
-            BadVectors: If the vectors do not fit the group.
-            StaleSequence: If `sequence` is lower than that of the last push.
-            Superseded: If the worker has a newer session.
-            SyncTimeout: If parts are missing. This one counts; it may be pushed again.
-            StoreError: If `part` is of no step that can be next.
+        See `Group.push`. `vectors` may be of another float dtype than the group's. A
+        `part` of a step waits for the others; after `SyncTimeout` it may be pushed
+        again.
         """
-        held = self._find(name)
+        held = self.group(name)
         held.check(vectors, floats=True)
         self._count(bytes_in=vectors)
         deadline = self._now() + deadline_seconds
         with held.condition:
-            # Under the group's lock: a session that ends in between must not be heard.
-            self._admit(worker, session)
-            last = held.again(worker, session, sequence)
-            if last is None:
-                last = held.accept(worker, session, sequence, based_on, vectors, part)
-                held.last[worker] = last
+            last = held.push(
+                worker, session, sequence, vectors, based_on=based_on, share=part
+            )
             if last.step is not None and last.applied:
                 held.wait(last.step, deadline, self._now)
             norms = None
-            if held.round is not None and last.step == held.round.step:
-                norms = held.round.squared_norms
+            if held.step is not None and last.step == held.step.step:
+                norms = held.step.squared_norms
             version, values = held.version, held.vectors
         return Pushed(
             version=version,
@@ -239,96 +211,180 @@ class VariableStore:
     ) -> Pulled:
         """Apply a synchronous step with the norm of the whole gradient.
 
-        Each worker that got `Pushed.squared_norms` calls it; the first call counts.
-
-        Args:
-            name: The group's name.
-            step: The step.
-            squared_norms: The sums, over all servers, of what they said.
-
-        Raises:
-            UnknownGroup: If it was not created.
-            StoreError: If the step is not waiting for it.
+        Each worker that got `Pushed.squared_norms` calls it, with their sums over all
+        servers; the first call counts.
         """
-        held = self._find(name)
+        return self._changed(name, lambda held: held.commit(step, squared_norms))
+
+    def replace(self, name: str, vectors: Arrays) -> Pulled:
+        """Give a group other values, as when a user assigns to its variables."""
+        return self._changed(name, lambda held: held.replace(vectors))
+
+    def _changed(self, name: str, change: Callable[[DenseGroup], None]) -> Pulled:
+        held = self.group(name)
         with held.condition:
-            if step >= held.steps:
-                waiting = held.round
-                if waiting is None or waiting.step != step or waiting.missing:
-                    raise RefusedRequestError(
-                        f"group {name!r}: step {step} is not complete, so it cannot be "
-                        "committed. Push its parts first."
-                    )
-                needed = set(waiting.squared_norms or ())
-                if not needed <= set(squared_norms):
-                    raise RefusedRequestError(
-                        f"group {name!r}: got squared norms {sorted(squared_norms)}, "
-                        f"expected {sorted(needed)}. Add up those of all servers."
-                    )
-                chosen = {key: squared_norms[key] for key in needed}
-                held.finish(waiting, waiting.total or {}, chosen)
+            change(held)
             version, values = held.version, held.vectors
         return Pulled(version=version, vectors=self._hand_out(values))
 
     def slots(self, name: str) -> OptimizerSlots:
         """The optimizer's variables for this server's parts of a group, copied."""
-        held = self._find(name)
+        held = self.group(name)
         with held.condition:
-            assert held.rule is not None
-            rule, state = held.rule, copies(held.state)
-        return rule.slots(state)
+            return held.slots()
 
     def assign_slots(self, name: str, slots: OptimizerSlots) -> None:
-        """Set some of the optimizer's variables, as from a checkpoint.
-
-        Raises:
-            StoreError: If a value has another shape.
-        """
-        held = self._find(name)
+        """Set some of the optimizer's variables, as from a checkpoint."""
+        held = self.group(name)
         with held.condition:
-            assert held.rule is not None
-            try:
-                held.state = held.rule.with_slots(held.state, slots)
-            except ValueError as error:
-                raise RefusedRequestError(str(error)) from error
+            held.assign_slots(slots)
 
     def assign(self, name: str, variable: str, value: float) -> None:
-        """Set an optimizer's `"learning_rate"`, or another scalar of it.
-
-        Raises:
-            StoreError: If it has no such variable.
-        """
-        held = self._find(name)
+        """Set an optimizer's `"learning_rate"`, or another scalar of it."""
+        held = self.group(name)
         with held.condition:
-            assert held.rule is not None
-            try:
-                held.state = held.rule.assign(held.state, variable, value)
-            except ValueError as error:
-                raise RefusedRequestError(str(error)) from error
-
-    def replace(self, name: str, vectors: Vectors) -> Pulled:
-        """Give a group other values, as when a user assigns to its variables.
-
-        Raises:
-            BadVectors: If the vectors do not fit the group.
-        """
-        held = self._find(name)
-        held.check(vectors, floats=False)
-        with held.condition:
-            held.replace(vectors)
-            version, values = held.version, held.vectors
-            held.condition.notify_all()
-        return Pulled(version=version, vectors=self._hand_out(values))
+            held.assign(variable, value)
 
     def averages(self, name: str) -> dict[str, np.ndarray] | None:
         """The moving averages that an optimizer with `use_ema` keeps, by dtype."""
-        held = self._find(name)
+        held = self.group(name)
         with held.condition:
             return held.averages()
 
+    # Tables.
+
+    def create_table(self, spec: TableSpec) -> Table:
+        """Make a table, unless one of its name and sizes is here; that one stands."""
+        with self._creating:
+            table = self._tables.get(spec.name)
+            if table is None:
+                self.require_room_for(spec)
+                table = self._new_table(spec)
+                with self._lock:
+                    self._tables[spec.name] = table
+        if not spec.fits(table.spec):
+            has = table.spec
+            raise TableError(
+                f"Table {spec.name!r} is here already, with {has.num_rows} rows of "
+                f"{has.dim}; got {spec.num_rows} rows of {spec.dim}. Give the layer "
+                "another name, or restart the servers without their snapshots."
+            )
+        return table
+
+    def table(self, name: str) -> Table:
+        """The table of that name."""
+        with self._lock:
+            if name in self._tables:
+                return self._tables[name]
+            known = sorted(self._tables)[:10]
+        raise UnknownTable(
+            f"there is no table {name!r:.80} on server {self.server}, which has "
+            f"{known}. If this server was restarted without a snapshot, its rows are "
+            "lost"
+        )
+
+    def num_rows_here(self, spec: TableSpec) -> int:
+        """Rows of a table that lie on this server."""
+        return spec.num_rows_on(self.server, self._num_servers)
+
+    def set_rule(self, name: str, rule: JSONObject, group: str) -> None:
+        """Say how a table's rows are updated with a group of variables.
+
+        The first worker that speaks of the group settles the learning rate.
+        """
+        table = self.table(name)
+        try:
+            num_slots = len(table.optimizer(rule).slots)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise TableError(f"the rule is malformed: {error!r:.200}") from error
+        with self._creating:
+            is_first = table.spec.rule is None
+            if is_first:
+                rows = 4 * table.spec.dim * self.num_rows_here(table.spec)
+                self.require_room(f"the slots of table {name!r}", rows * num_slots)
+            table.set_rule(rule)
+            with table.condition:
+                is_known = group in table.offsets
+                table.offsets.setdefault(group, None)
+            rate = rule["config"]["config"].get("learning_rate")
+            if not is_first and not is_known and isinstance(rate, int | float):
+                table.set_learning_rate(rate)
+
+    def push_rows(
+        self, name: str, group: str, part: StepShare | None, **push: Any
+    ) -> RowsPushed:
+        """Update rows of a table with a group; `part` is one of the group's steps."""
+        table = self.table(name)
+        with table.condition:
+            if group not in table.offsets:
+                raise TableError(
+                    f"Table {name!r}: nobody has said how it is updated with group "
+                    f"{group!r}. Set its rule before rows are pushed."
+                )
+            if part is not None:
+                offset = table.offsets[group]
+                if offset is None:
+                    offset = table.offsets[group] = table.steps - part.step
+                part = dataclasses.replace(part, step=part.step + offset)
+        return table.push_rows(part=part, **push)
+
+    def table_status(self) -> JSONObject:
+        """Tables' sizes and versions, as JSON values."""
+        return {
+            table.spec.name: {
+                "num_rows": table.spec.num_rows,
+                "dim": table.spec.dim,
+                "bytes": table.num_bytes,
+                "version": table.version,
+                "applied": table.num_applied,
+                "lost": table.num_lost,
+            }
+            for table in self._all(self._tables)
+        }
+
+    def _new_table(self, spec: TableSpec) -> Table:
+        return Table(
+            spec,
+            server=self.server,
+            num_servers=self._num_servers,
+            note=self._note,
+            sessions=self._sessions,
+        )
+
+    # Room.
+
+    def require_room_for(self, new: VariableGroup | TableSpec) -> None:
+        """Refuse a new group or table for which there is no room."""
+        held = self._groups if isinstance(new, VariableGroup) else self._tables
+        if new.name in held:
+            return
+        if isinstance(new, TableSpec):
+            size = 4 * new.dim * self.num_rows_here(new)
+        else:
+            lengths = new.lengths_on(self.server).items()
+            size = sum(dtype_named(dtype).itemsize * n for dtype, n in lengths)
+        self.require_room(repr(new.name)[:80], size)
+        if len(self._groups) + len(self._tables) >= _MOST_GROUPS:
+            raise TableError(
+                f"{new.name!r:.80}: this server has {_MOST_GROUPS} groups and tables, "
+                "and may not have more. Put rows of equal length into one table."
+            )
+
+    def require_room(self, what: str, size: int) -> None:
+        """Refuse `size` more bytes if there is no room for them."""
+        total = size + sum(each.num_bytes for each in self._all_groups())
+        if total > self._byte_limit:
+            raise TableError(
+                f"with {what}, of {size} bytes, this server would hold {total} bytes, "
+                f"and may hold {self._byte_limit}; use more servers, or an optimizer "
+                "with fewer slots"
+            )
+
+    # All of it.
+
     def close(self) -> None:
         """End all waiting for other workers' parts."""
-        for held in self._all():
+        for held in self._all_groups():
             with held.condition:
                 held.closed = True
                 held.condition.notify_all()
@@ -336,11 +392,10 @@ class VariableStore:
     def staleness(self, name: str | None = None) -> dict[str, dict[int, int]]:
         """For each worker, how many of its pushes were applied with which staleness.
 
-        Args:
-            name: The group; None: all those that an optimizer updates, together.
+        Of one group; None: of all those that an optimizer updates, together.
         """
         total: dict[str, dict[int, int]] = {}
-        for held in self._all():
+        for held in self._all(self._groups):
             is_asked = held.group.name == name
             if not (is_asked or (name is None and held.is_trained)):
                 continue
@@ -355,12 +410,20 @@ class VariableStore:
     @property
     def num_updates(self) -> int:
         """Updates applied so far, of all groups together."""
-        return sum(held.version for held in self._all())
+        # Rows are updated with a group, whose values may all lie on other servers.
+        return max(
+            sum(held.version for held in self._all(self._groups)),
+            sum(table.version for table in self._all(self._tables)),
+        )
 
     def status(self) -> JSONObject:
-        """Versions, staleness and traffic, in JSON values."""
+        """Versions, staleness and traffic, in JSON values.
+
+        `applied` and `lost` count the updates in the values, and those that a restart
+        has taken back: of what an optimizer updates; else of what is here.
+        """
         groups: JSONObject = {}
-        for held in self._all():
+        for held in self._all(self._groups):
             with held.condition:
                 groups[held.group.name] = {
                     "version": held.version,
@@ -368,18 +431,22 @@ class VariableStore:
                     "applied": held.num_applied,
                     "lost": held.num_lost,
                     "is_trained": held.is_trained,
-                    "bytes": sum(v.nbytes for v in held.vectors.values()),
+                    "bytes": held.num_bytes,
                     "pushed_by": {
                         worker: sum(histogram.values())
                         for worker, histogram in held.staleness.items()
                     },
                 }
+        trained = [group for group in groups.values() if group["is_trained"]]
+        counted = trained or groups.values() or self.table_status().values()
         with self._lock:
             bytes_in, bytes_out = self._bytes_in, self._bytes_out
         return {
             "server": self.server,
             "incarnation": self.incarnation,
             "num_updates": self.num_updates,
+            "applied": sum(each["applied"] for each in counted),
+            "lost": sum(each["lost"] for each in counted),
             "groups": groups,
             "staleness": {
                 worker: {str(k): n for k, n in sorted(histogram.items())}
@@ -395,80 +462,60 @@ class VariableStore:
         Arrays are snapshots; pushes go on meanwhile. Parts of an unfinished synchronous
         step are not in it: workers push them again.
         """
-        meta: list[JSONObject] = []
-        taken: list[tuple[dict[str, jax.Array], list[jax.Array]]] = []
-        for held in self._all():
+        taken: list[tuple[dict[str, np.ndarray | jax.Array], JSONObject]] = []
+        for held in self._all_groups():
             with held.condition:
-                taken.append((held.vectors, copies(held.state)))
-                meta.append(held.to_meta())
-        arrays: dict[str, np.ndarray] = {}
-        for i, (vectors, slots) in enumerate(taken):
-            arrays |= {f"{i}/values/{d}": np.asarray(v) for d, v in vectors.items()}
-            arrays |= {f"{i}/slots/{k}": np.asarray(v) for k, v in enumerate(slots)}
-        with self._lock:
-            sessions = {worker: list(each) for worker, each in self._sessions.items()}
-        return {"meta": {"groups": meta, "sessions": sessions}, "arrays": arrays}
+                taken.append(held.state())
+        arrays = {
+            f"{i}/{name}": np.asarray(array)
+            for i, (named, _) in enumerate(taken)
+            for name, array in named.items()
+        }
+        meta = {"groups": [m for _, m in taken], "sessions": self._sessions.state()}
+        return {"meta": meta, "arrays": arrays}
 
     def load_state(self, state: JSONObject, journal: Journaled | None = None) -> None:
-        """Go on from what `state()` returned. For a store without groups.
-
-        Args:
-            state: It.
-            journal: What was written down since then.
-
-        Raises:
-            StoreError: If there are groups, or the state does not fit this program.
-        """
-        if self._all():
+        """Go on from what `state()` returned. For a store without groups."""
+        if held := self._all_groups():
             raise RefusedRequestError(
                 "Store.load_state: there are groups already: "
-                f"{list(self.groups())}. Load the state into a new Store."
+                f"{[each.what for each in held]}. Load the state into a new Store."
             )
-        restored: dict[str, GroupState] = {}
+        self._sessions.load_state(state["meta"]["sessions"])
         for i, meta in enumerate(state["meta"]["groups"]):
-            vectors, slots = _arrays_of(i, state["arrays"])
-            held = GroupState.from_meta(
-                meta, vectors, slots, self.server, self._note, journal or {}
-            )
-            restored[held.group.name] = held
-        with self._lock:
-            self._held = restored
-            self._sessions = {w: list(s) for w, s in state["meta"]["sessions"].items()}
+            start = f"{i}/"
+            arrays = {
+                name.removeprefix(start): array
+                for name, array in state["arrays"].items()
+                if name.startswith(start)
+            }
+            if "spec" in meta:
+                table = self._new_table(msgspec.convert(meta["spec"], TableSpec))
+                table.load_state(arrays, meta, journal)
+                self._tables[table.spec.name] = table
+            else:
+                held = DenseGroup.from_state(
+                    arrays,
+                    meta,
+                    self.server,
+                    self._note,
+                    self._sessions,
+                    journal or {},
+                )
+                self._groups[held.group.name] = held
 
     def tell_losses(self) -> None:
         """At the end, log the updates that are lost and were not logged yet."""
-        for held in self._all():
+        for held in self._all_groups():
             with held.condition:
                 held.pushes.tell_rest()
 
-    def _all(self) -> list[GroupState]:
-        with self._lock:
-            return [held for held in self._held.values() if held.rule is not None]
+    def _all_groups(self) -> list[Group]:
+        return [*self._all(self._groups), *self._all(self._tables)]
 
-    def _find(self, name: str) -> GroupState:
+    def _all(self, groups: dict[str, _Group]) -> list[_Group]:
         with self._lock:
-            held = self._held.get(name)
-        if held is not None:
-            with held.condition:  # It may be being built.
-                if held.rule is not None:
-                    return held
-        raise UnknownGroup(
-            f"group {name!r} is not on server {self.server}, which has "
-            f"{sorted(self.groups())}. The chief creates it; if this server was "
-            "restarted without a snapshot, its values are lost."
-        )
-
-    def _admit(self, worker: str, session: str) -> None:
-        with self._lock:
-            sessions = self._sessions.setdefault(worker, [])
-            if session not in sessions:
-                sessions.append(session)
-            elif sessions[-1] != session:
-                raise Superseded(
-                    f"{worker}: session {session!r} was ended by session "
-                    f"{sessions[-1]!r} of the same worker. Only one process may be "
-                    f"{worker}; this one should stop."
-                )
+            return list(groups.values())
 
     def _hand_out(self, vectors: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
         # A view of the array's own memory, on CPU, and read-only.
@@ -477,20 +524,13 @@ class VariableStore:
         return handed
 
     def _count(
-        self, bytes_in: Vectors | None = None, bytes_out: Vectors | None = None
+        self, bytes_in: Arrays | None = None, bytes_out: Arrays | None = None
     ) -> None:
         with self._lock:
             self._bytes_in += sum(v.nbytes for v in (bytes_in or {}).values())
             self._bytes_out += sum(v.nbytes for v in (bytes_out or {}).values())
 
 
-def _arrays_of(
-    index: int, arrays: Vectors
-) -> tuple[dict[str, np.ndarray], list[np.ndarray]]:
-    """A group's vectors and slots among the arrays of a state."""
-    values, slots = f"{index}/values/", f"{index}/slots/"
-    vectors = {
-        n.removeprefix(values): x for n, x in arrays.items() if n.startswith(values)
-    }
-    number = sum(name.startswith(slots) for name in arrays)
-    return vectors, [arrays[f"{slots}{k}"] for k in range(number)]
+def memory_bytes() -> int:
+    """The memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

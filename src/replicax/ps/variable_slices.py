@@ -13,9 +13,11 @@ long vectors for a model of hundreds of variables.
 import dataclasses
 import json
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 
 from replicax._util.arrays import FlatLayout
@@ -34,6 +36,9 @@ __all__ = [
 ]
 
 
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VariableSlice:
     """A variable, or some of its rows, on one server.
@@ -50,10 +55,10 @@ class VariableSlice:
 
     variable: int
     path: str
-    shape: tuple[int, ...]
+    shape: tuple[_Count, ...]
     dtype: str
-    server: int
-    rows: tuple[int, int] | None = None
+    server: _Count
+    rows: tuple[_Count, _Count] | None = None
     constraint: JSONObject | None = None
 
     @property
@@ -99,22 +104,12 @@ class VariableGroup:
 
     def to_json(self) -> JSONObject:
         """The group as JSON values."""
-        return json.loads(json.dumps(dataclasses.asdict(self)))
+        return msgspec.to_builtins(self)
 
     @classmethod
     def from_json(cls, data: JSONObject) -> "VariableGroup":
         """The group that `to_json` wrote."""
-        parts = tuple(
-            VariableSlice(
-                **part
-                | {
-                    "shape": tuple(part["shape"]),
-                    "rows": None if part["rows"] is None else tuple(part["rows"]),
-                }
-            )
-            for part in data["parts"]
-        )
-        return cls(name=data["name"], rule=data["rule"], parts=parts)
+        return msgspec.convert(data, cls)
 
     @property
     def digest(self) -> str:

@@ -1,0 +1,221 @@
+"""A group of variables on one server, as flat vectors, and its Keras optimizer."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from replicax._util.types import JSONObject
+from replicax.ps.groups import Arrays, Group
+from replicax.ps.journal import Journaled, Note, note_nothing
+from replicax.ps.pushes import RefusedRequestError, Sessions
+from replicax.ps.server_optimizer import OptimizerSlots, make_server_optimizer
+from replicax.ps.variable_slices import VariableGroup
+
+__all__ = ["BadVectors", "DenseGroup", "DifferentGroup"]
+
+
+class DifferentGroup(RefusedRequestError):
+    """A group of that name is here, and it is another one."""
+
+
+class BadVectors(RefusedRequestError):
+    """Vectors do not fit the group: dtypes, lengths."""
+
+
+class DenseGroup(Group):
+    """A group of variables. Its fields are read and written under its condition.
+
+    Raises:
+        RefusedRequestError: The vectors do not fit, or its optimizer cannot be built.
+    """
+
+    def __init__(
+        self,
+        group: VariableGroup,
+        vectors: Arrays,
+        server: int,
+        note: Note = note_nothing,
+        sessions: Sessions | None = None,
+    ) -> None:
+        super().__init__(f"group {group.name!r}", server, note, sessions)
+        self.group = group
+        self.lengths = group.lengths_on(server)
+        self.check(vectors, floats=False)
+        try:
+            self._optimizer = make_server_optimizer(group, server)
+            self.vectors, self._slots = self._optimizer.start(vectors)
+        except ValueError as error:
+            raise RefusedRequestError(str(error)) from error
+        self.norms = self._optimizer.norms
+        self.unweighted = [dtype for dtype in self.lengths if not _is_float(dtype)]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its vectors; slots are the optimizer's business."""
+        return sum(vector.nbytes for vector in self.vectors.values())
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether an optimizer updates it; to moving statistics workers only add."""
+        return self.group.rule["kind"] != "add"
+
+    def check(self, vectors: Arrays, *, floats: bool) -> None:
+        """Refuse vectors that do not fit; `floats`: another float dtype does."""
+        if set(vectors) != set(self.lengths):
+            raise BadVectors(
+                f"{self.what}: got vectors of {sorted(vectors)}, expected "
+                f"{sorted(self.lengths)}."
+            )
+        for dtype, length in self.lengths.items():
+            vector = vectors[dtype]
+            if vector.shape != (length,):
+                raise BadVectors(
+                    f"{self.what}: got a {dtype} vector of shape {vector.shape}, "
+                    f"expected ({length},)."
+                )
+            both_float = _is_float(vector.dtype) and _is_float(dtype)
+            if vector.dtype != np.dtype(dtype) and not (floats and both_float):
+                raise BadVectors(
+                    f"{self.what}: got {vector.dtype} for its {dtype} vector. Convert "
+                    f"it to {dtype} before it is sent."
+                )
+
+    def require_same(self, other: VariableGroup) -> None:
+        """Refuse another group of this name."""
+        if self.group.digest != other.digest:
+            raise DifferentGroup(
+                f"{self.what} is here already, and differs from the new one in "
+                f"{_difference(self.group, other)}. Give the new one another name, or "
+                "restart the servers without their snapshots."
+            )
+
+    def replace(self, vectors: Arrays) -> None:
+        """Take other values; the optimizer's slots stay. It counts as an update."""
+        self.check(vectors, floats=False)
+        self.vectors, _ = self._optimizer.start(vectors)
+        self.version += 1
+        self.steps += 1
+        self.step = None
+        self.condition.notify_all()
+
+    def averages(self) -> dict[str, np.ndarray] | None:
+        """The optimizer's moving averages of the values; None: it has none."""
+        slots = self._optimizer.slots(self._slots).parts
+        if not all("average" in each for each in slots):
+            return None
+        layout = self.group.layout_on(self.server)
+        return layout.pack(each["average"] for each in slots)
+
+    def slots(self) -> OptimizerSlots:
+        """The optimizer's variables, copied."""
+        return self._optimizer.slots(_copies(self._slots))
+
+    def assign_slots(self, slots: OptimizerSlots) -> None:
+        """Set some of the optimizer's variables."""
+        try:
+            self._slots = self._optimizer.with_slots(self._slots, slots)
+        except ValueError as error:
+            raise RefusedRequestError(str(error)) from error
+
+    def assign(self, variable: str, value: float) -> None:
+        """Set an optimizer's `"learning_rate"`, or another scalar of it."""
+        try:
+            self._slots = self._optimizer.assign(self._slots, variable, value)
+        except ValueError as error:
+            raise RefusedRequestError(str(error)) from error
+
+    def _add(
+        self, total: dict[str, np.ndarray] | None, gradients: Arrays, weight: float
+    ) -> dict[str, np.ndarray]:
+        first = total is None
+        total = {} if total is None else total
+        for dtype, gradient in gradients.items():
+            # Gradients may come as bfloat16; sums are in the group's dtype.
+            term = gradient.astype(np.dtype(dtype), copy=first)
+            # NaN and infinity go through, as in Keras.
+            with np.errstate(all="ignore"):
+                if weight != 1.0:
+                    factor = term.dtype.type(weight)
+                    term = np.multiply(term, factor, out=term if first else None)
+                if first:
+                    total[dtype] = term
+                else:
+                    total[dtype] += term
+        return total
+
+    def _divide(self, total: dict[str, np.ndarray], weights: float) -> None:
+        for vector in total.values():
+            with np.errstate(all="ignore"):
+                vector /= vector.dtype.type(weights)
+
+    def _apply(self, gradients: Arrays, squared_norms: dict[str, float] | None) -> None:
+        self.vectors, self._slots = self._optimizer.apply(
+            self.vectors, self._slots, gradients, squared_norms
+        )
+
+    def _squared_norms(self, gradients: Arrays) -> dict[str, float]:
+        return self._optimizer.squared_norms(gradients)
+
+    def state(self) -> tuple[dict[str, np.ndarray | jax.Array], JSONObject]:
+        """Arrays by name, and all else as JSON values."""
+        arrays: dict[str, np.ndarray | jax.Array]
+        arrays = {f"values/{dtype}": vector for dtype, vector in self.vectors.items()}
+        arrays |= {f"slots/{i}": slot for i, slot in enumerate(_copies(self._slots))}
+        return arrays, {"group": self.group.to_json(), **self._counts()}
+
+    @classmethod
+    def from_state(
+        cls,
+        arrays: Arrays,
+        meta: JSONObject,
+        server: int,
+        note: Note,
+        sessions: Sessions,
+        journal: Journaled,
+    ) -> "DenseGroup":
+        """The group of a state, with what the journal says was done since then.
+
+        Raises:
+            RefusedRequestError: The state does not fit this version of Keras.
+        """
+        group = VariableGroup.from_json(meta["group"])
+        vectors = {d: arrays[f"values/{d}"] for d in group.lengths_on(server)}
+        held = cls(group, vectors, server, note, sessions)
+        slots = [arrays[f"slots/{i}"] for i in range(len(arrays) - len(vectors))]
+        shapes = [(x.shape, str(x.dtype)) for x in slots]
+        expected = [(x.shape, str(x.dtype)) for x in held._slots]
+        if shapes != expected:
+            raise RefusedRequestError(
+                f"{held.what}: the state has optimizer variables of {shapes}, but this "
+                f"version of Keras has {expected}. Use the version that wrote it."
+            )
+        held._slots = [
+            jax.device_put(np.array(new), old.device)
+            for new, old in zip(slots, held._slots, strict=True)
+        ]
+        held._load_counts(meta, journal)
+        return held
+
+
+def _is_float(dtype: np.dtype | str) -> bool:
+    return jnp.issubdtype(np.dtype(dtype), jnp.floating)
+
+
+@jax.jit
+def _copies(state: list[jax.Array]) -> list[jax.Array]:
+    """Copies that a later step, which takes the originals' memory, leaves alone."""
+    return [jnp.copy(x) for x in state]
+
+
+def _difference(one: VariableGroup, other: VariableGroup) -> str:
+    """What differs first between two groups, in words."""
+    if one.rule != other.rule:
+        keys = sorted(one.rule.keys() | other.rule.keys())
+        key = next(k for k in keys if one.rule.get(k) != other.rule.get(k))
+        return f"its rule: {key} is {one.rule.get(key)!r} and {other.rule.get(key)!r}"
+    if len(one.parts) != len(other.parts):
+        return f"its parts: {len(one.parts)} and {len(other.parts)}"
+    for a, b in zip(one.parts, other.parts, strict=True):
+        if a != b:
+            return f"part {a.name!r}: {a} and {b}"
+    return "nothing but the order of its values"

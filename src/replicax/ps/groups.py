@@ -1,0 +1,399 @@
+"""A group of values on one server: each push once, synchronous steps, versions.
+
+A group is the variables that one `optimizer.apply` updates (`dense_group`), or the rows
+of an embedding table (`table`). Both kinds take pushes in the same way.
+"""
+
+import abc
+import dataclasses
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
+
+import jax
+import numpy as np
+
+from replicax._util.types import JSONObject
+from replicax.ps.journal import Journaled, Note
+from replicax.ps.pushes import (
+    PushCounts,
+    RefusedRequestError,
+    Sessions,
+    StaleSequence,
+    StepShare,
+    SyncTimeout,
+)
+
+__all__ = ["Arrays", "Group", "LastPush", "SyncStep"]
+
+_logger = logging.getLogger("replicax")
+_MOST_PARTS = 65_536
+
+Arrays: TypeAlias = Mapping[str, np.ndarray]
+"""Vectors by dtype; of a table `ids` and `gradients`."""
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class LastPush:
+    """The last push that a worker's process made to a group."""
+
+    session: str
+    sequence: int
+    staleness: int = 0
+    applied: bool = True
+    step: int | None = None
+
+
+class SyncStep:
+    """The parts of one synchronous step, added up in their order as far as they go.
+
+    The order makes the sum the same in every run, to the last bit.
+    """
+
+    def __init__(self, share: StepShare) -> None:
+        self.step = share.step
+        self.num_parts = share.num_parts
+        self.weighted = share.weight is not None
+        self.pushers: dict[
+            int, tuple[str, int | None]
+        ] = {}  # By part: worker, based_on.
+        self.total: dict[str, np.ndarray] | None = None
+        self.weights = 0.0
+        self.squared_norms: dict[str, float] | None = None
+        self.waiting: dict[int, tuple[Arrays, float]] = {}
+        self.next = 0
+
+    @property
+    def missing(self) -> list[int]:
+        """The parts that are not there yet."""
+        return [i for i in range(self.num_parts) if i not in self.pushers]
+
+
+class Group(abc.ABC):
+    """One group. Its fields are read and written under its condition.
+
+    Attributes:
+        what: It in messages, such as `"group 'weights'"`.
+        version: Updates so far, those included that a restart has lost.
+        steps: Synchronous steps that are over.
+        step: The one in progress.
+        norms: What must be known of the whole gradient before it can be applied; see
+            `ServerOptimizer`.
+        unweighted: Dtypes of its values that have no weighted mean.
+    """
+
+    norms: str | None = None
+    unweighted: Sequence[str] = ()
+
+    def __init__(
+        self, what: str, server: int, note: Note, sessions: Sessions | None
+    ) -> None:
+        self.what = what
+        self.server = server
+        self.condition = threading.Condition()
+        self.version = 0
+        self.steps = 0
+        self.step: SyncStep | None = None
+        self.closed = False
+        self.last: dict[str, LastPush] = {}
+        self.staleness: dict[str, dict[int, int]] = {}
+        self.pushes = PushCounts(f"ps:{server} {what}", note)
+        self._sessions = Sessions() if sessions is None else sessions
+        self._is_restored = False
+        self._steps_made = self._steps_lost = 0
+
+    @property
+    @abc.abstractmethod
+    def num_bytes(self) -> int:
+        """Bytes of its values and slots."""
+
+    @abc.abstractmethod
+    def _add(
+        self, total: dict[str, np.ndarray] | None, gradients: Arrays, weight: float
+    ) -> dict[str, np.ndarray]:
+        """The total with a part's gradients times its weight; None: the first part."""
+
+    @abc.abstractmethod
+    def _divide(self, total: dict[str, np.ndarray], weights: float) -> None:
+        """Make a mean of a weighted sum, in place."""
+
+    @abc.abstractmethod
+    def _apply(self, gradients: Arrays, squared_norms: dict[str, float] | None) -> None:
+        """Update the values."""
+
+    def _squared_norms(self, gradients: Arrays) -> dict[str, float] | None:
+        """This server's share of the norms, where `norms` says that one is needed."""
+        return None
+
+    @property
+    def num_applied(self) -> int:
+        """Updates that are in the values."""
+        return self.pushes.applied + self._steps_made
+
+    @property
+    def num_lost(self) -> int:
+        """Updates that were made, and that a restart has taken back."""
+        return self.pushes.lost + self._steps_lost
+
+    def push(
+        self,
+        worker: str,
+        session: str,
+        sequence: int,
+        gradients: Arrays,
+        *,
+        based_on: int | None = None,
+        share: StepShare | None = None,
+    ) -> LastPush:
+        """Apply gradients, or add them to those of their step; only the first time.
+
+        Args:
+            worker: Who pushes.
+            session: Its process. A new one ends the one before.
+            sequence: Grows with each push of this session to this group.
+            gradients: They must not be changed afterwards.
+            based_on: The version of which they are; None: nobody counts it.
+            share: Of a synchronous step; None: applied at once.
+
+        Raises:
+            StaleSequence: If `sequence` is lower than that of the last push.
+            Superseded: If the worker has a newer session.
+            RefusedRequestError: If `share` is of no step that can be next.
+        """
+        # Under the group's lock: a session that ends in between must not be heard.
+        self._sessions.admit(worker, session)
+        last = self.last.get(worker)
+        if last is not None and last.session == session and sequence <= last.sequence:
+            if sequence == last.sequence:
+                return last
+            message = (
+                f"{self.what}: push {sequence} of {worker} is older than its push "
+                f"{last.sequence}, which is done. It is refused: it was sent twice."
+            )
+            _logger.warning("%s", message)
+            raise StaleSequence(message)
+        last = LastPush(session=session, sequence=sequence)
+        if share is None:
+            self._apply_now(worker, last, gradients, based_on)
+        else:
+            self._collect(worker, last, gradients, based_on, share)
+        self.last[worker] = last
+        return last
+
+    def _apply_now(
+        self, worker: str, last: LastPush, gradients: Arrays, based_on: int | None
+    ) -> None:
+        if self.norms is not None:
+            raise RefusedRequestError(
+                f"{self.what}: {self.norms} needs the whole gradient, and a part of it "
+                "is pushed. Clip on the worker: optimizer_rule(..., "
+                "clipped_by_worker=True)."
+            )
+        # No part, so it is applied for sure: counted first, as the journal needs.
+        self.pushes.add(worker, last.session, last.sequence)
+        last.staleness = self._record(worker, based_on)
+        self._apply(gradients, None)
+        self.version += 1
+
+    def _collect(
+        self,
+        worker: str,
+        last: LastPush,
+        gradients: Arrays,
+        based_on: int | None,
+        share: StepShare,
+    ) -> None:
+        last.step = share.step
+        step = self._step_of(share)
+        if step is None or share.part in step.pushers:
+            last.applied = False
+            return
+        step.pushers[share.part] = worker, based_on
+        last.staleness = 0 if based_on is None else max(0, self.version - based_on)
+        weight = 1.0 if share.weight is None else share.weight
+        step.waiting[share.part] = gradients, weight
+        while step.next in step.waiting:
+            gradients, weight = step.waiting.pop(step.next)
+            step.next += 1
+            step.weights += weight
+            step.total = self._add(step.total, gradients, weight)
+        if step.missing:
+            return
+        total = step.total or {}
+        if step.weighted and step.weights != 1.0:
+            self._divide(total, step.weights)
+        if self.norms is None:
+            self._finish(step, total, None)
+        else:
+            step.squared_norms = self._squared_norms(total)
+            self.condition.notify_all()
+
+    def commit(self, number: int, squared_norms: Mapping[str, float]) -> None:
+        """Apply a step with the norm of the whole gradient; the first call counts."""
+        if number < self.steps:
+            return
+        step = self.step
+        if step is None or step.step != number or step.missing:
+            raise RefusedRequestError(
+                f"{self.what}: step {number} is not complete, so it cannot be "
+                "committed. Push its parts first."
+            )
+        needed = set(step.squared_norms or ())
+        if not needed <= set(squared_norms):
+            raise RefusedRequestError(
+                f"{self.what}: got squared norms {sorted(squared_norms)}, expected "
+                f"{sorted(needed)}. Add up those of all servers."
+            )
+        chosen = {key: squared_norms[key] for key in needed}
+        self._finish(step, step.total or {}, chosen)
+
+    def _finish(
+        self, step: SyncStep, total: Arrays, squared_norms: dict[str, float] | None
+    ) -> None:
+        """Apply a synchronous step, all of whose parts are there."""
+        for worker, based_on in step.pushers.values():
+            self._record(worker, based_on)
+        self._apply(total, squared_norms)
+        self._steps_made += 1
+        self._end_steps(step.step)
+
+    def _end_steps(self, last: int) -> None:
+        # Workers find the steps of all servers by their versions.
+        self.version += last + 1 - self.steps
+        self.steps = last + 1
+        self.step = None
+        self._is_restored = False
+        self.condition.notify_all()
+
+    def wait(self, step: int, deadline: float, now: Callable[[], float]) -> None:
+        """Wait until a step is over, or complete and in want of its norm."""
+        while self.steps <= step:
+            if self.closed:
+                raise RefusedRequestError(
+                    f"{self.what}: the server ends, and step {step} with it."
+                )
+            current = self.step
+            if current is None or current.squared_norms is not None:
+                return
+            remaining = deadline - now()
+            if remaining <= 0:
+                here = {i: worker for i, (worker, _) in current.pushers.items()}
+                raise SyncTimeout(
+                    f"{self.what}, step {step}: parts {current.missing} of "
+                    f"{current.num_parts} did not come in time; here are those of "
+                    f"{here}. See what the other workers do, or allow more time."
+                )
+            self.condition.wait(remaining)
+
+    def _record(self, worker: str, based_on: int | None) -> int:
+        """Count a push that is about to be applied; its staleness."""
+        self._is_restored = False
+        staleness = 0 if based_on is None else max(0, self.version - based_on)
+        histogram = self.staleness.setdefault(worker, {})
+        histogram[staleness] = histogram.get(staleness, 0) + 1
+        return staleness
+
+    def _step_of(self, share: StepShare) -> SyncStep | None:
+        """The step that a part belongs to; None: it is over."""
+        self._check_share(share)
+        if share.step < self.steps:
+            return None
+        if share.step > self.steps:
+            self._give_up_steps(share.step)
+            return None
+        if self.step is None:
+            self.step = SyncStep(share)
+        step = self.step
+        if (share.num_parts, share.weight is not None) != (
+            step.num_parts,
+            step.weighted,
+        ):
+            raise RefusedRequestError(
+                f"{self.what}, step {share.step}: got num_parts={share.num_parts}, "
+                f"weight={share.weight}, but its other parts have num_parts="
+                f"{step.num_parts} and {'a' if step.weighted else 'no'} weight."
+            )
+        return step
+
+    def _check_share(self, share: StepShare) -> None:
+        if share.num_parts > _MOST_PARTS:
+            raise RefusedRequestError(
+                f"{self.what}: got num_parts={share.num_parts}, expected at most "
+                f"{_MOST_PARTS}."
+            )
+        if not 0 <= share.part < share.num_parts:
+            raise RefusedRequestError(
+                f"{self.what}: got part {share.part} of {share.num_parts}, expected 0 "
+                f"to {share.num_parts - 1}."
+            )
+        if share.weight is not None:
+            if self.unweighted:
+                raise RefusedRequestError(
+                    f"{self.what}: there is no weighted mean of "
+                    f"{list(self.unweighted)}. Push with weight=None."
+                )
+            if not 0 < share.weight < float("inf"):
+                raise RefusedRequestError(
+                    f"{self.what}: got weight={share.weight}, expected a positive "
+                    "number."
+                )
+
+    def _give_up_steps(self, last_step: int) -> None:
+        """Go on after a step of which others saw the end before this server restarted.
+
+        Those workers will not push its parts again; the steps after it are whole.
+        """
+        if not self._is_restored:
+            raise RefusedRequestError(
+                f"{self.what}: got a part of step {last_step}, but step {self.steps} "
+                "is not over. Its parts must be pushed first."
+            )
+        lost = last_step + 1 - self.steps
+        _logger.warning(
+            "ps:%d %s: %d updates (steps %d to %d) were lost when the server was "
+            "restarted.",
+            self.server,
+            self.what,
+            lost,
+            self.steps,
+            last_step,
+        )
+        self._steps_lost += lost
+        for last in self.last.values():
+            if last.step is not None and last.step >= self.steps:
+                last.applied = False
+        self._end_steps(last_step)
+
+    @abc.abstractmethod
+    def state(self) -> tuple[dict[str, np.ndarray | jax.Array], JSONObject]:
+        """Arrays by name that later updates leave alone, and all else as JSON values.
+
+        Parts of an unfinished step are not in it: workers push them again.
+        """
+
+    def _counts(self) -> JSONObject:
+        """What all groups have in common of their state."""
+        done = {
+            worker: dataclasses.asdict(last)
+            for worker, last in self.last.items()
+            if last.step is None or last.step < self.steps or not last.applied
+        }
+        return {
+            "version": self.version,
+            "steps": self.steps,
+            "last": done,
+            "staleness": {w: sorted(h.items()) for w, h in self.staleness.items()},
+            "pushes": self.pushes.state(),
+            "steps_made": self._steps_made,
+            "steps_lost": self._steps_lost,
+        }
+
+    def _load_counts(self, meta: JSONObject, journal: Journaled) -> None:
+        self.version, self.steps = meta["version"], meta["steps"]
+        self.last = {worker: LastPush(**last) for worker, last in meta["last"].items()}
+        self.staleness = {w: dict(h) for w, h in meta["staleness"].items()}
+        self.pushes.load_state(meta["pushes"], journal)
+        self._steps_made, self._steps_lost = meta["steps_made"], meta["steps_lost"]
+        self.step = None
+        self._is_restored = True

@@ -1,0 +1,359 @@
+"""An embedding table on a server: rows that are pulled and updated a few at a time.
+
+Row `r` lies on server `r % num_servers`, at place `r // num_servers` there.
+"""
+
+import dataclasses
+from typing import Annotated
+
+import jax
+import msgspec
+import numpy as np
+
+from replicax._util.types import JSONObject
+from replicax.ps.groups import Arrays, Group
+from replicax.ps.journal import Journaled, Note, note_nothing
+from replicax.ps.pushes import RefusedRequestError, Sessions, StepShare
+from replicax.ps.row_optimizer import RowOptimizer, differing_options
+from replicax.ps.row_values import (
+    check_ids,
+    check_initializer,
+    fill_rows,
+    sum_duplicates,
+)
+
+__all__ = ["RowsPushed", "Table", "TableError", "TableSpec"]
+
+
+class TableError(RefusedRequestError):
+    """A table cannot be made so, or what was asked of it does not fit it."""
+
+
+class TableSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a table is, the same on all servers.
+
+    Attributes:
+        name: Unique in a job.
+        num_rows: Rows on all servers together.
+        dim: Elements of a row.
+        initializer: How rows start: what `keras.initializers.serialize` returns.
+        seed: Seed of random first values.
+        dtype: Must be `"float32"`.
+        rule: How rows are updated; see `RowOptimizer`. None: not known yet.
+
+    Raises:
+        TableError: For sizes below 1, another dtype, or an initializer that rows cannot
+            start from.
+    """
+
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+    num_rows: int
+    dim: int
+    initializer: JSONObject
+    seed: int
+    dtype: str = "float32"
+    rule: JSONObject | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_rows < 1 or self.dim < 1:
+            raise TableError(
+                f"Table {self.name!r}: got num_rows={self.num_rows!r} and "
+                f"dim={self.dim!r}, expected at least 1 of each."
+            )
+        if self.dtype != "float32":
+            raise TableError(
+                f"Table {self.name!r}: got dtype={self.dtype!r}, but rows are float32 "
+                "on the servers. Give the layer dtype='float32' or a mixed policy."
+            )
+        try:
+            check_initializer(self.initializer)
+        except ValueError as error:
+            raise TableError(f"Table {self.name!r}: {error}") from error
+
+    def fits(self, other: "TableSpec") -> bool:
+        """Whether the other one, already there, can serve for this one.
+
+        First values and the optimizer are those of the first, as every process that
+        starts without a seed draws its own.
+        """
+        return all(
+            getattr(self, field) == getattr(other, field)
+            for field in ("name", "num_rows", "dim", "dtype")
+        )
+
+    def num_rows_on(self, server: int, num_servers: int) -> int:
+        """Its rows that lie on a server."""
+        return len(range(server, self.num_rows, num_servers))
+
+    def to_json(self) -> JSONObject:
+        """The spec as JSON values; `TableSpec(**values)` makes it again."""
+        return msgspec.to_builtins(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowsPushed:
+    """What became of a push.
+
+    Attributes:
+        version: The table's version after it.
+        applied: Whether the gradients are in the table, or will be when the step's
+            other parts are there.
+    """
+
+    version: int
+    applied: bool
+
+
+class Table(Group):
+    """One server's rows of a table, and their optimizer slots. Thread safe.
+
+    Memory: `dim * 4 * (1 + number of slots)` bytes for each row; slots that start from
+    zero take theirs when their rows are first pushed.
+
+    Example:
+        >>> import numpy as np
+        >>> from replicax.ps.table import TableSpec
+        >>> sgd = {"class_name": "SGD", "config": {"learning_rate": 0.5}}
+        >>> spec = TableSpec(name="words", num_rows=1000, dim=2, seed=0,
+        ...                  initializer={"class_name": "Zeros"},
+        ...                  rule={"kind": "optimizer", "config": sgd})
+        >>> table = Table(spec)
+        >>> ids, gradients = np.array([7, 7]), np.ones((2, 2), "float32")
+        >>> table.push_rows(ids, gradients, worker="worker:0", session="a", sequence=1)
+        RowsPushed(version=1, applied=True)
+        >>> table.rows(np.array([6, 7])).tolist()
+        [[0.0, 0.0], [-1.0, -1.0]]
+    """
+
+    def __init__(
+        self,
+        spec: TableSpec,
+        *,
+        server: int = 0,
+        num_servers: int = 1,
+        note: Note = note_nothing,
+        sessions: Sessions | None = None,
+    ) -> None:
+        super().__init__(f"table {spec.name!r}", server, note, sessions)
+        self.spec = spec
+        # Synchronous steps are those of a group of variables. By group: what makes of
+        # its step the table's; None before the first one.
+        self.offsets: dict[str, int | None] = {}
+        self._num_servers = num_servers
+        self._optimizer = None if spec.rule is None else self.optimizer(spec.rule)
+        shape = (spec.num_rows_on(server, num_servers), spec.dim)
+        self._values = np.empty(shape, np.float32)
+        fill_rows(self._values, spec.initializer, spec.seed, server, num_servers)
+        self._slots = self._new_slots()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the rows and their slots."""
+        return self._values.nbytes * (1 + len(self._slots))
+
+    def optimizer(self, rule: JSONObject) -> RowOptimizer:
+        """What would update the rows by this rule.
+
+        Raises:
+            TableError: If rows cannot be updated by it.
+        """
+        try:
+            return RowOptimizer(rule, self.spec.dim, whole_table=self._num_servers == 1)
+        except ValueError as error:
+            raise TableError(f"Table {self.spec.name!r}: {error}") from error
+
+    def set_rule(self, rule: JSONObject) -> None:
+        """Say how rows are updated, for a table that was made without a rule.
+
+        The first rule stands. The same optimizer again does nothing, whatever its name
+        and its learning rate.
+
+        Raises:
+            TableError: For an optimizer that cannot update some rows only, or another
+                than the table has.
+        """
+        optimizer = self.optimizer(rule)
+        with self.condition:
+            if self.spec.rule is None:
+                self.spec = msgspec.structs.replace(self.spec, rule=rule)
+                self._optimizer = optimizer
+                self._slots = self._new_slots()
+                return
+            if differing := differing_options(self.spec.rule, rule):
+                raise TableError(
+                    f"Table {self.spec.name!r}: its optimizer is there, with its "
+                    f"slots, and another one has {differing}. Train all models that "
+                    "share the table with the same optimizer, or give the layer "
+                    "another name."
+                )
+
+    def rows(self, ids: np.ndarray) -> np.ndarray:
+        """The present values `float32[n, dim]` of rows `int64[n]`, a copy.
+
+        Raises:
+            TableError: For an id that is not here; it names the first one.
+        """
+        places = self._places(ids)
+        with self.condition:
+            return self._values[places]
+
+    def push_rows(
+        self,
+        ids: np.ndarray,
+        gradients: np.ndarray,
+        *,
+        worker: str,
+        session: str,
+        sequence: int,
+        part: StepShare | None = None,
+    ) -> RowsPushed:
+        """Update rows with their gradients, exactly once; see `Group.push`.
+
+        Every push counts as an update of the table, one without ids too: workers push
+        to all servers, so that schedules and Adam's correction go in step. The call
+        does not wait for the other parts of a step.
+
+        Args:
+            ids: `int64[n]`, rows on this server; those of equal ids are summed first.
+            gradients: `[n, dim]`, of any float dtype.
+            worker: Who pushes, such as `"worker:0"`.
+            session: Unique to the worker's process.
+            sequence: Number of this push in the session.
+            part: Of a synchronous step.
+
+        Raises:
+            TableError: For ids or gradients that do not fit, or without an optimizer.
+        """
+        places = self._places(ids)
+        self._required_optimizer()
+        gradients = np.asarray(gradients)
+        if gradients.shape != (len(places), self.spec.dim):
+            raise TableError(
+                f"Table {self.spec.name!r}: got gradients of shape {gradients.shape} "
+                f"for {len(places)} ids, expected {(len(places), self.spec.dim)}."
+            )
+        places, gradients = sum_duplicates(places, gradients.astype(np.float32))
+        summed = {"ids": places, "gradients": gradients}
+        with self.condition:
+            last = self.push(worker, session, sequence, summed, share=part)
+            return RowsPushed(version=self.version, applied=last.applied)
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Use another learning rate from the next update on.
+
+        Raises:
+            TableError: If there is no optimizer yet, if it has a schedule, or if the
+                rate is no number.
+        """
+        optimizer = self._required_optimizer()
+        rate = (self.spec.rule or {})["config"]["config"]["learning_rate"]
+        if not isinstance(rate, int | float) or not np.isfinite(learning_rate):
+            raise TableError(
+                f"Table {self.spec.name!r}: got learning_rate={learning_rate!r} for an "
+                f"optimizer with {rate!r}. Compile the model with a number to set it "
+                "later, and set it to a number."
+            )
+        with self.condition:
+            optimizer.assign({"learning_rate": learning_rate})
+
+    def state(self) -> tuple[dict[str, np.ndarray | jax.Array], JSONObject]:
+        """Copies of the arrays by name, and all else as JSON values."""
+        with self.condition:
+            arrays: dict[str, np.ndarray | jax.Array] = {"values": self._values.copy()}
+            arrays |= {f"slots/{k}": v.copy() for k, v in self._slots.items()}
+            shared = {} if self._optimizer is None else self._optimizer.shared
+            return arrays, {
+                "spec": self.spec.to_json(),
+                "server": self.server,
+                "num_servers": self._num_servers,
+                "offsets": dict(self.offsets),
+                "optimizer": shared,
+                **self._counts(),
+            }
+
+    def load_state(
+        self, arrays: Arrays, described: JSONObject, journal: Journaled | None = None
+    ) -> None:
+        """Go on from what `state` returned, and what was written down since then.
+
+        Raises:
+            TableError: If it is another table's, or that of another server.
+        """
+        if self.spec.rule is None and described["spec"]["rule"] is not None:
+            self.set_rule(described["spec"]["rule"])
+        mine = {"server": self.server, "num_servers": self._num_servers}
+        mine |= {f: self.spec.to_json()[f] for f in ("name", "num_rows", "dim")}
+        its = {k: described.get(k, described["spec"].get(k)) for k in mine}
+        shapes = {"values": self._values.shape}
+        shapes |= {f"slots/{k}": v.shape for k, v in self._slots.items()}
+        found = {k: v.shape for k, v in arrays.items()}
+        if (its, found) != (mine, shapes):
+            raise TableError(
+                f"Table {self.spec.name!r}: the state to load is of {its} with arrays "
+                f"{found}, expected {mine} with {shapes}. Use the same number of "
+                "servers, sizes and optimizer as when it was saved."
+            )
+        with self.condition:
+            self._values = np.array(arrays["values"], np.float32)
+            for name in self._slots:
+                self._slots[name] = np.array(arrays[f"slots/{name}"], np.float32)
+            if self._optimizer is not None:
+                self._optimizer.assign(described["optimizer"])
+            self.offsets = dict(described["offsets"])
+            self._load_counts(described, journal or {})
+
+    def _required_optimizer(self) -> RowOptimizer:
+        if self._optimizer is None:
+            raise TableError(
+                f"Table {self.spec.name!r}: it has no optimizer yet. Set its rule "
+                "before rows are pushed."
+            )
+        return self._optimizer
+
+    def _new_slots(self) -> dict[str, np.ndarray]:
+        if self._optimizer is None:
+            return {}
+        shape = self._values.shape
+        return {
+            name: np.full(shape, first, np.float32)
+            if first
+            else np.zeros(shape, np.float32)
+            for name, first in self._optimizer.slots.items()
+        }
+
+    def _places(self, ids: np.ndarray) -> np.ndarray:
+        """Where the rows lie on this server."""
+        try:
+            ids = check_ids(ids, self.spec.num_rows, f"Table {self.spec.name!r}")
+        except ValueError as error:
+            raise TableError(str(error)) from error
+        if self._num_servers == 1:
+            return ids
+        places, server = np.divmod(ids, self._num_servers)
+        elsewhere = np.flatnonzero(server != self.server)
+        if elsewhere.size:
+            first = elsewhere[0]
+            raise TableError(
+                f"Table {self.spec.name!r}: id {ids[first]} at position {first} lies "
+                f"on server {server[first]}, not on {self.server}."
+            )
+        return places
+
+    def _add(
+        self, total: dict[str, np.ndarray] | None, gradients: Arrays, weight: float
+    ) -> dict[str, np.ndarray]:
+        ids, scaled = gradients["ids"], gradients["gradients"] * np.float32(weight)
+        if total is not None:
+            ids, scaled = sum_duplicates(
+                np.concatenate([total["ids"], ids]),
+                np.concatenate([total["gradients"], scaled]),
+            )
+        return {"ids": ids, "gradients": scaled}
+
+    def _divide(self, total: dict[str, np.ndarray], weights: float) -> None:
+        total["gradients"] /= np.float32(weights)
+
+    def _apply(self, gradients: Arrays, squared_norms: dict[str, float] | None) -> None:
+        self._required_optimizer().apply(
+            self._values, self._slots, gradients["ids"], gradients["gradients"]
+        )
