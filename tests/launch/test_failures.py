@@ -2,15 +2,15 @@
 
 import pytest
 
-from replicax.cluster.failure import FailureReport
+from replicax.cluster.failure import FailureReport, exit_status
 from replicax.launch.failures import (
     Failure,
-    exit_status,
+    RestartPolicy,
+    back_off,
+    crash_loop,
     first_failure,
     last_lines,
-    progress,
 )
-from replicax.launch.restart_policy import RestartPolicy
 
 
 def report(task: str, culprit: str | None = None, **fields) -> FailureReport:
@@ -87,12 +87,32 @@ def test_no_failure() -> None:
     assert first_failure([], []) is None
 
 
-def test_progress() -> None:
-    assert progress([]) == -1
-    assert progress([report("worker:0")]) == -1
-    steps = [{"worker:0": 3, "worker:1": 4}, {"worker:1": 2}]
-    assert progress([report("worker:0", steps=s) for s in steps]) == 4
-
-
 def test_exit_status() -> None:
     assert [exit_status(code) for code in (0, 7, 138, -9, -15)] == [0, 7, 138, 137, 143]
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        ([], False),
+        ([-1, -1, -1], False),
+        ([-1, -1, -1, -1], True),
+        ([5, 5, 5, 5], True),
+        ([5, 9, 9, 9], False),
+        ([5, 9, 9, 9, 9], True),
+        ([5, 5, 5, 6], False),
+        ([5, 4, 3, 2], True),
+    ],
+)
+def test_crash_loop(steps: list[int], expected: bool) -> None:
+    assert crash_loop(steps) is expected
+
+
+def test_back_off_doubles_up_to_a_minute() -> None:
+    for restart, seconds in enumerate([1, 2, 4, 8, 16, 32, 60, 60]):
+        waits = {back_off(restart, 1.0) for _ in range(50)}
+        assert min(0.75 * seconds, 60) <= min(waits)
+        assert max(waits) <= min(1.25 * seconds, 60)
+    assert len({back_off(0, 1.0) for _ in range(50)}) > 1
+    assert back_off(10_000, 1.0) == 60
+    assert back_off(3, 0.0) == 0

@@ -28,6 +28,7 @@ __all__ = [
     "ExitCode",
     "FailureReport",
     "end_process",
+    "exit_status",
     "is_retryable",
     "is_transient",
     "report_of",
@@ -73,16 +74,24 @@ _MEANING: dict[int, str] = {
 }
 
 
-def is_retryable(exit_code: int) -> bool:
-    """Whether starting all tasks again may succeed, after an exit status.
+def exit_status(exit_code: int) -> int:
+    """An exit code of `subprocess` as a shell has it: 128 and the number of a signal.
 
-    A negative status is the signal that ended the process, as `subprocess` has it.
+    Example:
+        >>> exit_status(-9), exit_status(1)
+        (137, 1)
+    """
+    return 128 - exit_code if exit_code < 0 else exit_code
+
+
+def is_retryable(exit_code: int) -> bool:
+    """Whether starting all tasks again may succeed, after an exit code.
 
     Example:
         >>> is_retryable(1), is_retryable(138), is_retryable(-9), is_retryable(137)
         (False, True, True, True)
     """
-    code = 128 - exit_code if exit_code < 0 else exit_code
+    code = exit_status(exit_code)
     return code >= 128 and code != ExitCode.INTERRUPTED
 
 

@@ -27,31 +27,18 @@ _PACKAGES = ("jax", "jaxlib", "keras", "numpy", "grain")
 _VARIABLES = ("KERAS_BACKEND", "NPROC", "TF_CONFIG")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Recommendation:
-    """A strategy and the reason for it.
-
-    Attributes:
-        strategy: The name of the strategy that fits best.
-        reason: Why it fits, in one sentence.
-        notes: What else to know or to consider.
-    """
+    """A strategy, why it fits in one sentence, and what else to consider."""
 
     strategy: str
     reason: str
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class DeviceGroup:
-    """Devices of this process that are alike.
-
-    Attributes:
-        platform: Such as `"gpu"`.
-        kind: The model, as JAX names it.
-        memory_limit_bytes: What JAX may allocate on each; None: it does not say.
-        count: How many there are.
-    """
+    """Devices of this process that are alike; JAX may not say their memory."""
 
     platform: str
     kind: str
@@ -122,7 +109,14 @@ def _look() -> SystemInfo:
         backend=devices[0].platform if devices else None,
         devices=_device_groups(devices),
         num_cores=os.cpu_count(),
-        tf_config=None if config is None else _place(config),
+        tf_config=None
+        if config is None
+        else PlaceInCluster(
+            cluster=config.cluster.as_dict(),
+            fingerprint=config.cluster.fingerprint,
+            task_type=config.task_type,
+            task_index=config.task_id,
+        ),
         recommendation=fits,
         warnings=_pool_warnings(devices),
         errors=errors,
@@ -136,15 +130,6 @@ def _tf_config(errors: list[str]) -> TaskConfig | None:
     except ClusterConfigError as error:
         errors.extend(f"TF_CONFIG: {problem}." for problem in error.problems)
         return None
-
-
-def _place(config: TaskConfig) -> PlaceInCluster:
-    return PlaceInCluster(
-        cluster=config.cluster.as_dict(),
-        fingerprint=config.cluster.fingerprint,
-        task_type=config.task_type,
-        task_index=config.task_id,
-    )
 
 
 def _local_devices(errors: list[str]) -> "Sequence[Device]":
@@ -164,10 +149,7 @@ def _device_groups(devices: "Sequence[Device]") -> list[DeviceGroup]:
         (d.platform, d.device_kind, (d.memory_stats() or {}).get("bytes_limit"))
         for d in devices
     )
-    return [
-        DeviceGroup(platform=name, kind=kind, memory_limit_bytes=limit, count=count)
-        for (name, kind, limit), count in groups.items()
-    ]
+    return [DeviceGroup(*alike, count) for alike, count in groups.items()]
 
 
 def _pool_warnings(devices: "Sequence[Device]") -> list[str]:
@@ -230,14 +212,7 @@ def _describe_config(config: PlaceInCluster | None, text: str) -> str:
 def fitting_strategy(
     devices: Sequence[str], tf_config: TaskConfig | None = None
 ) -> Recommendation:
-    """Choose the strategy for this process' devices and its place in a cluster.
-
-    Args:
-        devices: The platform of each device of this process, such as `"gpu"`.
-        tf_config: The cluster, or None for one machine.
-
-    Raises:
-        ValueError: If `devices` is empty.
+    """Choose the strategy for this process' platforms and its place in a cluster.
 
     Example:
         >>> fitting_strategy(["gpu", "gpu"]).strategy
@@ -255,25 +230,25 @@ def fitting_strategy(
         return here
     if tf_config.task_type == "evaluator":
         return Recommendation(
-            strategy=here.strategy,
-            reason="TF_CONFIG makes this process the evaluator, which works beside "
-            f"the cluster on its own devices: {here.reason}",
-            notes=here.notes,
+            here.strategy,
+            "TF_CONFIG makes this process the evaluator, which works beside the "
+            f"cluster on its own devices: {here.reason}",
+            here.notes,
         )
     cluster = tf_config.cluster
     num_workers = len(cluster.workers)
     if "ps" in cluster.jobs:
         return Recommendation(
-            strategy="ParameterServerStrategy",
-            reason=f"TF_CONFIG has parameter servers ({cluster.num_tasks('ps')}) for "
+            "ParameterServerStrategy",
+            f"TF_CONFIG has parameter servers ({cluster.num_tasks('ps')}) for "
             f"{_count(num_workers, 'worker')}: they hold the variables, and the "
             "workers train asynchronously.",
         )
     if num_workers > 1:
         return Recommendation(
-            strategy="MultiWorkerMirroredStrategy",
-            reason=f"TF_CONFIG has {num_workers} workers: each mirrors the variables "
-            "on its devices, and all train in step.",
+            "MultiWorkerMirroredStrategy",
+            f"TF_CONFIG has {num_workers} workers: each mirrors the variables on its "
+            "devices, and all train in step.",
         )
     return here
 
@@ -281,31 +256,26 @@ def fitting_strategy(
 def _on_one_machine(devices: Sequence[str]) -> Recommendation:
     platforms = [d for d in devices if d != "cpu"] or list(devices)
     platform, num_devices = platforms[0], len(platforms)
-    several = num_devices > 1
     if platform == "tpu":
+        has = _count(num_devices, "TPU device")
+        return Recommendation("TPUStrategy", f"This process has {has}.")
+    if num_devices == 1:
         return Recommendation(
-            strategy="TPUStrategy",
-            reason=f"This process has {_count(num_devices, 'TPU device')}.",
-        )
-    if not several:
-        return Recommendation(
-            strategy="OneDeviceStrategy",
-            reason=f"One machine with one device ({platform}): there is nothing to "
-            "mirror.",
-            notes=("The default strategy, with no scope at all, trains the same way.",),
+            "OneDeviceStrategy",
+            f"One machine with one device ({platform}): there is nothing to mirror.",
+            ("The default strategy, with no scope at all, trains the same way.",),
         )
     if platform == "cpu":
         return Recommendation(
-            strategy="MirroredStrategy",
-            reason=f"One machine with {num_devices} logical CPU devices: a replica on "
-            "each.",
-            notes=("They share the cores: good for testing, not for speed.",),
+            "MirroredStrategy",
+            f"One machine with {num_devices} logical CPU devices: a replica on each.",
+            ("They share the cores: good for testing, not for speed.",),
         )
     return Recommendation(
-        strategy="MirroredStrategy",
-        reason=f"One machine with {num_devices} accelerators ({platform}): a replica "
-        "on each, with little communication between them.",
-        notes=(
+        "MirroredStrategy",
+        f"One machine with {num_devices} accelerators ({platform}): a replica on "
+        "each, with little communication between them.",
+        (
             "Where device memory is short, CentralStorageStrategy keeps the variables "
             "and optimizer slots in one place.",
         ),

@@ -10,15 +10,10 @@ import typer
 
 from replicax.cpu.settings import keep_loops
 from replicax.engine.devices import cpu_pool_size
+from replicax.launch.failures import RestartPolicy
 from replicax.launch.gang import ClusterCommand
 from replicax.launch.launcher import launch
-from replicax.launch.local_tasks import (
-    check_tasks,
-    divide_cores,
-    ps_token,
-    task_names,
-)
-from replicax.launch.restart_policy import RestartPolicy
+from replicax.launch.local_tasks import check_tasks, divide_cores, ps_token, task_names
 from replicax.report.journal import REPORT
 
 __all__ = ["RestartOn", "run"]

@@ -22,11 +22,8 @@ _LAST_WORDS_S = 1.0  # For processes that were only just starting.
 def become_task(guard: int, parent: int, cores: str, command: list[str]) -> NoReturn:
     """Turn this process into the task that `command` describes.
 
-    Args:
-        guard: File descriptor on which the guard takes announcements.
-        parent: The process id of who starts the cluster.
-        cores: Numbers of the cores to stay on, with commas between; empty: any.
-        command: The program and its arguments.
+    `guard` is the file descriptor on which the guard takes announcements, `parent` who
+    starts the cluster, and `cores` names the cores to stay on, if not any.
     """
     os.write(guard, b"+%d\n" % os.getpid())
     os.close(guard)
@@ -50,10 +47,9 @@ def become_task(guard: int, parent: int, cores: str, command: list[str]) -> NoRe
 def guard(announcements: int) -> None:
     """Wait until the starter is gone or says so; then kill what it left behind.
 
-    Args:
-        announcements: File descriptor on which starting processes tell their ids.
-            Standard input is the starter's own line, whose end is the starter's: the
-            other one may be held open by a process that is frozen while it starts.
+    On the file descriptor `announcements` starting processes tell their ids. Standard
+    input is the starter's own line, whose end is the starter's: the other one may be
+    held open by a process that is frozen while it starts.
     """
     starter = sys.stdin.fileno()
     for descriptor in (starter, announcements):
@@ -67,8 +63,8 @@ def guard(announcements: int) -> None:
         # A task announces itself before its starter can say that it has ended: read in
         # one order and noted in the other, no end is followed by its beginning.
         heard = {d: _read_lines(d, parts) for d in (starter, announcements)}
-        _note(heard[announcements], groups)
-        _note(heard[starter], groups)
+        for line in heard[announcements] + heard[starter]:
+            (groups.add if line.startswith(b"+") else groups.discard)(int(line[1:]))
         if starter not in parts:
             _kill(groups)
 
@@ -89,15 +85,6 @@ def _read_lines(descriptor: int, parts: dict[int, bytes]) -> list[bytes]:
         text += more
     *lines, parts[descriptor] = text.split(b"\n")
     return lines
-
-
-def _note(lines: list[bytes], groups: set[int]) -> None:
-    for line in lines:
-        pid = int(line[1:])
-        if line.startswith(b"+"):
-            groups.add(pid)
-        else:
-            groups.discard(pid)
 
 
 def _kill(groups: set[int]) -> None:

@@ -49,9 +49,7 @@ class TaskConsole:
     def take(self, name: str, chunk: bytes) -> None:
         """Write the lines that are complete with what a task has written now.
 
-        Args:
-            name: The task's name.
-            chunk: What it wrote; nothing at the end, which ends a line too.
+        Nothing stands for the end of its output, which ends a line too.
         """
         begun = self._begun[name]
         if name in self._ended:  # The first output after a restart.
@@ -124,11 +122,7 @@ class TaskConsole:
             self._live.update(table, refresh=True)
 
     def end_table(self, table: RenderableType | None = None) -> None:
-        """Leave a last table where it is, if there was any.
-
-        Args:
-            table: The last one. None: the last that was shown.
-        """
+        """Leave a last table where it is, or the last that was shown, if any was."""
         with self._writing():
             live, self._live = self._live, None
             if self._table is None or self.error is not None:

@@ -1,23 +1,36 @@
-"""Which task of a job failed first, and how its end is described."""
+"""Which task of a job failed first, how that is described, and what follows it."""
 
 import dataclasses
+import itertools
+import random
 import signal
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from replicax.cluster.failure import ExitCode, FailureReport
+from replicax.cluster.failure import (
+    ExitCode,
+    FailureReport,
+    exit_status,
+    is_retryable,
+)
 
 __all__ = [
+    "CRASH_LOOP",
     "Failure",
+    "GiveUp",
+    "RestartPolicy",
+    "back_off",
+    "crash_loop",
     "describe_exit",
-    "exit_status",
     "first_failure",
     "last_lines",
-    "progress",
     "with_output",
 ]
 
 _SHOWN_LINES = 14
 _FIRST_LINES = 4
+_MAX_BACK_OFF_S = 60.0
+_FRUITLESS = 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,16 +48,6 @@ class Failure:
     exit_code: int
     message: str
     traceback: str | None = None
-
-
-def exit_status(exit_code: int) -> int:
-    """A process' exit code as a shell has it: 128 and the signal's number for signals.
-
-    Example:
-        >>> exit_status(-9), exit_status(1)
-        (137, 1)
-    """
-    return 128 - exit_code if exit_code < 0 else exit_code
 
 
 def first_failure(
@@ -79,10 +82,13 @@ def first_failure(
         return None
     task, exit_code = exits[0]
     own = next((report for report in reports if report.task == task), None)
+    message = describe_exit(task, exit_code)
+    if own is not None:
+        message = f"{task} ended with exit code {exit_code}: {_sentence(own.message)}"
     return Failure(
         task=task,
         exit_code=exit_code,
-        message=describe_exit(task, exit_code, own),
+        message=message,
         traceback=own.traceback if own else None,
     )
 
@@ -93,12 +99,8 @@ def _sentence(text: str) -> str:
     return text if text.endswith((".", "!", "?")) else f"{text}."
 
 
-def describe_exit(
-    task: str, exit_code: int, report: FailureReport | None = None
-) -> str:
-    """What happened to a task, in full sentences."""
-    if report is not None:
-        return f"{task} ended with exit code {exit_code}: {_sentence(report.message)}"
+def describe_exit(task: str, exit_code: int) -> str:
+    """What happened to a task that left no report, as a sentence."""
     if exit_code >= 0:
         return f"{task} ended with exit code {exit_code}."
     try:
@@ -111,10 +113,10 @@ def describe_exit(
 
 def with_output(failure: Failure, output: Sequence[str]) -> Failure:
     """The failure, with the end of its task's output where it left no traceback."""
-    if failure.traceback is not None or failure.exit_code < 0:
-        return failure  # A signal comes without a last word.
-    if failure.exit_code == ExitCode.INTERRUPTED:
-        return failure  # And so does Ctrl-C.
+    # Neither a signal nor Ctrl-C comes with a last word.
+    is_sudden = failure.exit_code < 0 or failure.exit_code == ExitCode.INTERRUPTED
+    if failure.traceback is not None or is_sudden:
+        return failure
     return dataclasses.replace(failure, traceback="\n".join(output) or None)
 
 
@@ -138,6 +140,89 @@ def last_lines(failure: Failure) -> str:
     return "\n".join([f"The last lines of {failure.task}:", *shown]) if shown else ""
 
 
-def progress(reports: Sequence[FailureReport]) -> int:
-    """The last step that a task is known to have finished; -1: none is."""
-    return max((step for r in reports for step in r.steps.values()), default=-1)
+class GiveUp(NamedTuple):
+    """Why a failure is not followed by a restart.
+
+    Attributes:
+        said: In words for the moment of the failure, when other tasks may go on.
+        told: In words for the summary of the job.
+    """
+
+    said: str
+    told: str
+
+
+_INTERRUPTED = GiveUp("It would fail again", "interrupted")
+_PERMANENT = GiveUp(
+    "It would fail again", "permanent: another attempt would fail again"
+)
+CRASH_LOOP = GiveUp(
+    "Three restarts in a row brought no step more",
+    "retryable, but three attempts in a row got no further: a crash loop",
+)
+_NONE_LEFT = GiveUp("No restart is left", "retryable, but no restart is left")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RestartPolicy:
+    """Which failures are followed by a restart, and how often.
+
+    Attributes:
+        max_restarts: How often at most.
+        backoff_seconds: The wait before the first restart; it doubles from then on, up
+            to a minute.
+        on_any: Whether after any failure, and not only one that may pass. An interrupt
+            (SIGINT) is never followed by a restart.
+    """
+
+    max_restarts: int = 3
+    backoff_seconds: float = 1.0
+    on_any: bool = False
+
+    def is_permanent(self, failure: Failure) -> bool:
+        """Whether nothing is restarted after this failure, whatever is left."""
+        if self.on_any:
+            return exit_status(failure.exit_code) == ExitCode.INTERRUPTED
+        return not is_retryable(failure.exit_code)
+
+    def give_up(self, failure: Failure, steps: Sequence[int]) -> GiveUp | None:
+        """Why a failure is not followed by a restart; None: it is.
+
+        Args:
+            failure: The failure.
+            steps: How far each attempt came that has failed, this one the last.
+        """
+        if self.is_permanent(failure):
+            interrupted = exit_status(failure.exit_code) == ExitCode.INTERRUPTED
+            return _INTERRUPTED if interrupted else _PERMANENT
+        if crash_loop(steps):
+            return CRASH_LOOP
+        return _NONE_LEFT if len(steps) > self.max_restarts else None
+
+
+def crash_loop(steps: Sequence[int]) -> bool:
+    """Whether three attempts in a row got no further than the one before each.
+
+    Example:
+        >>> crash_loop([7, 9, 9, 8, 8]), crash_loop([7, 9, 9, 8])
+        (True, False)
+    """
+    last = steps[-_FRUITLESS - 1 :]
+    return len(last) > _FRUITLESS and all(
+        after <= before for before, after in itertools.pairwise(last)
+    )
+
+
+def back_off(restart: int, base_seconds: float) -> float:
+    """How long to wait before a restart (0: the first one), in seconds.
+
+    Doubles from restart to restart up to a minute. A random part keeps jobs that failed
+    together from coming back together.
+
+    Example:
+        >>> 0.75 <= back_off(0, 1.0) <= 1.25, back_off(50, 1.0) <= 60
+        (True, True)
+    """
+    # The bound of the exponent: a float has an end.
+    wait = base_seconds * 2.0 ** min(restart, 60) * random.uniform(0.75, 1.25)
+    return min(wait, _MAX_BACK_OFF_S)

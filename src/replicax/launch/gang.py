@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from replicax._util.types import JSONObject
 from replicax.cluster.failure import ATTEMPT, REPORT_DIR, STATUS_FILE, FailureReport
 from replicax.launch.failures import Failure
-from replicax.launch.job_status import LastStatus
 from replicax.launch.local_tasks import task_names, tf_configs
 
 __all__ = ["ClusterCommand", "Gang", "gangs_of"]
@@ -34,11 +34,6 @@ class ClusterCommand:
     cores: Mapping[str, Sequence[int]] = dataclasses.field(default_factory=dict)
     grace_seconds: float = 30.0
     evaluator_seconds: float = 600.0
-
-    @property
-    def names(self) -> list[str]:
-        """The tasks' names."""
-        return task_names(self.num_tasks)
 
 
 @dataclasses.dataclass(eq=False)
@@ -84,11 +79,6 @@ class Gang:
         return len(self.exited) == len(self.names)
 
     @property
-    def is_failing(self) -> bool:
-        """Whether a task has failed, and others run still."""
-        return bool(self.failed) and not self.has_exited
-
-    @property
     def state(self) -> str:
         """What the tasks do, in a word or two."""
         if self.restart_at is not None:
@@ -119,23 +109,22 @@ class Gang:
         configs = self.configs()
         return {name: {**variables, "TF_CONFIG": configs[name]} for name in self.names}
 
-    def last_status(self) -> LastStatus | None:
+    def last_status(self) -> JSONObject | None:
         """What a parameter server has left behind; None: nothing, as it was killed."""
         path = self.report_folder / STATUS_FILE
         return json.loads(path.read_text()) if path.exists() else None
 
 
 def gangs_of(command: ClusterCommand, folder: Path) -> list[Gang]:
-    """The gangs of a cluster: one of all tasks, or one for each with servers.
+    """The gangs of a cluster, with a folder for their reports.
 
-    Args:
-        command: What to run.
-        folder: A folder of this run, for the tasks' reports.
+    One of all tasks; with parameter servers, one for each task.
     """
     num_tasks, environment = command.num_tasks, command.environment
     if "ps" not in num_tasks:
         # New ports for each start: the last ones may be in use still.
-        return [Gang(command.names, folder, environment, lambda: tf_configs(num_tasks))]
+        names = task_names(num_tasks)
+        return [Gang(names, folder, environment, lambda: tf_configs(num_tasks))]
     configs = tf_configs(num_tasks)  # The others go on with the addresses they know.
     return [
         Gang([name], folder / name.replace(":", "-"), environment, lambda: configs)

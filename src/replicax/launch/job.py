@@ -14,20 +14,21 @@ import time
 from collections.abc import Mapping, Sequence
 
 from replicax._util.listing import listed
-from replicax.cluster.failure import ExitCode, FailureReport
+from replicax.cluster.failure import ExitCode, FailureReport, exit_status
 from replicax.launch.console import TaskConsole
 from replicax.launch.failures import (
+    CRASH_LOOP,
     Failure,
+    RestartPolicy,
+    back_off,
     describe_exit,
-    exit_status,
     first_failure,
     last_lines,
-    progress,
     with_output,
 )
 from replicax.launch.gang import ClusterCommand, Gang
 from replicax.launch.job_status import JobStatus
-from replicax.launch.restart_policy import CRASH_LOOP, RestartPolicy, back_off
+from replicax.launch.processes import TaskProcesses
 from replicax.launch.supervisor import Supervisor
 
 __all__ = ["Job"]
@@ -36,15 +37,16 @@ _SETTLE_S = 3.0  # For the others to see by themselves that the job has failed.
 _LEAVE_S = 10.0  # For a task whose script ended too early to end by itself.
 
 
-class Job:
+class Job(Supervisor):
     """Decides what follows when tasks exit, until the job has ended.
 
     Args:
         command: What runs.
         policy: How often each gang is restarted, and after what.
-        gangs: The tasks, which have been started.
-        supervisor: Ends and restarts them.
+        gangs: The tasks.
+        processes: Their processes, which have been started.
         console: Where their output goes.
+        signals: The signals that this process has received; it grows.
 
     Attributes:
         status: What the parameter servers tell; None: nothing is known.
@@ -55,14 +57,20 @@ class Job:
         command: ClusterCommand,
         policy: RestartPolicy,
         gangs: Sequence[Gang],
-        supervisor: Supervisor,
+        processes: TaskProcesses,
         console: TaskConsole,
+        signals: Sequence[int],
     ) -> None:
+        super().__init__(
+            processes,
+            say=console.say,
+            signals=signals,
+            grace_seconds=command.grace_seconds,
+        )
         self.status: JobStatus | None = None
         self._command = command
         self._policy = policy
         self._gangs = gangs
-        self._supervisor = supervisor
         self._console = console
         self._gang_of = {name: gang for gang in gangs for name in gang.names}
         self._chief = self._gang_of.get("chief:0") or self._gang_of["worker:0"]
@@ -75,21 +83,17 @@ class Job:
     @property
     def is_waiting(self) -> bool:
         """Whether a gang is to be restarted."""
-        return bool(self._waiting)
-
-    @property
-    def _waiting(self) -> list[Gang]:
-        return [gang for gang in self._gangs if gang.restart_at is not None]
+        return any(gang.restart_at is not None for gang in self._gangs)
 
     @property
     def _training(self) -> set[str]:
-        return self._supervisor.running_of("chief", "worker")
+        return self.running_of("chief", "worker")
 
     @property
     def _is_over(self) -> bool:
         """Whether nothing is to be restarted any more."""
         ended = self._is_done or self._culprit is not None
-        return ended or self._supervisor.signal is not None
+        return ended or self.signal is not None
 
     # Exits and restarts.
 
@@ -101,8 +105,8 @@ class Job:
             gang = self._gang_of[name]
             gang.exited[name] = codes[name]
             # Who is ended after a failure, or as not needed, has not failed by itself.
-            was_ended = gang.failed and self._supervisor.asked([name])
-            if codes[name] and not was_ended and not self._is_dismissed(name):
+            was_ended = gang.failed and name in self._kill_at
+            if codes[name] and not was_ended and name not in self.dismissed:
                 gang.failed.append((name, codes[name]))
         for gang in dict.fromkeys(self._gang_of[name] for name in names):
             if gang.has_exited and gang.failed:
@@ -114,19 +118,16 @@ class Job:
         if self.status is not None:
             self.status.look()
 
-    def _is_dismissed(self, name: str) -> bool:
-        return name in self._supervisor.dismissed
-
     def _note_failure(self, gang: Gang) -> None:
         gang.ended = "killed" if gang.failed[0][1] < 0 else "failed"
         reports = gang.reports
         failure = self._explain(gang, reports)
         gang.failures.append(failure)
         gang.steps.append(self._steps_of(gang, reports))
-        if self._culprit is not None or self._supervisor.signal is not None:
+        if self._culprit is not None or self.signal is not None:
             self._failures.append(failure)  # A consequence.
         elif self._is_done and not self._policy.is_permanent(failure):
-            self._console.say(f"{failure.message} The job is done without it.")
+            self._say(f"{failure.message} The job is done without it.")
         elif (culprit := self._permanently_failing()) is not None:
             self._failures.append(failure)
             self._culprit = culprit
@@ -137,7 +138,7 @@ class Job:
         else:
             wait = back_off(gang.num_restarts, self._policy.backoff_seconds)
             gang.restart_at = time.monotonic() + wait
-            self._console.say(
+            self._say(
                 f"{failure.message} Restart {gang.num_starts} of "
                 f"{self._policy.max_restarts} in {wait:.1f} s."
             )
@@ -145,8 +146,8 @@ class Job:
     def _explain(self, gang: Gang, reports: Sequence[FailureReport]) -> Failure:
         failure = first_failure(gang.failed, reports)
         assert failure is not None
-        number = self._supervisor.signal
-        if number is not None and self._supervisor.was_killed(failure.task):
+        number = self.signal
+        if number is not None and failure.task in self._killed:
             # Killed by the launcher, which passes on what it was asked to do.
             message = f"{failure.task} did not end after {signal.Signals(number).name}."
             return dataclasses.replace(failure, exit_code=-number, message=message)
@@ -156,12 +157,12 @@ class Job:
         """How far a gang is known to have come; -1: nothing is known."""
         if self._has_servers:
             return -1 if self.status is None else self.status.progress(gang.names[0])
-        noted = FailureReport.last_progress(gang.report_folder)
-        return max(progress(reports), noted)
+        reported = [step for report in reports for step in report.steps.values()]
+        return max([*reported, FailureReport.last_progress(gang.report_folder)])
 
     def _permanently_failing(self) -> str | None:
         """A task that has reported a permanent failure and has not exited yet."""
-        for name in sorted(self._supervisor.running):
+        for name in sorted(self.running):
             for report in self._gang_of[name].reports:
                 failure = first_failure([(name, report.exit_code)], [report])
                 if failure is not None and self._policy.is_permanent(failure):
@@ -171,98 +172,87 @@ class Job:
     def _fail_for_good(self, gang: Gang, failure: Failure, reason: str) -> None:
         self._failures.append(failure)
         is_permanent = self._policy.is_permanent(failure) and not self._is_done
+        rest = "the others go on"
         if gang is self._chief or failure.task.startswith("ps") or is_permanent:
             self._culprit = failure.task
             rest = "the job cannot go on"
-        else:
-            rest = "the others go on"
         if self._has_servers:
-            self._console.say(f"{failure.message} {reason}: {rest}.")
+            self._say(f"{failure.message} {reason}: {rest}.")
 
     def _note_lost_variables(self) -> None:
         """Fail for good if a server is back without its variables."""
-        emptied = set() if self.status is None else self.status.emptied
-        for name in sorted(emptied):
+        for name in sorted(self.status.emptied) if self.status is not None else ():
             gang = self._gang_of[name]
             if self._is_over or not gang.failures:
                 return
             failure = gang.failures[-1]
             self._fail_for_good(gang, failure, "It is back without a snapshot")
 
-    def _cancel_restarts(self) -> None:
-        for gang in self._waiting:
-            gang.restart_at = None
-            if not self._is_done:
-                self._failures.append(gang.failures[-1])
-            if not self._has_servers:
-                self._reason = "a signal came before the restart"
-
     def _restart(self) -> None:
-        now = time.monotonic()
-        for gang in self._waiting:
-            if gang.restart_at is not None and gang.restart_at <= now:
+        """Restart gangs that have waited long enough, or none if the job is over."""
+        waiting = [gang for gang in self._gangs if gang.restart_at is not None]
+        for gang in waiting:
+            if self._is_over:
+                gang.restart_at = None
+                if not self._is_done:
+                    self._failures.append(gang.failures[-1])
+                if not self._has_servers:
+                    self._reason = "a signal came before the restart"
+            elif gang.restart_at is not None and gang.restart_at <= time.monotonic():
                 for name, environment in gang.begin().items():
-                    self._supervisor.restart(name, environment)
+                    self.restart(name, environment)
 
     # The end of the job.
 
     def act(self) -> None:
         """Restart and end tasks, as the time has come for it."""
         self._note_lost_variables()
-        self._forward_signals()
-        if self._is_over:
-            self._cancel_restarts()
+        # Workers may want to save, which needs the servers.
+        names = (self._has_servers and self._training) or self.running
+        if self._console.error is not None and self.signal is None:
+            # Whoever reads the output is gone, as after a hang-up.
+            self.forward(names, signal.SIGTERM)
+        self.forward_signals(names)
         self._restart()
-        failing = [gang for gang in self._gangs if gang.is_failing]
+        failing = [gang for gang in self._gangs if gang.failed and not gang.has_exited]
         for gang in failing:
             self._end_the_rest(gang)
         if not failing:
             self._shut_down()
 
-    def _forward_signals(self) -> None:
-        names = self._supervisor.running
-        if self._has_servers:
-            # Workers may want to save, which needs the servers.
-            names = self._training or names
-        if self._console.error is not None and self._supervisor.signal is None:
-            # Whoever reads the output is gone, as after a hang-up.
-            self._supervisor.forward(names, signal.SIGTERM)
-        self._supervisor.forward_signals(names)
-
     def _end_the_rest(self, gang: Gang) -> None:
-        if self._supervisor.signal is not None:
+        if self.signal is not None:
             return  # They are ending already, and have their time for it.
         if gang.leaving_until is None:
             gang.leaving_until = time.monotonic() + _LEAVE_S
-        rest = set(gang.names) - set(gang.exited)
-        rest -= self._supervisor.asked(rest)
+        rest = set(gang.names) - set(gang.exited) - set(self._kill_at)
         if rest and time.monotonic() < gang.leaving_until:
             # Whose script has ended has an exit status that tells the cause.
             rest -= {r.culprit for r in gang.reports if r.kind == "exited"}
         if rest:
             what = describe_exit(*gang.failed[0])
-            self._console.say(f"{what} Ending {listed(sorted(rest))}.")
-            self._supervisor.terminate(rest)
+            self._say(f"{what} Ending {listed(sorted(rest))}.")
+            self.terminate(rest)
 
     def _shut_down(self) -> None:
         """End what nobody needs, first what needs the others."""
-        dismiss, running = self._supervisor.dismiss, self._supervisor.running
         grace = self._command.grace_seconds
-        serving = self._supervisor.running_of("ps")
-        if self._supervisor.signal is not None:
+        serving = self.running_of("ps")
+        if self.signal is not None:
             if self._has_servers and not self._training:
-                dismiss(running, "signal", 0.0)
+                self.dismiss(self.running, "signal", 0.0)
         elif self._culprit is not None:
             # Who has failed ends by itself, perhaps after it has saved something.
-            dismiss(running - {self._culprit}, "failure", _SETTLE_S)
-            dismiss(running, "failure", _SETTLE_S + grace)
+            self.dismiss(self.running - {self._culprit}, "failure", _SETTLE_S)
+            self.dismiss(self.running, "failure", _SETTLE_S + grace)
         elif self._is_done and not serving:
             # Nothing can be trained any more.
-            dismiss(self._training, "servers", grace)
-        if not self._training and not self._waiting:
+            self.dismiss(self._training, "servers", grace)
+        if not self._training and not self.is_waiting:
             seconds = self._command.evaluator_seconds
-            dismiss(running - serving, "evaluation", seconds, "the training")
-            dismiss(serving, "training", grace, "the last worker")
+            evaluating = self.running - serving
+            self.dismiss(evaluating, "evaluation", seconds, "the training")
+            self.dismiss(serving, "training", grace, "the last worker")
 
     def summarize(self) -> int:
         """Say how the job ended; the exit status of the task that failed first."""
@@ -271,20 +261,20 @@ class Job:
         first = self._first_failure()
         if first is None:
             if num:
-                self._console.say(f"The job is done, after {restarts}.")
+                self._say(f"The job is done, after {restarts}.")
             return ExitCode.DONE
         if self._reason == CRASH_LOOP.told:
             begin = self._chief.failures[0]
             told = f"{begin.message}\n{begin.traceback or ''}".rstrip()
-            self._console.say(f"The first failure of the first attempt:\n{told}")
+            self._say(f"The first failure of the first attempt:\n{told}")
         elif lines := last_lines(first):
-            self._console.say(lines)
+            self._say(lines)
         status = exit_status(first.exit_code)
         reason = self._reason
-        if not reason and self._supervisor.signal is not None:
-            reason = f"after {signal.Signals(self._supervisor.signal).name}"
+        if not reason and self.signal is not None:
+            reason = f"after {signal.Signals(self.signal).name}"
         others = {f.task for f in self._failures if self._is_done} - {first.task}
-        self._console.say(
+        self._say(
             f"{'The job is done, but ' if self._is_done else ''}{first.task} failed "
             f"first, with exit code {status}{f' ({reason})' if reason else ''}, after "
             f"{restarts}. {first.message}"
@@ -293,13 +283,11 @@ class Job:
         return status
 
     def _first_failure(self) -> Failure | None:
-        if not self._failures:
-            return None
-        first = self._failures[0]
-        for failure in self._failures:
-            if failure.task == self._culprit:
-                first = failure
-        if first.task.startswith("ps") and first.exit_code == ExitCode.FAILED:
+        of_culprit = [f for f in self._failures if f.task == self._culprit]
+        # Else the first one.
+        first = next(reversed(of_culprit), next(iter(self._failures), None))
+        is_server = first is not None and first.task.startswith("ps")
+        if first is not None and is_server and first.exit_code == ExitCode.FAILED:
             # So a server ends when the job has failed, perhaps before who failed does.
             for failure in self._failures:
                 is_server = failure.task.startswith("ps")

@@ -5,60 +5,17 @@ import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypedDict
 
+from replicax._util.types import JSONObject
 from replicax.errors import ClusterError
 from replicax.ps.connection import Connection, ServerRefused
 from replicax.ps.credentials import Credentials
 
-__all__ = ["EpochCounts", "JobStatus", "LastStatus", "Meter", "Readings"]
+__all__ = ["JobStatus", "Meter", "Readings"]
 
 _PERIOD_S = 1.0
 _ANSWER_S = 3.0
 _SPAN_S = 10.0
-
-
-class EpochCounts(TypedDict):
-    """Batches of an epoch of `fit` as the board has given them out."""
-
-    length: int | None
-    next: int
-
-
-class _ProcessInfo(TypedDict, total=False):
-    pid: int
-    steps: int
-    bytes: int
-
-
-class _WorkerStatus(TypedDict):
-    state: str
-    silent_seconds: float | None
-    steps: int
-    info: _ProcessInfo
-
-
-class _BoardStatus(TypedDict):
-    workers: dict[str, _WorkerStatus]
-    streams: dict[str, EpochCounts]
-    totals: dict[str, int]
-
-
-class _ServerStatus(TypedDict):
-    applied: int
-    lost: int
-    bytes_in: int
-    bytes_out: int
-    incarnation: str
-    groups: dict[str, object]
-    staleness: dict[str, dict[str, int]]
-
-
-class LastStatus(TypedDict):
-    """What a parameter server leaves behind when it ends."""
-
-    server: _ServerStatus
-    board: _BoardStatus | None
 
 
 class Meter:
@@ -159,7 +116,7 @@ class JobStatus:
     ) -> None:
         self.is_known = False
         self.readings: dict[str, Readings] = {}
-        self.streams: dict[str, EpochCounts] = {}
+        self.streams: dict[str, JSONObject] = {}
         self.totals: dict[str, int] = {}
         self.emptied: set[str] = set()
         self._servers = servers
@@ -185,7 +142,7 @@ class JobStatus:
         self._wanted.set()
         self._thread.join((1 + len(self._servers)) * _ANSWER_S)
 
-    def note_end(self, server: int, status: LastStatus) -> None:
+    def note_end(self, server: int, status: JSONObject) -> None:
         """What a server has left behind, which is later than what it was asked for."""
         self._note_server(server, status["server"])
         if status["board"] is not None:
@@ -198,7 +155,16 @@ class JobStatus:
 
     def _run(self) -> None:
         try:
-            connections = [self._connection(address) for address in self._servers]
+            connections = [
+                Connection(
+                    address,
+                    self._credentials,
+                    connect_timeout_seconds=_ANSWER_S,
+                    reply_timeout_seconds=_ANSWER_S,
+                    retry_timeout_seconds=0.0,
+                )
+                for address in self._servers
+            ]
         except ImportError:
             return  # Without Arrow there are no servers either, and they say so.
         while not self._closed.is_set():
@@ -210,15 +176,6 @@ class JobStatus:
         for connection in connections:
             connection.close()
 
-    def _connection(self, address: str) -> Connection:
-        return Connection(
-            address,
-            self._credentials,
-            connect_timeout_seconds=_ANSWER_S,
-            reply_timeout_seconds=_ANSWER_S,
-            retry_timeout_seconds=0.0,
-        )
-
     def _ask(self, server: int, connection: Connection) -> None:
         try:
             self._note_server(server, connection.call("store.status"))
@@ -227,7 +184,7 @@ class JobStatus:
         except (ClusterError, ServerRefused):
             pass  # It starts, or ends, or is gone: the tasks themselves say so.
 
-    def _note_server(self, server: int, status: _ServerStatus) -> None:
+    def _note_server(self, server: int, status: JSONObject) -> None:
         now = time.monotonic()
         readings = self.readings.setdefault(f"ps:{server}", Readings())
         readings.state = "alive"
@@ -246,7 +203,7 @@ class JobStatus:
         for worker, histogram in total.items():
             self.readings.setdefault(worker, Readings()).staleness = histogram
 
-    def _note_board(self, status: _BoardStatus) -> None:
+    def _note_board(self, status: JSONObject) -> None:
         now = time.monotonic()
         self.is_known = True
         self.streams, self.totals = status["streams"], status["totals"]
@@ -262,4 +219,4 @@ class JobStatus:
             made[pid] = max(made.get(pid, 0), info.get("steps", 0))
             readings.count = max(worker["steps"], readings.count, sum(made.values()))
             readings.steps.read(now, readings.count)
-            readings.traffic.read(now, worker["info"].get("bytes", 0))
+            readings.traffic.read(now, info.get("bytes", 0))

@@ -11,9 +11,10 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from replicax._util.types import JSONObject
 from replicax.launch.console import TaskConsole
 from replicax.launch.gang import Gang
-from replicax.launch.job_status import EpochCounts, JobStatus, Readings
+from replicax.launch.job_status import JobStatus, Readings
 from replicax.ps.credentials import Credentials
 
 __all__ = ["TaskState", "draw", "live_table", "place_in_training"]
@@ -57,13 +58,8 @@ def live_table(
 ) -> Iterator[JobStatus | None]:
     """Show the table of a job while in the context, and once more at its end.
 
-    Args:
-        gangs: The tasks. Without a parameter server there is no table.
-        environment: Their variables, which have the cluster's credentials.
-        console: Shows the table.
-
-    Yields:
-        What the servers tell; None where they cannot be asked.
+    `environment` has the cluster's credentials. Yields what the servers tell; None
+    where there are none, or they cannot be asked.
     """
     servers = {gang.names[0]: gang for gang in gangs if gang.names[0].startswith("ps:")}
     try:
@@ -75,11 +71,12 @@ def live_table(
         return
 
     def table(status: JobStatus, *, at_the_end: bool = False) -> Table:
-        states = [TaskState(g.names[0], g.state, g.num_restarts) for g in gangs]
-        title = place_in_training(status.streams)
-        totals = status.totals
         return draw(
-            states, status.readings, title, totals=totals, at_the_end=at_the_end
+            [TaskState(g.names[0], g.state, g.num_restarts) for g in gangs],
+            status.readings,
+            place_in_training(status.streams),
+            totals=status.totals,
+            at_the_end=at_the_end,
         )
 
     def show(status: JobStatus) -> None:
@@ -109,12 +106,7 @@ def draw(
 ) -> Table:
     """The table: a line for each worker, and below them one for each server.
 
-    Args:
-        tasks: The tasks, as the launcher knows them.
-        readings: What the servers tell of them.
-        title: What stands above.
-        totals: Steps of `fit` that were given up, and that were done twice.
-        at_the_end: Whether rates are those of the whole run, not of the last seconds.
+    At the end rates are those of the whole run, not of the last seconds.
     """
     lines = ["\nA server's steps are the updates that are in its values."]
     lines += [_TOTALS[name].format(count) for name, count in totals.items() if count]
@@ -212,7 +204,7 @@ def _number(value: float) -> str:
     return f"{value:.1f}" if value < 10 else f"{value:,.0f}"
 
 
-def place_in_training(streams: Mapping[str, EpochCounts]) -> str:
+def place_in_training(streams: Mapping[str, JSONObject]) -> str:
     """Where `fit` is, of the epochs that the board knows.
 
     Example:

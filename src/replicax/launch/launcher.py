@@ -9,14 +9,14 @@ from pathlib import Path
 
 from replicax.cluster.failure import ExitCode
 from replicax.launch.console import TaskConsole
+from replicax.launch.failures import RestartPolicy
 from replicax.launch.gang import ClusterCommand, gangs_of
 from replicax.launch.job import Job
 from replicax.launch.job_table import live_table
+from replicax.launch.local_tasks import task_names
 from replicax.launch.processes import TaskProcesses
-from replicax.launch.restart_policy import RestartPolicy
-from replicax.launch.supervisor import Supervisor
 
-__all__ = ["launch", "received_signals"]
+__all__ = ["launch"]
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -38,37 +38,31 @@ def launch(command: ClusterCommand, policy: RestartPolicy | None = None) -> int:
         The exit status of the task that failed first, 128 and the signal's number if a
         signal ended it; 0 if none did. After SIGINT 130, however the tasks ended.
     """
-    with received_signals() as signals:
+    with _received_signals() as signals:
         status = _run(command, policy or RestartPolicy(), signals)
         # Who started this must not start it again because of what a task made of it.
         return ExitCode.INTERRUPTED if signal.SIGINT in signals else status
 
 
 def _run(command: ClusterCommand, policy: RestartPolicy, signals: Sequence[int]) -> int:
-    console = TaskConsole(command.names)
+    names = task_names(command.num_tasks)
+    console = TaskConsole(names)
     with tempfile.TemporaryDirectory(prefix="replicax-") as folder:
         gangs = gangs_of(command, Path(folder))
-        processes = TaskProcesses(
-            dict.fromkeys(command.names, command.command),
+        with TaskProcesses(
+            dict.fromkeys(names, command.command),
             {name: own for gang in gangs for name, own in gang.begin().items()},
             on_output=console.take,
             cores=command.cores,
-        )
-        with processes:
-            supervisor = Supervisor(
-                processes,
-                say=console.say,
-                signals=signals,
-                grace_seconds=command.grace_seconds,
-            )
-            job = Job(command, policy, gangs, supervisor, console)
+        ) as processes:
+            job = Job(command, policy, gangs, processes, console, signals)
             with live_table(gangs, command.environment, console) as job.status:
-                supervisor.run(job)
+                job.run()
     return job.summarize()
 
 
 @contextlib.contextmanager
-def received_signals() -> Iterator[list[int]]:
+def _received_signals() -> Iterator[list[int]]:
     """Take the signals that ask a process to end into a list, while in the context.
 
     A signal that this process ignores, as SIGHUP under nohup, stays ignored.

@@ -1,5 +1,6 @@
 """Names, ports, cores, TF_CONFIG and token of the tasks of a local cluster."""
 
+import itertools
 import json
 import os
 import random
@@ -28,12 +29,9 @@ _FIRST_EPHEMERAL_PORT = 32768  # Linux' default, and below that of macOS.
 def check_tasks(num_tasks: Mapping[str, int], caller: str) -> dict[str, int]:
     """The number of tasks of each job that has any, in the order of `JOBS`.
 
-    Args:
-        num_tasks: Number of tasks by job.
-        caller: The public call to name in errors.
-
     Raises:
         ValueError: For an unknown job, a count that is no number of tasks, or no task.
+            It begins with `caller`, a public call.
 
     Example:
         >>> check_tasks({"ps": 1, "worker": 2, "chief": 0}, "run")
@@ -73,7 +71,7 @@ def tf_configs(num_tasks: Mapping[str, int]) -> dict[str, str]:
     members = {job: count for job, count in num_tasks.items() if job != "evaluator"}
     ports = iter(free_ports(sum(members.values())))
     cluster = {
-        job: [f"localhost:{next(ports)}" for _ in range(count)]
+        job: [f"localhost:{port}" for port in itertools.islice(ports, count)]
         for job, count in members.items()
     }
     return {
@@ -89,10 +87,6 @@ def ps_token(
     num_tasks: Mapping[str, int], environment: Mapping[str, str]
 ) -> dict[str, str]:
     """The variable that all tasks need to be let in by the servers, if they have none.
-
-    Args:
-        num_tasks: Number of tasks by job.
-        environment: The tasks' other variables.
 
     Example:
         >>> ps_token({"worker": 2}, {})
@@ -112,12 +106,6 @@ def free_ports(count: int) -> list[int]:
 
     They lie below those that the system gives to outgoing connections, so that none of
     these takes a port before its task does.
-
-    Args:
-        count: How many.
-
-    Raises:
-        RuntimeError: If there are not so many.
 
     Example:
         >>> len(set(free_ports(3)))
@@ -155,12 +143,7 @@ def _is_free(port: int) -> bool:
 
 
 def divide_cores(names: Sequence[str], per_task: int) -> dict[str, list[int]]:
-    """Divide the cores of this process: `per_task` for each task, none twice.
-
-    Raises:
-        ValueError: If there are too few cores, or `per_task` is not positive.
-        RuntimeError: On a system that cannot pin processes to cores.
-    """
+    """Divide the cores of this process: `per_task` for each task, none twice."""
     if per_task < 1:
         raise ValueError(f"There must be at least 1 core per worker; got {per_task}.")
     if not hasattr(os, "sched_getaffinity"):

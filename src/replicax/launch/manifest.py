@@ -38,9 +38,6 @@ def jobset(job: TrainingJob) -> _Document:
     All tasks are started again together when one ends with a retryable exit code or
     its pod is evicted. A permanent exit code ends the job.
 
-    Args:
-        job: The training job.
-
     Example:
         >>> job = TrainingJob(image="img", command=("python", "t.py"), num_workers=2)
         >>> [part["name"] for part in jobset(job)["spec"]["replicatedJobs"]]
@@ -84,9 +81,6 @@ def tfjob(job: TrainingJob) -> _Document:
 
     Pods with a retryable exit code are started again one by one.
 
-    Args:
-        job: The training job.
-
     Example:
         >>> job = TrainingJob(image="img", command=("python", "t.py"), num_workers=2)
         >>> tfjob(job)["spec"]["tfReplicaSpecs"]["Worker"]["restartPolicy"]
@@ -108,13 +102,7 @@ def tfjob(job: TrainingJob) -> _Document:
                     "restartPolicy": "ExitCode",
                     # The operator looks for exactly these names.
                     "template": {
-                        "spec": _pod_spec(
-                            job,
-                            role,
-                            container="tensorflow",
-                            port_name="tfjob-port",
-                            env=[],
-                        )
+                        "spec": _pod_spec(job, role, "tensorflow", "tfjob-port", [])
                     },
                 }
                 for role, size in job.roles.items()
@@ -124,16 +112,19 @@ def tfjob(job: TrainingJob) -> _Document:
 
 
 def _metadata(job: TrainingJob) -> _Document:
-    return {
-        "name": job.name,
-        **({"namespace": job.namespace} if job.namespace else {}),
-    }
+    namespace: _Document = {"namespace": job.namespace} if job.namespace else {}
+    return {"name": job.name, **namespace}
 
 
 def _replicated_job(job: TrainingJob, role: str) -> _Document:
-    pod = _pod_spec(
-        job, role, container=role, port_name="replicax", env=_task_env(job, role)
-    )
+    env = [
+        # A reference takes a variable that stands before it. Kubernetes adds this one
+        # by itself, but at the end of the list, where TF_CONFIG could not refer to it.
+        _from_pod(_INDEX_VARIABLE, _INDEX_PATH),
+        {"name": "TF_CONFIG", "value": _tf_config(job, role)},
+        _from_pod(ATTEMPT, _ATTEMPT_PATH),
+    ]
+    pod = _pod_spec(job, role, role, "replicax", env)
     return {
         "name": role,
         "replicas": 1,
@@ -170,16 +161,6 @@ def _pod_failure_rules(container: str) -> list[_Document]:
     ]
 
 
-def _task_env(job: TrainingJob, role: str) -> list[_Document]:
-    return [
-        # A reference takes a variable that stands before it. Kubernetes adds this one
-        # by itself, but at the end of the list, where TF_CONFIG could not refer to it.
-        _from_pod(_INDEX_VARIABLE, _INDEX_PATH),
-        {"name": "TF_CONFIG", "value": _tf_config(job, role)},
-        _from_pod(ATTEMPT, _ATTEMPT_PATH),
-    ]
-
-
 def _from_pod(name: str, field_path: str) -> _Document:
     return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": field_path}}}
 
@@ -198,7 +179,7 @@ def _tf_config(job: TrainingJob, role: str) -> str:
 
 
 def _pod_spec(
-    job: TrainingJob, role: str, *, container: str, port_name: str, env: list[_Document]
+    job: TrainingJob, role: str, container: str, port_name: str, env: list[_Document]
 ) -> _Document:
     mounts: list[_Document] = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
     # Containers have 64 MiB of it by default: too little for NCCL and loader processes.
@@ -210,6 +191,7 @@ def _pod_spec(
         claim = {"claimName": job.checkpoint_claim}
         volumes.append({"name": "checkpoints", "persistentVolumeClaim": claim})
     resources = _resources(job, role)
+    variables = {"PYTHONUNBUFFERED": "1", **job.env}
     return {
         "terminationGracePeriodSeconds": job.grace_seconds,
         # Else the script is process 1, which ignores SIGTERM until it handles it.
@@ -219,7 +201,10 @@ def _pod_spec(
                 "name": container,
                 "image": job.image,
                 "command": [_literal(word) for word in job.command],
-                "env": [*env, *_plain_env(job)],
+                "env": [
+                    *env,
+                    *({"name": k, "value": _literal(v)} for k, v in variables.items()),
+                ],
                 "ports": [{"name": port_name, "containerPort": job.port}],
                 **({"resources": resources} if resources else {}),
                 "volumeMounts": mounts,
@@ -229,32 +214,19 @@ def _pod_spec(
     }
 
 
-def _plain_env(job: TrainingJob) -> list[_Document]:
-    variables = {"PYTHONUNBUFFERED": "1", **job.env}
-    return [
-        {"name": name, "value": _literal(value)} for name, value in variables.items()
-    ]
-
-
 def _literal(text: str) -> str:
     """The text with nothing in it that Kubernetes would expand."""
     return text.replace("$", "$$")
 
 
 def _resources(job: TrainingJob, role: str) -> _Document:
-    requests: _Document = {}
-    limits: _Document = {}
-    if job.cpus is not None:
-        requests["cpu"] = job.cpus
-    if job.memory is not None:
-        requests["memory"] = limits["memory"] = job.memory
-    if job.gpus_per_worker and role != "ps":
-        limits["nvidia.com/gpu"] = job.gpus_per_worker
-    return {
-        name: amounts
-        for name, amounts in (("requests", requests), ("limits", limits))
-        if amounts
+    gpus = 0 if role == "ps" else job.gpus_per_worker
+    amounts: dict[str, _Document] = {
+        "requests": {"cpu": job.cpus, "memory": job.memory},
+        "limits": {"memory": job.memory, "nvidia.com/gpu": gpus},
     }
+    given = {kind: {k: v for k, v in x.items() if v} for kind, x in amounts.items()}
+    return {kind: found for kind, found in given.items() if found}
 
 
 # YAML parsers differ in what else is a number or a truth value: PyYAML reads 1e3 and y
@@ -265,9 +237,6 @@ _NOT_PLAIN = frozenset(["y", "n", "yes", "no", "on", "off", "true", "false", "nu
 
 def to_yaml(document: Mapping[str, JSON]) -> str:
     """The document as YAML, in the order of its keys.
-
-    Args:
-        document: Plain data: dicts, lists, strings, numbers and truth values.
 
     Example:
         >>> print(to_yaml({"kind": "JobSet", "value": "1e-3", "codes": [1, 2]}), end="")

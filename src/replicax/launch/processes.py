@@ -55,46 +55,38 @@ class TaskProcess:
 
     def kill(self) -> None:
         """End the task and all processes of its group at once (SIGKILL)."""
-        self._signal_group(signal.SIGKILL)
+        self.signal(signal.SIGKILL, os.killpg)
 
     def stop(self) -> None:
         """Freeze the task and its group (SIGSTOP), as a machine that hangs."""
-        self._signal_group(signal.SIGSTOP)
+        self.signal(signal.SIGSTOP, os.killpg)
 
     def resume(self) -> None:
         """Let a frozen task go on (SIGCONT)."""
-        self._signal_group(signal.SIGCONT)
+        self.signal(signal.SIGCONT, os.killpg)
 
-    def signal(self, number: int) -> None:
+    def signal(self, number: int, send: Callable[[int, int], None] = os.kill) -> None:
         """Send a signal to the task's process, if it runs still."""
-        with self._lock:
-            if self._ended_at is None:
-                os.kill(self.pid, number)
-
-    def _signal_group(self, number: int) -> None:
         # The lock: once the process is reaped, its id may be that of another one.
         with self._lock:
             if self._ended_at is None:
-                self._kill_group(number)
-
-    def _kill_group(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, number)
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    send(self.pid, number)
 
     def poll(self) -> bool:
         """Whether the process has ended; what it left in its group is killed then."""
         with self._lock:
             if self._ended_at is None and self._process.poll() is not None:
-                self._kill_group(signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self.pid, signal.SIGKILL)
                 self._ended_at = time.monotonic()
             return self._ended_at is not None
 
     def settle(self, output: IO[bytes]) -> bool:
         """Set the exit code, if the task has ended and its output too.
 
-        Args:
-            output: The task's output, which is closed where a process that has left
-                the group would keep it open for ever.
+        The output is not waited for where a process that has left the group would keep
+        it open for ever.
         """
         if not self.poll() or self._ended_at is None:
             return False
@@ -107,8 +99,7 @@ class TaskProcess:
 class _Guard:
     """A process that kills the tasks when this process dies, however it dies.
 
-    Attributes:
-        announcements: File descriptor on which starting tasks tell it their ids.
+    Starting tasks tell it their ids on the file descriptor `announcements`.
     """
 
     def __init__(self) -> None:
@@ -241,17 +232,10 @@ class TaskProcesses:
         self._selector.register(output, selectors.EVENT_READ, name)
 
     def start_again(self, name: str, environment: Mapping[str, str]) -> TaskProcess:
-        """Start a task that has ended, as a new process.
-
-        Args:
-            name: The task's name.
-            environment: Its whole environment from now on.
+        """Start a task that has ended again, with this whole environment from now on.
 
         Returns:
             The new task, which takes the place of the old one in `tasks`.
-
-        Raises:
-            RuntimeError: If it runs still.
         """
         with self._noting:
             if self.tasks[name].exit_code is None:
@@ -277,15 +261,7 @@ class TaskProcesses:
     ) -> bool:
         """Wait until `reached()`, which is asked whenever output comes or a task ends.
 
-        Args:
-            reached: The condition; must be quick.
-            timeout_seconds: How long at most; None: no limit.
-
-        Returns:
-            Whether it was reached.
-
-        Raises:
-            BaseException: What `on_output` raised.
+        Returns whether it was reached in time; raises what `on_output` raised.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._error or reached(), timeout_seconds)

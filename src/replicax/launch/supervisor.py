@@ -1,17 +1,13 @@
-"""Supervises the tasks of a job: one loop that notes exits and shuts down in order.
-
-The loop knows no restart policy. What it does about an exit, a `JobPolicy` decides.
-"""
+"""Supervises the tasks of a job: one loop that notes exits and shuts down in order."""
 
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
 
 from replicax._util.listing import listed
 from replicax.launch.processes import TaskProcesses
 
-__all__ = ["JobPolicy", "Supervisor"]
+__all__ = ["Supervisor"]
 
 KILL_AFTER_S = 5.0
 """From SIGTERM to SIGKILL, where nobody asked for an orderly end."""
@@ -19,25 +15,10 @@ KILL_AFTER_S = 5.0
 _TICK_S = 0.1
 
 
-class JobPolicy(Protocol):
-    """Decides what follows when tasks exit."""
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether tasks are to be restarted, though perhaps none runs now."""
-        ...
-
-    def note_exits(self, codes: Mapping[str, int]) -> None:
-        """Take the exit codes of the tasks that have exited just now."""
-        ...
-
-    def act(self) -> None:
-        """Restart and end tasks; called after each wait, ten times a second or more."""
-        ...
-
-
 class Supervisor:
     """Runs the loop, restarts tasks, ends them, and kills those that take too long.
+
+    The loop knows no restart policy: subclasses decide what follows an exit.
 
     Args:
         processes: The tasks, which have been started.
@@ -68,24 +49,49 @@ class Supervisor:
         self._say = say
         self._signals = signals
         self._grace_s = grace_seconds
-        self._kill_after_s = (
-            KILL_AFTER_S if kill_after_seconds is None else kill_after_seconds
-        )
+        self._kill_after_s = kill_after_seconds or KILL_AFTER_S
         self._num_forwarded = 0
-        self._kill_at: dict[str, float] = {}
+        self._kill_at: dict[str, float] = {}  # Of tasks that were asked to end.
         self._killed: set[str] = set()
         self._since: dict[str, float] = {}
 
-    def run(self, policy: JobPolicy) -> None:
+    # What subclasses decide.
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether tasks are to be restarted, though perhaps none runs now."""
+        return False
+
+    def note_exits(self, codes: Mapping[str, int]) -> None:
+        """Take the exit codes of the tasks that have exited just now."""
+
+    def act(self) -> None:
+        """Restart and end tasks; called after each wait, ten times a second or more."""
+
+    # The loop.
+
+    def run(self) -> None:
         """Go on until all tasks have exited and none is to be restarted."""
-        while self.running or policy.is_waiting:
+        while self.running or self.is_waiting:
             self._processes.wait_until(self._something_exited, _TICK_S)
             exited = self.running.difference(self._processes.running)
             self.running -= exited
             if exited:
-                policy.note_exits(self._processes.exit_codes(exited))
-            policy.act()
+                self.note_exits(self._processes.exit_codes(exited))
+            self.act()
             self._kill_overdue()
+
+    def _something_exited(self) -> bool:
+        return len(self._processes.running) < len(self.running)
+
+    def _kill_overdue(self) -> None:
+        now = time.monotonic()
+        for name in [name for name, end in self._kill_at.items() if end <= now]:
+            # Others that were dismissed keep their entry: they are not asked again.
+            self._kill_at[name] = float("inf")
+            if name in self._processes.running:
+                self._killed.add(name)
+                self._processes.tasks[name].kill()
 
     def running_of(self, *jobs: str) -> set[str]:
         """The running tasks of these jobs, such as `"worker"`."""
@@ -100,14 +106,6 @@ class Supervisor:
         self._since.clear()
 
     # The end of tasks.
-
-    def asked(self, names: Iterable[str]) -> set[str]:
-        """Those of the tasks that have been asked to end."""
-        return set(names) & set(self._kill_at)
-
-    def was_killed(self, name: str) -> bool:
-        """Whether the supervisor itself killed a task, which took too long to end."""
-        return name in self._killed
 
     def terminate(self, names: Iterable[str]) -> None:
         """Send SIGTERM to tasks, and soon SIGKILL to those that run still."""
@@ -135,13 +133,12 @@ class Supervisor:
                 f"{after}: ending it."
             )
         self.dismissed |= names
-        self.terminate(names - self.asked(names))
+        self.terminate(names - set(self._kill_at))
 
     def forward_signals(self, names: Iterable[str]) -> None:
-        """Pass on the signals that have come since the last time.
+        """Pass on to tasks the signals that have come since the last time.
 
-        Args:
-            names: The tasks that are to get them. A second SIGINT kills all that run.
+        A second SIGINT kills all that run.
         """
         for number in self._signals[self._num_forwarded :]:
             self._num_forwarded += 1
@@ -167,15 +164,3 @@ class Supervisor:
             task.signal(number)
             task.resume()  # A frozen task would not see the signal.
             self._kill_at[name] = min(kill_at, self._kill_at.get(name, kill_at))
-
-    def _something_exited(self) -> bool:
-        return len(self._processes.running) < len(self.running)
-
-    def _kill_overdue(self) -> None:
-        now = time.monotonic()
-        for name in [name for name, end in self._kill_at.items() if end <= now]:
-            # Others that were dismissed keep their entry: they are not asked again.
-            self._kill_at[name] = float("inf")
-            if name in self._processes.running:
-                self._killed.add(name)
-                self._processes.tasks[name].kill()

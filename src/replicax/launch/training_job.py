@@ -25,22 +25,15 @@ class TrainingJob:
     Attributes:
         image: The container image with the script and all that it imports.
         command: What each container runs, word by word.
-        num_workers: The number of workers.
         name: The job's name; pods and host names begin with it.
         namespace: Where to create the job; None: where `kubectl` creates it.
-        chief: Whether there is a chief beside the workers.
-        num_ps: The number of parameter servers.
-        evaluator: Whether there is an evaluator.
         gpus_per_worker: GPUs of each chief, worker and evaluator.
         cpus: CPU cores of each container as a Kubernetes quantity, such as `"4"` or
             `"500m"`.
         memory: Memory of each container, such as `"8Gi"`.
-        port: The port on which the tasks find each other.
-        max_restarts: How often all tasks are started again after a failure.
-        grace_seconds: The time between SIGTERM and SIGKILL, in seconds.
+        grace_seconds: The time between SIGTERM and SIGKILL.
         checkpoint_claim: A persistent volume claim that every pod mounts.
         checkpoint_path: Where the containers see it.
-        env: Further environment variables of the containers.
 
     Raises:
         ValueError: If Kubernetes would refuse one of these.
@@ -86,12 +79,7 @@ class TrainingJob:
         return {role: size for role, size in sizes.items() if size}
 
     def host(self, role: str, index: int) -> str:
-        """The host name of a task's pod in a JobSet.
-
-        Args:
-            role: `"chief"`, `"worker"`, `"ps"` or `"evaluator"`.
-            index: The task's index in its role, from zero.
-        """
+        """The host name of a task's pod in a JobSet."""
         return f"{self.name}-{role}-0-{index}"
 
 
@@ -115,7 +103,8 @@ def _bad_words(job: TrainingJob) -> Iterator[str]:
         ("cpus", job.cpus, "4"),
         ("memory", job.memory, "8Gi"),
     ):
-        if value is not None and not _is_positive_quantity(value):
+        match = _QUANTITY.fullmatch("1" if value is None else value)
+        if match is None or float(match[1]) <= 0:
             yield (
                 f"{what} is no Kubernetes quantity above zero; got {value!r}, expected "
                 f"for example {example!r}."
@@ -125,11 +114,6 @@ def _bad_words(job: TrainingJob) -> Iterator[str]:
             "The checkpoint path must be absolute, below '/' and without ':' or "
             f"spaces; got {job.checkpoint_path!r}, expected for example '/ckpt'."
         )
-
-
-def _is_positive_quantity(text: str) -> bool:
-    match = _QUANTITY.fullmatch(text)
-    return match is not None and float(match[1]) > 0
 
 
 def _bad_numbers(job: TrainingJob) -> Iterator[str]:

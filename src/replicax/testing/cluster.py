@@ -3,6 +3,7 @@
 import contextlib
 import math
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
@@ -11,23 +12,66 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
+from replicax._util.waiting import wait_for
 from replicax.cluster.failure import REPORT_DIR, FailureReport
 from replicax.launch.local_tasks import check_tasks, ps_token, tf_configs
-from replicax.launch.processes import TaskProcesses
+from replicax.launch.processes import TaskProcess, TaskProcesses
 from replicax.launch.supervisor import Supervisor
 from replicax.testing import runner
 from replicax.testing.calls import call_of, child_environment
-from replicax.testing.results import (
-    ClusterTimeout,
-    Results,
-    TaskResult,
-    show_outputs,
-)
-from replicax.testing.tasks import RunningTask, collect_stacks
+from replicax.testing.results import ClusterTimeout, Results, TaskResult, show_outputs
 
 __all__ = ["Cluster", "run"]
 
 _PS_GRACE_S = 1.0
+_STACKS_S = 2.0
+_PAUSE_S = 0.1
+
+
+class RunningTask(TaskProcess):
+    """One task of a cluster that runs. `Cluster.task` gives it."""
+
+    def __init__(
+        self, cluster: "Cluster", name: str, process: subprocess.Popen[bytes]
+    ) -> None:
+        super().__init__(name, process)
+        self._cluster = cluster
+
+    @property
+    def output(self) -> str:
+        """What it has written to stdout and stderr so far."""
+        return self._cluster.outputs()[self.name]
+
+    def wait_for(self, text: str, *, timeout_seconds: float = 60) -> None:
+        """Wait until `text` stands in the output.
+
+        Raises:
+            ClusterTimeout: After `timeout_seconds`, or when the task has ended without
+                writing it, or at the cluster's deadline.
+        """
+        self._cluster.wait_until(
+            lambda: self._cluster.has_written(self.name, text),
+            lambda: f"{self.name} to write {text!r}",
+            timeout_seconds,
+            by=self,
+        )
+
+    def wait(self, *, timeout_seconds: float = 60) -> int:
+        """Wait until the task has ended.
+
+        Returns:
+            Its exit status, negative for the signal that ended it.
+
+        Raises:
+            ClusterTimeout: After `timeout_seconds`, or at the cluster's deadline.
+        """
+        self._cluster.wait_until(
+            lambda: self.exit_code is not None,
+            lambda: f"{self.name} to end",
+            timeout_seconds,
+        )
+        assert self.exit_code is not None
+        return self.exit_code
 
 
 class Cluster:
@@ -214,10 +258,8 @@ class Cluster:
         Raises:
             ClusterTimeout: At the deadline.
         """
-        supervisor = Supervisor(
-            self._running, say=lambda _: None, kill_after_seconds=math.inf
-        )
-        supervisor.run(_ServersLast(supervisor, self._check_deadline))
+        supervisor = _ServersLast(self._running, self._check_deadline)
+        supervisor.run()
         self._check_deadline()
         reports = FailureReport.read_all(self._task_folder("reports"))
         return Results(
@@ -253,13 +295,11 @@ class Cluster:
 
         self._running.wait_until(lambda: reached() or given_up(), timeout_seconds)
         self._check_deadline()
-        if reached():
-            return
-        if given_up():
-            raise ClusterTimeout(f"Waited for {what()}, but {by!r}.\n{self._show()}")
-        raise ClusterTimeout(
-            f"Waited {timeout_seconds:g} s for {what()}.\n{self._show()}"
-        )
+        if not reached():
+            is_late = not given_up() and timeout_seconds is not None
+            seconds = f" {timeout_seconds:g} s" if is_late else ""
+            end = "" if is_late else f", but {by!r}"
+            raise ClusterTimeout(f"Waited{seconds} for {what()}{end}.\n{self._show()}")
 
     def _check_deadline(self) -> None:
         if self._expired.is_set():  # Tasks may have ended then, but were not done.
@@ -278,13 +318,41 @@ class Cluster:
         tasks = [task for task in self._tasks.values() if task.exit_code is None]
         if not tasks:
             return
-        self._stacks = collect_stacks(
-            {task: self._task_folder(task.name) for task in tasks},
-            self._timer.finished,
-        )
+        self._stacks = self._collect_stacks(tasks)
         self._expired.set()
         for task in tasks:
             task.kill()
+
+    def _collect_stacks(self, tasks: Sequence[RunningTask]) -> dict[str, str]:
+        """The stacks of all threads of tasks; frozen ones are resumed for it.
+
+        A note stands for a task that has not come so far that it could answer, or does
+        not answer.
+        """
+        files = {task: self._task_folder(task.name) / runner.STACKS for task in tasks}
+        for task, file in files.items():
+            if file.exists():  # Else the signal would end the task.
+                task.signal(signal.SIGUSR1)
+                task.resume()
+        stacks: dict[str, str] = {}
+
+        def all_written() -> bool | None:
+            before = dict(stacks)
+            for task, file in files.items():
+                not_yet = "(Python has not started yet)"
+                stacks[task.name] = file.read_text() if file.exists() else not_yet
+            # Twice the same: nobody is in the middle of writing.
+            is_written = stacks == before and all(stacks.values())
+            return is_written or self._timer.finished.is_set() or None
+
+        wait_for(
+            all_written,
+            _STACKS_S,
+            late=lambda: False,
+            pauses=(_PAUSE_S, _PAUSE_S),
+            sleep=self._timer.finished.wait,
+        )
+        return {name: text or "(no answer)" for name, text in stacks.items()}
 
     def _result(
         self, task: RunningTask, reports: Sequence[FailureReport], dismissed: bool
@@ -300,30 +368,23 @@ class Cluster:
         )
 
 
-class _ServersLast:
+class _ServersLast(Supervisor):
     """Restarts nothing; terminates parameter servers once all other tasks have ended.
 
-    Args:
-        supervisor: The tasks' supervisor.
-        check: Raises what is to end the waiting early.
+    `check` raises what is to end the waiting early.
     """
 
-    is_waiting = False
-
-    def __init__(self, supervisor: Supervisor, check: Callable[[], None]) -> None:
-        self._supervisor = supervisor
+    def __init__(self, processes: TaskProcesses, check: Callable[[], None]) -> None:
+        super().__init__(processes, say=lambda _: None, kill_after_seconds=math.inf)
         self._check = check
-        self._has_others = supervisor.running != supervisor.running_of("ps")
-
-    def note_exits(self, codes: Mapping[str, int]) -> None:
-        """Do nothing: the others may go on."""
+        self._has_others = self.running != self.running_of("ps")
 
     def act(self) -> None:
         """Terminate the servers, where only they run."""
         self._check()
-        serving = self._supervisor.running_of("ps")
-        if self._has_others and serving == self._supervisor.running:
-            self._supervisor.dismiss(serving, "training", _PS_GRACE_S)
+        serving = self.running_of("ps")
+        if self._has_others and serving == self.running:
+            self.dismiss(serving, "training", _PS_GRACE_S)
 
 
 def run(
