@@ -134,6 +134,14 @@ def test_info_warns_of_a_pool_with_too_few_threads(
     assert "share a pool of 1 threads" in invoke("info").output
 
 
+def test_jax_is_imported_only_by_what_computes() -> None:
+    code = "import sys, replicax.cli; print(sorted({'jax', 'keras'} & {*sys.modules}))"
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+    )
+    assert process.stdout == "[]\n", process.stderr
+
+
 def test_version() -> None:
     result = invoke("--version")
     assert result.exit_code == 0

@@ -168,7 +168,7 @@ PAGES = {
     "plans.md": Page(
         title="Plans",
         text="A training step on other hardware.",
-        names=("plan", "planning.Plan", "planning.*"),
+        names=("plan", "planning.report.Plan", "planning.report.*"),
     ),
     "estimator.md": Page(
         title="Estimators",

@@ -66,7 +66,7 @@ if TYPE_CHECKING:  # For editors, type checkers and the pages of the API.
     from replicax.input import AutoShardPolicy, FileDataset, InputContext
     from replicax.keras.backup import BackupAndRestore
     from replicax.keras.sidecar import SidecarEvaluator
-    from replicax.planning import plan
+    from replicax.planning.analysis import plan
     from replicax.ps.closure_errors import ClosureCancelledError, ClosureError
     from replicax.ps.coordinator import ClusterCoordinator, RemoteValue
     from replicax.ps.per_worker import PerWorkerValues
@@ -217,7 +217,7 @@ _MODULES = {
     "layers": "layers",
     "layout_maps": "layout_maps",
     "losses": "losses",
-    "plan": "planning",
+    "plan": "planning.analysis",
     "scale_regularization_loss": "engine.losses",
     "schedules": "schedules",
     "set_logical_devices": "engine.devices",

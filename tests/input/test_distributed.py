@@ -32,11 +32,11 @@ def mesh():
 @pytest.fixture(autouse=True)
 def no_thread_is_left():
     yield
-    gc.collect()
     deadline = time.monotonic() + 10
     names = ("replicax-", "grain-")
     while any(t.name.startswith(names) for t in threading.enumerate()):
         assert time.monotonic() < deadline
+        gc.collect()  # What an abandoned iterator holds may be a cycle.
         time.sleep(0.002)
 
 

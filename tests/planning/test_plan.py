@@ -16,8 +16,8 @@ from rich.console import Console
 import replicax as rx
 from replicax._util.dry_run import rehearsing
 from replicax.errors import DeviceError
-from replicax.planning import Plan
 from replicax.planning.capture import Capture
+from replicax.planning.report import Plan
 from replicax.planning.topology import find_topology
 
 TPUS = ["v4:2x2x1", "v5e:2x4", "v5e:16x16", "v5p:4x4x4", "v6e:4x4"]

@@ -11,7 +11,6 @@ import typer
 
 from replicax.errors import DeviceError
 from replicax.planning import compiler
-from replicax.planning.topology import check_topology, needs_libtpu
 
 __all__ = ["plan"]
 
@@ -43,6 +42,8 @@ def plan(
     topology's devices. The step is compiled for them, and its FLOPs, bytes, memory and
     collectives are printed, with predicted times and what limits it first.
     """
+    from replicax.planning.topology import check_topology  # Imports JAX.
+
     if not module and not Path(script).is_file():
         raise typer.BadParameter(f"There is no script {script!r}.")
     try:
@@ -100,6 +101,8 @@ def _tpu_compiler() -> Path:
 
 
 def _environment(topology: str) -> dict[str, str]:
+    from replicax.planning.topology import needs_libtpu  # Imports JAX.
+
     environment = dict(os.environ)
     if not topology.startswith("gpu:"):
         environment["JAX_PLATFORMS"] = "cpu"

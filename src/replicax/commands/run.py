@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from replicax.cpu.settings import keep_loops
-from replicax.engine.devices import cpu_pool_size
+from replicax.cpu.settings import cpu_pool_size, keep_loops
 from replicax.launch.failures import RestartPolicy
 from replicax.launch.gang import ClusterCommand
 from replicax.launch.launcher import launch

@@ -13,6 +13,7 @@ from typing import ParamSpec, TypeVar
 __all__ = [
     "HEAP_BYTES",
     "compiler_options",
+    "cpu_pool_size",
     "flags_in",
     "is_on",
     "keep_loops",
@@ -156,3 +157,13 @@ def _threads() -> set[int]:
     if not _THREADS.is_dir():
         return set()
     return {int(path.name) for path in _THREADS.iterdir()}
+
+
+def cpu_pool_size(num_devices: int) -> int:
+    """Threads that keep collectives on `num_devices` CPU devices from blocking.
+
+    Measured on two cores: as many threads as devices hang, 1.5 times as many hang, and
+    twice as many passed every soak; the two on top are margin. Never fewer than cores.
+    """
+    needed = 2 * num_devices + 2 if num_devices > 1 else 1
+    return max(needed, os.cpu_count() or 1)

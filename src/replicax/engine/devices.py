@@ -12,7 +12,7 @@ from replicax._util.dry_run import current_rehearsal, is_described
 from replicax._util.waiting import Announced
 from replicax.cluster.tpu_slice import skip_libtpu_without_chips
 from replicax.cpu.memory import share_one_heap
-from replicax.cpu.settings import is_on, keep_loops
+from replicax.cpu.settings import cpu_pool_size, is_on, keep_loops
 from replicax.errors import DeviceError
 
 Device = Any  # jax.Device, which type checkers take for a variable.
@@ -20,7 +20,6 @@ Device = Any  # jax.Device, which type checkers take for a variable.
 __all__ = [
     "Device",
     "before_start",
-    "cpu_pool_size",
     "default_devices",
     "device_name",
     "devices_of_one_kind",
@@ -88,16 +87,6 @@ def before_start() -> None:
     gpus = any(map(os.path.exists, ("/dev/nvidiactl", "/dev/kfd")))
     if named.startswith("cpu") and not gpus:
         share_one_heap()
-
-
-def cpu_pool_size(num_devices: int) -> int:
-    """Threads that keep collectives on `num_devices` CPU devices from blocking.
-
-    Measured on two cores: as many threads as devices hang, 1.5 times as many hang, and
-    twice as many passed every soak; the two on top are margin. Never fewer than cores.
-    """
-    needed = 2 * num_devices + 2 if num_devices > 1 else 1
-    return max(needed, os.cpu_count() or 1)
 
 
 def check_cpu_pool(devices: Sequence[Device]) -> None:

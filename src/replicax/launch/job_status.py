@@ -1,15 +1,19 @@
 """Polls the parameter servers of a running job for their counts, once a second."""
 
+import contextlib
 import dataclasses
 import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from replicax._util.types import JSONObject
 from replicax.errors import ClusterError
-from replicax.ps.connection import Connection, ServerRefused
 from replicax.ps.credentials import Credentials
+
+if TYPE_CHECKING:
+    from replicax.ps.connection import Connection
 
 __all__ = ["JobStatus", "Meter", "Readings"]
 
@@ -154,7 +158,9 @@ class JobStatus:
         return int(readings.steps.total) if readings and readings.steps.total else -1
 
     def _run(self) -> None:
-        try:
+        try:  # Here: it imports JAX, which jobs without servers do not wait for.
+            from replicax.ps.connection import Connection, ServerRefused
+
             connections = [
                 Connection(
                     address,
@@ -169,20 +175,19 @@ class JobStatus:
             return  # Without Arrow there are no servers either, and they say so.
         while not self._closed.is_set():
             for server, connection in enumerate(connections):
-                self._ask(server, connection)
+                # It starts, or ends, or is gone: the tasks themselves say so.
+                with contextlib.suppress(ClusterError, ServerRefused):
+                    self._ask(server, connection)
             self._on_change(self)
             self._wanted.wait(_PERIOD_S)
             self._wanted.clear()
         for connection in connections:
             connection.close()
 
-    def _ask(self, server: int, connection: Connection) -> None:
-        try:
-            self._note_server(server, connection.call("store.status"))
-            if server == 0:
-                self._note_board(connection.call("board.status"))
-        except (ClusterError, ServerRefused):
-            pass  # It starts, or ends, or is gone: the tasks themselves say so.
+    def _ask(self, server: int, connection: "Connection") -> None:
+        self._note_server(server, connection.call("store.status"))
+        if server == 0:
+            self._note_board(connection.call("board.status"))
 
     def _note_server(self, server: int, status: JSONObject) -> None:
         now = time.monotonic()
