@@ -30,7 +30,7 @@ def kinds_of(*args: Any, **kwargs: Any) -> tuple[list[Kind], list[Any]]:
         placed.append((array, kind))
         return array
 
-    _, arrays, _ = flatten_call(args, kwargs, place)
+    arrays = flatten_call(args, kwargs, place).arrays
     assert [a for a, _ in placed] == arrays
     return [kind for _, kind in placed], arrays
 
@@ -52,8 +52,8 @@ def test_rebuild_restores_the_call() -> None:
     marker = object()
     args = (rx.PerReplica(np.ones((2, 3))), "s", [1, None, {"x": marker}])
     kwargs = {"flag": True, "batch": Batch(np.zeros(2), 3.0)}
-    _, arrays, make = flatten_call(args, kwargs, lambda array, kind: array)
-    arguments = make()
+    call = flatten_call(args, kwargs, lambda array, kind: array)
+    arrays, arguments = call.arrays, call.make_arguments()
     assert isinstance(arguments, Arguments)
     (row, text, (one, nothing, inner)), new = arguments.rebuild(arrays)
     assert row.shape == (3,)
@@ -94,8 +94,8 @@ def test_rebuild_restores_the_call() -> None:
     ],
 )
 def test_which_calls_share_a_program(a, b, same) -> None:
-    key_a, _, _ = flatten_call((a,), {}, lambda array, kind: array)
-    key_b, _, _ = flatten_call((b,), {}, lambda array, kind: array)
+    key_a = flatten_call((a,), {}, lambda array, kind: array).key
+    key_b = flatten_call((b,), {}, lambda array, kind: array).key
     assert (key_a == key_b) is same
     assert hash(key_a) == hash(key_a)
 

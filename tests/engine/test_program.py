@@ -300,9 +300,10 @@ def program(
     def place(array: Any, kind: Any) -> Any:
         return array
 
-    _, arrays, make = flatten_call((rx.PerReplica(x),), {}, place)
-    made = Program(fn, strategy.group, make(), arrays, Options(**options), variables)
-    return made([v.value for v in made.variables], arrays)
+    call = flatten_call((rx.PerReplica(x),), {}, place)
+    known = Options(**options, variables=variables)
+    made = Program(fn, strategy.group, call.make_arguments(), call.arrays, known)
+    return made([v.value for v in made.variables], call.arrays)
 
 
 def test_several_steps_in_one_dispatch(strategy) -> None:

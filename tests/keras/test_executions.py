@@ -130,7 +130,8 @@ def compilations():
 
 
 def programs_of(model, kind):
-    return steps_of(model, model._replicax_strategy, kind).programs
+    steps = steps_of(model, model._replicax_strategy, kind)
+    return list(steps.programs._programs.values())
 
 
 @pytest.mark.parametrize("steps_per_execution", [1, 2])

@@ -65,7 +65,8 @@ def function_key(
         defaults = tuple(map(static_key, fn.__defaults__ or ()))
         named = tuple((k, static_key(v)) for k, v in (fn.__kwdefaults__ or {}).items())
         return (fn.__code__, Identity(fn.__globals__), closed_over, defaults, named)
-    return Identity(fn)
+    # Most objects compare by identity, and in C.
+    return fn if type(fn).__eq__ is object.__eq__ else Identity(fn)
 
 
 def _cell_key(

@@ -22,7 +22,7 @@ summed gradients come out of it, and the strategy makes the updates.
 import itertools
 import operator
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -35,7 +35,7 @@ from jax.typing import ArrayLike
 
 from replicax._private.keras import write_values
 from replicax._util.interrupts import uninterrupted
-from replicax._util.types import JSON, PyTree
+from replicax._util.types import PyTree
 from replicax._util.user_code import describe
 from replicax.cluster.dispatch_log import Operation
 from replicax.cpu import lowering, memory, settings
@@ -87,9 +87,6 @@ class Program:
         arguments: Where each argument comes from.
         leaves: The first call's arrays, for their shapes and dtypes.
         options: See `Options`.
-        known_variables: All variables that `fn` may touch. None: they are discovered,
-            as those of deferred updates have to be.
-        facts: What else must be the same on all workers, by name.
 
     Attributes:
         name: How messages call it, such as `"run(train_step)"`.
@@ -110,8 +107,6 @@ class Program:
         arguments: Arguments,
         leaves: Sequence[ArrayLike],
         options: Options | None = None,
-        known_variables: Sequence[Variable] | None = None,
-        facts: Mapping[str, JSON] | None = None,
     ) -> None:
         self._group = group
         self._options = options or Options()
@@ -119,15 +114,15 @@ class Program:
         # A step whose update follows is not over with the program. What it writes, no
         # weights, keeps its old values till then.
         self._donates = not group.defers_updates
-        self.facts = dict(facts or {})
+        self.facts = self._options.facts
         self.operation = Operation(self.name, b"", self._options.num_steps or 1)
         self._largest_bytes = 0
         self._step = ReplicaStep(fn, group, arguments, self._options, self.name)
         self.deferred_updates: list[Update] = []
-        if known_variables is None:
+        if self._options.variables is None:
             self.deferred_updates = self._step.discover(leaves)
         else:
-            self._step.written = self._step.inputs = list(known_variables)
+            self._step.written = self._step.inputs = list(self._options.variables)
         self.written = self._step.written
         self._jitted = self._jit()
         if group.defers_updates:

@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Protocol
 import jax
 import keras
 from jax.sharding import NamedSharding
-from jax.typing import ArrayLike
 
 from replicax._util.types import PyTree, Shape
 from replicax.cluster.workers import Workers
 
 if TYPE_CHECKING:
+    from replicax.engine.cache import ProgramCache
     from replicax.engine.consistency import Labels
     from replicax.engine.group import ReplicaGroup
     from replicax.engine.program import Program
+    from replicax.engine.signature import FlatCall
     from replicax.engine.step import Options
     from replicax.input import InputShard
 
@@ -118,8 +119,24 @@ class StrategyLike(Protocol):
         """`run`, of a program that differs from a plain one as `options` say."""
         ...
 
-    def call(self, program: "Program", arrays: Sequence[ArrayLike]) -> PyTree:
-        """Run a program; the variables have their new values afterwards."""
+    def run_placed(
+        self,
+        fn: Callable[..., PyTree],
+        call: "FlatCall",
+        options: "Options",
+        programs: "ProgramCache[Program] | None" = None,
+    ) -> PyTree:
+        """Run `fn` on arrays that are where the replicas want them."""
+        ...
+
+    def program_of(
+        self,
+        fn: Callable[..., PyTree],
+        call: "FlatCall",
+        options: "Options",
+        programs: "ProgramCache[Program]",
+    ) -> "Program":
+        """The program that `run_placed` runs."""
         ...
 
     def own(self, variable: keras.Variable) -> None:

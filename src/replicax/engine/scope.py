@@ -17,11 +17,9 @@ if TYPE_CHECKING:
 __all__ = [
     "Scope",
     "called_in",
-    "called_model",
     "current_call",
     "current_context",
     "current_strategy",
-    "entered_call",
     "entered_context",
     "outside_scopes",
     "required_context",
@@ -69,21 +67,6 @@ def current_call() -> str:
     return _state.call[0]
 
 
-def called_model() -> keras.Model | None:
-    """The Keras model that `current_call` is a method of, or None."""
-    return _state.call[1]
-
-
-@contextlib.contextmanager
-def entered_call(name: str, model: keras.Model | None = None) -> Generator[None]:
-    """Have messages name this method, of this Keras model."""
-    outer, _state.call = _state.call, (name, model)
-    try:
-        yield
-    finally:
-        _state.call = outer
-
-
 @contextlib.contextmanager
 def entered_context(context: "ReplicaContext | None") -> Generator[None]:
     """Make `context` the thread's replica context; None hides an outer one."""
@@ -107,7 +90,7 @@ def outside_scopes() -> Generator[None]:
 def called_in(
     strategy: StrategyLike, call: Callable[[], T], name: Call | None = None
 ) -> T:
-    """Call a function in a strategy's scope, and as `entered_call(*name)`.
+    """Call a function in a strategy's scope, and have messages name a method.
 
     The thread is where it was afterwards, also after an interrupt that kept a `with`
     in the call from leaving: such a one may come at the first instruction of any

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from replicax._util.types import PyTree
+from replicax._util.types import JSON, PyTree
 from replicax.engine.blocks import Block, cut
 from replicax.engine.collectives import ReduceOp
 from replicax.engine.divergence import declare_whole
@@ -59,6 +59,9 @@ class Options:
             kept, except ROWS, which keeps all.
         finish: Called with the last step's results when the variables have their new
             values; what it returns are the results.
+        variables: All variables that the function may touch. None: they are discovered,
+            as those of deferred updates have to be.
+        facts: What else must be the same on all workers, by name.
     """
 
     gradient_op: ReduceOp = ReduceOp.SUM
@@ -66,6 +69,11 @@ class Options:
     num_steps: int | None = None
     outputs: Outputs = Outputs.PER_REPLICA
     finish: Callable[[PyTree], PyTree] | None = None
+    # The function decides on these, so they are no part of a program's key.
+    variables: Sequence[Variable] | None = dataclasses.field(
+        default=None, compare=False
+    )
+    facts: Mapping[str, JSON] = dataclasses.field(default_factory=dict, compare=False)
 
 
 class ReplicaStep:

@@ -15,7 +15,7 @@ from replicax.engine.composites import is_composite, is_key, one_of
 from replicax.engine.group import ReplicaGroup
 from replicax.engine.row_arrays import RowArray, as_rows, by_rows, parted, whole
 from replicax.engine.scope import current_call
-from replicax.engine.signature import Kind
+from replicax.engine.signature import Arguments, FlatCall, Kind
 from replicax.input.prefetch import close_iterator
 from replicax.input.split import refuse_ragged
 from replicax.keras.lazy_batches import LazyBatch, batch_of
@@ -26,7 +26,6 @@ __all__ = [
     "PlacedBatch",
     "host_batch",
     "place",
-    "refuse_ragged_leaves",
 ]
 
 
@@ -34,33 +33,22 @@ _ROW_ARRAYS = frozenset(RowArray)
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)  # Frozen, it takes twice the time.
-class PlacedBatch:
-    """A batch, or several of equal shape for one dispatch, ready for a program.
+class PlacedBatch(FlatCall):
+    """A batch, or several of equal shape for one dispatch: the argument of a step.
+
+    Its arrays are the batch's leaves, `[B, ...]` to be split over the replicas, or
+    `[steps, B, ...]`. Where only some replicas get examples the others hold copies, and
+    `B` counts those too.
 
     Attributes:
-        arrays: The batch's leaves, `[B, ...]` to be split over the replicas, or
-            `[steps, B, ...]`. Where only some replicas get examples the others hold
-            copies, and `B` counts those too.
-        structure: The batch's tree structure, of one replica's part where that says
-            how many rows there are.
-        kinds: How each leaf is split.
         num_rows: Examples in one batch, without copies.
         num_active: Number of replicas with examples of their own; None: all.
         num_steps: Number of batches; None: one, without the leading dimension.
     """
 
-    arrays: list[PyTree]
-    structure: PyTree
-    kinds: tuple[Kind, ...]
     num_rows: int
     num_active: int | None
     num_steps: int | None
-
-    @property
-    def key(self) -> tuple[PyTree, ...]:
-        """Equal for batches that one program serves."""
-        shapes = tuple([(x.shape, x.dtype) for x in self.arrays])
-        return (self.structure, shapes, self.num_active, self.num_steps)
 
 
 class BatchIterator:
@@ -127,7 +115,7 @@ class BatchIterator:
             steps += number
             examples += number * batch.num_rows
             shapes.append(batch.num_active)
-            shapes.extend([x.shape for x in batch.arrays])
+            shapes.extend([np.shape(x) for x in batch.arrays])
         recorder.end_input(began, tuple(shapes), steps, examples)
         return placed
 
@@ -281,10 +269,17 @@ class _Placing:
             flat, structure, kinds = self._in_parts(flat, structure, num_steps)
         elif self._group.spans_processes and not self._local:
             flat = [self._local_part(x, num_steps) for x in flat]
+        arrays = self._transfer(flat, num_steps)
+
+        def make_arguments() -> Arguments:
+            _refuse_ragged_leaves(arrays)
+            batch = jax.tree.unflatten(structure, arrays)
+            return Arguments(jax.tree.structure(((batch,), {})), kinds)
+
         return PlacedBatch(
-            arrays=self._transfer(flat, num_steps),
-            structure=structure,
-            kinds=kinds,
+            key=(structure, tuple([(x.shape, x.dtype) for x in arrays])),
+            arrays=arrays,
+            make_arguments=make_arguments,
             num_rows=num_rows,
             num_active=active,
             num_steps=num_steps,
@@ -357,7 +352,7 @@ class _Placing:
         if self._may_stay and all(isinstance(x, np.ndarray) for x in flat):
             return flat
         leading = () if num_steps is None else (None,)
-        refuse_ragged_leaves(flat)
+        _refuse_ragged_leaves(flat)
         spec = PartitionSpec(*leading, self._group.axis.name)
         sharding = NamedSharding(self._group.mesh, spec)
         return device_put.rows(flat, sharding)
@@ -367,7 +362,7 @@ def _taken(x: PyTree, rows: np.ndarray) -> PyTree:
     return (x if is_key(x) or isinstance(x, RowArray) else np.asarray(x))[rows]
 
 
-def refuse_ragged_leaves(flat: Iterable[PyTree]) -> None:
+def _refuse_ragged_leaves(flat: Iterable[PyTree]) -> None:
     """Raise for arrays whose rows differ in length."""
     for number, x in enumerate(flat):
         refuse_ragged(x, f"array {number} of the batch", current_call())

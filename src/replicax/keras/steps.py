@@ -7,13 +7,12 @@ variable's aggregation says happens to metrics and moving statistics, and gradie
 through the optimizer seam.
 """
 
-import dataclasses
 import inspect
 import itertools
 import json
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -23,14 +22,14 @@ from replicax._private import keras as internals
 from replicax._util.interrupts import raise_unheeded
 from replicax._util.signatures import positional_count
 from replicax._util.types import PyTree
+from replicax.engine.cache import ProgramCache
 from replicax.engine.collectives import ReduceOp
 from replicax.engine.program import Program
 from replicax.engine.protocols import StrategyLike
 from replicax.engine.scope import required_context
-from replicax.engine.signature import Arguments
 from replicax.engine.step import Options, Outputs
 from replicax.engine.variables import PendingValue
-from replicax.keras.batches import PlacedBatch, place, refuse_ragged_leaves
+from replicax.keras.batches import PlacedBatch, place
 
 __all__ = [
     "Steps",
@@ -45,96 +44,86 @@ __all__ = [
 
 _logger = logging.getLogger("replicax")
 
+Groups = list[list[keras.Variable]]
+"""The lists of variables whose values are the state of one of Keras' steps."""
 
-@dataclasses.dataclass(frozen=True)
-class _KerasStep:
-    """One of the model's step methods.
 
-    Attributes:
+class _ModelStep:
+    """One of the model's step methods, as a function that each replica calls.
+
+    Args:
         model: The Keras model.
         name: `"train_step"`, `"test_step"` or `"predict_step"`.
-        groups: Makes the lists of variables whose values are Keras' state.
-        outputs: What becomes of the step's results.
-        written: Ids of the variables that the step was seen to assign.
+        groups: What Keras' state is the values of.
+        defers_updates: Whether the strategy makes the updates.
     """
 
-    model: keras.Model
-    name: str
-    groups: Callable[[], list[list[PyTree]]]
-    outputs: Outputs
-    written: set[int] = dataclasses.field(default_factory=set)
+    def __init__(
+        self, model: keras.Model, name: str, groups: Groups, *, defers_updates: bool
+    ) -> None:
+        step = getattr(model, name)
+        self.__qualname__ = f"{type(model).__name__}.{name}"
+        self.__wrapped__ = step  # Its line is what messages name.
+        self._model = model
+        self._step = step
+        self._groups = groups if takes_state(model, name) else None
+        self._is_predict = name == "predict_step"
+        self._trains = name == "train_step"
+        self._defers_updates = defers_updates
+        self._written: set[int] = set()
+        self._options: dict[tuple[int | None, int | None], Options] = {}
 
-    def program(self, strategy: StrategyLike, batch: PlacedBatch) -> Program:
-        """Compile the step for batches like `batch`.
+    def __call__(self, data: PyTree) -> PyTree:
+        if self._groups is None:
+            result = self._step(data)
+        else:
+            result = self._stateless(self._groups, data)
+        self._written.update(internals.current_scope().written)
+        return result
 
-        Args:
-            strategy: Whose replicas run it.
-            batch: The batch, placed.
-        """
-        refuse_ragged_leaves(batch.arrays)
-        groups = self.groups()
-        step = getattr(self.model, self.name)
-        with_tape = not takes_state(self.model, self.name)
-        trains = self.name == "train_step" and not with_tape
-        others = _of_other_optimizers(self.model) if trains else []
-        # A step with a tape may use any variable, a second optimizer's too.
-        is_known = not (with_tape or strategy.group.defers_updates)
-        program = Program(
-            self.replica_function(step, None if with_tape else groups),
-            strategy.group,
-            _one_batch(batch),
-            batch.arrays,
-            Options(
-                gradient_op=ReduceOp.MEAN,
-                num_active=batch.num_active,
-                num_steps=batch.num_steps,
-                outputs=self.outputs,
-                finish=(self._final_logs if self.outputs is Outputs.MIRRORED else None),
-            ),
-            [*itertools.chain.from_iterable(groups), *others] if is_known else None,
-            facts=self._facts(),
-        )
-        strategy.require_owned(program.variables, program.name)
-        return program
-
-    def _facts(self) -> dict[str, PyTree]:
-        """What is not in the program's name and variables, yet makes a difference."""
-        optimizer = getattr(self.model, "optimizer", None)
-        if optimizer is None or self.name != "train_step":
-            return {}
-        described: PyTree = keras.saving.serialize_keras_object(optimizer)
-        facts = {"class_name": described["class_name"], **described["config"]}
-        return {"the optimizer": json.loads(json.dumps(facts, default=str))}
-
-    def replica_function(
-        self, step: Callable[..., PyTree], groups: list[list[PyTree]] | None
-    ) -> Callable[[PyTree], PyTree]:
-        def replica_step(data: PyTree) -> PyTree:
-            if groups is None:
-                result = step(data)
-            else:
-                result = self._stateless(step, groups, data)
-            self.written.update(internals.current_scope().written)
-            return result
-
-        replica_step.__qualname__ = f"{type(self.model).__name__}.{self.name}"
-        # Its line is what messages name.
-        replica_step.__wrapped__ = step  # type: ignore[attr-defined]
-        return replica_step
-
-    def _stateless(
-        self, step: Callable[..., PyTree], groups: list[list[PyTree]], data: PyTree
-    ) -> PyTree:
+    def _stateless(self, groups: Groups, data: PyTree) -> PyTree:
         """Run a step that takes and returns state on the variables themselves."""
-        state = tuple([v.value for v in group] for group in groups)
-        result, new_state = step(state, data)
-        if self.name == "predict_step":  # Returns only what may have changed.
+        state: PyTree = tuple([v.value for v in group] for group in groups)
+        result, new_state = self._step(state, data)
+        if self._is_predict:  # Returns only what may have changed.
             new_state = (state[0], new_state)
         for group, before, after in zip(groups, state, new_state, strict=True):
             for variable, old, new in zip(group, before, after, strict=True):
                 if new is not old and not isinstance(new, PendingValue):
                     variable.assign(new)
         return result
+
+    def options(self, batch: PlacedBatch) -> Options:
+        """How the step's program for such a batch differs from that of `run`."""
+        key = (batch.num_active, batch.num_steps)
+        options = self._options.get(key)
+        if options is None:
+            options = self._options[key] = Options(
+                gradient_op=ReduceOp.MEAN,
+                num_active=batch.num_active,
+                num_steps=batch.num_steps,
+                outputs=Outputs.ROWS if self._is_predict else Outputs.MIRRORED,
+                finish=None if self._is_predict else self._final_logs,
+                variables=self._variables(),
+                facts=self._facts(),
+            )
+        return options
+
+    def _variables(self) -> list[PyTree] | None:
+        # A step with a tape may use any variable, a second optimizer's too.
+        if self._groups is None or self._defers_updates:
+            return None
+        others = _of_other_optimizers(self._model) if self._trains else []
+        return [*itertools.chain.from_iterable(self._groups), *others]
+
+    def _facts(self) -> dict[str, PyTree]:
+        """What is not in the program's name and variables, yet makes a difference."""
+        optimizer = getattr(self._model, "optimizer", None)
+        if optimizer is None or not self._trains:
+            return {}
+        described: PyTree = keras.saving.serialize_keras_object(optimizer)
+        facts = {"class_name": described["class_name"], **described["config"]}
+        return {"the optimizer": json.loads(json.dumps(facts, default=str))}
 
     def _final_logs(self, logs: PyTree) -> PyTree:
         """Logs of the global batch: from the metrics, which count all replicas now.
@@ -156,8 +145,8 @@ class _KerasStep:
     def _metric_results(self) -> dict[str, PyTree]:
         """The results of the metrics that the step updates."""
         results = {}
-        for metric in self.model.metrics:
-            if any(id(v) in self.written for v in metric.variables):
+        for metric in self._model.metrics:
+            if any(id(v) in self._written for v in metric.variables):
                 result = results[metric.name] = metric.result()
                 if isinstance(result, dict):  # Of several metrics.
                     results.update(result)
@@ -198,15 +187,10 @@ def make_variables(
     model: keras.Model, name: str, strategy: StrategyLike, data: PyTree
 ) -> None:
     """Trace a step with a tape on a batch, so that the variables it makes are there."""
-    step = _KerasStep(model, name, list, Outputs.MIRRORED)
+    step = _ModelStep(model, name, [], defers_updates=strategy.group.defers_updates)
     batch = place(data, strategy.group)
-    Program(
-        step.replica_function(getattr(model, name), None),
-        strategy.group,
-        _one_batch(batch),
-        batch.arrays,
-        Options(gradient_op=ReduceOp.MEAN, num_active=batch.num_active),
-    )
+    options = step.options(batch)
+    Program(step, strategy.group, batch.make_arguments(), batch.arrays, options)
 
 
 def _of_other_optimizers(model: keras.Model) -> list[PyTree]:
@@ -220,61 +204,63 @@ def _of_other_optimizers(model: keras.Model) -> list[PyTree]:
     return [v for x in others if x is not model.optimizer for v in x.variables]
 
 
-def _one_batch(batch: PlacedBatch) -> Arguments:
-    call = jax.tree.unflatten(batch.structure, batch.arrays)
-    return Arguments(jax.tree.structure(((call,), {})), batch.kinds)
-
-
 class Steps:
-    """One of a model's step methods as programs, one for each kind of batch.
+    """One of a model's step methods, run on the replicas.
 
     Args:
-        step: The step.
-        strategy: Whose replicas run it.
-        combine: Makes the result of an execution from those of its batches.
+        model: The model.
+        strategy: Its strategy.
+        kind: `"train"`, `"test"` or `"predict"`.
+
+    Attributes:
+        programs: What it is compiled to, for each kind of batch.
     """
 
-    def __init__(
-        self,
-        step: _KerasStep,
-        strategy: StrategyLike,
-        combine: Callable[[Sequence[PyTree], Sequence[PlacedBatch]], PyTree],
-    ) -> None:
-        _say_that_steps_are_compiled(step.model, strategy)
-        self._step = step
+    def __init__(self, model: keras.Model, strategy: StrategyLike, kind: str) -> None:
+        _say_that_steps_are_compiled(model, strategy)
+        self.programs: ProgramCache[Program] = ProgramCache()
+        self._model = model
         self._strategy = strategy
-        self._combine = combine
-        self._of_groups: dict[
-            PyTree, tuple[list[list[PyTree]], dict[PyTree, Program]]
-        ] = {}
-        self._programs: dict[PyTree, Program] = {}
-
-    @property
-    def programs(self) -> list[Program]:
-        """All programs that were made."""
-        return [p for _, known in self._of_groups.values() for p in known.values()]
+        self._kind = kind
+        self._of_groups: dict[PyTree, _ModelStep] = {}
 
     def begin(self) -> "Steps":
         """Look which variables the model has now, and which of them are trained."""
-        groups = self._step.groups()
+        groups = self._groups()
         key = tuple(tuple(map(id, group)) for group in groups)
-        _, self._programs = self._of_groups.setdefault(key, (groups, {}))
+        step = self._of_groups.get(key)
+        if step is None:
+            defers = self._strategy.group.defers_updates
+            step = self._of_groups[key] = _ModelStep(
+                self._model, f"{self._kind}_step", groups, defers_updates=defers
+            )
+        self._step = step
         return self
+
+    def _groups(self) -> Groups:
+        model: PyTree = self._model
+        found = [model.trainable_variables, model.non_trainable_variables]
+        if self._kind == "train":
+            found.append(model.optimizer.variables)
+        if self._kind != "predict":
+            found.append(model.metrics_variables)
+        return found
 
     def program(self, batch: PlacedBatch) -> Program:
         """The program for batches like this one."""
-        key = batch.key
-        program = self._programs.get(key)
-        if program is None:
-            program = self._programs[key] = self._step.program(self._strategy, batch)
-        return program
+        step = self._step
+        return self._strategy.program_of(
+            step, batch, step.options(batch), self.programs
+        )
 
     def __call__(self, batches: Sequence[PlacedBatch]) -> PyTree:
         """Run an execution; the variables have its values then."""
         raise_unheeded()
-        call = self._strategy.call
-        results = [call(self.program(batch), batch.arrays) for batch in batches]
-        return self._combine(results, batches)
+        run, step, programs = self._strategy.run_placed, self._step, self.programs
+        results = [run(step, b, step.options(b), programs) for b in batches]
+        if self._kind == "predict":
+            return _rows(results, batches)
+        return results[-1]
 
 
 _STEPS = "_replicax_steps"
@@ -292,23 +278,8 @@ def steps_of(model: keras.Model, strategy: StrategyLike, kind: str) -> Steps:
     kept = model.__dict__.setdefault(_STEPS, {})
     steps = kept.get((kind, strategy))
     if steps is None:
-        steps = kept[kind, strategy] = _make_steps(model, strategy, kind)
+        steps = kept[kind, strategy] = Steps(model, strategy, kind)
     return steps.begin()
-
-
-def _make_steps(model: keras.Model, strategy: StrategyLike, kind: str) -> Steps:
-    def groups() -> list[list[PyTree]]:
-        found = [model.trainable_variables, model.non_trainable_variables]
-        if kind == "train":
-            found.append(model.optimizer.variables)
-        if kind != "predict":
-            found.append(model.metrics_variables)
-        return found
-
-    rows = kind == "predict"
-    outputs = Outputs.ROWS if rows else Outputs.MIRRORED
-    step = _KerasStep(model, f"{kind}_step", groups, outputs)
-    return Steps(step, strategy, _rows if rows else _last)
 
 
 def forget_steps(model: keras.Model) -> dict[PyTree, Steps]:
@@ -342,10 +313,6 @@ def _say_that_steps_are_compiled(model: keras.Model, strategy: StrategyLike) -> 
         ignored,
         model.name,
     )
-
-
-def _last(results: Sequence[PyTree], batches: Sequence[PlacedBatch]) -> PyTree:
-    return results[-1] if results else {}
 
 
 def _rows(results: Sequence[PyTree], batches: Sequence[PlacedBatch]) -> PyTree:

@@ -26,9 +26,9 @@ from replicax.engine.group import ReplicaAxes, ReplicaGroup, mesh_of
 from replicax.engine.layouts import Layouts, ModelSplit
 from replicax.engine.program import Program
 from replicax.engine.protocols import StepQueue
-from replicax.engine.scope import Scope, called_in, current_context, entered_call
-from replicax.engine.signature import Arguments, Kind, flatten_call
-from replicax.engine.step import Options
+from replicax.engine.scope import Scope, called_in, current_call, current_context
+from replicax.engine.signature import FlatCall, Kind, flatten_call
+from replicax.engine.step import Options, Outputs
 from replicax.engine.values import PerReplica
 from replicax.engine.variables import Variable
 from replicax.errors import ContextError
@@ -251,20 +251,49 @@ class Strategy(DatasetMaker):
         refuse_tracing()
         check_call(fn, args)
         fn, args, kwargs = unwrap_partial(fn, tuple(args), dict(kwargs or {}))
-        key, arrays, make_arguments = flatten_call(args, kwargs, self._place)
-        key = (key, options)
+        call = flatten_call(args, kwargs, self._place)
+        return called_in(
+            self, lambda: self.run_placed(fn, call, options), ("run", None)
+        )
 
-        def run() -> PyTree:
-            program = self._programs.get(
-                fn, key, lambda: self._program(fn, make_arguments(), arrays, options)
-            )
-            is_new = program.is_new
-            out = self.call(program, arrays)
-            if is_new:
-                self._programs.keep(fn, key, program)
+    def run_placed(
+        self,
+        fn: Callable[..., PyTree],
+        call: FlatCall,
+        options: Options,
+        programs: ProgramCache[Program] | None = None,
+    ) -> PyTree:
+        """Run `fn` on arrays that are where the replicas want them.
+
+        What `run` and the steps of Keras' models come to; called in the scope.
+
+        Args:
+            fn: The replica function.
+            call: Its arguments.
+            options: How the program differs from a plain one.
+            programs: Where it stays compiled. Defaults to the strategy's own cache.
+        """
+        programs = self._programs if programs is None else programs
+        program = self.program_of(fn, call, options, programs)
+        is_new = program.is_new
+        out = self.call(program, call.arrays)
+        if is_new:
+            programs.keep(fn, (call.key, options), program)
+        if options.outputs is Outputs.PER_REPLICA:
             return program.results.per_replica(out)
+        return out
 
-        return called_in(self, run)
+    def program_of(
+        self,
+        fn: Callable[..., PyTree],
+        call: FlatCall,
+        options: Options,
+        programs: ProgramCache[Program],
+    ) -> Program:
+        """The program that `run_placed` runs."""
+        return programs.get(
+            fn, (call.key, options), lambda: self._program(fn, call, options)
+        )
 
     def variables_of(
         self, fn: Callable[..., PyTree], args: Sequence[PyTree]
@@ -274,9 +303,11 @@ class Strategy(DatasetMaker):
         It is traced as `run` traces it, and not run.
         """
         self._require_cross_replica("run")
-        _, arrays, make_arguments = flatten_call(args, {}, self._place)
+        call = flatten_call(args, {}, self._place)
         with self.scope():
-            return Program(fn, self._group, make_arguments(), arrays).variables
+            return Program(
+                fn, self._group, call.make_arguments(), call.arrays
+            ).variables
 
     def call(self, program: Program, arrays: Sequence[ArrayLike]) -> PyTree:
         """Run a program, with the check that was asked for; variables are new then."""
@@ -507,18 +538,13 @@ class Strategy(DatasetMaker):
         )
 
     def _program(
-        self,
-        fn: Callable[..., PyTree],
-        arguments: Arguments,
-        arrays: Sequence[ArrayLike],
-        options: Options,
+        self, fn: Callable[..., PyTree], call: FlatCall, options: Options
     ) -> Program:
         refuse_tracer(jnp.zeros(()))
-        with (
-            Announced(f"tracing run({describe(fn)})"),
-            entered_call("run"),  # In a callback of `fit`, too.
-        ):
-            program = Program(fn, self._group, arguments, arrays, options)
+        with Announced(f"tracing {current_call()}({describe(fn)})"):
+            program = Program(
+                fn, self._group, call.make_arguments(), call.arrays, options
+            )
         self.require_owned(program.variables, program.name)
         return program
 
