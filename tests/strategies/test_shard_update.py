@@ -312,7 +312,7 @@ def test_two_optimizers_on_disjoint_variables() -> None:
     assert_same(work(sharded(2)), work(mirrored(2)))
 
 
-def test_applied_twice_in_a_step() -> None:
+def test_applied_twice_in_a_step(caplog: Any) -> None:
     def twice(model: Any, optimizer: Any) -> Callable[..., Any]:
         once = functional_step(model, optimizer)
 
@@ -323,6 +323,11 @@ def test_applied_twice_in_a_step() -> None:
 
     make = OPTIMIZERS["Adam"]
     assert_same(looped(sharded(2), make, twice), looped(mirrored(2), make, twice))
+    (record,) = caplog.records
+    assert "each device makes the whole update" in record.getMessage()
+    assert "dense/kernel' is used after optimizer.apply" in re.sub(
+        r"_\d+", "", record.getMessage()
+    )
 
 
 def test_some_variables_have_no_gradient() -> None:

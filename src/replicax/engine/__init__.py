@@ -25,10 +25,10 @@ Deferred updates (`variables`). Where variables do not live on the replicas' dev
 the seam makes no update: the summed gradients become results of the program, and the
 strategy makes the updates, each a program of its own.
 
-Sharded updates (`blocks`). Where replicas divide the update (ZeRO), the seam
-reduce-scatters the gradients and carries the optimizer's trace out on blocks:
-elementwise operations on the blocks that are there, sums and maxima over a whole array
-as collectives, anything else on the gathered whole. No list of optimizers is needed.
+Sharded updates (`step`). Where replicas divide the update (ZeRO), the seam
+reduce-scatters the gradients, and the replicas' part of the program ends. The update is
+made after it on arrays that are laid out in blocks, and XLA's partitioner divides it.
+A step that uses the new values itself, as a GAN's does, makes the whole update inside.
 
 Rematerialisation. Of a fully sharded model no layer's whole weights are kept from the
 forward to the backward pass: the differentiated function gathers them itself, under a

@@ -11,12 +11,12 @@ from jax.typing import ArrayLike
 
 from replicax._private.keras import attach_masks, current_scope, masks_of
 from replicax._util.types import PyTree
-from replicax.engine.divergence import gradient_marks
-from replicax.engine.rematerialize import (
+from replicax.engine.blocks import (
     gathered_here,
     regathering,
     replicas_hold_blocks,
 )
+from replicax.engine.divergence import gradient_marks
 from replicax.engine.replay import (
     Perturbation,
     Reached,

@@ -151,6 +151,11 @@ class ReplicaGroup:
         return self.axes.size
 
     @property
+    def divides_updates(self) -> bool:
+        """Whether each device makes a block of every update."""
+        return self.layouts.split_slots and self.axis.size > 1
+
+    @property
     def spans_processes(self) -> bool:
         """Whether other processes hold some of the replicas."""
         return self.num_local < self.num_replicas

@@ -119,7 +119,7 @@ class Program:
         self._largest_bytes = 0
         self._step = ReplicaStep(fn, group, arguments, self._options, self.name)
         self.deferred_updates: list[Update] = []
-        if self._options.variables is None:
+        if self._options.variables is None or self._step.divides_updates:
             self.deferred_updates = self._step.discover(leaves)
         else:
             self._step.written = self._step.inputs = list(self._options.variables)
@@ -265,14 +265,10 @@ class Program:
         group, options, step = self._group, self._options, self._step
         layouts = [group.layout(v) for v in step.inputs]
         written, read = layouts[: len(step.written)], layouts[len(step.written) :]
-        spmd = step.on_devices(
-            step.run,
-            (self._manual(written), self._manual(read), step.leaf_specs()),
-            (step.out_spec(), PartitionSpec(), self._manual(written)),
-        )
+        on_replicas = step.on_replicas()
 
         def program(written: list[jax.Array], *others: PyTree) -> tuple[PyTree, ...]:
-            out, gradients, new = spmd(written, *others)
+            out, gradients, new = on_replicas(written, *others)
             if options.outputs is Outputs.ROWS and options.num_steps:
                 # [steps, rows, ...]: the steps' rows follow each other.
                 out = [x.reshape(-1, *x.shape[2:]) for x in out]
@@ -300,14 +296,6 @@ class Program:
                 largest_bytes=self._largest_bytes,
             ),
         )
-
-    def _manual(self, layouts: Sequence[NamedSharding]) -> list[PartitionSpec]:
-        """Of layouts, what concerns the replicas; the rest is up to XLA."""
-        axis = self._group.axis.name
-        return [
-            PartitionSpec(*(axis if names == axis else None for names in x.spec))
-            for x in layouts
-        ]
 
     def _check_divergence(self, values: Shapes, leaves: Sequence[PyTree]) -> None:
         """Trace, and refuse mirrored variables that would get different values."""

@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Literal, Var
 
 from replicax._util.types import PyTree
-from replicax.engine.rematerialize import gathered_here, replicas_hold_blocks
+from replicax.engine.blocks import gathered_here, replicas_hold_blocks
 from replicax.engine.variables import Variable, WritesScope
 from replicax.errors import ContextError, InternalError
 

@@ -12,7 +12,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from replicax._util.types import PyTree
-from replicax.engine.blocks import Block, BlockedValues, on_blocks
+from replicax.engine.blocks import BlockedValues
 from replicax.engine.collectives import ReduceOp
 from replicax.engine.communication import sum_gradients
 from replicax.engine.composites import (
@@ -36,9 +36,6 @@ __all__ = ["ReplicaContext", "current_num_replicas"]
 
 T = TypeVar("T")
 Grad: TypeAlias = jax.Array | None
-UpdateFn: TypeAlias = Callable[
-    [list[jax.Array], list[jax.Array | None]], Sequence[jax.Array]
-]
 
 
 def current_num_replicas() -> int:
@@ -63,6 +60,7 @@ class ReplicaContext:
         *,
         gradient_op: ReduceOp = ReduceOp.SUM,
         num_active: int | None = None,
+        divides_updates: bool = False,
     ) -> None:
         """Make a context; only programs do.
 
@@ -72,9 +70,11 @@ class ReplicaContext:
                 MEAN in `fit`.
             num_active: Only the first `num_active` replicas hold examples of this batch
                 and count; the others compute on copies. None: all do.
+            divides_updates: Whether updates are made after the replicas' part, each
+                device its block.
         """
         self.strategy = group.strategy
-        self.defers_updates = group.defers_updates
+        self.defers_updates = group.defers_updates or divides_updates
         self.blocked = BlockedValues(group.axis)
         self.has_trained = False
         self._group = group
@@ -313,73 +313,9 @@ class ReplicaContext:
             self._applying = False
 
     @property
-    def divides_updates(self) -> bool:
-        """Whether each replica makes a part of every update."""
-        layouts = self._group.layouts
-        return layouts.split_slots or layouts.split_weights
-
-    @property
     def gathers_weights(self) -> bool:
         """Whether replicas hold blocks of the weights."""
         return self._group.layouts.split_weights and self._group.axis.size > 1
-
-    def divide_update(
-        self,
-        make: UpdateFn,
-        values: Sequence[jax.Array],
-        grads: Sequence[Grad],
-        variables: Sequence[Variable],
-    ) -> list[jax.Array]:
-        """The seam where each replica makes a part of the update.
-
-        `on_blocks` hands an array on as the same object where the update leaves it
-        unchanged; by that identity the values that stay are found at the end.
-
-        Args:
-            make: The update: takes `values` and the combined gradients, one after
-                another, and returns the new values. Traced for whole arrays.
-            values: The trained variables' and the slots', whole.
-            grads: This replica's gradients, one for each of `variables`, or None.
-            variables: The variables that gradients are for.
-
-        Returns:
-            The new values, whole; those of `values` that are not changed.
-        """
-        self._applying = True
-        try:
-            known = [self.blocked.block_of(x) for x in values]
-            held = [
-                x if block is None else block
-                for x, block in zip(values, known, strict=True)
-            ]
-            dims = [self._group.layouts.dim_of_update(v) for v in variables]
-            combined = {
-                i: declare_mirrored(x) if dim is None else Block(x, dim)
-                for i, (x, dim) in enumerate(
-                    zip(self._combined(grads, dims), dims, strict=True)
-                )
-                if x is not None
-            }
-
-            def update(*args: jax.Array) -> Sequence[jax.Array]:
-                given = dict(zip(combined, args[len(values) :], strict=True))
-                return make(
-                    list(args[: len(values)]), [given.get(i) for i in range(len(grads))]
-                )
-
-            inputs = [*held, *combined.values()]
-            new = on_blocks(update, inputs, self._group.axis)
-        finally:
-            self._applying = False
-        return [
-            old if x is there else self.blocked.whole(x) if isinstance(x, Block) else x
-            for x, there, old in zip(new, held, values, strict=True)
-        ]
-
-    @property
-    def is_applying(self) -> bool:
-        """Whether an optimizer that wraps another has combined the gradients."""
-        return self._applying
 
     def defer_update(
         self,
@@ -387,16 +323,21 @@ class ReplicaContext:
         variables: Sequence[Variable],
         grads: Sequence[Grad],
     ) -> Update:
-        """The seam where variables live elsewhere: `grads` become results.
+        """The seam where updates are made later: `grads` become results.
+
+        Of a gradient whose update replicas divide, each one's result is its block.
 
         Args:
             optimizer: Has the update to make; built.
             variables: What it trains.
             grads: This replica's gradients; None for a variable without.
         """
-        combined = self.strategy.prepared_gradients(
-            optimizer, self.combine_gradients(grads)
-        )
+        dims = [self._group.layouts.dim_of_update(v) for v in variables]
+        combined = [
+            declare_mirrored(x) if dim is None else x
+            for x, dim in zip(self._combined(grads, dims), dims, strict=True)
+        ]
+        combined = self.strategy.prepared_gradients(optimizer, combined)
         pairs = [
             (v, g) for v, g in zip(variables, combined, strict=True) if g is not None
         ]

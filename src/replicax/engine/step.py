@@ -6,13 +6,14 @@ over all replicas, each by its own `aggregation`, which Keras declares.
 
 import dataclasses
 import enum
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from replicax._util.types import JSON, PyTree
 from replicax.engine.blocks import Block, cut
@@ -25,6 +26,7 @@ from replicax.engine.signature import Arguments, ResultStructure
 from replicax.engine.variables import (
     RecordingScope,
     Update,
+    UpdatePendingError,
     ValueScope,
     Variable,
     fold_replica_into_seed,
@@ -33,6 +35,8 @@ from replicax.engine.variables import (
 )
 
 __all__ = ["Options", "Outputs", "ReplicaStep"]
+
+_logger = logging.getLogger("replicax")
 
 Arrays: TypeAlias = list[jax.Array]
 Leaves: TypeAlias = Sequence[jax.Array]
@@ -90,6 +94,9 @@ class ReplicaStep:
         written: The variables that the function writes.
         inputs: The variables whose values the step takes: `written`, then those that it
             only reads.
+        updates: The updates that are made after the replicas' part of each step, on
+            arrays laid out in blocks.
+        divides_updates: Whether the devices divide the updates, which are `updates`.
         unused: Ids of variables that are read, but whose values make no difference.
         from_first: Ids of those of `written` whose value is the first replica's.
         trains: Whether an optimizer makes updates in it; known once it is traced.
@@ -111,17 +118,44 @@ class ReplicaStep:
         self._name = name
         self.written: list[Variable] = []
         self.inputs: list[Variable] = []
+        self.updates: list[Update] = []
         self.unused: set[int] = set()
         self.from_first: set[int] = set()
         self.trains = False
         self.results = ResultStructure(None, name)
+        # Predictions, which are rows, need no update.
+        self.divides_updates = group.divides_updates and (
+            options.outputs is not Outputs.ROWS
+        )
 
     def discover(self, leaves: Sequence[PyTree]) -> list[Update]:
-        """Find `written`, `inputs` and the deferred updates, which are returned.
+        """Find the variables, and the updates that follow the program: returned.
 
         The recording scope is entered outside the trace, so that variables which the
         function creates are initialised, for real, when it closes.
         """
+        try:
+            updates = self._discover(leaves)
+        except UpdatePendingError as error:
+            if not self.divides_updates:
+                raise
+            _logger.warning(
+                "%s: each device makes the whole update, and gathers the optimizer's "
+                "slots for it, since the step needs the new values: %s",
+                self._name,
+                error,
+            )
+            self.divides_updates = False
+            updates = self._discover(leaves)
+        if self._group.defers_updates:
+            return updates
+        self.updates = updates
+        changed = [v for update in updates for v in update.changed]
+        self.written = list({id(v): v for v in [*self.written, *changed]}.values())
+        self.inputs = list({id(v): v for v in [*self.written, *self.inputs]}.values())
+        return []
+
+    def _discover(self, leaves: Sequence[PyTree]) -> list[Update]:
         recorder = RecordingScope()
         updates: list[Update] = []
 
@@ -161,6 +195,76 @@ class ReplicaStep:
             axis_names={self._group.axis.name},
             check_vma=False,
         )
+
+    def on_replicas(self) -> Callable[[Arrays, Arrays, Leaves], PyTree]:
+        """The program of written values, read values and leaves, for all devices.
+
+        Updates that replicas divide are made between the replicas' parts, where XLA's
+        partitioner divides them by the layouts of weights and slots.
+        """
+        group, axis = self._group, self._group.axis.name
+        layouts = [group.layout(v) for v in self.inputs]
+        specs = [
+            PartitionSpec(*(axis if names == axis else None for names in x.spec))
+            for x in layouts  # Of other axes the partitioner takes care.
+        ]
+        written, read = specs[: len(self.written)], specs[len(self.written) :]
+        leaves = self.leaf_specs()
+        if not self.updates:
+            results = (self.out_spec(), PartitionSpec(), written)
+            return self.on_devices(self.run, (written, read, leaves), results)
+        num_steps, split = self._options.num_steps, PartitionSpec(axis)
+        gradients = [
+            [_split_along(group.layouts.dim_of_update(v), axis) for v in x.variables]
+            for x in self.updates
+        ]
+        step = self.on_devices(
+            self._stacked_step,
+            (written, read, self._arguments.specs(axis, ())),
+            (split, gradients, written),
+        )
+        end = self.on_devices(
+            lambda out, values: self._results([x[0] for x in out], values),
+            (split, specs),
+            self.out_spec(),
+        )
+
+        def program(written: Arrays, read: Arrays, leaves: Leaves) -> PyTree:
+            def once(values: Arrays, leaves: Leaves) -> tuple[Arrays, Arrays]:
+                out, gradients, values = step(values, read, leaves)
+                return self._updated(values, gradients, layouts), out
+
+            if num_steps is None:
+                new, out = once(written, leaves)
+            else:
+                new, out = lax.scan(once, written, leaves)
+                out = [x[-1] for x in out]
+            return end(out, [*new, *read]), [], new
+
+        return program
+
+    def _stacked_step(
+        self, written: Arrays, read: Arrays, leaves: Leaves
+    ) -> tuple[Arrays, list[Arrays], Arrays]:
+        out, gradients, new = self._step(written, read, leaves)
+        return [x[None] for x in out], gradients, new
+
+    def _updated(
+        self,
+        values: Arrays,
+        gradients: Sequence[Arrays],
+        layouts: Sequence[NamedSharding],
+    ) -> Arrays:
+        """The values of `written` after the updates of a step."""
+        known = dict(zip(map(id, self.written), values, strict=True))
+        for update, grads in zip(self.updates, gradients, strict=True):
+            changed = [id(v) for v in update.changed]
+            new = update.make([known[i] for i in changed], grads)
+            known |= zip(changed, new, strict=True)
+        return [
+            lax.with_sharding_constraint(x, layout)
+            for x, layout in zip(known.values(), layouts, strict=False)
+        ]
 
     def leaf_specs(self) -> tuple[PartitionSpec, ...]:
         """How the arguments' arrays are split over the devices."""
@@ -203,8 +307,17 @@ class ReplicaStep:
             written, out = lax.scan(body, written, leaves)
             if self._options.outputs is not Outputs.ROWS:
                 out = [x[-1] for x in out]
+        return self._results(out, [*written, *read]), gradients, written
+
+    def _results(self, out: Arrays, values: Arrays) -> Arrays:
+        """The last step's results as the program returns them, from those of a device.
+
+        Args:
+            out: The results.
+            values: The new values of `inputs`.
+        """
         if self._options.finish is not None:
-            out = self._finished(self._options.finish, out, [*written, *read])
+            out = self._finished(self._options.finish, out, values)
         several = self._group.axes.num_per_device > 1
         match self._options.outputs:
             case Outputs.PER_REPLICA if not several:
@@ -213,7 +326,7 @@ class ReplicaStep:
                 out = [x[0] for x in out]
             case _:
                 pass
-        return out, gradients, written
+        return out
 
     def _step(
         self, written: Arrays, read: Arrays, leaves: Leaves
@@ -299,6 +412,7 @@ class ReplicaStep:
             self._group,
             gradient_op=self._options.gradient_op,
             num_active=self._options.num_active,
+            divides_updates=self.divides_updates,
         )
 
     def _scope_of(self, values: Arrays) -> ValueScope:
@@ -375,3 +489,7 @@ class ReplicaStep:
             new = declare_whole(new, number)
             block = cut(new, dim, self._group.axis)
         return block.data
+
+
+def _split_along(dim: int | None, axis_name: str) -> PartitionSpec:
+    return PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, axis_name)

@@ -3,9 +3,9 @@
 Keras lets code run "stateless": inside a `keras.StatelessScope` reads and writes of
 variables go through the scope. The scopes here build programs on that.
 
-Where the variables live elsewhere, `optimizer.apply` in a replica function makes no
-update: it is deferred. The summed gradients become results of the program, and the
-strategy makes the updates, in order, when the program is over.
+Where the variables live elsewhere, or in blocks, `optimizer.apply` in a replica
+function makes no update: it is deferred. The summed gradients become results of the
+replicas' part, and the updates are made, in order, when that is over.
 """
 
 import dataclasses
@@ -28,6 +28,7 @@ __all__ = [
     "PendingValue",
     "RecordingScope",
     "Update",
+    "UpdatePendingError",
     "ValueScope",
     "Variable",
     "WritesScope",
@@ -38,6 +39,10 @@ __all__ = [
 
 
 Variable = keras.Variable
+
+
+class UpdatePendingError(ContextError):
+    """A step needs the new value of a variable whose update is made after it."""
 
 
 class WritesScope(keras.StatelessScope):
@@ -77,6 +82,7 @@ class RecordingScope(WritesScope):
     def __init__(self, recorder: "RecordingScope | None" = None) -> None:
         super().__init__()
         self.read: dict[int, Variable] = {} if recorder is None else recorder.read
+        self._unassigned: dict[int, jax.Array] = {}
 
     def get_current_value(self, variable: Variable) -> jax.Array | None:
         """Keras calls this for `variable.value`."""
@@ -86,8 +92,15 @@ class RecordingScope(WritesScope):
             # Not the stored array: in a replica program some operations refuse one that
             # lies on the mesh. Only shape and dtype matter here, and one that is made
             # in this trace has no array yet.
+            value = self._unassigned.get(id(variable))
+        if value is None:
             value = jnp.zeros(variable.shape, variable.dtype)
+            self._unassigned[id(variable)] = value
         return value
+
+    def is_value_of(self, variable: Variable, value: jax.Array) -> bool:
+        """Whether `value` is what the variable has here."""
+        return self.get_current_value(variable) is value
 
     def add_update(self, update: tuple[Variable, ArrayLike]) -> None:
         """Keras calls this for `variable.assign`."""
@@ -212,6 +225,15 @@ class Update:
             found += trained_by(self.optimizer)
         return list({id(v): v for v in found}.values())
 
+    def make(
+        self, values: Sequence[jax.Array], gradients: Sequence[jax.Array]
+    ) -> list[jax.Array]:
+        """The new values of `changed`, from the old ones; to be traced."""
+        with ValueScope(self.changed, values, "optimizer.apply") as scope:
+            self.optimizer.apply(list(gradients), list(self.variables))
+            new = [scope.get_current_value(v) for v in self.changed]
+        return [jnp.asarray(x, old.dtype) for x, old in zip(new, values, strict=True)]
+
 
 class DeferredUpdates:
     """The updates that a run of a step function has asked for, with their gradients."""
@@ -226,7 +248,7 @@ class DeferredUpdates:
         """Ask for an update, of variables that no other one of the step trains."""
         for variable in update.variables:
             if id(variable) in self._trained:
-                raise ContextError(
+                raise UpdatePendingError(
                     f"{update.owner}: optimizer.apply is called a second time for "
                     f"variable {variable.path!r} in the same step. Add up its "
                     "gradients and apply them once, or make two steps."
@@ -240,7 +262,7 @@ class DeferredUpdates:
         """Raise if the variable has a new value by now that is not known here."""
         update = self._pending.get(id(variable))
         if update is not None:
-            raise ContextError(_message(variable.path, update))
+            raise UpdatePendingError(_message(variable.path, update))
 
 
 class PendingValue:
@@ -258,10 +280,10 @@ class PendingValue:
         # JAX asks for `__jax_array__` before it computes with something unknown.
         if name.startswith("_") and name != "__jax_array__":
             raise AttributeError(name)
-        raise ContextError(self._message)
+        raise UpdatePendingError(self._message)
 
     def _refuse(self, *_: object) -> NoReturn:
-        raise ContextError(self._message)
+        raise UpdatePendingError(self._message)
 
     # Python looks for these on the class.
     __add__ = __sub__ = __mul__ = __truediv__ = __pow__ = __matmul__ = _refuse

@@ -27,7 +27,7 @@ from replicax._private.wraps import Original
 from replicax._util.interrupts import heeding_interrupts
 from replicax._util.types import PyTree
 from replicax.engine import device_put
-from replicax.engine.rematerialize import (
+from replicax.engine.blocks import (
     gathered_here,
     primal_of,
     regathering,

@@ -14,8 +14,12 @@ from replicax._private.wraps import Original
 from replicax._util.types import PyTree
 from replicax.engine.replica import ReplicaContext
 from replicax.engine.scope import current_context, current_strategy
-from replicax.engine.variables import ChildScope, PendingValue, Update, ValueScope
-from replicax.errors import ContextError
+from replicax.engine.variables import (
+    PendingValue,
+    RecordingScope,
+    UpdatePendingError,
+    ValueScope,
+)
 
 __all__ = [
     "add_slot",
@@ -43,65 +47,9 @@ def apply(
     if context.defers_updates:
         _defer(context, optimizer, grads, trainable_variables)
         return None
-    if _divides(context):
-        _divide(original, context, optimizer, list(grads), trainable_variables)
-        return None
-    result = context.apply_gradients(
+    return context.apply_gradients(
         lambda grads: original(optimizer, grads, trainable_variables), list(grads)
     )
-    if context.divides_updates:  # Discovered here; made in parts, it takes them all.
-        for variable in _changed(optimizer, trainable_variables):
-            _ = variable.value
-    return result
-
-
-def _changed(optimizer: keras.Optimizer, variables: PyTree) -> list[PyTree]:
-    trained = trained_by(optimizer) if variables is None else variables
-    return Update(optimizer, tuple(trained), "").changed
-
-
-def _divides(context: ReplicaContext) -> bool:
-    """Whether each replica is to make a part of an update that begins here.
-
-    While variables are discovered it makes the whole, which touches the same ones.
-    """
-    return (
-        context.divides_updates
-        and not context.is_applying
-        and isinstance(current_scope(), ValueScope)
-    )
-
-
-def _divide(
-    original: Original,
-    context: ReplicaContext,
-    optimizer: keras.Optimizer,
-    grads: list[PyTree],
-    variables: PyTree,
-) -> None:
-    """`optimizer.apply` where each replica makes a part of the update."""
-    trained = trained_by(optimizer) if variables is None else variables
-    changed = _changed(optimizer, trained)
-    outer = current_scope()
-
-    def make(values: list[PyTree], grads: list[PyTree]) -> list[PyTree]:
-        with ChildScope(outer, dict(zip(map(id, changed), values, strict=True))) as own:
-            original(optimizer, grads, variables)
-            written = {id(v) for v, _ in own.updates()}
-            others = written - {id(v) for v in changed}
-            if others:
-                raise NotImplementedError(
-                    f"optimizer.apply: {type(optimizer).__name__} changes variables "
-                    "that are not among its own or those it trains, which replicas "
-                    "cannot do in parts. Make the strategy without shard_update."
-                )
-            return [own.get_current_value(v) for v in changed]
-
-    before = [v.value for v in changed]
-    new = context.divide_update(make, before, grads, trained)
-    for variable, old, value in zip(changed, before, new, strict=True):
-        if value is not old:
-            variable.assign(value)
 
 
 def _defer(
@@ -178,20 +126,6 @@ def stateless_apply(
             [PendingValue(v, update) for v in trained_by(optimizer)],
             [PendingValue(v, update) for v in optimizer.variables],
         )
-    if _divides(context):
-        num = len(trainable_variables)
-
-        def make(values: list[PyTree], grads: list[PyTree]) -> list[PyTree]:
-            trained, state = original(optimizer, values[num:], grads, values[:num])
-            return [*trained, *state]
-
-        new = context.divide_update(
-            make,
-            [*trainable_variables, *optimizer_variables],
-            list(grads),
-            trained_by(optimizer),
-        )
-        return new[:num], new[num:]
     return context.apply_gradients(
         lambda grads: original(
             optimizer, optimizer_variables, grads, trainable_variables
@@ -203,11 +137,11 @@ def stateless_apply(
 def _require_current(variables: PyTree, values: PyTree) -> None:
     """Refuse values of one's own: the update will be made on the stored ones."""
     scope = current_scope()
-    if not isinstance(scope, ValueScope):
+    if not isinstance(scope, RecordingScope | ValueScope):
         return
     for variable, value in zip(variables, values, strict=False):
         if not scope.is_value_of(variable, value):
-            raise ContextError(
+            raise UpdatePendingError(
                 f"optimizer.stateless_apply: the value given for {variable.path!r} is "
                 "not the variable's own, but under this strategy the update is made on "
                 "that, where it lives. Pass the values that the step got; change them "

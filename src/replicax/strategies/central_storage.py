@@ -28,7 +28,7 @@ from replicax.engine.devices import (
     resolve_devices,
 )
 from replicax.engine.program import Kept, Program
-from replicax.engine.variables import Update, ValueScope, Variable
+from replicax.engine.variables import Update, Variable
 from replicax.errors import DeviceError
 from replicax.strategies.strategy import Strategy
 
@@ -226,11 +226,7 @@ def _update_function(of: "weakref.ref[Update]") -> UpdateFn:
         update = of()
         if update is None:  # Traced only while its program makes it.
             raise ReferenceError("The update's program is gone.")
-        changed = update.changed
-        with ValueScope(changed, values, "optimizer.apply") as scope:
-            update.optimizer.apply(gradients, list(update.variables))
-            new = [scope.get_current_value(v) for v in changed]
-        return [jnp.asarray(x, old.dtype) for x, old in zip(new, values, strict=True)]
+        return update.make(values, gradients)
 
     return make_update
 
