@@ -160,11 +160,32 @@ def test_a_call_that_is_refused_may_be_repeated(board, clients):
     with pytest.raises(UnknownStreamError, match="open it first"):
         a("claim", stream=STREAM, call=1)
     ask(board, "open", stream=STREAM)
-    with pytest.raises(BoardError, match="count must be from 1 to 64; got 65"):
+    with pytest.raises(BoardError, match="count is 65; expected int <= 64"):
         a("claim", stream=STREAM, call=1, count=65)
     assert a("claim", stream=STREAM, call=1) == {"indices": [0]}
-    with pytest.raises(BoardError, match="call must be an integer"):
+    with pytest.raises(BoardError, match="call is '2'; expected int"):
         a("claim", stream=STREAM, call="2")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"worker": ["worker:0"], "session": "a"},
+            "worker is \\['worker:0'\\]; expected",
+        ),
+        ({"worker": "worker:0", "session": 7}, "session is 7; expected str"),
+        (
+            {"worker": "worker:0", "session": ""},
+            "session is ''; expected str of",
+        ),
+        ({"worker": "worker:0", "session": "a", "x": 1}, "unknown field x"),
+    ],
+)
+def test_arguments_of_other_types_or_sizes_are_refused(board, arguments, message):
+    with pytest.raises(BoardError, match=message):
+        ask(board, "join", **arguments)
+    assert ask(board, "alive") == []
 
 
 def test_finishing_and_claiming_in_one_call(board, clients):
@@ -396,7 +417,7 @@ def test_a_restarted_server_goes_on_with_the_same_sessions(board, clients, clock
     assert a("beat") == {"alive": NAMES, "stop": "enough", "failed": None}
     clock.seconds = 1011
     assert ask(again, "alive") == []
-    with pytest.raises(ValueError, match="version None, expected 2"):
+    with pytest.raises(ValueError, match="version None, expected 3"):
         again.load_state({})
 
 

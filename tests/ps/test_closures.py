@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -283,9 +284,9 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule()
     def reload(self):
-        again = Closures(max_retries=1, max_closures=8)
-        again.load_state(json.loads(json.dumps(self.closures.state())), 0.0)
-        self.closures = again
+        saved = json.loads(json.dumps(msgspec.to_builtins(self.closures)))
+        self.closures = msgspec.convert(saved, Closures)
+        self.closures.restart(0.0)
 
     @invariant()
     def none_is_lost(self):

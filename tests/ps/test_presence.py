@@ -2,16 +2,16 @@
 
 import json
 
+import msgspec
 import pytest
 
 from replicax.cluster.timeouts import Timeouts
 from replicax.ps.limits import (
-    BoardError,
     NotJoinedError,
     SessionReplacedError,
     UnknownWorkerError,
 )
-from replicax.ps.presence import Presence
+from replicax.ps.presence import Presence, Worker
 
 CHIEF, OTHER = "worker:0", "worker:1"
 
@@ -60,12 +60,8 @@ def test_who_has_not_joined_or_has_left_is_refused():
     presence = present()
     with pytest.raises(UnknownWorkerError, match=r"no worker 'worker:7'.*:0 and w"):
         presence.join("worker:7", "a", {}, 0.0)
-    with pytest.raises(UnknownWorkerError, match="no worker"):
-        presence.sign(["worker:0"], "a", 0.0)
     with pytest.raises(NotJoinedError, match="Join first"):
         presence.sign(CHIEF, "a", 0.0)
-    with pytest.raises(BoardError, match="session must be a text"):
-        presence.join(CHIEF, 7, {}, 0.0)
     presence.join(CHIEF, "a", {}, 0.0)
     assert presence.leave(CHIEF, "a", True, None, 1.0) is True
     assert presence.leave(CHIEF, "a", True, None, 2.0) is False
@@ -135,9 +131,9 @@ def test_a_loaded_state_gives_everybody_time():
     presence.join(OTHER, "b", {}, 0.0)
     presence.sign(OTHER, "b", 5.0)
     presence.newly_dead(12.0)
-    saved = json.loads(json.dumps(presence.state()))
+    saved = json.loads(json.dumps(msgspec.to_builtins(presence.workers)))
     again = present()
-    again.load_state(saved, 1000.0)
+    again.restart(msgspec.convert(saved, dict[str, Worker]), 1000.0)
     assert again.newly_dead(1009.0) == []
     assert again.alive() == [OTHER]
     assert again.failure(1099.0) is None
@@ -147,4 +143,4 @@ def test_a_loaded_state_gives_everybody_time():
     again.sign(CHIEF, "a", 1001.0)
     other = Presence(["w"], Timeouts(startup=1, heartbeat=1, chief=1), now=0.0)
     with pytest.raises(ValueError, match=r"workers worker:0 and worker:1.*has w"):
-        other.load_state(saved, 0.0)
+        other.restart(again.workers, 0.0)

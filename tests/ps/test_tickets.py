@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -15,20 +16,19 @@ from hypothesis.stateful import (
 )
 
 from replicax.ps.limits import BoardError, LimitError
-from replicax.ps.tickets import PartTickets, StepTickets
+from replicax.ps.tickets import PartTickets, StepTickets, Tickets
 
 A, B, C = "worker:0", "worker:1", "worker:2"
 WORKERS = st.sampled_from([A, B, C])
 
 
-def reloaded(tickets, make):
-    again = make()
-    again.load_state(json.loads(json.dumps(tickets.state())))
-    return again
+def reloaded(tickets):
+    saved = json.loads(json.dumps(msgspec.to_builtins(tickets, str_keys=True)))
+    return msgspec.convert(saved, Tickets, str_keys=True)
 
 
 def test_steps_are_given_once_and_in_order():
-    tickets = StepTickets(limit=5, start=1)
+    tickets = StepTickets(length=5, next=1)
     assert tickets.claim(A, 2) == [1, 2]
     assert tickets.claim(B, 9) == [3, 4]
     assert tickets.is_over
@@ -41,7 +41,7 @@ def test_steps_are_given_once_and_in_order():
 
 
 def test_steps_of_a_dead_worker_are_lost():
-    tickets = StepTickets(limit=3)
+    tickets = StepTickets(length=3)
     tickets.claim(A, 2)
     assert tickets.release(A) == 2
     assert tickets.finish(B, [0]) == [0]
@@ -54,7 +54,7 @@ def test_steps_of_a_dead_worker_are_lost():
 
 
 def test_the_least_end_holds_and_voids_what_is_beyond():
-    tickets = StepTickets(limit=None)
+    tickets = StepTickets(length=None)
     assert tickets.claim(A, 2) == [0, 1]
     assert tickets.claim(B, 2) == [2, 3]
     tickets.release(B)
@@ -69,7 +69,7 @@ def test_the_least_end_holds_and_voids_what_is_beyond():
 
 
 def test_an_end_without_length_lets_what_was_given_finish():
-    tickets = StepTickets(limit=100)
+    tickets = StepTickets(length=100)
     tickets.claim(A, 2)
     tickets.end(None)
     assert (tickets.length, tickets.is_over, tickets.is_complete) == (2, True, False)
@@ -78,7 +78,7 @@ def test_an_end_without_length_lets_what_was_given_finish():
 
 
 def test_a_worker_cannot_hold_any_number_of_steps():
-    tickets = StepTickets(limit=None)
+    tickets = StepTickets(length=None)
     for _ in range(4):
         tickets.claim(A, 64)
     with pytest.raises(LimitError, match="worker:0 holds 256 unfinished steps"):
@@ -87,7 +87,7 @@ def test_a_worker_cannot_hold_any_number_of_steps():
 
 
 def test_staleness_zero_gives_one_step_at_a_time():
-    tickets = StepTickets(limit=None, max_staleness=0)
+    tickets = StepTickets(length=None, max_staleness=0)
     assert tickets.claim(A, 3) == [0]
     reason = tickets.claim(B, 1)
     assert "step 0 of worker:0 was overtaken by 0" in reason
@@ -96,7 +96,7 @@ def test_staleness_zero_gives_one_step_at_a_time():
 
 
 def test_a_slow_worker_holds_the_others_back():
-    tickets = StepTickets(limit=None, max_staleness=2)
+    tickets = StepTickets(length=None, max_staleness=2)
     assert tickets.claim(A, 1) == [0]
     for step in (1, 2):
         assert tickets.claim(B, 1) == [step]
@@ -107,7 +107,7 @@ def test_a_slow_worker_holds_the_others_back():
 
 
 def test_the_slowest_worker_counts_and_not_the_one_that_came_last():
-    tickets = StepTickets(limit=None, max_staleness=2)
+    tickets = StepTickets(length=None, max_staleness=2)
     assert tickets.claim(A, 1) == [0]
     assert tickets.claim(B, 1) == [1]
     tickets.finish(B, [1])
@@ -117,7 +117,7 @@ def test_the_slowest_worker_counts_and_not_the_one_that_came_last():
 
 
 def test_parts_of_a_step_come_before_the_next_step():
-    tickets = PartTickets(num_parts=2, limit=2)
+    tickets = PartTickets(num_parts=2, length=2)
     assert tickets.claim(A, 1) == [[0, 0]]
     assert tickets.claim(B, 5) == [[0, 1]]
     tickets.finish(A, [[0, 0]])
@@ -132,7 +132,7 @@ def test_parts_of_a_step_come_before_the_next_step():
 
 
 def test_a_lost_part_is_given_again_at_once():
-    tickets = PartTickets(num_parts=2, limit=1)
+    tickets = PartTickets(num_parts=2, length=1)
     tickets.claim(A, 1)
     tickets.claim(B, 1)
     tickets.release(A)
@@ -143,7 +143,7 @@ def test_a_lost_part_is_given_again_at_once():
 
 
 def test_backups_are_given_to_others_and_only_so_many():
-    tickets = PartTickets(num_parts=2, limit=2, backups=1)
+    tickets = PartTickets(num_parts=2, length=2, backups=1)
     tickets.claim(A, 1)
     tickets.claim(B, 1)
     assert tickets.claim(C, 1) == [[0, 0]]
@@ -158,7 +158,7 @@ def test_backups_are_given_to_others_and_only_so_many():
 
 
 def test_the_owner_of_a_backed_up_part_may_die():
-    tickets = PartTickets(num_parts=1, limit=1, backups=1)
+    tickets = PartTickets(num_parts=1, length=1, backups=1)
     tickets.claim(A, 1)
     tickets.claim(B, 1)
     tickets.release(A)
@@ -167,7 +167,7 @@ def test_the_owner_of_a_backed_up_part_may_die():
 
 
 def test_ends_of_a_synchronous_stream():
-    tickets = PartTickets(num_parts=2, limit=None)
+    tickets = PartTickets(num_parts=2, length=None)
     tickets.claim(A, 1)
     tickets.end(None)  # The step in progress is completed.
     assert tickets.length == 1
@@ -179,7 +179,7 @@ def test_ends_of_a_synchronous_stream():
 
 @pytest.mark.parametrize("ticket", [3, [1], [0, 2], [-1, 0], ["0", 0], "00"])
 def test_malformed_parts_are_refused_and_change_nothing(ticket):
-    tickets = PartTickets(num_parts=2, limit=None)
+    tickets = PartTickets(num_parts=2, length=None)
     tickets.claim(A, 1)
     with pytest.raises(BoardError):
         tickets.finish(A, [[0, 0], ticket])
@@ -188,7 +188,7 @@ def test_malformed_parts_are_refused_and_change_nothing(ticket):
 
 @pytest.mark.parametrize("step", ["0", 0.0, True, None, [0, 0], -1])
 def test_malformed_steps_are_refused_and_change_nothing(step):
-    tickets = StepTickets(limit=None)
+    tickets = StepTickets(length=None)
     tickets.claim(A, 1)
     with pytest.raises(BoardError):
         tickets.finish(A, [0, step])
@@ -199,7 +199,7 @@ class AnyOrderOfSteps(RuleBasedStateMachine):
     """Asynchronous streams against what a list of events says."""
 
     def make(self) -> StepTickets:
-        return StepTickets(limit=self.limit, max_staleness=self.bound)
+        return StepTickets(length=self.limit, max_staleness=self.bound)
 
     @initialize(
         limit=st.none() | st.integers(0, 40), bound=st.none() | st.integers(0, 4)
@@ -282,7 +282,7 @@ class AnyOrderOfSteps(RuleBasedStateMachine):
 
     @rule()
     def reload(self):
-        self.tickets = reloaded(self.tickets, self.make)
+        self.tickets = reloaded(self.tickets)
 
     @invariant()
     def every_step_is_finished_held_or_lost(self):
@@ -305,7 +305,7 @@ class AnyOrderOfParts(RuleBasedStateMachine):
     """Synchronous streams: every part once, steps in order, never stuck."""
 
     def make(self) -> PartTickets:
-        return PartTickets(num_parts=self.num_parts, limit=6, backups=self.backups)
+        return PartTickets(num_parts=self.num_parts, length=6, backups=self.backups)
 
     @initialize(num_parts=st.integers(1, 3), backups=st.integers(0, 2))
     def start(self, num_parts, backups):
@@ -367,7 +367,7 @@ class AnyOrderOfParts(RuleBasedStateMachine):
 
     @rule()
     def reload(self):
-        self.tickets = reloaded(self.tickets, self.make)
+        self.tickets = reloaded(self.tickets)
 
     @invariant()
     def every_part_is_finished_once(self):
@@ -384,7 +384,7 @@ TestSteps.settings = TestParts.settings = settings(
 
 
 def test_waiting_workers_take_turns():
-    tickets = StepTickets(limit=None, max_staleness=0)
+    tickets = StepTickets(length=None, max_staleness=0)
     assert tickets.claim("a", 1) == [0]
     assert "max_staleness=0" in tickets.claim("b", 1)
     tickets.finish("a", [0])

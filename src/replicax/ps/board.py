@@ -1,28 +1,90 @@
-"""The board: heartbeats, barriers, work queue and closures, as one state machine."""
+"""The board: heartbeats, barriers, work queue and closures, as one state machine.
 
+No clock and no I/O of its own: the time and the journal are functions that it is given.
+"""
+
+import functools
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
+
+import msgspec
 
 from replicax._util.types import JSON, JSONObject
 from replicax.cluster.timeouts import Timeouts
-from replicax.ps.call_log import CallLog
 from replicax.ps.closures import Closures
 from replicax.ps.journal import Journaled, Note, note_nothing
-from replicax.ps.limits import check_count, check_size, family_of
-from replicax.ps.presence import Presence
+from replicax.ps.limits import (
+    Backups,
+    BoardError,
+    Count,
+    Few,
+    Name,
+    Names256,
+    Names1024,
+    Names4096,
+    NumParts,
+    StaleCallError,
+    Tickets256,
+    check_size,
+    family_of,
+    message_of,
+    read,
+)
+from replicax.ps.presence import Presence, Worker
 from replicax.ps.rendezvous import Rendezvous
-from replicax.ps.streams import MAX_CLAIM, Streams
+from replicax.ps.streams import Settings, Streams
 
 __all__ = ["Board"]
-
-_Answer = TypeVar("_Answer")
 
 _logger = logging.getLogger("replicax")
 _MAX_INFO = 64 * 1024
 _MAX_REASON = 4000
-_STATE_VERSION = 2
+_STATE_VERSION = 3
+
+_ACTIONS: set[str] = set()
+
+_Arguments = ParamSpec("_Arguments")
+_Answer = TypeVar("_Answer")
+_Answers = dict[str, dict[str, tuple[int, Any]]]
+
+
+class _State(msgspec.Struct):
+    """All of a board. `answers`: by worker and method, the last call's number, and its.
+
+    The answers make repeated calls safe: the same call gets the same one again.
+    """
+
+    version: int
+    workers: dict[str, Worker]
+    streams: Streams
+    closures: Closures
+    rendezvous: Rendezvous
+    answers: _Answers
+
+
+def _action(
+    transition: Callable[Concatenate["Board", _Arguments], _Answer],
+) -> Callable[Concatenate["Board", _Arguments], _Answer]:
+    """Lets clients call a method: its arguments are checked, and it has a turn.
+
+    Types and limits are those of the annotations. A `session` is a sign of life, and a
+    `call` is carried out once.
+    """
+    message = message_of(transition)
+
+    @functools.wraps(transition)
+    def act(
+        self: "Board", /, *given: _Arguments.args, **named: _Arguments.kwargs
+    ) -> _Answer:
+        sent = dict(zip(message.__struct_fields__, given, strict=False)) | named
+        arguments = msgspec.structs.asdict(read(message, sent, BoardError))
+        return self._act(transition, arguments)
+
+    _ACTIONS.add(transition.__name__)
+    return act
 
 
 class Board:
@@ -64,16 +126,6 @@ class Board:
     {'late': False, 'late_indices': []}
     """
 
-    # fmt: off
-    ACTIONS = frozenset({
-        "alive", "arrive", "beat", "claim", "done", "end", "failed", "fetch",
-        "finish", "get", "is_done", "join", "leave", "open", "pending", "put",
-        "raise_if_failed", "report", "reports", "result", "schedule", "status",
-        "stop", "take",
-    })
-    # fmt: on
-    """What clients may call; the rest is for the server."""
-
     def __init__(
         self,
         workers: Sequence[str],
@@ -83,125 +135,149 @@ class Board:
         note: Note = note_nothing,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._presence = Presence(workers, timeouts, now=now())
+        self._clock = now
+        self._now = now()  # The time of the present turn.
         self._note = note
+        self._lock = threading.Lock()
+        self._failure: str | None = None
+        self._presence = Presence(workers, timeouts, now=self._now)
         self._streams = Streams()
         self._closures = Closures(max_retries=max_retries)
         self._rendezvous = Rendezvous()
-        self._call_log = CallLog(self._presence, now=now, released=self._released)
+        self._answers: _Answers = {}
 
-    def _released(self, worker: str, *, died: bool, now: float) -> None:
+    def _act(
+        self, transition: Callable[..., _Answer], arguments: JSONObject
+    ) -> _Answer:
+        method, worker = transition.__name__, arguments.get("worker")
+        with self._lock:
+            self._begin_turn()
+            if "session" in arguments and method not in ("join", "leave"):
+                self._presence.sign(str(worker), arguments["session"], self._now)
+            if "call" not in arguments:
+                answer = transition(self, **arguments)
+            else:
+                last = self._answers.setdefault(str(worker), {}).get(method)
+                call = arguments["call"]
+                if last is not None and call < last[0]:
+                    raise StaleCallError(
+                        f"{worker}: call {call} of {method} came after call {last[0]} "
+                        "of the same session. Numbers must increase."
+                    )
+                if last is not None and call == last[0]:
+                    answer = last[1]
+                else:
+                    answer = transition(self, **arguments)
+                    self._answers[str(worker)][method] = call, answer
+            if "stream" in arguments:
+                self._write_down(arguments["stream"])
+            return answer
+
+    def _begin_turn(self) -> None:
+        """Notices who died, and whether the job has failed."""
+        self._now = self._clock()
+        for worker in self._presence.newly_dead(self._now):
+            self._release(worker, died=True)
+        # Once it has failed, all must be told the same, whoever comes back.
+        self._failure = self._failure or self._presence.failure(self._now)
+
+    def _release(self, worker: str, *, died: bool) -> None:
+        """Takes away what a worker holds, and what a repeated call would give it."""
+        answers = self._answers.get(worker, {})
+        answers.pop("claim", None)
+        answers.pop("take", None)
         if given_up := self._streams.release(worker):
             _logger.warning("%s is gone, with %d steps of fit.", worker, given_up)
-            for stream in self._streams.names:
-                self._journaled(stream, None)
-        self._closures.release(worker, died=died, now=now)
+            for stream in self._streams.streams:
+                self._write_down(stream)
+        self._closures.release(worker, died=died, now=self._now)
 
-    def _journaled(self, stream: str, answer: _Answer) -> _Answer:
-        """The answer, when what a restarted server must not forget is written down."""
+    def _write_down(self, stream: str) -> None:
+        """Writes into the journal what a restarted server must not forget."""
         entry = self._streams.entry(stream)
         if entry is not None:
-            entry["answers"] = self._call_log.state(("claim", "finish"))
+            entry["answers"] = {
+                worker: {m: last for m, last in of.items() if m in ("claim", "finish")}
+                for worker, of in self._answers.items()
+            }
             self._note(["stream", family_of(stream)[0]], entry)
-        return answer
 
     # Who is there.
 
+    @_action
     def join(
-        self, worker: str, session: str, info: JSONObject | None = None
+        self, worker: Name, session: Name, info: JSONObject | None = None
     ) -> JSONObject:
         """Makes a worker alive; a new session replaces the one before.
 
-        Args:
-            worker: Its name.
-            session: Unique for each process.
-            info: What the worker tells about itself, for `status`.
-
-        Returns:
-            `is_chief`, `chief`, `alive`, `starts` (how often the worker was started,
-            1 the first time), `heartbeat_seconds`, `grace_seconds`, `stop`, `failed`.
-
-        Raises:
-            UnknownWorkerError: The cluster has no such worker.
-            SessionReplacedError: A newer session of the worker has joined.
+        `starts` in the answer says how often the worker was started, 1 the first time.
         """
         check_size(info, f"{worker}: info", most=_MAX_INFO)
-        with self._call_log.turn() as now:
-            if self._presence.join(worker, session, info or {}, now):
-                self._call_log.release(worker, died=True, now=now)
-                self._closures.disown(worker)
-                self._call_log.forget(worker)
-            return {
-                "is_chief": worker == self._presence.chief,
-                "chief": self._presence.chief,
-                "alive": self._presence.alive(),
-                "starts": self._presence.starts(worker),
-                "heartbeat_seconds": self._presence.timeouts.heartbeat,
-                "grace_seconds": self._presence.timeouts.chief,
-                "stop": self._rendezvous.stop,
-                "failed": self._call_log.failure,
-            }
+        presence = self._presence
+        if presence.join(worker, session, info or {}, self._now):
+            self._release(worker, died=True)
+            self._closures.disown(worker)
+            self._answers.pop(worker, None)
+        return {
+            "is_chief": worker == presence.chief,
+            "chief": presence.chief,
+            "alive": presence.alive(),
+            "starts": presence.starts(worker),
+            "heartbeat_seconds": presence.timeouts.heartbeat,
+            "grace_seconds": presence.timeouts.chief,
+            "stop": self._rendezvous.stop,
+            "failed": self._failure,
+        }
 
+    @_action
     def beat(
-        self, worker: str, session: str, info: JSONObject | None = None
+        self, worker: Name, session: Name, info: JSONObject | None = None
     ) -> JSONObject:
-        """Says that the worker lives, and learns how the job is.
+        """Says that the worker lives, and learns who else does, and how the job is."""
+        self._describe(worker, info)
+        return {
+            "alive": self._presence.alive(),
+            "stop": self._rendezvous.stop,
+            "failed": self._failure,
+        }
 
-        Returns:
-            `alive` (names), `stop` (why all should stop, or None), `failed` (why the
-            job has failed, or None).
+    def _describe(self, worker: str, info: JSONObject | None) -> None:
+        if info is not None:
+            check_size(info, f"{worker}: info", most=_MAX_INFO)
+            self._presence.workers[worker].info = info
 
-        Raises:
-            SessionReplacedError: The worker was started again.
-            NotJoinedError: The server does not know this session.
-        """
-        check_size(info, f"{worker}: info", most=_MAX_INFO)
-        with self._call_log.turn_of(worker, session):
-            if info is not None:
-                self._presence.describe(worker, info)
-            return {
-                "alive": self._presence.alive(),
-                "stop": self._rendezvous.stop,
-                "failed": self._call_log.failure,
-            }
-
+    @_action
     def leave(
-        self, worker: str, session: str, ok: bool, error: str | None = None
+        self, worker: Name, session: Name, ok: bool, error: str | None = None
     ) -> None:
         """Says that the worker goes, with success or why not. May be repeated."""
-        with self._call_log.turn() as now:
-            if self._presence.leave(worker, session, ok, error, now):
-                self._call_log.release(worker, died=not ok, now=now)
-                self._closures.disown(worker)
+        if self._presence.leave(worker, session, ok, error, self._now):
+            self._release(worker, died=not ok)
+            self._closures.disown(worker)
 
+    @_action
     def alive(self) -> list[str]:
         """Names of the workers that are alive, in the cluster's order."""
-        with self._call_log.turn():
-            return self._presence.alive()
+        return self._presence.alive()
 
+    @_action
     def is_done(self) -> bool:
         """Whether the chief left with success and all others left or are dead."""
-        with self._call_log.turn() as now:
-            return self._presence.is_done(now)
+        return self._presence.is_done(self._now)
 
-    def refuse(self, task: str, reason: str) -> None:
-        """Notes that a task cannot take part; without some a job cannot begin."""
-        with self._call_log.turn() as now:
-            if self._presence.refuse(task, reason, now):
-                self._call_log.failure = self._call_log.failure or reason
-
+    @_action
     def failed(self) -> str | None:
         """Why the whole job has failed; None: it has not.
 
         The chief left with an error, or was gone longer than its timeout, or nobody
         was alive for that long. A failure is never taken back.
         """
-        with self._call_log.turn():
-            return self._call_log.failure
+        return self._failure
 
     # What workers tell each other.
 
-    def put(self, key: str, value: JSON, first: bool = True) -> JSON:
+    @_action
+    def put(self, key: Name, value: JSON, first: bool = True) -> JSON:
         """Stores a value and returns the one that stands.
 
         Args:
@@ -210,64 +286,53 @@ class Board:
             value: A JSON value other than null.
             first: Whether a value that is there already stands.
         """
-        with self._call_log.turn():
-            return self._rendezvous.put(key, value, first=first)
+        return self._rendezvous.put(key, value, first=first)
 
-    def get(self, key: str) -> JSON:
+    @_action
+    def get(self, key: Name) -> JSON:
         """The value of a key; None: nobody has put one."""
-        with self._call_log.turn():
-            return self._rendezvous.get(key)
+        return self._rendezvous.get(key)
 
+    @_action
     def stop(self, reason: str | None) -> str | None:
         """Asks all workers to stop; the first reason stands. None takes it back."""
-        with self._call_log.turn():
-            if reason is None or self._rendezvous.stop is None:
-                self._rendezvous.stop = reason and str(reason)[:_MAX_REASON]
-            return self._rendezvous.stop
+        if reason is None or self._rendezvous.stop is None:
+            self._rendezvous.stop = reason and reason[:_MAX_REASON]
+        return self._rendezvous.stop
 
-    def arrive(self, barrier: str, worker: str, session: str) -> JSONObject:
+    @_action
+    def arrive(self, barrier: Name, worker: Name, session: Name) -> JSONObject:
         """Says that a worker is at a barrier, and whether all that are alive are.
 
-        Who dies is not waited for. Ask again until it is complete.
-
-        Args:
-            barrier: Its name; one that is complete stays so, so use a name once.
-            worker: Who is there.
-            session: Its session.
-
-        Returns:
-            `complete`, and `missing`: names of those who are waited for.
+        Who dies is not waited for. Ask again until it is complete; one that is complete
+        stays so, so use a name once.
         """
-        with self._call_log.turn_of(worker, session):
-            return self._rendezvous.arrive(barrier, worker, self._presence.missing)
+        return self._rendezvous.arrive(barrier, worker, self._presence.missing)
 
-    def report(self, topic: str, worker: str, session: str, values: JSON) -> None:
+    @_action
+    def report(self, topic: Name, worker: Name, session: Name, values: JSON) -> None:
         """Keeps a worker's values, such as its metrics; the newest 64 topics are kept.
 
-        Args:
-            topic: What they belong to, such as `"fit 0/metrics/12"`.
-            worker: Whose values they are; those it reported before are replaced.
-            session: Its session.
-            values: A JSON value of at most 64 KiB.
+        `values` are of at most 64 KiB, and replace those it reported before.
         """
-        with self._call_log.turn_of(worker, session):
-            self._rendezvous.report(topic, worker, values)
+        self._rendezvous.report(topic, worker, values)
 
-    def reports(self, topic: str) -> JSONObject:
+    @_action
+    def reports(self, topic: Name) -> JSONObject:
         """The values that were reported under a topic, by worker."""
-        with self._call_log.turn():
-            return self._rendezvous.reports(topic)
+        return dict(self._rendezvous.topics.get(topic, {}))
 
     # Who does which step.
 
+    @_action
     def open(
         self,
-        stream: str,
-        limit: int | None = None,
-        start: int = 0,
-        max_staleness: int | None = None,
-        num_parts: int | None = None,
-        backups: int = 0,
+        stream: Name,
+        limit: Count | None = None,
+        start: Count = 0,
+        max_staleness: Count | None = None,
+        num_parts: NumParts | None = None,
+        backups: Backups = 0,
     ) -> JSONObject:
         """Opens a stream of step tickets; all workers must do so alike.
 
@@ -285,33 +350,27 @@ class Board:
         Returns:
             `over`: whether no tickets are left; `length`: the number of steps, if it is
             known.
-
-        Raises:
-            BoardError: It is open with other arguments, or they contradict each other.
         """
-        with self._call_log.turn():
-            settings = {"limit": limit, "start": start, "backups": backups}
-            settings |= {"max_staleness": max_staleness, "num_parts": num_parts}
-            return self._journaled(stream, self._streams.open(stream, **settings))
+        wanted = Settings(
+            limit=limit,
+            start=start,
+            max_staleness=max_staleness,
+            num_parts=num_parts,
+            backups=backups,
+        )
+        return self._streams.open(stream, wanted)
 
+    @_action
     def claim(
         self,
-        stream: str,
-        worker: str,
-        session: str,
-        call: int,
-        count: int = 1,
-        finished: Sequence[JSON] = (),
+        stream: Name,
+        worker: Name,
+        session: Name,
+        call: Count,
+        count: Few = 1,
+        finished: Tickets256 = (),  # type: ignore[assignment]
     ) -> JSONObject:
-        """Takes tickets for the next steps.
-
-        Args:
-            stream: Its name.
-            worker: Who takes them.
-            session: Its session.
-            call: The number of this call.
-            count: At most so many, from 1 to 64.
-            finished: Tickets to `finish` before, in the same call.
+        """Takes up to `count` tickets for the next steps; first `finish` others.
 
         Returns:
             `{"indices": [...]}`: steps, or `[step, part]` in a synchronous stream. Or
@@ -319,165 +378,108 @@ class Board:
             "complete": ...}`: no tickets are left; `lost` were taken from workers that
             died (and given again, if synchronous); `complete` when none is in progress.
             With `finished` also what `finish` answers.
-
-        Raises:
-            UnknownStreamError: Nobody has opened it, or the server was restarted.
-            LimitError: The worker holds too many already.
         """
-        with self._call_log.turn_of(worker, session) as now:
+        done: JSONObject = {}
+        if finished:
+            done = self._streams.finish(stream, worker, finished, self._now)
+        return self._streams.claim(stream, worker, count) | done
 
-            def do() -> JSONObject:
-                # First, so that an error in it leaves the steps unfinished.
-                check_count(count, "count", least=1, most=MAX_CLAIM)
-                done: JSONObject = {}
-                if finished:
-                    done = self._streams.finish(stream, worker, finished, now)
-                return self._streams.claim(stream, worker, count) | done
-
-            answer = self._call_log.once(worker, "claim", call, do)
-            return self._journaled(stream, answer)
-
+    @_action
     def finish(
         self,
-        stream: str,
-        worker: str,
-        session: str,
-        call: int,
-        indices: Sequence[JSON],
+        stream: Name,
+        worker: Name,
+        session: Name,
+        call: Count,
+        indices: Tickets256,
         info: JSONObject | None = None,
     ) -> JSONObject:
-        """Says that the updates of those steps are applied.
-
-        Args:
-            stream: Its name.
-            worker: Who did them.
-            session: Its session.
-            call: The number of this call.
-            indices: What `claim` gave.
-            info: What the worker tells about itself, for `status`.
+        """Says that the updates of those steps, which `claim` gave, are applied.
 
         Returns:
             `late`: whether the worker did not hold some of them (it was dead for a
             while, or a backup was faster); `late_indices`: those.
         """
-        check_size(info, f"{worker}: info", most=_MAX_INFO)
-        with self._call_log.turn_of(worker, session) as now:
-            if info is not None:
-                self._presence.describe(worker, info)
+        self._describe(worker, info)
+        return self._streams.finish(stream, worker, indices, self._now)
 
-            def do() -> JSONObject:
-                return self._streams.finish(stream, worker, indices, now)
-
-            return self._journaled(
-                stream, self._call_log.once(worker, "finish", call, do)
-            )
-
-    def end(self, stream: str, length: int | None = None) -> JSONObject:
+    @_action
+    def end(self, stream: Name, length: Count | None = None) -> JSONObject:
         """Shortens a stream: its input has only `length` steps, or it is to stop.
 
-        Args:
-            stream: Its name.
-            length: Number of steps. Tickets from there on are void. None: no further
-                steps than those given already.
-
-        Returns:
-            `length`: the one that holds, the least that anybody gave.
+        Tickets from there on are void. None: no further steps than those given already.
+        The answer's `length` is the one that holds, the least that anybody gave.
         """
-        with self._call_log.turn():
-            return self._journaled(stream, self._streams.end(stream, length))
+        return self._streams.end(stream, length)
 
     # Closures.
 
+    @_action
     def schedule(
         self,
-        id: str,
+        id: Name,
         payload: JSON,
-        worker: str,
-        session: str,
-        call: int,
-        function: str | None = None,
+        worker: Name,
+        session: Name,
+        call: Count,
+        function: Name | None = None,
     ) -> JSONObject:
         """Queues a closure, as TF's `ClusterCoordinator.schedule`.
 
-        Args:
-            id: Unique among all closures.
-            payload: What the worker that runs it needs; a JSON value.
-            worker: Who schedules it. If it is replaced or leaves, they are dropped.
-            session: Its session.
-            call: The number of this call.
-            function: Only workers that have registered it get the closure. None: any.
+        If the worker who schedules it is replaced or leaves, it is dropped. With a
+        `function`, only workers that have registered that one get it.
 
         Returns:
             `{"scheduled": True}`. Or `{"full": True, "known": n, "finished": m}`: not
             queued; forget results, or wait. Or `{"failed": error}`: not queued; an
             earlier closure failed, and the error is told now and not again.
         """
-        with self._call_log.turn_of(worker, session) as now:
-            return self._call_log.once(
-                worker,
-                "schedule",
-                call,
-                lambda: self._closures.schedule(id, payload, function, worker, now),
-            )
+        return self._closures.schedule(id, payload, function, worker, self._now)
 
+    @_action
     def take(
-        self, worker: str, session: str, call: int, functions: Sequence[str] = ()
+        self,
+        worker: Name,
+        session: Name,
+        call: Count,
+        functions: Names1024 = (),  # type: ignore[assignment]
     ) -> JSONObject | None:
         """Gives a free worker a closure: `id`, `function`, `payload`; or None.
 
-        Args:
-            worker: Who is free.
-            session: Its session.
-            call: The number of this call.
-            functions: All that the worker has registered.
+        `functions` are all that the worker has registered.
         """
-        with self._call_log.turn_of(worker, session):
-            return self._call_log.once(
-                worker, "take", call, lambda: self._closures.take(worker, functions)
-            )
+        return self._closures.take(worker, functions)
 
+    @_action
     def result(
         self,
-        id: str,
-        worker: str,
-        session: str,
-        call: int,
+        id: Name,
+        worker: Name,
+        session: Name,
+        call: Count,
         value: JSON = None,
         error: dict[str, str] | None = None,
     ) -> JSONObject:
-        """Says what became of a closure.
+        """Says what became of a closure: its value, or the error it raised.
 
-        Args:
-            id: The closure's.
-            worker: Who ran it.
-            session: Its session.
-            call: The number of this call.
-            value: What it returned, a JSON value.
-            error: What it raised: `type`, `message` and `traceback`. The first error
-                cancels all that is queued.
-
-        Returns:
-            `late`: the worker does not have it any more, and this is not used.
+        An error has `type`, `message` and `traceback`; the first cancels all that is
+        queued. `late` in the answer: the worker does not have the closure any more, and
+        this is not used.
         """
-        with self._call_log.turn_of(worker, session):
-            return self._call_log.once(
-                worker,
-                "result",
-                call,
-                lambda: self._closures.result(id, worker, value, error),
-            )
+        return self._closures.result(id, worker, value, error)
 
+    @_action
     def raise_if_failed(
-        self, worker: str, session: str, call: int
+        self, worker: Name, session: Name, call: Count
     ) -> dict[str, str] | None:
         """The error of a closure that nobody was told of; None the next time."""
-        with self._call_log.turn_of(worker, session):
-            return self._call_log.once(
-                worker, "raise_if_failed", call, self._closures.raise_if_failed
-            )
+        return self._closures.raise_if_failed()
 
+    @_action
     def fetch(
-        self, ids: Sequence[str] | None = None, forget: Sequence[str] = ()
+        self,
+        ids: Names256 | None = None,
+        forget: Names4096 = (),  # type: ignore[assignment]
     ) -> dict[str, JSONObject]:
         """What became of closures, as TF's `ClusterCoordinator.fetch`.
 
@@ -491,9 +493,9 @@ class Board:
             By id: `status` (`queued`, `running`, `done`, `error`, `cancelled` or
             `unknown`), with `value` or `error`.
         """
-        with self._call_log.turn():
-            return self._closures.fetch(ids, forget)
+        return self._closures.fetch(ids, forget)
 
+    @_action
     def pending(self) -> JSONObject:
         """How the closures are.
 
@@ -503,44 +505,54 @@ class Board:
             for and no worker alive has registered (an empty text: any function), with
             the seconds they have waited.
         """
-        with self._call_log.turn() as now:
-            return self._closures.pending(self._presence.alive(), now)
+        return self._closures.pending(self._presence.alive(), self._now)
 
+    @_action
     def done(self) -> bool:
         """Whether no closure is queued or running, as TF's `done`."""
-        with self._call_log.turn():
-            return self._closures.is_done()
+        return self._closures.is_done()
 
     # For people, and for the server itself.
 
+    @_action
     def status(self) -> JSONObject:
         """All that a table of the running job shows."""
-        with self._call_log.turn() as now:
-            workers = self._presence.status(now)
-            for name, worker in workers.items():
-                worker["steps"] = self._streams.steps(name)
-                worker["steps_per_second"] = self._streams.steps_per_second(name, now)
-            return {
-                "workers": workers,
-                "streams": self._streams.status(),
-                "totals": self._streams.totals(),
-                "closures": self._closures.pending(self._presence.alive(), now),
-                "stop": self._rendezvous.stop,
-                "failed": self._call_log.failure,
-                "done": self._presence.is_done(now),
-            }
+        workers = self._presence.status(self._now)
+        for name, worker in workers.items():
+            worker |= self._streams.progress(name, self._now)
+        return {
+            "workers": workers,
+            "streams": self._streams.status(),
+            "totals": self._streams.totals(),
+            "closures": self._closures.pending(self._presence.alive(), self._now),
+            "stop": self._rendezvous.stop,
+            "failed": self._failure,
+            "done": self._presence.is_done(self._now),
+        }
+
+    ACTIONS: ClassVar[frozenset[str]] = frozenset(_ACTIONS)
+    """What clients may call; the rest is for the server."""
+
+    def refuse(self, task: str, reason: str) -> None:
+        """Notes that a task cannot take part; without some a job cannot begin."""
+        with self._lock:
+            self._begin_turn()
+            if self._presence.refuse(task, reason, self._now):
+                self._failure = self._failure or reason
 
     def state(self) -> JSONObject:
         """All of it as JSON values, for a snapshot."""
-        with self._call_log.turn():
-            return {
-                "version": _STATE_VERSION,
-                "presence": self._presence.state(),
-                "streams": self._streams.state(),
-                "closures": self._closures.state(),
-                "rendezvous": self._rendezvous.state(),
-                "answers": self._call_log.state(),
-            }
+        with self._lock:
+            self._begin_turn()
+            state = _State(
+                _STATE_VERSION,
+                self._presence.workers,
+                self._streams,
+                self._closures,
+                self._rendezvous,
+                self._answers,
+            )
+            return msgspec.to_builtins(state, str_keys=True)
 
     def load_state(
         self,
@@ -568,14 +580,21 @@ class Board:
                 f"Board.load_state: the snapshot has version {state.get('version')!r}, "
                 f"expected {_STATE_VERSION}. Delete it, or use the replicax it is of."
             )
-        with self._call_log.loading(state["answers"]) as now:
-            self._presence.load_state(state["presence"], now)
-            self._streams.load_state(state["streams"])
-            self._closures.load_state(state["closures"], now)
-            self._rendezvous.load_state(state["rendezvous"])
-            for worker in state["presence"] if release else ():
+        loaded = msgspec.convert(state, _State, str_keys=True)
+        with self._lock:
+            self._now = self._clock()
+            self._presence.restart(loaded.workers, self._now)
+            loaded.closures.max_retries = self._closures.max_retries
+            self._streams, self._closures = loaded.streams, loaded.closures
+            self._rendezvous, self._answers = loaded.rendezvous, loaded.answers
+            self._failure = None
+            self._closures.restart(self._now)
+            for worker in loaded.workers if release else ():
                 self._streams.release(worker)
             for key, entry in (journal or {}).items():
                 if key[0] == "stream":
-                    self._streams.load_journal(entry)
-                    self._call_log.add_state(entry["answers"])
+                    self._streams.load_entry(entry)
+                    answers = msgspec.convert(entry["answers"], _Answers)
+                    for worker, of in answers.items():
+                        self._answers.setdefault(worker, {}).update(of)
+            self._streams.restart()

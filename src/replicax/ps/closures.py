@@ -4,19 +4,14 @@ The state behind `ClusterCoordinator`. (TF: `tf.distribute.experimental.coordina
 ClusterCoordinator`.) No clock and no I/O: times come in as arguments, in seconds.
 """
 
-import dataclasses
 import logging
-from collections import deque
 from collections.abc import Sequence
+from typing import Any
+
+import msgspec
 
 from replicax._util.types import JSON, JSONObject
-from replicax.ps.limits import (
-    BoardError,
-    LimitError,
-    check_size,
-    check_text,
-    check_texts,
-)
+from replicax.ps.limits import BoardError, LimitError, check_size
 
 __all__ = ["Closures"]
 
@@ -25,27 +20,25 @@ _logger = logging.getLogger("replicax")
 _MAX_BYTES = 256 * 2**20
 _MAX_VALUE = 16 * 2**20
 _MAX_RUNNING = 16
-_MAX_FUNCTIONS = 1024
 _MAX_FETCH = 256
 _MAX_ERROR_TEXT = 64 * 1024
 
 
-@dataclasses.dataclass(kw_only=True)
-class _Closure:
+class _Closure(msgspec.Struct, kw_only=True):
     """`status` is `queued`, `running`, `done`, `error` or `cancelled`."""
 
     id: str
     function: str | None
-    payload: JSON
+    payload: Any
     owner: str
     generation: int
     size: int
     since: float
     status: str = "queued"
     worker: str | None = None
-    value: JSON = None
+    value: Any = None
     error: dict[str, str] | None = None
-    died_with: list[str] = dataclasses.field(default_factory=list)
+    died_with: list[str] = []
     unwanted: bool = False
 
     @property
@@ -54,80 +47,76 @@ class _Closure:
         return self.status not in ("queued", "running")
 
 
-class Closures:
+class Closures(msgspec.Struct, kw_only=True):
     """The closures of a job: queued, running, and finished but not yet forgotten.
 
     A closure whose worker dies goes back to the front of the queue, until it was tried
     `1 + max_retries` times. After an error, a worker's or this one, what is queued is
     cancelled; the error is told once, and then closures may be scheduled again.
 
-    Args:
+    Attributes:
         max_retries: How often a closure whose worker died is tried again.
         max_closures: How many are kept, those included that are finished and were not
             yet forgotten.
+        running: Ids of those that run, with their workers.
+        functions: What each worker has registered.
+        generation: Counts errors: closures of an earlier one do not raise one again.
     """
 
-    def __init__(self, *, max_retries: int = 3, max_closures: int = 4096) -> None:
-        self._max_retries = max_retries
-        self._max_closures = max_closures
-        self._known: dict[str, _Closure] = {}
-        self._queue: deque[str] = deque()
-        self._running: dict[str, str] = {}  # Id -> worker.
-        self._functions: dict[str, list[str]] = {}
-        self._bytes = 0
-        self._error: dict[str, str] | None = None
-        self._error_owner: str | None = None
-        # Counts errors: closures of an earlier generation do not raise one again.
-        self._generation = 0
+    max_retries: int = 3
+    max_closures: int = 4096
+    known: dict[str, _Closure] = {}
+    queue: list[str] = []
+    running: dict[str, str] = {}
+    functions: dict[str, Sequence[str]] = {}
+    num_bytes: int = 0
+    error: dict[str, str] | None = None
+    error_owner: str | None = None
+    generation: int = 0
 
     def schedule(
         self, id: str, payload: JSON, function: str | None, owner: str, now: float
     ) -> JSONObject:
         """Queues a closure: see `Board.schedule`."""
-        check_text(id, "id")
-        if function is not None:
-            check_text(function, "function")
         size = check_size(payload, f"closure {id}: payload", most=_MAX_VALUE)
-        if self._error is not None:
+        if self.error is not None:
             return {"failed": self.raise_if_failed()}
-        if id in self._known:
+        if id in self.known:
             raise BoardError(
                 f"The closure {id!r} was scheduled already and is "
-                f"{self._known[id].status}. Each needs an id of its own."
+                f"{self.known[id].status}. Each needs an id of its own."
             )
-        num_known = len(self._known)
-        if num_known >= self._max_closures or self._bytes + size > _MAX_BYTES:
-            unfetched = sum(closure.is_finished for closure in self._known.values())
+        num_known = len(self.known)
+        if num_known >= self.max_closures or self.num_bytes + size > _MAX_BYTES:
+            unfetched = sum(closure.is_finished for closure in self.known.values())
             return {"full": True, "known": num_known, "finished": unfetched}
-        self._known[id] = _Closure(
+        self.known[id] = _Closure(
             id=id,
             function=function,
             payload=payload,
             owner=owner,
-            generation=self._generation,
+            generation=self.generation,
             size=size,
             since=now,
         )
-        self._bytes += size
-        self._queue.append(id)
+        self.num_bytes += size
+        self.queue.append(id)
         return {"scheduled": True}
 
     def take(self, worker: str, functions: Sequence[str]) -> JSONObject | None:
         """The first closure that the worker has the function for: see `Board.take`."""
-        self._functions[worker] = check_texts(
-            functions, "functions", most=_MAX_FUNCTIONS
-        )
-        running = sum(holder == worker for holder in self._running.values())
+        self.functions[worker] = functions
+        running = sum(holder == worker for holder in self.running.values())
         if running >= _MAX_RUNNING:
             raise LimitError(
                 f"{worker} has {running} closures without a result. Send some first."
             )
-        able = {None, *self._functions[worker]}
-        for id in self._queue:
-            closure = self._known[id]
+        able = {None, *self.functions[worker]}
+        for id in self.queue:
+            closure = self.known[id]
             if closure.function in able:
-                self._queue.remove(id)
-                self._running[id] = closure.worker = worker
+                self.queue.remove(id)
+                self.running[id] = closure.worker = worker
                 closure.status = "running"
                 return {
                     "id": id,
@@ -140,26 +129,25 @@ class Closures:
         self, id: str, worker: str, value: JSON, error: dict[str, str] | None
     ) -> JSONObject:
         """Notes what became of a closure: see `Board.result`."""
-        check_text(id, "id")
         size = check_size(value, f"closure {id}: value", most=_MAX_VALUE)
         if error is not None:
             error = _checked_error(error)
-        if self._running.get(id) != worker:
+        if self.running.get(id) != worker:
             return {"late": True}
-        closure = self._known[id]
+        closure = self.known[id]
         if error is not None:
             self._fail(closure, error)
         else:
             self._finish(closure, "done")
             closure.value, closure.size = value, size
-            self._bytes += size
+            self.num_bytes += size
         if closure.unwanted:
             self._forget(id)
         return {"late": False}
 
     def _finish(self, closure: _Closure, status: str) -> None:
-        self._running.pop(closure.id, None)
-        self._bytes -= closure.size
+        self.running.pop(closure.id, None)
+        self.num_bytes -= closure.size
         closure.payload, closure.size = None, 0
         closure.status, closure.worker = status, None
 
@@ -167,13 +155,13 @@ class Closures:
         """Keeps the error; the first one of a generation cancels what is queued."""
         self._finish(closure, "error")
         closure.error = error
-        if closure.generation < self._generation:
+        if closure.generation < self.generation:
             return
-        self._error, self._error_owner = error, closure.owner
-        self._generation += 1
-        for id in self._queue:
-            self._cancel(self._known[id])
-        self._queue.clear()
+        self.error, self.error_owner = error, closure.owner
+        self.generation += 1
+        for id in self.queue:
+            self._cancel(self.known[id])
+        self.queue.clear()
 
     def _cancel(self, closure: _Closure) -> None:
         self._finish(closure, "cancelled")
@@ -181,25 +169,25 @@ class Closures:
             self._forget(closure.id)
 
     def _forget(self, id: str) -> None:
-        self._bytes -= self._known.pop(id).size
+        self.num_bytes -= self.known.pop(id).size
 
     def release(self, worker: str, *, died: bool, now: float) -> None:
         """Gives what the worker was running to others; `died`: it counts as a try."""
-        self._functions.pop(worker, None)
-        mine = [id for id, holder in self._running.items() if holder == worker]
+        self.functions.pop(worker, None)
+        mine = [id for id, holder in self.running.items() if holder == worker]
         # From the last one: each goes to the front, so they keep their order.
         for id in reversed(mine):
-            closure = self._known[id]
+            closure = self.known[id]
             if died:
                 closure.died_with.append(worker)
-            if len(closure.died_with) > self._max_retries:
+            if len(closure.died_with) > self.max_retries:
                 self._fail(closure, self._given_up(closure))
                 if closure.unwanted:
                     self._forget(id)
-            elif closure.generation < self._generation:
+            elif closure.generation < self.generation:
                 self._cancel(closure)
             else:
-                del self._running[id]
+                del self.running[id]
                 _logger.warning(
                     "%s is gone while it ran %s (%s), which runs again: what it had "
                     "updated already is updated twice.",
@@ -208,7 +196,7 @@ class Closures:
                     id,
                 )
                 closure.status, closure.worker, closure.since = "queued", None, now
-                self._queue.appendleft(id)
+                self.queue.insert(0, id)
 
     def _given_up(self, closure: _Closure) -> dict[str, str]:
         name = "a closure" if closure.function is None else repr(closure.function)
@@ -223,47 +211,44 @@ class Closures:
 
     def disown(self, owner: str) -> None:
         """Drops what a process scheduled that is gone for good; running ones too."""
-        self._queue = deque(i for i in self._queue if self._known[i].owner != owner)
-        for id in [i for i, c in self._known.items() if c.owner == owner]:
-            self._running.pop(id, None)
+        self.queue = [i for i in self.queue if self.known[i].owner != owner]
+        for id in [i for i, c in self.known.items() if c.owner == owner]:
+            self.running.pop(id, None)
             self._forget(id)
-        if self._error_owner == owner:
-            self._error = None
+        if self.error_owner == owner:
+            self.error = None
 
     def raise_if_failed(self) -> dict[str, str] | None:
         """The error that nobody was told of yet; None the next time."""
-        error, self._error = self._error, None
+        error, self.error = self.error, None
         return error
 
     def is_done(self) -> bool:
         """Whether nothing is queued or running."""
-        return not self._queue and not self._running
+        return not self.queue and not self.running
 
     def fetch(
         self, ids: Sequence[str] | None, forget: Sequence[str]
     ) -> dict[str, JSONObject]:
         """What became of closures: see `Board.fetch`."""
-        forget = check_texts(forget, "forget", most=self._max_closures)
-        if ids is not None:
-            ids = check_texts(ids, "ids", most=_MAX_FETCH)
         for id in forget:
-            if id in self._known:
-                self._known[id].unwanted = True
-                if self._known[id].is_finished:
+            if id in self.known:
+                self.known[id].unwanted = True
+                if self.known[id].is_finished:
                     self._forget(id)
         if ids is None:
-            ids = [i for i, c in self._known.items() if c.is_finished]
+            ids = [i for i, c in self.known.items() if c.is_finished]
         answer: dict[str, JSONObject] = {}
         room = _MAX_VALUE
         for id in ids[:_MAX_FETCH]:
-            room -= self._known[id].size if id in self._known else 0
+            room -= self.known[id].size if id in self.known else 0
             if room < 0 and answer:
                 break
             answer[id] = self._outcome(id)
         return answer
 
     def _outcome(self, id: str) -> JSONObject:
-        closure = self._known.get(id)
+        closure = self.known.get(id)
         if closure is None:
             return {"status": "unknown"}
         outcome: JSONObject = {"status": closure.status}
@@ -277,51 +262,28 @@ class Closures:
         """How many are where: see `Board.pending`."""
         able: set[str | None] = set()
         for worker in alive:
-            if worker in self._functions:
-                able |= {None, *self._functions[worker]}
+            if worker in self.functions:
+                able |= {None, *self.functions[worker]}
         unserved: dict[str, float] = {}
-        for id in self._queue:
-            closure = self._known[id]
+        for id in self.queue:
+            closure = self.known[id]
             if closure.function not in able:
                 name = closure.function or ""
                 waited = now - closure.since
                 unserved[name] = max(waited, unserved.get(name, 0.0))
         return {
-            "queued": len(self._queue),
-            "running": dict(self._running),
-            "finished": len(self._known) - len(self._queue) - len(self._running),
-            "failed": self._error is not None,
+            "queued": len(self.queue),
+            "running": dict(self.running),
+            "finished": len(self.known) - len(self.queue) - len(self.running),
+            "failed": self.error is not None,
             "unserved": unserved,
         }
 
-    def state(self) -> JSONObject:
-        """All of it, as JSON values."""
-        return {
-            "known": [
-                # Not asdict: it would copy payloads, which nobody changes.
-                {f.name: getattr(c, f.name) for f in dataclasses.fields(c)}
-                | {"died_with": list(c.died_with)}
-                for c in self._known.values()
-            ],
-            "queue": list(self._queue),
-            "error": self._error,
-            "error_owner": self._error_owner,
-            "generation": self._generation,
-        }
-
-    def load_state(self, state: JSONObject, now: float) -> None:
-        """Takes over a state; what was running stays with its workers."""
-        self._known = {
-            saved["id"]: _Closure(**saved | {"since": now}) for saved in state["known"]
-        }
-        self._queue = deque(state["queue"])
-        self._running = {
-            c.id: c.worker for c in self._known.values() if c.worker is not None
-        }
-        self._functions = {}
-        self._bytes = sum(closure.size for closure in self._known.values())
-        self._error, self._error_owner = state["error"], state["error_owner"]
-        self._generation = state["generation"]
+    def restart(self, now: float) -> None:
+        """Goes on in another server; what was running stays with its workers."""
+        self.functions = {}
+        for closure in self.known.values():
+            closure.since = now
 
 
 def _checked_error(error: object) -> dict[str, str]:

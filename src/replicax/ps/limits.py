@@ -4,27 +4,54 @@ Clients are authenticated, yet a broken one must not fill the server's memory: w
 they can store has a bound, and each of these errors says which.
 """
 
+import inspect
 import json
-from collections.abc import Sequence
-from typing import Any, TypeVar
+import re
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
+
+import msgspec
 
 __all__ = [
+    "Backups",
     "BoardError",
+    "Count",
+    "Few",
     "LimitError",
+    "Name",
+    "Names256",
+    "Names1024",
+    "Names4096",
     "NotJoinedError",
+    "NumParts",
     "SessionReplacedError",
     "StaleCallError",
+    "Ticket",
+    "Tickets256",
     "UnknownStreamError",
     "UnknownWorkerError",
     "check_count",
     "check_size",
-    "check_text",
-    "check_texts",
     "family_of",
+    "message_of",
+    "read",
     "remember",
 ]
 
-_MAX_NAME = 256
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+"""A text of a client, by which something is kept."""
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53 - 1)]
+"""A number of a client, which JSON can carry."""
+Ticket = int | list[int]
+"""A step; of a synchronous one the step and the share of it."""
+
+Few = Annotated[int, msgspec.Meta(ge=1, le=64)]
+NumParts = Annotated[int, msgspec.Meta(ge=1, le=65536)]
+Backups = Annotated[int, msgspec.Meta(ge=0, le=65536)]
+Tickets256 = Annotated[list[Ticket], msgspec.Meta(max_length=256)]
+Names256 = Annotated[list[Name], msgspec.Meta(max_length=256)]
+Names1024 = Annotated[list[Name], msgspec.Meta(max_length=1024)]
+Names4096 = Annotated[list[Name], msgspec.Meta(max_length=4096)]
 
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
@@ -58,25 +85,6 @@ class LimitError(BoardError):
     """The client wants to store more than the board keeps."""
 
 
-def check_text(value: object, what: str) -> str:
-    """The value, if it is a text of 1 to 256 characters."""
-    if not isinstance(value, str) or not 0 < len(value) <= _MAX_NAME:
-        raise BoardError(
-            f"{what} must be a text of 1 to {_MAX_NAME} characters; got "
-            f"{repr(value)[:80]}."
-        )
-    return value
-
-
-def check_texts(values: object, what: str, *, most: int) -> list[str]:
-    """The values, if they are a list of at most that many texts."""
-    if not isinstance(values, Sequence) or isinstance(values, str):
-        raise BoardError(f"{what} must be a list of texts; got {repr(values)[:80]}.")
-    if len(values) > most:
-        raise LimitError(f"{what}: at most {most} at a time; got {len(values)}.")
-    return [check_text(value, f"each of {what}") for value in values]
-
-
 def check_count(
     value: object, what: str, *, least: int = 0, most: int = 2**53 - 1
 ) -> int:
@@ -97,6 +105,41 @@ def check_size(value: Any, what: str, *, most: int) -> int:
     if size > most:
         raise LimitError(f"{what} has {size} bytes as JSON; at most {most} are kept.")
     return size
+
+
+def message_of(function: Callable[..., object]) -> type[msgspec.Struct]:
+    """The type of a method's arguments by name, from its annotations."""
+    fields: list[tuple[str, Any] | tuple[str, Any, Any]] = []
+    for p in list(inspect.signature(function).parameters.values())[1:]:
+        # JSON is a type that refers to itself, by a text.
+        annotation = Any if isinstance(p.annotation, str) else p.annotation
+        field = (p.name, annotation)
+        fields.append(field if p.default is p.empty else (*field, p.default))
+    return msgspec.defstruct(function.__name__, fields, forbid_unknown_fields=True)
+
+
+def read(kind: type[_Value], sent: object, refused: type[Exception]) -> _Value:
+    """A message of a type from JSON values; its limits are at its fields.
+
+    Raises:
+        Exception: Of the type `refused`: it is none. The message names the field and
+            its value.
+
+    >>> read(dict[str, int], {"steps": "7"}, BoardError)
+    Traceback (most recent call last):
+        ...
+    replicax.ps.limits.BoardError: [...] is {'steps': '7'}; expected int, got str
+    """
+    try:
+        return msgspec.convert(sent, kind)
+    except msgspec.ValidationError as error:
+        text, _, path = str(error).replace("`", "").partition(" - at $")
+        text = text[0].lower() + text[1:]
+        value: Any = sent
+        for name, index in re.findall(r"\.([^.\[\]]+)|\[(\d+)\]", path):
+            value = value[int(index)] if index else value[name]
+        shown = f"{path.removeprefix('.')} is {value!r:.80}; " if path else ""
+        raise refused(shown + text) from error
 
 
 def family_of(name: str) -> tuple[str, int | None]:

@@ -4,15 +4,12 @@ A message's header says in `"op"` which of these it is; its vectors come behind 
 is not of this form is refused before memory is taken for the vectors.
 """
 
-import re
-from typing import Annotated, Any, TypeVar
-
 import msgspec
 
+from replicax.ps.limits import Count
 from replicax.ps.pushes import StepShare
 from replicax.ps.table import TableSpec
 from replicax.ps.variable_slices import VariableGroup
-from replicax.ps.wire import WireError
 
 __all__ = [
     "Assign",
@@ -25,12 +22,7 @@ __all__ = [
     "Push",
     "PushRows",
     "Replace",
-    "read",
 ]
-
-Count = Annotated[int, msgspec.Meta(ge=0)]
-
-_Message = TypeVar("_Message")
 
 
 class Create(msgspec.Struct):
@@ -109,28 +101,3 @@ class PushRows(msgspec.Struct):
     session: str
     sequence: int
     part: StepShare | None
-
-
-def read(kind: type[_Message], sent: object) -> _Message:
-    """A message from JSON values.
-
-    Raises:
-        WireError: It is not of that kind; the message names the field and its value.
-
-    Example:
-        >>> read(Pull, {"group": 7})
-        Traceback (most recent call last):
-            ...
-        replicax.ps.wire.WireError: group is 7; expected str, got int
-    """
-    try:
-        return msgspec.convert(sent, kind)
-    except msgspec.ValidationError as error:
-        text, _, path = str(error).replace("`", "").partition(" - at $")
-        text = text[0].lower() + text[1:]
-        if not path:
-            raise WireError(text) from error
-        value: Any = sent
-        for name, index in re.findall(r"\.([^.\[\]]+)|\[(\d+)\]", path):
-            value = value[int(index)] if index else value[name]
-        raise WireError(f"{path[1:]} is {value!r:.80}; {text}") from error

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from replicax._util.types import JSONObject
-from replicax.ps import messages
+from replicax.ps.limits import read
 from replicax.ps.messages import (
     Assign,
     Averages,
@@ -51,7 +51,7 @@ class Operation:
 
     def read(self, header: JSONObject) -> Any:
         """The message of a header."""
-        return messages.read(self.message, header)
+        return read(self.message, header, WireError)
 
 
 def _of_group(store: VariableStore, message: Replace) -> dict[str, Allowed]:

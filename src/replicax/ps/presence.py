@@ -3,8 +3,9 @@
 No clock and no I/O: times come in as arguments, in seconds.
 """
 
-import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+import msgspec
 
 from replicax._util.listing import listed
 from replicax._util.types import JSONObject
@@ -13,17 +14,15 @@ from replicax.ps.limits import (
     NotJoinedError,
     SessionReplacedError,
     UnknownWorkerError,
-    check_text,
 )
 
-__all__ = ["Presence"]
+__all__ = ["Presence", "Worker"]
 
 _REPLACED_KEPT = 16
 _MAX_ERROR = 4000
 
 
-@dataclasses.dataclass
-class _Worker:
+class Worker(msgspec.Struct):
     """One task of the cluster; `state` is `absent`, `alive`, `dead` or `left`."""
 
     state: str = "absent"
@@ -32,10 +31,10 @@ class _Worker:
     gone_at: float = 0.0  # When it died or left; when the board started.
     ok: bool | None = None
     error: str | None = None
-    info: JSONObject = dataclasses.field(default_factory=dict)
+    info: JSONObject = {}
     starts: int = 0
     deaths: int = 0
-    replaced: list[str] = dataclasses.field(default_factory=list)
+    replaced: list[str] = []
 
 
 class Presence:
@@ -67,17 +66,17 @@ class Presence:
         self.chief = workers[0]
         self.timeouts = timeouts
         self._started = now
-        self._workers = {name: _Worker(gone_at=now) for name in workers}
+        self.workers = {name: Worker(gone_at=now) for name in workers}
 
-    def _worker(self, worker: str) -> _Worker:
-        if not isinstance(worker, str) or worker not in self._workers:
+    def _worker(self, worker: str) -> Worker:
+        if worker not in self.workers:
             raise UnknownWorkerError(
                 f"The cluster has no worker {repr(worker)[:80]}; its workers are "
-                f"{listed(self._workers)}."
+                f"{listed(self.workers)}."
             )
-        return self._workers[worker]
+        return self.workers[worker]
 
-    def _refuse_replaced(self, name: str, known: _Worker, session: str) -> None:
+    def _refuse_replaced(self, name: str, known: Worker, session: str) -> None:
         if session in known.replaced:
             raise SessionReplacedError(
                 f"{name}: session {session} was replaced by {known.session}: the "
@@ -87,7 +86,6 @@ class Presence:
     def join(self, worker: str, session: str, info: JSONObject, now: float) -> bool:
         """Makes the worker alive; whether it replaced another session of its name."""
         known = self._worker(worker)
-        check_text(session, f"{worker}: session")
         self._refuse_replaced(worker, known, session)
         replaces = known.session is not None and known.session != session
         if replaces:
@@ -118,10 +116,6 @@ class Presence:
             raise NotJoinedError(f"{worker}: this session has left. Join again first.")
         known.state, known.last_sign = "alive", now
 
-    def describe(self, worker: str, info: JSONObject) -> None:
-        """Keeps what the worker tells about itself, for `status`."""
-        self._worker(worker).info = info
-
     def leave(
         self, worker: str, session: str, ok: bool, error: str | None, now: float
     ) -> bool:
@@ -138,7 +132,7 @@ class Presence:
     def newly_dead(self, now: float) -> list[str]:
         """Marks as dead who was silent for too long, and returns their names."""
         dead = []
-        for name, known in self._workers.items():
+        for name, known in self.workers.items():
             due = known.last_sign + self.timeouts.heartbeat
             if known.state == "alive" and now > due:
                 # Not `now`: it may be long after, when nobody called in between.
@@ -149,7 +143,7 @@ class Presence:
 
     def alive(self) -> list[str]:
         """Names of the workers that are alive, in the cluster's order."""
-        return [n for n, known in self._workers.items() if known.state == "alive"]
+        return [n for n, known in self.workers.items() if known.state == "alive"]
 
     def refuse(self, task: str, reason: str, now: float) -> bool:
         """Notes that a task cannot take part; whether the job cannot begin so.
@@ -157,43 +151,43 @@ class Presence:
         A job needs its chief and its servers to begin, and can do without other
         workers. One that has begun goes on.
         """
-        known = self._workers.get(task)
+        known = self.workers.get(task)
         if known is not None and known.state == "absent":
             known.state, known.gone_at = "left", now
             known.ok, known.error = False, reason[:_MAX_ERROR]
         if known is not None and task != self.chief:
             return False
-        return self._workers[self.chief].starts == 0
+        return self.workers[self.chief].starts == 0
 
     def is_done(self, now: float) -> bool:
         """Whether the chief left with success and nobody is left to wait for."""
-        chief = self._workers[self.chief]
+        chief = self.workers[self.chief]
         if chief.state != "left" or not chief.ok or self.alive():
             return False
         # Who has not come yet may be starting still.
         starting = now - self._started <= self.timeouts.startup
-        absent = any(known.state == "absent" for known in self._workers.values())
+        absent = any(known.state == "absent" for known in self.workers.values())
         return not (starting and absent)
 
     def failure(self, now: float) -> str | None:
         """Why the job as a whole has failed; None: it has not."""
-        chief = self._workers[self.chief]
+        chief = self.workers[self.chief]
         if chief.state == "left":
             if not chief.ok:
                 return f"{self.chief} (the chief) failed: {chief.error}"
             return None
-        if all(known.state == "absent" for known in self._workers.values()):
+        if all(known.state == "absent" for known in self.workers.values()):
             if now - self._started > self.timeouts.startup:
                 return (
                     f"no worker has joined for {self.timeouts.startup:g} s; expected "
-                    f"{listed(self._workers)}"
+                    f"{listed(self.workers)}"
                 )
             return None
         if chief.state == "alive":
             return None
         return self._failure_without_chief(chief, now)
 
-    def _failure_without_chief(self, chief: _Worker, now: float) -> str | None:
+    def _failure_without_chief(self, chief: Worker, now: float) -> str | None:
         if chief.state == "absent":
             if now - self._started > self.timeouts.startup:
                 return (
@@ -205,7 +199,7 @@ class Presence:
                 f"{self.chief} (the chief) died and did not return for "
                 f"{self.timeouts.chief:g} s"
             )
-        last = max(known.gone_at for known in self._workers.values())
+        last = max(known.gone_at for known in self.workers.values())
         if not self.alive() and now - last > self.timeouts.chief:
             return f"no worker has been alive for {self.timeouts.chief:g} s"
         return None
@@ -231,35 +225,21 @@ class Presence:
                 "error": known.error,
                 "info": known.info,
             }
-            for name, known in self._workers.items()
+            for name, known in self.workers.items()
         }
 
-    def state(self) -> JSONObject:
-        """All of it but the times, as JSON values."""
-        return {
-            name: {
-                "state": known.state,
-                "session": known.session,
-                "ok": known.ok,
-                "error": known.error,
-                "starts": known.starts,
-                "deaths": known.deaths,
-                "replaced": list(known.replaced),
-            }
-            for name, known in self._workers.items()
-        }
-
-    def load_state(self, state: JSONObject, now: float) -> None:
-        """Takes over a state; heartbeats and the grace period start anew.
+    def restart(self, workers: Mapping[str, Worker], now: float) -> None:
+        """Goes on with a snapshot's workers; heartbeats and grace periods start anew.
 
         Raises:
-            ValueError: It is of a cluster with other workers.
+            ValueError: They are of another cluster.
         """
-        if list(state) != list(self._workers):
+        if list(workers) != list(self.workers):
             raise ValueError(
-                f"Board.load_state: the snapshot is of the workers {listed(state)}; "
-                f"this cluster has {listed(self._workers)}. Delete the snapshot."
+                f"Board.load_state: the snapshot is of the workers {listed(workers)}; "
+                f"this cluster has {listed(self.workers)}. Delete the snapshot."
             )
         self._started = now
-        for name, saved in state.items():
-            self._workers[name] = _Worker(**saved, last_sign=now, gone_at=now)
+        self.workers = dict(workers)
+        for worker in self.workers.values():
+            worker.last_sign = worker.gone_at = now

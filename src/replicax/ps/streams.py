@@ -1,158 +1,161 @@
 """The work queues of a job by name, and each worker's progress in them."""
 
-import dataclasses
 import logging
-from collections import deque
 from collections.abc import Sequence
-from typing import Any
+
+import msgspec
 
 from replicax._util.types import JSONObject
 from replicax.ps.limits import (
     BoardError,
     LimitError,
     UnknownStreamError,
-    check_count,
-    check_text,
     family_of,
     remember,
 )
-from replicax.ps.tickets import PartTickets, StepTickets, Tickets
+from replicax.ps.tickets import PartTickets, StepTickets, Ticket, Tickets
 
-__all__ = ["MAX_CLAIM", "Streams"]
+__all__ = ["Settings", "Streams"]
 
 _logger = logging.getLogger("replicax")
 
 _MAX_STREAMS = 256
 _MAX_FAMILIES = 1024
-MAX_CLAIM = 64
-_MAX_FINISH = 256
-_MAX_PARTS = 65536
 _PACE_SECONDS = 10
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Settings:
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """What a stream was opened with; the same for all workers."""
 
-    limit: int | None
-    start: int
-    max_staleness: int | None
-    num_parts: int | None
-    backups: int
+    limit: int | None = None
+    start: int = 0
+    max_staleness: int | None = None
+    num_parts: int | None = None
+    backups: int = 0
 
-    def __post_init__(self) -> None:
-        if self.limit is not None:
-            check_count(self.limit, "limit")
-        check_count(self.start, "start")
-        check_count(self.backups, "backups", most=_MAX_PARTS)
+    def tickets(self) -> Tickets:
+        """A new stream of this kind.
+
+        Raises:
+            BoardError: The settings contradict each other.
+        """
+        if self.num_parts is None:
+            if self.backups:
+                raise BoardError(
+                    f"backups={self.backups} needs num_parts: only parts of a "
+                    "synchronous step are given twice."
+                )
+            return StepTickets(
+                length=self.limit, next=self.start, max_staleness=self.max_staleness
+            )
         if self.max_staleness is not None:
-            check_count(self.max_staleness, "max_staleness")
-        if self.num_parts is not None:
-            check_count(self.num_parts, "num_parts", least=1, most=_MAX_PARTS)
-        if self.num_parts is not None and self.max_staleness is not None:
             raise BoardError(
                 f"A stream with num_parts={self.num_parts} is synchronous, so nothing "
                 f"is stale; got max_staleness={self.max_staleness}. Leave one out."
             )
-        if self.num_parts is None and self.backups:
-            raise BoardError(
-                f"backups={self.backups} needs num_parts: only parts of a synchronous "
-                f"step are given twice."
-            )
-
-    def tickets(self) -> Tickets:
-        """A new stream of this kind."""
-        if self.num_parts is None:
-            return StepTickets(
-                limit=self.limit, start=self.start, max_staleness=self.max_staleness
-            )
         return PartTickets(
             num_parts=self.num_parts,
-            limit=self.limit,
-            start=self.start,
+            length=self.limit,
+            next=self.start,
             backups=self.backups,
         )
 
 
-class _Pace:
-    """Steps of one worker: all, and per second in the last few seconds."""
+class _Pace(msgspec.Struct):
+    """Steps of one worker: all, and in each of the last few seconds."""
 
-    def __init__(self, total: int = 0) -> None:
-        self.total = total
-        self._seconds: deque[list[int]] = deque(maxlen=_PACE_SECONDS)
+    total: int = 0
+    seconds: list[tuple[int, int]] = []
 
     def add(self, count: int, now: float) -> None:
         """Notes steps that were done just now."""
         self.total += count
-        if not self._seconds or self._seconds[-1][0] != int(now):
-            self._seconds.append([int(now), 0])
-        self._seconds[-1][1] += count
+        last = self.seconds[-1] if self.seconds else (-1, 0)
+        if last[0] == int(now):
+            self.seconds[-1] = (last[0], last[1] + count)
+        else:
+            self.seconds = [*self.seconds, (int(now), count)][-_PACE_SECONDS:]
 
     def per_second(self, now: float) -> float:
         """Steps per second over the last ten seconds."""
-        recent = [s for s in self._seconds if s[0] > now - _PACE_SECONDS]
+        recent = [s for s in self.seconds if s[0] > now - _PACE_SECONDS]
         if not recent:
             return 0.0
         return sum(n for _, n in recent) / max(now - recent[0][0], 1.0)
 
 
-class Streams:
+class _Entry(msgspec.Struct):
+    """What a restarted server has to know of an asynchronous stream."""
+
+    name: str
+    stream: tuple[Settings, Tickets]
+    steps: dict[str, int]
+    past: dict[str, int]
+
+
+class Streams(msgspec.Struct):
     """All streams of a job.
 
     A stream's name ends in a number that increases all through the job, such as
     `"fit 0/epoch/12"`. When it is complete, the complete ones of its family with lower
     numbers are forgotten: they stay over and cannot be opened again. So a name must
     never be used for something new.
+
+    Attributes:
+        streams: By name.
+        forgotten: By family the newest forgotten number.
+        lengths: Of those forgotten last.
+        paces: Of the workers.
+        past: Totals of the forgotten streams.
     """
 
-    def __init__(self) -> None:
-        self._streams: dict[str, tuple[_Settings, Tickets]] = {}
-        self._forgotten: dict[str, int] = {}  # Family -> the newest forgotten number.
-        self._lengths: dict[str, int | None] = {}  # Of those forgotten last.
-        self._paces: dict[str, _Pace] = {}
-        self._past = {"given_up": 0, "twice": 0}  # Of forgotten streams.
+    streams: dict[str, tuple[Settings, Tickets]] = {}
+    forgotten: dict[str, int] = {}
+    lengths: dict[str, int | None] = {}
+    paces: dict[str, _Pace] = {}
+    past: dict[str, int] = msgspec.field(
+        default_factory=lambda: {"given_up": 0, "twice": 0}
+    )
 
-    def open(self, stream: str, **settings: Any) -> JSONObject:
+    def open(self, stream: str, wanted: Settings) -> JSONObject:
         """Makes a stream, if it is not there: see `Board.open`."""
-        check_text(stream, "stream")
-        wanted = _Settings(**settings)
         if self._is_forgotten(stream):
-            return {"over": True, "length": self._lengths.get(stream)}
-        if stream not in self._streams:
+            return {"over": True, "length": self.lengths.get(stream)}
+        if stream not in self.streams:
+            tickets = wanted.tickets()
             self._make_room()
-            self._streams[stream] = (wanted, wanted.tickets())
+            self.streams[stream] = (wanted, tickets)
             self._forget_before(stream)
-        known, tickets = self._streams[stream]
+        known, tickets = self.streams[stream]
         if known != wanted:
             raise BoardError(
-                f"The stream {stream!r} is open with {dataclasses.asdict(known)}; got "
-                f"{dataclasses.asdict(wanted)}. All workers must open it alike."
+                f"The stream {stream!r} is open with {msgspec.to_builtins(known)}; got "
+                f"{msgspec.to_builtins(wanted)}. All workers must open it alike."
             )
         return {"over": tickets.is_over, "length": tickets.length}
 
     def _is_forgotten(self, stream: str) -> bool:
         family, number = family_of(stream)
-        return stream not in self._streams and self._forgotten.get(family, -1) >= (
+        return stream not in self.streams and self.forgotten.get(family, -1) >= (
             number or 0
         )
 
     def _tickets(self, stream: str) -> Tickets | None:
         """The stream; None if it was complete and is forgotten."""
-        if stream in self._streams:
-            return self._streams[stream][1]
-        check_text(stream, "stream")
+        if stream in self.streams:
+            return self.streams[stream][1]
         if self._is_forgotten(stream):
             return None
         raise UnknownStreamError(
             f"There is no stream {stream!r}: open it first, and again if the server "
-            f"was restarted. There are {', '.join(self._streams) or 'none'}."
+            f"was restarted. There are {', '.join(self.streams) or 'none'}."
         )
 
     def claim(self, stream: str, worker: str, count: int) -> JSONObject:
         """Tickets, or that it is over, or why to wait: see `Board.claim`."""
         tickets = self._tickets(stream)
         if tickets is None:
-            return {"over": self._lengths.get(stream), "lost": 0, "complete": True}
+            return {"over": self.lengths.get(stream), "lost": 0, "complete": True}
         if tickets.is_over:
             return {
                 "over": tickets.length,
@@ -165,17 +168,10 @@ class Streams:
         return {"indices": given}
 
     def finish(
-        self, stream: str, worker: str, indices: Sequence[Any], now: float
+        self, stream: str, worker: str, indices: Sequence[Ticket], now: float
     ) -> JSONObject:
         """Notes steps as done: see `Board.finish`."""
         tickets = self._tickets(stream)
-        if not isinstance(indices, Sequence) or isinstance(indices, str):
-            raise BoardError(f"indices must be a list; got {repr(indices)[:80]}.")
-        if len(indices) > _MAX_FINISH:
-            raise LimitError(
-                f"indices: at most {_MAX_FINISH} steps are finished at a time; got "
-                f"{len(indices)}."
-            )
         if tickets is None:
             return {"late": bool(indices), "late_indices": list(indices)}
         twice = tickets.twice
@@ -188,7 +184,7 @@ class Streams:
                 late,
             )
         if len(late) < len(indices):
-            pace = self._paces.setdefault(worker, _Pace())
+            pace = self.paces.setdefault(worker, _Pace())
             pace.add(len(indices) - len(late), now)
             self._forget_before(stream)
         return {"late": bool(late), "late_indices": late}
@@ -196,10 +192,8 @@ class Streams:
     def end(self, stream: str, length: int | None) -> JSONObject:
         """Shortens a stream: see `Board.end`."""
         tickets = self._tickets(stream)
-        if length is not None:
-            check_count(length, "length")
         if tickets is None:
-            return {"length": self._lengths.get(stream)}
+            return {"length": self.lengths.get(stream)}
         tickets.end(length)
         self._forget_before(stream)
         return {"length": tickets.length}
@@ -207,20 +201,20 @@ class Streams:
     def release(self, worker: str) -> int:
         """Takes all tickets away from a worker; returns how many are given up by it."""
         given_up = 0
-        for stream in list(self._streams):
-            if stream in self._streams:
+        for stream in list(self.streams):
+            if stream in self.streams:
                 is_lost = self._is_asynchronous(stream)
-                number = self._streams[stream][1].release(worker)
+                number = self.streams[stream][1].release(worker)
                 given_up += number * is_lost
                 self._forget_before(stream)
         return given_up
 
     def _forget_before(self, stream: str) -> None:
         """Forgets what is complete and older than this stream, if it is complete."""
-        if not self._streams[stream][1].is_complete:
+        if not self.streams[stream][1].is_complete:
             return
         family, number = family_of(stream)
-        for other, (_, tickets) in list(self._streams.items()):
+        for other, (_, tickets) in list(self.streams.items()):
             theirs, older = family_of(other)
             is_older = theirs == family and (older or 0) < (number or 0)
             if is_older and tickets.is_complete:
@@ -228,16 +222,16 @@ class Streams:
 
     def _forget(self, stream: str) -> None:
         family, number = family_of(stream)
-        _, tickets = self._streams.pop(stream)
-        newest = max(self._forgotten.get(family, 0), number or 0)
-        remember(self._forgotten, family, newest, most=_MAX_FAMILIES)
-        remember(self._lengths, stream, tickets.length, most=_MAX_FAMILIES)
-        self._past = _with(self._past, tickets)
+        _, tickets = self.streams.pop(stream)
+        newest = max(self.forgotten.get(family, 0), number or 0)
+        remember(self.forgotten, family, newest, most=_MAX_FAMILIES)
+        remember(self.lengths, stream, tickets.length, most=_MAX_FAMILIES)
+        self.past = _with(self.past, tickets)
 
     def _make_room(self) -> None:
-        if len(self._streams) < _MAX_STREAMS:
+        if len(self.streams) < _MAX_STREAMS:
             return
-        complete = [n for n, (_, t) in self._streams.items() if t.is_complete]
+        complete = [n for n, (_, t) in self.streams.items() if t.is_complete]
         if not complete:
             raise LimitError(
                 f"{_MAX_STREAMS} streams are open and none is complete. End those that "
@@ -245,29 +239,21 @@ class Streams:
             )
         self._forget(complete[0])
 
-    def steps(self, worker: str) -> int:
-        """Steps the worker has finished, of all streams."""
-        return self._paces[worker].total if worker in self._paces else 0
-
-    def steps_per_second(self, worker: str, now: float) -> float:
-        """Its pace over the last ten seconds."""
-        return self._paces[worker].per_second(now) if worker in self._paces else 0.0
+    def progress(self, worker: str, now: float) -> JSONObject:
+        """Steps the worker has finished, of all streams, and its pace lately."""
+        pace = self.paces.get(worker, _Pace())
+        return {"steps": pace.total, "steps_per_second": pace.per_second(now)}
 
     def totals(self) -> dict[str, int]:
         """Of the whole job: asynchronous steps that were given up, or done twice."""
-        totals = self._past
-        for _, tickets in self._streams.values():
+        totals = self.past
+        for _, tickets in self.streams.values():
             totals = _with(totals, tickets)
         return totals
 
     def _is_asynchronous(self, stream: str) -> bool:
-        found = self._streams.get(stream)
+        found = self.streams.get(stream)
         return found is not None and isinstance(found[1], StepTickets)
-
-    @property
-    def names(self) -> list[str]:
-        """The streams that are known."""
-        return list(self._streams)
 
     def entry(self, stream: str) -> JSONObject | None:
         """What a restarted server has to know of an asynchronous stream.
@@ -277,59 +263,33 @@ class Streams:
         """
         if not self._is_asynchronous(stream):
             return None
-        settings, tickets = self._streams[stream]
-        return {
-            "stream": [stream, dataclasses.asdict(settings), tickets.state()],
-            "steps": {worker: pace.total for worker, pace in self._paces.items()},
-            "past": self._past,
-        }
+        steps = {worker: pace.total for worker, pace in self.paces.items()}
+        entry = _Entry(stream, self.streams[stream], steps, self.past)
+        return msgspec.to_builtins(entry, str_keys=True)
 
     def status(self) -> JSONObject:
         """Every stream's counts, for people."""
-        return {name: tickets.status() for name, (_, tickets) in self._streams.items()}
+        return {name: tickets.status() for name, (_, tickets) in self.streams.items()}
 
-    def state(self) -> JSONObject:
-        """All of it, as JSON values."""
-        return {
-            "streams": [
-                [name, dataclasses.asdict(settings), tickets.state()]
-                for name, (settings, tickets) in self._streams.items()
-            ],
-            "forgotten": dict(self._forgotten),
-            "lengths": dict(self._lengths),
-            "steps": {worker: pace.total for worker, pace in self._paces.items()},
-            "past": self._past,
-        }
-
-    def load_state(self, state: JSONObject) -> None:
-        """Takes over a state."""
-        self._streams = {}
-        for stream in state["streams"]:
-            self._load(*stream)
-        self._forgotten = dict(state["forgotten"])
-        self._lengths = dict(state["lengths"])
-        self._load_counts(state)
-
-    def load_journal(self, entry: JSONObject) -> None:
+    def load_entry(self, saved: JSONObject) -> None:
         """Takes over an `entry`, which is later than the state."""
-        name = entry["stream"][0]
-        family, number = family_of(name)
-        for other in list(self._streams):
+        entry = msgspec.convert(saved, _Entry, str_keys=True)
+        family, number = family_of(entry.name)
+        for other in list(self.streams):
             theirs, older = family_of(other)
             if theirs == family and (older or 0) < (number or 0):
                 self._forget(other)  # All workers had come to the end of it.
-        self._load(*entry["stream"])
-        self._load_counts(entry)
+        self.streams[entry.name] = entry.stream
+        self.paces = {worker: _Pace(total) for worker, total in entry.steps.items()}
+        self.past = entry.past
 
-    def _load(self, name: str, settings: JSONObject, saved: JSONObject) -> None:
-        opened = _Settings(**settings)
-        tickets = opened.tickets()
-        tickets.load_state(saved)
-        self._streams[name] = (opened, tickets)
-
-    def _load_counts(self, state: JSONObject) -> None:
-        self._paces = {worker: _Pace(total) for worker, total in state["steps"].items()}
-        self._past = state["past"]
+    def restart(self) -> None:
+        """Goes on in another server, whose clock is another one."""
+        for pace in self.paces.values():
+            pace.seconds = []
+        for _, tickets in self.streams.values():
+            if isinstance(tickets, StepTickets):
+                tickets.waiting = []
 
 
 def _with(totals: dict[str, int], tickets: Tickets) -> dict[str, int]:
