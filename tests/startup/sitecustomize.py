@@ -8,7 +8,7 @@ import sys
 
 # What Keras imports wherever it finds it takes half of the time of `import keras`, and
 # no test needs it of Keras.
-_NOT_FOR_KERAS = ("matplotlib", "pandas", "sklearn")
+_NOT_FOR_KERAS = ("matplotlib", "pandas", "requests", "sklearn")
 
 
 class _Hidden:
