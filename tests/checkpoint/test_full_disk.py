@@ -308,6 +308,7 @@ def fit_of_two(folder: str) -> dict[str, str]:
 
 
 @pytest.mark.multiprocess
+@pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_all_workers_warn_or_raise(disk: Path) -> None:
     results = run(

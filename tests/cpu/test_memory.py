@@ -154,6 +154,7 @@ def faults(layers: str, flags: str = "") -> int:
     return int(ended.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="not Linux")
 def test_a_steps_arrays_come_in_pieces_that_a_thread_can_keep() -> None:
     assert faults("10, 1000") < 1000

@@ -227,6 +227,7 @@ KILLED = """
 
 
 @pytest.mark.multiprocess
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_killed_and_resumed_training_ends_with_the_same_weights(
     tmp_path: Path,
