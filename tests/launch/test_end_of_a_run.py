@@ -263,11 +263,11 @@ def test_ctrl_c_on_one_worker() -> None:
         cluster.task("worker:0").wait(timeout_seconds=LATEST_S)
 
     for result in interrupted(interrupt).values():
-        assert result.exit_code == 1, result.output
-        assert report_of(result).culprit == "worker:1"
-        assert "worker:1 was interrupted (KeyboardInterrupt)" in (
-            report_of(result).message
-        )
+        assert result.exit_code == 130, result.output
+        report = report_of(result)
+        assert (report.kind, report.culprit) == ("interrupted", "worker:1")
+        assert report.message.startswith("worker:1: interrupted, at ")
+        assert report.message.endswith(" in train (KeyboardInterrupt).")
 
 
 @pytest.mark.slow

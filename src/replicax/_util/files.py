@@ -79,8 +79,7 @@ def part_of(path: Path) -> Path:
 def temporary_folder(part: Path) -> Iterator[Path]:
     """Make an empty folder for a block that fills and publishes it; else delete it.
 
-    Args:
-        part: Its path. What a killed process left there is deleted first.
+    What a killed process left there is deleted first.
 
     Example:
         >>> import tempfile
@@ -104,12 +103,8 @@ def temporary_folder(part: Path) -> Iterator[Path]:
 def publish(part: Path, path: Path, *, replace: bool = False) -> None:
     """Fsync a folder and all that is in it, rename it to `path`, fsync the rename.
 
-    Args:
-        part: The folder, complete.
-        path: Its name, in the same folder.
-        replace: Whether it takes the place of an older one. A process that is killed
-            between the two renames leaves the older one under a name that
-            `complete_folder` knows.
+    With `replace` it takes the place of an older one. A process that is killed between
+    the two renames leaves the older one under a name that `complete_folder` knows.
 
     Raises:
         FileExistsError: If there is something at `path`, and `replace` is False.
@@ -159,28 +154,19 @@ def remove_folder(path: Path) -> None:
 def leftovers(folder: Path, names: str, idle_seconds: float = 0.0) -> list[Path]:
     """Temporary folders that killed processes have left.
 
-    Args:
-        folder: Where to look.
-        names: A regular expression for the names of the complete ones.
-        idle_seconds: Where other processes write too: for how long nothing was added.
+    `names` is a regular expression for the names of the complete ones. Where other
+    processes write too, nothing was added for `idle_seconds`.
     """
     pattern = re.compile(rf"\.(?:{names})\.part")
-    latest = time.time() - idle_seconds
-    found = folder.iterdir() if folder.is_dir() else ()
-    return [
-        path
-        for path in found
-        if pattern.fullmatch(path.name)
-        and path.is_dir()
-        and (not idle_seconds or _modified_at(path) < latest)
-    ]
-
-
-def _modified_at(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except FileNotFoundError:  # Another process deletes it, too.
-        return math.inf
+    latest = time.time() - idle_seconds if idle_seconds else math.inf
+    left: list[Path] = []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        # Another process may delete it, too.
+        with contextlib.suppress(FileNotFoundError):
+            is_old = path.stat().st_mtime < latest
+            if pattern.fullmatch(path.name) and path.is_dir() and is_old:
+                left.append(path)
+    return left
 
 
 def _old_of(path: Path) -> Path:
@@ -204,10 +190,8 @@ def _fsync(path: str | os.PathLike[str]) -> None:
 def why_not_written(error: BaseException, folder: Path, needs: str) -> str:
     """Why something cannot be written; for a full disk or quota, also the sizes.
 
-    Args:
-        error: What writing it raised.
-        folder: Where it was to go; need not exist.
-        needs: What it takes, such as `"its arrays have 100 bytes"`.
+    `needs` says what it takes, such as `"its arrays have 100 bytes"`. The folder need
+    not exist.
     """
     number = full_disk_error(error)
     if number is None:

@@ -6,10 +6,5 @@ __all__ = ["digest"]
 
 
 def digest(text: str, num_bytes: int = 12) -> str:
-    """A hash of a text, the same in every process.
-
-    Args:
-        text: Anything.
-        num_bytes: Bytes of the hash, which is written with twice as many characters.
-    """
+    """A hash of a text, the same in every process, of twice as many characters."""
     return hashlib.blake2b(text.encode(), digest_size=num_bytes).hexdigest()

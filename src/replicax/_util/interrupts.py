@@ -189,11 +189,9 @@ def heeding_interrupts() -> Iterator[None]:
 def postponing_interrupts(request: Callable[[], None]) -> Iterator[None]:
     """While open, a first Ctrl-C calls `request`; a second one is raised at once.
 
-    Whoever asks for that raises `KeyboardInterrupt` after the step, see
-    `raise_postponed`. If no step begins for 20 s, it is raised then.
-
-    Args:
-        request: Called in the handler, in any instruction of the main thread.
+    Whoever asks for that raises `KeyboardInterrupt` after the step. If no step begins
+    for 20 s, it is raised then. `request` is called in the handler, in any instruction
+    of the main thread.
     """
     with heeding_interrupts():
         before, _pending.request = _pending.request, request

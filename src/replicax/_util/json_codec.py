@@ -32,14 +32,12 @@ def encode(
 ) -> JSON:
     """A value as JSON values.
 
-    Args:
-        value: None, a boolean, number, text or bytes, an array of these but for
-            objects, or lists, tuples and dicts of them.
-        what: What it is, for messages, such as `"args[0]"`.
-        extend: Asked first, for each value but dicts' keys.
+    It is None, a boolean, number, text or bytes, an array of these but for objects, or
+    lists, tuples and dicts of them. `extend` is asked first, for each value but dicts'
+    keys.
 
     Raises:
-        TypeError: For anything else, naming where it stands.
+        TypeError: For anything else, naming where it stands in `what`.
 
     Example:
         >>> import numpy as np
@@ -72,9 +70,7 @@ def encode(
 def decode(sent: Any, extend: Callable[[JSONObject], PyTree] | None = None) -> PyTree:
     """The value that `encode` wrote.
 
-    Args:
-        sent: JSON values.
-        extend: Reads the objects whose `MARK` is not of this module.
+    `extend` reads the objects whose `MARK` is not of this module.
 
     Raises:
         ValueError: If it is nothing that `encode` writes.

@@ -81,9 +81,8 @@ def _behind(fn: Any) -> Iterator[tuple[Any, int]]:
     if isinstance(fn, functools.partial):
         yield fn.func, len(fn.args)
     elif isinstance(fn, types.MethodType):
-        if (
-            getattr(fn.__func__, "__name__", "") == "__call__"
-        ):  # Of a decorator that is a class.
+        # Of a decorator that is a class.
+        if getattr(fn.__func__, "__name__", "") == "__call__":
             yield from _functions(vars(fn.__self__).values())
         else:
             yield fn.__func__, 1

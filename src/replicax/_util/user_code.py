@@ -32,15 +32,9 @@ def _folders() -> dict[str, str]:
 
 
 def library_of(file_name: str) -> str | None:
-    """The library that a source file belongs to, as `"jax"`; None if to no known one.
-
-    Args:
-        file_name: As code objects name it.
-    """
-    for folder, name in _folders().items():
-        if file_name.startswith(folder):
-            return name
-    return None
+    """The library that a source file belongs to, as `"jax"`; None: to no known one."""
+    folders = _folders().items()
+    return next((name for path, name in folders if file_name.startswith(path)), None)
 
 
 def is_user_file(file_name: str) -> bool:

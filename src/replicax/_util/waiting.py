@@ -1,12 +1,12 @@
 """Waits with a timeout and reminders, and announcements of work that takes long."""
 
 import contextlib
+import itertools
 import logging
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from itertools import chain
 from typing import Any, TypeVar
 
 __all__ = ["Announced", "announce_first", "wait_for"]
@@ -74,48 +74,23 @@ def wait_for(
         >>> wait_for(lambda: next(answers), timeout=60, late=lambda: 0)
         42
     """
-    pause, longest = pauses
-    reminders = _Reminders(is_early=is_early)
-    with contextlib.nullcontext() if reminder is None else reminders:
+    began, (pause, longest) = time.monotonic(), pauses
+    due = min(FIRST_SECONDS, EVERY_SECONDS) if is_early else EVERY_SECONDS
+    with contextlib.nullcontext() if reminder is None else _Nested():
         while (result := poll()) is None:
-            left = timeout - reminders.waited
-            if left <= 0:
+            waited = time.monotonic() - began
+            if waited >= timeout:
                 return late()
-            if reminder is not None and reminders.is_due():
-                text = reminder(reminders.waited)
-                left = max(0.0, timeout - reminders.waited)
-                _logger.warning("%s; at most %.0f s more", text, left)
-            sleep(min(pause, left))
+            if reminder is not None and waited >= due:
+                due = EVERY_SECONDS if due < EVERY_SECONDS else due + EVERY_SECONDS
+                text = reminder(waited)
+                waited = time.monotonic() - began
+                _logger.warning(
+                    "%s; at most %.0f s more", text, max(0.0, timeout - waited)
+                )
+            sleep(min(pause, max(0.0, timeout - waited)))
             pause = min(2 * pause, longest)
     return result
-
-
-class _Reminders(_Nested):
-    """When to log what is waited for: every 10 s, and after 3 s before training begins.
-
-    Args:
-        is_early: Whether no step was made yet.
-    """
-
-    def __init__(self, *, is_early: bool) -> None:
-        super().__init__()
-        self._began = time.monotonic()
-        self._next = min(FIRST_SECONDS, EVERY_SECONDS) if is_early else EVERY_SECONDS
-
-    @property
-    def waited(self) -> float:
-        """Seconds since the beginning."""
-        return time.monotonic() - self._began
-
-    def is_due(self) -> bool:
-        """Whether a reminder is due; once for each."""
-        if self.waited < self._next:
-            return False
-        if self._next < EVERY_SECONDS:
-            self._next = EVERY_SECONDS
-        else:
-            self._next += EVERY_SECONDS
-        return True
 
 
 class Announced(_Nested):
@@ -177,40 +152,20 @@ def _speak(of: "weakref.ref[Announced]", over: threading.Event) -> None:
 
 
 def announce_first(items: Callable[[], Iterator[Any]], what: str) -> Iterator[Any]:
-    """An iterator whose first item may take long, which is announced then.
-
-    Args:
-        items: Makes the iterator.
-        what: What is under way meanwhile.
+    """The iterator that `items` makes; its first item may take long and is announced.
 
     Example:
         >>> list(announce_first(lambda: iter([1, 2]), "waiting for the first number"))
         [1, 2]
     """
-    source: list[Iterator[Any]] = []
 
-    def first() -> Iterator[Any]:
+    def parts() -> Iterator[Iterator[Any]]:
         with Announced(what):
-            source.append(items())
-            found = [*_taken(source[0])]
-        while found:
-            yield found.pop()  # No name for it: it would stay alive here.
+            source = items()
+            first = [*itertools.islice(source, 1)]
+        yield map(list.pop, itertools.repeat(first, len(first)))
+        yield source
 
-    # Behind the first one, items come straight from the source.
-    return chain(first(), _Later(source))
-
-
-def _taken(source: Iterator[Any]) -> Iterator[Any]:
-    for item in source:
-        yield item
-        return
-
-
-class _Later:
-    """An iterable of what is left of an iterator that is made later."""
-
-    def __init__(self, source: list[Iterator[Any]]) -> None:
-        self._source = source
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._source[0]
+    # Behind the first one, items come straight from the source. The first one has no
+    # name here: it would stay alive.
+    return itertools.chain.from_iterable(parts())

@@ -25,12 +25,8 @@ _unsettled: set["BackgroundSave"] = set()
 class BackgroundSave:
     """A checkpoint that a thread writes.
 
-    Args:
-        path: Where it goes.
-        contents: What it holds; nothing may change it any more.
-        left: What is left of incomplete ones; deleted before, to make room.
-        doomed: Checkpoints to delete when this one is complete.
-        failed: Counts and logs the failures in a row.
+    Nothing may change its contents any more. What is `left` of incomplete ones is
+    deleted before, to make room, and the `doomed` ones when this one is complete.
     """
 
     def __init__(

@@ -32,12 +32,6 @@ class CheckpointWatch:
     It skips checkpoints that are older than one it has found, or deleted before it has
     read them, and always finds the last one of a run that says it has ended.
 
-    Args:
-        directory: The folder.
-        name: Beginning of the checkpoints' names.
-        timeout: How many seconds to wait for the next checkpoint.
-        caller: The public name that errors speak of.
-
     Attributes:
         latest: Name of the checkpoint found last; None before.
     """
@@ -111,13 +105,7 @@ class CheckpointWatch:
 def append_evaluation(
     folder: Path, checkpoint: str, results: Mapping[str, PyTree]
 ) -> None:
-    """Add a line to the evaluations in a folder, which is made.
-
-    Args:
-        folder: It gets `METRICS_FILE`.
-        checkpoint: What was evaluated.
-        results: Numbers or arrays by name.
-    """
+    """Add a line to the evaluations in a folder, which is made."""
     line: JSONObject = {"checkpoint": checkpoint, "time": time.time()}
     line |= {name: np.asarray(value).tolist() for name, value in results.items()}
     folder.mkdir(parents=True, exist_ok=True)

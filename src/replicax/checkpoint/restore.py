@@ -41,10 +41,7 @@ class RestoreStatus:
             CheckpointError: Listing all names that only one of them has.
         """
         self._is_checked = True
-        problems = _listed("not in the checkpoint", self._missing) + _listed(
-            "in the checkpoint and in no object", self._unused
-        )
-        self._raise(problems)
+        self._raise(_differences(self._missing, self._unused))
 
     def assert_existing_objects_matched(self) -> None:
         """Raise unless the checkpoint has all names of the objects.
@@ -53,7 +50,7 @@ class RestoreStatus:
             CheckpointError: Listing those that it has not.
         """
         self._is_checked = True
-        self._raise(_listed("not in the checkpoint", self._missing))
+        self._raise(_differences(self._missing, []))
 
     def expect_partial(self) -> "RestoreStatus":
         """Say that unused values are as they should be; returns this status."""
@@ -66,12 +63,9 @@ class RestoreStatus:
 
     def __del__(self) -> None:
         if not self._is_checked and (self._missing or self._unused):
-            problems = _listed("not in the checkpoint", self._missing) + _listed(
-                "in the checkpoint and in no object", self._unused
-            )
             _logger.warning(
                 "%s Call expect_partial() on what restore returns if that is right.",
-                _message(self._path, problems),
+                _message(self._path, _differences(self._missing, self._unused)),
             )
 
 
@@ -101,8 +95,7 @@ def compare(
             wrong.append(f"{name} ({label}): {has} saved, {wants} here")
     if wrong:
         problems = [f"of another shape or dtype: {'; '.join(wrong)}"]
-        problems += _listed("not in the checkpoint", missing)
-        problems += _listed("in the checkpoint and in no object", unused)
+        problems += _differences(missing, unused)
         raise CheckpointError(
             _message(path, problems) + " Nothing was restored. Make the objects as "
             "they were when the checkpoint was saved, or restore only some of them."
@@ -130,8 +123,12 @@ def _describe(shape: Iterable[int], dtype: object) -> str:
     return f"{dtype}[{', '.join(map(str, shape))}]"
 
 
-def _listed(what: str, names: list[str]) -> list[str]:
-    return [f"{what}: {', '.join(names)}"] if names else []
+def _differences(missing: list[str], unused: list[str]) -> list[str]:
+    sides = {
+        "not in the checkpoint": missing,
+        "in the checkpoint and in no object": unused,
+    }
+    return [f"{what}: {', '.join(names)}" for what, names in sides.items() if names]
 
 
 def _message(path: str, problems: list[str]) -> str:

@@ -95,12 +95,10 @@ class Binding:
 
 
 def bind(name: str, value: PyTree) -> Binding:
-    """The slots of an object.
+    """The slots of an object, whose names begin with `name`.
 
-    Args:
-        name: What their names begin with.
-        value: A Keras object or variable, an object with a state, an array, a number, a
-            string, or a pytree of these.
+    It is a Keras object or variable, an object with a state, an array, a number, a
+    string, or a pytree of these.
 
     Raises:
         TypeError: If a part of it is none of these; names the part.
@@ -156,29 +154,30 @@ def _leaf_slots(
     accessors = _accessors(leaf)
     if accessors is not None:
         get, put_state = accessors
-        return [
-            ValueSlot(
-                name=name,
-                of_worker=True,
-                read=lambda: encode(get(), name),
-                write=lambda state: put_state(json_codec.decode(state)),
-            )
-        ]
+        return [_value_slot(name, get, put_state, of_worker=True)]
     if isinstance(leaf, np.ndarray | np.generic | jax.Array):
         return [_array_slot(name, leaf, put)]
     if isinstance(leaf, bool | int | float | str | bytes):
-        return [
-            ValueSlot(
-                name=name,
-                of_worker=False,
-                read=lambda: encode(leaf, name),
-                write=lambda value: put(json_codec.decode(value)),
-            )
-        ]
+        return [_value_slot(name, lambda: leaf, put, of_worker=False)]
     raise TypeError(
         f"Checkpoint: {name} is a {type(leaf).__name__}, which cannot be saved. "
         "Expected a Keras object or variable, an array, a number, a string, a pytree "
         "of these, or an object with get_state and set_state."
+    )
+
+
+def _value_slot(
+    name: str,
+    get: Callable[[], PyTree],
+    put: Callable[[PyTree], object],
+    *,
+    of_worker: bool,
+) -> ValueSlot:
+    return ValueSlot(
+        name=name,
+        of_worker=of_worker,
+        read=lambda: encode(get(), name),
+        write=lambda state: put(json_codec.decode(state)),
     )
 
 
@@ -249,11 +248,7 @@ def to_host(
 
     Mirrored arrays are read from one device, so nothing is communicated. Those of which
     several processes have parts are gathered, one at a time, so all processes call this
-    for the same slots.
-
-    Args:
-        slots: The slots.
-        wanted: Whether this process needs the copies, or only has parts of them.
+    for the same slots, also one that wants no copies.
     """
     spread, here = [], {}
     for slot in slots:
@@ -310,14 +305,7 @@ def same_state(a: JSON, b: JSON) -> bool:
 
 
 def named_variables(owner: _HasVariables) -> list[_Named]:
-    """All variables of a Keras object with names that are unique in it.
-
-    Args:
-        owner: A layer, model, optimizer, metric, seed generator, or anything else
-            with `variables`.
-
-    Returns:
-        `(name, variable)` in a fixed order.
+    """All variables of a Keras object in a fixed order, with unique names.
 
     Example:
         >>> import keras
