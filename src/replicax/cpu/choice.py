@@ -33,13 +33,7 @@ _MOST = 128
 def spatial_windows(
     lhs: Any, rhs: Any, params: Mapping[str, Any]
 ) -> tuple[Window, ...]:
-    """The windows of a convolution of `lhs` and `rhs`, arrays or their types.
-
-    Args:
-        lhs: The input.
-        rhs: The kernel.
-        params: Of `lax.conv_general_dilated_p`.
-    """
+    """The windows of a convolution of an input and a kernel, or of such types."""
     lhs_spec, rhs_spec, _ = params["dimension_numbers"]
     return windows_of(
         [lhs.shape[i] for i in lhs_spec[2:]],
@@ -52,14 +46,7 @@ def spatial_windows(
 
 
 def choose(lhs: Any, rhs: Any, out: Any, params: Mapping[str, Any]) -> Form | None:
-    """The form that serves a convolution; None: XLA does.
-
-    Args:
-        lhs: Type of the input: `shape`, `dtype`.
-        rhs: Type of the kernel.
-        out: Type of the result.
-        params: Of `lax.conv_general_dilated_p`.
-    """
+    """The form that serves a convolution of these types; None: XLA does."""
     if not _is_served(lhs, rhs, out, params):
         return None
     windows = spatial_windows(lhs, rhs, params)

@@ -81,15 +81,8 @@ def by_patches(
 ) -> jax.Array:
     """Product of the input's patches and the kernel.
 
-    Args:
-        x: `[batch, *space, features]`.
-        kernel: `[*taps, features / groups, outputs]`.
-        windows: One for each spatial dimension.
-        groups: Of features.
-        precision: Of the products.
-
-    Returns:
-        `[batch, *space, outputs]`.
+    Of `x[batch, *space, features]` and `kernel[*taps, features / groups, outputs]`:
+    `[batch, *space, outputs]`.
     """
     x = _pad(x, windows)
     first, *others = windows
@@ -148,14 +141,8 @@ def by_taps(
     have its features and outputs swapped in memory first, which takes longer than the
     product where weights are many and positions few.
 
-    Args:
-        x: `[batch, *space, features]`.
-        kernel: `[*taps, outputs, features]`, the last tap first.
-        windows: One for each spatial dimension.
-        precision: Of the product.
-
-    Returns:
-        `[batch, *space, outputs]`.
+    Of `x[batch, *space, features]` and `kernel[*taps, outputs, features]`, the last tap
+    first: `[batch, *space, outputs]`.
     """
     cuts = [trimmed(w) for w in windows]
     windows = [w for _, w in cuts]
@@ -224,17 +211,7 @@ def without_zeros(
     """`form` on what is not zero for sure: without taps that only meet the padding.
 
     A dilated input of stride 1 is computed in phases, which are then interleaved.
-
-    Args:
-        form: `by_patches` or `by_groups`.
-        x: As they take it.
-        kernel: Likewise.
-        windows: Likewise.
-        groups: Likewise.
-        precision: Likewise.
-
-    Returns:
-        `[batch, *space, outputs]`.
+    `form` is `by_patches` or `by_groups`, and the rest is as they take and return it.
     """
     cuts = [trimmed(w) for w in windows]
     kernel = kernel[tuple(taps for taps, _ in cuts)]
@@ -284,15 +261,8 @@ def by_outputs(
 ) -> jax.Array:
     """A product for each position of the output: filter gradients have few of them.
 
-    Args:
-        x: `[features, *space, batch]`.
-        kernel: `[features, *taps, outputs]`.
-        windows: One for each spatial dimension.
-        groups: Of the batch.
-        precision: Of the products.
-
-    Returns:
-        `[*space, batch / groups, outputs]`.
+    Of `x[features, *space, batch]` and `kernel[features, *taps, outputs]`, with groups
+    of the batch: `[*space, batch / groups, outputs]`.
     """
     outputs = kernel.shape[-1]
     batch = x.shape[-1] // groups
@@ -334,13 +304,9 @@ def by_outputs(
 def by_sums(x: jax.Array, kernel: jax.Array, windows: Sequence[Window]) -> jax.Array:
     """Filter gradients of depthwise layers: sums of elementwise products.
 
-    Args:
-        x: `[features, *space, channels]`. Each channel is a group of the batch.
-        kernel: `[features, *taps, channels * multiplier]`.
-        windows: One for each spatial dimension.
-
-    Returns:
-        `[*space, 1, channels * multiplier]`.
+    Of `x[features, *space, channels]`, each channel a group of the batch, and
+    `kernel[features, *taps, channels * multiplier]`:
+    `[*space, 1, channels * multiplier]`.
     """
     outputs = kernel.shape[-1]
     multiplier = outputs // x.shape[-1]
@@ -370,13 +336,6 @@ def _sum_of_products(x: jax.Array, y: jax.Array) -> jax.Array:
 
     XLA's own reduction over leading axes is not vectorised on CPUs, and the order of
     its terms is that of one long sum; elementwise sums of slices are vectorised.
-
-    Args:
-        x: `[*axes, channels]`.
-        y: Of the same shape.
-
-    Returns:
-        `[channels]`.
     """
     product: jax.Array | None = None
     # Spatial axes first: a program may have split the leading one over devices.

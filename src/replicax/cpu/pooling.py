@@ -34,13 +34,7 @@ _MOST_PHASES = 32
 
 
 def is_served(source: Any, operand: Any, params: Mapping[str, Any]) -> bool:
-    """Whether `gradient` computes this one, and is faster than XLA.
-
-    Args:
-        source: Type of the gradient by the pooled array: `shape`, `dtype`.
-        operand: Type of the array that was pooled.
-        params: Of `lax.select_and_scatter_add_p`.
-    """
+    """Whether `gradient` computes one of these types, and is faster than XLA."""
     if not jnp.issubdtype(operand.dtype, jnp.floating) or operand.dtype.itemsize < 2:
         return False
     edges = [n for pair in params["padding"] for n in pair]
@@ -60,12 +54,8 @@ def gradient(
     """The gradient by the array that was pooled.
 
     The first of equal elements of a window gets all of it, and a NaN makes way for what
-    comes after it, as in XLA's select-and-scatter. Padding never gets any.
-
-    Args:
-        source: The gradient by the pooled array.
-        operand: The array that was pooled.
-        params: Of `lax.select_and_scatter_add_p`.
+    comes after it, as in XLA's select-and-scatter. Padding never gets any. `source` is
+    the gradient by the pooled array.
     """
     ones = [1] * operand.ndim
     windows = windows_of(

@@ -63,13 +63,7 @@ def contracts(params: Mapping[str, Any]) -> bool:
 def contract(lhs: jax.Array, rhs: jax.Array, *, params: Mapping[str, Any]) -> jax.Array:
     """What `lax.dot_general_p` computes, as a product of two matrices.
 
-    Args:
-        lhs: `[*contracted, *rows]`.
-        rhs: `[*contracted, *columns]`.
-        params: Of `lax.dot_general_p`.
-
-    Returns:
-        `[*rows, *columns]`.
+    Of `lhs[*contracted, *rows]` and `rhs[*contracted, *columns]`: `[*rows, *columns]`.
     """
     num = len(params["dimension_numbers"][0][0])
     contracted, rows, columns = lhs.shape[:num], lhs.shape[num:], rhs.shape[num:]
@@ -84,12 +78,7 @@ def contract(lhs: jax.Array, rhs: jax.Array, *, params: Mapping[str, Any]) -> ja
 
 
 def is_long_sum(out: Any, operands: Sequence[Any]) -> bool:
-    """Whether a sum of two gradients should be written, for what is behind it.
-
-    Args:
-        out: Type of the sum: `shape`, `dtype`.
-        operands: The two values, as MLIR has them.
-    """
+    """Whether a sum of two gradients should be written, for what is behind it."""
     return (
         jnp.issubdtype(out.dtype, jnp.floating)
         and out.size >= _SMALLEST

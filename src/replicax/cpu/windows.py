@@ -134,13 +134,8 @@ def phases(window: Window) -> Iterator[Phase]:
     """The parts that a window over a dilated input of stride 1 falls into.
 
     Multiplying by the zeros of a dilated input is a waste: of the gradient of a layer
-    with strides 2x2, 3/4 of the work. Each phase multiplies with elements only.
-
-    Args:
-        window: Of stride 1.
-
-    Yields:
-        As many as `window.input_dilation`, or fewer where there are fewer outputs.
+    with strides 2x2, 3/4 of the work. Each phase multiplies with elements only. There
+    are `window.input_dilation`, or fewer where there are fewer outputs.
     """
     spread = window.input_dilation
     step = spread // math.gcd(spread, window.dilation)

@@ -94,12 +94,7 @@ def stacked_values(
 
 
 def per_replica(stacked: PyTree, sharding: NamedSharding) -> PyTree:
-    """`PerReplica`s of leaves `[R, ...]` that are still on the host.
-
-    Args:
-        stacked: Pytree of arrays and `PartedRows`, of this process' replicas.
-        sharding: Of the arrays that they become.
-    """
+    """`PerReplica`s of this process' arrays and `PartedRows` `[R, ...]` on the host."""
     flat, structure = jax.tree.flatten(stacked)
     arrays = [x.stacked() if isinstance(x, PartedRows) else x for x in flat]
     placed = device_put.rows(arrays, sharding)

@@ -18,12 +18,7 @@ from replicax.engine.composites import is_key
 from replicax.engine.row_arrays import PartedRows
 from replicax.input.context import per_replica
 from replicax.input.prefetch import DistributedIterator, Producer, prefetch
-from replicax.input.sharding import (
-    AutoShardPolicy,
-    Epoch,
-    InputShard,
-    worker_files,
-)
+from replicax.input.sharding import AutoShardPolicy, Epoch, InputShard, worker_files
 from replicax.input.sources import (
     Dataset,
     batches,
@@ -32,18 +27,9 @@ from replicax.input.sources import (
     is_one_shot,
 )
 from replicax.input.sources import num_batches as count_batches
-from replicax.input.split import (
-    Remainder,
-    Split,
-    leading_size,
-    split_global_batch,
-)
+from replicax.input.split import Remainder, Split, leading_size, split_global_batch
 
-__all__ = [
-    "DistributedDataset",
-    "DistributedInput",
-    "num_examples",
-]
+__all__ = ["DistributedDataset", "DistributedInput", "num_examples"]
 
 _AXIS = "replica"
 
@@ -91,18 +77,12 @@ class DistributedInput(ABC):
 
     @abstractmethod
     def _splits(self, iteration: int, epoch: Epoch) -> Generator[Split]:
-        """One epoch's batches for this worker's replicas, still on the host.
-
-        Args:
-            iteration: Which of its orders a shuffled dataset has.
-            epoch: Keywords of `InputShard.in_step` for this epoch.
-        """
+        """One epoch's batches for this worker's replicas, still on the host."""
 
     def host_batches(self, iteration: int = 0) -> Generator[PyTree]:
         """One epoch's batches for this worker, `[rows, ...]`, on the host.
 
-        Args:
-            iteration: Which of its orders a shuffled dataset has.
+        A shuffled dataset has an order of its own in each iteration.
         """
         if self._remainder is Remainder.PAD:
             raise ValueError(
@@ -287,13 +267,9 @@ class DistributedDataset(DistributedInput):
                 )
                 return
             is_known = is_arrays(self._dataset)
+            number = count_batches(self._dataset, self._batch_size)
             together = self._shard.in_step(
-                source,
-                **epoch,
-                num_batches=count_batches(self._dataset, self._batch_size)
-                if is_known
-                else None,
-                size_of=_size,
+                source, **epoch, num_batches=number if is_known else None, size_of=_size
             )
             for split in self._divided(together, self._num_replicas):
                 yield self._own_replicas(split)

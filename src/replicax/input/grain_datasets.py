@@ -37,9 +37,6 @@ class Iteration:
     """One iteration over training data; which one is known when its first batch is.
 
     Keras makes some that it never uses.
-
-    Args:
-        begin: Makes the batches.
     """
 
     def __init__(self, begin: Callable[[], Iterable[PyTree]]) -> None:
@@ -53,12 +50,8 @@ def reshuffled(dataset: object, iteration: int) -> object:
     """The dataset as it is to be read in one of its iterations.
 
     The order depends on the dataset's seeds and on the number only, so it is the same
-    in all processes, and after a restart.
-
-    Args:
-        dataset: A `grain.MapDataset`, or an `IterDataset` that is made of some; all
-            others are returned as they are.
-        iteration: Its number, from 0.
+    in all processes, and after a restart. Other datasets than a `grain.MapDataset`, or
+    an `IterDataset` that is made of some, are returned as they are.
 
     Example:
         >>> import grain

@@ -100,10 +100,6 @@ def in_step(batches: Iterable[_Batch], epoch: SharedEpoch[_Batch]) -> Generator[
     Workers tell each other through the coordination service, four batches at a time,
     while earlier steps run. Where all know their number of batches, they tell it once.
 
-    Args:
-        batches: This worker's batches.
-        epoch: What they belong to.
-
     Raises:
         InputError: On all workers, if one has no batch at all, or if first batches that
             should be the same are not.
@@ -122,9 +118,10 @@ def _in_step(
     batches: Iterator[_Batch], epoch: SharedEpoch[_Batch]
 ) -> Generator[_Batch]:
     window = list(itertools.islice(batches, 1))
+    is_checked = epoch.same_data and epoch.check
     mine: _FirstWindow = {
         "sizes": [epoch.size_of(x) for x in window],
-        "leaves": _leaves(window) if epoch.same_data and epoch.check else [],
+        "leaves": leaf_checksums(window[0]) if window and is_checked else [],
         "num_batches": epoch.num_batches,
         "entries": _entries(window),
     }
@@ -209,10 +206,6 @@ def _check_first(epoch: SharedEpoch[_Batch], told: list[_FirstWindow]) -> None:
             )
 
 
-def _leaves(window: Sequence[PyTree]) -> list[LeafChecksum]:
-    return leaf_checksums(window[0]) if window else []
-
-
 def _entries(window: Sequence[PyTree]) -> list[list[int]]:
     """Entries that each sparse array of a batch of this worker's own makes room for."""
     return [[x.capacity for x in _parted(batch)] for batch in window]
@@ -290,26 +283,19 @@ def differences(
     name: str,
     other_name: str,
 ) -> str:
-    """Which leaves of two batches differ, in words; empty: none.
-
-    Args:
-        one: The leaves of a batch, as `leaf_checksums` tells them.
-        other: Those of the other batch.
-        name: Whose batch `one` is.
-        other_name: Whose batch `other` is.
-    """
+    """Which leaves of two workers' batches differ, in words; empty: none."""
     mine = {leaf: (kind, checksum) for leaf, kind, checksum in one}
     its = {leaf: (kind, checksum) for leaf, kind, checksum in other}
     differing = [leaf for leaf in mine | its if mine.get(leaf) != its.get(leaf)]
     if not differing:
         return ""
-    told = [
-        f"{leaf}, which is {mine.get(leaf, its.get(leaf, ('',)))[0]}"
-        if leaf in mine and leaf in its and mine[leaf][0] == its[leaf][0]
-        else f"{leaf}, which is {mine.get(leaf, ('missing',))[0]} on {name} and "
-        f"{its.get(leaf, ('missing',))[0]} on {other_name}"
-        for leaf in differing
-    ]
+    told = []
+    for leaf in differing:
+        kind, other_kind = (x.get(leaf, ("missing",))[0] for x in (mine, its))
+        where = (
+            "" if kind == other_kind else f" on {name} and {other_kind} on {other_name}"
+        )
+        told.append(f"{leaf}, which is {kind}{where}")
     different = listed(told, separator="; ", last="; ", most=_MOST_NAMED)
     equal = [str(leaf) for leaf in mine if leaf not in differing]
     same = f" (equal: {listed(equal, last=', ', most=_MOST_NAMED)})" if equal else ""

@@ -219,13 +219,10 @@ class DistributedIterator(Iterator[PyTree]):
     iterator over the same data that is set to it yields exactly the batches that this
     one had left, on any number of workers. Iterations that begin after it have the
     orders that they would have had.
-
-    Args:
-        start: Starts an iteration, by its number, after so many batches.
-        iteration: The number of this one, of those of the dataset.
-        num_batches: Where to begin.
-        taking: Called before a batch is taken.
     """
+
+    # `start` starts an iteration, by its number, after so many batches; `taking` is
+    # called before a batch is taken.
 
     def __init__(
         self,
@@ -236,9 +233,12 @@ class DistributedIterator(Iterator[PyTree]):
     ) -> None:
         self._start = start
         self._taking = taking
+        self._go_to(iteration, num_batches)
+
+    def _go_to(self, iteration: int, num_batches: int) -> None:
         self._iteration = iteration
         self._num_taken = num_batches
-        self._source = start(iteration, num_batches)
+        self._source = self._start(iteration, num_batches)
         self._is_new = True
 
     def __next__(self) -> PyTree:
@@ -262,10 +262,7 @@ class DistributedIterator(Iterator[PyTree]):
         return {"iteration": self._iteration, "num_batches": self._num_taken}
 
     def set_state(self, state: Mapping[str, int]) -> None:
-        """Go to a position of an epoch over the same data.
-
-        Args:
-            state: What `get_state` returned.
+        """Go to a position of an epoch over the same data, as `get_state` returned it.
 
         Raises:
             ValueError: If it is no such state.
@@ -281,7 +278,4 @@ class DistributedIterator(Iterator[PyTree]):
         if (iteration, number) == (self._iteration, self._num_taken):
             return
         self.close()
-        self._iteration = iteration
-        self._source = self._start(iteration, number)
-        self._is_new = True
-        self._num_taken = number
+        self._go_to(iteration, number)

@@ -196,13 +196,8 @@ class InputShard:
     ) -> Iterator[_Batch]:
         """Batches for as long as every worker has one.
 
-        Args:
-            batches: This worker's.
-            name: From `new_stream`; by default that of an input of `fit`.
-            same_data: As in `SharedEpoch`, like the rest.
-            num_batches: How many there are, if that is certain.
-            size_of: Number of examples in a batch.
-            cancelled: Whether nobody wants more.
+        `name` is from `new_stream`, by default that of an input of `fit`; for the rest
+        see `SharedEpoch`.
         """
         if self.count == 1:
             return batches

@@ -74,11 +74,7 @@ def batches(
 
 
 def raw_batches(dataset: Dataset) -> Iterator[PyTree]:
-    """Iterate over one epoch of `dataset`, whose leaves may be anything, also strings.
-
-    Args:
-        dataset: As for `batches`, but for arrays.
-    """
+    """Iterate over one epoch of batches whose leaves may be anything, also strings."""
     return _open(dataset, None)
 
 

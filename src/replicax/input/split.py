@@ -72,10 +72,6 @@ class Split:
 def leading_size(tree: PyTree, caller: str) -> int:
     """Size of dimension 0, which all arrays of `tree` must share.
 
-    Args:
-        tree: Pytree of `[B, ...]` arrays.
-        caller: The public call that errors speak of.
-
     Raises:
         ValueError: If there is no array, a scalar, no row, or if the sizes differ.
         TypeError: If a leaf is no array.
@@ -177,14 +173,6 @@ def stack_replica_batches(
     The last group of an epoch may be incomplete: fewer batches than replicas, or a last
     batch with fewer rows. It is dropped whole or filled up with copies, which the mask
     marks.
-
-    Args:
-        batches: 1 to `R` pytrees of `[b, ...]` arrays.
-        num_replicas: `R`.
-        remainder: What to do with an incomplete group.
-
-    Returns:
-        A `Split` with `[R, b, ...]` arrays.
 
     Raises:
         ValueError: If the batches differ in structure or shape, or if the group is
