@@ -172,7 +172,7 @@ PAGES = {
     ),
     "estimator.md": Page(
         title="Estimators",
-        text="`rx.estimator`, in the shape of `tf.estimator`.",
+        text="`rx.estimator`: names are those of `tf.estimator`, if no other is given.",
         names=(
             "estimator.Estimator",
             "estimator.EstimatorSpec",
@@ -186,7 +186,7 @@ PAGES = {
     ),
     "feature-columns.md": Page(
         title="Feature columns",
-        text="`rx.feature_column`, in the shape of `tf.feature_column`.",
+        text="`rx.feature_column`: names are those of `tf.feature_column`, too.",
         names=("feature_column.*",),
     ),
     "testing.md": Page(
@@ -248,6 +248,7 @@ _ELSEWHERE = {
 }  # fmt: skip
 _MODULES = {
     "experimental.partitioners": "partitioners",
+    "feature_column": "estimator.feature_column",
     "tpu.experimental": "cluster.tpu_experimental",
 }
 

@@ -1,45 +1,4 @@
 """Feature columns: how raw features become input of a model."""
 
-from replicax.estimator.feature_column import (
-    CategoricalColumn,
-    Column,
-    DenseColumn,
-    DenseFeatures,
-    LinearModel,
-    bucketized_column,
-    categorical_column_with_hash_bucket,
-    categorical_column_with_identity,
-    categorical_column_with_vocabulary_file,
-    categorical_column_with_vocabulary_list,
-    crossed_column,
-    embedding_column,
-    features_of,
-    indicator_column,
-    input_layer,
-    linear_model,
-    numeric_column,
-    shared_embeddings,
-    weighted_categorical_column,
-)
-
-__all__ = [
-    "CategoricalColumn",
-    "Column",
-    "DenseColumn",
-    "DenseFeatures",
-    "LinearModel",
-    "bucketized_column",
-    "categorical_column_with_hash_bucket",
-    "categorical_column_with_identity",
-    "categorical_column_with_vocabulary_file",
-    "categorical_column_with_vocabulary_list",
-    "crossed_column",
-    "embedding_column",
-    "features_of",
-    "indicator_column",
-    "input_layer",
-    "linear_model",
-    "numeric_column",
-    "shared_embeddings",
-    "weighted_categorical_column",
-]
+from replicax.estimator.feature_column import *  # noqa: F403
+from replicax.estimator.feature_column import __all__  # noqa: F401

@@ -2,25 +2,26 @@
 
 `model_fn` is a step of `run` with gradients averaged, so an estimator has no engine of
 its own. Training and evaluation have a model each, which share nothing but checkpoints;
-programs stay compiled between calls.
+programs stay compiled between calls. Names are those of `tf.estimator`, unless their
+docstrings say another.
 """
 
 from replicax.estimator import experimental
-from replicax.estimator.baseline import BaselineClassifier, BaselineRegressor
-from replicax.estimator.combined import (
+from replicax.estimator.dnn import (
+    DNNClassifier,
     DNNLinearCombinedClassifier,
     DNNLinearCombinedRegressor,
+    DNNRegressor,
 )
-from replicax.estimator.dnn import DNNClassifier, DNNRegressor
-from replicax.estimator.early_stopping import (
+from replicax.estimator.estimator import Estimator
+from replicax.estimator.evaluating import read_eval_metrics
+from replicax.estimator.experimental import (
     make_early_stopping_hook,
     stop_if_higher_hook,
     stop_if_lower_hook,
     stop_if_no_decrease_hook,
     stop_if_no_increase_hook,
 )
-from replicax.estimator.estimator import Estimator
-from replicax.estimator.evaluating import read_eval_metrics
 from replicax.estimator.exporters import (
     BestExporter,
     Exporter,
@@ -41,7 +42,12 @@ from replicax.estimator.hooks import (
     StopAtStepHook,
 )
 from replicax.estimator.inputs import numpy_input_fn, pandas_input_fn
-from replicax.estimator.linear import LinearClassifier, LinearRegressor
+from replicax.estimator.linear import (
+    BaselineClassifier,
+    BaselineRegressor,
+    LinearClassifier,
+    LinearRegressor,
+)
 from replicax.estimator.receivers import (
     ServingInputReceiver,
     build_raw_serving_input_receiver_fn,

@@ -21,7 +21,6 @@ import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -33,13 +32,13 @@ from replicax._util.files import (
     temporary_folder,
     why_not_written,
 )
+from replicax._util.types import JSONObject, PyTree
 from replicax.errors import CheckpointError
 
 __all__ = [
     "DEFAULT_SIGNATURE",
     "MANIFEST",
     "Artifact",
-    "is_signature_name",
     "newest",
     "read",
     "remove",
@@ -69,20 +68,13 @@ class Artifact:
         variables: Host arrays by the variables' names.
     """
 
-    contents: Mapping[str, Any]
+    contents: JSONObject
     programs: Mapping[str, bytes]
     variables: Mapping[str, np.ndarray]
 
 
 def write(base: Path, artifact: Artifact) -> Path:
-    """Write a saved model into a new folder in `base`.
-
-    Returns:
-        The folder.
-
-    Raises:
-        CheckpointError: If it cannot be written; nothing is left then.
-    """
+    """Write a saved model into a new folder in `base`, or nothing; its path."""
     try:
         for left in leftovers(base, ".*", _IDLE_SECONDS):
             shutil.rmtree(left, ignore_errors=True)
@@ -91,7 +83,7 @@ def write(base: Path, artifact: Artifact) -> Path:
             for name, program in artifact.programs.items():
                 (part / f"{name}{_PROGRAM}").write_bytes(program)
             # As bytes: NumPy's format knows no bfloat16, and names may have a slash.
-            flat: dict[str, Any] = {
+            flat: dict[str, PyTree] = {
                 str(i): bytes_of(x) for i, x in enumerate(artifact.variables.values())
             }
             np.savez(part / _VARIABLES, **flat)
@@ -123,23 +115,16 @@ def saved_in(base: Path) -> list[Path]:
     """The saved models in a folder, the oldest first."""
     if not base.is_dir():
         return []
-    found = [
+    return sorted(
         path
         for path in base.iterdir()
-        if len(path.name) == _STAMP_DIGITS
-        and path.name.isascii()
-        and path.name.isdigit()
+        if re.fullmatch(rf"[0-9]{{{_STAMP_DIGITS}}}", path.name)
         and (path / MANIFEST).exists()
-    ]
-    return sorted(found)
+    )
 
 
 def newest(path: Path) -> Path:
-    """The saved model at `path`, or the newest one in it.
-
-    Raises:
-        CheckpointError: If there is none.
-    """
+    """The saved model at `path`, or the newest one in it."""
     if (path / MANIFEST).exists():
         return path
     found = saved_in(path)
@@ -153,11 +138,7 @@ def newest(path: Path) -> Path:
 
 
 def remove(path: Path) -> None:
-    """Delete a saved model, so that no half of it is taken for a good one.
-
-    Raises:
-        CheckpointError: If it cannot be deleted.
-    """
+    """Delete a saved model, so that no half of it is taken for a good one."""
     try:
         remove_folder(path)
     except OSError as error:
@@ -167,12 +148,7 @@ def remove(path: Path) -> None:
 
 
 def read(path: Path) -> Artifact:
-    """Read a saved model and check all of it.
-
-    Raises:
-        CheckpointError: If it is not there, damaged, or in a newer format; names the
-            file.
-    """
+    """Read a saved model and check all of it; CheckpointError names a bad file."""
     contents = _read_manifest(path)
     for name, expected in contents.pop("files").items():
         _check_file(path, name, expected)
@@ -203,11 +179,11 @@ def _manifest(artifact: Artifact, part: Path) -> bytes:
     return json.dumps(body, indent=1, allow_nan=False).encode()
 
 
-def _canonical(body: Mapping[str, Any]) -> bytes:
+def _canonical(body: JSONObject) -> bytes:
     return json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
 
 
-def _read_manifest(path: Path) -> dict[str, Any]:
+def _read_manifest(path: Path) -> JSONObject:
     try:
         body = json.loads((path / MANIFEST).read_bytes())
         kind, version = body["format"], body["version"]
@@ -226,7 +202,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     return body
 
 
-def _check_file(path: Path, name: str, expected: Mapping[str, Any]) -> None:
+def _check_file(path: Path, name: str, expected: JSONObject) -> None:
     try:
         found = _fingerprint(path / name)
     except OSError as error:
@@ -238,7 +214,7 @@ def _check_file(path: Path, name: str, expected: Mapping[str, Any]) -> None:
         raise _damaged(path, name, "its checksum is wrong")
 
 
-def _fingerprint(file: Path) -> dict[str, Any]:
+def _fingerprint(file: Path) -> JSONObject:
     with file.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
         return {"bytes": stream.tell(), "sha256": digest}
@@ -249,8 +225,3 @@ def _damaged(path: Path, name: str, what: str) -> CheckpointError:
         f"saved model {path}: file {name} is damaged: {what}. Export it again, or load "
         "another one."
     )
-
-
-def is_signature_name(name: Any) -> bool:
-    """Whether a signature can have this name, and its file."""
-    return isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9_-]+", name) is not None

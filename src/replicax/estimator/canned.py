@@ -4,29 +4,22 @@ import abc
 import copy
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import keras
 
-from replicax._util.types import PyTree
+from replicax._util.types import JSONObject, PyTree
 from replicax.estimator.estimator import Estimator
 from replicax.estimator.feature_column import Column
 from replicax.estimator.feature_column.numeric import NumericColumn
-from replicax.estimator.heads import (
-    Head,
-    RegressionHead,
-    class_head,
-    loss_reduction_of,
-)
+from replicax.estimator.heads import head_of
 from replicax.estimator.preprocessing import Preprocessor, weight_column_of
 from replicax.estimator.run_config import RunConfig
 from replicax.estimator.spec import EstimatorSpec, ModeKeys, TrainOp, minimize
 
 __all__ = [
-    "CannedClassifier",
     "CannedEstimator",
-    "CannedRegressor",
     "NetworkPart",
     "OptimizerLike",
     "WeightColumn",
@@ -59,7 +52,7 @@ class NetworkPart(abc.ABC):
 
 
 class CannedEstimator(Estimator):
-    """An `Estimator` of a network and a head that stand ready.
+    """An `Estimator` of parts of a network and a head: a classifier if `n_classes`.
 
     Attributes:
         preprocessor: What is done on the host with a batch.
@@ -70,19 +63,53 @@ class CannedEstimator(Estimator):
     def __init__(
         self,
         parts: Sequence[NetworkPart],
-        head: Head,
-        preprocessor: Preprocessor,
+        weight_column: WeightColumn,
+        loss_reduction: str,
         model_dir: str | os.PathLike[str] | None,
         config: RunConfig | None,
         warm_start_from: str | os.PathLike[str] | None = None,
+        *,
+        label_dimension: int = 1,
+        n_classes: int | None = None,
+        label_vocabulary: Sequence[str] | None = None,
     ) -> None:
-        super().__init__(
-            _model_fn(parts, head, preprocessor),
-            model_dir,
-            config,
-            warm_start_from=warm_start_from,
+        if isinstance(label_vocabulary, str):
+            raise TypeError(
+                "label_vocabulary: must be a list of strings; got the string "
+                f"{label_vocabulary!r}."
+            )
+        self.preprocessor = Preprocessor(
+            tuple(dict.fromkeys(column for part in parts for column in part.columns)),
+            None if label_vocabulary is None else tuple(label_vocabulary),
+            n_classes,
+            label_dimension,
+            weight_column_of(weight_column),
         )
-        self.preprocessor = preprocessor
+        weights = self.preprocessor.weight_column
+        head = head_of(n_classes, label_dimension, loss_reduction)
+
+        def model_fn(
+            features: dict[str, jax.Array], labels: jax.Array, mode: ModeKeys
+        ) -> EstimatorSpec:
+            is_training = mode == ModeKeys.TRAIN
+            made = [
+                part.logits(features, head.logits_dimension, training=is_training)
+                for part in parts
+            ]
+
+            def train_op(loss: jax.Array) -> list[TrainOp]:
+                return [
+                    minimize(part.optimizer(), loss, variables)
+                    for part, (_, variables) in zip(parts, made, strict=True)
+                ]
+
+            factors = None
+            if weights is not None and mode != ModeKeys.PREDICT:
+                factors = features[weights.outputs[0]]
+            logits = sum((logits for logits, _ in made[1:]), start=made[0][0])
+            return head.spec(mode, logits, labels, factors, train_op)
+
+        super().__init__(model_fn, model_dir, config, warm_start_from=warm_start_from)
 
     def _prepare(self, features: PyTree, labels: PyTree) -> tuple[PyTree, PyTree]:
         return self.preprocessor.prepare(features, labels)
@@ -91,127 +118,35 @@ class CannedEstimator(Estimator):
         return self.preprocessor.finish(predictions)
 
 
-class CannedRegressor(CannedEstimator):
-    """A canned estimator that predicts numbers."""
-
-    def __init__(
-        self,
-        parts: Sequence[NetworkPart],
-        label_dimension: int,
-        weight_column: WeightColumn,
-        loss_reduction: str,
-        model_dir: str | os.PathLike[str] | None,
-        config: RunConfig | None,
-        warm_start_from: str | os.PathLike[str] | None = None,
-    ) -> None:
-        preprocessor = Preprocessor(
-            _columns_of(parts),
-            label_dimension=label_dimension,
-            weight_column=weight_column_of(weight_column),
-        )
-        head = RegressionHead(
-            label_dimension=label_dimension,
-            loss_reduction=loss_reduction_of(loss_reduction),
-        )
-        super().__init__(parts, head, preprocessor, model_dir, config, warm_start_from)
-
-
-class CannedClassifier(CannedEstimator):
-    """A canned estimator that predicts classes."""
-
-    def __init__(
-        self,
-        parts: Sequence[NetworkPart],
-        n_classes: int,
-        label_vocabulary: Sequence[str] | None,
-        weight_column: WeightColumn,
-        loss_reduction: str,
-        model_dir: str | os.PathLike[str] | None,
-        config: RunConfig | None,
-        warm_start_from: str | os.PathLike[str] | None = None,
-    ) -> None:
-        if isinstance(label_vocabulary, str):
-            raise TypeError(
-                "label_vocabulary: must be a list of strings; got the string "
-                f"{label_vocabulary!r}."
-            )
-        preprocessor = Preprocessor(
-            _columns_of(parts),
-            None if label_vocabulary is None else tuple(label_vocabulary),
-            n_classes,
-            weight_column=weight_column_of(weight_column),
-        )
-        head = class_head(n_classes, loss_reduction_of(loss_reduction))
-        super().__init__(parts, head, preprocessor, model_dir, config, warm_start_from)
-
-
-def _columns_of(parts: Sequence[NetworkPart]) -> tuple[Column, ...]:
-    """The parts' columns, each once."""
-    return tuple(dict.fromkeys(column for part in parts for column in part.columns))
-
-
-def _model_fn(
-    parts: Sequence[NetworkPart], head: Head, preprocessor: Preprocessor
-) -> Callable[..., EstimatorSpec]:
-    weights = preprocessor.weight_column
-
-    def model_fn(
-        features: dict[str, jax.Array], labels: jax.Array, mode: ModeKeys
-    ) -> EstimatorSpec:
-        is_training = mode == ModeKeys.TRAIN
-        made = [
-            part.logits(features, head.logits_dimension, training=is_training)
-            for part in parts
-        ]
-
-        def train_op(loss: jax.Array) -> list[TrainOp]:
-            return [
-                minimize(part.optimizer(), loss, variables)
-                for part, (_, variables) in zip(parts, made, strict=True)
-            ]
-
-        return head.spec(
-            mode,
-            sum((logits for logits, _ in made[1:]), start=made[0][0]),
-            labels,
-            None
-            if weights is None or mode == ModeKeys.PREDICT
-            else features[weights.outputs[0]],
-            train_op,
-        )
-
-    return model_fn
-
-
 def optimizer_maker(
     optimizer: OptimizerLike, learning_rate: float, name: str = "optimizer"
 ) -> Callable[[], keras.Optimizer]:
     """A function that makes the optimizer anew, as a `model_fn` must.
 
-    Args:
-        optimizer: The name of a Keras optimizer, in any case; a Keras optimizer, of
-            which copies are made with its settings as they are now; or a function that
-            returns one, which is called in the `model_fn`.
-        learning_rate: For names.
-        name: The argument's, for errors.
-
-    Raises:
-        TypeError: If it is something else. The function raises it, too, if the user's
-            returns something else.
-        ValueError: If there is no optimizer of this name, or one whose settings do not
-            make it again.
+    A Keras optimizer is copied with its settings as they are now. Names, in any case,
+    get the `learning_rate`. Errors call the argument `name`.
     """
     if isinstance(optimizer, str):
         _named(optimizer, learning_rate, name)
         return lambda: _named(optimizer, learning_rate, name)
     if isinstance(optimizer, keras.Optimizer):
         return _copies_of(optimizer, name)
-    if callable(optimizer):
-        return lambda: _required(optimizer(), f"{name}: the function's result")
-    raise TypeError(
-        f"{name}: must be the name of a Keras optimizer, such as 'Adam', a Keras "
-        f"optimizer or a function that returns one; got {optimizer!r}."
-    )
+    if not callable(optimizer):
+        raise TypeError(
+            f"{name}: must be the name of a Keras optimizer, such as 'Adam', a Keras "
+            f"optimizer or a function that returns one; got {optimizer!r}."
+        )
+
+    def make() -> keras.Optimizer:
+        made = optimizer()
+        if not isinstance(made, keras.Optimizer):
+            raise TypeError(
+                f"{name}: the function's result must be a Keras optimizer; got "
+                f"{made!r}."
+            )
+        return made
+
+    return make
 
 
 def _named(identifier: str, learning_rate: float, name: str) -> keras.Optimizer:
@@ -252,16 +187,10 @@ def _copies_of(optimizer: keras.Optimizer, name: str) -> Callable[[], keras.Opti
     return make
 
 
-def _unnamed(config: dict[str, Any]) -> dict[str, Any]:
+def _unnamed(config: JSONObject) -> JSONObject:
     """Without names, which count what a process has made, and get into checkpoints."""
     config.pop("name", None)
     inner = config.get("inner_optimizer")
     if isinstance(inner, dict) and isinstance(inner.get("config"), dict):
         _unnamed(inner["config"])
     return config
-
-
-def _required(optimizer: object, what: str) -> keras.Optimizer:
-    if not isinstance(optimizer, keras.Optimizer):
-        raise TypeError(f"{what} must be a Keras optimizer; got {optimizer!r}.")
-    return optimizer

@@ -1,26 +1,34 @@
-"""Canned estimators with hidden layers."""
+"""Canned estimators with hidden layers, alone or beside a linear model."""
 
 import os
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import jax
 import keras
 
 from replicax._util.types import PyTree
 from replicax.estimator.canned import (
-    CannedClassifier,
-    CannedRegressor,
+    CannedEstimator,
     NetworkPart,
     OptimizerLike,
     WeightColumn,
     optimizer_maker,
 )
 from replicax.estimator.feature_column import DenseFeatures
-from replicax.estimator.feature_column.column import Columns
-from replicax.estimator.feature_column.transform import as_columns
+from replicax.estimator.feature_column.column import Columns, as_columns
+from replicax.estimator.linear import LinearPart
 from replicax.estimator.run_config import RunConfig
 
-__all__ = ["DNNClassifier", "DNNPart", "DNNRegressor"]
+__all__ = [
+    "DNNClassifier",
+    "DNNLinearCombinedClassifier",
+    "DNNLinearCombinedRegressor",
+    "DNNPart",
+    "DNNRegressor",
+]
+
+_Activation: TypeAlias = str | Callable[[jax.Array], jax.Array]
 
 _LEARNING_RATE = 0.05
 
@@ -38,7 +46,7 @@ class DNNPart(NetworkPart):
         feature_columns: Columns,
         hidden_units: Sequence[int] | None,
         optimizer: OptimizerLike,
-        activation_fn: str | Callable[[jax.Array], jax.Array],
+        activation_fn: _Activation,
         dropout: float | None,
         batch_norm: bool,
         prefix: str = "",
@@ -104,30 +112,20 @@ def _sizes(hidden_units: Sequence[int] | None, name: str) -> tuple[int, ...]:
     return sizes
 
 
-class DNNRegressor(CannedRegressor):
+class DNNRegressor(CannedEstimator):
     """A network of dense layers that predicts numbers.
 
-    (TF: `tf.estimator.DNNRegressor`.) Results of `evaluate` and `predict` are those of
+    Results of `evaluate` and `predict`, other arguments and errors are those of
     `LinearRegressor`.
 
     Args:
         hidden_units: Sizes of the hidden layers.
         feature_columns: Dense columns; categorical ones in an `indicator_column` or
             `embedding_column`.
-        model_dir: See `Estimator`.
-        label_dimension: As for `LinearRegressor`.
-        weight_column: As for `LinearRegressor`.
         optimizer: As for `LinearRegressor`; names have a learning rate of 0.05.
         activation_fn: Of the hidden layers: a Keras activation's name, or a function.
         dropout: Share of a hidden layer's activations that are dropped in training.
-        config: See `Estimator`.
-        warm_start_from: See `Estimator`.
-        loss_reduction: As for `LinearRegressor`.
         batch_norm: Whether each hidden layer is followed by a batch normalization.
-
-    Raises:
-        ValueError: For arguments out of range.
-        TypeError: For arguments of the wrong kind.
 
     Example:
         >>> import numpy as np, replicax as rx
@@ -147,7 +145,7 @@ class DNNRegressor(CannedRegressor):
         label_dimension: int = 1,
         weight_column: WeightColumn = None,
         optimizer: OptimizerLike = "Adagrad",
-        activation_fn: str | Callable[[jax.Array], jax.Array] = "relu",
+        activation_fn: _Activation = "relu",
         dropout: float | None = None,
         config: RunConfig | None = None,
         warm_start_from: str | os.PathLike[str] | None = None,
@@ -159,39 +157,24 @@ class DNNRegressor(CannedRegressor):
         )
         super().__init__(
             [part],
-            label_dimension,
             weight_column,
             loss_reduction,
             model_dir,
             config,
             warm_start_from,
+            label_dimension=label_dimension,
         )
 
 
-class DNNClassifier(CannedClassifier):
+class DNNClassifier(CannedEstimator):
     """A network of dense layers that predicts classes.
 
-    (TF: `tf.estimator.DNNClassifier`.) Results of `evaluate` and `predict` are those of
-    `LinearClassifier`.
+    Results of `evaluate` and `predict` are those of `LinearClassifier`, other arguments
+    and errors those of `DNNRegressor`.
 
     Args:
-        hidden_units: As for `DNNRegressor`.
-        feature_columns: As for `DNNRegressor`.
-        model_dir: See `Estimator`.
         n_classes: As for `LinearClassifier`.
-        weight_column: As for `LinearRegressor`.
         label_vocabulary: As for `LinearClassifier`.
-        optimizer: As for `DNNRegressor`.
-        activation_fn: As for `DNNRegressor`.
-        dropout: As for `DNNRegressor`.
-        config: See `Estimator`.
-        warm_start_from: See `Estimator`.
-        loss_reduction: As for `LinearRegressor`.
-        batch_norm: As for `DNNRegressor`.
-
-    Raises:
-        ValueError: For arguments out of range.
-        TypeError: For arguments of the wrong kind.
 
     Example:
         >>> import numpy as np, replicax as rx
@@ -213,7 +196,7 @@ class DNNClassifier(CannedClassifier):
         weight_column: WeightColumn = None,
         label_vocabulary: Sequence[str] | None = None,
         optimizer: OptimizerLike = "Adagrad",
-        activation_fn: str | Callable[[jax.Array], jax.Array] = "relu",
+        activation_fn: _Activation = "relu",
         dropout: float | None = None,
         config: RunConfig | None = None,
         warm_start_from: str | os.PathLike[str] | None = None,
@@ -225,11 +208,165 @@ class DNNClassifier(CannedClassifier):
         )
         super().__init__(
             [part],
-            n_classes,
-            label_vocabulary,
             weight_column,
             loss_reduction,
             model_dir,
             config,
             warm_start_from,
+            n_classes=n_classes,
+            label_vocabulary=label_vocabulary,
         )
+
+
+class DNNLinearCombinedRegressor(CannedEstimator):
+    """A linear model and a network of dense layers, added up, that predict numbers.
+
+    Both are trained at once, each by its own optimizer. Results of `evaluate` and
+    `predict`, arguments that begin with `linear_`, and others that are not listed, are
+    those of `LinearRegressor`; arguments that begin with `dnn_` those of
+    `DNNRegressor`.
+
+    Args:
+        linear_feature_columns: None: no linear model.
+        dnn_feature_columns: None: no hidden layers.
+        batch_norm: As for `DNNRegressor`.
+
+    Raises:
+        ValueError: For arguments out of range, or columns for neither part.
+        TypeError: For arguments of the wrong kind.
+
+    Example:
+        >>> import numpy as np, replicax as rx
+        >>> x = np.linspace(-1, 1, 64, dtype="float32")
+        >>> columns = [rx.feature_column.numeric_column("x")]
+        >>> estimator = rx.estimator.DNNLinearCombinedRegressor(
+        ...     linear_feature_columns=columns,
+        ...     dnn_feature_columns=columns,
+        ...     dnn_hidden_units=[8],
+        ... )
+        >>> estimator = estimator.train(lambda: ({"x": x}, x**2), steps=10)
+        >>> next(estimator.predict(lambda: {"x": x}))["predictions"].shape
+        (1,)
+    """
+
+    def __init__(
+        self,
+        model_dir: str | os.PathLike[str] | None = None,
+        linear_feature_columns: Columns | None = None,
+        linear_optimizer: OptimizerLike | None = None,
+        dnn_feature_columns: Columns | None = None,
+        dnn_optimizer: OptimizerLike = "Adagrad",
+        dnn_hidden_units: Sequence[int] | None = None,
+        dnn_activation_fn: _Activation = "relu",
+        dnn_dropout: float | None = None,
+        label_dimension: int = 1,
+        weight_column: WeightColumn = None,
+        config: RunConfig | None = None,
+        warm_start_from: str | os.PathLike[str] | None = None,
+        loss_reduction: str = "sum_over_batch_size",
+        batch_norm: bool = False,
+        linear_sparse_combiner: str = "sum",
+    ) -> None:
+        linear = (linear_feature_columns, linear_optimizer, linear_sparse_combiner)
+        dnn = (dnn_feature_columns, dnn_hidden_units, dnn_optimizer)
+        dnn_layers = (dnn_activation_fn, dnn_dropout, batch_norm)
+        super().__init__(
+            _parts(linear, (*dnn, *dnn_layers)),
+            weight_column,
+            loss_reduction,
+            model_dir,
+            config,
+            warm_start_from,
+            label_dimension=label_dimension,
+        )
+
+
+class DNNLinearCombinedClassifier(CannedEstimator):
+    """A linear model and a network of dense layers, added up, that predict classes.
+
+    Results of `evaluate` and `predict` are those of `LinearClassifier`, other arguments
+    and errors those of `DNNLinearCombinedRegressor`.
+
+    Args:
+        n_classes: As for `LinearClassifier`.
+        label_vocabulary: As for `LinearClassifier`.
+
+    Example:
+        >>> import numpy as np, replicax as rx
+        >>> day = rx.feature_column.categorical_column_with_identity("day", 7)
+        >>> estimator = rx.estimator.DNNLinearCombinedClassifier(
+        ...     linear_feature_columns=[day],
+        ...     dnn_feature_columns=[rx.feature_column.embedding_column(day, 2)],
+        ...     dnn_hidden_units=[8],
+        ... )
+        >>> days = np.arange(7)
+        >>> estimator = estimator.train(lambda: ({"day": days}, days >= 5), steps=10)
+        >>> next(estimator.predict(lambda: {"day": days}))["probabilities"].shape
+        (2,)
+    """
+
+    def __init__(
+        self,
+        model_dir: str | os.PathLike[str] | None = None,
+        linear_feature_columns: Columns | None = None,
+        linear_optimizer: OptimizerLike | None = None,
+        dnn_feature_columns: Columns | None = None,
+        dnn_optimizer: OptimizerLike = "Adagrad",
+        dnn_hidden_units: Sequence[int] | None = None,
+        dnn_activation_fn: _Activation = "relu",
+        dnn_dropout: float | None = None,
+        n_classes: int = 2,
+        weight_column: WeightColumn = None,
+        label_vocabulary: Sequence[str] | None = None,
+        config: RunConfig | None = None,
+        warm_start_from: str | os.PathLike[str] | None = None,
+        loss_reduction: str = "sum_over_batch_size",
+        batch_norm: bool = False,
+        linear_sparse_combiner: str = "sum",
+    ) -> None:
+        linear = (linear_feature_columns, linear_optimizer, linear_sparse_combiner)
+        dnn = (dnn_feature_columns, dnn_hidden_units, dnn_optimizer)
+        dnn_layers = (dnn_activation_fn, dnn_dropout, batch_norm)
+        super().__init__(
+            _parts(linear, (*dnn, *dnn_layers)),
+            weight_column,
+            loss_reduction,
+            model_dir,
+            config,
+            warm_start_from,
+            n_classes=n_classes,
+            label_vocabulary=label_vocabulary,
+        )
+
+
+def _parts(
+    linear: tuple[Columns | None, OptimizerLike | None, str],
+    dnn: tuple[
+        Columns | None,
+        Sequence[int] | None,
+        OptimizerLike,
+        _Activation,
+        float | None,
+        bool,
+    ],
+) -> list[NetworkPart]:
+    """The parts that there are columns for."""
+    parts: list[NetworkPart] = []
+    columns, hidden_units, optimizer, activation, dropout, batch_norm = dnn
+    if columns is not None and columns not in ([], ()):
+        settings = (hidden_units, optimizer, activation, dropout, batch_norm)
+        parts.append(DNNPart(columns, *settings, prefix="dnn_"))
+    elif hidden_units:
+        raise ValueError(
+            f"dnn_hidden_units={hidden_units!r} were given, but dnn_feature_columns="
+            f"{columns!r}. Give both, or neither."
+        )
+    columns, linear_optimizer, combiner = linear
+    if columns is not None and columns not in ([], ()):
+        parts.append(LinearPart(columns, linear_optimizer, combiner, "linear_"))
+    if not parts:
+        raise ValueError(
+            "linear_feature_columns and dnn_feature_columns: there are none. Give "
+            "columns for one of the parts, or for both."
+        )
+    return parts

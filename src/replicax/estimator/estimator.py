@@ -18,7 +18,7 @@ from replicax.estimator.evaluating import EvalResults, Evaluation, predictions
 from replicax.estimator.exporting import export_model, tell_of_preprocess
 from replicax.estimator.hooks import CheckpointSaverListener, SessionRunHook
 from replicax.estimator.model import EstimatorModel
-from replicax.estimator.receivers import ServingInputReceiver
+from replicax.estimator.receivers import ServingInputReceiver, checked_receiver_fn
 from replicax.estimator.run_config import RunConfig, one_device
 from replicax.estimator.saving import (
     CHECKPOINT_NAME,
@@ -44,9 +44,9 @@ _logger = logging.getLogger("replicax")
 class Estimator:
     """Trains, evaluates and predicts with a model that a function describes.
 
-    (TF: `tf.estimator.Estimator`.) Each call takes the model's state from the newest
-    checkpoint in `model_dir`, and training leaves its own there: a call may be in
-    another process, or under another strategy, than the one before.
+    Each call takes the model's state from the newest checkpoint in `model_dir`, and
+    training leaves its own there: a call may be in another process, or under another
+    strategy, than the one before.
 
     Args:
         model_fn: Called with `features` and those of `labels`, `mode`, `params` and
@@ -107,13 +107,21 @@ class Estimator:
         if params is not None and not isinstance(params, Mapping):
             raise TypeError(f"Estimator: params must be a dict; got {params!r}.")
         config = config or RunConfig()
-        self.is_temporary = model_dir is None and config.model_dir is None
-        folder = _model_dir(model_dir, config)
+        given = {os.fspath(x) for x in (model_dir, config.model_dir) if x is not None}
+        if len(given) > 1:
+            raise ValueError(
+                f"Estimator: model_dir={model_dir!r} and the config's "
+                f"{config.model_dir!r} differ. Give one of them."
+            )
+        self.is_temporary = not given
+        folder = given.pop() if given else tempfile.mkdtemp("", "replicax-estimator-")
+        if self.is_temporary:
+            _logger.warning("Estimator: model_dir is the temporary folder %s.", folder)
         self._config = config.replace(model_dir=folder)
         self._function = ModelFunction(model_fn, params or {}, self._config)
         self._preprocess = preprocess
         self._warm_start_from = warm_start_from
-        self._models: dict[tuple[ModeKeys, int], EstimatorModel] = {}
+        self._models: dict[tuple[ModeKeys, Strategy], EstimatorModel] = {}
 
     @property
     def model_dir(self) -> str:
@@ -185,7 +193,7 @@ class Estimator:
             return max_steps if steps is None else first + steps
 
         strategy = self._config.training_strategy()
-        key = _key(ModeKeys.TRAIN, strategy)
+        key = ModeKeys.TRAIN, strategy
         if strategy.workers.count == 1 and strategy.keeps_slots:
             path = self.latest_checkpoint()
             if path is None:
@@ -195,14 +203,14 @@ class Estimator:
                 return
         model = self._model(ModeKeys.TRAIN, strategy)
         training = Training(
-            model,
-            self._input(input_fn, ModeKeys.TRAIN),
-            self.model_dir,
-            self._config,
-            list(hooks or []),
-            list(saving_listeners or []),
-            last_step,
-            self._initialize,
+            model=model,
+            source=self._input(input_fn, ModeKeys.TRAIN),
+            hooks=list(hooks or []),
+            directory=self.model_dir,
+            config=self._config,
+            listeners=list(saving_listeners or []),
+            last_step=last_step,
+            initialize=self._initialize,
             marks_end=marks_end,
         )
         try:
@@ -253,8 +261,8 @@ class Estimator:
         strategy = self._config.evaluating_strategy()
         model = self._model(ModeKeys.EVAL, strategy)
         source = self._input(input_fn, ModeKeys.EVAL)
-        evaluation = Evaluation(model, source, steps, list(hooks or []))
-        results, path = evaluation.run(find_path)
+        loop = Evaluation(model=model, source=source, hooks=list(hooks or []))
+        results, path = loop.run(find_path, steps)
         if strategy.is_chief:
             append_evaluation(Path(self.eval_dir(name)), path, results)
         _logger.info("Evaluation of %s: %s", path, results)
@@ -292,7 +300,7 @@ class Estimator:
             hook.begin()
         every = list(hooks or [])
         # Another generator meanwhile, of another checkpoint, makes a model of its own.
-        key = _key(ModeKeys.PREDICT, model.strategy)
+        key = ModeKeys.PREDICT, model.strategy
         self._models.pop(key, None)
         try:
             for batch in predictions(model, source, find_path, every):
@@ -343,16 +351,23 @@ class Estimator:
             CheckpointError: If the checkpoint is of another model, or the folder cannot
                 be written.
         """
-        path = self._checkpoint(checkpoint_path, "export_saved_model")
+        caller = "export_saved_model"
+        path = self._checkpoint(checkpoint_path, caller)
         if self._preprocess is not None:
             tell_of_preprocess(self.model_dir)
         # Its own model: one that predicts meanwhile keeps its values.
         seed = self._config.tf_random_seed or 0
         model = EstimatorModel(self._function, ModeKeys.PREDICT, one_device(), seed)
+        receiver = checked_receiver_fn(serving_input_receiver_fn, caller)()
+        if not isinstance(receiver, ServingInputReceiver):
+            raise TypeError(
+                f"{caller}: serving_input_receiver_fn must return a "
+                f"ServingInputReceiver; got {receiver!r}."
+            )
         folder = export_model(
             model,
             path,
-            serving_input_receiver_fn,
+            receiver,
             Path(export_dir_base),
             getattr(self, "preprocessor", None),
             platforms,
@@ -413,7 +428,7 @@ class Estimator:
         )
 
     def _model(self, mode: ModeKeys, strategy: Strategy) -> EstimatorModel:
-        key = _key(mode, strategy)
+        key = mode, strategy
         if key not in self._models:
             strategy.synchronize_random_state()
             seed = self._config.tf_random_seed
@@ -435,25 +450,6 @@ class Estimator:
                 "Call train first, or give the model_dir of a trained model."
             )
         return os.fspath(found)
-
-
-def _key(mode: ModeKeys, strategy: Strategy) -> tuple[ModeKeys, int]:
-    return mode, id(strategy)  # A model keeps its strategy alive.
-
-
-def _model_dir(given: str | os.PathLike[str] | None, config: RunConfig) -> str:
-    if None not in (given, config.model_dir) and os.fspath(given or "") != os.fspath(
-        config.model_dir or ""
-    ):
-        raise ValueError(
-            f"Estimator: model_dir={given!r} and the config's {config.model_dir!r} "
-            "differ. Give one of them."
-        )
-    folder = given if given is not None else config.model_dir
-    if folder is None:
-        folder = tempfile.mkdtemp(prefix="replicax-estimator-")
-        _logger.warning("Estimator: model_dir is the temporary folder %s.", folder)
-    return os.fspath(folder)
 
 
 def _check_steps(method: str, *numbers: int | None) -> None:

@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -15,8 +15,8 @@ from replicax.engine.values import PerReplica
 from replicax.estimator.hooks import SessionRunHook
 from replicax.estimator.model import EstimatorModel
 from replicax.estimator.saving import restore_found
-from replicax.estimator.training import run_hooks, started_hooks
-from replicax.estimator.user_functions import InputPipeline, first_step
+from replicax.estimator.training import Loop
+from replicax.estimator.user_functions import InputPipeline
 from replicax.input.prefetch import DistributedIterator
 
 __all__ = ["EvalResults", "Evaluation", "predictions", "read_eval_metrics"]
@@ -25,72 +25,34 @@ EvalResults: TypeAlias = dict[str, Any]
 """Results of `evaluate` by the metrics' names: Python numbers or NumPy arrays."""
 
 
-class Evaluation:
-    """The evaluation loop: one call of `evaluate`.
+class Evaluation(Loop):
+    """The evaluation loop: one call of `evaluate`, whose step is the checkpoint's."""
 
-    Attributes:
-        global_step: That of the checkpoint.
-        is_over: Whether the last step was made.
-    """
-
-    def __init__(
-        self,
-        model: EstimatorModel,
-        source: InputPipeline,
-        steps: int | None,
-        hooks: Sequence[SessionRunHook],
-    ) -> None:
-        self._model = model
-        self._source = source
-        self._num_steps = steps
-        self._hooks = list(hooks)
-        self._stops = False
-        self.global_step = 0
-        self.is_over = False
-
-    def run(self, find_path: Callable[[], str]) -> tuple[EvalResults, str]:
-        """Evaluate the checkpoint that `find_path` finds; results, and its path."""
-        for hook in self._hooks:
-            hook.begin()
-        steps = self._source.steps(self._model.strategy)
-        try:
-            return self._evaluate(steps, find_path)
-        finally:
-            steps.close()
-            self._model.strategy.settle()
-
-    def request_stop(self) -> None:
-        """Let the current step be the last one."""
-        self._stops = True
-
-    def _evaluate(
-        self, steps: DistributedIterator, find_path: Callable[[], str]
+    def run(
+        self, find_path: Callable[[], str], num_steps: int | None
     ) -> tuple[EvalResults, str]:
-        model = self._model
-        first = first_step(steps, model.strategy, "evaluate")
-        model.build(*first[0])
-        path = restore_found(model, find_path)
-        self.global_step = int(model.global_step.numpy())
-        hooks = started_hooks(self, self._hooks, model.spec.hooks())
-        metrics = model.metrics | {"loss": model.loss}
-        for metric in metrics.values():
-            metric.reset_state()
-        every = itertools.islice(itertools.chain([first], steps), self._num_steps)
-        for (features, labels), active in every:
-            run_hooks(
-                self,
-                hooks,
-                lambda f=features, y=labels, n=active: model.step(
-                    f, y, n, watched=bool(hooks)
-                ),
-            )
-            if self._stops and model.strategy.workers.count == 1:
-                break
-        self.is_over = True
-        results = _flat(model.results())
-        for hook in hooks:
-            hook.end(self)
-        return results | {"global_step": self.global_step}, path
+        """Evaluate the checkpoint that `find_path` finds; results, and its path."""
+
+        def evaluate(steps: DistributedIterator) -> tuple[EvalResults, str]:
+            model = self.model
+            first = self.first_step(steps, "evaluate")
+            path = restore_found(model, find_path)
+            self.global_step = int(model.global_step.numpy())
+            self.start_hooks()
+            for metric in (*model.metrics.values(), model.loss):
+                metric.reset_state()
+            every = itertools.islice(itertools.chain([first], steps), num_steps)
+            for (features, labels), active in every:
+                self.run_step(features, labels, active)
+                if self.stops and model.strategy.workers.count == 1:
+                    break
+            self.is_over = True
+            results = _flat(model.results())
+            for hook in self.hooks:
+                hook.end(self)
+            return results | {"global_step": self.global_step}, path
+
+        return self.over_steps(evaluate)
 
 
 def _flat(results: Mapping[str, PyTree]) -> EvalResults:
@@ -105,8 +67,7 @@ def _flat(results: Mapping[str, PyTree]) -> EvalResults:
 def read_eval_metrics(eval_dir: str | Path) -> dict[int, EvalResults]:
     """The evaluations in a folder by their global step, in its order.
 
-    (TF: `tf.estimator.experimental.read_eval_metrics`.) Of several evaluations of one
-    step the last counts.
+    Of several evaluations of one step the last counts.
 
     Args:
         eval_dir: What `estimator.eval_dir()` returns.

@@ -1,13 +1,21 @@
-"""`tf.estimator.experimental`'s spellings of what is in `rx.estimator`."""
+"""Early stopping: hooks that end training when evaluations stop improving.
 
-from replicax.estimator.early_stopping import (
-    make_early_stopping_hook,
-    stop_if_higher_hook,
-    stop_if_lower_hook,
-    stop_if_no_decrease_hook,
-    stop_if_no_increase_hook,
-)
+(TF: `tf.estimator.experimental`.)
+"""
+
+import operator
+from collections.abc import Callable
+from typing import TypeAlias
+
+from replicax.estimator.estimator import Estimator
 from replicax.estimator.evaluating import read_eval_metrics
+from replicax.estimator.hooks import (
+    Interval,
+    IntervalHook,
+    SessionRunContext,
+    SessionRunHook,
+    SessionRunValues,
+)
 
 __all__ = [
     "make_early_stopping_hook",
@@ -17,3 +25,197 @@ __all__ = [
     "stop_if_no_decrease_hook",
     "stop_if_no_increase_hook",
 ]
+
+_Values: TypeAlias = list[tuple[int, float]]
+"""A metric's values by global step, in its order."""
+
+
+class _EarlyStoppingHook(IntervalHook):
+    def __init__(self, should_stop_fn: Callable[[], bool], every: Interval) -> None:
+        self.every = every
+        self._should_stop = should_stop_fn
+
+    def after_run(
+        self, run_context: SessionRunContext, run_values: SessionRunValues
+    ) -> None:
+        step = run_context.session.global_step
+        if self.every.last is None:
+            self.every.happened(step)
+        if self.every.is_due(step):
+            self.every.happened(step)
+            if self._should_stop():
+                run_context.request_stop()
+
+
+def make_early_stopping_hook(
+    estimator: Estimator,
+    should_stop_fn: Callable[[], bool],
+    run_every_secs: float | None = 60.0,
+    run_every_steps: int | None = None,
+) -> SessionRunHook:
+    """A hook that ends training when `should_stop_fn()` is true.
+
+    With several workers all of them stop together, some steps after one of them has
+    asked for it.
+
+    Args:
+        estimator: The estimator that trains.
+        should_stop_fn: Says whether to stop.
+        run_every_secs: Seconds between two calls of it.
+        run_every_steps: Steps between them, in place of seconds.
+
+    Raises:
+        TypeError: If `should_stop_fn` is not callable.
+        ValueError: For an interval that is not positive, or none, or two.
+    """
+    if not callable(should_stop_fn):
+        raise TypeError(
+            "make_early_stopping_hook: should_stop_fn must be callable; got "
+            f"{should_stop_fn!r}."
+        )
+    if run_every_steps is not None and run_every_secs == 60.0:
+        run_every_secs = None  # The default gives way.
+    if (run_every_secs is None) == (run_every_steps is None):
+        raise ValueError(
+            f"make_early_stopping_hook: got run_every_secs={run_every_secs!r} and "
+            f"run_every_steps={run_every_steps!r}; give exactly one of them."
+        )
+    interval = run_every_secs if run_every_steps is None else run_every_steps
+    if interval is not None and interval < 0:
+        raise ValueError(
+            f"make_early_stopping_hook: the interval must not be negative; got "
+            f"{interval!r}."
+        )
+    return _EarlyStoppingHook(should_stop_fn, Interval(run_every_steps, run_every_secs))
+
+
+def stop_if_no_decrease_hook(
+    estimator: Estimator,
+    metric_name: str,
+    max_steps_without_decrease: int,
+    eval_dir: str | None = None,
+    min_steps: int = 0,
+    run_every_secs: float | None = 60.0,
+    run_every_steps: int | None = None,
+) -> SessionRunHook:
+    """A hook that ends training when evaluations do not get better any more.
+
+    Args:
+        estimator: The estimator that trains.
+        metric_name: A key of what `evaluate` returns, such as `"loss"`.
+        max_steps_without_decrease: How many training steps without a new lowest value.
+        eval_dir: Folder of the evaluations; defaults to `estimator.eval_dir()`.
+        min_steps: Never stop before that global step was evaluated.
+        run_every_secs: Seconds between two looks at the evaluations.
+        run_every_steps: Steps between them, in place of seconds.
+
+    Raises:
+        ValueError: When it looks: if evaluations have no such metric.
+    """
+    says_stop = _without_progress(operator.lt, max_steps_without_decrease, min_steps)
+    every = run_every_secs, run_every_steps
+    caller = "stop_if_no_decrease_hook"
+    return _stopping(caller, says_stop, estimator, metric_name, eval_dir, *every)
+
+
+def stop_if_no_increase_hook(
+    estimator: Estimator,
+    metric_name: str,
+    max_steps_without_increase: int,
+    eval_dir: str | None = None,
+    min_steps: int = 0,
+    run_every_secs: float | None = 60.0,
+    run_every_steps: int | None = None,
+) -> SessionRunHook:
+    """As `stop_if_no_decrease_hook`, for metrics that are better when higher."""
+    says_stop = _without_progress(operator.gt, max_steps_without_increase, min_steps)
+    every = run_every_secs, run_every_steps
+    caller = "stop_if_no_increase_hook"
+    return _stopping(caller, says_stop, estimator, metric_name, eval_dir, *every)
+
+
+def stop_if_higher_hook(
+    estimator: Estimator,
+    metric_name: str,
+    threshold: float,
+    eval_dir: str | None = None,
+    min_steps: int = 0,
+    run_every_secs: float | None = 60.0,
+    run_every_steps: int | None = None,
+) -> SessionRunHook:
+    """A hook that ends training when an evaluation's metric is above a threshold.
+
+    Arguments as for `stop_if_no_decrease_hook`.
+    """
+    every = run_every_secs, run_every_steps
+    says_stop = _beyond(operator.gt, threshold, min_steps)
+    caller = "stop_if_higher_hook"
+    return _stopping(caller, says_stop, estimator, metric_name, eval_dir, *every)
+
+
+def stop_if_lower_hook(
+    estimator: Estimator,
+    metric_name: str,
+    threshold: float,
+    eval_dir: str | None = None,
+    min_steps: int = 0,
+    run_every_secs: float | None = 60.0,
+    run_every_steps: int | None = None,
+) -> SessionRunHook:
+    """A hook that ends training when an evaluation's metric is below a threshold.
+
+    Arguments as for `stop_if_no_decrease_hook`.
+    """
+    every = run_every_secs, run_every_steps
+    says_stop = _beyond(operator.lt, threshold, min_steps)
+    caller = "stop_if_lower_hook"
+    return _stopping(caller, says_stop, estimator, metric_name, eval_dir, *every)
+
+
+def _without_progress(
+    is_better: Callable[[float, float], bool], max_steps: int, min_steps: int
+) -> Callable[[_Values], bool]:
+    def says_stop(values: _Values) -> bool:
+        best: tuple[int, float] | None = None
+        for step, value in values:
+            if best is None or is_better(value, best[1]):
+                best = (step, value)
+            elif step >= min_steps and step - best[0] >= max_steps:
+                return True
+        return False
+
+    return says_stop
+
+
+def _beyond(
+    is_beyond: Callable[[float, float], bool], threshold: float, min_steps: int
+) -> Callable[[_Values], bool]:
+    return lambda values: any(
+        step >= min_steps and is_beyond(value, threshold) for step, value in values
+    )
+
+
+def _stopping(
+    caller: str,
+    says_stop: Callable[[_Values], bool],
+    estimator: Estimator,
+    metric_name: str,
+    eval_dir: str | None,
+    run_every_secs: float | None,
+    run_every_steps: int | None,
+) -> SessionRunHook:
+    """A hook that asks `says_stop` of the evaluations there are."""
+
+    def should_stop() -> bool:
+        results = read_eval_metrics(eval_dir or estimator.eval_dir())
+        for step, metrics in results.items():
+            if metric_name not in metrics:
+                raise ValueError(
+                    f"{caller}: the evaluation of step {step} has no {metric_name!r}, "
+                    f"only {sorted(metrics)}."
+                )
+        return says_stop([(s, metrics[metric_name]) for s, metrics in results.items()])
+
+    return make_early_stopping_hook(
+        estimator, should_stop, run_every_secs, run_every_steps
+    )

@@ -19,10 +19,7 @@ _logger = logging.getLogger("replicax")
 
 
 class Exporter(abc.ABC):
-    """Exports a model after an evaluation, or does not.
-
-    (TF: `tf.estimator.Exporter`.)
-    """
+    """Exports a model after an evaluation, or does not."""
 
     @property
     @abc.abstractmethod
@@ -100,14 +97,9 @@ class _SavedModelExporter(Exporter):
 class FinalExporter(_SavedModelExporter):
     """Exports once, when training has ended.
 
-    (TF: `tf.estimator.FinalExporter`.)
-
     Args:
-        name: Names the folder of the exports.
-        serving_input_receiver_fn: For `Estimator.export_saved_model`.
-
-    Raises:
-        TypeError: If `serving_input_receiver_fn` is no function.
+        name: As for `LatestExporter`, and so errors.
+        serving_input_receiver_fn: Likewise.
 
     Example:
         >>> import jax, replicax as rx
@@ -128,8 +120,6 @@ class FinalExporter(_SavedModelExporter):
 
 class LatestExporter(_SavedModelExporter):
     """Exports after each evaluation.
-
-    (TF: `tf.estimator.LatestExporter`.)
 
     Args:
         name: Names the folder of the exports.
@@ -161,17 +151,14 @@ class LatestExporter(_SavedModelExporter):
 class BestExporter(_SavedModelExporter):
     """Exports when an evaluation is better than all before it.
 
-    (TF: `tf.estimator.BestExporter`.) Those before are also those of earlier processes,
-    which stand in `estimator.eval_dir(eval_name)`: a restart does not export a model
-    that is worse.
+    Those before are also those of earlier processes, which stand in
+    `estimator.eval_dir(eval_name)`: a restart does not export a model that is worse.
 
     Args:
-        name: Names the folder of the exports.
-        serving_input_receiver_fn: For `Estimator.export_saved_model`.
+        name: This, and arguments that are not listed: as for `LatestExporter`.
         compare_fn: Called with `best_eval_result` and `current_eval_result`, both dicts
             of metrics, returns whether the current one is better. None: whether its
             `"loss"` is smaller.
-        exports_to_keep: Number of exports that are kept, the latest; None: all.
         eval_name: The name of the evaluations, as in `EvalSpec(name=...)`.
 
     Raises:
@@ -203,7 +190,20 @@ class BestExporter(_SavedModelExporter):
         eval_name: str | None = None,
     ) -> None:
         super().__init__(name, serving_input_receiver_fn, exports_to_keep)
-        self._is_better = _compare_fn(compare_fn)
+        self._is_better = compare_fn = compare_fn or _has_smaller_loss
+        if not callable(compare_fn):
+            raise TypeError(
+                f"BestExporter: compare_fn must be a function; got {compare_fn!r}."
+            )
+        results = {"best_eval_result": {}, "current_eval_result": {}}
+        try:
+            inspect.signature(compare_fn).bind(**results)
+        except TypeError as error:
+            raise ValueError(
+                "BestExporter: compare_fn is called with best_eval_result and "
+                f"current_eval_result by name; {compare_fn!r} takes other arguments: "
+                f"{error}."
+            ) from error
         self._eval_name = eval_name
         self._best: EvalResults | None = None
         self._model_dir: str | None = None
@@ -216,11 +216,7 @@ class BestExporter(_SavedModelExporter):
         eval_result: EvalResults | None,
         is_the_final_export: bool,
     ) -> str | None:
-        """See the base class.
-
-        Raises:
-            ValueError: If there is no `eval_result`.
-        """
+        """See the base class."""
         if not eval_result:
             raise ValueError(
                 f"BestExporter: eval_result must be what evaluate returned; got "
@@ -255,24 +251,6 @@ class BestExporter(_SavedModelExporter):
 
     def _beats(self, result: EvalResults, best: EvalResults) -> bool:
         return bool(self._is_better(best_eval_result=best, current_eval_result=result))
-
-
-def _compare_fn(compare_fn: Callable[..., bool] | None) -> Callable[..., bool]:
-    if compare_fn is None:
-        return _has_smaller_loss
-    if not callable(compare_fn):
-        raise TypeError(
-            f"BestExporter: compare_fn must be a function; got {compare_fn!r}."
-        )
-    try:
-        inspect.signature(compare_fn).bind(best_eval_result={}, current_eval_result={})
-    except TypeError as error:
-        raise ValueError(
-            "BestExporter: compare_fn is called with best_eval_result and "
-            f"current_eval_result by name; {compare_fn!r} takes other arguments: "
-            f"{error}."
-        ) from error
-    return compare_fn
 
 
 def _has_smaller_loss(

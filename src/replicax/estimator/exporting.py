@@ -2,42 +2,34 @@
 
 import functools
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import keras
 import numpy as np
 from jax import export
 
-from replicax._util.types import JSON, PyTree
+from replicax._util.types import JSONObject, PyTree
 from replicax._version import __version__
-from replicax.estimator.artifact import (
-    DEFAULT_SIGNATURE,
-    Artifact,
-    is_signature_name,
-    write,
-)
+from replicax.estimator.artifact import DEFAULT_SIGNATURE, Artifact, write
 from replicax.estimator.model import EstimatorModel
 from replicax.estimator.preprocessing import (
     Preprocessor,
     SavedPreprocessor,
     preprocessor_config,
 )
-from replicax.estimator.receivers import (
-    SINGLE,
-    ArraySpec,
-    ServingInputReceiver,
-    called_receiver_fn,
-)
+from replicax.estimator.receivers import SINGLE, ArraySpec, ServingInputReceiver
 from replicax.estimator.saving import restore
 from replicax.estimator.spec import EstimatorSpec
 
 __all__ = ["export_model", "tell_of_preprocess"]
 
 _Arrays: TypeAlias = dict[str, jax.Array]
+_Specs: TypeAlias = dict[str, ArraySpec]
 
 _PLATFORMS = ("cpu", "cuda", "tpu")
 _KNOWN_PLATFORMS = (*_PLATFORMS, "rocm")
@@ -62,25 +54,23 @@ def tell_of_preprocess(model_dir: str) -> None:
 def export_model(
     model: EstimatorModel,
     checkpoint: str,
-    serving_input_receiver_fn: Callable[[], ServingInputReceiver],
+    receiver: ServingInputReceiver,
     base: Path,
     preprocessor: Preprocessor | None,
     platforms: Sequence[str] | None,
 ) -> Path:
     """Write a saved model into a new folder in `base`; its path.
 
-    `artifact` describes the format, `Estimator.export_saved_model` the errors. The
-    model is one of PREDICT mode that is not yet built. `preprocessor` is what a canned
-    estimator does on the host besides. `platforms` are all but ROCm by default.
+    `Estimator.export_saved_model` describes the errors. The model is one of PREDICT
+    mode that is not yet built. `preprocessor` is what a canned estimator does on the
+    host besides.
     """
-    wanted = _platforms(platforms)
-    receiver = called_receiver_fn(serving_input_receiver_fn, _CALLER)
+    wanted = _checked_platforms(platforms)
     is_single = not isinstance(receiver.features, Mapping)
     num_rows = receiver.default_batch_size
     host = preprocessor and preprocessor_config(preprocessor, receiver.specs())
     inputs, arrays = _inputs(receiver, host)
-    example = arrays[SINGLE] if is_single else arrays
-    model.build(example, None)
+    model.build(arrays[SINGLE] if is_single else arrays, None)
     global_step = restore(model, checkpoint)
     values = {name: np.asarray(v.value) for name, v in model.variables().items()}
     of_program = {
@@ -94,10 +84,10 @@ def export_model(
         features = features[SINGLE] if is_single else features
         return _signatures(model.prediction_of(values, features))
 
-    names = sorted(jax.eval_shape(outputs_of, values, arrays), key=_in_order)
     programs: dict[str, bytes] = {}
-    signatures: dict[str, JSON] = {}
-    for name in names:
+    signatures: JSONObject = {}
+    names = jax.eval_shape(outputs_of, values, arrays)
+    for name in sorted(names, key=lambda name: (name != DEFAULT_SIGNATURE, name)):
         exported = _exported(
             lambda v, x, name=name: outputs_of(v, x)[name],
             values,
@@ -130,11 +120,7 @@ def export_model(
     return path
 
 
-def _in_order(signature: str) -> tuple[bool, str]:
-    return signature != DEFAULT_SIGNATURE, signature
-
-
-def _platforms(platforms: Sequence[str] | None) -> list[str]:
+def _checked_platforms(platforms: Sequence[str] | None) -> list[str]:
     if platforms is None:
         return list(_PLATFORMS)
     given = [platforms] if isinstance(platforms, str) else list(platforms)
@@ -147,35 +133,33 @@ def _platforms(platforms: Sequence[str] | None) -> list[str]:
 
 
 def _inputs(
-    receiver: ServingInputReceiver, host: dict[str, Any] | None
-) -> tuple[dict[str, ArraySpec], dict[str, np.ndarray]]:
+    receiver: ServingInputReceiver, host: JSONObject | None
+) -> tuple[_Specs, dict[str, np.ndarray]]:
     """What callers give, and a batch of what the program takes for it."""
-    rows = receiver.default_batch_size or _ROWS
     given = receiver.specs()
-    if host is None:
-        for name, spec in given.items():
-            if spec.dtype == "string":
-                raise ValueError(
-                    f"{_CALLER}: feature {name!r} has strings, which a program cannot "
-                    "take. Export what makes numbers of them: a canned estimator with "
-                    "feature columns; or name the features that the model_fn gets."
-                )
-        specs = {name: spec.in_program() for name, spec in given.items()}
-        return specs, {name: spec.zeros(rows) for name, spec in specs.items()}
-    saved = SavedPreprocessor.from_config(host)
+    saved = None if host is None else SavedPreprocessor(host)
+    texts = [name for name, spec in given.items() if spec.dtype == "string"]
+    if saved is None and texts:
+        raise ValueError(
+            f"{_CALLER}: feature {texts[0]!r} has strings, which a program cannot "
+            "take. Export what makes numbers of them: a canned estimator with "
+            "feature columns; or name the features that the model_fn gets."
+        )
+    in_program = given if saved is None else saved.in_program
     specs = {
-        name: spec.in_program() if name in saved.in_program else spec
+        name: spec.in_program() if name in in_program else spec
         for name, spec in given.items()
     }
+    rows = receiver.default_batch_size or _ROWS
     raw = {name: spec.zeros(rows) for name, spec in specs.items()}
-    return specs, saved.prepare(raw)
+    return specs, raw if saved is None else saved.prepare(raw)
 
 
 def _signatures(spec: EstimatorSpec) -> dict[str, _Arrays]:
     """The outputs of each signature by name."""
     found = {DEFAULT_SIGNATURE: spec.predictions} | dict(spec.export_outputs or {})
     for name in found:
-        if not is_signature_name(name):
+        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_-]+", name):
             raise ValueError(
                 "EstimatorSpec: export_outputs must have names of letters, digits, '_' "
                 f"and '-', which files are named after; got {name!r}."
@@ -198,57 +182,47 @@ def _named(signature: str, outputs: PyTree) -> _Arrays:
 def _exported(
     fn: Callable[..., _Arrays],
     values: Mapping[str, np.ndarray],
-    specs: Mapping[str, ArraySpec],
+    specs: _Specs,
     platforms: Sequence[str],
     title: str,
 ) -> export.Exported:
-    features = _structs(specs)
-    try:
-        return export.export(jax.jit(fn), platforms=platforms)(values, features)
-    except Exception as error:  # Of many kinds, from the tracing and from XLA.
-        raise ValueError(
-            f"{_CALLER}: {title} cannot be exported: "
-            f"{_reason(fn, values, specs, platforms, features)} It failed with: {error}"
-        ) from error
-
-
-def _structs(specs: Mapping[str, ArraySpec]) -> dict[str, jax.ShapeDtypeStruct]:
     (any_number,) = export.symbolic_shape("b")
-    return {
-        name: jax.ShapeDtypeStruct(
-            spec.with_rows(spec.shape[0] or any_number), np.dtype(spec.dtype)
-        )
+    features = {
+        name: jax.ShapeDtypeStruct(spec.with_rows(any_number), np.dtype(spec.dtype))
         for name, spec in specs.items()
     }
 
+    def export_for(platforms: Sequence[str]) -> export.Exported:
+        return export.export(jax.jit(fn), platforms=platforms)(values, features)
 
-def _reason(
-    fn: Callable[..., _Arrays],
-    values: Mapping[str, np.ndarray],
-    specs: Mapping[str, ArraySpec],
-    platforms: Sequence[str],
-    features: Mapping[str, jax.ShapeDtypeStruct],
-) -> str:
-    """Which of its parts fails by itself."""
-    # It can be traced for a number of rows: so the model was made.
-    if _fails(lambda: jax.eval_shape(fn, values, features)):
-        return (
-            "the model_fn needs to know the number of rows. Use no Python numbers of "
-            "features.shape[0] (-1 in a reshape), or give build_raw_serving_input_"
-            "receiver_fn(..., default_batch_size=...) and call with that many rows."
-        )
+    try:
+        return export_for(platforms)
+    except Exception as error:  # Of many kinds, from the tracing and from XLA.
+        # It can be traced for a number of rows: so the model was made.
+        if _fails(lambda: jax.eval_shape(fn, values, features)):
+            reason = (
+                "the model_fn needs to know the number of rows. Use no Python numbers "
+                "of features.shape[0] (-1 in a reshape), or give build_raw_serving_"
+                "input_receiver_fn(..., default_batch_size=...) and call with that "
+                "many rows."
+            )
+        else:
+            failing = [p for p in platforms if _fails(lambda p=p: export_for([p]))]
+            is_fixed = next(iter(specs.values())).shape[0] is not None
+            reason = _why_not(platforms, failing, is_fixed)
+        raise ValueError(
+            f"{_CALLER}: {title} cannot be exported: {reason} It failed with: {error}"
+        ) from error
 
-    def export_for(platform: str) -> export.Exported:
-        return export.export(jax.jit(fn), platforms=[platform])(values, features)
 
-    failing = [p for p in platforms if _fails(lambda p=p: export_for(p))]
+def _why_not(platforms: Sequence[str], failing: list[str], is_fixed: bool) -> str:
     rest = tuple(name for name in platforms if name not in failing)
     if failing and rest:
         return f"not for {failing}. Give platforms={rest}."
     which = f"for none of {failing}." if failing else "not for several platforms."
-    if next(iter(specs.values())).shape[0] is None:
-        which += " A default_batch_size=... may help, or a single platform."
-    return which
+    if is_fixed:
+        return which
+    return which + " A default_batch_size=... may help, or a single platform."
 
 
 def _fails(call: Callable[[], object]) -> bool:
@@ -260,8 +234,8 @@ def _fails(call: Callable[[], object]) -> bool:
 
 
 def _outputs(
-    exported: export.Exported, batch_size: int | None, host: dict[str, Any] | None
-) -> dict[str, ArraySpec]:
+    exported: export.Exported, num_rows: int | None, host: JSONObject | None
+) -> _Specs:
     avals = jax.tree.unflatten(exported.out_tree, exported.out_avals)
     specs = {
         name: ArraySpec(
@@ -270,17 +244,9 @@ def _outputs(
         )
         for name, aval in avals.items()
     }
-    if host is None:
-        return specs
-    rows = batch_size or _ROWS
-    zeros = {name: _zeros(spec, rows) for name, spec in specs.items()}
-    finished = SavedPreprocessor.from_config(host).finish(zeros)
-    for name, array in finished.items():
-        if name not in specs:  # Strings.
-            specs[name] = ArraySpec((batch_size, *array.shape[1:]), "string")
+    if host is not None:
+        zeros = {name: spec.zeros(num_rows or _ROWS) for name, spec in specs.items()}
+        for name, array in SavedPreprocessor(host).finish(zeros).items():
+            if name not in specs:  # Strings.
+                specs[name] = ArraySpec((num_rows, *array.shape[1:]), "string")
     return specs
-
-
-def _zeros(spec: ArraySpec, rows: int) -> np.ndarray:
-    shape = tuple(rows if size is None else size for size in spec.shape)
-    return np.zeros(shape, np.dtype(spec.dtype))

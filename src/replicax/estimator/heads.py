@@ -17,14 +17,7 @@ from keras import ops
 from replicax.engine.scope import required_context
 from replicax.estimator.spec import EstimatorSpec, ModeKeys, TrainOp
 
-__all__ = [
-    "BinaryClassHead",
-    "Head",
-    "MultiClassHead",
-    "RegressionHead",
-    "class_head",
-    "loss_reduction_of",
-]
+__all__ = ["Head", "head_of"]
 
 _MEAN, _SUM = "sum_over_batch_size", "sum"
 
@@ -34,32 +27,36 @@ _Metrics: TypeAlias = dict[str, keras.metrics.Metric]
 _NUM_THRESHOLDS = 200  # As TF; more would make the area under the curve more exact.
 
 
-def loss_reduction_of(loss_reduction: object) -> str:
-    """`"sum_over_batch_size"` or `"sum"`, in lower case; ValueError if neither."""
+def head_of(
+    n_classes: int | None, label_dimension: int, loss_reduction: object
+) -> "Head":
+    """The head for a number of classes, None for regression.
+
+    `loss_reduction` is `"sum_over_batch_size"` or `"sum"`, in any case.
+    """
     name = loss_reduction.lower() if isinstance(loss_reduction, str) else None
     if name not in (_MEAN, _SUM):
         raise ValueError(
             f"loss_reduction: must be {_MEAN!r} or {_SUM!r}; got {loss_reduction!r}."
         )
-    return name
+    if n_classes is None:
+        return _RegressionHead(label_dimension, name)
+    return _BinaryClassHead(1, name) if n_classes == 2 else _ClassHead(n_classes, name)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Head(abc.ABC):
     """Predictions, loss and metrics of a model's logits.
 
     Args:
+        logits_dimension: The `k` of the logits.
         loss_reduction: `"sum_over_batch_size"`: the loss is the weighted losses' sum
             by their number, `"sum"`: it is their sum, in training over the batches of
             all replicas, in evaluation over one batch.
     """
 
-    loss_reduction: str = _MEAN
-
-    @property
-    @abc.abstractmethod
-    def logits_dimension(self) -> int:
-        """The `k` of the logits."""
+    logits_dimension: int
+    loss_reduction: str
 
     @abc.abstractmethod
     def predictions(self, logits: jax.Array) -> _Arrays:
@@ -83,14 +80,10 @@ class Head(abc.ABC):
         weights: jax.Array | None,
         train_op: Callable[[jax.Array], list[TrainOp]],
     ) -> EstimatorSpec:
-        """The `EstimatorSpec` of a batch.
+        """The `EstimatorSpec` of a batch of logits `[b, k]`.
 
-        Args:
-            mode: What it was called for.
-            logits: `[b, k]`.
-            labels: As `Preprocessor.prepare` returns them; None in PREDICT mode.
-            weights: `float32[b, 1]`, or None for 1 each.
-            train_op: From the loss to the updates; called in TRAIN mode.
+        Labels are as `Preprocessor.prepare` returns them, weights `float32[b, 1]` or
+        None for 1 each. `train_op` makes the updates of a loss in TRAIN mode.
         """
         logits = logits.astype("float32")
         predictions = self.predictions(logits)
@@ -115,54 +108,25 @@ class Head(abc.ABC):
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RegressionHead(Head):
-    """Logits are the predicted numbers; the loss is the squared error.
-
-    (TF: `tf.estimator.RegressionHead`.)
-    """
-
-    label_dimension: int = 1
-
-    @property
-    def logits_dimension(self) -> int:
-        """See the base class."""
-        return self.label_dimension
+class _RegressionHead(Head):
+    """Logits are the predicted numbers; the loss is the squared error."""
 
     def predictions(self, logits: jax.Array) -> _Arrays:
-        """See the base class."""
         return {"predictions": logits}
 
     def losses(self, labels: jax.Array, logits: jax.Array) -> jax.Array:
-        """See the base class."""
         return jnp.square(labels - logits)
 
     def metrics(
         self, labels: jax.Array, predictions: _Arrays, weights: jax.Array | None
     ) -> _Metrics:
-        """See the base class."""
-        return {
-            "label/mean": _mean("label_mean", labels, weights),
-            "prediction/mean": _mean(
-                "prediction_mean", predictions["predictions"], weights
-            ),
-        }
+        return _means(labels, predictions["predictions"], weights)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BinaryClassHead(Head):
-    """The logit's sigmoid is the probability of class 1.
-
-    (TF: `tf.estimator.BinaryClassHead`.)
-    """
-
-    @property
-    def logits_dimension(self) -> int:
-        """See the base class."""
-        return 1
+class _BinaryClassHead(Head):
+    """The logit's sigmoid is the probability of class 1."""
 
     def predictions(self, logits: jax.Array) -> _Arrays:
-        """See the base class."""
         logistic = jax.nn.sigmoid(logits)
         both = [jax.nn.sigmoid(-logits), logistic]
         return {
@@ -174,14 +138,12 @@ class BinaryClassHead(Head):
         }
 
     def losses(self, labels: jax.Array, logits: jax.Array) -> jax.Array:
-        """See the base class."""
         losses = ops.binary_crossentropy(labels, logits, from_logits=True)
         return jnp.asarray(losses)
 
     def metrics(
         self, labels: jax.Array, predictions: _Arrays, weights: jax.Array | None
     ) -> _Metrics:
-        """See the base class."""
         logistic = predictions["logistic"]
         class_ids = predictions["class_ids"].astype("float32")
         roc = keras.metrics.AUC(_NUM_THRESHOLDS, curve="ROC", name="auc")
@@ -199,37 +161,23 @@ class BinaryClassHead(Head):
         baseline.update_state(labels, weights)
         return {name: metric for name, (metric, _) in made.items()} | {
             "accuracy_baseline": baseline,
-            "label/mean": _mean("label_mean", labels, weights),
-            "prediction/mean": _mean("prediction_mean", logistic, weights),
+            **_means(labels, logistic, weights),
         }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MultiClassHead(Head):
-    """The logits' softmax has the classes' probabilities.
-
-    (TF: `tf.estimator.MultiClassHead`.)
-    """
-
-    n_classes: int
-
-    @property
-    def logits_dimension(self) -> int:
-        """See the base class."""
-        return self.n_classes
+class _ClassHead(Head):
+    """The logits' softmax has the classes' probabilities."""
 
     def predictions(self, logits: jax.Array) -> _Arrays:
-        """See the base class."""
         class_ids = jnp.asarray(ops.argmax(logits, axis=1, keepdims=True))
         return {
             "logits": logits,
             "probabilities": jax.nn.softmax(logits, axis=1),
             "class_ids": class_ids.astype("int32"),
-            "all_class_ids": _all_class_ids(logits, self.n_classes),
+            "all_class_ids": _all_class_ids(logits, self.logits_dimension),
         }
 
     def losses(self, labels: jax.Array, logits: jax.Array) -> jax.Array:
-        """See the base class."""
         losses = ops.sparse_categorical_crossentropy(
             labels[:, 0], logits, from_logits=True
         )
@@ -238,24 +186,15 @@ class MultiClassHead(Head):
     def metrics(
         self, labels: jax.Array, predictions: _Arrays, weights: jax.Array | None
     ) -> _Metrics:
-        """See the base class."""
         accuracy = keras.metrics.Accuracy(name="accuracy")
         accuracy.update_state(labels, predictions["class_ids"], weights)
         return {"accuracy": accuracy}
-
-
-def class_head(n_classes: int, loss_reduction: str) -> Head:
-    """The head for a number of classes."""
-    if n_classes == 2:
-        return BinaryClassHead(loss_reduction=loss_reduction)
-    return MultiClassHead(n_classes=n_classes, loss_reduction=loss_reduction)
 
 
 class _LargerShare(keras.metrics.Mean):
     """Accuracy of always predicting the more frequent of the classes 0 and 1."""
 
     def result(self) -> jax.Array:
-        """See the base class."""
         share = jnp.asarray(super().result())
         return jnp.maximum(share, 1 - share)
 
@@ -266,6 +205,15 @@ def _mean(
     metric = keras.metrics.Mean(name=name)
     metric.update_state(values, weights)
     return metric
+
+
+def _means(
+    labels: jax.Array, predicted: jax.Array, weights: jax.Array | None
+) -> _Metrics:
+    return {
+        "label/mean": _mean("label_mean", labels, weights),
+        "prediction/mean": _mean("prediction_mean", predicted, weights),
+    }
 
 
 def _all_class_ids(logits: jax.Array, n_classes: int) -> jax.Array:

@@ -16,6 +16,7 @@ __all__ = [
     "CheckpointSaverListener",
     "HookSession",
     "Interval",
+    "IntervalHook",
     "LoggingTensorHook",
     "NanLossDuringTrainingError",
     "NanTensorHook",
@@ -131,8 +132,6 @@ class SessionRunContext:
 class SessionRunHook:
     """Base of hooks; override what you need.
 
-    (TF: `tf.estimator.SessionRunHook`.)
-
     The order of calls is `begin`, `after_create_session`, then for each step
     `before_run` and `after_run`, and `end`, which is left out after an error.
     """
@@ -156,10 +155,7 @@ class SessionRunHook:
 
 
 class CheckpointSaverListener:
-    """Called around saving.
-
-    (TF: `tf.estimator.CheckpointSaverListener`.)
-    """
+    """Called around saving."""
 
     def begin(self) -> None:
         """Called once, before anything is made."""
@@ -176,8 +172,6 @@ class CheckpointSaverListener:
 
 class StopAtStepHook(SessionRunHook):
     """Ends training at a step.
-
-    (TF: `tf.estimator.StopAtStepHook`.)
 
     Args:
         num_steps: Number of steps from where training begins.
@@ -223,10 +217,18 @@ def _interval(steps: int | None, seconds: float | None, caller: str) -> Interval
     return Interval(steps, seconds)
 
 
-class StepCounterHook(SessionRunHook):
-    """Logs steps per second.
+class IntervalHook(SessionRunHook):
+    """Base of hooks that do something every so often."""
 
-    (TF: `tf.estimator.StepCounterHook`.)
+    every: Interval
+
+    def begin(self) -> None:
+        """Count from here."""
+        self.every.last = None
+
+
+class StepCounterHook(IntervalHook):
+    """Logs steps per second.
 
     Args:
         every_n_steps: Interval in steps.
@@ -240,21 +242,17 @@ class StepCounterHook(SessionRunHook):
         self, every_n_steps: int | None = 100, every_n_secs: float | None = None
     ) -> None:
         steps = None if every_n_secs is not None else every_n_steps
-        self._every = _interval(steps, every_n_secs, "StepCounterHook")
+        self.every = _interval(steps, every_n_secs, "StepCounterHook")
         self.steps_per_second: float | None = None
-
-    def begin(self) -> None:
-        """Count from here."""
-        self._every.last = None
 
     def after_run(
         self, run_context: SessionRunContext, run_values: SessionRunValues
     ) -> None:
         """Log, where it is due."""
         step = run_context.session.global_step
-        if not self._every.is_due(step):
+        if not self.every.is_due(step):
             return
-        passed = self._every.happened(step)
+        passed = self.every.happened(step)
         if passed is not None and passed[1] > 0:
             self.steps_per_second = passed[0] / passed[1]
             _logger.info("global_step/sec: %.6g", self.steps_per_second)
@@ -262,8 +260,6 @@ class StepCounterHook(SessionRunHook):
 
 class LoggingTensorHook(SessionRunHook):
     """Logs values of a step.
-
-    (TF: `tf.estimator.LoggingTensorHook`.)
 
     Made in a `model_fn` and given as one of the spec's hooks, it may log any array of
     the model; made elsewhere, it logs by name.
@@ -290,13 +286,13 @@ class LoggingTensorHook(SessionRunHook):
     ) -> None:
         named = tensors if isinstance(tensors, Mapping) else {n: n for n in tensors}
         self.tensors: dict[str, str | jax.Array] = dict(named)
-        self._every = (
+        self.every = (
             None
             if at_end and every_n_iter is None and every_n_secs is None
             else _interval(every_n_iter, every_n_secs, "LoggingTensorHook")
         )
         self._at_end = at_end
-        self._format = formatter or _formatted
+        self._format = formatter or _as_text
         self._values: dict[str, np.ndarray] = {}
         self._is_due = False
         self._step = 0
@@ -304,13 +300,13 @@ class LoggingTensorHook(SessionRunHook):
     def begin(self) -> None:
         """Log the first step."""
         self._values = {}
-        if self._every is not None:
-            self._every.last = None
+        if self.every is not None:
+            self.every.last = None
 
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
         """Ask for the values where they are due."""
         self._step = run_context.session.global_step
-        self._is_due = self._every is not None and self._every.is_due(self._step)
+        self._is_due = self.every is not None and self.every.is_due(self._step)
         if not (self._is_due or self._at_end):
             return None
         return SessionRunArgs(
@@ -325,8 +321,8 @@ class LoggingTensorHook(SessionRunHook):
     ) -> None:
         """Log them."""
         self._values = run_values.results or self._values
-        if self._is_due and self._every is not None:
-            passed = self._every.happened(self._step)
+        if self._is_due and self.every is not None:
+            passed = self.every.happened(self._step)
             seconds = "" if passed is None else f" ({passed[1]:.3f} sec)"
             _logger.info("%s%s", self._format(self._values), seconds)
 
@@ -336,14 +332,12 @@ class LoggingTensorHook(SessionRunHook):
             _logger.info("%s", self._format(self._values))
 
 
-def _formatted(values: Mapping[str, np.ndarray]) -> str:
+def _as_text(values: Mapping[str, np.ndarray]) -> str:
     return ", ".join(f"{name} = {value}" for name, value in values.items())
 
 
-class NanTensorHook(SessionRunHook):
+class NanTensorHook(IntervalHook):
     """Ends training when a value is NaN or infinite.
-
-    (TF: `tf.estimator.NanTensorHook`.)
 
     Args:
         loss_tensor: Its name.
@@ -361,16 +355,12 @@ class NanTensorHook(SessionRunHook):
     ) -> None:
         self._name = loss_tensor
         self._fails = fail_on_nan_loss
-        self._every = _interval(every_n_iter, None, "NanTensorHook")
-
-    def begin(self) -> None:
-        """Look at the first step."""
-        self._every.last = None
+        self.every = _interval(every_n_iter, None, "NanTensorHook")
 
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
         """Ask for the value."""
         step = run_context.session.global_step
-        return SessionRunArgs(self._name) if self._every.is_due(step) else None
+        return SessionRunArgs(self._name) if self.every.is_due(step) else None
 
     def after_run(
         self, run_context: SessionRunContext, run_values: SessionRunValues
@@ -379,7 +369,7 @@ class NanTensorHook(SessionRunHook):
         if run_values.results is None:
             return
         step = run_context.session.global_step
-        self._every.happened(step)
+        self.every.happened(step)
         try:
             require_finite(run_values.results, step, self._name)
         except NanLossDuringTrainingError as error:

@@ -1,6 +1,7 @@
 """Input functions over arrays and data frames."""
 
 import dataclasses
+import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeAlias
@@ -75,19 +76,16 @@ def pandas_input_fn(
     """An `input_fn` over the columns of a data frame.
 
     (TF: `tf.compat.v1.estimator.inputs.pandas_input_fn`, without the queue's
-    arguments.) The arguments that are not listed are those of `numpy_input_fn`.
+    arguments.)
 
     Args:
         x: A pandas `DataFrame`: each column is a feature `[n]`.
         y: Labels: a `Series`, or a `DataFrame` for a dict of labels.
-        batch_size: See `numpy_input_fn`.
-        num_epochs: See `numpy_input_fn`.
-        shuffle: See `numpy_input_fn`.
+        batch_size: This and the rest: see `numpy_input_fn`, which returns the same.
+        num_epochs: How often to go through the data.
+        shuffle: Whether each epoch has an order of its own.
         target_column: What the labels are called; `x` must have no such column.
-        seed: See `numpy_input_fn`.
-
-    Returns:
-        As `numpy_input_fn`.
+        seed: Of the orders.
 
     Raises:
         ValueError: As `numpy_input_fn`; if the indices of `x` and `y` differ, or `x`
@@ -144,30 +142,23 @@ class _Batches:
     seed: int | None  # None: no shuffling.
 
     def __iter__(self) -> Iterator[PyTree]:
-        for rows in self._rows():
-            features = _taken(self.features, rows)
-            if self.labels is None:
-                yield features
-            else:
-                yield features, _taken(self.labels, rows)
-
-    def _rows(self) -> Iterator[np.ndarray]:
-        """The numbers of a batch's examples."""
         left = np.zeros(0, int)
-        epoch = 0
-        while self.num_epochs is None or epoch < self.num_epochs:
-            left = np.concatenate([left, self._order(epoch)])
-            epoch += 1
-            num_whole = len(left) // self.batch_size * self.batch_size
-            yield from left[:num_whole].reshape(-1, self.batch_size)
-            left = left[num_whole:]
+        for epoch in itertools.islice(itertools.count(), self.num_epochs):
+            order = np.arange(self.num_examples)
+            if self.seed is not None:
+                order = np.random.default_rng([self.seed, epoch]).permutation(order)
+            left = np.concatenate([left, order])
+            while len(left) >= self.batch_size:
+                yield self._batch(left[: self.batch_size])
+                left = left[self.batch_size :]
         if len(left):
-            yield left
+            yield self._batch(left)
 
-    def _order(self, epoch: int) -> np.ndarray:
-        if self.seed is None:
-            return np.arange(self.num_examples)
-        return np.random.default_rng([self.seed, epoch]).permutation(self.num_examples)
+    def _batch(self, rows: np.ndarray) -> PyTree:
+        features = _mapped(lambda array: array[rows], self.features)
+        if self.labels is None:
+            return features
+        return features, _mapped(lambda array: array[rows], self.labels)
 
 
 def _input_fn(
@@ -189,9 +180,7 @@ def _input_fn(
         _require_positive(caller, "num_epochs", num_epochs)
     if seed is not None and seed < 0:
         raise ValueError(f"{caller}: seed must not be negative; got {seed!r}.")
-    sizes = {f"x{name}": len(array) for name, array in _named(features)}
-    if labels is not None:
-        sizes |= {f"y{name}": len(array) for name, array in _named(labels)}
+    sizes = _sizes("x", features) | ({} if labels is None else _sizes("y", labels))
     if len(set(sizes.values())) != 1 or 0 in sizes.values():
         raise ValueError(
             f"{caller}: all arrays must have the same number of examples, and at least "
@@ -203,14 +192,8 @@ def _input_fn(
         own = seed
         if shuffle and own is None:
             own = random.randrange(2**63)  # The workers of a strategy draw alike.
-        return _Batches(
-            features,
-            labels,
-            num_examples,
-            batch_size,
-            num_epochs,
-            own if shuffle else None,
-        )
+        sizes = (num_examples, batch_size, num_epochs)
+        return _Batches(features, labels, *sizes, own if shuffle else None)
 
     return input_fn
 
@@ -239,16 +222,16 @@ def _as_array(value: ArrayLike, name: str, caller: str) -> np.ndarray:
     return array
 
 
-def _named(arrays: _Named) -> list[tuple[str, np.ndarray]]:
+def _sizes(name: str, arrays: _Named) -> dict[str, int]:
     if isinstance(arrays, dict):
-        return [(f"[{key!r}]", array) for key, array in arrays.items()]
-    return [("", arrays)]
+        return {f"{name}[{key!r}]": len(array) for key, array in arrays.items()}
+    return {name: len(arrays)}
 
 
-def _taken(arrays: _Named, rows: np.ndarray) -> _Named:
+def _mapped(fn: Callable[[np.ndarray], np.ndarray], arrays: _Named) -> _Named:
     if isinstance(arrays, dict):
-        return {key: array[rows] for key, array in arrays.items()}
-    return arrays[rows]
+        return {key: fn(array) for key, array in arrays.items()}
+    return fn(arrays)
 
 
 def _is_frame(value: object) -> bool:

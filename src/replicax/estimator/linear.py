@@ -1,4 +1,4 @@
-"""Linear canned estimators."""
+"""Canned estimators that are linear, or look at no features at all."""
 
 import math
 import os
@@ -8,21 +8,27 @@ import jax
 import keras
 
 from replicax.estimator.canned import (
-    CannedClassifier,
-    CannedRegressor,
+    CannedEstimator,
     NetworkPart,
     OptimizerLike,
     WeightColumn,
     optimizer_maker,
 )
 from replicax.estimator.feature_column import LinearModel
-from replicax.estimator.feature_column.column import Columns
-from replicax.estimator.feature_column.transform import as_columns
+from replicax.estimator.feature_column.column import Columns, as_columns
+from replicax.estimator.preprocessing import ROWS
 from replicax.estimator.run_config import RunConfig
 
-__all__ = ["LinearClassifier", "LinearPart", "LinearRegressor"]
+__all__ = [
+    "BaselineClassifier",
+    "BaselineRegressor",
+    "LinearClassifier",
+    "LinearPart",
+    "LinearRegressor",
+]
 
-_LEARNING_RATE = 0.2
+_LINEAR_RATE = 0.2
+_BASELINE_RATE = 0.3
 
 
 class LinearPart(NetworkPart):
@@ -41,7 +47,7 @@ class LinearPart(NetworkPart):
         self.columns = as_columns(feature_columns, f"{prefix}feature_columns")
         self._combiner = sparse_combiner
         self._layer(1)  # Raises what there is to raise.
-        rate = _LEARNING_RATE
+        rate = _LINEAR_RATE
         if optimizer is None:
             optimizer = "Ftrl"
             rate = min(rate, 1 / math.sqrt(len(self.columns)))
@@ -60,10 +66,8 @@ class LinearPart(NetworkPart):
         return LinearModel(self.columns, units, self._combiner, name="linear_model")
 
 
-class LinearRegressor(CannedRegressor):
+class LinearRegressor(CannedEstimator):
     """A linear model that predicts numbers.
-
-    (TF: `tf.estimator.LinearRegressor`.)
 
     The loss is the squared error. `evaluate` returns `average_loss` (weighted by
     example), `loss` (the mean of the batches'), `label/mean`, `prediction/mean` and
@@ -119,42 +123,29 @@ class LinearRegressor(CannedRegressor):
     ) -> None:
         super().__init__(
             [LinearPart(feature_columns, optimizer, sparse_combiner)],
-            label_dimension,
             weight_column,
             loss_reduction,
             model_dir,
             config,
             warm_start_from,
+            label_dimension=label_dimension,
         )
 
 
-class LinearClassifier(CannedClassifier):
+class LinearClassifier(CannedEstimator):
     """A linear model that predicts classes.
-
-    (TF: `tf.estimator.LinearClassifier`.)
 
     The loss is the cross entropy. `evaluate` returns `accuracy`, `average_loss`, `loss`
     and `global_step`, and for two classes also `accuracy_baseline`, `auc`,
     `auc_precision_recall`, `label/mean`, `precision`, `prediction/mean` and `recall`.
     `predict` yields `logits`, `probabilities`, `class_ids`, `classes` (strings),
-    `all_class_ids` and `all_classes`, and for two classes `logistic`.
+    `all_class_ids` and `all_classes`, and for two classes `logistic`. Other arguments,
+    and errors, are those of `LinearRegressor`.
 
     Args:
-        feature_columns: Dense or categorical columns.
-        model_dir: See `Estimator`.
         n_classes: Number of classes. Labels are integers from 0 to `n_classes - 1`,
             `[b]` or `[b, 1]`; for two classes also numbers between 0 and 1.
-        weight_column: As for `LinearRegressor`.
         label_vocabulary: The classes, if labels are strings.
-        optimizer: As for `LinearRegressor`.
-        config: See `Estimator`.
-        warm_start_from: See `Estimator`.
-        loss_reduction: As for `LinearRegressor`.
-        sparse_combiner: As for `LinearRegressor`.
-
-    Raises:
-        ValueError: For arguments out of range.
-        TypeError: For arguments of the wrong kind.
 
     Example:
         >>> import numpy as np, replicax as rx
@@ -187,11 +178,121 @@ class LinearClassifier(CannedClassifier):
     ) -> None:
         super().__init__(
             [LinearPart(feature_columns, optimizer, sparse_combiner)],
-            n_classes,
-            label_vocabulary,
             weight_column,
             loss_reduction,
             model_dir,
             config,
             warm_start_from,
+            n_classes=n_classes,
+            label_vocabulary=label_vocabulary,
+        )
+
+
+class _Bias(keras.layers.Layer):
+    """The same logits for each row: `baseline/bias`, zeros at first."""
+
+    def __init__(self, units: int) -> None:
+        super().__init__(name="baseline")
+        self._units = units
+
+    def build(self, input_shape: object = None) -> None:
+        """Make it."""
+        del input_shape
+        self.bias = self.add_weight(
+            shape=(self._units,), initializer="zeros", name="bias"
+        )
+        self.built = True
+
+    def call(self, rows: jax.Array) -> jax.Array:
+        """From zeros `[b]` to `[b, units]`."""
+        return rows[:, None] + self.bias
+
+
+class _BaselinePart(NetworkPart):
+    def __init__(self, optimizer: OptimizerLike) -> None:
+        self.columns = ()
+        self.optimizer = optimizer_maker(optimizer, _BASELINE_RATE)
+
+    def logits(
+        self, features: dict[str, jax.Array], units: int, *, training: bool
+    ) -> tuple[jax.Array, list[keras.Variable]]:
+        """See the base class."""
+        del training
+        layer = _Bias(units)
+        return layer(features[ROWS]), layer.trainable_variables
+
+
+class BaselineRegressor(CannedEstimator):
+    """Learns the mean of the labels, whatever the features are.
+
+    Results of `evaluate` and `predict`, other arguments and errors are those of
+    `LinearRegressor`.
+
+    Args:
+        optimizer: As there; names have a learning rate of 0.3.
+
+    Example:
+        >>> import numpy as np, replicax as rx
+        >>> batch = {"x": np.zeros(4)}, np.array([1.0, 2.0, 3.0, 6.0])
+        >>> estimator = rx.estimator.BaselineRegressor(optimizer="SGD")
+        >>> estimator = estimator.train(lambda: batch, steps=50)
+        >>> round(float(estimator.get_variable_value("baseline/bias")[0]), 3)
+        3.0
+    """
+
+    def __init__(
+        self,
+        model_dir: str | os.PathLike[str] | None = None,
+        label_dimension: int = 1,
+        weight_column: WeightColumn = None,
+        optimizer: OptimizerLike = "Ftrl",
+        config: RunConfig | None = None,
+        loss_reduction: str = "sum_over_batch_size",
+    ) -> None:
+        super().__init__(
+            [_BaselinePart(optimizer)],
+            weight_column,
+            loss_reduction,
+            model_dir,
+            config,
+            label_dimension=label_dimension,
+        )
+
+
+class BaselineClassifier(CannedEstimator):
+    """Learns how frequent the classes are, whatever the features are.
+
+    Results of `evaluate` and `predict`, other arguments and errors are those of
+    `LinearClassifier`.
+
+    Args:
+        optimizer: As there; names have a learning rate of 0.3.
+
+    Example:
+        >>> import numpy as np, replicax as rx
+        >>> batch = {"x": np.zeros(4)}, np.array([0, 1, 1, 1])
+        >>> estimator = rx.estimator.BaselineClassifier()
+        >>> estimator = estimator.train(lambda: batch, steps=10)
+        >>> estimator.evaluate(lambda: batch)["accuracy"]
+        0.75
+    """
+
+    def __init__(
+        self,
+        model_dir: str | os.PathLike[str] | None = None,
+        n_classes: int = 2,
+        weight_column: WeightColumn = None,
+        label_vocabulary: Sequence[str] | None = None,
+        optimizer: OptimizerLike = "Ftrl",
+        config: RunConfig | None = None,
+        loss_reduction: str = "sum_over_batch_size",
+    ) -> None:
+        super().__init__(
+            [_BaselinePart(optimizer)],
+            weight_column,
+            loss_reduction,
+            model_dir,
+            config,
+            n_classes=n_classes,
+            label_vocabulary=label_vocabulary,
         )

@@ -6,13 +6,13 @@ A saved model has it in its manifest, beside the program.
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from replicax._util.listing import listed
+from replicax._util.types import JSONObject, PyTree
 from replicax.estimator.feature_column import Column, features_of, numeric_column
 from replicax.estimator.feature_column.config import from_config, to_config
 from replicax.estimator.feature_column.numeric import NumericColumn
@@ -37,17 +37,7 @@ _NUM_SHOWN = 5
 class Preprocessor:
     """What a canned estimator does on the host with a batch of `b` examples.
 
-    Args:
-        columns: The columns that the model takes; without any it gets `ROWS`.
-        label_vocabulary: The classes, if labels are strings.
-        n_classes: Number of classes; None for regression.
-        label_dimension: Numbers that a label of a regression has.
-        weight_column: Where examples' weights are.
-
-    Raises:
-        ValueError: For less than two classes, a vocabulary that does not fit them, or
-            a `label_dimension` below 1.
-        TypeError: If the vocabulary has something else than strings.
+    A model without `columns` gets `ROWS`. `n_classes` is None for regression.
     """
 
     columns: tuple[Column, ...]
@@ -76,58 +66,44 @@ class Preprocessor:
             )
 
     def prepare(
-        self, features: Any, labels: Any = None
+        self, features: PyTree, labels: PyTree = None
     ) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
-        """A batch as arrays of numbers.
+        """A batch of raw features and labels as arrays of numbers.
 
-        Args:
-            features: Raw features by name.
-            labels: `[b]`, `[b, 1]`, or `[b, label_dimension]`. None for prediction,
-                which needs no weights either.
-
-        Returns:
-            The arrays of the columns, and labels: `float32[b, label_dimension]` of a
-            regression, `float32[b, 1]` of two classes, `int32[b, 1]` of more.
-
-        Raises:
-            ValueError: If a feature is missing; for wrong shapes; for labels that are
-                unknown or out of range; for negative weights.
-            TypeError: For features or labels of another dtype.
+        Labels `[b]`, `[b, 1]` or `[b, label_dimension]` become `float32[b,
+        label_dimension]` of a regression, `float32[b, 1]` of two classes, `int32[b, 1]`
+        of more. They are None for prediction, which needs no weights either.
         """
         arrays: dict[str, np.ndarray] = {}
         if self.columns:
             arrays |= features_of(self.columns, features)
         else:
-            arrays[ROWS] = np.zeros(_num_rows(features), "float32")
+            if not isinstance(features, Mapping):
+                features = {"features": features}
+            rows = rows_of(features, "a model without feature columns")
+            arrays[ROWS] = np.zeros(rows, "float32")
         if labels is None:
             return arrays, None
         if self.weight_column is not None:
             arrays |= self._weights(self.weight_column, features)
         numbers = self._labels(labels)
-        rows = {len(array) for array in arrays.values()}
-        if rows != {len(numbers)}:
+        sizes = {len(array) for array in arrays.values()}
+        if sizes != {len(numbers)}:
             raise ValueError(
-                f"labels: there are {len(numbers)} for features of {sorted(rows)} "
+                f"labels: there are {len(numbers)} for features of {sorted(sizes)} "
                 "rows. Each example needs one label, and one weight if there is a "
                 "weight_column."
             )
         return arrays, numbers
 
-    def finish(self, predictions: Mapping[str, Any]) -> dict[str, Any]:
-        """Predictions `[b, ...]` with the classes as strings, for a classifier.
-
-        Args:
-            predictions: NumPy arrays by name.
-
-        Returns:
-            Those, with `classes` and `all_classes` for `class_ids` and `all_class_ids`.
-        """
+    def finish(self, predictions: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """A classifier's predictions with `classes` and `all_classes`, as strings."""
         finished = dict(predictions)
         if self.n_classes is None:
             return finished
         for name in ("class", "all_class"):
             if f"{name}_ids" in finished:
-                finished[f"{name}es"] = self._names[np.asarray(finished[f"{name}_ids"])]
+                finished[f"{name}es"] = self._names[finished[f"{name}_ids"]]
         return finished
 
     @functools.cached_property
@@ -139,7 +115,9 @@ class Preprocessor:
     def _ids(self) -> dict[str, int]:
         return {word: i for i, word in enumerate(self.label_vocabulary or ())}
 
-    def _weights(self, column: NumericColumn, features: Any) -> dict[str, np.ndarray]:
+    def _weights(
+        self, column: NumericColumn, features: PyTree
+    ) -> dict[str, np.ndarray]:
         arrays = features_of([column], features)
         weights = arrays[column.outputs[0]]
         wrong = weights[~(weights >= 0)]
@@ -150,8 +128,16 @@ class Preprocessor:
             )
         return arrays
 
-    def _labels(self, labels: Any) -> np.ndarray:
-        array = _label_array(labels)
+    def _labels(self, labels: PyTree) -> np.ndarray:
+        if isinstance(labels, Mapping | tuple):
+            raise TypeError(
+                f"labels: must be one array; got a {type(labels).__name__}. Pick one of"
+                " its arrays in the input function."
+            )
+        try:
+            array = np.asarray(labels)
+        except ValueError as error:
+            raise ValueError(f"labels: are no array: {error}.") from error
         size = self.label_dimension if self.n_classes is None else 1
         if array.ndim == 1 and size == 1:
             array = array.reshape(-1, 1)
@@ -209,16 +195,8 @@ class Preprocessor:
         return np.array([self._ids[word] for word in words]).reshape(array.shape)
 
 
-def weight_column_of(weight_column: Any) -> NumericColumn | None:
-    """The column of examples' weights, from an argument `weight_column`.
-
-    Args:
-        weight_column: A feature's name, a `numeric_column`, or None.
-
-    Raises:
-        TypeError: If it is something else.
-        ValueError: If the column has more than one number a row.
-    """
+def weight_column_of(weight_column: object) -> NumericColumn | None:
+    """The column of examples' weights, from a user's `weight_column`."""
     if weight_column is None:
         return None
     if isinstance(weight_column, str):
@@ -238,27 +216,27 @@ def weight_column_of(weight_column: Any) -> NumericColumn | None:
 
 def preprocessor_config(
     preprocessor: Preprocessor, specs: Mapping[str, ArraySpec]
-) -> dict[str, Any]:
+) -> JSONObject:
     """What a canned estimator does on the host, as what JSON can hold.
 
     A numeric column with a `normalizer_fn` is left to the program, whose feature goes
-    in as it is.
-
-    Args:
-        preprocessor: The estimator's.
-        specs: The features.
-
-    Raises:
-        ValueError: If a column holds a function that cannot be part of the program.
+    in as it is; it raises ValueError where that is not possible.
     """
-    columns: list[dict[str, Any]] = []
+    columns: list[JSONObject] = []
     in_program: list[str] = []
     for column in dict.fromkeys(column.host for column in preprocessor.columns):
         if isinstance(column, NumericColumn) and column.normalizer_fn is not None:
             _require_traceable(column, specs)
             in_program.append(column.key)
         else:
-            columns.append({"column": _config_of(column), "outputs": [*column.outputs]})
+            try:
+                config = to_config(column)
+            except ValueError as error:
+                raise ValueError(
+                    f"export_saved_model: {column.title} works on the host and holds a "
+                    f"function, which a saved model cannot. {error}"
+                ) from error
+            columns.append({"column": config, "outputs": [*column.outputs]})
     words, classes = preprocessor.label_vocabulary, preprocessor.n_classes
     return {
         "columns": columns,
@@ -266,16 +244,6 @@ def preprocessor_config(
         "label_vocabulary": None if words is None else list(words),
         "n_classes": None if classes is None else int(classes),
     }
-
-
-def _config_of(column: Column) -> dict[str, Any]:
-    try:
-        return to_config(column)
-    except ValueError as error:
-        raise ValueError(
-            f"export_saved_model: {column.title} works on the host and holds a "
-            f"function, which a saved model cannot. {error}"
-        ) from error
 
 
 def _require_traceable(column: NumericColumn, specs: Mapping[str, ArraySpec]) -> None:
@@ -293,7 +261,7 @@ def _require_traceable(column: NumericColumn, specs: Mapping[str, ArraySpec]) ->
         )
     struct = jax.ShapeDtypeStruct(spec.with_rows(2), spec.in_program().dtype)
     try:
-        jax.eval_shape(column.trace, {column.key: struct})
+        jax.eval_shape(column.transform, {column.key: struct})
     except Exception as error:
         raise ValueError(
             f"{title} becomes part of the program, but JAX cannot trace it: {error} "
@@ -301,64 +269,46 @@ def _require_traceable(column: NumericColumn, specs: Mapping[str, ArraySpec]) ->
         ) from error
 
 
-@dataclasses.dataclass(frozen=True)
 class SavedPreprocessor:
-    """The preprocessing of a saved model.
+    """The preprocessing of a saved model, which `preprocessor_config` described.
 
     Attributes:
-        preprocessor: What the estimator had, without the columns of the program.
-        is_needed: Whether its `prepare` has something to do.
-        names: A column's names of its arrays, and those that the program has for them.
-            (They were equal where the columns were described; a later version may
-            choose others.)
-        in_program: The features that go in as they are.
+        in_program: The features that go into the program as they are.
     """
 
-    preprocessor: Preprocessor
-    is_needed: bool
-    names: tuple[tuple[str, str], ...]
-    in_program: tuple[str, ...]
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> "SavedPreprocessor":
-        """What `preprocessor_config` described.
-
-        Raises:
-            ValueError: If this version cannot read it.
-        """
+    def __init__(self, config: JSONObject) -> None:
         columns = [from_config(entry["column"]) for entry in config["columns"]]
-        names = [
+        # A column's names of its arrays, and those that the program has for them: they
+        # were equal when it was saved, and a later version may choose others.
+        self._names = [
             pair
             for column, entry in zip(columns, config["columns"], strict=True)
             for pair in zip(column.outputs, entry["outputs"], strict=True)
         ]
         words = config["label_vocabulary"]
-        preprocessor = Preprocessor(
+        self._preprocessor = Preprocessor(
             columns=tuple(columns),
             label_vocabulary=None if words is None else tuple(words),
             n_classes=config["n_classes"],
         )
-        in_program = tuple(config["in_program"])
-        return cls(
-            preprocessor, bool(columns or not in_program), tuple(names), in_program
-        )
+        self.in_program: list[str] = config["in_program"]
 
     def prepare(self, features: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """What the program takes, from a batch of raw features."""
         arrays = {name: features[name] for name in self.in_program}
-        if not self.is_needed:
+        if arrays and not self._names:
             return arrays
-        made, _ = self.preprocessor.prepare(features, None)
-        if not self.names:
+        made, _ = self._preprocessor.prepare(features)
+        if not self._names:
             return made  # A model without columns.
-        return arrays | {name: made[own] for own, name in self.names}
+        return arrays | {name: made[own] for own, name in self._names}
 
     def finish(self, outputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """What a caller gets, from what the program returned."""
-        return self.preprocessor.finish(outputs)
+        return self._preprocessor.finish(outputs)
 
 
-def _require_integer(name: str, value: Any, least: int) -> None:
+def _require_integer(name: str, value: int, least: int) -> None:
     is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
     if not is_integer or value < least:
         raise ValueError(
@@ -366,24 +316,7 @@ def _require_integer(name: str, value: Any, least: int) -> None:
         )
 
 
-def _num_rows(features: Any) -> int:
-    named = features if isinstance(features, Mapping) else {"features": features}
-    return rows_of(named, "a model without feature columns")
-
-
-def _label_array(labels: Any) -> np.ndarray:
-    if isinstance(labels, Mapping | tuple):
-        raise TypeError(
-            f"labels: must be one array; got a {type(labels).__name__}. Pick one of "
-            "its arrays in the input function."
-        )
-    try:
-        return np.asarray(labels)
-    except ValueError as error:
-        raise ValueError(f"labels: are no array: {error}.") from error
-
-
-def _word(value: Any) -> str:
+def _word(value: object) -> str:
     if isinstance(value, bytes):
         return value.decode("utf-8", "surrogateescape")
     if not isinstance(value, str):

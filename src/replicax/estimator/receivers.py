@@ -16,7 +16,6 @@ __all__ = [
     "ArraySpec",
     "ServingInputReceiver",
     "build_raw_serving_input_receiver_fn",
-    "called_receiver_fn",
     "checked_receiver_fn",
 ]
 
@@ -60,8 +59,8 @@ class ArraySpec:
         return dataclasses.replace(self, dtype=dtype.name)
 
     def with_rows(self, rows: Any) -> tuple[Any, ...]:
-        """The shape of a batch of so many rows."""
-        return (rows, *self.shape[1:])
+        """The shape of a batch of so many rows, which may be a number of JAX's."""
+        return tuple(rows if size is None else size for size in self.shape)
 
     def zeros(self, rows: int) -> np.ndarray:
         """An array as a program takes it; `""` for strings."""
@@ -69,22 +68,19 @@ class ArraySpec:
         return np.zeros(self.with_rows(rows), dtype)
 
     def checked(self, value: ArrayLike, title: str) -> np.ndarray:
-        """A value as an array of this kind.
+        """A value as an array of this kind, which has one row or more.
 
         Numbers are converted to wider kinds (integers to floating point), and to other
         numbers of bits where that leaves integers as they are.
-
-        Raises:
-            TypeError: For another dtype.
-            ValueError: For another shape, no rows, or integers that do not fit.
         """
         try:
             array = np.asarray(value)
         except ValueError as error:
             raise ValueError(f"{title} is no array: {error}.") from error
         is_text = array.dtype.kind in "OSTU"
-        rank, own = _rank(array.dtype), _rank(np.dtype(self.numeric_dtype))
-        if is_text != (self.dtype == "string") or not (is_text or rank <= own):
+        if is_text != (self.dtype == "string") or not (
+            is_text or _rank(array.dtype) <= _rank(np.dtype(self.dtype))
+        ):
             raise TypeError(
                 f"{title} must be {self}; got dtype {array.dtype}. Convert it."
             )
@@ -97,11 +93,6 @@ class ArraySpec:
         if not len(array):
             raise ValueError(f"{title} must be {self}; got no rows. Give one or more.")
         return array if is_text else self._converted(array, title)
-
-    @property
-    def numeric_dtype(self) -> str:
-        """The dtype; any for strings."""
-        return "float32" if self.dtype == "string" else self.dtype
 
     def _converted(self, array: np.ndarray, title: str) -> np.ndarray:
         dtype = np.dtype(self.dtype)
@@ -242,16 +233,3 @@ def checked_receiver_fn(
             "rx.estimator.build_raw_serving_input_receiver_fn(features)."
         )
     return serving_input_receiver_fn
-
-
-def called_receiver_fn(
-    serving_input_receiver_fn: Callable[[], ServingInputReceiver], caller: str
-) -> ServingInputReceiver:
-    """Call a user's function; raises TypeError unless it returns what it should."""
-    receiver = checked_receiver_fn(serving_input_receiver_fn, caller)()
-    if not isinstance(receiver, ServingInputReceiver):
-        raise TypeError(
-            f"{caller}: serving_input_receiver_fn must return a ServingInputReceiver; "
-            f"got {receiver!r}."
-        )
-    return receiver

@@ -20,8 +20,6 @@ _DEFAULT_SECONDS = 600.0
 class RunConfig:
     """Where and how an estimator runs.
 
-    (TF: `tf.estimator.RunConfig`.)
-
     Args:
         model_dir: Folder of checkpoints, evaluations and exports. The estimator's own
             argument comes first; without either it is a new temporary folder.

@@ -170,15 +170,9 @@ class Saver:
 
 
 def restore(model: EstimatorModel, path: str) -> int:
-    """Give a model that is not trained its values from a checkpoint.
+    """Give a model that is not trained its values from a checkpoint; its global step.
 
     The checkpoint may have more: what only training needs.
-
-    Returns:
-        The checkpoint's global step.
-
-    Raises:
-        CheckpointError: If it is damaged, or of another model.
     """
     contents = storage.read(Path(path))
     slots = [
@@ -193,11 +187,7 @@ def restore(model: EstimatorModel, path: str) -> int:
 
 
 def restore_found(model: EstimatorModel, find_path: Callable[[], str]) -> str:
-    """`restore` a checkpoint that a training in another process may delete meanwhile.
-
-    Returns:
-        The path of the one that was restored.
-    """
+    """`restore` a checkpoint that another process may delete meanwhile; its path."""
     while True:
         path = find_path()
         try:
@@ -227,15 +217,9 @@ def saved_variables(path: str) -> dict[str, np.ndarray]:
 def warm_start(
     model: EstimatorModel, values: Mapping[str, np.ndarray], path: str
 ) -> list[str]:
-    """Give a model's trainable and moving values those of another training.
+    """Give a model the variables that another training has too; their names.
 
     The optimizer's slots and counts, and the global step, begin anew.
-
-    Returns:
-        The names of the variables that were found.
-
-    Raises:
-        CheckpointError: If none is found, or one has another shape.
     """
     own = model.variables()
     kept = {id(v) for op in model.spec.train_ops for v in op.optimizer.variables}

@@ -37,10 +37,16 @@ class SavedModel:
         self.signatures = tuple(contents["signatures"])
         self._is_single = contents["single_feature"]
         _require_platform(self.path, contents["platforms"])
-        self._inputs = _specs(contents["signatures"], "inputs")
-        self._outputs = _specs(contents["signatures"], "outputs")
+        self._specs = {
+            (signature, part): {
+                name: ArraySpec(tuple(shape), dtype)
+                for name, (shape, dtype) in entry[part].items()
+            }
+            for signature, entry in contents["signatures"].items()
+            for part in ("inputs", "outputs")
+        }
         host = contents["host"]
-        self._host = None if host is None else SavedPreprocessor.from_config(host)
+        self._host = None if host is None else SavedPreprocessor(host)
         exported = {n: _program(self.path, n, p) for n, p in artifact.programs.items()}
         _require_64_bits(self.path, exported)
         self._programs = {n: jax.jit(e.call) for n, e in exported.items()}
@@ -52,15 +58,11 @@ class SavedModel:
         Raises:
             ValueError: If there is no such signature.
         """
-        return dict(self._inputs[self._known(signature)])
+        return self._known(signature, "inputs")
 
     def outputs(self, signature: str = DEFAULT_SIGNATURE) -> dict[str, ArraySpec]:
-        """What a signature returns, by name.
-
-        Raises:
-            ValueError: If there is no such signature.
-        """
-        return dict(self._outputs[self._known(signature)])
+        """What a signature returns, by name. Raises as `inputs`."""
+        return self._known(signature, "outputs")
 
     def __call__(
         self,
@@ -82,20 +84,20 @@ class SavedModel:
                 and shapes that do not fit.
             TypeError: For a wrong dtype, or features that are no dict.
         """
-        arrays = self._checked(features, self._inputs[self._known(signature)])
+        arrays = self._checked(features, self.inputs(signature))
         if self._host is not None:
             arrays = self._host.prepare(arrays)
         results = self._programs[signature](self._variables, arrays)
         outputs = {name: np.asarray(x) for name, x in results.items()}
         return outputs if self._host is None else self._host.finish(outputs)
 
-    def _known(self, signature: str) -> str:
+    def _known(self, signature: str, part: str) -> dict[str, ArraySpec]:
         if signature not in self.signatures:
             raise ValueError(
                 f"saved model {self.path}: there is no signature {signature!r}; there "
                 f"are {list(self.signatures)}."
             )
-        return signature
+        return dict(self._specs[signature, part])
 
     def _checked(
         self,
@@ -169,19 +171,6 @@ def load_saved_model(path: str | os.PathLike[str]) -> SavedModel:
         [1.0, 2.0, 4.0]
     """
     return SavedModel(newest(Path(path)))
-
-
-def _specs(
-    signatures: Mapping[str, Mapping[str, Mapping[str, tuple[list[int], str]]]],
-    part: str,
-) -> dict[str, dict[str, ArraySpec]]:
-    return {
-        signature: {
-            name: ArraySpec(tuple(shape), dtype)
-            for name, (shape, dtype) in entry[part].items()
-        }
-        for signature, entry in signatures.items()
-    }
 
 
 def _described(specs: Mapping[str, ArraySpec]) -> str:

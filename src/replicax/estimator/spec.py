@@ -27,8 +27,6 @@ __all__ = [
 class ModeKeys(enum.StrEnum):
     """What a `model_fn` is called for.
 
-    (TF: `tf.estimator.ModeKeys`.)
-
     Members compare equal to their strings: `"train"`, `"eval"`, `"infer"`.
     """
 
@@ -79,8 +77,6 @@ def minimize(
 @dataclasses.dataclass(frozen=True)
 class EstimatorSpec:
     """What a `model_fn` returns.
-
-    (TF: `tf.estimator.EstimatorSpec`.)
 
     Arrays are those of one replica's batch of `b` examples.
 

@@ -33,8 +33,6 @@ _logger = logging.getLogger("replicax")
 class TrainSpec:
     """What to train with.
 
-    (TF: `tf.estimator.TrainSpec`.)
-
     Args:
         input_fn: As for `Estimator.train`.
         max_steps: The global step to end at; None: with the input.
@@ -59,8 +57,6 @@ class TrainSpec:
 @dataclasses.dataclass(frozen=True)
 class EvalSpec:
     """What to evaluate with.
-
-    (TF: `tf.estimator.EvalSpec`.)
 
     Args:
         input_fn: As for `Estimator.evaluate`.
@@ -112,12 +108,12 @@ def train_and_evaluate(
 ) -> tuple[EvalResults | None, list[str | None]] | None:
     """Train, and evaluate the checkpoints that training saves.
 
-    (TF: `tf.estimator.train_and_evaluate`.) In one process an evaluation follows each
-    saving, `throttle_secs` apart, and the end. In a cluster that TF_CONFIG describes
-    each task does its part: `chief` and `worker` tasks train, with the config's
-    `train_distribute`; an `evaluator` task evaluates what they save, until training has
-    ended; a `ps` task serves, which the constructor of `rx.ParameterServerStrategy`
-    does. All tasks need the same `model_dir`, on storage that they share.
+    In one process an evaluation follows each saving, `throttle_secs` apart, and the
+    end. In a cluster that TF_CONFIG describes each task does its part: `chief` and
+    `worker` tasks train, with the config's `train_distribute`; an `evaluator` task
+    evaluates what they save, until training has ended; a `ps` task serves, which the
+    constructor of `rx.ParameterServerStrategy` does. All tasks need the same
+    `model_dir`, on storage that they share.
 
     Args:
         estimator: The estimator.

@@ -22,7 +22,6 @@ __all__ = [
     "InputPipeline",
     "ModelFunction",
     "Preprocess",
-    "first_step",
     "require_input_function",
     "wanted_arguments",
 ]
@@ -40,10 +39,6 @@ class ModelFunction:
     """A user's `model_fn`, called with those arguments that it has.
 
     It takes `features` and any of `labels`, `mode`, `params` and `config`.
-
-    Raises:
-        TypeError: If it is not callable.
-        ValueError: If it has other arguments, or no use for `params`.
     """
 
     def __init__(
@@ -105,13 +100,6 @@ class InputPipeline:
 
     It takes any of `input_context`, `mode`, `params` and `config`. It returns a dataset
     of `(features, labels)` or of features, or one such batch.
-
-    Args:
-        needs_labels: Whether batches must have labels, but for prediction.
-
-    Raises:
-        TypeError: If it is not callable.
-        ValueError: If it has other arguments.
     """
 
     def __init__(
@@ -199,17 +187,6 @@ def require_input_function(input_fn: object, caller: str) -> None:
             f"{caller}: input_fn must be a function that returns a dataset; got "
             f"{input_fn!r}. Write input_fn=lambda: dataset."
         )
-
-
-def first_step(steps: DistributedIterator, strategy: Strategy, method: str) -> PyTree:
-    """The first of an input's steps; raises ValueError if there is none."""
-    first = next(steps, None)
-    if first is None:
-        raise ValueError(
-            f"Estimator.{method}: the input_fn gives no batch, or too few for one step "
-            f"of {strategy.num_replicas_in_sync} replicas."
-        )
-    return first
 
 
 def _arrays(value: PyTree) -> PyTree:

@@ -89,12 +89,7 @@ def plan(
 
 
 def analyse(capture: Capture, topology: DeviceTopology) -> Plan:
-    """Compile a captured program and make its plan.
-
-    Raises:
-        jax.errors.JaxRuntimeError: If it does not compile, for another reason than
-            memory.
-    """
+    """Compile a captured program and make its plan."""
     assert capture.lowered is not None  # Otherwise there was no training step.
     try:
         compiled = capture.lowered.compile()

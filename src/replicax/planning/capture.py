@@ -114,17 +114,7 @@ class Capture:
 def capture_script(
     script: str, arguments: Sequence[str], topology: DeviceTopology, *, is_module: bool
 ) -> Capture:
-    """Run a script up to its first training step.
-
-    Args:
-        script: Its path, or a module's name.
-        arguments: What it finds in `sys.argv` after its name.
-        topology: The devices that its strategies get.
-        is_module: Whether `script` is a module's name.
-
-    Raises:
-        NoTrainingStepError: If it ends without having trained.
-    """
+    """Run a script up to its first training step."""
     capture = Capture(topology)
     sys.argv = [script, *arguments]
     if not is_module:  # As Python does for a script.
@@ -154,11 +144,7 @@ def capture_call(
     kwargs: Mapping[str, PyTree],
     topology: DeviceTopology,
 ) -> Capture:
-    """The program of `strategy.run(step, args, kwargs)` on a topology's devices.
-
-    Raises:
-        NoTrainingStepError: If the step does not train.
-    """
+    """The program of `strategy.run(step, args, kwargs)` on a topology's devices."""
     capture = Capture(topology)
     with strategy.rehearsing(capture), capture._until_captured():
         num = strategy.num_replicas_in_sync
@@ -178,14 +164,7 @@ def capture_fit(
     batch: Sequence[PyTree],
     topology: DeviceTopology,
 ) -> Capture:
-    """The program of `model.fit` for a global batch, on a topology's devices.
-
-    Args:
-        strategy: The model's.
-        model: A compiled Keras model, made in the strategy's scope.
-        batch: `(x, y)` or `(x, y, sample_weight)`, with leaves `[B, ...]`.
-        topology: The devices.
-    """
+    """The program of `model.fit` for a global batch, on a topology's devices."""
     capture = Capture(topology)
     arrays = _as_arrays(tuple(batch), strategy.num_replicas_in_sync)
     attributes = {name: getattr(model, name, None) for name in _CHANGED_BY_FIT}

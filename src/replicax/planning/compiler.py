@@ -31,11 +31,7 @@ _SHOWN_LINES = 5
 
 
 def find(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """The compiler's file: the one that is named, installed, or in the caches.
-
-    Args:
-        environ: The environment variables.
-    """
+    """The compiler's file: the one that is named, installed, or in the caches."""
     named = environ.get(LIBRARY_PATH)
     if named and Path(named).is_file():
         return Path(named)
@@ -46,18 +42,7 @@ def find(environ: Mapping[str, str] = os.environ) -> Path | None:
 
 
 def install(environ: Mapping[str, str] = os.environ) -> Path:
-    """Put the compiler into the user's caches, from the package index.
-
-    Args:
-        environ: The environment variables.
-
-    Returns:
-        The compiler's file.
-
-    Raises:
-        ImportError: If there is none for this machine, or it cannot be installed; with
-            the command that installs it, and what that printed.
-    """
+    """Put the compiler into the user's caches, from the package index."""
     file = _own_file(environ)
     folder = file.parents[1]
     if not is_supported():

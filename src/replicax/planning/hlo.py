@@ -105,11 +105,7 @@ class Call:
 
 
 def parse(text: str) -> tuple[dict[str, Computation], str]:
-    """The computations of a program by name, and the name of its entry.
-
-    Raises:
-        InternalError: If the text has no entry.
-    """
+    """The computations of a program by name, and the name of its entry."""
     computations: dict[str, dict[str, Instruction]] = {}
     current: dict[str, Instruction] = {}
     entry = ""
@@ -233,7 +229,6 @@ def arrays(shape: str) -> list[tuple[str, tuple[int, ...]]]:
     """Element type and dimensions of each array in a shape.
 
     Example:
-        >>> from replicax.planning.hlo import arrays
         >>> arrays("(f32[8,4]{1,0}, s32[])")
         [('f32', (8, 4)), ('s32', ())]
     """
@@ -244,7 +239,6 @@ def num_bytes(shape: str) -> int:
     """Bytes of all arrays in a shape, without padding.
 
     Example:
-        >>> from replicax.planning.hlo import num_bytes
         >>> num_bytes("(bf16[8,4]{1,0}, s4[3], pred[])")
         67
     """
@@ -266,7 +260,6 @@ def elements(shape: str) -> list[str]:
     """The elements of a tuple shape, of which some may be tuples; else the shape.
 
     Example:
-        >>> from replicax.planning.hlo import elements
         >>> elements("((f32[2]{0}, f32[]), u32[])")
         ['(f32[2]{0}, f32[])', 'u32[]']
     """
@@ -309,11 +302,7 @@ def _array_bytes(dtype: str, dims: tuple[int, ...]) -> int:
 def replica_groups(attributes: str) -> Groups:
     """The groups that an instruction's attributes name; empty: all devices as one.
 
-    Raises:
-        InternalError: For a notation that is not known.
-
     Example:
-        >>> from replicax.planning.hlo import replica_groups
         >>> replica_groups("replica_groups={{0,1},{2,3}}")
         ((0, 1), (2, 3))
         >>> replica_groups("replica_groups=[2,2]<=[2,2]T(1,0)")
@@ -337,7 +326,6 @@ def source_target_groups(attributes: str) -> Groups:
     """The devices that send to each other, directly or over others.
 
     Example:
-        >>> from replicax.planning.hlo import source_target_groups
         >>> source_target_groups("source_target_pairs={{0,1},{1,0},{2,3}}")
         ((0, 1), (2, 3))
     """
@@ -356,7 +344,6 @@ def slice_groups(attributes: str) -> Groups:
     """Chips at the same place of several slices, which exchange over the network.
 
     Example:
-        >>> from replicax.planning.hlo import slice_groups
         >>> slice_groups('_xla_megascale_target="{1,2}x{0:1}"')
         ((0, 2), (1, 3))
     """

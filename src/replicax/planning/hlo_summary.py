@@ -99,12 +99,8 @@ class ProgramSummary:
 def read_program(text: str) -> ProgramSummary:
     """Read the text of a compiled program, `jax.stages.Compiled.as_text()`.
 
-    Raises:
-        InternalError: If the text has no entry, or a notation that is not known.
-
     Example:
         >>> import jax, jax.numpy as jnp
-        >>> from replicax.planning.hlo_summary import read_program
         >>> compiled = jax.jit(jnp.sin).lower(1.0).compile()
         >>> read_program(compiled.as_text()).collectives
         ()

@@ -107,7 +107,6 @@ class Chip:
         """The shape, as near to a square or cube as it goes, of a power of two chips.
 
         Example:
-            >>> from replicax.planning.rates import CHIPS
             >>> CHIPS["v5e"].shape_of(32), CHIPS["v5p"].shape_of(8)
             ((4, 8), (2, 2, 2))
         """
@@ -184,11 +183,7 @@ CHIPS: Mapping[str, Chip] = {
 
 
 def measure_rates(devices: Sequence[Device]) -> Rates:
-    """Measure products of matrices, copies, and sums over the devices.
-
-    Args:
-        devices: Devices of one kind of this machine.
-    """
+    """Measure products of matrices, copies, and sums over the devices."""
     mesh = Mesh(np.array(devices), (_AXIS,))
     width, length = _CPU_SIZES if devices[0].platform == "cpu" else _GPU_SIZES
     num = len(devices)

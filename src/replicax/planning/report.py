@@ -293,19 +293,7 @@ def _draw(
     scaling: Sequence[Scale],
     here: tuple[str, int],
 ) -> None:
-    """Draw a plan to a file whose ending says the format.
-
-    Args:
-        path: The file.
-        title: What is above the picture.
-        time: Of a step.
-        limit: What limits it.
-        scaling: Efficiencies by number of devices; without any only times are drawn.
-        here: Name of the hardware, and its number of devices.
-
-    Raises:
-        ImportError: Without matplotlib.
-    """
+    """Draw a plan to a file whose ending says the format."""
     try:
         import matplotlib as mpl
         from matplotlib.figure import Figure

@@ -107,17 +107,12 @@ def step_time(
     hidden: float,
     network: float,
 ) -> StepTime:
-    """The time of a step from that of its parts, all in seconds.
+    """The time of a step from that of its parts, in seconds.
 
-    Args:
-        compute: Computing, at the peak.
-        memory: Moving data, at the peak.
-        waited: Collectives that the program waits for, without their `network` part.
-        hidden: Asynchronous collectives.
-        network: What collectives take between slices; waited for.
+    The program waits for `waited` collectives and `network`, their part between slices;
+    `hidden` ones are asynchronous.
 
     Example:
-        >>> from replicax.planning.roofline import step_time
         >>> step_time(compute=3, memory=2, waited=1, hidden=4, network=0).total
         5
     """
@@ -136,17 +131,11 @@ def step_time(
 def collective_seconds(
     kind: str, num_bytes: float, size: int, bandwidth: float, mean_hops: float = 1.0
 ) -> float:
-    """Seconds of one collective over links.
+    """Seconds of one collective of a payload on one device, at bytes per second.
 
-    Args:
-        kind: XLA's name of it.
-        num_bytes: Its payload on one device, as in `Collective.bytes`.
-        size: Number of devices that take part together.
-        bandwidth: Bytes per second that a device sends to the others.
-        mean_hops: Links from a device to another, on average; for all-to-all.
+    `mean_hops` are the links from a device to another, for all-to-all.
 
     Example:
-        >>> from replicax.planning.roofline import collective_seconds
         >>> collective_seconds("all-reduce", 100e6, 2, 50e9)
         0.002
     """
@@ -168,15 +157,7 @@ def collective_seconds(
 def network_seconds(
     kind: str, num_bytes: float, size: int, num_slices: int, bandwidth: float
 ) -> float:
-    """Seconds that a collective takes between slices.
-
-    Args:
-        kind: XLA's name of it.
-        num_bytes: Its payload on one device.
-        size: Number of devices that take part together, in all slices.
-        num_slices: Number of slices that they are in.
-        bandwidth: Bytes per second of one chip's share of the network.
-    """
+    """Seconds that a collective takes between slices."""
     if num_slices <= 1:
         return 0.0
     per_slice = max(size // num_slices, 1)
@@ -186,16 +167,7 @@ def network_seconds(
 
 
 def grid_bandwidth(chip: Chip, extent: Sequence[int], shape: Sequence[int]) -> float:
-    """Bytes per second that one chip of a box in a slice can send in rings.
-
-    Args:
-        chip: The kind of chip.
-        extent: Size of the box.
-        shape: Size of the slice.
-
-    Returns:
-        Zero for a box of one chip.
-    """
+    """Bytes per second that one chip of a box in a slice can send in rings."""
     links = sum(
         (2 if n == whole and _closes(chip, whole, shape) else 1)
         for n, whole in zip(extent, shape, strict=True)
@@ -227,13 +199,7 @@ def first_limit(
 ) -> tuple[str, str]:
     """The first limit of a step, and advice.
 
-    Args:
-        time: Of the step; None: not known, since it does not fit.
-        fits: Whether it fits into a device.
-        num_devices: Number of devices.
-
     Example:
-        >>> from replicax.planning.roofline import first_limit, step_time
         >>> time = step_time(compute=3, memory=2, waited=1, hidden=0, network=0)
         >>> first_limit(time, fits=True, num_devices=2)[0]
         'compute'

@@ -84,17 +84,7 @@ class DeviceTopology:
 
 
 def find_topology(name: str, num_slices: int = 1) -> DeviceTopology:
-    """The devices of a topology.
-
-    Args:
-        name: A slice of TPU chips such as `"v5e:2x4"`, which need not be here, or
-            devices of this machine: `"cpu:8"`, `"gpu:4"`.
-        num_slices: Number of such slices.
-
-    Raises:
-        DeviceError: For a topology that is not known, or devices that are not here.
-        ImportError: Without libtpu, for TPUs.
-    """
+    """The devices of a topology."""
     check_topology(name, num_slices)
     if local := _LOCAL.fullmatch(name):
         return _local(name, local[1], int(local[2]))
@@ -116,11 +106,7 @@ def find_topology(name: str, num_slices: int = 1) -> DeviceTopology:
 
 
 def check_topology(name: str, num_slices: int = 1) -> None:
-    """Refuse a topology that is not known, without looking for its devices.
-
-    Raises:
-        DeviceError: With the known ones.
-    """
+    """Refuse a topology that is not known, without looking for its devices."""
     if not isinstance(num_slices, int) or num_slices < 1:
         raise DeviceError(f"plan: num_slices must be at least 1; got {num_slices!r}.")
     if not _LOCAL.fullmatch(name):

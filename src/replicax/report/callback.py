@@ -114,11 +114,7 @@ class Report(LateCallback):
         session.note_with(run.recorder)
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
-        """Count from zero.
-
-        Raises:
-            OSError: If the folder beside the page cannot be written to.
-        """
+        """Count from zero."""
         if self._run is not None:
             self._run.begin_epoch(epoch)
 
@@ -142,13 +138,7 @@ class Report(LateCallback):
 
 
 def with_report(callbacks: object, page: str) -> object:
-    """`fit`'s callbacks with a `Report`, if none is among them.
-
-    Args:
-        callbacks: What `fit` was given: a callback, nested lists of them, a Keras
-            `CallbackList`, or None.
-        page: The page's file.
-    """
+    """`fit`'s callbacks with a `Report`, if none is among them."""
     report = Report(page, diagnosis=True)
     if isinstance(callbacks, keras.callbacks.CallbackList):
         if not any(isinstance(c, Report) for c in callbacks.callbacks):

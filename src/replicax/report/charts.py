@@ -110,16 +110,7 @@ def chart_of(
     borders: Sequence[Label] = (),
     note: str = "",
 ) -> Chart | None:
-    """A chart of curves over epochs; None where nothing is to be drawn.
-
-    Args:
-        title: What is drawn.
-        series: The curves.
-        unit: Writes a value.
-        from_zero: Whether the axis begins at 0.
-        borders: The epochs where another `fit` begins, and its name.
-        note: A sentence below the title.
-    """
+    """A chart of curves over epochs; None where nothing is to be drawn."""
     series = [s for s in series if s.points]
     if not series:
         return None
@@ -185,13 +176,7 @@ def _height(point: Point) -> float:
 
 
 class _AxisScale:
-    """Where values lie in a plot, from 0 to 1.
-
-    Args:
-        ys: All finite values.
-        xs: All places.
-        from_zero: Whether the axis begins at 0.
-    """
+    """Where values lie in a plot, from 0 to 1."""
 
     def __init__(
         self, ys: Sequence[float], xs: Sequence[float], from_zero: bool

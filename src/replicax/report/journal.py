@@ -92,9 +92,7 @@ class Journal:
     def add(self, event: Mapping[str, object], *, passing: bool = False) -> None:
         """Add a line. Training goes on if it cannot be written; a warning says so.
 
-        Args:
-            event: What happened.
-            passing: Whether the next event takes its place, so that files stay small.
+        The next event takes the place of one that is `passing`, so files stay small.
         """
         if self._has_failed:
             return

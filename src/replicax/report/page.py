@@ -42,11 +42,8 @@ _NOT_SHOWN = {"worker", "workers", "examples_of", "fit"}
 def page_of(run: Run, *, now: float | None = None, nonce: str = "") -> str:
     """A report as one HTML page.
 
-    Args:
-        run: What workers have written.
-        now: When the page is made, in seconds since 1970; None: now.
-        nonce: Where a server serves the page with a policy that lets scripts of this
-            nonce run: the nonce of the script that refreshes it. "": no script.
+    Only where a server serves it with a policy for scripts of a `nonce`, there is one,
+    which refreshes the page.
     """
     now = time.time() if now is None else now
     values = _shown(run, now) | {"nonce": nonce, "refresh_ms": _REFRESH_MS}

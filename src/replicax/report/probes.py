@@ -29,10 +29,6 @@ def start_seconds(num_arrays: int, group: ReplicaGroup | None = None) -> float:
 
     Every process of the group has to call it. There is nothing in the program that
     waits for another process.
-
-    Args:
-        num_arrays: How many arrays it takes and returns, as a step does variables.
-        group: The replicas on whose devices it runs; None: JAX's default device.
     """
     num_arrays = max(1, min(num_arrays, _MOST_ARRAYS))
     places = None if group is None else [group.mirrored] * num_arrays
@@ -58,14 +54,6 @@ def sum_seconds(
 
     It is the difference between two programs, with the sums and without. Every worker
     of the strategy has to call it.
-
-    Args:
-        strategy: Whose replicas, operations and options.
-        variables: Keras variables, whose gradients are summed in a step.
-
-    Returns:
-        Seconds; None where that would not be how gradients travel: each replica has a
-        part of the weights.
     """
     group = strategy.group
     if group.layouts.split_weights or group.layouts.of_path is not None:
@@ -110,9 +98,7 @@ def _median(call: Callable[[], None], number: int) -> float:
 def memory_of(devices: Sequence[Device]) -> dict[str, str | int | None]:
     """Memory in bytes: of the fullest device, or of the process where it is a CPU.
 
-    Returns:
-        `bytes` and `peak_bytes`, either None where unknown; `limit_bytes`, None where
-        there is none; `of`: `"device"` or `"process"`.
+    Values that are unknown are None, and so is the limit where there is none.
     """
     found = [stats for stats in (d.memory_stats() for d in devices) if stats]
     if found:

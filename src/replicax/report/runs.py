@@ -148,11 +148,7 @@ class Run:
 
 
 def read_run(page: Path) -> Run:
-    """Read what workers have written for a page; nothing, where there is no folder.
-
-    Raises:
-        OSError: If a file is there and cannot be read.
-    """
+    """Read what workers have written for a page; nothing, where there is no folder."""
     folder = folder_of(page)
     files = list(folder.iterdir()) if folder.is_dir() else []
     numbered = [(n, file) for file in files if (n := number_of(file)) is not None]
@@ -234,12 +230,7 @@ _TAKERS: Mapping[str, Callable[[Worker, Mapping[str, object]], None]] = {
 
 
 def _read_epoch(event: Mapping[str, object]) -> EpochRecord:
-    """The epoch that an event tells of.
-
-    Raises:
-        ValueError: If a number is none, or a duration is negative.
-        TypeError: If something is of another kind than it should be.
-    """
+    """The epoch that an event tells of."""
     return EpochRecord(
         number=_whole(event.get("epoch", 0)),
         logs={str(k): _number(v) for k, v in _mapping(event.get("logs")).items()},
@@ -314,9 +305,6 @@ def together(epochs: Sequence[EpochRecord]) -> EpochRecord:
 
     Of epochs in which no step was timed, as all of them compiled or other workers did
     them, only what was counted is taken.
-
-    Raises:
-        ValueError: If there is none.
     """
     if not epochs:
         raise ValueError("together: got no epochs, expected at least one.")

@@ -28,13 +28,6 @@ class ReportServer(http.server.ThreadingHTTPServer):
 
     Only this machine reaches it, only by the names of this machine, and there is
     nothing else to get.
-
-    Args:
-        page: The page's file, which need not be there yet.
-        port: The port; 0: any free one.
-
-    Raises:
-        OSError: If the port is taken.
     """
 
     daemon_threads = True

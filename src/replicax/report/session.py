@@ -87,11 +87,7 @@ class FitReport:
     # Epochs, as Keras tells them.
 
     def begin_epoch(self, number: int) -> None:
-        """The steps of an epoch begin.
-
-        Raises:
-            OSError: If the page's folder cannot be made or written to.
-        """
+        """The steps of an epoch begin."""
         if self._opened is None:
             self._opened = self._open(number)
             self._write_page()

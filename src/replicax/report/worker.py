@@ -39,13 +39,7 @@ class ServerSession(Protocol):
 def facts_of(
     model: keras.Model, strategy: Strategy | None, params: Mapping[str, object]
 ) -> dict[str, object]:
-    """The configuration of a run of `fit`, as JSON values by name.
-
-    Args:
-        model: The compiled Keras model.
-        strategy: Its strategy; None: there is none.
-        params: What Keras tells callbacks: epochs, and steps of an epoch.
-    """
+    """The configuration of a run of `fit`, as JSON values by name."""
     facts = {
         "model": model.name,
         "class": type(model).__name__,
@@ -126,11 +120,7 @@ def _devices(strategy: Strategy | None) -> str:
 
 
 class ReportedWorker:
-    """The worker that this process is, and what it asks the others.
-
-    Args:
-        strategy: Of the model; None: there is none.
-    """
+    """The worker that this process is, and what it asks the others."""
 
     def __init__(self, strategy: Strategy | None) -> None:
         self.strategy = strategy

@@ -7,12 +7,15 @@ there in the program. Where hashes are involved, bucket numbers are not TF's.
 
 from replicax.estimator.feature_column.categorical import (
     categorical_column_with_identity,
+    categorical_column_with_vocabulary_file,
+    categorical_column_with_vocabulary_list,
     weighted_categorical_column,
 )
 from replicax.estimator.feature_column.column import (
     CategoricalColumn,
     Column,
     DenseColumn,
+    features_of,
 )
 from replicax.estimator.feature_column.dense import (
     embedding_column,
@@ -30,11 +33,6 @@ from replicax.estimator.feature_column.layers import (
     linear_model,
 )
 from replicax.estimator.feature_column.numeric import bucketized_column, numeric_column
-from replicax.estimator.feature_column.transform import features_of
-from replicax.estimator.feature_column.vocabulary import (
-    categorical_column_with_vocabulary_file,
-    categorical_column_with_vocabulary_list,
-)
 
 __all__ = [
     "CategoricalColumn",

@@ -1,4 +1,4 @@
-"""Base classes of feature columns.
+"""Base classes of feature columns, and their arrays for a batch.
 
 A JAX program cannot hold strings, so a column has two halves. On the host `transform`
 turns raw features into arrays of numbers, and in the program `dense` or `ids` turns
@@ -13,26 +13,36 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TypeAlias
 
 import jax
+import jax.core
+import keras
 import numpy as np
 from numpy.typing import ArrayLike
 
 from replicax._util.hashes import digest
 
 __all__ = [
+    "Array",
     "Arrays",
     "CategoricalColumn",
     "Column",
     "Columns",
     "DenseColumn",
-    "DerivedColumn",
     "EmbeddingTable",
     "RawFeatures",
-    "SingleFeatureColumn",
+    "SingleFeature",
+    "arrays_for",
+    "as_columns",
+    "features_of",
+    "is_traced",
+    "prepared",
     "variable_name",
 ]
 
 RawFeatures: TypeAlias = Mapping[str, ArrayLike]
 """A batch by the features' names: arrays `[B, ...]`, or what NumPy makes one of."""
+
+Array: TypeAlias = np.ndarray | jax.Array
+"""An array of a column: of NumPy on the host, of JAX where raw features are traced."""
 
 Arrays: TypeAlias = Mapping[str, jax.Array]
 """The arrays of columns by the names of `Column.outputs`, in a traced function."""
@@ -42,17 +52,15 @@ EmbeddingTable: TypeAlias = Callable[[jax.Array], jax.Array]
 
 
 def variable_name(name: str) -> str:
-    """A column's name with `_` for what Keras refuses in the name of a layer.
-
-    Example:
-        >>> variable_name("user/age_bucketized")
-        'user_age_bucketized'
-    """
+    """A column's name with `_` for what Keras refuses in the name of a layer."""
     return re.sub(r"[^\w.\-]", "_", name)
 
 
 class Column(abc.ABC):
-    """One column. Columns are values: frozen, hashable, equal if made equally."""
+    """One column. Columns are values: frozen, hashable, equal if made equally.
+
+    One whose `host` is another column takes its arrays from there.
+    """
 
     @property
     @abc.abstractmethod
@@ -60,27 +68,31 @@ class Column(abc.ABC):
         """The name that TF gives to it."""
 
     @property
-    @abc.abstractmethod
-    def keys(self) -> tuple[str, ...]:
-        """The raw features that it needs."""
-
-    @property
     def host(self) -> "Column":
         """The column whose `transform` it takes its arrays from."""
         return self
 
     @property
-    @abc.abstractmethod
+    def keys(self) -> tuple[str, ...]:
+        """The raw features that it needs."""
+        return self.host.keys
+
+    @property
     def outputs(self) -> tuple[str, ...]:
         """Names of the arrays that `transform` returns, its alone and always equal."""
+        return self.host.outputs
 
-    @abc.abstractmethod
-    def transform(self, features: RawFeatures) -> dict[str, np.ndarray]:
+    @property
+    def untraceable(self) -> str:
+        """Why raw features that JAX traces will not do; empty if they will."""
+        return "its values are looked up on the host"
+
+    def transform(self, features: RawFeatures) -> Mapping[str, Array]:
         """The host half: from raw features to arrays of numbers.
 
         Args:
             features: Raw features by name, each `[B]` or `[B, k]`: NumPy arrays or what
-                can be made one.
+                can be made one; traced ones of JAX unless the column is `untraceable`.
 
         Returns:
             The arrays of `outputs`, each with B rows.
@@ -89,23 +101,7 @@ class Column(abc.ABC):
             ValueError: If a feature is missing, or its shape or a value is wrong.
             TypeError: If a feature's dtype is wrong.
         """
-
-    @property
-    def untraceable(self) -> str:
-        """Why raw features that JAX traces will not do; empty if they will."""
-        return "its values are looked up on the host"
-
-    def trace(self, features: RawFeatures) -> dict[str, jax.Array]:
-        """`transform` for raw features that JAX traces, where that is possible.
-
-        Raises:
-            TypeError: Where it is not.
-        """
-        raise TypeError(
-            f"{self.title}: got features {list(self.keys)} untransformed in a traced "
-            f"function, but {self.untraceable}. Call features_of(columns, features) in "
-            "the input function."
-        )
+        return self.host.transform(features)
 
     @property
     def title(self) -> str:
@@ -126,12 +122,8 @@ Columns: TypeAlias = Column | Iterable[Column]
 """A column or several, as an argument."""
 
 
-class SingleFeatureColumn(Column):
-    """A column of one raw feature, which it is named after.
-
-    Attributes:
-        key: The feature's name.
-    """
+class SingleFeature:
+    """Of a column of one raw feature `key`, which it is named after."""
 
     key: str
 
@@ -142,45 +134,8 @@ class SingleFeatureColumn(Column):
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """See the base class."""
+        """The key."""
         return (self.key,)
-
-
-class DerivedColumn(Column):
-    """A column made of another one's arrays, in the program."""
-
-    @property
-    @abc.abstractmethod
-    def source(self) -> Column:
-        """The other column."""
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """See the base class."""
-        return self.source.keys
-
-    @property
-    def host(self) -> Column:
-        """See the base class."""
-        return self.source.host
-
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        """See the base class."""
-        return self.source.outputs
-
-    @property
-    def untraceable(self) -> str:
-        """See the base class."""
-        return self.source.untraceable
-
-    def transform(self, features: RawFeatures) -> dict[str, np.ndarray]:
-        """See the base class."""
-        return self.source.transform(features)
-
-    def trace(self, features: RawFeatures) -> dict[str, jax.Array]:
-        """See the base class."""
-        return self.source.trace(features)
 
 
 class DenseColumn(Column):
@@ -210,21 +165,28 @@ class CategoricalColumn(Column):
         """Number of ids."""
 
     @abc.abstractmethod
-    def host_ids(self, features: RawFeatures) -> np.ndarray:
-        """Ids `int32[B, k]` on the host."""
+    def host_ids(self, features: RawFeatures) -> Array:
+        """Ids `int32[B, k]` of raw features."""
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """See the base class."""
-        return (self.output("ids"),)
+        """The ids, unless its host makes another array."""
+        return (self.output("ids"),) if self.host is self else super().outputs
 
-    def transform(self, features: RawFeatures) -> dict[str, np.ndarray]:
+    def transform(self, features: RawFeatures) -> Mapping[str, Array]:
         """See the base class."""
+        if self.host is not self:
+            return super().transform(features)
         return {self.outputs[0]: self.host_ids(features)}
 
     def ids(self, arrays: Arrays) -> tuple[jax.Array, jax.Array | None]:
         """The traced half: ids `int32[B, k]`, and weights `float32[B, k]` or None."""
         return arrays[self.outputs[0]], None
+
+
+def is_traced(value: object) -> bool:
+    """Whether a feature has its values only when a program runs."""
+    return isinstance(value, jax.core.Tracer | keras.KerasTensor)
 
 
 def _described(value: object) -> str:
@@ -239,3 +201,126 @@ def _described(value: object) -> str:
         named = value if hasattr(value, "__qualname__") else type(value)
         return f"{named.__module__}.{named.__qualname__}"
     return repr(value)
+
+
+def as_columns(columns: Columns, caller: str) -> tuple[Column, ...]:
+    """Columns as a tuple; raises ValueError for none, or for anything else."""
+    if isinstance(columns, Column):
+        return (columns,)
+    if isinstance(columns, Mapping | str) or not isinstance(columns, Iterable):
+        raise ValueError(f"{caller}: needs a list of feature columns; got {columns!r}.")
+    made = tuple(columns)
+    for column in made:
+        if not isinstance(column, Column):
+            raise ValueError(
+                f"{caller}: needs feature columns; got {column!r} among them. Make one "
+                "with rx.feature_column.numeric_column or another of its functions."
+            )
+    if not made:
+        raise ValueError(f"{caller}: needs at least one feature column; got none.")
+    return made
+
+
+def features_of(columns: Columns, features: RawFeatures) -> dict[str, np.ndarray]:
+    """Transform a batch on the host, for columns to be used in a traced function.
+
+    Call it in the input function, once a batch: strings become ids there. The results
+    go into `DenseFeatures`, `LinearModel` or `input_layer` in place of raw features.
+
+    Args:
+        columns: A feature column, or several.
+        features: Raw features by name, each `[B]` or `[B, k]`. Others than the columns
+            need may be there.
+
+    Returns:
+        Arrays by names of their own, see `Column.outputs`. Numbers `float32[B, ...]`,
+        ids `int32[B, k]` with -1 where there is none, weights `float32[B, k]`.
+
+    Raises:
+        ValueError: If a feature is missing, its shape is wrong, it has values that its
+            column does not allow, or features have different numbers of rows.
+        TypeError: If a feature's dtype is wrong.
+
+    Example:
+        >>> from replicax import feature_column as fc
+        >>> city = fc.categorical_column_with_vocabulary_list("city", ["Bonn", "Ulm"])
+        >>> columns = [fc.numeric_column("age"), fc.indicator_column(city)]
+        >>> batch = fc.features_of(columns, {"age": [20, 30], "city": ["Ulm", "Bonn"]})
+        >>> sorted((array.dtype.name, array.shape) for array in batch.values())
+        [('float32', (2, 1)), ('int32', (2, 1))]
+    """
+    hosts = _hosts(as_columns(columns, "features_of"), features, "features_of")
+    arrays: dict[str, np.ndarray] = {}
+    for host in hosts:
+        for key in host.keys:
+            if is_traced(features.get(key)):
+                raise TypeError(
+                    f"{host.title}: feature {key!r} is traced by JAX, but is "
+                    "transformed on the host. Call features_of(columns, features) in "
+                    "the input function."
+                )
+        made = host.transform(features)
+        arrays |= {name: np.asarray(array) for name, array in made.items()}
+    rows = {name: len(array) for name, array in arrays.items()}
+    if len(set(rows.values())) > 1:
+        raise ValueError(
+            f"features_of: all features must have the same number of rows; got {rows}."
+        )
+    return arrays
+
+
+def prepared(
+    columns: tuple[Column, ...], features: RawFeatures, caller: str
+) -> dict[str, ArrayLike]:
+    """What `arrays_for` needs of a batch; raw features that JAX traces stay raw.
+
+    Raises what `features_of` does, and TypeError for traced features of a column that
+    works on the host.
+    """
+    ready: dict[str, ArrayLike] = {}
+    for host in _hosts(columns, features, caller):
+        if all(name in features for name in host.outputs):
+            ready |= {name: features[name] for name in host.outputs}
+        elif not any(is_traced(features.get(key)) for key in host.keys):
+            ready |= host.transform(features)
+        elif host.untraceable:
+            raise TypeError(
+                f"{host.title}: got features {list(host.keys)} untransformed in a "
+                f"traced function, but {host.untraceable}. Call features_of(columns, "
+                "features) in the input function."
+            )
+        else:
+            ready |= {key: features[key] for key in host.keys if key in features}
+    return ready
+
+
+def arrays_for(
+    columns: tuple[Column, ...], features: Arrays, caller: str
+) -> dict[str, jax.Array]:
+    """The columns' arrays in a traced function, from the result of `prepared`."""
+    arrays = dict(features)
+    for host in _hosts(columns, features, caller):
+        if not all(name in arrays for name in host.outputs):
+            made = host.transform(features)
+            arrays |= {name: jax.numpy.asarray(array) for name, array in made.items()}
+    return arrays
+
+
+def _hosts(columns: tuple[Column, ...], features: object, caller: str) -> list[Column]:
+    """Columns that transform, each once; raises TypeError for features without name."""
+    if not isinstance(features, Mapping):
+        raise TypeError(
+            f"{caller}: features must be a dict of arrays by name; got a "
+            f"{type(features).__name__}."
+        )
+    hosts: dict[tuple[str, ...], Column] = {}
+    for column in columns:
+        host = column.host
+        known = hosts.setdefault(host.outputs, host)
+        if known != host:
+            raise ValueError(
+                f"{caller}: two columns {host.name!r} differ only in a function; got "
+                f"{known!r} and {host!r}. Make one column and use it twice, or give "
+                "the functions different names."
+            )
+    return list(hosts.values())

@@ -10,12 +10,15 @@ import numpy as np
 from replicax._util import json_codec
 from replicax._util.json_codec import MARK
 from replicax._util.types import JSON
-from replicax.estimator.feature_column.categorical import IdentityColumn, WeightedColumn
+from replicax.estimator.feature_column.categorical import (
+    IdentityColumn,
+    VocabularyColumn,
+    WeightedColumn,
+)
 from replicax.estimator.feature_column.column import Column
 from replicax.estimator.feature_column.dense import EmbeddingColumn, IndicatorColumn
 from replicax.estimator.feature_column.hashing import CrossedColumn, HashedColumn
 from replicax.estimator.feature_column.numeric import BucketizedColumn, NumericColumn
-from replicax.estimator.feature_column.vocabulary import VocabularyColumn
 
 __all__ = ["from_config", "to_config"]
 
@@ -34,28 +37,11 @@ _NAMES = {cls: name for name, cls in _KINDS.items()}
 
 
 def to_config(column: Column) -> dict[str, Any]:
-    """A column as what JSON can hold.
+    """A column as what JSON can hold: its `"kind"` and its attributes.
 
-    Args:
-        column: Any of this package. Words of a vocabulary are part of it.
-
-    Returns:
-        `"kind"` and the column's attributes, as `json_codec` writes them. Columns are
-        configs in turn, initializers are as Keras describes them.
-
-    Raises:
-        ValueError: If the column holds a Python function: a `normalizer_fn`, or an
-            initializer that is not Keras'.
-        TypeError: For an object that is no column of this package.
-
-    Example:
-        >>> from replicax import feature_column as fc
-        >>> from replicax.estimator.feature_column.config import from_config, to_config
-        >>> day = fc.categorical_column_with_identity("day", 7)
-        >>> to_config(day)
-        {'kind': 'identity', 'key': 'day', 'number_buckets': 7, 'default_value': None}
-        >>> from_config(to_config(day)) == day
-        True
+    Columns in it are configs in turn, initializers are as Keras describes them. It
+    raises ValueError if the column holds a Python function: a `normalizer_fn`, or an
+    initializer that is not Keras'.
     """
     kind = _NAMES.get(type(column))
     if kind is None:
@@ -87,18 +73,7 @@ def _encode_part(value: object, what: str) -> JSON:
 
 
 def from_config(config: Mapping[str, Any]) -> Column:
-    """The column that a config describes.
-
-    Args:
-        config: What `to_config` returned.
-
-    Returns:
-        A column equal to the one described (of initializers that are Keras objects,
-        which are equal to none, a copy), whose arrays have the same names.
-
-    Raises:
-        ValueError: If it describes no column, or one that is not allowed.
-    """
+    """The column that a `to_config` described, equal, with the same `outputs`."""
     attributes = dict(config) if isinstance(config, Mapping) else {}
     cls: Any = _KINDS.get(attributes.pop("kind", ""))
     if cls is None:

@@ -11,8 +11,8 @@ import keras
 from replicax.estimator.feature_column.column import (
     Arrays,
     CategoricalColumn,
+    Column,
     DenseColumn,
-    DerivedColumn,
     EmbeddingTable,
 )
 from replicax.estimator.feature_column.numeric import multi_hot
@@ -46,7 +46,7 @@ def require_combiner(combiner: str, name: str, caller: str) -> None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _DenseOfCategories(DerivedColumn, DenseColumn):
+class _DenseOfCategories(DenseColumn):
     """A dense column made of a categorical one."""
 
     categorical_column: CategoricalColumn
@@ -59,9 +59,9 @@ class _DenseOfCategories(DerivedColumn, DenseColumn):
             )
 
     @property
-    def source(self) -> CategoricalColumn:
-        """The categories."""
-        return self.categorical_column
+    def host(self) -> Column:
+        """That of the categories."""
+        return self.categorical_column.host
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,8 +87,6 @@ class IndicatorColumn(_DenseOfCategories):
 
 def indicator_column(categorical_column: CategoricalColumn) -> IndicatorColumn:
     """How often each category is in a row.
-
-    (TF: `tf.feature_column.indicator_column`.)
 
     For a weighted column, the sums of weights.
 
@@ -184,8 +182,6 @@ def embedding_column(
 ) -> EmbeddingColumn:
     """Categories as trained vectors.
 
-    (TF: `tf.feature_column.embedding_column`.)
-
     The table is a `replicax.layers.Embedding`: under a `ParameterServerStrategy` it
     lies on the servers, row by row.
 
@@ -231,8 +227,6 @@ def shared_embeddings(
     trainable: bool = True,
 ) -> list[EmbeddingColumn]:
     """Embedding columns with one table.
-
-    (TF: `tf.feature_column.shared_embeddings`.)
 
     The table is shared within a layer. Two layers have two.
 

@@ -1,28 +1,26 @@
 """Categorical columns of hashes: hash buckets and crosses."""
 
 import dataclasses
-import functools
-import hashlib
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import DTypeLike
 
-from replicax.estimator.feature_column.categorical import (
-    WeightedColumn,
-    is_missing,
-    require_kind,
-)
+from replicax.estimator.feature_column.categorical import WeightedColumn
 from replicax.estimator.feature_column.column import (
+    Array,
     CategoricalColumn,
     RawFeatures,
-    SingleFeatureColumn,
+    SingleFeature,
 )
 from replicax.estimator.feature_column.numeric import NumericColumn
 from replicax.estimator.feature_column.raw import (
     dtype_name,
+    fingerprints,
+    is_missing,
     read_categories,
     require_key,
+    require_kind,
     require_positive,
 )
 
@@ -31,42 +29,10 @@ __all__ = [
     "HashedColumn",
     "categorical_column_with_hash_bucket",
     "crossed_column",
-    "fingerprints",
 ]
 
 _DEFAULT_KEY = 0xDECAFCAFFE
-_KEPT_TEXTS = 2**16
 _STEP = np.uint64(0x9E3779B97F4A7C15)
-
-
-@functools.lru_cache(maxsize=_KEPT_TEXTS)
-def _fingerprint(text: str) -> int:
-    # Bytes that are no UTF-8 were kept as surrogates when they were read.
-    encoded = text.encode("utf-8", "surrogateescape")
-    return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little")
-
-
-def fingerprints(values: np.ndarray) -> np.ndarray:
-    """64-bit hashes of values, the same in every process and on every machine.
-
-    Values are integers, hashed as their decimal digits, or an object array of `str`.
-    Each distinct one is hashed once. The result is `uint64` of the same shape.
-
-    Example:
-        >>> import numpy as np
-        >>> one, other = fingerprints(np.array([7])), fingerprints(np.array(["7"], "O"))
-        >>> bool(one[0] == other[0])
-        True
-    """
-    if values.dtype != object:
-        distinct, place = np.unique(values, return_inverse=True)
-        of_distinct = [_fingerprint(str(value)) for value in distinct.tolist()]
-        return np.array(of_distinct, np.uint64)[place].reshape(values.shape)
-    # A dictionary is twice as fast as sorting strings.
-    texts = values.ravel().tolist()
-    known = {text: _fingerprint(text) for text in dict.fromkeys(texts)}
-    found = np.fromiter(map(known.__getitem__, texts), np.uint64, len(texts))
-    return found.reshape(values.shape)
 
 
 def _crossed(prints: list[np.ndarray], key: int) -> np.ndarray:
@@ -91,7 +57,7 @@ def _mixed(x: np.ndarray) -> np.ndarray:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HashedColumn(SingleFeatureColumn, CategoricalColumn):
+class HashedColumn(SingleFeature, CategoricalColumn):
     """What `categorical_column_with_hash_bucket` returns."""
 
     key: str
@@ -112,9 +78,9 @@ class HashedColumn(SingleFeatureColumn, CategoricalColumn):
         """See the base class."""
         return self.hash_bucket_size
 
-    def host_ids(self, features: RawFeatures) -> np.ndarray:
+    def host_ids(self, features: RawFeatures) -> Array:
         """See the base class."""
-        values = read_categories(features, self.key, self.title)
+        values = np.asarray(read_categories(features, self.key, self.title))
         require_kind(values, self.dtype, self.key, self.title)
         buckets = fingerprints(values) % np.uint64(self.hash_bucket_size)
         return np.where(is_missing(values), -1, buckets.astype("int32")).astype("int32")
@@ -124,8 +90,6 @@ def categorical_column_with_hash_bucket(
     key: str, hash_bucket_size: int, dtype: DTypeLike = "string"
 ) -> HashedColumn:
     """Categories by their hash.
-
-    (TF: `categorical_column_with_hash_bucket`.)
 
     The hash is BLAKE2b, the same in every process and on every machine. TF's is another
     one, so bucket numbers differ from TF's, and weights trained there do not fit. An
@@ -200,7 +164,7 @@ class CrossedColumn(CategoricalColumn):
         """See the base class."""
         return self.hash_bucket_size
 
-    def host_ids(self, features: RawFeatures) -> np.ndarray:
+    def host_ids(self, features: RawFeatures) -> Array:
         """See the base class."""
         parts = [self._leaf(leaf, features) for leaf in self.leaves]
         rows = [len(values) for values, _ in parts]
@@ -223,8 +187,8 @@ class CrossedColumn(CategoricalColumn):
     ) -> tuple[np.ndarray, np.ndarray]:
         if isinstance(leaf, str):
             values = read_categories(features, leaf, self.title)
-            return values, is_missing(values)
-        ids = leaf.host_ids(features)
+            return np.asarray(values), np.asarray(is_missing(values))
+        ids = np.asarray(leaf.host_ids(features))
         return ids, ids < 0
 
 
@@ -254,8 +218,6 @@ def crossed_column(
     hash_key: int | None = None,
 ) -> CrossedColumn:
     """Combinations of categories, hashed.
-
-    (TF: `tf.feature_column.crossed_column`.)
 
     A row has an id for each combination of its values; those with a missing value are
     left out. The order of `keys` matters to the hash. Bucket numbers are the same in

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -16,6 +15,9 @@ from replicax.estimator.feature_column.column import (
     Columns,
     DenseColumn,
     RawFeatures,
+    arrays_for,
+    as_columns,
+    prepared,
     variable_name,
 )
 from replicax.estimator.feature_column.dense import (
@@ -24,7 +26,6 @@ from replicax.estimator.feature_column.dense import (
     first_if_none,
     require_combiner,
 )
-from replicax.estimator.feature_column.transform import arrays_for, as_columns, prepared
 from replicax.ps.embedding import Embedding
 
 __all__ = ["DenseFeatures", "LinearModel", "input_layer", "linear_model"]
@@ -39,6 +40,7 @@ class _ColumnsLayer(keras.layers.Layer):
         caller = type(self).__name__
         made = as_columns(columns, caller)
         self._columns = tuple(sorted(made, key=lambda column: column.name))
+        self._tables: dict[str, Embedding] = {}
         names = [column.name for column in self._columns]
         for name, following in itertools.pairwise(names):
             if name == following:
@@ -54,12 +56,10 @@ class _ColumnsLayer(keras.layers.Layer):
         ready = prepared(self._columns, features, type(self).__name__)
         return super().__call__(ready, *args, **kwargs)
 
-    def _arrays(self, features: Arrays) -> dict[str, jax.Array]:
-        return arrays_for(self._columns, features, type(self).__name__)
-
-    def _make_tables(self) -> dict[str, Embedding]:
-        """A table for each embedding column, or for those that share one."""
-        tables: dict[str, Embedding] = {}
+    def build(self, input_shape: object = None) -> None:
+        """Make a table for each embedding column, or for those that share one."""
+        del input_shape
+        tables = self._tables
         options: dict[str, tuple[object, ...]] = {}
         for column in self._columns:
             if not isinstance(column, EmbeddingColumn):
@@ -82,17 +82,19 @@ class _ColumnsLayer(keras.layers.Layer):
                     name=variable_name(f"{self.name}_{name}"),
                     dtype=self.variable_dtype,
                 )
-        return tables
+        for table in tables.values():
+            table.build()
+        self.built = True
 
+    def _arrays(self, features: Arrays) -> dict[str, jax.Array]:
+        return arrays_for(self._columns, features, type(self).__name__)
 
-def _flat(
-    column: DenseColumn, arrays: Arrays, tables: Mapping[str, Embedding]
-) -> jax.Array:
-    table = None
-    if isinstance(column, EmbeddingColumn):
-        table = tables[column.table_name]
-    dense = column.dense(arrays, table)
-    return dense.reshape(-1, math.prod(column.variable_shape))
+    def _flat(self, column: DenseColumn, arrays: Arrays) -> jax.Array:
+        table = None
+        if isinstance(column, EmbeddingColumn):
+            table = self._tables[column.table_name]
+        dense = column.dense(arrays, table)
+        return dense.reshape(-1, math.prod(column.variable_shape))
 
 
 class DenseFeatures(_ColumnsLayer):
@@ -138,20 +140,11 @@ class DenseFeatures(_ColumnsLayer):
     ) -> None:
         super().__init__(feature_columns, trainable=trainable, name=name, **kwargs)
         self._dense = tuple(_require_dense(column) for column in self._columns)
-        self._tables: dict[str, Embedding] = {}
-
-    def build(self, input_shape: object = None) -> None:
-        """Make the tables of embedding columns."""
-        del input_shape
-        self._tables = self._make_tables()
-        for table in self._tables.values():
-            table.build()
-        self.built = True
 
     def call(self, features: Arrays) -> jax.Array:
         """See the class."""
         arrays = self._arrays(features)
-        parts = [_flat(column, arrays, self._tables) for column in self._dense]
+        parts = [self._flat(column, arrays) for column in self._dense]
         return jnp.concatenate(parts, axis=1).astype(self.compute_dtype)
 
 
@@ -228,18 +221,18 @@ class LinearModel(_ColumnsLayer):
         require_combiner(sparse_combiner, "sparse_combiner", "LinearModel")
         self.units = units
         self.sparse_combiner = sparse_combiner
-        self._tables: dict[str, Embedding] = {}
         self._weights: dict[str, _Weights] = {}
 
     def build(self, input_shape: object = None) -> None:
         """Make the weights."""
-        del input_shape
         self.bias_weights = self.add_weight(
             shape=(self.units,), initializer="zeros", name="bias_weights"
         )
         self._weights = {
             column.name: _Weights(
-                _num_weights(column),
+                column.num_buckets
+                if isinstance(column, CategoricalColumn)
+                else math.prod(_require_dense(column).variable_shape),
                 self.units,
                 name=variable_name(column.name),
                 trainable=self.trainable,
@@ -247,10 +240,9 @@ class LinearModel(_ColumnsLayer):
             )
             for column in self._columns
         }
-        self._tables = self._make_tables()
-        for layer in (*self._weights.values(), *self._tables.values()):
+        for layer in self._weights.values():
             layer.build()
-        self.built = True
+        super().build(input_shape)
 
     def call(self, features: Arrays) -> jax.Array:
         """See the class."""
@@ -267,15 +259,7 @@ class LinearModel(_ColumnsLayer):
             ids, factors = column.ids(arrays)
             rows = weights[first_if_none(ids)]
             return combined(rows, ids, factors, self.sparse_combiner)
-        assert isinstance(column, DenseColumn)
-        return _flat(column, arrays, self._tables) @ weights
-
-
-def _num_weights(column: Column) -> int:
-    if isinstance(column, CategoricalColumn):
-        return column.num_buckets
-    assert isinstance(column, DenseColumn)
-    return math.prod(column.variable_shape)
+        return self._flat(_require_dense(column), arrays) @ weights
 
 
 def input_layer(

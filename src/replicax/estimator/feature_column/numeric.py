@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,21 +11,20 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from replicax.estimator.feature_column.column import (
+    Array,
     Arrays,
     CategoricalColumn,
     DenseColumn,
-    DerivedColumn,
     EmbeddingTable,
     RawFeatures,
-    SingleFeatureColumn,
+    SingleFeature,
+    is_traced,
 )
 from replicax.estimator.feature_column.raw import (
     read_numbers,
     real_dtype_name,
-    require_feature,
     require_key,
     require_positive,
-    require_rows,
     rows_of,
 )
 
@@ -37,11 +36,9 @@ __all__ = [
     "numeric_column",
 ]
 
-_Array = TypeVar("_Array", np.ndarray, jax.Array)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class NumericColumn(SingleFeatureColumn, DenseColumn):
+class NumericColumn(SingleFeature, DenseColumn):
     """What `numeric_column` returns."""
 
     key: str
@@ -75,42 +72,31 @@ class NumericColumn(SingleFeatureColumn, DenseColumn):
         """See the base class."""
         return ""
 
-    def transform(self, features: RawFeatures) -> dict[str, np.ndarray]:
+    def transform(self, features: RawFeatures) -> dict[str, Array]:
         """See the base class."""
-        return {self.outputs[0]: self.host_values(features)}
-
-    def host_values(self, features: RawFeatures) -> np.ndarray:
-        """Values `float32[B, *shape]` on the host, normalized."""
         if self.key not in features and self.default_value is not None:
             rows = rows_of(features, self.title)
             array = np.broadcast_to(self.default_value, (rows, *self.shape))
         else:
             array = read_numbers(features, self.key, self.shape, self.title)
-        # TF keeps float64 for the normalizer, too.
-        array = array.astype("float64" if self.dtype == "float64" else "float32")
-        return np.asarray(self._normalized(array), "float32")
-
-    def trace(self, features: RawFeatures) -> dict[str, jax.Array]:
-        """See the base class."""
-        array = jnp.asarray(require_feature(features, self.key, self.title))
-        array = require_rows(array, self.shape, self.key, self.title)
-        return {self.outputs[0]: self._normalized(array.astype("float32"))}
+        # TF keeps float64 for the normalizer, too; programs have none.
+        is_wide = self.dtype == "float64" and isinstance(array, np.ndarray)
+        array = array.astype("float64" if is_wide else "float32")
+        if self.normalizer_fn is not None:
+            shape = array.shape
+            array = self.normalizer_fn(array)
+            if np.shape(array) != shape:
+                raise ValueError(
+                    f"{self.title}: normalizer_fn must keep the shape {list(shape)}; "
+                    f"got {list(np.shape(array))}."
+                )
+        as_array = jnp.asarray if is_traced(array) else np.asarray
+        return {self.outputs[0]: as_array(array, "float32")}
 
     def dense(self, arrays: Arrays, table: EmbeddingTable | None = None) -> jax.Array:
         """See the base class."""
         del table
         return arrays[self.outputs[0]]
-
-    def _normalized(self, array: _Array) -> _Array:
-        if self.normalizer_fn is None:
-            return array
-        result = self.normalizer_fn(array)
-        if np.shape(result) != array.shape:
-            raise ValueError(
-                f"{self.title}: normalizer_fn must keep the shape {list(array.shape)}; "
-                f"got {list(np.shape(result))}."
-            )
-        return result
 
 
 def numeric_column(
@@ -121,8 +107,6 @@ def numeric_column(
     normalizer_fn: Callable[[Any], Any] | None = None,
 ) -> NumericColumn:
     """Numbers, as they are.
-
-    (TF: `tf.feature_column.numeric_column`.)
 
     Args:
         key: Name of the feature, `[B, *shape]`, or `[B]` for shape `(1,)`. NaN is
@@ -180,7 +164,7 @@ def multi_hot(ids: jax.Array, weights: jax.Array | None, depth: int) -> jax.Arra
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BucketizedColumn(DerivedColumn, DenseColumn, CategoricalColumn):
+class BucketizedColumn(DenseColumn, CategoricalColumn):
     """What `bucketized_column` returns: a dense and a categorical column."""
 
     source_column: NumericColumn
@@ -210,7 +194,7 @@ class BucketizedColumn(DerivedColumn, DenseColumn, CategoricalColumn):
         return f"{self.source_column.name}_bucketized"
 
     @property
-    def source(self) -> NumericColumn:
+    def host(self) -> NumericColumn:
         """The numbers; they are put into buckets in the program."""
         return self.source_column
 
@@ -224,9 +208,9 @@ class BucketizedColumn(DerivedColumn, DenseColumn, CategoricalColumn):
         """A row's first number has the first buckets, its second the next ones."""
         return (len(self.boundaries) + 1) * self.source_column.shape[0]
 
-    def host_ids(self, features: RawFeatures) -> np.ndarray:
+    def host_ids(self, features: RawFeatures) -> Array:
         """See the base class."""
-        values = self.source_column.host_values(features)
+        (values,) = self.source_column.transform(features).values()
         edges = np.asarray(self.boundaries, "float32")
         buckets = np.searchsorted(edges, values, side="right")
         return (buckets + self._offsets()).astype("int32")
@@ -256,8 +240,6 @@ def bucketized_column(
     source_column: NumericColumn, boundaries: Sequence[float]
 ) -> BucketizedColumn:
     """Numbers in buckets.
-
-    (TF: `tf.feature_column.bucketized_column`.)
 
     Boundaries `(0, 10)` make the buckets `(-inf, 0)`, `[0, 10)` and `[10, inf)`;
     numbers and boundaries are compared as float32. NaN falls into the last one. In a

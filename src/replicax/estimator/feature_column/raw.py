@@ -1,40 +1,35 @@
-"""Reads raw features on the host: checks them and makes them two-dimensional."""
+"""Reads raw features: checks them, makes them two-dimensional, hashes them."""
 
-from typing import TypeVar
+import functools
+import hashlib
+from typing import TypeAlias
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike
+from numpy.typing import DTypeLike
 
-from replicax.estimator.feature_column.column import RawFeatures
+from replicax._util.types import PyTree
+from replicax.estimator.feature_column.column import Array, RawFeatures
 
 __all__ = [
     "dtype_name",
+    "fingerprints",
+    "is_missing",
     "read_categories",
     "read_numbers",
     "real_dtype_name",
-    "require_feature",
     "require_key",
+    "require_kind",
     "require_positive",
-    "require_rows",
     "rows_of",
 ]
 
-_Array = TypeVar("_Array", np.ndarray, jax.Array)
+_Shape: TypeAlias = tuple[int, ...]
 
 _LARGEST = np.iinfo(np.int64).max
-
-
-def require_feature(features: RawFeatures, key: str, caller: str) -> ArrayLike:
-    """The feature of this name; raises ValueError if there is none."""
-    if key not in features:
-        raise ValueError(
-            f"{caller}: there is no feature {key!r}; got features "
-            f"{sorted(features)}. Let the input function return it, or name another."
-        )
-    return features[key]
+_KEPT_TEXTS = 2**16
 
 
 def rows_of(features: RawFeatures, caller: str) -> int:
@@ -49,30 +44,15 @@ def rows_of(features: RawFeatures, caller: str) -> int:
     )
 
 
-def read_numbers(
-    features: RawFeatures, key: str, shape: tuple[int, ...], caller: str
-) -> np.ndarray:
-    """A numeric feature `[B, *shape]` in its own dtype; `[B]` for shape `(1,)`.
-
-    Raises:
-        ValueError: If it is missing or has another shape.
-        TypeError: If its values are no real numbers.
-    """
-    array = _array(require_feature(features, key, caller), key, caller)
-    if not (jnp.issubdtype(array.dtype, np.number) or array.dtype == bool) or (
-        array.dtype.kind == "c"
-    ):
+def read_numbers(features: RawFeatures, key: str, shape: _Shape, caller: str) -> Array:
+    """A feature of real numbers `[B, *shape]` in its own dtype; `[B]` for `(1,)`."""
+    array = _array(features, key, caller)
+    is_number = jnp.issubdtype(array.dtype, np.number) or array.dtype == bool
+    if not is_number or jnp.issubdtype(array.dtype, np.complexfloating):
         raise TypeError(
             f"{caller}: feature {key!r} must have numbers; got dtype {array.dtype}. "
             "Convert it with .astype('float32'), or use a categorical column."
         )
-    return require_rows(array, shape, key, caller)
-
-
-def require_rows(
-    array: _Array, shape: tuple[int, ...], key: str, caller: str
-) -> _Array:
-    """`array` as `[B, *shape]`; raises ValueError if it has another shape."""
     if shape == (1,) and len(array.shape) == 1:
         return array.reshape(-1, 1)
     if len(array.shape) == 0 or tuple(array.shape[1:]) != shape:
@@ -86,18 +66,13 @@ def require_rows(
     return array
 
 
-def read_categories(features: RawFeatures, key: str, caller: str) -> np.ndarray:
+def read_categories(features: RawFeatures, key: str, caller: str) -> Array:
     """A categorical feature `[B, k]`; `[B]` is one value a row.
 
-    Returns:
-        `int64`, or an object array of `str` with `""` where a value is missing (`None`
-        and NaN in object arrays, as pandas has them).
-
-    Raises:
-        ValueError: If it is missing or has another shape.
-        TypeError: If its values are neither integers nor strings.
+    The result is `int64` (`int32` if traced), or an object array of `str` with `""`
+    where a value is missing (`None` and NaN in object arrays, as pandas has them).
     """
-    array = _array(require_feature(features, key, caller), key, caller)
+    array = _array(features, key, caller)
     if array.ndim not in (1, 2):
         raise ValueError(
             f"{caller}: feature {key!r} must have the shape [B] or [B, k]; got "
@@ -106,6 +81,8 @@ def read_categories(features: RawFeatures, key: str, caller: str) -> np.ndarray:
     if array.ndim == 1:
         array = array.reshape(-1, 1)
     if array.dtype.kind in "iu":
+        if not isinstance(array, np.ndarray):
+            return array.astype(np.int32)
         if array.dtype.kind == "u" and array.size and array.max() > _LARGEST:
             raise ValueError(
                 f"{caller}: feature {key!r} has the value {array.max()}, and {_LARGEST}"
@@ -123,12 +100,15 @@ def read_categories(features: RawFeatures, key: str, caller: str) -> np.ndarray:
     )
 
 
-def _array(value: ArrayLike, key: str, caller: str) -> np.ndarray:
-    if isinstance(value, jax.core.Tracer):
-        raise TypeError(
-            f"{caller}: feature {key!r} is traced by JAX, but is transformed on the "
-            "host. Call features_of(columns, features) in the input function."
+def _array(features: RawFeatures, key: str, caller: str) -> Array:
+    if key not in features:
+        raise ValueError(
+            f"{caller}: there is no feature {key!r}; got features "
+            f"{sorted(features)}. Let the input function return it, or name another."
         )
+    value = features[key]
+    if isinstance(value, jax.core.Tracer):
+        return jnp.asarray(value)
     try:
         return np.asarray(value)
     except ValueError as error:
@@ -150,6 +130,47 @@ def _text(value: object, key: str, caller: str) -> str:
         f"type {type(value).__name__} in an array of objects. Convert it with "
         ".astype('int64') or .astype(str)."
     )
+
+
+def is_missing(values: Array) -> PyTree:
+    """Where a category is missing: `""` among strings, -1 among integers."""
+    return values == ("" if values.dtype == object else -1)
+
+
+def require_kind(values: Array, dtype: str, key: str, caller: str) -> None:
+    """Raise TypeError unless values are strings if `dtype` is, else integers."""
+    if (values.dtype == object) != (dtype == "string"):
+        expected, got = "integers", "strings"
+        if dtype == "string":
+            expected, got = got, expected
+        raise TypeError(
+            f"{caller}: feature {key!r} must have {expected} for dtype={dtype!r}; got "
+            f"{got}. Convert it, or give the column another dtype."
+        )
+
+
+@functools.lru_cache(maxsize=_KEPT_TEXTS)
+def _fingerprint(text: str) -> int:
+    # Bytes that are no UTF-8 were kept as surrogates when they were read.
+    encoded = text.encode("utf-8", "surrogateescape")
+    return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little")
+
+
+def fingerprints(values: np.ndarray) -> np.ndarray:
+    """64-bit hashes of values, the same in every process and on every machine.
+
+    Values are integers, hashed as their decimal digits, or an object array of `str`.
+    Each distinct one is hashed once. The result is `uint64` of the same shape.
+    """
+    if values.dtype != object:
+        distinct, place = np.unique(values, return_inverse=True)
+        of_distinct = [_fingerprint(str(value)) for value in distinct.tolist()]
+        return np.array(of_distinct, np.uint64)[place].reshape(values.shape)
+    # A dictionary is twice as fast as sorting strings.
+    texts = values.ravel().tolist()
+    known = {text: _fingerprint(text) for text in dict.fromkeys(texts)}
+    found = np.fromiter(map(known.__getitem__, texts), np.uint64, len(texts))
+    return found.reshape(values.shape)
 
 
 def dtype_name(dtype: DTypeLike, caller: str) -> str:
