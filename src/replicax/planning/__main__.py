@@ -9,13 +9,20 @@ import sys
 from replicax.engine.devices import set_logical_devices
 from replicax.planning.analysis import analyse
 from replicax.planning.capture import NoTrainingStepError, capture_script
-from replicax.planning.report import Plan
 from replicax.planning.topology import find_topology, num_cpu_devices
 
 
 def main() -> None:
     """Plan the script that the command line names, and print the plan."""
-    given = _arguments()
+    parser = argparse.ArgumentParser(prog="replicax plan")
+    parser.add_argument("--topology", required=True)
+    parser.add_argument("--slices", type=int, default=1)
+    parser.add_argument("--json", default=None)
+    parser.add_argument("--figure", default=None)
+    parser.add_argument("--module", action="store_true")
+    parser.add_argument("script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    given = parser.parse_args()
     num_cpus = num_cpu_devices(given.topology)
     if num_cpus is not None:
         set_logical_devices(num_cpus)
@@ -26,22 +33,7 @@ def main() -> None:
         )
     except NoTrainingStepError as error:
         sys.exit(f"Error: {error}")
-    _hand_out(analyse(capture, topology), given)
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="replicax plan")
-    parser.add_argument("--topology", required=True)
-    parser.add_argument("--slices", type=int, default=1)
-    parser.add_argument("--json", default=None)
-    parser.add_argument("--figure", default=None)
-    parser.add_argument("--module", action="store_true")
-    parser.add_argument("script")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER)
-    return parser.parse_args()
-
-
-def _hand_out(plan: Plan, given: argparse.Namespace) -> None:
+    plan = analyse(capture, topology)
     plan.show()
     if given.json:
         plan.write_json(given.json)

@@ -55,11 +55,7 @@ class Capture:
         topology: What it is for.
 
     Attributes:
-        name: The program's.
         lowered: The program as `jax.stages.Lowered`; None: it did not come yet.
-        num_steps: Steps in one call of it.
-        num_replicas: Number of replicas.
-        num_devices: Number of devices that it runs on.
     """
 
     def __init__(self, topology: DeviceTopology) -> None:

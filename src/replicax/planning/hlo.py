@@ -60,13 +60,9 @@ class Instruction:
     """One line of a computation.
 
     Attributes:
-        name: Its name.
         shape: Of the result, as XLA writes it.
-        opcode: What it does, such as `"all-reduce"`.
-        operands: Names of the instructions whose results it takes.
         literal: What stands where others have operands, such as a constant's value.
         attributes: All that follows.
-        is_root: Whether the computation returns it.
     """
 
     name: str
@@ -86,11 +82,9 @@ class Call:
     """One way from the program's entry to a computation.
 
     Attributes:
-        computation: Its name.
         caller: The instruction that calls it; None: it is the entry.
         times: How often the program goes this way; a loop of unknown length: once.
         trips: Of the loop whose body it is: the rounds, None if they are not known.
-        is_loop: Whether it is the body of a loop.
         is_async: Whether the program starts it and goes on meanwhile.
         is_fused: Whether it is part of a fusion, whose inner results are never stored.
     """

@@ -58,7 +58,6 @@ class Collective:
     """Collectives of a program that are alike.
 
     Attributes:
-        kind: `"all-reduce"` and so on.
         dtype: XLA's name of the element type, such as `"f32"`; several are joined by
             `"+"`.
         bytes: Of one of them, on one device: what an all-reduce sums, what a
@@ -82,7 +81,6 @@ class ProgramSummary:
     """What the text of a program says.
 
     Attributes:
-        collectives: In the order of the text.
         loop_flops: Multiplications and additions of matrix products and convolutions in
             all rounds but the first of loops; XLA's own count has only that one.
         trip_counts: Numbers of rounds of the loops; None: not in the text.

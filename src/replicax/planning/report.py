@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +23,7 @@ _FORMAT = 1
 _INK = "#1f2933"
 _COLORS = {
     "compute": "#2f6fab",
-    "memory": "#d98b2b",
+    "memory traffic": "#d98b2b",
     "communication": "#b23a48",
     "step": "#52606d",
 }
@@ -175,15 +174,7 @@ class Plan:
                 f"plan: nothing to draw: {self.program} does not fit on "
                 f"{self.topology}."
             )
-        _draw(
-            path,
-            title=f"{self.program} on {self.topology} ({self.num_devices} devices): "
-            "compiled, never run",
-            time=self.time,
-            limit=self.limit,
-            scaling=self.scaling,
-            here=(self.topology, self.num_devices),
-        )
+        _draw(path, self, self.time)
 
     def show(self, console: Console | None = None) -> None:
         """Print the plan as tables."""
@@ -284,15 +275,7 @@ def _over(use: CollectiveUse) -> str:
     return "several hosts" if use.spans_hosts else "one host"
 
 
-def _draw(
-    path: str | Path,
-    *,
-    title: str,
-    time: StepTime,
-    limit: str,
-    scaling: Sequence[Scale],
-    here: tuple[str, int],
-) -> None:
+def _draw(path: str | Path, plan: Plan, time: StepTime) -> None:
     """Draw a plan to a file whose ending says the format."""
     try:
         import matplotlib as mpl
@@ -303,34 +286,32 @@ def _draw(
             "pip install 'replicax[plan]'"
         ) from error
     with mpl.rc_context({"font.size": 9, "text.color": _INK, "axes.labelcolor": _INK}):
-        columns = 2 if scaling else 1
+        columns = 2 if plan.scaling else 1
         figure = Figure(figsize=(5.2 * columns, 3.6), layout="constrained", dpi=160)
         axes = figure.subplots(1, columns, squeeze=False)[0]
-        _draw_times(axes[0], time, limit)
-        if scaling:
-            _draw_scaling(axes[1], scaling, here)
-        figure.suptitle(title, fontsize=10)
+        _draw_times(axes[0], time, plan.limit)
+        if plan.scaling:
+            _draw_scaling(axes[1], plan)
+        figure.suptitle(
+            f"{plan.program} on {plan.topology} ({plan.num_devices} devices): "
+            "compiled, never run",
+            fontsize=10,
+        )
         figure.savefig(path)
 
 
 def _draw_times(ax: "Axes", time: StepTime, limit: str) -> None:
     values = {
         "compute": time.compute,
-        "memory": time.memory,
+        "memory traffic": time.memory,
         "communication": time.links + time.network,
         "step": time.total,
-    }
-    labels = {
-        "compute": "compute",
-        "memory": "memory traffic",
-        "communication": "communication",
-        "step": "step",
     }
     longest = max(values.values()) or 1.0
     for row, (name, value) in enumerate(values.items()):
         ax.barh(row, value / longest, color=_COLORS[name], height=0.6)
         ax.text(value / longest + 0.02, row, seconds(value), va="center")
-    ax.set_yticks(range(len(values)), [labels[name] for name in values])
+    ax.set_yticks(range(len(values)), list(values))
     ax.invert_yaxis()
     ax.set_xlim(0, 1.3)
     ax.set_xticks([])
@@ -343,12 +324,11 @@ def _draw_times(ax: "Axes", time: StepTime, limit: str) -> None:
         ax.spines[side].set_visible(False)
 
 
-def _draw_scaling(ax: "Axes", scaling: Sequence[Scale], here: tuple[str, int]) -> None:
-    name, num_devices = here
-    sizes = [s.num_devices for s in scaling]
-    percent = [100 * s.efficiency for s in scaling]
+def _draw_scaling(ax: "Axes", plan: Plan) -> None:
+    sizes = [s.num_devices for s in plan.scaling]
+    percent = [100 * s.efficiency for s in plan.scaling]
     ax.plot(sizes, percent, marker="o", markersize=4, color=_COLORS["compute"])
-    own = sizes.index(num_devices)
+    own = sizes.index(plan.num_devices)
     ax.plot(
         sizes[own],
         percent[own],
@@ -357,10 +337,10 @@ def _draw_scaling(ax: "Axes", scaling: Sequence[Scale], here: tuple[str, int]) -
         fillstyle="none",
         color=_COLORS["communication"],
         linestyle="none",
-        label=f"{name}: {percent[own]:.1f} %",
+        label=f"{plan.topology}: {percent[own]:.1f} %",
     )
     ax.set_xscale("log", base=2)
-    ax.set_xticks(sizes, [f"{s.num_devices}\n{s.hardware}" for s in scaling])
+    ax.set_xticks(sizes, [f"{s.num_devices}\n{s.hardware}" for s in plan.scaling])
     ax.set_ylim(0, 105)
     ax.set_ylabel("efficiency, %")
     ax.set_xlabel("devices, and how they lie; same batch on each")

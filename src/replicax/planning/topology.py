@@ -43,13 +43,10 @@ class DeviceTopology:
     """Devices to plan for, one replica each.
 
     Attributes:
-        name: As the user wrote it.
         devices: In the replicas' order. Those of a chip that is not here describe it
             only: programs can be compiled for them, not run.
-        rates: How fast they are.
         chip: The kind of chip; None for devices of this machine.
         shape: The grid of chips of one slice; empty for devices of this machine.
-        num_slices: How many slices, which reach each other over their hosts' network.
     """
 
     name: str

@@ -29,7 +29,6 @@ class Series:
     """The values of a curve.
 
     Attributes:
-        name: What it is.
         parts: Its points `(x, y)`, each `fit` apart; a y that is not finite is a gap.
     """
 
@@ -47,10 +46,8 @@ class Curve:
     """A curve as SVG.
 
     Attributes:
-        name: What it is.
         color: The class of its color in the style sheet.
         is_few: Whether there are so few points that each is drawn as a dot.
-        path: The path of its lines.
         dots: The place of each point, and what is said of it.
     """
 
@@ -66,15 +63,8 @@ class Chart:
     """What the template draws.
 
     Attributes:
-        title: What is drawn.
-        note: A sentence below the title, or "".
         in_words: The chart for those who cannot see it.
-        curves: The curves.
-        y_labels: Those of the values.
-        x_labels: Those of the epochs.
         borders: Where another `fit` begins, and its name.
-        head: The table's columns.
-        rows: The table's rows.
         num_epochs: How many rows it would have with all epochs.
         size: Width and height of the plot, in units of the paths.
     """

@@ -23,16 +23,12 @@ class Measurements:
 
     Attributes:
         executions: Programs that were started and timed, without those that compiled.
-        step_s: Time of a training step in seconds.
         examples_per_s: Of all workers.
         batch: Examples of a step, of all replicas that make it.
-        num_replicas: How many those are.
         kind: How variables are kept: by one device, by each replica, by parameter
             servers, or in one place of the machine.
         input: The devices waited for input.
         communication: Sums of gradients, or the way to servers; None: not measured.
-        start: Starting programs; None: not measured.
-        steps_per_execution: Steps that one program makes.
         is_compressed: Whether gradients travel as bfloat16.
         input_worker: The worker that `input` is of, where there are several.
         straggler: Who waits for which worker, and by how much; empty: nobody.

@@ -39,12 +39,10 @@ class EpochRecord:
 
     Attributes:
         number: As Keras counts, from 0.
-        logs: Losses and metrics; NaN where they are not numbers.
         wall_s: From its beginning until the devices had done its steps.
         counts: The recorder's tally by name.
         after_s: How long validation and callbacks took after it.
         exchange_s: Of parameter servers: how long gradients and values travelled.
-        memory: What `memory_of` found.
         staleness: Of parameter servers: updates by how stale they were.
     """
 
@@ -92,15 +90,10 @@ class Fit:
     """One call of `fit`, as a worker saw it.
 
     Attributes:
-        facts: What is trained, with what and on what.
-        began: When, in seconds since 1970.
         last: When something was written last.
-        epochs: Those that have ended.
         current: The epoch that goes on, until now; None: none that is known of.
         state: `"running"`, `"done"` or `"interrupted"`.
-        error: What interrupted it.
         shares: Shares of a step's time by name, measured at the end.
-        diagnosis: The line that was printed.
     """
 
     facts: Mapping[str, object]
@@ -119,8 +112,6 @@ class Worker:
     """What one worker has written.
 
     Attributes:
-        name: Such as `"worker:1"`.
-        fits: Its calls of `fit`, in order.
         num_bad: Lines that make no sense.
     """
 
