@@ -6,9 +6,13 @@ is taken for granted: what makes no sense is counted and left out.
 
 import dataclasses
 import math
+import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Annotated, Literal, TypeAlias
+
+import msgspec
 
 from replicax.report.journal import folder_of, number_of, read_events
 
@@ -17,7 +21,6 @@ __all__ = [
     "Fit",
     "Run",
     "Worker",
-    "as_event",
     "is_written",
     "read_run",
     "together",
@@ -33,8 +36,13 @@ _AMID_STEPS = ("input_s", "stalled_s", "waits_s")
 """Counts that are compared with the time of steps."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EpochRecord:
+_MOST = sys.float_info.max
+_Finite: TypeAlias = Annotated[float, msgspec.Meta(ge=-_MOST, le=_MOST)]
+_Amount: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=_MOST)]
+"""A duration or a count."""
+
+
+class EpochRecord(msgspec.Struct, frozen=True, kw_only=True):
     """An epoch of one worker, or the part of one until now; times in seconds.
 
     Attributes:
@@ -46,14 +54,14 @@ class EpochRecord:
         staleness: Of parameter servers: updates by how stale they were.
     """
 
-    number: int
-    logs: Mapping[str, float]
-    wall_s: float
-    counts: Mapping[str, float]
-    after_s: float
-    exchange_s: float
-    memory: Mapping[str, object]
-    staleness: Mapping[int, int]
+    number: int = msgspec.field(name="epoch", default=0)
+    logs: Mapping[str, float] = {}
+    wall_s: _Amount = 0.0
+    counts: Mapping[str, _Amount] = {}
+    after_s: _Amount = 0.0
+    exchange_s: _Amount = 0.0
+    memory: Mapping[str, object] = {}
+    staleness: Mapping[int, int] = {}
 
     @property
     def timed_s(self) -> float:
@@ -147,7 +155,8 @@ def read_run(page: Path) -> Run:
     workers = [worker for worker in workers if worker.fits]
     if not workers:
         return Run(workers=[], missing=[])
-    expected = [str(name) for name in _list(workers[0].fits[-1].facts.get("workers"))]
+    named = workers[0].fits[-1].facts.get("workers")
+    expected = [str(name) for name in named] if isinstance(named, list) else []
     began = workers[0].fits[0].began
     kept = [
         worker
@@ -163,83 +172,53 @@ def _worker(number: int, file: Path) -> Worker:
     events, num_bad = read_events(file)
     worker = Worker(name=f"worker:{number}", fits=[], num_bad=num_bad)
     for event in events:
-        take = _TAKERS.get(str(event.get("event")))
         try:
-            if take is None:
-                raise ValueError(f"no such event: {event.get('event')!r}")
-            take(worker, event)
-        except (ValueError, TypeError, IndexError, OverflowError):
+            _take(worker, event)
+        except (ValueError, IndexError):
             worker.num_bad += 1
     return worker
 
 
+class _End(msgspec.Struct):
+    """How a `fit` has ended."""
+
+    state: Literal["done", "interrupted"]
+    error: str | None = None
+    shares: Mapping[str, object] | None = None
+    diagnosis: str | None = None
+
+
+def _take(worker: Worker, event: Mapping[str, object]) -> None:
+    """Add what an event tells; ValueError or IndexError if that makes no sense."""
+    kind = event.get("event")
+    if kind == "begin":
+        _begin(worker, event)
+        return
+    fit = worker.fits[-1]
+    when = msgspec.convert(event.get("time", fit.last), _Finite)
+    if kind == "end":
+        end = msgspec.convert(event, _End)
+        fit.state, fit.error = end.state, end.error or ""
+        fit.shares, fit.diagnosis = end.shares or {}, end.diagnosis or ""
+    elif kind in ("epoch", "progress"):
+        # NaN and infinities are strings, and so are keys that are numbers.
+        epoch = msgspec.convert(event, EpochRecord, strict=False)
+        fit.current = epoch if kind == "progress" else None
+        if kind == "epoch":
+            fit.epochs.append(epoch)
+    else:
+        raise ValueError(f"no such event: {kind!r}")
+    fit.last = max(fit.last, when)
+
+
 def _begin(worker: Worker, event: Mapping[str, object]) -> None:
-    facts = _mapping(event.get("facts"))
-    now = _number(event.get("time", math.nan))
-    if not math.isfinite(now):
-        raise ValueError("time is no number")
+    facts = msgspec.convert(event.get("facts", {}), dict[str, object])
+    now = msgspec.convert(event.get("time"), _Finite)
     if worker.fits and worker.fits[-1].state == "running":
         worker.fits[-1].state = "interrupted"
         worker.fits[-1].error = worker.fits[-1].error or "the process was restarted"
     worker.name = str(facts.get("worker", worker.name))
     worker.fits.append(Fit(facts=facts, began=now, last=now))
-
-
-def _epoch(worker: Worker, event: Mapping[str, object]) -> None:
-    fit = worker.fits[-1]
-    epoch = _read_epoch(event)
-    fit.last = max(fit.last, _number(event.get("time", fit.last)))
-    fit.epochs.append(epoch)
-    fit.current = None
-
-
-def _progress(worker: Worker, event: Mapping[str, object]) -> None:
-    fit = worker.fits[-1]
-    epoch = _read_epoch(event)
-    fit.last = max(fit.last, _number(event.get("time", fit.last)))
-    fit.current = epoch
-
-
-def _end(worker: Worker, event: Mapping[str, object]) -> None:
-    fit = worker.fits[-1]
-    state = str(event.get("state"))
-    if state not in ("done", "interrupted"):
-        raise ValueError(f"no such state: {state!r}")
-    fit.state = state
-    fit.error = str(event.get("error") or "")
-    fit.shares = _mapping(event.get("shares"))
-    fit.diagnosis = str(event.get("diagnosis") or "")
-    fit.last = max(fit.last, _number(event.get("time", fit.last)))
-
-
-_TAKERS: Mapping[str, Callable[[Worker, Mapping[str, object]], None]] = {
-    "begin": _begin,
-    "epoch": _epoch,
-    "progress": _progress,
-    "end": _end,
-}
-
-
-def _read_epoch(event: Mapping[str, object]) -> EpochRecord:
-    """The epoch that an event tells of."""
-    return EpochRecord(
-        number=_whole(event.get("epoch", 0)),
-        logs={str(k): _number(v) for k, v in _mapping(event.get("logs")).items()},
-        wall_s=_duration(event.get("wall_s", 0.0)),
-        counts={str(k): _duration(v) for k, v in _mapping(event.get("counts")).items()},
-        after_s=_duration(event.get("after_s", 0.0)),
-        exchange_s=_duration(event.get("exchange_s", 0.0)),
-        memory=_mapping(event.get("memory")),
-        staleness={
-            _whole(k): _whole(v) for k, v in _mapping(event.get("staleness")).items()
-        },
-    )
-
-
-def as_event(epoch: EpochRecord) -> dict[str, object]:
-    """The fields of an event that tells of an epoch."""
-    fields = {f.name: getattr(epoch, f.name) for f in dataclasses.fields(epoch)}
-    return {"epoch": fields.pop("number"), **fields}
 
 
 def is_written(number: int) -> bool:
@@ -254,41 +233,6 @@ def is_written(number: int) -> bool:
     """
     stride = 1 << (number // _ALL_EPOCHS).bit_length()
     return (number + 1) % stride == 0
-
-
-def _mapping(value: object) -> Mapping[str, object]:
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
-        raise TypeError(f"expected an object, got {type(value).__name__}")
-    return value
-
-
-def _list(value: object) -> list[object]:
-    return value if isinstance(value, list) else []
-
-
-def _number(value: object) -> float:
-    """A number of the file, where NaN and infinities are strings."""
-    if isinstance(value, int | float):
-        return float(value)
-    if isinstance(value, str) and value in ("nan", "inf", "-inf"):
-        return float(value)
-    raise ValueError(f"no number: {value!r}")
-
-
-def _whole(value: object) -> int:
-    """A whole number of the file, which is a string where it is a key."""
-    if isinstance(value, int | float | str):
-        return int(value)
-    raise ValueError(f"no whole number: {value!r}")
-
-
-def _duration(value: object) -> float:
-    number = _number(value)
-    if not math.isfinite(number) or number < 0:
-        raise ValueError(f"no duration or count: {value!r}")
-    return number
 
 
 def together(epochs: Sequence[EpochRecord]) -> EpochRecord:
@@ -311,7 +255,7 @@ def together(epochs: Sequence[EpochRecord]) -> EpochRecord:
         else:
             counts.subtract({k: epoch.counts.get(k, 0) for k in _AMID_STEPS})
             wall_s += epoch.counts.get("first_s", 0.0)
-    return dataclasses.replace(
+    return msgspec.structs.replace(
         epochs[-1],
         wall_s=wall_s,
         counts={name: max(0, count) for name, count in counts.items()},

@@ -1,6 +1,5 @@
 """Reports one call of `fit`: notes its epochs, writes them, measures at the end."""
 
-import dataclasses
 import json
 import logging
 import math
@@ -11,6 +10,7 @@ from types import TracebackType
 
 import jax
 import keras
+import msgspec
 import numpy as np
 
 from replicax._util.files import write_whole
@@ -23,7 +23,6 @@ from replicax.report.probes import memory_of, start_seconds, sum_seconds
 from replicax.report.runs import (
     EpochRecord,
     Worker,
-    as_event,
     is_written,
     read_run,
     together,
@@ -100,7 +99,7 @@ class FitReport:
         # With what else Keras and other callbacks did.
         after_s = max(0.0, self.recorder.elapsed_s() - steps_s)
         exchange_s, staleness = self.worker.exchange_s(), self.worker.staleness()
-        epoch = dataclasses.replace(
+        epoch = msgspec.structs.replace(
             self._epoch(steps_s, logs),
             after_s=after_s,
             exchange_s=max(0.0, exchange_s - self._exchange_s),
@@ -116,7 +115,7 @@ class FitReport:
     def _write_epochs(self) -> None:
         epoch, self._unwritten = self._unwritten, None
         if epoch is not None:
-            self._add("epoch", as_event(epoch))
+            self._add("epoch", msgspec.to_builtins(epoch))
 
     def end(self) -> str:
         """`fit` is over; returns the diagnosis, "" where there is none."""
@@ -167,7 +166,7 @@ class FitReport:
         logs = self.recorder.logs
         known = logs if isinstance(logs, Mapping) else {}
         epoch = self._epoch(self.recorder.elapsed_s(), known)
-        self._add("progress", as_event(epoch), passing=True)
+        self._add("progress", msgspec.to_builtins(epoch), passing=True)
         self._write_page()
 
     def _counts(self) -> dict[str, float]:
@@ -181,10 +180,7 @@ class FitReport:
             logs=_numbers(logs),
             wall_s=wall_s,
             counts=self._counts(),
-            after_s=0.0,
-            exchange_s=0.0,
             memory=memory_of(self._devices),
-            staleness={},
         )
 
     def _add(
