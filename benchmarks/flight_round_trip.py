@@ -26,22 +26,6 @@ import numpy as np
 TOKEN = "only for this benchmark"
 
 
-class Echo:
-    """An operation that answers with as many bytes as it got, but not the same."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.values = np.ones(size // 4, np.float32)
-
-    def expected(self, store, message):
-        from replicax.ps.wire import exactly
-
-        return exactly({"float32": self.size // 4})
-
-    def handle(self, store, message, vectors):
-        return {}, {"float32": self.values}
-
-
 def credentials():
     from replicax.ps.credentials import Credentials
 
@@ -52,18 +36,27 @@ def serve_flight(port: int, size: int) -> None:
     import msgspec
 
     import replicax  # noqa: F401 - It chooses JAX as Keras' backend.
-    from replicax.ps.operations import Operation
     from replicax.ps.service import Service
     from replicax.ps.store import VariableStore
+    from replicax.ps.wire import exactly
 
-    echo = Echo(size)
-    message = msgspec.defstruct("Echoed", [])
+    values = np.ones(size // 4, np.float32)
+
+    class Echo(msgspec.Struct):
+        """Is answered with as many bytes as it has, but not the same."""
+
+        def expected(self, store):
+            return exactly({"float32": len(values)})
+
+        def handle(self, store, vectors):
+            return {}, {"float32": values}
+
     service = Service(
         f"127.0.0.1:{port}",
         VariableStore(0),
         None,
         credentials(),
-        operations={"echo": Operation(message, echo.handle, echo.expected)},
+        messages={"echo": Echo},
     )
     service.serve_in_thread()
     threading.Event().wait()

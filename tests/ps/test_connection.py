@@ -16,7 +16,6 @@ from replicax.errors import ClusterError
 from replicax.ps import wire
 from replicax.ps.connection import Connection, ConnectionLost, ServerRefused
 from replicax.ps.credentials import Credentials, new_token
-from replicax.ps.operations import Operation
 from replicax.ps.service import Service
 from replicax.ps.store import VariableStore
 from replicax.ps.watchdog import Watchdog
@@ -34,18 +33,18 @@ class Adds:
         self.calls = 0
         self.before = lambda: None
 
-    def expected(self, store, message):
-        return {"x": wire.Allowed(("float32",), 1, 1 << 24)}
+    def message(self):
+        class Number(msgspec.Struct):
+            def expected(message, store):
+                return {"x": wire.Allowed(("float32",), 1, 1 << 24)}
 
-    def handle(self, store, message, vectors):
-        self.calls += 1
-        self.total += float(vectors["x"][0])
-        self.before()
-        return {"total": self.total}, {}
+            def handle(message, store, vectors):
+                self.calls += 1
+                self.total += float(vectors["x"][0])
+                self.before()
+                return {"total": self.total}, {}
 
-
-class Number(msgspec.Struct):
-    """Its message."""
+        return Number
 
 
 def free_address():
@@ -56,8 +55,8 @@ def free_address():
 def serve(address, adds, incarnation="first"):
     store = VariableStore(0)
     store.incarnation = incarnation
-    operations = {"add": Operation(Number, adds.handle, adds.expected)}
-    service = Service(address, store, None, CREDENTIALS, operations=operations)
+    messages = {"add": adds.message()}
+    service = Service(address, store, None, CREDENTIALS, messages=messages)
     service.serve_in_thread()
     return service
 
@@ -332,12 +331,12 @@ def test_a_killed_server_process_is_noticed_at_once_and_awaited():
     first = start()
     try:
         with connect(address, retry_timeout_seconds=60) as connection:
-            assert connection.call("store.groups") == {}
+            assert connection.call("store.status")["groups"] == {}
             first.send_signal(signal.SIGKILL)
             first.wait(10)
             second = start()
             try:
-                assert connection.call("store.groups") == {}
+                assert connection.call("store.status")["groups"] == {}
             finally:
                 second.kill()
                 second.communicate(timeout=10)

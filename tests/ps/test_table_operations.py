@@ -9,7 +9,8 @@ import pytest
 from replicax.ps import wire
 from replicax.ps.connection import Connection, ServerRefused
 from replicax.ps.credentials import Credentials, new_token
-from replicax.ps.operations import OPERATIONS
+from replicax.ps.limits import read
+from replicax.ps.messages import MESSAGES
 from replicax.ps.pushes import StepShare
 from replicax.ps.service import Service
 from replicax.ps.snapshots import Snapshots
@@ -111,7 +112,7 @@ def test_rows_are_pulled_and_pushed(words):
     assert rows(words, 7, 1, 3)[:, 0].tolist() == [0.0, 1.0, 0.5]
     assert rows(words).shape == (0, DIM)
     assert push(words, [], sequence=2)["version"] == 2
-    status = words.call("tables.status")
+    status = words.call("store.status")["tables"]
     assert status == {
         "words": {
             "num_rows": 100,
@@ -180,7 +181,7 @@ def test_ids_of_other_rows_are_refused(words, bad):
 def test_other_messages_are_refused_before_their_bytes_are_read(
     words, tables, header, vectors, message
 ):
-    operation = OPERATIONS[header["op"]]
+    kind = MESSAGES[header["op"]]
     complete = {
         "table": "words",
         "group": GROUP,
@@ -196,8 +197,8 @@ def test_other_messages_are_refused_before_their_bytes_are_read(
     ]
 
     def check():
-        expected = operation.expected(tables, operation.read(complete))
-        wire.announced(complete, expected)
+        asked = read(kind, complete, wire.WireError)
+        wire.announced(complete, asked.expected(tables))
 
     with pytest.raises((wire.WireError, UnknownTable), match=message):
         check()
@@ -226,7 +227,7 @@ def test_other_messages_are_refused_before_their_bytes_are_read(
 def test_tables_that_cannot_be_are_refused(connection, changes, message):
     with pytest.raises(ServerRefused, match=message):
         connection.exchange({"op": "create_table", "spec": {**SPEC, **changes}})
-    assert connection.call("tables.status") == {}
+    assert connection.call("store.status")["tables"] == {}
 
 
 def test_the_first_table_of_a_name_stands(words):
@@ -339,7 +340,7 @@ def test_tables_go_on_from_a_snapshot(tmp_path):
     state = Snapshots(tmp_path, 1).restore().state
     restored = VariableStore(1, 2, byte_limit=100_000)
     restored.load_state(state)
-    assert restored.table_status() == tables.table_status()
+    assert restored.status()["tables"] == tables.status()["tables"]
     assert push_row(restored, 1).version == 1  # Is in the snapshot.
     for each in (tables, restored):
         each.table("words").set_learning_rate(0.05)

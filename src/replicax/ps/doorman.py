@@ -130,15 +130,8 @@ class Doorman:
         with self._lock:
             self._accepted[_parse(peer)] = time.monotonic()
 
-    def report(self, what: str) -> str:
-        """Say that a call without the right token was refused.
-
-        Args:
-            what: What was refused, and why.
-
-        Returns:
-            Whose it was: the connections that have not shown the token.
-        """
+    def report(self, what: str) -> None:
+        """Say that a call without the right token was refused, and whose it was."""
         peers = []
         for peer, sock in _connections(self._port):
             sock.close()
@@ -156,7 +149,6 @@ class Doorman:
             hosts.pop() if len(hosts) == 1 else "one of several addresses",
             f"{what} Refused; it came from {text}.",
         )
-        return text
 
     def disconnect(self) -> None:
         """End all connections to the port, whatever goes on in them."""

@@ -1,28 +1,51 @@
-"""Messages of the tensor streams, with their types and limits.
+"""Messages of the tensor streams: their types and limits, and what a server does.
 
 A message's header says in `"op"` which of these it is; its vectors come behind it. What
 is not of this form is refused before memory is taken for the vectors.
 """
 
-import msgspec
+from collections.abc import Mapping
+from typing import Protocol
 
+import msgspec
+import numpy as np
+
+from replicax._util.types import JSONObject
 from replicax.ps.limits import Count
 from replicax.ps.pushes import StepShare
+from replicax.ps.store import VariableStore
 from replicax.ps.table import TableSpec
 from replicax.ps.variable_slices import VariableGroup
+from replicax.ps.wire import Allowed, WireError, exactly
 
-__all__ = [
-    "Assign",
-    "Averages",
-    "Commit",
-    "Create",
-    "CreateTable",
-    "Pull",
-    "PullRows",
-    "Push",
-    "PushRows",
-    "Replace",
-]
+__all__ = ["MESSAGES", "Answer", "Message", "Vectors"]
+
+Vectors = dict[str, np.ndarray]
+Answer = tuple[JSONObject, Vectors]
+"""The header and the vectors of what a server answers."""
+
+
+class Message(Protocol):
+    """A message of some type. Several threads handle messages at the same time."""
+
+    def expected(self, store: VariableStore) -> Mapping[str, Allowed]:
+        """The vectors that it must have, asked before any memory is taken for them.
+
+        Raises if the message is wrong; the sender gets the reason.
+        """
+        ...
+
+    def handle(self, store: VariableStore, vectors: Vectors) -> Answer:
+        """Does what it asks."""
+        ...
+
+
+class _OfGroup(msgspec.Struct):
+    group: str
+
+    def expected(self, store: VariableStore) -> Mapping[str, Allowed]:
+        store.group(self.group)
+        return {}
 
 
 class Create(msgspec.Struct):
@@ -30,12 +53,24 @@ class Create(msgspec.Struct):
 
     group: VariableGroup
 
+    def expected(self, store: VariableStore) -> Mapping[str, Allowed]:
+        store.require_room_for(self.group)
+        return exactly(self.group.lengths_on(store.server))
 
-class Pull(msgspec.Struct):
+    def handle(self, store: VariableStore, vectors: Vectors) -> Answer:
+        store.create(self.group, vectors)
+        return {"version": store.group(self.group.name).version}, {}
+
+
+class Pull(_OfGroup):
     """A group's values, unless its version is `have`."""
 
-    group: str
     have: int | None = None
+
+    def handle(self, store: VariableStore, vectors: Vectors) -> Answer:
+        pulled = store.pull(self.group, self.have)
+        answer = {"version": pulled.version, "unchanged": pulled.vectors is None}
+        return answer, pulled.vectors or {}
 
 
 class Push(msgspec.Struct):
@@ -50,13 +85,38 @@ class Push(msgspec.Struct):
     part: StepShare | None = None
     pull: bool | None = True
 
+    def expected(self, store: VariableStore) -> Mapping[str, Allowed]:
+        return exactly(store.group(self.group).lengths, "bfloat16")
 
-class Commit(msgspec.Struct):
+    def handle(self, store: VariableStore, vectors: Vectors) -> Answer:
+        pushed = store.push(
+            self.group,
+            worker=self.worker,
+            session=self.session,
+            sequence=self.sequence,
+            based_on=self.based_on,
+            vectors=vectors,
+            part=self.part,
+            deadline_seconds=self.deadline_seconds,
+        )
+        answer = {
+            "version": pushed.version,
+            "staleness": pushed.staleness,
+            "applied": pushed.applied,
+            "squared_norms": pushed.squared_norms,
+        }
+        return answer, {} if self.pull is False else pushed.vectors
+
+
+class Commit(_OfGroup):
     """Squared norms of a whole gradient, with which a step is applied."""
 
-    group: str
     step: int
     squared_norms: dict[str, float]
+
+    def handle(self, store: VariableStore, vectors: Vectors) -> Answer:
+        pulled = store.commit(self.group, self.step, self.squared_norms)
+        return {"version": pulled.version}, pulled.vectors or {}
 
 
 class Replace(msgspec.Struct):
@@ -64,19 +124,31 @@ class Replace(msgspec.Struct):
 
     group: str
 
+    def expected(self, store: VariableStore) -> Mapping[str, Allowed]:
+        return exactly(store.group(self.group).lengths)
 
-class Averages(msgspec.Struct):
+    def handle(self, store: VariableStore, vectors: Vectors) -> Answer:
+        replaced = store.replace(self.group, vectors)
+        return {"version": replaced.version}, replaced.vectors or {}
+
+
+class Averages(_OfGroup):
     """A group's moving averages."""
 
-    group: str
+    def handle(self, store: VariableStore, vectors: Vectors) -> Answer:
+        found = store.averages(self.group)
+        return {"found": found is not None}, found or {}
 
 
-class Assign(msgspec.Struct):
+class Assign(_OfGroup):
     """Another value for one of the optimizer's scalars."""
 
-    group: str
     name: str
     value: float
+
+    def handle(self, store: VariableStore, vectors: Vectors) -> Answer:
+        store.assign(self.group, self.name, self.value)
+        return {}, {}
 
 
 class CreateTable(msgspec.Struct):
@@ -84,11 +156,29 @@ class CreateTable(msgspec.Struct):
 
     spec: TableSpec
 
+    def expected(self, store: VariableStore) -> Mapping[str, Allowed]:
+        store.require_room_for(self.spec)
+        return {}
+
+    def handle(self, store: VariableStore, vectors: Vectors) -> Answer:
+        table = store.create_table(msgspec.structs.replace(self.spec, rule=None))
+        return {"spec": table.spec.to_json(), "version": table.version}, {}
+
 
 class PullRows(msgspec.Struct):
     """Values of a table's rows."""
 
     table: str
+
+    def expected(self, store: VariableStore) -> Mapping[str, Allowed]:
+        # Each row once: so the answer is no larger than the table.
+        most = store.num_rows_here(store.table(self.table).spec)
+        return {"ids": Allowed(("int64",), 0, most)}
+
+    def handle(self, store: VariableStore, vectors: Vectors) -> Answer:
+        table = store.table(self.table)
+        version = table.version
+        return {"version": version}, {"rows": table.rows(vectors["ids"]).reshape(-1)}
 
 
 class PushRows(msgspec.Struct):
@@ -101,3 +191,45 @@ class PushRows(msgspec.Struct):
     session: str
     sequence: int
     part: StepShare | None
+
+    def expected(self, store: VariableStore) -> Mapping[str, Allowed]:
+        spec, count = store.table(self.table).spec, self.num_rows
+        if count > (most := store.num_rows_here(spec)):
+            raise WireError(
+                f"num_rows is {count}; table {spec.name!r:.80} has {most} rows here, "
+                "and each may come once"
+            )
+        size = count * spec.dim
+        return {
+            "ids": Allowed(("int64",), count, count),
+            "gradients": Allowed(("float32", "bfloat16"), size, size),
+        }
+
+    def handle(self, store: VariableStore, vectors: Vectors) -> Answer:
+        dim = store.table(self.table).spec.dim
+        pushed = store.push_rows(
+            self.table,
+            self.group,
+            self.part,
+            ids=vectors["ids"],
+            gradients=vectors["gradients"].reshape(self.num_rows, dim),
+            worker=self.worker,
+            session=self.session,
+            sequence=self.sequence,
+        )
+        return {"version": pushed.version, "applied": pushed.applied}, {}
+
+
+MESSAGES: dict[str, type[Message]] = {
+    "create": Create,
+    "pull": Pull,
+    "push": Push,
+    "commit": Commit,
+    "replace": Replace,
+    "averages": Averages,
+    "assign": Assign,
+    "create_table": CreateTable,
+    "rows": PullRows,
+    "push_rows": PushRows,
+}
+"""The one table of what a stream may ask, by what stands in `"op"`."""

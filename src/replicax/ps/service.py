@@ -27,7 +27,8 @@ from replicax.ps import wire
 from replicax.ps.credentials import Credentials
 from replicax.ps.doorman import Doorman, host_of, peer_of
 from replicax.ps.limited_log import LimitedLog
-from replicax.ps.operations import OPERATIONS, Operation
+from replicax.ps.limits import read
+from replicax.ps.messages import MESSAGES, Message
 from replicax.ps.pushes import RefusedRequestError
 from replicax.ps.store import VariableStore
 from replicax.ps.wire import MessageReader, MessageWriter
@@ -45,9 +46,6 @@ class VersionMismatch(RuntimeError):
     """A task has other versions than this server."""
 
 
-Event = Callable[[str, JSONObject], None]
-
-
 class Service:
     """Serves a store, and on server 0 the board, to those who have the token.
 
@@ -58,9 +56,7 @@ class Service:
         board: The board, or None on a server without. Clients may call the methods
             that its `ACTIONS` names.
         credentials: The cluster's token and TLS files.
-        on_event: Called with `"connected"`, `"disconnected"` or `"refused"` and
-            details, from any thread.
-        operations: Further operations of the tensor streams, by name.
+        messages: Further messages of the tensor streams, by name.
         warnings_per_minute: How many warnings strangers can cause.
         stranger_seconds: How long a connection may stay that has not shown the token.
         on_mismatch: Called with the name of a task that has other versions, and with
@@ -77,8 +73,7 @@ class Service:
         board: Any | None,
         credentials: Credentials,
         *,
-        on_event: Event = lambda kind, details: None,
-        operations: Mapping[str, Operation] | None = None,
+        messages: Mapping[str, type[Message]] | None = None,
         warnings_per_minute: int = 60,
         stranger_seconds: float = 10.0,
         on_mismatch: Callable[[str, str], None] = lambda caller, message: None,
@@ -87,16 +82,13 @@ class Service:
         self._bound = _address_to_bind(address)
         self._store = store
         self._credentials = credentials
-        self._on_event = on_event
         self._on_mismatch = on_mismatch
-        self._operations = OPERATIONS | dict(operations or {})
+        self._messages = MESSAGES | dict(messages or {})
         self._actions: dict[str, Callable[..., object]] = {
             "hello": self._hello,
-            "store.groups": self._groups,
             "store.status": store.status,
             "tables.set_rule": self._set_rule,
             "tables.set_learning_rate": self._set_learning_rate,
-            "tables.status": store.table_status,
         }
         for name in () if board is None else board.ACTIONS:
             self._actions[f"board.{name}"] = getattr(board, name)
@@ -187,10 +179,9 @@ class Service:
         if self._credentials.accepts(token):
             return
         why = "has the wrong token" if token else "has no token"
-        who = self._doorman.report(
+        self._doorman.report(
             f"A call of {method} at the parameter server {self.address} {why}."
         )
-        self._on_event("refused", {"peer": who, "why": why})
         raise wire.flight().FlightUnauthenticatedError(
             f"the call {why}; all tasks of a cluster need the same one"
         )
@@ -199,7 +190,6 @@ class Service:
         """Answer the messages of a worker's stream until it ends."""
         self._doorman.accept(peer)
         peer = peer_of(peer)
-        self._on_event("connected", {"peer": peer})
         wire.begin(writer)
         try:
             while not self._closing:
@@ -209,27 +199,25 @@ class Service:
                 self._answer(peer, header, reader, writer)
         except (wire.WireError, RefusedRequestError) as error:
             raise self._refusal(peer, error) from error
-        finally:
-            self._on_event("disconnected", {"peer": peer})
 
     def _answer(
         self, peer: str, header: dict, reader: MessageReader, writer: MessageWriter
     ) -> None:
-        operation = self._operations.get(str(header.get("op")))
-        if operation is None:
+        kind = self._messages.get(str(header.get("op")))
+        if kind is None:
             raise wire.WireError(
                 f"there is no operation {header.get('op')!r:.80}; there are "
-                f"{sorted(self._operations)}"
+                f"{sorted(self._messages)}"
             )
-        message = operation.read(header)
-        expected = operation.expected(self._store, message)
+        message = read(kind, header, wire.WireError)
+        expected = message.expected(self._store)
         announcement = wire.announced(header, expected)
         with self._idle:
             self._busy += 1
         try:
             vectors = wire.receive_vectors(reader, announcement)
             try:
-                answer, results = operation.handle(self._store, message, vectors)
+                answer, results = message.handle(self._store, vectors)
             except Exception as error:  # noqa: BLE001
                 answer, results = self._error(peer, str(header["op"]), error), {}
             wire.send(writer, answer, results)
@@ -276,7 +264,6 @@ class Service:
             host_of(peer),
             f"Refused a message from {peer}: {error}.",
         )
-        self._on_event("refused", {"peer": peer, "why": str(error)})
         detail = json.dumps({"error": str(error), "kind": type(error).__name__})
         return wire.flight().FlightServerError(
             str(error)[:1000], extra_info=detail[:4000].encode()
@@ -315,9 +302,6 @@ class Service:
 
     def _set_learning_rate(self, table: str, learning_rate: float) -> None:
         self._store.table(table).set_learning_rate(learning_rate)
-
-    def _groups(self) -> dict[str, str]:
-        return {name: group.digest for name, group in self._store.groups().items()}
 
 
 def _flight_server(service: Service, location: str, credentials: Credentials) -> Any:

@@ -328,7 +328,7 @@ class VariableStore:
                 part = dataclasses.replace(part, step=part.step + offset)
         return table.push_rows(part=part, **push)
 
-    def table_status(self) -> JSONObject:
+    def _table_status(self) -> JSONObject:
         """Tables' sizes and versions, as JSON values."""
         return {
             table.spec.name: {
@@ -438,7 +438,8 @@ class VariableStore:
                     },
                 }
         trained = [group for group in groups.values() if group["is_trained"]]
-        counted = trained or groups.values() or self.table_status().values()
+        tables = self._table_status()
+        counted = trained or groups.values() or tables.values()
         with self._lock:
             bytes_in, bytes_out = self._bytes_in, self._bytes_out
         return {
@@ -448,6 +449,7 @@ class VariableStore:
             "applied": sum(each["applied"] for each in counted),
             "lost": sum(each["lost"] for each in counted),
             "groups": groups,
+            "tables": tables,
             "staleness": {
                 worker: {str(k): n for k, n in sorted(histogram.items())}
                 for worker, histogram in self.staleness().items()
