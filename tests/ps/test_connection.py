@@ -1,5 +1,6 @@
 """A worker's side: lost servers, silent ones, and servers that come back."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -14,11 +15,15 @@ import pytest
 
 from replicax.errors import ClusterError
 from replicax.ps import wire
-from replicax.ps.connection import Connection, ConnectionLost, ServerRefused
+from replicax.ps.connection import (
+    Connection,
+    ConnectionLost,
+    ServerRefused,
+    Watchdog,
+)
 from replicax.ps.credentials import Credentials, new_token
 from replicax.ps.service import Service
 from replicax.ps.store import VariableStore
-from replicax.ps.watchdog import Watchdog
 
 pytest.importorskip("pyarrow")
 
@@ -282,7 +287,7 @@ def test_without_pyarrow_the_error_says_what_to_install(tmp_path):
 
 def test_the_watchdog_lets_progress_go_on_and_cancels_without():
     cancelled = threading.Event()
-    with Watchdog("replicax-test") as watchdog:
+    with contextlib.closing(Watchdog("replicax-test")) as watchdog:
         with watchdog.watch(0.3, cancelled.set) as progress:
             for _ in range(6):
                 time.sleep(0.1)

@@ -13,12 +13,13 @@ import pytest
 from replicax.cluster.timeouts import Timeouts
 from replicax.errors import ClusterError
 from replicax.layers import RowSource
-from replicax.ps import row_links
+from replicax.ps import rows as rows_module
 from replicax.ps.connection import ConnectionLost
 from replicax.ps.credentials import Credentials, new_token
 from replicax.ps.remote import WorkerShare
 from replicax.ps.rows import RemoteTables
 from replicax.ps.service import Service
+from replicax.ps.session import Session
 from replicax.ps.store import VariableStore
 from replicax.ps.variable_slices import VariableGroup
 
@@ -53,20 +54,6 @@ class Anchor:
     """What a strategy sees of a table: the variable that stands for it."""
 
     table_name: str
-
-
-@dataclasses.dataclass
-class Worker:
-    """Which worker this is, as a session says it."""
-
-    name: str = "worker:0"
-    id: str = "a"
-    timeouts: Timeouts = dataclasses.field(
-        default_factory=lambda: Timeouts(server=10.0)
-    )
-
-    def require_going(self):
-        pass
 
 
 class Servers:
@@ -114,18 +101,24 @@ def servers():
 
 @pytest.fixture
 def make_rows(servers):
-    made = []
+    sessions = []
 
-    def make(worker=None, **options):
-        rows = RemoteTables(
-            worker or Worker(), servers.addresses, CREDENTIALS, **options
+    def make(worker=0, timeouts=None, **options):
+        session = Session(
+            ["worker:0", "worker:1"],
+            worker,
+            servers.addresses,
+            CREDENTIALS,
+            timeouts or Timeouts(server=10.0),
         )
-        made.append(rows)
+        sessions.append(session)
+        rows = RemoteTables(session, **options)
+        rows.session = session
         return rows
 
     yield make
-    for rows in made:
-        rows.close()
+    for session in sessions:
+        session.close()
 
 
 @pytest.fixture
@@ -188,11 +181,11 @@ def test_a_program_fetches_the_same_rows_once(rows):
 
     def program():
         first = rows.pull("words", ids)
-        before = rows.num_bytes
+        before = rows.session.num_bytes
         assert rows.pull("words", ids.copy()) is first
-        assert rows.num_bytes == before
+        assert rows.session.num_bytes == before
         rows.pull("words", np.array([1, 3]))
-        assert rows.num_bytes > before
+        assert rows.session.num_bytes > before
         return first
 
     first = rows.complete(program)
@@ -248,7 +241,7 @@ def test_complete_waits_for_callbacks(rows):
 
 
 def test_one_seed_stands_on_all_servers(make_rows):
-    first, second = make_rows(), make_rows(Worker("worker:1"))
+    first, second = make_rows(), make_rows(1)
     threads = [
         threading.Thread(
             target=source.create,
@@ -305,19 +298,19 @@ def test_an_anchor_that_does_not_decay_keeps_its_rows(make_rows):
 def test_gradients_may_travel_as_bfloat16(make_rows):
     sizes = []
     for i, compression in enumerate((None, "bfloat16")):
-        rows = make_rows(Worker(f"worker:{i}"), compression=compression)
+        rows = make_rows(i, compression=compression)
         rows.create("words", NUM_ROWS, DIM, "float32", UNIFORM, 3)
         rows.connect(SGD_GROUP, [Anchor("words")])
-        before, sent = everything(rows), rows.num_bytes
+        before, sent = everything(rows), rows.session.num_bytes
         step(rows, np.arange(100), value=0.3)
-        sizes.append(rows.num_bytes - sent)
+        sizes.append(rows.session.num_bytes - sent)
         change = (before - everything(rows))[:100]
         np.testing.assert_allclose(change, 0.15, rtol=4e-3 if compression else 1e-5)
     assert sizes[0] - sizes[1] > 100 * DIM
 
 
 def test_parts_of_a_step_make_one_update(rows, make_rows):
-    other = make_rows(Worker("worker:1", "b"))
+    other = make_rows(worker=1)
     other.create("words", NUM_ROWS, DIM, "float32", UNIFORM, 3)
     other.connect(SGD_GROUP, [Anchor("words")])
     before = everything(rows)
@@ -331,7 +324,7 @@ def test_parts_of_a_step_make_one_update(rows, make_rows):
 
 def test_a_later_process_of_the_worker_replaces_it(rows, make_rows):
     step(rows, [1])
-    again = make_rows(Worker(id="b"))
+    again = make_rows()
     again.create("words", NUM_ROWS, DIM, "float32", UNIFORM, 3)
     again.connect(SGD_GROUP, [Anchor("words")])
     step(again, [1])
@@ -362,7 +355,7 @@ def test_a_restarted_server_tells_how_much_is_lost(rows, servers, caplog):
 
 
 def test_a_program_that_lost_a_server_runs_again(rows, servers, monkeypatch, caplog):
-    monkeypatch.setattr(row_links, "_RETRY_SECONDS", 0.3)
+    monkeypatch.setattr(rows_module, "_RETRY_SECONDS", 0.3)
     expected = everything(rows)[1:3]
     runs, timers = [], []
 
@@ -392,8 +385,8 @@ def test_a_program_that_lost_a_server_runs_again(rows, servers, monkeypatch, cap
 
 
 def test_a_server_that_stays_away_is_named(servers, make_rows, monkeypatch):
-    monkeypatch.setattr(row_links, "_RETRY_SECONDS", 0.3)
-    rows = make_rows(Worker(timeouts=Timeouts(server=1.0)))
+    monkeypatch.setattr(rows_module, "_RETRY_SECONDS", 0.3)
+    rows = make_rows(timeouts=Timeouts(server=1.0))
     rows.create("words", NUM_ROWS, DIM, "float32", UNIFORM, 3)
     servers.lose(1)
 

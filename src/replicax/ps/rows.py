@@ -5,6 +5,7 @@ not wait for JAX. When the program is over the strategy has the gradients pushed
 """
 
 import dataclasses
+import functools
 import logging
 import threading
 import time
@@ -18,11 +19,10 @@ import keras
 import ml_dtypes
 import numpy as np
 
-from replicax._util.types import JSONObject
-from replicax.ps.connection import ConnectionLost
-from replicax.ps.credentials import Credentials
+from replicax._util.types import JSON, JSONObject
+from replicax.errors import ClusterError
+from replicax.ps.connection import Connection, ConnectionLost, ServerRefused
 from replicax.ps.remote import WorkerShare
-from replicax.ps.row_links import RowLinks
 from replicax.ps.row_values import sum_duplicates
 from replicax.ps.session import Session
 from replicax.ps.variable_slices import VariableGroup
@@ -34,6 +34,10 @@ RowPush = Future[tuple[JSONObject, dict[str, np.ndarray]]]
 _logger = logging.getLogger("replicax")
 _Result = TypeVar("_Result")
 
+# An attempt that begins when this time is nearly over takes the time for connecting and
+# for the answer besides, and XLA ends the process after 40 s; see `session`.
+_RETRY_SECONDS = 18.0
+
 
 class RemoteTables:
     """The tables on the servers, as this worker uses them.
@@ -43,21 +47,17 @@ class RemoteTables:
 
     Args:
         session: This worker's session.
-        servers: Addresses of the parameter servers.
-        credentials: The cluster's token and TLS files.
         compression: Dtype in which gradients travel, such as `"bfloat16"`.
     """
 
     def __init__(
         self,
         session: Session,
-        servers: Sequence[str],
-        credentials: Credentials,
         *,
         compression: str | None = None,
     ) -> None:
         self._session = session
-        self._links = RowLinks(servers, credentials, session.timeouts, session.name)
+        self._servers = range(len(session.connections))
         self._compression = compression
         self._lock = threading.Lock()
         self._dims: dict[str, int] = {}
@@ -94,14 +94,12 @@ class RemoteTables:
             "initializer": initializer_config,
             "seed": seed,
         }
-        for server in range(self._links.num_servers):
-            header = {"op": "create_table", "spec": spec}
+        for server in self._servers:
             # It makes all of its rows before it answers.
-            answer, _ = self._links.slowly(
+            answer, _ = self._exchange(
                 server,
-                lambda link, seconds, header=header: link.exchange(
-                    header, reply_timeout_seconds=seconds
-                ),
+                {"op": "create_table", "spec": spec},
+                reply_timeout_seconds=self._session.timeouts.step,
             ).result()
             # The first server says whose seed stands, where workers have different
             # ones, so that all have the same.
@@ -129,9 +127,8 @@ class RemoteTables:
                 memo[key] = fetched
         if known is not None:
             return known.result()
-        ask = self._links.patiently if memo is None else self._links.soon
         try:
-            fetched.set_result(self._fetch(name, ids, ask))
+            fetched.set_result(self._fetch(name, ids, in_program=memo is not None))
         except Exception as error:  # noqa: BLE001 - raised to all who wait for it
             fetched.set_exception(error)
         return fetched.result()
@@ -171,7 +168,7 @@ class RemoteTables:
             for name in self.tables_of([variable]):
                 if (name, group.name) not in self._said:
                     rule = _rule_of_rows(group, i)
-                    self._links.call_all(
+                    self._call_all(
                         "tables.set_rule", table=name, rule=rule, group=group.name
                     )
                     self._said.add((name, group.name))
@@ -179,9 +176,7 @@ class RemoteTables:
     def assign_rate(self, variables: Sequence[keras.Variable], rate: float) -> None:
         """Give the tables of these variables another learning rate."""
         for name in self.tables_of(variables):
-            self._links.call_all(
-                "tables.set_learning_rate", table=name, learning_rate=rate
-            )
+            self._call_all("tables.set_learning_rate", table=name, learning_rate=rate)
 
     def complete(self, run: Callable[[], _Result]) -> _Result:
         """Run a program that looks up rows, and wait until it is over.
@@ -216,7 +211,7 @@ class RemoteTables:
                 raise error
             self._session.require_going()
             _logger.warning("%s; the step is computed again when it is back", error)
-            self._links.call_all("hello")
+            self._call_all("hello")
 
     def push(
         self,
@@ -249,18 +244,11 @@ class RemoteTables:
                 "sequence": self._sequences[name],
                 "part": None if part is None else dataclasses.asdict(part),
             }
-            for server in range(self._links.num_servers):
-                here = ids % self._links.num_servers == server
-                vectors = {
-                    "ids": ids[here],
-                    "gradients": gradients[here].reshape(-1),
-                }
+            for server in self._servers:
+                here = ids % len(self._servers) == server
+                vectors = {"ids": ids[here], "gradients": gradients[here].reshape(-1)}
                 own = header | {"num_rows": len(vectors["ids"])}
-                push = self._links.patiently(
-                    server,
-                    lambda link, own=own, vectors=vectors: link.exchange(own, vectors),
-                )
-                pushes.append(push)
+                pushes.append(self._exchange(server, own, vectors))
         return pushes
 
     def finish(self, pushes: Sequence[RowPush]) -> None:
@@ -272,36 +260,61 @@ class RemoteTables:
         for push in pushes:
             push.result()
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes sent and received so far."""
-        return self._links.num_bytes
-
-    def close(self) -> None:
-        """End the connections. May be called again."""
-        self._links.close()
-
-    def _fetch(
-        self, name: str, ids: np.ndarray, ask: Callable[..., RowPush]
-    ) -> np.ndarray:
+    def _fetch(self, name: str, ids: np.ndarray, *, in_program: bool) -> np.ndarray:
         rows = np.empty((len(ids), self._dims[name]), np.float32)
-        server_of = ids % self._links.num_servers
+        server_of = ids % len(self._servers)
         pulls = []
-        for server in range(self._links.num_servers):
+        for server in self._servers:
             here = np.flatnonzero(server_of == server)
             if len(here):
                 header = {"op": "rows", "table": name}
-                pull = ask(
-                    server,
-                    lambda link, header=header, vectors={"ids": ids[here]}: (
-                        link.exchange(header, vectors)
-                    ),
-                )
+                vectors = {"ids": ids[here]}
+                pull = self._exchange(server, header, vectors, in_program=in_program)
                 pulls.append((here, pull))
         for here, pull in pulls:
             _, vectors = pull.result()
             rows[here] = vectors["rows"].reshape(len(here), -1)
         return rows
+
+    def _exchange(
+        self,
+        server: int,
+        header: JSONObject,
+        vectors: dict[str, np.ndarray] | None = None,
+        *,
+        in_program: bool = False,
+        reply_timeout_seconds: float | None = None,
+    ) -> RowPush:
+        """Exchange a message; within a program, before XLA gives up on it."""
+        return self._submit(
+            server,
+            lambda connection: connection.exchange(
+                header, vectors, reply_timeout_seconds=reply_timeout_seconds
+            ),
+            _RETRY_SECONDS if in_program else self._session.timeouts.server,
+        )
+
+    def _call_all(self, method: str, **arguments: JSON) -> None:
+        """Call an action of all servers."""
+        calls = [
+            self._submit(
+                server,
+                lambda connection: connection.call(method, **arguments),
+                self._session.timeouts.server,
+            )
+            for server in self._servers
+        ]
+        for call in calls:
+            call.result()
+
+    def _submit(
+        self, server: int, exchange: Callable[[Connection], _Result], seconds: float
+    ) -> Future[_Result]:
+        """Use a server's stream of rows, which has that long to come back."""
+        end = time.monotonic() + seconds
+        return self._session.submit_rows(
+            server, functools.partial(_in_time, exchange, end)
+        )
 
     def _summed(
         self, name: str, collected: list[tuple[np.ndarray, np.ndarray]]
@@ -318,6 +331,30 @@ class RemoteTables:
         if self._compression == "bfloat16":
             gradients = gradients.astype(ml_dtypes.bfloat16)
         return ids, gradients
+
+
+def _in_time(
+    exchange: Callable[[Connection], _Result], end: float, connection: Connection
+) -> _Result:
+    left = end - time.monotonic()
+    if left <= 0:  # Those before this one have waited for the server long enough.
+        raise ConnectionLost(
+            f"Parameter server {connection.task} at {connection.address} did not "
+            "answer in time for rows. See its log, and whether it still runs.",
+            culprit=connection.task,
+        )
+    connection.retry_timeout_seconds = left
+    try:
+        return exchange(connection)
+    except ServerRefused as refused:
+        if refused.kind in ("UnknownTable", "Superseded"):
+            raise ClusterError(
+                f"{connection.task} refuses to go on: {refused}",
+                culprit=connection.task,
+            ) from refused
+        if refused.kind in ("TableError", "WireError"):
+            raise ValueError(str(refused)) from refused
+        raise
 
 
 def _rule_of_rows(group: VariableGroup, anchor: int) -> JSONObject:

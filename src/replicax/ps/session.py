@@ -31,6 +31,10 @@ FAREWELL_SECONDS = 10.0
 """For a task that ends to tell the others, or to hear that they have been told."""
 
 _PAUSES = (0.001, 0.1)
+# Other replicas may wait in a collective for one whose callback waits for rows, and XLA
+# ends the process after 40 s of that; see `rows`.
+_ROW_CONNECT_SECONDS = 7.0
+_ROW_REPLY_SECONDS = 8.0
 _LOOK_SECONDS = 0.5
 _logger = logging.getLogger("replicax")
 _Result = TypeVar("_Result")
@@ -70,24 +74,18 @@ class Session:
         self.staleness: Counter[int] = Counter()
         self.exchange_s = [0.0] * len(servers)
         self.incarnations = [""] * len(servers)
-        self.connections = [
-            Connection(
-                address,
-                credentials,
-                task=f"ps:{i}",
-                caller=self.name,
-                reply_timeout_seconds=timeouts.step,
-                # For the start; `join` makes it that of a server's restart.
-                retry_timeout_seconds=timeouts.startup,
-                on_connect=functools.partial(self._meet, i),
-            )
-            for i, address in enumerate(servers)
-        ]
-        # One thread a server: its stream carries one exchange at a time.
-        self._pools = [
-            ThreadPoolExecutor(1, thread_name_prefix=f"replicax-ps:{i}")
-            for i in range(len(servers))
-        ]
+        self._servers = tuple(servers)
+        self._credentials = credentials
+        self.connections, self._threads = self._open(
+            "ps",
+            self.incarnations.__setitem__,
+            reply_timeout_seconds=timeouts.step,
+            # For the start; `join` makes it that of a server's restart.
+            retry_timeout_seconds=timeouts.startup,
+        )
+        self._row_connections: list[Connection] = []
+        self._row_threads: list[ThreadPoolExecutor] = []
+        self._opening = threading.Lock()
         self._calls = itertools.count(1)
         self._board_lock = threading.Lock()
         self._replay_log = ReplayLog()
@@ -145,6 +143,30 @@ class Session:
 
     # Tensors.
 
+    def _open(
+        self,
+        stream: str,
+        on_connect: Callable[[int, str], None] = lambda server, incarnation: None,
+        **timeouts: float,
+    ) -> tuple[list[Connection], list[ThreadPoolExecutor]]:
+        """A stream to each server, and the one thread that exchanges messages on it."""
+        connections = [
+            Connection(
+                address,
+                self._credentials,
+                task=f"ps:{i}",
+                caller=self.name,
+                on_connect=functools.partial(on_connect, i),
+                **timeouts,
+            )
+            for i, address in enumerate(self._servers)
+        ]
+        threads = [
+            ThreadPoolExecutor(1, thread_name_prefix=f"replicax-{stream}:{i}")
+            for i in range(len(connections))
+        ]
+        return connections, threads
+
     def submit(
         self, server: int, exchange: Callable[[Connection], _Result]
     ) -> "Future[_Result]":
@@ -153,7 +175,24 @@ class Session:
         Returns:
             A future of what `exchange` returns.
         """
-        return self._pools[server].submit(exchange, self.connections[server])
+        return self._threads[server].submit(exchange, self.connections[server])
+
+    def submit_rows(
+        self, server: int, exchange: Callable[[Connection], _Result]
+    ) -> "Future[_Result]":
+        """Likewise with the server's stream of rows, which is made when first used.
+
+        Callbacks inside a running program fetch rows. Behind a push of dense gradients,
+        which may be waiting for this very step, they would wait for ever.
+        """
+        with self._opening:
+            if not self._row_connections:
+                self._row_connections, self._row_threads = self._open(
+                    "rows",
+                    connect_timeout_seconds=_ROW_CONNECT_SECONDS,
+                    reply_timeout_seconds=_ROW_REPLY_SECONDS,
+                )
+        return self._row_threads[server].submit(exchange, self._row_connections[server])
 
     def result(self, future: "Future[_Result]") -> _Result:
         """Wait for what `submit` gave.
@@ -169,8 +208,11 @@ class Session:
                     return future.result()
                 self.require_going()
 
-    def _meet(self, server: int, incarnation: str) -> None:
-        self.incarnations[server] = incarnation
+    @property
+    def num_bytes(self) -> int:
+        """Bytes sent and received so far."""
+        used = (*self.connections, *self._row_connections)
+        return sum(x.bytes_sent + x.bytes_received for x in used)
 
     # The board.
 
@@ -321,16 +363,20 @@ class Session:
         except (ClusterError, ServerRefused) as lost:
             if self._told_to == self.incarnations[0]:  # Else it is another job's board.
                 _logger.warning("%s could not say that it ends: %s", self.name, lost)
-        for pool in self._pools:
-            pool.shutdown(wait=False, cancel_futures=True)
-        for connection in self.connections:
+        self.close()
+
+    def close(self) -> None:
+        """End all streams. May be called again."""
+        for thread in (*self._threads, *self._row_threads):
+            thread.shutdown(wait=False, cancel_futures=True)
+        for connection in (*self.connections, *self._row_connections):
             connection.close()
 
     def _info(self) -> JSONObject:
         return {
             "steps": self.steps,
             "staleness": {str(k): n for k, n in sorted(self.staleness.items())},
-            "bytes": sum(c.bytes_sent + c.bytes_received for c in self.connections),
+            "bytes": self.num_bytes,
             "pid": os.getpid(),
         }
 

@@ -145,12 +145,7 @@ class ParameterServerStrategy(Strategy):
         self.session = Session(
             workers, index, servers, Credentials.from_environment(), timeouts
         )
-        self._rows = RemoteTables(
-            self.session,
-            servers,
-            Credentials.from_environment(),
-            compression=compression,
-        )
+        self._rows = RemoteTables(self.session, compression=compression)
         self._remote = RemoteVariables(
             self.session,
             self._mirrored_sharding,
