@@ -276,7 +276,7 @@ def test_tables_that_do_not_fit_are_errors(rows, make_rows):
 
 def test_assigned_learning_rates_reach_the_rows(rows):
     before = everything(rows)
-    rows.assign_rate([Anchor("words")], 0.25)
+    rows.assign_rate(SGD_GROUP, [Anchor("words")], 0.25)
     step(rows, [1, 2])
     np.testing.assert_allclose(before[1:3] - everything(rows)[1:3], 0.25, atol=1e-7)
 

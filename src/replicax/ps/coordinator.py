@@ -91,7 +91,7 @@ class ClusterCoordinator:
         self._sources = PerWorkerSources()
         self._metric_deltas = MetricDeltas(strategy.labels)
         self._requests = GroupRequests(session, strategy.labels)
-        strategy.remote.wanted = self._requests
+        strategy.remote.requests = self._requests
         self._script_sync = ScriptSync(session)
         self._owner = ClosureOwner(session)
         self._worker = ClosureWorker(
@@ -139,7 +139,6 @@ class ClusterCoordinator:
         if not self._session.is_chief:
             return RemoteValue(self, ClosureOutcome(None))
         self.strategy.publish()
-        self._requests.send_rates()
         call, needs = self._owner.pack(args or (), kwargs or {})
         outcome = self._owner.new_outcome()
         payload = {"call": call, "meetings": self._script_sync.passed}
@@ -381,7 +380,6 @@ class ClusterCoordinator:
         """Variables get the newest values."""
         self._requests.adopt(self.strategy.remote)
         self.strategy.refresh()
-        self._requests.write_iterations()
 
 
 def _checked(strategy: object) -> Session:

@@ -256,12 +256,11 @@ class WorkQueueFit:
     def _say(self) -> None:
         """The chief, when its callbacks have been told that the epoch begins."""
         self._strategy.publish()
-        self._strategy.publish_rate(self._model.optimizer)
+        groups = self._strategy.remote.groups
         message = {
             "random": json_codec.encode(random_state.capture(), "the random state"),
             "iteration": self._iteration,
-            "num_updates": self._strategy.num_updates,
-            "num_assigned": self._strategy.remote.num_assigned,
+            "versions": {x.name: [x.version, x.num_assigned] for x in groups},
             "model": _described(self._model),
         }
         key = f"{self._name}/begin/{self._epoch}"
@@ -295,7 +294,7 @@ class WorkQueueFit:
         random_state.restore(json_codec.decode(message["random"]))
         if not self._session.is_chief:
             self._strategy.refresh_values()  # It may have assigned some.
-        self._strategy.begin_epoch(message["num_updates"], message["num_assigned"])
+        self._strategy.remote.begin_epoch(message["versions"])
         self._data.adapter.on_epoch_begin()
         self._applied = self._strategy.steps_applied
         data = self._data

@@ -1,24 +1,27 @@
 """A worker's client of one group: pulls values from servers, pushes gradients."""
 
 import dataclasses
-import functools
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import keras
 import numpy as np
 from jax.sharding import NamedSharding
 
+from replicax._private import keras as internals
 from replicax._util.types import JSONObject, PyTree
+from replicax.engine import device_put
 from replicax.errors import ClusterError, ClusterMismatchError
 from replicax.ps.connection import Connection, ServerRefused
 from replicax.ps.session import Session
 from replicax.ps.variable_slices import VariableGroup
 
-__all__ = ["PushResult", "RemoteGroup", "ServerPushes", "WorkerShare"]
+__all__ = ["PushResult", "RemoteGroup", "ServerPushes", "WorkerShare", "key_of"]
 
 _SLACK_SECONDS = 10.0
 """For the server to say first that other workers' shares did not come in time."""
@@ -45,8 +48,7 @@ class WorkerShare:
     weight: float | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PushResult:
+class PushResult(NamedTuple):
     """What became of a push.
 
     Attributes:
@@ -59,18 +61,31 @@ class PushResult:
     staleness: int
 
 
+class ServerPushes(NamedTuple):
+    """The pushes of one step to all servers."""
+
+    futures: list[Future[_Answer]]
+    part: WorkerShare | None
+
+
 class RemoteGroup:
-    """A group on the servers, with the newest values that this worker has seen.
+    """Variables that servers update together, as this worker has seen them last.
+
+    A value that was handed out, and is no longer in its variable, was assigned by the
+    user.
 
     Args:
         session: This worker's session.
         group: What lies where.
         sharding: Of the values on this worker's devices.
         compression: Dtype in which float32 gradients travel, such as `"bfloat16"`.
+        variables: The variables, in the group's order.
 
     Attributes:
         values: The newest values known here, in the order of the group's variables.
         versions: Of `values`, by server.
+        num_assigned: Versions that were assigned, as the chief counts.
+        count: The optimizer's number of steps; None: no optimizer's group.
     """
 
     def __init__(
@@ -79,11 +94,17 @@ class RemoteGroup:
         group: VariableGroup,
         sharding: NamedSharding,
         compression: str | None = None,
+        variables: Sequence[keras.Variable] = (),
     ) -> None:
         self.group = group
+        self.variables = list(variables)
         self.values: list[jax.Array] = []
         self.versions: dict[int, int] = {}
-        self.num_assigned = 0  # Versions that were assigned, as the chief counts.
+        self.num_assigned = 0
+        self.count: keras.Variable | None = None
+        self._rate: keras.Variable | None = None
+        self._known_rate: tuple[jax.Array | None, float | None] = None, None
+        self._handed: list[jax.Array] = []
         self._session = session
         self._sharding = sharding
         self._compression = compression
@@ -93,22 +114,27 @@ class RemoteGroup:
         self._was_restarted = False
         self._held: dict[int, _Vectors] = {}
         self._sequence = 0
-        self._pack = jax.jit(self._packed)
+        self._pack = jax.jit(self._packed, static_argnames="compress")
         self._unpack = jax.jit(self._unpacked, out_shardings=sharding)
+
+    @property
+    def name(self) -> str:
+        """The group's name, which is unique in a job."""
+        return self.group.name
+
+    @property
+    def version(self) -> int:
+        """The newest of `versions`: how many updates and assignments there were."""
+        return max(self.versions.values())
 
     # The beginning.
 
     def create(self, values: Sequence[jax.Array]) -> None:
         """Bring the initial values to the servers; they keep those that they have."""
-        for server, vectors in zip(
-            self._servers, self._pack_values(values), strict=True
-        ):
-            self._on(server, {"op": "create", "group": self.group.to_json()}, vectors)
-        self._session.board("put", key=self._key, value={"digest": self.group.digest})
-
-    def is_created(self) -> bool:
-        """Whether the chief has created the group."""
-        return self._session.board("get", key=self._key) is not None
+        self._ask_all("create", self._pack_values(values), group=self.group.to_json())
+        self._session.board(
+            "put", key=key_of(self.name), value={"digest": self.group.digest}
+        )
 
     def require_created(self) -> None:
         """Wait for the chief to create the group, and compare it with this one.
@@ -116,23 +142,85 @@ class RemoteGroup:
         Raises:
             ClusterMismatchError: If the chief's is another one.
         """
-        created = self._session.get(self._key, f"{self.group.name!r}: initial values")
+        created = self._session.get(key_of(self.name), f"{self.name!r}: initial values")
         if created["digest"] != self.group.digest:
             raise ClusterMismatchError(
-                f"{self._session.name}: {self.group.name!r} differs from the chief's: "
+                f"{self._session.name}: {self.name!r} differs from the chief's: "
                 f"here it is of {len(self.group.parts)} parts, first "
                 f"{self.group.parts[0]}. All tasks must run the same script with the "
                 "same arguments and versions."
             )
 
+    # Variables.
+
+    def hand_out(self, stored: dict[int, jax.Array]) -> None:
+        """Put the values in `stored`, by the ids of their variables."""
+        stored |= zip(map(id, self.variables), self.values, strict=True)
+        self._handed = self.values
+
+    def write(self) -> None:
+        """Put the values in the variables."""
+        internals.write_values(self.variables, self.values)
+        self._handed = self.values
+
+    def is_handed(self, given: Sequence[jax.Array]) -> bool:
+        """Whether these are the very values that were handed out."""
+        return all(map(_is_same, given, self._handed))
+
+    def is_assigned(self, given: Sequence[jax.Array]) -> bool:
+        """Whether the user has changed some of these since they were handed out."""
+        return not self.is_handed(given) and not _are_equal(given, self._handed)
+
+    def follow(self, given: Sequence[jax.Array]) -> None:
+        """Values that the user has assigned go to the servers, from the chief."""
+        if not self.is_assigned(given):
+            return
+        if self._session.is_chief:
+            self.assign(given)
+        elif not _are_equal(given, self.values):  # Else the chief has as well.
+            _logger.warning(
+                "%s: values were assigned to variables of %s; those of the servers "
+                "are used instead. Assign on the chief.",
+                self._session.name,
+                self.name,
+            )
+
+    def train(self, count: keras.Variable | None, rate: keras.Variable | None) -> None:
+        """Follow an optimizer: its number of steps, and its rate where a variable."""
+        if self.count is None:
+            self.count, self._rate = count, rate
+            self.assigned_rate()
+
+    def assigned_rate(
+        self, stored: Mapping[int, jax.Array] | None = None
+    ) -> float | None:
+        """The learning rate, if it is another one than when this was asked last.
+
+        Args:
+            stored: Values by id that are not in their variables now.
+        """
+        if self._rate is None:
+            return None
+        (array,) = internals.read_values([self._rate])
+        array = (stored or {}).get(id(self._rate), array)
+        known, before = self._known_rate
+        if array is None or array is known:
+            return None
+        rate = float(_host(array))
+        self._known_rate = array, rate
+        return None if before in (None, rate) else rate
+
+    def num_steps(self) -> jax.Array:
+        """What `count` is by now."""
+        assert self.count is not None
+        made = self.version - self.num_assigned + self.group.rule["iterations"]
+        return device_put.laid_out(np.asarray(made, self.count.dtype), self._sharding)
+
     # Values.
 
     def pull(self) -> bool:
         """Get what has changed since this worker looked last; whether anything has."""
-        pulls = [
-            self._session.submit(server, functools.partial(self._pull_from, server))
-            for server in self._servers
-        ]
+        pulls = [self._submit(self._pull_from, server) for server in self._servers]
         return self._take([self._session.result(pull) for pull in pulls])
 
     def has_begun(self, step: int) -> bool:
@@ -155,47 +243,27 @@ class RemoteGroup:
 
     def assign_rate(self, rate: float) -> None:
         """Give the servers' optimizers another learning rate."""
-        for server in self._servers:
-            self._on(
-                server,
-                {
-                    "op": "assign",
-                    "group": self.group.name,
-                    "name": "learning_rate",
-                    "value": rate,
-                },
-            )
+        self._ask_all("assign", name="learning_rate", value=rate)
 
     def assign(self, values: Sequence[jax.Array]) -> None:
         """Replace the servers' values."""
-        for server, vectors in zip(
-            self._servers, self._pack_values(values), strict=True
-        ):
-            self._on(server, {"op": "replace", "group": self.group.name}, vectors)
+        self._ask_all("replace", self._pack_values(values))
         self.num_assigned += 1
         self.pull()
 
     def averages(self) -> list[jax.Array] | None:
         """The servers' moving averages of the values; None: the optimizer has none."""
-        answers = [
-            self._on(server, {"op": "averages", "group": self.group.name})
-            for server in self._servers
-        ]
-        if not all(header["found"] for header, _ in answers):
+        answers = self._ask_all("averages")
+        if not all(header["found"] for _, header, _ in answers):
             return None
-        return self._unpack(
-            [
-                {d: jax.device_put(v, self._sharding) for d, v in vectors.items()}
-                for _, vectors in answers
-            ]
-        )
+        return self._on_devices([vectors for _, _, vectors in answers])
 
     def push(
         self,
         gradients: Sequence[jax.Array],
         based_on: Mapping[int, int],
         part: WorkerShare | None = None,
-    ) -> "ServerPushes":
+    ) -> ServerPushes:
         """Send gradients, and bring the newest values; `finish` waits for it.
 
         Args:
@@ -203,11 +271,11 @@ class RemoteGroup:
             based_on: `versions` when the values that they are of were the newest.
             part: Of a synchronous step; None: to be applied at once.
         """
-        packed = self._pack([x.addressable_data(0) for x in gradients])
+        packed = self._pack([x.addressable_data(0) for x in gradients], compress=True)
         self._sequence += 1
         header = {
             "op": "push",
-            "group": self.group.name,
+            "group": self.name,
             "worker": self._session.name,
             "session": self._session.id,
             "sequence": self._sequence,
@@ -215,27 +283,20 @@ class RemoteGroup:
             "part": None if part is None else dataclasses.asdict(part),
         }
         futures = [
-            self._session.submit(
-                server,
-                functools.partial(
-                    self._push_to,
-                    server,
-                    header | {"based_on": based_on[server]},
-                    vectors,
-                ),
+            self._submit(
+                self._push_to, server, header | {"based_on": based_on[server]}, vectors
             )
             for server, vectors in zip(self._servers, packed, strict=True)
         ]
         return ServerPushes(futures, part)
 
-    def finish(self, push: "ServerPushes") -> PushResult:
+    def finish(self, push: ServerPushes) -> PushResult:
         """Wait for a push, and take over the values it brought."""
         answers = [self._session.result(future) for future in push.futures]
         norms = [header["squared_norms"] for _, header, _ in answers]
         if all(n is not None for n in norms):
             # Servers ask for norms in a synchronous step only.
             assert push.part is not None
-            assert push.part.step is not None
             answers = self._commit(push.part.step, norms, answers)
         elif any(n is not None for n in norms):
             # Another worker has all the norms and is finishing the step.
@@ -252,37 +313,32 @@ class RemoteGroup:
 
     def _newer(self, server: int, header: JSONObject, _: _Vectors) -> _Answer:
         """A server's values after the version in `header`, once it has them."""
-        pull = {"op": "pull", "group": self.group.name, "have": header["version"]}
+        pull = {"op": "pull", "group": self.name, "have": header["version"]}
 
         def poll() -> _Answer | None:
-            answer, vectors = self._on(server, pull)
-            return (server, header | answer, vectors) if vectors else None
+            answer = self._submit(_exchange, server, pull)
+            _, newer, vectors = self._session.result(answer)
+            return (server, header | newer, vectors) if vectors else None
 
         return self._session.wait(
-            poll, f"the end of a step of {self.group.name!r}", lambda: "another worker"
+            poll, f"the end of a step of {self.name!r}", lambda: "another worker"
         )
 
     def _commit(
-        self, step: int, norms: list[dict[str, float]], answers: list[_Answer]
+        self, step: int | None, norms: list[dict[str, float]], answers: list[_Answer]
     ) -> list[_Answer]:
         """The second round of a synchronous step that is clipped by its norm."""
         total: dict[str, float] = {}
         for each in norms:
-            for key, value in (each or {}).items():
+            for key, value in each.items():
                 total[key] = total.get(key, 0.0) + value
-        results = []
-        for server, header, _ in answers:
-            answer, vectors = self._on(
-                server,
-                {
-                    "op": "commit",
-                    "group": self.group.name,
-                    "step": step,
-                    "squared_norms": total,
-                },
+        committed = self._ask_all("commit", step=step, squared_norms=total)
+        return [
+            (server, pushed | header, vectors)
+            for (_, pushed, _), (server, header, vectors) in zip(
+                answers, committed, strict=True
             )
-            results.append((server, header | answer, vectors))
-        return results
+        ]
 
     def _take(self, answers: Sequence[_Answer]) -> bool:
         """Take over the values that servers sent; whether there were any."""
@@ -291,7 +347,7 @@ class RemoteGroup:
             before = self.versions.get(server, 0)
             if header["version"] < before:
                 self._behind[server] = before
-            self._meet(server)
+            self._note_restart(server)
             self.versions[server] = header["version"]
             if header["version"] >= self._behind.get(server, 0):
                 self._behind.pop(server, None)
@@ -299,45 +355,10 @@ class RemoteGroup:
                 self._held[server] = vectors
                 changed = True
         if changed or not self.values:
-            held = [
-                {d: jax.device_put(v, self._sharding) for d, v in vectors.items()}
-                for vectors in (self._held[server] for server in self._servers)
-            ]
-            self.values = self._unpack(held)
+            self.values = self._on_devices([self._held[i] for i in self._servers])
         return changed
 
-    # Messages.
-
-    @property
-    def _key(self) -> str:
-        return f"group {self.group.name}"
-
-    def _on(
-        self, server: int, header: JSONObject, vectors: _Vectors | None = None
-    ) -> tuple[JSONObject, _Vectors]:
-        """Exchange a message with a server, in its turn, and wait."""
-        return self._session.result(
-            self._session.submit(
-                server, lambda connection: _exchange(connection, header, vectors)
-            )
-        )
-
-    def _pull_from(self, server: int, connection: Connection) -> _Answer:
-        header = {
-            "op": "pull",
-            "group": self.group.name,
-            "have": self.versions.get(server),
-        }
-        began = time.perf_counter()
-        answer, vectors = _exchange(connection, header)
-        self._session.exchange_s[server] += time.perf_counter() - began
-        known = self._incarnations.get(server)
-        if not vectors and known not in (None, self._session.incarnations[server]):
-            # Restored: what this worker has is of no version there.
-            answer, vectors = _exchange(connection, header | {"have": None})
-        return server, answer, vectors
-
-    def _meet(self, server: int) -> None:
+    def _note_restart(self, server: int) -> None:
         now = self._session.incarnations[server]
         if self._incarnations.setdefault(server, now) != now:
             self._incarnations[server] = now
@@ -346,15 +367,47 @@ class RemoteGroup:
                 "ps:%d was restarted from a snapshot; its log says how many updates "
                 "of %s are lost.",
                 server,
-                self.group.name,
+                self.name,
             )
+
+    # Messages. Those to one server are sent one after another, by its thread.
+
+    def _submit(
+        self, exchange: Callable[..., _Answer], server: int, *arguments: PyTree
+    ) -> Future[_Answer]:
+        return self._session.submit(
+            server, lambda connection: exchange(connection, server, *arguments)
+        )
+
+    def _ask_all(
+        self, op: str, vectors: Sequence[_Vectors] | None = None, **fields: PyTree
+    ) -> list[_Answer]:
+        """Exchange a message with each server, and wait."""
+        header = {"op": op, "group": self.name, **fields}
+        each = vectors or [{}] * len(self._servers)
+        asked = [
+            self._submit(_exchange, server, header, own)
+            for server, own in zip(self._servers, each, strict=True)
+        ]
+        return [self._session.result(future) for future in asked]
+
+    def _pull_from(self, connection: Connection, server: int) -> _Answer:
+        header = {"op": "pull", "group": self.name, "have": self.versions.get(server)}
+        began = time.perf_counter()
+        answer = _exchange(connection, server, header)
+        self._session.exchange_s[server] += time.perf_counter() - began
+        known = self._incarnations.get(server)
+        if not answer[2] and known not in (None, self._session.incarnations[server]):
+            # Restored: what this worker has is of no version there.
+            answer = _exchange(connection, server, header | {"have": None})
+        return answer
 
     def _push_to(
         self,
+        connection: Connection,
         server: int,
         header: JSONObject,
         vectors: _Vectors,
-        connection: Connection,
     ) -> _Answer:
         # Here the thread waits for the step to be computed.
         host = {dtype: np.asarray(v) for dtype, v in vectors.items()}
@@ -362,7 +415,7 @@ class RemoteGroup:
         began = time.perf_counter()
         try:
             # The server says first when other workers' parts do not come in time.
-            answer = _exchange(connection, header, host, step + _SLACK_SECONDS)
+            answer = _exchange(connection, server, header, host, step + _SLACK_SECONDS)
         except ServerRefused as refused:
             if refused.kind != "SyncTimeout":
                 raise
@@ -372,17 +425,15 @@ class RemoteGroup:
                 "prints, or give it more time (rx.Timeouts(step=...))."
             ) from refused
         self._session.exchange_s[server] += time.perf_counter() - began
-        return server, *answer
+        return answer
 
     # Between variables and flat vectors.
 
     def _pack_values(self, values: Sequence[jax.Array]) -> list[_Vectors]:
-        packed = jax.jit(functools.partial(self._packed, compress=False))(
-            [x.addressable_data(0) for x in values]
-        )
+        packed = self._pack([x.addressable_data(0) for x in values], compress=False)
         return [{d: np.asarray(v) for d, v in vectors.items()} for vectors in packed]
 
-    def _packed(self, values: list[jax.Array], compress: bool = True) -> list[_Vectors]:
+    def _packed(self, values: list[jax.Array], *, compress: bool) -> list[_Vectors]:
         return [self._vectors(values, server, compress) for server in self._servers]
 
     def _vectors(
@@ -398,6 +449,9 @@ class RemoteGroup:
             vectors["float32"] = vectors["float32"].astype(self._compression)
         return vectors
 
+    def _on_devices(self, held: list[_Vectors]) -> list[jax.Array]:
+        return self._unpack(jax.device_put(held, self._sharding))
+
     def _unpacked(self, held: list[_Vectors]) -> list[jax.Array]:
         unpacked = {
             server: iter(self.group.layout_on(server).unpack(vectors))
@@ -412,22 +466,20 @@ class RemoteGroup:
         ]
 
 
-@dataclasses.dataclass(frozen=True)
-class ServerPushes:
-    """The pushes of one step to all servers."""
-
-    futures: list[Future[_Answer]]
-    part: WorkerShare | None
+def key_of(name: str) -> str:
+    """Where the board has the digest of a group that the chief has created."""
+    return f"group {name}"
 
 
 def _exchange(
     connection: Connection,
+    server: int,
     header: JSONObject,
-    vectors: Mapping[str, np.ndarray] | None = None,
+    vectors: _Vectors | None = None,
     reply_timeout_seconds: float | None = None,
-) -> tuple[JSONObject, _Vectors]:
+) -> _Answer:
     try:
-        return connection.exchange(
+        answer = connection.exchange(
             header, vectors, reply_timeout_seconds=reply_timeout_seconds
         )
     except ServerRefused as refused:
@@ -444,3 +496,25 @@ def _exchange(
                 culprit=connection.task,
             ) from refused
         raise
+    return server, *answer
+
+
+def _are_equal(values: Sequence[jax.Array], others: Sequence[jax.Array]) -> bool:
+    return all(
+        np.array_equal(_host(a), _host(b)) for a, b in zip(values, others, strict=True)
+    )
+
+
+def _host(value: jax.Array) -> np.ndarray:
+    return np.asarray(device_put.local_value(value))
+
+
+def _is_same(a: jax.Array, b: jax.Array) -> bool:
+    if a is b:
+        return True
+    if not isinstance(a, jax.Array) or a.is_deleted() or b.is_deleted():
+        return False
+    return (
+        a.addressable_data(0).unsafe_buffer_pointer()
+        == b.addressable_data(0).unsafe_buffer_pointer()
+    )

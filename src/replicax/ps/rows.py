@@ -19,7 +19,7 @@ import keras
 import ml_dtypes
 import numpy as np
 
-from replicax._util.types import JSON, JSONObject
+from replicax._util.types import JSONObject
 from replicax.errors import ClusterError
 from replicax.ps.connection import Connection, ConnectionLost, ServerRefused
 from replicax.ps.remote import WorkerShare
@@ -168,15 +168,21 @@ class RemoteTables:
             for name in self.tables_of([variable]):
                 if (name, group.name) not in self._said:
                     rule = _rule_of_rows(group, i)
-                    self._call_all(
-                        "tables.set_rule", table=name, rule=rule, group=group.name
-                    )
+                    rule = {"table": name, "rule": rule, "group": group.name}
+                    self._call_all(lambda x, r=rule: x.call("tables.set_rule", **r))
                     self._said.add((name, group.name))
 
-    def assign_rate(self, variables: Sequence[keras.Variable], rate: float) -> None:
-        """Give the tables of these variables another learning rate."""
+    def assign_rate(
+        self, group: VariableGroup, variables: Sequence[keras.Variable], rate: float
+    ) -> None:
+        """Give the tables of a connected group's variables another learning rate."""
         for name in self.tables_of(variables):
-            self._call_all("tables.set_learning_rate", table=name, learning_rate=rate)
+            if (name, group.name) in self._said:
+                self._call_all(
+                    lambda x, name=name: x.call(
+                        "tables.set_learning_rate", table=name, learning_rate=rate
+                    )
+                )
 
     def complete(self, run: Callable[[], _Result]) -> _Result:
         """Run a program that looks up rows, and wait until it is over.
@@ -211,7 +217,7 @@ class RemoteTables:
                 raise error
             self._session.require_going()
             _logger.warning("%s; the step is computed again when it is back", error)
-            self._call_all("hello")
+            self._call_all(lambda x: x.call("hello"))
 
     def push(
         self,
@@ -294,18 +300,11 @@ class RemoteTables:
             _RETRY_SECONDS if in_program else self._session.timeouts.server,
         )
 
-    def _call_all(self, method: str, **arguments: JSON) -> None:
-        """Call an action of all servers."""
-        calls = [
-            self._submit(
-                server,
-                lambda connection: connection.call(method, **arguments),
-                self._session.timeouts.server,
-            )
-            for server in self._servers
-        ]
-        for call in calls:
-            call.result()
+    def _call_all(self, call: Callable[[Connection], object]) -> None:
+        """Have all servers called, outside of programs."""
+        seconds = self._session.timeouts.server
+        for called in [self._submit(i, call, seconds) for i in self._servers]:
+            called.result()
 
     def _submit(
         self, server: int, exchange: Callable[[Connection], _Result], seconds: float

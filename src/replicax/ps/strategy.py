@@ -2,7 +2,7 @@
 
 import sys
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,18 +18,18 @@ from replicax.cluster.resolvers import ClusterResolver, default_resolver
 from replicax.cluster.timeouts import Timeouts, checked_timeouts, takes_timeouts
 from replicax.engine.collectives import CrossDeviceOps
 from replicax.engine.devices import default_devices
-from replicax.engine.program import Kept, Program
-from replicax.engine.variables import is_seed_state
+from replicax.engine.program import Kept, Program, StepResult
+from replicax.engine.variables import Update, is_seed_state
 from replicax.errors import ClusterConfigError, ClusterError
 from replicax.keras.session import FitSession
 from replicax.ps.credentials import Credentials
 from replicax.ps.fit import WorkQueueFit
 from replicax.ps.partition import Partitioner
-from replicax.ps.remote import WorkerShare
+from replicax.ps.remote import ServerPushes, WorkerShare
 from replicax.ps.rows import RemoteTables
 from replicax.ps.serve import serve
 from replicax.ps.session import Session
-from replicax.ps.variables import RemoteVariables
+from replicax.ps.variables import RemoteStep, RemoteVariables
 from replicax.ps.worker_input import ElasticInputShard
 from replicax.strategies.strategy import Strategy
 
@@ -149,7 +149,6 @@ class ParameterServerStrategy(Strategy):
         self._remote = RemoteVariables(
             self.session,
             self._mirrored_sharding,
-            num_servers=len(servers),
             partitioner=variable_partitioner,
             compression=compression,
             sync=sync,
@@ -158,7 +157,7 @@ class ParameterServerStrategy(Strategy):
         self.input_shard = ElasticInputShard(
             index, len(workers), self._num_parts if sync else None
         )
-        self._in_flight: Any = None
+        self._in_flight: tuple[RemoteStep, list[ServerPushes]] | None = None
         self._parts: deque[WorkerShare] = deque()
         self.steps_applied = 0
         self._num_fits = 0
@@ -241,31 +240,21 @@ class ParameterServerStrategy(Strategy):
         return WorkQueueFit(self, model, fit, self._num_fits)
 
     @property
-    def num_updates(self) -> dict[str, int]:
-        """Updates of each group of variables that this worker knows of."""
-        return self._remote.num_updates
-
-    @property
     def remote(self) -> RemoteVariables:
         """This worker's variables that lie on servers."""
         return self._remote
 
     def publish(self) -> None:
-        """Send values that were assigned on the chief to the servers."""
+        """Send values and learning rates that were assigned on the chief."""
         if self.is_chief:
             self._remote.publish()
-
-    def publish_rate(self, optimizer: keras.optimizers.Optimizer) -> None:
-        """Send a learning rate that was assigned on the chief to the servers."""
-        if self.is_chief:
-            self._remote.publish_rate(optimizer)
 
     def finalize(self, optimizer: keras.optimizers.Optimizer) -> None:
         """The end of training: an optimizer's moving averages become the values."""
         # Keras does this after an error too; a server that is lost is not asked again.
         is_lost = isinstance(sys.exc_info()[1], ClusterError)
         if self.session is not None and not is_lost:
-            self._finish()
+            self.settle()
             self._remote.write_averages(optimizer)
 
     def staleness(self) -> dict[str, dict[int, int]]:
@@ -284,12 +273,6 @@ class ParameterServerStrategy(Strategy):
                 counts = {int(k): count for k, count in histogram.items()}
                 total.setdefault(worker, Counter()).update(counts)
         return {worker: dict(sorted(total[worker].items())) for worker in sorted(total)}
-
-    def begin_epoch(
-        self, num_updates: Mapping[str, int], num_assigned: Mapping[str, int]
-    ) -> None:
-        """Count synchronous steps of `fit` from these numbers of updates."""
-        self._remote.begin_epoch(num_updates, num_assigned)
 
     def expect(self, part: WorkerShare) -> None:
         """Say which part of a synchronous step the next training program computes."""
@@ -310,18 +293,13 @@ class ParameterServerStrategy(Strategy):
     def refresh(self) -> None:
         """Fetch what the servers have into the variables."""
         if self.session is not None:
-            self._finish()
+            self.settle()
             self._remote.refresh()
 
     def refresh_values(self) -> None:
         """Fetch what the servers have for the next step; variables stay as they are."""
-        self._finish()
+        self.settle()
         self._remote.pull()
-
-    def settle(self) -> None:
-        """Wait until this worker's last step is applied."""
-        if self.session is not None:
-            self._finish()
 
     def synchronize_random_state(self, call: str = "") -> None:
         """Begin of `fit`, `evaluate` and `predict`: with the newest values."""
@@ -333,80 +311,86 @@ class ParameterServerStrategy(Strategy):
             return super()._execute(program, arrays)
         values = internals.read_values(program.variables)
         stored = dict(zip(map(id, program.variables), values, strict=True))
-        state = self.adopt(program, stored)
-        part = self._next_part(program)
-        is_due = part is None or self._remote.await_step(
-            program.deferred_updates, state, part, stored
-        )
-        before = {id(v): stored[id(v)] for v in program.written}
-        based_on = self._remote.versions
-        inputs = [stored[id(v)] for v in program.inputs]
-        targets: list[keras.Variable | Kept] = [Kept() for _ in program.written]
-        tables = self._rows.tables_of(program.inputs)
-        if tables:
-
-            def run() -> Any:
-                out, gradients = program(inputs, arrays, targets)
-                return out, gradients, internals.read_values(targets)
-
-            out, gradients, _ = self._rows.complete(run)
-        else:
-            out, gradients = program(inputs, arrays, targets)
-        new = internals.read_values(targets)
-        stored |= zip(map(id, program.written), new, strict=True)
+        step = None
         if program.deferred_updates:
-            counts = False
-            if is_due:
-                deltas = [_difference(stored[id(v)], before[id(v)]) for v in state]
-                self._finish()  # The last step's, while this one is computed.
-                row_pushes = self._remote.push_rows(program.deferred_updates, part)
-                if self.sync:
-                    # When a step is over, so are its rows.
-                    self._rows.finish(row_pushes)
-                self._in_flight = self._remote.push(
-                    program.deferred_updates, gradients, state, deltas, based_on, part
-                )
-                # The next step looks up rows that this one changes.
-                counts = (self.overlaps and not tables) or self._finish()
-                if not self.sync:
-                    self._rows.finish(row_pushes)
-            else:
-                self.steps_applied += 1
-            if not counts:
-                # Others have brought this part: as if not done.
-                needed = program.written if self.sync and self.backup_workers else state
-                stored |= {id(v): before[id(v)] for v in needed}
-            self._remote.write_back(program.deferred_updates, state, stored)
+            share = self._next_part()
+            step = self._remote.begin(*_trained_by(program), stored, share)
+        before = {id(v): stored[id(v)] for v in program.written}
+        tables = self._rows.tables_of(program.inputs)
+
+        # Nothing is donated, and what the program writes is kept apart until the end:
+        # so it may run again where a server with rows is lost, a part that others have
+        # brought is as if never computed, and an error leaves all variables as they
+        # were.
+        def run() -> tuple[StepResult, list[jax.Array]]:
+            kept = [Kept() for _ in program.written]
+            inputs = [stored[id(v)] for v in program.inputs]
+            return program(inputs, arrays, kept), internals.read_values(kept)
+
+        result, written = self._rows.complete(run) if tables else run()
+        stored |= zip(map(id, program.written), written, strict=True)
+        if step is not None:
+            deltas = [_difference(stored[id(v)], before[id(v)]) for v in step.state]
+            counts = self._push(step, result.gradients, deltas, looks_up=bool(tables))
+            if self.backup_workers and not counts:
+                stored |= before
+            step.write_back(stored)
         internals.write_values(
             program.changed, [stored[id(v)] for v in program.changed]
         )
-        return out
+        return result.results
 
-    def adopt(
-        self, program: Program, stored: dict[int, jax.Array]
-    ) -> list[keras.Variable]:
-        """Put the servers' values in `stored`, which holds a program's by id.
+    def _push(
+        self,
+        step: RemoteStep,
+        gradients: Sequence[Sequence[jax.Array]],
+        deltas: Sequence[jax.Array],
+        *,
+        looks_up: bool,
+    ) -> bool:
+        """Push what a step has computed; whether it counts, as far as is known.
 
-        Returns:
-            The program's moving statistics, which servers have too.
+        At most one push is in flight: the last step's, while this one is computed.
         """
-        if not program.deferred_updates:
-            return []  # Not a training step.
-        state = [v for v in program.written if _is_shared_state(v)]
-        self._remote.connect(program.deferred_updates, state, stored)
-        return state
-
-    def _finish(self) -> bool:
-        """Wait for the step whose update is under way; whether it counts."""
-        if self._in_flight is None:
-            return True
-        in_flight, self._in_flight = self._in_flight, None
-        counts = self._remote.finish(in_flight)
-        self.steps_applied += 1
+        if not step.is_due:
+            self.steps_applied += 1
+            return False
+        self.settle()
+        rows = self._remote.push_rows(step)
+        if self.sync:  # When a step is over, so are its rows.
+            self._rows.finish(rows)
+        self._in_flight = step, step.push(gradients, deltas)
+        # The next step looks up rows that this one changes.
+        counts = (self.overlaps and not looks_up) or self._finish()
+        if not self.sync:
+            self._rows.finish(rows)
         return counts
 
-    def _next_part(self, program: Program) -> WorkerShare | None:
-        if not self.sync or not program.deferred_updates:
+    def settle(self) -> None:
+        """Wait until this worker's last step is applied."""
+        self._finish()
+
+    def _finish(self) -> bool:
+        """Likewise; whether the step counts."""
+        if self.session is None or self._in_flight is None:
+            return True
+        step, pushes = self._in_flight
+        self._in_flight = None
+        # Groups may have got a part from different workers; the first one decides.
+        result = step.finish(pushes)[0]
+        if result.counts:
+            self.session.staleness[result.staleness] += 1
+        self.session.steps += 1
+        self.steps_applied += 1
+        return result.counts
+
+    def adopt(self, program: Program, stored: dict[int, jax.Array]) -> None:
+        """Put the servers' values in `stored`, which holds a program's by id."""
+        if program.deferred_updates:  # It is a training step.
+            self._remote.connect(*_trained_by(program), stored)
+
+    def _next_part(self) -> WorkerShare | None:
+        if not self.sync:
             return None
         if self._parts:
             return self._parts.popleft()
@@ -424,9 +408,12 @@ class ParameterServerStrategy(Strategy):
         )
 
 
-def _is_shared_state(variable: keras.Variable) -> bool:
-    """Whether all workers contribute to the variable, as to moving statistics."""
-    return variable.aggregation == "mean" and not is_seed_state(variable)
+def _trained_by(program: Program) -> tuple[Sequence[Update], list[keras.Variable]]:
+    """A program's updates, and its moving statistics, to which all workers add."""
+    state = [
+        v for v in program.written if v.aggregation == "mean" and not is_seed_state(v)
+    ]
+    return program.deferred_updates, state
 
 
 @jax.jit
