@@ -67,7 +67,7 @@ if TYPE_CHECKING:  # For editors, type checkers and the pages of the API.
     from replicax.keras.backup import BackupAndRestore
     from replicax.keras.sidecar import SidecarEvaluator
     from replicax.planning.analysis import plan
-    from replicax.ps.closure_errors import ClosureCancelledError, ClosureError
+    from replicax.ps.closure_calls import ClosureCancelledError, ClosureError
     from replicax.ps.coordinator import ClusterCoordinator, RemoteValue
     from replicax.ps.per_worker import PerWorkerValues
     from replicax.ps.strategy import ParameterServerStrategy
@@ -164,8 +164,8 @@ _MODULES = {
     "Checkpoint": "checkpoint",
     "CheckpointError": "errors",
     "CheckpointManager": "checkpoint",
-    "ClosureCancelledError": "ps.closure_errors",
-    "ClosureError": "ps.closure_errors",
+    "ClosureCancelledError": "ps.closure_calls",
+    "ClosureError": "ps.closure_calls",
     "ClusterConfigError": "errors",
     "ClusterCoordinator": "ps.coordinator",
     "ClusterError": "errors",

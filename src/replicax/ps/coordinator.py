@@ -11,20 +11,22 @@ from replicax._util.types import JSONObject, PyTree
 from replicax._util.waiting import wait_for
 from replicax.errors import ClusterMismatchError, ContextError
 from replicax.input import InputContext
-from replicax.ps.closure_errors import error_from_json
-from replicax.ps.closure_owner import ClosureOutcome, ClosureOwner
-from replicax.ps.closure_worker import ClosureWorker
+from replicax.ps.closure_calls import (
+    ClosureOutcome,
+    ClosureOwner,
+    ClosureWorker,
+    error_from_json,
+)
 from replicax.ps.metric_deltas import MetricDeltas
 from replicax.ps.payloads import FunctionNames, decode, require_size
 from replicax.ps.per_worker import PerWorkerSources, PerWorkerValues, dataset_maker
 from replicax.ps.requests import GroupRequests
-from replicax.ps.script_sync import AGAIN, ClosureProgress, ScriptSync
+from replicax.ps.script_sync import AGAIN, Again, ScriptSync
 from replicax.ps.session import Session
 from replicax.ps.strategy import ParameterServerStrategy
 
 __all__ = ["ClusterCoordinator", "RemoteValue"]
 
-_LOOK_SECONDS = 1.0
 _PACE_SECONDS = 0.05
 _logger = logging.getLogger("replicax")
 
@@ -95,16 +97,13 @@ class ClusterCoordinator:
         self._script_sync = ScriptSync(session)
         self._owner = ClosureOwner(session)
         self._worker = ClosureWorker(
-            session,
             strategy,
             self._functions,
-            self._script_sync,
             self._metric_deltas,
+            lambda: self._script_sync.passed,
             self._sources.own,
             self._refresh,
         )
-        self._progress = ClosureProgress(session)
-        self._looked = 0.0
         strategy.coordinator = self
 
     def schedule(
@@ -143,7 +142,7 @@ class ClusterCoordinator:
         outcome = self._owner.new_outcome()
         payload = {"call": call, "meetings": self._script_sync.passed}
 
-        def poll() -> object:
+        def poll() -> JSONObject | Again | None:
             answer = self._session.once(
                 "schedule", id=outcome.id, payload=payload, function=name
             )
@@ -151,7 +150,7 @@ class ClusterCoordinator:
                 return answer
             return AGAIN if self._tend() else None
 
-        answer = self._progress.until(poll, "a place in the queue")
+        answer = self._script_sync.until(poll, "a place in the queue")
         if "failed" in answer:
             self._script_sync.end({"at": "schedule", "error": answer["failed"]})
             raise error_from_json(answer["failed"])
@@ -174,7 +173,7 @@ class ClusterCoordinator:
         if not self._session.is_chief:
             self._follow("join")
             return
-        self._progress.until(self._all_over, "the end of all closures")
+        self._script_sync.until(self._all_over, "the end of all closures")
         self._end_round("join")
 
     def done(self) -> bool:
@@ -280,14 +279,14 @@ class ClusterCoordinator:
             end = time.monotonic() + _PACE_SECONDS
             while self._worker.run_one() and time.monotonic() < end:
                 pass
-        moved = self._progress.look()
-        self._progress.require_workers()
+        moved = self._script_sync.look()
+        self._script_sync.require_workers()
         return moved
 
-    def _all_over(self) -> object:
+    def _all_over(self) -> bool | Again | None:
         """True: all closures are over; `AGAIN`: some are; None: no news."""
         moved = self._tend()
-        if self._progress.is_over and self._owner.knows_all:
+        if self._script_sync.is_over and self._owner.knows_all:
             return True
         return AGAIN if moved else None
 
@@ -301,12 +300,14 @@ class ClusterCoordinator:
             raise error_from_json(error)
 
     def _fetch(self, outcomes: Sequence[ClosureOutcome]) -> list[PyTree]:
-        def poll() -> object:
+        def poll() -> bool | Again | None:
             if all(outcome.is_known for outcome in outcomes):
                 return True
             return AGAIN if self._tend() else None
 
-        self._progress.until(poll, "the end of the closures whose results are fetched")
+        self._script_sync.until(
+            poll, "the end of the closures whose results are fetched"
+        )
         errors = [x.error for x in outcomes if x.error is not None]
         values = [x.value for x in outcomes]
         try:
@@ -325,13 +326,13 @@ class ClusterCoordinator:
     def _follow(self, at: str) -> JSONObject:
         """Run closures until the chief has passed this meeting; how it ended."""
 
-        def poll() -> object:
+        def poll() -> JSONObject | Again | None:
             record = self._script_sync.ended()
             if record is not None:
                 return record
             return self._run_one()
 
-        record = self._progress.until(poll, f"coordinator.{at}")
+        record = self._script_sync.until(poll, f"coordinator.{at}")
         if "sums" in record:
             self._metric_deltas.assign(record["sums"])
             self._refresh()
@@ -347,13 +348,11 @@ class ClusterCoordinator:
             self._serve_to_the_end()
         return record
 
-    def _run_one(self) -> object:
+    def _run_one(self) -> Again | None:
         if self._worker.run_one():
             return AGAIN
-        now = time.monotonic()
-        if now - self._looked < _LOOK_SECONDS:
+        if not self._script_sync.is_time():
             return None
-        self._looked = now
         chief = self._session.workers[0]
         if self._session.board("status")["workers"][chief]["state"] == "left":
             _logger.warning(
@@ -362,7 +361,7 @@ class ClusterCoordinator:
                 self._session.name,
             )
             raise SystemExit(0)
-        return AGAIN if self._progress.look() else None
+        return AGAIN if self._script_sync.look() else None
 
     def _serve_to_the_end(self) -> NoReturn:
         """Run closures only: the script cannot go on as the chief's went."""
@@ -372,7 +371,7 @@ class ClusterCoordinator:
             self._session.name,
         )
         while True:
-            self._progress.until(self._run_one, "the end of the job")
+            self._script_sync.until(self._run_one, "the end of the job")
 
     # Both.
 

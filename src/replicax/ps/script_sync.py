@@ -9,30 +9,36 @@ import json
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 from replicax._util.listing import listed
 from replicax._util.types import JSON, JSONObject
 from replicax.errors import ClusterMismatchError
 from replicax.ps.session import Session
 
-__all__ = ["AGAIN", "ClosureProgress", "ScriptSync"]
+__all__ = ["AGAIN", "Again", "ScriptSync"]
 
-
+_LOOK_SECONDS = 1.0
 _NOW = "coordinator: now"
 _KEPT_BYTES = 16 * 2**20
 # The board keeps the newest 64 values of a family.
 _FAMILY = 64
 
+_Result = TypeVar("_Result")
+
+
+class Again:
+    """What a poll returns when there was progress: the deadline begins anew."""
+
+
+AGAIN = Again()
+
 
 class ScriptSync:
-    """The meetings of a script, in their order.
-
-    Args:
-        session: This worker's session.
+    """The meetings of a script, in their order, and the progress of closures meanwhile.
 
     Attributes:
-        passed: How many this task's script has passed.
+        passed: How many meetings this task's script has passed.
     """
 
     def __init__(self, session: Session) -> None:
@@ -40,6 +46,8 @@ class ScriptSync:
         self._session = session
         self._known: dict[str, int] | None = None
         self._kept: deque[tuple[str, int]] = deque()
+        self._looked = 0.0
+        self._pending: JSONObject = {"queued": 0, "running": {}}
         if session.is_chief:
             self._say()
 
@@ -76,23 +84,7 @@ class ScriptSync:
     def _put(self, key: str, value: JSON) -> None:
         self._session.board("put", key=key, value=value, first=False)
 
-
-_LOOK_SECONDS = 1.0
-AGAIN = object()
-"""What a poll returns when there was progress: the deadline begins anew."""
-
-
-class ClosureProgress:
-    """How the closures of a job get on, as this worker has seen it last.
-
-    Args:
-        session: This worker's session.
-    """
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._looked = 0.0
-        self._pending: JSONObject = {"queued": 0, "running": {}}
+    # Closures.
 
     @property
     def is_over(self) -> bool:
@@ -112,10 +104,8 @@ class ClosureProgress:
         Raises:
             ClusterMismatchError: All have, with success.
         """
-        now = time.monotonic()
-        if now - self._looked < _LOOK_SECONDS or self.is_over:
+        if self.is_over or not self.is_time():
             return
-        self._looked = now
         session = self._session
         about = session.board("status")["workers"]
         others = session.workers[1:]
@@ -127,19 +117,23 @@ class ClosureProgress:
                 "`if strategy.is_chief`: workers run functions in join, done and fetch."
             )
 
-    def until(self, poll: Callable[[], Any], what: str) -> Any:
-        """Poll until there is a result.
+    def is_time(self) -> bool:
+        """Whether to ask something that need not be asked always; once a second."""
+        now = time.monotonic()
+        is_due = now - self._looked >= _LOOK_SECONDS
+        if is_due:
+            self._looked = now
+        return is_due
 
-        Args:
-            poll: Returns it; or `AGAIN`, or None if nothing has happened.
-            what: What is waited for, for messages.
+    def until(self, poll: Callable[[], _Result | Again | None], what: str) -> _Result:
+        """Poll until there is a result; it begins anew when `poll` returns `AGAIN`.
 
         Raises:
             ClusterError: If nothing has happened for the step deadline.
         """
         while True:
             result = self._session.wait(poll, what, self._missing)
-            if result is not AGAIN:
+            if not isinstance(result, Again):
                 return result
 
     def _missing(self) -> str:

@@ -3,7 +3,7 @@
 import pytest
 
 import replicax as rx
-from replicax.ps.closure_errors import (
+from replicax.ps.closure_calls import (
     ClosureCancelledError,
     ClosureError,
     error_from_json,
