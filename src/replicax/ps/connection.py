@@ -2,16 +2,16 @@
 
 import contextlib
 import json
-import logging
 import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
 from replicax._util.types import JSONObject
+from replicax._util.waiting import wait_for
 from replicax._version import versions
 from replicax.cluster.addresses import parse_address
 from replicax.errors import ClusterError, ClusterMismatchError
@@ -20,12 +20,7 @@ from replicax.ps.credentials import Credentials
 
 __all__ = ["Connection", "ConnectionLost", "ServerRefused", "Watchdog"]
 
-_logger = logging.getLogger("replicax")
-
-_FIRST_PAUSE_SECONDS = 0.05
-_LONGEST_PAUSE_SECONDS = 5.0
-# After about a second: tasks of a cluster do not start at the same moment.
-_TELL_AT_ATTEMPT = 5
+_PAUSES = (0.05, 5.0)
 # A channel of its own for each connection: gRPC shares channels within a process.
 _CHANNEL_OPTIONS = [("grpc.use_local_subchannel_pool", 1)]
 
@@ -129,7 +124,7 @@ class Watchdog:
 
 
 class Connection:
-    """One server, seen from a worker. Its methods may be called from any thread.
+    """One stream to a server, and calls beside it, from any thread.
 
     When the connection is lost it is made again, with growing pauses, and what was
     asked is asked again, for `retry_timeout_seconds`. A server may so get a message
@@ -148,14 +143,6 @@ class Connection:
         on_connect: Called with the server's incarnation, a text, when it is reached
             first, and when it is another one, which has other values or older ones. It
             must not use the connection.
-
-    Example:
-        A server with one group, and a worker that pulls it::
-
-            connection = Connection("ps0.example:2222", Credentials.from_environment())
-            header, vectors = connection.exchange({"op": "pull", "group": "weights"})
-            connection.call("board.alive")
-            connection.close()
     """
 
     def __init__(
@@ -222,15 +209,7 @@ class Connection:
     def call(
         self, name: str, *, reply_timeout_seconds: float | None = None, **arguments: Any
     ) -> Any:
-        """Call an action of the server, such as `"board.claim"`.
-
-        Args:
-            name: Its name.
-            reply_timeout_seconds: Instead of the connection's own.
-            **arguments: JSON values.
-
-        Returns:
-            What it returns, a JSON value.
+        """Call an action of the server, such as `"board.claim"`, with JSON values.
 
         Raises:
             ServerRefused: If the server answers with an error.
@@ -256,53 +235,48 @@ class Connection:
         self.close()
 
     def _until_answered(self, what: str, attempt: Callable[[], _Answer]) -> _Answer:
+        errors: list[Exception] = []
         began = time.monotonic()
-        attempts = 0
-        while True:
+
+        def answered() -> tuple[_Answer] | None:
             if self._closed.is_set():
                 raise ConnectionLost(
                     f"{self._name} was asked for {what!r} after the connection was "
                     "closed here.",
                     culprit=self.task,
                 )
-            attempts += 1
             try:
-                answer = attempt()
+                return (attempt(),)
             except _lost_errors() as error:
-                self._pause(what, error, began, attempts)
-            else:
-                if attempts > _TELL_AT_ATTEMPT:
-                    _logger.warning(
-                        "%s is back after %.1f s.",
-                        self._name,
-                        time.monotonic() - began,
-                    )
-                return answer
+                if (refusal := _refusal_in(error)) is not None:
+                    raise refusal from error
+                errors.append(error)
+                return None
 
-    def _pause(self, what: str, error: Exception, began: float, attempts: int) -> None:
-        if (refusal := _refusal_in(error)) is not None:
-            raise refusal from error
-        passed = time.monotonic() - began
-        why = _short(error)
-        if passed >= self.retry_timeout_seconds:
+        def late() -> NoReturn:
             raise ConnectionLost(
-                f"{self._name} gave no answer to {what!r} for {passed:.0f} s, in "
-                f"{attempts} attempts; the last one failed with: {why}. See its log, "
-                "and whether it still runs.",
+                f"{self._name} gave no answer to {what!r} for "
+                f"{time.monotonic() - began:.0f} s, in {len(errors)} attempts; the "
+                f"last one failed with: {_short(errors[-1])}. See its log, and whether "
+                "it still runs.",
                 culprit=self.task,
-            ) from error
-        if attempts == _TELL_AT_ATTEMPT and not self._closed.is_set():
-            _logger.warning(
-                "%s does not answer to %r: %s. Trying again for %.0f s.",
-                self._name,
-                what,
-                why,
-                self.retry_timeout_seconds - passed,
-            )
-        pause = min(_FIRST_PAUSE_SECONDS * 2 ** (attempts - 1), _LONGEST_PAUSE_SECONDS)
-        left = max(0.0, self.retry_timeout_seconds - passed)
-        # Workers that lost the same server must not all come back at once.
-        self._closed.wait(min(pause * random.uniform(0.5, 1.0), left))
+            ) from errors[-1]
+
+        (answer,) = wait_for(
+            answered,
+            self.retry_timeout_seconds,
+            late=late,
+            reminder=lambda waited: (
+                f"{self._name} does not answer to {what!r} for {waited:.0f} s: "
+                f"{_short(errors[-1])}. Trying again"
+            ),
+            # Tasks of a cluster do not start at the same moment.
+            is_early=True,
+            pauses=_PAUSES,
+            # Workers that lost the same server must not all come back at once.
+            sleep=lambda pause: self._closed.wait(pause * random.uniform(0.5, 1.0)),
+        )
+        return answer
 
     @property
     def _name(self) -> str:

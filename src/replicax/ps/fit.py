@@ -170,14 +170,58 @@ class WorkQueueFit:
         return True
 
     def _meet_others(self) -> None:
-        self._finish_tickets()
+        self._finish(self._take_finished())
         metrics = self._model.metrics_variables
-        self._report(metrics)
+        topic = f"{self._name} epoch {self._epoch}/metrics"
+        num_pieces = self._report(topic, metrics)
         self._session.barrier(f"{self._name}: end of epoch {self._epoch}")
-        self._sum_up(metrics)
+        self._sum_up(topic, num_pieces, metrics)
         self._strategy.refresh()
         # Nobody begins the next epoch before all have this one's values.
         self._session.barrier(f"{self._name}: values of epoch {self._epoch}")
+
+    def _report(self, topic: str, metrics: Sequence[keras.Variable]) -> int:
+        """Give the others this worker's metrics, in pieces that the board takes."""
+        flat = [x for v in metrics for x in np.asarray(v.value).ravel().tolist()]
+        if len(flat) > _MOST_REPORTED:
+            raise NotImplementedError(
+                f"ParameterServerStrategy: the metrics of {self._model.name!r} hold "
+                f"{len(flat)} numbers, and at most {_MOST_REPORTED} can be summed over "
+                "the workers. Compute large ones in evaluate."
+            )
+        starts = range(0, max(1, len(flat)), _REPORTED)
+        for number, start in enumerate(starts):
+            piece = flat[start : start + _REPORTED]
+            stop = bool(self._model.stop_training)
+            self._session.as_worker(
+                "report",
+                topic=f"{topic}/{number}",
+                values={"values": piece, "stop": stop},
+            )
+        return len(starts)
+
+    def _sum_up(
+        self, topic: str, num_pieces: int, metrics: Sequence[keras.Variable]
+    ) -> None:
+        """Give the metrics the values of all workers together."""
+        workers: dict[str, list[float]] = {}
+        for number in range(num_pieces):
+            reports = self._session.board("reports", topic=f"{topic}/{number}")
+            for worker, report in reports.items():
+                workers.setdefault(worker, []).extend(report["values"])
+                self._stops = self._stops or report["stop"]
+        # One that died while it reported has not said all.
+        size = sum(int(np.prod(v.shape)) for v in metrics)
+        reported = [values for values in workers.values() if len(values) == size]
+        start = 0
+        for variable in metrics:
+            stop = start + int(np.prod(variable.shape))
+            values = [np.asarray(v[start:stop], variable.dtype) for v in reported]
+            total = np.sum(values, axis=0, dtype=values[0].dtype)
+            if variable.aggregation != "sum":
+                total = total / len(values)
+            variable.assign(total.astype(variable.dtype).reshape(variable.shape))
+            start = stop
 
     def _waiting(self) -> AbstractContextManager[None]:
         """In it, this worker waits for others, which a report has to know."""
@@ -203,81 +247,11 @@ class WorkQueueFit:
         what = f"epoch {self._epoch} of {self._name}"
         self._model.stop_training = not self._session.get(key, what)
 
-    def _report(self, metrics: Sequence[keras.Variable]) -> None:
-        """Give the others this worker's metrics, in pieces that the board takes."""
-        values = [np.asarray(v.value).ravel() for v in metrics]
-        flat = list(itertools.chain.from_iterable(v.tolist() for v in values))
-        if len(flat) > _MOST_REPORTED:
-            raise NotImplementedError(
-                f"ParameterServerStrategy: the metrics of {self._model.name!r} hold "
-                f"{len(flat)} numbers, and at most {_MOST_REPORTED} can be summed over "
-                "the workers. Compute large ones in evaluate."
-            )
-        for number in itertools.count():
-            piece, flat = flat[:_REPORTED], flat[_REPORTED:]
-            self._session.as_worker(
-                "report",
-                topic=f"{self._name} epoch {self._epoch}/metrics/{number}",
-                values={"values": piece, "stop": bool(self._model.stop_training)},
-            )
-            if not flat:
-                return
-
-    def _sum_up(self, metrics: Sequence[keras.Variable]) -> None:
-        """Give the metrics the values of all workers together."""
-        size = sum(int(np.prod(v.shape)) for v in metrics)
-        workers: dict[str, list[float]] = {}
-        for number in range(max(1, -(-size // _REPORTED))):
-            reports = self._session.board(
-                "reports",
-                topic=f"{self._name} epoch {self._epoch}/metrics/{number}",
-            )
-            for worker, report in reports.items():
-                workers.setdefault(worker, []).extend(report["values"])
-                self._stops = self._stops or report["stop"]
-        # One that died while it reported has not said all.
-        reported = [values for values in workers.values() if len(values) == size]
-        start = 0
-        for variable in metrics:
-            stop = start + int(np.prod(variable.shape))
-            values = [np.asarray(v[start:stop], variable.dtype) for v in reported]
-            total = np.sum(values, axis=0, dtype=values[0].dtype)
-            if variable.aggregation != "sum":
-                total = total / len(values)
-            variable.assign(total.astype(variable.dtype).reshape(variable.shape))
-            start = stop
-
     # What workers agree on before an epoch.
 
     @property
     def _stream(self) -> str:
         return f"{self._name}/epoch/{self._epoch}"
-
-    def _say(self) -> None:
-        """The chief, when its callbacks have been told that the epoch begins."""
-        self._strategy.publish()
-        groups = self._strategy.remote.groups
-        message = {
-            "random": json_codec.encode(random_state.capture(), "the random state"),
-            "iteration": self._iteration,
-            "versions": {x.name: [x.version, x.num_assigned] for x in groups},
-            "model": _described(self._model),
-        }
-        key = f"{self._name}/begin/{self._epoch}"
-        self._session.board("put", key=key, value=message)
-
-    def _heard(self) -> JSONObject:
-        key = f"{self._name}/begin/{self._epoch}"
-        message = self._session.get(key, f"epoch {self._epoch} of {self._name}")
-        mine = _described(self._model)
-        if mine != message["model"]:
-            raise ClusterMismatchError(
-                f"{self._session.name}: the model of {self._name} differs from the "
-                f"chief's. Here it has {mine['text']}; there {message['model']['text']}"
-                ". All tasks must run the same script with the same arguments and "
-                "versions."
-            )
-        return message
 
     @property
     def _next_iteration(self) -> int | None:
@@ -287,18 +261,42 @@ class WorkQueueFit:
     def _begin_epoch(self) -> None:
         if self._source is None:
             self._iteration = self._next_iteration
-        if self._session.is_chief:
-            self._say()
-        message = self._heard()
+        key = f"{self._name}/begin/{self._epoch}"
+        mine = _described(self._model)
+        remote = self._strategy.remote
+        if self._session.is_chief:  # Its callbacks have heard that the epoch begins.
+            self._strategy.publish()
+            said = {
+                "random": json_codec.encode(random_state.capture(), "the random state"),
+                "iteration": self._iteration,
+                "versions": {
+                    x.name: [x.version, x.num_assigned] for x in remote.groups
+                },
+                "model": mine,
+            }
+            self._session.board("put", key=key, value=said)
+        said = self._session.get(key, f"epoch {self._epoch} of {self._name}")
+        if mine != said["model"]:
+            raise ClusterMismatchError(
+                f"{self._session.name}: the model of {self._name} differs from the "
+                f"chief's. Here it has {mine['text']}; there {said['model']['text']}"
+                ". All tasks must run the same script with the same arguments and "
+                "versions."
+            )
         # Shuffling depends on it, and all have to take the batches in the same order.
-        random_state.restore(json_codec.decode(message["random"]))
+        random_state.restore(json_codec.decode(said["random"]))
         if not self._session.is_chief:
             self._strategy.refresh_values()  # It may have assigned some.
-        self._strategy.remote.begin_epoch(message["versions"])
+        remote.begin_epoch(said["versions"])
         self._data.adapter.on_epoch_begin()
-        self._applied = self._strategy.steps_applied
-        data = self._data
-        strategy = self._strategy
+        self._open_stream()
+        if self._source is None:
+            self._set_iteration(said["iteration"])
+            self._source = BatchSource(self._data.adapter)
+
+    def _open_stream(self) -> None:
+        """Have the epoch's work queue, with nothing of it done yet."""
+        data, strategy = self._data, self._strategy
         self._session.board(
             "open",
             stream=self._stream,
@@ -307,9 +305,7 @@ class WorkQueueFit:
             num_parts=strategy.num_parts if strategy.sync else None,
             backups=strategy.backup_workers,
         )
-        if self._source is None:
-            self._set_iteration(message["iteration"])
-            self._source = BatchSource(data.adapter)
+        self._applied = strategy.steps_applied
         self._length = None
         self._stops = False
 
@@ -345,7 +341,10 @@ class WorkQueueFit:
                 return
             index = ticket[0] if isinstance(ticket, list) else ticket
             if self._source.has_passed(first + index):
-                self._pass_over(ticket)
+                # A restarted server gives out again what it has forgotten; data only
+                # goes on. A synchronous step is one that all have made: who has not
+                # cannot have passed it.
+                self._finish([self._pending.pop()])
                 continue
             try:
                 batch = self._source.at(first + index)
@@ -355,7 +354,8 @@ class WorkQueueFit:
                 continue
             self._last_index = index
             if isinstance(ticket, list):
-                batch = self._part_of(batch, *ticket)
+                batch = own_rows(batch, ticket[1], self._strategy.num_parts)
+                self._expect(index, ticket[1], batch)
             yield batch
 
     def _own(self) -> Iterator[PyTree]:
@@ -367,9 +367,7 @@ class WorkQueueFit:
             batch = self._source.next()
             if batch is None:
                 if self._pending:  # Nobody else has the batch of this ticket.
-                    self._session.once(
-                        "finish", stream=self._stream, indices=[self._pending.pop()]
-                    )
+                    self._finish([self._pending.pop()])
                 return
             self._last_index = step
             if self._strategy.sync:
@@ -379,7 +377,8 @@ class WorkQueueFit:
     def _claim(self) -> Ticket | None:
         """The next ticket; None at the epoch's end."""
         finished = self._take_finished()
-        if self._strategy.max_staleness is not None:
+        pulls_first = self._strategy.max_staleness is not None
+        if pulls_first:
             finished += self._drain()
 
         def ask() -> JSONObject | None:
@@ -406,7 +405,7 @@ class WorkQueueFit:
             self._length = answer["over"]
             return None
         (ticket,) = answer["indices"]
-        if self._strategy.pulls_first:
+        if pulls_first:  # Staleness counts from here.
             self._strategy.refresh_values()
         self._pending.append(ticket)
         return ticket
@@ -421,14 +420,6 @@ class WorkQueueFit:
             self._session.get(f"{self._name} begun", f"the first step of {self._name}")
             self._has_begun = True
 
-    def _pass_over(self, ticket: Ticket) -> None:
-        """A restarted server gives out again what it has forgotten; data only goes on.
-
-        A synchronous step is one that all have made: who has not cannot have passed it.
-        """
-        self._pending.pop()
-        self._session.once("finish", stream=self._stream, indices=[ticket])
-
     def _take_finished(self) -> list[Ticket]:
         """Tickets whose updates have been made since this was asked last."""
         number = self._strategy.steps_applied - self._applied
@@ -442,18 +433,12 @@ class WorkQueueFit:
         self._strategy.settle()
         return self._take_finished()
 
-    def _finish_tickets(self) -> None:
-        finished = self._take_finished()
-        if finished:
-            self._session.once("finish", stream=self._stream, indices=finished)
-
-    def _part_of(self, batch: PyTree, step: int, part: int) -> PyTree:
-        """This worker's rows of a synchronous step's batch."""
-        rows = own_rows(batch, part, self._strategy.num_parts)
-        self._expect(step, part, rows)
-        return rows
+    def _finish(self, tickets: list[Ticket]) -> None:
+        if tickets:
+            self._session.once("finish", stream=self._stream, indices=tickets)
 
     def _expect(self, step: int, part: int, rows: PyTree) -> None:
+        """The next program computes this worker's rows of a synchronous step."""
         self._strategy.expect(
             WorkerShare(
                 step=step,

@@ -198,11 +198,6 @@ class ParameterServerStrategy(Strategy):
         return not (alone or self.sync or self.max_staleness is not None)
 
     @property
-    def pulls_first(self) -> bool:
-        """Whether a step of `fit` fetches the newest values; staleness counts then."""
-        return self.max_staleness is not None
-
-    @property
     def row_source(self) -> RemoteTables | None:
         """Where `rx.layers.Embedding` has its rows; None: in the layer."""
         return None if self.session is None else self._rows
