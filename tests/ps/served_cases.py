@@ -114,6 +114,23 @@ def sparse_rows(strategy):
     return outcome(model, history, predicted=model.predict(rows[:40], **QUIET))
 
 
+@case
+def evaluates_within_an_epoch(strategy):
+    found = []
+
+    class Looks(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch % 4 == 0:
+                results = self.model.evaluate(X, Y, return_dict=True, **QUIET)
+                predicted = self.model.predict(X, **QUIET)
+                expected = np.mean(loss_of(Y, predicted))
+                found.append((batch, results["loss"], float(expected)))
+
+    model = classifier("sgd")
+    model.fit(X, Y, callbacks=[Looks()], **QUIET)
+    return outcome(model, own=found)
+
+
 def unseeded_initial_weights(strategy):
     model = classifier("sgd")
     model.layers[0].trainable = False

@@ -162,14 +162,37 @@ def make_mistakes():
         assert len(found) == before
     good = coordinator.schedule(lambda: "goes on")
     coordinator.join()
-    return found, good.fetch()
+    told = len(found)
+    hide_errors(coordinator, caught, bad)
+    return found[:told], good.fetch(), found[told:]
+
+
+def hide_errors(coordinator, caught, bad):
+    def breaks():
+        yield 1
+        raise ValueError("bad record")
+
+    iterator = iter(coordinator.create_per_worker_dataset(breaks))
+    for _ in range(6):  # A worker gets an item, then the error, then nothing.
+        coordinator.schedule(next, (iterator,))
+        caught(coordinator.join)
+    late = []
+
+    def cancel():
+        late.append(coordinator.schedule(bad, (3,)))
+        for _ in range(20):
+            late.append(coordinator.schedule(time.sleep, (0.05,)))
+        coordinator.join()
+
+    caught(cancel)
+    caught(late[-1].fetch)
 
 
 @pytest.mark.multiprocess
 @pytest.mark.timeout(120)
 def test_an_error_is_raised_once_with_its_traceback_and_then_it_goes_on():
     results = run(make_mistakes)
-    found, good = results["chief:0"].value
+    found, good, later = results["chief:0"].value
     assert good == "goes on"
     kinds = [kind for kind, _ in found]
     assert kinds[0] == "ValueError"
@@ -188,6 +211,11 @@ def test_an_error_is_raised_once_with_its_traceback_and_then_it_goes_on():
     assert "StopIteration: an iterator is at its end" in found[4][1]
     assert "the result of" in found[5][1]
     assert "Only the script itself" in found[6][1]
+    # An error is not hidden by what comes of it.
+    *broken, _, (_, cancelled) = later
+    assert {kind for kind, _ in broken} == {"ValueError", "ClosureError"}
+    assert all("bad record" in text for _, text in broken)
+    assert "bad 3" in cancelled
     for worker in ("worker:0", "worker:1"):
         assert results[worker].value == results["chief:0"].value
 

@@ -155,6 +155,15 @@ def test_both_workers_train_together(most):
     assert found["num_optimizer_variables"] == 2
 
 
+def test_callbacks_may_evaluate_and_predict_within_an_epoch(most):
+    found, own = equal_outcome(most, "evaluates_within_an_epoch")
+    assert found["iterations"] == 11
+    assert sorted(batch for each in own for batch, _, _ in each) == [0, 4, 8]
+    for each in own:
+        for _, evaluated, predicted in each:
+            assert evaluated == pytest.approx(predicted, rel=1e-5)
+
+
 def test_staleness_is_what_the_workers_saw(most):
     for _, of_all, _ in most:
         for name, (_, _, own) in zip(WORKERS, most, strict=True):

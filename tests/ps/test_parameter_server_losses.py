@@ -26,7 +26,7 @@ from tests.ps.test_parameter_server_faults import (
 pytest.importorskip("pyarrow")
 pytestmark = pytest.mark.multiprocess
 
-LOST = re.compile(r"ps:(\d) '\w+ \w+': (\d+) updates of (worker:\d)")
+LOST = re.compile(r"ps:(\d) group '\w+ \w+': (\d+) updates of (worker:\d)")
 
 
 def counted(options):

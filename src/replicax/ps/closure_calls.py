@@ -94,6 +94,16 @@ def _cancelled(message: str) -> dict[str, str]:
     return {"type": _CANCELLED, "message": message, "traceback": ""}
 
 
+def _because_of(
+    error: dict[str, str], message: str, cause: dict[str, str]
+) -> dict[str, str]:
+    """An error that is only what comes of another one, which its message names."""
+    return error | {
+        "message": f"{message}: {cause['type']}: {cause['message']}",
+        "traceback": f"{error['traceback']}\n{cause['traceback']}".lstrip(),
+    }
+
+
 class ClosureOutcome:
     """What became of a closure.
 
@@ -112,8 +122,13 @@ class ClosureOutcome:
         self.is_known = False
         self.num_users = 0
 
-    def tell(self, said: JSONObject) -> None:
-        """Take over what the board says, when the closure is finished."""
+    def tell(self, said: JSONObject, failed: dict[str, str] | None) -> None:
+        """Take over what the board says, when the closure is finished.
+
+        Args:
+            said: What the board says.
+            failed: The last error of any closure, for one that was cancelled.
+        """
         self.is_known = True
         match said["status"]:
             case "done":
@@ -121,9 +136,10 @@ class ClosureOutcome:
             case "error":
                 self.error = said["error"]
             case _:
-                self.error = _cancelled(
-                    "the closure was cancelled, since another one has failed"
-                )
+                why = "the closure was cancelled, since another one has failed"
+                self.error = _cancelled(why)
+                if failed is not None:
+                    self.error = _because_of(self.error, why, failed)
 
 
 class ClosureOwner:
@@ -137,6 +153,7 @@ class ClosureOwner:
             str, tuple[weakref.ref[ClosureOutcome], list[ClosureOutcome]]
         ] = {}
         self._to_forget: list[str] = []
+        self._failed: dict[str, str] | None = None  # The last error.
 
     @property
     def knows_all(self) -> bool:
@@ -217,8 +234,9 @@ class ClosureOwner:
     def _settle(self, id: str, said: JSONObject) -> None:
         found, needs = self._unknown.pop(id)
         outcome = found()
+        self._failed = said.get("error", self._failed)
         if outcome is not None:
-            outcome.tell(said)
+            outcome.tell(said, self._failed)
         if outcome is None or not outcome.num_users:
             self._to_forget.append(id)
         for need in needs:
@@ -259,6 +277,8 @@ class ClosureWorker:
         self._held: JSONObject | None = None
         self._trained_last: str | None = None
         self._depth = 0
+        self._own_used: list[int] = []  # Per-worker values of the closure that runs.
+        self._broken: dict[int, dict[str, str]] = {}  # By these: what closures raised.
 
     @property
     def is_running(self) -> bool:
@@ -280,10 +300,12 @@ class ClosureWorker:
             self._held = closure
             return False
         self._depth += 1
+        outer, self._own_used = self._own_used, []
         try:
             self._run(closure)
         finally:
             self._depth -= 1
+            self._own_used = outer
         return True
 
     def _run(self, closure: JSONObject) -> None:
@@ -291,7 +313,7 @@ class ClosureWorker:
         answer: JSONObject
 
         def told_of(error: BaseException) -> dict[str, str]:
-            return error_to_json(error, name, self._session.name, __file__)
+            return self._told(error, name)
 
         try:
             answer = {"value": self._value_of(name, closure["payload"]["call"])}
@@ -306,6 +328,20 @@ class ClosureWorker:
             self._trained_last = None
             answer = {"error": told_of(error)}
         self._session.once("result", id=closure["id"], **answer)
+
+    def _told(self, error: BaseException, name: str) -> dict[str, str]:
+        """What the chief is told of an error.
+
+        A generator that has raised an error is at its end: so an iterator's end names
+        what was raised with it before.
+        """
+        told = error_to_json(error, name, self._session.name, __file__)
+        for number in self._own_used:
+            before = self._broken.setdefault(number, told)
+            if isinstance(error, StopIteration) and before["type"] != told["type"]:
+                why = "an iterator is at its end, after a function that has it raised"
+                return _because_of(told, why, before)
+        return told
 
     def _value_of(self, name: str, call: JSON) -> JSONObject:
         args, kwargs = decode(call, self._resolve)
@@ -329,6 +365,7 @@ class ClosureWorker:
     def _resolve(self, marked: JSONObject) -> PyTree:
         match marked["kind"]:
             case "worker":
+                self._own_used.append(marked["number"])
                 return self._own(marked["number"])
             case "value":
                 return decode(marked["value"])

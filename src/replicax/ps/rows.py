@@ -44,18 +44,10 @@ class RemoteTables:
 
     Layers call `create`, `pull`, `collect` and `fail`; the strategy calls the others,
     for each program: `connect`, `complete`, `push`. May be used by several threads.
-
-    Args:
-        session: This worker's session.
-        compression: Dtype in which gradients travel, such as `"bfloat16"`.
+    Gradients travel in the dtype `compression`, such as `"bfloat16"`.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        *,
-        compression: str | None = None,
-    ) -> None:
+    def __init__(self, session: Session, *, compression: str | None = None) -> None:
         self._session = session
         self._servers = range(len(session.connections))
         self._compression = compression
@@ -95,12 +87,10 @@ class RemoteTables:
             "seed": seed,
         }
         for server in self._servers:
+            header = {"op": "create_table", "spec": spec}
             # It makes all of its rows before it answers.
-            answer, _ = self._exchange(
-                server,
-                {"op": "create_table", "spec": spec},
-                reply_timeout_seconds=self._session.timeouts.step,
-            ).result()
+            seconds = self._session.timeouts.step
+            answer, _ = self._exchange(server, header, reply_seconds=seconds).result()
             # The first server says whose seed stands, where workers have different
             # ones, so that all have the same.
             spec = answer["spec"]
@@ -155,11 +145,7 @@ class RemoteTables:
     def connect(
         self, group: VariableGroup, variables: Sequence[keras.Variable]
     ) -> None:
-        """Tell the servers how rows are updated: as the group of their anchors.
-
-        Args:
-            group: The group.
-            variables: Its variables.
+        """Tell the servers that rows are updated as the group of their anchors.
 
         Raises:
             ValueError: If rows cannot be updated so.
@@ -187,13 +173,7 @@ class RemoteTables:
     def complete(self, run: Callable[[], _Result]) -> _Result:
         """Run a program that looks up rows, and wait until it is over.
 
-        If a server is lost meanwhile the program runs again when it is back.
-
-        Args:
-            run: Starts the program, and may do so again.
-
-        Returns:
-            What `run` returned, ready.
+        If a server is lost meanwhile, `run` starts the program again when it is back.
 
         Raises:
             Exception: What a callback has raised.
@@ -229,11 +209,6 @@ class RemoteTables:
 
         Every table gets a push on every server, with no rows where there are none: each
         counts as an update, so that schedules and Adam's correction go in step.
-
-        Args:
-            group: The group of variables that is updated with the rows.
-            variables: Its variables.
-            part: Of a synchronous step of the group; None: applied at once.
         """
         pushes = []
         for name in self.tables_of(variables):
@@ -258,11 +233,7 @@ class RemoteTables:
         return pushes
 
     def finish(self, pushes: Sequence[RowPush]) -> None:
-        """Wait for what `push` began.
-
-        Raises:
-            ClusterError: If a server stays away.
-        """
+        """Wait for what `push` began."""
         for push in pushes:
             push.result()
 
@@ -289,13 +260,13 @@ class RemoteTables:
         vectors: dict[str, np.ndarray] | None = None,
         *,
         in_program: bool = False,
-        reply_timeout_seconds: float | None = None,
+        reply_seconds: float | None = None,
     ) -> RowPush:
         """Exchange a message; within a program, before XLA gives up on it."""
         return self._submit(
             server,
             lambda connection: connection.exchange(
-                header, vectors, reply_timeout_seconds=reply_timeout_seconds
+                header, vectors, reply_timeout_seconds=reply_seconds
             ),
             _RETRY_SECONDS if in_program else self._session.timeouts.server,
         )

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
 from replicax._util.listing import listed
-from replicax._util.types import JSONObject
+from replicax._util.types import JSON, JSONObject
 from replicax._util.waiting import wait_for
 from replicax.cluster.failure import ATTEMPT, ExitCode, report_of
 from replicax.cluster.timeouts import Timeouts
@@ -116,13 +116,11 @@ class Session:
             ConnectionLost: If a server cannot be reached by the start-up deadline.
         """
         _report_exceptions(self)
-        joined = self.connections[0].call(
-            "board.join", worker=self.name, session=self.id, info=self._info()
-        )
+        joined = self._say("join", info=self._info())
         self.starts = joined["starts"]
         self._job = self.connections[0].call("board.get", key=JOB)
         self._told_to = self.incarnations[0]
-        self._note(joined)
+        self._failure = joined["failed"]
         if self.starts > 1:
             _logger.warning("%s is back, for the %d. time.", self.name, self.starts)
         beats = threading.Thread(
@@ -170,11 +168,7 @@ class Session:
     def submit(
         self, server: int, exchange: Callable[[Connection], _Result]
     ) -> "Future[_Result]":
-        """Do something with a server's stream, after what was submitted before.
-
-        Returns:
-            A future of what `exchange` returns.
-        """
+        """Use a server's stream, after what was submitted before."""
         return self._threads[server].submit(exchange, self.connections[server])
 
     def submit_rows(
@@ -195,11 +189,7 @@ class Session:
         return self._row_threads[server].submit(exchange, self._row_connections[server])
 
     def result(self, future: "Future[_Result]") -> _Result:
-        """Wait for what `submit` gave.
-
-        Raises:
-            ClusterError: If the job fails meanwhile.
-        """
+        """Wait for what `submit` gave, while the job goes on."""
         while True:
             try:
                 return future.result(timeout=_LOOK_SECONDS)
@@ -224,11 +214,8 @@ class Session:
     def _call_board(self, method: str, arguments: JSONObject) -> Any:
         """The same; a board that was restarted is told first what it has forgotten."""
         self._replay_log.note(method, arguments)
-        call = functools.partial(
-            self.connections[0].call, f"board.{method}", **arguments
-        )
         try:
-            answer = call()
+            answer = self.connections[0].call(f"board.{method}", **arguments)
         except ServerRefused:
             if self._told_to == self.incarnations[0]:
                 raise
@@ -238,7 +225,7 @@ class Session:
                     self._replay_log.note("put", arguments | {"value": answer})
                 return answer
         self._tell_again()
-        return call()
+        return self.connections[0].call(f"board.{method}", **arguments)
 
     def _tell_again(self) -> None:
         with self._telling:
@@ -248,9 +235,7 @@ class Session:
             server = self.connections[0]
             is_same_job = server.call("board.get", key=JOB) == self._job
             if is_same_job or self.is_chief:
-                server.call(
-                    "board.join", worker=self.name, session=self.id, info=self._info()
-                )
+                self._say("join", info=self._info())
             if not is_same_job:
                 raise ClusterError(
                     f"{server.task} at {server.address} was restarted without a "
@@ -277,16 +262,11 @@ class Session:
         what: str,
         missing: Callable[[], str],
     ) -> _Result:
-        """Call `poll` until it returns something.
-
-        Args:
-            poll: Asks the board; None: not yet.
-            what: What is waited for, for messages.
-            missing: Names of those who are waited for.
+        """Call `poll`, which asks the board, until it returns something but None.
 
         Raises:
-            ClusterError: After the step timeout, naming who is missing; at once if the
-                job has failed.
+            ClusterError: After the step timeout, naming who is `missing` and `what` was
+                waited for; at once if the job has failed.
         """
 
         def late() -> NoReturn:
@@ -350,16 +330,8 @@ class Session:
                 connection.retry_timeout_seconds = FAREWELL_SECONDS
             with contextlib.suppress(ClusterError):
                 self._tell_again()
-            self.connections[0].call(
-                "board.beat", worker=self.name, session=self.id, info=self._info()
-            )
-            self.connections[0].call(
-                "board.leave",
-                worker=self.name,
-                session=self.id,
-                ok=error is None,
-                error=error,
-            )
+            self._say("beat", info=self._info())
+            self._say("leave", ok=error is None, error=error)
         except (ClusterError, ServerRefused) as lost:
             if self._told_to == self.incarnations[0]:  # Else it is another job's board.
                 _logger.warning("%s could not say that it ends: %s", self.name, lost)
@@ -380,14 +352,17 @@ class Session:
             "pid": os.getpid(),
         }
 
-    def _note(self, answer: JSONObject) -> None:
-        self._failure = answer["failed"]
+    def _say(self, method: str, **arguments: JSON) -> JSONObject:
+        """Call the board as this worker, whether or not the job goes on."""
+        about: dict[str, Any] = {"worker": self.name, "session": self.id, **arguments}
+        return self.connections[0].call(f"board.{method}", **about)
 
     def _beat(self, heartbeat_seconds: float) -> None:
         while not self._ended.wait(min(1.0, heartbeat_seconds / 4)):
             try:
                 about = {"worker": self.name, "session": self.id}
-                self._note(self._call_board("beat", about | {"info": self._info()}))
+                answer = self._call_board("beat", about | {"info": self._info()})
+                self._failure = answer["failed"]
             except (ClusterError, ServerRefused) as error:
                 if not self._ended.is_set():
                     self._failure = str(error)
