@@ -320,8 +320,8 @@ def test_reports_by_worker_and_the_newest_names(board, clients):
         "worker:1": {"loss": 1.5},
     }
     assert ask(board, "reports", topic="m/5") == {}
-    with pytest.raises(LimitError, match="at most 65536 are kept"):
-        a("report", topic="m/70", values="x" * 2**16)
+    with pytest.raises(LimitError, match="at most 1048576 are kept"):
+        a("report", topic="m/70", values="x" * 2**20)
 
 
 def test_everybody_hears_of_a_stop(board, clients):

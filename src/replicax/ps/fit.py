@@ -39,8 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = ["WorkQueueFit"]
 
-_REPORTED = 2048  # Numbers of metrics in one report, of 20 letters or so.
-_MOST_REPORTED = 60 * _REPORTED
+_MOST_REPORTED = 60 * 2048  # Numbers of metrics; the board takes a report of 1 MiB.
 _SHOWN = 500
 
 
@@ -172,56 +171,25 @@ class WorkQueueFit:
     def _meet_others(self) -> None:
         self._finish(self._take_finished())
         metrics = self._model.metrics_variables
-        topic = f"{self._name} epoch {self._epoch}/metrics"
-        num_pieces = self._report(topic, metrics)
+        size = sum(int(np.prod(v.shape)) for v in metrics)
+        if size > _MOST_REPORTED:
+            raise NotImplementedError(
+                f"ParameterServerStrategy: the metrics of {self._model.name!r} hold "
+                f"{size} numbers, and at most {_MOST_REPORTED} can be summed over "
+                "the workers. Compute large ones in evaluate."
+            )
+        topic = f"{self._name}/metrics/{self._epoch}"
+        values = json_codec.encode([v.value for v in metrics], "the metrics")
+        stop = bool(self._model.stop_training)
+        report = {"values": values, "stop": stop}
+        self._session.as_worker("report", topic=topic, values=report)
         self._session.barrier(f"{self._name}: end of epoch {self._epoch}")
-        self._sum_up(topic, num_pieces, metrics)
+        reports = self._session.board("reports", topic=topic).values()
+        self._stops = any(report["stop"] for report in reports)
+        _sum_up(metrics, [json_codec.decode(report["values"]) for report in reports])
         self._strategy.refresh()
         # Nobody begins the next epoch before all have this one's values.
         self._session.barrier(f"{self._name}: values of epoch {self._epoch}")
-
-    def _report(self, topic: str, metrics: Sequence[keras.Variable]) -> int:
-        """Give the others this worker's metrics, in pieces that the board takes."""
-        flat = [x for v in metrics for x in np.asarray(v.value).ravel().tolist()]
-        if len(flat) > _MOST_REPORTED:
-            raise NotImplementedError(
-                f"ParameterServerStrategy: the metrics of {self._model.name!r} hold "
-                f"{len(flat)} numbers, and at most {_MOST_REPORTED} can be summed over "
-                "the workers. Compute large ones in evaluate."
-            )
-        starts = range(0, max(1, len(flat)), _REPORTED)
-        for number, start in enumerate(starts):
-            piece = flat[start : start + _REPORTED]
-            stop = bool(self._model.stop_training)
-            self._session.as_worker(
-                "report",
-                topic=f"{topic}/{number}",
-                values={"values": piece, "stop": stop},
-            )
-        return len(starts)
-
-    def _sum_up(
-        self, topic: str, num_pieces: int, metrics: Sequence[keras.Variable]
-    ) -> None:
-        """Give the metrics the values of all workers together."""
-        workers: dict[str, list[float]] = {}
-        for number in range(num_pieces):
-            reports = self._session.board("reports", topic=f"{topic}/{number}")
-            for worker, report in reports.items():
-                workers.setdefault(worker, []).extend(report["values"])
-                self._stops = self._stops or report["stop"]
-        # One that died while it reported has not said all.
-        size = sum(int(np.prod(v.shape)) for v in metrics)
-        reported = [values for values in workers.values() if len(values) == size]
-        start = 0
-        for variable in metrics:
-            stop = start + int(np.prod(variable.shape))
-            values = [np.asarray(v[start:stop], variable.dtype) for v in reported]
-            total = np.sum(values, axis=0, dtype=values[0].dtype)
-            if variable.aggregation != "sum":
-                total = total / len(values)
-            variable.assign(total.astype(variable.dtype).reshape(variable.shape))
-            start = stop
 
     def _waiting(self) -> AbstractContextManager[None]:
         """In it, this worker waits for others, which a report has to know."""
@@ -447,6 +415,17 @@ class WorkQueueFit:
                 weight=float(leading_size(rows, "fit")),
             )
         )
+
+
+def _sum_up(
+    metrics: Sequence[keras.Variable], reported: Sequence[Sequence[np.ndarray]]
+) -> None:
+    """Give the metrics the values of all workers together."""
+    for variable, *values in zip(metrics, *reported, strict=True):
+        total = np.sum(values, axis=0, dtype=values[0].dtype)
+        if variable.aggregation != "sum":
+            total = total / len(values)
+        variable.assign(total.astype(variable.dtype))
 
 
 def _described(model: keras.Model) -> dict[str, str]:

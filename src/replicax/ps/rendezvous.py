@@ -14,8 +14,8 @@ _MAX_KEYS = 4096
 _MAX_KEY_BYTES = 64 * 2**20
 _MAX_FAMILIES = 1024
 _NEWEST_KEPT = 64
-_MAX_REPORT = 64 * 1024
-_REPORTS_KEPT = 64
+_MAX_REPORT = 2**20
+_REPORTS_KEPT = 4
 _MAX_BARRIERS = 256
 _COMPLETE_KEPT = 1024
 
@@ -24,7 +24,7 @@ class Rendezvous(msgspec.Struct):
     """Keys, barriers, reports and the reason to stop.
 
     Keys that end in a number, such as `"fit 0/verdict/12"`, are kept for the newest 64
-    of their family; other keys for the whole job. Of reports the newest 64 topics
+    of their family; other keys for the whole job. Of reports the newest 4 topics
     are kept. A barrier's name is used once: who comes later, such as a worker that was
     restarted, finds it complete.
 
