@@ -293,7 +293,9 @@ def test_equal_but_different_plain_values_are_told_apart(strategy) -> None:
     assert seen[0] is True
 
 
-def test_cache_is_bounded_and_drops_the_least_recently_used() -> None:
+def test_cache_is_bounded_and_drops_the_least_recently_used(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     cache = ProgramCache(size=3)
     made: list[int] = []
 
@@ -307,12 +309,16 @@ def test_cache_is_bounded_and_drops_the_least_recently_used() -> None:
         assert cache.get(fn, i, make(i)) == f"program {i}"
     assert made == [0, 1, 2, 3]
     assert len(cache) == 3
-    cache.get(fn, 1, make(1))
-    assert made == [0, 1, 2, 3, 1]
+    assert not caplog.records
+    for again in (1, 0):  # Both were dropped, which is said once.
+        cache.get(fn, again, make(again))
+    assert made == [0, 1, 2, 3, 1, 0]
+    (record,) = caplog.records
+    assert "more than 3 programs are in use" in record.message
 
 
 @pytest.mark.slow
-def test_strategy_keeps_64_programs_and_lets_old_functions_go() -> None:
+def test_strategy_keeps_512_programs_and_lets_old_functions_go() -> None:
     strategy = rx.OneDeviceStrategy("cpu:0")
     refs = []
 
@@ -322,15 +328,15 @@ def test_strategy_keeps_64_programs_and_lets_old_functions_go() -> None:
     def make(marker: Marker) -> Any:
         return lambda x: (marker, x)[1]
 
-    for _ in range(66):
+    for _ in range(514):
         marker = Marker()
         refs.append(weakref.ref(marker))
         strategy.run(make(marker), (1.0,))
     del marker
     gc.collect()
-    assert len(strategy.programs) == 64
+    assert len(strategy.programs) == 512
     alive = [ref() is not None for ref in refs]
-    assert alive == [False] * 2 + [True] * 64
+    assert alive == [False] * 2 + [True] * 512
 
 
 def test_strategy_and_model_are_freed() -> None:

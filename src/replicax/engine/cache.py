@@ -97,9 +97,11 @@ class ProgramCache(Generic[T]):
         size: Programs kept; the least recently used one is dropped for a new one.
     """
 
-    def __init__(self, size: int = 64) -> None:
+    def __init__(self, size: int = 512) -> None:
         self._programs: OrderedDict[Hashable, T] = OrderedDict()
         self._size = size
+        # Hashes, which unlike the keys keep nothing alive; none once it was said.
+        self._dropped: set[int] | None = set()
         self._lock = threading.Lock()
         self._versions: dict[types.CodeType, list[list[int]]] = {}
         self._warned: set[types.CodeType] = set()
@@ -115,6 +117,7 @@ class ProgramCache(Generic[T]):
             if program is not None:
                 self._programs.move_to_end(full_key)
                 return program
+        self._warn_if_dropped(fn, full_key)
         self._warn_if_made_anew(fn)
         program = make()
         self._keep(full_key, program)
@@ -131,7 +134,21 @@ class ProgramCache(Generic[T]):
         with self._lock:
             self._programs[full_key] = program
             if len(self._programs) > self._size:
-                self._programs.popitem(last=False)
+                dropped, _ = self._programs.popitem(last=False)
+                if self._dropped is not None:
+                    self._dropped.add(hash(dropped))
+
+    def _warn_if_dropped(self, fn: Callable[..., PyTree], full_key: Hashable) -> None:
+        if self._dropped is None or hash(full_key) not in self._dropped:
+            return
+        self._dropped = None
+        _logger.warning(
+            "%s is compiled again for a shape of arguments that it had before: more "
+            "than %d programs are in use, and those used least recently are dropped. "
+            "Pad batches to a few shapes; every other shape costs a compilation.",
+            describe(fn),
+            self._size,
+        )
 
     def _warn_if_made_anew(self, fn: Callable[..., PyTree]) -> None:
         fn = getattr(fn, "__func__", fn)
