@@ -17,6 +17,7 @@ X = fc.numeric_column("x", 2)
 COLOR = fc.categorical_column_with_vocabulary_list("color", ["red", "green"])
 
 
+@pytest.mark.slow
 def test_breast_cancer_as_well_as_logistic_regression(tmp_path) -> None:
     x, y = load_breast_cancer(return_X_y=True)
     x_train, x_test, y_train, y_test = train_test_split(x, y, random_state=0)

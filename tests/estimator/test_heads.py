@@ -120,20 +120,19 @@ def test_wrong_arguments(kwargs, error, message, tmp_path) -> None:
 
 
 def trained(kind, input_fn, *args, **kwargs) -> tuple[E.Estimator, dict[str, float]]:
-    """With the results on one replica, compared to those on 2 and 3."""
+    """With the results on one replica, compared to those on 3."""
     estimator = kind(*args, **kwargs).train(input_fn)
     results = estimator.evaluate(input_fn)
-    for n in (2, 3):
-        config = E.RunConfig(eval_distribute=mirrored(n))
-        on_more = kind(*args, config=config, **kwargs).evaluate(input_fn)
-        # Sums in another order, in float32.
-        assert on_more == pytest.approx(results, rel=2e-6)
+    config = E.RunConfig(eval_distribute=mirrored(3))
+    on_more = kind(*args, config=config, **kwargs).evaluate(input_fn)
+    # Sums in another order, in float32.
+    assert on_more == pytest.approx(results, rel=2e-6)
     return estimator, results
 
 
 def weighted(x, labels, weights):
     features = {"x": x, "w": weights}
-    # 7 batches of 16 and one of 8: they divide by neither 2 nor 3 replicas.
+    # 7 batches of 16 and one of 8, which 3 replicas do not divide.
     return E.numpy_input_fn(features, labels, 16, shuffle=False), features
 
 

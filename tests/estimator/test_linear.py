@@ -67,12 +67,8 @@ def test_diabetes_as_least_squares(tmp_path) -> None:
     assert bias[0] == pytest.approx(exact.intercept_, rel=0.02)
 
 
-@pytest.mark.parametrize(
-    ("reduction", "rate"), [("sum_over_batch_size", 0.05), ("sum", 0.005)]
-)
-def test_two_replicas_are_one_with_their_batches_together(
-    reduction, rate, tmp_path
-) -> None:
+def test_two_replicas_sum_what_one_sums_of_their_batches_together(tmp_path) -> None:
+    """The mean of losses: see the same test of a network, in `test_dnn.py`."""
     rng = np.random.default_rng(0)
     features = {
         "x": rng.normal(size=(48, 3)).astype("float32"),
@@ -81,7 +77,7 @@ def test_two_replicas_are_one_with_their_batches_together(
     }
     labels = rng.normal(size=48)
 
-    def trained(num_replicas: int, rate: float) -> dict[str, np.ndarray]:
+    def trained(num_replicas: int) -> dict[str, np.ndarray]:
         estimator = E.LinearRegressor(
             [
                 fc.numeric_column("x", 3),
@@ -89,9 +85,9 @@ def test_two_replicas_are_one_with_their_batches_together(
             ],
             tmp_path / str(num_replicas),
             weight_column="w",
-            optimizer=lambda: keras.optimizers.SGD(rate),
+            optimizer=lambda: keras.optimizers.SGD(0.005),
             config=E.RunConfig(train_distribute=mirrored(num_replicas)),
-            loss_reduction=reduction,
+            loss_reduction="sum",
             sparse_combiner="mean",
         )
         input_fn = E.numpy_input_fn(
@@ -105,8 +101,7 @@ def test_two_replicas_are_one_with_their_batches_together(
             if name.startswith("linear/")
         }
 
-    one = trained(1, rate)
-    two = trained(2, rate)
+    one, two = trained(1), trained(2)
     assert set(one) == {
         "linear/linear_model/bias_weights",
         "linear/linear_model/color/weights",

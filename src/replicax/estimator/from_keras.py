@@ -99,11 +99,9 @@ def model_to_estimator(
             eval_metric_ops=metrics,
         )
 
-    return _KerasEstimator(model_fn, model_dir, config)
-
-
-class _KerasEstimator(Estimator):
-    _needs_labels = True
+    estimator = Estimator(model_fn, model_dir, config)
+    estimator._needs_labels = True
+    return estimator
 
 
 def _by_name(model: keras.Model, outputs: PyTree) -> dict[str, PyTree]:

@@ -78,14 +78,9 @@ def pandas_input_fn(
     (TF: `tf.compat.v1.estimator.inputs.pandas_input_fn`, without the queue's
     arguments.)
 
-    Args:
-        x: A pandas `DataFrame`: each column is a feature `[n]`.
-        y: Labels: a `Series`, or a `DataFrame` for a dict of labels.
-        batch_size: This and the rest: see `numpy_input_fn`, which returns the same.
-        num_epochs: How often to go through the data.
-        shuffle: Whether each epoch has an order of its own.
-        target_column: What the labels are called; `x` must have no such column.
-        seed: Of the orders.
+    `x` is a pandas `DataFrame`: each column is a feature `[n]`. `y` is a `Series`, or a
+    `DataFrame` for a dict of labels. `target_column` is what the labels are called; `x`
+    must have no such column. Other arguments and the result are `numpy_input_fn`'s.
 
     Raises:
         ValueError: As `numpy_input_fn`; if the indices of `x` and `y` differ, or `x`

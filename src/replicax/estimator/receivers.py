@@ -194,16 +194,8 @@ def build_raw_serving_input_receiver_fn(
 
     (TF: `tf.estimator.export.build_raw_serving_input_receiver_fn`.)
 
-    Args:
-        features: As for `ServingInputReceiver`.
-        default_batch_size: Likewise.
-
-    Returns:
-        A function without arguments, for `Estimator.export_saved_model`.
-
-    Raises:
-        ValueError: As `ServingInputReceiver`.
-        TypeError: As `ServingInputReceiver`.
+    Arguments and errors are those of `ServingInputReceiver`. The result is a function
+    without arguments, for `Estimator.export_saved_model`.
 
     Example:
         >>> import jax, replicax as rx

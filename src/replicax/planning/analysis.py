@@ -136,12 +136,6 @@ def _plan_without_room(
     return Plan(
         **_facts(capture, topology),
         fits=False,
-        memory=None,
-        flops=None,
-        bytes_accessed=None,
-        collectives=(),
-        time=None,
-        scaling=(),
         limit=limit,
         advice=advice,
         notes=(f"The compiler: {message.splitlines()[0]}",),

@@ -102,9 +102,16 @@ class Capture:
         )
 
     @contextlib.contextmanager
-    def _until_captured(self) -> Iterator[None]:
-        with rehearsing(self), contextlib.suppress(_Captured):
-            yield
+    def _until_captured(self, why_not: str) -> Iterator[None]:
+        """Stop what is run at its training step; `why_not` says that it has none."""
+        try:
+            with rehearsing(self), contextlib.suppress(_Captured):
+                yield
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                raise
+        if self.lowered is None:
+            raise NoTrainingStepError(f"plan: {why_not}")
 
 
 def capture_script(
@@ -115,21 +122,15 @@ def capture_script(
     sys.argv = [script, *arguments]
     if not is_module:  # As Python does for a script.
         sys.path[0] = str(Path(script).resolve().parent)
-    try:
-        with capture._until_captured():
-            if is_module:
-                runpy.run_module(script, run_name="__main__", alter_sys=True)
-            else:
-                runpy.run_path(script, run_name="__main__")
-    except SystemExit as end:
-        if end.code not in (None, 0):
-            raise
-    if capture.lowered is None:
-        raise NoTrainingStepError(
-            f"plan: {script} ended without a training step: no program in which an "
-            "optimizer makes an update. Let it reach `fit`, or a `strategy.run` that "
-            "calls optimizer.apply, with a strategy such as rx.MirroredStrategy()."
-        )
+    with capture._until_captured(
+        f"{script} ended without a training step: no program in which an optimizer "
+        "makes an update. Let it reach `fit`, or a `strategy.run` that calls "
+        "optimizer.apply, with a strategy such as rx.MirroredStrategy()."
+    ):
+        if is_module:
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(script, run_name="__main__")
     return capture
 
 
@@ -142,15 +143,14 @@ def capture_call(
 ) -> Capture:
     """The program of `strategy.run(step, args, kwargs)` on a topology's devices."""
     capture = Capture(topology)
-    with strategy.rehearsing(capture), capture._until_captured():
+    why_not = (
+        f"{step!r} does not train: no optimizer makes an update in it. Pass the step "
+        "that calls optimizer.apply."
+    )
+    with strategy.rehearsing(capture), capture._until_captured(why_not):
         num = strategy.num_replicas_in_sync
         args, kwargs = _as_arrays((tuple(args), dict(kwargs)), num)
         strategy.run(step, args, kwargs)
-    if capture.lowered is None:
-        raise NoTrainingStepError(
-            f"plan: {step!r} does not train: no optimizer makes an update in it. Pass "
-            "the step that calls optimizer.apply."
-        )
     return capture
 
 
@@ -165,8 +165,12 @@ def capture_fit(
     arrays = _as_arrays(tuple(batch), strategy.num_replicas_in_sync)
     attributes = {name: getattr(model, name, None) for name in _CHANGED_BY_FIT}
     steps = forget_steps(model)
+    why_not = (
+        f"fit of model {model.name!r} ended without a step of {strategy!r}. Make and "
+        "compile the model in the strategy's scope."
+    )
     try:
-        with strategy.rehearsing(capture), capture._until_captured():
+        with strategy.rehearsing(capture), capture._until_captured(why_not):
             batches = (arrays for _ in range(1))
             fit: Callable[..., object] = model.fit  # Keras: `verbose` is a str.
             fit(batches, steps_per_epoch=1, shuffle=False, verbose=0)
@@ -174,11 +178,6 @@ def capture_fit(
         for name, value in attributes.items():
             setattr(model, name, value)
         restore_steps(model, steps)
-    if capture.lowered is None:
-        raise NoTrainingStepError(
-            f"plan: fit of model {model.name!r} ended without a step of {strategy!r}. "
-            "Make and compile the model in the strategy's scope."
-        )
     return capture
 
 

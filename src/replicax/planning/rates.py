@@ -59,9 +59,7 @@ class Chip:
 
     Attributes:
         name: As in topologies, such as `"v5e"`.
-        peak_flops: Multiplications and additions per second, in bfloat16.
-        memory_bytes: Capacity of its memory (HBM).
-        memory_bandwidth: Bytes per second between memory and chip.
+        rates: Of its computing, in bfloat16, and its memory (HBM).
         link_bandwidth: Bytes per second over one link to a neighbour, one direction.
         network_bandwidth: Bytes per second of its share of its host's network, over
             which slices reach each other; None: not published.
@@ -70,23 +68,17 @@ class Chip:
             ring.
         shapes: The usual sizes of slices.
         max_chips: Chips in the largest slice.
-        source: Where the figures are published.
-        looked_up: When they were read there.
         options: What libtpu needs to know besides the name.
     """
 
     name: str
-    peak_flops: float
-    memory_bytes: int
-    memory_bandwidth: float
+    rates: Rates
     link_bandwidth: float
     network_bandwidth: float | None
     num_dims: int
     ring_multiple: int
     shapes: tuple[tuple[int, ...], ...]
     max_chips: int
-    source: str
-    looked_up: str = _LOOKED_UP
     options: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def has_shape(self, shape: tuple[int, ...]) -> bool:
@@ -116,6 +108,18 @@ class Chip:
         return tuple(sorted(shape))
 
 
+def _published(
+    peak_flops: float, memory_gib: int, memory_bandwidth: float, page: str
+) -> Rates:
+    return Rates(
+        peak_flops=peak_flops,
+        memory_bytes=memory_gib * _GIB,
+        memory_bandwidth=memory_bandwidth,
+        ring_bandwidth=None,
+        source=f"published at {_PAGES}/{page} (read {_LOOKED_UP})",
+    )
+
+
 _FLAT = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
 _DEEP = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4), (4, 4, 4), (4, 4, 8), (4, 8, 8))
 
@@ -124,9 +128,9 @@ CHIPS: Mapping[str, Chip] = {
     for chip in (
         Chip(
             name="v4",
-            peak_flops=275e12,
-            memory_bytes=32 * _GIB,
-            memory_bandwidth=1200e9,
+            rates=_published(
+                275e12, 32, 1200e9, "v4; links: Jouppi et al. 2023, arXiv:2304.01433"
+            ),
             # 6 links of 50 GB/s; 1.1 PB/s of all-reduce for 4096 chips agree with it.
             link_bandwidth=50e9,
             network_bandwidth=None,
@@ -134,48 +138,38 @@ CHIPS: Mapping[str, Chip] = {
             ring_multiple=4,
             shapes=_DEEP,
             max_chips=4096,
-            source=f"{_PAGES}/v4; links: Jouppi et al. 2023, arXiv:2304.01433",
             # Both cores of a chip as one device, as JAX has them on the hardware.
             options={"chip_config_name": "megacore"},
         ),
         Chip(
             name="v5e",
-            peak_flops=197e12,
-            memory_bytes=16 * _GIB,
-            memory_bandwidth=819e9,
+            rates=_published(197e12, 16, 819e9, "v5e"),
             link_bandwidth=400e9 / 2 / 4,  # 400 GB/s, both directions, 4 links
             network_bandwidth=6.4e12 / 8 / 256,  # 6.4 Tb/s for a pod of 256 chips
             num_dims=2,
             ring_multiple=16,
             shapes=_FLAT,
             max_chips=256,
-            source=f"{_PAGES}/v5e",
         ),
         Chip(
             name="v5p",
-            peak_flops=459e12,
-            memory_bytes=95 * _GIB,
-            memory_bandwidth=2765e9,
+            rates=_published(459e12, 95, 2765e9, "v5p"),
             link_bandwidth=1200e9 / 2 / 6,  # 1200 GB/s, both directions, 6 links
             network_bandwidth=50e9 / 8,  # 50 Gb/s
             num_dims=3,
             ring_multiple=4,
             shapes=_DEEP,
             max_chips=8960,
-            source=f"{_PAGES}/v5p",
         ),
         Chip(
             name="v6e",
-            peak_flops=918e12,
-            memory_bytes=32 * _GIB,
-            memory_bandwidth=1600e9,
+            rates=_published(918e12, 32, 1600e9, "v6e"),
             link_bandwidth=800e9 / 2 / 4,  # 3200 Gb/s one direction over 4 links
             network_bandwidth=25.6e12 / 8 / 256,  # 25.6 Tb/s for a pod of 256 chips
             num_dims=2,
             ring_multiple=16,
             shapes=_FLAT,
             max_chips=256,
-            source=f"{_PAGES}/v6e",
         ),
     )
 }

@@ -140,12 +140,12 @@ class Plan:
     num_slices: int
     rates: Rates
     fits: bool
-    memory: Memory | None
-    flops: float | None
-    bytes_accessed: float | None
-    collectives: tuple[CollectiveUse, ...]
-    time: StepTime | None
-    scaling: tuple[Scale, ...]
+    memory: Memory | None = None
+    flops: float | None = None
+    bytes_accessed: float | None = None
+    collectives: tuple[CollectiveUse, ...] = ()
+    time: StepTime | None = None
+    scaling: tuple[Scale, ...] = ()
     limit: str
     advice: str
     notes: tuple[str, ...]

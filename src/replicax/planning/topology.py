@@ -89,13 +89,7 @@ def find_topology(name: str, num_slices: int = 1) -> DeviceTopology:
     return DeviceTopology(
         name=name if num_slices == 1 else f"{num_slices} x {name}",
         devices=_described_devices(name, chip, shape, num_slices),
-        rates=Rates(
-            peak_flops=chip.peak_flops,
-            memory_bytes=chip.memory_bytes,
-            memory_bandwidth=chip.memory_bandwidth,
-            ring_bandwidth=None,
-            source=f"published at {chip.source} (read {chip.looked_up})",
-        ),
+        rates=chip.rates,
         chip=chip,
         shape=shape,
         num_slices=num_slices,

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
 from typing import Literal
 
 from replicax._util.units import seconds
@@ -82,7 +81,29 @@ def diagnose(measured: Measurements) -> str:
         >>> diagnose(dataclasses.replace(m, input=0.6)).split(":")[0]
         'input-bound'
     """
-    return next(advice(measured) for applies, advice in _RULES if applies(measured))
+    much = {name for name, share in shares(measured).items() if (share or 0.0) > _MUCH}
+    is_timed = math.isfinite(measured.step_s) and measured.step_s > 0
+    if measured.executions < FEWEST_EXECUTIONS or not is_timed:
+        return (
+            "too few steps to say what limits them "
+            f"({measured.executions} were timed after compiling, at least "
+            f"{FEWEST_EXECUTIONS} are needed): train longer"
+        )
+    if "input" in much:
+        where = f" on {measured.input_worker}" if measured.input_worker else ""
+        more = ", or use more workers" if measured.kind == "servers" else ""
+        return (
+            f"input-bound{where}: make batches in more threads or processes "
+            "(PyDataset(workers=...), Grain's mp_prefetch), or keep prepared ones in "
+            f"memory{more}"
+        )
+    if measured.straggler:
+        return f"one worker is slower: {measured.straggler}"
+    if "start" in much:
+        return _small_batch(measured)
+    if "communication" in much:
+        return _much_communication(measured)
+    return "compute-bound: nothing to change first"
 
 
 def summary(measured: Measurements) -> str:
@@ -98,35 +119,7 @@ def summary(measured: Measurements) -> str:
     return f"{speed}, {seconds(measured.step_s)} a step ({parts}); {diagnose(measured)}"
 
 
-def _too_few(measured: Measurements) -> bool:
-    is_timed = math.isfinite(measured.step_s) and measured.step_s > 0
-    return measured.executions < FEWEST_EXECUTIONS or not is_timed
-
-
-def _say_too_few(measured: Measurements) -> str:
-    return (
-        f"too few steps to say what limits them ({measured.executions} were timed "
-        f"after compiling, at least {FEWEST_EXECUTIONS} are needed): train longer"
-    )
-
-
-def _say_input(measured: Measurements) -> str:
-    where = f" on {measured.input_worker}" if measured.input_worker else ""
-    more = ""
-    if measured.kind == "servers":
-        more = ", or use more workers"
-    return (
-        f"input-bound{where}: make batches in more threads or processes "
-        "(PyDataset(workers=...), Grain's mp_prefetch), or keep prepared ones in "
-        f"memory{more}"
-    )
-
-
-def _say_straggler(measured: Measurements) -> str:
-    return f"one worker is slower: {measured.straggler}"
-
-
-def _say_start(measured: Measurements) -> str:
+def _small_batch(measured: Measurements) -> str:
     replicas = measured.num_replicas
     each = measured.batch / replicas
     what = f"batch of {measured.batch:,.0f} too small"
@@ -138,7 +131,7 @@ def _say_start(measured: Measurements) -> str:
     return f"{what}: {advice}, since starting programs takes much of a step"
 
 
-def _say_communication(measured: Measurements) -> str:
+def _much_communication(measured: Measurements) -> str:
     advice = "use a larger batch_size, so that fewer sums serve as many examples"
     if measured.kind == "servers":
         advice = "use a larger batch_size, so that fewer exchanges serve as many"
@@ -147,19 +140,3 @@ def _say_communication(measured: Measurements) -> str:
     elif measured.kind == "replicas" and not measured.is_compressed:
         advice += ', or CommunicationOptions(compression="bfloat16")'
     return f"communication-bound: {advice}"
-
-
-def _is_much(name: str) -> Callable[[Measurements], bool]:
-    return lambda measured: (shares(measured)[name] or 0.0) > _MUCH
-
-
-_Rule = tuple[Callable[[Measurements], bool], Callable[[Measurements], str]]
-_RULES: Sequence[_Rule] = (
-    (_too_few, _say_too_few),
-    (_is_much("input"), _say_input),
-    (lambda measured: bool(measured.straggler), _say_straggler),
-    (_is_much("start"), _say_start),
-    (_is_much("communication"), _say_communication),
-    (lambda _: True, lambda _: "compute-bound: nothing to change first"),
-)
-"""From the first that applies: what it says."""

@@ -228,22 +228,12 @@ def shared_embeddings(
 ) -> list[EmbeddingColumn]:
     """Embedding columns with one table.
 
-    The table is shared within a layer. Two layers have two.
-
-    Args:
-        categorical_columns: Columns with equal `num_buckets`.
-        dimension: As for `embedding_column`.
-        combiner: As for `embedding_column`.
-        initializer: As for `embedding_column`.
-        shared_embedding_collection_name: Name of the table. None: of the columns'.
-        max_norm: As for `embedding_column`.
-        trainable: As for `embedding_column`.
-
-    Returns:
-        A column for each, in their order.
+    The table is shared within a layer. Two layers have two. There is a column for each
+    of `categorical_columns`, in their order. Other arguments and errors are those of
+    `embedding_column`.
 
     Raises:
-        ValueError: As `embedding_column`, and if `num_buckets` differ.
+        ValueError: Also if the columns' `num_buckets` differ.
 
     Example:
         >>> from replicax import feature_column as fc

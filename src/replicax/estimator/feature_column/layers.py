@@ -272,19 +272,8 @@ def input_layer(
     (TF: `tf.compat.v1.feature_column.input_layer`.)
 
     Makes a new `DenseFeatures` each time; so call it in a `model_fn`, where variables
-    are found again.
-
-    Args:
-        features: Raw features, or what `features_of` made of them; see `DenseFeatures`.
-        feature_columns: Dense columns.
-        trainable: Whether embeddings are trained.
-
-    Returns:
-        `float32[B, sum of the columns' sizes]`.
-
-    Raises:
-        ValueError: As `DenseFeatures`, and as `features_of`.
-        TypeError: As `features_of`.
+    are found again. Arguments and errors are those of `DenseFeatures` and of its call;
+    the result is `float32[B, sum of the columns' sizes]`.
 
     Example:
         >>> from replicax import feature_column as fc
@@ -305,21 +294,9 @@ def linear_model(
 
     (TF: `tf.compat.v1.feature_column.linear_model`.)
 
-    Makes a new `LinearModel` each time; so call it in a `model_fn`.
-
-    Args:
-        features: As for `input_layer`.
-        feature_columns: As for `LinearModel`.
-        units: As for `LinearModel`.
-        sparse_combiner: As for `LinearModel`.
-        trainable: Whether weights are trained.
-
-    Returns:
-        `float32[B, units]`.
-
-    Raises:
-        ValueError: As `LinearModel`, and as `features_of`.
-        TypeError: As `features_of`.
+    Makes a new `LinearModel` each time; so call it in a `model_fn`. Arguments and
+    errors are those of `LinearModel` and of its call; the result is `float32[B,
+    units]`.
 
     Example:
         >>> from replicax import feature_column as fc
