@@ -44,6 +44,7 @@ _INDEX = re.compile(r"\bindex=(\d+)")
 
 _EXPLICIT = re.compile(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}")
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{((?:'[^',]+',?)*)\}")
 _SLICES = re.compile(r'_xla_megascale_target="\{([\d,]+)\}x\{(\d+):(\d+)\}"')
 _PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
 
@@ -301,11 +302,15 @@ def replica_groups(attributes: str) -> Groups:
         ((0, 1), (2, 3))
         >>> replica_groups("replica_groups=[2,2]<=[2,2]T(1,0)")
         ((0, 2), (1, 3))
+        >>> replica_groups("replica_groups=mesh['a'=2,'b'=2] {'a'}")
+        ((0, 2), (1, 3))
     """
     if "replica_groups=" not in attributes:
         return ()
     if match := _IOTA.search(attributes):
         return _from_iota(_numbers(match[1]), _numbers(match[2]), match[3])
+    if match := _MESH.search(attributes):
+        return _from_mesh(match[1], match[2])
     match = _EXPLICIT.search(attributes)
     if match is None:
         raise InternalError(
@@ -359,6 +364,17 @@ def _from_iota(shape: list[int], reshape: list[int], order: str | None) -> Group
     if order is not None:
         ids = ids.transpose(_numbers(order))
     rows = ids.reshape(shape[0], -1) if len(shape) > 1 else ids.reshape(1, -1)
+    return tuple(tuple(row) for row in rows.tolist())
+
+
+def _from_mesh(mesh: str, axes: str) -> Groups:
+    """`mesh['a'=2,'b'=4] {'b'}`: devices that differ in these axes of a mesh only."""
+    sizes = {name: int(n) for name, n in re.findall(r"'([^']+)'=(\d+)", mesh)}
+    names = re.findall(r"'([^']+)'", axes)
+    order = sorted(sizes, key=lambda name: name in names)
+    ids = np.arange(math.prod(sizes.values())).reshape(list(sizes.values()))
+    ids = ids.transpose([list(sizes).index(name) for name in order])
+    rows = ids.reshape(-1, math.prod(sizes[name] for name in names))
     return tuple(tuple(row) for row in rows.tolist())
 
 
