@@ -8,14 +8,9 @@ import keras
 import numpy as np
 import pytest
 
+from replicax.ps.optimizers import can_split, clip_before_push, optimizer_rule
 from replicax.ps.partition import FixedShardsPartitioner, VariableInfo, place
-from replicax.ps.server_optimizer import (
-    ServerOptimizer,
-    can_split,
-    clip_before_push,
-    make_server_optimizer,
-    optimizer_rule,
-)
+from replicax.ps.server_optimizer import ServerOptimizer
 from replicax.ps.variable_slices import VariableGroup
 
 SHAPES = {"dense/kernel": (6, 4), "dense/bias": (4,), "norm/scale": (1, 4), "s": ()}
@@ -85,7 +80,7 @@ def compare(
     partitioner = FixedShardsPartitioner(2) if split else None
     servers = 2 if split else 1
     group = grouped(rule, trained, servers, partitioner, can_split(optimizer))
-    rules = [make_server_optimizer(group, server) for server in range(servers)]
+    rules = [ServerOptimizer(group, server) for server in range(servers)]
     start = [np.asarray(v) for v in trained]
     states = [r.start(flat(group, i, start)) for i, r in enumerate(rules)]
     for _ in range(STEPS):
@@ -192,7 +187,7 @@ def test_infinite_gradients_go_through_a_global_clip_as_in_keras() -> None:
     rule = optimizer_rule(keras.optimizers.SGD(1.0, global_clipnorm=1.0), [])
     trained = variables(np.random.default_rng(0))
     group = grouped(rule, trained, 2)
-    one = make_server_optimizer(group, 0)
+    one = ServerOptimizer(group, 0)
     vectors, state = one.start(flat(group, 0, trained))
     vectors, _ = one.apply(vectors, state, vectors, {"all": np.inf})
     assert np.isnan(np.asarray(vectors["float32"])).all()
@@ -228,7 +223,7 @@ def test_a_learning_rate_assigned_later_and_iterations_come_along() -> None:
     for _ in range(4):
         optimizer.apply(gradients)
     group = grouped(optimizer_rule(optimizer, trained), trained)
-    rule = make_server_optimizer(group, 0)
+    rule = ServerOptimizer(group, 0)
     vectors, state = rule.start(flat(group, 0, trained))
     vectors, state = rule.apply(vectors, state, flat(group, 0, gradients))
     optimizer.apply(gradients)
@@ -244,7 +239,7 @@ def test_a_learning_rate_assigned_later_and_iterations_come_along() -> None:
 def test_assign_changes_the_learning_rate_for_later_steps() -> None:
     trained = variables(np.random.default_rng(3))
     group = grouped(optimizer_rule(keras.optimizers.SGD(0.5), trained), trained)
-    rule = make_server_optimizer(group, 0)
+    rule = ServerOptimizer(group, 0)
     vectors, state = rule.start({"float32": np.zeros(33, np.float32)})
     ones = {"float32": np.ones(33, np.float32)}
     vectors, state = rule.apply(vectors, state, ones)
@@ -291,7 +286,7 @@ def test_bfloat16_gradients_and_several_dtypes() -> None:
     ]
     rule = optimizer_rule(keras.optimizers.SGD(0.5), [])
     group = place("mixed", rule, infos, 1)
-    one = make_server_optimizer(group, 0)
+    one = ServerOptimizer(group, 0)
     bf16 = jax.numpy.bfloat16
     vectors, state = one.start(
         {"float32": np.zeros(4, "f4"), "bfloat16": np.ones(2, bf16)}
@@ -307,7 +302,7 @@ def test_bfloat16_gradients_and_several_dtypes() -> None:
 def test_vectors_handed_out_stay_and_callers_arrays_are_copied() -> None:
     trained = variables(np.random.default_rng(3))
     group = grouped(optimizer_rule(keras.optimizers.Adam(0.5), trained), trained)
-    rule = make_server_optimizer(group, 0)
+    rule = ServerOptimizer(group, 0)
     mine = np.zeros(33, np.float32)
     vectors, state = rule.start({"float32": mine})
     mine[:] = 7
@@ -322,7 +317,7 @@ def test_vectors_handed_out_stay_and_callers_arrays_are_copied() -> None:
 def test_variables_of_equal_paths_are_kept_apart() -> None:
     infos = [VariableInfo(path="w", shape=(2,), dtype="float32")] * 2
     rule = optimizer_rule(keras.optimizers.SGD(0.5, momentum=0.5), [])
-    one = make_server_optimizer(place("twins", rule, infos, 1), 0)
+    one = ServerOptimizer(place("twins", rule, infos, 1), 0)
     vectors, state = one.start({"float32": np.zeros(4, "f4")})
     gradient = {"float32": np.array([1, 1, 2, 2], "f4")}
     _, state = one.apply(vectors, state, gradient)
@@ -345,7 +340,7 @@ def test_multi_optimizer() -> None:
     trained = variables(rng)
     rule = optimizer_rule(make(), trained)
     group = grouped(rule, trained, 2, FixedShardsPartitioner(2))
-    rules = [make_server_optimizer(group, server) for server in range(2)]
+    rules = [ServerOptimizer(group, server) for server in range(2)]
     states = [r.start(flat(group, i, trained)) for i, r in enumerate(rules)]
     local = make()
     for _ in range(3):
@@ -371,15 +366,15 @@ def test_what_cannot_run_on_servers_is_refused() -> None:
     info = [VariableInfo(path="w", shape=(2,), dtype="float32")]
     values = {"float32": np.zeros(2, "f4")}
     with pytest.raises(ValueError, match=r"'w'.*kind='sparse'.*'add' or 'optimizer'"):
-        make_server_optimizer(place("w", {"kind": "sparse"}, info, 1), 0)
+        ServerOptimizer(place("w", {"kind": "sparse"}, info, 1), 0)
     config = optimizer_rule(sgd(), [])["config"] | {"class_name": "Nonsense"}
-    rule: ServerOptimizer = make_server_optimizer(
+    rule: ServerOptimizer = ServerOptimizer(
         place("w", {"kind": "optimizer", "config": config}, info, 1), 0
     )
     with pytest.raises(ValueError, match=r"cannot be built.*registered before"):
         rule.start(values)
     config = keras.saving.serialize_keras_object(keras.layers.Dense(1))
-    rule = make_server_optimizer(
+    rule = ServerOptimizer(
         place("w", {"kind": "optimizer", "config": config}, info, 1), 0
     )
     with pytest.raises(ValueError, match=r"config of a Dense, expected"):
@@ -389,4 +384,4 @@ def test_what_cannot_run_on_servers_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"global_clipnorm=1.0 needs the whole gradient"
     ):
-        make_server_optimizer(group, 0).start(values)
+        ServerOptimizer(group, 0).start(values)

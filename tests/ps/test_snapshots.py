@@ -12,8 +12,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from replicax.ps.optimizers import optimizer_rule
 from replicax.ps.partition import VariableInfo, place
-from replicax.ps.server_optimizer import optimizer_rule
 from replicax.ps.snapshots import Snapshots
 from replicax.ps.store import VariableStore
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replicax.ps.dense_group import BadVectors, DifferentGroup
+from replicax.ps.optimizers import optimizer_rule
 from replicax.ps.partition import FixedShardsPartitioner, VariableInfo, place
 from replicax.ps.pushes import (
     RefusedRequestError,
@@ -20,7 +21,7 @@ from replicax.ps.pushes import (
     Superseded,
     SyncTimeout,
 )
-from replicax.ps.server_optimizer import OptimizerSlots, optimizer_rule
+from replicax.ps.server_optimizer import OptimizerSlots
 from replicax.ps.store import UnknownGroup, VariableStore
 
 INFO = VariableInfo(path="dense/kernel", shape=(4, 2), dtype="float32")

@@ -166,14 +166,6 @@ def test_compressed_gradients_may_be_announced_for_floats_only():
         )
 
 
-def test_a_limit_holds_for_the_sum_of_the_vectors():
-    allowed = exactly({"float32": 10, "int8": 10})
-    header = {"vectors": [["float32", "float32", 10], ["int8", "int8", 10]]}
-    assert len(announced(header, allowed, byte_limit=50)) == 2
-    with pytest.raises(WireError, match="has 50 bytes, and may have 49"):
-        announced(header, allowed, byte_limit=49)
-
-
 def test_no_dtype_but_the_listed_ones_has_a_name():
     for name in ("object", "O", "V8", "datetime64", "__class__", ""):
         with pytest.raises(WireError, match="is no dtype"):

@@ -8,7 +8,7 @@ from replicax._util.types import JSONObject
 from replicax.ps.groups import Arrays, Group
 from replicax.ps.journal import Journaled, Note, note_nothing
 from replicax.ps.pushes import RefusedRequestError, Sessions
-from replicax.ps.server_optimizer import OptimizerSlots, make_server_optimizer
+from replicax.ps.server_optimizer import OptimizerSlots, ServerOptimizer
 from replicax.ps.variable_slices import VariableGroup
 
 __all__ = ["BadVectors", "DenseGroup", "DifferentGroup"]
@@ -42,7 +42,7 @@ class DenseGroup(Group):
         self.lengths = group.lengths_on(server)
         self.check(vectors, floats=False)
         try:
-            self._optimizer = make_server_optimizer(group, server)
+            self._optimizer = ServerOptimizer(group, server)
             self.vectors, self._slots = self._optimizer.start(vectors)
         except ValueError as error:
             raise RefusedRequestError(str(error)) from error

@@ -86,11 +86,7 @@ def _shown(peer: Peer) -> str:
 class Doorman:
     """Watches the connections to one port of this process.
 
-    Args:
-        port: The port.
-        log: Where strangers are reported.
-        stranger_seconds: How long a connection may stay without the token.
-        stranger_bytes: How much it may send without it.
+    Without the token one may stay for `stranger_seconds` and send `stranger_bytes`.
     """
 
     def __init__(

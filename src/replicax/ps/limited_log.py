@@ -49,13 +49,7 @@ class LimitedLog:
         return self._left_out.total()
 
     def warn(self, kind: str, address: str, message: str) -> None:
-        """Write a warning, or count it.
-
-        Args:
-            kind: What it is of, in the plural, such as `"idle connections"`.
-            address: The host that caused it.
-            message: The warning.
-        """
+        """Write a warning that an address caused, or count it; `kind` is a plural."""
         self.tick()
         with self._lock:
             of_address = self._written[kind, address]

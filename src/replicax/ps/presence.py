@@ -43,12 +43,8 @@ class Presence:
     A worker is dead when nothing was heard of it for `heartbeat` seconds. It may have
     been stopped only: a later sign of the same session makes it alive again.
 
-    Args:
-        workers: Names of all workers; the first one is the chief.
-        timeouts: `startup`, for workers to join in the beginning; `heartbeat`, the
-            silence after which a worker is dead; `chief`, for a dead chief, or the last
-            worker, to return.
-        now: The time.
+    The first one of the workers is the chief. `timeouts.startup` is for workers to join
+    in the beginning, `timeouts.chief` for a dead chief, or the last worker, to return.
     """
 
     def __init__(
@@ -98,13 +94,7 @@ class Presence:
         return replaces
 
     def sign(self, worker: str, session: str, now: float) -> None:
-        """Notes a sign of life.
-
-        Raises:
-            UnknownWorkerError: The cluster has no such worker.
-            SessionReplacedError: It was started again, as another session.
-            NotJoinedError: It did not join as this session, or has left.
-        """
+        """Notes a sign of life; refuses one of a session that has not joined."""
         known = self._worker(worker)
         if known.session != session:
             self._refuse_replaced(worker, known, session)
@@ -229,11 +219,7 @@ class Presence:
         }
 
     def restart(self, workers: Mapping[str, Worker], now: float) -> None:
-        """Goes on with a snapshot's workers; heartbeats and grace periods start anew.
-
-        Raises:
-            ValueError: They are of another cluster.
-        """
+        """Goes on with a snapshot's workers; heartbeats and grace times start anew."""
         if list(workers) != list(self.workers):
             raise ValueError(
                 f"Board.load_state: the snapshot is of the workers {listed(workers)}; "

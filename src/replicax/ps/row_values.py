@@ -19,14 +19,7 @@ _Block = Callable[[np.random.Generator, tuple[int, int]], np.ndarray]
 
 
 def check_initializer(config: JSONObject) -> None:
-    """Raise unless rows can start from this initializer.
-
-    Args:
-        config: What `keras.initializers.serialize` returns.
-
-    Raises:
-        ValueError: For another initializer; the message lists those that there are.
-    """
+    """Raise a `ValueError` unless rows can start from this initializer's config."""
     if _constant(config) is None:
         _random(config)
 
@@ -40,15 +33,7 @@ def fill_rows(
 ) -> None:
     """Write first values into rows `first_row`, `first_row + stride`, … of a table.
 
-    Args:
-        values: `float32[n, dim]`, overwritten.
-        initializer: What `keras.initializers.serialize` returns.
-        seed: Seed of the whole table.
-        first_row: The table's row that is `values[0]`, less than `stride`.
-        stride: The table's rows from one row of `values` to the next.
-
-    Raises:
-        ValueError: For an initializer that rows cannot start from.
+    The seed is that of the whole table; `first_row` is less than `stride`.
 
     Example:
         >>> import numpy as np
@@ -145,16 +130,7 @@ def _truncated(generator: np.random.Generator, shape: tuple[int, int]) -> np.nda
 
 
 def check_ids(ids: np.ndarray, num_rows: int, owner: str) -> np.ndarray:
-    """`ids` as `int64[n]`, if they are rows of the table.
-
-    Args:
-        ids: Integers of shape `[n]`.
-        num_rows: The table's rows.
-        owner: What to name in errors, such as `"Table 'words'"`.
-
-    Raises:
-        ValueError: For another dtype or rank, and for an id out of range; it names the
-            first one and its position.
+    """`ids` as `int64[n]`, if they are rows of the table, which is the errors' `owner`.
 
     Example:
         >>> import numpy as np
@@ -181,11 +157,7 @@ def check_ids(ids: np.ndarray, num_rows: int, owner: str) -> np.ndarray:
 def sum_duplicates(
     ids: np.ndarray, gradients: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Distinct ids in ascending order, and the sums of their rows.
-
-    Args:
-        ids: `int64[n]`.
-        gradients: `[n, dim]`.
+    """Distinct ids in ascending order, and the sums of their rows `[n, dim]`.
 
     Example:
         >>> import numpy as np

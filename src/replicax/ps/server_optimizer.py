@@ -21,10 +21,8 @@ from replicax._private.keras import write_values
 from replicax.ps.optimizers import (
     build_recording,
     can_split,
-    clip_before_push,
     clips_on_worker,
     deserialize,
-    optimizer_rule,
 )
 from replicax.ps.variable_slices import (
     FusedSpan,
@@ -40,39 +38,9 @@ from replicax.ps.variable_slices import (
 __all__ = [
     "OptimizerSlots",
     "ServerOptimizer",
-    "can_split",
-    "clip_before_push",
-    "make_server_optimizer",
-    "optimizer_rule",
 ]
 
 _Vectors = dict[str, jax.Array]
-
-
-def make_server_optimizer(group: VariableGroup, server: int) -> "ServerOptimizer":
-    """The rule by which a server updates its parts of a group.
-
-    Raises:
-        ValueError: If the rule is unknown, or its optimizer cannot be built, or not for
-            parts such as these.
-
-    Example:
-        >>> from replicax.ps.partition import VariableInfo, place
-        >>> w = VariableInfo(path="w", shape=(2,), dtype="float32")
-        >>> rule = make_server_optimizer(place("weights", {"kind": "add"}, [w], 1), 0)
-        >>> vectors, state = rule.start({"float32": np.array([1, 2], np.float32)})
-        >>> gradients = {"float32": np.array([1, 0], np.float32)}
-        >>> vectors, state = rule.apply(vectors, state, gradients)
-        >>> vectors["float32"].tolist()
-        [2.0, 2.0]
-    """
-    kind = group.rule.get("kind")
-    if kind not in ("add", "optimizer"):
-        raise ValueError(
-            f"group {group.name!r}: got rule kind={kind!r}, expected 'add' or "
-            "'optimizer'."
-        )
-    return ServerOptimizer(group, server)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +61,20 @@ class OptimizerSlots:
 class ServerOptimizer:
     """Updates a server's parts of one group. Knows no values: those are given to it.
 
+    Raises:
+        ValueError: If the rule is unknown; in `start`, if its optimizer cannot be
+            built, or not for parts such as these.
+
+    Example:
+        >>> from replicax.ps.partition import VariableInfo, place
+        >>> w = VariableInfo(path="w", shape=(2,), dtype="float32")
+        >>> rule = ServerOptimizer(place("weights", {"kind": "add"}, [w], 1), 0)
+        >>> vectors, state = rule.start({"float32": np.array([1, 2], np.float32)})
+        >>> gradients = {"float32": np.array([1, 0], np.float32)}
+        >>> vectors, state = rule.apply(vectors, state, gradients)
+        >>> vectors["float32"].tolist()
+        [2.0, 2.0]
+
     Attributes:
         group: The group.
         parts: The server's parts of it.
@@ -101,6 +83,12 @@ class ServerOptimizer:
     """
 
     def __init__(self, group: VariableGroup, server: int) -> None:
+        kind = group.rule.get("kind")
+        if kind not in ("add", "optimizer"):
+            raise ValueError(
+                f"group {group.name!r}: got rule kind={kind!r}, expected 'add' or "
+                "'optimizer'."
+            )
         self.group = group
         self.parts = group.slices_on(server)
         self.norms: str | None = None
@@ -116,11 +104,7 @@ class ServerOptimizer:
     def start(
         self, vectors: Mapping[str, np.ndarray]
     ) -> tuple[_Vectors, list[jax.Array]]:
-        """The vectors on the CPU device, and the optimizer's variables before any step.
-
-        Raises:
-            ValueError: If the optimizer cannot be built or cannot be stepped.
-        """
+        """The vectors on the CPU, and the optimizer's variables before any step."""
         # JAX takes aligned host arrays as they are, and callers may change theirs.
         placed = {
             dtype: jax.device_put(np.array(vector), self._cpu)
@@ -193,17 +177,7 @@ class ServerOptimizer:
         return OptimizerSlots(shared=shared, parts=parts)
 
     def assign(self, state: list[jax.Array], name: str, value: Any) -> list[jax.Array]:
-        """The state with another value for one of the shared variables.
-
-        Args:
-            state: The optimizer's variables.
-            name: Such as `"learning_rate"` or `"iteration"`.
-            value: A scalar.
-
-        Raises:
-            ValueError: If there is no such variable, as there is no `"learning_rate"`
-                where it follows a schedule.
-        """
+        """The state with another value for a shared scalar, as the learning rate."""
         known = [each for owner, each in self._owners if owner is None]
         if name not in known:
             raise ValueError(
@@ -217,21 +191,15 @@ class ServerOptimizer:
     def with_slots(
         self, state: list[jax.Array], slots: OptimizerSlots
     ) -> list[jax.Array]:
-        """The state with the values of `slots`, which may hold some variables only.
-
-        Raises:
-            ValueError: If a value has another shape.
-        """
-        values = [
-            self._shared_slot(old, name, slots)
-            if owner is None
-            else self._parts_slot(old, self._blocks[owner], name, slots)
-            for old, (owner, name) in zip(state, self._owners, strict=True)
-        ]
-        return [
-            old if value is None else jax.device_put(value, self._cpu)
-            for old, value in zip(state, values, strict=True)
-        ]
+        """The state with the values of `slots`, which may hold some variables only."""
+        changed = []
+        for old, (owner, name) in zip(state, self._owners, strict=True):
+            if owner is None:
+                value = self._shared_slot(old, name, slots)
+            else:
+                value = self._parts_slot(old, self._blocks[owner], name, slots)
+            changed.append(old if value is None else jax.device_put(value, self._cpu))
+        return changed
 
     def _shared_slot(
         self, old: jax.Array, name: str, slots: OptimizerSlots

@@ -102,12 +102,7 @@ class Service:
         self._idle = threading.Condition()
 
     def serve_in_thread(self) -> None:
-        """Begin to serve, in threads of gRPC's own, and return.
-
-        Raises:
-            ClusterError: If the address cannot be had.
-            ImportError: If pyarrow is not installed.
-        """
+        """Begin to serve, in threads of gRPC's own, and return."""
         _check_free(self.address, self._bound)
         host = f"[{self._bound.host}]" if ":" in self._bound.host else self._bound.host
         scheme = "grpc+tls" if self._credentials.tls else "grpc+tcp"
@@ -126,12 +121,8 @@ class Service:
     def close(self, deadline: float = 10.0) -> None:
         """Finish what is being answered, end all connections, free the port.
 
-        Args:
-            deadline: How long this may take, in seconds. Half of it is for answers
-                that are under way; then connections are cut.
-
-        Raises:
-            ClusterError: If something still holds the port then.
+        Half of the `deadline` is for answers that are under way; then connections are
+        cut. A `ClusterError` says that something still holds the port at its end.
         """
         self._closing = True
         end = time.monotonic() + deadline

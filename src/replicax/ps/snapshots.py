@@ -11,6 +11,7 @@ One is written under a temporary name, its manifest last, and renamed after fsyn
 Nothing in it is code.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -34,6 +35,7 @@ from replicax._util.files import (
     leftovers,
     part_of,
     publish,
+    remove_folder,
     temporary_folder,
     why_not_written,
     write_whole,
@@ -151,15 +153,7 @@ class Snapshots:
         store: _SnapshotSource,
         board_state: Callable[[], JSONObject] | None = None,
     ) -> None:
-        """Write snapshots from now on, in a thread.
-
-        Args:
-            store: A `VariableStore`. What it has now is taken to be on disk.
-            board_state: Returns the board's state as JSON values.
-
-        Raises:
-            RuntimeError: If it was called before.
-        """
+        """Write snapshots from now on, in a thread; what is there now is on disk."""
         if self._source is not None:
             raise RuntimeError(f"Snapshots of {self.folder}: they are written already.")
         self._source, self._board_state = store, board_state
@@ -172,11 +166,7 @@ class Snapshots:
         self._thread.start()
 
     def close(self, *, write: bool = True) -> None:
-        """End the thread.
-
-        Args:
-            write: Whether to write what was not yet written.
-        """
+        """End the thread; `write` what was not yet written."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
@@ -191,7 +181,7 @@ class Snapshots:
         numbers = self._numbers()
         try:
             if numbers:
-                write_whole(self.folder / _DONE, str(max(numbers)))
+                write_whole(self.folder / _DONE, str(numbers[-1]))
         except OSError as error:
             _logger.error(
                 "%s could not be written: %s. Delete %s before another job uses it: it "
@@ -214,11 +204,7 @@ class Snapshots:
         self.close()
 
     def write(self, state: JSONObject, board: JSONObject | None = None) -> Path:
-        """Write a snapshot, and remove those that are too many.
-
-        Args:
-            state: What `VariableStore.state` returned.
-            board: The board's state, in JSON values.
+        """Write a snapshot of a store and a board, and remove those that are too many.
 
         Returns:
             Its folder.
@@ -226,7 +212,7 @@ class Snapshots:
         Raises:
             OSError: If it cannot be written. Those before it are untouched.
         """
-        numbers = sorted(self._numbers())
+        numbers = self._numbers()
         path = self._path(numbers[-1] + 1 if numbers else 1)
         for left in leftovers(self.folder, _NAME.pattern):
             shutil.rmtree(left)
@@ -242,15 +228,18 @@ class Snapshots:
         Damaged ones are named in the log and skipped, and so are those of a job that
         is done.
         """
-        over = self._last_of_finished_job()
+        over = 0
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            over = int((self.folder / _DONE).read_text())
         if over:
             _logger.warning(
                 "snapshots up to %s are of a job that is done; they are not restored",
                 self._path(over),
             )
-        fresh = [number for number in self._numbers() if number > over]
-        for number in sorted(fresh, reverse=True):
+        for number in reversed(self._numbers()):
             path = self._path(number)
+            if number <= over:
+                break
             try:
                 return _read(path)
             except _DAMAGE as error:
@@ -296,24 +285,17 @@ class Snapshots:
         return True
 
     def _numbers(self) -> list[int]:
-        if not self.folder.is_dir():
-            return []
-        found = [_NAME.fullmatch(each.name) for each in self.folder.iterdir()]
-        return [int(match[1]) for match in found if match]
-
-    def _last_of_finished_job(self) -> int:
-        try:
-            return int((self.folder / _DONE).read_text())
-        except (FileNotFoundError, ValueError):
-            return 0
+        """Of the snapshots that are there, in order."""
+        found = [_NAME.fullmatch(each.name) for each in self.folder.glob("*")]
+        return sorted(int(match[1]) for match in found if match)
 
     def _path(self, number: int) -> Path:
         return self.folder / f"snapshot-{number:09d}"
 
     def _remove_old(self) -> None:
-        for number in sorted(self._numbers())[: -self._keep]:
+        for number in self._numbers()[: -self._keep]:
             try:
-                shutil.rmtree(self._path(number))
+                remove_folder(self._path(number))
             except OSError as error:
                 _logger.warning(
                     "snapshot %s could not be removed: %s", self._path(number), error
@@ -321,7 +303,6 @@ class Snapshots:
 
 
 def _write_files(folder: Path, state: JSONObject, board: JSONObject | None) -> None:
-    digests = {}
     table = []
     digest = hashlib.blake2b()
     offset = 0
@@ -334,12 +315,14 @@ def _write_files(folder: Path, state: JSONObject, board: JSONObject | None) -> N
                 block = data[start : start + _BLOCK_BYTES]
                 digest.update(block)
                 file.write(block)
-    digests[_ARRAYS] = [offset, digest.hexdigest()]
     text = json.dumps({"arrays": table, "meta": state["meta"], "board": board}).encode()
-    digests[_STATE] = [len(text), hashlib.blake2b(text).hexdigest()]
-    manifest = json.dumps({"format": _FORMAT, "files": digests}).encode()
     (folder / _STATE).write_bytes(text)
-    (folder / _MANIFEST).write_bytes(manifest)
+    files = {
+        _ARRAYS: [offset, digest.hexdigest()],
+        _STATE: [len(text), hashlib.blake2b(text).hexdigest()],
+    }
+    manifest = {"format": _FORMAT, "files": files}
+    (folder / _MANIFEST).write_text(json.dumps(manifest))
 
 
 def _read(path: Path) -> Snapshot:

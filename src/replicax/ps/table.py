@@ -152,11 +152,7 @@ class Table(Group):
         return self._values.nbytes * (1 + len(self._slots))
 
     def optimizer(self, rule: JSONObject) -> RowOptimizer:
-        """What would update the rows by this rule.
-
-        Raises:
-            TableError: If rows cannot be updated by it.
-        """
+        """What would update the rows by this rule."""
         try:
             return RowOptimizer(rule, self.spec.dim, whole_table=self._num_servers == 1)
         except ValueError as error:
@@ -166,11 +162,7 @@ class Table(Group):
         """Say how rows are updated, for a table that was made without a rule.
 
         The first rule stands. The same optimizer again does nothing, whatever its name
-        and its learning rate.
-
-        Raises:
-            TableError: For an optimizer that cannot update some rows only, or another
-                than the table has.
+        and its learning rate; another one is refused.
         """
         optimizer = self.optimizer(rule)
         with self.condition:
@@ -188,11 +180,7 @@ class Table(Group):
                 )
 
     def rows(self, ids: np.ndarray) -> np.ndarray:
-        """The present values `float32[n, dim]` of rows `int64[n]`, a copy.
-
-        Raises:
-            TableError: For an id that is not here; it names the first one.
-        """
+        """The present values `float32[n, dim]` of rows `int64[n]`, a copy."""
         places = self._places(ids)
         with self.condition:
             return self._values[places]
@@ -213,16 +201,8 @@ class Table(Group):
         to all servers, so that schedules and Adam's correction go in step. The call
         does not wait for the other parts of a step.
 
-        Args:
-            ids: `int64[n]`, rows on this server; those of equal ids are summed first.
-            gradients: `[n, dim]`, of any float dtype.
-            worker: Who pushes, such as `"worker:0"`.
-            session: Unique to the worker's process.
-            sequence: Number of this push in the session.
-            part: Of a synchronous step.
-
-        Raises:
-            TableError: For ids or gradients that do not fit, or without an optimizer.
+        `ids` are `int64[n]`, rows on this server; `gradients` `[n, dim]`, of any float
+        dtype. Those of equal ids are summed first.
         """
         places = self._places(ids)
         self._required_optimizer()
@@ -239,12 +219,7 @@ class Table(Group):
             return RowsPushed(version=self.version, applied=last.applied)
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """Use another learning rate from the next update on.
-
-        Raises:
-            TableError: If there is no optimizer yet, if it has a schedule, or if the
-                rate is no number.
-        """
+        """Use another learning rate from the next update on, if it is a number."""
         optimizer = self._required_optimizer()
         rate = (self.spec.rule or {})["config"]["config"]["learning_rate"]
         if not isinstance(rate, int | float) or not np.isfinite(learning_rate):
@@ -274,11 +249,7 @@ class Table(Group):
     def load_state(
         self, arrays: Arrays, described: JSONObject, journal: Journaled | None = None
     ) -> None:
-        """Go on from what `state` returned, and what was written down since then.
-
-        Raises:
-            TableError: If it is another table's, or that of another server.
-        """
+        """Go on from what `state` returned, and what was written down since then."""
         if self.spec.rule is None and described["spec"]["rule"] is not None:
             self.set_rule(described["spec"]["rule"])
         mine = {"server": self.server, "num_servers": self._num_servers}

@@ -14,10 +14,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import ml_dtypes
+import msgspec
 import numpy as np
 
 from replicax._util.arrays import bytes_of
 from replicax._util.types import JSONObject
+from replicax.ps.limits import Count
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -59,13 +61,7 @@ class WireError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Allowed:
-    """What a vector of a message may be.
-
-    Attributes:
-        dtypes: Names of the dtypes it may have.
-        least: Smallest number of elements.
-        most: Largest number of elements.
-    """
+    """What a vector of a message may be: names of dtypes, and numbers of elements."""
 
     dtypes: tuple[str, ...]
     least: int
@@ -75,9 +71,7 @@ class Allowed:
 def exactly(lengths: Mapping[str, int], *others: str) -> dict[str, Allowed]:
     """Vectors named after their dtypes, of exactly these lengths.
 
-    Args:
-        lengths: Number of elements of each.
-        *others: Dtypes that floating-point vectors may have instead of their own.
+    Floating-point vectors may also be of the dtypes `others`.
 
     Example:
         >>> exactly({"float32": 10}, "bfloat16")
@@ -93,11 +87,7 @@ def exactly(lengths: Mapping[str, int], *others: str) -> dict[str, Allowed]:
 
 @functools.cache
 def flight() -> types.ModuleType:
-    """The module `pyarrow.flight`, imported when it is first needed.
-
-    Raises:
-        ImportError: If it is not installed; the message says how to install it.
-    """
+    """The module `pyarrow.flight`, imported when it is first needed."""
     try:
         from pyarrow import flight as module
     except ImportError as error:
@@ -113,11 +103,25 @@ class MessageReader(Protocol):
 
     def read_chunk(self) -> Any:
         """The next record batch, as `data`, or text about it, as `app_metadata`."""
-        ...
 
     def cancel(self) -> None:
         """End the stream, whatever is under way."""
-        ...
+
+
+class MessageWriter(Protocol):
+    """A Flight stream's writer."""
+
+    def begin(self, schema: object, *, options: object) -> None:
+        """Say what record batches look like."""
+
+    def write_metadata(self, text: bytes) -> None:
+        """Send a text."""
+
+    def write_batch(self, batch: object) -> None:
+        """Send a record batch."""
+
+    def close(self) -> None:
+        """End the stream."""
 
 
 class FlightClient(Protocol):
@@ -125,7 +129,7 @@ class FlightClient(Protocol):
 
     def do_exchange(
         self, descriptor: object, options: object
-    ) -> tuple["MessageWriter", MessageReader]:
+    ) -> tuple[MessageWriter, MessageReader]:
         """Open a stream."""
         ...
 
@@ -135,27 +139,6 @@ class FlightClient(Protocol):
 
     def close(self) -> None:
         """End the channel."""
-        ...
-
-
-class MessageWriter(Protocol):
-    """A Flight stream's writer."""
-
-    def begin(self, schema: object, *, options: object) -> None:
-        """Say what record batches look like."""
-        ...
-
-    def write_metadata(self, text: bytes) -> None:
-        """Send a text."""
-        ...
-
-    def write_batch(self, batch: object) -> None:
-        """Send a record batch."""
-        ...
-
-    def close(self) -> None:
-        """End the stream."""
-        ...
 
 
 @functools.cache
@@ -202,17 +185,10 @@ def send(
 ) -> int:
     """Send a message; the vectors' bytes go out from where they lie.
 
-    Args:
-        writer: A Flight stream's writer, after `begin`.
-        header: JSON values. Its `"vectors"` are filled in here.
-        vectors: One-dimensional arrays. They must not change before the reply.
-        progress: Called after each chunk.
+    Vectors must not change before the reply. `progress` is called after each chunk.
 
     Returns:
         The number of bytes sent, without what Flight adds.
-
-    Raises:
-        WireError: If the header is too large.
     """
     arrays = {name: np.asarray(vector) for name, vector in vectors.items()}
     announcement = [[name, a.dtype.name, a.size] for name, a in arrays.items()]
@@ -266,14 +242,7 @@ def read_json(data: bytes) -> JSONObject:
 
 
 def receive_header(reader: MessageReader) -> JSONObject | None:
-    """Wait for the next message of a stream and take its header.
-
-    Returns:
-        The header, or None if the stream is at its end.
-
-    Raises:
-        WireError: If what comes is not a header.
-    """
+    """Wait for the next message of a stream and take its header; None: it has ended."""
     try:
         chunk = reader.read_chunk()
     except StopIteration:
@@ -284,16 +253,13 @@ def receive_header(reader: MessageReader) -> JSONObject | None:
 
 
 def announced(
-    header: JSONObject,
-    allowed: Mapping[str, Allowed] | None,
-    byte_limit: int | None = None,
+    header: JSONObject, allowed: Mapping[str, Allowed] | None
 ) -> list[tuple[str, np.dtype, int]]:
     """What a message's header says of its vectors, after it was checked.
 
     Args:
         header: The header.
         allowed: The vectors that the message must have, by name. None: any.
-        byte_limit: Largest sum of their bytes. None: `allowed` is limit enough.
 
     Returns:
         Name, dtype and number of elements of each vector, in their order.
@@ -301,22 +267,22 @@ def announced(
     Raises:
         WireError: If the header announces anything else; the message names it.
     """
-    entries = header.get("vectors")
-    if not isinstance(entries, list) or not all(_is_entry(entry) for entry in entries):
+    try:
+        entries = msgspec.convert(header.get("vectors"), list[tuple[str, str, Count]])
+    except msgspec.ValidationError as error:
         raise WireError(
-            f"the header's vectors are {entries!r:.100}; expected a list of "
-            "[name, dtype, length]"
-        )
-    if allowed is None:
-        return [(name, dtype_named(dtype), length) for name, dtype, length in entries]
-    names = [entry[0] for entry in entries]
-    if sorted(names) != sorted(allowed):
+            f"the header's vectors are {header.get('vectors')!r:.100}; expected a list "
+            "of [name, dtype, length]"
+        ) from error
+    names = [name for name, _, _ in entries]
+    if allowed is not None and sorted(names) != sorted(allowed):
         raise WireError(
             f"the message has the vectors {names!r:.200}; expected {sorted(allowed)}"
         )
-    result = []
     for name, dtype, length in entries:
-        rule = allowed[name]
+        rule = None if allowed is None else allowed[name]
+        if rule is None:
+            continue
         if dtype not in rule.dtypes:
             raise WireError(
                 f"vector {name!r} has dtype {dtype!r:.80}; expected one of "
@@ -327,18 +293,7 @@ def announced(
             raise WireError(
                 f"vector {name!r} has {length} elements; expected {rule.least}{most}"
             )
-        result.append((name, dtype_named(dtype), length))
-    total = sum(dtype.itemsize * length for _, dtype, length in result)
-    if byte_limit is not None and total > byte_limit:
-        raise WireError(f"the message has {total} bytes, and may have {byte_limit}")
-    return result
-
-
-def _is_entry(entry: object) -> bool:
-    match entry:
-        case [str(), str(), int(length)]:
-            return not isinstance(length, bool) and length >= 0
-    return False
+    return [(name, dtype_named(dtype), length) for name, dtype, length in entries]
 
 
 def receive_vectors(
@@ -346,19 +301,10 @@ def receive_vectors(
     announcement: list[tuple[str, np.dtype, int]],
     progress: Callable[[], None] = lambda: None,
 ) -> dict[str, np.ndarray]:
-    """Take the vectors that follow a header.
+    """Take the vectors that follow a header, as `announced` gave them; read-only.
 
-    Args:
-        reader: The Flight stream's reader.
-        announcement: What `announced` returned for the header.
-        progress: Called after each chunk.
-
-    Returns:
-        Read-only arrays. One that came in a single chunk is a view of what was
-        received; others are copied once.
-
-    Raises:
-        WireError: If there are more or fewer bytes than announced.
+    One that came in a single chunk is a view of what was received; others are copied
+    once. `progress` is called after each chunk.
     """
     return {
         name: _receive_vector(reader, name, dtype, length, progress)
