@@ -152,7 +152,7 @@ def test_one_workers_interrupt_is_followed_by_a_save_of_all(tmp_path: Path) -> N
     ("code", "send"),
     [
         (SYNC, to_the_launcher),
-        (LOOP, to("worker:0")),
+        pytest.param(LOOP, to("worker:0"), marks=pytest.mark.slow),
         pytest.param(SYNC, to("worker:0"), marks=pytest.mark.slow),
         pytest.param(SYNC, to("worker:1"), marks=pytest.mark.slow),
         pytest.param(LOOP, to("worker:1"), marks=pytest.mark.slow),

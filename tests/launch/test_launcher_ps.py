@@ -214,6 +214,7 @@ def test_a_crash_loop_of_a_worker_is_ended(run: Callable[..., Result]) -> None:
     assert "after 3 restarts" in result.stderr.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_a_crash_loop_of_the_chief_ends_the_job(run: Callable[..., Result]) -> None:
     code = CRASHES.format(who="worker:0", last=3)
     began = time.monotonic()
