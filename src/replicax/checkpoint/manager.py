@@ -223,7 +223,9 @@ class CheckpointManager:
         self._settle()
         self._checkpoint.require_built()
         found, problems = self._newest_undamaged()
-        self._remove_mark()
+        mark = self._directory / FINISHED
+        if self._worker.is_chief and mark.exists():  # A run that goes on is not over.
+            mark.unlink(missing_ok=True)
         if found is None and problems:
             raise CheckpointError(
                 "CheckpointManager: no checkpoint is undamaged: "
@@ -262,12 +264,6 @@ class CheckpointManager:
             self._known = self._known[: self._known.index(found[0]) + 1]
         return found, problems
 
-    def _remove_mark(self) -> None:
-        """A run that goes on is not finished."""
-        mark = self._directory / FINISHED
-        if self._worker.is_chief and mark.exists():
-            mark.unlink(missing_ok=True)
-
     def _settle(self) -> None:
         """Wait for the save that is under way; all workers learn how it ended."""
         if self._pending is None:
@@ -280,18 +276,14 @@ class CheckpointManager:
             problem = self._worker.exchange(
                 "replicax.checkpoint.outcome", problem, _SAVE_TIMEOUT_SECONDS
             )[0]
-            if not is_writer:
-                self._tell(path, problem)
+            # Log how worker 0's save ended, as it does itself.
+            if not is_writer and problem is None:
+                self._failed.end(f"checkpoint {path}")
+            elif not is_writer:
+                self._failed.add(problem)
         self._failure = problem
         if problem is None:
             self._known, _ = self._kept(path)
-
-    def _tell(self, path: Path, problem: str | None) -> None:
-        """Log how worker 0's save ended, as it does itself."""
-        if problem is None:
-            self._failed.end(f"checkpoint {path}")
-        else:
-            self._failed.add(problem)
 
     def _kept(self, path: Path) -> tuple[list[Path], list[Path]]:
         """The checkpoints to keep when `path` is complete, and those to delete."""
