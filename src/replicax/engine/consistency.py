@@ -1,4 +1,4 @@
-"""Variables compared between replicas and between workers: labels and checksums."""
+"""What replicas and workers have to have alike: variables and random numbers."""
 
 import functools
 import json
@@ -7,15 +7,17 @@ from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
+import keras
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jax.stages import Wrapped
 
 from replicax._private import keras as internals
+from replicax._util import random_state
 from replicax.cluster.workers import Workers
 from replicax.engine.group import ReplicaGroup
 from replicax.engine.variables import Variable
-from replicax.errors import DivergenceError
+from replicax.errors import ClusterMismatchError, DivergenceError
 
 __all__ = [
     "Label",
@@ -23,6 +25,7 @@ __all__ = [
     "checksums_of_replicas",
     "local_checksums",
     "require_equal",
+    "synchronize_random_state",
     "variables_of_all_workers",
 ]
 
@@ -193,3 +196,35 @@ def _numbers(group: ReplicaGroup, prints: np.ndarray) -> str:
     each = group.axes.num_per_device
     replicas = [d * each + i for d in devices.tolist() for i in range(each)]
     return f"replicas {replicas}"
+
+
+def synchronize_random_state(workers: Workers, call: str = "") -> None:
+    """Make Python's, NumPy's and Keras' random numbers the same on all workers.
+
+    Initial weights and shuffled orders depend on them. If the states are the same
+    already, as after `keras.utils.set_random_seed` with one seed, they stay.
+
+    Args:
+        workers: The processes that train together.
+        call: What this worker is about to do, in words that are the same on all workers
+            that do the same.
+
+    Raises:
+        ClusterMismatchError: If workers are about to do different things.
+    """
+    if workers.count == 1:
+        return
+    told = workers.exchange(
+        "random state", [call, random_state.fingerprint()], what=call or None
+    )
+    for name, (other, _) in zip(workers.names, told, strict=True):
+        if other != told[0][0]:
+            raise ClusterMismatchError(
+                f"{workers.names[0]} calls {told[0][0] or 'nothing'}, while {name} "
+                f"calls {other or 'nothing'}. All workers must make the same calls of "
+                "a model in the same order."
+            )
+    states = [state for _, state in told]
+    if any(state != states[0] for state in states):
+        # Worker 0's state decides: a run that seeds it can be repeated.
+        keras.utils.set_random_seed(int(states[0][:7], 16))

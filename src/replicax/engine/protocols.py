@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import jax
 import keras
 from jax.sharding import NamedSharding
+from jax.typing import ArrayLike
 
 from replicax._util.types import PyTree, Shape
 from replicax.cluster.workers import Workers
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from replicax.engine.step import Options
     from replicax.input import InputShard
 
-__all__ = ["StepQueue", "StepSource", "StrategyLike"]
+__all__ = ["Home", "StepQueue", "StepSource", "StrategyLike"]
 
 
 class StepSource(Protocol):
@@ -62,8 +63,76 @@ class StepQueue(StepSource, Protocol):
         ...
 
 
+class Home(Protocol):
+    """Where a strategy's variables live between steps, and who makes their updates.
+
+    The program itself, whole or in blocks; the strategy, on a parameter device; or
+    parameter servers.
+
+    Attributes:
+        labels: The variables made in the strategy's scope, by names that workers share.
+        on_replicas: Whether variables live on the replicas' devices.
+        keeps_slots: Whether optimizers' slots are variables of this process.
+    """
+
+    labels: "Labels"
+    on_replicas: bool
+    keeps_slots: bool
+
+    def layout(self, variable: keras.Variable) -> NamedSharding:
+        """Where a variable lives."""
+        ...
+
+    def slot_layout(self, path: str, shape: Shape, aggregation: str) -> NamedSharding:
+        """Where an optimizer's slot is to live that is about to be made."""
+        ...
+
+    def own(self, variable: keras.Variable) -> None:
+        """Give a variable that is created in the strategy's scope its place."""
+        ...
+
+    def require_owned(self, variables: Iterable[keras.Variable], caller: str) -> None:
+        """Raise unless each variable was created in the strategy's scope."""
+        ...
+
+    def execute(self, program: "Program", arrays: Sequence[ArrayLike]) -> PyTree:
+        """Run a program on the variables' values, which are new afterwards."""
+        ...
+
+    def prepared_gradients(
+        self, optimizer: keras.Optimizer, grads: list[jax.Array | None]
+    ) -> list[jax.Array | None]:
+        """Summed gradients as the one who makes a deferred update wants them."""
+        ...
+
+    def claimed_steps(self, model: keras.Model, fit: object) -> StepQueue | None:
+        """How `fit` shares an epoch's steps with other workers; None: it does not."""
+        ...
+
+    def expect_rows(self, num_rows: int) -> None:
+        """Called before a step trains on that many examples of this process' own."""
+        ...
+
+    def begin(self) -> None:
+        """Called when `fit`, `evaluate` or `predict` begins."""
+        ...
+
+    def settle(self) -> object:
+        """Called when `fit`, `evaluate` or `predict` is over."""
+        ...
+
+    def finalize(self, optimizer: keras.Optimizer) -> None:
+        """Called when `fit` finalizes the variables that its optimizer trains."""
+        ...
+
+
 class StrategyLike(Protocol):
     """A strategy, as programs and the bindings to Keras see it."""
+
+    @property
+    def home(self) -> Home:
+        """Where its variables live, and who makes their updates."""
+        ...
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -88,16 +157,6 @@ class StrategyLike(Protocol):
     @property
     def input_shard(self) -> "InputShard":
         """This process' part of the input."""
-        ...
-
-    @property
-    def labels(self) -> "Labels":
-        """The variables made in the strategy's scope, by names that workers share."""
-        ...
-
-    @property
-    def keeps_slots(self) -> bool:
-        """Whether optimizers' slots are variables of this process."""
         ...
 
     def run(
@@ -137,42 +196,4 @@ class StrategyLike(Protocol):
         programs: "ProgramCache[Program]",
     ) -> "Program":
         """The program that `run_placed` runs."""
-        ...
-
-    def own(self, variable: keras.Variable) -> None:
-        """Give a variable that is created in the strategy's scope its place."""
-        ...
-
-    def slot_layout(self, path: str, shape: Shape, aggregation: str) -> NamedSharding:
-        """Where an optimizer's slot is to live that is about to be made."""
-        ...
-
-    def require_owned(self, variables: Iterable[keras.Variable], caller: str) -> None:
-        """Raise unless each variable was created in the strategy's scope."""
-        ...
-
-    def prepared_gradients(
-        self, optimizer: keras.Optimizer, grads: list[jax.Array | None]
-    ) -> list[jax.Array | None]:
-        """Summed gradients as the one who makes a deferred update wants them."""
-        ...
-
-    def finalize(self, optimizer: keras.Optimizer) -> None:
-        """Called when `fit` finalizes the variables that its optimizer trains."""
-        ...
-
-    def claimed_steps(self, model: keras.Model, fit: object) -> StepQueue | None:
-        """How `fit` shares an epoch's steps with other workers; None: it does not."""
-        ...
-
-    def expect_rows(self, num_rows: int) -> None:
-        """Called before a step trains on that many examples of this process' own."""
-        ...
-
-    def synchronize_random_state(self, call: str = "") -> None:
-        """Make the workers' random numbers the same."""
-        ...
-
-    def settle(self) -> None:
-        """Called when `fit`, `evaluate` or `predict` is over."""
         ...

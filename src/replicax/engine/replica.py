@@ -337,7 +337,7 @@ class ReplicaContext:
             declare_mirrored(x) if dim is None else x
             for x, dim in zip(self._combined(grads, dims), dims, strict=True)
         ]
-        combined = self.strategy.prepared_gradients(optimizer, combined)
+        combined = self.strategy.home.prepared_gradients(optimizer, combined)
         pairs = [
             (v, g) for v, g in zip(variables, combined, strict=True) if g is not None
         ]

@@ -14,6 +14,7 @@ import numpy as np
 from replicax._util.types import PyTree
 from replicax.checkpoint import latest_checkpoint
 from replicax.checkpoint.evaluation import append_evaluation
+from replicax.engine.consistency import synchronize_random_state
 from replicax.estimator.evaluating import EvalResults, Evaluation, predictions
 from replicax.estimator.exporting import export_model, tell_of_preprocess
 from replicax.estimator.hooks import CheckpointSaverListener, SessionRunHook
@@ -194,7 +195,7 @@ class Estimator:
 
         strategy = self._config.training_strategy()
         key = ModeKeys.TRAIN, strategy
-        if strategy.workers.count == 1 and strategy.keeps_slots:
+        if strategy.workers.count == 1 and strategy.home.keeps_slots:
             path = self.latest_checkpoint()
             if path is None:
                 self._models.pop(key, None)  # Its folder was deleted: begin anew.
@@ -430,7 +431,8 @@ class Estimator:
     def _model(self, mode: ModeKeys, strategy: Strategy) -> EstimatorModel:
         key = mode, strategy
         if key not in self._models:
-            strategy.synchronize_random_state()
+            strategy.home.begin()
+            synchronize_random_state(strategy.workers)
             seed = self._config.tf_random_seed
             if seed is None:
                 seed = random.randrange(2**31)

@@ -91,7 +91,7 @@ class _TrainingState:
                 "Estimator: %s has no optimizer slots; they start from zero.", path
             )
             missing = set()
-        if not self._model.strategy.keeps_slots:
+        if not self._model.strategy.home.keeps_slots:
             unused = set()
         try:
             compare(bind("variables", variables).slots, contents, path).expect_partial()

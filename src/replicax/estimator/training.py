@@ -75,7 +75,7 @@ class Loop:
             return body(steps)
         finally:
             steps.close()
-            self.model.strategy.settle()
+            self.model.strategy.home.settle()
 
     def first_step(self, steps: DistributedIterator, method: str) -> PyTree:
         """The first of the steps, for which the model is built."""
@@ -183,7 +183,7 @@ class Training(Loop):
         """The step to begin with; `first` unless a training is resumed."""
         number = self._position.num_steps
         self._position.num_steps = 0
-        if number and self.config.restore_input and self.model.strategy.keeps_slots:
+        if number and self.config.restore_input and self.model.strategy.home.keeps_slots:
             steps.set_state({"num_batches": number})
             first = next(steps, None)
             _logger.warning(
@@ -220,10 +220,10 @@ class Training(Loop):
         self, features: PyTree, labels: PyTree, active: int | None
     ) -> dict[str, PerReplica]:
         model = self.model
-        model.strategy.expect_rows(_num_rows(features, active))
+        model.strategy.home.expect_rows(_num_rows(features, active))
         tensors = super()._step(features, labels, active)
         self._position.num_steps += 1
-        if model.strategy.keeps_slots:
+        if model.strategy.home.keeps_slots:
             self.global_step += 1
         else:  # Others make updates, too.
             self.global_step = model.steps_of_updates()

@@ -33,6 +33,7 @@ from replicax.engine.blocks import (
     regathering,
     replicas_hold_blocks,
 )
+from replicax.engine.consistency import synchronize_random_state
 from replicax.engine.row_arrays import as_rows
 from replicax.engine.scope import (
     called_in,
@@ -89,7 +90,7 @@ def _initialize(original: Original, variable: keras.Variable, value: PyTree) -> 
     original(variable, value)
     strategy = current_strategy()
     if strategy is not None and layout_of(variable) is None:
-        strategy.own(variable)
+        strategy.home.own(variable)
 
 
 def _direct_assign(original: Original, variable: keras.Variable, value: PyTree) -> None:
@@ -157,12 +158,14 @@ def _run(
         if name not in _WITH_DATA:
             return called_in(strategy, call, (called, model))
         # Shuffling depends on it.
-        strategy.synchronize_random_state(_described(original, model, args, kwargs))
+        strategy.home.begin()
+        told = _described(original, model, args, kwargs)
+        synchronize_random_state(strategy.workers, told)
         try:
             with heeding_interrupts():
                 return called_in(strategy, call, (called, model))
         finally:
-            strategy.settle()
+            strategy.home.settle()
 
     try:
         return run()

@@ -105,7 +105,7 @@ def fit(
                 steps=validation_steps,
                 freq=validation_freq,
             )
-        session.work = strategy.claimed_steps(model, session)
+        session.work = strategy.home.claimed_steps(model, session)
         if session.work is not None:
             session.callback(session.work.close)
         callbacks = _callback_list(
@@ -449,7 +449,7 @@ def _on_batch(
         model.reset_metrics()
     batch = place(data, strategy.group)
     if kind == "train":
-        strategy.expect_rows(batch.num_rows)
+        strategy.home.expect_rows(batch.num_rows)
     return steps_of(model, strategy, kind)([batch])
 
 

@@ -169,7 +169,7 @@ def add_slot(
     strategy = current_strategy()
     if strategy is None:
         return original(optimizer, reference_variable, *args, **kwargs)
-    if not strategy.keeps_slots:
+    if not strategy.home.keeps_slots:
         return None
     _reference.path = getattr(reference_variable, "path", "")
     try:
@@ -191,20 +191,20 @@ def add_variable(
         return original(optimizer, shape, *args, **kwargs)
     # Keras would give a slot the layout of its weight.
     given = inspect.signature(original).bind(optimizer, shape, *args, **kwargs)
-    given.arguments["layout"] = strategy.slot_layout(
+    given.arguments["layout"] = strategy.home.slot_layout(
         _reference.path, tuple(shape), given.arguments.get("aggregation", "none")
     )
     variable = original(*given.args, **given.kwargs)
     set_reference(variable, _reference.path)
-    strategy.own(variable)
+    strategy.home.own(variable)
     return variable
 
 
 def finalize(original: Original, optimizer: keras.Optimizer, var_list: PyTree) -> None:
     """Weight averages become weights, or servers do it."""
     strategy = current_strategy()
-    if strategy is not None and not strategy.keeps_slots:
-        strategy.finalize(optimizer)
+    if strategy is not None and not strategy.home.keeps_slots:
+        strategy.home.finalize(optimizer)
         return
     original(optimizer, var_list)
 

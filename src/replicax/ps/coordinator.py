@@ -91,8 +91,8 @@ class ClusterCoordinator:
         self._session: Session = session
         self._functions = FunctionNames()
         self._sources = PerWorkerSources()
-        self._metric_deltas = MetricDeltas(strategy.labels)
-        self._requests = GroupRequests(session, strategy.labels)
+        self._metric_deltas = MetricDeltas(strategy.home.labels)
+        self._requests = GroupRequests(session, strategy.home.labels)
         strategy.remote.requests = self._requests
         self._script_sync = ScriptSync(session)
         self._owner = ClosureOwner(session)

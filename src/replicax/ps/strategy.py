@@ -31,6 +31,7 @@ from replicax.ps.serve import serve
 from replicax.ps.session import Session
 from replicax.ps.variables import RemoteStep, RemoteVariables
 from replicax.ps.worker_input import ElasticInputShard
+from replicax.strategies.home import ReplicaHome
 from replicax.strategies.strategy import Strategy
 
 __all__ = ["ParameterServerStrategy"]
@@ -160,7 +161,7 @@ class ParameterServerStrategy(Strategy):
         self._in_flight: tuple[RemoteStep, list[ServerPushes]] | None = None
         self._parts: deque[WorkerShare] = deque()
         self.steps_applied = 0
-        self._num_fits = 0
+        self.home = _ServerHome(self, self.session)
         self.session.join()
         self._agree_on_random_state()
 
@@ -202,11 +203,6 @@ class ParameterServerStrategy(Strategy):
         """Where `rx.layers.Embedding` has its rows; None: in the layer."""
         return None if self.session is None else self._rows
 
-    @property
-    def keeps_slots(self) -> bool:
-        """Whether optimizers' slots are in this process; the servers have them."""
-        return self.session is None
-
     def _agree_on_random_state(self) -> None:
         """All workers draw the chief's initial weights, where nobody sets a seed."""
         assert self.session is not None
@@ -217,22 +213,6 @@ class ParameterServerStrategy(Strategy):
         found = self.session.get(key, "the start")
         if found != mine:
             random_state.restore(json_codec.decode(found))
-
-    def prepared_gradients(
-        self, optimizer: keras.optimizers.Optimizer, grads: list[jax.Array | None]
-    ) -> list[jax.Array | None]:
-        """Clipped here where a push is the whole gradient of its step."""
-        if self.session is None:
-            return grads
-        return self._remote.prepared(optimizer, grads)
-
-    def claimed_steps(self, model: keras.Model, fit: object) -> WorkQueueFit | None:
-        """How `fit` shares an epoch's steps with the other workers."""
-        if self.session is None:
-            return None
-        assert isinstance(fit, FitSession)
-        self._num_fits += 1
-        return WorkQueueFit(self, model, fit, self._num_fits)
 
     @property
     def remote(self) -> RemoteVariables:
@@ -273,18 +253,6 @@ class ParameterServerStrategy(Strategy):
         """Say which part of a synchronous step the next training program computes."""
         self._parts.append(part)
 
-    def expect_rows(self, num_rows: int) -> None:
-        """Have a synchronous step on this worker's own batch count its examples."""
-        if self.session is not None and self.sync and not self.backup_workers:
-            self.expect(
-                WorkerShare(
-                    step=None,
-                    part=self.session.index,
-                    num_parts=self._num_parts,
-                    weight=float(num_rows),
-                )
-            )
-
     def refresh(self) -> None:
         """Fetch what the servers have into the variables."""
         if self.session is not None:
@@ -296,14 +264,8 @@ class ParameterServerStrategy(Strategy):
         self.settle()
         self._remote.pull()
 
-    def synchronize_random_state(self, call: str = "") -> None:
-        """Begin of `fit`, `evaluate` and `predict`: with the newest values."""
-        if not self.keeps_values:
-            self.refresh()
-
-    def _execute(self, program: Program, arrays: Sequence[ArrayLike]) -> PyTree:
-        if self.session is None:
-            return super()._execute(program, arrays)
+    def execute(self, program: Program, arrays: Sequence[ArrayLike]) -> PyTree:
+        """Run a program on the newest values, and push what it has computed."""
         values = internals.read_values(program.variables)
         stored = dict(zip(map(id, program.variables), values, strict=True))
         step = None
@@ -401,6 +363,65 @@ class ParameterServerStrategy(Strategy):
             part=self.session.index,
             num_parts=self._num_parts,
         )
+
+
+class _ServerHome(ReplicaHome):
+    """Variables live on servers, which make the updates; devices have copies.
+
+    Args:
+        strategy: The strategy.
+        session: This worker's, with the servers.
+    """
+
+    keeps_slots = False
+
+    def __init__(self, strategy: ParameterServerStrategy, session: Session) -> None:
+        super().__init__(strategy.group)
+        self._strategy = strategy
+        self._session = session
+        self._num_fits = 0
+
+    def execute(self, program: Program, arrays: Sequence[ArrayLike]) -> PyTree:
+        """Run a program on the newest values, and push what it has computed."""
+        return self._strategy.execute(program, arrays)
+
+    def settle(self) -> None:
+        """Wait until this worker's last step is applied."""
+        self._strategy.settle()
+
+    def finalize(self, optimizer: keras.Optimizer) -> None:
+        """Make an optimizer's moving averages the values."""
+        self._strategy.finalize(optimizer)
+
+    def prepared_gradients(
+        self, optimizer: keras.Optimizer, grads: list[jax.Array | None]
+    ) -> list[jax.Array | None]:
+        """Clipped here where a push is the whole gradient of its step."""
+        return self._strategy.remote.prepared(optimizer, grads)
+
+    def claimed_steps(self, model: keras.Model, fit: object) -> WorkQueueFit:
+        """How `fit` shares an epoch's steps with the other workers."""
+        assert isinstance(fit, FitSession)
+        self._num_fits += 1
+        return WorkQueueFit(self._strategy, model, fit, self._num_fits)
+
+    def expect_rows(self, num_rows: int) -> None:
+        """Have a synchronous step on this worker's own batch count its examples."""
+        strategy = self._strategy
+        if strategy.sync and not strategy.backup_workers:
+            strategy.expect(
+                WorkerShare(
+                    step=None,
+                    part=self._session.index,
+                    num_parts=strategy.num_parts,
+                    weight=float(num_rows),
+                )
+            )
+
+    def begin(self) -> None:
+        """Fetch the newest values."""
+        if not self._strategy.keeps_values:
+            self._strategy.refresh()
 
 
 def _trained_by(program: Program) -> tuple[Sequence[Update], list[keras.Variable]]:

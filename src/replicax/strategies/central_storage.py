@@ -27,9 +27,11 @@ from replicax.engine.devices import (
     devices_of_one_kind,
     resolve_devices,
 )
+from replicax.engine.group import ReplicaGroup
 from replicax.engine.program import Kept, Program
 from replicax.engine.variables import Update, Variable
 from replicax.errors import DeviceError
+from replicax.strategies.home import ReplicaHome
 from replicax.strategies.strategy import Strategy
 
 __all__ = ["CentralStorageStrategy"]
@@ -88,31 +90,54 @@ class CentralStorageStrategy(Strategy):
         super().__init__(
             devices,
             cross_device_ops,
-            home=NamedSharding(mesh, PartitionSpec()),
             defers_updates=True,
         )
-        self._copies = _Copies(self._group.mirrored)
+        self._parameter_device = device_name(home)
+        self.home = _ParameterDevice(
+            self._group, NamedSharding(mesh, PartitionSpec()), self._dispatch
+        )
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()[:-1]}; variables on {self._parameter_device})"
+
+
+class _ParameterDevice(ReplicaHome):
+    """Variables live on one device, which makes the updates when a program is over.
+
+    Args:
+        group: The replicas.
+        place: The device.
+        dispatch: Calls a function when no other thread is in a step.
+    """
+
+    def __init__(
+        self,
+        group: ReplicaGroup,
+        place: NamedSharding,
+        dispatch: Callable[[Callable[[], None]], None],
+    ) -> None:
+        super().__init__(group, place)
+        self._sharding = place
+        self._dispatch = dispatch
+        self._copies = _Copies(group.mirrored)
         self._running: collections.deque[jax.Array] = collections.deque()
         self._made: weakref.WeakKeyDictionary[Update, Wrapped] = (
             weakref.WeakKeyDictionary()
         )
-
-    def __repr__(self) -> str:
-        (home,) = self._home_sharding.device_set
-        return f"{super().__repr__()[:-1]}; variables on {device_name(home)})"
 
     def settle(self) -> None:
         """Drop the compute devices' copies of variables; the next step makes new ones.
 
         `fit`, `evaluate` and `predict` end with it.
         """
-        self._dispatch(self._let_go)  # Other threads may be in a step.
+        self._dispatch(self._let_go)
 
     def _let_go(self) -> None:
         self._copies.drop()
         self._running.clear()
 
-    def _execute(self, program: Program, arrays: Sequence[ArrayLike]) -> PyTree:
+    def execute(self, program: Program, arrays: Sequence[ArrayLike]) -> PyTree:
+        """Run a program on copies of the variables, and make its updates."""
         values = internals.read_values(program.variables)
         stored = dict(zip(map(id, program.variables), values, strict=True))
         is_new = program.is_new
@@ -124,7 +149,7 @@ class CentralStorageStrategy(Strategy):
         kept = [Kept() for _ in program.written]
         out, gradients = program(inputs, arrays, kept)
         new = internals.read_values(kept)
-        at_home = jax.device_put(new, self._home_sharding)
+        at_home = jax.device_put(new, self._sharding)
         stored |= zip(map(id, program.written), at_home, strict=True)
         pairs = list(zip(program.deferred_updates, gradients, strict=True))
         changed = [v for update in program.deferred_updates for v in update.changed]
@@ -153,7 +178,7 @@ class CentralStorageStrategy(Strategy):
     ) -> Callable[[], list[jax.Array]]:
         """The call that makes an update; it gives the old values away."""
         before = _to_give_away([id(v) for v in update.changed], stored)
-        grads = jax.device_put(gradients, self._home_sharding)
+        grads = jax.device_put(gradients, self._sharding)
         return functools.partial(self._function_of(update), before, grads)
 
     def _update_in_turn(
@@ -192,7 +217,7 @@ class CentralStorageStrategy(Strategy):
             make = jax.jit(
                 _update_function(weakref.ref(update)),
                 donate_argnums=0,
-                out_shardings=self._home_sharding,
+                out_shardings=self._sharding,
             )
             self._made[update] = make
         return make

@@ -1,8 +1,7 @@
 """DefaultStrategy: one replica, where JAX puts arrays anyway."""
 
-from replicax._private import keras as internals
 from replicax.engine.devices import default_devices
-from replicax.engine.variables import Variable
+from replicax.strategies.home import ReplicaHome
 from replicax.strategies.strategy import Strategy
 
 __all__ = ["DefaultStrategy"]
@@ -18,6 +17,4 @@ class DefaultStrategy(Strategy):
 
     def __init__(self) -> None:
         super().__init__(default_devices()[:1])
-
-    def _take_outsider(self, variable: Variable, caller: str) -> None:
-        internals.set_layout(variable, self.layout(variable))
+        self.home = ReplicaHome(self._group, adopts=True)

@@ -5,12 +5,10 @@ import weakref
 from collections.abc import Sequence
 
 import jax
-import keras
 import numpy as np
 from jax.typing import ArrayLike
 
 from replicax._private import keras as internals
-from replicax._util import random_state
 from replicax._util.dry_run import current_rehearsal
 from replicax._util.hashes import digest
 from replicax._util.listing import listed
@@ -24,14 +22,13 @@ from replicax.cluster.timeouts import Timeouts, checked_timeouts, takes_timeouts
 from replicax.cluster.workers import Workers
 from replicax.engine.collectives import CrossDeviceOps
 from replicax.engine.communication import CollectiveCommunication, CommunicationOptions
-from replicax.engine.consistency import local_checksums
+from replicax.engine.consistency import local_checksums, synchronize_random_state
 from replicax.engine.devices import Device, before_start, devices_of_one_kind
 from replicax.engine.layouts import ModelSplit
 from replicax.engine.program import Program
 from replicax.engine.variables import Variable
 from replicax.errors import (
     ClusterConfigError,
-    ClusterMismatchError,
     DeviceError,
 )
 from replicax.strategies.strategy import Strategy
@@ -132,7 +129,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             check_input=check_input,
         )
         self._compared: dict[int, weakref.ref[Variable]] = {}
-        self.synchronize_random_state()
+        synchronize_random_state(workers)
         if workers.watch is not None:
             workers.watch.spending.start(devices[0].platform)
 
@@ -183,38 +180,6 @@ class MultiWorkerMirroredStrategy(Strategy):
         """This process' index within its job; None without a cluster."""
         return getattr(self.cluster_resolver, "task_id", None)
 
-    def synchronize_random_state(self, call: str = "") -> None:
-        """Make Python's, NumPy's and Keras' random numbers the same on all workers.
-
-        Initial weights and shuffled orders depend on them. If the states are the same
-        already, as after `keras.utils.set_random_seed` with one seed, they stay. Called
-        here and at the beginning of `fit`, `evaluate` and `predict`.
-
-        Args:
-            call: What this worker is about to do, in words that are the same on all
-                workers that do the same.
-
-        Raises:
-            ClusterMismatchError: If workers are about to do different things.
-        """
-        if self.num_workers == 1:
-            return
-        told = self._workers.exchange(
-            "random state", [call, random_state.fingerprint()], what=call or None
-        )
-        names = self._workers.names
-        for name, (other, _) in zip(names, told, strict=True):
-            if other != told[0][0]:
-                raise ClusterMismatchError(
-                    f"{names[0]} calls {told[0][0] or 'nothing'}, while {name} calls "
-                    f"{other or 'nothing'}. All workers must make the same calls of a "
-                    "model in the same order."
-                )
-        states = [state for _, state in told]
-        if any(state != states[0] for state in states):
-            # Worker 0's state decides: a run that seeds it can be repeated.
-            keras.utils.set_random_seed(int(states[0][:7], 16))
-
     def _agree_on(
         self, program: Program, values: Sequence[jax.Array], arrays: Sequence[ArrayLike]
     ) -> None:
@@ -237,7 +202,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             i
             for i, v in enumerate(program.variables)
             # Of one that is split, every worker has something else.
-            if not self._is_compared(v) and self.layout(v).is_fully_replicated
+            if not self._is_compared(v) and self.home.layout(v).is_fully_replicated
         ]
         if new:
             checksums = local_checksums([values[i] for i in new])

@@ -5,13 +5,11 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
-import keras
-from jax.sharding import NamedSharding
 from jax.typing import ArrayLike
 
 from replicax._private import keras as internals
 from replicax._util.dry_run import Rehearsal, current_rehearsal
-from replicax._util.types import PyTree, Shape
+from replicax._util.types import PyTree
 from replicax._util.user_code import describe
 from replicax._util.waiting import Announced
 from replicax.cluster.dispatch_log import Operation
@@ -20,12 +18,12 @@ from replicax.engine import combine, compilation_cache, device_put
 from replicax.engine.cache import ProgramCache, unwrap_partial
 from replicax.engine.collectives import CrossDeviceOps, NcclAllReduce, ReduceOp
 from replicax.engine.communication import CommunicationOptions
-from replicax.engine.consistency import Labels, require_equal, variables_of_all_workers
+from replicax.engine.consistency import require_equal, variables_of_all_workers
 from replicax.engine.devices import Device, check_cpu_pool
 from replicax.engine.group import ReplicaAxes, ReplicaGroup, mesh_of
 from replicax.engine.layouts import Layouts, ModelSplit
 from replicax.engine.program import Program
-from replicax.engine.protocols import StepQueue
+from replicax.engine.protocols import Home
 from replicax.engine.scope import Scope, called_in, current_call, current_context
 from replicax.engine.signature import FlatCall, Kind, flatten_call
 from replicax.engine.step import Options, Outputs
@@ -43,6 +41,7 @@ from replicax.strategies.checks import (
     refuse_tracing,
 )
 from replicax.strategies.dispatcher import Dispatcher
+from replicax.strategies.home import ReplicaHome
 
 __all__ = ["Strategy"]
 
@@ -69,7 +68,6 @@ class Strategy(DatasetMaker):
         check_replicas_every: int | None = None,
         workers: Workers | None = None,
         check_input: bool = True,
-        home: NamedSharding | None = None,
         defers_updates: bool = False,
         first_replica: int = 0,
         communication_options: CommunicationOptions | None = None,
@@ -88,8 +86,7 @@ class Strategy(DatasetMaker):
             workers: The processes that hold the devices, in the devices' order.
             check_input: Compare the workers' first batches of each epoch, where all
                 should read the same data.
-            home: Where variables live, if not mirrored on the replicas' devices.
-            defers_updates: Whether the strategy makes the updates, in `_execute`.
+            defers_updates: Whether the home makes the updates, when a program is over.
             first_replica: Number of the first of these replicas among those of all
                 workers.
             communication_options: What happens to gradients on their way.
@@ -137,18 +134,16 @@ class Strategy(DatasetMaker):
         if self._rehearsal is None:
             compilation_cache.turn_on(devices[0].platform)
         else:
-            self._require_rehearsable(holds_variables=home is None)
-            home = self._rehearsal.home
+            self._require_rehearsable()
             self._group = self._group.on(self._rehearsal.devices[: self._num_rehearsed])
         self.input_shard = InputShard(self._workers, check_input=check_input)
         self._use(self._group)
-        self._home_group = self._group
-        self._home_sharding = home or self._mirrored_sharding
-        self._lives_on_replicas = home is None
+        self.home: Home = ReplicaHome(
+            self._group, None if self._rehearsal is None else self._rehearsal.home
+        )
         dispatcher = Dispatcher(self._workers)
         self._dispatch, self._combining = dispatcher.dispatch, dispatcher.combining
         self._programs: ProgramCache[Program] = ProgramCache()
-        self.labels = Labels()
         self._check_every = check_replicas_every
         self._num_steps = 0
 
@@ -318,24 +313,19 @@ class Strategy(DatasetMaker):
             self._agree_on(program, internals.read_values(program.variables), arrays)
             with Announced(f"compiling {program.name}"):
                 out = self._dispatch(
-                    lambda: self._execute(program, arrays), program.operation
+                    lambda: self.home.execute(program, arrays), program.operation
                 )
         else:  # Not a function for both: it would be called in each step.
             out = self._dispatch(
-                lambda: self._execute(program, arrays), program.operation
+                lambda: self.home.execute(program, arrays), program.operation
             )
         self._num_steps += 1
-        every = self._check_every if self._lives_on_replicas else None
+        every = self._check_every if self.home.on_replicas else None
         if every and self._num_steps % every == 0:
             if self._workers.log is not None:
                 self._workers.log.note_in_script(_CHECK_REPLICAS)
             new = internals.read_values(program.changed)
             require_equal(self._group, program.changed, new)
-        return out
-
-    def _execute(self, program: Program, arrays: Sequence[ArrayLike]) -> PyTree:
-        """Run the program on the variables' values, which are new afterwards."""
-        out, _ = program(internals.read_values(program.inputs), arrays)
         return out
 
     @contextlib.contextmanager
@@ -344,7 +334,7 @@ class Strategy(DatasetMaker):
 
         Variables stay where they are. Nobody else may use the strategy meanwhile.
         """
-        self._require_rehearsable(holds_variables=self._lives_on_replicas)
+        self._require_rehearsable()
         group, own = self._group, (self._programs, self._rehearsal)
         self._use(group.on(rehearsal.devices))
         self._programs, self._rehearsal = ProgramCache(), rehearsal
@@ -363,37 +353,13 @@ class Strategy(DatasetMaker):
             group.per_replica,
         )
 
-    def _require_rehearsable(self, *, holds_variables: bool) -> None:
-        if not holds_variables or self._group.defers_updates:
+    def _require_rehearsable(self) -> None:
+        if self._group.defers_updates:
             raise NotImplementedError(
                 f"plan: the variables of {type(self).__name__} live apart from its "
                 "replicas, which plans do not cover. Plan with a strategy whose "
                 "replicas hold them, such as rx.MirroredStrategy."
             )
-
-    def claimed_steps(self, model: keras.Model, fit: object) -> StepQueue | None:
-        """How `fit` shares an epoch's steps with other workers; None: it does not."""
-        return None
-
-    def finalize(self, optimizer: keras.Optimizer) -> None:
-        """Called when `fit` finalizes the variables that its optimizer trains."""
-
-    @property
-    def keeps_slots(self) -> bool:
-        """Whether optimizers' slots are variables of this process."""
-        return True
-
-    def prepared_gradients(
-        self, optimizer: keras.Optimizer, grads: list[jax.Array | None]
-    ) -> list[jax.Array | None]:
-        """Summed gradients as the one who makes a deferred update wants them."""
-        return grads
-
-    def expect_rows(self, num_rows: int) -> None:
-        """Called before a step trains on that many examples of this process' own."""
-
-    def settle(self) -> None:
-        """Called when `fit`, `evaluate` or `predict` is over."""
 
     def reduce(
         self, reduce_op: ReduceOp | str, value: PyTree, axis: int | None = None
@@ -472,70 +438,13 @@ class Strategy(DatasetMaker):
             DivergenceError: Naming the variables that differ and the replicas.
         """
         if variables is None:
-            chosen = variables_of_all_workers(self.labels, self._workers)
+            chosen = variables_of_all_workers(self.home.labels, self._workers)
         else:
             chosen = [v for v in variables if internals.has_value(v)]
             facts = {"the variables": [internals.described(v) for v in chosen]}
             self._workers.agree(facts, "check_replicas")
-        if self._lives_on_replicas:
+        if self.home.on_replicas:
             require_equal(self._group, chosen, internals.read_values(chosen))
-
-    # What Keras hooks and programs need.
-
-    def own(self, variable: Variable) -> None:
-        """Give a variable that is created in this strategy's scope its place."""
-        layout = self.layout(variable)
-        internals.set_owned(variable)
-        if internals.layout_of(variable) != layout:
-            internals.set_layout(variable, layout)
-        self.labels.add(variable)
-
-    def slot_layout(self, path: str, shape: Shape, aggregation: str) -> NamedSharding:
-        """Where an optimizer's slot is to live that is about to be made."""
-        if not self._lives_on_replicas:
-            return self._home_sharding
-        spec = self._home_group.layouts.of_slot(path, shape, aggregation)
-        return NamedSharding(self._home_group.mesh, spec)
-
-    def layout(self, variable: Variable) -> NamedSharding:
-        """Where a variable lives."""
-        return (
-            self._home_group.layout(variable)
-            if self._lives_on_replicas
-            else self._home_sharding
-        )
-
-    def require_owned(self, variables: Iterable[Variable], caller: str) -> None:
-        """Raise unless each variable was created in this strategy's scope."""
-        for variable in variables:
-            layout = internals.layout_of(variable)
-            if layout is None:
-                self._take_outsider(variable, caller)
-            elif layout != self.layout(variable):
-                self._refuse_placed(variable, layout, caller)
-
-    def _refuse_placed(self, variable: Variable, layout: object, caller: str) -> None:
-        name = f"{caller}: variable {variable.path!r}"
-        if not internals.is_owned(variable):
-            raise ContextError(
-                f"{name} was placed by keras.distribution, or with a layout of its own "
-                f"({layout}), when it was made, and not by {self!r}. A strategy places "
-                "variables itself: make the model without a distribution, after "
-                "keras.distribution.set_distribution(None). What DataParallel does is "
-                "rx.MirroredStrategy, and rx.ModelParallelStrategy(layout_map) takes a "
-                "ModelParallel's layouts."
-            )
-        raise ContextError(
-            f"{name} was created in the scope of another strategy (placed as {layout}),"
-            f" not of {self!r}. Create and use a model with the same strategy."
-        )
-
-    def _take_outsider(self, variable: Variable, caller: str) -> None:
-        raise ContextError(
-            f"{caller}: variable {variable.path!r} was created outside the scope of "
-            f"{self!r}. Create layers, models, metrics and optimizers, and call "
-            "compile, under `with strategy.scope():`."
-        )
 
     def _program(
         self, fn: Callable[..., PyTree], call: FlatCall, options: Options
@@ -545,15 +454,8 @@ class Strategy(DatasetMaker):
             program = Program(
                 fn, self._group, call.make_arguments(), call.arrays, options
             )
-        self.require_owned(program.variables, program.name)
+        self.home.require_owned(program.variables, program.name)
         return program
-
-    def synchronize_random_state(self, call: str = "") -> None:
-        """Make the workers' random numbers the same; there is one worker here.
-
-        Args:
-            call: What all workers are about to do, which is compared first.
-        """
 
     def _agree_on(
         self, program: Program, values: Sequence[jax.Array], arrays: Sequence[ArrayLike]

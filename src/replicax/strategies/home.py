@@ -1,0 +1,129 @@
+"""Where a strategy's variables live between steps, and who makes their updates."""
+
+from collections.abc import Iterable, Sequence
+
+import jax
+import keras
+from jax.sharding import NamedSharding
+from jax.typing import ArrayLike
+
+from replicax._private import keras as internals
+from replicax._util.types import PyTree, Shape
+from replicax.engine.consistency import Labels
+from replicax.engine.group import ReplicaGroup
+from replicax.engine.program import Program
+from replicax.engine.protocols import StepQueue
+from replicax.engine.variables import Variable
+from replicax.errors import ContextError
+
+__all__ = ["ReplicaHome"]
+
+
+class ReplicaHome:
+    """Variables live on the replicas' devices, in whole or in blocks.
+
+    Programs make their updates. The base of other homes.
+
+    Args:
+        group: The replicas.
+        place: Where all variables live instead; None: as the group's layouts say.
+        adopts: Whether a variable that was made outside the scope may be used.
+
+    Attributes:
+        labels: The variables made in the strategy's scope.
+        on_replicas: Whether variables live on the replicas' devices.
+        keeps_slots: Whether optimizers' slots are variables of this process.
+    """
+
+    keeps_slots = True
+
+    def __init__(
+        self,
+        group: ReplicaGroup,
+        place: NamedSharding | None = None,
+        *,
+        adopts: bool = False,
+    ) -> None:
+        self.labels = Labels()
+        self.on_replicas = place is None
+        self._group = group
+        self._place = place
+        self._adopts = adopts
+
+    def layout(self, variable: Variable) -> NamedSharding:
+        """Where a variable lives."""
+        return self._place or self._group.layout(variable)
+
+    def slot_layout(self, path: str, shape: Shape, aggregation: str) -> NamedSharding:
+        """Where an optimizer's slot is to live that is about to be made."""
+        spec = self._group.layouts.of_slot(path, shape, aggregation)
+        return self._place or NamedSharding(self._group.mesh, spec)
+
+    def own(self, variable: Variable) -> None:
+        """Give a variable that is created in the strategy's scope its place."""
+        layout = self.layout(variable)
+        internals.set_owned(variable)
+        if internals.layout_of(variable) != layout:
+            internals.set_layout(variable, layout)
+        self.labels.add(variable)
+
+    def require_owned(self, variables: Iterable[Variable], caller: str) -> None:
+        """Raise unless each variable was created in the strategy's scope."""
+        for variable in variables:
+            layout, wanted = internals.layout_of(variable), self.layout(variable)
+            if layout is None and self._adopts:
+                internals.set_layout(variable, wanted)
+            elif layout != wanted:
+                raise self._not_owned(variable, layout, caller)
+
+    def _not_owned(
+        self, variable: Variable, layout: object, caller: str
+    ) -> ContextError:
+        name, owner = f"{caller}: variable {variable.path!r}", self._group.strategy
+        if layout is None:
+            return ContextError(
+                f"{name} was created outside the scope of {owner!r}. Create layers, "
+                "models, metrics and optimizers, and call compile, under `with "
+                "strategy.scope():`."
+            )
+        if internals.is_owned(variable):
+            return ContextError(
+                f"{name} was created in the scope of another strategy (placed as "
+                f"{layout}), not of {owner!r}. Create and use a model with the same "
+                "strategy."
+            )
+        return ContextError(
+            f"{name} was placed by keras.distribution, or with a layout of its own "
+            f"({layout}), when it was made, and not by {owner!r}. A strategy places "
+            "variables itself: make the model without a distribution, after "
+            "keras.distribution.set_distribution(None). What DataParallel does is "
+            "rx.MirroredStrategy, and rx.ModelParallelStrategy(layout_map) takes a "
+            "ModelParallel's layouts."
+        )
+
+    def execute(self, program: Program, arrays: Sequence[ArrayLike]) -> PyTree:
+        """Run a program on the variables' values, which are new afterwards."""
+        out, _ = program(internals.read_values(program.inputs), arrays)
+        return out
+
+    def prepared_gradients(
+        self, optimizer: keras.Optimizer, grads: list[jax.Array | None]
+    ) -> list[jax.Array | None]:
+        """Summed gradients as the one who makes a deferred update wants them."""
+        return grads
+
+    def claimed_steps(self, model: keras.Model, fit: object) -> StepQueue | None:
+        """How `fit` shares an epoch's steps with other workers; None: it does not."""
+        return None
+
+    def expect_rows(self, num_rows: int) -> None:
+        """Called before a step trains on that many examples of this process' own."""
+
+    def begin(self) -> None:
+        """Called when `fit`, `evaluate` or `predict` begins."""
+
+    def settle(self) -> None:
+        """Called when `fit`, `evaluate` or `predict` is over."""
+
+    def finalize(self, optimizer: keras.Optimizer) -> None:
+        """Called when `fit` finalizes the variables that its optimizer trains."""
