@@ -156,7 +156,7 @@ def test_keras_variables_as_arguments(strategy) -> None:
         strategy.run(step, (variable, {"w": w}))
     np.testing.assert_array_equal(np.asarray(w.value), [3.0, 4.0])
     np.testing.assert_array_equal(np.asarray(v.value), [6.0, 6.0])
-    assert len(strategy.programs) == 2
+    assert len(strategy.runner.programs) == 2
 
 
 def test_models_and_optimizers_as_arguments(strategy) -> None:
@@ -180,7 +180,7 @@ def test_models_and_optimizers_as_arguments(strategy) -> None:
         for _ in range(4)
     ]
     assert losses[-1] < losses[0]
-    assert len(strategy.programs) == 1
+    assert len(strategy.runner.programs) == 1
 
 
 @pytest.mark.parametrize("device", [0, 1, 7])

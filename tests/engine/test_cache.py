@@ -55,13 +55,15 @@ def strategy(request: pytest.FixtureRequest) -> Iterator[rx.Strategy]:
             yield rx.OneDeviceStrategy("cpu:1")
         case _:
             default = rx.get_strategy()
-            default.programs._programs.clear()
+            default.runner.programs._programs.clear()
             yield default
 
 
 def sizes(strategy: rx.Strategy) -> list[int]:
     """XLA programs behind each of the strategy's programs."""
-    return [p._jitted._cache_size() for p in strategy.programs._programs.values()]
+    return [
+        p._jitted._cache_size() for p in strategy.runner.programs._programs.values()
+    ]
 
 
 def test_the_counter_counts() -> None:
@@ -334,7 +336,7 @@ def test_strategy_keeps_512_programs_and_lets_old_functions_go() -> None:
         strategy.run(make(marker), (1.0,))
     del marker
     gc.collect()
-    assert len(strategy.programs) == 512
+    assert len(strategy.runner.programs) == 512
     alive = [ref() is not None for ref in refs]
     assert alive == [False] * 2 + [True] * 512
 
@@ -370,7 +372,7 @@ def test_failed_trace_is_not_cached() -> None:
     switch = Switch()
     with pytest.raises(OSError, match="no data"):
         strategy.run(switch.step)
-    assert len(strategy.programs) == 0
+    assert len(strategy.runner.programs) == 0
     fail = False
     assert strategy.run(switch.step).values == (1.0, 1.0)
 

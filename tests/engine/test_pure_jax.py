@@ -107,7 +107,7 @@ def test_training_equals_plain_jax(num_replicas, digits) -> None:
         is_leaf=lambda x: isinstance(x, rx.PerReplica),
     )
     # Host arrays first and PerReplica from then on.
-    assert len(strategy.programs) == 2
+    assert len(strategy.runner.programs) == 2
 
 
 @settings(max_examples=10, deadline=None)

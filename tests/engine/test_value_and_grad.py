@@ -47,7 +47,7 @@ def functional_step(model: keras.Model) -> Callable[..., Any]:
 def flops(strategy: rx.Strategy, step: Callable[..., Any], args: Any) -> float:
     """Of the compiled program, after XLA has merged what is computed twice."""
     strategy.run(step, args)
-    program = list(strategy.programs._programs.values())[-1]
+    program = list(strategy.runner.programs._programs.values())[-1]
     inputs = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
         (
@@ -153,7 +153,7 @@ def test_model_is_built_inside_the_tape(strategy) -> None:
     ]
     assert len(model.trainable_variables) == 4
     assert losses[-1] < losses[0], losses
-    assert len(strategy.programs) == 1
+    assert len(strategy.runner.programs) == 1
 
 
 def test_value_and_grad_keeps_what_the_loss_function_writes(strategy) -> None:

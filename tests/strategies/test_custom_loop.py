@@ -103,7 +103,7 @@ def test_loop_equals_one_device(num_replicas, gradients, digits) -> None:
     loop = Loop(mirrored(num_replicas), gradients=gradients)
     one = Loop(rx.OneDeviceStrategy("cpu:0"), gradients=gradients)
     assert_same_training(loop, one, digits)
-    assert len(loop.strategy.programs) == 1
+    assert len(loop.strategy.runner.programs) == 1
 
 
 def test_loop_equals_plain_keras(digits) -> None:
@@ -285,7 +285,7 @@ def test_evaluation_step_only_reads(digits) -> None:
     np.testing.assert_allclose(
         float(loop.accuracy.result()), np.mean(want.argmax(-1) == y), rtol=1e-6
     )
-    assert len(loop.strategy.programs._programs.popitem()[1].written) == 2
+    assert len(loop.strategy.runner.programs._programs.popitem()[1].written) == 2
 
 
 @pytest.mark.parametrize("with_tape", [True, False])

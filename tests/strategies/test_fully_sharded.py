@@ -270,14 +270,14 @@ def test_the_step_gathers_weights_and_scatters_gradients() -> None:
         model, optimizer = network(), optimizers.Adam()
         optimizer.build(model.trainable_variables)
     texts: list[str] = []
-    original = strategy.call
+    original = strategy.runner.call
 
     def call(program: Any, arrays: Any) -> Any:
         values = [v.value for v in program.inputs]
         texts.append(program.lower(values, arrays).compile().as_text())
         return original(program, arrays)
 
-    strategy.call = call
+    strategy.runner.call = call
     (batch,) = batches(strategy, 1)
     strategy.run(functional_step(model, optimizer), batch)
     lines = texts[0].splitlines()

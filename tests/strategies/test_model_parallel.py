@@ -326,14 +326,14 @@ def test_products_are_computed_in_parts() -> None:
     with strategy.scope():
         model = two_layers()
     texts: list[str] = []
-    original = strategy.call
+    original = strategy.runner.call
 
     def call(program: Any, arrays: Any) -> Any:
         values = [v.value for v in program.inputs]
         texts.append(program.lower(values, arrays).compile().as_text())
         return original(program, arrays)
 
-    strategy.call = call
+    strategy.runner.call = call
     strategy.run(lambda x: jnp.sum(model(x)), (np.ones((8, NUM_FEATURES), "float32"),))
     assert "f32[48,16]" in texts[0]
     assert "f32[48,64]" not in texts[0]

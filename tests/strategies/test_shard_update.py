@@ -443,14 +443,14 @@ def largest_sum(collectives: list[tuple[str, str]]) -> int:
 def compiled_texts(strategy: Any, model: Any) -> str:
     """The compiled program of a step of one's own."""
     texts: list[str] = []
-    original = strategy.call
+    original = strategy.runner.call
 
     def call(program: Any, arrays: Any) -> Any:
         values = [v.value for v in program.inputs]
         texts.append(program.lower(values, arrays).compile().as_text())
         return original(program, arrays)
 
-    strategy.call = call
+    strategy.runner.call = call
     (batch,) = batches(strategy, 1)
     strategy.run(functional_step(model, model.optimizer), batch)
     return "\n".join(texts)

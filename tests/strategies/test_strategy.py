@@ -51,7 +51,7 @@ def test_run_returns_before_the_devices_are_done_and_results_feed_the_next(
     for _ in range(10):
         x = strategy.run(lambda x: x + 1, (x,))
     np.testing.assert_array_equal(np.asarray(x), np.full((4, 2), 10.0))
-    assert len(strategy.programs) == 1
+    assert len(strategy.runner.programs) == 1
 
 
 def test_numbers_and_variables_may_be_returned(strategy) -> None:

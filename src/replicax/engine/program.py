@@ -37,6 +37,7 @@ from replicax._private.keras import write_values
 from replicax._util.interrupts import uninterrupted
 from replicax._util.types import PyTree
 from replicax._util.user_code import describe
+from replicax._util.waiting import Announced
 from replicax.cluster.dispatch_log import Operation
 from replicax.cpu import lowering, memory, settings
 from replicax.engine.divergence import (
@@ -225,11 +226,12 @@ class Program:
 
     def prepare(self, values: Shapes, leaves: Sequence[PyTree]) -> None:
         """Trace and compile what the first call would, and may be interrupted in."""
-        self._check_divergence(values, leaves)
-        self._lift_heap_bound(values, leaves)
-        traced = self._jitted.trace(*self._split(values), tuple(leaves))
-        self._has_effects = bool(traced.jaxpr.effects)
-        traced.lower().compile()  # The call finds it.
+        with Announced(f"compiling {self.name}"):
+            self._check_divergence(values, leaves)
+            self._lift_heap_bound(values, leaves)
+            traced = self._jitted.trace(*self._split(values), tuple(leaves))
+            self._has_effects = bool(traced.jaxpr.effects)
+            traced.lower().compile()  # The call finds it.
         if self._group.axis.is_of_cpus:
             memory.use_huge_pages()
 

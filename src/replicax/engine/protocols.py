@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from replicax.engine.step import Options
     from replicax.input import InputShard
 
-__all__ = ["Home", "StepQueue", "StepSource", "StrategyLike"]
+__all__ = ["Home", "Runner", "StepQueue", "StepSource", "StrategyLike"]
 
 
 class StepSource(Protocol):
@@ -126,12 +126,41 @@ class Home(Protocol):
         ...
 
 
+class Runner(Protocol):
+    """Runs functions on a strategy's replicas, each as one compiled program."""
+
+    def run_placed(
+        self,
+        fn: Callable[..., PyTree],
+        call: "FlatCall",
+        options: "Options",
+        programs: "ProgramCache[Program] | None" = None,
+    ) -> PyTree:
+        """Run `fn` on arrays that are where the replicas want them."""
+        ...
+
+    def program_of(
+        self,
+        fn: Callable[..., PyTree],
+        call: "FlatCall",
+        options: "Options",
+        programs: "ProgramCache[Program]",
+    ) -> "Program":
+        """The program that `run_placed` runs."""
+        ...
+
+
 class StrategyLike(Protocol):
     """A strategy, as programs and the bindings to Keras see it."""
 
     @property
     def home(self) -> Home:
         """Where its variables live, and who makes their updates."""
+        ...
+
+    @property
+    def runner(self) -> Runner:
+        """What runs its programs."""
         ...
 
     @property
@@ -166,34 +195,4 @@ class StrategyLike(Protocol):
         kwargs: Mapping[str, PyTree] | None = None,
     ) -> PyTree:
         """Run `fn` on every replica at once, as one compiled program."""
-        ...
-
-    def run_as(
-        self,
-        options: "Options",
-        fn: Callable[..., PyTree],
-        args: Sequence[PyTree] = (),
-        kwargs: Mapping[str, PyTree] | None = None,
-    ) -> PyTree:
-        """`run`, of a program that differs from a plain one as `options` say."""
-        ...
-
-    def run_placed(
-        self,
-        fn: Callable[..., PyTree],
-        call: "FlatCall",
-        options: "Options",
-        programs: "ProgramCache[Program] | None" = None,
-    ) -> PyTree:
-        """Run `fn` on arrays that are where the replicas want them."""
-        ...
-
-    def program_of(
-        self,
-        fn: Callable[..., PyTree],
-        call: "FlatCall",
-        options: "Options",
-        programs: "ProgramCache[Program]",
-    ) -> "Program":
-        """The program that `run_placed` runs."""
         ...

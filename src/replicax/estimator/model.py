@@ -66,7 +66,7 @@ class EstimatorModel:
         """Make the variables, for batches like these, whose leaves are `PerReplica`."""
         if self.is_built:
             return
-        used = self.strategy.variables_of(self._describe, (features, labels))
+        used = self.strategy.runner.variables_of(self._describe, (features, labels))
         self._refuse_outsiders(used)
         if self.mode == ModeKeys.TRAIN:
             self._build_optimizers()
@@ -175,7 +175,7 @@ class EstimatorModel:
 
     def results(self) -> dict[str, PyTree]:
         """The metrics' results and the mean `loss`, on the host."""
-        results = self.strategy.run_as(Options(), self._result_step)
+        results = self.strategy.run(self._result_step)
         return {
             name: jax.tree.map(
                 lambda x: jax.device_get(x.values[0]),
@@ -193,7 +193,7 @@ class EstimatorModel:
         self, step: Callable[..., PyTree], args: Sequence[PyTree], active: int | None
     ) -> PyTree:
         options = Options(gradient_op=ReduceOp.MEAN, num_active=active)
-        return self.strategy.run_as(options, step, args)
+        return self.strategy.runner.run(step, args, options=options)
 
     def _train_step(self, features: PyTree, labels: PyTree, watched: bool) -> _Tensors:
         def loss_fn() -> tuple[jax.Array, tuple[jax.Array, _Tensors]]:

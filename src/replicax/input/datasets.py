@@ -1,5 +1,6 @@
 """The datasets that a strategy makes: batches spread over its replicas."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["DatasetMaker"]
 
 
-class DatasetMaker:
+class DatasetMaker(ABC):
     """Makes distributed datasets, as a part of each strategy.
 
     Attributes:
@@ -29,12 +30,16 @@ class DatasetMaker:
     """
 
     input_shard: InputShard
-    _group: ReplicaGroup
+
+    @property
+    @abstractmethod
+    def group(self) -> ReplicaGroup:
+        """The replicas, for programs."""
 
     @property
     def num_replicas_in_sync(self) -> int:
         """Number of replicas; the global batch is this many times a replica's."""
-        return self._group.num_replicas
+        return self.group.num_replicas
 
     @property
     def input_context(self) -> InputContext:
@@ -75,13 +80,13 @@ class DatasetMaker:
         """
         return DistributedDataset(
             dataset,
-            self._group.mesh,
+            self.group.mesh,
             remainder=remainder,
             batch_size=batch_size,
             prefetch=prefetch,
             auto_shard_policy=auto_shard_policy,
             input_shard=self.input_shard,
-            num_replicas=self._group.num_replicas,
+            num_replicas=self.group.num_replicas,
         )
 
     def distribute_datasets_from_function(
@@ -102,12 +107,12 @@ class DatasetMaker:
         """
         return DistributedDatasetFromFunction(
             dataset_fn,
-            self._group.mesh,
+            self.group.mesh,
             self.input_context,
             remainder=remainder,
             prefetch=prefetch,
             input_shard=self.input_shard,
-            num_replicas=self._group.num_replicas,
+            num_replicas=self.group.num_replicas,
         )
 
     def experimental_make_numpy_dataset(

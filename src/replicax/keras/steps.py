@@ -249,14 +249,15 @@ class Steps:
     def program(self, batch: PlacedBatch) -> Program:
         """The program for batches like this one."""
         step = self._step
-        return self._strategy.program_of(
+        return self._strategy.runner.program_of(
             step, batch, step.options(batch), self.programs
         )
 
     def __call__(self, batches: Sequence[PlacedBatch]) -> PyTree:
         """Run an execution; the variables have its values then."""
         raise_unheeded()
-        run, step, programs = self._strategy.run_placed, self._step, self.programs
+        run, step = self._strategy.runner.run_placed, self._step
+        programs = self.programs
         results = [run(step, b, step.options(b), programs) for b in batches]
         if self._kind == "predict":
             return _rows(results, batches)

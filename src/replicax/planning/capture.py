@@ -147,7 +147,7 @@ def capture_call(
         f"{step!r} does not train: no optimizer makes an update in it. Pass the step "
         "that calls optimizer.apply."
     )
-    with strategy.rehearsing(capture), capture._until_captured(why_not):
+    with strategy.runner.rehearsing(capture), capture._until_captured(why_not):
         num = strategy.num_replicas_in_sync
         args, kwargs = _as_arrays((tuple(args), dict(kwargs)), num)
         strategy.run(step, args, kwargs)
@@ -170,7 +170,7 @@ def capture_fit(
         "compile the model in the strategy's scope."
     )
     try:
-        with strategy.rehearsing(capture), capture._until_captured(why_not):
+        with strategy.runner.rehearsing(capture), capture._until_captured(why_not):
             batches = (arrays for _ in range(1))
             fit: Callable[..., object] = model.fit  # Keras: `verbose` is a str.
             fit(batches, steps_per_epoch=1, shuffle=False, verbose=0)

@@ -149,7 +149,7 @@ class ParameterServerStrategy(Strategy):
         self._rows = RemoteTables(self.session, compression=compression)
         self._remote = RemoteVariables(
             self.session,
-            self._mirrored_sharding,
+            self.group.mirrored,
             partitioner=variable_partitioner,
             compression=compression,
             sync=sync,
@@ -177,7 +177,7 @@ class ParameterServerStrategy(Strategy):
     @property
     def num_replicas_in_sync(self) -> int:
         """Number of replicas whose gradients make one update."""
-        return self._group.num_replicas * self._num_parts
+        return self.group.num_replicas * self._num_parts
 
     @property
     def num_parts(self) -> int:

@@ -94,7 +94,7 @@ class CentralStorageStrategy(Strategy):
         )
         self._parameter_device = device_name(home)
         self.home = _ParameterDevice(
-            self._group, NamedSharding(mesh, PartitionSpec()), self._dispatch
+            self.group, NamedSharding(mesh, PartitionSpec()), self.runner.dispatch
         )
 
     def __repr__(self) -> str:

@@ -17,4 +17,4 @@ class DefaultStrategy(Strategy):
 
     def __init__(self) -> None:
         super().__init__(default_devices()[:1])
-        self.home = ReplicaHome(self._group, adopts=True)
+        self.home = ReplicaHome(self.group, adopts=True)

@@ -159,7 +159,7 @@ class MultiWorkerMirroredStrategy(Strategy):
     def __repr__(self) -> str:
         if self.num_workers == 1:
             return super().__repr__()
-        per_worker = self._group.num_local
+        per_worker = self.group.num_local
         return (
             f"{type(self).__name__}({self._workers.name} of {self.num_workers} workers,"
             f" {per_worker} {'replica' if per_worker == 1 else 'replicas'} each)"

@@ -1,21 +1,15 @@
 """Strategy: where a program's replicas run, and what a user calls."""
 
-import contextlib
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import jax
-import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from replicax._private import keras as internals
-from replicax._util.dry_run import Rehearsal, current_rehearsal
+from replicax._util.dry_run import current_rehearsal
 from replicax._util.types import PyTree
-from replicax._util.user_code import describe
-from replicax._util.waiting import Announced
-from replicax.cluster.dispatch_log import Operation
 from replicax.cluster.workers import Workers
-from replicax.engine import combine, compilation_cache, device_put
-from replicax.engine.cache import ProgramCache, unwrap_partial
+from replicax.engine import combine, compilation_cache
 from replicax.engine.collectives import CrossDeviceOps, NcclAllReduce, ReduceOp
 from replicax.engine.communication import CommunicationOptions
 from replicax.engine.consistency import require_equal, variables_of_all_workers
@@ -24,28 +18,21 @@ from replicax.engine.group import ReplicaAxes, ReplicaGroup, mesh_of
 from replicax.engine.layouts import Layouts, ModelSplit
 from replicax.engine.program import Program
 from replicax.engine.protocols import Home
-from replicax.engine.scope import Scope, called_in, current_call, current_context
-from replicax.engine.signature import FlatCall, Kind, flatten_call
-from replicax.engine.step import Options, Outputs
+from replicax.engine.scope import Scope
 from replicax.engine.values import PerReplica
 from replicax.engine.variables import Variable
-from replicax.errors import ContextError
 from replicax.input import InputShard
 from replicax.input.context import ValueContext, per_replica, stacked_values
 from replicax.input.datasets import DatasetMaker
 from replicax.keras import hooks
-from replicax.strategies.checks import (
-    check_call,
-    check_options,
-    refuse_tracer,
-    refuse_tracing,
-)
-from replicax.strategies.dispatcher import Dispatcher
 from replicax.strategies.home import ReplicaHome
+from replicax.strategies.runner import (
+    ProgramRunner,
+    require_cross_replica,
+    require_rehearsable,
+)
 
 __all__ = ["Strategy"]
-
-_CHECK_REPLICAS = Operation("check_replicas", b"check_replicas;")
 
 
 class Strategy(DatasetMaker):
@@ -101,7 +88,7 @@ class Strategy(DatasetMaker):
             TypeError: If `cross_device_ops` is none.
             NotImplementedError: In a rehearsal, if the variables are to live elsewhere.
         """
-        check_options(
+        _check_options(
             type(self).__name__,
             cross_device_ops,
             check_replicas_every,
@@ -112,7 +99,7 @@ class Strategy(DatasetMaker):
         self._workers = workers or Workers()
         mesh, axis = mesh_of(devices, self._workers.names, split)
         num_local = axis.num_per_host
-        self._group = ReplicaGroup(
+        group = ReplicaGroup(
             strategy=self,
             mesh=mesh,
             axes=ReplicaAxes(devices=axis, num_per_device=replicas_per_device),
@@ -130,32 +117,29 @@ class Strategy(DatasetMaker):
             first_replica=first_replica,
             defers_updates=defers_updates,
         )
-        self._rehearsal = current_rehearsal() if self._rehearses else None
-        if self._rehearsal is None:
+        rehearsal = current_rehearsal() if self._rehearses else None
+        if rehearsal is None:
             compilation_cache.turn_on(devices[0].platform)
         else:
-            self._require_rehearsable()
-            self._group = self._group.on(self._rehearsal.devices[: self._num_rehearsed])
+            require_rehearsable(group)
+            group = group.on(rehearsal.devices[: self._num_rehearsed])
         self.input_shard = InputShard(self._workers, check_input=check_input)
-        self._use(self._group)
         self.home: Home = ReplicaHome(
-            self._group, None if self._rehearsal is None else self._rehearsal.home
+            group, None if rehearsal is None else rehearsal.home
         )
-        dispatcher = Dispatcher(self._workers)
-        self._dispatch, self._combining = dispatcher.dispatch, dispatcher.combining
-        self._programs: ProgramCache[Program] = ProgramCache()
-        self._check_every = check_replicas_every
-        self._num_steps = 0
+        self.runner = ProgramRunner(
+            group, self._agree_on, check_replicas_every, rehearsal
+        )
 
     def __repr__(self) -> str:
-        each = self._group.axes.num_per_device
+        each = self.group.axes.num_per_device
         several = f"; {each} replicas each" if each > 1 else ""
-        return f"{type(self).__name__}({', '.join(self._group.axis.devices)}{several})"
+        return f"{type(self).__name__}({', '.join(self.group.axis.devices)}{several})"
 
     @property
     def group(self) -> ReplicaGroup:
         """The replicas, for programs."""
-        return self._group
+        return self.runner.group
 
     @property
     def workers(self) -> Workers:
@@ -166,11 +150,6 @@ class Strategy(DatasetMaker):
     def is_chief(self) -> bool:
         """Whether this process does what is done once for all, such as exporting."""
         return self._workers.is_chief
-
-    @property
-    def programs(self) -> ProgramCache[Program]:
-        """The compiled programs of this strategy."""
-        return self._programs
 
     def scope(self) -> Scope:
         """A context manager: variables created in it are mirrored on all replicas.
@@ -228,138 +207,11 @@ class Strategy(DatasetMaker):
             >>> float(total) == 2.0 * sum(range(1, n + 1))
             True
         """
-        return self.run_as(Options(), fn, args, kwargs)
+        return self.runner.run(fn, args, kwargs)
 
     def experimental_run_v2(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
         """Old name of `run`."""
         return self.run(*args, **kwargs)
-
-    def run_as(
-        self,
-        options: Options,
-        fn: Callable[..., PyTree],
-        args: Sequence[PyTree] = (),
-        kwargs: Mapping[str, PyTree] | None = None,
-    ) -> PyTree:
-        """`run`, of a program that differs from a plain one as `options` say."""
-        self._require_cross_replica("run")
-        refuse_tracing()
-        check_call(fn, args)
-        fn, args, kwargs = unwrap_partial(fn, tuple(args), dict(kwargs or {}))
-        call = flatten_call(args, kwargs, self._place)
-        return called_in(
-            self, lambda: self.run_placed(fn, call, options), ("run", None)
-        )
-
-    def run_placed(
-        self,
-        fn: Callable[..., PyTree],
-        call: FlatCall,
-        options: Options,
-        programs: ProgramCache[Program] | None = None,
-    ) -> PyTree:
-        """Run `fn` on arrays that are where the replicas want them.
-
-        What `run` and the steps of Keras' models come to; called in the scope.
-
-        Args:
-            fn: The replica function.
-            call: Its arguments.
-            options: How the program differs from a plain one.
-            programs: Where it stays compiled. Defaults to the strategy's own cache.
-        """
-        programs = self._programs if programs is None else programs
-        program = self.program_of(fn, call, options, programs)
-        is_new = program.is_new
-        out = self.call(program, call.arrays)
-        if is_new:
-            programs.keep(fn, (call.key, options), program)
-        if options.outputs is Outputs.PER_REPLICA:
-            return program.results.per_replica(out)
-        return out
-
-    def program_of(
-        self,
-        fn: Callable[..., PyTree],
-        call: FlatCall,
-        options: Options,
-        programs: ProgramCache[Program],
-    ) -> Program:
-        """The program that `run_placed` runs."""
-        return programs.get(
-            fn, (call.key, options), lambda: self._program(fn, call, options)
-        )
-
-    def variables_of(
-        self, fn: Callable[..., PyTree], args: Sequence[PyTree]
-    ) -> list[Variable]:
-        """The variables that `fn` uses, whosever; what it makes is there afterwards.
-
-        It is traced as `run` traces it, and not run.
-        """
-        self._require_cross_replica("run")
-        call = flatten_call(args, {}, self._place)
-        with self.scope():
-            return Program(
-                fn, self._group, call.make_arguments(), call.arrays
-            ).variables
-
-    def call(self, program: Program, arrays: Sequence[ArrayLike]) -> PyTree:
-        """Run a program, with the check that was asked for; variables are new then."""
-        if self._rehearsal is not None:
-            values = internals.read_values(program.variables)
-            return self._rehearsal.call(self._group, program, values, arrays)
-        if program.is_new:
-            self._agree_on(program, internals.read_values(program.variables), arrays)
-            with Announced(f"compiling {program.name}"):
-                out = self._dispatch(
-                    lambda: self.home.execute(program, arrays), program.operation
-                )
-        else:  # Not a function for both: it would be called in each step.
-            out = self._dispatch(
-                lambda: self.home.execute(program, arrays), program.operation
-            )
-        self._num_steps += 1
-        every = self._check_every if self.home.on_replicas else None
-        if every and self._num_steps % every == 0:
-            if self._workers.log is not None:
-                self._workers.log.note_in_script(_CHECK_REPLICAS)
-            new = internals.read_values(program.changed)
-            require_equal(self._group, program.changed, new)
-        return out
-
-    @contextlib.contextmanager
-    def rehearsing(self, rehearsal: Rehearsal) -> Generator[None]:
-        """Within it, programs are for a rehearsal's devices and are handed to it.
-
-        Variables stay where they are. Nobody else may use the strategy meanwhile.
-        """
-        self._require_rehearsable()
-        group, own = self._group, (self._programs, self._rehearsal)
-        self._use(group.on(rehearsal.devices))
-        self._programs, self._rehearsal = ProgramCache(), rehearsal
-        try:
-            yield
-        finally:
-            self._use(group)
-            self._programs, self._rehearsal = own
-
-    def _use(self, group: ReplicaGroup) -> None:
-        """Make programs for these replicas from now on."""
-        self._group = group
-        # Programs and variables meet these shardings all the time: one object each.
-        self._mirrored_sharding, self._per_replica_sharding = (
-            group.mirrored,
-            group.per_replica,
-        )
-
-    def _require_rehearsable(self) -> None:
-        if self._group.defers_updates:
-            raise NotImplementedError(
-                f"plan: the variables of {type(self).__name__} live apart from its "
-                "replicas, which plans do not cover. Plan with a strategy whose "
-                "replicas hold them, such as rx.MirroredStrategy."
-            )
 
     def reduce(
         self, reduce_op: ReduceOp | str, value: PyTree, axis: int | None = None
@@ -381,11 +233,12 @@ class Strategy(DatasetMaker):
             ValueError: For an unknown operation or axis, or for SUM of a value that is
                 no `PerReplica` where there are several replicas.
         """
-        self._require_cross_replica("reduce")
+        require_cross_replica("reduce")
         op = ReduceOp.of(reduce_op, "Strategy.reduce")
-        return self._dispatch(
-            lambda: combine.reduce(op, value, axis, self._group.num_replicas),
-            self._combining(f"reduce({op.value!r}, axis={axis})", value),
+        return self.runner.combine(
+            f"reduce({op.value!r}, axis={axis})",
+            lambda: combine.reduce(op, value, axis, self.group.num_replicas),
+            value,
         )
 
     def gather(self, value: PyTree, axis: int) -> PyTree:
@@ -402,10 +255,11 @@ class Strategy(DatasetMaker):
             ContextError: Inside a replica function.
             ValueError: For scalars or an unknown axis.
         """
-        self._require_cross_replica("gather")
-        return self._dispatch(
-            lambda: combine.gather(value, axis, self._group.num_replicas),
-            self._combining(f"gather(axis={axis})", value),
+        require_cross_replica("gather")
+        return self.runner.combine(
+            f"gather(axis={axis})",
+            lambda: combine.gather(value, axis, self.group.num_replicas),
+            value,
         )
 
     def experimental_local_results(self, value: PyTree) -> tuple[PyTree, ...]:
@@ -424,9 +278,9 @@ class Strategy(DatasetMaker):
         Raises:
             ValueError: If shapes differ.
         """
-        stacked = stacked_values(value_fn, self._group.num_replicas)
-        local = jax.tree.map(self._group.local_part, stacked)
-        return per_replica(local, self._per_replica_sharding)
+        stacked = stacked_values(value_fn, self.group.num_replicas)
+        local = jax.tree.map(self.group.local_part, stacked)
+        return per_replica(local, self.group.per_replica)
 
     def check_replicas(self, variables: Iterable[Variable] | None = None) -> None:
         """Compare the replicas' copies of mirrored variables, bit by bit.
@@ -444,51 +298,35 @@ class Strategy(DatasetMaker):
             facts = {"the variables": [internals.described(v) for v in chosen]}
             self._workers.agree(facts, "check_replicas")
         if self.home.on_replicas:
-            require_equal(self._group, chosen, internals.read_values(chosen))
-
-    def _program(
-        self, fn: Callable[..., PyTree], call: FlatCall, options: Options
-    ) -> Program:
-        refuse_tracer(jnp.zeros(()))
-        with Announced(f"tracing {current_call()}({describe(fn)})"):
-            program = Program(
-                fn, self._group, call.make_arguments(), call.arrays, options
-            )
-        self.home.require_owned(program.variables, program.name)
-        return program
+            require_equal(self.group, chosen, internals.read_values(chosen))
 
     def _agree_on(
         self, program: Program, values: Sequence[jax.Array], arrays: Sequence[ArrayLike]
     ) -> None:
         """Called before a program runs first; other workers may have to agree."""
 
-    def _place(self, array: PyTree, kind: Kind) -> ArrayLike:
-        refuse_tracer(array)
-        if kind is Kind.PER_REPLICA:
-            combine.require_all_replicas(
-                PerReplica(array), self._group.num_replicas, "run"
-            )
-            wanted = self._per_replica_sharding
-        elif isinstance(array, jax.Array) and (
-            array.committed or self._group.spans_processes
-        ):
-            wanted = self._mirrored_sharding
-        else:
-            return array
-        if not isinstance(array, jax.Array):
-            return device_put.rows(self._group.local_part(array), wanted)
-        if array.sharding == wanted:
-            return array
-        # A copy first: placed, the array may share a variable's memory on one device,
-        # which the program gives away (`may_alias=False` does not prevent it).
-        if kind is Kind.MIRRORED:
-            return device_put.laid_out(jnp.copy(array), wanted)
-        return device_put.rows(self._group.local_part(jnp.copy(array)), wanted)
 
-    def _require_cross_replica(self, name: str) -> None:
-        if current_context() is not None:
-            raise ContextError(
-                f"Strategy.{name}: called inside a replica function. Call it outside, "
-                "on what strategy.run returns; inside, use "
-                "rx.get_replica_context().all_reduce or .all_gather."
-            )
+def _check_options(
+    name: str,
+    cross_device_ops: object,
+    check_replicas_every: int | None,
+    replicas_per_device: int,
+) -> None:
+    """Refuse arguments of a strategy, called `name`, that cannot be."""
+    if cross_device_ops is not None and not isinstance(
+        cross_device_ops, CrossDeviceOps
+    ):
+        raise TypeError(
+            f"{name}: cross_device_ops must be a rx.CrossDeviceOps; got "
+            f"{cross_device_ops!r}. Use for example rx.HierarchicalCopyAllReduce()."
+        )
+    if check_replicas_every is not None and check_replicas_every < 1:
+        raise ValueError(
+            f"{name}: check_replicas_every must be at least 1 or "
+            f"None; got {check_replicas_every!r}."
+        )
+    if type(replicas_per_device) is not int or replicas_per_device < 1:
+        raise ValueError(
+            f"{name}: replicas_per_device must be a positive "
+            f"integer; got {replicas_per_device!r}."
+        )

@@ -1,0 +1,317 @@
+"""Replica functions on their way to the devices: found compiled, placed, dispatched."""
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import TypeVar
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import find_top_trace
+from jax.typing import ArrayLike
+
+from replicax._private import keras as internals
+from replicax._util.dry_run import Rehearsal
+from replicax._util.types import PyTree, Shape
+from replicax._util.user_code import describe
+from replicax._util.waiting import Announced
+from replicax.cluster.dispatch_log import Operation
+from replicax.engine import combine, device_put
+from replicax.engine.cache import ProgramCache, unwrap_partial
+from replicax.engine.consistency import require_equal
+from replicax.engine.group import ReplicaGroup
+from replicax.engine.program import Program
+from replicax.engine.scope import called_in, current_call, current_context
+from replicax.engine.signature import FlatCall, Kind, flatten_call
+from replicax.engine.step import Options, Outputs
+from replicax.engine.values import PerReplica
+from replicax.engine.variables import Variable
+from replicax.errors import ContextError
+
+__all__ = ["ProgramRunner", "require_cross_replica", "require_rehearsable"]
+
+T = TypeVar("T")
+Agreement = Callable[[Program, Sequence[jax.Array], Sequence[ArrayLike]], None]
+"""Compares a new program, its variables' values and its arrays with other workers'."""
+
+_CHECK_REPLICAS = Operation("check_replicas", b"check_replicas;")
+
+# Threads may use strategies at once, but a program must be enqueued on all its devices
+# before another is: devices that meet collectives in different orders wait for ever.
+_dispatch_order = threading.RLock()
+
+
+class ProgramRunner:
+    """Runs functions on a strategy's replicas, each as one compiled program.
+
+    Args:
+        group: The replicas.
+        agree: Called before a program runs first.
+        check_every: Compare the replicas' variables after every that many steps.
+        rehearsal: What programs are handed to in place of the devices, if anything.
+
+    Attributes:
+        group: The replicas that programs are made for.
+        programs: The compiled programs.
+    """
+
+    def __init__(
+        self,
+        group: ReplicaGroup,
+        agree: Agreement,
+        check_every: int | None,
+        rehearsal: Rehearsal | None,
+    ) -> None:
+        self._strategy = group.strategy
+        self._workers = group.strategy.workers
+        self._agree = agree
+        self._check_every = check_every
+        self._num_steps = 0
+        self._use(group, rehearsal)
+
+    def _use(
+        self,
+        group: ReplicaGroup,
+        rehearsal: Rehearsal | None,
+        programs: ProgramCache[Program] | None = None,
+    ) -> None:
+        """Make programs for these replicas from now on."""
+        self.group = group
+        self.programs = ProgramCache() if programs is None else programs
+        self._rehearsal = rehearsal
+        # Programs and variables meet these shardings all the time: one object each.
+        self._mirrored, self._per_replica = group.mirrored, group.per_replica
+
+    @contextlib.contextmanager
+    def rehearsing(self, rehearsal: Rehearsal) -> Generator[None]:
+        """Within it, programs are for a rehearsal's devices and are handed to it.
+
+        Variables stay where they are. Nobody else may use the strategy meanwhile.
+        """
+        require_rehearsable(self.group)
+        own = self.group, self._rehearsal, self.programs
+        self._use(self.group.on(rehearsal.devices), rehearsal)
+        try:
+            yield
+        finally:
+            self._use(*own)
+
+    def run(
+        self,
+        fn: Callable[..., PyTree],
+        args: Sequence[PyTree] = (),
+        kwargs: Mapping[str, PyTree] | None = None,
+        options: Options | None = None,
+    ) -> PyTree:
+        """`Strategy.run`, where `options` say how the program differs from a plain one."""
+        require_cross_replica("run")
+        _refuse_tracing()
+        if not callable(fn):
+            raise TypeError(f"Strategy.run: fn must be callable; got {fn!r}.")
+        if not isinstance(args, tuple | list):
+            raise TypeError(
+                "Strategy.run: args must be a tuple or list; got a "
+                f"{type(args).__name__}. For one argument x write args=(x,)."
+            )
+        fn, args, kwargs = unwrap_partial(fn, tuple(args), dict(kwargs or {}))
+        call = flatten_call(args, kwargs, self._place)
+        options = options or _PLAIN
+        return called_in(
+            self._strategy, lambda: self.run_placed(fn, call, options), ("run", None)
+        )
+
+    def run_placed(
+        self,
+        fn: Callable[..., PyTree],
+        call: FlatCall,
+        options: Options,
+        programs: ProgramCache[Program] | None = None,
+    ) -> PyTree:
+        """Run `fn` on arrays that are where the replicas want them.
+
+        What `run` and the steps of Keras' models come to; called in the scope.
+
+        Args:
+            fn: The replica function.
+            call: Its arguments.
+            options: How the program differs from a plain one.
+            programs: Where it stays compiled. Defaults to the strategy's own cache.
+        """
+        programs = self.programs if programs is None else programs
+        program = self.program_of(fn, call, options, programs)
+        is_new = program.is_new
+        out = self.call(program, call.arrays)
+        if is_new:
+            programs.keep(fn, (call.key, options), program)
+        if options.outputs is Outputs.PER_REPLICA:
+            return program.results.per_replica(out)
+        return out
+
+    def program_of(
+        self,
+        fn: Callable[..., PyTree],
+        call: FlatCall,
+        options: Options,
+        programs: ProgramCache[Program],
+    ) -> Program:
+        """The program that `run_placed` runs."""
+
+        def make() -> Program:
+            _refuse_tracer(jnp.zeros(()))
+            with Announced(f"tracing {current_call()}({describe(fn)})"):
+                program = Program(
+                    fn, self.group, call.make_arguments(), call.arrays, options
+                )
+            self._strategy.home.require_owned(program.variables, program.name)
+            return program
+
+        return programs.get(fn, (call.key, options), make)
+
+    def variables_of(
+        self, fn: Callable[..., PyTree], args: Sequence[PyTree]
+    ) -> list[Variable]:
+        """The variables that `fn` uses, whosever; what it makes is there afterwards.
+
+        It is traced as `run` traces it, and not run.
+        """
+        require_cross_replica("run")
+        call = flatten_call(args, {}, self._place)
+
+        def discovered() -> list[Variable]:
+            program = Program(fn, self.group, call.make_arguments(), call.arrays)
+            return program.variables
+
+        return called_in(self._strategy, discovered)
+
+    def call(self, program: Program, arrays: Sequence[ArrayLike]) -> PyTree:
+        """Run a program, with the check that was asked for; variables are new then."""
+        home = self._strategy.home
+        if self._rehearsal is not None:
+            values = internals.read_values(program.variables)
+            return self._rehearsal.call(self.group, program, values, arrays)
+        if program.is_new:
+            self._agree(program, internals.read_values(program.variables), arrays)
+        out = self.dispatch(lambda: home.execute(program, arrays), program.operation)
+        self._num_steps += 1
+        every = self._check_every if home.on_replicas else None
+        if every and self._num_steps % every == 0:
+            if self._workers.log is not None:
+                self._workers.log.note_in_script(_CHECK_REPLICAS)
+            new = internals.read_values(program.changed)
+            require_equal(self.group, program.changed, new)
+        return out
+
+    def dispatch(self, call: Callable[[], T], operation: Operation | None = None) -> T:
+        """Call a program, in one order for all threads, watched over.
+
+        Args:
+            call: Calls it.
+            operation: What the other workers know it by; None: they have no part in it.
+        """
+        watch = self._workers.watch
+        with _dispatch_order:
+            if watch is None or operation is None:
+                return call()
+            # Before and after: on CPUs, the call may itself wait for the others.
+            watch.dispatching(operation)
+            leaves: list[jax.Array] = []
+            try:
+                results = call()
+                leaves = jax.tree.leaves(results)
+            finally:
+                watch.dispatched(leaves[0] if leaves else None)
+        return results
+
+    def combine(self, name: str, fn: Callable[[], PyTree], value: PyTree) -> PyTree:
+        """Call what combines the replicas' values in `value`, by `name`.
+
+        A value that is no `PerReplica` needs no other worker.
+        """
+        if self._workers.watch is None:
+            return self.dispatch(fn)
+        leaves = jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, PerReplica))
+        kinds = tuple(
+            (x.array.shape, x.array.dtype) for x in leaves if isinstance(x, PerReplica)
+        )
+        return self.dispatch(fn, _combination(name, kinds) if kinds else None)
+
+    def _place(self, array: PyTree, kind: Kind) -> ArrayLike:
+        _refuse_tracer(array)
+        if kind is Kind.PER_REPLICA:
+            combine.require_all_replicas(
+                PerReplica(array), self.group.num_replicas, "run"
+            )
+            wanted = self._per_replica
+        elif isinstance(array, jax.Array) and (
+            array.committed or self.group.spans_processes
+        ):
+            wanted = self._mirrored
+        else:
+            return array
+        if not isinstance(array, jax.Array):
+            return device_put.rows(self.group.local_part(array), wanted)
+        if array.sharding == wanted:
+            return array
+        # A copy first: placed, the array may share a variable's memory on one device,
+        # which the program gives away (`may_alias=False` does not prevent it).
+        if kind is Kind.MIRRORED:
+            return device_put.laid_out(jnp.copy(array), wanted)
+        return device_put.rows(self.group.local_part(jnp.copy(array)), wanted)
+
+
+_PLAIN = Options()
+
+
+def require_cross_replica(name: str) -> None:
+    """Raise inside a replica function."""
+    if current_context() is not None:
+        raise ContextError(
+            f"Strategy.{name}: called inside a replica function. Call it outside, "
+            "on what strategy.run returns; inside, use "
+            "rx.get_replica_context().all_reduce or .all_gather."
+        )
+
+
+def require_rehearsable(group: ReplicaGroup) -> None:
+    """Raise where plans do not cover how a strategy makes its updates."""
+    if group.defers_updates:
+        raise NotImplementedError(
+            f"plan: the variables of {type(group.strategy).__name__} live apart from "
+            "its replicas, which plans do not cover. Plan with a strategy whose "
+            "replicas hold them, such as rx.MirroredStrategy."
+        )
+
+
+@functools.lru_cache(maxsize=256)
+def _combination(name: str, kinds: tuple[tuple[Shape, np.dtype], ...]) -> Operation:
+    listed = ", ".join(f"{dtype}{list(shape)}" for shape, dtype in kinds)
+    return Operation(f"{name} of {listed}", f"{name} {listed};".encode())
+
+
+def _refuse_tracer(array: object) -> None:
+    """Raise if `array` is what a JAX transformation traces with."""
+    if isinstance(array, jax.core.Tracer):
+        raise _inside_a_transformation()
+
+
+def _refuse_tracing() -> None:
+    """Raise if this thread is in the trace of a function that JAX will compile."""
+    if type(find_top_trace(())) is _kind_of_trace():
+        raise _inside_a_transformation()
+
+
+@functools.cache
+def _kind_of_trace() -> type:
+    found: list[type] = []
+    jax.make_jaxpr(lambda: found.append(type(find_top_trace(()))))()
+    return found[0]
+
+
+def _inside_a_transformation() -> ContextError:
+    return ContextError(
+        "Strategy.run: called inside a JAX transformation such as jax.jit. "
+        "run compiles by itself; take the decorator away (like @tf.function)."
+    )
