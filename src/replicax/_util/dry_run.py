@@ -30,7 +30,7 @@ class Rehearsal(Protocol):
     def call(
         self, group: Any, program: Any, values: Sequence[Any], arrays: Sequence[Any]
     ) -> tuple[Any, list[Any]]:
-        """Stand in for `Strategy.call`, of a strategy with these replicas."""
+        """Stand in for `ProgramRunner.call`, of a strategy with these replicas."""
         ...
 
 

@@ -183,7 +183,8 @@ class Training(Loop):
         """The step to begin with; `first` unless a training is resumed."""
         number = self._position.num_steps
         self._position.num_steps = 0
-        if number and self.config.restore_input and self.model.strategy.home.keeps_slots:
+        keeps_slots = self.model.strategy.home.keeps_slots
+        if number and self.config.restore_input and keeps_slots:
             steps.set_state({"num_batches": number})
             first = next(steps, None)
             _logger.warning(

@@ -106,7 +106,7 @@ class ProgramRunner:
         kwargs: Mapping[str, PyTree] | None = None,
         options: Options | None = None,
     ) -> PyTree:
-        """`Strategy.run`, where `options` say how the program differs from a plain one."""
+        """`Strategy.run`, of a program that `options` make differ from a plain one."""
         require_cross_replica("run")
         _refuse_tracing()
         if not callable(fn):
