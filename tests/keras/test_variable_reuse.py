@@ -9,8 +9,12 @@ import numpy as np
 import pytest
 
 import replicax as rx
-from replicax.engine.variable_reuse import MadeVariables, current_reuse
-from replicax.keras.variable_reuse import made_alike, start_from
+from replicax.keras.variable_reuse import (
+    MadeVariables,
+    current_reuse,
+    made_alike,
+    start_from,
+)
 
 
 def calls(strategy: Any, function: Any) -> tuple[MadeVariables, Any]:
