@@ -32,17 +32,17 @@ _Values: TypeAlias = list[tuple[int, float]]
 
 class _EarlyStoppingHook(IntervalHook):
     def __init__(self, should_stop_fn: Callable[[], bool], every: Interval) -> None:
-        self.every = every
+        self._every = every
         self._should_stop = should_stop_fn
 
     def after_run(
         self, run_context: SessionRunContext, run_values: SessionRunValues
     ) -> None:
         step = run_context.session.global_step
-        if self.every.last is None:
-            self.every.happened(step)
-        if self.every.is_due(step):
-            self.every.happened(step)
+        if self._every.last is None:
+            self._every.happened(step)
+        if self._every.is_due(step):
+            self._every.happened(step)
             if self._should_stop():
                 run_context.request_stop()
 

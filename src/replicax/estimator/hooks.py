@@ -220,11 +220,11 @@ def _interval(steps: int | None, seconds: float | None, caller: str) -> Interval
 class IntervalHook(SessionRunHook):
     """Base of hooks that do something every so often."""
 
-    every: Interval
+    _every: Interval
 
     def begin(self) -> None:
         """Count from here."""
-        self.every.last = None
+        self._every.last = None
 
 
 class StepCounterHook(IntervalHook):
@@ -242,7 +242,7 @@ class StepCounterHook(IntervalHook):
         self, every_n_steps: int | None = 100, every_n_secs: float | None = None
     ) -> None:
         steps = None if every_n_secs is not None else every_n_steps
-        self.every = _interval(steps, every_n_secs, "StepCounterHook")
+        self._every = _interval(steps, every_n_secs, "StepCounterHook")
         self.steps_per_second: float | None = None
 
     def after_run(
@@ -250,9 +250,9 @@ class StepCounterHook(IntervalHook):
     ) -> None:
         """Log, where it is due."""
         step = run_context.session.global_step
-        if not self.every.is_due(step):
+        if not self._every.is_due(step):
             return
-        passed = self.every.happened(step)
+        passed = self._every.happened(step)
         if passed is not None and passed[1] > 0:
             self.steps_per_second = passed[0] / passed[1]
             _logger.info("global_step/sec: %.6g", self.steps_per_second)
@@ -286,7 +286,7 @@ class LoggingTensorHook(SessionRunHook):
     ) -> None:
         named = tensors if isinstance(tensors, Mapping) else {n: n for n in tensors}
         self.tensors: dict[str, str | jax.Array] = dict(named)
-        self.every = (
+        self._every = (
             None
             if at_end and every_n_iter is None and every_n_secs is None
             else _interval(every_n_iter, every_n_secs, "LoggingTensorHook")
@@ -300,13 +300,13 @@ class LoggingTensorHook(SessionRunHook):
     def begin(self) -> None:
         """Log the first step."""
         self._values = {}
-        if self.every is not None:
-            self.every.last = None
+        if self._every is not None:
+            self._every.last = None
 
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
         """Ask for the values where they are due."""
         self._step = run_context.session.global_step
-        self._is_due = self.every is not None and self.every.is_due(self._step)
+        self._is_due = self._every is not None and self._every.is_due(self._step)
         if not (self._is_due or self._at_end):
             return None
         return SessionRunArgs(
@@ -321,8 +321,8 @@ class LoggingTensorHook(SessionRunHook):
     ) -> None:
         """Log them."""
         self._values = run_values.results or self._values
-        if self._is_due and self.every is not None:
-            passed = self.every.happened(self._step)
+        if self._is_due and self._every is not None:
+            passed = self._every.happened(self._step)
             seconds = "" if passed is None else f" ({passed[1]:.3f} sec)"
             _logger.info("%s%s", self._format(self._values), seconds)
 
@@ -355,12 +355,12 @@ class NanTensorHook(IntervalHook):
     ) -> None:
         self._name = loss_tensor
         self._fails = fail_on_nan_loss
-        self.every = _interval(every_n_iter, None, "NanTensorHook")
+        self._every = _interval(every_n_iter, None, "NanTensorHook")
 
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
         """Ask for the value."""
         step = run_context.session.global_step
-        return SessionRunArgs(self._name) if self.every.is_due(step) else None
+        return SessionRunArgs(self._name) if self._every.is_due(step) else None
 
     def after_run(
         self, run_context: SessionRunContext, run_values: SessionRunValues
@@ -369,7 +369,7 @@ class NanTensorHook(IntervalHook):
         if run_values.results is None:
             return
         step = run_context.session.global_step
-        self.every.happened(step)
+        self._every.happened(step)
         try:
             require_finite(run_values.results, step, self._name)
         except NanLossDuringTrainingError as error:
