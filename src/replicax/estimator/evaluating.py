@@ -4,7 +4,7 @@ import itertools
 import json
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import numpy as np
@@ -21,7 +21,7 @@ from replicax.input.prefetch import DistributedIterator
 
 __all__ = ["EvalResults", "Evaluation", "predictions", "read_eval_metrics"]
 
-EvalResults: TypeAlias = dict[str, Any]
+EvalResults: TypeAlias = dict[str, PyTree]
 """Results of `evaluate` by the metrics' names: Python numbers or NumPy arrays."""
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from replicax._util import json_codec
 from replicax._util.json_codec import MARK
-from replicax._util.types import JSON
+from replicax._util.types import JSON, JSONObject
 from replicax.estimator.feature_column.categorical import (
     IdentityColumn,
     VocabularyColumn,
@@ -36,7 +36,7 @@ _KINDS: dict[str, type[Column]] = {
 _NAMES = {cls: name for name, cls in _KINDS.items()}
 
 
-def to_config(column: Column) -> dict[str, Any]:
+def to_config(column: Column) -> JSONObject:
     """A column as what JSON can hold: its `"kind"` and its attributes.
 
     Columns in it are configs in turn, initializers are as Keras describes them. It
@@ -48,7 +48,7 @@ def to_config(column: Column) -> dict[str, Any]:
         raise TypeError(
             f"to_config: column must be a column of rx.feature_column; got {column!r}."
         )
-    config: dict[str, Any] = {"kind": kind}
+    config: JSONObject = {"kind": kind}
     for field in dataclasses.fields(column):  # type: ignore[arg-type]
         value = getattr(column, field.name)
         try:
@@ -72,7 +72,7 @@ def _encode_part(value: object, what: str) -> JSON:
     return None
 
 
-def from_config(config: Mapping[str, Any]) -> Column:
+def from_config(config: JSONObject) -> Column:
     """The column that a `to_config` described, equal, with the same `outputs`."""
     attributes = dict(config) if isinstance(config, Mapping) else {}
     cls: Any = _KINDS.get(attributes.pop("kind", ""))
@@ -95,7 +95,7 @@ def from_config(config: Mapping[str, Any]) -> Column:
     )
 
 
-def _decode_part(sent: dict[str, Any]) -> object:
+def _decode_part(sent: JSONObject) -> object:
     if sent[MARK] == "initializer":
         return keras.initializers.deserialize(sent["v"])
     if sent[MARK] == "column":

@@ -3,13 +3,13 @@
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
+from replicax._util.types import PyTree
 from replicax.estimator.feature_column.column import (
     Array,
     Arrays,
@@ -45,7 +45,7 @@ class NumericColumn(SingleFeature, DenseColumn):
     shape: tuple[int, ...]
     default_value: float | tuple | None
     dtype: str
-    normalizer_fn: Callable[[Any], Any] | None
+    normalizer_fn: Callable[[PyTree], PyTree] | None
 
     def __post_init__(self) -> None:
         require_key(self.key, "numeric_column")
@@ -104,7 +104,7 @@ def numeric_column(
     shape: int | Iterable[int] = (1,),
     default_value: ArrayLike | None = None,
     dtype: DTypeLike = "float32",
-    normalizer_fn: Callable[[Any], Any] | None = None,
+    normalizer_fn: Callable[[PyTree], PyTree] | None = None,
 ) -> NumericColumn:
     """Numbers, as they are.
 
