@@ -112,9 +112,6 @@ class Board:
         note: Writes the journal.
         now: The clock, in seconds.
 
-    Raises:
-        ValueError: There are no workers, or a name comes twice.
-
     >>> board = Board(["worker:0", "worker:1"], Timeouts(heartbeat=5, chief=60))
     >>> board.join("worker:0", "a1b2")["is_chief"]
     True
@@ -571,9 +568,6 @@ class Board:
             release: Take all tickets away that the journal does not tell of: those who
                 had them may have finished them, and would not say so again.
             journal: What was written down since the snapshot.
-
-        Raises:
-            ValueError: Another version of replicax wrote it, or for other workers.
         """
         if state.get("version") != _STATE_VERSION:
             raise ValueError(

@@ -148,18 +148,10 @@ class Group(abc.ABC):
     ) -> LastPush:
         """Apply gradients, or add them to those of their step; only the first time.
 
-        Args:
-            worker: Who pushes.
-            session: Its process. A new one ends the one before.
-            sequence: Grows with each push of this session to this group.
-            gradients: They must not be changed afterwards.
-            based_on: The version of which they are; None: nobody counts it.
-            share: Of a synchronous step; None: applied at once.
-
-        Raises:
-            StaleSequence: If `sequence` is lower than that of the last push.
-            Superseded: If the worker has a newer session.
-            RefusedRequestError: If `share` is of no step that can be next.
+        A new session of a worker ends the one before; its sequence numbers grow with
+        each push to this group. Gradients must not be changed afterwards. They are of
+        the version `based_on`, if anybody counts it, and applied at once, or with the
+        other parts of the step that they are a `share` of.
         """
         # Under the group's lock: a session that ends in between must not be heard.
         self._sessions.admit(worker, session)

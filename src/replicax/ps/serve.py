@@ -78,13 +78,7 @@ def serve(
         board.put(JOB, uuid.uuid4().hex)  # The one of a snapshot stands.
     # The other servers learn of the end from the first one's board.
     first = config.cluster.task_address("ps", 0)
-    service = Service(
-        address,
-        store,
-        board,
-        credentials,
-        on_mismatch=_ignored if board is None else board.refuse,
-    )
+    service = Service(address, store, board, credentials)
     service.serve_in_thread()
     _logger.info("ps:%d serves at %s", server, address)
     if snapshots is not None:
@@ -121,10 +115,6 @@ def _tell_losses(store: VariableStore) -> None:
             status["lost"],
             status["applied"] + status["lost"],
         )
-
-
-def _ignored(caller: str, message: str) -> None:
-    """Only the first server has a board, to which a task's mismatch matters."""
 
 
 def _report(store: VariableStore, board: Board | None) -> None:

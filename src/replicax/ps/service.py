@@ -24,6 +24,7 @@ from replicax._version import versions as own_versions
 from replicax.cluster.addresses import Address, parse_address
 from replicax.errors import ClusterError
 from replicax.ps import wire
+from replicax.ps.board import Board
 from replicax.ps.credentials import Credentials
 from replicax.ps.doorman import Doorman, host_of, peer_of
 from replicax.ps.limited_log import LimitedLog
@@ -59,8 +60,6 @@ class Service:
         messages: Further messages of the tensor streams, by name.
         warnings_per_minute: How many warnings strangers can cause.
         stranger_seconds: How long a connection may stay that has not shown the token.
-        on_mismatch: Called with the name of a task that has other versions, and with
-            the message that it is refused with.
 
     Raises:
         ValueError: If the address is none that a server can listen at.
@@ -70,19 +69,18 @@ class Service:
         self,
         address: str,
         store: VariableStore,
-        board: Any | None,
+        board: Board | None,
         credentials: Credentials,
         *,
         messages: Mapping[str, type[Message]] | None = None,
         warnings_per_minute: int = 60,
         stranger_seconds: float = 10.0,
-        on_mismatch: Callable[[str, str], None] = lambda caller, message: None,
     ) -> None:
         self.address = address
         self._bound = _address_to_bind(address)
         self._store = store
         self._credentials = credentials
-        self._on_mismatch = on_mismatch
+        self._board = board
         self._messages = MESSAGES | dict(messages or {})
         self._actions: dict[str, Callable[..., object]] = {
             "hello": self._hello,
@@ -284,7 +282,8 @@ class Service:
                 "tasks of a cluster need the same versions: install them where they "
                 "differ, and start that task again."
             )
-            self._on_mismatch(str(caller), message)
+            if self._board is not None:
+                self._board.refuse(str(caller), message)
             raise VersionMismatch(message)
         return {"server": self._store.server}
 
