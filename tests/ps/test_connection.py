@@ -39,15 +39,17 @@ class Adds:
         self.before = lambda: None
 
     def message(self):
+        owner = self
+
         class Number(msgspec.Struct):
-            def expected(message, store):
+            def expected(self, store):
                 return {"x": wire.Allowed(("float32",), 1, 1 << 24)}
 
-            def handle(message, store, vectors):
-                self.calls += 1
-                self.total += float(vectors["x"][0])
-                self.before()
-                return {"total": self.total}, {}
+            def handle(self, store, vectors):
+                owner.calls += 1
+                owner.total += float(vectors["x"][0])
+                owner.before()
+                return {"total": owner.total}, {}
 
         return Number
 

@@ -70,18 +70,20 @@ class Doubles:
         self.began, self.go_on = threading.Event(), threading.Event()
 
     def message(self):
+        owner = self
+
         class Double(msgspec.Struct):
             wait: bool = False
             fail: bool = False
 
-            def expected(message, store):
+            def expected(self, store):
                 return {"ids": wire.Allowed(("int64",), 0, 10)}
 
-            def handle(message, store, vectors):
-                if message.wait:
-                    self.began.set()
-                    self.go_on.wait(20)
-                if message.fail:
+            def handle(self, store, vectors):
+                if self.wait:
+                    owner.began.set()
+                    owner.go_on.wait(20)
+                if self.fail:
                     raise ZeroDivisionError("on purpose")
                 return {"done": True}, {"ids": vectors["ids"] * 2}
 
