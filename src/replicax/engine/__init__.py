@@ -23,7 +23,7 @@ weight averages come after it.
 
 Deferred updates (`variables`). Where variables do not live on the replicas' devices,
 the seam makes no update: the summed gradients become results of the program, and the
-strategy makes the updates, each a program of its own.
+strategy's home makes the updates, each a program of its own.
 
 Sharded updates (`step`). Where replicas divide the update (ZeRO), the seam
 reduce-scatters the gradients, and the replicas' part of the program ends. The update is

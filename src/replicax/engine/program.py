@@ -16,7 +16,7 @@ signals and exceptions of other threads between its own instructions only: so di
 and stores are one call of C.
 
 Where variables live elsewhere, `optimizer.apply` makes no update in the program. The
-summed gradients come out of it, and the strategy makes the updates.
+summed gradients come out of it, and the strategy's home makes the updates.
 """
 
 import itertools
@@ -95,7 +95,7 @@ class Program:
         written: The variables that the program itself writes.
         inputs: The variables whose values it takes: `written`, then those that it only
             reads.
-        deferred_updates: The updates that follow it, made by the strategy.
+        deferred_updates: The updates that follow it, made by the strategy's home.
         changed: The variables that have new values afterwards: `written`, and those of
             the deferred updates.
         variables: All of these.
@@ -152,21 +152,11 @@ class Program:
         return self._step.results
 
     def lower(self, values: Shapes, leaves: Sequence[PyTree]) -> Lowered:
-        """Lower the program, for values and arguments like these.
-
-        Args:
-            values: The values of `inputs`: arrays or `jax.ShapeDtypeStruct`s.
-            leaves: The arguments' arrays, likewise.
-        """
+        """Lower the program, for values of `inputs` and arguments like these."""
         return self._jitted.lower(*self._split(values), tuple(leaves))
 
     def check(self, values: Shapes, leaves: Sequence[PyTree]) -> None:
-        """Trace the program in full, and refuse what its first call would refuse.
-
-        Args:
-            values: As for `lower`.
-            leaves: As for `lower`.
-        """
+        """Trace the program in full, and refuse what its first call would refuse."""
         self._check_divergence(values, leaves)
         self._checked = True
 
@@ -368,13 +358,8 @@ def _dispatch(
 ) -> tuple[list[jax.Array], list[list[jax.Array]]]:
     """Call a compiled program and store what it writes, as one call of C.
 
-    Args:
-        compiled: Returns a value for each target, and one thing more.
-        arguments: Its arguments.
-        targets: Where the values are stored.
-
-    Returns:
-        The one thing more: the results' arrays and the gradients.
+    It returns a value for each target, and one thing more, which is returned: the
+    results' arrays and the gradients.
     """
     outputs = itertools.chain.from_iterable(itertools.starmap(compiled, (arguments,)))
     write_values(targets, outputs)

@@ -287,13 +287,8 @@ class ReplicaStep:
     ) -> tuple[Arrays, list[Arrays], Arrays]:
         """One device's part of the program: one step, or a scan over several.
 
-        Args:
-            written: The values of `written`.
-            read: The values of the other `inputs`.
-            leaves: The arguments' arrays.
-
-        Returns:
-            The results, the gradients of deferred updates, and new values of `written`.
+        Returns the results, the gradients of deferred updates, and new values of
+        `written`.
         """
         gradients: list[Arrays] = []
         if self._options.num_steps is None:
@@ -310,12 +305,7 @@ class ReplicaStep:
         return self._results(out, [*written, *read]), gradients, written
 
     def _results(self, out: Arrays, values: Arrays) -> Arrays:
-        """The last step's results as the program returns them, from those of a device.
-
-        Args:
-            out: The results.
-            values: The new values of `inputs`.
-        """
+        """A device's last results as the program returns them; `values` are new."""
         if self._options.finish is not None:
             out = self._finished(self._options.finish, out, values)
         several = self._group.axes.num_per_device > 1
