@@ -158,22 +158,24 @@ def test_a_predict_step_that_uses_targets_gets_them(strategy_of: Any) -> None:
 # What compile's arguments cannot do.
 
 
-@pytest.mark.parametrize("option", [{"jit_compile": False}, {"run_eagerly": True}])
 def test_ignored_options_are_said_once(
-    option: dict[str, bool], strategy_of: Any, caplog: pytest.LogCaptureFixture
+    strategy_of: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     with strategy_of(2).scope():
-        model = classifier(**option)
+        model = classifier(jit_compile=False)
     model.fit(X, Y, verbose=0, validation_data=(X, Y))
     model.evaluate(X, Y, verbose=0)
     model.predict(X, verbose=0)
     (record,) = [r for r in caplog.records if r.name == "replicax"]
-    (name, value) = next(iter(option.items()))
-    assert f"{name}={value} of model {model.name!r} is ignored" in record.getMessage()
+    said = f"jit_compile=False of model {model.name!r} is ignored"
+    assert said in record.getMessage()
     assert "one program" in record.getMessage()
 
 
-@pytest.mark.parametrize("option", [{}, {"jit_compile": True}, {"jit_compile": "auto"}])
+@pytest.mark.parametrize(
+    "option",
+    [{}, {"jit_compile": True}, {"jit_compile": "auto"}, {"run_eagerly": True}],
+)
 def test_nothing_is_said_of_what_holds(
     option: dict[str, Any], strategy_of: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -114,16 +114,6 @@ def test_scalars_in_a_batch(data, strategy_of):
         model.train_on_batch(x, y, sample_weight=np.float32(1))
 
 
-def test_run_eagerly_is_ignored(data, strategy_of, caplog):
-    with strategy_of(2).scope():
-        model = classifier(run_eagerly=True)
-    model.fit(*data, verbose=0)
-    (record,) = caplog.records
-    assert record.name == "replicax"
-    assert "run_eagerly" in record.getMessage()
-    assert model.name in record.getMessage()
-
-
 def test_an_error_in_a_step_leaves_the_model_usable(data, strategy_of):
     class Picky(layers.Layer):
         strict = False

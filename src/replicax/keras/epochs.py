@@ -22,6 +22,7 @@ from replicax._util import random_state
 from replicax._util.random_state import RandomState
 from replicax._util.types import PyTree
 from replicax._util.waiting import announce_first
+from replicax.engine.group import ReplicaGroup
 from replicax.engine.protocols import StrategyLike
 from replicax.engine.scope import current_call
 from replicax.input.grain_datasets import Iteration
@@ -80,7 +81,8 @@ class Epochs:
 
     Args:
         adapter: Keras' adapter of the data.
-        strategy: Whose replicas get the batches.
+        strategy: The model's.
+        group: The replicas that get the batches.
         steps_per_epoch: Steps of an epoch; with it the next epoch goes on in the data
             where the last one ended. None: until the data ends.
         steps_per_execution: Batches of one execution.
@@ -97,6 +99,7 @@ class Epochs:
         adapter: DataAdapterLike,
         strategy: StrategyLike,
         *,
+        group: ReplicaGroup,
         steps_per_epoch: int | None,
         steps_per_execution: int,
         only_inputs: bool = False,
@@ -113,6 +116,7 @@ class Epochs:
         self.recorder: Recorder | None = None
         self.consumed = 0
         self._strategy = strategy
+        self._group = group
         self._only_inputs = only_inputs
         self._pending: Position | None = None
         self._iteration: _Iteration | None = None
@@ -245,7 +249,7 @@ class Epochs:
             source = announce_first(lambda: iter(slow), "waiting for the first batch")
         return BatchIterator(
             source,
-            strategy.group,
+            self._group,
             self.steps_per_execution,
             local=local,
             reused=not in_memory,  # It cuts each batch out anew.

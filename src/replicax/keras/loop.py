@@ -29,7 +29,7 @@ from replicax.keras.session import (
     late_callbacks,
     session_of,
 )
-from replicax.keras.steps import Steps, ignores_targets, steps_of
+from replicax.keras.steps import Steps, group_of, ignores_targets, steps_of
 from replicax.report.callback import with_report
 from replicax.report.journal import REPORT
 
@@ -436,7 +436,7 @@ def predict_on_batch(model: keras.Model, strategy: StrategyLike, x: PyTree) -> P
     if not _is_built(model):
         with keras.StatelessScope():
             model(jax.tree.map(whole, x))
-    batch = place((x,), strategy.group)
+    batch = place((x,), group_of(model, strategy))
     return jax.tree.map(np.array, steps_of(model, strategy, "predict")([batch]))
 
 
@@ -447,7 +447,7 @@ def _on_batch(
     _build(model, strategy, kind, None, jax.tree.map(whole, data))
     if internals.RESETS_METRICS_OF_BATCHES:
         model.reset_metrics()
-    batch = place(data, strategy.group)
+    batch = place(data, group_of(model, strategy))
     if kind == "train":
         strategy.home.expect_rows(batch.num_rows)
     return steps_of(model, strategy, kind)([batch])
@@ -477,6 +477,7 @@ def _epochs(
     return Epochs(
         adapter,
         strategy,
+        group=group_of(model, strategy),
         steps_per_epoch=steps_per_epoch,
         steps_per_execution=model.steps_per_execution,
         only_inputs=only_inputs,

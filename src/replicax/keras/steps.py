@@ -19,14 +19,17 @@ import jax.numpy as jnp
 import keras
 
 from replicax._private import keras as internals
+from replicax._util.dry_run import current_rehearsal
 from replicax._util.interrupts import raise_unheeded
 from replicax._util.signatures import positional_count
 from replicax._util.types import PyTree
 from replicax.engine.cache import ProgramCache
 from replicax.engine.collectives import ReduceOp
+from replicax.engine.eager import one_replica, run_eagerly
+from replicax.engine.group import ReplicaGroup
 from replicax.engine.program import Program
 from replicax.engine.protocols import StrategyLike
-from replicax.engine.scope import required_context
+from replicax.engine.scope import current_call, required_context
 from replicax.engine.step import Options, Outputs
 from replicax.engine.variables import PendingValue
 from replicax.keras.batches import PlacedBatch, place
@@ -34,6 +37,7 @@ from replicax.keras.batches import PlacedBatch, place
 __all__ = [
     "Steps",
     "forget_steps",
+    "group_of",
     "has_steps",
     "ignores_targets",
     "make_variables",
@@ -235,6 +239,7 @@ class Steps:
                 self._model, f"{self._kind}_step", groups, defers_updates=defers
             )
         self._step = step
+        self._is_eager = _is_eager(self._model)
         return self
 
     def _groups(self) -> Groups:
@@ -256,12 +261,51 @@ class Steps:
     def __call__(self, batches: Sequence[PlacedBatch]) -> PyTree:
         """Run an execution; the variables have its values then."""
         raise_unheeded()
+        if self._is_eager:
+            return self._run_eagerly(batches)
         run, step = self._strategy.runner.run_placed, self._step
         programs = self.programs
         results = [run(step, b, step.options(b), programs) for b in batches]
         if self._kind == "predict":
             return _rows(results, batches)
         return results[-1]
+
+    def _run_eagerly(self, batches: Sequence[PlacedBatch]) -> PyTree:
+        group, step = group_of(self._model, self._strategy), self._step
+        results = []
+        for batch in batches:
+            steps = [batch.arrays]
+            if batch.num_steps is not None:
+                steps = [[x[i] for x in batch.arrays] for i in range(batch.num_steps)]
+            arguments, options = batch.make_arguments(), step.options(batch)
+            results += [
+                run_eagerly(step, arguments, arrays, group, options) for arrays in steps
+            ]
+        return _concatenated(results) if self._kind == "predict" else results[-1]
+
+
+def group_of(model: keras.Model, strategy: StrategyLike) -> ReplicaGroup:
+    """The replicas that a model's batches are for: one, where it runs eagerly.
+
+    Raises:
+        NotImplementedError: If that one would not have all variables.
+    """
+    if not _is_eager(model):
+        return strategy.group
+    num_workers = len(strategy.workers.names)
+    if num_workers > 1 or not strategy.home.keeps_slots:
+        where = f"in {num_workers} workers" if num_workers > 1 else "on servers"
+        raise NotImplementedError(
+            f"{current_call()}: run_eagerly=True of model {model.name!r} makes the step "
+            f"of the whole batch in this process, but under {strategy!r} it is made "
+            f"{where}. Debug the model in one process, with rx.OneDeviceStrategy() or "
+            "rx.MirroredStrategy(); jax.debug.print looks into compiled steps."
+        )
+    return one_replica(strategy.group)
+
+
+def _is_eager(model: keras.Model) -> bool:
+    return bool(model.run_eagerly) and current_rehearsal() is None
 
 
 _STEPS = "_replicax_steps"
@@ -303,15 +347,14 @@ _said: weakref.WeakSet[PyTree] = weakref.WeakSet()
 
 
 def _say_that_steps_are_compiled(model: keras.Model, strategy: StrategyLike) -> None:
-    if model in _said or (model.jit_compile and not model.run_eagerly):
+    if model in _said or model.jit_compile or model.run_eagerly:
         return
     _said.add(model)
-    ignored = "run_eagerly=True" if model.run_eagerly else "jit_compile=False"
     _logger.warning(
-        "%r compiles every step, since one program drives all replicas: %s of model %r "
-        "is ignored. To look into a step use jax.debug.print, or no strategy.",
+        "%r compiles every step, since one program drives all replicas: "
+        "jit_compile=False of model %r is ignored. To look into a step use "
+        "run_eagerly=True or jax.debug.print.",
         strategy,
-        ignored,
         model.name,
     )
 
@@ -324,6 +367,10 @@ def _rows(results: Sequence[PyTree], batches: Sequence[PlacedBatch]) -> PyTree:
         else jax.tree.map(lambda x, n=batch.num_rows: x[:n], result)
         for result, batch in zip(results, batches, strict=True)
     ]
+    return _concatenated(parts)
+
+
+def _concatenated(parts: Sequence[PyTree]) -> PyTree:
     if len(parts) == 1:
         return parts[0]
     return jax.tree.map(lambda *xs: jnp.concatenate(xs), *parts)
