@@ -110,7 +110,7 @@ class FlatCall:
     """
 
     key: Hashable
-    arrays: list[ArrayLike]
+    arrays: list[PyTree]
     make_arguments: Callable[[], Arguments]
 
 

@@ -1,17 +1,29 @@
-"""Building a model without `call`, such as a GAN: its own step makes its variables.
+"""Building a model: all its variables are there before its steps run.
 
-Keras builds a model by calling it on a batch. Where there is no `call`, the step that
-the model has of its own is traced in its place.
+Keras builds a model by calling it on a batch. Where there is no `call`, as a GAN has
+none, the step that the model has of its own is traced in its place.
 """
 
 import keras
 
 from replicax._private import keras as internals
 from replicax._util.types import PyTree
+from replicax._util.waiting import Announced
 from replicax.engine.protocols import StrategyLike
+from replicax.engine.scope import current_call
 from replicax.keras import steps
+from replicax.keras.adapters import uncounted
+from replicax.keras.epochs import Epochs
 
-__all__ = ["build_by_step", "has_call", "note_built"]
+__all__ = [
+    "build",
+    "call_once",
+    "has_call",
+    "is_built",
+    "note_built",
+    "require_compiled",
+    "without_data",
+]
 
 
 def has_call(model: keras.Model) -> bool:
@@ -26,7 +38,7 @@ def note_built(model: keras.Model) -> None:
         model.built = True
 
 
-def build_by_step(
+def _build_by_step(
     model: keras.Model,
     strategy: StrategyLike,
     kind: str,
@@ -54,3 +66,50 @@ def build_by_step(
             optimizer.build(model.trainable_variables)
     note_built(model)
     internals.after_build(model)
+
+
+def is_built(model: keras.Model) -> bool:
+    """Whether all layers of a model have their variables."""
+    return all(layer.built for layer in internals.layers_of(model))
+
+
+def call_once(model: keras.Model, inputs: PyTree) -> None:
+    """Call a model, so that its layers are built; their values stay."""
+    with keras.StatelessScope():
+        model(inputs)
+
+
+def build(
+    model: keras.Model,
+    strategy: StrategyLike,
+    kind: str,
+    data: Epochs | None,
+    batch: PyTree = None,
+) -> None:
+    """Have the variables of model, losses, metrics and optimizer there."""
+    adapter = None if data is None else data.adapter
+    with Announced(f"building model {model.name!r}"), uncounted(adapter):
+        try:
+            if has_call(model):
+                internals.build(model, data, batch)
+            else:
+                _build_by_step(model, strategy, kind, data, batch)
+        except StopIteration:
+            raise without_data(model) from None
+
+
+def require_compiled(model: keras.Model, name: str) -> None:
+    """Raise unless `compile` was called."""
+    if not model.compiled:
+        raise ValueError(
+            f"You must call `compile()` before calling `{name}()`: model "
+            f"{model.name!r} is not compiled."
+        )
+
+
+def without_data(model: keras.Model) -> ValueError:
+    """What a call of a model raises where there is no batch."""
+    return ValueError(
+        f"{current_call()}: the data for model {model.name!r} have no batches. Give at "
+        "least one."
+    )

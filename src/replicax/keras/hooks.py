@@ -46,6 +46,7 @@ from replicax.keras import (
     building,
     interrupted,
     loop,
+    on_batch,
     optimizers,
     reductions,
     variable_reuse,
@@ -147,7 +148,7 @@ def _run(
         strategy = _default_strategy()
     if not building.has_call(model):
         building.note_built(model)
-    method = getattr(loop, name)
+    method = getattr(loop if name in _WITH_DATA else on_batch, name)
     # Validation is a part of `fit`.
     called = current_call() if kwargs.get("_use_cached_eval_dataset") else name
 
@@ -157,10 +158,10 @@ def _run(
     def run() -> PyTree:
         if name not in _WITH_DATA:
             return called_in(strategy, call, (called, model))
-        # Shuffling depends on it.
         strategy.home.begin()
-        told = _described(original, model, args, kwargs)
-        synchronize_random_state(strategy.workers, told)
+        is_alone = len(strategy.workers.names) == 1
+        told = "" if is_alone else _described(original, model, args, kwargs)
+        synchronize_random_state(strategy.workers, told)  # Shuffling depends on it.
         try:
             with heeding_interrupts():
                 return called_in(strategy, call, (called, model))

@@ -17,11 +17,8 @@ from replicax._private import keras as internals
 from replicax._util.types import PyTree
 from replicax._util.waiting import Announced
 from replicax.engine.protocols import StepSource, StrategyLike
-from replicax.engine.row_arrays import whole
-from replicax.engine.scope import current_call
 from replicax.keras import building, interrupted
 from replicax.keras.adapters import DataAdapterLike, adapter_of, uncounted
-from replicax.keras.batches import place
 from replicax.keras.epochs import Epochs
 from replicax.keras.recorder import Recorder
 from replicax.keras.session import (
@@ -33,14 +30,7 @@ from replicax.keras.steps import Steps, group_of, ignores_targets, steps_of
 from replicax.report.callback import with_report
 from replicax.report.journal import REPORT
 
-__all__ = [
-    "evaluate",
-    "fit",
-    "predict",
-    "predict_on_batch",
-    "test_on_batch",
-    "train_on_batch",
-]
+__all__ = ["evaluate", "fit", "predict"]
 
 
 def fit(
@@ -64,7 +54,7 @@ def fit(
     validation_freq: int | Collection[int] = 1,
 ) -> PyTree:
     """`model.fit` on a strategy's replicas; arguments and result are those of Keras."""
-    _require_compiled(model, "fit")
+    building.require_compiled(model, "fit")
     most = keras.config.max_epochs()
     if most and most < epochs:
         warnings.warn(f"Limiting epochs to {most}", stacklevel=2)
@@ -95,7 +85,7 @@ def fit(
             steps_per_epoch,
         )
         session.callback(data.close)
-        _build(model, strategy, "train", data)
+        building.build(model, strategy, "train", data)
         data.reset()
         validation = None
         if validation_data is not None:
@@ -143,7 +133,8 @@ class _Validation:
         freq: int | Collection[int],
     ) -> None:
         self._data = {"x": x, "y": y, "sample_weight": sample_weight}
-        self._sizes = {"batch_size": batch_size, "steps": steps}
+        self._batch_size = batch_size
+        self._steps = steps
         self._freq = freq
 
     def is_due(self, epoch: int) -> bool:
@@ -165,18 +156,18 @@ class _Validation:
         if session.validation is None:  # The same data in each epoch.
             adapter = adapter_of(
                 **self._data,
-                batch_size=self._sizes["batch_size"],
-                steps_per_epoch=self._sizes["steps"],
+                batch_size=self._batch_size,
+                steps_per_epoch=self._steps,
                 caller="evaluate",
             )
-            session.validation = _epochs(
-                model, session.strategy, adapter, self._sizes["steps"]
-            )
+            session.validation = _epochs(model, session.strategy, adapter, self._steps)
             session.callback(session.validation.close)
+        # Keras tells it all again, for models with an `evaluate` of their own.
         evaluate: Callable[..., dict[str, PyTree]] = model.evaluate
         logs = evaluate(
             **self._data,
-            **self._sizes,
+            batch_size=self._batch_size,
+            steps=self._steps,
             callbacks=callbacks,
             return_dict=True,
             _use_cached_eval_dataset=True,
@@ -264,7 +255,7 @@ class _Fit:
         if is_over:
             return model.get_metrics_result()  # Other workers have done all steps.
         if self._logs is None:
-            raise _without_data(model)
+            raise building.without_data(model)
         return self._logs
 
 
@@ -282,7 +273,7 @@ def evaluate(
     **kwargs: PyTree,
 ) -> PyTree:
     """`model.evaluate` on a strategy's replicas, as Keras has it."""
-    _require_compiled(model, "evaluate")
+    building.require_compiled(model, "evaluate")
     session = session_of(model)
     data = None
     if kwargs.pop("_use_cached_eval_dataset", False) and session is not None:
@@ -296,7 +287,7 @@ def evaluate(
         )
         data = _epochs(model, strategy, adapter, steps)
     try:
-        _build(model, strategy, "test", data)
+        building.build(model, strategy, "test", data)
         data.reset()
         callbacks = _callback_list(model, callbacks, verbose, data)
         run = steps_of(model, strategy, "test")
@@ -327,12 +318,11 @@ def predict(
     adapter = adapter_of(x, batch_size=batch_size, steps_per_epoch=steps)
     data = _epochs(model, strategy, adapter, steps, only_inputs=ignores_targets(model))
     try:
-        if not _is_built(model):
+        if not building.is_built(model):
             with Announced(f"building model {model.name!r}"), uncounted(adapter):
                 for _, _, batches in data:
                     inputs, _, _ = keras.utils.unpack_x_y_sample_weight(next(batches))
-                    with keras.StatelessScope():
-                        model(inputs)
+                    building.call_once(model, inputs)
             data.reset()
         callbacks = _callback_list(model, callbacks, verbose, data)
         run = steps_of(model, strategy, "predict")
@@ -343,7 +333,7 @@ def predict(
     finally:
         data.close()
     if not parts:
-        raise _without_data(model)
+        raise building.without_data(model)
     return jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
 
 
@@ -394,78 +384,6 @@ def _heard(callbacks: PyTree, kind: str, when: str) -> Callable[..., None] | Non
     return getattr(callbacks, names[0]) if internals.hears(callbacks, names) else None
 
 
-def train_on_batch(
-    model: keras.Model,
-    strategy: StrategyLike,
-    x: PyTree,
-    y: PyTree = None,
-    sample_weight: PyTree = None,
-    class_weight: Mapping[int, float] | None = None,
-    return_dict: bool = False,
-) -> PyTree:
-    """`model.train_on_batch` on a strategy's replicas, as Keras has it."""
-    _require_compiled(model, "train_on_batch")
-    if class_weight is not None:
-        if sample_weight is not None:
-            raise ValueError(
-                "train_on_batch: sample_weight and class_weight cannot both be given; "
-                f"got sample_weight={sample_weight!r}, class_weight={class_weight!r}. "
-                "Multiply the weights yourself and pass sample_weight."
-            )
-        sample_weight = internals.class_weight_to_sample_weights(y, class_weight)
-    logs = _on_batch(model, strategy, "train", (x, y, sample_weight))
-    return _batch_logs(model, logs, return_dict)
-
-
-def test_on_batch(
-    model: keras.Model,
-    strategy: StrategyLike,
-    x: PyTree,
-    y: PyTree = None,
-    sample_weight: PyTree = None,
-    return_dict: bool = False,
-) -> PyTree:
-    """`model.test_on_batch` on a strategy's replicas, as Keras has it."""
-    _require_compiled(model, "test_on_batch")
-    logs = _on_batch(model, strategy, "test", (x, y, sample_weight))
-    return _batch_logs(model, logs, return_dict)
-
-
-def predict_on_batch(model: keras.Model, strategy: StrategyLike, x: PyTree) -> PyTree:
-    """`model.predict_on_batch` on a strategy's replicas, as Keras has it."""
-    if not _is_built(model):
-        with keras.StatelessScope():
-            model(jax.tree.map(whole, x))
-    batch = place((x,), group_of(model, strategy))
-    return jax.tree.map(np.array, steps_of(model, strategy, "predict")([batch]))
-
-
-def _on_batch(
-    model: keras.Model, strategy: StrategyLike, kind: str, data: PyTree
-) -> PyTree:
-    data = jax.tree.map(lambda a: a if hasattr(a, "dtype") else np.asarray(a), data)
-    _build(model, strategy, kind, None, jax.tree.map(whole, data))
-    if internals.RESETS_METRICS_OF_BATCHES:
-        model.reset_metrics()
-    batch = place(data, group_of(model, strategy))
-    if kind == "train":
-        strategy.home.expect_rows(batch.num_rows)
-    return steps_of(model, strategy, kind)([batch])
-
-
-def _batch_logs(model: keras.Model, logs: PyTree, return_dict: bool) -> PyTree:
-    logs = internals.pythonify_logs(logs)
-    return logs if return_dict else internals.metrics_in_order(model, logs)
-
-
-def _require_compiled(model: keras.Model, name: str) -> None:
-    if not model.compiled:
-        raise ValueError(
-            f"You must call `compile()` before calling `{name}()`: model "
-            f"{model.name!r} is not compiled."
-        )
-
-
 def _epochs(
     model: keras.Model,
     strategy: StrategyLike,
@@ -482,36 +400,6 @@ def _epochs(
         steps_per_execution=model.steps_per_execution,
         only_inputs=only_inputs,
     )
-
-
-def _without_data(model: keras.Model) -> ValueError:
-    return ValueError(
-        f"{current_call()}: the data for model {model.name!r} have no batches. Give at "
-        "least one."
-    )
-
-
-def _is_built(model: keras.Model) -> bool:
-    return all(layer.built for layer in internals.layers_of(model))
-
-
-def _build(
-    model: keras.Model,
-    strategy: StrategyLike,
-    kind: str,
-    data: Epochs | None,
-    batch: PyTree = None,
-) -> None:
-    """Have the variables of model, losses, metrics and optimizer there."""
-    adapter = None if data is None else data.adapter
-    with Announced(f"building model {model.name!r}"), uncounted(adapter):
-        try:
-            if building.has_call(model):
-                internals.build(model, data, batch)
-            else:
-                building.build_by_step(model, strategy, kind, data, batch)
-        except StopIteration:
-            raise _without_data(model) from None
 
 
 def _callback_list(

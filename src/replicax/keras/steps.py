@@ -296,8 +296,8 @@ def group_of(model: keras.Model, strategy: StrategyLike) -> ReplicaGroup:
     if num_workers > 1 or not strategy.home.keeps_slots:
         where = f"in {num_workers} workers" if num_workers > 1 else "on servers"
         raise NotImplementedError(
-            f"{current_call()}: run_eagerly=True of model {model.name!r} makes the step "
-            f"of the whole batch in this process, but under {strategy!r} it is made "
+            f"{current_call()}: run_eagerly=True of model {model.name!r} makes the "
+            f"step of the whole batch in this process, but {strategy!r} makes it "
             f"{where}. Debug the model in one process, with rx.OneDeviceStrategy() or "
             "rx.MirroredStrategy(); jax.debug.print looks into compiled steps."
         )
