@@ -106,6 +106,7 @@ def attributes():
         for name, value in list(vars(module).items()):
             found[module.__name__, name] = id(value)
             if isinstance(value, type) and value.__module__.startswith("keras."):
+                found[value, "__bases__"] = value.__bases__
                 for key, attribute in list(vars(value).items()):
                     found[value, key] = id(attribute)
     return found

@@ -10,6 +10,7 @@ import inspect
 import os
 import sys
 import threading
+import types
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +31,7 @@ from tests._private.private_names import (
 )
 
 from replicax._private.keras import CALLBACK_STATE
-from replicax._private.wraps import WRAPS, Wrap
+from replicax._private.wraps import BASES, WRAPS, Wrap
 from replicax.keras import hooks
 
 SOURCES = sources()
@@ -116,6 +117,7 @@ OWNERS: dict[str, list[Callable[[], Any]]] = {
     "_non_trainable_variables": [model],
     "_flatten_layers": [model],
     "_post_build": [model],
+    "_moments": [keras.layers.BatchNormalization],
     "_learning_rate": [optimizer],
     "_clip_gradients": [optimizer],
     "_use_weight_decay": [optimizer],
@@ -271,16 +273,34 @@ def test_keys_of_keras_global_attributes() -> None:
 )
 def test_a_hook_takes_every_call_that_keras_may_make(wrap: Wrap, name: str) -> None:
     """It has the parameters that it names itself, and passes on the others."""
-    original = inspect.unwrap(getattr(wrap.find_owner(), name))
+    hook = hooks._HOOKS[f"{wrap.owner.rpartition('.')[2]}.{name}"]
+    if name == BASES:
+        owner = wrap.find_owner()
+        assert owner.__bases__[0] is hook
+        for method in set(vars(hook)) - set(vars(type("Empty", (), {}))):
+            originals = [
+                c for c in owner.__mro__ if method in vars(c) and c is not hook
+            ]
+            original = vars(originals[0])[method]
+            takes(getattr(hook, method), original, f"{owner.__name__}.{method}", [])
+    else:
+        original = inspect.unwrap(getattr(wrap.find_owner(), name))
+        takes(hook, original, f"{wrap.owner}.{name}", [None])
+
+
+def takes(hook: Any, original: Any, where: str, before: list[Any]) -> None:
     parameters = inspect.signature(original).parameters.values()
     given = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     by_name = [p.name for p in given if p.kind is not p.POSITIONAL_ONLY]
-    for hook in hooks._HOOKS[f"{wrap.owner.rpartition('.')[2]}.{name}"]:
-        signature = inspect.signature(hook)
-        where = f"{wrap.owner}.{name}{inspect.signature(original)}"
-        try:
-            signature.bind(None, *given)
-            first = [None] * (len(given) - len(by_name) + bool(given))
-            signature.bind(None, *first, **dict.fromkeys(by_name[1:]))
-        except TypeError as error:
-            pytest.fail(f"{hook.__name__}{signature} does not fit {where}: {error}")
+    # Not the signature that it says it has.
+    own = types.FunctionType(
+        hook.__code__, {}, "own", hook.__defaults__, hook.__closure__
+    )
+    signature = inspect.signature(own)
+    where = f"{where}{inspect.signature(original)}"
+    try:
+        signature.bind(*before, *given)
+        first = [None] * (len(given) - len(by_name) + bool(given))
+        signature.bind(*before, *first, **dict.fromkeys(by_name[1:]))
+    except TypeError as error:
+        pytest.fail(f"{hook.__name__}{signature} does not fit {where}: {error}")

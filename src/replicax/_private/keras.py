@@ -44,6 +44,7 @@ __all__ = [
     "current_scope",
     "dataset_with_epochs",
     "described",
+    "forget_uninitialized",
     "has_value",
     "hears",
     "initial_epoch_of",
@@ -55,6 +56,7 @@ __all__ = [
     "makes_batches_ahead",
     "masks_of",
     "metrics_in_order",
+    "named_by",
     "parts_of_layer",
     "pythonify_logs",
     "read_values",
@@ -143,6 +145,19 @@ def reference_of(variable: Any) -> str | None:
 def set_reference(variable: Any, path: str) -> None:
     """Note that a variable is an optimizer's slot, and of which weight."""
     variable._replicax_reference = path
+
+
+def named_by() -> Any:
+    """The object in whose name scope this thread is, such as a layer; or None."""
+    scopes = get_global_attribute("name_scope_stack")
+    return scopes[-1].caller if scopes else None
+
+
+def forget_uninitialized(variable: Any) -> None:
+    """Have Keras give no value to the variable that was just made in a trace."""
+    waiting = get_global_attribute("uninitialized_variables")
+    if waiting and waiting[-1] is variable:
+        waiting.pop()
 
 
 def has_value(variable: Any) -> bool:

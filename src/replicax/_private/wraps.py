@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 from keras.src.utils.traceback_utils import filter_traceback
 
-__all__ = ["WRAPS", "Original", "Wrap", "install"]
+__all__ = ["BASES", "WRAPS", "Original", "Wrap", "install"]
 
 Hook = Callable[..., Any]
 
@@ -30,7 +30,7 @@ class Wrap:
 
     Attributes:
         owner: A class or module, as a path below `keras.src`.
-        names: The functions' names.
+        names: The functions' names, or `BASES`.
         reason: What the hook does.
     """
 
@@ -52,90 +52,52 @@ class Wrap:
         return importlib.import_module(path)
 
 
-_TRAINER = "backend.jax.trainer"
-_OPTIMIZER = "optimizers.base_optimizer.BaseOptimizer"
+BASES = "__bases__"
+"""In place of a function's name: the hook is a class that becomes the first base."""
 
 WRAPS = (
     Wrap(
-        "backend.jax.core.JaxVariable",
-        ("_initialize",),
-        "mirrors variables created in a scope",
-    ),
-    Wrap(
-        "backend.jax.core.JaxVariable",
-        ("_direct_assign",),
-        "keeps an assigned value's sharding exact",
-    ),
-    Wrap(
-        "backend.common.KerasVariable",
-        ("__array__",),
-        "gathers what several workers have parts of",
-    ),
-    Wrap(
         "backend.common.KerasVariable",
         ("__init__",),
-        "functions that make their variables anew on each trace",
+        "those of a scope get a class of replicax, which gives them their place; a "
+        "function that makes its variables anew on each trace gets the first ones",
     ),
-    Wrap("backend.common.variables", ("register_uninitialized_variable",), "likewise"),
-    Wrap("random.seed_generator", ("make_default_seed",), "likewise"),
-    Wrap("backend.jax.random", ("make_default_seed",), "likewise"),
+    Wrap("random.seed_generator", ("make_default_seed",), "likewise, of seeds"),
+    Wrap("backend.jax.random", ("make_default_seed",), "likewise, of seeds"),
     Wrap(
-        f"{_TRAINER}.JAXTrainer",
-        ("__init__",),
-        "remembers the strategy that a model is made under",
+        "models.model.Model",
+        (BASES,),
+        "remembers its strategy, whose loop evaluates and predicts",
+    ),
+    Wrap(
+        # Not by that base: see `_replace`.
+        "backend.jax.trainer.JAXTrainer",
+        ("fit",),
+        "is this package's own loop",
     ),
     Wrap(
         # Where it is defined: Keras compares a model's `compile` with its base class',
         # and does not call one that a class in between overrides on loading.
         "trainers.trainer.Trainer",
         ("compile",),
-        "runs in the scope of that strategy",
+        "runs in the scope of the model's strategy",
     ),
     Wrap(
-        f"{_TRAINER}.JAXTrainer",
-        (
-            "fit",
-            "evaluate",
-            "predict",
-            "train_on_batch",
-            "test_on_batch",
-            "predict_on_batch",
-        ),
-        "are this package's own loop",
+        "optimizers.optimizer.Optimizer",
+        (BASES,),
+        "sums gradients over replicas; says where slots lie",
     ),
     Wrap(
-        f"{_TRAINER}.JAXTrainer",
-        ("compute_loss_and_updates",),
-        "rematerialises gathered weights in the backward pass",
-    ),
-    Wrap(_OPTIMIZER, ("apply", "stateless_apply"), "sums gradients over replicas"),
-    Wrap(
+        # It overrides what that base would.
         "optimizers.loss_scale_optimizer.LossScaleOptimizer",
         ("apply", "stateless_apply"),
-        "likewise",
+        "sums gradients before it looks whether they are finite",
     ),
-    Wrap(
-        _OPTIMIZER,
-        ("add_variable", "add_variable_from_reference"),
-        "where slots lie, and none where servers keep them",
-    ),
-    Wrap(_OPTIMIZER, ("finalize_variable_values",), "servers have the averages"),
     Wrap("losses.loss", ("reduce_values", "apply_mask"), "global means of losses"),
     Wrap(
         "layers.normalization.batch_normalization.BatchNormalization",
         ("__init__",),
         "takes `synchronized=True` on JAX",
-    ),
-    Wrap("backend.jax.nn", ("moments",), "serves `synchronized=True`"),
-    Wrap(
-        "layers.normalization.batch_normalization.BatchNormalization",
-        ("add_weight",),
-        "moving statistics are averaged over the replicas",
-    ),
-    Wrap(
-        "utils.jax_layer.JaxLayer",
-        ("add_weight",),
-        "so is the state of other libraries' layers",
     ),
     Wrap("utils.jax_layer.JaxLayer", ("_initialize_weights",), "needs no TensorFlow"),
     Wrap(
@@ -151,11 +113,11 @@ WRAPS = (
 )
 
 
-def install(hooks: Mapping[str, tuple[Hook, ...]]) -> None:
+def install(hooks: Mapping[str, Hook]) -> None:
     """Replace the functions of `WRAPS`.
 
     Args:
-        hooks: Of each key of each wrap; the first is called last.
+        hooks: Of each key of each wrap.
 
     Raises:
         KeyError: If there is a hook without a wrap, or a wrap without a hook.
@@ -169,18 +131,35 @@ def install(hooks: Mapping[str, tuple[Hook, ...]]) -> None:
             _replace(owner, name, hooks[key])
 
 
-def _replace(owner: Any, name: str, hooks: tuple[Hook, ...]) -> None:
+def _replace(owner: Any, name: str, hook: Hook) -> None:
+    if name == BASES:
+        methods = {k: x for k, x in vars(hook).items() if not k.startswith("__")}
+        for key, method in methods.items():
+            setattr(hook, key, _alike(method, getattr(owner, key)))
+        owner.__bases__ = (hook, *owner.__bases__)
+        return
     found = getattr(owner, name)
-    is_decorated = _code_of(found) is _code_of(filter_traceback(found))
+    is_decorated = _is_decorated(found)
     # `model.fit(callbacks=[rx.BackupAndRestore(...)])` looks `fit` up before it makes
     # the callback, which installs the hooks. Keras' decorator calls what its cell has.
     cell = found.__closure__[0] if is_decorated else None
-    function = filter_traceback(cell.cell_contents) if cell else found
-    for hook in hooks:
-        function = _hooked(function, hook)
+    function = _hooked(filter_traceback(cell.cell_contents) if cell else found, hook)
     if cell:
         cell.cell_contents = function
     setattr(owner, name, function)
+
+
+def _is_decorated(function: Any) -> bool:
+    """Whether Keras filters the tracebacks of errors in it."""
+    return _code_of(function) is _code_of(filter_traceback(function))
+
+
+def _alike(method: Any, original: Any) -> Any:
+    if _is_decorated(original):
+        method = filter_traceback(method)
+    method = functools.wraps(original)(method)
+    method.__signature__ = inspect.signature(original)
+    return method
 
 
 def _code_of(function: Any) -> Any:

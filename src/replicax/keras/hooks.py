@@ -3,30 +3,27 @@
 Each does nothing where there is no strategy. Tested with Keras 3.14 to 3.15.
 """
 
+import functools
 import inspect
 import os
 import threading
 import types
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import jax
 import jax.core
-import jax.numpy as jnp
 import keras
-import numpy as np
-from jax.typing import DTypeLike
 from keras.src.utils import jax_layer
 
 from replicax._private import wraps
 from replicax._private.keras import (
     attach_masks,
-    layout_of,
     masks_of,
 )
 from replicax._private.wraps import Original
 from replicax._util.interrupts import heeding_interrupts
 from replicax._util.types import PyTree
-from replicax.engine import device_put
 from replicax.engine.blocks import (
     gathered_here,
     primal_of,
@@ -50,6 +47,7 @@ from replicax.keras import (
     optimizers,
     reductions,
     variable_reuse,
+    variables,
 )
 from replicax.keras.session import LateCallback, session_of
 from replicax.keras.steps import forget_steps
@@ -87,51 +85,57 @@ def install() -> None:
             _installed = True
 
 
-def _initialize(original: Original, variable: keras.Variable, value: PyTree) -> None:
-    original(variable, value)
-    strategy = current_strategy()
-    if strategy is not None and layout_of(variable) is None:
-        strategy.home.own(variable)
+if TYPE_CHECKING:
+    _Base = keras.Model
+else:
+    _Base = object
 
 
-def _direct_assign(original: Original, variable: keras.Variable, value: PyTree) -> None:
-    # Keras leaves a value where it is if the sharding is another name for the same
-    # place, as on a mesh of one device, and keeps the weak type of a Python number. To
-    # JAX the type differs, and programs would be compiled again.
-    layout = layout_of(variable)
-    if (
-        isinstance(layout, jax.sharding.NamedSharding)
-        and isinstance(value, jax.Array)
-        and not isinstance(value, jax.core.Tracer)
-        and (value.sharding != layout or value.weak_type)
-    ):
-        value = device_put.laid_out(jnp.asarray(value, value.dtype), layout)
-    original(variable, value)
+class _StrategyModel(_Base):
+    """A base class of `keras.Model`: methods that run steps, where a strategy does."""
+
+    def __new__(cls, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        model: PyTree = super().__new__(cls, *args, **kwargs)
+        # Not by `setattr`: Keras' bookkeeping is not there yet.
+        vars(model)[_STRATEGY] = current_strategy()
+        return model
+
+    def evaluate(self: PyTree, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        return _run(super().evaluate, self, *args, **kwargs)
+
+    def predict(self: PyTree, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        return _run(super().predict, self, *args, **kwargs)
+
+    def train_on_batch(self: PyTree, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        return _run(super().train_on_batch, self, *args, **kwargs)
+
+    def test_on_batch(self: PyTree, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        return _run(super().test_on_batch, self, *args, **kwargs)
+
+    def predict_on_batch(self: PyTree, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        return _run(super().predict_on_batch, self, *args, **kwargs)
+
+    def compute_loss_and_updates(
+        self: PyTree, *args: PyTree, **kwargs: PyTree
+    ) -> PyTree:
+        """Rematerialises gathered weights in the backward pass."""
+        return _compute_loss_and_updates(
+            super().compute_loss_and_updates, *args, **kwargs
+        )
 
 
-def _on_host(
-    original: Original,
-    variable: keras.Variable,
-    dtype: DTypeLike | None = None,
-    copy: bool | None = None,
-) -> PyTree:
-    value = variable._value
-    if device_put.is_spread(value):
-        # Other workers have parts of it, and do the same now.
-        return np.array(device_put.gathered(value), dtype)
-    array = original(variable, dtype)
-    return np.array(array) if copy else array
-
-
-def _init_trainer(
-    original: Original, model: keras.Model, *args: PyTree, **kwargs: PyTree
-) -> None:
-    original(model, *args, **kwargs)
-    model._replicax_strategy = current_strategy()
+_STRATEGY = "_replicax_strategy"
 
 
 def _strategy_of(model: keras.Model) -> PyTree:
-    return getattr(model, "_replicax_strategy", None)
+    return getattr(model, _STRATEGY, None)
+
+
+def _fit(
+    original: Original, model: keras.Model, *args: PyTree, **kwargs: PyTree
+) -> PyTree:
+    own = functools.wraps(original)(functools.partial(original, model))
+    return _run(own, model, *args, **kwargs)
 
 
 def _run(
@@ -144,7 +148,7 @@ def _run(
     if strategy is None:
         _refuse_scope(original, model)
         if name != "fit" or not _wants_loop(kwargs.get("callbacks"), *args):
-            return original(model, *args, **kwargs)
+            return original(*args, **kwargs)
         strategy = _default_strategy()
     if not building.has_call(model):
         building.note_built(model)
@@ -225,7 +229,7 @@ def _described(
 ) -> str:
     """A call of a model as other workers make it: with the arguments that count."""
     try:
-        given = inspect.signature(original).bind(model, *args, **kwargs).arguments
+        given = inspect.signature(original).bind(*args, **kwargs).arguments
     except TypeError:  # The call itself says what is wrong.
         given = {}
     counts = {name: given[name] for name in _COUNTS if given.get(name) is not None}
@@ -235,22 +239,19 @@ def _described(
 
 def _compute_loss_and_updates(
     original: Original,
-    model: keras.Model,
     trainable_variables: PyTree,
     non_trainable_variables: PyTree,
     *args: PyTree,
     **kwargs: PyTree,
 ) -> PyTree:
     if not replicas_hold_blocks():
-        return original(
-            model, trainable_variables, non_trainable_variables, *args, **kwargs
-        )
+        return original(trainable_variables, non_trainable_variables, *args, **kwargs)
     wholes = [primal_of(x) for x in [*trainable_variables, *non_trainable_variables]]
     num = len(trainable_variables)
 
     def run(values: list[PyTree]) -> PyTree:
         values = gathered_here(values, wholes)
-        result = original(model, values[:num], values[num:], *args, **kwargs)
+        result = original(values[:num], values[num:], *args, **kwargs)
         return result, masks_of(result)
 
     # The other arguments stay the same objects, with the masks attached to them.
@@ -276,40 +277,27 @@ def _init_batch_normalization(
     synchronized: bool = False,
     **kwargs: PyTree,
 ) -> None:
-    # Keras refuses `synchronized=True` on JAX, where `_moments` now serves it.
+    # Keras refuses `synchronized=True` on JAX.
     original(layer, *args, **kwargs)
     layer.synchronized = synchronized
+    if synchronized:
+        # Keras binds methods to layers in the same way.
+        own = layer._moments
+        layer._moments = functools.partial(_synchronized_moments, layer, own)
 
 
-def _add_batch_statistic(
-    original: Original,
-    layer: keras.Layer,
-    *args: PyTree,
-    trainable: bool = True,
-    **kwargs: PyTree,
+def _synchronized_moments(
+    layer: keras.Layer, own: Original, inputs: PyTree, mask: PyTree
 ) -> PyTree:
-    # Keras declares no aggregation for moving statistics, though each replica has its
-    # own.
-    if not trainable:
-        kwargs.setdefault("aggregation", "mean")
-    return original(layer, *args, trainable=trainable, **kwargs)
-
-
-def _add_foreign_state(
-    original: Original,
-    layer: keras.Layer,
-    shape: PyTree = None,
-    *args: PyTree,
-    dtype: DTypeLike | None = None,
-    trainable: bool = True,
-    **kwargs: PyTree,
-) -> PyTree:
-    # What another library keeps, such as Flax' `batch_stats`: each replica has its own
-    # statistics. Numbers that are counted, and keys, have no mean.
-    is_float = dtype is None or jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
-    if not trainable and is_float:
-        kwargs.setdefault("aggregation", "mean")
-    return original(layer, shape, *args, dtype=dtype, trainable=trainable, **kwargs)
+    context = current_context()
+    layer.synchronized = False  # In a trace of one thread.
+    try:
+        moments = own(inputs, mask)
+    finally:
+        layer.synchronized = True
+    if context is None or mask is not None:
+        return moments
+    return reductions.synchronized_moments(context, *moments)
 
 
 def _initialize_foreign(
@@ -325,20 +313,6 @@ def _initialize_foreign(
         original(layer, input_shape)
     finally:
         jax_layer.tf = tensorflow
-
-
-def _moments(
-    original: Original,
-    x: PyTree,
-    axes: PyTree,
-    keepdims: bool = False,
-    synchronized: bool = False,
-) -> PyTree:
-    mean, variance = original(x, axes, keepdims=keepdims)
-    context = current_context()
-    if synchronized and context is not None:
-        return reductions.synchronized_moments(context, mean, variance)
-    return mean, variance
 
 
 def _sparse_batch(original: Original, array: PyTree) -> PyTree:
@@ -358,39 +332,34 @@ def _to_backend_device(original: Original, device_name: PyTree) -> PyTree:
     return original(device_name)
 
 
-_HOOKS: Mapping[str, tuple[Callable[..., PyTree], ...]] = {
-    "JaxVariable._initialize": (_initialize,),
-    "JaxVariable._direct_assign": (_direct_assign,),
-    "KerasVariable.__array__": (_on_host,),
-    "KerasVariable.__init__": (variable_reuse.init_variable,),
-    "variables.register_uninitialized_variable": (variable_reuse.register,),
-    "seed_generator.make_default_seed": (variable_reuse.default_seed,),
-    "random.make_default_seed": (variable_reuse.default_seed,),
-    "JAXTrainer.__init__": (_init_trainer,),
-    "Trainer.compile": (_compile,),
-    "JAXTrainer.fit": (_run,),
-    "JAXTrainer.evaluate": (_run,),
-    "JAXTrainer.predict": (_run,),
-    "JAXTrainer.train_on_batch": (_run,),
-    "JAXTrainer.test_on_batch": (_run,),
-    "JAXTrainer.predict_on_batch": (_run,),
-    "JAXTrainer.compute_loss_and_updates": (_compute_loss_and_updates,),
-    "BaseOptimizer.apply": (optimizers.apply,),
-    "BaseOptimizer.stateless_apply": (optimizers.stateless_apply,),
-    "BaseOptimizer.add_variable": (optimizers.add_variable,),
-    "BaseOptimizer.add_variable_from_reference": (optimizers.add_slot,),
-    "BaseOptimizer.finalize_variable_values": (optimizers.finalize,),
-    "LossScaleOptimizer.apply": (optimizers.apply_with_loss_scale,),
-    "LossScaleOptimizer.stateless_apply": (optimizers.stateless_apply,),
-    "loss.reduce_values": (_in_replica(reductions.reduce_values),),
-    "loss.apply_mask": (_in_replica(reductions.apply_mask),),
-    "BatchNormalization.__init__": (_init_batch_normalization,),
-    "BatchNormalization.add_weight": (_add_batch_statistic,),
-    "JaxLayer.add_weight": (_add_foreign_state,),
-    "JaxLayer._initialize_weights": (_initialize_foreign,),
-    "nn.moments": (_moments,),
-    "distribution_lib._to_backend_device": (_to_backend_device,),
-    "data_adapter_utils.scipy_sparse_to_jax_sparse": (_sparse_batch,),
-    "data_adapter_utils.tf_sparse_to_jax_sparse": (_sparse_batch,),
+def _of_optimizer(hook: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    """A hook on a function of a class, from one on an optimizer's own method."""
+
+    def of_class(
+        original: Original, optimizer: PyTree, *args: PyTree, **kwargs: PyTree
+    ) -> PyTree:
+        own = functools.partial(original, optimizer)
+        return hook(own, optimizer, *args, **kwargs)
+
+    return of_class
+
+
+_HOOKS: Mapping[str, Callable[..., PyTree]] = {
+    "KerasVariable.__init__": variables.init_variable,
+    "seed_generator.make_default_seed": variable_reuse.default_seed,
+    "random.make_default_seed": variable_reuse.default_seed,
+    "Model.__bases__": _StrategyModel,
+    "JAXTrainer.fit": _fit,
+    "Trainer.compile": _compile,
+    "Optimizer.__bases__": optimizers.StrategyOptimizer,
+    "LossScaleOptimizer.apply": _of_optimizer(optimizers.apply_with_loss_scale),
+    "LossScaleOptimizer.stateless_apply": _of_optimizer(optimizers.stateless_apply),
+    "loss.reduce_values": _in_replica(reductions.reduce_values),
+    "loss.apply_mask": _in_replica(reductions.apply_mask),
+    "BatchNormalization.__init__": _init_batch_normalization,
+    "JaxLayer._initialize_weights": _initialize_foreign,
+    "distribution_lib._to_backend_device": _to_backend_device,
+    "data_adapter_utils.scipy_sparse_to_jax_sparse": _sparse_batch,
+    "data_adapter_utils.tf_sparse_to_jax_sparse": _sparse_batch,
 }
-"""The hooks of each function that `_private.wraps` names; the first is innermost."""
+"""The hook of each function that `_private.wraps` names."""

@@ -1,10 +1,12 @@
-"""What the hooks on Keras' optimizers do: the seam, and where slots lie.
+"""What Keras' optimizers do otherwise: the seam, and where slots lie.
 
-Installed by `hooks`, as `_private.wraps` says. Tested with Keras 3.14 to 3.15.
+Installed by `hooks`, as `_private.wraps` says; `original` is the optimizer's own
+method. Tested with Keras 3.14 to 3.15.
 """
 
 import inspect
 import threading
+from typing import TYPE_CHECKING
 
 import keras
 from keras.src.backend.common.name_scope import name_scope
@@ -21,26 +23,56 @@ from replicax.engine.variables import (
     ValueScope,
 )
 
-__all__ = [
-    "add_slot",
-    "add_variable",
-    "apply",
-    "apply_with_loss_scale",
-    "finalize",
-    "stateless_apply",
-]
+__all__ = ["StrategyOptimizer", "apply_with_loss_scale", "stateless_apply"]
 
 
-def apply(
+if TYPE_CHECKING:
+    _Base = keras.Optimizer
+else:
+    _Base = object
+
+
+class StrategyOptimizer(_Base):
+    """A base class of Keras' optimizers: the seam, and where slots lie."""
+
+    def apply(
+        self: PyTree, grads: PyTree, trainable_variables: PyTree = None
+    ) -> PyTree:
+        """Inside a replica function, apply the gradients of all replicas."""
+        return _apply(super().apply, self, grads, trainable_variables)
+
+    def stateless_apply(self: PyTree, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        """Inside a replica function, apply the gradients of all replicas."""
+        return stateless_apply(super().stateless_apply, self, *args, **kwargs)
+
+    def add_variable(self: PyTree, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        """A variable, laid out as the strategy says."""
+        return _add_variable(super().add_variable, *args, **kwargs)
+
+    def add_variable_from_reference(
+        self: PyTree, *args: PyTree, **kwargs: PyTree
+    ) -> PyTree:
+        """A slot, where slots are variables of this process; else None."""
+        return _add_slot(super().add_variable_from_reference, *args, **kwargs)
+
+    def finalize_variable_values(self: PyTree, var_list: PyTree) -> None:
+        """Weight averages become weights, or servers do it."""
+        strategy = current_strategy()
+        if strategy is not None and not strategy.home.keeps_slots:
+            strategy.home.finalize(self)
+            return
+        super().finalize_variable_values(var_list)
+
+
+def _apply(
     original: Original,
     optimizer: keras.Optimizer,
     grads: PyTree,
-    trainable_variables: PyTree = None,
+    trainable_variables: PyTree,
 ) -> PyTree:
-    """`optimizer.apply` inside a replica function: the seam."""
     context = current_context()
     if context is None:
-        return original(optimizer, grads, trainable_variables)
+        return original(grads, trainable_variables)
     if trainable_variables is not None:
         trainable_variables = list(trainable_variables)
     _refuse_overwriting_gradients(trainable_variables or optimizer._trainable_variables)
@@ -48,7 +80,7 @@ def apply(
         _defer(context, optimizer, grads, trainable_variables)
         return None
     return context.apply_gradients(
-        lambda grads: original(optimizer, grads, trainable_variables), list(grads)
+        lambda grads: original(grads, trainable_variables), list(grads)
     )
 
 
@@ -89,7 +121,7 @@ def apply_with_loss_scale(
         _defer(context, optimizer, grads, trainable_variables)
         return None
     if context is None and not isinstance(current_scope(), ValueScope):
-        return original(optimizer, grads, trainable_variables)
+        return original(grads, trainable_variables)
     # Keras assigns to variables inside a `cond`, where JAX loses them. Assign after it.
     if not optimizer.built:
         optimizer.build(list(trainable_variables or ()))
@@ -115,7 +147,7 @@ def stateless_apply(
     """`optimizer.stateless_apply` inside a replica function: the seam."""
     context = current_context()
     if context is None:
-        return original(optimizer, optimizer_variables, grads, trainable_variables)
+        return original(optimizer_variables, grads, trainable_variables)
     if context.defers_updates:
         _require_current(
             [*trained_by(optimizer), *optimizer.variables],
@@ -127,9 +159,7 @@ def stateless_apply(
             [PendingValue(v, update) for v in optimizer.variables],
         )
     return context.apply_gradients(
-        lambda grads: original(
-            optimizer, optimizer_variables, grads, trainable_variables
-        ),
+        lambda grads: original(optimizer_variables, grads, trainable_variables),
         grads,
     )
 
@@ -158,39 +188,29 @@ class _Reference(threading.local):
 _reference = _Reference()
 
 
-def add_slot(
-    original: Original,
-    optimizer: keras.Optimizer,
-    reference_variable: PyTree,
-    *args: PyTree,
-    **kwargs: PyTree,
+def _add_slot(
+    original: Original, reference_variable: PyTree, *args: PyTree, **kwargs: PyTree
 ) -> PyTree:
-    """A slot, where slots are variables of this process; else None."""
     strategy = current_strategy()
     if strategy is None:
-        return original(optimizer, reference_variable, *args, **kwargs)
+        return original(reference_variable, *args, **kwargs)
     if not strategy.home.keeps_slots:
         return None
     _reference.path = getattr(reference_variable, "path", "")
     try:
-        return original(optimizer, reference_variable, *args, **kwargs)
+        return original(reference_variable, *args, **kwargs)
     finally:
         _reference.path = ""
 
 
-def add_variable(
-    original: Original,
-    optimizer: keras.Optimizer,
-    shape: PyTree,
-    *args: PyTree,
-    **kwargs: PyTree,
+def _add_variable(
+    original: Original, shape: PyTree, *args: PyTree, **kwargs: PyTree
 ) -> PyTree:
-    """A variable of an optimizer, laid out as the strategy says."""
     strategy = current_strategy()
     if strategy is None:
-        return original(optimizer, shape, *args, **kwargs)
+        return original(shape, *args, **kwargs)
     # Keras would give a slot the layout of its weight.
-    given = inspect.signature(original).bind(optimizer, shape, *args, **kwargs)
+    given = inspect.signature(original).bind(shape, *args, **kwargs)
     given.arguments["layout"] = strategy.home.slot_layout(
         _reference.path, tuple(shape), given.arguments.get("aggregation", "none")
     )
@@ -198,15 +218,6 @@ def add_variable(
     set_reference(variable, _reference.path)
     strategy.home.own(variable)
     return variable
-
-
-def finalize(original: Original, optimizer: keras.Optimizer, var_list: PyTree) -> None:
-    """Weight averages become weights, or servers do it."""
-    strategy = current_strategy()
-    if strategy is not None and not strategy.home.keeps_slots:
-        strategy.home.finalize(optimizer)
-        return
-    original(optimizer, var_list)
 
 
 def _refuse_overwriting_gradients(variables: PyTree) -> None:

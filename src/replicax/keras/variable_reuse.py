@@ -28,11 +28,10 @@ from replicax.errors import ContextError
 
 __all__ = [
     "MadeVariables",
+    "constant_in_trace",
     "current_reuse",
     "default_seed",
-    "init_variable",
     "made_alike",
-    "register",
     "start_from",
 ]
 
@@ -192,43 +191,21 @@ def default_seed(original: Original) -> int:
     return original() if _local.draws is None else _local.draws.randint(1, 10**9)
 
 
-def init_variable(
-    original: Original,
-    variable: keras.Variable,
-    initializer: PyTree,
-    shape: PyTree = None,
-    dtype: DTypeLike | None = None,
-    *args: PyTree,
-    **kwargs: PyTree,
-) -> None:
-    """`KerasVariable.__init__`: numbers as initial values are allowed in a trace.
+def constant_in_trace(variable: keras.Variable, initial: PyTree) -> PyTree:
+    """A number or array that a variable begins with, as initializer, shape and dtype.
 
-    Keras refuses them there, as it cannot keep them; as an initializer it can.
+    Keras refuses them in a trace, as it cannot keep them; as an initializer it can.
     """
-    given = not (callable(initializer) or isinstance(initializer, str))
-    if current_reuse() is None or not given:
-        original(variable, initializer, shape, dtype, *args, **kwargs)
-        return
-    if isinstance(initializer, jax.core.Tracer):
+    if isinstance(initial, jax.core.Tracer):
         raise TypeError(
             f"{type(variable).__name__}: the initial value of a variable that is made "
             "in a model function depends on its arguments or on other variables, as "
-            f"{initializer!r} does. Give a number, an array or an initializer; for a "
+            f"{initial!r} does. Give a number, an array or an initializer; for a "
             "learning rate that changes, a schedule such as "
             "keras.optimizers.schedules.ExponentialDecay."
         )
-    value = np.asarray(initializer)
-    if dtype is None:
-        dtype = jax.dtypes.canonicalize_dtype(value.dtype).name
-
-    original(variable, _constant(value), value.shape, dtype, *args, **kwargs)
-
-
-def register(original: Original, variable: keras.Variable) -> None:
-    """`register_uninitialized_variable`: one that stands for another gets no value."""
-    reuse = current_reuse()
-    if reuse is None or reuse.note(variable):
-        original(variable)
+    value = np.asarray(initial)
+    return _constant(value), value.shape, jax.dtypes.canonicalize_dtype(value.dtype)
 
 
 def start_from(variables: Sequence[PyTree], values: Sequence[PyTree]) -> None:

@@ -1,0 +1,122 @@
+"""The class of variables that are made in a strategy's scope, which gives their place.
+
+Installed by `hooks`, as `_private.wraps` says. Tested with Keras 3.14 to 3.15.
+"""
+
+from typing import TYPE_CHECKING
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import keras
+import numpy as np
+from jax.typing import DTypeLike
+from keras.src.layers import BatchNormalization
+from keras.src.utils.jax_layer import JaxLayer
+
+from replicax._private.keras import forget_uninitialized, layout_of, named_by
+from replicax._private.wraps import Original
+from replicax._util.types import PyTree
+from replicax.engine import device_put
+from replicax.engine.scope import current_strategy
+from replicax.keras.variable_reuse import constant_in_trace, current_reuse
+
+__all__ = ["StrategyVariable", "init_variable"]
+
+if TYPE_CHECKING:
+    _Base = keras.Variable
+else:
+    _Base = object
+
+
+class _StrategyPart(_Base):
+    """A variable that lies where its strategy says, with a value of exactly that place.
+
+    Variables become of it when they are made; to Keras they are what they were.
+    """
+
+    def _initialize(self, value: PyTree) -> None:
+        super()._initialize(value)  # Of a variable that was made in a trace.
+        strategy = current_strategy()
+        if strategy is not None and layout_of(self) is None:
+            strategy.home.own(self)
+
+    def _direct_assign(self, value: PyTree) -> None:
+        # Keras leaves a value where it is if the sharding is another name for the same
+        # place, as on a mesh of one device, and keeps the weak type of a Python number.
+        # To JAX the type differs, and programs would be compiled again.
+        layout = layout_of(self)
+        if (
+            isinstance(layout, jax.sharding.NamedSharding)
+            and isinstance(value, jax.Array)
+            and not isinstance(value, jax.core.Tracer)
+            and (value.sharding != layout or value.weak_type)
+        ):
+            value = device_put.laid_out(jnp.asarray(value, value.dtype), layout)
+        super()._direct_assign(value)
+
+    def __array__(
+        self, dtype: DTypeLike | None = None, copy: bool | None = None
+    ) -> PyTree:
+        value = self._value
+        if device_put.is_spread(value):
+            # Other workers have parts of it, and do the same now.
+            return np.array(device_put.gathered(value), dtype)
+        array = super().__array__(dtype)
+        return np.array(array) if copy else array
+
+
+class StrategyVariable(_StrategyPart, keras.Variable):
+    """What `keras.Variable` is in a scope."""
+
+
+_in_scope: dict[type, type] = {keras.Variable: StrategyVariable}
+
+
+def _class_in_scope(kind: type) -> type:
+    if kind not in _in_scope:
+        _in_scope[kind] = type(kind.__name__, (_StrategyPart, kind), {})
+    return _in_scope[kind]
+
+
+def init_variable(
+    original: Original,
+    variable: keras.Variable,
+    initializer: PyTree,
+    shape: PyTree = None,
+    dtype: DTypeLike | None = None,
+    *args: PyTree,
+    **kwargs: PyTree,
+) -> None:
+    """`KerasVariable.__init__`."""
+    reuse, strategy = current_reuse(), current_strategy()
+    given = not (callable(initializer) or isinstance(initializer, str))
+    if reuse is not None and given:
+        initializer, shape, own = constant_in_trace(variable, initializer)
+        dtype = own.name if dtype is None else dtype
+    if strategy is not None and _is_state_of_replicas(dtype, kwargs):
+        kwargs["aggregation"] = "mean"
+    original(variable, initializer, shape, dtype, *args, **kwargs)
+    if reuse is not None and variable._value is None and not reuse.note(variable):
+        forget_uninitialized(variable)  # It stands for another one.
+    if strategy is None:
+        return
+    variable.__class__ = _class_in_scope(type(variable))
+    if variable._value is None:
+        return
+    if layout_of(variable) is None:
+        strategy.home.own(variable)
+    else:
+        variable._direct_assign(variable._value)
+
+
+def _is_state_of_replicas(dtype: DTypeLike | None, kwargs: PyTree) -> bool:
+    """Whether a layer makes moving statistics, for which Keras declares nothing.
+
+    What another library keeps, such as Flax' `batch_stats`, too: each replica has its
+    own statistics. Numbers that are counted, and keys, have no mean.
+    """
+    if kwargs.get("trainable", True) or kwargs.get("aggregation") not in (None, "none"):
+        return False
+    is_float = dtype is None or jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    return is_float and isinstance(named_by(), BatchNormalization | JaxLayer)
