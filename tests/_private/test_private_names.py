@@ -273,6 +273,7 @@ def test_keys_of_keras_global_attributes() -> None:
 )
 def test_a_hook_takes_every_call_that_keras_may_make(wrap: Wrap, name: str) -> None:
     """It has the parameters that it names itself, and passes on the others."""
+    hooks.install()
     hook = hooks._HOOKS[f"{wrap.owner.rpartition('.')[2]}.{name}"]
     if name == BASES:
         owner = wrap.find_owner()
@@ -296,6 +297,7 @@ def takes(hook: Any, original: Any, where: str, before: list[Any]) -> None:
     own = types.FunctionType(
         hook.__code__, {}, "own", hook.__defaults__, hook.__closure__
     )
+    own.__kwdefaults__ = hook.__kwdefaults__
     signature = inspect.signature(own)
     where = f"{where}{inspect.signature(original)}"
     try:

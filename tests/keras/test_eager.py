@@ -101,11 +101,10 @@ def test_variables_that_live_elsewhere(strategy_of: Any) -> None:
 
 
 def test_servers_have_the_variables() -> None:
-    class Served(rx.MirroredStrategy):
-        keeps_slots = False  # As under parameter servers.
-
-    with Served(["cpu:0", "cpu:1"]).scope():
+    strategy = rx.MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse", run_eagerly=True)
+    strategy.home.keeps_slots = False  # As under parameter servers.
     with pytest.raises(NotImplementedError, match=r"fit: run_eagerly=True.*on servers"):
         model.fit(X, Y, verbose=0)

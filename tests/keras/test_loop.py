@@ -107,8 +107,8 @@ def fit(data: Callable[[], Any], *, compiled: Any = None, **options: Any) -> Any
     def call(model: keras.Model, callbacks: list[Any]) -> Any:
         given = {"epochs": 2, "batch_size": 8, "verbose": 0, **options}
         made = given.pop("callbacks", list)()
-        if given.get("validation_data") is Rows:
-            given["validation_data"] = Rows()
+        if callable(given.get("validation_data")):
+            given["validation_data"] = given["validation_data"]()
         args = data()
         if not isinstance(args[0], np.ndarray):
             given.pop("batch_size")
@@ -130,6 +130,10 @@ CASES = {
         ARRAYS, validation_data=(X[:13], Y[:13], WEIGHTS[:13])
     ),
     "validation on a dataset": fit(ARRAYS, validation_data=Rows),
+    "validation of sequences": fit(ARRAYS, validation_data=[X[:13], Y[:13]]),
+    "validation on a generator": fit(
+        ARRAYS, validation_data=batches, validation_steps=2, epochs=1
+    ),
     "validation_steps": fit(ARRAYS, **VALIDATION, validation_steps=1),
     "validation_batch_size": fit(ARRAYS, **VALIDATION, validation_batch_size=5),
     "validation_freq": fit(ARRAYS, **VALIDATION, validation_freq=2, epochs=4),
@@ -214,6 +218,76 @@ def test_calls_do_not_depend_on_the_number_of_replicas(name: str) -> None:
     assert two[0].keys() == one[0].keys()
 
 
+def nested() -> Any:
+    """A model of trees of inputs and outputs, and its data."""
+    a, b = keras.Input((6,), name="a"), keras.Input((2,), name="b")
+    hidden = keras.layers.Dense(5, activation="relu")(keras.ops.concatenate([a, b], 1))
+    outputs = {
+        "one": keras.layers.Dense(1, name="one")(hidden),
+        "more": [keras.layers.Dense(2, name="first")(hidden), hidden],
+    }
+    model = keras.Model({"inner": [a], "b": b}, outputs)
+    losses = {"one": "mse", "more": ["mae", None]}
+    model.compile("adam", losses, metrics={"one": "mae", "more": ["mse", None]})
+    y = {"one": X[:, :1], "more": [X[:, :2], X[:, :5]]}
+    return model, {"inner": [X], "b": X[:, 2:4]}, y
+
+
+def lora() -> Any:
+    """A model of which low-rank parts are trained."""
+    model = model_of()
+    model.layers[0].enable_lora(2)
+    model.compile("adam", model.loss)
+    return model, X, Y
+
+
+def quantised() -> Any:
+    """The same with weights of eight bits."""
+    model = model_of()
+    model.layers[0].quantize("int8")
+    model.layers[0].enable_lora(2)
+    model.compile("adam", model.loss)
+    return model, X, Y
+
+
+@pytest.mark.parametrize("make", [nested, lora, quantised])
+def test_other_models_are_keras_bit_by_bit(make: Callable[[], Any]) -> None:
+    def train(strategy: Any) -> Any:
+        keras.utils.set_random_seed(3)
+        with strategy.scope() if strategy else contextlib.nullcontext():
+            model, x, y = make()
+        return (
+            model.fit(x, y, batch_size=8, validation_split=0.2, verbose=0).history,
+            model.evaluate(x, y, batch_size=16, verbose=0),
+            model.predict(x, batch_size=16, verbose=0),
+            model.get_weights(),
+        )
+
+    assert_equal(train(rx.OneDeviceStrategy("cpu:0")), train(None))
+
+
+def assert_equal(actual: Any, expected: Any) -> None:
+    keras.tree.map_structure(np.testing.assert_array_equal, actual, expected)
+
+
+@pytest.mark.parametrize("return_dict", [False, True])
+def test_single_batches_are_keras_bit_by_bit(return_dict: bool) -> None:
+    def train(strategy: Any) -> Any:
+        keras.utils.set_random_seed(3)
+        with strategy.scope() if strategy else contextlib.nullcontext():
+            model = model_of()
+        given = {"return_dict": return_dict}
+        return (
+            model.train_on_batch(X, Y, class_weight={0: 0.5, 1: 3.0}, **given),
+            model.train_on_batch(X, Y, sample_weight=WEIGHTS, **given),
+            model.test_on_batch(X, Y, sample_weight=WEIGHTS, **given),
+            model.predict_on_batch(X),
+            model.get_weights(),
+        )
+
+    assert_equal(train(rx.OneDeviceStrategy("cpu:0")), train(None))
+
+
 @pytest.mark.parametrize("between", ["recompiled", "frozen and recompiled"])
 def test_two_calls_of_fit_with_a_change_between(between: str) -> None:
     def train(strategy: Any) -> list[np.ndarray]:
@@ -231,6 +305,17 @@ def test_two_calls_of_fit_with_a_change_between(between: str) -> None:
     plain = train(None)
     for mine, theirs in zip(train(rx.OneDeviceStrategy("cpu:0")), plain, strict=True):
         np.testing.assert_array_equal(mine, theirs)
+
+
+@pytest.mark.parametrize("make", [None, lambda: rx.OneDeviceStrategy("cpu:0")])
+def test_frozen_layers_need_compile_as_in_keras(make: Any) -> None:
+    strategy = make and make()
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        model = model_of()
+    model.fit(X, Y, verbose=0)
+    model.layers[0].trainable = False
+    with pytest.raises(ValueError, match="optimizer was built with 6 variables"):
+        model.fit(X, Y, verbose=0)
 
 
 def test_data_that_end_as_announced_warn_nobody(recwarn: Any) -> None:
