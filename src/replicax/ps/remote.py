@@ -1,9 +1,11 @@
 """A worker's client of one group: pulls values from servers, pushes gradients."""
 
 import dataclasses
+import functools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
@@ -27,7 +29,7 @@ _SLACK_SECONDS = 10.0
 """For the server to say first that other workers' shares did not come in time."""
 _logger = logging.getLogger("replicax")
 _Vectors = dict[str, PyTree]
-_Answer = tuple[int, JSONObject, _Vectors]
+_Answer = tuple[JSONObject, _Vectors]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -220,7 +222,10 @@ class RemoteGroup:
 
     def pull(self) -> bool:
         """Get what has changed since this worker looked last; whether anything has."""
-        pulls = [self._submit(self._pull_from, server) for server in self._servers]
+        pulls = [
+            self._session.submit(server, functools.partial(self._pull_from, server))
+            for server in self._servers
+        ]
         return self._take([self._session.result(pull) for pull in pulls])
 
     def has_begun(self, step: int) -> bool:
@@ -254,9 +259,9 @@ class RemoteGroup:
     def averages(self) -> list[jax.Array] | None:
         """The servers' moving averages of the values; None: the optimizer has none."""
         answers = self._ask_all("averages")
-        if not all(header["found"] for _, header, _ in answers):
+        if not all(header["found"] for header, _ in answers):
             return None
-        return self._on_devices([vectors for _, _, vectors in answers])
+        return self._on_devices([vectors for _, vectors in answers])
 
     def push(
         self,
@@ -282,18 +287,17 @@ class RemoteGroup:
             "deadline_seconds": self._session.timeouts.step,
             "part": None if part is None else dataclasses.asdict(part),
         }
-        futures = [
-            self._submit(
-                self._push_to, server, header | {"based_on": based_on[server]}, vectors
-            )
-            for server, vectors in zip(self._servers, packed, strict=True)
-        ]
+        futures = []
+        for server, vectors in zip(self._servers, packed, strict=True):
+            own = header | {"based_on": based_on[server]}
+            push = functools.partial(self._push_to, server, own, vectors)
+            futures.append(self._session.submit(server, push))
         return ServerPushes(futures, part)
 
     def finish(self, push: ServerPushes) -> PushResult:
         """Wait for a push, and take over the values it brought."""
         answers = [self._session.result(future) for future in push.futures]
-        norms = [header["squared_norms"] for _, header, _ in answers]
+        norms = [header["squared_norms"] for header, _ in answers]
         if all(n is not None for n in norms):
             # Servers ask for norms in a synchronous step only.
             assert push.part is not None
@@ -301,24 +305,26 @@ class RemoteGroup:
         elif any(n is not None for n in norms):
             # Another worker has all the norms and is finishing the step.
             answers = [
-                answer if n is None else self._newer(*answer)
-                for answer, n in zip(answers, norms, strict=True)
+                answer if norm is None else self._newer(server, answer[0])
+                for server, answer, norm in zip(
+                    self._servers, answers, norms, strict=True
+                )
             ]
         self._take(answers)
         return PushResult(
             # Servers may have got it from different workers; the first one decides.
-            counts=answers[0][1]["applied"],
-            staleness=max(header["staleness"] for _, header, _ in answers),
+            counts=answers[0][0]["applied"],
+            staleness=max(header["staleness"] for header, _ in answers),
         )
 
-    def _newer(self, server: int, header: JSONObject, _: _Vectors) -> _Answer:
+    def _newer(self, server: int, header: JSONObject) -> _Answer:
         """A server's values after the version in `header`, once it has them."""
         pull = {"op": "pull", "group": self.name, "have": header["version"]}
 
         def poll() -> _Answer | None:
-            answer = self._submit(_exchange, server, pull)
-            _, newer, vectors = self._session.result(answer)
-            return (server, header | newer, vectors) if vectors else None
+            asked = self._session.submit(server, lambda x: x.exchange(pull))
+            newer, vectors = self._session.result(asked)
+            return (header | newer, vectors) if vectors else None
 
         return self._session.wait(
             poll, f"the end of a step of {self.name!r}", lambda: "another worker"
@@ -328,22 +334,19 @@ class RemoteGroup:
         self, step: int | None, norms: list[dict[str, float]], answers: list[_Answer]
     ) -> list[_Answer]:
         """The second round of a synchronous step that is clipped by its norm."""
-        total: dict[str, float] = {}
+        total: Counter[str] = Counter()
         for each in norms:
-            for key, value in each.items():
-                total[key] = total.get(key, 0.0) + value
-        committed = self._ask_all("commit", step=step, squared_norms=total)
+            total.update(each)
+        committed = self._ask_all("commit", step=step, squared_norms=dict(total))
         return [
-            (server, pushed | header, vectors)
-            for (_, pushed, _), (server, header, vectors) in zip(
-                answers, committed, strict=True
-            )
+            (pushed | header, vectors)
+            for (pushed, _), (header, vectors) in zip(answers, committed, strict=True)
         ]
 
     def _take(self, answers: Sequence[_Answer]) -> bool:
         """Take over the values that servers sent; whether there were any."""
         changed = False
-        for server, header, vectors in answers:
+        for server, (header, vectors) in zip(self._servers, answers, strict=True):
             before = self.versions.get(server, 0)
             if header["version"] < before:
                 self._behind[server] = before
@@ -372,13 +375,6 @@ class RemoteGroup:
 
     # Messages. Those to one server are sent one after another, by its thread.
 
-    def _submit(
-        self, exchange: Callable[..., _Answer], server: int, *arguments: PyTree
-    ) -> Future[_Answer]:
-        return self._session.submit(
-            server, lambda connection: exchange(connection, server, *arguments)
-        )
-
     def _ask_all(
         self, op: str, vectors: Sequence[_Vectors] | None = None, **fields: PyTree
     ) -> list[_Answer]:
@@ -386,28 +382,28 @@ class RemoteGroup:
         header = {"op": op, "group": self.name, **fields}
         each = vectors or [{}] * len(self._servers)
         asked = [
-            self._submit(_exchange, server, header, own)
+            self._session.submit(server, lambda x, own=own: x.exchange(header, own))
             for server, own in zip(self._servers, each, strict=True)
         ]
         return [self._session.result(future) for future in asked]
 
-    def _pull_from(self, connection: Connection, server: int) -> _Answer:
+    def _pull_from(self, server: int, connection: Connection) -> _Answer:
         header = {"op": "pull", "group": self.name, "have": self.versions.get(server)}
         began = time.perf_counter()
-        answer = _exchange(connection, server, header)
+        answer = connection.exchange(header)
         self._session.exchange_s[server] += time.perf_counter() - began
         known = self._incarnations.get(server)
-        if not answer[2] and known not in (None, self._session.incarnations[server]):
+        if not answer[1] and known not in (None, self._session.incarnations[server]):
             # Restored: what this worker has is of no version there.
-            answer = _exchange(connection, server, header | {"have": None})
+            answer = connection.exchange(header | {"have": None})
         return answer
 
     def _push_to(
         self,
-        connection: Connection,
         server: int,
         header: JSONObject,
         vectors: _Vectors,
+        connection: Connection,
     ) -> _Answer:
         # Here the thread waits for the step to be computed.
         host = {dtype: np.asarray(v) for dtype, v in vectors.items()}
@@ -415,7 +411,9 @@ class RemoteGroup:
         began = time.perf_counter()
         try:
             # The server says first when other workers' parts do not come in time.
-            answer = _exchange(connection, server, header, host, step + _SLACK_SECONDS)
+            answer = connection.exchange(
+                header, host, reply_timeout_seconds=step + _SLACK_SECONDS
+            )
         except ServerRefused as refused:
             if refused.kind != "SyncTimeout":
                 raise
@@ -469,34 +467,6 @@ class RemoteGroup:
 def key_of(name: str) -> str:
     """Where the board has the digest of a group that the chief has created."""
     return f"group {name}"
-
-
-def _exchange(
-    connection: Connection,
-    server: int,
-    header: JSONObject,
-    vectors: _Vectors | None = None,
-    reply_timeout_seconds: float | None = None,
-) -> _Answer:
-    try:
-        answer = connection.exchange(
-            header, vectors, reply_timeout_seconds=reply_timeout_seconds
-        )
-    except ServerRefused as refused:
-        if refused.kind in ("UnknownGroup", "UnknownGroupMessage"):
-            raise ClusterError(
-                f"{connection.task} at {connection.address} has lost its values: it "
-                "was restarted without a snapshot that has them. Start the job again; "
-                "with snapshot_dir=... a restarted server goes on.",
-                culprit=connection.task,
-            ) from refused
-        if refused.kind == "Superseded":
-            raise ClusterError(
-                f"{connection.task} refuses to go on: {refused}",
-                culprit=connection.task,
-            ) from refused
-        raise
-    return server, *answer
 
 
 def _are_equal(values: Sequence[jax.Array], others: Sequence[jax.Array]) -> bool:

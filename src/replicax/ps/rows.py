@@ -20,7 +20,6 @@ import ml_dtypes
 import numpy as np
 
 from replicax._util.types import JSONObject
-from replicax.errors import ClusterError
 from replicax.ps.connection import Connection, ConnectionLost, ServerRefused
 from replicax.ps.remote import WorkerShare
 from replicax.ps.row_values import sum_duplicates
@@ -317,11 +316,6 @@ def _in_time(
     try:
         return exchange(connection)
     except ServerRefused as refused:
-        if refused.kind in ("UnknownTable", "Superseded"):
-            raise ClusterError(
-                f"{connection.task} refuses to go on: {refused}",
-                culprit=connection.task,
-            ) from refused
         if refused.kind in ("TableError", "WireError"):
             raise ValueError(str(refused)) from refused
         raise

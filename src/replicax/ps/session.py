@@ -169,7 +169,8 @@ class Session:
         self, server: int, exchange: Callable[[Connection], _Result]
     ) -> "Future[_Result]":
         """Use a server's stream, after what was submitted before."""
-        return self._threads[server].submit(exchange, self.connections[server])
+        thread, connection = self._threads[server], self.connections[server]
+        return thread.submit(_used, exchange, connection)
 
     def submit_rows(
         self, server: int, exchange: Callable[[Connection], _Result]
@@ -186,7 +187,8 @@ class Session:
                     connect_timeout_seconds=_ROW_CONNECT_SECONDS,
                     reply_timeout_seconds=_ROW_REPLY_SECONDS,
                 )
-        return self._row_threads[server].submit(exchange, self._row_connections[server])
+        thread, connection = self._row_threads[server], self._row_connections[server]
+        return thread.submit(_used, exchange, connection)
 
     def result(self, future: "Future[_Result]") -> _Result:
         """Wait for what `submit` gave, while the job goes on."""
@@ -369,6 +371,25 @@ class Session:
                     if isinstance(error, ClusterMismatchError):
                         self._mismatch = error
                 return
+
+
+def _used(exchange: Callable[[Connection], _Result], connection: Connection) -> _Result:
+    try:
+        return exchange(connection)
+    except ServerRefused as refused:
+        if refused.kind == "UnknownGroup":
+            raise ClusterError(
+                f"{connection.task} at {connection.address} has lost its values: it "
+                "was restarted without a snapshot that has them. Start the job again; "
+                "with snapshot_dir=... a restarted server goes on.",
+                culprit=connection.task,
+            ) from refused
+        if refused.kind in ("UnknownTable", "Superseded"):
+            raise ClusterError(
+                f"{connection.task} refuses to go on: {refused}",
+                culprit=connection.task,
+            ) from refused
+        raise
 
 
 def _report_exceptions(session: Session) -> None:
