@@ -25,14 +25,13 @@ from replicax.input.split import leading_size
 from replicax.keras.adapters import (
     DistributedAdapter,
     fixed_number_of_batches,
-    set_iteration,
 )
 from replicax.keras.batches import BatchIterator, PlacedBatch, place
 from replicax.keras.session import FitSession
 from replicax.keras.steps import steps_of
 from replicax.ps.remote import WorkerShare
 from replicax.ps.tickets import Ticket
-from replicax.ps.worker_input import BatchSource, own_rows
+from replicax.ps.worker_input import EpochBatches, own_rows
 
 if TYPE_CHECKING:
     from replicax.ps.strategy import ParameterServerStrategy
@@ -69,10 +68,7 @@ class WorkQueueFit:
         self._data = fit.epochs
         self._name = f"fit {number}"
         self._epoch = 0  # Counted from the first one of this `fit`.
-        self._source: BatchSource | None = None
-        # Of those over shuffled data, the one that `_source` belongs to.
-        self._iteration: int | None = self._next_iteration
-        self._first = 0  # The epoch's first batch, of those of `_source`.
+        self._batches = EpochBatches(self._data.adapter, self._data.steps_per_epoch)
         self._length: int | None = None  # Of an epoch that is over.
         self._stops = False  # Whether anybody stopped in the middle of the epoch.
         self._pending: deque[Ticket] = deque()  # Tickets whose updates are under way.
@@ -87,7 +83,8 @@ class WorkQueueFit:
         if going and self._session.starts > 1:
             # A restarted worker goes on with the epoch that the others are in.
             for _ in range(going):
-                self._to_next_epoch()
+                self._batches.end(None)
+            self._epoch = going
             fit.initial_epoch = fit.first_epoch + going
         # Nobody trains while others still use what the script had before.
         self._session.barrier(f"{self._name}: begin")
@@ -138,8 +135,7 @@ class WorkQueueFit:
 
         This worker may not have met the model's variables yet.
         """
-        assert self._source is not None
-        batch = self._source.any()
+        batch = self._batches.any()
         if batch is None:
             return
         steps = steps_of(self._model, self._strategy, "train")
@@ -202,7 +198,8 @@ class WorkQueueFit:
 
     def after_epoch(self) -> None:
         """The chief says whether training goes on, when its callbacks have run."""
-        self._to_next_epoch()
+        self._epoch += 1
+        self._batches.end(self._length)
         key = f"{self._name}/goes on/{self._epoch}"
         if self._session.is_chief:
             stop = self._stops or bool(self._model.stop_training)
@@ -221,14 +218,7 @@ class WorkQueueFit:
     def _stream(self) -> str:
         return f"{self._name}/epoch/{self._epoch}"
 
-    @property
-    def _next_iteration(self) -> int | None:
-        """The number of the next iteration over the data; None: it counts none."""
-        return getattr(self._data.adapter, "iteration", None)
-
     def _begin_epoch(self) -> None:
-        if self._source is None:
-            self._iteration = self._next_iteration
         key = f"{self._name}/begin/{self._epoch}"
         mine = _described(self._model)
         remote = self._strategy.remote
@@ -236,7 +226,7 @@ class WorkQueueFit:
             self._strategy.publish()
             said = {
                 "random": json_codec.encode(random_state.capture(), "the random state"),
-                "iteration": self._iteration,
+                "iteration": self._batches.iteration,
                 "versions": {
                     x.name: [x.version, x.num_assigned] for x in remote.groups
                 },
@@ -258,9 +248,7 @@ class WorkQueueFit:
         remote.begin_epoch(said["versions"])
         self._data.adapter.on_epoch_begin()
         self._open_stream()
-        if self._source is None:
-            self._set_iteration(said["iteration"])
-            self._source = BatchSource(self._data.adapter)
+        self._batches.begin(said["iteration"])
 
     def _open_stream(self) -> None:
         """Have the epoch's work queue, with nothing of it done yet."""
@@ -277,45 +265,23 @@ class WorkQueueFit:
         self._length = None
         self._stops = False
 
-    def _to_next_epoch(self) -> None:
-        """As in Keras: `steps_per_epoch` goes on in the data, and begins anew after it.
-
-        An epoch in which data ends is a short one.
-        """
-        self._epoch += 1
-        steps = self._data.steps_per_epoch
-        number = self._data.adapter.num_batches
-        is_short = steps and self._length is not None and self._length < steps
-        self._first += steps or 0
-        if not steps or is_short or (number and self._first >= number):
-            self._source, self._first = None, 0
-            if self._iteration is not None:
-                self._set_iteration(self._iteration + 1)
-
-    def _set_iteration(self, number: int | None) -> None:
-        self._iteration = number
-        if number is not None:
-            set_iteration(self._data.adapter, number)
-
     # Tickets.
 
     def _claimed(self) -> Iterator[PyTree]:
         """The batches of this epoch that this worker has claimed, one by one."""
-        assert self._source is not None
-        first = self._first
         while True:
             ticket = self._claim()
             if ticket is None:
                 return
             index = ticket[0] if isinstance(ticket, list) else ticket
-            if self._source.has_passed(first + index):
+            if self._batches.has_passed(index):
                 # A restarted server gives out again what it has forgotten; data only
                 # goes on. A synchronous step is one that all have made: who has not
                 # cannot have passed it.
                 self._finish([self._pending.pop()])
                 continue
             try:
-                batch = self._source.at(first + index)
+                batch = self._batches.at(index)
             except StopIteration:
                 self._session.board("end", stream=self._stream, length=index)
                 self._pending.pop()
@@ -328,11 +294,10 @@ class WorkQueueFit:
 
     def _own(self) -> Iterator[PyTree]:
         """This worker's own batches, for as long as the epoch has steps."""
-        assert self._source is not None
         for step in itertools.count():
             if not self._strategy.sync and self._claim() is None:
                 return
-            batch = self._source.next()
+            batch = self._batches.next()
             if batch is None:
                 if self._pending:  # Nobody else has the batch of this ticket.
                     self._finish([self._pending.pop()])

@@ -10,27 +10,64 @@ from replicax._util.types import PyTree
 from replicax.engine.row_arrays import by_rows
 from replicax.input import InputShard
 from replicax.input.split import leading_size
+from replicax.keras.adapters import set_iteration
 from replicax.keras.lazy_batches import batch_of, make_lazy
 
-__all__ = ["BatchSource", "ElasticInputShard", "own_rows"]
+__all__ = ["ElasticInputShard", "EpochBatches", "own_rows"]
 
 
-class BatchSource:
-    """The batches of the data by their index, from the first to the last.
+class EpochBatches:
+    """The batches of each epoch by their index, which never is less than the last one.
 
-    Args:
-        adapter: Keras' adapter of the data.
+    As in Keras: `steps_per_epoch` goes on in the data, and begins anew after it. An
+    epoch in which the data end is a short one.
+
+    Attributes:
+        iteration: Which iteration over shuffled data this is; None: nobody counts.
     """
 
-    def __init__(self, adapter: Any) -> None:
+    def __init__(self, adapter: Any, steps_per_epoch: int | None) -> None:
         make_lazy(adapter)  # Most batches are passed by.
         self._adapter = adapter
-        self._last: tuple[int, PyTree] = (-1, None)
+        self._steps = steps_per_epoch
+        self.iteration: int | None = getattr(adapter, "iteration", None)
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._first = 0  # The epoch's first batch.
         self._next = 0
+        self._last: tuple[int, PyTree] = (-1, None)
         self._batches: Iterator[PyTree] | None = None
+        self._is_new = True
+
+    def begin(self, iteration: int | None) -> None:
+        """An epoch begins; where its data do, too, all workers take that iteration."""
+        if self._is_new:
+            self._count(iteration)
+            self._is_new = False
+
+    def end(self, length: int | None) -> None:
+        """An epoch ends, after that many steps if that is known."""
+        is_short = self._steps and length is not None and length < self._steps
+        number = self._adapter.num_batches
+        self._first += self._steps or 0
+        if not self._steps or is_short or (number and self._first >= number):
+            self._begin_anew()
+            if self.iteration is not None:
+                self._count(self.iteration + 1)
+
+    def _count(self, iteration: int | None) -> None:
+        self.iteration = iteration
+        if iteration is not None:
+            set_iteration(self._adapter, iteration)
 
     def at(self, index: int) -> PyTree:
-        """The batch of that index, which never is less than the last one."""
+        """The epoch's batch of that index.
+
+        Raises:
+            StopIteration: If the data have ended.
+        """
+        index += self._first
         if index == self._last[0]:
             return self._last[1]  # Another part of the same step.
         if self._batches is None:
@@ -48,12 +85,12 @@ class BatchSource:
 
     def has_passed(self, index: int) -> bool:
         """Whether that batch came by already, and is not the last one that did."""
-        return index < self._next and index != self._last[0]
+        return self._first + index < self._next and self._first + index != self._last[0]
 
     def next(self) -> PyTree:
         """The next batch; None at the end."""
         try:
-            return self.at(self._next)
+            return self.at(self._next - self._first)
         except StopIteration:
             return None
 
