@@ -235,7 +235,8 @@ class Connection:
         self.close()
 
     def _until_answered(self, what: str, attempt: Callable[[], _Answer]) -> _Answer:
-        errors: list[Exception] = []
+        # Not the errors: their frames hold channels, which would connect again unused.
+        failures: list[str] = []
         began = time.monotonic()
 
         def answered() -> tuple[_Answer] | None:
@@ -250,17 +251,17 @@ class Connection:
             except _lost_errors() as error:
                 if (refusal := _refusal_in(error)) is not None:
                     raise refusal from error
-                errors.append(error)
+                failures.append(_short(error))
                 return None
 
         def late() -> NoReturn:
             raise ConnectionLost(
                 f"{self._name} gave no answer to {what!r} for "
-                f"{time.monotonic() - began:.0f} s, in {len(errors)} attempts; the "
-                f"last one failed with: {_short(errors[-1])}. See its log, and whether "
+                f"{time.monotonic() - began:.0f} s, in {len(failures)} attempts; the "
+                f"last one failed with: {failures[-1]}. See its log, and whether "
                 "it still runs.",
                 culprit=self.task,
-            ) from errors[-1]
+            )
 
         (answer,) = wait_for(
             answered,
@@ -268,7 +269,7 @@ class Connection:
             late=late,
             reminder=lambda waited: (
                 f"{self._name} does not answer to {what!r} for {waited:.0f} s: "
-                f"{_short(errors[-1])}. Trying again"
+                f"{failures[-1]}. Trying again"
             ),
             # Tasks of a cluster do not start at the same moment.
             is_early=True,
