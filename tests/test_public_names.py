@@ -95,7 +95,6 @@ EXPERIMENTAL_NAMES = [
 
 METHODS = {
     rx.Strategy: [
-        "call",
         "check_replicas",
         "distribute_datasets_from_function",
         "experimental_distribute_dataset",
@@ -107,10 +106,7 @@ METHODS = {
         "group",
         "make_experimental_numpy_dataset",
         "num_replicas_in_sync",
-        "own",
-        "programs",
         "reduce",
-        "require_owned",
         "run",
         "scope",
     ],

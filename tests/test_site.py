@@ -263,7 +263,7 @@ def test_constructors_are_shown_to_those_who_call_them(site: Path) -> None:
         "steps.html": ["ReplicaContext"],
         "input.html": [r"input\.DistributedDataset", "InputContext"],
         "checkpoints.html": ["RestoreStatus"],
-        "plans.html": [r"planning\.Plan"],
+        "plans.html": [r"planning\.report\.Plan"],
     }
     for page, names in given.items():
         for name in names:

@@ -103,7 +103,7 @@ class FailureReport:
         task: The task that writes this, such as `"worker:1"`.
         culprit: The task that failed first as far as this one knows; None: unknown.
         kind: `"exception"`, `"mismatch"`, `"order"` (workers did different things),
-            `"lost"` (a task died or does not answer),
+            `"lost"` (a task died or does not answer), `"values lost"` (of a server),
             `"stuck"`, `"start-up"`, `"preempted"` or `"interrupted"` (Ctrl-C).
         message: What happened, in full sentences.
         traceback: The culprit's traceback, where there is one.

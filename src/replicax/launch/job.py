@@ -128,6 +128,12 @@ class Job(Supervisor):
             self._failures.append(failure)  # A consequence.
         elif self._is_done and not self._policy.is_permanent(failure):
             self._say(f"{failure.message} The job is done without it.")
+        elif (server := _emptied(reports)) is not None:
+            self._failures.append(failure)
+            cause = [failure, *self._gang_of[server].failures][-1]
+            self._fail_for_good(
+                self._gang_of[server], cause, f"{server} is back without a snapshot"
+            )
         elif (culprit := self._permanently_failing()) is not None:
             self._failures.append(failure)
             self._culprit = culprit
@@ -179,15 +185,6 @@ class Job(Supervisor):
         if self._has_servers:
             self._say(f"{failure.message} {reason}: {rest}.")
 
-    def _note_lost_variables(self) -> None:
-        """Fail for good if a server is back without its variables."""
-        for name in sorted(self.status.emptied) if self.status is not None else ():
-            gang = self._gang_of[name]
-            if self._is_over or not gang.failures:
-                return
-            failure = gang.failures[-1]
-            self._fail_for_good(gang, failure, "It is back without a snapshot")
-
     def _restart(self) -> None:
         """Restart gangs that have waited long enough, or none if the job is over."""
         waiting = [gang for gang in self._gangs if gang.restart_at is not None]
@@ -206,7 +203,6 @@ class Job(Supervisor):
 
     def act(self) -> None:
         """Restart and end tasks, as the time has come for it."""
-        self._note_lost_variables()
         # Workers may want to save, which needs the servers.
         names = (self._has_servers and self._training) or self.running
         if self._console.error is not None and self.signal is None:
@@ -294,3 +290,9 @@ class Job(Supervisor):
                 if not is_server and self._policy.is_permanent(failure):
                     return failure
         return first
+
+
+def _emptied(reports: Sequence[FailureReport]) -> str | None:
+    """The server that a task has found without its values."""
+    lost = (r.culprit for r in reports if r.kind == "values lost")
+    return next(lost, None)

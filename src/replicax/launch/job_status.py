@@ -109,7 +109,6 @@ class JobStatus:
         readings: By the task's name.
         streams: Counts of each epoch that is under way, by its name.
         totals: Steps of `fit` that were given up, and that were done twice.
-        emptied: Servers that have been started again and have no variables any more.
     """
 
     def __init__(
@@ -122,9 +121,7 @@ class JobStatus:
         self.readings: dict[str, Readings] = {}
         self.streams: dict[str, JSONObject] = {}
         self.totals: dict[str, int] = {}
-        self.emptied: set[str] = set()
         self._servers = servers
-        self._filled: dict[int, str] = {}  # Which start of a server had variables.
         self._made: dict[str, dict[int, int]] = {}  # A worker's steps, by process.
         self._staleness: dict[int, dict[str, dict[str, int]]] = {}
         self._credentials = credentials
@@ -196,10 +193,6 @@ class JobStatus:
         readings.steps.read(now, status["applied"])
         readings.count, readings.lost = status["applied"], status["lost"]
         readings.traffic.read(now, status["bytes_in"] + status["bytes_out"])
-        if status["groups"]:
-            self._filled[server] = status["incarnation"]
-        elif self._filled.get(server, status["incarnation"]) != status["incarnation"]:
-            self.emptied.add(f"ps:{server}")
         self._staleness[server] = status["staleness"]
         total = defaultdict[str, Counter[int]](Counter)
         for of_server in self._staleness.values():

@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import dataclasses
 import functools
 import itertools
 import logging
@@ -239,7 +240,7 @@ class Session:
             if is_same_job or self.is_chief:
                 self._say("join", info=self._info())
             if not is_same_job:
-                raise ClusterError(
+                raise _ValuesLostError(
                     f"{server.task} at {server.address} was restarted without a "
                     "snapshot, and what it held is lost. Start the job again; with "
                     "snapshot_dir=... a restarted server goes on.",
@@ -373,19 +374,24 @@ class Session:
                 return
 
 
+class _ValuesLostError(ClusterError):
+    """A server was restarted without the values that this worker trains."""
+
+
 def _used(exchange: Callable[[Connection], _Result], connection: Connection) -> _Result:
     try:
         return exchange(connection)
     except ServerRefused as refused:
         if refused.kind == "UnknownGroup":
-            raise ClusterError(
+            raise _ValuesLostError(
                 f"{connection.task} at {connection.address} has lost its values: it "
                 "was restarted without a snapshot that has them. Start the job again; "
                 "with snapshot_dir=... a restarted server goes on.",
                 culprit=connection.task,
             ) from refused
         if refused.kind in ("UnknownTable", "Superseded"):
-            raise ClusterError(
+            lost = refused.kind == "UnknownTable"
+            raise (_ValuesLostError if lost else ClusterError)(
                 f"{connection.task} refuses to go on: {refused}",
                 culprit=connection.task,
             ) from refused
@@ -405,6 +411,10 @@ def _report_exceptions(session: Session) -> None:
         else:
             previous(kind, error, trace)
         report = report_of(session.name, error, trace)
+        if isinstance(error, _ValuesLostError):
+            report = dataclasses.replace(
+                report, kind="values lost", culprit=error.culprit
+            )
         report.write()
         if report.exit_code != ExitCode.RETRY:
             session.leave(f"{kind.__name__}: {error}")
