@@ -63,9 +63,9 @@ def test_one_dispatch_for_several_batches(digits, strategy_of, num_examples, cal
         lambda: model.evaluate(x, y, batch_size=16, verbose=0),
         lambda: model.predict(x, batch_size=16, verbose=0),
     ):
-        before = strategy._num_steps
+        before = strategy.runner._num_steps
         use()
-        assert strategy._num_steps - before == calls
+        assert strategy.runner._num_steps - before == calls
 
 
 def test_batches_that_differ_in_an_execution(digits, outcome, assert_same):

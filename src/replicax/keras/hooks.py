@@ -101,19 +101,19 @@ class _StrategyModel(_Base):
         return model
 
     def evaluate(self: PyTree, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        return _run(super().evaluate, self, *args, **kwargs)
+        return _run(super().evaluate.__func__, self, *args, **kwargs)
 
     def predict(self: PyTree, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        return _run(super().predict, self, *args, **kwargs)
+        return _run(super().predict.__func__, self, *args, **kwargs)
 
     def train_on_batch(self: PyTree, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        return _run(super().train_on_batch, self, *args, **kwargs)
+        return _run(super().train_on_batch.__func__, self, *args, **kwargs)
 
     def test_on_batch(self: PyTree, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        return _run(super().test_on_batch, self, *args, **kwargs)
+        return _run(super().test_on_batch.__func__, self, *args, **kwargs)
 
     def predict_on_batch(self: PyTree, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        return _run(super().predict_on_batch, self, *args, **kwargs)
+        return _run(super().predict_on_batch.__func__, self, *args, **kwargs)
 
     def compute_loss_and_updates(
         self: PyTree, *args: PyTree, **kwargs: PyTree
@@ -131,13 +131,6 @@ def _strategy_of(model: keras.Model) -> PyTree:
     return getattr(model, _STRATEGY, None)
 
 
-def _fit(
-    original: Original, model: keras.Model, *args: PyTree, **kwargs: PyTree
-) -> PyTree:
-    own = functools.wraps(original)(functools.partial(original, model))
-    return _run(own, model, *args, **kwargs)
-
-
 def _run(
     original: Original, model: keras.Model, *args: PyTree, **kwargs: PyTree
 ) -> PyTree:
@@ -148,7 +141,7 @@ def _run(
     if strategy is None:
         _refuse_scope(original, model)
         if name != "fit" or not _wants_loop(kwargs.get("callbacks"), *args):
-            return original(*args, **kwargs)
+            return original(model, *args, **kwargs)
         strategy = _default_strategy()
     if not building.has_call(model):
         building.note_built(model)
@@ -229,7 +222,7 @@ def _described(
 ) -> str:
     """A call of a model as other workers make it: with the arguments that count."""
     try:
-        given = inspect.signature(original).bind(*args, **kwargs).arguments
+        given = inspect.signature(original).bind(model, *args, **kwargs).arguments
     except TypeError:  # The call itself says what is wrong.
         given = {}
     counts = {name: given[name] for name in _COUNTS if given.get(name) is not None}
@@ -349,7 +342,7 @@ _HOOKS: Mapping[str, Callable[..., PyTree]] = {
     "seed_generator.make_default_seed": variable_reuse.default_seed,
     "random.make_default_seed": variable_reuse.default_seed,
     "Model.__bases__": _StrategyModel,
-    "JAXTrainer.fit": _fit,
+    "JAXTrainer.fit": _run,
     "Trainer.compile": _compile,
     "Optimizer.__bases__": optimizers.StrategyOptimizer,
     "LossScaleOptimizer.apply": _of_optimizer(optimizers.apply_with_loss_scale),

@@ -21,7 +21,7 @@ from replicax.engine import device_put
 from replicax.engine.scope import current_strategy
 from replicax.keras.variable_reuse import constant_in_trace, current_reuse
 
-__all__ = ["StrategyVariable", "init_variable"]
+__all__ = ["StrategyVariable", "adopt", "init_variable"]
 
 if TYPE_CHECKING:
     _Base = keras.Variable
@@ -73,10 +73,13 @@ class StrategyVariable(_StrategyPart, keras.Variable):
 _in_scope: dict[type, type] = {keras.Variable: StrategyVariable}
 
 
-def _class_in_scope(kind: type) -> type:
-    if kind not in _in_scope:
-        _in_scope[kind] = type(kind.__name__, (_StrategyPart, kind), {})
-    return _in_scope[kind]
+def adopt(variable: keras.Variable) -> None:
+    """Make a variable one that lies exactly where its strategy says."""
+    kind = type(variable)
+    if not issubclass(kind, _StrategyPart):
+        if kind not in _in_scope:
+            _in_scope[kind] = type(kind.__name__, (_StrategyPart, kind), {})
+        variable.__class__ = _in_scope[kind]
 
 
 def init_variable(
@@ -96,18 +99,11 @@ def init_variable(
         dtype = own.name if dtype is None else dtype
     if strategy is not None and _is_state_of_replicas(dtype, kwargs):
         kwargs["aggregation"] = "mean"
+    if strategy is not None:
+        adopt(variable)  # Before it has a value, which Keras would place by itself.
     original(variable, initializer, shape, dtype, *args, **kwargs)
     if reuse is not None and variable._value is None and not reuse.note(variable):
         forget_uninitialized(variable)  # It stands for another one.
-    if strategy is None:
-        return
-    variable.__class__ = _class_in_scope(type(variable))
-    if variable._value is None:
-        return
-    if layout_of(variable) is None:
-        strategy.home.own(variable)
-    else:
-        variable._direct_assign(variable._value)
 
 
 def _is_state_of_replicas(dtype: DTypeLike | None, kwargs: PyTree) -> bool:

@@ -15,6 +15,7 @@ from replicax.engine.program import Program
 from replicax.engine.protocols import StepQueue
 from replicax.engine.variables import Variable
 from replicax.errors import ContextError
+from replicax.keras.variables import adopt
 
 __all__ = ["ReplicaHome"]
 
@@ -72,6 +73,7 @@ class ReplicaHome:
         for variable in variables:
             layout, wanted = internals.layout_of(variable), self.layout(variable)
             if layout is None and self._adopts:
+                adopt(variable)
                 internals.set_layout(variable, wanted)
             elif layout != wanted:
                 raise self._not_owned(variable, layout, caller)
