@@ -1,10 +1,14 @@
 """Kinds of models, and the methods of a model that users override."""
 
+import contextlib
+
 import jax
 import keras
 import numpy as np
 import pytest
 from keras import layers, ops
+from keras.src.backend.jax.trainer import JAXTrainer
+from tests.conftest import mirrored
 
 import replicax as rx
 
@@ -440,3 +444,29 @@ def test_statistics_without_aggregation_are_refused(data, outcome):
 
     with pytest.raises(rx.DivergenceError, match=r"last.*aggregation='mean'"):
         outcome(work, 2)
+
+
+class LayerThatTrains(JAXTrainer, keras.layers.Dense):
+    """No `keras.Model`: Keras' own tests make models of layers in this way."""
+
+    def __init__(self, units: int) -> None:
+        keras.layers.Dense.__init__(self, units)
+        JAXTrainer.__init__(self)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_a_layer_that_is_a_trainer(num_replicas: int) -> None:
+    x = np.random.default_rng(0).normal(size=(18, 3)).astype("float32")
+    y = x.sum(axis=1, keepdims=True)
+    found = []
+    for scope in (contextlib.nullcontext(), mirrored(num_replicas).scope()):
+        keras.utils.set_random_seed(1)
+        with scope:
+            model = LayerThatTrains(1)
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+        history = model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
+        found.append((history.history["loss"], model.predict(x, verbose=0)))
+    (loss, predicted), (our_loss, our_predicted) = found
+    # Sums over replicas round differently.
+    np.testing.assert_allclose(our_loss, loss, rtol=1e-6)
+    np.testing.assert_allclose(our_predicted, predicted, rtol=1e-5, atol=1e-6)

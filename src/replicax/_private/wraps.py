@@ -65,15 +65,27 @@ WRAPS = (
     Wrap("random.seed_generator", ("make_default_seed",), "likewise, of seeds"),
     Wrap("backend.jax.random", ("make_default_seed",), "likewise, of seeds"),
     Wrap(
-        "models.model.Model",
-        (BASES,),
-        "remembers its strategy, whose loop evaluates and predicts",
+        # Not of `keras.Model`: a layer may be trained with this class beside it.
+        "backend.jax.trainer.JAXTrainer",
+        ("__init__",),
+        "remembers the strategy that a model is made under",
     ),
     Wrap(
-        # Not by that base: see `_replace`.
         "backend.jax.trainer.JAXTrainer",
-        ("fit",),
-        "is this package's own loop",
+        (
+            "fit",
+            "evaluate",
+            "predict",
+            "train_on_batch",
+            "test_on_batch",
+            "predict_on_batch",
+        ),
+        "are this package's own loop",
+    ),
+    Wrap(
+        "backend.jax.trainer.JAXTrainer",
+        ("compute_loss_and_updates",),
+        "rematerialises gathered weights in the backward pass",
     ),
     Wrap(
         # Where it is defined: Keras compares a model's `compile` with its base class',

@@ -9,7 +9,6 @@ import os
 import threading
 import types
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 import jax
 import jax.core
@@ -85,46 +84,15 @@ def install() -> None:
             _installed = True
 
 
-if TYPE_CHECKING:
-    _Base = keras.Model
-else:
-    _Base = object
-
-
-class _StrategyModel(_Base):
-    """A base class of `keras.Model`: methods that run steps, where a strategy does."""
-
-    def __new__(cls, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        model: PyTree = super().__new__(cls, *args, **kwargs)
-        # Not by `setattr`: Keras' bookkeeping is not there yet.
-        vars(model)[_STRATEGY] = current_strategy()
-        return model
-
-    def evaluate(self: PyTree, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        return _run(super().evaluate.__func__, self, *args, **kwargs)
-
-    def predict(self: PyTree, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        return _run(super().predict.__func__, self, *args, **kwargs)
-
-    def train_on_batch(self: PyTree, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        return _run(super().train_on_batch.__func__, self, *args, **kwargs)
-
-    def test_on_batch(self: PyTree, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        return _run(super().test_on_batch.__func__, self, *args, **kwargs)
-
-    def predict_on_batch(self: PyTree, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        return _run(super().predict_on_batch.__func__, self, *args, **kwargs)
-
-    def compute_loss_and_updates(
-        self: PyTree, *args: PyTree, **kwargs: PyTree
-    ) -> PyTree:
-        """Rematerialises gathered weights in the backward pass."""
-        return _compute_loss_and_updates(
-            super().compute_loss_and_updates, *args, **kwargs
-        )
-
-
 _STRATEGY = "_replicax_strategy"
+
+
+def _init_trainer(
+    original: Original, model: PyTree, *args: PyTree, **kwargs: PyTree
+) -> None:
+    # Not by `setattr`: Keras' bookkeeping may not be there yet.
+    vars(model)[_STRATEGY] = current_strategy()
+    original(model, *args, **kwargs)
 
 
 def _strategy_of(model: keras.Model) -> PyTree:
@@ -232,19 +200,22 @@ def _described(
 
 def _compute_loss_and_updates(
     original: Original,
+    model: keras.Model,
     trainable_variables: PyTree,
     non_trainable_variables: PyTree,
     *args: PyTree,
     **kwargs: PyTree,
 ) -> PyTree:
     if not replicas_hold_blocks():
-        return original(trainable_variables, non_trainable_variables, *args, **kwargs)
+        return original(
+            model, trainable_variables, non_trainable_variables, *args, **kwargs
+        )
     wholes = [primal_of(x) for x in [*trainable_variables, *non_trainable_variables]]
     num = len(trainable_variables)
 
     def run(values: list[PyTree]) -> PyTree:
         values = gathered_here(values, wholes)
-        result = original(values[:num], values[num:], *args, **kwargs)
+        result = original(model, values[:num], values[num:], *args, **kwargs)
         return result, masks_of(result)
 
     # The other arguments stay the same objects, with the masks attached to them.
@@ -341,8 +312,14 @@ _HOOKS: Mapping[str, Callable[..., PyTree]] = {
     "KerasVariable.__init__": variables.init_variable,
     "seed_generator.make_default_seed": variable_reuse.default_seed,
     "random.make_default_seed": variable_reuse.default_seed,
-    "Model.__bases__": _StrategyModel,
+    "JAXTrainer.__init__": _init_trainer,
     "JAXTrainer.fit": _run,
+    "JAXTrainer.evaluate": _run,
+    "JAXTrainer.predict": _run,
+    "JAXTrainer.train_on_batch": _run,
+    "JAXTrainer.test_on_batch": _run,
+    "JAXTrainer.predict_on_batch": _run,
+    "JAXTrainer.compute_loss_and_updates": _compute_loss_and_updates,
     "Trainer.compile": _compile,
     "Optimizer.__bases__": optimizers.StrategyOptimizer,
     "LossScaleOptimizer.apply": _of_optimizer(optimizers.apply_with_loss_scale),
