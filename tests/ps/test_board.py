@@ -1,5 +1,6 @@
 """The board as clients see it: everything goes in and comes out as JSON."""
 
+import copy
 import inspect
 import json
 import threading
@@ -417,7 +418,7 @@ def test_a_restarted_server_goes_on_with_the_same_sessions(board, clients, clock
     assert a("beat") == {"alive": NAMES, "stop": "enough", "failed": None}
     clock.seconds = 1011
     assert ask(again, "alive") == []
-    with pytest.raises(ValueError, match="version None, expected 3"):
+    with pytest.raises(ValueError, match="version None, expected 4"):
         again.load_state({})
 
 
@@ -494,3 +495,24 @@ def test_threads_hammer_the_board():
     status = ask(board, "status")
     assert sum(w["steps"] for w in status["workers"].values()) == 300 + 3 * 60
     assert status["streams"]["a/0"]["finished"] == 300
+
+
+def test_what_an_earlier_session_was_told_answers_no_later_one(clock) -> None:
+    journal = {}
+    board = Board(
+        NAMES,
+        TIMEOUTS,
+        now=clock,
+        note=lambda key, value: journal.update({tuple(key): copy.deepcopy(value)}),
+    )
+    saved = board.state()
+    ask(board, "open", stream=STREAM, limit=3)
+    first = Client(board, NAMES[0], "s1")
+    first("join")
+    assert first("claim", stream=STREAM, count=1) == {"indices": [0]}
+    first("finish", stream=STREAM, indices=[0])
+    again = Board(NAMES, TIMEOUTS, now=clock)
+    again.load_state(saved, journal=journal, release=True)
+    second = Client(again, NAMES[0], "s2")
+    second("join")
+    assert second("claim", stream=STREAM, count=1) == {"indices": [1]}

@@ -8,12 +8,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
+from typing import ClassVar, Concatenate, ParamSpec, TypeVar
 
 import msgspec
 
 from replicax._util.types import JSON, JSONObject
 from replicax.cluster.timeouts import Timeouts
+from replicax.ps.call_log import Answers, once
 from replicax.ps.closures import Closures
 from replicax.ps.journal import Journaled, Note, note_nothing
 from replicax.ps.limits import (
@@ -26,7 +27,6 @@ from replicax.ps.limits import (
     Names1024,
     Names4096,
     NumParts,
-    StaleCallError,
     Tickets256,
     check_size,
     family_of,
@@ -42,27 +42,23 @@ __all__ = ["Board"]
 _logger = logging.getLogger("replicax")
 _MAX_INFO = 64 * 1024
 _MAX_REASON = 4000
-_STATE_VERSION = 3
+_STATE_VERSION = 4
 
 _ACTIONS: set[str] = set()
 
 _Arguments = ParamSpec("_Arguments")
 _Answer = TypeVar("_Answer")
-_Answers = dict[str, dict[str, tuple[int, Any]]]
 
 
 class _State(msgspec.Struct):
-    """All of a board. `answers`: by worker and method, the last call's number, and its.
-
-    The answers make repeated calls safe: the same call gets the same one again.
-    """
+    """All of a board."""
 
     version: int
     workers: dict[str, Worker]
     streams: Streams
     closures: Closures
     rendezvous: Rendezvous
-    answers: _Answers
+    answers: Answers
 
 
 def _action(
@@ -141,7 +137,7 @@ class Board:
         self._streams = Streams()
         self._closures = Closures(max_retries=max_retries)
         self._rendezvous = Rendezvous()
-        self._answers: _Answers = {}
+        self._answers: Answers = {}
 
     def _act(
         self, transition: Callable[..., _Answer], arguments: JSONObject
@@ -154,18 +150,12 @@ class Board:
             if "call" not in arguments:
                 answer = transition(self, **arguments)
             else:
-                last = self._answers.setdefault(str(worker), {}).get(method)
-                call = arguments["call"]
-                if last is not None and call < last[0]:
-                    raise StaleCallError(
-                        f"{worker}: call {call} of {method} came after call {last[0]} "
-                        "of the same session. Numbers must increase."
-                    )
-                if last is not None and call == last[0]:
-                    answer = last[1]
-                else:
-                    answer = transition(self, **arguments)
-                    self._answers[str(worker)][method] = call, answer
+                answer = once(
+                    self._answers,
+                    method,
+                    arguments,
+                    lambda: transition(self, **arguments),
+                )
             if "stream" in arguments:
                 self._write_down(arguments["stream"])
             return answer
@@ -180,9 +170,10 @@ class Board:
 
     def _release(self, worker: str, *, died: bool) -> None:
         """Takes away what a worker holds, and what a repeated call would give it."""
-        answers = self._answers.get(worker, {})
-        answers.pop("claim", None)
-        answers.pop("take", None)
+        for told in self._answers.values():
+            if told.worker == worker:
+                told.answers.pop("claim", None)
+                told.answers.pop("take", None)
         if given_up := self._streams.release(worker):
             _logger.warning("%s is gone, with %d steps of fit.", worker, given_up)
             for stream in self._streams.streams:
@@ -194,8 +185,15 @@ class Board:
         entry = self._streams.entry(stream)
         if entry is not None:
             entry["answers"] = {
-                worker: {m: last for m, last in of.items() if m in ("claim", "finish")}
-                for worker, of in self._answers.items()
+                session: {
+                    "worker": told.worker,
+                    "answers": {
+                        method: last
+                        for method, last in told.answers.items()
+                        if method in ("claim", "finish")
+                    },
+                }
+                for session, told in self._answers.items()
             }
             self._note(["stream", family_of(stream)[0]], entry)
 
@@ -214,7 +212,9 @@ class Board:
         if presence.join(worker, session, info or {}, self._now):
             self._release(worker, died=True)
             self._closures.disown(worker)
-            self._answers.pop(worker, None)
+        for earlier, told in list(self._answers.items()):
+            if told.worker == worker and earlier != session:
+                del self._answers[earlier]
         return {
             "is_chief": worker == presence.chief,
             "chief": presence.chief,
@@ -588,7 +588,8 @@ class Board:
             for key, entry in (journal or {}).items():
                 if key[0] == "stream":
                     self._streams.load_entry(entry)
-                    answers = msgspec.convert(entry["answers"], _Answers)
-                    for worker, of in answers.items():
-                        self._answers.setdefault(worker, {}).update(of)
+                    answers = msgspec.convert(entry["answers"], Answers)
+                    for session, told in answers.items():
+                        known = self._answers.setdefault(session, told)
+                        known.answers.update(told.answers)
             self._streams.restart()

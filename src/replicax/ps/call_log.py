@@ -1,15 +1,59 @@
-"""What a worker tells a restarted board again.
+"""Makes repeated calls of the board safe: each is done once, and may be replayed.
 
-A board that was restarted from a snapshot, which is somewhat older than its end, gets
-each worker's last calls once more.
+The board logs the last answers to each session: a call that is repeated gets the same
+one. A worker logs its last calls: a board that was restarted from a snapshot, which is
+somewhat older than its end, gets them again.
 """
 
 import threading
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import msgspec
 
 from replicax._util.types import JSONObject
-from replicax.ps.limits import family_of
+from replicax.ps.limits import StaleCallError, family_of
 
-__all__ = ["JOB", "ReplayLog"]
+__all__ = ["JOB", "Answers", "ReplayLog", "Told", "once"]
+
+_Answer = TypeVar("_Answer")
+
+
+class Told(msgspec.Struct):
+    """What a session of a worker was told: by method, the last call's number, and that.
+
+    It makes repeated calls safe: the same call gets the same answer again.
+    """
+
+    worker: str
+    answers: dict[str, tuple[int, Any]]
+
+
+Answers = dict[str, Told]
+"""By session: what a journal or an older snapshot tells may be of an earlier one."""
+
+
+def once(
+    answers: Answers, method: str, arguments: JSONObject, do: Callable[[], _Answer]
+) -> _Answer:
+    """What `do` answers, or has answered to this call before.
+
+    Raises:
+        StaleCallError: If a later call of the method was answered.
+    """
+    worker, call = str(arguments["worker"]), arguments["call"]
+    told = answers.setdefault(arguments["session"], Told(worker, {})).answers
+    last, answer = told.get(method, (-1, None))
+    if call < last:
+        raise StaleCallError(
+            f"{worker}: call {call} of {method} came after call {last} of the same "
+            "session. Numbers must increase."
+        )
+    if call > last:
+        answer = do()
+        told[method] = call, answer
+    return cast(_Answer, answer)
+
 
 JOB = "job"
 """The key under which a board says which job it is of."""
