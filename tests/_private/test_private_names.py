@@ -31,7 +31,7 @@ from tests._private.private_names import (
 )
 
 from replicax._private.keras import CALLBACK_STATE
-from replicax._private.wraps import BASES, WRAPS, Wrap
+from replicax._private.wraps import WRAPS, Wrap
 from replicax.keras import hooks
 
 SOURCES = sources()
@@ -275,21 +275,7 @@ def test_a_hook_takes_every_call_that_keras_may_make(wrap: Wrap, name: str) -> N
     """It has the parameters that it names itself, and passes on the others."""
     hooks.install()
     hook = hooks._HOOKS[f"{wrap.owner.rpartition('.')[2]}.{name}"]
-    if name == BASES:
-        owner = wrap.find_owner()
-        assert owner.__bases__[0] is hook
-        for method in set(vars(hook)) - set(vars(type("Empty", (), {}))):
-            originals = [
-                c for c in owner.__mro__ if method in vars(c) and c is not hook
-            ]
-            original = vars(originals[0])[method]
-            takes(getattr(hook, method), original, f"{owner.__name__}.{method}", [])
-    else:
-        original = inspect.unwrap(getattr(wrap.find_owner(), name))
-        takes(hook, original, f"{wrap.owner}.{name}", [None])
-
-
-def takes(hook: Any, original: Any, where: str, before: list[Any]) -> None:
+    original = inspect.unwrap(getattr(wrap.find_owner(), name))
     parameters = inspect.signature(original).parameters.values()
     given = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     by_name = [p.name for p in given if p.kind is not p.POSITIONAL_ONLY]
@@ -299,10 +285,10 @@ def takes(hook: Any, original: Any, where: str, before: list[Any]) -> None:
     )
     own.__kwdefaults__ = hook.__kwdefaults__
     signature = inspect.signature(own)
-    where = f"{where}{inspect.signature(original)}"
+    where = f"{wrap.owner}.{name}{inspect.signature(original)}"
     try:
-        signature.bind(*before, *given)
+        signature.bind(None, *given)
         first = [None] * (len(given) - len(by_name) + bool(given))
-        signature.bind(*before, *first, **dict.fromkeys(by_name[1:]))
+        signature.bind(None, *first, **dict.fromkeys(by_name[1:]))
     except TypeError as error:
         pytest.fail(f"{hook.__name__}{signature} does not fit {where}: {error}")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import replicax as rx
-from replicax._private.wraps import BASES, WRAPS
+from replicax._private.wraps import WRAPS
 
 SCRIPT = """
 import os, sys
@@ -129,8 +129,4 @@ def test_each_wrap_says_why() -> None:
     for wrap in WRAPS:
         assert wrap.reason
         for name in wrap.names:
-            found = getattr(wrap.find_owner(), name)
-            if name == BASES:
-                assert found[0].__module__.startswith("replicax.keras.")
-            else:
-                assert hasattr(found, "__wrapped__")
+            assert hasattr(getattr(wrap.find_owner(), name), "__wrapped__")

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 from keras.src.utils.traceback_utils import filter_traceback
 
-__all__ = ["BASES", "WRAPS", "Original", "Wrap", "install"]
+__all__ = ["WRAPS", "Original", "Wrap", "install"]
 
 Hook = Callable[..., Any]
 
@@ -30,7 +30,7 @@ class Wrap:
 
     Attributes:
         owner: A class or module, as a path below `keras.src`.
-        names: The functions' names, or `BASES`.
+        names: The functions' names.
         reason: What the hook does.
     """
 
@@ -52,8 +52,8 @@ class Wrap:
         return importlib.import_module(path)
 
 
-BASES = "__bases__"
-"""In place of a function's name: the hook is a class that becomes the first base."""
+_TRAINER = "backend.jax.trainer.JAXTrainer"
+_OPTIMIZER = "optimizers.base_optimizer.BaseOptimizer"
 
 WRAPS = (
     Wrap(
@@ -66,12 +66,12 @@ WRAPS = (
     Wrap("backend.jax.random", ("make_default_seed",), "likewise, of seeds"),
     Wrap(
         # Not of `keras.Model`: a layer may be trained with this class beside it.
-        "backend.jax.trainer.JAXTrainer",
+        _TRAINER,
         ("__init__",),
         "remembers the strategy that a model is made under",
     ),
     Wrap(
-        "backend.jax.trainer.JAXTrainer",
+        _TRAINER,
         (
             "fit",
             "evaluate",
@@ -83,7 +83,7 @@ WRAPS = (
         "are this package's own loop",
     ),
     Wrap(
-        "backend.jax.trainer.JAXTrainer",
+        _TRAINER,
         ("compute_loss_and_updates",),
         "rematerialises gathered weights in the backward pass",
     ),
@@ -94,13 +94,17 @@ WRAPS = (
         ("compile",),
         "runs in the scope of the model's strategy",
     ),
+    Wrap(_OPTIMIZER, ("apply", "stateless_apply"), "sums gradients over the replicas"),
     Wrap(
-        "optimizers.optimizer.Optimizer",
-        (BASES,),
-        "sums gradients over replicas; says where slots lie",
+        _OPTIMIZER,
+        ("add_variable", "add_variable_from_reference"),
+        "says where slots lie, and makes none where servers keep them",
     ),
     Wrap(
-        # It overrides what that base would.
+        _OPTIMIZER, ("finalize_variable_values",), "leaves averages to servers' weights"
+    ),
+    Wrap(
+        # It overrides those.
         "optimizers.loss_scale_optimizer.LossScaleOptimizer",
         ("apply", "stateless_apply"),
         "sums gradients before it looks whether they are finite",
@@ -144,12 +148,6 @@ def install(hooks: Mapping[str, Hook]) -> None:
 
 
 def _replace(owner: Any, name: str, hook: Hook) -> None:
-    if name == BASES:
-        methods = {k: x for k, x in vars(hook).items() if not k.startswith("__")}
-        for key, method in methods.items():
-            setattr(hook, key, _alike(method, getattr(owner, key)))
-        owner.__bases__ = (hook, *owner.__bases__)
-        return
     found = getattr(owner, name)
     is_decorated = _is_decorated(found)
     # `model.fit(callbacks=[rx.BackupAndRestore(...)])` looks `fit` up before it makes
@@ -164,14 +162,6 @@ def _replace(owner: Any, name: str, hook: Hook) -> None:
 def _is_decorated(function: Any) -> bool:
     """Whether Keras filters the tracebacks of errors in it."""
     return _code_of(function) is _code_of(filter_traceback(function))
-
-
-def _alike(method: Any, original: Any) -> Any:
-    if _is_decorated(original):
-        method = filter_traceback(method)
-    method = functools.wraps(original)(method)
-    method.__signature__ = inspect.signature(original)
-    return method
 
 
 def _code_of(function: Any) -> Any:

@@ -296,18 +296,6 @@ def _to_backend_device(original: Original, device_name: PyTree) -> PyTree:
     return original(device_name)
 
 
-def _of_optimizer(hook: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """A hook on a function of a class, from one on an optimizer's own method."""
-
-    def of_class(
-        original: Original, optimizer: PyTree, *args: PyTree, **kwargs: PyTree
-    ) -> PyTree:
-        own = functools.partial(original, optimizer)
-        return hook(own, optimizer, *args, **kwargs)
-
-    return of_class
-
-
 _HOOKS: Mapping[str, Callable[..., PyTree]] = {
     "KerasVariable.__init__": variables.init_variable,
     "seed_generator.make_default_seed": variable_reuse.default_seed,
@@ -321,9 +309,13 @@ _HOOKS: Mapping[str, Callable[..., PyTree]] = {
     "JAXTrainer.predict_on_batch": _run,
     "JAXTrainer.compute_loss_and_updates": _compute_loss_and_updates,
     "Trainer.compile": _compile,
-    "Optimizer.__bases__": optimizers.StrategyOptimizer,
-    "LossScaleOptimizer.apply": _of_optimizer(optimizers.apply_with_loss_scale),
-    "LossScaleOptimizer.stateless_apply": _of_optimizer(optimizers.stateless_apply),
+    "BaseOptimizer.apply": optimizers.apply,
+    "BaseOptimizer.stateless_apply": optimizers.stateless_apply,
+    "BaseOptimizer.add_variable": optimizers.add_variable,
+    "BaseOptimizer.add_variable_from_reference": optimizers.add_slot,
+    "BaseOptimizer.finalize_variable_values": optimizers.finalize,
+    "LossScaleOptimizer.apply": optimizers.apply_with_loss_scale,
+    "LossScaleOptimizer.stateless_apply": optimizers.stateless_apply,
     "loss.reduce_values": _in_replica(reductions.reduce_values),
     "loss.apply_mask": _in_replica(reductions.apply_mask),
     "BatchNormalization.__init__": _init_batch_normalization,

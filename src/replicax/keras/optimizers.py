@@ -6,7 +6,6 @@ method. Tested with Keras 3.14 to 3.15.
 
 import inspect
 import threading
-from typing import TYPE_CHECKING
 
 import keras
 from keras.src.backend.common.name_scope import name_scope
@@ -23,56 +22,26 @@ from replicax.engine.variables import (
     ValueScope,
 )
 
-__all__ = ["StrategyOptimizer", "apply_with_loss_scale", "stateless_apply"]
+__all__ = [
+    "add_slot",
+    "add_variable",
+    "apply",
+    "apply_with_loss_scale",
+    "finalize",
+    "stateless_apply",
+]
 
 
-if TYPE_CHECKING:
-    _Base = keras.Optimizer
-else:
-    _Base = object
-
-
-class StrategyOptimizer(_Base):
-    """A base class of Keras' optimizers: the seam, and where slots lie."""
-
-    def apply(
-        self: PyTree, grads: PyTree, trainable_variables: PyTree = None
-    ) -> PyTree:
-        """Inside a replica function, apply the gradients of all replicas."""
-        return _apply(super().apply, self, grads, trainable_variables)
-
-    def stateless_apply(self: PyTree, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        """Inside a replica function, apply the gradients of all replicas."""
-        return stateless_apply(super().stateless_apply, self, *args, **kwargs)
-
-    def add_variable(self: PyTree, *args: PyTree, **kwargs: PyTree) -> PyTree:
-        """A variable, laid out as the strategy says."""
-        return _add_variable(super().add_variable, *args, **kwargs)
-
-    def add_variable_from_reference(
-        self: PyTree, *args: PyTree, **kwargs: PyTree
-    ) -> PyTree:
-        """A slot, where slots are variables of this process; else None."""
-        return _add_slot(super().add_variable_from_reference, *args, **kwargs)
-
-    def finalize_variable_values(self: PyTree, var_list: PyTree) -> None:
-        """Weight averages become weights, or servers do it."""
-        strategy = current_strategy()
-        if strategy is not None and not strategy.home.keeps_slots:
-            strategy.home.finalize(self)
-            return
-        super().finalize_variable_values(var_list)
-
-
-def _apply(
+def apply(
     original: Original,
     optimizer: keras.Optimizer,
     grads: PyTree,
-    trainable_variables: PyTree,
+    trainable_variables: PyTree = None,
 ) -> PyTree:
+    """`optimizer.apply` inside a replica function: the seam."""
     context = current_context()
     if context is None:
-        return original(grads, trainable_variables)
+        return original(optimizer, grads, trainable_variables)
     if trainable_variables is not None:
         trainable_variables = list(trainable_variables)
     _refuse_overwriting_gradients(trainable_variables or optimizer._trainable_variables)
@@ -80,7 +49,7 @@ def _apply(
         _defer(context, optimizer, grads, trainable_variables)
         return None
     return context.apply_gradients(
-        lambda grads: original(grads, trainable_variables), list(grads)
+        lambda grads: original(optimizer, grads, trainable_variables), list(grads)
     )
 
 
@@ -121,7 +90,7 @@ def apply_with_loss_scale(
         _defer(context, optimizer, grads, trainable_variables)
         return None
     if context is None and not isinstance(current_scope(), ValueScope):
-        return original(grads, trainable_variables)
+        return original(optimizer, grads, trainable_variables)
     # Keras assigns to variables inside a `cond`, where JAX loses them. Assign after it.
     if not optimizer.built:
         optimizer.build(list(trainable_variables or ()))
@@ -147,7 +116,7 @@ def stateless_apply(
     """`optimizer.stateless_apply` inside a replica function: the seam."""
     context = current_context()
     if context is None:
-        return original(optimizer_variables, grads, trainable_variables)
+        return original(optimizer, optimizer_variables, grads, trainable_variables)
     if context.defers_updates:
         _require_current(
             [*trained_by(optimizer), *optimizer.variables],
@@ -159,7 +128,9 @@ def stateless_apply(
             [PendingValue(v, update) for v in optimizer.variables],
         )
     return context.apply_gradients(
-        lambda grads: original(optimizer_variables, grads, trainable_variables),
+        lambda grads: original(
+            optimizer, optimizer_variables, grads, trainable_variables
+        ),
         grads,
     )
 
@@ -188,29 +159,39 @@ class _Reference(threading.local):
 _reference = _Reference()
 
 
-def _add_slot(
-    original: Original, reference_variable: PyTree, *args: PyTree, **kwargs: PyTree
+def add_slot(
+    original: Original,
+    optimizer: keras.Optimizer,
+    reference_variable: PyTree,
+    *args: PyTree,
+    **kwargs: PyTree,
 ) -> PyTree:
+    """`optimizer.add_variable_from_reference`; None where slots lie elsewhere."""
     strategy = current_strategy()
     if strategy is None:
-        return original(reference_variable, *args, **kwargs)
+        return original(optimizer, reference_variable, *args, **kwargs)
     if not strategy.home.keeps_slots:
         return None
     _reference.path = getattr(reference_variable, "path", "")
     try:
-        return original(reference_variable, *args, **kwargs)
+        return original(optimizer, reference_variable, *args, **kwargs)
     finally:
         _reference.path = ""
 
 
-def _add_variable(
-    original: Original, shape: PyTree, *args: PyTree, **kwargs: PyTree
+def add_variable(
+    original: Original,
+    optimizer: keras.Optimizer,
+    shape: PyTree,
+    *args: PyTree,
+    **kwargs: PyTree,
 ) -> PyTree:
+    """`optimizer.add_variable`: laid out as the strategy says."""
     strategy = current_strategy()
     if strategy is None:
-        return original(shape, *args, **kwargs)
+        return original(optimizer, shape, *args, **kwargs)
     # Keras would give a slot the layout of its weight.
-    given = inspect.signature(original).bind(shape, *args, **kwargs)
+    given = inspect.signature(original).bind(optimizer, shape, *args, **kwargs)
     given.arguments["layout"] = strategy.home.slot_layout(
         _reference.path, tuple(shape), given.arguments.get("aggregation", "none")
     )
@@ -218,6 +199,15 @@ def _add_variable(
     set_reference(variable, _reference.path)
     strategy.home.own(variable)
     return variable
+
+
+def finalize(original: Original, optimizer: keras.Optimizer, var_list: PyTree) -> None:
+    """`optimizer.finalize_variable_values`, which servers do by themselves."""
+    strategy = current_strategy()
+    if strategy is not None and not strategy.home.keeps_slots:
+        strategy.home.finalize(optimizer)
+        return
+    original(optimizer, var_list)
 
 
 def _refuse_overwriting_gradients(variables: PyTree) -> None:
