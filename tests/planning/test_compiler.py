@@ -1,5 +1,6 @@
 """The TPU compiler among the user's caches, installed by the real pip."""
 
+import importlib.metadata
 import importlib.util
 import os
 import signal
@@ -120,6 +121,41 @@ def test_plan_without_the_compiler_names_the_command(
     assert first.startswith("Installing the TPU compiler, libtpu")
     assert last.startswith("Install it with: pip install --no-deps --target")
     assert "ran" not in process.stdout + process.stderr
+
+
+@pytest.fixture
+def versions(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Versions of installed packages: to be changed."""
+    installed = {"jaxlib": "0.10.2"}
+
+    def version(package: str) -> str:
+        if package not in installed:
+            raise importlib.metadata.PackageNotFoundError(package)
+        return installed[package]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    return installed
+
+
+def test_a_missing_cuda_compiler_names_the_command(versions: dict[str, str]) -> None:
+    with pytest.raises(ImportError) as caught:
+        compiler.require_cuda("h100:8")
+    error = str(caught.value)
+    assert error.startswith("plan: compiling for h100:8 needs the CUDA compiler")
+    assert error.endswith("Install it with: pip install 'replicax[plan-cuda]'")
+    versions["jax-cuda13-plugin"] = "0.10.2"
+    compiler.require_cuda("h100:8")
+
+
+def test_a_cuda_compiler_of_another_version_is_refused(
+    versions: dict[str, str],
+) -> None:
+    versions["jax-cuda12-plugin"] = "0.9.1"
+    with pytest.raises(ImportError) as caught:
+        compiler.require_cuda("h100:8")
+    error = str(caught.value)
+    assert "jax-cuda12-plugin is 0.9.1, and jaxlib is 0.10.2" in error
+    assert error.endswith("pip install 'jax[cuda12]==0.10.2'")
 
 
 # Where libtpu is installed beside JAX, and there are no TPUs.

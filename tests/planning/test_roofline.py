@@ -2,12 +2,15 @@
 
 import math
 import re
+import types
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from replicax.planning.cards import CARDS
+from replicax.planning.hlo_summary import Collective
 from replicax.planning.rates import CHIPS
 from replicax.planning.report import Memory
 from replicax.planning.roofline import (
@@ -18,6 +21,9 @@ from replicax.planning.roofline import (
     network_seconds,
     step_time,
 )
+from replicax.planning.schedule import Done, Schedule, Start
+from replicax.planning.topology import DeviceTopology
+from replicax.planning.work import StepCollectives, Work
 
 TIMES = st.floats(0, 1e3)
 KINDS = st.sampled_from(
@@ -131,6 +137,102 @@ def test_shapes_have_as_many_chips_as_asked(chip: Any, power: int) -> None:
     shape = chip.shape_of(2**power)
     assert math.prod(shape) == 2**power
     assert max(shape) <= 2 * min(n for n in shape if n > 1 or power < 3)
+
+
+@pytest.mark.parametrize("card", CARDS.values(), ids=lambda c: c.name)
+def test_cards_are_described_in_full(card: Any) -> None:
+    rates = card.rates
+    assert rates.elementwise_flops <= rates.flops_by_type["f32"] < rates.peak_flops
+    assert 0 < rates.network_bandwidth < rates.ring_bandwidth < rates.memory_bandwidth
+    published = r"published at https://www.nvidia.com/.* \(as of \d{4}-\d\d-\d\d\)"
+    assert re.fullmatch(published, rates.source)
+    target = card.target()
+    assert f"device_memory_size: {rates.memory_bytes}" in target
+    assert target.count("{") == target.count("}")
+    # What XLA reckons with is what the data sheet says.
+    memory = card.facts["memory_bandwidth"]
+    assert memory == pytest.approx(rates.memory_bandwidth, rel=0.05)
+
+
+def cluster(name: str, cards: int, hosts: int) -> DeviceTopology:
+    """A topology without the compiler: its devices know their host only."""
+    card = CARDS[name]
+    return DeviceTopology(
+        name=f"{name}:{hosts}x{cards}",
+        devices=tuple(
+            types.SimpleNamespace(process_index=host, device_kind=card.device)
+            for host in range(hosts)
+            for _ in range(cards)
+        ),
+        rates=card.rates,
+        chip=card,
+        shape=(hosts, cards) if hosts > 1 else (cards,),
+    )
+
+
+def nccl_seconds(
+    kind: str, groups: Any = (), *, cards: int = 8, hosts: int = 1
+) -> tuple[float, float]:
+    """Seconds of a collective of 80 MB over links and network."""
+    collective = Collective(
+        kind=kind, dtype="f32", bytes=80_000_000, count=1, groups=groups, is_async=True
+    )
+    parts = StepCollectives(
+        cluster("h100", cards, hosts), cards * hosts, [collective], num_steps=1
+    )
+    work = Work(
+        flops=0,
+        bytes=0,
+        compute=0,
+        memory=0,
+        schedule=Schedule((Start("c", collective), Done("c"))),
+        is_loop_of_steps=False,
+    )
+    time = parts.step_time(work)
+    assert time.exposed == time.total == pytest.approx(time.links + time.network)
+    return time.links, time.network
+
+
+@pytest.mark.parametrize(
+    ("kind", "factor"), [("all-reduce", 2), ("reduce-scatter", 1), ("all-gather", 1)]
+)
+def test_collectives_in_a_host_run_at_the_bus_bandwidth(kind: str, factor: int) -> None:
+    links, network = nccl_seconds(kind)
+    assert links == pytest.approx(factor * 7 / 8 * 80e6 / 450e9)
+    assert network == 0
+    links, _ = nccl_seconds(kind, cards=2)
+    assert links == pytest.approx(factor * 1 / 2 * 80e6 / 450e9)
+
+
+@pytest.mark.parametrize(
+    ("kind", "factor"), [("all-reduce", 2), ("reduce-scatter", 1), ("all-gather", 1)]
+)
+def test_collectives_over_hosts_are_hierarchical(kind: str, factor: int) -> None:
+    links, network = nccl_seconds(kind, hosts=16)
+    # Eight cards of a host share the payload on their ways to other hosts.
+    assert network == pytest.approx(factor * 15 / 16 * 80e6 / 8 / 50e9)
+    # Links and network work at the same time: the slower one counts.
+    alone, _ = nccl_seconds(kind)
+    assert links + network == pytest.approx(max(alone, network))
+
+
+def test_groups_of_one_card_a_host_use_the_network_alone() -> None:
+    groups = tuple(tuple(range(i, 16, 8)) for i in range(8))
+    links, network = nccl_seconds("all-reduce", groups, hosts=2)
+    assert (links, network) == (0, pytest.approx(80e6 / 50e9))
+    links, network = nccl_seconds(
+        "all-reduce", (tuple(range(8)), tuple(range(8, 16))), hosts=2
+    )
+    assert (links, network) == (pytest.approx(2 * 7 / 8 * 80e6 / 450e9), 0)
+
+
+@given(st.integers(1, 8), st.integers(1, 128), st.integers(0, 10))
+def test_clusters_grow_host_by_host(cards: int, hosts: int, power: int) -> None:
+    topology = cluster("a100-40g", cards, hosts)
+    size = 2**power
+    shape = topology.shape_of(size)
+    assert math.prod(shape) >= size
+    assert topology.num_domains(size) == (shape[0] if len(shape) > 1 else 1)
 
 
 MEMORY = Memory(arguments=10, outputs=5, aliased=4, temporaries=3, code=1, capacity=100)

@@ -8,8 +8,15 @@ from pathlib import Path
 import pytest
 
 from replicax.errors import DeviceError
+from replicax.planning.cards import CARDS
 from replicax.planning.rates import CHIPS
-from replicax.planning.topology import check_topology, find_topology, num_cpu_devices
+from replicax.planning.topology import (
+    check_topology,
+    find_topology,
+    needs_cuda,
+    needs_libtpu,
+    num_cpu_devices,
+)
 
 ALL = [
     f"{chip.name}:{'x'.join(map(str, shape))}"
@@ -49,6 +56,14 @@ def test_cubes_and_several_slices() -> None:
         ("v5p:4x4x6", "no slice 'v5p:4x4x6'.*boxes of such cubes"),
         ("v5p:8x4x4", "no slice"),
         ("v9:2x2", r"unknown topology 'v9:2x2'\. Known: v4:.*v5e:.*v6e:.*cpu:N, gpu:N"),
+        ("v9:2", r"Known: .*h100:N, N cards of one host, up to 8, and h100:HxN"),
+        ("h100:9", r"no cluster 'h100:9'\. Known: h100:N.*up to 128x8\.$"),
+        ("h100:129x8", "no cluster"),
+        ("h100:0x8", "no cluster"),
+        ("a100-80g:2x0", "no cluster"),
+        ("h100:1x2x8", "no cluster"),
+        ("h100", "unknown topology 'h100'"),
+        ("h100:8x", "unknown topology"),
         ("v5e", "unknown topology 'v5e'"),
         ("", "unknown topology ''"),
     ],
@@ -81,12 +96,46 @@ def test_devices_of_this_machine() -> None:
         ("cpu:9", 1, "asks for 9 devices; there are 8.*set_logical_devices"),
         ("cpu:0", 1, "asks for 0 devices"),
         ("cpu:2", 2, "num_slices=2 needs TPU slices"),
+        ("h100:8", 2, "num_slices=2 needs TPU slices; 'h100:8' names GPUs, as in h100"),
         ("v5e:2x2", 0, "num_slices must be at least 1; got 0"),
     ],
 )
 def test_devices_that_are_not_here(name: str, num_slices: int, message: str) -> None:
     with pytest.raises(DeviceError, match=message):
         find_topology(name, num_slices)
+
+
+@pytest.mark.parametrize(
+    ("name", "what", "value", "message"),
+    [
+        ("h100:8", "link_bandwidth", 0.0, "link_bandwidth must be bytes per second"),
+        ("v5e:2x4", "network_bandwidth", -1.0, "more than 0; got -1.0"),
+        ("h100:8", "network_bandwidth", float("nan"), "got nan"),
+        ("cpu:2", "link_bandwidth", 1e9, "rates of 'cpu:2' are measured"),
+    ],
+)
+def test_bandwidths_that_cannot_be(
+    name: str, what: str, value: float, message: str
+) -> None:
+    with pytest.raises(DeviceError, match=message):
+        check_topology(name, **{what: value})
+
+
+@pytest.mark.usefixtures("tpu_compiler")
+def test_given_bandwidths_are_taken_and_named() -> None:
+    topology = find_topology("v5e:2x4", link_bandwidth=1e9)
+    assert topology.rates.ring_bandwidth == 1e9
+    assert topology.rates.source.endswith("; links as given")
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_cards_need_the_cuda_compiler_alone(card: str) -> None:
+    for shape in ("1", "8", "2x4", "128x8"):
+        check_topology(f"{card}:{shape}")
+        assert needs_cuda(f"{card}:{shape}")
+        assert not needs_libtpu(f"{card}:{shape}")
+    assert not needs_cuda("v5e:2x4")
+    assert not needs_cuda("gpu:4")
 
 
 def test_without_the_compiler_the_error_says_what_to_install(tmp_path: Path) -> None:

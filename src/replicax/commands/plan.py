@@ -25,9 +25,26 @@ def plan(
     ] = False,
     topology: Annotated[
         str,
-        typer.Option(help="TPU slice such as v5e:2x4, or cpu:N or gpu:N of here."),
+        typer.Option(
+            help="TPU slice such as v5e:2x4, NVIDIA GPUs such as h100:8 or h100:4x8 "
+            "(hosts x cards), or cpu:N or gpu:N of here."
+        ),
     ] = "v5e:16x16",
     slices: Annotated[int, typer.Option(min=1, help="Number of such TPU slices.")] = 1,
+    link_bandwidth: Annotated[
+        float | None,
+        typer.Option(
+            help="Bytes per second, one direction, that a device sends to the others "
+            "of its slice or host, such as 450e9, in place of the published figure."
+        ),
+    ] = None,
+    network_bandwidth: Annotated[
+        float | None,
+        typer.Option(
+            help="Bytes per second, one direction, of a device's share of its host's "
+            "network, such as 50e9, in place of the published figure."
+        ),
+    ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the plan to this file.")
     ] = None,
@@ -47,7 +64,12 @@ def plan(
     if not module and not Path(script).is_file():
         raise typer.BadParameter(f"There is no script {script!r}.")
     try:
-        check_topology(topology, slices)
+        check_topology(
+            topology,
+            slices,
+            link_bandwidth=link_bandwidth,
+            network_bandwidth=network_bandwidth,
+        )
     except DeviceError as error:
         raise typer.BadParameter(str(error), param_hint="--topology") from error
     for file in (json_file, figure):
@@ -57,10 +79,14 @@ def plan(
     environment = _environment(topology)
     command = [sys.executable, "-m", "replicax.planning", "--topology", topology]
     command += ["--slices", str(slices)]
-    if json_file is not None:
-        command += ["--json", str(json_file)]
-    if figure is not None:
-        command += ["--figure", str(figure)]
+    given = {
+        "--link-bandwidth": link_bandwidth,
+        "--network-bandwidth": network_bandwidth,
+        "--json": json_file,
+        "--figure": figure,
+    }
+    for name, value in given.items():
+        command += [] if value is None else [name, str(value)]
     if module:
         command.append("--module")
     # A process of its own: JAX reads its environment when it starts.
@@ -101,11 +127,17 @@ def _tpu_compiler() -> Path:
 
 
 def _environment(topology: str) -> dict[str, str]:
-    from replicax.planning.topology import needs_libtpu  # Imports JAX.
+    from replicax.planning.topology import needs_cuda, needs_libtpu  # Imports JAX.
 
     environment = dict(os.environ)
     if not topology.startswith("gpu:"):
         environment["JAX_PLATFORMS"] = "cpu"
+    if needs_cuda(topology):
+        try:
+            compiler.require_cuda(topology)
+        except ImportError as error:
+            typer.echo(f"Error: {error}", err=True)
+            raise typer.Exit(1) from error
     if needs_libtpu(topology):
         environment["TPU_SKIP_MDS_QUERY"] = "1"
         environment[compiler.LIBRARY_PATH] = str(_tpu_compiler())

@@ -17,6 +17,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="replicax plan")
     parser.add_argument("--topology", required=True)
     parser.add_argument("--slices", type=int, default=1)
+    parser.add_argument("--link-bandwidth", type=float, default=None)
+    parser.add_argument("--network-bandwidth", type=float, default=None)
     parser.add_argument("--json", default=None)
     parser.add_argument("--figure", default=None)
     parser.add_argument("--module", action="store_true")
@@ -26,7 +28,12 @@ def main() -> None:
     num_cpus = num_cpu_devices(given.topology)
     if num_cpus is not None:
         set_logical_devices(num_cpus)
-    topology = find_topology(given.topology, given.slices)
+    topology = find_topology(
+        given.topology,
+        given.slices,
+        link_bandwidth=given.link_bandwidth,
+        network_bandwidth=given.network_bandwidth,
+    )
     try:
         capture = capture_script(
             given.script, given.arguments, topology, is_module=given.module

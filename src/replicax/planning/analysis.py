@@ -1,31 +1,28 @@
 """Plans a training step: compiles its program and reads what the compiler says."""
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import keras
+from jax.experimental.compilation_cache import compilation_cache
 
+from replicax._util.dry_run import is_described
 from replicax._util.types import PyTree
+from replicax.engine.devices import Device
 from replicax.planning.capture import Capture, capture_call, capture_fit
-from replicax.planning.hlo_summary import Collective, ProgramSummary, read_program
-from replicax.planning.report import CollectiveUse, Memory, Plan, Scale
-from replicax.planning.roofline import (
-    StepTime,
-    collective_seconds,
-    first_limit,
-    grid_bandwidth,
-    mean_hops,
-    network_seconds,
-    step_time,
-)
+from replicax.planning.cards import Card
+from replicax.planning.hlo_summary import ProgramSummary, read_program
+from replicax.planning.report import Memory, Plan, Scale
+from replicax.planning.roofline import ASSUMPTIONS, ASSUMPTIONS_OF_GPUS, first_limit
 from replicax.planning.topology import DeviceTopology, find_topology
+from replicax.planning.work import StepCollectives, Work, count_work
 from replicax.strategies.strategy import Strategy
 
 __all__ = ["analyse", "plan"]
 
-_LARGEST_SCALE = 256
+_SHARE_OF_JAX = 0.75
 
 
 def plan(
@@ -36,6 +33,8 @@ def plan(
     *,
     topology: str = "v5e:16x16",
     num_slices: int = 1,
+    link_bandwidth: float | None = None,
+    network_bandwidth: float | None = None,
 ) -> Plan:
     """Compile a training step for other hardware, without running it.
 
@@ -52,16 +51,20 @@ def plan(
             Of a model: one global batch `(x, y)` or `(x, y, sample_weight)`, with
             leaves `[B, ...]` for all chips together.
         kwargs: Keyword arguments of a replica function.
-        topology: A slice of TPU chips, such as `"v5e:2x4"`, which need not be here, or
-            devices of this machine, `"cpu:8"` or `"gpu:4"`.
-        num_slices: Number of such slices, joined by their hosts' network.
+        topology: A slice of TPU chips, such as `"v5e:2x4"`, or NVIDIA GPUs, `"h100:8"`
+            of one host or `"h100:4x8"` of four, which need not be here; or devices of
+            this machine, `"cpu:8"` or `"gpu:4"`.
+        num_slices: Number of such slices of TPUs, joined by their hosts' network.
+        link_bandwidth: Bytes per second, in one direction, that a device sends to the
+            others of its slice or host, where this is not the published figure.
+        network_bandwidth: Likewise of a device's share of its host's network.
 
     Returns:
         FLOPs, bytes, memory, collectives, predicted times, and what limits the step.
 
     Raises:
         DeviceError: For an unknown topology; the known ones are listed.
-        ImportError: Without libtpu, for TPUs.
+        ImportError: Without the compiler for TPUs or GPUs.
         ValueError: If the step does not train.
 
     Example:
@@ -76,7 +79,12 @@ def plan(
         >>> plan.num_devices, plan.fits
         (1, True)
     """
-    hardware = find_topology(topology, num_slices)
+    hardware = find_topology(
+        topology,
+        num_slices,
+        link_bandwidth=link_bandwidth,
+        network_bandwidth=network_bandwidth,
+    )
     if isinstance(step, keras.Model):
         if kwargs:
             raise TypeError(
@@ -92,41 +100,54 @@ def analyse(capture: Capture, topology: DeviceTopology) -> Plan:
     """Compile a captured program and make its plan."""
     assert capture.lowered is not None  # Otherwise there was no training step.
     try:
-        compiled = capture.lowered.compile()
+        with _without_cache(topology.devices):
+            compiled = capture.lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return _plan_without_room(capture, topology, str(error))
-    steps = capture.num_steps
     text = read_program(compiled.as_text() or "")
-    costs = compiled.cost_analysis() or {}
-    # XLA counts one round of a loop. A step that is one round of the loop over the
-    # steps of an execution is counted as it is.
-    is_loop_of_steps = steps > 1 and text.trip_counts.count(steps) > 0
-    flops = (costs.get("flops", 0.0) + text.loop_flops) / steps
-    moved = costs.get("bytes accessed", 0.0) * (1 - text.on_chip)
-    moved /= 1 if is_loop_of_steps else steps
-    parts = _StepCollectives(topology, capture.num_devices, text.collectives, steps)
-    compute = flops / topology.rates.peak_flops
-    memory_time = moved / topology.rates.memory_bandwidth
-    time = parts.step_time(compute, memory_time)
+    work = count_work(compiled, text, capture.num_steps, topology.rates)
+    parts = StepCollectives(
+        topology, capture.num_devices, text.collectives, capture.num_steps
+    )
+    time = parts.step_time(work)
     memory = _memory(compiled.memory_analysis(), topology)
     fits = memory is None or memory.capacity is None or memory.peak <= memory.capacity
-    scaling = parts.scaling(compute, memory_time)
+    scaling = parts.scaling(work)
     limit, advice = first_limit(time, fits=fits, num_devices=parts.size)
     return Plan(
         **_facts(capture, topology),
         fits=fits,
         memory=memory,
-        flops=flops,
-        bytes_accessed=moved,
+        flops=work.flops,
+        bytes_accessed=work.bytes,
         collectives=parts.uses,
         time=time,
         scaling=scaling,
         limit=limit,
         advice=advice,
-        notes=_notes(text, topology, memory, is_loop_of_steps, parts.size, scaling),
+        notes=_notes(text, topology, memory, work, parts.size, scaling),
     )
+
+
+@contextlib.contextmanager
+def _without_cache(devices: Sequence[Device]) -> Iterator[None]:
+    """Keep programs for described devices out of JAX's cache on disk.
+
+    It can write them but not read them: nothing loads them.
+    """
+    if not is_described(devices[0]):
+        yield
+        return
+    was_on = jax.config.values["jax_enable_compilation_cache"]
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # It decides once whether it is used.
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", was_on)
+        compilation_cache.reset_cache()
 
 
 def _plan_without_room(
@@ -153,6 +174,9 @@ def _facts(capture: Capture, topology: DeviceTopology) -> dict[str, Any]:
         "num_hosts": len({d.process_index for d in used}),
         "num_slices": topology.num_slices_of(range(len(used))),
         "rates": topology.rates,
+        "assumptions": (
+            ASSUMPTIONS_OF_GPUS if isinstance(topology.chip, Card) else ASSUMPTIONS
+        ),
     }
 
 
@@ -169,154 +193,17 @@ def _memory(stats: Any, topology: DeviceTopology) -> Memory | None:
     )
 
 
-class _StepCollectives:
-    """The collectives of a step, and what they take on more or fewer devices."""
-
-    def __init__(
-        self,
-        topology: DeviceTopology,
-        size: int,
-        collectives: Sequence[Collective],
-        num_steps: int,
-    ) -> None:
-        self._topology = topology
-        self.size = size
-        self._collectives = [c for c in collectives if _size(c, size) > 1]
-        self.uses = tuple(
-            CollectiveUse(
-                kind=c.kind,
-                dtype=c.dtype,
-                count=c.count / num_steps,
-                bytes=c.bytes,
-                group_size=_size(c, size),
-                num_groups=max(len(c.groups), 1),
-                spans_hosts=any(map(topology.spans_hosts, _groups(c, size))),
-                num_slices=max(map(topology.num_slices_of, _groups(c, size))),
-                is_async=c.is_async,
-                seconds=c.count / num_steps * sum(self._seconds(c, size)),
-            )
-            for c in self._collectives
-        )
-        self._num_steps = num_steps
-
-    def step_time(
-        self, compute: float, memory: float, num_devices: int | None = None
-    ) -> StepTime:
-        """The time of a step on so many devices; None: those of the topology."""
-        waited = hidden = network = 0.0
-        for c in self._collectives:
-            count = c.count / self._num_steps
-            links, between = self._seconds(c, num_devices or self.size)
-            network += count * between
-            if c.is_async:
-                hidden += count * links
-            else:
-                waited += count * links
-        return step_time(
-            compute=compute,
-            memory=memory,
-            waited=waited,
-            hidden=hidden,
-            network=network,
-        )
-
-    def scaling(self, compute: float, memory: float) -> tuple[Scale, ...]:
-        """Efficiencies on 1, 2, 4, ... devices."""
-        if self._topology.chip is None or self.size == 1:
-            return ()
-        sizes = {self.size}
-        largest = max(_LARGEST_SCALE, self.size)
-        if self._topology.num_slices > 1:
-            largest = self.size
-        sizes |= {2**i for i in range(largest.bit_length()) if 2**i <= largest}
-        alone = max(compute, memory)
-        return tuple(
-            Scale(
-                num_devices=n,
-                hardware=self._hardware(n),
-                efficiency=alone / self.step_time(compute, memory, n).total,
-            )
-            for n in sorted(sizes)
-        )
-
-    def _hardware(self, size: int) -> str:
-        chip, own = self._topology.chip, self._topology.shape
-        assert chip is not None  # Other devices have no scaling.
-        num_slices = self._num_slices(size)
-        shape = own if size == self.size or num_slices > 1 else chip.shape_of(size)
-        text = "x".join(map(str, shape))
-        return text if num_slices == 1 else f"{num_slices} x {text}"
-
-    def _num_slices(self, size: int) -> int:
-        """Number of slices that so many devices are in; several only if this has."""
-        if self._topology.num_slices == 1:
-            return 1
-        return max(size // math.prod(self._topology.shape), 1)
-
-    def _seconds(self, collective: Collective, size: int) -> tuple[float, float]:
-        """What one collective takes between chips, and between slices.
-
-        Those over all devices of the plan are over all `size` devices there; others
-        keep their groups.
-        """
-        topology, chip = self._topology, self._topology.chip
-        group = _groups(collective, self.size)[0]
-        num, kind, num_bytes = len(group), collective.kind, collective.bytes
-        if chip is None:
-            ring = topology.rates.ring_bandwidth or math.inf
-            return collective_seconds(kind, num_bytes, num, ring), 0.0
-        shape, extent = topology.shape, topology.extent(group)
-        num_slices = topology.num_slices_of(group)
-        if size != self.size:
-            if num == num_slices > 1:  # Chips at the same place of all slices.
-                num = num_slices = self._num_slices(size)
-            else:
-                num = size if num == self.size else min(num, size)
-                num_slices = self._num_slices(num)
-            if num_slices == 1:
-                shape = extent = chip.shape_of(num)
-        between = 0.0
-        if num_slices > 1 and chip.network_bandwidth is not None:
-            between = network_seconds(
-                kind, num_bytes, num, num_slices, chip.network_bandwidth
-            )
-        if num == num_slices:
-            return 0.0, between
-        bandwidth = grid_bandwidth(chip, extent, shape)
-        hops = mean_hops(chip, extent, shape)
-        return collective_seconds(
-            kind, num_bytes, num // num_slices, bandwidth, hops
-        ), between
-
-
-def _groups(collective: Collective, size: int) -> tuple[tuple[int, ...], ...]:
-    return collective.groups or (tuple(range(size)),)
-
-
-def _size(collective: Collective, size: int) -> int:
-    return max(map(len, _groups(collective, size)))
-
-
 def _notes(
     text: ProgramSummary,
     topology: DeviceTopology,
     memory: Memory | None,
-    is_loop_of_steps: bool,
+    work: Work,
     size: int,
     scaling: Sequence[Scale],
 ) -> tuple[str, ...]:
-    notes = []
-    loops = len(text.trip_counts) - is_loop_of_steps
-    unknown = sum(trips is None for trips in text.trip_counts)
-    if loops:
-        notes.append(
-            f"{loops} loop{'s' if loops > 1 else ''} in the step: bytes moved count "
-            "one round of each"
-            + (f"; {unknown} of unknown length count once in all" if unknown else "")
-            + "."
-        )
+    notes = _notes_of_loops(text, work)
     chip = topology.chip
-    if topology.num_slices > 1 and chip and chip.network_bandwidth is None:
+    if topology.num_slices > 1 and chip and topology.rates.network_bandwidth is None:
         notes.append(
             f"No network bandwidth between slices is published for {chip.name}: its "
             "time is left out."
@@ -330,11 +217,38 @@ def _notes(
         notes.append(
             "One device sends nothing, so scaling is unknown: plan for two or more."
         )
-    if memory and memory.capacity and 0.9 < memory.peak / memory.capacity <= 1:
-        notes.append("The memory is nearly full; the runtime needs some of it, too.")
+    notes += _notes_of_memory(memory, is_card=isinstance(chip, Card))
     waiting = [str(s.num_devices) for s in scaling if s.efficiency < 0.5]
     if waiting:
         notes.append(
             f"On {', '.join(waiting)} devices, more than half of a step is waiting."
         )
     return tuple(notes)
+
+
+def _notes_of_loops(text: ProgramSummary, work: Work) -> list[str]:
+    loops = len(text.trip_counts) - work.is_loop_of_steps
+    unknown = sum(trips is None for trips in text.trip_counts)
+    if work.schedule is not None:
+        loops = unknown  # Rounds that the text tells are counted.
+    if not loops:
+        return []
+    what = f"{loops} loop{'s' if loops > 1 else ''} in the step"
+    if work.schedule is not None:
+        return [f"{what} of unknown length: one round of each counts."]
+    once = f"; {unknown} of unknown length count once in all" if unknown else ""
+    return [f"{what}: bytes moved count one round of each{once}."]
+
+
+def _notes_of_memory(memory: Memory | None, *, is_card: bool) -> list[str]:
+    if memory is None or not memory.capacity:
+        return []
+    used = memory.peak / memory.capacity
+    if 0.9 < used <= 1:
+        return ["The memory is nearly full; the runtime needs some of it, too."]
+    if is_card and _SHARE_OF_JAX < used <= 1:
+        return [
+            f"JAX takes {_SHARE_OF_JAX:.0%} of a card's memory by default, and the "
+            "step needs more: set XLA_PYTHON_CLIENT_MEM_FRACTION=.95."
+        ]
+    return []

@@ -1,8 +1,11 @@
-"""Finds and installs the TPU compiler, apart from the environment that trains.
+"""Finds the compilers for TPUs and GPUs, and installs the one for TPUs.
 
 An installed libtpu is loaded by every JAX process of its environment. On a machine
 without TPUs it prints alarming lines there and replaces what SIGTERM does. So it lies
 in a folder of its own among the user's caches, and only plans are told of it.
+
+The CUDA compiler is JAX's plugin for NVIDIA GPUs, with its libraries. It is a package
+of the environment: without a GPU it does nothing there.
 """
 
 import importlib.metadata
@@ -20,7 +23,7 @@ from pathlib import Path
 
 from replicax._util.files import caches_folder
 
-__all__ = ["LIBRARY_PATH", "find", "how_to_install", "install"]
+__all__ = ["LIBRARY_PATH", "find", "how_to_install", "install", "require_cuda"]
 
 LIBRARY_PATH = "TPU_LIBRARY_PATH"
 """Environment variable: where JAX takes libtpu from."""
@@ -28,6 +31,8 @@ LIBRARY_PATH = "TPU_LIBRARY_PATH"
 _OPTIONS = ("install", "--no-deps", "--target")
 _INSTALL_SECONDS = 1800.0
 _SHOWN_LINES = 5
+
+_CUDA_PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 
 
 def find(environ: Mapping[str, str] = os.environ) -> Path | None:
@@ -85,6 +90,36 @@ def requirement() -> str:
         if found:
             return f"libtpu{found[1]}"
     return "libtpu"
+
+
+def require_cuda(name: str) -> None:
+    """Raise unless the CUDA compiler is here, as the plugin that JAX will load."""
+    found = {plugin: _version_of(plugin) for plugin in _CUDA_PLUGINS}
+    found = {plugin: version for plugin, version in found.items() if version}
+    jax_version = _version_of("jaxlib")
+    if jax_version in found.values():
+        return
+    command = "pip install 'replicax[plan-cuda]'"
+    if not found:
+        raise ImportError(
+            f"plan: compiling for {name} needs the CUDA compiler, JAX's plugin for "
+            "NVIDIA GPUs, which is not installed. It needs no GPU, Linux, and 5 GB on "
+            f"the disk. Install it with: {command}"
+        )
+    plugin, version = next(iter(found.items()))
+    extra = plugin.removeprefix("jax-").removesuffix("-plugin")
+    raise ImportError(
+        f"plan: compiling for {name} needs the CUDA compiler in the version of JAX: "
+        f"{plugin} is {version}, and jaxlib is {jax_version}, which does not load it. "
+        f"Install the right one with: pip install 'jax[{extra}]=={jax_version}'"
+    )
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _own_file(environ: Mapping[str, str]) -> Path:

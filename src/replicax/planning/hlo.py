@@ -19,6 +19,7 @@ __all__ = [
     "Groups",
     "Instruction",
     "arrays",
+    "called",
     "calls",
     "elements",
     "num_bytes",
@@ -127,7 +128,7 @@ def calls(computations: Mapping[str, Computation], entry: str) -> Iterator[Call]
         call = waiting.pop(0)
         yield call
         for instruction in computations[call.computation].values():
-            waiting += _called(instruction, call, computations)
+            waiting += called(instruction, call, computations)
 
 
 def starts_async(instruction: Instruction) -> bool:
@@ -160,9 +161,10 @@ def _instruction(line: str) -> Instruction | None:
     )
 
 
-def _called(
+def called(
     instruction: Instruction, call: Call, computations: Mapping[str, Computation]
 ) -> Iterator[Call]:
+    """The ways from an instruction, which `call` came to, to what it calls."""
     if instruction.opcode in ("async-update", "async-done"):
         return  # They name the computation that `async-start` has called.
     names = _CALLED.findall(instruction.attributes)

@@ -26,7 +26,14 @@ from replicax.planning.hlo import (
     starts_async,
 )
 
-__all__ = ["Collective", "ProgramSummary", "read_program"]
+__all__ = [
+    "FREE",
+    "Collective",
+    "ProgramSummary",
+    "product_flops",
+    "read_collective",
+    "read_program",
+]
 
 _KINDS = (
     "all-reduce",
@@ -37,10 +44,16 @@ _KINDS = (
     "collective-broadcast",
 )
 
+_TARGET_OF_PRODUCTS = re.compile(r'custom_call_target="__cublas\$\S*"')
+_TARGET_OF_CONVOLUTIONS = re.compile(
+    r'custom_call_target="__cudnn\$conv(?:BiasActivation)?'
+    r'(Forward|BackwardInput|BackwardFilter)\w*"'
+)
+_CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
+
 _BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 
-# They name what is there already, or is made elsewhere in the text.
-_FREE = {
+FREE = {
     "async-done",
     "bitcast",
     "call",
@@ -51,6 +64,7 @@ _FREE = {
     "tuple",
     "while",
 }
+"""They name what is there already, or is made elsewhere in the text."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,10 +126,10 @@ def read_program(text: str) -> ProgramSummary:
         if call.is_loop:
             trip_counts.append(call.trips)
         for instruction in computation.values():
-            collective = _collective(instruction, call)
+            collective = read_collective(instruction, call)
             if collective is not None:
                 found[collective] = found.get(collective, 0) + call.times
-            loop_flops += (call.times - 1) * _flops(instruction, computation)
+            loop_flops += (call.times - 1) * product_flops(instruction, computation)
             if not call.is_fused and not call.is_async:
                 total, on_chip = _traffic(instruction, computation)
                 moved += total
@@ -131,7 +145,7 @@ def read_program(text: str) -> ProgramSummary:
     )
 
 
-def _collective(instruction: Instruction, call: Call) -> Collective | None:
+def read_collective(instruction: Instruction, call: Call) -> Collective | None:
     """A collective of `count` one, None if the instruction is none."""
     kind = instruction.opcode.removesuffix("-start")
     if kind == "send" and (found := _BETWEEN_SLICES.search(instruction.attributes)):
@@ -176,14 +190,17 @@ def _between_slices(instruction: Instruction, kind: str) -> Collective:
 
 def _traffic(instruction: Instruction, computation: Computation) -> tuple[int, int]:
     """Bytes that an instruction reads and writes, and how many of them on the chip."""
-    if instruction.opcode in _FREE or instruction.opcode.endswith("-done"):
+    if instruction.opcode in FREE or instruction.opcode.endswith("-done"):
         return 0, 0
     read = [computation[n].shape for n in instruction.operands if n in computation]
     shapes = [instruction.shape, *read]
     return sum(map(num_bytes, shapes)), sum(map(on_chip_bytes, shapes))
 
 
-def _flops(instruction: Instruction, computation: Computation) -> float:
+def product_flops(instruction: Instruction, computation: Computation) -> float:
+    """FLOPs of a matrix product or convolution; 0 for anything else."""
+    if instruction.opcode == "custom-call":
+        return _library_flops(instruction, computation)
     if instruction.opcode not in ("dot", "convolution"):
         return 0.0
     left, right = (_dims(name, computation) for name in instruction.operands)
@@ -192,9 +209,37 @@ def _flops(instruction: Instruction, computation: Computation) -> float:
         match = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.attributes)
         summed = [int(i) for i in match[1].split(",") if i] if match else []
         return 2.0 * math.prod(results) * math.prod(left[i] for i in summed)
+    return _convolution_flops(instruction, results, right)
+
+
+def _library_flops(instruction: Instruction, computation: Computation) -> float:
+    """FLOPs of a call of cuBLAS or cuDNN."""
+    (_, results), *_ = arrays(instruction.shape) or [("", ())]
+    if _TARGET_OF_PRODUCTS.search(instruction.attributes):
+        summed = _CONTRACTED.search(instruction.attributes)
+        left = _dims(instruction.operands[0], computation)
+        dims = [int(i) for i in re.findall(r"\d+", summed[1])] if summed else []
+        return 2.0 * math.prod(results) * math.prod(left[i] for i in dims)
+    match = _TARGET_OF_CONVOLUTIONS.search(instruction.attributes)
+    if match is None:
+        return 0.0
+    first, second = (_dims(name, computation) for name in instruction.operands[:2])
+    # All three kinds multiply as often as the forward one: what it gives times what
+    # its kernel takes for one of the outputs.
+    outputs, kernel = {
+        "Forward": (results, second),
+        "BackwardInput": (first, second),
+        "BackwardFilter": (second, results),
+    }[match[1]]
+    return _convolution_flops(instruction, outputs, kernel)
+
+
+def _convolution_flops(
+    instruction: Instruction, outputs: Sequence[int], kernel: Sequence[int]
+) -> float:
     match = re.search(r"dim_labels=\w+_(\w+)->", instruction.attributes)
-    outputs = right[match[1].index("o")] if match else 1
-    return 2.0 * math.prod(results) * math.prod(right) / max(outputs, 1)
+    channels = kernel[match[1].index("o")] if match else 1
+    return 2.0 * math.prod(outputs) * math.prod(kernel) / max(channels, 1)
 
 
 def _dims(name: str, computation: Computation) -> Sequence[int]:

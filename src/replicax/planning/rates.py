@@ -1,7 +1,7 @@
 """How fast devices are: published figures of TPU chips, and rates measured here.
 
 Figures of chips are per chip, and bandwidths in one direction: the vendor's pages give
-the sum of both directions of all links of a chip.
+the sum of both directions of all links of a chip. Those of GPUs are in `cards`.
 
 Devices of this machine are measured in a second or two, as no published figures would
 be true of them: a CPU core shares its caches, and logical devices share the cores. All
@@ -41,9 +41,14 @@ class Rates:
         peak_flops: Multiplications and additions per second.
         memory_bytes: Capacity of its memory; None: not its own, or not known.
         memory_bandwidth: Bytes per second.
-        ring_bandwidth: Bytes per second that it sends in a ring of all devices, as
-            measured; None: computed from the links of a slice.
+        ring_bandwidth: Bytes per second that it sends in a ring of devices that links
+            join; None: computed from the links of a slice.
         source: Where the figures are from.
+        network_bandwidth: Bytes per second of its share of its host's network, over
+            which slices of TPUs and hosts of GPUs reach each other; None: not known.
+        flops_by_type: Of products of other types than bfloat16, by XLA's names, where
+            they are not at `peak_flops`.
+        elementwise_flops: Of all that is no product; None: at `peak_flops`.
     """
 
     peak_flops: float
@@ -51,6 +56,9 @@ class Rates:
     memory_bandwidth: float
     ring_bandwidth: float | None
     source: str
+    network_bandwidth: float | None = None
+    flops_by_type: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    elementwise_flops: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,8 +69,6 @@ class Chip:
         name: As in topologies, such as `"v5e"`.
         rates: Of its computing, in bfloat16, and its memory (HBM).
         link_bandwidth: Bytes per second over one link to a neighbour, one direction.
-        network_bandwidth: Bytes per second of its share of its host's network, over
-            which slices reach each other; None: not published.
         num_dims: Dimensions of the grid of chips.
         ring_multiple: A dimension of the grid whose size divides by this is closed to a
             ring.
@@ -74,12 +80,24 @@ class Chip:
     name: str
     rates: Rates
     link_bandwidth: float
-    network_bandwidth: float | None
     num_dims: int
     ring_multiple: int
     shapes: tuple[tuple[int, ...], ...]
     max_chips: int
     options: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    noun = "slice"
+    largest_scale = 256  # Efficiencies are predicted up to here.
+
+    def known(self) -> str:
+        """The names of its slices."""
+        names = (f"{self.name}:{'x'.join(map(str, shape))}" for shape in self.shapes)
+        cubes = " and boxes of such cubes" if self.num_dims == 3 else ""
+        return ", ".join(names) + cubes
+
+    def domain(self, device: Device) -> int:
+        """Which slice a device is in: links join the chips of one."""
+        return getattr(device, "slice_index", 0)
 
     def has_shape(self, shape: tuple[int, ...]) -> bool:
         """Whether there are slices of that shape.
@@ -109,7 +127,11 @@ class Chip:
 
 
 def _published(
-    peak_flops: float, memory_gib: int, memory_bandwidth: float, page: str
+    peak_flops: float,
+    memory_gib: int,
+    memory_bandwidth: float,
+    page: str,
+    network_bandwidth: float | None = None,
 ) -> Rates:
     return Rates(
         peak_flops=peak_flops,
@@ -117,6 +139,7 @@ def _published(
         memory_bandwidth=memory_bandwidth,
         ring_bandwidth=None,
         source=f"published at {_PAGES}/{page} (read {_LOOKED_UP})",
+        network_bandwidth=network_bandwidth,
     )
 
 
@@ -133,7 +156,6 @@ CHIPS: Mapping[str, Chip] = {
             ),
             # 6 links of 50 GB/s; 1.1 PB/s of all-reduce for 4096 chips agree with it.
             link_bandwidth=50e9,
-            network_bandwidth=None,
             num_dims=3,
             ring_multiple=4,
             shapes=_DEEP,
@@ -143,9 +165,9 @@ CHIPS: Mapping[str, Chip] = {
         ),
         Chip(
             name="v5e",
-            rates=_published(197e12, 16, 819e9, "v5e"),
+            # Network: 6.4 Tb/s for a pod of 256 chips.
+            rates=_published(197e12, 16, 819e9, "v5e", 6.4e12 / 8 / 256),
             link_bandwidth=400e9 / 2 / 4,  # 400 GB/s, both directions, 4 links
-            network_bandwidth=6.4e12 / 8 / 256,  # 6.4 Tb/s for a pod of 256 chips
             num_dims=2,
             ring_multiple=16,
             shapes=_FLAT,
@@ -153,9 +175,8 @@ CHIPS: Mapping[str, Chip] = {
         ),
         Chip(
             name="v5p",
-            rates=_published(459e12, 95, 2765e9, "v5p"),
+            rates=_published(459e12, 95, 2765e9, "v5p", 50e9 / 8),  # Network: 50 Gb/s
             link_bandwidth=1200e9 / 2 / 6,  # 1200 GB/s, both directions, 6 links
-            network_bandwidth=50e9 / 8,  # 50 Gb/s
             num_dims=3,
             ring_multiple=4,
             shapes=_DEEP,
@@ -163,9 +184,9 @@ CHIPS: Mapping[str, Chip] = {
         ),
         Chip(
             name="v6e",
-            rates=_published(918e12, 32, 1600e9, "v6e"),
+            # Network: 25.6 Tb/s for a pod of 256 chips.
+            rates=_published(918e12, 32, 1600e9, "v6e", 25.6e12 / 8 / 256),
             link_bandwidth=800e9 / 2 / 4,  # 3200 Gb/s one direction over 4 links
-            network_bandwidth=25.6e12 / 8 / 256,  # 25.6 Tb/s for a pod of 256 chips
             num_dims=2,
             ring_multiple=16,
             shapes=_FLAT,

@@ -129,6 +129,7 @@ class Plan:
             `"interconnect"`, `"network"` or `"memory capacity"`.
         advice: What to do about it.
         notes: What else to know.
+        assumptions: What the time model takes for granted, in short.
     """
 
     program: str
@@ -149,13 +150,14 @@ class Plan:
     limit: str
     advice: str
     notes: tuple[str, ...]
+    assumptions: tuple[str, ...] = ASSUMPTIONS
 
     def as_dict(self) -> dict[str, object]:
         """The plan as JSON values, which `format` numbers the layout of."""
         values = dataclasses.asdict(self)
         if self.memory is not None:
             values["memory"]["peak"] = self.memory.peak
-        return {"format": _FORMAT, **values, "assumptions": ASSUMPTIONS}
+        return {"format": _FORMAT, **values}
 
     def write_json(self, path: str | Path) -> None:
         """Write `as_dict` to a file."""
@@ -187,7 +189,9 @@ class Plan:
         parts.append(Text.assemble(("First limit: ", "bold"), f"{self.limit}. "))
         parts.append(Text(self.advice))
         parts += [Text(f"Note: {note}", style="yellow") for note in self.notes]
-        parts.append(Text("Compiled, not run. " + " ".join(ASSUMPTIONS), style="dim"))
+        parts.append(
+            Text("Compiled, not run. " + " ".join(self.assumptions), style="dim")
+        )
         return Group(*parts)
 
     def _summary(self) -> Table:
@@ -217,13 +221,17 @@ class Plan:
         return rows
 
     def _rates(self) -> str:
-        ring = self.rates.ring_bandwidth
-        links = "" if ring is None else f", {decimal(ring)}B/s in a ring"
-        return (
-            f"{decimal(self.rates.peak_flops)}FLOP/s, "
-            f"{decimal(self.rates.memory_bandwidth)}B/s of memory{links}; "
-            f"{self.rates.source}"
-        )
+        rates = self.rates
+        float32 = rates.flops_by_type.get("f32")
+        parts = [f"{decimal(rates.peak_flops)}FLOP/s"]
+        if float32 is not None:
+            parts.append(f"{decimal(float32)}FLOP/s in float32")
+        parts.append(f"{decimal(rates.memory_bandwidth)}B/s of memory")
+        if rates.ring_bandwidth is not None:
+            parts.append(f"{decimal(rates.ring_bandwidth)}B/s in a ring")
+        if rates.network_bandwidth is not None and self.time and self.time.network:
+            parts.append(f"{decimal(rates.network_bandwidth)}B/s of network")
+        return f"{', '.join(parts)}; {rates.source}"
 
     def _memory(self) -> Text:
         if self.memory is None:
@@ -243,9 +251,12 @@ class Plan:
     def _time(self) -> str:
         assert self.time is not None  # The caller has looked.
         t = self.time
+        by_kernel = ""
+        if t.busy > max(t.compute, t.memory):
+            by_kernel = f" in each kernel ({seconds(t.busy)} in all)"
         return (
             f"{seconds(t.total)}: compute {seconds(t.compute)} or memory "
-            f"{seconds(t.memory)}, whichever is longer, and communication "
+            f"{seconds(t.memory)}, whichever is longer{by_kernel}, and communication "
             f"{seconds(t.exposed)} that nothing hides"
         )
 

@@ -1,6 +1,6 @@
 """Roofline model: the time of a step that only the hardware's rates limit.
 
-The model, and all that it takes for granted:
+The model for TPUs and for devices of this machine, and all that it takes for granted:
 
 - A device's step takes the longer of computing (FLOPs by the peak of bfloat16, in which
   TPUs multiply by default) and of moving data (the bytes that XLA counts, less the
@@ -19,6 +19,19 @@ The model, and all that it takes for granted:
   there is some; a synchronous one is waited for.
 - The input arrives in time, and nothing is dispatched late.
 
+For GPUs, whose programs are scheduled (`replicax.planning.schedule`):
+
+- A step takes the sum of its kernels, each the longer of computing and of moving what
+  it reads and writes, plus the communication at which no kernel works. A collective
+  begins at its place in the schedule, when those before it are over; only what is left
+  of it where the program waits for it is exposed.
+- Inside a host NCCL's collectives send as above, each card over all of its links to the
+  others at once. Over h hosts of n cards NCCL makes them in a hierarchy: within the
+  hosts, and between cards of the same place in all hosts, of 1/n of the payload, each
+  over its card's share of the host's network: 2(h-1)/h of that for a sum, half of it
+  for a reduce-scatter or all-gather. Chunks of the payload are on the links and on the
+  network at the same time: the slower one counts.
+
 Real steps take longer: no program runs at the peaks. The times are good for comparisons
 and for finding what limits, not for promises.
 """
@@ -31,6 +44,7 @@ from replicax.planning.rates import Chip
 
 __all__ = [
     "ASSUMPTIONS",
+    "ASSUMPTIONS_OF_GPUS",
     "StepTime",
     "collective_seconds",
     "first_limit",
@@ -50,6 +64,16 @@ ASSUMPTIONS = (
 )
 """What the time model takes for granted, in short; the module says it in full."""
 
+ASSUMPTIONS_OF_GPUS = (
+    "Peak FLOP/s of each type, peak bandwidths, no latency: real steps take longer.",
+    "FLOPs and bytes are counted in the compiled program, kernel by kernel.",
+    "Collectives are NCCL's rings: over the links in a host, then over the network.",
+    "They hide behind the kernels between their start and their end in the schedule.",
+    "Scaling: same batch per card, same payload of collectives over all replicas.",
+    "Input arrives in time.",
+)
+"""The same for GPUs."""
+
 _ADVICE = {
     "compute": (
         "The devices multiply as fast as they can: this is where a step should be. For "
@@ -67,13 +91,13 @@ _ADVICE = {
         "or take fewer devices."
     ),
     "network": (
-        "The slices wait for each other over their hosts' network. Take one larger "
-        "slice instead of several, or a larger batch per device."
+        "Hosts wait for each other over their network. Take a larger batch per device, "
+        "a faster network, or fewer hosts: of TPUs, one larger slice."
     ),
     "memory capacity": (
         "The step does not fit into a device's memory. Take a smaller batch per "
         "device, keras.mixed_precision.set_global_policy('mixed_bfloat16'), "
-        "recomputation (keras.RematScope), or chips with more memory."
+        "recomputation (keras.RematScope), or devices with more memory."
     ),
 }
 
@@ -85,14 +109,16 @@ class StepTime:
     Attributes:
         compute: Of multiplications and additions.
         memory: Of moving data between memory and chip.
+        busy: Of both together: the longer one; for GPUs kernel by kernel.
         links: Of collectives, between chips.
-        network: Of collectives, between slices.
+        network: Of collectives, between slices of TPUs or hosts of GPUs.
         exposed: Of collectives, what computation does not hide.
         total: Of the step.
     """
 
     compute: float
     memory: float
+    busy: float
     links: float
     network: float
     exposed: float
@@ -121,6 +147,7 @@ def step_time(
     return StepTime(
         compute=compute,
         memory=memory,
+        busy=busy,
         links=waited + hidden,
         network=network,
         exposed=exposed,
@@ -157,11 +184,11 @@ def collective_seconds(
 def network_seconds(
     kind: str, num_bytes: float, size: int, num_slices: int, bandwidth: float
 ) -> float:
-    """Seconds that a collective takes between slices."""
+    """Seconds that a collective takes between slices of TPUs or hosts of GPUs."""
     if num_slices <= 1:
         return 0.0
     per_slice = max(size // num_slices, 1)
-    # Sums and gathers are made within the slices first: a chip sends its part.
+    # Sums and gathers are made within them first: a chip sends its part.
     part = num_bytes if kind.startswith("collective-") else num_bytes / per_slice
     return collective_seconds(kind, part, num_slices, bandwidth)
 
@@ -206,11 +233,12 @@ def first_limit(
     """
     if not fits or time is None:
         return "memory capacity", _ADVICE["memory capacity"]
+    over_network = min(time.network, time.exposed)
     parts = {
         "compute": time.compute,
         "memory bandwidth": time.memory,
-        "interconnect": time.exposed - time.network,
-        "network": time.network,
+        "interconnect": time.exposed - over_network,
+        "network": over_network,
     }
     limit = max(parts, key=lambda name: parts[name])
     advice = _ADVICE[limit]

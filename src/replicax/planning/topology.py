@@ -1,11 +1,11 @@
-"""Resolves names such as `"v5e:16x16"` or `"cpu:8"` to devices and their rates."""
+"""Resolves names such as `"v5e:16x16"` and `"h100:4x8"` to devices and their rates."""
 
 import contextlib
 import dataclasses
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -13,18 +13,21 @@ import jax
 from replicax.engine.devices import Device
 from replicax.errors import DeviceError
 from replicax.planning import compiler
+from replicax.planning.cards import CARDS, MAX_CARDS, Card
 from replicax.planning.rates import CHIPS, Chip, Rates, measure_rates
 
 __all__ = [
     "DeviceTopology",
     "check_topology",
     "find_topology",
+    "needs_cuda",
     "needs_libtpu",
     "num_cpu_devices",
 ]
 
 _LOCAL = re.compile(r"(cpu|gpu):(\d+)")
-_SLICE = re.compile(r"(\w+):(\d+(?:x\d+)*)")
+_DESCRIBED = re.compile(r"([\w-]+):(\d+(?:x\d+)*)")
+_KINDS: Mapping[str, Chip | Card] = {**CHIPS, **CARDS}
 
 # libtpu asks for the place of the machine in a slice, which it is not in, and complains
 # about the answer. It reads these; what is set already stays.
@@ -45,14 +48,15 @@ class DeviceTopology:
     Attributes:
         devices: In the replicas' order. Those of a chip that is not here describe it
             only: programs can be compiled for them, not run.
-        chip: The kind of chip; None for devices of this machine.
-        shape: The grid of chips of one slice; empty for devices of this machine.
+        chip: The kind of TPU or GPU; None for devices of this machine.
+        shape: The grid of chips of one slice of TPUs; of GPUs: hosts and cards in each;
+            empty for devices of this machine.
     """
 
     name: str
     devices: tuple[Device, ...]
     rates: Rates
-    chip: Chip | None = None
+    chip: Chip | Card | None = None
     shape: tuple[int, ...] = ()
     num_slices: int = 1
 
@@ -66,52 +70,110 @@ class DeviceTopology:
         return len({self.devices[i].process_index for i in group}) > 1
 
     def num_slices_of(self, group: Sequence[int]) -> int:
-        """How many slices the devices at these positions are in."""
+        """How many slices of TPUs the devices at these positions are in."""
+        return self.num_domains_of(group) if self.num_slices > 1 else 1
+
+    def num_domains_of(self, group: Sequence[int]) -> int:
+        """How many slices of TPUs or hosts of GPUs the devices there are in.
+
+        Links join the devices of one of them; the network joins several.
+        """
+        if self.chip is None:
+            return 1
+        return len({self.chip.domain(self.devices[i]) for i in group})
+
+    def num_domains(self, size: int) -> int:
+        """How many domains `size` devices would be in.
+
+        TPUs are taken from one slice, unless this is of several.
+        """
+        if isinstance(self.chip, Card):
+            return math.ceil(size / self._cards_of_a_host)
         if self.num_slices == 1:
             return 1
-        return len({self.devices[i].slice_index for i in group})
+        return max(size // math.prod(self.shape), 1)
+
+    def shape_of(self, size: int) -> tuple[int, ...]:
+        """The shape of `size` devices, of each slice where they are in several."""
+        if isinstance(self.chip, Card):
+            hosts = self.num_domains(size)
+            return (size,) if hosts == 1 else (hosts, self._cards_of_a_host)
+        assert self.chip is not None  # Devices of this machine have no shape.
+        if size == len(self.devices) or self.num_domains(size) > 1:
+            return self.shape
+        return self.chip.shape_of(size)
+
+    @property
+    def _cards_of_a_host(self) -> int:
+        return self.shape[-1] if len(self.shape) > 1 else MAX_CARDS
 
     def extent(self, group: Sequence[int]) -> tuple[int, ...]:
         """The box of chips, in one slice, that holds the devices at these positions."""
-        if self.chip is None:
+        if not isinstance(self.chip, Chip):
             return ()
         coords = [self.devices[i].coords for i in group]
         spans = [len(set(axis)) for axis in zip(*coords, strict=True)]
         return tuple(spans[: self.chip.num_dims])
 
 
-def find_topology(name: str, num_slices: int = 1) -> DeviceTopology:
-    """The devices of a topology."""
-    check_topology(name, num_slices)
+def find_topology(
+    name: str,
+    num_slices: int = 1,
+    *,
+    link_bandwidth: float | None = None,
+    network_bandwidth: float | None = None,
+) -> DeviceTopology:
+    """The devices of a topology, with the bandwidths that are given."""
+    given = {"link_bandwidth": link_bandwidth, "network_bandwidth": network_bandwidth}
+    check_topology(name, num_slices, **given)
     if local := _LOCAL.fullmatch(name):
         return _local(name, local[1], int(local[2]))
     chip, shape = _parsed(name)
+    if isinstance(chip, Card):
+        devices = _described_cards(name, chip, shape)
+    else:
+        devices = _described_chips(name, chip, shape, num_slices)
     return DeviceTopology(
         name=name if num_slices == 1 else f"{num_slices} x {name}",
-        devices=_described_devices(name, chip, shape, num_slices),
-        rates=chip.rates,
+        devices=devices,
+        rates=_as_given(chip.rates, link_bandwidth, network_bandwidth),
         chip=chip,
         shape=shape,
         num_slices=num_slices,
     )
 
 
-def check_topology(name: str, num_slices: int = 1) -> None:
+def check_topology(name: str, num_slices: int = 1, **bandwidths: float | None) -> None:
     """Refuse a topology that is not known, without looking for its devices."""
     if not isinstance(num_slices, int) or num_slices < 1:
         raise DeviceError(f"plan: num_slices must be at least 1; got {num_slices!r}.")
-    if not _LOCAL.fullmatch(name):
-        _parsed(name)
-    elif num_slices > 1:
+    local = _LOCAL.fullmatch(name) is not None
+    chip = None if local else _parsed(name)[0]
+    if num_slices > 1 and not isinstance(chip, Chip):
+        what = "devices of this machine" if local else "GPUs, as in h100:4x8"
         raise DeviceError(
-            f"plan: num_slices={num_slices} needs TPU slices; {name!r} names devices "
-            "of this machine."
+            f"plan: num_slices={num_slices} needs TPU slices; {name!r} names {what}."
         )
+    for what, value in bandwidths.items():
+        if value is not None and local:
+            raise DeviceError(
+                f"plan: {what}={value!r} is for hardware that is described; rates of "
+                f"{name!r} are measured."
+            )
+        if value is not None and not 0 < value < math.inf:
+            raise DeviceError(
+                f"plan: {what} must be bytes per second, more than 0; got {value!r}."
+            )
 
 
 def needs_libtpu(name: str) -> bool:
     """Whether a topology is one of TPUs."""
-    return _LOCAL.fullmatch(name) is None
+    return _LOCAL.fullmatch(name) is None and isinstance(_parsed(name)[0], Chip)
+
+
+def needs_cuda(name: str) -> bool:
+    """Whether a topology is one of GPUs that are described."""
+    return _LOCAL.fullmatch(name) is None and isinstance(_parsed(name)[0], Card)
 
 
 def num_cpu_devices(name: str) -> int | None:
@@ -120,29 +182,61 @@ def num_cpu_devices(name: str) -> int | None:
     return int(match[2]) if match and match[1] == "cpu" else None
 
 
-def _parsed(name: str) -> tuple[Chip, tuple[int, ...]]:
-    match = _SLICE.fullmatch(name)
-    chip = CHIPS.get(match[1]) if match else None
+def _parsed(name: str) -> tuple[Chip | Card, tuple[int, ...]]:
+    match = _DESCRIBED.fullmatch(name)
+    chip = _KINDS.get(match[1]) if match else None
     if match is None or chip is None:
-        raise DeviceError(f"plan: unknown topology {name!r}. {_known()}")
+        known = "; ".join(kind.known() for kind in _KINDS.values())
+        raise DeviceError(
+            f"plan: unknown topology {name!r}. Known: {known}. Devices of this "
+            "machine: cpu:N, gpu:N."
+        )
     shape = tuple(int(n) for n in match[2].split("x"))
     if not chip.has_shape(shape):
-        raise DeviceError(f"plan: there is no slice {name!r}. {_known(chip)}")
+        raise DeviceError(
+            f"plan: there is no {chip.noun} {name!r}. Known: {chip.known()}."
+        )
     return chip, shape
 
 
-def _known(chip: Chip | None = None) -> str:
-    chips = CHIPS.values() if chip is None else [chip]
-    names = [
-        ", ".join(f"{c.name}:{'x'.join(map(str, shape))}" for shape in c.shapes)
-        + (" and boxes of such cubes" if c.num_dims == 3 else "")
-        for c in chips
-    ]
-    local = " Devices of this machine: cpu:N, gpu:N." if chip is None else ""
-    return f"Known: {'; '.join(names)}.{local}"
+def _as_given(rates: Rates, links: float | None, network: float | None) -> Rates:
+    """Published rates, with the bandwidths that are given in their place."""
+    given = {"ring_bandwidth": links, "network_bandwidth": network}
+    given = {name: value for name, value in given.items() if value is not None}
+    if not given:
+        return rates
+    words = [name.removesuffix("_bandwidth").replace("ring", "links") for name in given]
+    source = f"{rates.source}; {' and '.join(words)} as given"
+    return dataclasses.replace(rates, **given, source=source)
 
 
-def _described_devices(
+def _described_cards(
+    name: str, card: Card, shape: tuple[int, ...]
+) -> tuple[Device, ...]:
+    compiler.require_cuda(name)
+    from jax.experimental import topologies
+
+    *hosts, cards = shape
+    try:
+        found = topologies.get_topology_desc(
+            platform="cuda",
+            target_config=card.target(),
+            topology=f"1x{math.prod(hosts)}x{cards}",
+        )
+    except NotImplementedError as error:
+        raise DeviceError(
+            f"plan: JAX started without the CUDA compiler that {name!r} needs: it "
+            "found no GPU for it. Set JAX_PLATFORMS=cpu in the environment, as "
+            "`replicax plan` does."
+        ) from error
+    except jax.errors.JaxRuntimeError as error:
+        raise DeviceError(
+            f"plan: the installed CUDA compiler does not take {name!r}: {error}"
+        ) from error
+    return tuple(found.devices)
+
+
+def _described_chips(
     name: str, chip: Chip, shape: tuple[int, ...], num_slices: int
 ) -> tuple[Device, ...]:
     library = compiler.find()
@@ -162,7 +256,7 @@ def _described_devices(
         except jax.errors.JaxRuntimeError as error:
             raise DeviceError(
                 f"plan: the installed libtpu does not know {name!r}: {error} "
-                f"{_known(chip)}"
+                f"Known: {chip.known()}."
             ) from error
     devices = sorted(found.devices, key=lambda d: (d.process_index, d.id))
     if len(devices) != math.prod(shape) * num_slices:

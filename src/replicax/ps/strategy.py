@@ -32,6 +32,7 @@ from replicax.ps.session import Session
 from replicax.ps.variables import RemoteStep, RemoteVariables
 from replicax.ps.worker_input import ElasticInputShard
 from replicax.strategies.home import ReplicaHome
+from replicax.strategies.runner import not_rehearsable
 from replicax.strategies.strategy import Strategy
 
 __all__ = ["ParameterServerStrategy"]
@@ -103,10 +104,7 @@ class ParameterServerStrategy(Strategy):
         timeouts: Timeouts | None = None,
     ) -> None:
         if current_rehearsal() is not None:
-            raise NotImplementedError(
-                "plan: the variables of ParameterServerStrategy live apart from its "
-                "replicas, which plans do not cover. Plan with rx.MirroredStrategy."
-            )
+            raise not_rehearsable("ParameterServerStrategy")
         config = _cluster(cluster_resolver)
         timeouts = checked_timeouts(timeouts, "ParameterServerStrategy")
         workers = [task.name for task in config.cluster.workers]

@@ -31,7 +31,12 @@ from replicax.engine.values import PerReplica
 from replicax.engine.variables import Variable
 from replicax.errors import ContextError
 
-__all__ = ["ProgramRunner", "require_cross_replica", "require_rehearsable"]
+__all__ = [
+    "ProgramRunner",
+    "not_rehearsable",
+    "require_cross_replica",
+    "require_rehearsable",
+]
 
 T = TypeVar("T")
 Agreement = Callable[[Program, Sequence[jax.Array], Sequence[ArrayLike]], None]
@@ -278,11 +283,17 @@ def require_cross_replica(name: str) -> None:
 def require_rehearsable(group: ReplicaGroup) -> None:
     """Raise where plans do not cover how a strategy makes its updates."""
     if group.defers_updates:
-        raise NotImplementedError(
-            f"plan: the variables of {type(group.strategy).__name__} live apart from "
-            "its replicas, which plans do not cover. Plan with a strategy whose "
-            "replicas hold them, such as rx.MirroredStrategy."
-        )
+        raise not_rehearsable(type(group.strategy).__name__)
+
+
+def not_rehearsable(name: str) -> NotImplementedError:
+    """The error for a strategy that plans do not cover."""
+    return NotImplementedError(
+        f"plan: the variables of {name} live apart from its replicas, which plans do "
+        "not cover. Plan with a strategy whose replicas hold them: rx.MirroredStrategy,"
+        " MultiWorkerMirroredStrategy, TPUStrategy, OneDeviceStrategy, "
+        "FullyShardedStrategy or ModelParallelStrategy."
+    )
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,0 +1,294 @@
+"""Reads a GPU program as kernels and collectives in order, and times that order.
+
+XLA's text of a program for GPUs is scheduled: what it names is dispatched in the order
+of its lines. Kernels follow one another. A collective begins at its `-start`, when
+those before it are over, goes on beside the kernels, and is waited for at its `-done`.
+XLA counts no FLOPs or bytes of these programs; they are counted here, by kernel.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from replicax.planning.hlo import (
+    Call,
+    Computation,
+    Instruction,
+    arrays,
+    called,
+    num_bytes,
+    parse,
+)
+from replicax.planning.hlo_summary import (
+    FREE,
+    Collective,
+    product_flops,
+    read_collective,
+)
+from replicax.planning.rates import Rates
+
+__all__ = ["Done", "Kernel", "Loop", "Schedule", "Start", "read_schedule"]
+
+# They move or name numbers, and compute none.
+_MOVES = FREE | {
+    "broadcast",
+    "concatenate",
+    "convert",
+    "copy",
+    "custom-call",
+    "dynamic-slice",
+    "dynamic-update-slice",
+    "fusion",
+    "gather",
+    "iota",
+    "pad",
+    "reshape",
+    "reverse",
+    "slice",
+    "transpose",
+}
+_PARTS_OF_ARRAYS = {"dynamic-slice", "gather", "slice"}
+_WITHOUT_WORK = FREE | {"after-all", "opt-barrier", "partition-id", "replica-id"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Kernel:
+    """What the device does at once.
+
+    Attributes:
+        products: FLOPs of matrix products and convolutions, by XLA's name of the type
+            that is multiplied.
+        elementwise: All other FLOPs: one for each number that an operation makes.
+        bytes: Read and written in the device's memory.
+    """
+
+    products: Mapping[str, float]
+    elementwise: float
+    bytes: float
+
+    @property
+    def flops(self) -> float:
+        """All of them."""
+        return sum(self.products.values()) + self.elementwise
+
+    def compute_seconds(self, rates: Rates) -> float:
+        """Of its FLOPs, at the device's peaks."""
+        of_products = sum(
+            flops / rates.flops_by_type.get(dtype, rates.peak_flops)
+            for dtype, flops in self.products.items()
+        )
+        rate = rates.elementwise_flops or rates.peak_flops
+        return of_products + self.elementwise / rate
+
+    def seconds(self, rates: Rates) -> float:
+        """The longer one of computing and of moving bytes."""
+        return max(self.compute_seconds(rates), self.bytes / rates.memory_bandwidth)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Start:
+    """Begins a collective, which `Done` of the same name waits for."""
+
+    name: str
+    collective: Collective
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Done:
+    """Waits for a collective."""
+
+    name: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Loop:
+    """Parts that come several times; a loop of unknown length: once."""
+
+    times: int
+    parts: "tuple[Part, ...]"
+
+
+Part = Kernel | Start | Done | Loop
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Schedule:
+    """A program in the order in which it is dispatched."""
+
+    parts: tuple[Part, ...]
+
+    def kernels(self) -> Iterator[tuple[Kernel, int]]:
+        """Each kernel, and how often it comes."""
+        yield from _kernels(self.parts, 1)
+
+    def seconds(
+        self, rates: Rates, seconds_of: Callable[[Collective], float]
+    ) -> tuple[float, float]:
+        """How long the kernels take, and how long none works meanwhile."""
+        return _play(self.parts, rates, seconds_of)
+
+
+def read_schedule(text: str) -> Schedule:
+    """Read the text of a compiled program for GPUs."""
+    computations, entry = parse(text)
+    return Schedule(tuple(_parts(Call(computation=entry), computations)))
+
+
+def _kernels(parts: Sequence[Part], times: int) -> Iterator[tuple[Kernel, int]]:
+    for part in parts:
+        if isinstance(part, Kernel):
+            yield part, times
+        elif isinstance(part, Loop):
+            yield from _kernels(part.parts, times * part.times)
+
+
+def _play(
+    parts: Sequence[Part], rates: Rates, seconds_of: Callable[[Collective], float]
+) -> tuple[float, float]:
+    now = busy = 0.0
+    links_free = 0.0  # Collectives follow one another, too.
+    ends: dict[str, float] = {}
+    for part in parts:
+        match part:
+            case Kernel():
+                seconds = part.seconds(rates)
+                busy += seconds
+                now += seconds
+            case Start(name, collective):
+                links_free = max(now, links_free) + seconds_of(collective)
+                ends[name] = links_free
+            case Done(name):
+                now = max(now, ends.pop(name, 0.0))
+            case Loop(times, inner):
+                inner_busy, waiting = _play(inner, rates, seconds_of)
+                busy += times * inner_busy
+                now += times * (inner_busy + waiting)
+    return busy, max(now, *ends.values(), 0.0) - busy
+
+
+def _parts(call: Call, computations: Mapping[str, Computation]) -> Iterator[Part]:
+    computation = computations[call.computation]
+    begun: dict[str, str] = {}  # Names of asynchronous instructions, and their start.
+    for instruction in computation.values():
+        opcode = instruction.opcode
+        if opcode.endswith(("-update", "-done")) and instruction.operands:
+            start = begun.get(instruction.operands[0])
+            if start is not None and opcode.endswith("-done"):
+                yield Done(start)
+            elif start is not None:
+                begun[instruction.name] = start
+            continue
+        collective = _collective_of(instruction, call, computations)
+        if collective is not None:
+            yield Start(instruction.name, collective)
+            if opcode.endswith("-start"):
+                begun[instruction.name] = instruction.name
+            else:
+                yield Done(instruction.name)
+        elif opcode in ("while", "call", "conditional", "async-start"):
+            for inner in called(instruction, call, computations):
+                yield Loop(inner.trips or 1, tuple(_parts(inner, computations)))
+        elif opcode not in _WITHOUT_WORK:
+            yield _kernel(instruction, call, computations)
+
+
+def _collective_of(
+    instruction: Instruction, call: Call, computations: Mapping[str, Computation]
+) -> Collective | None:
+    """The collective that an instruction makes or, if it is asynchronous, wraps."""
+    if instruction.opcode != "async-start":
+        return read_collective(instruction, call)
+    wrapped = [
+        read_collective(inner, way)
+        for way in called(instruction, call, computations)
+        for inner in computations[way.computation].values()
+    ]
+    return next((collective for collective in wrapped if collective), None)
+
+
+def _kernel(
+    instruction: Instruction, call: Call, computations: Mapping[str, Computation]
+) -> Kernel:
+    computation = computations[call.computation]
+    products: dict[str, float] = {}
+    elementwise = _count(instruction, computation, call, computations, products)
+    operands = (computation[n] for n in instruction.operands if n in computation)
+    sizes: list[float] = [num_bytes(operand.shape) for operand in operands]
+    written = num_bytes(instruction.shape)
+    if instruction.opcode == "fusion":
+        for way in called(instruction, call, computations):
+            body = computations[way.computation]
+            sizes = [min(size, _bytes_read(body, i)) for i, size in enumerate(sizes)]
+            written = _bytes_written(body, written)
+    elif instruction.opcode in _PARTS_OF_ARRAYS:
+        sizes = [written]
+    return Kernel(
+        products=products, elementwise=elementwise, bytes=float(written + sum(sizes))
+    )
+
+
+def _count(
+    instruction: Instruction,
+    computation: Computation,
+    call: Call,
+    computations: Mapping[str, Computation],
+    products: dict[str, float],
+) -> float:
+    """FLOPs that are no products; those of products are added to `products`."""
+    flops = product_flops(instruction, computation)
+    if flops:
+        (dtype, _), *_ = arrays(computation[instruction.operands[0]].shape)
+        products[dtype] = products.get(dtype, 0.0) + flops
+        return 0.0
+    if instruction.opcode == "fusion":
+        return sum(
+            _count(inner, computations[way.computation], way, computations, products)
+            for way in called(instruction, call, computations)
+            for inner in computations[way.computation].values()
+        )
+    if instruction.opcode in _MOVES:
+        return 0.0
+    shape = instruction.shape
+    if instruction.opcode.startswith("reduce") and instruction.operands:
+        shape = computation[instruction.operands[0]].shape
+    return float(_num_elements(shape))
+
+
+def _bytes_read(body: Computation, index: int) -> float:
+    """What a fusion reads of a parameter: less than all where it takes parts only."""
+    name = next(
+        (
+            i.name
+            for i in body.values()
+            if i.opcode == "parameter" and i.literal == str(index)
+        ),
+        None,
+    )
+    total, waiting = 0.0, [name]
+    while waiting:
+        source = waiting.pop()
+        for user in body.values():
+            if source not in user.operands:
+                continue
+            if user.opcode in ("bitcast", "reshape"):
+                waiting.append(user.name)
+            elif user.opcode in _PARTS_OF_ARRAYS and user.operands[0] == source:
+                total += num_bytes(user.shape)
+            elif user.opcode == "dynamic-update-slice" and user.operands[0] == source:
+                continue  # The array is written in place.
+            else:
+                return float("inf")
+    return total
+
+
+def _bytes_written(body: Computation, written: int) -> int:
+    """What a fusion writes: less than its results where it changes parts in place."""
+    for instruction in body.values():
+        if instruction.opcode == "dynamic-update-slice":
+            array, update, *_ = (num_bytes(body[n].shape) for n in instruction.operands)
+            written -= array - update
+    return max(written, 0)
+
+
+def _num_elements(shape: str) -> int:
+    return sum(math.prod(dims) for _, dims in arrays(shape))
