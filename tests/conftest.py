@@ -29,6 +29,8 @@ if os.environ.get("PYTHONPATH", "").split(os.pathsep)[:2] != _PATHS:
     _more = filter(None, [os.environ.get("PYTHONPATH")])
     os.environ["PYTHONPATH"] = os.pathsep.join([*_PATHS, *_more])
 collect_ignore = ["startup"]
+# They find its modules compiled, also where Python is told to keep nothing compiled.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # Tests send these to processes that they start, which would inherit it if whoever runs
 # the tests ignores them, as `nohup` and scripts in the background do.

@@ -1,6 +1,7 @@
 """Reads the sources of replicax for private names of Keras, JAX and other libraries."""
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ class Use:
     call: tuple[int, tuple[str, ...]] | None = None
 
 
+@functools.cache
 def sources() -> dict[str, ast.Module]:
     """Every module of replicax, by its path in the package."""
     return {

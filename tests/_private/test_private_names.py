@@ -34,9 +34,6 @@ from replicax._private.keras import CALLBACK_STATE
 from replicax._private.wraps import WRAPS, Wrap
 from replicax.keras import hooks
 
-SOURCES = sources()
-OWN = {name for module in SOURCES.values() for name in defined(module)}
-
 ROWS = np.zeros((4, 2), "float32")
 
 
@@ -161,16 +158,32 @@ PUBLIC_LOOKING: dict[Callable[[], Any], tuple[str, ...]] = {
 
 def used(find: Callable[..., Any], *args: Any) -> dict[str, list[Use]]:
     found: dict[str, list[Use]] = defaultdict(list)
-    for file, module in SOURCES.items():
+    for file, module in sources().items():
         for use in find(file, module, *args):
             found[use.name].append(use)
     return dict(found)
 
 
-IMPORTED = used(imported_names)
-ATTRIBUTES = used(attributes, OWN)
-for _name, _uses in used(inherited, OWN).items():
-    ATTRIBUTES.setdefault(_name, []).extend(_uses)
+@pytest.fixture(scope="module")
+def used_attributes() -> dict[str, list[Use]]:
+    own = {name for module in sources().values() for name in defined(module)}
+    found = used(attributes, own)
+    for name, uses in used(inherited, own).items():
+        found.setdefault(name, []).extend(uses)
+    return found
+
+
+def failures(
+    check: Callable[[str, list[Use]], None], found: dict[str, list[Use]]
+) -> list[str]:
+    """What `check` says of each name that it refuses."""
+    said = []
+    for name, uses in sorted(found.items()):
+        try:
+            check(name, uses)
+        except AssertionError as error:
+            said.append(str(error))
+    return said
 
 
 def looked_up(path: str) -> Any:
@@ -202,26 +215,30 @@ def require_callable_as_used(name: str, found: Any, uses: list[Use]) -> None:
             try:
                 signature.bind(*[None] * number, **dict.fromkeys(keywords))
             except TypeError as error:
-                pytest.fail(
+                raise AssertionError(
                     f"{name}{signature} no longer takes the call in "
                     f"src/replicax/{use.where}: {error}"
-                )
+                ) from error
 
 
-@pytest.mark.parametrize("path", sorted(IMPORTED))
-def test_an_imported_name_is_there_and_takes_its_calls(path: str) -> None:
-    uses = IMPORTED[path]
+def require_import_as_used(path: str, uses: list[Use]) -> None:
     try:
         found = looked_up(path)
     except (ModuleNotFoundError, AttributeError) as error:
-        pytest.fail(f"{path} is gone ({error}); used in {places(uses)}")
+        raise AssertionError(
+            f"{path} is gone ({error}); used in {places(uses)}"
+        ) from error
     if callable(found):
         require_callable_as_used(path, found, uses)
 
 
-@pytest.mark.parametrize("name", sorted(ATTRIBUTES))
-def test_an_attribute_is_there_and_takes_its_calls(name: str) -> None:
-    uses = ATTRIBUTES[name]
+def test_imported_names_are_there_and_take_their_calls() -> None:
+    found = used(imported_names)
+    assert len(found) > 20
+    assert failures(require_import_as_used, found) == []
+
+
+def require_attribute_as_used(name: str, uses: list[Use]) -> None:
     if name in ARGUMENTS:
         assert f"{name}=" in inspect.getsource(inspect.unwrap(ARGUMENTS[name]))
         return
@@ -238,8 +255,16 @@ def test_an_attribute_is_there_and_takes_its_calls(name: str) -> None:
             require_callable_as_used(name, getattr(found, name), uses)
 
 
-def test_the_table_names_nothing_that_is_not_used() -> None:
-    assert set(OWNERS) | set(ARGUMENTS) <= set(ATTRIBUTES)
+def test_attributes_are_there_and_take_their_calls(
+    used_attributes: dict[str, list[Use]],
+) -> None:
+    assert failures(require_attribute_as_used, used_attributes) == []
+
+
+def test_the_table_names_nothing_that_is_not_used(
+    used_attributes: dict[str, list[Use]],
+) -> None:
+    assert set(OWNERS) | set(ARGUMENTS) <= set(used_attributes)
 
 
 @pytest.mark.parametrize(

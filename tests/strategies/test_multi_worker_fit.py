@@ -290,6 +290,8 @@ def all_results():
 @pytest.fixture(scope="module")
 def workers():
     """What each of the two workers returned."""
+    # Here too, Keras takes `synchronized=True` once there was a strategy.
+    rx.MirroredStrategy(["cpu:0"])
     results = replicax.testing.run(
         all_results, num_workers=2, logical_devices=2, deadline_seconds=180
     )
