@@ -11,6 +11,7 @@ import pytest
 from replicax.ps.optimizers import can_split, clip_before_push, optimizer_rule
 from replicax.ps.partition import FixedShardsPartitioner, VariableInfo, place
 from replicax.ps.server_optimizer import ServerOptimizer
+from replicax.ps.slots import SlotKey
 from replicax.ps.variable_slices import VariableGroup
 
 SHAPES = {"dense/kernel": (6, 4), "dense/bias": (4,), "norm/scale": (1, 4), "s": ()}
@@ -228,7 +229,7 @@ def test_a_learning_rate_assigned_later_and_iterations_come_along() -> None:
     vectors, state = rule.apply(vectors, state, flat(group, 0, gradients))
     optimizer.apply(gradients)
     np.testing.assert_allclose(vectors["float32"][:4], np.ravel(trained[0])[:4])
-    assert rule.slots(state).shared["iteration"] == 5
+    assert rule.slots(state)["iteration", None] == 5
 
     optimizer = keras.optimizers.SGD(0.5)
     optimizer.learning_rate = 0.25
@@ -243,11 +244,12 @@ def test_assign_changes_the_learning_rate_for_later_steps() -> None:
     vectors, state = rule.start({"float32": np.zeros(33, np.float32)})
     ones = {"float32": np.ones(33, np.float32)}
     vectors, state = rule.apply(vectors, state, ones)
-    state = rule.assign(state, "learning_rate", 0.125)
+    rate = SlotKey("learning_rate", None)
+    state = rule.with_slots(state, {rate: np.float32(0.125)})
     vectors, state = rule.apply(vectors, state, ones)
     assert set(np.asarray(vectors["float32"]).tolist()) == {-0.625}
     with pytest.raises(ValueError, match=r"no variable 'momentum'.*learning_rate"):
-        rule.assign(state, "momentum", 0.5)
+        rule.with_slots(state, {SlotKey("momentum", None): np.float32(0.5)})
 
 
 def test_slots_say_what_belongs_to_which_part() -> None:
@@ -257,9 +259,10 @@ def test_slots_say_what_belongs_to_which_part() -> None:
     seen = 0
     for server, (rule, (_, state)) in enumerate(zip(rules, states, strict=True)):
         slots = rule.slots(state)
-        assert slots.shared["iteration"] == STEPS
-        assert slots.shared["learning_rate"] == np.float32(0.1)
-        for part, own in zip(group.slices_on(server), slots.parts, strict=True):
+        assert slots["iteration", None] == STEPS
+        assert slots["learning_rate", None] == np.float32(0.1)
+        for i, part in enumerate(group.slices_on(server)):
+            own = {name: value for (name, at), value in slots.items() if at == i}
             assert set(own) == {"momentum", "velocity", "average"}
             rows = slice(None) if part.rows is None else slice(*part.rows)
             for name, value in own.items():
@@ -274,8 +277,21 @@ def test_slots_say_what_belongs_to_which_part() -> None:
                 seen += 1
         # And back: the inverse.
         again = rule.slots(rule.with_slots(rule.start(states[server][0])[1], slots))
-        jax.tree.map(np.testing.assert_array_equal, again.parts, slots.parts)
+        jax.tree.map(np.testing.assert_array_equal, again, slots)
     assert seen == 3 * len(group.parts)
+
+
+def test_slots_of_one_part_are_set_alone() -> None:
+    rule = optimizer_rule(keras.optimizers.Adam(0.1), [])
+    infos = [VariableInfo(path=p, shape=(2,), dtype="float32") for p in "abc"]
+    one = ServerOptimizer(place("three", rule, infos, 1), 0)
+    _, state = one.start({"float32": np.zeros(6, "f4")})
+    key = SlotKey("momentum", 1)  # In the middle of a fused span.
+    changed = one.slots(one.with_slots(state, {key: np.array([3.0, 4.0])}))
+    before = one.slots(state)
+    assert changed.pop(key).tolist() == [3, 4]
+    assert before.pop(key).tolist() == [0, 0]
+    jax.tree.map(np.testing.assert_array_equal, changed, before)
 
 
 def test_bfloat16_gradients_and_several_dtypes() -> None:
@@ -321,7 +337,8 @@ def test_variables_of_equal_paths_are_kept_apart() -> None:
     vectors, state = one.start({"float32": np.zeros(4, "f4")})
     gradient = {"float32": np.array([1, 1, 2, 2], "f4")}
     _, state = one.apply(vectors, state, gradient)
-    momenta = [own["momentum"].tolist() for own in one.slots(state).parts]
+    slots = one.slots(state)
+    momenta = [slots["momentum", i].tolist() for i in range(2)]
     assert momenta == [[-0.5, -0.5], [-1.0, -1.0]]
 
 

@@ -21,7 +21,7 @@ from replicax.ps.pushes import (
     Superseded,
     SyncTimeout,
 )
-from replicax.ps.server_optimizer import OptimizerSlots
+from replicax.ps.slots import SlotKey
 from replicax.ps.store import UnknownGroup, VariableStore
 
 INFO = VariableInfo(path="dense/kernel", shape=(4, 2), dtype="float32")
@@ -277,23 +277,21 @@ def test_slots_are_read_and_set() -> None:
     _, [store] = held(sgd(learning_rate=1.0, momentum=0.5))
     push(store, 1)
     slots = store.slots("weights")
-    assert slots.shared["iteration"] == 1
-    assert slots.parts[0]["momentum"].tolist() == [[-1.0, -1.0]] * 4
-    store.assign("weights", "learning_rate", 0.0)
+    assert slots["iteration", None] == 1
+    assert slots["momentum", 0].tolist() == [[-1.0, -1.0]] * 4
+    rate, momentum = SlotKey("learning_rate", None), SlotKey("momentum", 0)
+    store.assign_slots("weights", {rate: np.float32(0)})
     push(store, 2)
-    assert slots.parts[0]["momentum"].tolist() == [[-1.0, -1.0]] * 4
+    assert slots["momentum", 0].tolist() == [[-1.0, -1.0]] * 4
     assert values(store) == [-1.5] * 8
-    zeros = {"momentum": np.zeros((4, 2), np.float32)}
-    store.assign_slots(
-        "weights", OptimizerSlots(shared={"learning_rate": 1.0}, parts=[zeros])
-    )
+    zeros = np.zeros((4, 2), np.float32)
+    store.assign_slots("weights", {rate: np.float32(1), momentum: zeros})
     push(store, 3)
     assert values(store) == [-2.5] * 8
     with pytest.raises(RefusedRequestError, match="no variable 'speed'"):
-        store.assign("weights", "speed", 1.0)
-    bad = OptimizerSlots(shared={}, parts=[{"momentum": np.zeros(3, "f4")}])
+        store.assign_slots("weights", {SlotKey("speed", None): np.float32(1)})
     with pytest.raises(RefusedRequestError, match=r"got shape \(3,\)"):
-        store.assign_slots("weights", bad)
+        store.assign_slots("weights", {momentum: np.zeros(3, "f4")})
 
 
 def test_groups_do_not_wait_for_each_other() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import keras
+import numpy as np
 
 from replicax._util.types import JSON, JSONObject, PyTree
 from replicax.checkpoint import storage
@@ -15,6 +16,8 @@ from replicax.checkpoint.restore import RestoreStatus, compare
 from replicax.checkpoint.slots import (
     ArraySlot,
     Binding,
+    RemoteSlots,
+    Slot,
     ValueSlot,
     bind,
     same_state,
@@ -158,6 +161,10 @@ class Checkpoint:
         on_host = to_host(arrays, wanted=worker.is_chief)
         if not worker.is_chief:
             return None
+        for slot in slots:
+            if isinstance(slot, RemoteSlots):
+                found = slot.read()
+                on_host |= {slot.name + name: array for name, array in found.items()}
         return Contents(
             arrays=on_host,
             values=values,
@@ -180,6 +187,8 @@ class Checkpoint:
             elif isinstance(slot, ValueSlot) and slot.name in contents.values:
                 saved = contents.values[slot.name]
                 slot.write(_own_state(worker, slot, saved) if slot.of_worker else saved)
+            elif isinstance(slot, RemoteSlots):
+                slot.write(_below(slot.name, contents))
         for name, binding in bindings.items():
             setattr(self, name, binding.value())
         return status
@@ -205,7 +214,7 @@ class Checkpoint:
     def _objects(self) -> dict[str, PyTree]:
         return {name: getattr(self, name) for name in self._names}
 
-    def _slots(self) -> list[ArraySlot | ValueSlot]:
+    def _slots(self) -> list[Slot]:
         for value in self._objects().values():
             if isinstance(value, keras.Model):
                 value.jax_state_sync()  # In fit, the model's values are elsewhere.
@@ -233,9 +242,16 @@ class Checkpoint:
         return bindings
 
 
-def _worker_values(
-    worker: Workers, slots: Iterable[ArraySlot | ValueSlot]
-) -> JSONObject:
+def _below(prefix: str, contents: Contents) -> dict[str, np.ndarray]:
+    """The arrays whose names begin so, by the rest of their names."""
+    return {
+        name.removeprefix(prefix): array
+        for name, array in contents.arrays.items()
+        if name.startswith(prefix)
+    }
+
+
+def _worker_values(worker: Workers, slots: Iterable[Slot]) -> JSONObject:
     """The plain values; of iterators, each worker's own."""
     values = {s.name: s.read() for s in slots if isinstance(s, ValueSlot)}
     own = {s.name for s in slots if isinstance(s, ValueSlot) and s.of_worker}

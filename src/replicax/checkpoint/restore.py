@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterable
 
-from replicax.checkpoint.slots import ArraySlot, ValueSlot
+from replicax.checkpoint.slots import ArraySlot, RemoteSlots, Slot
 from replicax.checkpoint.storage import Contents
 from replicax.errors import CheckpointError
 
@@ -69,18 +69,24 @@ class RestoreStatus:
             )
 
 
-def compare(
-    slots: Iterable[ArraySlot | ValueSlot], contents: Contents, path: str
-) -> RestoreStatus:
+def compare(slots: Iterable[Slot], contents: Contents, path: str) -> RestoreStatus:
     """What is only in the checkpoint, or only in the objects.
 
     Raises:
         CheckpointError: If something has another shape or dtype; lists everything.
     """
-    wanted = {slot.name: slot for slot in slots}
+    wanted, elsewhere = {}, []
+    for slot in slots:
+        if isinstance(slot, RemoteSlots):
+            elsewhere.append(slot.name)
+        else:
+            wanted[slot.name] = slot
     saved = {*contents.arrays, *contents.values}
     missing = sorted(set(wanted) - saved)
     unused = sorted(saved - set(wanted))
+    # Those who have the rest know its names; there is some.
+    missing += [x for x in elsewhere if not any(n.startswith(x) for n in unused)]
+    unused = [name for name in unused if not name.startswith(tuple(elsewhere))]
     wrong = []
     for name in sorted(set(wanted) & saved):
         slot, array = wanted[name], contents.arrays.get(name)
@@ -103,9 +109,7 @@ def compare(
     return RestoreStatus(path, missing, unused)
 
 
-def write_existing(
-    slots: Iterable[ArraySlot | ValueSlot], contents: Contents, path: str
-) -> None:
+def write_existing(slots: Iterable[Slot], contents: Contents, path: str) -> None:
     """Set arrays from a checkpoint that has all of them, and may have more.
 
     Raises:

@@ -23,8 +23,12 @@ from replicax.engine.composites import is_key
 from replicax.errors import CheckpointError
 
 __all__ = [
+    "HOME",
     "ArraySlot",
     "Binding",
+    "RemoteSlots",
+    "Slot",
+    "SlotHome",
     "ValueSlot",
     "bind",
     "encode",
@@ -34,6 +38,24 @@ __all__ = [
 
 
 _Named: TypeAlias = tuple[str, keras.Variable]
+
+
+HOME = "_replicax_home"
+"""Attribute of an optimizer whose own variables are not in this process."""
+
+
+class SlotHome(Protocol):
+    """Who has the variables of optimizers: parameter servers."""
+
+    def read_slots(self, optimizer: keras.Optimizer) -> dict[str, np.ndarray]:
+        """Those variables, by the names that they would have in this process."""
+        ...
+
+    def write_slots(
+        self, optimizer: keras.Optimizer, arrays: dict[str, np.ndarray]
+    ) -> None:
+        """Set them."""
+        ...
 
 
 class _HasVariables(Protocol):
@@ -82,6 +104,24 @@ class ValueSlot:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class RemoteSlots:
+    """Arrays of an object that are elsewhere, and whose number is known there only.
+
+    Attributes:
+        name: Beginning of their names in the checkpoint, with a slash behind it.
+        read: The arrays by the rest of their names.
+        write: Sets them.
+    """
+
+    name: str
+    read: Callable[[], dict[str, np.ndarray]]
+    write: Callable[[dict[str, np.ndarray]], None]
+
+
+Slot: TypeAlias = ArraySlot | ValueSlot | RemoteSlots
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Binding:
     """One tracked object.
 
@@ -90,7 +130,7 @@ class Binding:
         value: The object after restoring: itself, or a new tree of new arrays.
     """
 
-    slots: list[ArraySlot | ValueSlot]
+    slots: list[Slot]
     value: Callable[[], PyTree]
 
 
@@ -103,7 +143,7 @@ def bind(name: str, value: PyTree) -> Binding:
     Raises:
         TypeError: If a part of it is none of these; names the part.
     """
-    slots: list[ArraySlot | ValueSlot] = []
+    slots: list[Slot] = []
     leaves, structure = jax.tree_util.tree_flatten_with_path(value, is_leaf=_is_object)
     cells = [leaf for _, leaf in leaves]
     for i, (path, leaf) in enumerate(leaves):
@@ -143,14 +183,16 @@ def _accessors(
 
 def _leaf_slots(
     name: str, leaf: PyTree, cells: list[PyTree], index: int
-) -> Iterable[ArraySlot | ValueSlot]:
+) -> Iterable[Slot]:
     def put(value: PyTree) -> None:
         cells[index] = value
 
     if isinstance(leaf, keras.Variable):
         return [_variable_slot(name, leaf)]
     if _has_variables(leaf):
-        return [_variable_slot(f"{name}/{n}", v) for n, v in named_variables(leaf)]
+        own = [_variable_slot(f"{name}/{n}", v) for n, v in named_variables(leaf)]
+        home: SlotHome | None = getattr(leaf, HOME, None)
+        return [*own, *([] if home is None else [_remote_slots(name, leaf, home)])]
     accessors = _accessors(leaf)
     if accessors is not None:
         get, put_state = accessors
@@ -163,6 +205,14 @@ def _leaf_slots(
         f"Checkpoint: {name} is a {type(leaf).__name__}, which cannot be saved. "
         "Expected a Keras object or variable, an array, a number, a string, a pytree "
         "of these, or an object with get_state and set_state."
+    )
+
+
+def _remote_slots(name: str, optimizer: PyTree, home: SlotHome) -> RemoteSlots:
+    return RemoteSlots(
+        name=f"{name}/",
+        read=lambda: home.read_slots(optimizer),
+        write=lambda arrays: home.write_slots(optimizer, arrays),
     )
 
 

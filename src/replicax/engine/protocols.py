@@ -50,6 +50,17 @@ class StepSource(Protocol):
 class StepQueue(StepSource, Protocol):
     """The steps of a `fit` that several workers share: each takes the next one free."""
 
+    def begin(self, first: int) -> int:
+        """Called when all callbacks were told that training begins.
+
+        Args:
+            first: The epoch that this worker would begin with.
+
+        Returns:
+            The epoch that all of them begin with, or are in.
+        """
+        ...
+
     def end_epoch(self) -> bool:
         """Called when this worker finds no step; whether the epoch is over for all."""
         ...

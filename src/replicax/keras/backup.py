@@ -102,7 +102,7 @@ class BackupAndRestore(LateCallback):
         Raises:
             CheckpointError: If it is damaged and there is no other, or if the model is
                 not the one that was saved.
-            NotImplementedError: On parameter servers.
+            NotImplementedError: For embeddings whose rows are on parameter servers.
         """
         session = session_of(self.model)
         if session is None or session.epochs is None:
@@ -111,11 +111,7 @@ class BackupAndRestore(LateCallback):
                 "fit(callbacks=[...])."
             )
         if session.work is not None:
-            raise NotImplementedError(
-                "BackupAndRestore: on parameter servers the values and the progress of "
-                "fit are with the servers. Use ParameterServerStrategy(snapshot_dir="
-                "...): restarted servers and workers go on from there."
-            )
+            _check_servers(self)
         others = [c for c in callbacks if c is not self]
         self._run = _Run(self, session, session.epochs, others)
 
@@ -173,8 +169,12 @@ class _Run:
         self._callbacks = callbacks
         self._worker = workers.current()
         self._stop = self._worker.stop
-        session.enter_context(self._stop.on_sigterm())
-        session.enter_context(self._stop.on_interrupt())
+        # Workers of parameter servers are where they are in an epoch, each for itself.
+        self._is_shared = session.work is not None
+        self._saves = not self._is_shared or session.strategy.is_chief
+        if not self._is_shared:
+            session.enter_context(self._stop.on_sigterm())
+            session.enter_context(self._stop.on_interrupt())
         self._data = data
         self._epoch, self._step = 0, 0
         self._total = 0  # Steps of all epochs, in earlier runs too.
@@ -189,7 +189,8 @@ class _Run:
             options.max_to_keep,
             checkpoint_name=BACKUP_NAME,
         )
-        self._restore()
+        if self._saves:
+            self._restore()
         self._last_saved = self._total
 
     def begin_epoch(self, epoch: int) -> None:
@@ -204,6 +205,8 @@ class _Run:
             self._metrics = None
 
     def end_batches(self, batch: int) -> None:
+        if self._is_shared:
+            return
         length = self._data.steps_in_epoch()
         done = batch + 1 if length is None else min(batch + 1, length)
         self._total += done - self._step
@@ -221,12 +224,19 @@ class _Run:
 
     def end_epoch(self, epoch: int) -> None:
         self._epoch, self._step = epoch + 1, 0
+        if self._is_shared:
+            self._total += 1  # Counts epochs.
+            if self._saves:
+                self._save()
+            return
         if self._stop.reached(self._total):
             self._save_and_exit()
         if self._is_due or self._options.save_freq == "epoch":
             self._save()
 
     def end(self) -> None:
+        if not self._saves:
+            return
         if self._stop.reached(self._total):  # The script will not keep the result.
             self._save_and_exit()
         if not self._options.delete_checkpoint:
@@ -348,6 +358,25 @@ class _Run:
             _logger.warning(
                 "fit: the interrupted run had the callbacks %s, this one has not.", lost
             )
+
+
+def _check_servers(options: BackupAndRestore) -> None:
+    """Say what cannot be backed up on parameter servers."""
+    model: PyTree = options.model
+    tables = [v.table_name for v in model.variables if hasattr(v, "table_name")]
+    if tables:
+        raise NotImplementedError(
+            f"BackupAndRestore: the rows of {tables} are on parameter servers only, "
+            "which a backup does not hold. Use ParameterServerStrategy(snapshot_dir="
+            "...): restarted servers and workers go on from there."
+        )
+    if options.save_freq != "epoch":
+        _logger.warning(
+            "BackupAndRestore: on parameter servers fit is backed up at the end of "
+            "each epoch, in place of save_freq=%r: workers are at different steps in "
+            "between. ParameterServerStrategy(snapshot_dir=...) goes on from there.",
+            options.save_freq,
+        )
 
 
 class _FitState(Checkpoint):

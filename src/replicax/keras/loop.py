@@ -209,6 +209,8 @@ class _Fit:
         begin = session.initial_epoch
         if begin is None:
             begin = internals.initial_epoch_of(model) or first
+        if session.work is not None:
+            begin = session.work.begin(begin)
         try:
             for epoch in range(begin, end):
                 logs = self._epoch(epoch)

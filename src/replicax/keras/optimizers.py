@@ -13,6 +13,7 @@ from keras.src.backend.common.name_scope import name_scope
 from replicax._private.keras import current_scope, set_reference, trained_by
 from replicax._private.wraps import Original
 from replicax._util.types import PyTree
+from replicax.checkpoint.slots import HOME
 from replicax.engine.replica import ReplicaContext
 from replicax.engine.scope import current_context, current_strategy
 from replicax.engine.variables import (
@@ -171,6 +172,7 @@ def add_slot(
     if strategy is None:
         return original(optimizer, reference_variable, *args, **kwargs)
     if not strategy.home.keeps_slots:
+        optimizer.__dict__[HOME] = strategy.home  # For checkpoints.
         return None
     _reference.path = getattr(reference_variable, "path", "")
     try:

@@ -1,5 +1,7 @@
 """A group of variables on one server, as flat vectors, and its Keras optimizer."""
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,8 @@ from replicax._util.types import JSONObject
 from replicax.ps.groups import Arrays, Group
 from replicax.ps.journal import Journaled, Note, note_nothing
 from replicax.ps.pushes import RefusedRequestError, Sessions
-from replicax.ps.server_optimizer import OptimizerSlots, ServerOptimizer
+from replicax.ps.server_optimizer import ServerOptimizer
+from replicax.ps.slots import SlotKey, Slots
 from replicax.ps.variable_slices import VariableGroup
 
 __all__ = ["BadVectors", "DenseGroup", "DifferentGroup"]
@@ -98,29 +101,23 @@ class DenseGroup(Group):
         self.step = None
         self.condition.notify_all()
 
-    def averages(self) -> dict[str, np.ndarray] | None:
-        """The optimizer's moving averages of the values; None: it has none."""
-        slots = self._optimizer.slots(self._slots).parts
-        if not all("average" in each for each in slots):
-            return None
-        layout = self.group.layout_on(self.server)
-        return layout.pack(each["average"] for each in slots)
-
-    def slots(self) -> OptimizerSlots:
+    def slots(self) -> Slots:
         """The optimizer's variables, copied."""
         return self._optimizer.slots(_copies(self._slots))
 
-    def assign_slots(self, slots: OptimizerSlots) -> None:
-        """Set some of the optimizer's variables."""
+    def check_slots(
+        self, shapes: Mapping[SlotKey, tuple[int, ...]]
+    ) -> dict[SlotKey, str]:
+        """Dtypes of some of the optimizer's variables, if they are here and fit."""
         try:
-            self._slots = self._optimizer.with_slots(self._slots, slots)
+            return self._optimizer.check_slots(self._slots, shapes)
         except ValueError as error:
             raise RefusedRequestError(str(error)) from error
 
-    def assign(self, variable: str, value: float) -> None:
-        """Set an optimizer's `"learning_rate"`, or another scalar of it."""
+    def assign_slots(self, slots: Slots) -> None:
+        """Set some of the optimizer's variables."""
         try:
-            self._slots = self._optimizer.assign(self._slots, variable, value)
+            self._slots = self._optimizer.with_slots(self._slots, slots)
         except ValueError as error:
             raise RefusedRequestError(str(error)) from error
 

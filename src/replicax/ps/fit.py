@@ -79,17 +79,24 @@ class WorkQueueFit:
         self._ready: list[PlacedBatch] = []
         # A distributed dataset: its batches are this worker's own already.
         self._is_own = isinstance(self._data.adapter, DistributedAdapter)
-        going = self._session.board("get", key=f"{self._name} epoch")
-        if going and self._session.starts > 1:
-            # A restarted worker goes on with the epoch that the others are in.
-            for _ in range(going):
-                self._batches.end(None)
-            self._epoch = going
-            fit.initial_epoch = fit.first_epoch + going
-        # Nobody trains while others still use what the script had before.
-        self._session.barrier(f"{self._name}: begin")
         # Validation is with those of the end of the epoch.
         strategy.keeps_values = True
+
+    def begin(self, first: int) -> int:
+        """Meet the others; the epoch to begin with, which the chief has said.
+
+        A worker that was restarted goes on with the epoch that the others are in.
+        """
+        key = f"{self._name} epoch"
+        if self._session.is_chief:  # The first one to be put stays.
+            epoch = first - self._fit.first_epoch
+            self._session.board("put", key=key, value=epoch)
+        # Nobody trains while others still use what the script had before.
+        self._session.barrier(f"{self._name}: begin")
+        self._epoch = self._session.get(key, f"the first epoch of {self._name}")
+        for _ in range(self._epoch):
+            self._batches.end(None)
+        return self._fit.first_epoch + self._epoch
 
     # The loop over an epoch.
 

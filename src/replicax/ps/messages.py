@@ -4,6 +4,7 @@ A message's header says in `"op"` which of these it is; its vectors come behind 
 is not of this form is refused before memory is taken for the vectors.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -13,6 +14,7 @@ import numpy as np
 from replicax._util.types import JSONObject
 from replicax.ps.limits import Count
 from replicax.ps.pushes import StepShare
+from replicax.ps.slots import SlotKey, announced, received
 from replicax.ps.store import VariableStore
 from replicax.ps.table import TableSpec
 from replicax.ps.variable_slices import VariableGroup
@@ -59,7 +61,9 @@ class Create(msgspec.Struct):
 
     def handle(self, store: VariableStore, vectors: Vectors) -> Answer:
         store.create(self.group, vectors)
-        return {"version": store.group(self.group.name).version}, {}
+        held = store.group(self.group.name)
+        iterations = held.group.rule.get("iterations", 0)
+        return {"version": held.version, "iterations": iterations}, {}
 
 
 class Pull(_OfGroup):
@@ -132,22 +136,35 @@ class Replace(msgspec.Struct):
         return {"version": replaced.version}, replaced.vectors or {}
 
 
-class Averages(_OfGroup):
-    """A group's moving averages."""
+class GetSlots(_OfGroup):
+    """The variables of a group's optimizer: those of a name, or all."""
+
+    name: str | None = None
 
     def handle(self, store: VariableStore, vectors: Vectors) -> Answer:
-        found = store.averages(self.group)
-        return {"found": found is not None}, found or {}
+        found = store.slots(self.group)
+        header, arrays = announced(
+            {key: x for key, x in found.items() if self.name in (None, key.name)}
+        )
+        return {"slots": header}, arrays
 
 
-class Assign(_OfGroup):
-    """Another value for one of the optimizer's scalars."""
+class SetSlots(msgspec.Struct):
+    """Other values for variables of a group's optimizer: each one's key and shape."""
 
-    name: str
-    value: float
+    group: str
+    slots: list[tuple[str, Count | None, tuple[Count, ...]]]
+
+    def expected(self, store: VariableStore) -> Mapping[str, Allowed]:
+        shapes = {SlotKey(name, part): shape for name, part, shape in self.slots}
+        dtypes = store.check_slots(self.group, shapes)
+        return {
+            str(i): Allowed((dtypes[key],), math.prod(shape), math.prod(shape))
+            for i, (key, shape) in enumerate(shapes.items())
+        }
 
     def handle(self, store: VariableStore, vectors: Vectors) -> Answer:
-        store.assign(self.group, self.name, self.value)
+        store.assign_slots(self.group, received(self.slots, vectors))
         return {}, {}
 
 
@@ -226,8 +243,8 @@ MESSAGES: dict[str, type[Message]] = {
     "push": Push,
     "commit": Commit,
     "replace": Replace,
-    "averages": Averages,
-    "assign": Assign,
+    "slots": GetSlots,
+    "set_slots": SetSlots,
     "create_table": CreateTable,
     "rows": PullRows,
     "push_rows": PushRows,

@@ -18,9 +18,11 @@ from jax.sharding import NamedSharding
 from replicax._private import keras as internals
 from replicax._util.types import JSONObject, PyTree
 from replicax.engine import device_put
-from replicax.errors import ClusterError, ClusterMismatchError
+from replicax.errors import CheckpointError, ClusterError, ClusterMismatchError
+from replicax.ps import slots
 from replicax.ps.connection import Connection, ServerRefused
 from replicax.ps.session import Session
+from replicax.ps.slots import VariableSlot
 from replicax.ps.variable_slices import VariableGroup
 
 __all__ = ["PushResult", "RemoteGroup", "ServerPushes", "WorkerShare", "key_of"]
@@ -104,6 +106,7 @@ class RemoteGroup:
         self.versions: dict[int, int] = {}
         self.num_assigned = 0
         self.count: keras.Variable | None = None
+        self._first_count = 0  # Steps that were made before the servers had the group.
         self._rate: keras.Variable | None = None
         self._known_rate: tuple[jax.Array | None, float | None] = None, None
         self._handed: list[jax.Array] = []
@@ -131,12 +134,25 @@ class RemoteGroup:
 
     # The beginning.
 
-    def create(self, values: Sequence[jax.Array]) -> None:
-        """Bring the initial values to the servers; they keep those that they have."""
-        self._ask_all("create", self._pack_values(values), group=self.group.to_json())
-        self._session.board(
-            "put", key=key_of(self.name), value={"digest": self.group.digest}
-        )
+    def create(
+        self,
+        values: Sequence[jax.Array],
+        restored: Mapping[VariableSlot, np.ndarray] | None = None,
+    ) -> None:
+        """Bring the initial values to the servers; they keep those that they have.
+
+        Args:
+            values: One for each variable.
+            restored: The optimizer's variables, from a checkpoint.
+        """
+        group = self.group.to_json()
+        made = self._ask_all("create", self._pack_values(values), group=group)
+        # Before others hear of the group, and push.
+        if restored and not any(header["version"] for header, _ in made):
+            self.restore(restored)
+        self._first_count = made[0][0]["iterations"]
+        created = {"digest": self.group.digest, "iterations": self._first_count}
+        self._session.board("put", key=key_of(self.name), value=created)
 
     def require_created(self) -> None:
         """Wait for the chief to create the group, and compare it with this one.
@@ -152,6 +168,7 @@ class RemoteGroup:
                 f"{self.group.parts[0]}. All tasks must run the same script with the "
                 "same arguments and versions."
             )
+        self._first_count = created["iterations"]
 
     # Variables.
 
@@ -215,7 +232,7 @@ class RemoteGroup:
     def num_steps(self) -> jax.Array:
         """What `count` is by now."""
         assert self.count is not None
-        made = self.version - self.num_assigned + self.group.rule["iterations"]
+        made = self.version - self.num_assigned + self._first_count
         return device_put.laid_out(np.asarray(made, self.count.dtype), self._sharding)
 
     # Values.
@@ -248,7 +265,46 @@ class RemoteGroup:
 
     def assign_rate(self, rate: float) -> None:
         """Give the servers' optimizers another learning rate."""
-        self._ask_all("assign", name="learning_rate", value=rate)
+        assert self._rate is not None
+        self.assign_slots({("learning_rate", None): np.asarray(rate, self._rate.dtype)})
+
+    def slots(self, name: str | None = None) -> dict[VariableSlot, np.ndarray]:
+        """The optimizer's variables, those of a name or all, each of them whole."""
+        answers = self._ask_all("slots", name=name)
+        on_servers = {
+            server: slots.received(header["slots"], vectors)
+            for server, (header, vectors) in zip(self._servers, answers, strict=True)
+        }
+        return slots.joined(self.group, on_servers)
+
+    def assign_slots(self, values: Mapping[VariableSlot, np.ndarray]) -> None:
+        """Give the servers' optimizers other values for some of their variables.
+
+        Raises:
+            ServerRefused: If one of them is not there, or has another shape.
+        """
+        cut = [slots.cut(self.group, values, server) for server in self._servers]
+        headers, vectors = zip(*map(slots.announced, cut), strict=True)
+        self._ask_all("set_slots", vectors, [{"slots": x} for x in headers])
+
+    def restore(self, values: Mapping[VariableSlot, np.ndarray]) -> None:
+        """Give the servers' optimizers the variables of a checkpoint, all that it has.
+
+        Raises:
+            CheckpointError: If it is another optimizer's.
+        """
+        try:
+            self.assign_slots(values)
+        except ServerRefused as refused:
+            raise CheckpointError(
+                f"Checkpoint.restore: what was saved of the optimizer does not fit the "
+                f"one of {self.name!r}: {refused} Compile the model with the optimizer "
+                "that was saved."
+            ) from refused
+        steps = values.get(("iteration", None))
+        if self.versions and steps is not None:
+            made = int(steps) - self._first_count
+            self.num_assigned = self.version - made
 
     def assign(self, values: Sequence[jax.Array]) -> None:
         """Replace the servers' values."""
@@ -256,12 +312,14 @@ class RemoteGroup:
         self.num_assigned += 1
         self.pull()
 
-    def averages(self) -> list[jax.Array] | None:
-        """The servers' moving averages of the values; None: the optimizer has none."""
-        answers = self._ask_all("averages")
-        if not all(header["found"] for header, _ in answers):
-            return None
-        return self._on_devices([vectors for _, vectors in answers])
+    def averages(self) -> list[jax.Array]:
+        """The servers' moving averages of the values, if the optimizer has them."""
+        averages = self.slots("average")
+        return [
+            device_put.laid_out(averages["average", i], self._sharding)
+            for i in range(len(self.variables))
+            if averages
+        ]
 
     def push(
         self,
@@ -376,14 +434,23 @@ class RemoteGroup:
     # Messages. Those to one server are sent one after another, by its thread.
 
     def _ask_all(
-        self, op: str, vectors: Sequence[_Vectors] | None = None, **fields: PyTree
+        self,
+        op: str,
+        vectors: Sequence[_Vectors] | None = None,
+        own_fields: Sequence[JSONObject] | None = None,
+        **fields: PyTree,
     ) -> list[_Answer]:
         """Exchange a message with each server, and wait."""
         header = {"op": op, "group": self.name, **fields}
-        each = vectors or [{}] * len(self._servers)
+        nothing: list[_Vectors] = [{}] * len(self._servers)
         asked = [
-            self._session.submit(server, lambda x, own=own: x.exchange(header, own))
-            for server, own in zip(self._servers, each, strict=True)
+            self._session.submit(server, lambda x, own=own, v=v: x.exchange(own, v))
+            for server, v, own in zip(
+                self._servers,
+                vectors or nothing,
+                [header | own for own in own_fields or nothing],
+                strict=True,
+            )
         ]
         return [self._session.result(future) for future in asked]
 

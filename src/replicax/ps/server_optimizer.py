@@ -7,7 +7,6 @@ handed out.
 """
 
 import copy
-import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,38 +23,20 @@ from replicax.ps.optimizers import (
     clips_on_worker,
     deserialize,
 )
+from replicax.ps.slots import SlotKey, Slots
 from replicax.ps.variable_slices import (
     FusedSpan,
     VariableGroup,
     VariableSlice,
     fused_spans,
     join,
-    join_slices,
     split,
     split_slices,
 )
 
-__all__ = [
-    "OptimizerSlots",
-    "ServerOptimizer",
-]
+__all__ = ["ServerOptimizer"]
 
 _Vectors = dict[str, jax.Array]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class OptimizerSlots:
-    """An optimizer's variables on one server, as host arrays.
-
-    Attributes:
-        shared: Those that belong to no variable, by name: `"iteration"`,
-            `"learning_rate"` and the like. Paths, where a name is there twice.
-        parts: For each of the server's parts, in order, what belongs to it, by name:
-            `"momentum"`, `"velocity"`, `"average"` and the like.
-    """
-
-    shared: dict[str, np.ndarray]
-    parts: list[dict[str, np.ndarray]]
 
 
 class ServerOptimizer:
@@ -162,66 +143,64 @@ class ServerOptimizer:
         )
         return {key: float(value) for key, value in norms.items()}
 
-    def slots(self, state: Sequence[jax.Array]) -> OptimizerSlots:
+    def slots(self, state: Sequence[jax.Array]) -> Slots:
         """The optimizer's variables by their owners; views of `state`."""
-        shared: dict[str, np.ndarray] = {}
-        parts: list[dict[str, np.ndarray]] = [{} for _ in self.parts]
+        slots: Slots = {}
         for (owner, name), value in zip(self._owners, state, strict=True):
             if owner is None:
-                shared[name] = np.asarray(value)
+                slots[SlotKey(name, None)] = np.asarray(value)
                 continue
             block = self._blocks[owner]
             pieces = split_slices(block, self.parts, np.asarray(value))
-            for part, piece in zip(block.parts, pieces, strict=True):
-                parts[part][name] = piece
-        return OptimizerSlots(shared=shared, parts=parts)
+            keys = [SlotKey(name, part) for part in block.parts]
+            slots |= zip(keys, pieces, strict=True)
+        return slots
 
-    def assign(self, state: list[jax.Array], name: str, value: Any) -> list[jax.Array]:
-        """The state with another value for a shared scalar, as the learning rate."""
-        known = [each for owner, each in self._owners if owner is None]
-        if name not in known:
-            raise ValueError(
-                f"group {self.group.name!r}: its optimizer has no variable {name!r}, "
-                f"but {known}. A learning rate that follows a schedule cannot be set."
-            )
-        return self.with_slots(
-            state, OptimizerSlots(shared={name: value}, parts=[{} for _ in self.parts])
-        )
+    def with_slots(self, state: list[jax.Array], given: Slots) -> list[jax.Array]:
+        """The state with other values for some of the optimizer's variables.
 
-    def with_slots(
-        self, state: list[jax.Array], slots: OptimizerSlots
-    ) -> list[jax.Array]:
-        """The state with the values of `slots`, which may hold some variables only."""
+        Raises:
+            ValueError: If there is no such variable, or it has another shape.
+        """
+        slots = self.slots(state)
+        self.check_slots(state, {key: np.shape(value) for key, value in given.items()})
         changed = []
         for old, (owner, name) in zip(state, self._owners, strict=True):
-            if owner is None:
-                value = self._shared_slot(old, name, slots)
-            else:
-                value = self._parts_slot(old, self._blocks[owner], name, slots)
-            changed.append(old if value is None else jax.device_put(value, self._cpu))
+            parts = (None,) if owner is None else self._blocks[owner].parts
+            keys = [SlotKey(name, part) for part in parts]
+            if not given.keys() & keys:
+                changed.append(old)
+                continue
+            pieces = [np.ravel(given.get(key, slots[key])) for key in keys]
+            value = np.concatenate(pieces).astype(old.dtype).reshape(old.shape)
+            changed.append(jax.device_put(value, self._cpu))
         return changed
 
-    def _shared_slot(
-        self, old: jax.Array, name: str, slots: OptimizerSlots
-    ) -> np.ndarray | None:
-        if name not in slots.shared:
-            return None
-        value = np.array(slots.shared[name], dtype=old.dtype)
-        if value.shape != old.shape:
-            raise ValueError(
-                f"group {self.group.name!r}: got shape {value.shape} for the "
-                f"optimizer's {name!r}, expected {old.shape}."
-            )
-        return value
+    def check_slots(
+        self, state: Sequence[jax.Array], shapes: Mapping[SlotKey, tuple[int, ...]]
+    ) -> dict[SlotKey, str]:
+        """Dtypes of the variables of those names and shapes.
 
-    def _parts_slot(
-        self, old: jax.Array, block: FusedSpan, name: str, slots: OptimizerSlots
-    ) -> np.ndarray | None:
-        own = {i: slots.parts[i] for i in block.parts if name in slots.parts[i]}
-        if not own:
-            return None
-        given = {i: values[name] for i, values in own.items()}
-        return join_slices(block, self.parts, np.asarray(jnp.copy(old)), given)
+        Raises:
+            ValueError: If there is no such variable, or it has another shape.
+        """
+        slots = self.slots(state)
+        for key, shape in shapes.items():
+            if key not in slots:
+                shared = key.part is None
+                names = {name for name, part in slots if (part is None) == shared}
+                raise ValueError(
+                    f"group {self.group.name!r}: its optimizer has no variable "
+                    f"{key.name!r}, but {sorted(names)}. A learning rate that follows "
+                    "a schedule cannot be set."
+                )
+            if shape != slots[key].shape:
+                of_part = "" if key.part is None else f" of {self.parts[key.part].name}"
+                raise ValueError(
+                    f"group {self.group.name!r}: got shape {shape} for the "
+                    f"optimizer's {key.name!r}{of_part}, expected {slots[key].shape}."
+                )
+        return {key: str(slots[key].dtype) for key in shapes}
 
     def _build(self, vectors: _Vectors) -> list[jax.Array]:
         rule = self.group.rule

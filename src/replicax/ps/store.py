@@ -21,7 +21,7 @@ from replicax.ps.dense_group import DenseGroup
 from replicax.ps.groups import Arrays, Group
 from replicax.ps.journal import Journaled, Note, note_nothing
 from replicax.ps.pushes import RefusedRequestError, Sessions, StepShare
-from replicax.ps.server_optimizer import OptimizerSlots
+from replicax.ps.slots import SlotKey, Slots
 from replicax.ps.table import RowsPushed, Table, TableError, TableSpec
 from replicax.ps.variable_slices import VariableGroup
 from replicax.ps.wire import dtype_named
@@ -227,29 +227,25 @@ class VariableStore:
             version, values = held.version, held.vectors
         return Pulled(version=version, vectors=self._hand_out(values))
 
-    def slots(self, name: str) -> OptimizerSlots:
+    def slots(self, name: str) -> Slots:
         """The optimizer's variables for this server's parts of a group, copied."""
         held = self.group(name)
         with held.condition:
             return held.slots()
 
-    def assign_slots(self, name: str, slots: OptimizerSlots) -> None:
-        """Set some of the optimizer's variables, as from a checkpoint."""
+    def check_slots(
+        self, name: str, shapes: Mapping[SlotKey, tuple[int, ...]]
+    ) -> dict[SlotKey, str]:
+        """Dtypes of some of the optimizer's variables, if they are here and fit."""
+        held = self.group(name)
+        with held.condition:
+            return held.check_slots(shapes)
+
+    def assign_slots(self, name: str, slots: Slots) -> None:
+        """Set some of the optimizer's variables: a learning rate, or all of them."""
         held = self.group(name)
         with held.condition:
             held.assign_slots(slots)
-
-    def assign(self, name: str, variable: str, value: float) -> None:
-        """Set an optimizer's `"learning_rate"`, or another scalar of it."""
-        held = self.group(name)
-        with held.condition:
-            held.assign(variable, value)
-
-    def averages(self, name: str) -> dict[str, np.ndarray] | None:
-        """The moving averages that an optimizer with `use_ema` keeps, by dtype."""
-        held = self.group(name)
-        with held.condition:
-            return held.averages()
 
     # Tables.
 

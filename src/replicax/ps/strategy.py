@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import keras
+import numpy as np
 from jax.typing import ArrayLike
 
 from replicax._private import keras as internals
@@ -415,6 +416,36 @@ class _ServerHome(ReplicaHome):
                     weight=float(num_rows),
                 )
             )
+
+    def read_slots(self, optimizer: keras.Optimizer) -> dict[str, np.ndarray]:
+        """The variables of an optimizer that servers have, by names for a checkpoint.
+
+        They are those of an optimizer whose variables are in this process, so that
+        either one's checkpoint serves the other.
+        """
+        self.settle()
+        return {
+            name if variable is None else f"{name}/{variable}": array
+            for (name, variable), array in self._strategy.remote.slots(
+                optimizer
+            ).items()
+        }
+
+    def write_slots(
+        self, optimizer: keras.Optimizer, arrays: dict[str, np.ndarray]
+    ) -> None:
+        """Set the variables of an optimizer on the servers; only the chief's count."""
+        if not self._session.is_chief:
+            return
+        self.settle()
+        split = {name: name.rpartition("/") for name in arrays}
+        self._strategy.remote.restore_slots(
+            optimizer,
+            {
+                (parts[0], int(parts[2])) if parts[2].isdigit() else (name, None): x
+                for (name, parts), x in zip(split.items(), arrays.values(), strict=True)
+            },
+        )
 
     def begin(self) -> None:
         """Fetch the newest values."""

@@ -22,7 +22,7 @@ import numpy as np
 
 from replicax._util.arrays import FlatLayout
 from replicax._util.hashes import digest
-from replicax._util.types import JSONObject
+from replicax._util.types import JSON, JSONObject
 
 __all__ = [
     "FusedSpan",
@@ -30,7 +30,6 @@ __all__ = [
     "VariableSlice",
     "fused_spans",
     "join",
-    "join_slices",
     "split",
     "split_slices",
 ]
@@ -113,9 +112,27 @@ class VariableGroup:
 
     @property
     def digest(self) -> str:
-        """A short text that is the same for equal groups."""
-        text = json.dumps(self.to_json(), sort_keys=True)
-        return digest(text)
+        """A short text that is the same for equal groups.
+
+        The learning rate and the iterations, which training changes, do not count: one
+        task may be ahead of another, or have restored a checkpoint.
+        """
+        described = self.to_json()
+        described["rule"] = _without_progress(described["rule"])
+        return digest(json.dumps(described, sort_keys=True))
+
+
+def _without_progress(rule: JSON) -> JSON:
+    """A rule without the numbers that training changes."""
+    if isinstance(rule, list):
+        return [_without_progress(x) for x in rule]
+    if not isinstance(rule, dict):
+        return rule
+    return {
+        key: _without_progress(x)
+        for key, x in rule.items()
+        if not (key in ("iterations", "learning_rate") and isinstance(x, int | float))
+    }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -213,28 +230,3 @@ def split_slices(
         return [value]
     layout = FlatLayout([(block.dtype, parts[i].shape) for i in block.parts])
     return layout.unpack({block.dtype: value})
-
-
-def join_slices(
-    block: FusedSpan,
-    parts: Sequence[VariableSlice],
-    old: np.ndarray,
-    given: Mapping[int, np.ndarray],
-) -> np.ndarray:
-    """A slot with the values `given` for some of the block's parts, by their places.
-
-    Raises:
-        ValueError: If one has another shape.
-    """
-    pieces = []
-    for i, piece in zip(block.parts, split_slices(block, parts, old), strict=True):
-        new = np.asarray(given.get(i, piece))
-        if new.shape != piece.shape:
-            raise ValueError(
-                f"part {parts[i].name!r}: got shape {new.shape}, expected "
-                f"{piece.shape}."
-            )
-        pieces.append(new)
-    if len(pieces) == 1:
-        return np.array(pieces[0], dtype=old.dtype)
-    return np.concatenate([piece.reshape(-1) for piece in pieces]).astype(old.dtype)

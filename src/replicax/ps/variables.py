@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import keras
+import numpy as np
 from jax.sharding import NamedSharding
 
 from replicax._private import keras as internals
@@ -25,9 +26,12 @@ from replicax.ps.remote import (
 from replicax.ps.requests import GroupRequests
 from replicax.ps.rows import RemoteTables, RowPush
 from replicax.ps.session import Session
+from replicax.ps.slots import VariableSlot
 from replicax.ps.variable_slices import VariableGroup
 
 __all__ = ["RemoteStep", "RemoteVariables"]
+
+_Slots = Mapping[VariableSlot, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,6 +118,8 @@ class RemoteVariables:
         self._known: dict[tuple[int, ...], RemoteGroup] = {}
         self._first_steps: dict[str, int] = {}
         self._optimizers: list[keras.optimizers.Optimizer] = []  # Alive: so ids stand.
+        # By the id of an optimizer that has no group yet: itself, and its variables.
+        self._restored: dict[int, tuple[keras.optimizers.Optimizer, _Slots]] = {}
         self.requests: GroupRequests | None = None
 
     # Steps.
@@ -241,9 +247,25 @@ class RemoteVariables:
     def write_averages(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Store the optimizer's moving averages in the variables that it trains."""
         group = self._known.get((id(optimizer),))
-        averages = None if group is None else group.averages()
-        if group is not None and averages is not None:
+        if group is not None and (averages := group.averages()):
             internals.write_values(group.variables, averages)
+
+    def slots(self, optimizer: keras.optimizers.Optimizer) -> _Slots:
+        """The variables of an optimizer: on the servers, or restored for them."""
+        group = self._known.get((id(optimizer),))
+        if group is None:
+            return self._restored.get(id(optimizer), (optimizer, {}))[1]
+        return group.slots()
+
+    def restore_slots(
+        self, optimizer: keras.optimizers.Optimizer, slots: _Slots
+    ) -> None:
+        """Set the variables of an optimizer, at once or when the servers have it."""
+        group = self._known.get((id(optimizer),))
+        if group is None:
+            self._restored[id(optimizer)] = optimizer, slots
+            return
+        group.restore(slots)
 
     def _follow_rate(
         self, group: RemoteGroup, stored: Mapping[int, jax.Array] | None = None
@@ -323,7 +345,9 @@ class RemoteVariables:
             )
             if requests is not None and not self._session.is_chief:
                 requests.ask(placed, variables, count, rate)
-            group = self._join(placed, variables, [stored[id(v)] for v in variables])
+            _, slots = self._restored.pop(id(optimizer), (None, {}))
+            values = [stored[id(v)] for v in variables]
+            group = self._join(placed, variables, values, slots)
         if optimizer is not None:
             group.train(count, rate)
             self._optimizers.append(optimizer)
@@ -362,6 +386,7 @@ class RemoteVariables:
         placed: VariableGroup,
         variables: Sequence[keras.Variable],
         values: Sequence[jax.Array],
+        slots: _Slots | None = None,
     ) -> RemoteGroup:
         """Have the group on the servers, where the chief creates it."""
         trains = placed.rule["kind"] == "optimizer"
@@ -370,7 +395,7 @@ class RemoteVariables:
             self._session, placed, self._sharding, compression, variables
         )
         if self._session.is_chief:
-            group.create(values)
+            group.create(values, slots)
         else:
             group.require_created()
         group.pull()

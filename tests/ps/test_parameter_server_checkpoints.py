@@ -1,0 +1,176 @@
+"""Checkpoints hold the servers' slots: what is restored goes on as if never ended.
+
+Synchronous steps, so that all runs of a model are comparable, and variables that are
+cut, so that slots of one are on several servers.
+"""
+
+import os
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+from sklearn.datasets import load_digits
+
+import replicax as rx
+import replicax.testing
+
+pytest.importorskip("pyarrow")
+pytestmark = pytest.mark.multiprocess
+
+EPOCHS = 4
+X, Y = load_digits(return_X_y=True)
+X, Y = (X[:200] / 16).astype("float32"), Y[:200]
+# Sums over workers and servers are made in another order than on one device.
+TOLERANCE = {"rtol": 0, "atol": 1e-5}
+
+
+class InterruptedError(Exception):
+    pass
+
+
+class Interrupt(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == 2:
+            raise InterruptedError
+
+
+def make_model(strategy, optimizer="adam"):
+    keras.utils.set_random_seed(3)
+    with strategy.scope():
+        model = keras.Sequential(
+            [keras.Input((64,)), keras.layers.Dense(16, "relu"), keras.layers.Dense(10)]
+        )
+        model.compile(
+            keras.optimizers.get(optimizer),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy"],
+        )
+    return model
+
+
+def fit(model, *callbacks, **options):
+    keras.utils.set_random_seed(5)  # Order of the examples.
+    history = model.fit(
+        X,
+        Y,
+        batch_size=32,
+        callbacks=list(callbacks),
+        verbose=0,
+        **{"epochs": EPOCHS, **options},
+    )
+    return model.get_weights(), history.history
+
+
+def backed_up(strategy, folder):
+    """An interrupted run, and the one that goes on."""
+    backup = Path(folder) / "backup"
+    model = make_model(strategy)
+    with pytest.raises(InterruptedError):
+        fit(model, rx.BackupAndRestore(backup), Interrupt())
+    strategy.session.barrier("interrupted")
+    model = make_model(strategy)
+    weights, history = fit(model, rx.BackupAndRestore(backup))
+    return weights, history, int(model.optimizer.iterations), backup.exists()
+
+
+def fit_last_epochs(model):
+    # In order: a model that is new draws another one.
+    return fit(model, initial_epoch=2, shuffle=False)[0]
+
+
+def restored(strategy, folder):
+    """A run whose model, with new groups or old ones, is that of a checkpoint."""
+    path = Path(folder) / "checkpoint"
+    model = make_model(strategy)
+    fit(model, epochs=2)
+    if strategy.is_chief:
+        rx.Checkpoint(model=model).write(path)
+    after = fit_last_epochs(model)
+    runs = []
+    for again in (model, make_model(strategy)):
+        strategy.session.barrier("before it is restored")
+        if strategy.is_chief:
+            rx.Checkpoint(model=again).restore(path).assert_consumed()
+        runs.append((fit_last_epochs(again), int(again.optimizer.iterations)))
+    return after, runs
+
+
+def refused(strategy, folder):
+    """What is said where the checkpoint is another optimizer's."""
+    model = make_model(strategy, {"class_name": "SGD", "config": {"momentum": 0.9}})
+    status = rx.Checkpoint(model=model).restore(Path(folder) / "checkpoint")
+    status.assert_consumed()
+    with pytest.raises(rx.errors.CheckpointError) as caught:
+        model.train_on_batch(X[:32], Y[:32])
+    return str(caught.value)
+
+
+def train():
+    partitioner = rx.experimental.partitioners.FixedShardsPartitioner(2)
+    strategy = rx.ParameterServerStrategy(
+        variable_partitioner=partitioner, sync=True, timeouts=rx.Timeouts(step=60)
+    )
+    folder = os.environ["FOLDER"]
+    results = {
+        "whole": fit(make_model(strategy)),
+        "backed up": backed_up(strategy, folder),
+        "restored": restored(strategy, folder),
+    }
+    strategy.session.barrier("the end")
+    if strategy.is_chief:
+        results["refused"] = refused(strategy, folder)
+    return results
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("servers")
+
+
+@pytest.fixture(scope="module")
+def workers(folder):
+    """What both workers returned."""
+    results = replicax.testing.run(
+        train,
+        tasks={"worker": 2, "ps": 2},
+        logical_devices=1,
+        env={"FOLDER": str(folder)},
+        deadline_seconds=150,
+    )
+    return [results[f"worker:{i}"].value for i in range(2)]
+
+
+def assert_close(weights, expected):
+    for actual, one in zip(weights, expected, strict=True):
+        np.testing.assert_allclose(actual, one, **TOLERANCE)
+
+
+def test_an_interrupted_run_goes_on_with_the_same_slots(workers):
+    expected, history = workers[0]["whole"]
+    for worker in workers:
+        weights, _, iterations, _ = worker["backed up"]
+        assert_close(weights, expected)
+        assert iterations == EPOCHS * 7
+    _, goes_on, _, is_there = workers[0]["backed up"]
+    assert not is_there
+    for name, values in history.items():
+        np.testing.assert_allclose(goes_on[name], values, rtol=1e-4)
+
+
+def test_a_restored_model_trains_on_as_it_did(workers):
+    for worker in workers:
+        after, runs = worker["restored"]
+        for weights, iterations in runs:
+            assert_close(weights, after)
+            assert iterations == EPOCHS * 7
+
+
+def test_one_device_goes_on_from_the_servers_checkpoint(workers, folder):
+    model = make_model(rx.OneDeviceStrategy("cpu:0"))
+    rx.Checkpoint(model=model).restore(folder / "checkpoint").assert_consumed()
+    assert_close(fit_last_epochs(model), workers[0]["restored"][0])
+
+
+def test_slots_of_another_optimizer_are_refused(workers):
+    assert "velocity" in workers[0]["refused"]
