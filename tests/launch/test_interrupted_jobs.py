@@ -53,13 +53,13 @@ print("END")
 """
 
 LOOP = """
-import json, os, sys, time
+import os, sys, time
 import replicax as rx
 import jax.numpy as jnp
 
 here = sys.argv[1]
-task = json.loads(os.environ["TF_CONFIG"])["task"]
-name = f"{task['type']}:{task['index']}"
+task = rx.cluster_resolver.TFConfigClusterResolver()
+name = f"{task.task_type}:{task.task_id}"
 with open(f"{here}/{name}", "w") as file:
     file.write(str(os.getpid()))
 if name.startswith("evaluator"):

@@ -506,16 +506,28 @@ def test_a_worker_is_lost_and_the_others_finish(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_exception_in_fit_of_one_worker(tmp_path: Path) -> None:
-    with training(tmp_path, "--workers", "2", raises="worker:1", epochs=12) as process:
+def test_an_exception_in_fit_of_one_worker_ends_the_job(tmp_path: Path) -> None:
+    """It would come again, so nobody goes on: there are days of training left."""
+    with training(
+        tmp_path, "--workers", "2", raises="worker:1", until="never"
+    ) as process:
         output = finished(process)
     assert process.returncode == 1, output
     assert "worker:1 | ValueError: no such thing" in output
-    assert "worker:0 | done" in output
-    assert error_of(output) < 0.1
+    assert "Restart" not in output
+    assert (
+        "worker:1 raised ValueError: no such thing. It would fail again: the job "
+        "cannot go on." in output
+    )
+    assert "worker:0 | done" not in output
+    assert "weights off" not in output
     # The table, once and at the end.
     (row,) = re.findall(r"^ *worker:1 +failed .*$", output, re.MULTILINE)
-    assert row.split()[2] in "23"  # The last one's update may be under way.
+    # One step is under way while the callback is called, another one's update may be.
+    assert 2 <= int(row.split()[2]) <= 4, output
+    last = output.splitlines()[-1]
+    assert "worker:1 failed first, with exit code 1" in last, output
+    assert nobody_is_left(tmp_path)
 
 
 def when_marked(folder: Path, text: str, process: subprocess.Popen[str]) -> int:
