@@ -508,19 +508,14 @@ def test_a_worker_is_lost_and_the_others_finish(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_an_exception_in_fit_of_one_worker_ends_the_job(tmp_path: Path) -> None:
     """It would come again, so nobody goes on: there are days of training left."""
-    with training(
-        tmp_path, "--workers", "2", raises="worker:1", until="never"
-    ) as process:
+    options = ("--workers", "2")
+    with training(tmp_path, *options, raises="worker:1", until="never") as process:
         output = finished(process)
     assert process.returncode == 1, output
     assert "worker:1 | ValueError: no such thing" in output
+    assert "no such thing. It would fail again: the job cannot go on." in output
     assert "Restart" not in output
-    assert (
-        "worker:1 raised ValueError: no such thing. It would fail again: the job "
-        "cannot go on." in output
-    )
     assert "worker:0 | done" not in output
-    assert "weights off" not in output
     # The table, once and at the end.
     (row,) = re.findall(r"^ *worker:1 +failed .*$", output, re.MULTILINE)
     # One step is under way while the callback is called, another one's update may be.
