@@ -2,16 +2,18 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import libcst as cst
 
+from replicax.migrate.flow import Definition
 from replicax.migrate.names import dotted
 from replicax.migrate.script import Script, walk
 
-__all__ = ["DatasetGroup", "Datasets", "find_datasets"]
+__all__ = ["DatasetGroup", "find_datasets"]
 
-Key = tuple[object, str]
-"""A variable or a function of the script that holds or returns a dataset."""
+_Key: TypeAlias = Definition | tuple[str, int | None] | int
+"""A binding, what a function returns or a part of it, or the id of an expression."""
 
 _OPERATOR_NAMES = """
 map batch shuffle repeat cache prefetch take skip with_options shard filter
@@ -23,6 +25,7 @@ _OPERATORS = frozenset(_OPERATOR_NAMES.split())
 _TELLING = frozenset(
     ["batch", "shuffle", "prefetch", "cache", "padded_batch", "unbatch"]
 )
+_SURE = frozenset(["prefetch", "cache", "padded_batch", "with_options"])
 _FOLDERS = (
     "keras.preprocessing.image_dataset_from_directory",
     "keras.utils.image_dataset_from_directory",
@@ -52,121 +55,66 @@ class DatasetGroup:
         return any(path in _FOLDERS for _, path in self.sources)
 
 
-class Datasets:
-    """All datasets of a script.
+def find_datasets(script: Script) -> list[DatasetGroup]:
+    """The datasets of a script, in groups that are made of one another."""
+    return _Datasets(script).groups()
 
-    Attributes:
-        groups: They, in the order of the text.
-    """
+
+class _Datasets:
+    """What is a dataset in a script, and what it is made of."""
 
     def __init__(self, script: Script) -> None:
         self._script = script
-        self._known: set[Key] = set()
-        self._parent: dict[Key, Key] = {}
-        self._seen: dict[cst.CSTNode, Key] = {}
-        self.groups: list[DatasetGroup] = []
+        self._returned = dict(_returned_parts(script))
+        self._known: set[_Key] = set()
+        self._parent: dict[_Key, _Key] = {}
+        self._seen: dict[cst.BaseExpression, _Key] = {}
 
-    def find(self) -> None:
-        """Find the datasets, from the assignments to what is made of them."""
+    def groups(self) -> list[DatasetGroup]:
+        """Find the datasets, from the bindings to what is made of them."""
+        bound = list(self._bound())
         number = -1
         while number != len(self._known):
             number = len(self._known)
-            for key, value in self._bindings():
-                if self._is_dataset(value):
+            for key, value, index in bound:
+                if self._is_dataset(value, index):
                     self._known.add(key)
-        by_root: dict[Key, DatasetGroup] = {}
         for node in walk(self._script.module):
-            if (
-                isinstance(node, cst.Call)
-                and node not in self._seen
-                and self._is_dataset(node)
-            ):
+            if not isinstance(node, cst.Call) or node in self._seen:
+                continue
+            if self._is_dataset(node) and not self._function_keys(node, None):
                 self._collect(node)
-        for key, value in self._bindings():
-            if key in self._known and self._is_dataset(value):
-                self._join(key, self._key_of(value))
+        for key, value, index in bound:
+            if self._is_dataset(value, index):
+                self._join(key, self._key_of(value, index))
+        by_root: dict[_Key, DatasetGroup] = {}
         for node, key in self._seen.items():
-            root = self._root(key)
-            group = by_root.setdefault(root, DatasetGroup())
-            self._sort_in(group, node)
-        self.groups = list(by_root.values())
+            self._sort_in(by_root.setdefault(self._root(key), DatasetGroup()), node)
+        return list(by_root.values())
 
-    # What is bound to what.
-
-    def _bindings(self) -> Iterator[tuple[Key, cst.BaseExpression]]:
-        """Variables with what is assigned to them, functions with what they return."""
-        for node in walk(self._script.module):
-            if isinstance(node, cst.Assign):
-                for target in node.targets:
-                    yield from self._pairs(target.target, node.value)
-            elif isinstance(node, cst.AnnAssign) and node.value is not None:
-                yield from self._pairs(node.target, node.value)
-            elif isinstance(node, cst.Return) and node.value is not None:
-                function = self._script.function_of(node)
-                if function is not None:
-                    yield from self._returned(function, node.value)
-            elif isinstance(node, cst.Call):
-                yield from self._parameters(node)
-
-    def _pairs(
-        self, target: cst.BaseExpression, value: cst.BaseExpression
-    ) -> Iterator[tuple[Key, cst.BaseExpression]]:
-        if isinstance(target, (cst.Tuple, cst.List)):
-            if isinstance(value, cst.Tuple) and len(value.elements) == len(
-                target.elements
-            ):
-                values = [element.value for element in value.elements]
-            else:
-                values = [value] * len(target.elements)
-            for element, part in zip(target.elements, values, strict=True):
-                yield from self._pairs(element.value, part)
-        elif key := self._variable(target):
-            yield key, value
-
-    def _returned(
-        self, function: cst.FunctionDef, value: cst.BaseExpression
-    ) -> Iterator[tuple[Key, cst.BaseExpression]]:
-        values = (
-            [e.value for e in value.elements] if isinstance(value, cst.Tuple) else ()
-        )
-        for part in values or [value]:
-            yield ("function", function.name.value), part
-
-    def _parameters(self, call: cst.Call) -> Iterator[tuple[Key, cst.BaseExpression]]:
-        if not isinstance(call.func, cst.Name):
-            return
-        for function in self._script.functions(call.func.value):
-            params = [p.name for p in function.params.params]
-            for i, arg in enumerate(call.args):
-                named = {p.value: p for p in params}
-                if arg.keyword is not None:
-                    param = named.get(arg.keyword.value)
-                else:
-                    param = params[i] if i < len(params) and not arg.star else None
-                if param is not None and (key := self._variable(param)):
-                    yield key, arg.value
-
-    def _variable(self, node: cst.BaseExpression) -> Key | None:
-        if isinstance(node, cst.Name):
-            return self._script.names.key(node)
-        text = dotted(node)
-        return ("attribute", text) if text and text.startswith("self.") else None
+    def _bound(self) -> Iterator[tuple[_Key, cst.BaseExpression, int | None]]:
+        for definition in self._script.flow.definitions:
+            for value in definition.values:
+                yield definition, value, definition.index
+        for key, values in self._returned.items():
+            for value in values:
+                yield key, value, None
 
     # What is a dataset.
 
-    def _is_dataset(self, node: cst.BaseExpression) -> bool:
+    def _is_dataset(self, node: cst.BaseExpression, index: int | None = None) -> bool:
         if self._source_path(node) or self._is_foreign(node) or self._is_maker(node):
             return True
         if isinstance(node, cst.Call):
             if self._operator(node):
                 receiver = node.func.value  # type: ignore[union-attr]
                 return self._is_dataset(receiver) or self._looks_like_one(node)
-            name = dotted(node.func)
-            return name is not None and ("function", name) in self._known
+            return not self._known.isdisjoint(self._function_keys(node, index))
         if isinstance(node, cst.Subscript):  # Of a dictionary of datasets.
             return self._is_dataset(node.value)
-        key = self._variable(node)
-        return key is not None and key in self._known
+        if isinstance(node, cst.IfExp | cst.BooleanOperation):
+            return any(self._is_dataset(each) for each in _choices(node))
+        return not self._known.isdisjoint(self._script.flow.reaching(node))
 
     def _looks_like_one(self, call: cst.Call) -> bool:
         """Whether a chain of methods of something unknown can only be a dataset's."""
@@ -177,8 +125,8 @@ class Datasets:
             node = node.func.value  # type: ignore[attr-defined]
         if isinstance(node, cst.Name) and self._script.names.imported(node):
             return False
-        is_sure = {"prefetch", "cache", "padded_batch"} & set(used)
-        return bool(_TELLING & set(used)) and (len(used) > 1 or bool(is_sure))
+        is_sure = bool(_SURE & set(used))
+        return is_sure or (bool(_TELLING & set(used)) and len(used) > 1)
 
     def _operator(self, node: cst.CSTNode) -> str | None:
         if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
@@ -209,55 +157,67 @@ class Datasets:
             and node.func.attr.value in _MAKERS
         )
 
+    def _function_keys(self, call: cst.Call, index: int | None) -> list[_Key]:
+        """What a call of a function of the script gives, or one part of that."""
+        name = (dotted(call.func) or "").removeprefix("self.")
+        if (name, index) in self._returned:
+            return [(name, index)]
+        return [key for key in self._returned if key[0] == name]
+
     # How they hang together.
 
-    def _collect(self, node: cst.BaseExpression) -> Key:
+    def _collect(self, node: cst.BaseExpression) -> None:
         """Note all calls of a chain under one key."""
         key = self._key_of(node)
         while True:
             self._seen[node] = key
+            for part in self._arguments(node):
+                if self._is_dataset(part):
+                    self._join(key, self._key_of(part))
             if not self._operator(node):
                 break
             node = node.func.value  # type: ignore[attr-defined]
-        self._join_arguments(node, key)
-        return key
 
-    def _join_arguments(self, node: cst.BaseExpression, key: Key) -> None:
-        """`zip` of datasets is made of those."""
-        if not isinstance(node, cst.Call) or not self._source_path(node):
-            return
-        for part in walk(node):
-            if (
-                part is not node
-                and isinstance(part, (cst.Name, cst.Call))
-                and self._is_dataset(part)
-            ):
-                self._join(key, self._key_of(part))
+    def _arguments(self, node: cst.BaseExpression) -> Iterator[cst.BaseExpression]:
+        """What `zip` and `concatenate` are given, and expressions that choose."""
+        is_zip = isinstance(node, cst.Call) and bool(self._source_path(node))
+        if isinstance(node, cst.IfExp | cst.BooleanOperation):
+            yield from _choices(node)
+        elif is_zip or self._operator(node) == "concatenate":
+            assert isinstance(node, cst.Call)
+            for arg in node.args:
+                for part in walk(arg.value):
+                    if isinstance(part, cst.Name | cst.Call):
+                        yield part
 
-    def _key_of(self, node: cst.BaseExpression) -> Key:
+    def _key_of(self, node: cst.BaseExpression, index: int | None = None) -> _Key:
+        """One key for what an expression is made of, whose keys are all joined."""
         while self._operator(node):
             node = node.func.value  # type: ignore[attr-defined]
+        keys: list[_Key] = []
         if isinstance(node, cst.Call):
-            name = dotted(node.func)
-            if name is not None and ("function", name) in self._known:
-                return ("function", name)
-            return (id(node), "call")
-        if isinstance(node, cst.Subscript):
+            keys = [k for k in self._function_keys(node, index) if k in self._known]
+        elif isinstance(node, cst.Subscript):
             return self._key_of(node.value)
-        return self._variable(node) or (id(node), "expression")
+        elif isinstance(node, cst.IfExp | cst.BooleanOperation):
+            keys = [self._key_of(e) for e in _choices(node) if self._is_dataset(e)]
+        else:
+            keys = [*self._script.flow.reaching(node)]
+        for key in keys[1:]:
+            self._join(keys[0], key)
+        return keys[0] if keys else id(node)
 
-    def _root(self, key: Key) -> Key:
+    def _root(self, key: _Key) -> _Key:
         while key in self._parent:
             key = self._parent[key]
         return key
 
-    def _join(self, one: Key, other: Key) -> None:
+    def _join(self, one: _Key, other: _Key) -> None:
         one, other = self._root(one), self._root(other)
         if one != other:
             self._parent[other] = one
 
-    def _sort_in(self, group: DatasetGroup, node: cst.CSTNode) -> None:
-        assert isinstance(node, cst.BaseExpression)
+    def _sort_in(self, group: DatasetGroup, node: cst.BaseExpression) -> None:
         if self._operator(node):
             assert isinstance(node, cst.Call)
             group.operators.append(node)
@@ -273,15 +233,36 @@ class Datasets:
     def _is_made_here(self, node: cst.BaseExpression) -> bool:
         if isinstance(node, cst.Subscript):
             return self._is_made_here(node.value)
-        key = self._variable(node)
-        if key is not None:
-            return key in self._known
-        name = dotted(node.func) if isinstance(node, cst.Call) else None
-        return ("function", name or "") in self._known
+        if isinstance(node, cst.IfExp | cst.BooleanOperation):
+            return all(self._is_dataset(each) for each in _choices(node))
+        return self._is_dataset(node)
 
 
-def find_datasets(script: Script) -> list[DatasetGroup]:
-    """The datasets of a script, in groups that are made of one another."""
-    datasets = Datasets(script)
-    datasets.find()
-    return datasets.groups
+def _choices(
+    node: cst.IfExp | cst.BooleanOperation,
+) -> tuple[cst.BaseExpression, cst.BaseExpression]:
+    """The two values of which an expression is one."""
+    if isinstance(node, cst.IfExp):
+        return node.body, node.orelse
+    return node.left, node.right
+
+
+def _returned_parts(
+    script: Script,
+) -> Iterator[tuple[tuple[str, int | None], list[cst.BaseExpression]]]:
+    """What each function returns, and each part of it where all returns are tuples."""
+    returned: dict[str, list[cst.BaseExpression]] = {}
+    for node in walk(script.module):
+        if isinstance(node, cst.Return) and node.value is not None:
+            function = script.function_of(node)
+            if function is not None:
+                returned.setdefault(function.name.value, []).append(node.value)
+    for name, values in returned.items():
+        tuples = [v.elements for v in values if isinstance(v, cst.Tuple)]
+        if len({len(t) for t in tuples}) == 1 and len(tuples) == len(values):
+            for i, parts in enumerate(zip(*tuples, strict=True)):
+                yield (name, i), [part.value for part in parts]
+        else:
+            parts = [e.value for t in tuples for e in t]
+            single = [v for v in values if not isinstance(v, cst.Tuple)]
+            yield (name, None), [*single, *parts]

@@ -7,7 +7,7 @@ from libcst import Call
 
 from replicax.migrate.arguments import argument, keyword, renamed, without
 from replicax.migrate.names import dotted
-from replicax.migrate.script import Expression, Script, Unported, walk
+from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.targets import exists, find_target
 
 __all__ = [
@@ -219,8 +219,8 @@ def report_path(
 def is_latest_checkpoint(script: Script, node: cst.BaseExpression) -> bool:
     """Whether a value is what `tf.train.latest_checkpoint` has found."""
     if isinstance(node, cst.Name):
-        values = _assigned(script, node)
-        return len(values) == 1 and is_latest_checkpoint(script, values[0])
+        value = script.flow.value(node)
+        return value is not None and is_latest_checkpoint(script, value)
     return (
         isinstance(node, cst.Call)
         and script.names.path(node.func) == "train.latest_checkpoint"
@@ -240,8 +240,7 @@ def _end(script: Script, node: cst.BaseExpression) -> str | None:
 
 def _last_part(script: Script, node: cst.BaseExpression) -> cst.BaseExpression | None:
     if isinstance(node, cst.Name):
-        values = _assigned(script, node)
-        return values[0] if len(values) == 1 else None
+        return script.flow.value(node)
     if isinstance(node, cst.BinaryOperation):
         return node.left if isinstance(node.operator, cst.Modulo) else node.right
     if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
@@ -250,21 +249,3 @@ def _last_part(script: Script, node: cst.BaseExpression) -> cst.BaseExpression |
         if dotted(node.func) == "os.path.join" and node.args:
             return node.args[-1].value
     return None
-
-
-def _assigned(script: Script, name: cst.Name) -> list[cst.BaseExpression]:
-    """All that is assigned to a variable, if nothing else binds it."""
-    key = script.names.key(name)
-    if key is None:
-        return []
-    values = []
-    for node in walk(script.module):
-        targets = node.targets if isinstance(node, cst.Assign) else ()
-        for target in targets:
-            if isinstance(target.target, cst.Name) and (
-                target.target.value == name.value
-                and script.names.key(target.target) == key
-            ):
-                assert isinstance(node, cst.Assign)
-                values.append(node.value)
-    return values if len(values) == script.names.num_bindings(name) else []

@@ -122,11 +122,6 @@ class Names:
             return (id(assignment.scope), name.value)
         return (0, name.value)
 
-    def num_bindings(self, name: cst.Name) -> int:
-        """How often a variable is bound, in assignments, loops or otherwise."""
-        scope = self._scopes.get(name)
-        return len(list(scope[name.value])) if scope is not None else 0
-
     def global_path(self, text: str) -> str | None:
         """Where a dotted name in a string is in TensorFlow, at the top level."""
         return self._imported(self._globals, text) if self._globals else None
@@ -134,16 +129,6 @@ class Names:
     def is_bound(self, name: str) -> bool:
         """Whether any scope of the module binds `name`."""
         return any(name in scope for scope in self._all_scopes())
-
-    def accesses(self, name: str) -> list[cst.CSTNode]:
-        """Where a global `name` is read, anywhere in the module."""
-        if self._globals is None:
-            return []
-        return [
-            access.node
-            for assignment in self._globals[name]
-            for access in assignment.references
-        ]
 
     def _imported(self, scope: Scope, text: str) -> str | None:
         name = self._module_name(scope, text)

@@ -7,6 +7,7 @@ from libcst import Call
 
 from replicax.migrate.arguments import argument, keyword, without
 from replicax.migrate.datasets import DatasetGroup, find_datasets
+from replicax.migrate.flow import Definition
 from replicax.migrate.host import (
     example_function,
     host_functions_of,
@@ -14,7 +15,7 @@ from replicax.migrate.host import (
     why_not_on_host,
 )
 from replicax.migrate.names import dotted
-from replicax.migrate.script import Expression, Script, Unported, walk
+from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.sources import (
     KNOWN_SOURCES,
     STREAM_RULES,
@@ -46,8 +47,7 @@ def plan_pipelines(script: Script) -> None:
             _plan(script, group)
         else:
             _freeze(script, group, *problem)
-    _drop_options(script)
-    _drop_autotune(script)
+    _drop_settings(script)
 
 
 def _problem(script: Script, group: DatasetGroup) -> tuple[cst.CSTNode, str] | None:
@@ -114,7 +114,7 @@ def _plan(script: Script, group: DatasetGroup) -> None:
     rules = {**MAPPED, **STREAM_RULES} if group.is_stream else MAPPED
     for call in group.operators:
         name = method_of(call)
-        _freeze_autotune(script, call)
+        _freeze_dropped(script, call)
         script.replacements[call] = _replacement(script, call, rules[name])
         if name == "map":
             function = argument(call.args, 0, "map_func")
@@ -251,17 +251,20 @@ def _concatenate(script: Script, call: Call, updated: Call) -> Expression:
     return cst.Call(func, [cst.Arg(both)])
 
 
-MAPPED: dict[str, Rule] = {
-    "map": _map,
-    "batch": _batch,
-    "shuffle": _shuffle,
-    "repeat": _repeat,
+_DROPPED: dict[str, Rule] = {
     "cache": dropped("examples are arrays in memory, and maps run as they are read"),
     "prefetch": dropped("strategies read ahead by themselves"),
     "with_options": dropped(
         "see `auto_shard_policy=` of strategy.experimental_distribute_dataset"
     ),
     "as_numpy_iterator": dropped("Grain's examples are NumPy's"),
+}
+MAPPED: dict[str, Rule] = {
+    "map": _map,
+    "batch": _batch,
+    "shuffle": _shuffle,
+    "repeat": _repeat,
+    **_DROPPED,
     "take": _slice(before=True),
     "skip": _slice(before=False),
     "shard": _shard,
@@ -270,35 +273,72 @@ MAPPED: dict[str, Rule] = {
 """Methods of tf.data's datasets that Grain has, or that are not needed there."""
 
 
-def _drop_options(script: Script) -> None:
-    """Take `options = tf.data.Options()` out, and what is set there."""
-    names = set()
-    for node in walk(script.module):
-        if (
-            isinstance(node, cst.Assign)
-            and isinstance(node.value, cst.Call)
-            and script.names.path(node.value.func) == "data.Options"
-        ):
-            names |= {script.code(target.target) for target in node.targets}
-    used = {
-        script.code(node.args[0].value)
-        for node in walk(script.module)
-        if isinstance(node, cst.Call)
-        and method_of(node) == "with_options"
-        and node.args
-        if node in script.frozen
-    }
-    for node in walk(script.module):
-        if not isinstance(node, cst.Assign):
-            continue
-        target = dotted(node.targets[0].target) or ""
-        if target.partition(".")[0] in names - used:
-            _drop_statement(script, node)
-            if "policy" in target.lower():
-                _report_policy(script, node)
+def _drop_settings(script: Script) -> None:
+    """Take `options = tf.data.Options()` and `AUTOTUNE` out where nothing needs them.
+
+    Those that a use outside of ported pipelines needs stay, with all that sets them.
+    """
+    settings = {d for d in script.flow.definitions if _is_setting(script, d)}
+    unused = set(settings)
+    number = -1
+    while number != len(unused):
+        number = len(unused)
+        unused = {
+            definition
+            for definition in unused
+            for uses in [script.flow.uses(definition)]
+            if all(
+                _is_in_ported_call(script, use)
+                or (_set_there(script, use) and script.flow.reaching(use) <= unused)
+                for use in uses
+            )
+        }
+    for definition in sorted(settings, key=lambda d: script.line(d.node)):
+        uses = script.flow.uses(definition)
+        assigned = [each for use in uses if (each := _set_there(script, use))]
+        if definition in unused:
+            _drop_statement(script, definition.values[0])
+            for each in assigned:
+                _drop_statement(script, each)
+                _note_policy(script, each)
+        elif isinstance(value := definition.values[0], cst.Call):
+            script.leave(value, _STAYING_OPTIONS)
+            script.frozen |= {value, *assigned}
 
 
-def _report_policy(script: Script, node: cst.Assign) -> None:
+_STAYING_OPTIONS = (
+    "tf.data.Options stays: not all that it is given to is a ported pipeline"
+)
+
+
+def _is_setting(script: Script, definition: Definition) -> bool:
+    if len(definition.values) != 1 or not isinstance(definition.node, cst.Name):
+        return False
+    value = definition.values[0]
+    if isinstance(value, cst.Call):
+        return script.names.path(value.func) == "data.Options"
+    path = script.names.path(value) or ""
+    return path.startswith("data.") and path.endswith("AUTOTUNE")
+
+
+def _is_in_ported_call(script: Script, use: cst.CSTNode) -> bool:
+    arg = script.parent(use)
+    call = script.parent(arg) if arg is not None else None
+    return isinstance(arg, cst.Arg) and call in script.replacements
+
+
+def _set_there(script: Script, use: cst.CSTNode) -> cst.Assign | None:
+    """The assignment to an attribute of what is used: `options.a.b = c`."""
+    node: cst.CSTNode | None = use
+    while isinstance(parent := script.parent(node) if node else None, cst.Attribute):
+        node = parent
+    assign = script.parent(parent) if isinstance(parent, cst.AssignTarget) else None
+    return assign if isinstance(assign, cst.Assign) and node is not use else None
+
+
+def _note_policy(script: Script, node: cst.Assign) -> None:
+    if "policy" not in (dotted(node.targets[0].target) or "").lower():
+        return
     policy = (dotted(node.value) or script.code(node.value)).rpartition(".")[2]
     what = f"pass auto_shard_policy=rx.AutoShardPolicy.{policy}"
     script.note(
@@ -308,37 +348,17 @@ def _report_policy(script: Script, node: cst.Assign) -> None:
     )
 
 
-def _drop_autotune(script: Script) -> None:
-    """Take `AUTOTUNE = tf.data.AUTOTUNE` out where only dropped arguments used it."""
-    for node in walk(script.module):
-        if not isinstance(node, cst.Assign) or len(node.targets) != 1:
-            continue
-        path = script.names.path(node.value) or ""
-        target = node.targets[0].target
-        if not path.startswith("data.") or not path.endswith("AUTOTUNE"):
-            continue
-        if isinstance(target, cst.Name) and all(
-            _is_in_ported_chain(script, access)
-            for access in script.names.accesses(target.value)
-        ):
-            _drop_statement(script, node)
-
-
-def _is_in_ported_chain(script: Script, node: cst.CSTNode) -> bool:
-    arg = script.parent(node)
-    call = script.parent(arg) if arg is not None else None
-    return isinstance(arg, cst.Arg) and call in script.replacements
-
-
 def _drop_statement(script: Script, node: cst.CSTNode) -> None:
-    line = script.parent(node)
+    line = script.statement_of(node)
     if isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1:
         script.take_out(line)
 
 
-def _freeze_autotune(script: Script, call: cst.Call) -> None:
+def _freeze_dropped(script: Script, call: cst.Call) -> None:
     """Arguments that are dropped are not reported."""
+    rule = {**STREAM_RULES, **MAPPED}.get(method_of(call))
     for arg in call.args:
         path = script.names.path(arg.value) or ""
-        if path.startswith("data.") and path.endswith("AUTOTUNE"):
+        is_autotune = path.startswith("data.") and path.endswith("AUTOTUNE")
+        if is_autotune or rule in _DROPPED.values():
             script.frozen.add(arg)

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import libcst as cst
 from libcst.metadata import MetadataWrapper, ParentNodeProvider, PositionProvider
 
+from replicax.migrate.flow import Flow
 from replicax.migrate.names import Names, path_in_tensorflow
 from replicax.migrate.tables import ALIASES
 from replicax.migrate.targets import is_dotted
@@ -73,6 +74,7 @@ class Script:
     Attributes:
         module: The tree of the original, whose nodes are the keys everywhere.
         names: What names stand for.
+        flow: What variables stand for where they are used.
         report: Findings so far.
         needed: First names of targets that were written, such as `"keras"`.
         frozen: Nodes that stay as they are, with all that is in them.
@@ -92,6 +94,7 @@ class Script:
         wrapper = MetadataWrapper(module, unsafe_skip_copy=True)
         self.module = wrapper.module
         self.names = Names(wrapper)
+        self.flow = Flow(self.module, self.names.key)
         self.report = PortReport()
         self.needed: set[str] = set()
         self.frozen: set[cst.CSTNode] = set()

@@ -1,6 +1,7 @@
 """Sources of datasets: `tf.data`'s as Grain's, and folders of images as streams."""
 
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import libcst as cst
 from libcst import Call
@@ -20,6 +21,9 @@ __all__ = [
     "stream_problem",
 ]
 
+Rule: TypeAlias = Callable[[Script, cst.Call, cst.Call], cst.BaseExpression]
+"""What is made of a call of a dataset's method: the original call, and the ported."""
+
 _LISTS = ("list", "sorted")
 
 
@@ -32,7 +36,7 @@ def source(
 
     def replacement(updated: cst.Call) -> cst.BaseExpression:
         try:
-            return rule(script, updated)
+            return rule(script, node, updated)
         except Unported as why:
             script.leave(node, why.reason)
             return updated
@@ -40,25 +44,25 @@ def source(
     return replacement
 
 
-def _slices(script: Script, updated: cst.Call) -> cst.BaseExpression:
-    arrays = _arrays(script, _only(updated, "tensors"))
+def _slices(script: Script, node: Call, updated: Call) -> Expression:
+    arrays = _arrays(script, _only(node, "tensors"), _only(updated, "tensors"))
     func = script.expression("rx.input.numpy_dataset")
     return updated.with_changes(func=func, args=[_in_place(updated, arrays)])
 
 
-def _tensors(script: Script, updated: cst.Call) -> cst.BaseExpression:
-    arrays = _arrays(script, _only(updated, "tensors"))
+def _tensors(script: Script, node: Call, updated: Call) -> Expression:
+    arrays = _arrays(script, _only(node, "tensors"), _only(updated, "tensors"))
     func = script.expression("grain.MapDataset.source")
     return cst.Call(func, [cst.Arg(cst.List([cst.Element(arrays)]))])
 
 
-def _range(script: Script, updated: cst.Call) -> cst.BaseExpression:
+def _range(script: Script, node: Call, updated: Call) -> Expression:
     if any(arg.keyword for arg in updated.args):
         raise Unported("tf.data.Dataset.range with keywords: port it by hand")
     return updated.with_changes(func=script.expression("grain.MapDataset.range"))
 
 
-def _zip(script: Script, updated: cst.Call) -> cst.BaseExpression:
+def _zip(script: Script, node: Call, updated: Call) -> Expression:
     func = script.expression("grain.experimental.ZipMapDataset")
     if len(updated.args) == 1:
         parts = updated.args[0].value
@@ -83,25 +87,18 @@ def _in_place(updated: cst.Call, value: cst.BaseExpression) -> cst.Arg:
     )
 
 
-def _arrays(script: Script, node: cst.BaseExpression) -> cst.BaseExpression:
+def _arrays(script: Script, before: Expression, after: Expression) -> Expression:
     """A structure of tensors with its lists, which TF makes tensors of, as arrays."""
-    if isinstance(node, cst.Tuple):
+    if isinstance(before, cst.Tuple | cst.Dict):
+        assert isinstance(after, cst.Tuple | cst.Dict)
         elements = [
-            element.with_changes(value=_arrays(script, element.value))
-            for element in node.elements
+            new.with_changes(value=_arrays(script, old.value, new.value))
+            for old, new in zip(before.elements, after.elements, strict=True)
         ]
-        return node.with_changes(elements=elements)
-    if isinstance(node, cst.Dict):
-        entries = [
-            element.with_changes(value=_arrays(script, element.value))
-            if isinstance(element, cst.DictElement)
-            else element
-            for element in node.elements
-        ]
-        return node.with_changes(elements=entries)
-    if isinstance(node, (cst.List, cst.ListComp)) or _is_list(script, node):
-        return _array(script, node)
-    return node
+        return after.with_changes(elements=elements)
+    if isinstance(before, cst.List | cst.ListComp) or _is_list(script, before):
+        return _array(script, after)
+    return after
 
 
 def _array(script: Script, node: cst.BaseExpression) -> cst.BaseExpression:
@@ -116,28 +113,12 @@ def _array(script: Script, node: cst.BaseExpression) -> cst.BaseExpression:
 
 
 def _is_list(script: Script, node: cst.BaseExpression) -> bool:
-    """Whether a name was assigned a list."""
-    if not isinstance(node, cst.Name):
-        return False
+    """Whether a name may be bound to a list."""
     return any(
-        isinstance(target, cst.Name)
-        and target.value == node.value
-        and _makes_list(value)
-        for assignment in walk(script.module)
-        if isinstance(assignment, cst.Assign)
-        for each in assignment.targets
-        for target, value in _pairs(each.target, assignment.value)
+        _makes_list(value)
+        for definition in script.flow.reaching(node)
+        for value in definition.values
     )
-
-
-def _pairs(
-    target: cst.BaseExpression, value: cst.BaseExpression
-) -> list[tuple[cst.BaseExpression, cst.BaseExpression]]:
-    """What is assigned to what, also in `a, b = [], []`."""
-    if isinstance(target, (cst.Tuple, cst.List)) and isinstance(value, cst.Tuple):
-        parts = zip(target.elements, value.elements, strict=False)
-        return [(one.value, other.value) for one, other in parts]
-    return [(target, value)]
 
 
 def _makes_list(value: cst.BaseExpression) -> bool:
@@ -146,7 +127,7 @@ def _makes_list(value: cst.BaseExpression) -> bool:
     return isinstance(value, (cst.List, cst.ListComp))
 
 
-KNOWN_SOURCES: dict[str, Callable[[Script, cst.Call], cst.BaseExpression] | None] = {
+KNOWN_SOURCES: dict[str, Rule | None] = {
     "data.Dataset.from_tensor_slices": _slices,
     "data.Dataset.from_tensors": _tensors,
     "data.Dataset.range": _range,
@@ -157,9 +138,6 @@ KNOWN_SOURCES: dict[str, Callable[[Script, cst.Call], cst.BaseExpression] | None
 }
 """Paths of what makes datasets that Grain can make too."""
 
-
-Rule = Callable[[Script, cst.Call, cst.Call], cst.BaseExpression]
-"""What is made of a call of a dataset's method: the original call, and the ported."""
 
 _WITHOUT = {
     "skip": "use `validation_split=` and `subset=` of image_dataset_from_directory",

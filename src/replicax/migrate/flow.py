@@ -1,0 +1,349 @@
+"""Reaching definitions: which bindings of a variable each use of it may see."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import libcst as cst
+
+__all__ = ["Definition", "Flow"]
+
+_BLOCKS = (
+    cst.SimpleStatementLine,
+    cst.SimpleStatementSuite,
+    cst.IndentedBlock,
+    cst.Else,
+    cst.Finally,
+)
+_Key: TypeAlias = tuple[int, str]
+_Environment: TypeAlias = dict[_Key, frozenset["Definition"]]
+
+
+@dataclass(eq=False)
+class Definition:
+    """One binding of a variable.
+
+    Attributes:
+        node: The name, or `self.x`, that is bound; an import's or a function's node.
+        values: What is bound to it, as far as the script has expressions for that.
+        index: The part of the value that it is, where `a, b = f()` unpacks one.
+    """
+
+    node: cst.CSTNode
+    values: list[cst.BaseExpression] = field(default_factory=list)
+    index: int | None = None
+
+
+class Flow:
+    """The definitions of a script, and those that reach each of its uses.
+
+    Statements are followed in order, branches merge, loops go round. A function sees
+    every binding of the variables around it, and an attribute of `self` every one.
+
+    Attributes:
+        definitions: All of them, in the order of the text.
+    """
+
+    def __init__(
+        self, module: cst.Module, key: Callable[[cst.Name], _Key | None]
+    ) -> None:
+        self.definitions: list[Definition] = []
+        self._key = key
+        self._by_key: dict[_Key, list[Definition]] = defaultdict(list)
+        self._by_node: dict[cst.CSTNode, Definition] = {}
+        self._reaching: dict[cst.CSTNode, frozenset[Definition]] = {}
+        self._outer_uses: dict[cst.CSTNode, _Key] = {}
+        self._functions: dict[str, list[cst.FunctionDef]] = defaultdict(list)
+        self._calls: list[cst.Call] = []
+        self._loops: list[list[_Environment]] = []
+        self._bodies: list[tuple[cst.FunctionDef | cst.Lambda, int]] = []
+        self._class = 0
+        self._block(module.body, {})
+        while self._bodies:
+            body, self._class = self._bodies.pop(0)
+            self._parameters(body)
+        self._pass_arguments()
+
+    def reaching(self, use: cst.CSTNode) -> frozenset[Definition]:
+        """The bindings that a name, or an attribute of `self`, may have where it is."""
+        if use in self._outer_uses:
+            return frozenset(self._by_key[self._outer_uses[use]])
+        return self._reaching.get(use, frozenset())
+
+    def defined(self, node: cst.CSTNode) -> Definition | None:
+        """The binding that a target of an assignment is."""
+        return self._by_node.get(node)
+
+    def uses(self, definition: Definition) -> list[cst.CSTNode]:
+        """Where a binding may be read, in the order of the text."""
+        nodes = [*self._reaching, *self._outer_uses]
+        return [node for node in nodes if definition in self.reaching(node)]
+
+    def value(self, node: cst.BaseExpression) -> cst.BaseExpression | None:
+        """The only expression that a variable may stand for, if there is one."""
+        found = [v for d in self.reaching(node) for v in d.values if d.index is None]
+        is_one = len(found) == 1 and len(self.reaching(node)) == 1
+        return found[0] if is_one else None
+
+    # Statements: each takes what reaches it, and gives what leaves it (None: nothing).
+
+    def _block(
+        self, body: Sequence[cst.CSTNode], env: _Environment | None
+    ) -> _Environment | None:
+        for statement in body:
+            if env is None:  # What follows a `return` is read all the same.
+                env = {}
+            env = self._statement(statement, env)
+        return env
+
+    def _statement(self, node: cst.CSTNode, env: _Environment) -> _Environment | None:
+        if isinstance(node, _BLOCKS):
+            body = node.body
+            if isinstance(body, cst.BaseSuite):  # Of `else` and `finally`.
+                return self._statement(body, env)
+            return self._block(body, env)
+        if isinstance(node, cst.FunctionDef | cst.ClassDef):
+            return self._named(node, env)
+        if isinstance(node, cst.For | cst.While):
+            return self._loop(node, env)
+        if isinstance(node, cst.Try | cst.TryStar):
+            return self._try(node, env)
+        if isinstance(node, cst.If | cst.Match | cst.With):
+            return self._branches(node, env)
+        return self._small(node, env)
+
+    def _branches(
+        self, node: cst.If | cst.Match | cst.With, env: _Environment
+    ) -> _Environment | None:
+        if isinstance(node, cst.With):
+            for item in node.items:
+                self._read(item.item, env)
+                if item.asname:
+                    self._bind(item.asname.name, None, env)
+            return self._statement(node.body, env)
+        if isinstance(node, cst.Match):
+            self._read(node.subject, env)
+            cases = [self._statement(case.body, dict(env)) for case in node.cases]
+            return _merged([env, *cases])
+        self._read(node.test, env)
+        after = self._statement(node.body, dict(env))
+        other = self._statement(node.orelse, dict(env)) if node.orelse else env
+        return _merged([after, other])
+
+    def _small(self, node: cst.CSTNode, env: _Environment) -> _Environment | None:
+        if isinstance(node, cst.Assign):
+            self._read(node.value, env)
+            for target in node.targets:
+                self._bind(target.target, node.value, env)
+        elif isinstance(node, cst.AnnAssign):
+            if node.value is not None:
+                self._read(node.value, env)
+                self._bind(node.target, node.value, env)
+        elif isinstance(node, cst.AugAssign):
+            self._read(node.target, env)
+            self._read(node.value, env)
+            self._bind(node.target, None, env)
+        elif isinstance(node, cst.Continue | cst.Break):
+            if self._loops:
+                self._loops[-1].append(dict(env))
+            return None
+        else:
+            self._read(node, env)
+            if isinstance(node, cst.Return | cst.Raise):
+                return None
+        return env
+
+    def _named(
+        self, node: cst.FunctionDef | cst.ClassDef, env: _Environment
+    ) -> _Environment:
+        for part in node.decorators:
+            self._read(part, env)
+        if isinstance(node, cst.FunctionDef):
+            self._functions[node.name.value].append(node)
+            self._read(node.params, env)
+            self._bodies.append((node, self._class))
+        else:
+            outer, self._class = self._class, id(node)
+            for base in node.bases:
+                self._read(base, env)
+            self._statement(node.body, {})
+            self._class = outer
+        self._bind(node.name, None, env)
+        return env
+
+    def _loop(self, node: cst.For | cst.While, env: _Environment) -> _Environment:
+        self._read(node.iter if isinstance(node, cst.For) else node.test, env)
+        around = env
+        for _ in range(2):  # What the end of a round binds reaches the next one.
+            inside = dict(around)
+            if isinstance(node, cst.For):
+                self._bind(node.target, None, inside)
+            else:
+                self._read(node.test, inside)
+            self._loops.append([])
+            after = self._statement(node.body, inside)
+            around = _merged([around, after, *self._loops.pop()]) or {}
+        if node.orelse:
+            return _merged([around, self._statement(node.orelse, dict(around))]) or {}
+        return around
+
+    def _try(self, node: cst.Try | cst.TryStar, env: _Environment) -> _Environment:
+        points = [dict(env)]
+        inside: _Environment | None = dict(env)
+        for statement in node.body.body:
+            inside = self._statement(statement, inside if inside is not None else {})
+            points.append(dict(inside or {}))
+        if node.orelse:
+            inside = self._statement(node.orelse, inside or {})
+        ends = [inside]
+        for handler in node.handlers:
+            begin = _merged(points) or {}
+            if handler.type:
+                self._read(handler.type, begin)
+            ends.append(self._statement(handler.body, begin))
+        after = _merged(ends) or {}
+        if node.finalbody:
+            after = self._statement(node.finalbody, after) or {}
+        return after
+
+    # Bindings and uses.
+
+    def _bind(
+        self,
+        target: cst.CSTNode,
+        value: cst.BaseExpression | None,
+        env: _Environment,
+        index: int | None = None,
+    ) -> None:
+        if isinstance(target, cst.Tuple | cst.List):
+            parts = [element.value for element in target.elements]
+            if isinstance(value, cst.Tuple) and len(value.elements) == len(parts):
+                for part, element in zip(parts, value.elements, strict=True):
+                    self._bind(part, element.value, env)
+            else:
+                for i, part in enumerate(parts):
+                    self._bind(part, value, env, i)
+        elif isinstance(target, cst.Name):
+            key = self._key(target)
+            if key is not None:
+                env[key] = frozenset([self._definition(target, value, key, index)])
+        elif isinstance(target, cst.StarredElement):
+            self._bind(target.value, None, env)
+        elif (key := self._self_key(target)) is not None:
+            self._definition(target, value, key, index)
+        elif target is not None:
+            self._read(target, env)
+
+    def _definition(
+        self,
+        node: cst.CSTNode,
+        value: cst.BaseExpression | None,
+        key: _Key,
+        index: int | None = None,
+    ) -> Definition:
+        if node not in self._by_node:
+            values = [] if value is None else [value]
+            made = Definition(node, values, index)
+            self._by_node[node] = made
+            self._by_key[key].append(made)
+            self.definitions.append(made)
+        return self._by_node[node]
+
+    def _self_key(self, node: cst.CSTNode) -> _Key | None:
+        """The key of `self.x`, one for each class."""
+        if not isinstance(node, cst.Attribute) or not isinstance(node.value, cst.Name):
+            return None
+        is_own = node.value.value == "self"
+        return (self._class, f"self.{node.attr.value}") if is_own else None
+
+    def _read(self, node: cst.CSTNode, env: _Environment) -> None:
+        """Note the uses in an expression, from left to right."""
+        if isinstance(node, cst.Name):
+            self._use(node, env)
+        elif isinstance(node, cst.Lambda):
+            self._read(node.params, env)
+            self._bodies.append((node, self._class))
+        elif isinstance(node, cst.NamedExpr):
+            self._read(node.value, env)
+            self._bind(node.target, node.value, env)
+        elif isinstance(node, cst.Attribute):
+            if (key := self._self_key(node)) is not None:
+                self._outer_uses[node] = key
+            self._read(node.value, env)
+        elif isinstance(node, cst.Call):
+            self._calls.append(node)
+            for part in (node.func, *node.args):
+                self._read(part, env)
+        elif not isinstance(node, cst.Import | cst.ImportFrom):
+            for child in _read_parts(node):
+                self._read(child, env)
+
+    def _use(self, node: cst.Name, env: _Environment) -> None:
+        key = self._key(node)
+        if key is None:
+            return
+        if key in env:
+            seen = self._reaching.get(node, frozenset())
+            self._reaching[node] = seen | env[key]
+        else:
+            self._outer_uses[node] = key
+
+    # Functions.
+
+    def _parameters(self, node: cst.FunctionDef | cst.Lambda) -> None:
+        env: _Environment = {}
+        params = node.params
+        stars = [params.star_arg, params.star_kwarg]
+        named = [*params.posonly_params, *params.params, *params.kwonly_params]
+        for param in [*named, *(p for p in stars if isinstance(p, cst.Param))]:
+            self._bind(param.name, None, env)
+        outer, self._loops = self._loops, []
+        if isinstance(node, cst.Lambda):
+            self._read(node.body, env)
+        else:
+            self._statement(node.body, env)
+        self._loops = outer
+
+    def _pass_arguments(self) -> None:
+        """Bind what calls of the script's functions pass to their parameters."""
+        for call in dict.fromkeys(self._calls):
+            if isinstance(call.func, cst.Name):
+                for function in self._functions.get(call.func.value, ()):
+                    for param, value in _arguments(function, call):
+                        if made := self._by_node.get(param):
+                            made.values.append(value)
+
+
+def _read_parts(node: cst.CSTNode) -> Sequence[cst.CSTNode]:
+    """The parts of a node that are read: no keywords, and of parameters the default."""
+    if isinstance(node, cst.Arg):
+        return [node.value]
+    if isinstance(node, cst.Param):
+        return [node.default] if node.default is not None else []
+    return node.children
+
+
+def _arguments(
+    function: cst.FunctionDef, call: cst.Call
+) -> Iterator[tuple[cst.Name, cst.BaseExpression]]:
+    params = [p.name for p in function.params.params]
+    named = {p.value: p for p in params}
+    for i, arg in enumerate(call.args):
+        if arg.keyword is not None:
+            param = named.get(arg.keyword.value)
+        else:
+            param = params[i] if i < len(params) and not arg.star else None
+        if param is not None:
+            yield param, arg.value
+
+
+def _merged(environments: Iterable[_Environment | None]) -> _Environment | None:
+    """What reaches a point where several branches meet; None if none does."""
+    alive = [env for env in environments if env is not None]
+    if not alive:
+        return None
+    keys = dict.fromkeys(key for env in alive for key in env)
+    return {
+        key: frozenset(d for env in alive for d in env.get(key, ())) for key in keys
+    }
