@@ -309,14 +309,57 @@ def test_mismatches_are_all_listed_and_nothing_is_changed(tmp_path):
     assert_equal(values(other), before)
 
 
-def test_unbuilt_models_and_optimizers(tmp_path):
+def test_unbuilt_models_and_optimizers_are_set_when_they_are_built(tmp_path):
     model = trained()
     path = Checkpoint(model=model).write(tmp_path / "c")
-    unbuilt = keras.Sequential([keras.layers.Dense(3)], name="later")
-    with pytest.raises(CheckpointError, match=r"'later'\) is not built.*keras.Input"):
-        Checkpoint(model=unbuilt).restore(path)
-    with pytest.raises(CheckpointError, match="optimizer o is not built, and with 0"):
-        Checkpoint(o=keras.optimizers.Adam()).restore(path)
+    layers = small_model().layers
+    later = keras.Sequential([type(x).from_config(x.get_config()) for x in layers])
+    later.compile(keras.optimizers.Adam(), "mse")
+    assert not later.built
+    status = Checkpoint(model=later).restore(path)
+    with pytest.raises(CheckpointError, match=r"not built yet.*: model"):
+        status.assert_consumed()
+    later(np.zeros((1, 4), "float32"))
+    status.assert_consumed()
+    assert_equal(values(later), values(model))
+    assert later.optimizer.iterations == model.optimizer.iterations > 0
+
+
+def test_what_a_step_builds_begins_with_the_values_of_the_checkpoint(tmp_path):
+    """As loops do that restore before their first step; and other shapes are errors."""
+    strategy = rx.MirroredStrategy(jax.devices()[:2])
+    x = np.ones((4, 4), "float32")
+
+    def objects(width=3):
+        with strategy.scope():
+            model = keras.Sequential([keras.layers.Dense(width)])
+            optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+        return Checkpoint(model=model, optimizer=optimizer)
+
+    def losses(made):
+        def step(x):
+            with rx.GradientTape() as tape:
+                loss = keras.ops.mean(made.model(x) ** 2)
+            weights = made.model.trainable_variables
+            made.optimizer.apply_gradients(
+                zip(tape.gradient(loss, weights), weights, strict=True)
+            )
+            return loss
+
+        return [float(strategy.run(step, args=(x,)).values[0]) for _ in range(2)]
+
+    first, late, wide = objects(), objects(), objects(width=5)
+    losses(first)
+    path = first.write(tmp_path / "c")
+    late.restore(path)
+    assert losses(late) == pytest.approx(losses(first), rel=1e-6)
+    assert int(late.optimizer.iterations.value) == 4
+    assert_equal(
+        values(late.model, late.optimizer), values(first.model, first.optimizer)
+    )
+    wide.restore(path)
+    with pytest.raises(CheckpointError, match=r"float32\[4, 3\] saved"):
+        losses(wide)
 
 
 def test_wrong_objects_and_names():

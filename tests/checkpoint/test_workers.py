@@ -206,7 +206,10 @@ def loop(folder: str, num_steps: int, damage: bool = False) -> dict[str, Any]:
                 path.write_bytes(b"")
     strategy.workers.exchange("damage is done", None)
     seen = []
-    with rx.CheckpointManager(checkpoint, folder, max_to_keep=3) as manager:
+    # As TensorFlow wants it: workers other than the chief name folders of their own.
+    own = folder if strategy.workers.is_chief else f"{folder}/workertemp_1"
+    with rx.CheckpointManager(checkpoint, own, max_to_keep=3) as manager:
+        assert manager.directory == folder
         restored = manager.restore_or_initialize()
         begin = checkpoint.step
         for _ in range(num_steps):

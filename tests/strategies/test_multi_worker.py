@@ -447,6 +447,9 @@ def test_one_worker_trains_alone(monkeypatch, tf_config):
     assert strategy.num_workers == 1
     assert strategy.num_replicas_in_sync == len(jax.devices()) == 8
     assert (strategy.task_type is None) == (tf_config is None)
+    resolver = strategy.cluster_resolver
+    assert resolver.task_type == strategy.task_type
+    assert bool(resolver.cluster_spec()) == (tf_config is not None)
     assert_same(trained(strategy, tape_step), trained(mirrored(1), tape_step))
 
 

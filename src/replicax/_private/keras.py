@@ -6,14 +6,16 @@ Tested with Keras 3.14 to 3.15. Everything that a new Keras may move is in this 
 
 import collections
 import contextlib
+import functools
 import itertools
 import operator
 import re
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import keras
 from keras.src.backend.common.global_state import (
     get_global_attribute,
@@ -65,10 +67,12 @@ __all__ = [
     "set_layout",
     "set_owned",
     "set_reference",
+    "set_value",
     "shared_seed_generator",
     "stop_workers",
     "train_validation_split",
     "trained_by",
+    "when_built",
     "write_values",
 ]
 
@@ -163,6 +167,28 @@ def forget_uninitialized(variable: Any) -> None:
 def has_value(variable: Any) -> bool:
     """Whether the variable's array is here: initialised, and not lent to `fit`."""
     return variable._value is not None
+
+
+def set_value(variable: Any, value: Any) -> None:
+    """Assign to a variable; one that a step is about to make begins with the value."""
+    if current_scope() is not None and not has_value(variable):
+        variable._initializer = lambda shape, dtype=None: jnp.asarray(value, dtype)
+    else:
+        variable.assign(value)
+
+
+def when_built(owner: Any, then: Callable[[], None]) -> None:
+    """Call a function once, when a layer or an optimizer has been built."""
+    build = owner.build
+
+    @functools.wraps(build)
+    def build_then(*args: Any, **kwargs: Any) -> Any:
+        owner.build = build
+        result = build(*args, **kwargs)
+        then()
+        return result
+
+    owner.build = build_then
 
 
 def described(variable: Any) -> str:

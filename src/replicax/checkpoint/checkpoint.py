@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 from collections.abc import Iterable, Mapping
@@ -10,6 +11,7 @@ from pathlib import Path
 import keras
 import numpy as np
 
+from replicax._private import keras as internals
 from replicax._util.types import JSON, JSONObject, PyTree
 from replicax.checkpoint import storage
 from replicax.checkpoint.restore import RestoreStatus, compare
@@ -129,6 +131,7 @@ class Checkpoint:
         """Set the objects to what was saved, keeping where they are placed.
 
         Objects need not be those that were saved, nor all of them: the status tells.
+        Models, layers and optimizers that are not built yet are set when they are.
 
         Args:
             path: What `save` or `write` returned. None, as `latest_checkpoint` is
@@ -139,9 +142,8 @@ class Checkpoint:
             `expect_partial()`.
 
         Raises:
-            CheckpointError: If the checkpoint is damaged or not there, if shapes or
-                dtypes differ (all of them are listed and nothing is changed), or if a
-                model is not built.
+            CheckpointError: If the checkpoint is damaged or not there, or if shapes or
+                dtypes differ; all of them are listed and nothing is changed.
         """
         if path is None:
             return RestoreStatus("None", missing=self._names).expect_partial()
@@ -173,13 +175,12 @@ class Checkpoint:
 
     def apply(self, contents: Contents, path: str) -> "RestoreStatus":
         """Set the objects to `contents`, which were read from `path`."""
-        self.require_built()
         objects = self._objects()
         _build_optimizers(objects)
-        _require_built_optimizers(objects)
+        waiting = {name: x for name, x in objects.items() if _is_unbuilt(x)}
         bindings = self._bind()
         slots = [slot for binding in bindings.values() for slot in binding.slots]
-        status = compare(slots, contents, path)
+        status = compare(slots, contents, path, waiting)
         worker = workers.current()
         for slot in slots:
             if isinstance(slot, ArraySlot) and slot.name in contents.arrays:
@@ -191,25 +192,23 @@ class Checkpoint:
                 slot.write(_below(slot.name, contents))
         for name, binding in bindings.items():
             setattr(self, name, binding.value())
+        for name, value in waiting.items():
+            late = functools.partial(self._apply_late, name, contents, path, status)
+            internals.when_built(value, late)
         return status
 
-    def require_built(self) -> None:
-        """Raise unless every model and layer has its variables.
-
-        Raises:
-            CheckpointError: Naming those that have not.
-        """
-        unbuilt = [
-            f"{name} ({type(x).__name__} {x.name!r})"
-            for name, x in self._objects().items()
-            if isinstance(x, keras.Layer) and not x.built
-        ]
-        if unbuilt:
-            raise CheckpointError(
-                f"Checkpoint.restore: {', '.join(unbuilt)} is not built, so there are "
-                "no variables to restore. Build it first: give it a keras.Input, or "
-                "call it once on a batch."
-            )
+    def _apply_late(
+        self, name: str, contents: Contents, path: str, status: "RestoreStatus"
+    ) -> None:
+        """Set an object that was not built when its checkpoint was restored."""
+        if internals.current_scope() is None:
+            _build_optimizers(self._objects())
+        slots = self._bind()[name].slots
+        missing = compare(slots, contents, path).expect_partial().missing
+        for slot in slots:
+            if isinstance(slot, ArraySlot) and slot.name in contents.arrays:
+                slot.write(contents.arrays[slot.name])
+        status.note_built(name, missing, [slot.name for slot in slots])
 
     def _objects(self) -> dict[str, PyTree]:
         return {name: getattr(self, name) for name in self._names}
@@ -290,16 +289,5 @@ def _build_optimizers(objects: Mapping[str, PyTree]) -> None:
                 optimizer.build(model.trainable_variables)
 
 
-def _require_built_optimizers(objects: Mapping[str, PyTree]) -> None:
-    models = [x for x in objects.values() if isinstance(x, keras.Model)]
-    unbuilt = [
-        name
-        for name, x in objects.items()
-        if isinstance(x, keras.optimizers.Optimizer) and not x.built
-    ]
-    if unbuilt:
-        raise CheckpointError(
-            f"Checkpoint.restore: optimizer {', '.join(unbuilt)} is not built, and "
-            f"with {len(models)} models in the checkpoint it is not clear for which. "
-            "Call optimizer.build(model.trainable_variables) first."
-        )
+def _is_unbuilt(x: PyTree) -> bool:
+    return isinstance(x, keras.Layer | keras.optimizers.Optimizer) and not x.built

@@ -5,7 +5,7 @@ import logging
 import os
 import re
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol
 
@@ -50,17 +50,14 @@ class Saveable(Protocol):
         """Set the objects to `contents`."""
         ...
 
-    def require_built(self) -> None:
-        """Raise if something could not be restored later."""
-        ...
-
 
 class CheckpointManager:
     """Saves numbered checkpoints in a folder and keeps the newest ones.
 
     (TF: `tf.train.CheckpointManager`.) `save` returns when the values are copied to the
     host; a thread writes them. The next `save` waits for the one before. In a cluster
-    all workers make the same calls on a folder that all of them see.
+    all workers make the same calls on a folder that all of them see; where a worker
+    names a folder of its own, as TensorFlow wants it, it takes that of worker 0.
 
     Args:
         checkpoint: What to save.
@@ -111,7 +108,7 @@ class CheckpointManager:
         background.finish(self._directory)
         found = numbered_checkpoints(self._directory, checkpoint_name)
         if self._worker.count > 1:
-            _require_shared(self._worker, self._directory)
+            self._directory = _shared_folder(self._worker, self._directory)
             names = [path.name for path in found]
             names = self._worker.exchange("replicax.checkpoint.list", names)[0]
             found = [self._directory / name for name in names]
@@ -221,7 +218,6 @@ class CheckpointManager:
                 objects, or if a model is not built, on the first run too.
         """
         self._settle()
-        self._checkpoint.require_built()
         found, problems = self._newest_undamaged()
         mark = self._directory / FINISHED
         if self._worker.is_chief and mark.exists():  # A run that goes on is not over.
@@ -324,42 +320,49 @@ def numbered_checkpoints(directory: Path, name: str) -> list[Path]:
     return [path for _, path in sorted(found.items())]
 
 
-def _require_shared(worker: Workers, directory: Path) -> None:
-    """Raise on all workers unless all see what worker 0 writes."""
-    token, problem = directory / f".shared-{uuid.uuid4().hex}", None
+def _shared_folder(worker: Workers, directory: Path) -> Path:
+    """The folder in which a worker sees what worker 0 writes: its own, or worker 0's.
+
+    Raises:
+        CheckpointError: On all workers, if one of them sees it in neither.
+    """
+    token, problem = f".shared-{uuid.uuid4().hex}", None
     if worker.is_chief:
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            token.write_text("")
+            (directory / token).write_text("")
         except OSError as error:
             problem = str(error)
-    name, problem = worker.exchange("replicax.checkpoint.token", [token.name, problem])[
-        0
-    ]
+    mine = [os.fspath(directory.absolute()), token, problem]
+    folder, name, problem = worker.exchange("replicax.checkpoint.token", mine)[0]
     if problem is not None:
         raise CheckpointError(
-            f"CheckpointManager: worker 0 cannot write to {directory}: {problem}."
+            f"CheckpointManager: worker 0 cannot write to {folder}: {problem}."
         )
-    sees_it = worker.is_chief or _appears(directory / name)
-    answers = worker.exchange("replicax.checkpoint.shared", sees_it)
+    folders = dict.fromkeys([directory, Path(folder)])
+    found = directory if worker.is_chief else _first_with(folders, name)
+    answers = worker.exchange("replicax.checkpoint.shared", found is not None)
     if worker.is_chief:
-        token.unlink(missing_ok=True)
+        (directory / token).unlink(missing_ok=True)
     blind = [i for i, answer in enumerate(answers) if not answer]
-    if blind:
+    if blind or found is None:
         raise CheckpointError(
             f"CheckpointManager: {directory} is not the same folder on all workers: "
             f"worker {listed(map(str, blind))} did not see a file of worker 0 "
-            f"within {_SHARED_FILE_TIMEOUT_SECONDS:.0f} s. Use a folder on storage "
-            "that all of them mount."
+            f"within {_SHARED_FILE_TIMEOUT_SECONDS:.0f} s, there or in {folder}. Use a "
+            "folder on storage that all of them mount."
         )
+    return found
 
 
-def _appears(path: Path) -> bool:
-    def is_there() -> bool | None:
+def _first_with(folders: Iterable[Path], name: str) -> Path | None:
+    """The folder in which a file appears; None if it does in none."""
+
+    def place() -> Path | None:
         # Listing the folder makes network file systems look again.
-        is_listed = path.parent.is_dir() and path.name in os.listdir(path.parent)
-        return is_listed or None
+        seen = (f for f in folders if f.is_dir() and name in os.listdir(f))
+        return next(seen, None)
 
     return wait_for(
-        is_there, _SHARED_FILE_TIMEOUT_SECONDS, late=lambda: False, pauses=(0.1, 0.1)
+        place, _SHARED_FILE_TIMEOUT_SECONDS, late=lambda: None, pauses=(0.1, 0.1)
     )

@@ -1,7 +1,7 @@
 """How a checkpoint fits the objects that it is restored to: names, shapes, dtypes."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from replicax.checkpoint.slots import ArraySlot, RemoteSlots, Slot
 from replicax.checkpoint.storage import Contents
@@ -20,7 +20,11 @@ class RestoreStatus:
     """
 
     def __init__(
-        self, path: str, missing: Iterable[str] = (), unused: Iterable[str] = ()
+        self,
+        path: str,
+        missing: Iterable[str] = (),
+        unused: Iterable[str] = (),
+        waiting: Iterable[str] = (),
     ) -> None:
         """Make a status; only `Checkpoint` does.
 
@@ -28,11 +32,24 @@ class RestoreStatus:
             path: The checkpoint.
             missing: Names that the objects have and the checkpoint has not.
             unused: Names that the checkpoint has and the objects have not.
+            waiting: Objects that are not built, and will be set when they are.
         """
         self._path = path
-        self._missing = list(missing)
-        self._unused = list(unused)
+        self.missing = list(missing)
+        self._waiting = list(waiting)
+        prefixes = tuple(f"{name}/" for name in self._waiting)
+        self._unused = [name for name in unused if not name.startswith(prefixes)]
+        self._for_later = [name for name in unused if name.startswith(prefixes)]
         self._is_checked = False
+
+    def note_built(
+        self, name: str, missing: Iterable[str], restored: Iterable[str]
+    ) -> None:
+        """Say that an object was built, and set from the checkpoint."""
+        self._waiting = [other for other in self._waiting if other != name]
+        self.missing += missing
+        done = set(restored)
+        self._for_later = [other for other in self._for_later if other not in done]
 
     def assert_consumed(self) -> None:
         """Raise unless the checkpoint and the objects have the same names.
@@ -41,7 +58,8 @@ class RestoreStatus:
             CheckpointError: Listing all names that only one of them has.
         """
         self._is_checked = True
-        self._raise(_differences(self._missing, self._unused))
+        unused = [*self._unused, *self._for_later]
+        self._raise(_differences(self.missing, unused, self._waiting))
 
     def assert_existing_objects_matched(self) -> None:
         """Raise unless the checkpoint has all names of the objects.
@@ -50,7 +68,7 @@ class RestoreStatus:
             CheckpointError: Listing those that it has not.
         """
         self._is_checked = True
-        self._raise(_differences(self._missing, []))
+        self._raise(_differences(self.missing, []))
 
     def expect_partial(self) -> "RestoreStatus":
         """Say that unused values are as they should be; returns this status."""
@@ -62,15 +80,20 @@ class RestoreStatus:
             raise CheckpointError(_message(self._path, problems))
 
     def __del__(self) -> None:
-        if not self._is_checked and (self._missing or self._unused):
+        if not self._is_checked and (self.missing or self._unused):
             _logger.warning(
                 "%s Call expect_partial() on what restore returns if that is right.",
-                _message(self._path, _differences(self._missing, self._unused)),
+                _message(self._path, _differences(self.missing, self._unused)),
             )
 
 
-def compare(slots: Iterable[Slot], contents: Contents, path: str) -> RestoreStatus:
-    """What is only in the checkpoint, or only in the objects.
+def compare(
+    slots: Iterable[Slot],
+    contents: Contents,
+    path: str,
+    waiting: Iterable[str] = (),
+) -> RestoreStatus:
+    """What is only in the checkpoint, or only in the objects but for those `waiting`.
 
     Raises:
         CheckpointError: If something has another shape or dtype; lists everything.
@@ -106,7 +129,7 @@ def compare(slots: Iterable[Slot], contents: Contents, path: str) -> RestoreStat
             _message(path, problems) + " Nothing was restored. Make the objects as "
             "they were when the checkpoint was saved, or restore only some of them."
         )
-    return RestoreStatus(path, missing, unused)
+    return RestoreStatus(path, missing, unused, waiting)
 
 
 def write_existing(slots: Iterable[Slot], contents: Contents, path: str) -> None:
@@ -127,8 +150,11 @@ def _describe(shape: Iterable[int], dtype: object) -> str:
     return f"{dtype}[{', '.join(map(str, shape))}]"
 
 
-def _differences(missing: list[str], unused: list[str]) -> list[str]:
+def _differences(
+    missing: list[str], unused: list[str], unbuilt: Sequence[str] = ()
+) -> list[str]:
     sides = {
+        "not built yet, and set when they are": unbuilt,
         "not in the checkpoint": missing,
         "in the checkpoint and in no object": unused,
     }

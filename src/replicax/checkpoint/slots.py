@@ -247,7 +247,7 @@ def _variable_slot(name: str, variable: keras.Variable) -> ArraySlot:
         shape=tuple(variable.shape),
         dtype=str(variable.dtype),
         read=read,
-        write=variable.assign,
+        write=lambda x: internals.set_value(variable, x),
     )
 
 

@@ -68,9 +68,6 @@ class _TrainingState:
     def contents(self) -> Contents | None:
         return self._checkpoint.contents()
 
-    def require_built(self) -> None:
-        """Variables are there when there is a state."""
-
     def apply(self, contents: Contents, path: str) -> RestoreStatus:
         saved = {name for name in contents.arrays if name.startswith(_VARIABLES)}
         variables = self._model.variables()

@@ -121,7 +121,8 @@ class ModelParallelStrategy(MultiWorkerMirroredStrategy):
         if num_local % num:
             raise DeviceError(
                 f"{name}: model_parallel={num} does not divide the {num_local} devices"
-                f"{' of a worker' if self.cluster_resolver else ''}. Every replica "
+                f"{' of a worker' if self.cluster_resolver.cluster_spec() else ''}. "
+                "Every replica "
                 "needs the same number of them."
             )
         self._rule = layout_maps.rule(self._layout_map, num, name)

@@ -17,7 +17,11 @@ from replicax._util.waiting import Announced
 from replicax._version import versions
 from replicax.cluster.config import check_cluster
 from replicax.cluster.joining import join, join_detected
-from replicax.cluster.resolvers import ClusterResolver, default_resolver
+from replicax.cluster.resolvers import (
+    ClusterResolver,
+    TFConfigClusterResolver,
+    default_resolver,
+)
 from replicax.cluster.timeouts import Timeouts, checked_timeouts, takes_timeouts
 from replicax.cluster.workers import Workers
 from replicax.engine.collectives import CrossDeviceOps
@@ -103,7 +107,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         if options.timeout_seconds is not None:
             timeouts = dataclasses.replace(timeouts, step=options.timeout_seconds)
         resolver = cluster_resolver or default_resolver()
-        self.cluster_resolver = resolver
+        # Without a cluster it has no tasks, as in TensorFlow.
+        self.cluster_resolver = resolver or TFConfigClusterResolver()
         rehearsal = current_rehearsal()
         if rehearsal is None:
             before_start()
@@ -173,12 +178,12 @@ class MultiWorkerMirroredStrategy(Strategy):
     @property
     def task_type(self) -> str | None:
         """This process' job, such as `"worker"`; None without a cluster."""
-        return getattr(self.cluster_resolver, "task_type", None)
+        return self.cluster_resolver.task_type
 
     @property
     def task_id(self) -> int | None:
         """This process' index within its job; None without a cluster."""
-        return getattr(self.cluster_resolver, "task_id", None)
+        return self.cluster_resolver.task_id
 
     def _agree_on(
         self, program: Program, values: Sequence[jax.Array], arrays: Sequence[ArrayLike]
