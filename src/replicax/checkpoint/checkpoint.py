@@ -208,6 +208,8 @@ class Checkpoint:
         for slot in slots:
             if isinstance(slot, ArraySlot) and slot.name in contents.arrays:
                 slot.write(contents.arrays[slot.name])
+            elif isinstance(slot, RemoteSlots):
+                slot.write(_below(slot.name, contents))
         status.note_built(name, missing, [slot.name for slot in slots])
 
     def _objects(self) -> dict[str, PyTree]:
