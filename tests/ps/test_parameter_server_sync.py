@@ -154,6 +154,31 @@ def a_distributed_dataset():
     return outcome(model, model.fit(data, epochs=2, verbose=0))
 
 
+def own_data_of_unequal_length():
+    """The worker with fewer batches ends the epoch for both."""
+    model = classifier("sgd")
+    worker = getattr(rx.get_strategy(), "session", None)
+    if worker is None:
+        parts = [slice(0, 12), slice(48, 60), slice(12, 24), slice(60, 72)]
+        x, y = (np.concatenate([array[rows] for rows in parts]) for array in (X, Y))
+        options = {**OPTIONS, "shuffle": False}
+        longer = model.fit(x, y, epochs=2, **options).history
+        shorter = model.fit(x[:24], y[:24], **options)
+    else:
+        rows = [slice(0, 48), slice(48, 72)][worker.index]
+
+        def batches(context):
+            num = [4, 2][context.input_pipeline_id]
+            return list(
+                zip(np.split(X[rows], num), np.split(Y[rows], num), strict=True)
+            )
+
+        data = rx.get_strategy().distribute_datasets_from_function(batches)
+        longer = model.fit(data, epochs=2, verbose=0).history
+        shorter = model.fit(data, steps_per_epoch=1, verbose=0)
+    return outcome(model, shorter) | {"longer": longer}
+
+
 def masked_inputs_and_weighted_rows():
     # The last batch has a row for each worker.
     return in_loops("weighted rows", batch_size=7)
@@ -222,6 +247,7 @@ CASES = [
     stopped_in_the_middle_of_an_epoch,
     single_batches_and_then_fit,
     a_distributed_dataset,
+    own_data_of_unequal_length,
     masked_inputs_and_weighted_rows,
 ]
 BACKED_UP = [adam_with_validation_and_weights, batches_that_do_not_divide]

@@ -253,14 +253,16 @@ class WorkQueueFit:
         if not self._session.is_chief:
             self._strategy.refresh_values()  # It may have assigned some.
         remote.begin_epoch(said["versions"])
+        self._applied = self._strategy.steps_applied
+        self._stops = False
         self._data.adapter.on_epoch_begin()
-        self._open_stream()
+        self._length = self._open_stream()["length"]
         self._batches.begin(said["iteration"])
 
-    def _open_stream(self) -> None:
-        """Have the epoch's work queue, with nothing of it done yet."""
+    def _open_stream(self) -> JSONObject:
+        """Have the epoch's work queue; says how long it is, where that is known."""
         data, strategy = self._data, self._strategy
-        self._session.board(
+        return self._session.board(
             "open",
             stream=self._stream,
             limit=data.steps_per_epoch or fixed_number_of_batches(data.adapter),
@@ -268,9 +270,6 @@ class WorkQueueFit:
             num_parts=strategy.num_parts if strategy.sync else None,
             backups=strategy.backup_workers,
         )
-        self._applied = strategy.steps_applied
-        self._length = None
-        self._stops = False
 
     # Tickets.
 
@@ -301,18 +300,53 @@ class WorkQueueFit:
 
     def _own(self) -> Iterator[PyTree]:
         """This worker's own batches, for as long as the epoch has steps."""
+        sync = self._strategy.sync
         for step in itertools.count():
-            if not self._strategy.sync and self._claim() is None:
-                return
-            batch = self._batches.next()
+            batch = self._of_all(step) if sync else self._of_this_worker()
             if batch is None:
-                if self._pending:  # Nobody else has the batch of this ticket.
-                    self._finish([self._pending.pop()])
                 return
             self._last_index = step
-            if self._strategy.sync:
+            if sync:
                 self._expect(step, self._session.index, batch)
             yield batch
+
+    def _of_this_worker(self) -> PyTree:
+        """The next batch, where workers need not keep pace; None at the end."""
+        if self._claim() is None:
+            return None
+        batch = self._batches.next()
+        if batch is None:  # Nobody else has the batch of this ticket.
+            self._finish([self._pending.pop()])
+        return batch
+
+    def _of_all(self, step: int) -> PyTree:
+        """This worker's batch of a synchronous step; None: not all workers have one.
+
+        Who has none for the step after it says so before its part is sent. When the
+        step is over, the others find that.
+        """
+        if step:
+            self._length = self._open_stream()["length"]
+        if self._length is not None and step >= self._length:
+            return None
+        batch = self._batch(step)
+        if batch is None:
+            raise ValueError(
+                f"fit: {self._session.name} has no batch of its own for epoch "
+                f"{self._epoch}. With sync=True all workers make each step together: "
+                "give each of them data."
+            )
+        if step + 1 != self._length and self._batch(step + 1) is None:
+            ended = self._session.board("end", stream=self._stream, length=step + 1)
+            self._length = ended["length"]
+        return batch
+
+    def _batch(self, index: int) -> PyTree:
+        """The epoch's batch of that index; None: the data have ended."""
+        try:
+            return self._batches.at(index)
+        except StopIteration:
+            return None
 
     def _claim(self) -> Ticket | None:
         """The next ticket; None at the epoch's end."""
