@@ -76,6 +76,7 @@ def test_what_is_ported(before: str, after: str) -> None:
             "makes a new layer in each call",
         ),
         ("tf.app.run()", "which is not here"),
+        ("tf.keras.layers.StringLookup(vocabulary=v)", "is made with TensorFlow"),
     ],
 )
 def test_what_is_left(before: str, reason: str) -> None:

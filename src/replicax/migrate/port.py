@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import libcst as cst
 
 from replicax.migrate.imports import find_retained, ported_imports, uses_tensorflow
+from replicax.migrate.logits import plan_logits
 from replicax.migrate.pipelines import plan_pipelines
 from replicax.migrate.rewrite import Rewriter
 from replicax.migrate.script import MARK, Finding, Script, walk
@@ -66,6 +67,7 @@ def port(source: bytes) -> Ported:
     plan_randomness(script)
     plan_sessions(script)
     plan_training(script)
+    plan_logits(script)
     plan_servers(script)
     _report_backend(script)
     report_branches(script)

@@ -7,6 +7,7 @@ from typing import Any
 import libcst as cst
 
 from replicax.migrate import calls, methods, statements
+from replicax.migrate.arguments import without
 from replicax.migrate.names import root_of
 from replicax.migrate.script import Replacement, Script, Statement, Unported, with_marks
 from replicax.migrate.statements import comment_lines, lost_comments
@@ -170,6 +171,7 @@ class Rewriter(cst.CSTTransformer):
         """Port a call by its rule."""
         script = self._script
         path = script.names.path(original_node.func)
+        updated_node = self._with_other_arguments(original_node, updated_node)
         if path is not None:
             result: cst.BaseExpression = updated_node
             if calls.has_rule(script, original_node, path):
@@ -180,10 +182,24 @@ class Rewriter(cst.CSTTransformer):
             if result is not original_node:
                 calls.leave_unknown_arguments(script, original_node, result, path)
             return result
-        return self._try(
+        result = self._try(
             original_node,
             lambda: methods.call(script, original_node, updated_node, path),
         )
+        if original_node in script.wrapped:
+            func = script.expression(script.wrapped[original_node])
+            result = cst.Call(func, [cst.Arg(result)])
+        return result
+
+    def _with_other_arguments(self, original: cst.Call, updated: cst.Call) -> cst.Call:
+        script = self._script
+        extra = script.extra_arguments.get(original)
+        pairs = zip(original.args, updated.args, strict=True)
+        kept = [new for old, new in pairs if old not in script.dropped_arguments]
+        if extra is None and len(kept) == len(updated.args):
+            return updated
+        args = without(updated.args, kept, [extra] if extra else [])
+        return updated.with_changes(args=args)
 
     def _try(
         self, original: cst.BaseExpression, rule: Callable[[], cst.BaseExpression]

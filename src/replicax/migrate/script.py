@@ -86,6 +86,10 @@ class Script:
         outcomes: What became of each original statement so far.
         moved: Ported statements that stand elsewhere now, by the original.
         first_lines: Code that a block begins with, by the original block.
+        dropped_arguments: Arguments of original calls that are taken out.
+        extra_arguments: Arguments that original calls get, the last ones.
+        wrapped: Targets, such as `"keras.ops.softmax"`, of which results of original
+            calls become the argument.
         generators: Names of what gives random numbers to original calls.
     """
 
@@ -105,6 +109,9 @@ class Script:
         self.outcomes: dict[cst.CSTNode, list[Statement]] = {}
         self.moved: dict[cst.CSTNode, Statement] = {}
         self.first_lines: dict[cst.CSTNode, str] = {}
+        self.dropped_arguments: set[cst.Arg] = set()
+        self.extra_arguments: dict[cst.Call, cst.Arg] = {}
+        self.wrapped: dict[cst.CSTNode, str] = {}
         self.generators: dict[cst.CSTNode, str] = {}
         self._positions = wrapper.resolve(PositionProvider)
         self._parents = wrapper.resolve(ParentNodeProvider)

@@ -10,6 +10,7 @@ __all__ = [
     "DTYPES",
     "EXACT",
     "FOREIGN",
+    "NEED_TENSORFLOW",
     "NOTES",
     "OLD_PREFIXES",
     "PREFIXES",
@@ -295,6 +296,14 @@ DROPPED = {
 }
 """Calls that stand alone as a statement and are taken out, and why."""
 
+_LOOKUPS = "StringLookup IntegerLookup TextVectorization Hashing HashedCrossing"
+NEED_TENSORFLOW = frozenset(
+    f"keras.layers.{prefix}{name}"
+    for prefix in ("", "experimental.preprocessing.")
+    for name in _LOOKUPS.split()
+)
+"""Layers that Keras has on all backends, and makes with TensorFlow."""
+
 REASONS = {
     "Session": "is a TF 1 session that was not understood; call the step in a loop",
     "ConfigProto": "sessions have no settings here: remove it",
@@ -401,6 +410,11 @@ REASONS = {
     ),
     "keras.layers.experimental.SyncBatchNormalization": (
         "use keras.layers.BatchNormalization(synchronized=True)"
+    ),
+    **dict.fromkeys(
+        NEED_TENSORFLOW,
+        "is made with TensorFlow: look words up in a dict or a sorted array, in the "
+        "dataset",
     ),
     "keras.layers.CuDNNLSTM": "use keras.layers.LSTM",
     "keras.layers.CuDNNGRU": "use keras.layers.GRU",

@@ -13,6 +13,7 @@ from replicax.migrate.tables import (
     ALIASES,
     DTYPES,
     EXACT,
+    NEED_TENSORFLOW,
     NOTES,
     PREFIXES,
     REASONS,
@@ -123,6 +124,8 @@ def find_target(path: str) -> str | None:
         >>> find_target("distribute.MirroredStrategy"), find_target("float32")
         ('rx.MirroredStrategy', '"float32"')
     """
+    if path in NEED_TENSORFLOW:
+        return None
     if path in EXACT:
         return EXACT[path]
     if path.removeprefix("dtypes.") in DTYPES:

@@ -1,0 +1,97 @@
+"""Losses of probabilities become losses of logits where all of it is in sight."""
+
+import pytest
+
+from replicax.migrate import port
+
+SEQUENTIAL = """import tensorflow as tf
+layers = tf.keras.layers
+model = tf.keras.Sequential([layers.Dense(9), layers.Dense(3, activation="softmax")])
+"""
+COMPILED = 'model.compile("adam", "categorical_crossentropy", metrics=["accuracy"])\n'
+LOGITS = "keras.losses.CategoricalCrossentropy(from_logits=True)"
+
+
+def text(source: str) -> tuple[str, list[str]]:
+    """The ported text, and the notes."""
+    ported = port(source.encode())
+    assert ported.left == ()
+    return ported.source.decode(), [note.reason for note in ported.notes]
+
+
+def test_a_compiled_model_gives_logits_and_its_predictions_get_the_activation() -> None:
+    result, notes = text(f"{SEQUENTIAL}{COMPILED}p = model.predict(x, verbose=0)\n")
+    assert "layers.Dense(9), layers.Dense(3)])" in result
+    assert f'model.compile("adam", {LOGITS}, metrics=["accuracy"])' in result
+    assert "p = keras.ops.softmax(model.predict(x, verbose=0))" in result
+    assert any("which is what TensorFlow computes" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("made", "after"),
+    [
+        (
+            "model = tf.keras.Sequential()\nmodel.add(layers.Dense(9))\n"
+            "model.add(layers.Activation('softmax'))\n",
+            "model.add(layers.Dense(9))\nmodel.compile",
+        ),
+        (
+            "y = layers.Dense(3, tf.nn.softmax)(x)\nmodel = tf.keras.Model(x, y)\n",
+            "y = layers.Dense(3)(x)\n",
+        ),
+        (
+            "def make():\n    return tf.keras.Sequential([\n        layers.Dense(3),\n"
+            "        layers.Softmax(),\n    ])\nmodel = make()\n",
+            "        layers.Dense(3),\n    ])\n",
+        ),
+    ],
+)
+def test_the_last_activation_is_found(made: str, after: str) -> None:
+    result, _ = text(
+        f"import tensorflow as tf\nlayers = tf.keras.layers\n{made}{COMPILED}"
+    )
+    assert after in result
+    assert LOGITS in result
+
+
+LOOP = """import tensorflow as tf
+strategy = tf.distribute.MirroredStrategy()
+with strategy.scope():
+    model = tf.keras.Sequential([tf.keras.layers.Dense(1, activation=tf.nn.sigmoid)])
+    loss_fn = tf.keras.losses.BinaryCrossentropy(reduction="none", from_logits=False)
+
+
+def step(x, y):
+    with tf.GradientTape() as tape:
+        p = model(x, training=True)
+        loss = loss_fn(y, p)
+    {more}
+    return loss
+
+
+strategy.run(step, args=(x, y))
+"""
+
+
+def test_a_loop_gives_its_loss_the_logits() -> None:
+    result, _ = text(LOOP.format(more="print(loss)"))
+    assert "keras.layers.Dense(1)])" in result
+    assert 'BinaryCrossentropy(reduction="none", from_logits=True)' in result
+    assert "p = model(x, training=True)" in result
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        LOOP.format(more="print(p)"),
+        LOOP.format(more="other(p)"),
+        SEQUENTIAL + COMPILED + "use(model)\n",
+        SEQUENTIAL + COMPILED.replace('"accuracy"', '"mse"'),
+        SEQUENTIAL + "model = tf.keras.models.load_model('m.keras')\n" + COMPILED,
+        "import tensorflow as tf\nfrom models import model\n" + COMPILED,
+    ],
+)
+def test_what_is_not_in_sight_is_noted(source: str) -> None:
+    result, notes = text(source)
+    assert "from_logits=True" not in result
+    assert any("leave the last activation out" in note for note in notes)
