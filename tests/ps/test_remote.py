@@ -1,8 +1,10 @@
 """Values that a worker sends to servers, and gets from them, are the very same."""
 
 import socket
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
+import keras
 import ml_dtypes
 import numpy as np
 import pytest
@@ -16,8 +18,10 @@ from replicax.errors import ClusterMismatchError
 from replicax.ps.board import Board
 from replicax.ps.connection import ServerRefused
 from replicax.ps.credentials import Credentials, new_token
+from replicax.ps.optimizers import optimizer_rule
 from replicax.ps.partition import VariableInfo, place
-from replicax.ps.remote import RemoteGroup
+from replicax.ps.pushes import StepShare
+from replicax.ps.remote import RemoteGroup, WorkerShare
 from replicax.ps.service import Service
 from replicax.ps.session import Session
 from replicax.ps.store import VariableStore
@@ -216,3 +220,57 @@ def test_staleness_counts_the_updates_of_others(session):
     based_on = dict(first.versions)
     found = [first.finish(first.push(ones, based_on)).staleness for _ in range(3)]
     assert found == [0, 1, 2]
+
+
+def test_a_step_that_was_committed_on_one_server_is_ended_by_the_next_worker():
+    """The worker that began to end it has died between its two commits."""
+    addresses = [free_address() for _ in range(2)]
+    board = Board(["worker:0"], Timeouts(startup=60, heartbeat=30, chief=60))
+    stores = [VariableStore(i) for i in range(2)]
+    services = [
+        Service(address, store, board if i == 0 else None, CREDENTIALS)
+        for i, (address, store) in enumerate(zip(addresses, stores, strict=True))
+    ]
+    for service in services:
+        service.serve_in_thread()
+    session = Session(
+        ["worker:0"], 0, addresses, CREDENTIALS, Timeouts(startup=20, step=10)
+    )
+    try:
+        session.join()
+        optimizer = keras.optimizers.SGD(1.0, global_clipnorm=1.0)
+        infos = [VariableInfo(path=p, shape=(2,), dtype="float32") for p in "ab"]
+        group = place("clipped", optimizer_rule(optimizer, []), infos, 2)
+        remote = RemoteGroup(session, group, SHARDING)
+        remote.create(on_devices([np.zeros(2, "float32")] * 2))
+        remote.pull()
+        share = {"num_parts": 2, "weight": 1.0}
+        # This worker's parts are there as well, but it has lost the connection.
+        senders = [(session.name, session.id, 5.0), ("worker:1", "b", 3.0)]
+        with ThreadPoolExecutor(4) as threads:
+            pushes = [
+                threads.submit(
+                    store.push,
+                    "clipped",
+                    worker=worker,
+                    session=id,
+                    sequence=1,
+                    based_on=0,
+                    vectors={"float32": np.full(2, gradient, "float32")},
+                    part=StepShare(step=0, part=part, **share),
+                )
+                for part, (worker, id, gradient) in enumerate(senders)
+                for store in stores
+            ]
+            norms = [push.result(20).squared_norms["all"] for push in pushes]
+        stores[0].commit("clipped", 0, {"all": sum(norms) / 2})
+        gradients = on_devices([np.full(2, 5.0, "float32")] * 2)
+        mine = WorkerShare(step=0, part=0, **share)
+        push = remote.push(gradients, remote.versions, mine)
+        assert remote.finish(push).counts
+        # The mean gradient is 4 everywhere, and its norm 8.
+        assert_equal(remote.values, [np.full(2, -0.5, "float32")] * 2)
+    finally:
+        session.leave()
+        for service in services:
+            service.close()

@@ -96,6 +96,8 @@ class Group(abc.ABC):
         self.steps = 0
         self.step: SyncStep | None = None
         self.closed = False
+        # The newest step that was applied with a norm, and this server's share of it.
+        self._last_norms: tuple[int, dict[str, float]] | None = None
         self.last: dict[str, LastPush] = {}
         self.staleness: dict[str, dict[int, int]] = {}
         self.pushes = PushCounts(f"ps:{server} {what}", note)
@@ -238,7 +240,20 @@ class Group(abc.ABC):
                 f"{sorted(needed)}. Add up those of all servers."
             )
         chosen = {key: squared_norms[key] for key in needed}
+        self._last_norms = number, dict(step.squared_norms or {})
         self._finish(step, step.total or {}, chosen)
+
+    def squared_norms_of(self, number: int | None) -> dict[str, float] | None:
+        """This server's share of the norms of a step whose parts are all there.
+
+        Also of one that is over here: its worker may have died before other servers
+        heard of it, and the next one tells them the same.
+        """
+        if self.step is not None and self.step.step == number:
+            return self.step.squared_norms
+        if self._last_norms is not None and self._last_norms[0] == number:
+            return self._last_norms[1]
+        return None
 
     def _finish(
         self, step: SyncStep, total: Arrays, squared_norms: dict[str, float] | None
@@ -379,6 +394,7 @@ class Group(abc.ABC):
             "pushes": self.pushes.state(),
             "steps_made": self._steps_made,
             "steps_lost": self._steps_lost,
+            "norms": self._last_norms,
         }
 
     def _load_counts(self, meta: JSONObject, journal: Journaled) -> None:
@@ -387,5 +403,7 @@ class Group(abc.ABC):
         self.staleness = {w: dict(h) for w, h in meta["staleness"].items()}
         self.pushes.load_state(meta["pushes"], journal)
         self._steps_made, self._steps_lost = meta["steps_made"], meta["steps_lost"]
+        norms = meta.get("norms")
+        self._last_norms = norms and (norms[0], norms[1])
         self.step = None
         self._is_restored = True

@@ -108,6 +108,7 @@ class Push(msgspec.Struct):
             "staleness": pushed.staleness,
             "applied": pushed.applied,
             "squared_norms": pushed.squared_norms,
+            "is_over": pushed.is_over,
         }
         return answer, {} if self.pull is False else pushed.vectors
 

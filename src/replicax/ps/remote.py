@@ -356,16 +356,18 @@ class RemoteGroup:
         """Wait for a push, and take over the values it brought."""
         answers = [self._session.result(future) for future in push.futures]
         norms = [header["squared_norms"] for header, _ in answers]
-        if all(n is not None for n in norms):
-            # Servers ask for norms in a synchronous step only.
+        are_over = [header["is_over"] for header, _ in answers]
+        if not all(are_over) and None not in norms:
+            # Servers ask for norms in a synchronous step only. Where the step is over
+            # somewhere, who ended it may have died before the other servers heard it.
             assert push.part is not None
             answers = self._commit(push.part.step, norms, answers)
-        elif any(n is not None for n in norms):
-            # Another worker has all the norms and is finishing the step.
+        elif not all(are_over):
+            # A restarted server has forgotten its norms; who ended the step has them.
             answers = [
-                answer if norm is None else self._newer(server, answer[0])
-                for server, answer, norm in zip(
-                    self._servers, answers, norms, strict=True
+                answer if is_over else self._newer(server, answer[0])
+                for server, answer, is_over in zip(
+                    self._servers, answers, are_over, strict=True
                 )
             ]
         self._take(answers)

@@ -64,9 +64,10 @@ class Pushed:
         vectors: Its values. They never change.
         staleness: Updates between the version the push was based on and its own.
         applied: Whether the push is in the values, now or since an earlier attempt.
-        squared_norms: Not None where all parts of a synchronous step are there, but it
+        squared_norms: Not None where all parts of a synchronous step are there, and it
             must be clipped by a norm over all servers: this server's share. Add up what
             the servers say and give it to `VariableStore.commit`.
+        is_over: False: the step waits for `commit`.
     """
 
     version: int
@@ -74,6 +75,7 @@ class Pushed:
     staleness: int
     applied: bool
     squared_norms: dict[str, float] | None = None
+    is_over: bool = True
 
 
 class VariableStore:
@@ -194,9 +196,8 @@ class VariableStore:
             )
             if last.step is not None and last.applied:
                 held.wait(last.step, deadline, self._now)
-            norms = None
-            if held.step is not None and last.step == held.step.step:
-                norms = held.step.squared_norms
+            norms = held.squared_norms_of(last.step)
+            is_over = last.step is None or last.step < held.steps
             version, values = held.version, held.vectors
         return Pushed(
             version=version,
@@ -204,6 +205,7 @@ class VariableStore:
             staleness=last.staleness,
             applied=last.applied,
             squared_norms=norms,
+            is_over=is_over,
         )
 
     def commit(
