@@ -17,7 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 import replicax as rx
 from replicax.engine.collectives import ReplicaAxis
-from replicax.engine.communication import plan_packs, sum_gradients
+from replicax.engine.communication import sum_gradients
+from replicax.engine.packing import plan_packs
 from replicax.planning import compiler
 
 DTYPES = ["float32", "bfloat16", "int32", "float16"]

@@ -8,14 +8,18 @@ process without this package.
 
 import dataclasses
 import importlib
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import jax._src.array
+import jax.extend.core
 
 __all__ = [
     "ArrayImpl",
+    "TracedEquation",
     "cluster_kinds",
     "distributed_state",
+    "equation_of",
     "has_devices",
     "is_tpu_vm",
     "jaxlib_version",
@@ -25,6 +29,23 @@ __all__ = [
 
 ArrayImpl = jax._src.array.ArrayImpl
 """The class of concrete arrays: made of parts without checks, and told by its type."""
+
+
+class TracedEquation(Protocol):
+    """An equation of a trace that is not over: as `jax.extend.core.JaxprEqn` is."""
+
+    primitive: jax.extend.core.Primitive
+    params: dict[str, Any]
+    in_tracers: Sequence[jax.Array]
+    outvars: Sequence[jax.extend.core.Var]
+
+
+def equation_of(value: object) -> TracedEquation | None:
+    """The equation that makes a traced array; None for an argument of the function.
+
+    Also None for what another transformation traces, such as `vmap`.
+    """
+    return getattr(value, "parent", None)
 
 
 def jaxlib_version() -> tuple[int, ...]:

@@ -76,6 +76,15 @@ class ReplicaAxis:
         return self.devices[0].split("/")[-1].startswith("cpu:")
 
     @property
+    def overlaps(self) -> bool:
+        """Whether sums travel while the devices compute: GPUs, one for each replica.
+
+        A pack of what several devices hold parts of would have to be gathered first.
+        """
+        first = self.devices[0].split("/")[-1]
+        return first.startswith("gpu:") and "+" not in first
+
+    @property
     def joined_bytes(self) -> int:
         """The largest array that is summed together with others; 0: none is.
 

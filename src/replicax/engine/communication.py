@@ -2,28 +2,32 @@
 
 import dataclasses
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 
 from replicax.engine.collectives import (
     CrossDeviceOps,
+    HierarchicalCopyAllReduce,
+    NcclAllReduce,
     ReduceOp,
     ReplicaAxis,
     check_like,
-    join,
-    part,
+)
+from replicax.engine.packing import (
+    origins_of,
+    overlapping_packs,
+    packed_sums,
+    plan_packs,
 )
 
 __all__ = [
     "CollectiveCommunication",
     "CommunicationOptions",
-    "plan_packs",
     "sum_gradients",
 ]
 
@@ -129,6 +133,7 @@ def sum_gradients(
     *,
     dims: Sequence[int | None] | None = None,
     on_device: Callable[[list[jax.Array]], list[jax.Array]] | None = None,
+    weights: list[jax.Array] | None = None,
 ) -> list[jax.Array | None]:
     """Sum each gradient over the replicas, the way that the options say.
 
@@ -146,6 +151,9 @@ def sum_gradients(
             all.
         on_device: Makes one value of what the replicas of a device have, of the same
             shapes and dtypes. It gets the gradients that there are.
+        weights: What the gradients are for. The list gets others for those that are not
+            to be updated before the backward pass is done with them: they wait for
+            their sums.
 
     Returns:
         The sums, or this replica's blocks of them, in the gradients' order and dtypes.
@@ -168,8 +176,14 @@ def sum_gradients(
     compression = options.compression if axis.size > 1 else None
     sent = [_compressed(g, compression) for g in own]
     whole = [k for k, i in enumerate(there) if dims[i] is None]
-    sums = _summed([sent[k] for k in whole], ops, axis, options)
+    held = (
+        {} if weights is None else {n: weights[there[k]] for n, k in enumerate(whole)}
+    )
+    sums, held = _summed([sent[k] for k in whole], ops, axis, options, held)
     received = dict(zip(whole, sums, strict=True))
+    if weights is not None:
+        for n, weight in held.items():
+            weights[there[whole[n]]] = weight
     total: list[jax.Array | None] = [None] * len(arrays)
     for k, i in enumerate(there):
         dim = dims[i]
@@ -177,59 +191,6 @@ def sum_gradients(
             received[k] = ops.scatter(sent[k], axis, dim)
         total[i] = received[k].astype(own[k].dtype)
     return total
-
-
-def plan_packs(
-    sizes: Sequence[int],
-    dtypes: Sequence[DTypeLike],
-    *,
-    bytes_per_pack: int = 0,
-    num_packs: int = 0,
-) -> list[list[int]] | None:
-    """Which gradients are summed together, as positions.
-
-    The last come first, since the backward pass has the last layers' gradients first.
-    A pack has one dtype. Empty gradients are in none.
-
-    Args:
-        sizes: The gradients' sizes in bytes.
-        dtypes: Their dtypes.
-        bytes_per_pack: The most bytes in a pack; a larger gradient is a pack by itself.
-        num_packs: Without `bytes_per_pack`: split all into about that many packs of
-            like size, one more for each further dtype in them.
-
-    Returns:
-        The packs in the order of their sums; None where no packing is asked for.
-
-    Example:
-        >>> plan_packs([4, 4, 40, 4], ["float32"] * 4, bytes_per_pack=16)
-        [[3], [2], [1, 0]]
-    """
-    if bytes_per_pack == 0 and num_packs < 2:
-        return None
-    total, before = sum(sizes), 0
-    packs: list[list[int]] = []
-    open_packs: dict[
-        DTypeLike, tuple[int, int]
-    ] = {}  # dtype: its last pack, bytes or share
-    for i in reversed(range(len(sizes))):
-        if sizes[i] == 0:
-            continue
-        pack, filled = open_packs.get(dtypes[i], (-1, 0))
-        if bytes_per_pack:
-            fits = filled + sizes[i] <= bytes_per_pack
-            filled = filled + sizes[i] if fits else sizes[i]
-        else:
-            # By the gradient's middle, so that no pack is far from its share.
-            share = (2 * before + sizes[i]) * num_packs // (2 * total)
-            fits, filled = share == filled, share
-        if pack < 0 or not fits:
-            pack = len(packs)
-            packs.append([])
-        packs[pack].append(i)
-        open_packs[dtypes[i]] = (pack, filled)
-        before += sizes[i]
-    return packs
 
 
 def _hooked(
@@ -279,18 +240,37 @@ def _summed(
     ops: CrossDeviceOps,
     axis: ReplicaAxis,
     options: CommunicationOptions,
-) -> list[jax.Array]:
+    weights: dict[int, jax.Array],
+) -> tuple[list[jax.Array], dict[int, jax.Array]]:
+    """The sums, and those weights, by position, that are to wait for them."""
     if axis.size == 1:
-        return grads
+        return grads, {}
+    sizes = [g.size * g.dtype.itemsize for g in grads]
+    dtypes = [g.dtype for g in grads]
+    origins = origins_of(grads) if axis.overlaps else []
     packs = plan_packs(
-        [g.size * g.dtype.itemsize for g in grads],
-        [g.dtype for g in grads],
-        bytes_per_pack=options.bytes_per_pack,
-        num_packs=ops.num_packs,
+        sizes, dtypes, bytes_per_pack=options.bytes_per_pack, num_packs=ops.num_packs
     )
+    put_off: Mapping[int, int] = {}
+    # A user's own operations may look at each gradient.
+    is_own = type(ops) in (NcclAllReduce, HierarchicalCopyAllReduce)
+    if packs is None and axis.overlaps and is_own:
+        packs, put_off = overlapping_packs(
+            sizes, dtypes, origins, spans_hosts=axis.num_per_host < axis.size
+        )
     if packs is None:
-        return _reduced(grads, ops, axis)
-    return _packed_sums(grads, packs, ops, axis)
+        return _reduced(grads, ops, axis), {}
+    # The backward pass needs the kernel of a convolution transposed. XLA would make
+    # that together with the kernel's update, and so wait for the sum.
+    held = {i: w for i, w in weights.items() if origins and origins[i].is_convolution}
+    return packed_sums(
+        grads,
+        packs,
+        lambda pack: _reduced(pack, ops, axis),
+        axis,
+        put_off=put_off,
+        weights=held,
+    )
 
 
 def _reduced(
@@ -307,40 +287,3 @@ def _reduced(
     for total, value in zip(sums, tree, strict=True):
         check_like(call, total, value)
     return sums
-
-
-def _packed_sums(
-    grads: list[jax.Array],
-    packs: list[list[int]],
-    ops: CrossDeviceOps,
-    axis: ReplicaAxis,
-) -> list[jax.Array]:
-    sums = list(grads)  # Empty gradients are their own sums.
-    previous = None
-    for pack in packs:
-        packed = [grads[i] for i in pack]
-        bucket = join(packed)
-        if previous is not None:
-            bucket = _after(bucket, previous, axis)
-        (previous,) = _reduced([bucket], ops, axis)
-        for i, total in zip(pack, part(previous, packed), strict=True):
-            sums[i] = total
-    return sums
-
-
-def _after(value: jax.Array, previous: jax.Array, axis: ReplicaAxis) -> jax.Array:
-    """`value`, which XLA may not touch before `previous` is known.
-
-    Sums that wait for each other cannot be merged into one, as XLA otherwise would, and
-    go in this order.
-    """
-    value, previous = lax.optimization_barrier((value, previous))
-    if not axis.is_of_cpus:
-        return value
-    # XLA drops barriers on CPUs before it merges. So the value has to depend on the
-    # sum: by a condition that is never true, and that XLA does not see through.
-    probe = previous[(0,) * previous.ndim]
-    if not jnp.issubdtype(probe.dtype, jnp.inexact):
-        probe = probe.astype(jnp.float32)
-    never = jnp.isfinite(probe) & jnp.isnan(probe)
-    return jnp.where(never, jnp.zeros_like(value), value)

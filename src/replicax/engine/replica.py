@@ -276,9 +276,15 @@ class ReplicaContext:
         return declare_mirrored(self._combined(grads, [None] * len(grads)))
 
     def _combined(
-        self, grads: Sequence[Grad], dims: Sequence[int | None]
+        self,
+        grads: Sequence[Grad],
+        dims: Sequence[int | None],
+        weights: list[jax.Array] | None = None,
     ) -> list[Grad]:
-        """Combined gradients: a replica's block where a dimension is given."""
+        """Combined gradients: a replica's block where a dimension is given.
+
+        For `weights` see `sum_gradients`.
+        """
         self.has_trained = True
         grads = [densified(x, "optimizer.apply") for x in grads]
         group = self._group
@@ -290,6 +296,7 @@ class ReplicaContext:
             dims=dims,
             # After the user's hook, which may add something to what does not count.
             on_device=lambda own: self._axes.sum_on_device(self.counted(own)),
+            weights=weights,
         )
         return jax.tree.map(self._as_seam_says, total)
 
@@ -297,18 +304,32 @@ class ReplicaContext:
         return total / self.num_counted if self._gradient_op is ReduceOp.MEAN else total
 
     def apply_gradients(
-        self, apply: Callable[[list[Grad]], T], grads: Sequence[Grad]
+        self,
+        apply: Callable[[list[Grad], Sequence[jax.Array]], T],
+        grads: Sequence[Grad],
+        weights: Sequence[jax.Array],
     ) -> T:
-        """The optimizer seam: combine `grads`, then call `apply(grads)`.
+        """The optimizer seam: combine `grads`, then call `apply(grads, weights)`.
 
         An optimizer that wraps another (loss scaling) comes through here twice; only
         the outer call combines, before any decision is taken on the gradients.
+
+        Args:
+            apply: Makes the update.
+            grads: This replica's gradients; None for a variable without.
+            weights: What is updated. `apply` gets the same values, for XLA to use at
+                another time.
         """
         if self._applying:
-            return apply(list(grads))
+            return apply(list(grads), weights)
         self._applying = True
         try:
-            return apply(self.combine_gradients(grads))
+            weights = list(weights)
+            knows_all = len(weights) == len(grads)  # Else the optimizer complains.
+            combined = self._combined(
+                grads, [None] * len(grads), weights if knows_all else None
+            )
+            return apply(declare_mirrored(combined), weights)
         finally:
             self._applying = False
 

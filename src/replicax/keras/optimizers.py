@@ -49,9 +49,18 @@ def apply(
     if context.defers_updates:
         _defer(context, optimizer, grads, trainable_variables)
         return None
-    return context.apply_gradients(
-        lambda grads: original(optimizer, grads, trainable_variables), list(grads)
-    )
+    trained = list(trainable_variables or optimizer._trainable_variables)
+
+    def apply(grads: PyTree, weights: PyTree) -> PyTree:
+        scope = current_scope()
+        assert scope is not None  # Replica functions are traced in one.
+        for variable, old, new in zip(trained, values, weights, strict=True):
+            if new is not old:
+                scope.state_mapping[id(variable)] = new
+        return original(optimizer, grads, trainable_variables)
+
+    values = [v.value for v in trained]
+    return context.apply_gradients(apply, list(grads), values)
 
 
 def _defer(
@@ -129,10 +138,9 @@ def stateless_apply(
             [PendingValue(v, update) for v in optimizer.variables],
         )
     return context.apply_gradients(
-        lambda grads: original(
-            optimizer, optimizer_variables, grads, trainable_variables
-        ),
+        lambda grads, weights: original(optimizer, optimizer_variables, grads, weights),
         grads,
+        trainable_variables,
     )
 
 

@@ -1,0 +1,347 @@
+"""Packs of gradients: each is summed over the replicas as one array.
+
+A pack's sum travels while the backward pass computes the gradients of the next one. So
+packs are made in the order in which the backward pass has the gradients, and the last
+one, whose sum nothing is left to hide, is small.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from replicax._private.jax import TracedEquation, equation_of
+from replicax.engine.collectives import ReplicaAxis, join, part
+from replicax.engine.divergence import AnyJaxpr, inner_jaxprs, open_jaxpr
+
+__all__ = ["Origin", "origins_of", "overlapping_packs", "packed_sums", "plan_packs"]
+
+_PRODUCTS = ("dot_general", "conv_general_dilated")
+
+# Sizes of a pack. Smaller ones do not fill a link, larger ones start late; between
+# hosts a sum takes longer to start.
+_LEAST_BYTES = 2**20
+_LEAST_BYTES_ACROSS_HOSTS = 2**22
+_MOST_BYTES = 2**25
+_NUM_PACKS = 8  # Where that gives sizes between those.
+_LAST_SHARE = 32  # The last pack has at most that part of all bytes.
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Origin:
+    """How a gradient comes about.
+
+    Attributes:
+        depth: Number of products and convolutions, one after another, that it waits
+            for: the longest chain.
+        product: Name of the product or convolution that makes it; empty: none does.
+            Nothing else needs that one, so that it may be made later.
+    """
+
+    depth: int = 0
+    product: str = ""
+
+    @property
+    def is_convolution(self) -> bool:
+        """Whether it is the gradient of a convolution's kernel."""
+        return self.product == "conv_general_dilated"
+
+
+def origins_of(grads: Sequence[jax.Array]) -> list[Origin]:
+    """How each gradient comes about, from the trace that it is in.
+
+    What a single equation makes, such as a rematerialised function, is all alike.
+    """
+    depths: dict[int, int] = {}
+    origins = []
+    for grad in grads:
+        equation = equation_of(grad)
+        if equation is None:
+            origins.append(Origin())
+            continue
+        _find_depths(equation, depths)
+        path = _path_to_product(grad)
+        product = path[-1][0].primitive.name if path else ""
+        origins.append(Origin(depths[id(equation)], product))
+    return origins
+
+
+def _find_depths(last: TracedEquation, depths: dict[int, int]) -> None:
+    """Add the depth of an equation, and of all that it waits for."""
+    stack = [last]  # Not recursive: a chain may have thousands.
+    while stack:
+        equation = stack[-1]
+        if id(equation) in depths:
+            stack.pop()
+            continue
+        before = list(_inputs_of(equation))
+        unknown = [e for e in before if id(e) not in depths]
+        stack += unknown
+        if not unknown:
+            own = int(equation.primitive.name in _PRODUCTS) or sum(
+                map(_num_products, inner_jaxprs(equation))
+            )
+            depths[id(equation)] = own + max((depths[id(e)] for e in before), default=0)
+
+
+def _inputs_of(equation: TracedEquation) -> Iterator[TracedEquation]:
+    for x in equation.in_tracers:
+        made_by = equation_of(x)
+        if made_by is not None:
+            yield made_by
+
+
+def _num_products(jaxpr: AnyJaxpr) -> int:
+    return sum(
+        e.primitive.name in _PRODUCTS or sum(map(_num_products, inner_jaxprs(e)))
+        for e in open_jaxpr(jaxpr).eqns
+    )
+
+
+def _path_to_product(
+    value: jax.Array, most: int = 8
+) -> list[tuple[TracedEquation, int]]:
+    """The equations between a value and the product that it is, last one first.
+
+    Casts, changes of layout and elementwise operations, such as the addition of a
+    regularizer's gradient: each with the number of the input that leads on. Empty where
+    there is no product.
+    """
+    equation = equation_of(value)
+    if equation is None or most == 0:
+        return []
+    if equation.primitive.name in _PRODUCTS:
+        return [(equation, 0)]
+    for number, x in enumerate(equation.in_tracers):
+        if x.size == value.size:
+            path = _path_to_product(x, most - 1)
+            if path:
+                return [(equation, number), *path]
+    return []
+
+
+def plan_packs(
+    sizes: Sequence[int],
+    dtypes: Sequence[DTypeLike],
+    *,
+    bytes_per_pack: int = 0,
+    num_packs: int = 0,
+) -> list[list[int]] | None:
+    """Which gradients are summed together, as positions.
+
+    The last come first, since the backward pass has the last layers' gradients first.
+    A pack has one dtype. Empty gradients are in none.
+
+    Args:
+        sizes: The gradients' sizes in bytes.
+        dtypes: Their dtypes.
+        bytes_per_pack: The most bytes in a pack; a larger gradient is a pack by itself.
+        num_packs: Without `bytes_per_pack`: split all into about that many packs of
+            like size, one more for each further dtype in them.
+
+    Returns:
+        The packs in the order of their sums; None where no packing is asked for.
+
+    Example:
+        >>> plan_packs([4, 4, 40, 4], ["float32"] * 4, bytes_per_pack=16)
+        [[3], [2], [1, 0]]
+    """
+    if bytes_per_pack == 0 and num_packs < 2:
+        return None
+    order = [i for i in reversed(range(len(sizes))) if sizes[i]]
+    if bytes_per_pack:
+        return _filled(order, sizes, dtypes, itertools.repeat(bytes_per_pack))
+    total, before = sum(sizes), 0
+    packs: dict[tuple[DTypeLike, int], list[int]] = {}
+    for i in order:
+        # By the gradient's middle, so that no pack is far from its share.
+        share = (2 * before + sizes[i]) * num_packs // (2 * total)
+        packs.setdefault((dtypes[i], share), []).append(i)
+        before += sizes[i]
+    return list(packs.values())
+
+
+def overlapping_packs(
+    sizes: Sequence[int],
+    dtypes: Sequence[DTypeLike],
+    origins: Sequence[Origin],
+    *,
+    spans_hosts: bool = False,
+) -> tuple[list[list[int]] | None, dict[int, int]]:
+    """Packs whose sums travel while the backward pass still computes.
+
+    They follow each other as the backward pass has the gradients. The first ones are
+    small, so that the link has work early. Nothing hides the last sum, so that pack is
+    as small as can be; where the backward pass ends with large gradients, such as those
+    of embeddings, it has products from before.
+
+    XLA makes products and starts sums as late as it thinks that it can. So that one
+    product is left to be made while a pack travels, the last one of each is put off
+    until the sum before that is there.
+
+    Args:
+        sizes: The gradients' sizes in bytes.
+        dtypes: Their dtypes.
+        origins: How they come about.
+        spans_hosts: Whether the sums go from host to host.
+
+    Returns:
+        The packs, as `plan_packs` does. And for each gradient that is put off, by
+        position: the number of the pack whose sum it waits for. None in place of
+        packs where the gradients are too small for more than one.
+    """
+    total = sum(sizes)
+    least = _LEAST_BYTES_ACROSS_HOSTS if spans_hosts else _LEAST_BYTES
+    if total <= least:
+        return None, {}
+    most = min(max(total // _NUM_PACKS, least), _MOST_BYTES)
+    order = [i for i in reversed(range(len(sizes))) if sizes[i]]
+    order.sort(key=lambda i: origins[i].depth)
+    last = _last_pack(order, sizes, origins, total // _LAST_SHARE)
+    # What is there at the end only must not keep back what is there before.
+    end = origins[order[-1]].depth
+    before = [i for i in order if i not in last and origins[i].depth < end]
+    late = [i for i in order if i not in last and origins[i].depth == end]
+    limits = itertools.chain((most // 4, most // 2), itertools.repeat(most))
+    packs = [
+        *_filled(before, sizes, dtypes, limits, may_exceed=True),
+        *_filled(late, sizes, dtypes, limits, may_exceed=True),
+        *_filled(last, sizes, dtypes, itertools.repeat(total)),
+    ]
+    put_off = {}
+    for number, pack in enumerate(packs[2:]):
+        products = [i for i in pack if origins[i].product]
+        put_off |= dict.fromkeys(products[-1:], number)
+    return packs, put_off
+
+
+def _last_pack(
+    order: Sequence[int], sizes: Sequence[int], origins: Sequence[Origin], most: int
+) -> list[int]:
+    """The gradients that go last: the latest products, of at most that many bytes.
+
+    With them go those that the backward pass has even later, unless some are larger.
+    """
+    last: list[int] = []
+    depth = num_bytes = 0
+    has_skipped = False
+    for i in reversed(order):
+        if origins[i].depth < depth:
+            break
+        if num_bytes + sizes[i] > most or (has_skipped and not origins[i].product):
+            has_skipped = True
+            continue
+        last.append(i)
+        num_bytes += sizes[i]
+        if origins[i].product:
+            depth = origins[i].depth
+    return last[::-1]
+
+
+def _filled(
+    order: Iterable[int],
+    sizes: Sequence[int],
+    dtypes: Sequence[DTypeLike],
+    limits: Iterator[int],
+    *,
+    may_exceed: bool = False,
+) -> list[list[int]]:
+    """Gradients in packs of one dtype, each filled up to the next one of the limits.
+
+    With `may_exceed` up to the first gradient that reaches it.
+    """
+    packs: list[list[int]] = []
+    room: dict[DTypeLike, tuple[list[int], int]] = {}  # The dtype's pack, bytes left.
+    for i in order:
+        pack, left = room.get(dtypes[i], ([], 0))
+        fits = left > 0 if may_exceed else 0 < sizes[i] <= left
+        if not fits:
+            pack, left = [], next(limits)
+            packs.append(pack)
+        pack.append(i)
+        room[dtypes[i]] = (pack, left - sizes[i])
+    return packs
+
+
+def packed_sums(
+    grads: Sequence[jax.Array],
+    packs: Iterable[Sequence[int]],
+    reduced: Callable[[list[jax.Array]], list[jax.Array]],
+    axis: ReplicaAxis,
+    *,
+    put_off: Mapping[int, int] | None = None,
+    weights: Mapping[int, jax.Array] | None = None,
+) -> tuple[list[jax.Array], dict[int, jax.Array]]:
+    """The gradients' sums, one pack after another.
+
+    Args:
+        grads: The gradients, each of them a replica's own.
+        packs: Their positions.
+        reduced: Sums arrays over the replicas.
+        axis: The replicas' devices.
+        put_off: See `overlapping_packs`.
+        weights: By position, weights of which an update is not to be made together
+            with something that the backward pass needs.
+
+    Returns:
+        The sums, and those weights, which are not there before their sums.
+    """
+    put_off, weights = put_off or {}, dict(weights or {})
+    sums = list(grads)  # Empty gradients are their own sums.
+    totals: list[jax.Array] = []
+    for pack in packs:
+        packed = [
+            _made_after(grads[i], totals[put_off[i]]) if i in put_off else grads[i]
+            for i in pack
+        ]
+        bucket = join(packed)
+        if totals:
+            bucket = _after(bucket, totals[-1], axis)
+        (total,) = reduced([bucket])
+        totals.append(total)
+        held = [i for i in pack if i in weights]
+        if held:
+            own = [weights[i] for i in held]
+            *own, total = lax.optimization_barrier((*own, total))
+            weights |= zip(held, own, strict=True)
+        for i, x in zip(pack, part(total, packed), strict=True):
+            sums[i] = x
+    return sums, weights
+
+
+def _made_after(grad: jax.Array, previous: jax.Array) -> jax.Array:
+    """What a product returns, made again from inputs that wait for `previous`.
+
+    XLA drops the first one, which nothing uses then. It would make it long before: it
+    takes the updates of weights for enough to hide the last sums.
+    """
+    *path, (product, _) = _path_to_product(grad)
+    *inputs, _ = lax.optimization_barrier((*product.in_tracers, previous))
+    value = product.primitive.bind(*inputs, **product.params)
+    for equation, number in reversed(path):
+        inputs = list(equation.in_tracers)
+        inputs[number] = value
+        value = equation.primitive.bind(*inputs, **equation.params)
+    return value
+
+
+def _after(value: jax.Array, previous: jax.Array, axis: ReplicaAxis) -> jax.Array:
+    """`value`, which XLA may not touch before `previous` is known.
+
+    Sums that wait for each other cannot be merged into one, as XLA otherwise would, and
+    go in this order.
+    """
+    value, previous = lax.optimization_barrier((value, previous))
+    if not axis.is_of_cpus:
+        return value
+    # XLA drops barriers on CPUs before it merges. So the value has to depend on the
+    # sum: by a condition that is never true, and that XLA does not see through.
+    probe = previous[(0,) * previous.ndim]
+    if not jnp.issubdtype(probe.dtype, jnp.inexact):
+        probe = probe.astype(jnp.float32)
+    never = jnp.isfinite(probe) & jnp.isnan(probe)
+    return jnp.where(never, jnp.zeros_like(value), value)

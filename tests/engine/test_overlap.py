@@ -1,0 +1,284 @@
+"""Packs that overlap with the backward pass, as GPUs get them: order, sizes, sums."""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import replicax as rx
+from replicax.engine.collectives import ReplicaAxis
+from replicax.engine.communication import sum_gradients
+from replicax.engine.packing import Origin, origins_of, overlapping_packs
+
+MIB = 2**20
+VOCABULARY, WIDTH, NUM_CLASSES = 1500, 256, 40
+
+# On an axis of GPUs programs are made for GPUs; these run on CPUs.
+
+
+def axis_of(platform: str, num: int = 4) -> ReplicaAxis:
+    names = tuple(f"{platform}:{i}" for i in range(num))
+    return ReplicaAxis(name="replica", devices=names, num_per_host=num)
+
+
+def weights(rng: np.random.Generator) -> dict[str, Any]:
+    def of(*shape: int) -> Any:
+        return jnp.asarray(rng.normal(size=shape) / 16, "float32")
+
+    return {
+        "0 table": of(VOCABULARY, WIDTH),
+        "1 kernel": of(WIDTH, WIDTH),
+        "1 bias": of(WIDTH),
+        "1 half": of(WIDTH, WIDTH).astype("bfloat16"),
+        "2 scale": of(),
+        "2 kernel": of(WIDTH, 4 * WIDTH),
+        "2 unused": of(3),
+        "3 kernel": of(4 * WIDTH, WIDTH),
+        "4 empty": of(0, 3),
+        "4 kernel": of(WIDTH, NUM_CLASSES),
+    }
+
+
+def loss_of(w: dict[str, Any], tokens: Any) -> Any:
+    h = w["0 table"][tokens]
+    h = jnp.tanh(h @ w["1 kernel"] + w["1 bias"])
+    h = (h.astype("bfloat16") @ w["1 half"]).astype("float32")
+    h = h + jnp.tanh(h @ (w["2 scale"] * w["2 kernel"])) @ w["3 kernel"]
+    return jnp.sum((h @ w["4 kernel"]) ** 2) + jnp.sum(w["4 empty"])
+
+
+def step_of(axis: ReplicaAxis, options: rx.CommunicationOptions) -> Any:
+    def step(w: dict[str, Any], tokens: Any) -> list[Any]:
+        grads = jax.grad(loss_of)(w, tokens)
+        own = [None if k == "2 unused" else g for k, g in sorted(grads.items())]
+        return sum_gradients(own, rx.NcclAllReduce(), axis, options)
+
+    mesh = Mesh(np.array(jax.devices()[: axis.size]), ("replica",))
+    spmd = jax.shard_map(
+        step, mesh=mesh, in_specs=(P(), P("replica")), out_specs=P(), check_vma=False
+    )
+    return jax.jit(spmd)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        rx.CommunicationOptions(),
+        rx.CommunicationOptions(compression="bfloat16"),
+        rx.CommunicationOptions(
+            gradient_hook=lambda grads: [None if g is None else g * 2 for g in grads]
+        ),
+    ],
+    ids=["plain", "compressed", "hooked"],
+)
+def test_overlapping_sums_are_those_without_packs(options) -> None:
+    rng = np.random.default_rng(0)
+    w = weights(rng)
+    tokens = rng.integers(0, VOCABULARY, (64,))
+    packed = step_of(axis_of("gpu"), options)
+    expected = step_of(axis_of("cpu"), options)(w, tokens)
+    got = packed(w, tokens)
+    assert "optimization_barrier" in packed.lower(w, tokens).as_text()
+    for (name, value), total, other in zip(
+        sorted(w.items()), got, expected, strict=True
+    ):
+        if name == "2 unused":
+            assert total is None
+            assert other is None
+            continue
+        assert (total.shape, total.dtype) == (value.shape, value.dtype)
+        np.testing.assert_array_equal(total, other, err_msg=name)
+
+
+def test_packs_go_as_the_backward_pass_has_them() -> None:
+    w = weights(np.random.default_rng(0))
+    lowered = step_of(axis_of("gpu"), rx.CommunicationOptions()).lower(
+        w, np.zeros((64,), "int32")
+    )
+    sizes = re.findall(
+        r"all_reduce.*?\) : \(tensor<([\dx]*)x\w+>\)", lowered.as_text(), re.DOTALL
+    )
+    counts = [int(np.prod([int(n) for n in size.split("x")])) for size in sizes]
+    assert counts == [
+        4 * WIDTH * WIDTH,  # "3 kernel"
+        4 * WIDTH * WIDTH + 1,  # "2 kernel" and "2 scale"
+        WIDTH * WIDTH,  # "1 half", of another dtype
+        WIDTH,  # "1 bias"
+        # What is there at the end only; then a small one of before, to hide those.
+        WIDTH * WIDTH + VOCABULARY * WIDTH,
+        WIDTH * NUM_CLASSES,
+    ]
+
+
+def test_a_gradient_tells_how_it_comes_about() -> None:
+    found: dict[str, Origin] = {}
+
+    def step(w: dict[str, Any], tokens: Any) -> None:
+        grads = jax.grad(loss_of)(w, tokens)
+        # A regularizer's gradient is added, and all are scaled.
+        grads["3 kernel"] = 2.0 * (grads["3 kernel"] + 0.1 * w["3 kernel"])
+        found.update(zip(grads, origins_of(list(grads.values())), strict=True))
+
+    w = weights(np.random.default_rng(0))
+    jax.eval_shape(step, w, np.zeros((64,), "int32"))
+    products = {name for name, origin in found.items() if origin.product}
+    assert products == {"1 kernel", "1 half", "2 kernel", "3 kernel", "4 kernel"}
+    depths = {name: origin.depth for name, origin in found.items()}
+    assert [
+        depths[name]
+        for name in ("4 kernel", "3 kernel", "2 kernel", "1 half", "1 kernel")
+    ] == [6, 7, 8, 9, 10]
+    assert depths["0 table"] == depths["1 kernel"]
+    assert depths["1 bias"] == depths["1 half"]
+
+
+def test_kernels_of_convolutions_are_told_from_others() -> None:
+    def loss(kernels: list[Any], x: Any) -> Any:
+        for kernel in kernels[:2]:
+            x = jax.lax.conv_general_dilated(
+                x,
+                kernel.astype("bfloat16"),
+                (1, 1),
+                "SAME",
+                dimension_numbers=("NHWC", "HWIO", "NHWC"),
+                feature_group_count=x.shape[-1] // kernel.shape[2],
+            )
+        return jnp.sum(x.mean((1, 2)) @ kernels[2].astype("bfloat16"))
+
+    def step(kernels: list[Any], x: Any) -> None:
+        origins = origins_of(jax.grad(loss)(kernels, x))
+        assert [o.is_convolution for o in origins] == [True, True, False]
+        assert all(o.product for o in origins)
+
+    shapes = [(3, 3, 4, 8), (3, 3, 1, 8), (8, 5)]
+    kernels = [jax.ShapeDtypeStruct(s, "float32") for s in shapes]
+    jax.eval_shape(step, kernels, jax.ShapeDtypeStruct((2, 6, 6, 4), "bfloat16"))
+
+
+def test_other_transformations_and_arguments_have_no_origin() -> None:
+    def step(grad: Any) -> None:
+        assert origins_of([grad]) == [Origin()]
+
+    jax.eval_shape(step, jnp.ones(3))
+    jax.eval_shape(jax.vmap(lambda x: step(x * 2)), jnp.ones(3))
+    assert origins_of([jnp.ones(3)]) == [Origin()]
+
+
+@settings(deadline=None)
+@given(data=st.data())
+def test_packs_are_made_in_order_and_end_small(data) -> None:
+    num = data.draw(st.integers(1, 30))
+    draw: Callable[[Any], list[Any]] = lambda of: data.draw(  # noqa: E731
+        st.lists(of, min_size=num, max_size=num)
+    )
+    sizes = draw(st.sampled_from([0, 4, 1000, MIB // 4, MIB, 40 * MIB]))
+    dtypes = draw(st.sampled_from(["float32", "bfloat16"]))
+    depths = draw(st.integers(0, 12))
+    products = draw(st.sampled_from(["", "dot_general"]))
+    origins = [Origin(d, p) for d, p in zip(depths, products, strict=True)]
+    packs, put_off = overlapping_packs(
+        sizes, dtypes, origins, spans_hosts=data.draw(st.booleans())
+    )
+    if packs is None:
+        assert sum(sizes) <= 4 * MIB
+        assert not put_off
+        return
+    packed = [i for pack in packs for i in pack]
+    assert sorted(packed) == [i for i, size in enumerate(sizes) if size]
+    for pack in packs:
+        assert len({dtypes[i] for i in pack}) == 1
+        assert [depths[i] for i in pack] == sorted(depths[i] for i in pack)
+        # Full with any but the last one of them.
+        assert sum(sizes[i] for i in pack[:-1]) < 32 * MIB
+    for i, awaited in put_off.items():
+        assert origins[i].product
+        assert i in packs[awaited + 2]
+    smallest = min((sizes[i] for i in packed if products[i]), default=sum(sizes))
+    if smallest <= sum(sizes) // 32:
+        assert sum(sizes[i] for i in packs[-1]) <= sum(sizes) // 32
+
+
+def fit(strategy: rx.Strategy, *, by_tape: bool) -> list[np.ndarray]:
+    """The weights of a model after a few steps."""
+    keras.utils.set_random_seed(1)
+    layers = keras.layers
+    with strategy.scope():
+        model = keras.Sequential(
+            [
+                keras.Input((8, 8, 3)),
+                layers.Conv2D(64, 3, kernel_regularizer="l2"),
+                layers.BatchNormalization(),
+                layers.DepthwiseConv2D(3),
+                layers.Flatten(),
+                layers.Dense(128, activation="relu"),
+                layers.Dense(2, name="head"),
+            ]
+        )
+        optimizer = keras.optimizers.Adam(0.01)
+        model.compile(optimizer, "mse", run_eagerly=False)
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(2, 16, 8, 8, 3)), rng.normal(size=(2, 16, 2))
+    if not by_tape:
+        model.fit(
+            np.concatenate(x), np.concatenate(y), batch_size=16, verbose=0, epochs=2
+        )
+        return [np.asarray(v) for v in [*model.variables, *optimizer.variables]]
+    optimizer.build(model.trainable_variables)
+
+    def step(x: Any, y: Any) -> None:
+        with rx.GradientTape() as tape:
+            loss = jnp.mean((model(x, training=True) - y) ** 2)
+        found = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply(found, model.trainable_variables)
+
+    for features, targets in zip(x, y, strict=True):
+        parts = [
+            a.reshape(2, 8, *a.shape[1:]).astype("float32") for a in (features, targets)
+        ]
+        strategy.run(step, [rx.PerReplica(jnp.asarray(p)) for p in parts])
+    return [np.asarray(v) for v in [*model.variables, *optimizer.variables]]
+
+
+@pytest.mark.parametrize("by_tape", [False, True], ids=["fit", "tape"])
+def test_training_is_the_same_with_overlapping_packs(monkeypatch, by_tape) -> None:
+    devices = ["cpu:0", "cpu:1"]
+    expected = fit(rx.MirroredStrategy(devices), by_tape=by_tape)
+    seen: list[Sequence[Any]] = []
+    original = jax.lax.optimization_barrier
+
+    def barrier(operand: Any) -> Any:
+        seen.append(jax.tree.map(jnp.shape, operand))
+        return original(operand)
+
+    monkeypatch.setattr(jax.lax, "optimization_barrier", barrier)
+    monkeypatch.setattr(ReplicaAxis, "overlaps", True)
+    monkeypatch.setattr("replicax.engine.packing._LEAST_BYTES", 1024)
+    got = fit(rx.MirroredStrategy(devices), by_tape=by_tape)
+    # Kernels of both convolutions waited for their sums.
+    assert {(3, 3, 3, 64), (3, 3, 64, 1)} <= {
+        shape for shapes in seen for shape in shapes
+    }
+    for value, other in zip(got, expected, strict=True):
+        np.testing.assert_allclose(value, other, rtol=1e-6, atol=1e-7)
+
+
+def test_cpus_and_tpus_pack_nothing_by_themselves() -> None:
+    w, tokens = weights(np.random.default_rng(0)), np.zeros((64,), "int32")
+    text = step_of(axis_of("tpu"), rx.CommunicationOptions()).lower(w, tokens).as_text()
+    assert "optimization_barrier" not in text
+    assert "concatenate" not in text
+    assert not ReplicaAxis(
+        name="r", devices=("gpu:0+gpu:1", "gpu:2+gpu:3"), num_per_host=2
+    ).overlaps
+    assert ReplicaAxis(
+        name="r", devices=("worker:0/gpu:0", "worker:1/gpu:0"), num_per_host=1
+    ).overlaps
