@@ -65,7 +65,8 @@ class CommunicationOptions:
     Args:
         bytes_per_pack: Gradients are summed in packs of at most this many bytes, the
             last layers' first, as the backward pass finishes them. A larger gradient is
-            a pack of its own. 0: XLA decides.
+            a pack of its own. 0: on GPUs packs that overlap with the backward pass;
+            elsewhere XLA decides.
         timeout_seconds: How long a step may wait for a worker, as `step` of the
             strategy's `timeouts`, in whose place it is; None: as given there.
         implementation: What carries the collectives.
@@ -98,8 +99,8 @@ class CommunicationOptions:
         if type(self.bytes_per_pack) is not int or self.bytes_per_pack < 0:
             raise ValueError(
                 "CommunicationOptions: bytes_per_pack must be a number of bytes, 0 or "
-                f"more, as an integer; got {self.bytes_per_pack!r}. 0 leaves packing "
-                "to XLA."
+                f"more, as an integer; got {self.bytes_per_pack!r}. 0 leaves the size of "
+                "packs to replicax and XLA."
             )
         if type(self.implementation) is not CollectiveCommunication:
             raise ValueError(

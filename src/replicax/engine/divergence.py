@@ -21,6 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core as jex_core
 from jax.sharding import PartitionSpec
 
+from replicax._private.jax import TracedEquation
 from replicax._util.types import PyTree
 from replicax._util.user_code import is_user_file, library_of
 from replicax.errors import DivergenceError
@@ -238,7 +239,7 @@ def open_jaxpr(jaxpr: AnyJaxpr) -> Jaxpr:
     return jaxpr.jaxpr if isinstance(jaxpr, jex_core.ClosedJaxpr) else jaxpr
 
 
-def inner_jaxprs(eqn: Eqn) -> list[Jaxpr]:
+def inner_jaxprs(eqn: Eqn | TracedEquation) -> list[Jaxpr]:
     """The jaxprs that an equation calls, such as a loop's body."""
     found = []
     for param in eqn.params.values():

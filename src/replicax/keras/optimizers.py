@@ -51,7 +51,7 @@ def apply(
         return None
     trained = list(trainable_variables or optimizer._trainable_variables)
 
-    def apply(grads: PyTree, weights: PyTree) -> PyTree:
+    def update(grads: PyTree, weights: PyTree) -> PyTree:
         scope = current_scope()
         assert scope is not None  # Replica functions are traced in one.
         for variable, old, new in zip(trained, values, weights, strict=True):
@@ -60,7 +60,7 @@ def apply(
         return original(optimizer, grads, trainable_variables)
 
     values = [v.value for v in trained]
-    return context.apply_gradients(apply, list(grads), values)
+    return context.apply_gradients(update, list(grads), values)
 
 
 def _defer(
