@@ -99,8 +99,8 @@ class CommunicationOptions:
         if type(self.bytes_per_pack) is not int or self.bytes_per_pack < 0:
             raise ValueError(
                 "CommunicationOptions: bytes_per_pack must be a number of bytes, 0 or "
-                f"more, as an integer; got {self.bytes_per_pack!r}. 0 leaves the size of "
-                "packs to replicax and XLA."
+                f"more, as an integer; got {self.bytes_per_pack!r}. 0 leaves packing "
+                "to replicax and XLA."
             )
         if type(self.implementation) is not CollectiveCommunication:
             raise ValueError(
