@@ -133,3 +133,52 @@ def test_without_libcst_it_says_how_to_install(
     result = invoke(script)
     assert result.exit_code == 2
     assert "pip install 'replicax[migrate]'" in result.stderr
+
+
+SCRIPT = """import sys
+
+import numpy as np
+import tensorflow as tf
+from model import make
+
+strategy = tf.distribute.MirroredStrategy()
+x = np.ones((8, int(sys.argv[1])), "float32")
+dataset = tf.data.Dataset.from_tensor_slices((x, x)).batch(4)
+with strategy.scope():
+    model = make()
+    model.compile("sgd", "mse")
+
+model.fit(dataset)
+raise ValueError("A step was run.")
+"""
+MODEL = """import tensorflow as tf
+
+
+def make():
+    return tf.keras.Sequential([tf.keras.Input((3,)), tf.keras.layers.Dense(3)])
+"""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(120)
+def test_check_names_the_line_of_the_original_that_fails(tmp_path: Path) -> None:
+    names = {"model.py": MODEL, "train.py": SCRIPT}
+    for name, text in names.items():
+        (tmp_path / name).write_text(text)
+    paths = [tmp_path / name for name in names]
+    result = invoke("--check", "--arguments", "4", "--diff", *paths)
+    assert result.exit_code == 1
+    assert f"{paths[1]}:14: check: ValueError: " in result.stderr
+    assert "to have value 3, but received input" in result.stderr
+    assert paths[1].read_text() == SCRIPT
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.timeout(120)
+def test_check_runs_the_ported_modules_up_to_the_first_step(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    result = invoke("--check", "--arguments", "3", "--write", tmp_path)
+    assert result.exit_code == 0, result.stderr
+    assert result.stderr.count("checked, up to its first training step") == 2

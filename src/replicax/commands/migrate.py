@@ -2,9 +2,11 @@
 
 import difflib
 import importlib.util
+import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
@@ -12,6 +14,8 @@ from replicax._util.files import write_whole
 
 if TYPE_CHECKING:
     from replicax.migrate import Ported
+
+_Ports: TypeAlias = "dict[str, tuple[bytes, Ported]]"
 
 __all__ = ["migrate"]
 
@@ -35,6 +39,15 @@ def migrate(
     quiet: Annotated[
         bool, typer.Option("--quiet", help="No notes, only what is left.")
     ] = False,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check", help="Run each ported script up to its first training step."
+        ),
+    ] = False,
+    arguments: Annotated[
+        str, typer.Option("--arguments", help="What --check passes to the scripts.")
+    ] = "",
 ) -> None:
     """Port tf.distribute scripts to replicax, Keras 3 and Grain.
 
@@ -42,8 +55,11 @@ def migrate(
     line numbers of the original. In the script those places are marked with comments
     that begin with "# replicax:".
 
-    Exits with status 0 if nothing is left to do, with 1 if something is, and with 2 if
-    a script cannot be read or is not Python.
+    With --check, a script of which nothing is left is run on CPUs up to its first
+    training step, which is compiled and not run; an error there is reported.
+
+    Exits with status 0 if nothing is left to do, with 1 if something is or a check has
+    failed, and with 2 if a script cannot be read or is not Python.
     """
     if diff and write:
         raise typer.BadParameter("Pass --diff or --write, not both.")
@@ -59,7 +75,10 @@ def migrate(
         raise typer.BadParameter(
             f"Got {len(files)} scripts: pass --diff or --write.", param_hint="SCRIPTS"
         )
-    statuses = [_migrate(file, diff, write, quiet) for file in files]
+    scripts_and_ports: _Ports = {}
+    statuses = [_migrate(file, diff, write, quiet, scripts_and_ports) for file in files]
+    if check:
+        statuses.append(_check(scripts_and_ports, shlex.split(arguments)))
     raise typer.Exit(max(statuses, default=_NOTHING_LEFT))
 
 
@@ -75,8 +94,8 @@ def _files(scripts: list[str]) -> list[str]:
     return list(dict.fromkeys(files))
 
 
-def _migrate(file: str, diff: bool, write: bool, quiet: bool) -> int:
-    """Port one script; its exit status."""
+def _migrate(file: str, diff: bool, write: bool, quiet: bool, done: _Ports) -> int:
+    """Port one script, which is noted in `done`; its exit status."""
     from libcst import ParserSyntaxError
 
     from replicax.migrate import port
@@ -98,6 +117,7 @@ def _migrate(file: str, diff: bool, write: bool, quiet: bool) -> int:
     except RecursionError:
         typer.echo(f"{name}:1: its expressions are nested too deeply", err=True)
         return _UNREADABLE
+    done[file] = (source, ported)
     if diff:
         _print_diff(name, source, ported.source)
     elif write and file != "-":
@@ -110,6 +130,28 @@ def _migrate(file: str, diff: bool, write: bool, quiet: bool) -> int:
         sys.stdout.buffer.flush()
     _report(name, ported, quiet)
     return _SOMETHING_LEFT if ported.left else _NOTHING_LEFT
+
+
+def _check(ports: _Ports, arguments: Sequence[str]) -> int:
+    """Run the ported scripts of which nothing is left; the exit status."""
+    from replicax.migrate.check import check
+
+    texts = {
+        Path("stdin.py" if file == "-" else file): ported.source.decode()
+        for file, (_, ported) in ports.items()
+    }
+    status = _NOTHING_LEFT
+    for path, (file, (source, ported)) in zip(texts, ports.items(), strict=True):
+        if ported.left:
+            typer.echo(f"{file}: not checked, as something is left", err=True)
+            continue
+        found = check(path, source.decode(), texts, arguments)
+        if found is None:
+            typer.echo(f"{file}: checked, up to its first training step", err=True)
+        else:
+            typer.echo(f"{file}:{found.line}: check: {found.reason}", err=True)
+            status = _SOMETHING_LEFT
+    return status
 
 
 def _print_diff(name: str, before: bytes, after: bytes) -> None:

@@ -1,0 +1,85 @@
+"""Runs a ported script up to its first training step, and reports what fails there."""
+
+import difflib
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from replicax.migrate.script import Finding
+
+__all__ = ["check"]
+
+_NO_STEP = "ended without a training step"
+_NOT_COVERED = "which plans do not cover"
+
+
+def check(
+    path: Path, original: str, ported: Mapping[Path, str], arguments: Sequence[str]
+) -> Finding | None:
+    """Run a ported script in a process under the dry run of `replicax plan`.
+
+    Args:
+        path: Where the original is. Modules beside it can be imported.
+        original: The original's text, for its line numbers.
+        ported: The ported texts of the original, and of modules beside it.
+        arguments: What the script gets on its command line.
+
+    Returns:
+        The error that ended it, by line of the original; None if it reached a training
+        step, or its end.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / path.name
+        for other, text in ported.items():
+            if other.parent == path.parent:
+                (Path(folder) / other.name).write_text(text, "utf-8")
+        inherited = os.environ.get("PYTHONPATH")
+        parts = [str(path.resolve().parent), *([inherited] if inherited else [])]
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "replicax.planning", "--topology", "cpu:2"),
+                *(str(script), *arguments),
+            ],
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(parts),
+                "JAX_PLATFORMS": "cpu",
+            },
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+        if done.returncode == 0 or _NO_STEP in done.stderr:
+            return None
+        line, error = _failure(done.stderr, str(script))
+    if _NOT_COVERED in error:
+        error = f"not checked: {error}"
+    number = _original_line(original, ported[path], line)
+    lines = original.splitlines()
+    source = lines[number - 1].strip() if number <= len(lines) else ""
+    return Finding(number, source[:70], error)
+
+
+def _failure(output: str, script: str) -> tuple[int, str]:
+    """The script's line in the last traceback, and the error's text in one line."""
+    _, _, last = output.rpartition("Traceback (most recent call last):")
+    frames = re.findall(rf'File "{re.escape(script)}", line (\d+)', last)
+    line = int(frames[-1]) if frames else 1
+    texts = [text for text in last.splitlines() if text and text[0] != " "]
+    error = " ".join(texts).partition("Arguments received")[0].strip()
+    return line, error[:400] or output.strip().rpartition("\n")[2]
+
+
+def _original_line(original: str, ported: str, line: int) -> int:
+    """The line of the original that a line of the ported script was made of."""
+    before, after = original.splitlines(), ported.splitlines()
+    matcher = difflib.SequenceMatcher(a=before, b=after, autojunk=False)
+    for _, a_start, a_end, b_start, b_end in matcher.get_opcodes():
+        if b_start <= line - 1 < b_end:
+            return min(a_start + line - 1 - b_start, max(a_end - 1, a_start)) + 1
+    return line
