@@ -21,6 +21,13 @@ def test_gpus_overlap_sums_with_computation(platform) -> None:
     assert options[ALL_REDUCE] == 32 * 2**20
 
 
+def test_scattered_sums_are_merged_by_what_is_summed() -> None:
+    options = compiler_options("gpu", {}, num_devices=8)
+    assert options is not None
+    assert options["xla_gpu_reduce_scatter_combine_threshold_bytes"] == 4 * 2**20
+    assert options["xla_gpu_all_gather_combine_threshold_bytes"] == 32 * 2**20
+
+
 def test_tpus_get_none() -> None:
     assert compiler_options("tpu", {}, bytes_per_pack=1024) is None
 

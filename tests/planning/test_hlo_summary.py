@@ -213,6 +213,23 @@ def test_asynchronous_collectives() -> None:
             "replica_groups=[2,4]<=[2,2,2]T(1,0,2)",
             ((0, 1, 4, 5), (2, 3, 6, 7)),
         ),
+        ("replica_groups=mesh['a'=1,'b'=4] {'b'}, x=1", ((0, 1, 2, 3),)),
+        (
+            "replica_groups=mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'a'}",
+            ((0, 1), (2, 3), (4, 5), (6, 7)),
+        ),
+        (
+            "replica_groups=mesh['a'=2,'b'=2], device_ids=(0,2,1,3) {'b'}",
+            ((0, 2), (1, 3)),
+        ),
+        (
+            "replica_groups=mesh['a'=8] {'a':(2)2}",
+            ((0, 2), (1, 3), (4, 6), (5, 7)),
+        ),
+        (
+            "replica_groups=mesh['a'=2,'b'=4] {'a','b':(1)2}",
+            ((0, 2, 4, 6), (1, 3, 5, 7)),
+        ),
     ],
 )
 def test_notations_of_groups(text: str, groups: Any) -> None:

@@ -175,6 +175,14 @@ def test_several_steps_per_execution_count_for_one() -> None:
         assert total == pytest.approx(4 * NUM_WEIGHTS, rel=0.01)
 
 
+def test_one_device_stays_one() -> None:
+    strategy = rx.OneDeviceStrategy("cpu:0")
+    batch = struct(ROWS, INPUTS), struct(ROWS, CLASSES)
+    plan = rx.plan(strategy, make_model(strategy), batch, topology="cpu:8")
+    assert (plan.num_devices, plan.num_replicas) == (1, 1)
+    assert not plan.collectives
+
+
 @hardware(["v5e:2x4"])
 def test_scaling(topology: str) -> None:
     strategy = local_strategy()

@@ -267,13 +267,16 @@ def test_one_device_is_plain() -> None:
 def test_the_step_gathers_weights_and_scatters_gradients() -> None:
     strategy = fully_sharded(4)
     with strategy.scope():
-        model, optimizer = network(), optimizers.Adam()
+        hidden = (layers.Dense(n, activation="relu") for n in (32, 64))
+        model, optimizer = network(*hidden), optimizers.Adam()
         optimizer.build(model.trainable_variables)
     texts: list[str] = []
+    lowered: list[str] = []
     original = strategy.runner.call
 
     def call(program: Any, arrays: Any) -> Any:
         values = [v.value for v in program.inputs]
+        lowered.append(program.text(values, arrays))
         texts.append(program.lower(values, arrays).compile().as_text())
         return original(program, arrays)
 
@@ -289,6 +292,10 @@ def test_the_step_gathers_weights_and_scatters_gradients() -> None:
     assert "f32[12,32]" in shapes("reduce-scatter")
     assert "f32[48,32]" in shapes("all-gather")
     assert "f32[48,32]" not in shapes("all-reduce")
+    # What is kept for the backward pass: no weight that was gathered.
+    kept = [x for x in lowered[0].splitlines() if "optimization_barrier" in x]
+    assert any("x64xf32>" in x for x in kept)
+    assert not any("tensor<32x64xf32>" in x for x in kept)
 
 
 @pytest.mark.slow

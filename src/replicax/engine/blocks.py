@@ -152,14 +152,15 @@ def primal_of(value: jax.Array) -> jax.Array:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _gathered(value: jax.Array, data: jax.Array, dim: int, axis_name: str) -> jax.Array:
     """The whole of a block, with the gradient going to `value`."""
-    del value  # The same array, gathered before.
-    return lax.all_gather(data, axis_name, axis=dim, tiled=True)
+    return _forward(value, data, dim, axis_name)[0]
 
 
 def _forward(
     value: jax.Array, data: jax.Array, dim: int, axis_name: str
 ) -> tuple[jax.Array, None]:
-    return _gathered(value, data, dim, axis_name), None
+    del value  # The same array, gathered before.
+    # Not a call of `_gathered`: `_is_kept` has to see what it is.
+    return lax.all_gather(data, axis_name, axis=dim, tiled=True), None
 
 
 def _backward(

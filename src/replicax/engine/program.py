@@ -285,6 +285,7 @@ class Program:
                 group.mesh.devices.flat[0].platform,
                 os.environ,
                 bytes_per_pack=group.communication.bytes_per_pack,
+                num_devices=group.axis.size,
                 largest_bytes=self._largest_bytes,
             ),
         )

@@ -23,13 +23,15 @@ Option = bool | int
 # while the backward pass still computes.
 _PACK_BYTES = 32 * 2**20
 
+_REDUCE_SCATTER = "xla_gpu_reduce_scatter_combine_threshold_bytes"
+
 _GPU: Mapping[str, Option] = {
     # Starts a collective as early, and waits for it as late, as the program allows.
     "xla_gpu_enable_latency_hiding_scheduler": True,
     # Said, or XLA may merge by free memory: into one sum after the backward pass.
     "xla_gpu_all_reduce_combine_threshold_bytes": _PACK_BYTES,
     # The two halves of a sharded update, likewise.
-    "xla_gpu_reduce_scatter_combine_threshold_bytes": _PACK_BYTES,
+    _REDUCE_SCATTER: _PACK_BYTES,
     "xla_gpu_all_gather_combine_threshold_bytes": _PACK_BYTES,
 }
 _PLATFORMS = ("gpu", "cuda", "rocm")
@@ -42,6 +44,7 @@ def compiler_options(
     environ: Mapping[str, str],
     *,
     bytes_per_pack: int = 0,
+    num_devices: int = 1,
     largest_bytes: int = 0,
 ) -> dict[str, Any] | None:
     """The `compiler_options` of `jax.jit` for a step on devices of `platform`.
@@ -53,6 +56,7 @@ def compiler_options(
         platform: Of the devices, as JAX says it, such as `"gpu"`, `"cuda"` or `"tpu"`.
         environ: The process' environment.
         bytes_per_pack: Size of the packs that gradients are summed in; 0: not packed.
+        num_devices: Number of devices that sums are scattered over.
         largest_bytes: Size of the largest intermediate array, where it is known.
 
     Returns:
@@ -76,6 +80,9 @@ def compiler_options(
     wanted = dict(_GPU)
     if bytes_per_pack:
         wanted["xla_gpu_all_reduce_combine_threshold_bytes"] = bytes_per_pack
+    if _REDUCE_SCATTER in wanted:
+        # XLA counts what a device gets: a part of what is summed, and kept until then.
+        wanted[_REDUCE_SCATTER] //= num_devices
     options = {
         name: value
         for name, value in wanted.items()

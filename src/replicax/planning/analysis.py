@@ -1,17 +1,18 @@
 """Plans a training step: compiles its program and reads what the compiler says."""
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import keras
-from jax.experimental.compilation_cache import compilation_cache
 
-from replicax._util.dry_run import is_described
 from replicax._util.types import PyTree
-from replicax.engine.devices import Device
-from replicax.planning.capture import Capture, capture_call, capture_fit
+from replicax.planning.capture import (
+    Capture,
+    capture_call,
+    capture_fit,
+    compile_lowered,
+)
 from replicax.planning.cards import Card
 from replicax.planning.hlo_summary import ProgramSummary, read_program
 from replicax.planning.report import Memory, Plan, Scale
@@ -100,8 +101,7 @@ def analyse(capture: Capture, topology: DeviceTopology) -> Plan:
     """Compile a captured program and make its plan."""
     assert capture.lowered is not None  # Otherwise there was no training step.
     try:
-        with _without_cache(topology.devices):
-            compiled = capture.lowered.compile()
+        compiled = compile_lowered(capture.lowered, topology.devices)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -129,25 +129,6 @@ def analyse(capture: Capture, topology: DeviceTopology) -> Plan:
         advice=advice,
         notes=_notes(text, topology, memory, work, parts.size, scaling),
     )
-
-
-@contextlib.contextmanager
-def _without_cache(devices: Sequence[Device]) -> Iterator[None]:
-    """Keep programs for described devices out of JAX's cache on disk.
-
-    It can write them but not read them: nothing loads them.
-    """
-    if not is_described(devices[0]):
-        yield
-        return
-    was_on = jax.config.values["jax_enable_compilation_cache"]
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()  # It decides once whether it is used.
-    try:
-        yield
-    finally:
-        jax.config.update("jax_enable_compilation_cache", was_on)
-        compilation_cache.reset_cache()
 
 
 def _plan_without_room(

@@ -17,9 +17,10 @@ import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from replicax._util.dry_run import rehearsing
+from replicax._util.dry_run import is_described, rehearsing
 from replicax._util.types import PyTree
 from replicax.engine.devices import Device
 from replicax.engine.group import ReplicaGroup
@@ -35,6 +36,7 @@ __all__ = [
     "capture_call",
     "capture_fit",
     "capture_script",
+    "compile_lowered",
 ]
 
 _logger = logging.getLogger("replicax")
@@ -179,6 +181,26 @@ def capture_fit(
             setattr(model, name, value)
         restore_steps(model, steps)
     return capture
+
+
+def compile_lowered(
+    lowered: jax.stages.Lowered, devices: Sequence[Device]
+) -> jax.stages.Compiled:
+    """Compile a program for devices that may only be described.
+
+    JAX's cache on disk is left alone then: it can write programs for described devices
+    but not read them, since nothing loads them.
+    """
+    if not is_described(devices[0]):
+        return lowered.compile()
+    was_on = jax.config.values["jax_enable_compilation_cache"]
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # It decides once whether it is used.
+    try:
+        return lowered.compile()
+    finally:
+        jax.config.update("jax_enable_compilation_cache", was_on)
+        compilation_cache.reset_cache()
 
 
 _CHANGED_BY_FIT = ("history", "stop_training")

@@ -45,7 +45,12 @@ _INDEX = re.compile(r"\bindex=(\d+)")
 
 _EXPLICIT = re.compile(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}")
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{((?:'[^',]+',?)*)\}")
+_MESH = re.compile(
+    r"replica_groups=mesh\[(?P<axes>[^\]]*)\]"
+    r"(?:, device_ids=\((?:\[(?P<reshape>[\d,]+)\]T\((?P<order>[\d,]+)\)"
+    r"|(?P<ids>[\d,]+))\))? \{(?P<over>(?:'[^',]+'(?::\(\d+\)\d+)?,?)*)\}"
+)
+_AXIS = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
 _SLICES = re.compile(r'_xla_megascale_target="\{([\d,]+)\}x\{(\d+):(\d+)\}"')
 _PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
 
@@ -306,13 +311,17 @@ def replica_groups(attributes: str) -> Groups:
         ((0, 2), (1, 3))
         >>> replica_groups("replica_groups=mesh['a'=2,'b'=2] {'a'}")
         ((0, 2), (1, 3))
+        >>> replica_groups(
+        ...     "replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'a'}"
+        ... )
+        ((0, 1), (2, 3))
     """
     if "replica_groups=" not in attributes:
         return ()
     if match := _IOTA.search(attributes):
         return _from_iota(_numbers(match[1]), _numbers(match[2]), match[3])
     if match := _MESH.search(attributes):
-        return _from_mesh(match[1], match[2])
+        return _from_mesh(match)
     match = _EXPLICIT.search(attributes)
     if match is None:
         raise InternalError(
@@ -369,14 +378,33 @@ def _from_iota(shape: list[int], reshape: list[int], order: str | None) -> Group
     return tuple(tuple(row) for row in rows.tolist())
 
 
-def _from_mesh(mesh: str, axes: str) -> Groups:
-    """`mesh['a'=2,'b'=4] {'b'}`: devices that differ in these axes of a mesh only."""
-    sizes = {name: int(n) for name, n in re.findall(r"'([^']+)'=(\d+)", mesh)}
-    names = re.findall(r"'([^']+)'", axes)
-    order = sorted(sizes, key=lambda name: name in names)
-    ids = np.arange(math.prod(sizes.values())).reshape(list(sizes.values()))
-    ids = ids.transpose([list(sizes).index(name) for name in order])
-    rows = ids.reshape(-1, math.prod(sizes[name] for name in names))
+def _from_mesh(match: re.Match[str]) -> Groups:
+    """`mesh['a'=2,'b'=4] {'b'}`: devices that differ in these axes of a mesh only.
+
+    `device_ids=` has the devices of a mesh in another order than 0, 1, 2, ... An axis
+    may be given in part: `'b':(2)2` is the middle one of `b` cut into 2 x 2 x the rest.
+    """
+    sizes = {name: int(n) for name, n in re.findall(r"'([^']+)'=(\d+)", match["axes"])}
+    ids = np.arange(math.prod(sizes.values()))
+    if match["ids"]:
+        ids = np.array(_numbers(match["ids"]))
+    elif match["reshape"]:
+        ids = ids.reshape(_numbers(match["reshape"])).transpose(
+            _numbers(match["order"])
+        )
+    over = {
+        name: (int(before or 1), int(size or sizes[name]))
+        for name, before, size in _AXIS.findall(match["over"])
+    }
+    shape: list[int] = []
+    moving: list[int] = []
+    for name, total in sizes.items():
+        before, size = over.get(name, (1, 1))
+        moving += [len(shape) + 1] * (name in over)
+        shape += [before, size, total // (before * size)]
+    staying = [i for i in range(len(shape)) if i not in moving]
+    rows = ids.reshape(shape).transpose([*staying, *moving])
+    rows = rows.reshape(-1, math.prod(shape[i] for i in moving))
     return tuple(tuple(row) for row in rows.tolist())
 
 

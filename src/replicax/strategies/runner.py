@@ -57,6 +57,7 @@ class ProgramRunner:
         agree: Called before a program runs first.
         check_every: Compare the replicas' variables after every that many steps.
         rehearsal: What programs are handed to in place of the devices, if anything.
+        num_rehearsed: How many of a rehearsal's devices it takes; None: all.
 
     Attributes:
         group: The replicas that programs are made for.
@@ -69,12 +70,14 @@ class ProgramRunner:
         agree: Agreement,
         check_every: int | None,
         rehearsal: Rehearsal | None,
+        num_rehearsed: int | None,
     ) -> None:
         self._strategy = group.strategy
         self._workers = group.strategy.workers
         self._agree = agree
         self._check_every = check_every
         self._num_steps = 0
+        self._num_rehearsed = num_rehearsed
         self._use(group, rehearsal)
 
     def _use(
@@ -98,7 +101,8 @@ class ProgramRunner:
         """
         require_rehearsable(self.group)
         own = self.group, self._rehearsal, self.programs
-        self._use(self.group.on(rehearsal.devices), rehearsal)
+        devices = rehearsal.devices[: self._num_rehearsed]
+        self._use(self.group.on(devices), rehearsal)
         try:
             yield
         finally:

@@ -128,7 +128,11 @@ class Strategy(DatasetMaker):
             group, None if rehearsal is None else rehearsal.home
         )
         self.runner = ProgramRunner(
-            group, self._agree_on, check_replicas_every, rehearsal
+            group,
+            self._agree_on,
+            check_replicas_every,
+            rehearsal,
+            self._num_rehearsed,
         )
 
     def __repr__(self) -> str:
