@@ -7,6 +7,7 @@ that need not be.
 import os
 import time
 import traceback
+from unittest import mock
 
 import grain
 import keras
@@ -15,6 +16,7 @@ import scipy.sparse
 from keras import layers
 
 import replicax as rx
+from replicax.ps import pace
 
 NUM = 330  # Not a multiple of any batch size below.
 _RNG = np.random.default_rng(3)
@@ -346,11 +348,18 @@ def chief_stops_in_the_middle_of_an_epoch(strategy):
 
 
 @case
-def another_worker_stops_in_the_middle_of_an_epoch(strategy):
+def another_worker_stops_in_the_middle_of_an_epoch(strategy, step=2):
     model = classifier()
-    callbacks = [] if strategy.is_chief else [StopAt(2)]
+    callbacks = [] if strategy.is_chief else [StopAt(step)]
     history = model.fit(X, Y, epochs=50, verbose=0, batch_size=4, callbacks=callbacks)
     return outcome(model, history)
+
+
+@case
+def one_of_a_thousand_stops_in_the_middle_of_an_epoch(strategy):
+    # As many workers take several tickets at once.
+    with mock.patch.multiple(pace, _CLAIMS_PER_SECOND=0.01, _WORKERS_PER_TICKET=0.1):
+        return another_worker_stops_in_the_middle_of_an_epoch(strategy, step=8)
 
 
 @slow_case

@@ -415,10 +415,10 @@ def test_a_restarted_server_goes_on_with_the_same_sessions(board, clients, clock
     assert not b("result", id="x", value=3)["late"]
     assert (a("get", key="k"), a("reports", topic="r")) == (1, {"worker:0": 2})
     assert a("arrive", barrier="go")["missing"] == ["worker:1", "worker:2"]
-    assert a("beat") == {"alive": NAMES, "stop": "enough", "failed": None}
+    assert a("beat") == {"stop": "enough", "failed": None}
     clock.seconds = 1011
     assert ask(again, "alive") == []
-    with pytest.raises(ValueError, match="version None, expected 4"):
+    with pytest.raises(ValueError, match="version None, expected 5"):
         again.load_state({})
 
 
@@ -516,3 +516,38 @@ def test_what_an_earlier_session_was_told_answers_no_later_one(clock) -> None:
     second = Client(again, NAMES[0], "s2")
     second("join")
     assert second("claim", stream=STREAM, count=1) == {"indices": [1]}
+
+
+def test_a_call_writes_down_nothing_of_other_workers(clock) -> None:
+    names = [f"worker:{i}" for i in range(200)]
+    journal = {}
+
+    def note(key, value):
+        journal.pop(tuple(key), None)  # The latest is the last.
+        journal[tuple(key)] = copy.deepcopy(value)
+
+    board = Board(names, TIMEOUTS, now=clock, note=note)
+    saved = board.state()
+    clients = [Client(board, name, f"{name}-1") for name in names]
+    for client in clients:
+        client("join")
+    ask(board, "open", stream=STREAM)
+    given = [client("claim", stream=STREAM, count=3)["indices"] for client in clients]
+    for client, steps in zip(clients, given, strict=True):
+        client("claim", stream=STREAM, finished=steps[:1])
+    assert max(len(json.dumps(entry)) for entry in journal.values()) < 1000
+    again = Board(names, TIMEOUTS, now=clock)
+    again.load_state(saved, journal=journal, release=True)
+    assert again.status()["streams"] == board.status()["streams"]
+    assert again.status()["totals"] == board.status()["totals"]
+    for client in clients:
+        client.board = again
+        client("join")
+    repeated = clients[7]("claim", stream=STREAM, call=clients[7].call)
+    assert repeated == {"indices": [607], "late": False, "late_indices": []}
+    clock.seconds = 9
+    clients[0]("beat")
+    clock.seconds = 11  # All but one are dead, whose steps were given up.
+    clients[0]("beat")
+    stream = again.status()["streams"][STREAM]
+    assert (stream["lost"], stream["held"]) == (3 * 199, 3)

@@ -36,6 +36,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.journal: dict[tuple[str, ...], str] = getattr(self, "journal", {})
 
         def note(key, value):
+            self.journal.pop(tuple(key), None)  # The latest is the last.
             self.journal[tuple(key)] = json.dumps(value)
 
         return Board(

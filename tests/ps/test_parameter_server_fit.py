@@ -226,6 +226,7 @@ def test_moving_statistics_are_those_of_all_workers(most):
     [
         "chief_stops_in_the_middle_of_an_epoch",
         "another_worker_stops_in_the_middle_of_an_epoch",
+        "one_of_a_thousand_stops_in_the_middle_of_an_epoch",
     ],
 )
 def test_all_stop_in_the_middle_of_an_epoch(most, name):

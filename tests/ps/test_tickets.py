@@ -53,6 +53,16 @@ def test_steps_of_a_dead_worker_are_lost():
     assert (tickets.twice, tickets.steps) == (1, {A: 1, B: 1})
 
 
+def test_steps_that_a_worker_gives_up_are_lost():
+    tickets = StepTickets(length=5)
+    assert tickets.claim(A, 3) == [0, 1, 2]
+    assert tickets.claim(B, 1) == [3]
+    assert tickets.give_up(A, [2, 1, 3]) == 2  # Step 3 is another's.
+    tickets.finish(A, [0])
+    assert (tickets.lost, tickets.num_held, tickets.finished) == (2, 1, 1)
+    assert tickets.finish(B, [1]) == [1]
+
+
 def test_the_least_end_holds_and_voids_what_is_beyond():
     tickets = StepTickets(length=None)
     assert tickets.claim(A, 2) == [0, 1]

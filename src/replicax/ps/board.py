@@ -42,7 +42,7 @@ __all__ = ["Board"]
 _logger = logging.getLogger("replicax")
 _MAX_INFO = 64 * 1024
 _MAX_REASON = 4000
-_STATE_VERSION = 4
+_STATE_VERSION = 5
 
 _ACTIONS: set[str] = set()
 
@@ -157,7 +157,7 @@ class Board:
                     lambda: transition(self, **arguments),
                 )
             if "stream" in arguments:
-                self._write_down(arguments["stream"])
+                self._write_down(arguments["stream"], arguments.get("worker", ""))
             return answer
 
     def _begin_turn(self) -> None:
@@ -177,25 +177,24 @@ class Board:
         if given_up := self._streams.release(worker):
             _logger.warning("%s is gone, with %d steps of fit.", worker, given_up)
             for stream in self._streams.streams:
-                self._write_down(stream)
+                self._write_down(stream, worker)
         self._closures.release(worker, died=died, now=self._now)
 
-    def _write_down(self, stream: str) -> None:
+    def _write_down(self, stream: str, worker: str) -> None:
         """Writes into the journal what a restarted server must not forget."""
-        entry = self._streams.entry(stream)
-        if entry is not None:
-            entry["answers"] = {
-                session: {
-                    "worker": told.worker,
-                    "answers": {
-                        method: last
-                        for method, last in told.answers.items()
-                        if method in ("claim", "finish")
-                    },
-                }
-                for session, told in self._answers.items()
+        entry = self._streams.entry(stream, worker)
+        if entry is None:
+            return
+        session = worker and self._presence.workers[worker].session
+        told = self._answers.get(session or "")
+        if told is not None:
+            answers = {
+                method: last
+                for method, last in told.answers.items()
+                if method in ("claim", "finish")
             }
-            self._note(["stream", family_of(stream)[0]], entry)
+            entry["answers"] = {session: {"worker": worker, "answers": answers}}
+        self._note(["stream", family_of(stream)[0], worker], entry)
 
     # Who is there.
 
@@ -230,13 +229,9 @@ class Board:
     def beat(
         self, worker: Name, session: Name, info: JSONObject | None = None
     ) -> JSONObject:
-        """Says that the worker lives, and learns who else does, and how the job is."""
+        """Says that the worker lives, and learns how the job is."""
         self._describe(worker, info)
-        return {
-            "alive": self._presence.alive(),
-            "stop": self._rendezvous.stop,
-            "failed": self._failure,
-        }
+        return {"stop": self._rendezvous.stop, "failed": self._failure}
 
     def _describe(self, worker: str, info: JSONObject | None) -> None:
         if info is not None:
@@ -390,14 +385,19 @@ class Board:
         call: Count,
         indices: Tickets256,
         info: JSONObject | None = None,
+        given_up: Tickets256 = (),  # type: ignore[assignment]
     ) -> JSONObject:
         """Says that the updates of those steps, which `claim` gave, are applied.
+
+        `given_up` are others of an asynchronous stream, which the worker will not do.
 
         Returns:
             `late`: whether the worker did not hold some of them (it was dead for a
             while, or a backup was faster); `late_indices`: those.
         """
         self._describe(worker, info)
+        if given_up:
+            self._streams.give_up(stream, worker, given_up)
         return self._streams.finish(stream, worker, indices, self._now)
 
     @_action
@@ -585,11 +585,11 @@ class Board:
             self._closures.restart(self._now)
             for worker in loaded.workers if release else ():
                 self._streams.release(worker)
-            for key, entry in (journal or {}).items():
-                if key[0] == "stream":
-                    self._streams.load_entry(entry)
-                    answers = msgspec.convert(entry["answers"], Answers)
-                    for session, told in answers.items():
-                        known = self._answers.setdefault(session, told)
-                        known.answers.update(told.answers)
+            entries = [e for key, e in (journal or {}).items() if key[0] == "stream"]
+            self._streams.load_entries(entries)
+            for entry in entries:
+                answers = msgspec.convert(entry.get("answers", {}), Answers)
+                for session, told in answers.items():
+                    known = self._answers.setdefault(session, told)
+                    known.answers.update(told.answers)
             self._streams.restart()

@@ -7,6 +7,7 @@ epoch ends for all when its batches are used up.
 
 import itertools
 import json
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -29,6 +30,7 @@ from replicax.keras.adapters import (
 from replicax.keras.batches import BatchIterator, PlacedBatch, place
 from replicax.keras.session import FitSession
 from replicax.keras.steps import steps_of
+from replicax.ps.pace import tickets_at_once
 from replicax.ps.remote import WorkerShare
 from replicax.ps.tickets import Ticket
 from replicax.ps.worker_input import EpochBatches, own_rows
@@ -71,7 +73,9 @@ class WorkQueueFit:
         self._batches = EpochBatches(self._data.adapter, self._data.steps_per_epoch)
         self._length: int | None = None  # Of an epoch that is over.
         self._stops = False  # Whether anybody stopped in the middle of the epoch.
-        self._pending: deque[Ticket] = deque()  # Tickets whose updates are under way.
+        self._ahead: deque[Ticket] = deque()  # Tickets of steps that have not begun.
+        self._pending: deque[Ticket] = deque()  # Those of updates that are under way.
+        self._claimed_at: tuple[float, int] | None = None  # When, and after which step.
         self._applied = 0
         self._last_index = 0
         self._is_open = False
@@ -167,6 +171,9 @@ class WorkQueueFit:
         if self._model.stop_training:  # In the middle of the epoch.
             # Before this worker's part is finished: no step begins that misses it.
             self._session.board("end", stream=self._stream)
+            if self._ahead:
+                self._finish([], given_up=list(self._ahead))
+                self._ahead.clear()
         with self._waiting():
             self._meet_others()
         return True
@@ -187,9 +194,17 @@ class WorkQueueFit:
         report = {"values": values, "stop": stop}
         self._session.as_worker("report", topic=topic, values=report)
         self._session.barrier(f"{self._name}: end of epoch {self._epoch}")
-        reports = self._session.board("reports", topic=topic).values()
-        self._stops = any(report["stop"] for report in reports)
-        _sum_up(metrics, [json_codec.decode(report["values"]) for report in reports])
+        # The chief sums up for all: each report is read once.
+        total = f"{self._name}/total/{self._epoch}"
+        if self._session.is_chief:
+            reports = self._session.board("reports", topic=topic).values()
+            self._stops = any(report["stop"] for report in reports)
+            _sum_up(metrics, [json_codec.decode(each["values"]) for each in reports])
+            summed = json_codec.encode([v.value for v in metrics], "the metrics")
+            self._session.board("put", key=total, value={"values": summed})
+        summed = self._session.get(total, topic)["values"]
+        for variable, value in zip(metrics, json_codec.decode(summed), strict=True):
+            variable.assign(value)
         self._strategy.refresh()
         # Nobody begins the next epoch before all have this one's values.
         self._session.barrier(f"{self._name}: values of epoch {self._epoch}")
@@ -254,6 +269,7 @@ class WorkQueueFit:
             self._strategy.refresh_values()  # It may have assigned some.
         remote.begin_epoch(said["versions"])
         self._applied = self._strategy.steps_applied
+        self._claimed_at = None
         self._stops = False
         self._data.adapter.on_epoch_begin()
         self._length = self._open_stream()["length"]
@@ -291,6 +307,7 @@ class WorkQueueFit:
             except StopIteration:
                 self._session.board("end", stream=self._stream, length=index)
                 self._pending.pop()
+                self._ahead.clear()  # They are void.
                 continue
             self._last_index = index
             if isinstance(ticket, list):
@@ -315,8 +332,9 @@ class WorkQueueFit:
         if self._claim() is None:
             return None
         batch = self._batches.next()
-        if batch is None:  # Nobody else has the batch of this ticket.
-            self._finish([self._pending.pop()])
+        if batch is None:  # Nobody else has the batches of these tickets.
+            self._finish([self._pending.pop(), *self._ahead])
+            self._ahead.clear()
         return batch
 
     def _of_all(self, step: int) -> PyTree:
@@ -350,14 +368,24 @@ class WorkQueueFit:
 
     def _claim(self) -> Ticket | None:
         """The next ticket; None at the epoch's end."""
-        finished = self._take_finished()
         pulls_first = self._strategy.max_staleness is not None
+        if not self._ahead and not self._claim_ahead(pulls_first):
+            return None
+        if pulls_first:  # Staleness counts from here.
+            self._strategy.refresh_values()
+        self._pending.append(self._ahead.popleft())
+        return self._pending[-1]
+
+    def _claim_ahead(self, pulls_first: bool) -> bool:
+        """Have tickets for the next steps; False at the epoch's end."""
+        finished = self._take_finished()
+        count = self._num_ahead()
         if pulls_first:
             finished += self._drain()
 
         def ask() -> JSONObject | None:
             answer = self._session.once(
-                "claim", stream=self._stream, finished=list(finished)
+                "claim", stream=self._stream, finished=list(finished), count=count
             )
             finished.clear()
             if "wait" in answer:
@@ -377,12 +405,21 @@ class WorkQueueFit:
             self._has_begun = True
         if "over" in answer:
             self._length = answer["over"]
-            return None
-        (ticket,) = answer["indices"]
-        if pulls_first:  # Staleness counts from here.
-            self._strategy.refresh_values()
-        self._pending.append(ticket)
-        return ticket
+            return False
+        self._ahead.extend(answer["indices"])
+        return True
+
+    def _num_ahead(self) -> int:
+        """How many tickets to ask for."""
+        if self._strategy.sync or self._strategy.max_staleness is not None:
+            return 1  # Others wait for each of them.
+        now, before = (time.monotonic(), self._strategy.steps_applied), self._claimed_at
+        self._claimed_at = now
+        if before is None or now[1] == before[1]:
+            return 1
+        left = None if self._length is None else self._length - self._last_index
+        step_seconds = (now[0] - before[0]) / (now[1] - before[1])
+        return tickets_at_once(len(self._session.workers), step_seconds, left)
 
     def _let_chief_begin(self) -> None:
         """Where workers wait for each other, the first step is the chief's.
@@ -407,9 +444,14 @@ class WorkQueueFit:
         self._strategy.settle()
         return self._take_finished()
 
-    def _finish(self, tickets: list[Ticket]) -> None:
-        if tickets:
-            self._session.once("finish", stream=self._stream, indices=tickets)
+    def _finish(self, tickets: list[Ticket], given_up: Sequence[Ticket] = ()) -> None:
+        if tickets or given_up:
+            self._session.once(
+                "finish",
+                stream=self._stream,
+                indices=tickets,
+                given_up=list(given_up),
+            )
 
     def _expect(self, step: int, part: int, rows: PyTree) -> None:
         """The next program computes this worker's rows of a synchronous step."""

@@ -26,7 +26,7 @@ _COMPACT_BYTES = 1 << 20
 Note = Callable[[Sequence[str], JSON], None]
 """Writes down a key, which is some texts, and its newest value, which is JSON."""
 Journaled = Mapping[tuple[str, ...], Any]
-"""The newest value of each key."""
+"""The newest value of each key; the key that was written last is the last."""
 
 
 def note_nothing(key: Sequence[str], value: JSON) -> None:

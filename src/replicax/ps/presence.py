@@ -3,7 +3,7 @@
 No clock and no I/O: times come in as arguments, in seconds.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import msgspec
 
@@ -62,6 +62,7 @@ class Presence:
         self.chief = workers[0]
         self.timeouts = timeouts
         self._started = now
+        self._next_due = now + timeouts.heartbeat  # Nobody dies before that.
         self.workers = {name: Worker(gone_at=now) for name in workers}
 
     def _worker(self, worker: str) -> Worker:
@@ -121,14 +122,22 @@ class Presence:
 
     def newly_dead(self, now: float) -> list[str]:
         """Marks as dead who was silent for too long, and returns their names."""
+        if now <= self._next_due:
+            return []  # Asked in every call: signs of life only put deaths off.
         dead = []
+        heartbeat = self.timeouts.heartbeat
+        self._next_due = now + heartbeat
         for name, known in self.workers.items():
-            due = known.last_sign + self.timeouts.heartbeat
-            if known.state == "alive" and now > due:
-                # Not `now`: it may be long after, when nobody called in between.
-                known.state, known.gone_at = "dead", due
-                known.deaths += 1
-                dead.append(name)
+            due = known.last_sign + heartbeat
+            if known.state != "alive":
+                continue
+            if now <= due:
+                self._next_due = min(self._next_due, due)
+                continue
+            # Not `now`: it may be long after, when nobody called in between.
+            known.state, known.gone_at = "dead", due
+            known.deaths += 1
+            dead.append(name)
         return dead
 
     def alive(self) -> list[str]:
@@ -194,7 +203,7 @@ class Presence:
             return f"no worker has been alive for {self.timeouts.chief:g} s"
         return None
 
-    def missing(self, arrived: Sequence[str]) -> list[str]:
+    def missing(self, arrived: Container[str]) -> list[str]:
         """Who is alive and not among the arrived."""
         return [name for name in self.alive() if name not in arrived]
 
@@ -226,6 +235,7 @@ class Presence:
                 f"this cluster has {listed(self.workers)}. Delete the snapshot."
             )
         self._started = now
+        self._next_due = now + self.timeouts.heartbeat
         self.workers = dict(workers)
         for worker in self.workers.values():
             worker.last_sign = worker.gone_at = now

@@ -1,6 +1,6 @@
 """Values by key, barriers, reports and the stop flag that workers share."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container
 from typing import Any
 
 import msgspec
@@ -40,7 +40,7 @@ class Rendezvous(msgspec.Struct):
     values: dict[str, tuple[Any, int]] = {}
     families: dict[str, dict[str, None]] = {}
     num_bytes: int = 0
-    barriers: dict[str, list[str]] = {}
+    barriers: dict[str, set[str]] = {}
     complete: dict[str, None] = {}
     topics: dict[str, dict[str, Any]] = {}
 
@@ -87,7 +87,7 @@ class Rendezvous(msgspec.Struct):
         return self.values.get(key, (None, 0))[0]
 
     def arrive(
-        self, barrier: str, worker: str, missing: Callable[[Sequence[str]], list[str]]
+        self, barrier: str, worker: str, missing: Callable[[Container[str]], list[str]]
     ) -> JSONObject:
         """Notes that a worker is there: see `Board.arrive`.
 
@@ -100,9 +100,8 @@ class Rendezvous(msgspec.Struct):
                 f"arrive: workers wait at {_MAX_BARRIERS} barriers already; got "
                 f"{barrier!r}."
             )
-        arrived = self.barriers.setdefault(barrier, [])
-        if worker not in arrived:
-            arrived.append(worker)
+        arrived = self.barriers.setdefault(barrier, set())
+        arrived.add(worker)
         absent = missing(arrived)
         if absent:
             return {"complete": False, "missing": absent}

@@ -18,6 +18,7 @@ from replicax.ps.call_log import JOB
 from replicax.ps.connection import Connection, ConnectionLost
 from replicax.ps.credentials import Credentials
 from replicax.ps.journal import note_nothing
+from replicax.ps.pace import beat_seconds, longest_pause
 from replicax.ps.service import Service
 from replicax.ps.session import FAREWELL_SECONDS
 from replicax.ps.snapshots import Snapshots
@@ -27,7 +28,7 @@ __all__ = ["serve"]
 
 _POLL_SECONDS = 0.2
 _LINGER_SECONDS = 0.5
-_LINGER_AFTER_FAILURE_SECONDS = 2.5  # Two of the workers' signs of life.
+_LINGERED_BEATS = 2.5  # After a failure, of which workers hear in their heartbeats.
 _logger = logging.getLogger("replicax")
 
 
@@ -85,7 +86,11 @@ def serve(
         snapshots.start(store, None if board is None else board.state)
     failure = None
     try:
-        failure = _until_over(board, server, num_servers, first, credentials, timeouts)
+        if board is None:
+            failure = _watch_first(server, num_servers, first, credentials, timeouts)
+        else:
+            beat = beat_seconds(len(workers), timeouts.heartbeat)
+            failure = _until_over(board, num_servers, _LINGERED_BEATS * beat)
     finally:
         service.close()
         _tell_losses(store)
@@ -142,16 +147,9 @@ def _restore(snapshots: Snapshots, store: VariableStore, board: Board | None) ->
 
 
 def _until_over(
-    board: Board | None,
-    server: int,
-    num_servers: int,
-    first: str,
-    credentials: Credentials,
-    timeouts: Timeouts,
+    board: Board, num_servers: int, linger_after_failure: float
 ) -> str | None:
     """Wait for the end of the job; why it failed, or None."""
-    if board is None:
-        return _watch_first(server, first, credentials, timeouts)
     failure = None
     while failure is None and not board.is_done():
         failure = board.failed()
@@ -165,7 +163,7 @@ def _until_over(
         pauses=(_POLL_SECONDS, _POLL_SECONDS),
     )
     failed = failure is not None
-    time.sleep(_LINGER_AFTER_FAILURE_SECONDS if failed else _LINGER_SECONDS)
+    time.sleep(linger_after_failure if failed else _LINGER_SECONDS)
     return failure
 
 
@@ -174,8 +172,13 @@ def _heard(server: int) -> str:
 
 
 def _watch_first(
-    server: int, first: str, credentials: Credentials, timeouts: Timeouts
+    server: int,
+    num_servers: int,
+    first: str,
+    credentials: Credentials,
+    timeouts: Timeouts,
 ) -> str | None:
+    """Ask the first server for the end of the job; why it failed, or None."""
     with Connection(
         first,
         credentials,
@@ -198,4 +201,4 @@ def _watch_first(
             if not seen:
                 seen = True
                 connection.retry_timeout_seconds = timeouts.server
-            time.sleep(_POLL_SECONDS)
+            time.sleep(2 * longest_pause(num_servers))

@@ -25,13 +25,14 @@ from replicax.errors import ClusterError, ClusterMismatchError
 from replicax.ps.call_log import JOB, ReplayLog
 from replicax.ps.connection import Connection, ServerRefused
 from replicax.ps.credentials import Credentials
+from replicax.ps.pace import beat_seconds, longest_pause
 
 __all__ = ["FAREWELL_SECONDS", "Session"]
 
 FAREWELL_SECONDS = 10.0
 """For a task that ends to tell the others, or to hear that they have been told."""
 
-_PAUSES = (0.001, 0.1)
+_FIRST_PAUSE = 0.001
 # Other replicas may wait in a collective for one whose callback waits for rows, and XLA
 # ends the process after 40 s of that; see `rows`.
 _ROW_CONNECT_SECONDS = 7.0
@@ -287,7 +288,7 @@ class Session:
                 f"{self.name} waits for {missing()} ({what}) for {waited:.0f} s"
             ),
             is_early=not self.steps,
-            pauses=_PAUSES,
+            pauses=(_FIRST_PAUSE, longest_pause(len(self.workers))),
         )
 
     def barrier(self, name: str) -> None:
@@ -361,7 +362,8 @@ class Session:
         return self.connections[0].call(f"board.{method}", **about)
 
     def _beat(self, heartbeat_seconds: float) -> None:
-        while not self._ended.wait(min(1.0, heartbeat_seconds / 4)):
+        between = beat_seconds(len(self.workers), heartbeat_seconds)
+        while not self._ended.wait(between):
             try:
                 about = {"worker": self.name, "session": self.id}
                 answer = self._call_board("beat", about | {"info": self._info()})

@@ -76,6 +76,10 @@ class _Pace(msgspec.Struct):
         else:
             self.seconds = [*self.seconds, (int(now), count)][-_PACE_SECONDS:]
 
+    def raise_to(self, total: int) -> None:
+        """Takes over a total that may be later than this one."""
+        self.total = max(self.total, total)
+
     def per_second(self, now: float) -> float:
         """Steps per second over the last ten seconds."""
         recent = [s for s in self.seconds if s[0] > now - _PACE_SECONDS]
@@ -85,12 +89,18 @@ class _Pace(msgspec.Struct):
 
 
 class _Entry(msgspec.Struct):
-    """What a restarted server has to know of an asynchronous stream."""
+    """What a restarted server has to know of an asynchronous stream, and of a worker.
+
+    It is written down in each call, and so has nothing of the other workers.
+    """
 
     name: str
-    stream: tuple[Settings, Tickets]
-    steps: dict[str, int]
+    stream: tuple[Settings, StepTickets]
     past: dict[str, int]
+    worker: str
+    held: dict[int, int]
+    steps: int
+    total: int
 
 
 class Streams(msgspec.Struct):
@@ -189,6 +199,18 @@ class Streams(msgspec.Struct):
             self._forget_before(stream)
         return {"late": bool(late), "late_indices": late}
 
+    def give_up(self, stream: str, worker: str, steps: Sequence[Ticket]) -> None:
+        """Takes away some steps that a worker will not do: see `Board.finish`."""
+        tickets = self._tickets(stream)
+        if isinstance(tickets, PartTickets):
+            raise BoardError(
+                f"Parts of the synchronous stream {stream!r} cannot be given up; got "
+                f"{list(steps)[:10]}."
+            )
+        if tickets is not None:
+            tickets.give_up(worker, steps)
+            self._forget_before(stream)
+
     def end(self, stream: str, length: int | None) -> JSONObject:
         """Shortens a stream: see `Board.end`."""
         tickets = self._tickets(stream)
@@ -255,33 +277,55 @@ class Streams(msgspec.Struct):
         found = self.streams.get(stream)
         return found is not None and isinstance(found[1], StepTickets)
 
-    def entry(self, stream: str) -> JSONObject | None:
-        """What a restarted server has to know of an asynchronous stream.
+    def entry(self, stream: str, worker: str) -> JSONObject | None:
+        """What a restarted server has to know of an asynchronous stream and a worker.
 
         A synchronous one needs none: workers pass over the steps that are done, and the
         servers know which these are.
         """
-        if not self._is_asynchronous(stream):
+        settings, tickets = self.streams.get(stream, (None, None))
+        if settings is None or not isinstance(tickets, StepTickets):
             return None
-        steps = {worker: pace.total for worker, pace in self.paces.items()}
-        entry = _Entry(stream, self.streams[stream], steps, self.past)
+        entry = _Entry(
+            name=stream,
+            stream=(settings, tickets.without_workers()),
+            past=self.past,
+            worker=worker,
+            held=tickets.held.get(worker, {}),
+            steps=tickets.steps.get(worker, 0),
+            total=self.paces.get(worker, _Pace()).total,
+        )
         return msgspec.to_builtins(entry, str_keys=True)
 
     def status(self) -> JSONObject:
         """Every stream's counts, for people."""
         return {name: tickets.status() for name, (_, tickets) in self.streams.items()}
 
-    def load_entry(self, saved: JSONObject) -> None:
-        """Takes over an `entry`, which is later than the state."""
-        entry = msgspec.convert(saved, _Entry, str_keys=True)
-        family, number = family_of(entry.name)
-        for other in list(self.streams):
-            theirs, older = family_of(other)
-            if theirs == family and (older or 0) < (number or 0):
-                self._forget(other)  # All workers had come to the end of it.
-        self.streams[entry.name] = entry.stream
-        self.paces = {worker: _Pace(total) for worker, total in entry.steps.items()}
-        self.past = entry.past
+    def load_entries(self, saved: Sequence[JSONObject]) -> None:
+        """Takes over entries, in their order, which are later than the state."""
+        entries = [msgspec.convert(entry, _Entry, str_keys=True) for entry in saved]
+        newest: dict[str, list[_Entry]] = {}  # By family, of its newest stream.
+        for entry in entries:
+            family, number = family_of(entry.name)
+            of_family = newest.setdefault(family, [entry])
+            known = family_of(of_family[0].name)[1]
+            if (number or 0) > (known or 0):
+                newest[family] = [entry]
+            elif number == known and of_family[0] is not entry:
+                of_family.append(entry)
+            self.paces.setdefault(entry.worker, _Pace()).raise_to(entry.total)
+        for family, of_family in newest.items():
+            last = of_family[-1]
+            for other in list(self.streams):
+                theirs, older = family_of(other)
+                if theirs == family and (older or 0) < (family_of(last.name)[1] or 0):
+                    self._forget(other)  # All workers had come to the end of it.
+            settings, tickets = last.stream
+            for entry in of_family:
+                tickets.load_worker(entry.worker, entry.held, entry.steps)
+            self.streams[last.name] = settings, tickets
+        if entries:
+            self.past = entries[-1].past
 
     def restart(self) -> None:
         """Goes on in another server, whose clock is another one."""

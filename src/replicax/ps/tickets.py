@@ -5,6 +5,8 @@ of stream here has the same methods; `streams` keeps them by name. A holder is t
 of a worker: a session that is replaced loses its tickets before the next one claims.
 """
 
+import bisect
+import itertools
 from collections.abc import Sequence
 
 import msgspec
@@ -17,6 +19,7 @@ __all__ = ["PartTickets", "StepTickets", "Ticket", "Tickets"]
 
 _MAX_HELD = 256
 _LOST_KEPT = 1000
+_NAMED = 10  # Of those that a worker waits for, which may be very many.
 
 
 def _count(counts: dict[str, int], worker: str) -> None:
@@ -35,7 +38,8 @@ class StepTickets(msgspec.Struct, kw_only=True, tag="steps"):
         max_staleness: A ticket is given only while none can be overtaken by more than
             that many others. None: always.
         finished: How many steps are done.
-        held: By step its holder, and how many steps were finished when it was given.
+        held: By worker its unfinished steps, in their order, and how many steps were
+            finished when each was given.
         steps: How many each worker has done.
         lost_steps: The latest that were lost, with who held them.
         twice: Steps that a second worker has done as well.
@@ -47,12 +51,17 @@ class StepTickets(msgspec.Struct, kw_only=True, tag="steps"):
     next: int = 0
     max_staleness: int | None = None
     finished: int = 0
-    held: dict[int, tuple[str, int]] = {}
+    held: dict[str, dict[int, int]] = {}
     steps: dict[str, int] = {}
     lost: int = 0
     lost_steps: dict[int, str] = {}
     twice: int = 0
     waiting: list[str] = []
+
+    @property
+    def num_held(self) -> int:
+        """Steps that were given and are not finished."""
+        return sum(map(len, self.held.values()))
 
     @property
     def is_over(self) -> bool:
@@ -66,7 +75,7 @@ class StepTickets(msgspec.Struct, kw_only=True, tag="steps"):
 
     def claim(self, worker: str, count: int) -> list[int] | str:
         """The next steps, as many as may be given; or why there is none now."""
-        held = sum(holder == worker for holder, _ in self.held.values())
+        held = len(self.held.get(worker, ()))
         if held + count > _MAX_HELD:
             raise LimitError(
                 f"{worker} holds {held} unfinished steps and wants {count} more; at "
@@ -81,7 +90,7 @@ class StepTickets(msgspec.Struct, kw_only=True, tag="steps"):
             self.waiting.remove(worker)
         given: list[int] = []
         while len(given) < count and not self.is_over and not self._overtaken():
-            self.held[self.next] = (worker, self.finished)
+            self.held.setdefault(worker, {})[self.next] = self.finished
             given.append(self.next)
             self.next += 1
         return given or self._overtaken() or "the stream is over"
@@ -101,21 +110,21 @@ class StepTickets(msgspec.Struct, kw_only=True, tag="steps"):
             return None
         # Of those held, the first one given has seen the most steps finish since, and
         # all others that are held, with a new one, may finish before it too.
-        step, (holder, finished) = next(iter(self.held.items()))
-        passed = self.finished - finished
-        if passed + len(self.held) <= self.max_staleness:
+        step, holder = min((next(iter(own)), who) for who, own in self.held.items())
+        passed, held = self.finished - self.held[holder][step], self.num_held
+        if passed + held <= self.max_staleness:
             return None
         return (
             f"max_staleness={self.max_staleness}: step {step} of {holder} was "
-            f"overtaken by {passed}, and {len(self.held) - 1} others are in progress"
+            f"overtaken by {passed}, and {held - 1} others are in progress"
         )
 
     def finish(self, worker: str, tickets: Sequence[Ticket]) -> list[int]:
         """Notes the steps as done; returns those that the worker does not hold."""
         late = []
         for step in [check_count(step, "a step") for step in tickets]:
-            if self.held.get(step, ("", 0))[0] == worker:
-                del self.held[step]
+            if step in self.held.get(worker, ()):
+                self._drop(worker, step)
             elif self.lost_steps.get(step) == worker:
                 del self.lost_steps[step]
                 self.lost -= 1
@@ -127,6 +136,11 @@ class StepTickets(msgspec.Struct, kw_only=True, tag="steps"):
             _count(self.steps, worker)
         return late
 
+    def _drop(self, worker: str, step: int) -> None:
+        del self.held[worker][step]
+        if not self.held[worker]:
+            del self.held[worker]
+
     def _is_void(self, step: int) -> bool:
         return self.length is not None and step >= self.length
 
@@ -134,9 +148,14 @@ class StepTickets(msgspec.Struct, kw_only=True, tag="steps"):
         """The steps it holds are lost."""
         if worker in self.waiting:
             self.waiting.remove(worker)
-        lost = [step for step, (holder, _) in self.held.items() if holder == worker]
+        return self.give_up(worker, list(self.held.get(worker, ())))
+
+    def give_up(self, worker: str, tickets: Sequence[Ticket]) -> int:
+        """Those of the steps that it holds are lost; returns how many."""
+        steps = [check_count(step, "a step") for step in tickets]
+        lost = [step for step in steps if step in self.held.get(worker, ())]
         for step in lost:
-            del self.held[step]
+            self._drop(worker, step)
             remember(self.lost_steps, step, worker, most=_LOST_KEPT)
         self.lost += len(lost)
         return len(lost)
@@ -147,12 +166,25 @@ class StepTickets(msgspec.Struct, kw_only=True, tag="steps"):
         if self.length is not None:
             end = min(end, self.length)
         self.length = end
-        for step in [step for step in self.held if step >= end]:
-            del self.held[step]
+        for worker, own in list(self.held.items()):
+            for step in [step for step in own if step >= end]:
+                self._drop(worker, step)
         never = [step for step in self.lost_steps if step >= end]
         for step in never:
             del self.lost_steps[step]
         self.lost -= len(never)
+
+    def without_workers(self) -> "StepTickets":
+        """A copy that does not know who holds and has done which step."""
+        return msgspec.structs.replace(self, held={}, steps={}, waiting=[])
+
+    def load_worker(self, worker: str, held: dict[int, int], steps: int) -> None:
+        """Adds what a worker holds and has done; what is beyond the end is void."""
+        held = {step: seen for step, seen in held.items() if not self._is_void(step)}
+        if held:
+            self.held[worker] = held
+        if steps:
+            self.steps[worker] = steps
 
     def status(self) -> JSONObject:
         """Counts, and the latest lost steps."""
@@ -160,7 +192,7 @@ class StepTickets(msgspec.Struct, kw_only=True, tag="steps"):
             "length": self.length,
             "next": self.next,
             "finished": self.finished,
-            "held": len(self.held),
+            "held": self.num_held,
             "lost": self.lost,
             "lost_steps": list(self.lost_steps),
             "twice": self.twice,
@@ -183,6 +215,8 @@ class PartTickets(msgspec.Struct, kw_only=True, tag="parts"):
         next: The step in progress.
         finished: Its parts that are done.
         holders: Of its other parts that were given.
+        num_given: Parts from this one on were never given.
+        given_back: Parts below that nobody has any more, in their order.
         steps: How many parts each worker has done.
         twice: Nothing: who is late changes nothing, parts are applied once.
     """
@@ -193,14 +227,16 @@ class PartTickets(msgspec.Struct, kw_only=True, tag="parts"):
     next: int = 0
     finished: set[int] = set()
     holders: dict[int, list[str]] = {}
+    num_given: int = 0
+    given_back: list[int] = []
     backups_given: int = 0
     steps: dict[str, int] = {}
     lost: int = 0
     twice: int = 0
 
     def _start(self, step: int) -> None:
-        self.next, self.backups_given = step, 0
-        self.finished, self.holders = set(), {}
+        self.next, self.backups_given, self.num_given = step, 0, 0
+        self.finished, self.holders, self.given_back = set(), {}, []
 
     @property
     def is_over(self) -> bool:
@@ -214,13 +250,14 @@ class PartTickets(msgspec.Struct, kw_only=True, tag="parts"):
 
     def claim(self, worker: str, count: int) -> list[list[int]] | str:
         """Parts of the current step that nobody has, or else a backup, or why not."""
-        taken = self.finished | set(self.holders)
-        free = [part for part in range(self.num_parts) if part not in taken][:count]
-        if not free:
-            free = self._backup_for(worker)
-        for part in free:
+        given = self.given_back[:count]
+        del self.given_back[:count]
+        first = self.num_given
+        self.num_given = min(first + count - len(given), self.num_parts)
+        given += range(first, self.num_given)
+        for part in given or (given := self._backup_for(worker)):
             self.holders.setdefault(part, []).append(worker)
-        return [[self.next, part] for part in free] or self._waiting()
+        return [[self.next, part] for part in given] or self._waiting()
 
     def _backup_for(self, worker: str) -> list[int]:
         others = [p for p, holders in self.holders.items() if worker not in holders]
@@ -230,11 +267,12 @@ class PartTickets(msgspec.Struct, kw_only=True, tag="parts"):
         return [min(others, key=lambda part: (len(self.holders[part]), part))]
 
     def _waiting(self) -> str:
-        parts = listed(
-            f"part {part} of {' and '.join(holders)}"
-            for part, holders in sorted(self.holders.items())
+        some = sorted(itertools.islice(self.holders.items(), _NAMED))
+        parts = listed(f"part {part} of {' and '.join(who)}" for part, who in some)
+        more = len(self.holders) - len(some)
+        return f"step {self.next} is in progress: {parts}" + f", {more} more" * (
+            more > 0
         )
-        return f"step {self.next} is in progress: {parts}"
 
     def finish(self, worker: str, tickets: Sequence[Ticket]) -> list[list[int]]:
         """Notes parts as done; returns those that the worker need not have done."""
@@ -269,6 +307,7 @@ class PartTickets(msgspec.Struct, kw_only=True, tag="parts"):
                 self.backups_given -= 1
             else:
                 del self.holders[part]
+                bisect.insort(self.given_back, part)
         self.lost += len(mine)
         return len(mine)
 
