@@ -12,7 +12,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-SIZES = (784, 2048, 2048, 10)
+WIDTH = int(os.environ.get("BENCH_WIDTH", "2048"))
+SIZES = (784, WIDTH, WIDTH, 10)
 BATCH = int(os.environ.get("BENCH_BATCH", "256"))
 LEARNING_RATE = 1e-3
 
@@ -29,12 +30,12 @@ WEIGHTS = [
 """Kernels and biases that every peer starts from."""
 
 
-def serve(train: Callable[[int, int], float]) -> None:
+def serve(train: Callable[[int, int], object]) -> None:
     """Answer the driver until it closes the pipe.
 
     Args:
         train: Does steps `start` to `start + count - 1`, waits for them, and returns
-            the last one's global loss.
+            the last one's global loss; or a text that begins with it.
     """
     print("ready", flush=True)
     start = 0

@@ -1,19 +1,63 @@
-"""replicax: a task of a parameter-server cluster; its workers train with `fit`."""
+"""replicax: a task of a parameter-server cluster; its workers train with `fit`.
+
+With BENCH_DEVICE_SECONDS a step also takes that long on an accelerator, which is none:
+it sleeps. Then workers on one machine need little of its cores.
+"""
 
 import functools
+import os
+import threading
+import time
 
 import replicax as rx
 
 strategy = rx.ParameterServerStrategy()  # A server stays here.
 
+import jax  # noqa: E402
 import keras  # noqa: E402
 import numpy as np  # noqa: E402
 import protocol  # noqa: E402
 
+DEVICE_SECONDS = float(os.environ.get("BENCH_DEVICE_SECONDS", "0"))
+DEVICE = threading.Lock()  # It makes one step after the other.
+
+
+def compute(x: np.ndarray) -> np.ndarray:
+    with DEVICE:
+        time.sleep(DEVICE_SECONDS)
+    return np.zeros_like(x)
+
+
+class Accelerator(keras.layers.Layer):
+    """Passes on what it gets, after the accelerator's time."""
+
+    def call(self, x):
+        first = jax.lax.stop_gradient(x[:1])
+        shape = jax.ShapeDtypeStruct(first.shape, first.dtype)
+        return x + jax.lax.stop_gradient(jax.pure_callback(compute, shape, first))
+
+
+class Clock(keras.callbacks.Callback):
+    """When the first step began, and the last one ended."""
+
+    begin = end = 0.0
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.begin = self.begin or time.time()
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.end = time.time()
+
+
 with strategy.scope():
     hidden = [keras.layers.Dense(n, "relu") for n in protocol.SIZES[1:-1]]
     model = keras.Sequential(
-        [keras.Input((protocol.SIZES[0],)), *hidden, keras.layers.Dense(10)]
+        [
+            keras.Input((protocol.SIZES[0],)),
+            *([Accelerator()] if DEVICE_SECONDS else []),
+            *hidden,
+            keras.layers.Dense(10),
+        ]
     )
     model.set_weights([array for pair in protocol.WEIGHTS for array in pair])
     model.compile(
@@ -29,11 +73,35 @@ def examples(count: int) -> tuple[np.ndarray, np.ndarray]:
     return protocol.X[rows], protocol.Y[rows]
 
 
-def fit(start: int, count: int) -> float:
-    """The steps that all workers make together."""
+def staleness() -> tuple[int, int]:
+    """Updates until now, and the sum of their stalenesses."""
+    counts = [
+        c for histogram in strategy.staleness().values() for c in histogram.items()
+    ]
+    return sum(n for _, n in counts), sum(k * n for k, n in counts)
+
+
+def fit(start: int, count: int) -> str:
+    """The steps that all workers make together.
+
+    Returns:
+        The loss; when this worker began and ended its first and last step; and the
+        mean staleness of all, as server 0 counts it.
+    """
     x, y = examples(count)
-    history = model.fit(x, y, batch_size=protocol.BATCH, shuffle=False, verbose=0)
-    return history.history["loss"][-1]
+    clock = Clock()
+    updates, stale = staleness()
+    history = model.fit(
+        x,
+        y,
+        batch_size=protocol.BATCH,
+        shuffle=False,
+        verbose=0,
+        callbacks=[clock],
+    )
+    more, staler = staleness()
+    mean = (staler - stale) / max(1, more - updates)
+    return f"{history.history['loss'][-1]} {clock.begin} {clock.end} {mean}"
 
 
 protocol.serve(fit)

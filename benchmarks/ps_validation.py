@@ -1,0 +1,196 @@
+"""Real workers and servers on this machine beside the simulation of them.
+
+Clusters of one to four workers take turns. A worker's step is a small one on the cores
+and a sleep, which stands for an accelerator. Before each round the service times are
+measured anew, and the work of a step is that of the cluster of one worker. During each
+turn short bursts of work find out how much other programs are in the way, and the
+simulation has as many threads; so both are about the same moment of the same machine.
+
+    python benchmarks/ps_validation.py --rounds 5
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import os
+import sys
+import threading
+import time
+from statistics import mean, median
+
+from ps_cluster import Cluster
+from ps_model import Cluster as Simulated
+from ps_model import Job, Times
+from ps_service_times import measured
+
+CORES = len(os.sched_getaffinity(0))
+_PROBE_SECONDS = 0.01  # As long as a message, or a step, takes.
+_PROBE_EVERY_SECONDS = 0.3
+
+
+class Others:
+    """How many threads of other programs a burst of work finds, while a block runs.
+
+    They are not counted: a scheduler lets a thread that has slept go first for a while.
+    What a short burst takes says what they are worth.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster, self._found = cluster, list[float]()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._probe, daemon=True)
+
+    def __enter__(self) -> "Others":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    @property
+    def number(self) -> float:
+        """On average."""
+        return max(0.0, mean(self._found or [0.0]))
+
+    def _probe(self) -> None:
+        while not self._ended.wait(_PROBE_EVERY_SECONDS):
+            ours = self._cluster.num_runnable()
+            wall, cpu = time.perf_counter(), time.thread_time()
+            while time.thread_time() - cpu < _PROBE_SECONDS:
+                pass
+            slower = (time.perf_counter() - wall) / _PROBE_SECONDS
+            # With n threads each gets a share of cores / n, at most all of one.
+            self._found.append(max(0.0, CORES * slower - 1 - ours))
+
+
+@dataclasses.dataclass
+class Turn:
+    """What a cluster did in one turn."""
+
+    updates: float
+    staleness: float
+    others: float
+    worker_cpu: float
+    server_cpu: float
+
+
+def turn(cluster: Cluster, workers: int, steps: int) -> Turn:
+    """Have a cluster do its steps."""
+    before = cluster.cpu_seconds()
+    with Others(cluster) as others:
+        said = cluster.train(steps)
+    spent = {task: x - before[task] for task, x in cluster.cpu_seconds().items()}
+    _, _, begins, ends, staleness = zip(*said, strict=True)
+    seconds = max(ends) - min(begin for begin in begins if begin)
+
+    def cpu(job: str) -> float:
+        return sum(x for (name, _), x in spent.items() if name == job) / steps
+
+    return Turn(steps / seconds, staleness[0], others.number, cpu("worker"), cpu("ps"))
+
+
+def simulated(job: Job, times: Times) -> tuple[float, float]:
+    """Updates per second and mean staleness of the simulated cluster."""
+    cluster = Simulated(job, times)
+    cluster.start()
+    assert job.limit is not None
+    while not all(end.is_over for end in cluster.trained):
+        cluster.world.run(cluster.world.now + 1.0)
+    seconds = max(end.value for end in cluster.trained) - cluster.began
+    stale = sum(k * n for k, n in cluster.staleness.items())
+    return job.limit / seconds, stale / cluster.staleness.total()
+
+
+def with_step(times: Times, alone: Turn, num_bytes: int) -> Times:
+    """The times with a step's own work: of one worker what messages do not explain."""
+    messages = (
+        times.call_client
+        + times.message_client
+        + (times.send_client + times.receive_client) * num_bytes
+    )
+    return dataclasses.replace(times, step=max(0.0, alone.worker_cpu - messages))
+
+
+def main() -> None:
+    """Print a Markdown table, one row for each number of workers."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 3, 4])
+    parser.add_argument("--servers", type=int, default=1)
+    parser.add_argument("--width", type=int, default=1024, help="of the hidden layers")
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--step-seconds", type=float, default=0.2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--steps", type=int, default=20, help="of each worker in a turn"
+    )
+    options = parser.parse_args()
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    width = options.width
+    num_bytes = 4 * (784 * width + width + width * width + width + width * 10 + 10)
+    env = {
+        "BENCH_WIDTH": str(width),
+        "BENCH_BATCH": str(options.batch),
+        "BENCH_DEVICE_SECONDS": str(options.step_seconds),
+    }
+    rows: dict[int, list[tuple[Turn, float, float]]] = {n: [] for n in options.workers}
+    with contextlib.ExitStack() as stack:
+        clusters = {}
+        for workers in options.workers:
+            cluster = Cluster(
+                sys.executable,
+                "ps_replicax_peer.py",
+                {"worker": workers, "ps": options.servers},
+                "worker",
+                limit_seconds=600,
+                env=env,
+            )
+            stack.callback(cluster.close)
+            cluster.wait_until_ready()
+            cluster.train(6 * workers)  # Compile.
+            cluster.train(6 * workers)
+            clusters[workers] = cluster
+        for _ in range(options.rounds):
+            times = measured(num_bytes / 1e6, 12)
+            turns = {
+                n: turn(cluster, n, options.steps * n)
+                for n, cluster in clusters.items()
+            }
+            alone = turns[min(turns)]
+            whole = with_step(times, alone, num_bytes)
+            for workers, real in turns.items():
+                job = Job(
+                    workers=workers,
+                    servers=options.servers,
+                    bytes=num_bytes,
+                    step_seconds=options.step_seconds,
+                    jitter=0.0,
+                    cores=CORES,
+                    one_machine=True,
+                    others=real.others,
+                    limit=options.steps * workers,
+                )
+                rows[workers].append((real, *simulated(job, whole)))
+                print(workers, rows[workers][-1], file=sys.stderr, flush=True)
+    print(
+        "| workers | real updates/s | simulated | ratio | real staleness | simulated "
+        "| others' threads | server's CPU ms |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
+    for workers, found in rows.items():
+        real, updates, staleness = (list(x) for x in zip(*found, strict=True))
+        cells = [
+            f"{workers}",
+            f"{median(t.updates for t in real):.2f}",
+            f"{median(updates):.2f}",
+            f"{median(u / t.updates for t, u in zip(real, updates, strict=True)):.2f}",
+            f"{median(t.staleness for t in real):.2f}",
+            f"{median(staleness):.2f}",
+            f"{median(t.others for t in real):.1f}",
+            f"{1000 * median(t.server_cpu for t in real):.1f}",
+        ]
+        print("| " + " | ".join(cells) + " |")
+
+
+if __name__ == "__main__":
+    main()
