@@ -10,11 +10,13 @@ PROCESSES := --numprocesses 3 --dist worksteal
 NEXT_VENV := .next
 NEXT_PY := $(NEXT_VENV)/bin/python
 NEXT_TESTS := tests/_private tests/keras tests/strategies
+# The CUDA compiler is 5 GB: so does `make test-cuda`.
+CUDA_VENV := .cuda
 PIP_INSTALL := $(PY) -m pip install -qq --disable-pip-version-check --editable
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: bench demo docs soak test test-all test-next lint lint-types lint-rest format \
+.PHONY: bench demo docs soak test test-all test-cuda test-next lint lint-types lint-rest format \
   clean help
 
 demo: $(VENV)/.demo ## train on the digits data with two replicas; draws digits_mirrored.png
@@ -34,6 +36,10 @@ test-next: ## Keras and strategies on other versions: NEXT="keras==3.15.0 path/t
 	@$(NEXT_PY) -c 'from importlib.metadata import version as v; \
 	  print(*(f"{n} {v(n)}" for n in ("keras", "jax", "jaxlib", "numpy")), sep=", ")'
 	$(NEXT_PY) -m pytest $(PROCESSES) -m "not slow" $(NEXT_TESTS)
+
+test-cuda: ## every strategy's steps, compiled for GPUs that need not be here; takes 5 GB
+	@$(MAKE) --no-print-directory VENV=$(CUDA_VENV) $(CUDA_VENV)/.cuda
+	JAX_PLATFORMS=cpu $(CUDA_VENV)/bin/python -m pytest $(PROCESSES) tests/cuda
 
 bench: $(VENV)/.test ## steps beside other libraries, into benchmarks/results; takes an hour
 	cd benchmarks && ../$(PY) -m bench --output results --peers ../.bench --resume
@@ -64,7 +70,7 @@ format: $(VENV)/.test ## format the code, and mend what ruff can mend
 	$(PY) -m ruff format .
 
 clean: ## remove .venv, caches, builds and the demo's pictures
-	rm -rf $(VENV) $(NEXT_VENV) build dist site .hypothesis .pytest_cache .ruff_cache digits_*.png
+	rm -rf $(VENV) $(NEXT_VENV) $(CUDA_VENV) build dist site .hypothesis .pytest_cache .ruff_cache digits_*.png
 	find src tests examples scripts -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help: ## this list
@@ -87,6 +93,11 @@ $(VENV)/.demo: $(VENV)/.made pyproject.toml
 $(VENV)/.docs: $(VENV)/.made pyproject.toml
 	@echo 'Installing replicax into $(VENV); the first time takes a minute or two.'
 	$(PIP_INSTALL) '.[docs]'
+	@touch $@
+
+$(VENV)/.cuda: $(VENV)/.made pyproject.toml
+	@echo 'Installing replicax and the CUDA compiler into $(VENV): 5 GB.'
+	$(PIP_INSTALL) '.[test,plan-cuda]'
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.made pyproject.toml

@@ -193,13 +193,15 @@ def fold_replica_into_seed(state: jax.Array, replica_id: jax.Array) -> jax.Array
     The odd multiplier (2**32 divided by the golden ratio) spreads neighbouring replicas
     over the seeds; Keras hashes the seed into its random key afterwards.
     """
-    spread = replica_id.astype(state.dtype) * jnp.asarray(2654435769, state.dtype)
-    return state.at[0].add(spread)
+    # Not state.at[0].add: XLA for GPUs does not compile a change of one in place.
+    return state + replica_id.astype(state.dtype) * jnp.array(
+        [2654435769, 0], state.dtype
+    )
 
 
 def restore_seed(state: jax.Array, original: jax.Array) -> jax.Array:
     """The seed state after a step: its counter moved on, its seed not folded."""
-    return declare_mirrored(state.at[0].set(original[0]))
+    return declare_mirrored(jnp.where(jnp.array([True, False]), original, state))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

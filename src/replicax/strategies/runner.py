@@ -199,7 +199,7 @@ class ProgramRunner:
         """Run a program, with the check that was asked for; variables are new then."""
         home = self._strategy.home
         if self._rehearsal is not None:
-            values = internals.read_values(program.variables)
+            values = internals.read_values(program.inputs)
             return self._rehearsal.call(self.group, program, values, arrays)
         if program.is_new:
             self._agree(program, internals.read_values(program.variables), arrays)
