@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tests.ps import asking
 
 import replicax as rx
 from replicax.cluster.timeouts import Timeouts
@@ -18,9 +19,9 @@ from replicax.errors import ClusterMismatchError
 from replicax.ps.board import Board
 from replicax.ps.connection import ServerRefused
 from replicax.ps.credentials import Credentials, new_token
+from replicax.ps.groups import StepShare
 from replicax.ps.optimizers import optimizer_rule
 from replicax.ps.partition import VariableInfo, place
-from replicax.ps.pushes import StepShare
 from replicax.ps.remote import RemoteGroup, WorkerShare
 from replicax.ps.service import Service
 from replicax.ps.session import Session
@@ -250,7 +251,8 @@ def test_a_step_that_was_committed_on_one_server_is_ended_by_the_next_worker():
         with ThreadPoolExecutor(4) as threads:
             pushes = [
                 threads.submit(
-                    store.push,
+                    asking.push,
+                    store,
                     "clipped",
                     worker=worker,
                     session=id,
@@ -263,7 +265,7 @@ def test_a_step_that_was_committed_on_one_server_is_ended_by_the_next_worker():
                 for store in stores
             ]
             norms = [push.result(20).squared_norms["all"] for push in pushes]
-        stores[0].commit("clipped", 0, {"all": sum(norms) / 2})
+        asking.commit(stores[0], "clipped", 0, {"all": sum(norms) / 2})
         gradients = on_devices([np.full(2, 5.0, "float32")] * 2)
         mine = WorkerShare(step=0, part=0, **share)
         push = remote.push(gradients, remote.versions, mine)

@@ -11,8 +11,7 @@ import pytest
 from replicax.ps.optimizers import can_split, clip_before_push, optimizer_rule
 from replicax.ps.partition import FixedShardsPartitioner, VariableInfo, place
 from replicax.ps.server_optimizer import ServerOptimizer
-from replicax.ps.slots import SlotKey
-from replicax.ps.variable_slices import VariableGroup
+from replicax.ps.variable_slices import SlotKey, VariableGroup
 
 SHAPES = {"dense/kernel": (6, 4), "dense/bias": (4,), "norm/scale": (1, 4), "s": ()}
 STEPS = 7

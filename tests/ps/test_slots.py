@@ -5,7 +5,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replicax.ps.partition import FixedShardsPartitioner, VariableInfo, place
-from replicax.ps.slots import announced, cut, joined, received
+from replicax.ps.variable_slices import (
+    cut_slots,
+    join_slots,
+    slots_from_message,
+    slots_to_message,
+)
 
 SHAPES = st.lists(
     st.lists(st.integers(1, 5), max_size=2).map(tuple), min_size=1, max_size=5
@@ -27,10 +32,10 @@ def test_slots_come_back_as_they_were(shapes, num_servers, num_shards) -> None:
     slots |= {("momentum", i): rng.random(shape) for i, shape in enumerate(shapes)}
     on_servers = {}
     for server in {part.server for part in group.parts}:
-        header, vectors = announced(cut(group, slots, server))
+        header, vectors = slots_to_message(cut_slots(group, slots, server))
         assert all(vector.ndim == 1 for vector in vectors.values())
-        on_servers[server] = received(header, vectors)
-    again = joined(group, on_servers)
+        on_servers[server] = slots_from_message(header, vectors)
+    again = join_slots(group, on_servers)
     assert again.keys() == slots.keys()
     for key, array in slots.items():
         np.testing.assert_array_equal(again[key], array)

@@ -11,6 +11,7 @@ import keras
 import ml_dtypes
 import numpy as np
 import pytest
+from tests.ps import asking
 
 from replicax.ps.optimizers import optimizer_rule
 from replicax.ps.partition import VariableInfo, place
@@ -29,8 +30,9 @@ def filled(updates=0, dtype="float32") -> VariableStore:
 
 
 def push(store, sequence) -> None:
-    dtype = store.groups()["g"].parts[0].dtype
-    store.push(
+    dtype = store.group("g").group.parts[0].dtype
+    asking.push(
+        store,
         "g",
         worker="worker:0",
         session="a",
@@ -64,7 +66,7 @@ def test_round_trip(tmp_path, dtype) -> None:
     other.load_state(found.state)
     for each in (store, other):
         push(each, 3)
-    one, two = (s.pull("g").vectors[dtype] for s in (store, other))
+    one, two = (asking.pull(s, "g").vectors[dtype] for s in (store, other))
     assert one.dtype == two.dtype == np.dtype(dtype)
     np.testing.assert_array_equal(one, two)
     assert Snapshots(tmp_path, 1).restore() is None

@@ -10,19 +10,20 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.ps import asking
 
 from replicax.ps.dense_group import BadVectors, DifferentGroup
-from replicax.ps.optimizers import optimizer_rule
-from replicax.ps.partition import FixedShardsPartitioner, VariableInfo, place
-from replicax.ps.pushes import (
+from replicax.ps.groups import StepShare
+from replicax.ps.limits import (
     RefusedRequestError,
     StaleSequence,
-    StepShare,
     Superseded,
     SyncTimeout,
 )
-from replicax.ps.slots import SlotKey
+from replicax.ps.optimizers import optimizer_rule
+from replicax.ps.partition import FixedShardsPartitioner, VariableInfo, place
 from replicax.ps.store import UnknownGroup, VariableStore
+from replicax.ps.variable_slices import SlotKey
 
 INFO = VariableInfo(path="dense/kernel", shape=(4, 2), dtype="float32")
 ADD = {"kind": "add"}
@@ -44,16 +45,16 @@ def held(rule, num_servers=1, infos=(INFO,)):
 
 
 def push(store, sequence, value=1.0, *, worker="worker:0", session="a", **more):
-    length = store.groups()["weights"].lengths_on(store.server)["float32"]
+    length = store.group("weights").lengths["float32"]
     vectors = {"float32": np.full(length, value, np.float32)}
     more = {"based_on": 0, "vectors": vectors, "deadline_seconds": 30.0} | more
-    return store.push(
-        "weights", worker=worker, session=session, sequence=sequence, **more
+    return asking.push(
+        store, "weights", worker=worker, session=session, sequence=sequence, **more
     )
 
 
 def values(store) -> list[float]:
-    return store.pull("weights").vectors["float32"].tolist()
+    return asking.pull(store, "weights").vectors["float32"].tolist()
 
 
 def test_push_applies_the_optimizer_and_returns_the_newest_values() -> None:
@@ -62,8 +63,8 @@ def test_push_applies_the_optimizer_and_returns_the_newest_values() -> None:
     assert (pushed.version, pushed.staleness, pushed.applied) == (1, 0, True)
     assert pushed.vectors["float32"].tolist() == [-0.5] * 8
     assert not pushed.vectors["float32"].flags.writeable
-    assert store.pull("weights", have=1).vectors is None
-    assert store.pull("weights", have=0).version == 1
+    assert asking.pull(store, "weights", have=1).unchanged
+    assert asking.pull(store, "weights", have=0).version == 1
     assert values(store) == [-0.5] * 8
 
 
@@ -120,7 +121,7 @@ def test_create_again_keeps_values_and_another_group_is_refused() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     group, [store] = held(ADD)
     with pytest.raises(UnknownGroup, match=r"'other' is not on server 0.*'weights'"):
-        store.pull("other")
+        asking.pull(store, "other")
     for vectors, message in (
         ({}, r"got vectors of \[\], expected \['float32'\]"),
         ({"float32": np.zeros(7, "f4")}, r"shape \(7,\), expected \(8,\)"),
@@ -137,10 +138,10 @@ def test_what_does_not_fit_is_refused() -> None:
         RefusedRequestError, match=r"'bad': its optimizer cannot be built"
     ):
         store.create(bad, {"float32": np.zeros(8, "f4")})
-    assert list(store.groups()) == ["weights"]
+    assert list(store.status()["groups"]) == ["weights"]
     good = place("bad", ADD, [INFO], 1)
     store.create(good, {"float32": np.zeros(8, "f4")})
-    assert sorted(store.groups()) == ["bad", "weights"]
+    assert sorted(store.status()["groups"]) == ["bad", "weights"]
     assert values(store) == [0.0] * 8
 
 
@@ -158,13 +159,19 @@ def test_a_server_without_parts_counts_versions() -> None:
     group = place("weights", sgd(), [INFO], 2)
     store = VariableStore(1)
     store.create(group, {})
-    pushed = store.push(
-        "weights", worker="worker:0", session="a", sequence=1, based_on=0, vectors={}
+    pushed = asking.push(
+        store,
+        "weights",
+        worker="worker:0",
+        session="a",
+        sequence=1,
+        based_on=0,
+        vectors={},
     )
     assert (pushed.version, pushed.vectors) == (1, {})
     again = VariableStore(1)
     again.load_state(store.state())
-    assert again.pull("weights").version == 1
+    assert asking.pull(again, "weights").version == 1
 
 
 def in_threads(*calls):
@@ -260,7 +267,7 @@ def test_synchronous_clipping_by_a_norm_over_servers(clip) -> None:
             for key, value in share.squared_norms.items():
                 total[key] = total.get(key, 0.0) + value
         for store in stores:
-            assert store.commit("weights", 0, total).version == 1
+            assert asking.commit(store, "weights", 0, total).version == 1
 
     in_threads(lambda: work(0), lambda: work(1))
     local = [keras.Variable(np.zeros((4, 2), np.float32)) for _ in range(2)]
@@ -270,28 +277,28 @@ def test_synchronous_clipping_by_a_norm_over_servers(clip) -> None:
     with pytest.raises(RefusedRequestError, match=r"clipped_by_worker=True"):
         push(stores[0], 2)
     with pytest.raises(RefusedRequestError, match=r"step 1 is not complete"):
-        stores[0].commit("weights", 1, {})
+        asking.commit(stores[0], "weights", 1, {})
 
 
 def test_slots_are_read_and_set() -> None:
     _, [store] = held(sgd(learning_rate=1.0, momentum=0.5))
     push(store, 1)
-    slots = store.slots("weights")
+    slots = store.group("weights").slots()
     assert slots["iteration", None] == 1
     assert slots["momentum", 0].tolist() == [[-1.0, -1.0]] * 4
     rate, momentum = SlotKey("learning_rate", None), SlotKey("momentum", 0)
-    store.assign_slots("weights", {rate: np.float32(0)})
+    asking.set_slots(store, "weights", {rate: np.float32(0)})
     push(store, 2)
     assert slots["momentum", 0].tolist() == [[-1.0, -1.0]] * 4
     assert values(store) == [-1.5] * 8
     zeros = np.zeros((4, 2), np.float32)
-    store.assign_slots("weights", {rate: np.float32(1), momentum: zeros})
+    asking.set_slots(store, "weights", {rate: np.float32(1), momentum: zeros})
     push(store, 3)
     assert values(store) == [-2.5] * 8
     with pytest.raises(RefusedRequestError, match="no variable 'speed'"):
-        store.assign_slots("weights", {SlotKey("speed", None): np.float32(1)})
+        asking.set_slots(store, "weights", {SlotKey("speed", None): np.float32(1)})
     with pytest.raises(RefusedRequestError, match=r"got shape \(3,\)"):
-        store.assign_slots("weights", {momentum: np.zeros(3, "f4")})
+        asking.set_slots(store, "weights", {momentum: np.zeros(3, "f4")})
 
 
 def test_groups_do_not_wait_for_each_other() -> None:
@@ -323,7 +330,7 @@ def test_concurrent_pushes_and_states_lose_nothing() -> None:
 
     in_threads(*(lambda w=w: work(w) for w in range(4)), watch)
     assert all(value == -version for version, value in seen)
-    assert store.pull("weights").version == 160
+    assert asking.pull(store, "weights").version == 160
 
 
 def test_state_goes_on_where_it_was() -> None:
@@ -338,7 +345,7 @@ def test_state_goes_on_where_it_was() -> None:
         assert push(each, 3).applied, "it was applied before the state was taken"
         push(each, 4, 2.0, based_on=3)
     assert values(store) == values(other)
-    assert other.pull("weights").version == 4
+    assert asking.pull(other, "weights").version == 4
     assert other.staleness() == store.staleness()
     np.testing.assert_array_equal(state["arrays"]["0/values/float32"], before)
     assert other.incarnation != store.incarnation
@@ -380,7 +387,7 @@ def test_synchronous_steps_go_on_after_a_restart(caplog) -> None:
     assert not stuck.result(timeout=30).applied
     assert "4 updates (steps 1 to 4) were lost" in caplog.text
     # Workers find the next step by it.
-    assert other.pull("weights").version == 5
+    assert asking.pull(other, "weights").version == 5
     assert not push(other, 1, worker="worker:1", part=part_of(4, 0, 2)).applied
     in_threads(
         lambda: push(other, 6, part=part_of(5, 1, 2)),
@@ -442,9 +449,9 @@ def test_any_interleaving_applies_each_push_once(lr) -> None:
             elif kind == "reload":
                 stores[server] = VariableStore(server)
                 stores[server].load_state(store.state())
-                result = stores[server].pull("weights")
+                result = asking.pull(stores[server], "weights")
             else:
-                result = store.pull("weights")
+                result = asking.pull(store, "weights")
             assert result.version == model.version
             vector = result.vectors["float32"]
             np.testing.assert_array_equal(vector, np.float32(model.value))
@@ -485,7 +492,7 @@ def test_any_order_of_synchronous_parts_is_one_step(data) -> None:
             results = [f.result(timeout=60) for f in futures]
         assert sum(r.applied for r in results) == num_parts
         expected += sum(amounts) / num_parts if weighted else sum(amounts)
-        pulled = store.pull("weights")
+        pulled = asking.pull(store, "weights")
         assert pulled.version == step + 1
         np.testing.assert_allclose(pulled.vectors["float32"], expected, rtol=1e-6)
         other = VariableStore(0)

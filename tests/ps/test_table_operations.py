@@ -5,13 +5,14 @@ import socket
 import ml_dtypes
 import numpy as np
 import pytest
+from tests.ps import asking
 
 from replicax.ps import wire
 from replicax.ps.connection import Connection, ServerRefused
 from replicax.ps.credentials import Credentials, new_token
+from replicax.ps.groups import StepShare
 from replicax.ps.limits import read
 from replicax.ps.messages import MESSAGES
-from replicax.ps.pushes import StepShare
 from replicax.ps.service import Service
 from replicax.ps.snapshots import Snapshots
 from replicax.ps.store import UnknownTable, VariableStore
@@ -289,7 +290,8 @@ def test_steps_are_those_of_each_group():
     ids, gradients = np.array([3]), np.ones((1, DIM), np.float32)
 
     def push_part(group, step, part, sequence):
-        return tables.push_rows(
+        return asking.push_rows(
+            tables,
             "words",
             group,
             StepShare(step=step, part=part, num_parts=2, weight=1.0 + part),
@@ -324,7 +326,8 @@ def test_tables_go_on_from_a_snapshot(tmp_path):
     tables.set_rule("words", adam(), "adam 1")
 
     def push_row(tables, sequence):
-        return tables.push_rows(
+        return asking.push_rows(
+            tables,
             "words",
             "adam 0",
             None,

@@ -9,12 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicax.ps.pushes import (
-    RefusedRequestError,
-    StaleSequence,
-    StepShare,
-    Superseded,
-)
+from replicax.ps.groups import StepShare
+from replicax.ps.limits import RefusedRequestError, StaleSequence, Superseded
 from replicax.ps.row_values import check_ids, fill_rows, sum_duplicates
 from replicax.ps.table import Table, TableError, TableSpec
 

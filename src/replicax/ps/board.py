@@ -14,9 +14,8 @@ import msgspec
 
 from replicax._util.types import JSON, JSONObject
 from replicax.cluster.timeouts import Timeouts
-from replicax.ps.call_log import Answers, once
+from replicax.ps.call_log import Answers, Journaled, Note, note_nothing, once
 from replicax.ps.closures import Closures
-from replicax.ps.journal import Journaled, Note, note_nothing
 from replicax.ps.limits import (
     Backups,
     BoardError,
@@ -90,23 +89,13 @@ class Board:
     arguments and results are JSON values, and none must be changed afterwards. No
     method waits: who has to wait asks again.
 
-    A `worker` is a name of the cluster and a `session` one process of it, by a unique
-    text. A worker that joins as a new session replaces the old one, whose calls are
-    refused from then on. Every call with a session is a sign of life.
+    A `worker` is a name of the cluster, the chief's first, and a `session` one process
+    of it, by a unique text. A worker that joins as a new session replaces the old one,
+    whose calls are refused from then on. Every call with a session is a sign of life.
 
     `call` makes a call safe to repeat when its answer was lost: a number of the session
     that increases with each new call of that method. The last number again gets the
     last answer again, and nothing is done twice. A lower one is refused.
-
-    Args:
-        workers: Names of all workers; the first one is the chief.
-        timeouts: `startup`, for the first worker and the chief to join; `heartbeat`,
-            the silence after which a worker is dead, so that its tickets and closures
-            are taken away; `chief`, for a dead chief, or the last worker alive, to
-            return before the job has failed.
-        max_retries: How often a closure is tried again when its worker died.
-        note: Writes the journal.
-        now: The clock, in seconds.
 
     >>> board = Board(["worker:0", "worker:1"], Timeouts(heartbeat=5, chief=60))
     >>> board.join("worker:0", "a1b2")["is_chief"]
@@ -270,13 +259,11 @@ class Board:
 
     @_action
     def put(self, key: Name, value: JSON, first: bool = True) -> JSON:
-        """Stores a value and returns the one that stands.
+        """Stores a JSON value and returns the one that stands.
 
-        Args:
-            key: Keys that end in `/` and a number are kept for the newest 64 of their
-                family (what precedes the number), others for the whole job.
-            value: A JSON value other than null.
-            first: Whether a value that is there already stands.
+        Keys that end in `/` and a number are kept for the newest 64 of their family
+        (what precedes the number), others for the whole job. With `first` a value that
+        is there already stands.
         """
         return self._rendezvous.put(key, value, first=first)
 
@@ -328,20 +315,11 @@ class Board:
     ) -> JSONObject:
         """Opens a stream of step tickets; all workers must do so alike.
 
-        Args:
-            stream: Its name, which ends in `/` and a number that increases all through
-                the job. When a newer one of the family is complete, complete older ones
-                are forgotten, and opening one again finds it over.
-            limit: Number of steps, counted from 0. None: until somebody finds the end.
-            start: The first step to be done.
-            max_staleness: Most other steps that may be finished between the moment when
-                a step is given and its own end. None: no bound.
-            num_parts: Parts of a synchronous step. None: the steps are asynchronous.
-            backups: How many parts of a step may be given to a second worker too.
-
-        Returns:
-            `over`: whether no tickets are left; `length`: the number of steps, if it is
-            known.
+        `limit` is the number of steps; None: until somebody finds the end. At most
+        `max_staleness` other steps may be finished between the moment when a step is
+        given and its own end. `num_parts` of a synchronous step; None: steps are
+        asynchronous. `backups` parts of a step may be given to a second worker too. The
+        answer says whether it is `over`, and its `length` if that is known.
         """
         wanted = Settings(
             limit=limit,
@@ -364,12 +342,11 @@ class Board:
     ) -> JSONObject:
         """Takes up to `count` tickets for the next steps; first `finish` others.
 
-        Returns:
-            `{"indices": [...]}`: steps, or `[step, part]` in a synchronous stream. Or
-            `{"wait": reason}`: ask again soon. Or `{"over": length, "lost": n,
-            "complete": ...}`: no tickets are left; `lost` were taken from workers that
-            died (and given again, if synchronous); `complete` when none is in progress.
-            With `finished` also what `finish` answers.
+        `{"indices": [...]}` are steps, or `[step, part]` in a synchronous stream. Or
+        `{"wait": reason}`: ask again soon. Or `{"over": length, "lost": n, "complete":
+        ...}`: no tickets are left; `lost` were taken from workers that died (and given
+        again, if synchronous); `complete` when none is in progress. With `finished`
+        also what `finish` answers.
         """
         done: JSONObject = {}
         if finished:
@@ -390,10 +367,8 @@ class Board:
         """Says that the updates of those steps, which `claim` gave, are applied.
 
         `given_up` are others of an asynchronous stream, which the worker will not do.
-
-        Returns:
-            `late`: whether the worker did not hold some of them (it was dead for a
-            while, or a backup was faster); `late_indices`: those.
+        `late`: the worker did not hold some of them (it was dead for a while, or a
+        backup was faster); `late_indices`: those.
         """
         self._describe(worker, info)
         if given_up:
@@ -424,12 +399,10 @@ class Board:
         """Queues a closure, as TF's `ClusterCoordinator.schedule`.
 
         If the worker who schedules it is replaced or leaves, it is dropped. With a
-        `function`, only workers that have registered that one get it.
-
-        Returns:
-            `{"scheduled": True}`. Or `{"full": True, "known": n, "finished": m}`: not
-            queued; forget results, or wait. Or `{"failed": error}`: not queued; an
-            earlier closure failed, and the error is told now and not again.
+        `function`, only workers that have registered that one get it. `{"full": True,
+        "known": n, "finished": m}`: not queued; forget results, or wait. `{"failed":
+        error}`: not queued; an earlier closure failed, and the error is told now and
+        not again.
         """
         return self._closures.schedule(id, payload, function, worker, self._now)
 
@@ -478,29 +451,22 @@ class Board:
         ids: Names256 | None = None,
         forget: Names4096 = (),  # type: ignore[assignment]
     ) -> dict[str, JSONObject]:
-        """What became of closures, as TF's `ClusterCoordinator.fetch`.
+        """What became of closures by id, as TF's `ClusterCoordinator.fetch`.
 
-        Args:
-            ids: Which. None: all that are finished. At most 256 are answered, and 16
-                MiB: ask again for the rest.
-            forget: Those of which nobody will ask again. One that is not finished yet
-                is still run; its error is still told.
-
-        Returns:
-            By id: `status` (`queued`, `running`, `done`, `error`, `cancelled` or
-            `unknown`), with `value` or `error`.
+        `status` is `queued`, `running`, `done`, `error`, `cancelled` or `unknown`, with
+        `value` or `error`. Without `ids`, of all that are finished. At most 256 are
+        answered, and 16 MiB: ask again for the rest. Nobody will ask again of those to
+        `forget`; one that is not finished yet is still run, its error still told.
         """
         return self._closures.fetch(ids, forget)
 
     @_action
     def pending(self) -> JSONObject:
-        """How the closures are.
+        """How many closures are `queued` and `finished`; those `running`, with workers.
 
-        Returns:
-            `queued` and `finished`: how many; `running`: the worker by id; `failed`:
-            whether an error waits to be told; `unserved`: functions that closures wait
-            for and no worker alive has registered (an empty text: any function), with
-            the seconds they have waited.
+        `failed`: an error waits to be told. `unserved`: functions that closures wait
+        for and no worker alive has registered (an empty text: any function), with the
+        seconds they have waited.
         """
         return self._closures.pending(self._presence.alive(), self._now)
 
@@ -561,13 +527,9 @@ class Board:
         """Goes on from a snapshot, in a server that was restarted.
 
         The same sessions go on with the tickets and closures they had. Heartbeats start
-        anew, so nobody is dead because the server was away.
-
-        Args:
-            state: What `state` returned.
-            release: Take all tickets away that the journal does not tell of: those who
-                had them may have finished them, and would not say so again.
-            journal: What was written down since the snapshot.
+        anew, so nobody is dead because the server was away. `release` takes all tickets
+        away that the journal, written since the snapshot, does not tell of: those who
+        had them may have finished them, and would not say so again.
         """
         if state.get("version") != _STATE_VERSION:
             raise ValueError(

@@ -11,8 +11,8 @@ from replicax import errors
 from replicax._util.types import JSON, JSONObject, PyTree
 from replicax.cluster.failure import ExitCode
 from replicax.errors import ClusterError
-from replicax.ps.metric_deltas import MetricDeltas
 from replicax.ps.payloads import FunctionNames, decode, encode, require_size
+from replicax.ps.per_worker import MetricDeltas
 from replicax.ps.session import Session
 
 if TYPE_CHECKING:
@@ -105,14 +105,10 @@ def _because_of(
 
 
 class ClosureOutcome:
-    """What became of a closure.
+    """What became of a closure, when `is_known`: its `value`, or its `error`.
 
-    Attributes:
-        id: The closure's; None in tasks that did not schedule it.
-        value: Its result as JSON values, when it is done.
-        error: What it raised, or that it was cancelled; None: nothing, or not yet.
-        is_known: Whether it is done, or has failed, or was cancelled.
-        num_users: How many closures whose outcome is not known have it as an argument.
+    `value` is JSON. `id` is None in tasks that did not schedule it. `num_users`
+    closures whose outcome is not known have it as an argument.
     """
 
     def __init__(self, id: str | None) -> None:
@@ -125,9 +121,7 @@ class ClosureOutcome:
     def tell(self, said: JSONObject, failed: dict[str, str] | None) -> None:
         """Take over what the board says, when the closure is finished.
 
-        Args:
-            said: What the board says.
-            failed: The last error of any closure, for one that was cancelled.
+        `failed` is the last error of any closure, for one that was cancelled.
         """
         self.is_known = True
         match said["status"]:
@@ -163,12 +157,7 @@ class ClosureOwner:
     def pack(
         self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
     ) -> tuple[JSON, list[ClosureOutcome]]:
-        """Arguments as JSON values, and the results among them that are not known yet.
-
-        Raises:
-            TypeError: For an argument that cannot be sent.
-            ValueError: If they are too large.
-        """
+        """Arguments as JSON values, and the results among them that are not known."""
         needs: list[ClosureOutcome] = []
 
         def mark(value: PyTree) -> JSONObject | None:
@@ -204,14 +193,7 @@ class ClosureOwner:
             need.num_users += 1
 
     def collect(self) -> list[JSON]:
-        """Ask the board what became of closures.
-
-        Returns:
-            By how much those that are done have changed metrics.
-
-        Raises:
-            ClusterError: If the board has forgotten some.
-        """
+        """Ask the board for outcomes; how those that are done have changed metrics."""
         ids = list(islice(self._unknown, _AT_ONCE))
         if not ids and not self._to_forget:
             return []
@@ -248,13 +230,9 @@ class ClosureOwner:
 class ClosureWorker:
     """A worker that runs the chief's closures, one at a time, on the main thread.
 
-    Args:
-        strategy: The strategy, in a worker.
-        functions: All functions that the script has scheduled so far.
-        deltas: Its metrics.
-        passed: How many meetings with the chief this task's script has passed.
-        own: Gives this worker's per-worker value of a number.
-        refresh: Gives variables the newest values.
+    `functions` are all that the script has scheduled so far. `passed` says how many
+    meetings with the chief this task's script has passed, `own` gives this worker's
+    per-worker value of a number, `refresh` gives variables the newest values.
     """
 
     def __init__(

@@ -53,14 +53,7 @@ class Closures(msgspec.Struct, kw_only=True):
     A closure whose worker dies goes back to the front of the queue, until it was tried
     `1 + max_retries` times. After an error, a worker's or this one, what is queued is
     cancelled; the error is told once, and then closures may be scheduled again.
-
-    Attributes:
-        max_retries: How often a closure whose worker died is tried again.
-        max_closures: How many are kept, those included that are finished and were not
-            yet forgotten.
-        running: Ids of those that run, with their workers.
-        functions: What each worker has registered.
-        generation: Counts errors: closures of an earlier one do not raise one again.
+    `generation` counts errors: closures of an earlier one do not raise one again.
     """
 
     max_retries: int = 3

@@ -34,8 +34,7 @@ class ConnectionLost(ClusterError):
 class ServerRefused(RuntimeError):
     """A parameter server answered with an error. Asking again would not help.
 
-    Attributes:
-        kind: Name of the exception's class on the server, such as `"StaleSequence"`.
+    `kind` names the exception's class on the server, such as `"StaleSequence"`.
     """
 
     def __init__(self, message: str, kind: str) -> None:
@@ -44,11 +43,7 @@ class ServerRefused(RuntimeError):
 
 
 class Watchdog:
-    """Cancels a call that blocks in C++ without progress, from a thread of its own.
-
-    Args:
-        name: The thread's name. It starts with the first `watch`.
-    """
+    """Cancels a call that blocks in C++ without progress, from a thread of its own."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -65,8 +60,8 @@ class Watchdog:
     ) -> Iterator[Callable[[], None]]:
         """Watch a `with` block, one at a time; yields what to call at each progress.
 
-        Raises:
-            TimeoutError: If it was cancelled, instead of the error that this caused.
+        A block that was cancelled raises `TimeoutError`, not the error that this
+        caused.
         """
 
         def progress() -> None:
@@ -128,21 +123,13 @@ class Connection:
 
     When the connection is lost it is made again, with growing pauses, and what was
     asked is asked again, for `retry_timeout_seconds`. A server may so get a message
-    twice: pushes carry sequence numbers, and it applies them once.
+    twice: pushes carry sequence numbers, and it applies them once. While bytes come or
+    go, `reply_timeout_seconds` begin anew.
 
-    Args:
-        address: The server's address, as TF_CONFIG has it.
-        credentials: The cluster's token and TLS files.
-        task: The server's name in messages, such as `"ps:0"`.
-        caller: This task's name. The server refuses it if their versions differ; None:
-            one that only looks on, whose version does not matter.
-        connect_timeout_seconds: For one attempt to reach the server.
-        reply_timeout_seconds: For a server that is there to answer; while bytes come or
-            go, the time starts anew.
-        retry_timeout_seconds: For a lost server to come back. May be set later too.
-        on_connect: Called with the server's incarnation, a text, when it is reached
-            first, and when it is another one, which has other values or older ones. It
-            must not use the connection.
+    A server refuses a `caller` of other versions than its own; None only looks on.
+    `on_connect` gets the server's incarnation, a text, when it is reached first and
+    when it is another one, which has other values or older ones. It must not use the
+    connection.
     """
 
     def __init__(
@@ -184,15 +171,9 @@ class Connection:
         *,
         reply_timeout_seconds: float | None = None,
     ) -> tuple[JSONObject, dict[str, np.ndarray]]:
-        """Send a message on the stream and wait for the answer.
+        """Send a message on the stream; the answer's header and its read-only vectors.
 
-        Args:
-            header: JSON values; `"op"` says what is asked.
-            vectors: Flat arrays by name; their bytes go out from where they lie.
-            reply_timeout_seconds: Instead of the connection's own.
-
-        Returns:
-            The answer's header and its vectors, which are read-only.
+        `"op"` in the header says what is asked.
 
         Raises:
             ServerRefused: If the server answers with an error.
@@ -209,12 +190,7 @@ class Connection:
     def call(
         self, name: str, *, reply_timeout_seconds: float | None = None, **arguments: Any
     ) -> Any:
-        """Call an action of the server, such as `"board.claim"`, with JSON values.
-
-        Raises:
-            ServerRefused: If the server answers with an error.
-            ConnectionLost: If it cannot be reached, or does not answer, for too long.
-        """
+        """Call an action, such as `"board.claim"`, with JSON; raises as `exchange`."""
         body = json.dumps(arguments).encode()
         timeout = reply_timeout_seconds or self._reply_timeout
         return self._until_answered(name, lambda: self._act(name, body, timeout))

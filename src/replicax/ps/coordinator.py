@@ -17,11 +17,14 @@ from replicax.ps.closure_calls import (
     ClosureWorker,
     error_from_json,
 )
-from replicax.ps.metric_deltas import MetricDeltas
 from replicax.ps.payloads import FunctionNames, decode, require_size
-from replicax.ps.per_worker import PerWorkerSources, PerWorkerValues, dataset_maker
-from replicax.ps.requests import GroupRequests
-from replicax.ps.script_sync import AGAIN, Again, ScriptSync
+from replicax.ps.per_worker import (
+    MetricDeltas,
+    PerWorkerSources,
+    PerWorkerValues,
+    dataset_maker,
+)
+from replicax.ps.script_sync import AGAIN, Again, GroupRequests, ScriptSync
 from replicax.ps.session import Session
 from replicax.ps.strategy import ParameterServerStrategy
 

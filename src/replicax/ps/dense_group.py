@@ -7,12 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from replicax._util.types import JSONObject
+from replicax.ps.call_log import Journaled, Note, Sessions, note_nothing
 from replicax.ps.groups import Arrays, Group
-from replicax.ps.journal import Journaled, Note, note_nothing
-from replicax.ps.pushes import RefusedRequestError, Sessions
+from replicax.ps.limits import RefusedRequestError
 from replicax.ps.server_optimizer import ServerOptimizer
-from replicax.ps.slots import SlotKey, Slots
-from replicax.ps.variable_slices import VariableGroup
+from replicax.ps.variable_slices import SlotKey, Slots, VariableGroup
 
 __all__ = ["BadVectors", "DenseGroup", "DifferentGroup"]
 
@@ -26,11 +25,7 @@ class BadVectors(RefusedRequestError):
 
 
 class DenseGroup(Group):
-    """A group of variables. Its fields are read and written under its condition.
-
-    Raises:
-        RefusedRequestError: The vectors do not fit, or its optimizer cannot be built.
-    """
+    """A group of variables. Its fields are read and written under its condition."""
 
     def __init__(
         self,
@@ -170,11 +165,7 @@ class DenseGroup(Group):
         sessions: Sessions,
         journal: Journaled,
     ) -> "DenseGroup":
-        """The group of a state, with what the journal says was done since then.
-
-        Raises:
-            RefusedRequestError: The state does not fit this version of Keras.
-        """
+        """The group of a state, with what the journal says was done since then."""
         group = VariableGroup.from_json(meta["group"])
         vectors = {d: arrays[f"values/{d}"] for d in group.lengths_on(server)}
         held = cls(group, vectors, server, note, sessions)

@@ -16,13 +16,12 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import unquote
 
-from replicax.ps.limited_log import LimitedLog
-
-__all__ = ["Doorman", "host_of", "peer_of"]
+__all__ = ["Doorman", "LimitedLog", "host_of", "peer_of"]
 
 _logger = logging.getLogger("replicax")
 _POLL_SECONDS = 0.05
@@ -39,6 +38,9 @@ _NETLINK_SOCK_DIAG = 4
 _TCP_DESTROYED = 1 << 0 | 1 << 2
 _INFO_ATTRIBUTE = 2
 _BYTES_RECEIVED = 128
+
+_MINUTE = 60.0
+_SHOWN = 8  # Addresses in a summary.
 
 Peer = tuple[str, int]
 
@@ -81,6 +83,74 @@ def _plain(host: str) -> str:
 def _shown(peer: Peer) -> str:
     host, port = peer
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+class LimitedLog:
+    """Warnings of the `replicax` logger, of which a flood cannot fill a disk.
+
+    Each kind of warning may be written `per_minute` times, and from one address a
+    quarter of that: a flood of one kind, or from one address, hides no other. What is
+    left out is counted by both.
+
+    Example:
+        >>> log = LimitedLog(per_minute=8)
+        >>> for _ in range(5):
+        ...     log.warn("idle connections", "192.0.2.7", "closed one from 192.0.2.7")
+        >>> log.unwritten
+        3
+    """
+
+    def __init__(
+        self, per_minute: int = 60, *, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._per_minute = per_minute
+        self._now = now
+        self._lock = threading.Lock()
+        self._minute_began = now()
+        self._written: Counter[tuple[str, ...]] = Counter()
+        self._left_out: Counter[tuple[str, str]] = Counter()
+
+    @property
+    def unwritten(self) -> int:
+        """How many warnings of this minute were left out."""
+        return self._left_out.total()
+
+    def warn(self, kind: str, address: str, message: str) -> None:
+        """Write a warning that an address caused, or count it; `kind` is a plural."""
+        self.tick()
+        with self._lock:
+            of_address = self._written[kind, address]
+            write = self._written[(kind,)] < self._per_minute and of_address < max(
+                1, self._per_minute // 4
+            )
+            if write:
+                self._written.update([(kind,), (kind, address)])
+            else:
+                self._left_out[kind, address] += 1
+        if write:
+            _logger.warning("%s", message)
+
+    def tick(self) -> None:
+        """Begin a new minute, if it is time; to be called now and then."""
+        with self._lock:
+            late = self._now() - self._minute_began >= _MINUTE
+            if late:
+                self._minute_began = self._now()
+                self._written.clear()
+        if late:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write how many warnings were only counted, by kind and address."""
+        with self._lock:
+            counts, self._left_out = self._left_out, Counter()
+        if not counts:
+            return
+        most = counts.most_common(_SHOWN)
+        shown = [f"{n} {kind} of {who}" for (kind, who), n in most]
+        if rest := counts.total() - sum(n for _, n in most):
+            shown.append(f"{rest} others")
+        _logger.warning("Warnings that were left out: %s.", ", ".join(shown))
 
 
 class Doorman:

@@ -36,7 +36,7 @@ class RowSource(Protocol):
     """Where rows lie that are not in this process: `strategy.row_source` of a worker.
 
     `pull`, `collect` and `fail` are called from callbacks inside a running program, on
-    XLA's threads and by several replicas at once. They must not call JAX. They must
+    XLA's threads and by several replicas at once. They must not call JAX, and must
     answer within XLA's time limit for a collective (40 s on CPUs), for other replicas
     may wait for this one there.
     """
@@ -50,11 +50,7 @@ class RowSource(Protocol):
         initializer_config: JSONObject,
         seed: int,
     ) -> None:
-        """Make the table, unless it is there already, with whatever seed.
-
-        Raises:
-            ValueError: If a table of this name and other sizes is there.
-        """
+        """Make the table, unless it is there with these sizes and whatever seed."""
         ...
 
     def pull(self, name: str, ids: np.ndarray) -> np.ndarray:
@@ -82,14 +78,7 @@ class RowSource(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _RemoteTable:
-    """A layer's table on the servers.
-
-    Attributes:
-        source: Who has it.
-        name: Its name there.
-        num_rows: Number of rows.
-        dim: Elements of a row.
-    """
+    """A layer's table of that name and size on the servers."""
 
     source: RowSource
     name: str

@@ -45,14 +45,7 @@ _SHOWN = 500
 
 
 class WorkQueueFit:
-    """One run of `fit` on parameter servers, as one worker takes part in it.
-
-    Args:
-        strategy: A `ParameterServerStrategy` in a worker.
-        model: What is trained.
-        fit: The call of `fit`, which has its data.
-        number: Which call of `fit` this is in the script.
-    """
+    """One worker's part in a run of `fit`, the `number`-th of the script."""
 
     def __init__(
         self,

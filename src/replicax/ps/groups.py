@@ -8,30 +8,37 @@ import abc
 import dataclasses
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import jax
 import numpy as np
 
 from replicax._util.types import JSONObject
-from replicax.ps.journal import Journaled, Note
-from replicax.ps.pushes import (
-    PushCounts,
-    RefusedRequestError,
-    Sessions,
-    StaleSequence,
-    StepShare,
-    SyncTimeout,
-)
+from replicax.ps.call_log import Journaled, Note, PushCounts, Sessions
+from replicax.ps.limits import RefusedRequestError, StaleSequence, SyncTimeout
 
-__all__ = ["Arrays", "Group", "LastPush", "SyncStep"]
+__all__ = ["Arrays", "Group", "LastPush", "StepShare", "SyncStep"]
 
 _logger = logging.getLogger("replicax")
 _MOST_PARTS = 65_536
 
 Arrays: TypeAlias = Mapping[str, np.ndarray]
 """Vectors by dtype; of a table `ids` and `gradients`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StepShare:
+    """Part `part` of `num_parts` of a synchronous step, all counted from 0.
+
+    `weight` is its weight in the mean of the parts; None: parts are summed.
+    """
+
+    step: int
+    part: int
+    num_parts: int
+    weight: float | None = None
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -73,14 +80,11 @@ class SyncStep:
 class Group(abc.ABC):
     """One group. Its fields are read and written under its condition.
 
-    Attributes:
-        what: It in messages, such as `"group 'weights'"`.
-        version: Updates so far, those included that a restart has lost.
-        steps: Synchronous steps that are over.
-        step: The one in progress.
-        norms: What must be known of the whole gradient before it can be applied; see
-            `ServerOptimizer`.
-        unweighted: Dtypes of its values that have no weighted mean.
+    `what` names it in messages, such as `"group 'weights'"`. `version` counts updates,
+    those included that a restart has lost, `steps` the synchronous steps that are over;
+    `step` is the one in progress. `norms` is what must be known of the whole gradient
+    before it can be applied, see `ServerOptimizer`; `unweighted` are dtypes of its
+    values that have no weighted mean.
     """
 
     norms: str | None = None
@@ -273,7 +277,7 @@ class Group(abc.ABC):
         self._is_restored = False
         self.condition.notify_all()
 
-    def wait(self, step: int, deadline: float, now: Callable[[], float]) -> None:
+    def wait(self, step: int, deadline: float) -> None:
         """Wait until a step is over, or complete and in want of its norm."""
         while self.steps <= step:
             if self.closed:
@@ -283,7 +287,7 @@ class Group(abc.ABC):
             current = self.step
             if current is None or current.squared_norms is not None:
                 return
-            remaining = deadline - now()
+            remaining = deadline - time.monotonic()
             if remaining <= 0:
                 here = {i: worker for i, (worker, _) in current.pushers.items()}
                 raise SyncTimeout(

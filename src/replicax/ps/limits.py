@@ -1,4 +1,4 @@
-"""Limits of the board, and the errors with which it refuses calls.
+"""Limits of what clients may store, and the errors with which servers refuse calls.
 
 Clients are authenticated, yet a broken one must not fill the server's memory: whatever
 they can store has a bound, and each of these errors says which.
@@ -55,6 +55,22 @@ Names4096 = Annotated[list[Name], msgspec.Meta(max_length=4096)]
 
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
+
+
+class RefusedRequestError(RuntimeError):
+    """A server refuses a request. Nothing has changed."""
+
+
+class StaleSequence(RefusedRequestError):
+    """A push is older than the last one that was applied: a replay."""
+
+
+class Superseded(RefusedRequestError):
+    """The worker was restarted, and this comes from its earlier process."""
+
+
+class SyncTimeout(RefusedRequestError):
+    """Parts of a synchronous step did not come in time."""
 
 
 class BoardError(RuntimeError):

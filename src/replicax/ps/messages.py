@@ -5,6 +5,7 @@ is not of this form is refused before memory is taken for the vectors.
 """
 
 import math
+import time
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -12,12 +13,17 @@ import msgspec
 import numpy as np
 
 from replicax._util.types import JSONObject
+from replicax.ps.dense_group import DenseGroup
+from replicax.ps.groups import StepShare
 from replicax.ps.limits import Count
-from replicax.ps.pushes import StepShare
-from replicax.ps.slots import SlotKey, announced, received
 from replicax.ps.store import VariableStore
 from replicax.ps.table import TableSpec
-from replicax.ps.variable_slices import VariableGroup
+from replicax.ps.variable_slices import (
+    SlotKey,
+    VariableGroup,
+    slots_from_message,
+    slots_to_message,
+)
 from replicax.ps.wire import Allowed, WireError, exactly
 
 __all__ = ["MESSAGES", "Answer", "Message", "Vectors"]
@@ -42,6 +48,13 @@ class Message(Protocol):
         ...
 
 
+def _newest(store: VariableStore, held: DenseGroup) -> Answer:
+    """A group's version and its values."""
+    with held.condition:
+        version, values = held.version, held.vectors
+    return {"version": version}, store.hand_out(values)
+
+
 class _OfGroup(msgspec.Struct):
     group: str
 
@@ -60,8 +73,7 @@ class Create(msgspec.Struct):
         return exactly(self.group.lengths_on(store.server))
 
     def handle(self, store: VariableStore, vectors: Vectors) -> Answer:
-        store.create(self.group, vectors)
-        held = store.group(self.group.name)
+        held = store.create(self.group, vectors)
         iterations = held.group.rule.get("iterations", 0)
         return {"version": held.version, "iterations": iterations}, {}
 
@@ -72,13 +84,20 @@ class Pull(_OfGroup):
     have: int | None = None
 
     def handle(self, store: VariableStore, vectors: Vectors) -> Answer:
-        pulled = store.pull(self.group, self.have)
-        answer = {"version": pulled.version, "unchanged": pulled.vectors is None}
-        return answer, pulled.vectors or {}
+        held = store.group(self.group)
+        if held.version == self.have:
+            return {"version": self.have, "unchanged": True}, {}
+        header, values = _newest(store, held)
+        return header | {"unchanged": False}, values
 
 
 class Push(msgspec.Struct):
-    """Gradients of a group; `pull`: answer with the new values."""
+    """Gradients of a group; `pull`: answer with the new values.
+
+    A part of a step waits for the others; after `SyncTimeout` it may be pushed again.
+    `squared_norms` in the answer is this server's share of the norms that a step must
+    be clipped by: add up what the servers say, and `Commit` it, unless `is_over`.
+    """
 
     group: str
     worker: str
@@ -93,24 +112,30 @@ class Push(msgspec.Struct):
         return exactly(store.group(self.group).lengths, "bfloat16")
 
     def handle(self, store: VariableStore, vectors: Vectors) -> Answer:
-        pushed = store.push(
-            self.group,
-            worker=self.worker,
-            session=self.session,
-            sequence=self.sequence,
-            based_on=self.based_on,
-            vectors=vectors,
-            part=self.part,
-            deadline_seconds=self.deadline_seconds,
-        )
-        answer = {
-            "version": pushed.version,
-            "staleness": pushed.staleness,
-            "applied": pushed.applied,
-            "squared_norms": pushed.squared_norms,
-            "is_over": pushed.is_over,
-        }
-        return answer, {} if self.pull is False else pushed.vectors
+        held = store.group(self.group)
+        held.check(vectors, floats=True)
+        store.count(bytes_in=vectors)
+        deadline = time.monotonic() + self.deadline_seconds
+        with held.condition:
+            last = held.push(
+                self.worker,
+                self.session,
+                self.sequence,
+                vectors,
+                based_on=self.based_on,
+                share=self.part,
+            )
+            if last.step is not None and last.applied:
+                held.wait(last.step, deadline)
+            answer = {
+                "version": held.version,
+                "staleness": last.staleness,
+                "applied": last.applied,
+                "squared_norms": held.squared_norms_of(last.step),
+                "is_over": last.step is None or last.step < held.steps,
+            }
+            values = held.vectors
+        return answer, {} if self.pull is False else store.hand_out(values)
 
 
 class Commit(_OfGroup):
@@ -120,12 +145,14 @@ class Commit(_OfGroup):
     squared_norms: dict[str, float]
 
     def handle(self, store: VariableStore, vectors: Vectors) -> Answer:
-        pulled = store.commit(self.group, self.step, self.squared_norms)
-        return {"version": pulled.version}, pulled.vectors or {}
+        held = store.group(self.group)
+        with held.condition:
+            held.commit(self.step, self.squared_norms)
+        return _newest(store, held)
 
 
 class Replace(msgspec.Struct):
-    """Other values for a group."""
+    """Other values for a group, as when a user assigns to its variables."""
 
     group: str
 
@@ -133,8 +160,10 @@ class Replace(msgspec.Struct):
         return exactly(store.group(self.group).lengths)
 
     def handle(self, store: VariableStore, vectors: Vectors) -> Answer:
-        replaced = store.replace(self.group, vectors)
-        return {"version": replaced.version}, replaced.vectors or {}
+        held = store.group(self.group)
+        with held.condition:
+            held.replace(vectors)
+        return _newest(store, held)
 
 
 class GetSlots(_OfGroup):
@@ -143,8 +172,10 @@ class GetSlots(_OfGroup):
     name: str | None = None
 
     def handle(self, store: VariableStore, vectors: Vectors) -> Answer:
-        found = store.slots(self.group)
-        header, arrays = announced(
+        held = store.group(self.group)
+        with held.condition:
+            found = held.slots()
+        header, arrays = slots_to_message(
             {key: x for key, x in found.items() if self.name in (None, key.name)}
         )
         return {"slots": header}, arrays
@@ -157,15 +188,19 @@ class SetSlots(msgspec.Struct):
     slots: list[tuple[str, Count | None, tuple[Count, ...]]]
 
     def expected(self, store: VariableStore) -> Mapping[str, Allowed]:
+        held = store.group(self.group)
         shapes = {SlotKey(name, part): shape for name, part, shape in self.slots}
-        dtypes = store.check_slots(self.group, shapes)
+        with held.condition:
+            dtypes = held.check_slots(shapes)
         return {
             str(i): Allowed((dtypes[key],), math.prod(shape), math.prod(shape))
             for i, (key, shape) in enumerate(shapes.items())
         }
 
     def handle(self, store: VariableStore, vectors: Vectors) -> Answer:
-        store.assign_slots(self.group, received(self.slots, vectors))
+        held = store.group(self.group)
+        with held.condition:
+            held.assign_slots(slots_from_message(self.slots, vectors))
         return {}, {}
 
 
@@ -224,16 +259,14 @@ class PushRows(msgspec.Struct):
         }
 
     def handle(self, store: VariableStore, vectors: Vectors) -> Answer:
-        dim = store.table(self.table).spec.dim
-        pushed = store.push_rows(
-            self.table,
-            self.group,
-            self.part,
-            ids=vectors["ids"],
-            gradients=vectors["gradients"].reshape(self.num_rows, dim),
+        table = store.table(self.table)
+        pushed = table.push_rows(
+            vectors["ids"],
+            vectors["gradients"].reshape(self.num_rows, table.spec.dim),
             worker=self.worker,
             session=self.session,
             sequence=self.sequence,
+            part=table.share_of(self.group, self.part),
         )
         return {"version": pushed.version, "applied": pushed.applied}, {}
 

@@ -63,13 +63,9 @@ def optimizer_rule(
     """A group's rule, in JSON values: the optimizer as it is now, without its slots.
 
     The learning rate and the iterations are the current ones, and variables that
-    `exclude_from_weight_decay` named stay excluded.
-
-    Args:
-        optimizer: The user's.
-        variables: What it updates, in the group's order.
-        clipped_by_worker: Whether workers push gradients that `clip_before_push` has
-            clipped, so that servers must not clip again.
+    `exclude_from_weight_decay` named stay excluded. `variables` are in the group's
+    order. `clipped_by_worker`: workers push gradients that `clip_before_push` has
+    clipped, so that servers must not clip again.
 
     Raises:
         ValueError: If the optimizer cannot be built elsewhere, or scales its loss
@@ -116,13 +112,10 @@ def clip_before_push(
 ) -> list[PyTree]:
     """Gradients as the optimizer would clip them, still times its `loss_scale_factor`.
 
-    For rules with `clipped_by_worker`. May be traced. Where it is not the pushed
-    gradient that is clipped, but the mean of several or a share of it, servers clip:
-    with `gradient_accumulation_steps`, and for MultiOptimizer.
-
-    Args:
-        optimizer: The user's.
-        gradients: All of its variables', in order; None where there is none.
+    For rules with `clipped_by_worker`; all of its variables', in order, None where
+    there is none. May be traced. Where it is not the pushed gradient that is clipped,
+    but the mean of several or a share of it, servers clip: with
+    `gradient_accumulation_steps`, and for MultiOptimizer.
     """
     if not clips_on_worker(optimizer):
         return list(gradients)

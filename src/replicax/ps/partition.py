@@ -157,14 +157,7 @@ class MaxSizePartitioner:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class VariableInfo:
-    """What placement needs to know of a variable.
-
-    Attributes:
-        path: Its Keras path.
-        shape: Its shape.
-        dtype: Its dtype, such as `"float32"`.
-        constraint: Config of its Keras constraint, or None.
-    """
+    """What placement needs to know of a variable; `constraint` is its config."""
 
     path: str
     shape: tuple[int, ...]
@@ -189,22 +182,9 @@ def place(
 
     The largest part goes first, each to the server that has the fewest bytes yet, so no
     two servers differ by more than the largest part. Equal calls give equal groups.
-
-    Args:
-        name: The group's name.
-        rule: How servers update it; see `VariableGroup`.
-        variables: What `optimizer.apply` updates together, in its order.
-        num_servers: Number of parameter servers, at least 1.
-        partitioner: Called as `partitioner(shape=..., dtype=...)` for each variable
-            that is no scalar; None: whole variables.
-        can_split: Whether the rule may be applied to some rows of a variable alone.
-
-    Returns:
-        The group, its parts in the order of the variables and their rows.
-
-    Raises:
-        ValueError: If `num_servers` is less than 1, or the partitioner returns anything
-            but the number of shards along each dimension, 1 except for the first.
+    `can_split` says whether the rule may be applied to some rows of a variable alone. A
+    partitioner that returns anything but the number of shards along each dimension, 1
+    except for the first, raises `ValueError`.
 
     Example:
         >>> w = VariableInfo(path="dense/kernel", shape=(5, 4), dtype="float32")

@@ -25,16 +25,10 @@ def encode(
     what: str,
     mark: Callable[[PyTree], JSONObject | None] = lambda value: None,
 ) -> JSON:
-    """A value as JSON values.
+    """A value as JSON values: what `json_codec` takes, variables, `PerReplica`s.
 
-    Args:
-        value: What `json_codec` takes, a `keras.Variable`, a `PerReplica`, or lists,
-            tuples and dicts of them.
-        what: What it is, for messages, such as `"args[0]"`.
-        mark: Replaces values of other types; None: it does not know them.
-
-    Raises:
-        TypeError: For anything else, naming where it stands.
+    `what` names it in messages; `mark` replaces values of other types, and returns None
+    for one that it does not know. `TypeError` names where anything else stands.
     """
 
     def extend(value: PyTree, what: str) -> JSON:
@@ -60,15 +54,7 @@ def encode(
 
 
 def decode(sent: Any, resolve: Callable[[JSONObject], PyTree] | None = None) -> PyTree:
-    """The value that `encode` wrote.
-
-    Args:
-        sent: JSON values.
-        resolve: Gives the values of what `mark` replaced.
-
-    Raises:
-        ValueError: If it is nothing that `encode` writes.
-    """
+    """The value that `encode` wrote; `resolve` gives what `mark` replaced."""
 
     def extend(sent: JSONObject) -> PyTree:
         if sent[MARK] == "mark" and resolve is not None:
@@ -81,11 +67,7 @@ def decode(sent: Any, resolve: Callable[[JSONObject], PyTree] | None = None) -> 
 
 
 def require_size(sent: JSON, what: str) -> None:
-    """Raise if JSON values are too large to be sent.
-
-    Raises:
-        ValueError: Above `MAX_BYTES`.
-    """
+    """Raise a `ValueError` if JSON values have more than `MAX_BYTES`."""
     size = len(json.dumps(sent))
     if size > MAX_BYTES:
         raise ValueError(
@@ -129,12 +111,7 @@ class FunctionNames:
         return self._functions[name]
 
     def register(self, fn: Callable[..., PyTree]) -> str:
-        """The name of a function.
-
-        Raises:
-            TypeError: If it cannot be called.
-            ValueError: If there are too many.
-        """
+        """The name of a function."""
         if not callable(fn):
             raise TypeError(
                 f"ClusterCoordinator.schedule: fn must be a function; got {fn!r}."

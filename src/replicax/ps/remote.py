@@ -19,11 +19,16 @@ from replicax._private import keras as internals
 from replicax._util.types import JSONObject, PyTree
 from replicax.engine import device_put
 from replicax.errors import CheckpointError, ClusterError, ClusterMismatchError
-from replicax.ps import slots
 from replicax.ps.connection import Connection, ServerRefused
 from replicax.ps.session import Session
-from replicax.ps.slots import VariableSlot
-from replicax.ps.variable_slices import VariableGroup
+from replicax.ps.variable_slices import (
+    VariableGroup,
+    VariableSlot,
+    cut_slots,
+    join_slots,
+    slots_from_message,
+    slots_to_message,
+)
 
 __all__ = ["PushResult", "RemoteGroup", "ServerPushes", "WorkerShare", "key_of"]
 
@@ -36,14 +41,9 @@ _Answer = tuple[JSONObject, _Vectors]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorkerShare:
-    """A worker's part of a synchronous step.
+    """A worker's part of a synchronous step, as `StepShare`.
 
-    Attributes:
-        step: The step, counted from the epoch's start; None: the group's next one.
-        part: Which part this is.
-        num_parts: How many the step has.
-        weight: How much the part counts in a mean, such as its examples; None: parts
-            are summed.
+    `step` counts from the epoch's start; None: the group's next one.
     """
 
     step: int | None
@@ -55,10 +55,9 @@ class WorkerShare:
 class PushResult(NamedTuple):
     """What became of a push.
 
-    Attributes:
-        counts: Whether it is in the values. A synchronous part that another worker had
-            brought already is not.
-        staleness: Most updates that any server applied between the pull and this push.
+    `counts`: it is in the values; a synchronous part that another worker had brought
+    already is not. `staleness`: most updates that any server applied between the pull
+    and this push.
     """
 
     counts: bool
@@ -75,21 +74,10 @@ class ServerPushes(NamedTuple):
 class RemoteGroup:
     """Variables that servers update together, as this worker has seen them last.
 
-    A value that was handed out, and is no longer in its variable, was assigned by the
-    user.
-
-    Args:
-        session: This worker's session.
-        group: What lies where.
-        sharding: Of the values on this worker's devices.
-        compression: Dtype in which float32 gradients travel, such as `"bfloat16"`.
-        variables: The variables, in the group's order.
-
-    Attributes:
-        values: The newest values known here, in the order of the group's variables.
-        versions: Of `values`, by server.
-        num_assigned: Versions that were assigned, as the chief counts.
-        count: The optimizer's number of steps; None: no optimizer's group.
+    `values` are the newest known here, `versions` theirs by server; `num_assigned`
+    versions were assigned, as the chief counts. A value that was handed out, and is no
+    longer in its variable, was assigned by the user. `count` is the optimizer's number
+    of steps. float32 gradients travel in the dtype `compression`.
     """
 
     def __init__(
@@ -141,9 +129,7 @@ class RemoteGroup:
     ) -> None:
         """Bring the initial values to the servers; they keep those that they have.
 
-        Args:
-            values: One for each variable.
-            restored: The optimizer's variables, from a checkpoint.
+        `restored` are the optimizer's variables from a checkpoint.
         """
         group = self.group.to_json()
         made = self._ask_all("create", self._pack_values(values), group=group)
@@ -155,11 +141,7 @@ class RemoteGroup:
         self._session.board("put", key=key_of(self.name), value=created)
 
     def require_created(self) -> None:
-        """Wait for the chief to create the group, and compare it with this one.
-
-        Raises:
-            ClusterMismatchError: If the chief's is another one.
-        """
+        """Wait for the chief to create the group; refuse another one than this."""
         created = self._session.get(key_of(self.name), f"{self.name!r}: initial values")
         if created["digest"] != self.group.digest:
             raise ClusterMismatchError(
@@ -215,8 +197,7 @@ class RemoteGroup:
     ) -> float | None:
         """The learning rate, if it is another one than when this was asked last.
 
-        Args:
-            stored: Values by id that are not in their variables now.
+        `stored` has values by id that are not in their variables now.
         """
         if self._rate is None:
             return None
@@ -272,27 +253,19 @@ class RemoteGroup:
         """The optimizer's variables, those of a name or all, each of them whole."""
         answers = self._ask_all("slots", name=name)
         on_servers = {
-            server: slots.received(header["slots"], vectors)
+            server: slots_from_message(header["slots"], vectors)
             for server, (header, vectors) in zip(self._servers, answers, strict=True)
         }
-        return slots.joined(self.group, on_servers)
+        return join_slots(self.group, on_servers)
 
     def assign_slots(self, values: Mapping[VariableSlot, np.ndarray]) -> None:
-        """Give the servers' optimizers other values for some of their variables.
-
-        Raises:
-            ServerRefused: If one of them is not there, or has another shape.
-        """
-        cut = [slots.cut(self.group, values, server) for server in self._servers]
-        headers, vectors = zip(*map(slots.announced, cut), strict=True)
+        """Give the servers other values for some of their optimizers' variables."""
+        cut = [cut_slots(self.group, values, server) for server in self._servers]
+        headers, vectors = zip(*map(slots_to_message, cut), strict=True)
         self._ask_all("set_slots", vectors, [{"slots": x} for x in headers])
 
     def restore(self, values: Mapping[VariableSlot, np.ndarray]) -> None:
-        """Give the servers' optimizers the variables of a checkpoint, all that it has.
-
-        Raises:
-            CheckpointError: If it is another optimizer's.
-        """
+        """Give the servers' optimizers all variables that a checkpoint has."""
         try:
             self.assign_slots(values)
         except ServerRefused as refused:
@@ -329,10 +302,8 @@ class RemoteGroup:
     ) -> ServerPushes:
         """Send gradients, and bring the newest values; `finish` waits for it.
 
-        Args:
-            gradients: One for each variable, equal on all of this worker's replicas.
-            based_on: `versions` when the values that they are of were the newest.
-            part: Of a synchronous step; None: to be applied at once.
+        Gradients are equal on all of this worker's replicas, and of the `based_on`
+        versions. Without a `part` of a synchronous step they are applied at once.
         """
         packed = self._pack([x.addressable_data(0) for x in gradients], compress=True)
         self._sequence += 1

@@ -24,16 +24,9 @@ class Rendezvous(msgspec.Struct):
     """Keys, barriers, reports and the reason to stop.
 
     Keys that end in a number, such as `"fit 0/verdict/12"`, are kept for the newest 64
-    of their family; other keys for the whole job. Of reports the newest 4 topics
-    are kept. A barrier's name is used once: who comes later, such as a worker that was
+    of their family; other keys for the whole job. Of reports the newest 4 topics are
+    kept. A barrier's name is used once: who comes later, such as a worker that was
     restarted, finds it complete.
-
-    Attributes:
-        stop: The reason to stop.
-        values: By key, with their sizes.
-        families: The numbered keys of each family.
-        num_bytes: Of all values.
-        barriers: Who is at those that are not complete.
     """
 
     stop: str | None = None

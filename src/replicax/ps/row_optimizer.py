@@ -38,22 +38,13 @@ class _Built:
 
 
 class RowOptimizer:
-    """The user's optimizer, for rows of one length. Knows no rows: they are given.
+    """The user's optimizer, for rows of `dim` elements. Rows are given to it.
 
-    Args:
-        rule: `{"kind": "optimizer", "config": ...}` with what
-            `keras.optimizers.serialize` returns; with `"clipped_by_worker": True`
-            gradients are not clipped here.
-        dim: Elements of a row.
-        whole_table: Whether one server has all rows, and so can take a norm of them.
-
-    Attributes:
-        slots: First value of each slot's elements, by the slot's name.
-        shared: The optimizer's other variables, such as `"iteration"`, as numbers.
-
-    Raises:
-        ValueError: For an optimizer, or an option of one, that cannot update some rows
-            only. The message says what to use.
+    With `"clipped_by_worker": True` in the rule gradients are not clipped here. Only
+    where one server has the `whole_table` can it take a norm. `slots` has the first
+    value of each slot's elements, `shared` the optimizer's other variables, such as
+    `"iteration"`. An optimizer, or an option of one, that cannot update some rows only
+    raises `ValueError`, which says what to use.
     """
 
     def __init__(self, rule: JSONObject, dim: int, *, whole_table: bool) -> None:
@@ -95,11 +86,8 @@ class RowOptimizer:
     ) -> None:
         """Update rows and their slots in place.
 
-        Args:
-            rows: `float32[n, dim]`, all that there are.
-            slots: Of the same shape, by name.
-            places: `int64[m]`, distinct rows.
-            gradients: `float32[m, dim]`, theirs.
+        `rows` are all that there are, `float32[n, dim]`, and so are slots by name;
+        `places` are distinct rows `int64[m]`, `gradients` theirs, `float32[m, dim]`.
         """
         count = len(places)
         size = max(_LEAST_ROWS, 1 << max(0, count - 1).bit_length())

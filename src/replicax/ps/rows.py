@@ -71,12 +71,7 @@ class RemoteTables:
         initializer_config: JSONObject,
         seed: int,
     ) -> None:
-        """Make a table, unless it is there already, with whatever seed.
-
-        Raises:
-            ValueError: If servers cannot have it, or a table of this name and other
-                sizes is there.
-        """
+        """Make a table, unless it is there with these sizes and whatever seed."""
         spec: JSONObject = {
             "name": name,
             "num_rows": num_rows,
@@ -99,11 +94,8 @@ class RemoteTables:
     def pull(self, name: str, ids: np.ndarray) -> np.ndarray:
         """The values `float32[n, dim]` of distinct rows `int64[n]`.
 
-        Within a program the same rows are fetched once.
-
-        Raises:
-            ConnectionLost: If a server does not answer in time.
-            ClusterError: If the table is gone, with the server that had it.
+        Within a program the same rows are fetched once. Raises `ConnectionLost` if a
+        server does not answer in time, `ClusterError` if the table is gone.
         """
         key = name, ids.tobytes()
         with self._lock:
@@ -144,11 +136,7 @@ class RemoteTables:
     def connect(
         self, group: VariableGroup, variables: Sequence[keras.Variable]
     ) -> None:
-        """Tell the servers that rows are updated as the group of their anchors.
-
-        Raises:
-            ValueError: If rows cannot be updated so.
-        """
+        """Tell the servers that rows are updated as the group of their anchors."""
         for i, variable in enumerate(variables):
             for name in self.tables_of([variable]):
                 if (name, group.name) not in self._said:
@@ -173,9 +161,7 @@ class RemoteTables:
         """Run a program that looks up rows, and wait until it is over.
 
         If a server is lost meanwhile, `run` starts the program again when it is back.
-
-        Raises:
-            Exception: What a callback has raised.
+        What a callback has raised is raised here.
         """
         end: float | None = None
         while True:

@@ -8,15 +8,23 @@ lasts while any closure makes progress.
 import json
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
+import keras
+
+from replicax._util.hashes import digest
 from replicax._util.listing import listed
 from replicax._util.types import JSON, JSONObject
+from replicax.engine.consistency import Labels
 from replicax.errors import ClusterMismatchError
 from replicax.ps.session import Session
+from replicax.ps.variable_slices import VariableGroup
 
-__all__ = ["AGAIN", "Again", "ScriptSync"]
+if TYPE_CHECKING:
+    from replicax.ps.variables import RemoteVariables
+
+__all__ = ["AGAIN", "Again", "GroupRequests", "ScriptSync"]
 
 _LOOK_SECONDS = 1.0
 _NOW = "coordinator: now"
@@ -37,8 +45,7 @@ AGAIN = Again()
 class ScriptSync:
     """The meetings of a script, in their order, and the progress of closures meanwhile.
 
-    Attributes:
-        passed: How many meetings this task's script has passed.
+    `passed` says how many meetings this task's script has passed.
     """
 
     def __init__(self, session: Session) -> None:
@@ -99,11 +106,7 @@ class ScriptSync:
         return self._pending != before
 
     def require_workers(self) -> None:
-        """Raise if no worker will ever run what waits, as their scripts have ended.
-
-        Raises:
-            ClusterMismatchError: All have, with success.
-        """
+        """Raise if no worker will ever run what waits: their scripts have ended."""
         if self.is_over or not self.is_time():
             return
         session = self._session
@@ -128,8 +131,7 @@ class ScriptSync:
     def until(self, poll: Callable[[], _Result | Again | None], what: str) -> _Result:
         """Poll until there is a result; it begins anew when `poll` returns `AGAIN`.
 
-        Raises:
-            ClusterError: If nothing has happened for the step deadline.
+        A `ClusterError` says that nothing has happened for the step deadline.
         """
         while True:
             result = self._session.wait(poll, what, self._missing)
@@ -148,3 +150,80 @@ class ScriptSync:
         if alive:
             return f"{listed(alive)} (which did not take any)"
         return f"any of {listed(others)} (none is alive)"
+
+
+class GroupRequests:
+    """What workers ask for, in the order of the asking."""
+
+    def __init__(self, session: Session, labels: Labels) -> None:
+        self._session = session
+        self._labels = labels
+        self._next = 0
+
+    def name_of(
+        self,
+        label: str,
+        variables: Sequence[keras.Variable],
+        count: keras.Variable | None,
+    ) -> str:
+        """A group's name, which is the same whoever needs which group first."""
+        named = variables if count is None else [*variables, count]
+        return f"{label} {digest(repr([self._labels.of(v) for v in named]), 4)}"
+
+    def ask(
+        self,
+        group: VariableGroup,
+        variables: Sequence[keras.Variable],
+        count: keras.Variable | None,
+        rate: keras.Variable | None,
+    ) -> None:
+        """Have the chief create a group, unless it has or somebody has asked.
+
+        `count` is the number of steps of the optimizer that trains it, `rate` its
+        learning rate, where these are variables.
+        """
+        want = {
+            "group": group.to_json(),
+            "by": self._session.name,
+            "variables": [self._labels.of(v) for v in variables],
+            "count": None if count is None else self._labels.of(count),
+            "rate": None if rate is None else self._labels.of(rate),
+        }
+        number = self._next
+        while True:
+            stands = self._session.board("put", key=_request_key(number), value=want)
+            if stands["group"]["name"] == group.name:
+                return
+            number += 1
+
+    def adopt(self, remote: "RemoteVariables") -> None:
+        """Take over what was asked for; the chief creates it first."""
+        while (
+            want := self._session.board("get", key=_request_key(self._next))
+        ) is not None:
+            variables = [self._labels.find((p, n)) for p, n in want["variables"]]
+            if any(v is None for v in variables):
+                if self._session.is_chief:
+                    raise _unknown(want, want["variables"][variables.index(None)][0])
+                return  # This script is not there yet.
+            group = remote.adopt(VariableGroup.from_json(want["group"]), variables)
+            if group is None:
+                return
+            self._next += 1
+            group.train(self._find(want["count"]), self._find(want["rate"]))
+
+    def _find(self, label: tuple[str, int] | None) -> keras.Variable | None:
+        return None if label is None else self._labels.find((label[0], label[1]))
+
+
+def _unknown(want: JSONObject, path: str) -> ClusterMismatchError:
+    return ClusterMismatchError(
+        f"ClusterCoordinator: a closure on {want['by']} trains {path!r}, which "
+        "the chief does not have. Create models under strategy.scope() and build "
+        "them (a keras.Input, or model.build) before the first "
+        "coordinator.schedule, in every task."
+    )
+
+
+def _request_key(number: int) -> str:
+    return f"wanted group: {number}"

@@ -14,10 +14,9 @@ from replicax.cluster.failure import REPORT_DIR, STATUS_FILE, ExitCode
 from replicax.cluster.timeouts import Timeouts
 from replicax.errors import ClusterMismatchError
 from replicax.ps.board import Board
-from replicax.ps.call_log import JOB
+from replicax.ps.call_log import JOB, note_nothing
 from replicax.ps.connection import Connection, ConnectionLost
 from replicax.ps.credentials import Credentials
-from replicax.ps.journal import note_nothing
 from replicax.ps.pace import beat_seconds, longest_pause
 from replicax.ps.service import Service
 from replicax.ps.session import FAREWELL_SECONDS
@@ -43,17 +42,8 @@ def serve(
 ) -> NoReturn:
     """Serve until the job is over, then end the process.
 
-    Args:
-        config: The cluster; this task is one of its parameter servers.
-        credentials: The cluster's token and TLS files.
-        timeouts: How long to wait for what.
-        snapshot_dir: Where to keep snapshots; None: no snapshots.
-        snapshot_every_updates: Write one after that many updates.
-        snapshot_every_seconds: Write one after that many seconds.
-
-    Raises:
-        SystemExit: With 0 when the chief has ended with success, with 1 when the job
-            has failed.
+    `SystemExit` has 0 when the chief has ended with success, 1 when the job has failed.
+    Without a `snapshot_dir` there are no snapshots.
     """
     server = config.task_id or 0
     address = config.cluster.task_address("ps", server)

@@ -23,9 +23,10 @@ from replicax.ps.optimizers import (
     clips_on_worker,
     deserialize,
 )
-from replicax.ps.slots import SlotKey, Slots
 from replicax.ps.variable_slices import (
     FusedSpan,
+    SlotKey,
+    Slots,
     VariableGroup,
     VariableSlice,
     fused_spans,
@@ -40,11 +41,12 @@ _Vectors = dict[str, jax.Array]
 
 
 class ServerOptimizer:
-    """Updates a server's parts of one group. Knows no values: those are given to it.
+    """Updates a server's `parts` of one group. Knows no values: those are given to it.
 
-    Raises:
-        ValueError: If the rule is unknown; in `start`, if its optimizer cannot be
-            built, or not for parts such as these.
+    `norms` is what must be known of the *whole* gradient before it can be applied:
+    None, `"global_clipnorm"`, or `"clipnorm"` where variables are split. Raises
+    `ValueError` for an unknown rule; in `start`, if its optimizer cannot be built, or
+    not for parts such as these.
 
     Example:
         >>> from replicax.ps.partition import VariableInfo, place
@@ -55,12 +57,6 @@ class ServerOptimizer:
         >>> vectors, state = rule.apply(vectors, state, gradients)
         >>> vectors["float32"].tolist()
         [2.0, 2.0]
-
-    Attributes:
-        group: The group.
-        parts: The server's parts of it.
-        norms: What must be known of the *whole* gradient before it can be applied:
-            None, `"global_clipnorm"`, or `"clipnorm"` where variables are split.
     """
 
     def __init__(self, group: VariableGroup, server: int) -> None:
@@ -114,13 +110,9 @@ class ServerOptimizer:
     ) -> tuple[_Vectors, list[jax.Array]]:
         """One step. Returns at once; `state` is used up, `vectors` stays valid.
 
-        Args:
-            vectors: The values.
-            state: The optimizer's variables.
-            gradients: By the vectors' dtypes; may be of another float dtype. Must not
-                change before the result is there.
-            squared_norms: For rules with `norms`: the sums over all servers of what
-                `squared_norms` returned.
+        `gradients` may be of another float dtype, and must not change before the result
+        is there. For rules with `norms`, `squared_norms` are the sums over all servers
+        of what `squared_norms` returned.
         """
         if not vectors:
             return vectors, state
@@ -157,11 +149,7 @@ class ServerOptimizer:
         return slots
 
     def with_slots(self, state: list[jax.Array], given: Slots) -> list[jax.Array]:
-        """The state with other values for some of the optimizer's variables.
-
-        Raises:
-            ValueError: If there is no such variable, or it has another shape.
-        """
+        """The state with other values for some of the optimizer's variables."""
         slots = self.slots(state)
         self.check_slots(state, {key: np.shape(value) for key, value in given.items()})
         changed = []
@@ -179,11 +167,7 @@ class ServerOptimizer:
     def check_slots(
         self, state: Sequence[jax.Array], shapes: Mapping[SlotKey, tuple[int, ...]]
     ) -> dict[SlotKey, str]:
-        """Dtypes of the variables of those names and shapes.
-
-        Raises:
-            ValueError: If there is no such variable, or it has another shape.
-        """
+        """Dtypes of the variables of those names and shapes; refuses any others."""
         slots = self.slots(state)
         for key, shape in shapes.items():
             if key not in slots:

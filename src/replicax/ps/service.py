@@ -26,11 +26,9 @@ from replicax.errors import ClusterError
 from replicax.ps import wire
 from replicax.ps.board import Board
 from replicax.ps.credentials import Credentials
-from replicax.ps.doorman import Doorman, host_of, peer_of
-from replicax.ps.limited_log import LimitedLog
-from replicax.ps.limits import read
+from replicax.ps.doorman import Doorman, LimitedLog, host_of, peer_of
+from replicax.ps.limits import RefusedRequestError, read
 from replicax.ps.messages import MESSAGES, Message
-from replicax.ps.pushes import RefusedRequestError
 from replicax.ps.store import VariableStore
 from replicax.ps.wire import MessageReader, MessageWriter
 
@@ -50,19 +48,9 @@ class VersionMismatch(RuntimeError):
 class Service:
     """Serves a store, and on server 0 the board, to those who have the token.
 
-    Args:
-        address: Where to listen, `host:port`, as TF_CONFIG has it. A name is resolved;
-            an address that means all interfaces is refused.
-        store: The server's groups.
-        board: The board, or None on a server without. Clients may call the methods
-            that its `ACTIONS` names.
-        credentials: The cluster's token and TLS files.
-        messages: Further messages of the tensor streams, by name.
-        warnings_per_minute: How many warnings strangers can cause.
-        stranger_seconds: How long a connection may stay that has not shown the token.
-
-    Raises:
-        ValueError: If the address is none that a server can listen at.
+    It listens at `address`, as TF_CONFIG has it; one that means all interfaces is
+    refused. `messages` are further ones of the tensor streams, by name. Connections
+    that have not shown the token are closed after `stranger_seconds`.
     """
 
     def __init__(
@@ -85,8 +73,8 @@ class Service:
         self._actions: dict[str, Callable[..., object]] = {
             "hello": self._hello,
             "store.status": store.status,
-            "tables.set_rule": self._set_rule,
-            "tables.set_learning_rate": self._set_learning_rate,
+            "tables.set_rule": store.set_rule,
+            "tables.set_learning_rate": store.set_learning_rate,
         }
         for name in () if board is None else board.ACTIONS:
             self._actions[f"board.{name}"] = getattr(board, name)
@@ -286,12 +274,6 @@ class Service:
                 self._board.refuse(str(caller), message)
             raise VersionMismatch(message)
         return {"server": self._store.server}
-
-    def _set_rule(self, table: str, rule: JSONObject, group: str) -> None:
-        self._store.set_rule(table, rule, group)
-
-    def _set_learning_rate(self, table: str, learning_rate: float) -> None:
-        self._store.table(table).set_learning_rate(learning_rate)
 
 
 def _flight_server(service: Service, location: str, credentials: Credentials) -> Any:

@@ -43,21 +43,12 @@ _Result = TypeVar("_Result")
 
 
 class Session:
-    """This process as one of the workers.
+    """This process as one of the workers: `workers[index]`, the chief first.
 
-    Args:
-        workers: Names of all workers, the chief first.
-        index: This worker's place among them.
-        servers: Addresses of the parameter servers.
-        credentials: The cluster's token and TLS files.
-        timeouts: How long to wait for what.
-
-    Attributes:
-        id: Unique for this process; a restarted worker has another one.
-        incarnations: For each server a text that changes when it is restarted.
-        steps: Number of steps done.
-        staleness: How many of its pushes were applied with which staleness.
-        exchange_s: For each server how long values and gradients have travelled.
+    `id` is unique for this process: a restarted worker has another one. `incarnations`
+    has a text for each server that changes when it is restarted, `staleness` how many
+    of its pushes were applied with which staleness, `exchange_s` how long values and
+    gradients have travelled for each server.
     """
 
     def __init__(
@@ -112,11 +103,7 @@ class Session:
         return self.index == 0
 
     def join(self) -> None:
-        """Reach all servers and begin to give signs of life.
-
-        Raises:
-            ConnectionLost: If a server cannot be reached by the start-up deadline.
-        """
+        """Reach all servers by the start-up deadline; begin to give signs of life."""
         _report_exceptions(self)
         joined = self._say("join", info=self._info())
         self.starts = joined["starts"]
@@ -268,9 +255,8 @@ class Session:
     ) -> _Result:
         """Call `poll`, which asks the board, until it returns something but None.
 
-        Raises:
-            ClusterError: After the step timeout, naming who is `missing` and `what` was
-                waited for; at once if the job has failed.
+        After the step timeout a `ClusterError` names who is `missing` and `what` was
+        waited for; at once if the job has failed.
         """
 
         def late() -> NoReturn:

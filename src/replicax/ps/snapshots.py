@@ -41,7 +41,7 @@ from replicax._util.files import (
     write_whole,
 )
 from replicax._util.types import JSONObject
-from replicax.ps.journal import WriteAheadLog
+from replicax.ps.call_log import WriteAheadLog
 
 __all__ = ["Snapshot", "Snapshots"]
 
@@ -70,13 +70,7 @@ class _SnapshotSource(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Snapshot:
-    """What was read back.
-
-    Attributes:
-        path: Its folder.
-        state: What `VariableStore.state` returned; for `VariableStore.load_state`.
-        board: The board's state, or None if none was given.
-    """
+    """What was read back: a folder, `VariableStore.state`, and the board's if given."""
 
     path: Path
     state: JSONObject
@@ -86,34 +80,10 @@ class Snapshot:
 class Snapshots:
     """Writes a server's state to disk now and then, and reads it back.
 
-    After `start` a thread writes a snapshot when enough updates were applied or enough
-    time has passed, if there was an update since the last one. Pushes are not held up.
-    With neither number only `write` writes.
-
-    Args:
-        folder: Where the servers of a job keep theirs; one folder in it for each.
-        server: The server's index.
-        every_updates: Write after this many updates; None: do not count them.
-        every_seconds: Write after this many seconds; None: do not count them.
-        keep: How many snapshots to keep, at least 1.
-        now: Clock, in seconds.
-
-    Attributes:
-        journal: Says what was done since the newest snapshot.
-
-    Raises:
-        ValueError: If a number is out of range.
-
-    Example:
-        >>> import tempfile
-        >>> from replicax.ps.store import VariableStore
-        >>> snapshots = Snapshots(tempfile.mkdtemp(), 0)
-        >>> snapshots.restore() is None
-        True
-        >>> snapshots.write(VariableStore(0).state()).name
-        'snapshot-000000001'
-        >>> snapshots.restore().state["meta"]
-        {'groups': [], 'sessions': {}}
+    After `start` a thread writes a snapshot when `every_updates` were applied or
+    `every_seconds` have passed since the first update that is not on disk; with neither
+    only `write` writes. Pushes are not held up. The newest `keep` stay. `journal` says
+    what was done since the newest one.
     """
 
     def __init__(
@@ -206,11 +176,7 @@ class Snapshots:
     def write(self, state: JSONObject, board: JSONObject | None = None) -> Path:
         """Write a snapshot of a store and a board, and remove those that are too many.
 
-        Returns:
-            Its folder.
-
-        Raises:
-            OSError: If it cannot be written. Those before it are untouched.
+        If it cannot be written, those before it are untouched.
         """
         numbers = self._numbers()
         path = self._path(numbers[-1] + 1 if numbers else 1)

@@ -4,31 +4,27 @@ Each group has a lock of its own, so that one that compiles does not hold up oth
 step is only dispatched under that lock; who waits for its values waits outside.
 """
 
-import dataclasses
 import os
 import threading
-import time
 import uuid
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections import Counter
+from collections.abc import Mapping
+from typing import TypeVar
 
 import jax
 import msgspec
 import numpy as np
 
 from replicax._util.types import JSONObject
+from replicax.ps.call_log import Journaled, Note, Sessions, note_nothing
 from replicax.ps.dense_group import DenseGroup
 from replicax.ps.groups import Arrays, Group
-from replicax.ps.journal import Journaled, Note, note_nothing
-from replicax.ps.pushes import RefusedRequestError, Sessions, StepShare
-from replicax.ps.slots import SlotKey, Slots
-from replicax.ps.table import RowsPushed, Table, TableError, TableSpec
+from replicax.ps.limits import RefusedRequestError
+from replicax.ps.table import Table, TableError, TableSpec
 from replicax.ps.variable_slices import VariableGroup
 from replicax.ps.wire import dtype_named
 
 __all__ = [
-    "Pulled",
-    "Pushed",
     "UnknownGroup",
     "UnknownTable",
     "VariableStore",
@@ -47,62 +43,13 @@ class UnknownTable(RefusedRequestError):
     """No table of that name was created here."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Pulled:
-    """Answer to a pull: the version, and its vectors unless the worker has them."""
-
-    version: int
-    vectors: dict[str, np.ndarray] | None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Pushed:
-    """Answer to a push: the newest values.
-
-    Attributes:
-        version: The group's version now.
-        vectors: Its values. They never change.
-        staleness: Updates between the version the push was based on and its own.
-        applied: Whether the push is in the values, now or since an earlier attempt.
-        squared_norms: Not None where all parts of a synchronous step are there, and it
-            must be clipped by a norm over all servers: this server's share. Add up what
-            the servers say and give it to `VariableStore.commit`.
-        is_over: False: the step waits for `commit`.
-    """
-
-    version: int
-    vectors: dict[str, np.ndarray]
-    staleness: int
-    applied: bool
-    squared_norms: dict[str, float] | None = None
-    is_over: bool = True
-
-
 class VariableStore:
     """The groups and tables of one server. All methods may be called from any thread.
 
-    Args:
-        server: The server's index, from 0.
-        num_servers: Servers that share the rows of tables.
-        byte_limit: How many bytes all values may have. None: the machine's memory.
-        note: Writes the journal.
-        now: Clock for deadlines, in seconds.
-
-    Attributes:
-        incarnation: Another text for each store. Versions of an earlier one say nothing
-            here: a restored server may give the same numbers to other values.
-
-    Example:
-        >>> from replicax.ps.partition import VariableInfo, place
-        >>> w = VariableInfo(path="w", shape=(2,), dtype="float32")
-        >>> group = place("weights", {"kind": "add"}, [w], 1)
-        >>> store = VariableStore(0)
-        >>> store.create(group, {"float32": np.zeros(2, np.float32)})
-        >>> pushed = store.push(
-        ...     "weights", worker="worker:0", session="a", sequence=1, based_on=0,
-        ...     vectors={"float32": np.ones(2, np.float32)})
-        >>> pushed.version, pushed.vectors["float32"].tolist()
-        (1, [1.0, 1.0])
+    Servers share the rows of tables. All values have at most `byte_limit` bytes, the
+    machine's memory by default. `incarnation` is another text for each store: versions
+    of an earlier one say nothing here, as a restored server may give the same numbers
+    to other values.
     """
 
     def __init__(
@@ -112,14 +59,12 @@ class VariableStore:
         *,
         byte_limit: int | None = None,
         note: Note = note_nothing,
-        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.server = server
         self.incarnation = uuid.uuid4().hex
         self._num_servers = num_servers
         self._byte_limit = memory_bytes() if byte_limit is None else byte_limit
         self._note = note
-        self._now = now
         self._lock = threading.Lock()
         self._creating = threading.Lock()  # Who asks for a group again waits.
         self._groups: dict[str, DenseGroup] = {}
@@ -129,7 +74,7 @@ class VariableStore:
 
     # Groups of variables.
 
-    def create(self, group: VariableGroup, vectors: Arrays) -> None:
+    def create(self, group: VariableGroup, vectors: Arrays) -> DenseGroup:
         """Hold a group from now on. If an equal one is here its values are kept."""
         with self._creating:
             held = self._groups.get(group.name)
@@ -141,11 +86,8 @@ class VariableStore:
                     self._groups[group.name] = held
         held.require_same(group)
         held.check(vectors, floats=False)
-        self._count(bytes_in=vectors)
-
-    def groups(self) -> dict[str, VariableGroup]:
-        """The groups of variables by name."""
-        return {held.group.name: held.group for held in self._all(self._groups)}
+        self.count(bytes_in=vectors)
+        return held
 
     def group(self, name: str) -> DenseGroup:
         """The group of that name."""
@@ -158,96 +100,6 @@ class VariableStore:
             "The chief creates it; if this server was restarted without a snapshot, "
             "its values are lost."
         )
-
-    def pull(self, name: str, have: int | None = None) -> Pulled:
-        """The newest values of a group; none if its version is `have`."""
-        held = self.group(name)
-        with held.condition:
-            version, vectors = held.version, held.vectors
-        if version == have:
-            return Pulled(version=version, vectors=None)
-        return Pulled(version=version, vectors=self._hand_out(vectors))
-
-    def push(
-        self,
-        name: str,
-        *,
-        worker: str,
-        session: str,
-        sequence: int,
-        based_on: int,
-        vectors: Arrays,
-        part: StepShare | None = None,
-        deadline_seconds: float = 600.0,
-    ) -> Pushed:
-        """Apply gradients once, however often this is called for one sequence number.
-
-        See `Group.push`. `vectors` may be of another float dtype than the group's. A
-        `part` of a step waits for the others; after `SyncTimeout` it may be pushed
-        again.
-        """
-        held = self.group(name)
-        held.check(vectors, floats=True)
-        self._count(bytes_in=vectors)
-        deadline = self._now() + deadline_seconds
-        with held.condition:
-            last = held.push(
-                worker, session, sequence, vectors, based_on=based_on, share=part
-            )
-            if last.step is not None and last.applied:
-                held.wait(last.step, deadline, self._now)
-            norms = held.squared_norms_of(last.step)
-            is_over = last.step is None or last.step < held.steps
-            version, values = held.version, held.vectors
-        return Pushed(
-            version=version,
-            vectors=self._hand_out(values),
-            staleness=last.staleness,
-            applied=last.applied,
-            squared_norms=norms,
-            is_over=is_over,
-        )
-
-    def commit(
-        self, name: str, step: int, squared_norms: Mapping[str, float]
-    ) -> Pulled:
-        """Apply a synchronous step with the norm of the whole gradient.
-
-        Each worker that got `Pushed.squared_norms` calls it, with their sums over all
-        servers; the first call counts.
-        """
-        return self._changed(name, lambda held: held.commit(step, squared_norms))
-
-    def replace(self, name: str, vectors: Arrays) -> Pulled:
-        """Give a group other values, as when a user assigns to its variables."""
-        return self._changed(name, lambda held: held.replace(vectors))
-
-    def _changed(self, name: str, change: Callable[[DenseGroup], None]) -> Pulled:
-        held = self.group(name)
-        with held.condition:
-            change(held)
-            version, values = held.version, held.vectors
-        return Pulled(version=version, vectors=self._hand_out(values))
-
-    def slots(self, name: str) -> Slots:
-        """The optimizer's variables for this server's parts of a group, copied."""
-        held = self.group(name)
-        with held.condition:
-            return held.slots()
-
-    def check_slots(
-        self, name: str, shapes: Mapping[SlotKey, tuple[int, ...]]
-    ) -> dict[SlotKey, str]:
-        """Dtypes of some of the optimizer's variables, if they are here and fit."""
-        held = self.group(name)
-        with held.condition:
-            return held.check_slots(shapes)
-
-    def assign_slots(self, name: str, slots: Slots) -> None:
-        """Set some of the optimizer's variables: a learning rate, or all of them."""
-        held = self.group(name)
-        with held.condition:
-            held.assign_slots(slots)
 
     # Tables.
 
@@ -285,46 +137,32 @@ class VariableStore:
         """Rows of a table that lie on this server."""
         return spec.num_rows_on(self.server, self._num_servers)
 
-    def set_rule(self, name: str, rule: JSONObject, group: str) -> None:
+    def set_rule(self, table: str, rule: JSONObject, group: str) -> None:
         """Say how a table's rows are updated with a group of variables.
 
         The first worker that speaks of the group settles the learning rate.
         """
-        table = self.table(name)
+        held = self.table(table)
         try:
-            num_slots = len(table.optimizer(rule).slots)
+            num_slots = len(held.optimizer(rule).slots)
         except (KeyError, TypeError, AttributeError) as error:
             raise TableError(f"the rule is malformed: {error!r:.200}") from error
         with self._creating:
-            is_first = table.spec.rule is None
+            is_first = held.spec.rule is None
             if is_first:
-                rows = 4 * table.spec.dim * self.num_rows_here(table.spec)
-                self.require_room(f"the slots of table {name!r}", rows * num_slots)
-            table.set_rule(rule)
-            with table.condition:
-                is_known = group in table.offsets
-                table.offsets.setdefault(group, None)
+                rows = 4 * held.spec.dim * self.num_rows_here(held.spec)
+                self.require_room(f"the slots of table {table!r}", rows * num_slots)
+            held.set_rule(rule)
+            with held.condition:
+                is_known = group in held.offsets
+                held.offsets.setdefault(group, None)
             rate = rule["config"]["config"].get("learning_rate")
             if not is_first and not is_known and isinstance(rate, int | float):
-                table.set_learning_rate(rate)
+                held.set_learning_rate(rate)
 
-    def push_rows(
-        self, name: str, group: str, part: StepShare | None, **push: Any
-    ) -> RowsPushed:
-        """Update rows of a table with a group; `part` is one of the group's steps."""
-        table = self.table(name)
-        with table.condition:
-            if group not in table.offsets:
-                raise TableError(
-                    f"Table {name!r}: nobody has said how it is updated with group "
-                    f"{group!r}. Set its rule before rows are pushed."
-                )
-            if part is not None:
-                offset = table.offsets[group]
-                if offset is None:
-                    offset = table.offsets[group] = table.steps - part.step
-                part = dataclasses.replace(part, step=part.step + offset)
-        return table.push_rows(part=part, **push)
+    def set_learning_rate(self, table: str, learning_rate: float) -> None:
+        """Use another learning rate for a table's rows."""
+        self.table(table).set_learning_rate(learning_rate)
 
     def _table_status(self) -> JSONObject:
         """Tables' sizes and versions, as JSON values."""
@@ -387,23 +225,15 @@ class VariableStore:
                 held.closed = True
                 held.condition.notify_all()
 
-    def staleness(self, name: str | None = None) -> dict[str, dict[int, int]]:
-        """For each worker, how many of its pushes were applied with which staleness.
-
-        Of one group; None: of all those that an optimizer updates, together.
-        """
-        total: dict[str, dict[int, int]] = {}
+    def staleness(self) -> dict[str, dict[int, int]]:
+        """For each worker, how many pushes to trained groups had which staleness."""
+        total: dict[str, Counter[int]] = {}
         for held in self._all(self._groups):
-            is_asked = held.group.name == name
-            if not (is_asked or (name is None and held.is_trained)):
-                continue
-            with held.condition:
-                histograms = {w: dict(h) for w, h in held.staleness.items()}
-            for worker, histogram in histograms.items():
-                of_worker = total.setdefault(worker, {})
-                for staleness, count in histogram.items():
-                    of_worker[staleness] = of_worker.get(staleness, 0) + count
-        return total
+            if held.is_trained:
+                with held.condition:
+                    for worker, histogram in held.staleness.items():
+                        total.setdefault(worker, Counter()).update(histogram)
+        return {worker: dict(counts) for worker, counts in total.items()}
 
     @property
     def num_updates(self) -> int:
@@ -442,7 +272,6 @@ class VariableStore:
             bytes_in, bytes_out = self._bytes_in, self._bytes_out
         return {
             "server": self.server,
-            "incarnation": self.incarnation,
             "num_updates": self.num_updates,
             "applied": sum(each["applied"] for each in counted),
             "lost": sum(each["lost"] for each in counted),
@@ -517,15 +346,16 @@ class VariableStore:
         with self._lock:
             return list(groups.values())
 
-    def _hand_out(self, vectors: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
-        # A view of the array's own memory, on CPU, and read-only.
+    def hand_out(self, vectors: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
+        """Values for a worker: views of the arrays' own memory, on CPU; read-only."""
         handed = {dtype: np.asarray(vector) for dtype, vector in vectors.items()}
-        self._count(bytes_out=handed)
+        self.count(bytes_out=handed)
         return handed
 
-    def _count(
+    def count(
         self, bytes_in: Arrays | None = None, bytes_out: Arrays | None = None
     ) -> None:
+        """Count what came from workers, and what goes to them."""
         with self._lock:
             self._bytes_in += sum(v.nbytes for v in (bytes_in or {}).values())
             self._bytes_out += sum(v.nbytes for v in (bytes_out or {}).values())

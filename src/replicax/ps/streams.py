@@ -104,19 +104,15 @@ class _Entry(msgspec.Struct):
 
 
 class Streams(msgspec.Struct):
-    """All streams of a job.
+    """All streams of a job, by name.
 
-    A stream's name ends in a number that increases all through the job, such as
-    `"fit 0/epoch/12"`. When it is complete, the complete ones of its family with lower
+    A stream's name ends in a number that increases all through the job, such as `"fit
+    0/epoch/12"`. When it is complete, the complete ones of its family with lower
     numbers are forgotten: they stay over and cannot be opened again. So a name must
     never be used for something new.
 
-    Attributes:
-        streams: By name.
-        forgotten: By family the newest forgotten number.
-        lengths: Of those forgotten last.
-        paces: Of the workers.
-        past: Totals of the forgotten streams.
+    `forgotten` has by family the newest forgotten number, `lengths` those of the last
+    ones, `past` the totals of the forgotten streams.
     """
 
     streams: dict[str, tuple[Settings, Tickets]] = {}

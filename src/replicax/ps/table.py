@@ -11,9 +11,9 @@ import msgspec
 import numpy as np
 
 from replicax._util.types import JSONObject
-from replicax.ps.groups import Arrays, Group
-from replicax.ps.journal import Journaled, Note, note_nothing
-from replicax.ps.pushes import RefusedRequestError, Sessions, StepShare
+from replicax.ps.call_log import Journaled, Note, Sessions, note_nothing
+from replicax.ps.groups import Arrays, Group, StepShare
+from replicax.ps.limits import RefusedRequestError
 from replicax.ps.row_optimizer import RowOptimizer, differing_options
 from replicax.ps.row_values import (
     check_ids,
@@ -32,18 +32,9 @@ class TableError(RefusedRequestError):
 class TableSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a table is, the same on all servers.
 
-    Attributes:
-        name: Unique in a job.
-        num_rows: Rows on all servers together.
-        dim: Elements of a row.
-        initializer: How rows start: what `keras.initializers.serialize` returns.
-        seed: Seed of random first values.
-        dtype: Must be `"float32"`.
-        rule: How rows are updated; see `RowOptimizer`. None: not known yet.
-
-    Raises:
-        TableError: For sizes below 1, another dtype, or an initializer that rows cannot
-            start from.
+    `initializer` is what `keras.initializers.serialize` returns, `rule` says how rows
+    are updated (see `RowOptimizer`); None: not known yet. Sizes below 1, another dtype
+    than float32, or an initializer that looks at the whole table raise `TableError`.
     """
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
@@ -94,10 +85,8 @@ class TableSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class RowsPushed:
     """What became of a push.
 
-    Attributes:
-        version: The table's version after it.
-        applied: Whether the gradients are in the table, or will be when the step's
-            other parts are there.
+    `applied`: the gradients are in the table, or will be when the step's other parts
+    are there.
     """
 
     version: int
@@ -217,6 +206,21 @@ class Table(Group):
         with self.condition:
             last = self.push(worker, session, sequence, summed, share=part)
             return RowsPushed(version=self.version, applied=last.applied)
+
+    def share_of(self, group: str, part: StepShare | None) -> StepShare | None:
+        """The table's step for a group's: each group counts its own from 0."""
+        with self.condition:
+            if group not in self.offsets:
+                raise TableError(
+                    f"Table {self.spec.name!r}: nobody has said how it is updated with "
+                    f"group {group!r}. Set its rule before rows are pushed."
+                )
+            if part is None:
+                return None
+            offset = self.offsets[group]
+            if offset is None:
+                offset = self.offsets[group] = self.steps - part.step
+            return dataclasses.replace(part, step=part.step + offset)
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Use another learning rate from the next update on, if it is a number."""

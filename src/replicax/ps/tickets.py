@@ -32,19 +32,12 @@ class StepTickets(msgspec.Struct, kw_only=True, tag="steps"):
     The input moves forward only, so the steps that a dead worker held are lost; unless
     it was only silent, and says later that they are done.
 
-    Attributes:
-        length: The number of steps; None: until somebody finds the end.
-        next: The next step.
-        max_staleness: A ticket is given only while none can be overtaken by more than
-            that many others. None: always.
-        finished: How many steps are done.
-        held: By worker its unfinished steps, in their order, and how many steps were
-            finished when each was given.
-        steps: How many each worker has done.
-        lost_steps: The latest that were lost, with who held them.
-        twice: Steps that a second worker has done as well.
-        waiting: Who was told to wait, longest first: who has just finished asks at
-            once, and would leave nothing to the others.
+    `length` is None until somebody finds the end. A ticket is given only while none can
+    be overtaken by more than `max_staleness` others. `held` has by worker its
+    unfinished steps, in their order, and how many steps were `finished` when each was
+    given. `twice` counts steps that a second worker has done as well. `waiting` are
+    those who were told to wait, longest first: who has just finished asks at once, and
+    would leave nothing to the others.
     """
 
     length: int | None
@@ -206,19 +199,11 @@ class PartTickets(msgspec.Struct, kw_only=True, tag="parts"):
 
     A ticket is `[step, part]`. The next step's parts are given when all parts of the
     one before are finished. A part that its worker lost is given again at once.
-
-    Attributes:
-        num_parts: Parts of each step.
-        length: The number of steps; None: until somebody finds the end.
-        backups: How many parts of a step may be given a second time, to idle workers,
-            while their holders are alive. What is finished first counts.
-        next: The step in progress.
-        finished: Its parts that are done.
-        holders: Of its other parts that were given.
-        num_given: Parts from this one on were never given.
-        given_back: Parts below that nobody has any more, in their order.
-        steps: How many parts each worker has done.
-        twice: Nothing: who is late changes nothing, parts are applied once.
+    `backups` parts of a step may be given a second time, to idle workers, while their
+    holders are alive: what is finished first counts. `next` is the step in progress,
+    with its `finished` parts and the `holders` of others; parts from `num_given` on
+    were never given, and those of `given_back` below nobody has any more. `twice` stays
+    0: who is late changes nothing, parts are applied once.
     """
 
     num_parts: int

@@ -12,8 +12,8 @@ long vectors for a model of hundreds of variables.
 
 import dataclasses
 import json
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Annotated
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,10 +26,17 @@ from replicax._util.types import JSON, JSONObject
 
 __all__ = [
     "FusedSpan",
+    "SlotKey",
+    "Slots",
     "VariableGroup",
     "VariableSlice",
+    "VariableSlot",
+    "cut_slots",
     "fused_spans",
     "join",
+    "join_slots",
+    "slots_from_message",
+    "slots_to_message",
     "split",
     "split_slices",
 ]
@@ -42,14 +49,8 @@ _Count = Annotated[int, msgspec.Meta(ge=0)]
 class VariableSlice:
     """A variable, or some of its rows, on one server.
 
-    Attributes:
-        variable: The variable's place in its group.
-        path: The variable's Keras path, such as `"dense/kernel"`.
-        shape: Shape of the part; its first dimension is `rows` where it is split.
-        dtype: Its dtype, such as `"float32"`.
-        server: Index of the server that holds it.
-        rows: `(start, stop)` in the variable's first dimension; None: the whole.
-        constraint: Config of the variable's Keras constraint, or None.
+    `variable` is its place in its group, `rows` are `(start, stop)` in its first
+    dimension; None: the whole. `shape` is the part's. `constraint` is a Keras config.
     """
 
     variable: int
@@ -77,12 +78,9 @@ class VariableSlice:
 class VariableGroup:
     """Variables that are updated together, and the servers they lie on.
 
-    Attributes:
-        name: Unique in a job, such as `"optimizer 0"`.
-        rule: How servers update it: `{"kind": "optimizer", "config": ...}` with what
-            `keras.optimizers.serialize` returns, or `{"kind": "add"}`, which adds what
-            is pushed.
-        parts: In the order of the variables and their rows.
+    `rule` says how: `{"kind": "optimizer", "config": ...}` with what
+    `keras.optimizers.serialize` returns, or `{"kind": "add"}`, which adds what is
+    pushed. `parts` are in the order of the variables and their rows.
     """
 
     name: str
@@ -137,13 +135,9 @@ def _without_progress(rule: JSON) -> JSON:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class FusedSpan:
-    """One part, or several that follow each other in a vector.
+    """One part, or several that follow each other in a vector, by their places.
 
-    Attributes:
-        dtype: The vector's.
-        size: Number of elements.
-        shape: The part's; flat for several.
-        parts: Places of its parts among the server's.
+    `shape` is the part's; flat for several.
     """
 
     dtype: str
@@ -157,9 +151,7 @@ def fused_spans(
 ) -> list[FusedSpan]:
     """The blocks of a server's parts, in order of their first parts.
 
-    Args:
-        parts: The server's.
-        kind_of: Neighbours of equal kind go together; one of kind None stays alone.
+    Neighbours of equal kind go together; one of kind None stays alone.
 
     Example:
         >>> sizes = {"shape": (2, 3), "dtype": "float32", "server": 0}
@@ -230,3 +222,87 @@ def split_slices(
         return [value]
     layout = FlatLayout([(block.dtype, parts[i].shape) for i in block.parts])
     return layout.unpack({block.dtype: value})
+
+
+# Variables of optimizers.
+
+
+class SlotKey(NamedTuple):
+    """Names one of the variables of an optimizer on one server.
+
+    `name` is `"momentum"`, `"iteration"` and the like, or a path where a name is there
+    twice; `part` the place, among the server's slices, of the one that it belongs to;
+    None: it belongs to no variable.
+    """
+
+    name: str
+    part: int | None
+
+
+Slots = dict[SlotKey, np.ndarray]
+
+VariableSlot = tuple[str, int | None]
+"""A name, and the place in its group of the variable that it belongs to."""
+
+Announced = Sequence[tuple[str, int | None, Sequence[int]]]
+"""What a message's header says of slots: each one's name, part and shape."""
+
+
+def slots_to_message(slots: Slots) -> tuple[Announced, dict[str, np.ndarray]]:
+    """Slots as a message has them: what its header says, and its vectors."""
+    header = [(key.name, key.part, list(x.shape)) for key, x in slots.items()]
+    return header, {str(i): np.ravel(x) for i, x in enumerate(slots.values())}
+
+
+def slots_from_message(header: Announced, vectors: Mapping[str, np.ndarray]) -> Slots:
+    """The slots of a message."""
+    return {
+        SlotKey(name, part): vectors[str(i)].reshape(shape)
+        for i, (name, part, shape) in enumerate(header)
+    }
+
+
+def join_slots(
+    group: VariableGroup, on_servers: Mapping[int, Slots]
+) -> dict[VariableSlot, np.ndarray]:
+    """Each slot whole, from its slices on the servers.
+
+    What belongs to no variable each server has for itself; the first one's counts.
+    """
+    pieces: dict[VariableSlot, list[tuple[int, np.ndarray]]] = {}
+    for server, slots in on_servers.items():
+        parts = group.slices_on(server)
+        for (name, place), array in slots.items():
+            part = None if place is None else parts[place]
+            variable = None if part is None else part.variable
+            first = part.rows[0] if part and part.rows else 0
+            pieces.setdefault((name, variable), []).append((first, array))
+    return {key: _rows(found, key) for key, found in pieces.items()}
+
+
+def _rows(pieces: list[tuple[int, np.ndarray]], key: VariableSlot) -> np.ndarray:
+    if key[1] is None or len(pieces) == 1:
+        return pieces[0][1]
+    ordered = sorted(pieces, key=lambda piece: piece[0])
+    return np.concatenate([array for _, array in ordered])
+
+
+def cut_slots(
+    group: VariableGroup, slots: Mapping[VariableSlot, np.ndarray], server: int
+) -> Slots:
+    """What one server has of each slot."""
+    return dict(_slices(group, slots, server))
+
+
+def _slices(
+    group: VariableGroup, slots: Mapping[VariableSlot, np.ndarray], server: int
+) -> Iterator[tuple[SlotKey, np.ndarray]]:
+    parts = group.slices_on(server)
+    for (name, variable), array in slots.items():
+        if variable is None:
+            yield SlotKey(name, None), array
+            continue
+        for place, part in enumerate(parts):
+            if part.variable == variable:
+                rows = array if part.rows is None else array[slice(*part.rows)]
+                yield SlotKey(name, place), rows

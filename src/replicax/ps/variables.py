@@ -23,11 +23,10 @@ from replicax.ps.remote import (
     WorkerShare,
     key_of,
 )
-from replicax.ps.requests import GroupRequests
 from replicax.ps.rows import RemoteTables, RowPush
+from replicax.ps.script_sync import GroupRequests
 from replicax.ps.session import Session
-from replicax.ps.slots import VariableSlot
-from replicax.ps.variable_slices import VariableGroup
+from replicax.ps.variable_slices import VariableGroup, VariableSlot
 
 __all__ = ["RemoteStep", "RemoteVariables"]
 
@@ -38,12 +37,10 @@ _Slots = Mapping[VariableSlot, np.ndarray]
 class RemoteStep:
     """A training step of this worker, as the servers are told of it.
 
-    Attributes:
-        groups: The group of each update, then that of the moving statistics, if any.
-        shares: Which part of a synchronous step of each group this is.
-        based_on: The versions of each group that the step begins with.
-        state: The moving statistics.
-        is_due: False: others have brought this part, and the step is made by now.
+    `groups` has the group of each update, then that of the moving statistics `state`;
+    `shares` which part of a synchronous step of each group this is; `based_on` the
+    versions of each group that it begins with. If it is not `is_due`, others have
+    brought this part, and the step is made by now.
     """
 
     groups: list[RemoteGroup]
@@ -81,20 +78,9 @@ class RemoteStep:
 class RemoteVariables:
     """The variables of a worker that lie on servers.
 
-    Those that one optimizer trains are a group. Moving statistics, to which workers
-    add what changed, are in groups of their own.
-
-    Args:
-        session: This worker's session.
-        sharding: Of values on this worker's devices.
-        partitioner: How variables are cut; None: not at all.
-        compression: Dtype in which float32 gradients travel.
-        sync: Whether workers make each step together.
-        rows: The rows that are updated with the variables.
-
-    Attributes:
-        groups: All groups, in the order in which this worker has met them.
-        requests: Who asks the chief for groups under a coordinator; None without.
+    Those that one optimizer trains are a group. Moving statistics, to which workers add
+    what changed, are in groups of their own. `groups` are in the order in which this
+    worker has met them. `requests` ask the chief for groups under a coordinator.
     """
 
     def __init__(
@@ -367,11 +353,7 @@ class RemoteVariables:
     def adopt(
         self, placed: VariableGroup, variables: Sequence[keras.Variable]
     ) -> RemoteGroup | None:
-        """Take over a group that another worker has found.
-
-        Returns:
-            The group; None: the chief has not created it yet.
-        """
+        """Take over another worker's group; None: the chief has not created it yet."""
         group = self._named(placed.name)
         if group is not None:
             return group

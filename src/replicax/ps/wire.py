@@ -255,17 +255,9 @@ def receive_header(reader: MessageReader) -> JSONObject | None:
 def announced(
     header: JSONObject, allowed: Mapping[str, Allowed] | None
 ) -> list[tuple[str, np.dtype, int]]:
-    """What a message's header says of its vectors, after it was checked.
+    """Name, dtype and number of elements of each vector that a header announces.
 
-    Args:
-        header: The header.
-        allowed: The vectors that the message must have, by name. None: any.
-
-    Returns:
-        Name, dtype and number of elements of each vector, in their order.
-
-    Raises:
-        WireError: If the header announces anything else; the message names it.
+    Raises a `WireError` that names what is other than `allowed`; None: any is.
     """
     try:
         entries = msgspec.convert(header.get("vectors"), list[tuple[str, str, Count]])

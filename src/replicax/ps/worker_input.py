@@ -17,13 +17,11 @@ __all__ = ["ElasticInputShard", "EpochBatches", "own_rows"]
 
 
 class EpochBatches:
-    """The batches of each epoch by their index, which never is less than the last one.
+    """The batches of each epoch by their index, never less than the last one.
 
     As in Keras: `steps_per_epoch` goes on in the data, and begins anew after it. An
-    epoch in which the data end is a short one.
-
-    Attributes:
-        iteration: Which iteration over shuffled data this is; None: nobody counts.
+    epoch in which the data end is a short one. `iteration` over shuffled data is None
+    where nobody counts.
     """
 
     def __init__(self, adapter: Any, steps_per_epoch: int | None) -> None:
@@ -62,11 +60,7 @@ class EpochBatches:
             set_iteration(self._adapter, iteration)
 
     def at(self, index: int) -> PyTree:
-        """The epoch's batch of that index.
-
-        Raises:
-            StopIteration: If the data have ended.
-        """
+        """The epoch's batch of that index; `StopIteration` if the data have ended."""
         index += self._first
         if index == self._last[0]:
             return self._last[1]  # Another part of the same step.
@@ -98,13 +92,9 @@ class EpochBatches:
 class ElasticInputShard(InputShard):
     """Batches of a dataset that all workers read: some for each, or some rows of each.
 
-    Nothing is agreed on: a worker may come late, or go.
-
-    Args:
-        worker: The worker's place among the workers.
-        num_workers: Number of workers.
-        num_parts: Parts of a synchronous step, which take their rows of every batch;
-            None: workers take turns at whole batches.
+    Nothing is agreed on: a worker may come late, or go. With `num_parts` of a
+    synchronous step each takes its rows of every batch; else workers take turns at
+    whole batches.
     """
 
     def __init__(self, worker: int, num_workers: int, num_parts: int | None) -> None:
@@ -146,16 +136,7 @@ class ElasticInputShard(InputShard):
 
 
 def own_rows(batch: PyTree, part: int, num_parts: int) -> PyTree:
-    """The rows of one part of a batch, as equal in number as can be.
-
-    Args:
-        batch: A pytree of arrays `[B, ...]`.
-        part: Which part, from 0.
-        num_parts: How many there are.
-
-    Raises:
-        ValueError: If the batch has fewer rows than there are parts.
-    """
+    """The rows of one part of a batch, as equal in number as can be."""
     size = leading_size(batch, "a batch")
     if size < num_parts:
         raise ValueError(

@@ -1,0 +1,37 @@
+"""Asks a store what a worker's messages ask, without a network."""
+
+from types import SimpleNamespace
+
+from replicax.ps.messages import Commit, Message, Pull, Push, PushRows, SetSlots
+from replicax.ps.store import VariableStore
+from replicax.ps.variable_slices import Slots, slots_to_message
+
+
+def ask(store: VariableStore, message: Message, vectors=None) -> SimpleNamespace:
+    """The answer's header as attributes, and its vectors as `vectors`."""
+    header, results = message.handle(store, vectors or {})
+    return SimpleNamespace(**header, vectors=results)
+
+
+def push(store, group, *, vectors, deadline_seconds=600.0, **fields) -> SimpleNamespace:
+    message = Push(group=group, deadline_seconds=deadline_seconds, **fields)
+    return ask(store, message, vectors)
+
+
+def push_rows(store, table, group, part, *, ids, gradients, **fields):
+    message = PushRows(table=table, group=group, part=part, num_rows=len(ids), **fields)
+    return ask(store, message, {"ids": ids, "gradients": gradients.reshape(-1)})
+
+
+def pull(store, group, have=None) -> SimpleNamespace:
+    return ask(store, Pull(group, have))
+
+
+def commit(store, group, step, squared_norms) -> SimpleNamespace:
+    return ask(store, Commit(group, step, squared_norms))
+
+
+def set_slots(store, group, slots: Slots) -> None:
+    header, vectors = slots_to_message(slots)
+    message = SetSlots(group, [(n, p, tuple(shape)) for n, p, shape in header])
+    message.handle(store, vectors)
