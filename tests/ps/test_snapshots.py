@@ -264,3 +264,28 @@ def test_the_end_of_a_failed_job_is_not_written(tmp_path) -> None:
     push(store, 2)
     snapshots.close(write=False)
     assert written(snapshots) == []
+
+
+def test_with_a_snapshot_of_each_update_answers_wait_for_the_disk(tmp_path) -> None:
+    store = filled()
+    with Snapshots(tmp_path, 0, every_updates=1) as snapshots:
+        snapshots.start(store)
+        for number in range(1, 4):
+            push(store, number)
+            snapshots.flush()
+            restored = VariableStore(0)
+            restored.load_state(Snapshots(tmp_path, 0).restore().state)
+            assert restored.group("g").version == number
+
+
+def test_a_full_disk_is_not_waited_for(tmp_path, monkeypatch) -> None:
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    store = filled()
+    with Snapshots(tmp_path, 0, every_updates=1) as snapshots:
+        snapshots.start(store)
+        monkeypatch.setattr("replicax.ps.snapshots._write_files", full)
+        push(store, 1)
+        snapshots.flush()
+        assert not written(snapshots)

@@ -238,6 +238,11 @@ class FailedWrites:
     def __init__(self) -> None:
         self._count = 0
 
+    @property
+    def count(self) -> int:
+        """How many have failed since the last success."""
+        return self._count
+
     def add(self, problem: str) -> None:
         """Count a failure, and log it if it is its turn."""
         self._count += 1

@@ -201,6 +201,7 @@ class SetSlots(msgspec.Struct):
         held = store.group(self.group)
         with held.condition:
             held.assign_slots(slots_from_message(self.slots, vectors))
+        store.count_slots_set()
         return {}, {}
 
 

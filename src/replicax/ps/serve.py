@@ -69,11 +69,12 @@ def serve(
         board.put(JOB, uuid.uuid4().hex)  # The one of a snapshot stands.
     # The other servers learn of the end from the first one's board.
     first = config.cluster.task_address("ps", 0)
+    if snapshots is not None:
+        store.flush = snapshots.flush
+        snapshots.start(store, None if board is None else board.state)
     service = Service(address, store, board, credentials)
     service.serve_in_thread()
     _logger.info("ps:%d serves at %s", server, address)
-    if snapshots is not None:
-        snapshots.start(store, None if board is None else board.state)
     failure = None
     try:
         if board is None:

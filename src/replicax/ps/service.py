@@ -195,6 +195,7 @@ class Service:
             vectors = wire.receive_vectors(reader, announcement)
             try:
                 answer, results = message.handle(self._store, vectors)
+                self._store.flush()  # What a worker is told must not be lost.
             except Exception as error:  # noqa: BLE001
                 answer, results = self._error(peer, str(header["op"]), error), {}
             wire.send(writer, answer, results)

@@ -65,6 +65,9 @@ class _SnapshotSource(Protocol):
     @property
     def num_updates(self) -> int: ...
 
+    @property
+    def num_changes(self) -> int: ...
+
     def state(self) -> JSONObject: ...
 
 
@@ -112,6 +115,11 @@ class Snapshots:
         self._keep = keep
         self._now = now
         self._stop = threading.Event()
+        # A snapshot after each update: answers wait for it.
+        self._is_durable = every_updates == 1
+        self._woken = threading.Event()
+        self._flushed = threading.Condition()
+        self._changes_written = 0
         self._thread: threading.Thread | None = None
         self._written = 0  # Updates that the newest snapshot has.
         self._failed = FailedWrites()
@@ -128,6 +136,7 @@ class Snapshots:
             raise RuntimeError(f"Snapshots of {self.folder}: they are written already.")
         self._source, self._board_state = store, board_state
         self._written = store.num_updates
+        self._changes_written = store.num_changes
         if self._every_updates is None and self._every_seconds is None:
             return
         self._thread = threading.Thread(
@@ -138,6 +147,7 @@ class Snapshots:
     def close(self, *, write: bool = True) -> None:
         """End the thread; `write` what was not yet written."""
         self._stop.set()
+        self._woken.set()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -215,10 +225,35 @@ class Snapshots:
         self.journal.clear()  # It tells of what happened after a snapshot.
         return None
 
+    def flush(self) -> None:
+        """With `every_updates=1`, wait until all that was changed by now is on disk.
+
+        A disk that is full is not waited for.
+        """
+        source = self._source
+        if not self._is_durable or source is None:
+            return
+        wanted = source.num_changes
+        with self._flushed:
+            while (
+                self._changes_written < wanted
+                and not self._failed.count
+                and not self._stop.is_set()
+            ):
+                self._woken.set()
+                self._flushed.wait(_POLL_SECONDS)
+
     def _run(self) -> None:
         assert self._source is not None
         written_at = self._now()
-        while not self._stop.wait(_POLL_SECONDS):
+        while True:
+            self._woken.wait(_POLL_SECONDS)
+            self._woken.clear()
+            if self._stop.is_set():
+                return
+            if self._is_durable and self._source.num_changes > self._changes_written:
+                self._write_or_wait(self._source)
+                continue
             fresh = self._source.num_updates - self._written
             if not fresh:
                 # The time counts from the first update that is not on disk.
@@ -228,12 +263,15 @@ class Snapshots:
             waited = self._now() - written_at
             late = self._every_seconds is not None and waited >= self._every_seconds
             if enough or late:
-                if not self._try_to_write(self._source):
-                    self._stop.wait(_RETRY_SECONDS)
+                self._write_or_wait(self._source)
                 written_at = self._now()
 
+    def _write_or_wait(self, store: _SnapshotSource) -> None:
+        if not self._try_to_write(store):
+            self._stop.wait(_RETRY_SECONDS)
+
     def _try_to_write(self, store: _SnapshotSource) -> bool:
-        number = store.num_updates
+        number, changes = store.num_updates, store.num_changes
         board = None if self._board_state is None else self._board_state()
         state = store.state()
         try:
@@ -248,6 +286,9 @@ class Snapshots:
             return False
         self._failed.end(f"snapshot {path}")
         self._written = number
+        with self._flushed:
+            self._changes_written = changes
+            self._flushed.notify_all()
         return True
 
     def _numbers(self) -> list[int]:

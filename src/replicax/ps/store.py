@@ -8,7 +8,7 @@ import os
 import threading
 import uuid
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import jax
@@ -49,7 +49,7 @@ class VariableStore:
     Servers share the rows of tables. All values have at most `byte_limit` bytes, the
     machine's memory by default. `incarnation` is another text for each store: versions
     of an earlier one say nothing here, as a restored server may give the same numbers
-    to other values.
+    to other values. `flush` waits until the disk has what was changed, where it must.
     """
 
     def __init__(
@@ -71,6 +71,8 @@ class VariableStore:
         self._tables: dict[str, Table] = {}
         self._sessions = Sessions()
         self._bytes_in = self._bytes_out = 0
+        self._slots_set = 0
+        self.flush: Callable[[], None] = lambda: None
 
     # Groups of variables.
 
@@ -236,6 +238,11 @@ class VariableStore:
         return {worker: dict(counts) for worker, counts in total.items()}
 
     @property
+    def num_changes(self) -> int:
+        """Grows with whatever `state` has of groups and tables."""
+        return self._slots_set + sum(1 + held.version for held in self._all_groups())
+
+    @property
     def num_updates(self) -> int:
         """Updates applied so far, of all groups together."""
         # Rows are updated with a group, whose values may all lie on other servers.
@@ -351,6 +358,11 @@ class VariableStore:
         handed = {dtype: np.asarray(vector) for dtype, vector in vectors.items()}
         self.count(bytes_out=handed)
         return handed
+
+    def count_slots_set(self) -> None:
+        """Count an assignment of an optimizer's variables."""
+        with self._lock:
+            self._slots_set += 1
 
     def count(
         self, bytes_in: Arrays | None = None, bytes_out: Arrays | None = None
