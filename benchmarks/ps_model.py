@@ -16,10 +16,9 @@ import replicax  # noqa: F401 - It chooses JAX as Keras' backend.
 from discrete_events import Event, Process, Shared, Turns, World, all_of
 from replicax.cluster.timeouts import Timeouts
 from replicax.ps.board import Board
-from replicax.ps.groups import Group
-from replicax.ps.journal import note_nothing
+from replicax.ps.call_log import Sessions, note_nothing
+from replicax.ps.groups import Group, StepShare
 from replicax.ps.pace import beat_seconds, longest_pause, tickets_at_once
-from replicax.ps.pushes import Sessions, StepShare
 
 __all__ = ["STREAM", "Cluster", "Job", "Times"]
 
