@@ -141,6 +141,16 @@ def test_a_gradient_tells_how_it_comes_about() -> None:
     assert depths["1 bias"] == depths["1 half"]
 
 
+def test_a_product_before_a_call_is_left_where_it_is() -> None:
+    found: list[Origin] = []
+
+    def step(x: Any) -> None:
+        found.extend(origins_of([jax.jit(lambda y: 2 * y)(x @ x), 2 * (x @ x)]))
+
+    jax.eval_shape(step, np.ones((4, 4), "float32"))
+    assert [origin.product for origin in found] == ["", "dot_general"]
+
+
 def test_kernels_of_convolutions_are_told_from_others() -> None:
     def loss(kernels: list[Any], x: Any) -> Any:
         for kernel in kernels[:2]:

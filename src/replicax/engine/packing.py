@@ -116,6 +116,8 @@ def _path_to_product(
         return []
     if equation.primitive.name in _PRODUCTS:
         return [(equation, 0)]
+    if equation.primitive.multiple_results:  # A call, a loop.
+        return []
     for number, x in enumerate(equation.in_tracers):
         if x.size == value.size:
             path = _path_to_product(x, most - 1)
