@@ -45,11 +45,11 @@ def apply(
         return original(optimizer, grads, trainable_variables)
     if trainable_variables is not None:
         trainable_variables = list(trainable_variables)
-    _refuse_overwriting_gradients(trainable_variables or optimizer._trainable_variables)
     if context.defers_updates:
         _defer(context, optimizer, grads, trainable_variables)
         return None
     trained = list(trainable_variables or optimizer._trainable_variables)
+    _refuse_overwriting_gradients(trained)
 
     def update(grads: PyTree, weights: PyTree) -> PyTree:
         scope = current_scope()
