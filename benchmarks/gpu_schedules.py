@@ -33,7 +33,14 @@ import replicax as rx
 from replicax.engine.xla_options import compiler_options
 from replicax.planning.capture import capture_fit
 from replicax.planning.hlo import parse
-from replicax.planning.schedule import Done, Kernel, Loop, Part, Start, read_schedule
+from replicax.planning.schedule import (
+    Done,
+    Kernel,
+    Part,
+    Start,
+    WhileLoop,
+    read_schedule,
+)
 from replicax.planning.topology import DeviceTopology, find_topology
 
 _NO_GRADIENTS = 2**10  # Smaller sums are losses and metrics.
@@ -203,7 +210,7 @@ def travels(text: str) -> list[Travel]:
 
 def _flat(parts: tuple[Part, ...]) -> Iterator[Part]:
     for part in parts:
-        if isinstance(part, Loop):
+        if isinstance(part, WhileLoop):
             yield from _flat(part.parts)
         else:
             yield part

@@ -83,9 +83,9 @@ def test_a_folder_of_arrays_that_is_gone(tmp_path):
 
 def test_a_manifest_of_another_format(tmp_path):
     storage.write(tmp_path / "c", contents())
-    manifest = tmp_path / "c" / storage.MANIFEST
-    manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 9'))
-    with pytest.raises(CheckpointError, match="has format 9, expected 1"):
+    manifest = tmp_path / "c" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"version": 1', '"version": 9'))
+    with pytest.raises(CheckpointError, match=r"version 9; expected .*, version 1"):
         storage.read(tmp_path / "c")
 
 

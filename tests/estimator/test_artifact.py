@@ -77,7 +77,9 @@ def test_a_changed_manifest_is_noticed(exported) -> None:
     with pytest.raises(rx.CheckpointError, match="its checksum is wrong"):
         load_saved_model(exported)
     file.write_text(json.dumps({**manifest, "version": 2}))
-    with pytest.raises(rx.CheckpointError, match=r"version 2; expected .*, 1\."):
+    with pytest.raises(
+        rx.CheckpointError, match=r"version 2; expected .*, version 1\."
+    ):
         load_saved_model(exported)
 
 

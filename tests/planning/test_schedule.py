@@ -3,7 +3,7 @@
 import pytest
 
 from replicax.planning.rates import Rates
-from replicax.planning.schedule import Done, Kernel, Loop, Schedule, Start
+from replicax.planning.schedule import Done, Kernel, Schedule, Start, WhileLoop
 from replicax.planning.schedule import read_schedule as read
 
 # A second for each FLOP in bfloat16 and for each byte; two for a float32 product.
@@ -163,11 +163,11 @@ ONE, TWO = Start("one", SUM.collective), Start("two", SUM.collective)
         ((ONE, kernel(12), TWO, kernel(3), Done("one"), Done("two")), 7),
         # Nobody waits, but the step is over with the last of them.
         ((ONE, kernel(4)), 6),
-        ((Loop(3, (ONE, kernel(4), Done("one"))),), 18),
+        ((WhileLoop(3, (ONE, kernel(4), Done("one"))),), 18),
     ],
 )
 def test_only_what_no_kernel_covers_is_exposed(
-    parts: tuple[Kernel | Start | Done | Loop, ...], exposed: float
+    parts: tuple[Kernel | Start | Done | WhileLoop, ...], exposed: float
 ) -> None:
     busy, found = Schedule(parts).seconds(RATES, lambda _: 10.0)
     assert found == exposed

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from replicax.report.charts import Series, chart_of, thinned, ticks
 from replicax.report.page import page_of, rendered
-from replicax.report.runs import EpochRecord, Fit, Run, Worker
+from replicax.report.runs import EpochRecord, Fit, Run, WorkerRecord
 
 HOSTILE = "</title><script>alert(1)</script><img src=//evil.test onerror='x'>\"&"
 VOID = {"meta", "path", "br", "img", "link", "input", "hr"}
@@ -58,7 +58,7 @@ def fit(*epochs, **fields):
 
 
 def page(*fits, **names):
-    workers = [Worker(name="worker:0", fits=list(fits))]
+    workers = [WorkerRecord(name="worker:0", fits=list(fits))]
     return page_of(Run(workers=workers, missing=names.get("missing", [])), now=61.0)
 
 
@@ -74,7 +74,7 @@ def test_names_are_text_and_nothing_else() -> None:
         diagnosis=HOSTILE,
         shares={"input": 0.5, HOSTILE: 0.5},
     )
-    workers = [Worker(name=HOSTILE, fits=[hostile])]
+    workers = [WorkerRecord(name=HOSTILE, fits=[hostile])]
     text = page_of(Run(workers=workers, missing=[HOSTILE]), now=61.0)
     tags = Parsed(text).tags
     assert not {"script", "img", "a", "link", "iframe", "base"} & {t for t, _ in tags}
@@ -141,7 +141,9 @@ def test_large_ratios_are_logarithmic() -> None:
 
 
 def test_many_workers_are_summed_up() -> None:
-    workers = [Worker(name=f"worker:{i}", fits=[fit(epoch(0))]) for i in range(16)]
+    workers = [
+        WorkerRecord(name=f"worker:{i}", fits=[fit(epoch(0))]) for i in range(16)
+    ]
     text = page_of(Run(workers=workers, missing=[]))
     assert "highest of 16 workers" in text
     assert text.count('<th scope="row">worker:') == 16
@@ -210,8 +212,8 @@ def test_a_restarted_worker_counts_once() -> None:
     once = fit(epoch(0), **own)
     again = fit(epoch(0), epoch(1), **own)
     workers = [
-        Worker(name="worker:0", fits=[again]),
-        Worker(name="worker:1", fits=[once, again]),
+        WorkerRecord(name="worker:0", fits=[again]),
+        WorkerRecord(name="worker:1", fits=[once, again]),
     ]
     text = page_of(Run(workers=workers, missing=[]))
     assert "<dd>2,560</dd>" in text

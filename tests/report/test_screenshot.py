@@ -14,7 +14,7 @@ from tests.report.test_runs import epoch as later_epoch
 
 from replicax.report.journal import Journal
 from replicax.report.page import page_of
-from replicax.report.runs import Run, Worker
+from replicax.report.runs import Run, WorkerRecord
 from replicax.report.serving import ReportServer
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(150)]
@@ -73,7 +73,9 @@ def unfilter(kind: int, line: bytearray, above: bytes, depth: int) -> bytes:
 @pytest.mark.parametrize("width", [1280, 500])
 def test_a_browser_draws_it(width: int, tmp_path: Path) -> None:
     workers = [
-        Worker(name=f"worker:{i}", fits=[fit(*map(epoch, range(8)), state="done")])
+        WorkerRecord(
+            name=f"worker:{i}", fits=[fit(*map(epoch, range(8)), state="done")]
+        )
         for i in range(2)
     ]
     page, picture = tmp_path / "report.html", tmp_path / "report.png"

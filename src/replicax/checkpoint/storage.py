@@ -10,7 +10,6 @@ process writes and knows nothing of others, so there is no barrier.
 
 import dataclasses
 import errno
-import json
 import os
 import zlib
 from collections.abc import Mapping
@@ -30,16 +29,17 @@ from replicax._util.files import (
     temporary_folder,
     why_not_written,
 )
+from replicax._util.manifest import FolderFormat
 from replicax._util.types import JSONObject
 from replicax._util.waiting import Announced
 from replicax.errors import CheckpointError
 
-__all__ = ["MANIFEST", "Contents", "read", "remove", "write"]
+__all__ = ["Contents", "read", "remove", "write"]
 
-MANIFEST = "manifest.json"
 _ARRAYS = "arrays"
-_FORMAT = 1
-_BLOCK_BYTES = 1 << 20
+_FORMAT = FolderFormat(
+    "checkpoint", "replicax-checkpoint", 1, "Use an earlier checkpoint."
+)
 
 # Folders that were too small, with the bytes of the arrays and those free there then.
 _too_small: dict[Path, tuple[int, int]] = {}
@@ -75,8 +75,7 @@ def write(path: Path, contents: Contents) -> None:
                 from replicax.checkpoint import arrays
 
                 arrays.write(part / _ARRAYS, stored)
-            manifest = _manifest(part, contents)
-            (part / MANIFEST).write_text(manifest, encoding="utf-8")
+            _FORMAT.write_manifest(part, _contents(contents))
             publish(part, path, replace=True)
     # Orbax and TensorStore report a full disk in exceptions of many kinds.
     except Exception as error:
@@ -92,9 +91,9 @@ def read(path: Path) -> Contents:
     """
     path = complete_folder(path)
     with Announced(f"reading checkpoint {path}"):
-        manifest = _read_manifest(path)
-        for name, expected in manifest["files"].items():
-            _check_file(path, name, expected)
+        if not path.exists():
+            raise CheckpointError(f"checkpoint {path}: there is nothing at this path.")
+        manifest = _FORMAT.read_manifest(path)
         arrays = _read_arrays(path, manifest["arrays"])
     return Contents(arrays=arrays, values=manifest["values"], labels=manifest["labels"])
 
@@ -113,60 +112,17 @@ def remove(path: Path) -> None:
         ) from error
 
 
-def _manifest(part: Path, contents: Contents) -> str:
-    files = {
-        file.relative_to(part).as_posix(): _fingerprint(file)
-        for file in sorted(part.rglob("*"))
-        if file.is_file()
-    }
+def _contents(contents: Contents) -> JSONObject:
+    """What the manifest says besides checksums of files."""
     arrays = {
         name: {"shape": list(x.shape), "dtype": str(x.dtype), "crc32": _crc32(x)}
         for name, x in contents.arrays.items()
     }
-    body = json.dumps(
-        {
-            "files": files,
-            "arrays": arrays,
-            "values": dict(contents.values),
-            "labels": dict(contents.labels),
-        },
-        indent=1,
-    )
-    header = {"format": _FORMAT, "crc32": zlib.crc32(body.encode())}
-    return f"{json.dumps(header)}\n{body}"
-
-
-def _read_manifest(path: Path) -> JSONObject:
-    file = path / MANIFEST
-    if not path.exists():
-        raise CheckpointError(f"checkpoint {path}: there is nothing at this path.")
-    try:
-        first, _, body = file.read_text(encoding="utf-8").partition("\n")
-        header = json.loads(first)
-        if header["format"] != _FORMAT:
-            raise CheckpointError(
-                f"checkpoint {path}: {MANIFEST} has format {header['format']!r}, "
-                f"expected {_FORMAT}. Read it with the replicax that wrote it."
-            )
-        if zlib.crc32(body.encode()) != header["crc32"]:
-            raise _damaged(path, MANIFEST, "its checksum is wrong")
-        return json.loads(body)
-    except OSError as error:
-        raise _damaged(path, MANIFEST, reason(error)) from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise _damaged(path, MANIFEST, f"it is no manifest ({error!r})") from error
-
-
-def _check_file(path: Path, name: str, expected: Mapping[str, int]) -> None:
-    try:
-        found = _fingerprint(path / name)
-    except OSError as error:
-        raise _damaged(path, name, reason(error)) from error
-    if found["bytes"] != expected["bytes"]:
-        sizes = f"it has {found['bytes']} bytes, expected {expected['bytes']}"
-        raise _damaged(path, name, sizes)
-    if found["crc32"] != expected["crc32"]:
-        raise _damaged(path, name, "its checksum is wrong")
+    return {
+        "arrays": arrays,
+        "values": dict(contents.values),
+        "labels": dict(contents.labels),
+    }
 
 
 def _read_arrays(
@@ -182,7 +138,9 @@ def _read_arrays(
     for name, entry in expected.items():
         x = arrays.get(name)
         if x is None or _crc32(x) != entry["crc32"]:
-            raise _damaged(path, _ARRAYS, f"array {name!r} is not what was saved")
+            raise _FORMAT.damaged(
+                path, _ARRAYS, f"array {name!r} is not what was saved"
+            )
     return {name: arrays[name] for name in expected}
 
 
@@ -193,22 +151,7 @@ def _restore_arrays(path: Path) -> dict[str, np.ndarray]:
         return arrays.restore(path / _ARRAYS)
     # As for writing: many kinds of exceptions.
     except Exception as error:
-        raise _damaged(path, _ARRAYS, reason(error)) from error
-
-
-def _damaged(path: Path, name: str, what: str) -> CheckpointError:
-    return CheckpointError(
-        f"checkpoint {path}: file {name} is damaged: {what}. Use an earlier checkpoint."
-    )
-
-
-def _fingerprint(file: Path) -> dict[str, int]:
-    crc32 = size = 0
-    with file.open("rb") as stream:
-        while block := stream.read(_BLOCK_BYTES):
-            crc32 = zlib.crc32(block, crc32)
-            size += len(block)
-    return {"bytes": size, "crc32": crc32}
+        raise _FORMAT.damaged(path, _ARRAYS, reason(error)) from error
 
 
 def _crc32(x: np.ndarray) -> int:

@@ -11,9 +11,7 @@ It is written under a temporary name and renamed after fsync: nobody sees half o
 
 import contextlib
 import dataclasses
-import hashlib
 import itertools
-import json
 import os
 import re
 import secrets
@@ -32,12 +30,12 @@ from replicax._util.files import (
     temporary_folder,
     why_not_written,
 )
+from replicax._util.manifest import MANIFEST, FolderFormat
 from replicax._util.types import JSONObject, PyTree
 from replicax.errors import CheckpointError
 
 __all__ = [
     "DEFAULT_SIGNATURE",
-    "MANIFEST",
     "Artifact",
     "newest",
     "read",
@@ -46,10 +44,13 @@ __all__ = [
     "write",
 ]
 
-MANIFEST = "manifest.json"
 DEFAULT_SIGNATURE = "serving_default"
-_FORMAT = "replicax-saved-model"
-_VERSION = 1
+_FORMAT = FolderFormat(
+    "saved model",
+    "replicax-saved-model",
+    1,
+    "Export it again, or load another one.",
+)
 _PROGRAM = ".program"
 _VARIABLES = "variables.npz"
 _STAMP_DIGITS = 10
@@ -87,7 +88,7 @@ def write(base: Path, artifact: Artifact) -> Path:
                 str(i): bytes_of(x) for i, x in enumerate(artifact.variables.values())
             }
             np.savez(part / _VARIABLES, **flat)
-            (part / MANIFEST).write_bytes(_manifest(artifact, part))
+            _FORMAT.write_manifest(part, _contents(artifact))
             return _publish(part, base)
     except OSError as error:
         size = sum(len(x) for x in artifact.programs.values())
@@ -149,9 +150,7 @@ def remove(path: Path) -> None:
 
 def read(path: Path) -> Artifact:
     """Read a saved model and check all of it; CheckpointError names a bad file."""
-    contents = _read_manifest(path)
-    for name, expected in contents.pop("files").items():
-        _check_file(path, name, expected)
+    contents = _FORMAT.read_manifest(path)
     with np.load(path / _VARIABLES, allow_pickle=False) as flat:
         variables = {
             name: array_of(flat[entry["array"]], entry["dtype"], entry["shape"])
@@ -164,64 +163,10 @@ def read(path: Path) -> Artifact:
     return Artifact(contents=contents, programs=programs, variables=variables)
 
 
-def _manifest(artifact: Artifact, part: Path) -> bytes:
-    body = {
-        "format": _FORMAT,
-        "version": _VERSION,
-        **artifact.contents,
-        "variables": {
-            name: {"array": str(i), "shape": list(x.shape), "dtype": x.dtype.name}
-            for i, (name, x) in enumerate(artifact.variables.items())
-        },
-        "files": {file.name: _fingerprint(file) for file in sorted(part.iterdir())},
+def _contents(artifact: Artifact) -> JSONObject:
+    """What the manifest says besides checksums of files."""
+    variables = {
+        name: {"array": str(i), "shape": list(x.shape), "dtype": x.dtype.name}
+        for i, (name, x) in enumerate(artifact.variables.items())
     }
-    body["sha256"] = hashlib.sha256(_canonical(body)).hexdigest()
-    return json.dumps(body, indent=1, allow_nan=False).encode()
-
-
-def _canonical(body: JSONObject) -> bytes:
-    return json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
-
-
-def _read_manifest(path: Path) -> JSONObject:
-    try:
-        body = json.loads((path / MANIFEST).read_bytes())
-        kind, version = body["format"], body["version"]
-        if (kind, version) != (_FORMAT, _VERSION):
-            raise CheckpointError(
-                f"saved model {path}: {MANIFEST} has format {kind!r}, version "
-                f"{version!r}; expected {_FORMAT!r}, {_VERSION}. Load it with the "
-                "replicax that wrote it."
-            )
-        if body.pop("sha256") != hashlib.sha256(_canonical(body)).hexdigest():
-            raise _damaged(path, MANIFEST, "its checksum is wrong")
-    except OSError as error:
-        raise _damaged(path, MANIFEST, str(error)) from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise _damaged(path, MANIFEST, f"it is no manifest ({error!r})") from error
-    return body
-
-
-def _check_file(path: Path, name: str, expected: JSONObject) -> None:
-    try:
-        found = _fingerprint(path / name)
-    except OSError as error:
-        raise _damaged(path, name, str(error)) from error
-    if found["bytes"] != expected["bytes"]:
-        sizes = f"it has {found['bytes']} bytes, expected {expected['bytes']}"
-        raise _damaged(path, name, sizes)
-    if found["sha256"] != expected["sha256"]:
-        raise _damaged(path, name, "its checksum is wrong")
-
-
-def _fingerprint(file: Path) -> JSONObject:
-    with file.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        return {"bytes": stream.tell(), "sha256": digest}
-
-
-def _damaged(path: Path, name: str, what: str) -> CheckpointError:
-    return CheckpointError(
-        f"saved model {path}: file {name} is damaged: {what}. Export it again, or load "
-        "another one."
-    )
+    return {**artifact.contents, "variables": variables}

@@ -27,7 +27,7 @@ from replicax.planning.hlo_summary import (
 )
 from replicax.planning.rates import Rates
 
-__all__ = ["Done", "Kernel", "Loop", "Schedule", "Start", "read_schedule"]
+__all__ = ["Done", "Kernel", "Schedule", "Start", "WhileLoop", "read_schedule"]
 
 # They move or name numbers, and compute none.
 _MOVES = FREE | {
@@ -101,14 +101,14 @@ class Done:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Loop:
+class WhileLoop:
     """Parts that come several times; a loop of unknown length: once."""
 
     times: int
     parts: "tuple[Part, ...]"
 
 
-Part = Kernel | Start | Done | Loop
+Part = Kernel | Start | Done | WhileLoop
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ def _kernels(parts: Sequence[Part], times: int) -> Iterator[tuple[Kernel, int]]:
     for part in parts:
         if isinstance(part, Kernel):
             yield part, times
-        elif isinstance(part, Loop):
+        elif isinstance(part, WhileLoop):
             yield from _kernels(part.parts, times * part.times)
 
 
@@ -159,7 +159,7 @@ def _play(
                 ends[name] = links_free
             case Done(name):
                 now = max(now, ends.pop(name, 0.0))
-            case Loop(times, inner):
+            case WhileLoop(times, inner):
                 inner_busy, waiting = _play(inner, rates, seconds_of)
                 busy += times * inner_busy
                 now += times * (inner_busy + waiting)
@@ -187,7 +187,7 @@ def _parts(call: Call, computations: Mapping[str, Computation]) -> Iterator[Part
                 yield Done(instruction.name)
         elif opcode in ("while", "call", "conditional", "async-start"):
             for inner in called(instruction, call, computations):
-                yield Loop(inner.trips or 1, tuple(_parts(inner, computations)))
+                yield WhileLoop(inner.trips or 1, tuple(_parts(inner, computations)))
         elif opcode not in _WITHOUT_WORK:
             yield _kernel(instruction, call, computations)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from replicax._util.units import decimal, seconds
 from replicax.report.charts import Chart, Point, Series, chart_of, plain
-from replicax.report.runs import EpochRecord, Fit, Run, Worker
+from replicax.report.runs import EpochRecord, Fit, Run, WorkerRecord
 
 __all__ = [
     "counts_own",
@@ -225,6 +225,6 @@ def _throughput(run: Run, places: _Places) -> list[list[Point]]:
     ]
 
 
-def counts_own(worker: Worker) -> bool:
+def counts_own(worker: WorkerRecord) -> bool:
     """Whether a worker counts its own examples, not those of all workers."""
     return worker.fits[-1].facts.get("examples_of") == "own"

@@ -23,7 +23,7 @@ from replicax.report.figures import (
     speed_charts,
     stale_mean,
 )
-from replicax.report.runs import EpochRecord, Fit, Run, Worker, together
+from replicax.report.runs import EpochRecord, Fit, Run, WorkerRecord, together
 
 __all__ = ["page_of", "rendered"]
 
@@ -108,7 +108,7 @@ def _shown(run: Run, now: float) -> dict[str, object]:
     }
 
 
-def _began(chief: Worker, now: float) -> str:
+def _began(chief: WorkerRecord, now: float) -> str:
     fit = chief.fits[-1]
     began = chief.fits[0].began
     text = f"Began {_date(began)}, "
@@ -134,7 +134,7 @@ def _where(epoch: EpochRecord) -> str:
     return where if loss is None else f"{where}, at a loss of {plain(loss)}"
 
 
-def _problems(worker: Worker) -> list[tuple[str, str]]:
+def _problems(worker: WorkerRecord) -> list[tuple[str, str]]:
     fit, found = worker.fits[-1], []
     if fit.state == "interrupted":
         where = f" in {_where(fit.current)}" if fit.current else ""
@@ -211,7 +211,7 @@ def _peak(epochs: Sequence[EpochRecord]) -> str:
     return binary_bytes(max(known)) if known else "not known"
 
 
-def _worker_row(worker: Worker, is_served: bool) -> list[str]:
+def _worker_row(worker: WorkerRecord, is_served: bool) -> list[str]:
     fit = worker.fits[-1]
     epochs = _epochs(fit)
     row = [worker.name, str(fit.facts.get("host", "")), fit.state]
@@ -231,7 +231,7 @@ def _worker_row(worker: Worker, is_served: bool) -> list[str]:
     return row
 
 
-def _configuration(chief: Worker) -> list[tuple[int, list[tuple[str, str]]]]:
+def _configuration(chief: WorkerRecord) -> list[tuple[int, list[tuple[str, str]]]]:
     """What was trained, with what, on what: of each `fit` what differs."""
     found: list[tuple[int, list[tuple[str, str]]]] = []
     before: Mapping[str, object] = {}

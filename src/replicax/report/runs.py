@@ -20,7 +20,7 @@ __all__ = [
     "EpochRecord",
     "Fit",
     "Run",
-    "Worker",
+    "WorkerRecord",
     "is_written",
     "read_run",
     "together",
@@ -116,7 +116,7 @@ class Fit:
 
 
 @dataclasses.dataclass(kw_only=True)
-class Worker:
+class WorkerRecord:
     """What one worker has written.
 
     Attributes:
@@ -137,11 +137,11 @@ class Run:
         missing: Names of workers that should write and have not.
     """
 
-    workers: Sequence[Worker]
+    workers: Sequence[WorkerRecord]
     missing: Sequence[str]
 
     @property
-    def chief(self) -> Worker | None:
+    def chief(self) -> WorkerRecord | None:
         """The worker whose logs are shown."""
         return self.workers[0] if self.workers else None
 
@@ -168,9 +168,9 @@ def read_run(page: Path) -> Run:
     return Run(workers=kept, missing=[n for n in expected if n not in there])
 
 
-def _worker(number: int, file: Path) -> Worker:
+def _worker(number: int, file: Path) -> WorkerRecord:
     events, num_bad = read_events(file)
-    worker = Worker(name=f"worker:{number}", fits=[], num_bad=num_bad)
+    worker = WorkerRecord(name=f"worker:{number}", fits=[], num_bad=num_bad)
     for event in events:
         try:
             _take(worker, event)
@@ -179,7 +179,7 @@ def _worker(number: int, file: Path) -> Worker:
     return worker
 
 
-class _End(msgspec.Struct):
+class _FitEnd(msgspec.Struct):
     """How a `fit` has ended."""
 
     state: Literal["done", "interrupted"]
@@ -188,7 +188,7 @@ class _End(msgspec.Struct):
     diagnosis: str | None = None
 
 
-def _take(worker: Worker, event: Mapping[str, object]) -> None:
+def _take(worker: WorkerRecord, event: Mapping[str, object]) -> None:
     """Add what an event tells; ValueError or IndexError if that makes no sense."""
     kind = event.get("event")
     if kind == "begin":
@@ -197,7 +197,7 @@ def _take(worker: Worker, event: Mapping[str, object]) -> None:
     fit = worker.fits[-1]
     when = msgspec.convert(event.get("time", fit.last), _Finite)
     if kind == "end":
-        end = msgspec.convert(event, _End)
+        end = msgspec.convert(event, _FitEnd)
         fit.state, fit.error = end.state, end.error or ""
         fit.shares, fit.diagnosis = end.shares or {}, end.diagnosis or ""
     elif kind in ("epoch", "progress"):
@@ -211,7 +211,7 @@ def _take(worker: Worker, event: Mapping[str, object]) -> None:
     fit.last = max(fit.last, when)
 
 
-def _begin(worker: Worker, event: Mapping[str, object]) -> None:
+def _begin(worker: WorkerRecord, event: Mapping[str, object]) -> None:
     facts = msgspec.convert(event.get("facts", {}), dict[str, object])
     now = msgspec.convert(event.get("time"), _Finite)
     if worker.fits and worker.fits[-1].state == "running":

@@ -22,7 +22,7 @@ from replicax.report.page import page_of
 from replicax.report.probes import memory_of, start_seconds, sum_seconds
 from replicax.report.runs import (
     EpochRecord,
-    Worker,
+    WorkerRecord,
     is_written,
     read_run,
     together,
@@ -235,11 +235,13 @@ class FitReport:
         took = time.monotonic() - began
         _next_pages[self._page] = began + max(_PAGE_EVERY_S, _PAGE_SHARE * took)
 
-    def _await_others(self, is_done: Callable[[Worker], bool]) -> list[Worker]:
+    def _await_others(
+        self, is_done: Callable[[WorkerRecord], bool]
+    ) -> list[WorkerRecord]:
         """Those that write here, too, which get a moment until all are done."""
-        others: list[Worker] = []
+        others: list[WorkerRecord] = []
 
-        def all_done() -> list[Worker] | None:
+        def all_done() -> list[WorkerRecord] | None:
             try:
                 run = read_run(self._page)
             except OSError as error:
@@ -321,7 +323,7 @@ class FitReport:
             rate = sum(r for r in rates if math.isfinite(r))
         return rate, known.get(slowest, 0.0), slowest
 
-    def _has_last(self, worker: Worker) -> bool:
+    def _has_last(self, worker: WorkerRecord) -> bool:
         epochs = worker.fits[-1].epochs
         return bool(epochs) and epochs[-1].number >= self._number
 

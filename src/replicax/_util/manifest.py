@@ -1,0 +1,109 @@
+"""Manifests of folders: what they hold, with checksums of files and of themselves."""
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+
+from replicax._util.files import reason
+from replicax._util.types import JSONObject
+from replicax.errors import CheckpointError
+
+__all__ = ["MANIFEST", "FolderFormat"]
+
+MANIFEST = "manifest.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class FolderFormat:
+    """A format of folders that have a manifest.
+
+    Attributes:
+        title: What errors call such a folder, such as `"checkpoint"`.
+        name: The format's name in manifests.
+        version: Its version.
+        advice: What errors tell to do about one that is damaged.
+    """
+
+    title: str
+    name: str
+    version: int
+    advice: str
+
+    def write_manifest(self, folder: Path, contents: JSONObject) -> None:
+        """Describe a folder whose other files are all written.
+
+        Args:
+            folder: The folder.
+            contents: What else the manifest is to say.
+
+        Raises:
+            OSError: If it cannot be written.
+        """
+        files = {
+            file.relative_to(folder).as_posix(): _fingerprint(file)
+            for file in sorted(folder.rglob("*"))
+            if file.is_file()
+        }
+        body = {"format": self.name, "version": self.version, **contents}
+        # As it will be read: numbers that are names, for one, are text then.
+        body = json.loads(json.dumps({**body, "files": files}))
+        text = json.dumps({**body, "sha256": _checksum(body)}, indent=1)
+        (folder / MANIFEST).write_text(text, encoding="utf-8")
+
+    def read_manifest(self, folder: Path) -> JSONObject:
+        """The contents of a folder's manifest, once all of its files are checked.
+
+        Raises:
+            CheckpointError: If a file is damaged or missing, which it names, or the
+                format is another one.
+        """
+        try:
+            body = json.loads((folder / MANIFEST).read_bytes())
+            name, version = body.pop("format"), body.pop("version")
+            if (name, version) != (self.name, self.version):
+                raise CheckpointError(
+                    f"{self.title} {folder}: {MANIFEST} has format {name!r}, version "
+                    f"{version!r}; expected {self.name!r}, version {self.version}. "
+                    "Read it with the replicax that wrote it."
+                )
+            checksum = body.pop("sha256")
+            whole = {"format": name, "version": version, **body}
+            if checksum != _checksum(whole):
+                raise self.damaged(folder, MANIFEST, "its checksum is wrong")
+            for file, expected in body.pop("files").items():
+                self._check_file(folder, file, expected)
+        except OSError as error:
+            raise self.damaged(folder, MANIFEST, reason(error)) from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            what = f"it is no manifest ({error!r})"
+            raise self.damaged(folder, MANIFEST, what) from error
+        return body
+
+    def damaged(self, folder: Path, file: str, what: str) -> CheckpointError:
+        """The error that says what is wrong with a file."""
+        return CheckpointError(
+            f"{self.title} {folder}: file {file} is damaged: {what}. {self.advice}"
+        )
+
+    def _check_file(self, folder: Path, name: str, expected: JSONObject) -> None:
+        try:
+            found = _fingerprint(folder / name)
+        except OSError as error:
+            raise self.damaged(folder, name, reason(error)) from error
+        if found["bytes"] != expected["bytes"]:
+            sizes = f"it has {found['bytes']} bytes, expected {expected['bytes']}"
+            raise self.damaged(folder, name, sizes)
+        if found != expected:
+            raise self.damaged(folder, name, "its checksum is wrong")
+
+
+def _checksum(body: JSONObject) -> str:
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _fingerprint(file: Path) -> JSONObject:
+    with file.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        return {"bytes": stream.tell(), "sha256": digest}
