@@ -105,19 +105,25 @@ def flip(path) -> None:
 
 
 def spoil_format(path) -> None:
-    path.write_text(json.dumps({"format": 99, "files": {}}))
+    path.write_text(
+        json.dumps({"format": "replicax-snapshot", "version": 99, "files": {}})
+    )
 
 
 @pytest.mark.parametrize(
     ("file", "damage", "message"),
     [
-        ("arrays.bin", flip, "arrays.bin does not have the checksum"),
-        ("state.json", flip, "state.json does not have the checksum"),
-        ("arrays.bin", lambda p: os.truncate(p, 9), "arrays.bin has 9 bytes, and had"),
+        ("arrays.bin", flip, "file arrays.bin is damaged: its checksum"),
+        ("state.json", flip, "file state.json is damaged: its checksum"),
+        (
+            "arrays.bin",
+            lambda p: os.truncate(p, 9),
+            "arrays.bin is damaged: it has 9 bytes, expected",
+        ),
         ("state.json", lambda p: p.unlink(), "No such file"),
         ("manifest.json", lambda p: p.write_text(""), "is damaged"),
         ("manifest.json", lambda p: p.write_text("[1]"), "is damaged"),
-        ("manifest.json", spoil_format, "format 99"),
+        ("manifest.json", spoil_format, "version 99"),
     ],
 )
 def test_damaged_ones_are_named_and_skipped(
@@ -129,7 +135,7 @@ def test_damaged_ones_are_named_and_skipped(
     damage(newest / file)
     found = snapshots.restore()
     assert found.state["meta"]["groups"][0]["version"] == 1
-    assert f"snapshot {newest} is damaged" in caplog.text
+    assert f"snapshot {newest}: " in caplog.text
     assert message in caplog.text
 
 

@@ -5,7 +5,7 @@
       snapshot-000000012/
         arrays.bin      the arrays' bytes, one after another
         state.json      their names, dtypes, shapes and places; all other values
-        manifest.json   sizes and checksums of the two
+        manifest.json   checksums of the two
 
 One is written under a temporary name, its manifest last, and renamed after fsync.
 Nothing in it is code.
@@ -13,7 +13,6 @@ Nothing in it is code.
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import logging
 import math
@@ -40,7 +39,9 @@ from replicax._util.files import (
     why_not_written,
     write_whole,
 )
+from replicax._util.manifest import FolderFormat
 from replicax._util.types import JSONObject
+from replicax.errors import CheckpointError
 from replicax.ps.call_log import WriteAheadLog
 
 __all__ = ["Snapshot", "Snapshots"]
@@ -49,16 +50,12 @@ _logger = logging.getLogger("replicax")
 
 _ARRAYS = "arrays.bin"
 _STATE = "state.json"
-_MANIFEST = "manifest.json"
 # Beside the snapshots: the number of the last one of a job that is done.
 _DONE = "done"
 _NAME = re.compile(r"snapshot-(\d{9})")
-_FORMAT = 3
-_BLOCK_BYTES = 1 << 22
+_FORMAT = FolderFormat("snapshot", "replicax-snapshot", 1, "It is skipped.")
 _POLL_SECONDS = 0.05
 _RETRY_SECONDS = 5.0
-# What reading a file that was changed may raise; its values may be of other types.
-_DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError)
 
 
 class _SnapshotSource(Protocol):
@@ -218,10 +215,8 @@ class Snapshots:
                 break
             try:
                 return _read(path)
-            except _DAMAGE as error:
-                _logger.warning(
-                    "snapshot %s is damaged and is skipped: %s", path, error
-                )
+            except CheckpointError as error:
+                _logger.warning("%s", error)
         self.journal.clear()  # It tells of what happened after a snapshot.
         return None
 
@@ -311,36 +306,18 @@ class Snapshots:
 
 def _write_files(folder: Path, state: JSONObject, board: JSONObject | None) -> None:
     table = []
-    digest = hashlib.blake2b()
     offset = 0
     with (folder / _ARRAYS).open("wb") as file:
         for name, array in state["arrays"].items():
             table.append([name, str(array.dtype), list(array.shape), offset])
-            data = bytes_of(array).data
-            offset += data.nbytes
-            for start in range(0, data.nbytes, _BLOCK_BYTES):
-                block = data[start : start + _BLOCK_BYTES]
-                digest.update(block)
-                file.write(block)
-    text = json.dumps({"arrays": table, "meta": state["meta"], "board": board}).encode()
-    (folder / _STATE).write_bytes(text)
-    files = {
-        _ARRAYS: [offset, digest.hexdigest()],
-        _STATE: [len(text), hashlib.blake2b(text).hexdigest()],
-    }
-    manifest = {"format": _FORMAT, "files": files}
-    (folder / _MANIFEST).write_text(json.dumps(manifest))
+            offset += file.write(bytes_of(array).data)
+    values = {"arrays": table, "meta": state["meta"], "board": board}
+    (folder / _STATE).write_text(json.dumps(values), encoding="utf-8")
+    _FORMAT.write_manifest(folder, {})
 
 
 def _read(path: Path) -> Snapshot:
-    manifest = json.loads((path / _MANIFEST).read_bytes())
-    if manifest["format"] != _FORMAT:
-        raise ValueError(
-            f"it has format {manifest['format']}, and this version of replicax reads "
-            f"format {_FORMAT}"
-        )
-    for name, (size, expected) in manifest["files"].items():
-        _check(path / name, size, expected)
+    _FORMAT.read_manifest(path)
     state = json.loads((path / _STATE).read_bytes())
     data = np.fromfile(path / _ARRAYS, np.uint8)
     arrays = {}
@@ -353,15 +330,3 @@ def _read(path: Path) -> Snapshot:
         state={"meta": state["meta"], "arrays": arrays},
         board=state["board"],
     )
-
-
-def _check(file: Path, size: int, expected: str) -> None:
-    if file.stat().st_size != size:
-        raise ValueError(
-            f"{file.name} has {file.stat().st_size} bytes, and had {size} when it was "
-            "written"
-        )
-    with file.open("rb") as opened:
-        digest = hashlib.file_digest(opened, "blake2b").hexdigest()
-    if digest != expected:
-        raise ValueError(f"{file.name} does not have the checksum it was written with")
