@@ -225,7 +225,17 @@ def in_step(options, epochs):
 class Job(rx.testing.Cluster):
     """A cluster whose tasks can be started again."""
 
-    def __init__(self, tmp_path, program=job, *, workers=2, ps=2, env=None, **kwargs):
+    def __init__(
+        self,
+        tmp_path,
+        program=job,
+        *,
+        workers=2,
+        ps=2,
+        env=None,
+        deadline_seconds=120,
+        **kwargs,
+    ):
         self.stop_file = tmp_path / "stop"
         super().__init__(
             program,
@@ -236,7 +246,7 @@ class Job(rx.testing.Cluster):
                 **(env or {}),
             },
             kwargs=kwargs,
-            deadline_seconds=120,
+            deadline_seconds=deadline_seconds,
         )
 
     def __enter__(self):

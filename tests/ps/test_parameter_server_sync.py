@@ -179,6 +179,52 @@ def own_data_of_unequal_length():
     return outcome(model, shorter) | {"longer": longer}
 
 
+class StopLater(StopAt):
+    """Stops when the other worker has begun the next step, or long before it does."""
+
+    def __init__(self, is_late):
+        super().__init__()
+        self.is_first = rx.get_strategy().session.is_chief
+        self.is_late = is_late
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self.is_first != self.is_late:
+            time.sleep(1)
+        if not self.is_first:
+            super().on_train_batch_end(batch)
+
+
+def own_data_that_one_worker_stops():
+    """A step that another worker has begun is made by both; none after it."""
+    model = classifier("sgd")
+    worker = getattr(rx.get_strategy(), "session", None)
+    found = []
+    for is_late in (True, False):
+        if worker is None:
+            size = 72 if is_late else 48
+            options = {**OPTIONS, "shuffle": False}
+            parts = [slice(i, None, 2) for i in range(2)]
+            halves = [
+                [a[part].reshape(-1, 12, *a.shape[1:]) for part in parts]
+                for a in (X[:96], Y[:96])
+            ]
+            x, y = (
+                np.stack(both, 1).reshape(96, *both[0].shape[2:])[:size]
+                for both in halves
+            )
+            found.append(model.fit(x, y, **options).history)
+        else:
+            x, y = (array[:96][worker.index :: 2] for array in (X, Y))
+            data = rx.get_strategy().distribute_datasets_from_function(
+                lambda context, x=x, y=y: list(
+                    zip(np.split(x, 4), np.split(y, 4), strict=True)
+                )
+            )
+            options = {"verbose": 0, "callbacks": [StopLater(is_late)]}
+            found.append(model.fit(data, epochs=2, **options).history)
+    return {"histories": found, "weights": model.get_weights()}
+
+
 def masked_inputs_and_weighted_rows():
     # The last batch has a row for each worker.
     return in_loops("weighted rows", batch_size=7)
@@ -248,6 +294,7 @@ CASES = [
     single_batches_and_then_fit,
     a_distributed_dataset,
     own_data_of_unequal_length,
+    own_data_that_one_worker_stops,
     masked_inputs_and_weighted_rows,
 ]
 BACKED_UP = [adam_with_validation_and_weights, batches_that_do_not_divide]

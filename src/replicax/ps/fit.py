@@ -74,6 +74,7 @@ class WorkQueueFit:
         self._is_open = False
         self._has_begun = False
         self._ready: list[PlacedBatch] = []
+        self._source: BatchIterator | None = None  # Of this epoch.
         # A distributed dataset: its batches are this worker's own already.
         self._is_own = isinstance(self._data.adapter, DistributedAdapter)
         # Validation is with those of the end of the epoch.
@@ -107,7 +108,7 @@ class WorkQueueFit:
         )
         # One by one, not ahead: some tickets are given when earlier ones are finished,
         # and each step is a dispatch of its own, as its update is made elsewhere.
-        batches = BatchIterator(
+        self._source = BatchIterator(
             source,
             self._strategy.group,
             1,
@@ -118,7 +119,7 @@ class WorkQueueFit:
         did_any = False
         while True:
             try:
-                self._ready = batches.next_execution()
+                self._ready = self._source.next_execution()
             except StopIteration:
                 break
             did_any = True
@@ -162,6 +163,8 @@ class WorkQueueFit:
         self._is_open = False
         self._strategy.settle()
         if self._model.stop_training:  # In the middle of the epoch.
+            if self._is_own and self._strategy.sync:
+                self._make_begun_step()
             # Before this worker's part is finished: no step begins that misses it.
             self._session.board("end", stream=self._stream)
             if self._ahead:
@@ -170,6 +173,16 @@ class WorkQueueFit:
         with self._waiting():
             self._meet_others()
         return True
+
+    def _make_begun_step(self) -> None:
+        """After a stop: bring the part for which others wait, if they went on."""
+        assert self._source is not None
+        try:
+            batches = self._source.next_execution()
+        except StopIteration:
+            return
+        steps_of(self._model, self._strategy, "train")(batches)
+        self._strategy.settle()
 
     def _meet_others(self) -> None:
         self._finish(self._take_finished())
@@ -331,14 +344,16 @@ class WorkQueueFit:
         return batch
 
     def _of_all(self, step: int) -> PyTree:
-        """This worker's batch of a synchronous step; None: not all workers have one.
+        """This worker's batch of a synchronous step; None: not all workers make it.
 
-        Who has none for the step after it says so before its part is sent. When the
-        step is over, the others find that.
+        Who has no batch for the step after it says so before its part is sent, when
+        no other worker can have begun that step.
         """
-        if step:
-            self._length = self._open_stream()["length"]
+        stops = bool(self._model.stop_training)
         if self._length is not None and step >= self._length:
+            return None
+        if step and not self._is_made(step, not stops):
+            self._length = step
             return None
         batch = self._batch(step)
         if batch is None:
@@ -347,10 +362,14 @@ class WorkQueueFit:
                 f"{self._epoch}. With sync=True all workers make each step together: "
                 "give each of them data."
             )
-        if step + 1 != self._length and self._batch(step + 1) is None:
-            ended = self._session.board("end", stream=self._stream, length=step + 1)
-            self._length = ended["length"]
+        if stops or (step + 1 != self._length and self._batch(step + 1) is None):
+            self._is_made(step + 1, False)
         return batch
+
+    def _is_made(self, step: int, wanted: bool) -> bool:
+        """Whether all make a step of own data: the first worker to ask decides."""
+        key = f"{self._name}/own steps {self._epoch}/{step}"
+        return self._session.board("put", key=key, value=wanted)
 
     def _batch(self, index: int) -> PyTree:
         """The epoch's batch of that index; None: the data have ended."""
