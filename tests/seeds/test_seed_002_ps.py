@@ -47,11 +47,10 @@ def guide() -> dict[str, Any]:
 
     inputs, targets = np.ones((100, 1)), np.ones((100, 1))
     model.fit(inputs, targets, epochs=2, batch_size=10, verbose=0)
-    (group,) = ps_strategy.remote.num_updates
     return {
         "evaluated": evaluated,
         "finally": model.evaluate(dataset, verbose=0),
-        "updates": ps_strategy.num_updates[group],
+        "updates": int(model.optimizer.iterations),
         "steps": ps_strategy.steps_applied,
         "weights": [w.tolist() for w in model.get_weights()],
     }

@@ -246,7 +246,7 @@ class ClosureWorker:
     ) -> None:
         assert strategy.session is not None
         self._session = strategy.session
-        self._strategy = strategy
+        self._home = strategy.servers
         self._functions = functions
         self._metric_deltas = deltas
         self._passed = passed
@@ -302,7 +302,7 @@ class ClosureWorker:
                 self._session.once("result", id=closure["id"], error=told_of(error))
             raise
         except Exception as error:  # noqa: BLE001  It is the chief's to raise.
-            self._strategy.settle()
+            self._home.settle()
             self._trained_last = None
             answer = {"error": told_of(error)}
         self._session.once("result", id=closure["id"], **answer)
@@ -325,13 +325,13 @@ class ClosureWorker:
         args, kwargs = decode(call, self._resolve)
         if name != self._trained_last:
             self._refresh()
-        steps = self._strategy.steps_applied
+        steps = self._home.steps_applied
         self._metric_deltas.begin()
         value = self._functions[name](*args, **kwargs)
         # Its update has to be there when the chief hears that it is done.
-        self._strategy.settle()
+        self._home.settle()
         # A training step brings the newest values with it.
-        self._trained_last = name if self._strategy.steps_applied > steps else None
+        self._trained_last = name if self._home.steps_applied > steps else None
         is_own = self._session.is_chief  # Its metrics are there already.
         answer = {
             "value": encode(value, f"the result of {name}"),

@@ -96,7 +96,7 @@ class ClusterCoordinator:
         self._sources = PerWorkerSources()
         self._metric_deltas = MetricDeltas(strategy.home.labels)
         self._requests = GroupRequests(session, strategy.home.labels)
-        strategy.remote.requests = self._requests
+        strategy.servers.remote.requests = self._requests
         self._script_sync = ScriptSync(session)
         self._owner = ClosureOwner(session)
         self._worker = ClosureWorker(
@@ -140,7 +140,7 @@ class ClusterCoordinator:
         name = self._functions.register(fn)
         if not self._session.is_chief:
             return RemoteValue(self, ClosureOutcome(None))
-        self.strategy.publish()
+        self.strategy.servers.publish()
         call, needs = self._owner.pack(args or (), kwargs or {})
         outcome = self._owner.new_outcome()
         payload = {"call": call, "meetings": self._script_sync.passed}
@@ -276,7 +276,7 @@ class ClusterCoordinator:
 
     def _tend(self) -> bool:
         """What the chief does while it waits; whether closures got on."""
-        self._requests.adopt(self.strategy.remote)
+        self._requests.adopt(self.strategy.servers.remote)
         self._metric_deltas.add(self._owner.collect())
         if len(self._session.workers) == 1:
             end = time.monotonic() + _PACE_SECONDS
@@ -380,8 +380,8 @@ class ClusterCoordinator:
 
     def _refresh(self) -> None:
         """Variables get the newest values."""
-        self._requests.adopt(self.strategy.remote)
-        self.strategy.refresh()
+        self._requests.adopt(self.strategy.servers.remote)
+        self.strategy.servers.refresh()
 
 
 def _checked(strategy: object) -> Session:

@@ -57,6 +57,7 @@ class WorkQueueFit:
         self._strategy = strategy
         assert strategy.session is not None  # It is a worker.
         self._session = strategy.session
+        self._home = strategy.servers
         self._model = model
         self._fit = fit
         assert fit.epochs is not None
@@ -78,7 +79,7 @@ class WorkQueueFit:
         # A distributed dataset: its batches are this worker's own already.
         self._is_own = isinstance(self._data.adapter, DistributedAdapter)
         # Validation is with those of the end of the epoch.
-        strategy.keeps_values = True
+        self._home.keeps_values = True
 
     def begin(self, first: int) -> int:
         """Meet the others; the epoch to begin with, which the chief has said.
@@ -147,7 +148,7 @@ class WorkQueueFit:
         program = steps.program(place(batch, self._strategy.group))
         values = internals.read_values(program.variables)
         stored = dict(zip(map(id, program.variables), values, strict=True))
-        self._strategy.adopt(program, stored)
+        self._home.adopt(program, stored)
         internals.write_values(
             program.variables, [stored[id(v)] for v in program.variables]
         )
@@ -161,7 +162,7 @@ class WorkQueueFit:
         if not self._is_open:
             return False
         self._is_open = False
-        self._strategy.settle()
+        self._home.settle()
         if self._model.stop_training:  # In the middle of the epoch.
             if self._is_own and self._strategy.sync:
                 self._make_begun_step()
@@ -182,7 +183,7 @@ class WorkQueueFit:
         except StopIteration:
             return
         steps_of(self._model, self._strategy, "train")(batches)
-        self._strategy.settle()
+        self._home.settle()
 
     def _meet_others(self) -> None:
         self._finish(self._take_finished())
@@ -211,7 +212,7 @@ class WorkQueueFit:
         summed = self._session.get(total, topic)["values"]
         for variable, value in zip(metrics, json_codec.decode(summed), strict=True):
             variable.assign(value)
-        self._strategy.refresh()
+        self._home.refresh()
         # Nobody begins the next epoch before all have this one's values.
         self._session.barrier(f"{self._name}: values of epoch {self._epoch}")
 
@@ -222,7 +223,7 @@ class WorkQueueFit:
 
     def close(self) -> None:
         """The end of `fit`, in any way."""
-        self._strategy.keeps_values = False
+        self._home.keeps_values = False
 
     def after_epoch(self) -> None:
         """The chief says whether training goes on, when its callbacks have run."""
@@ -231,7 +232,7 @@ class WorkQueueFit:
         key = f"{self._name}/goes on/{self._epoch}"
         if self._session.is_chief:
             stop = self._stops or bool(self._model.stop_training)
-            self._strategy.publish()
+            self._home.publish()
             self._session.board("put", key=key, value=not stop)
             # For workers that are restarted meanwhile.
             self._session.board(
@@ -249,9 +250,9 @@ class WorkQueueFit:
     def _begin_epoch(self) -> None:
         key = f"{self._name}/begin/{self._epoch}"
         mine = _described(self._model)
-        remote = self._strategy.remote
+        remote = self._home.remote
         if self._session.is_chief:  # Its callbacks have heard that the epoch begins.
-            self._strategy.publish()
+            self._home.publish()
             said = {
                 "random": json_codec.encode(random_state.capture(), "the random state"),
                 "iteration": self._batches.iteration,
@@ -272,9 +273,9 @@ class WorkQueueFit:
         # Shuffling depends on it, and all have to take the batches in the same order.
         random_state.restore(json_codec.decode(said["random"]))
         if not self._session.is_chief:
-            self._strategy.refresh_values()  # It may have assigned some.
+            self._home.refresh_values()  # It may have assigned some.
         remote.begin_epoch(said["versions"])
-        self._applied = self._strategy.steps_applied
+        self._applied = self._home.steps_applied
         self._claimed_at = None
         self._stops = False
         self._data.adapter.on_epoch_begin()
@@ -384,7 +385,7 @@ class WorkQueueFit:
         if not self._ahead and not self._claim_ahead(pulls_first):
             return None
         if pulls_first:  # Staleness counts from here.
-            self._strategy.refresh_values()
+            self._home.refresh_values()
         self._pending.append(self._ahead.popleft())
         return self._pending[-1]
 
@@ -425,7 +426,7 @@ class WorkQueueFit:
         """How many tickets to ask for."""
         if self._strategy.sync or self._strategy.max_staleness is not None:
             return 1  # Others wait for each of them.
-        now, before = (time.monotonic(), self._strategy.steps_applied), self._claimed_at
+        now, before = (time.monotonic(), self._home.steps_applied), self._claimed_at
         self._claimed_at = now
         if before is None or now[1] == before[1]:
             return 1
@@ -445,7 +446,7 @@ class WorkQueueFit:
 
     def _take_finished(self) -> list[Ticket]:
         """Tickets whose updates have been made since this was asked last."""
-        number = self._strategy.steps_applied - self._applied
+        number = self._home.steps_applied - self._applied
         self._applied += number
         if self._is_own and self._strategy.sync:
             return []  # Those steps have no tickets.
@@ -453,7 +454,7 @@ class WorkQueueFit:
 
     def _drain(self) -> list[Ticket]:
         """Wait for the update that is under way."""
-        self._strategy.settle()
+        self._home.settle()
         return self._take_finished()
 
     def _finish(self, tickets: list[Ticket], given_up: Sequence[Ticket] = ()) -> None:
@@ -467,7 +468,7 @@ class WorkQueueFit:
 
     def _expect(self, step: int, part: int, rows: PyTree) -> None:
         """The next program computes this worker's rows of a synchronous step."""
-        self._strategy.expect(
+        self._home.expect(
             WorkerShare(
                 step=step,
                 part=part,

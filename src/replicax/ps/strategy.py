@@ -1,38 +1,23 @@
 """`ParameterServerStrategy`: variables on servers, workers that come and go."""
 
-import sys
-from collections import Counter, deque
-from collections.abc import Sequence
+from collections import Counter
 from typing import Any
 
-import jax
-import keras
-import numpy as np
-from jax.typing import ArrayLike
-
-from replicax._private import keras as internals
 from replicax._util import json_codec, random_state
 from replicax._util.dry_run import current_rehearsal
-from replicax._util.types import PyTree
 from replicax.cluster.config import TaskConfig, check_cluster
 from replicax.cluster.resolvers import ClusterResolver, default_resolver
 from replicax.cluster.timeouts import Timeouts, checked_timeouts, takes_timeouts
 from replicax.engine.collectives import CrossDeviceOps
 from replicax.engine.devices import default_devices
-from replicax.engine.program import Kept, Program, StepResult
-from replicax.engine.variables import Update, is_seed_state
-from replicax.errors import ClusterConfigError, ClusterError
-from replicax.keras.session import FitSession
+from replicax.errors import ClusterConfigError
 from replicax.ps.credentials import Credentials
-from replicax.ps.fit import WorkQueueFit
 from replicax.ps.partition import Partitioner
-from replicax.ps.remote import ServerPushes, WorkerShare
 from replicax.ps.rows import RemoteTables
 from replicax.ps.serve import serve
+from replicax.ps.server_home import ServerHome
 from replicax.ps.session import Session
-from replicax.ps.variables import RemoteStep, RemoteVariables
 from replicax.ps.worker_input import ElasticInputShard
-from replicax.strategies.home import ReplicaHome
 from replicax.strategies.runner import not_rehearsable
 from replicax.strategies.strategy import Strategy
 
@@ -127,7 +112,6 @@ class ParameterServerStrategy(Strategy):
         self.compression = compression
         self.max_staleness = max_staleness
         self.session: Session | None = None
-        self.keeps_values = False  # As inside of `fit`, which fetches them in time.
         self.coordinator: Any = None
         self._num_parts = len(workers) - backup_workers if sync else 1
         devices = default_devices()
@@ -147,22 +131,10 @@ class ParameterServerStrategy(Strategy):
         self.session = Session(
             workers, index, servers, Credentials.from_environment(), timeouts
         )
-        self._rows = RemoteTables(self.session, compression=compression)
-        self._remote = RemoteVariables(
-            self.session,
-            self.group.mirrored,
-            partitioner=variable_partitioner,
-            compression=compression,
-            sync=sync,
-            rows=self._rows,
-        )
         self.input_shard = ElasticInputShard(
             index, len(workers), self._num_parts if sync else None
         )
-        self._in_flight: tuple[RemoteStep, list[ServerPushes]] | None = None
-        self._parts: deque[WorkerShare] = deque()
-        self.steps_applied = 0
-        self.home = _ServerHome(self, self.session)
+        self.home = self.servers = ServerHome(self, self.session, variable_partitioner)
         self.session.join()
         self._agree_on_random_state()
 
@@ -200,9 +172,14 @@ class ParameterServerStrategy(Strategy):
         return not (alone or self.sync or self.max_staleness is not None)
 
     @property
+    def steps_applied(self) -> int:
+        """Steps of this worker whose updates are made."""
+        return 0 if self.session is None else self.servers.steps_applied
+
+    @property
     def row_source(self) -> RemoteTables | None:
         """Where `rx.layers.Embedding` has its rows; None: in the layer."""
-        return None if self.session is None else self._rows
+        return None if self.session is None else self.servers.rows
 
     def _agree_on_random_state(self) -> None:
         """All workers draw the chief's initial weights, where nobody sets a seed."""
@@ -214,24 +191,6 @@ class ParameterServerStrategy(Strategy):
         found = self.session.get(key, "the start")
         if found != mine:
             random_state.restore(json_codec.decode(found))
-
-    @property
-    def remote(self) -> RemoteVariables:
-        """This worker's variables that lie on servers."""
-        return self._remote
-
-    def publish(self) -> None:
-        """Send values and learning rates that were assigned on the chief."""
-        if self.is_chief:
-            self._remote.publish()
-
-    def finalize(self, optimizer: keras.optimizers.Optimizer) -> None:
-        """The end of training: an optimizer's moving averages become the values."""
-        # Keras does this after an error too; a server that is lost is not asked again.
-        is_lost = isinstance(sys.exc_info()[1], ClusterError)
-        if self.session is not None and not is_lost:
-            self.settle()
-            self._remote.write_averages(optimizer)
 
     def staleness(self) -> dict[str, dict[int, int]]:
         """How stale the gradients were that the servers have applied until now.
@@ -249,223 +208,6 @@ class ParameterServerStrategy(Strategy):
                 counts = {int(k): count for k, count in histogram.items()}
                 total.setdefault(worker, Counter()).update(counts)
         return {worker: dict(sorted(total[worker].items())) for worker in sorted(total)}
-
-    def expect(self, part: WorkerShare) -> None:
-        """Say which part of a synchronous step the next training program computes."""
-        self._parts.append(part)
-
-    def refresh(self) -> None:
-        """Fetch what the servers have into the variables."""
-        if self.session is not None:
-            self.settle()
-            self._remote.refresh()
-
-    def refresh_values(self) -> None:
-        """Fetch what the servers have for the next step; variables stay as they are."""
-        self.settle()
-        self._remote.pull()
-
-    def execute(self, program: Program, arrays: Sequence[ArrayLike]) -> PyTree:
-        """Run a program on the newest values, and push what it has computed."""
-        values = internals.read_values(program.variables)
-        stored = dict(zip(map(id, program.variables), values, strict=True))
-        step = None
-        if program.deferred_updates:
-            share = self._next_part()
-            step = self._remote.begin(*_trained_by(program), stored, share)
-        before = {id(v): stored[id(v)] for v in program.written}
-        tables = self._rows.tables_of(program.inputs)
-
-        # Nothing is donated, and what the program writes is kept apart until the end:
-        # so it may run again where a server with rows is lost, a part that others have
-        # brought is as if never computed, and an error leaves all variables as they
-        # were.
-        def run() -> tuple[StepResult, list[jax.Array]]:
-            kept = [Kept() for _ in program.written]
-            inputs = [stored[id(v)] for v in program.inputs]
-            return program(inputs, arrays, kept), internals.read_values(kept)
-
-        result, written = self._rows.complete(run) if tables else run()
-        stored |= zip(map(id, program.written), written, strict=True)
-        if step is not None:
-            deltas = [_difference(stored[id(v)], before[id(v)]) for v in step.state]
-            counts = self._push(step, result.gradients, deltas, looks_up=bool(tables))
-            if self.backup_workers and not counts:
-                stored |= before
-            step.write_back(stored)
-        internals.write_values(
-            program.changed, [stored[id(v)] for v in program.changed]
-        )
-        return result.results
-
-    def _push(
-        self,
-        step: RemoteStep,
-        gradients: Sequence[Sequence[jax.Array]],
-        deltas: Sequence[jax.Array],
-        *,
-        looks_up: bool,
-    ) -> bool:
-        """Push what a step has computed; whether it counts, as far as is known.
-
-        At most one push is in flight: the last step's, while this one is computed.
-        """
-        if not step.is_due:
-            self.steps_applied += 1
-            return False
-        self.settle()
-        rows = self._remote.push_rows(step)
-        if self.sync:  # When a step is over, so are its rows.
-            self._rows.finish(rows)
-        self._in_flight = step, step.push(gradients, deltas)
-        # The next step looks up rows that this one changes.
-        counts = (self.overlaps and not looks_up) or self._finish()
-        if not self.sync:
-            self._rows.finish(rows)
-        return counts
-
-    def settle(self) -> None:
-        """Wait until this worker's last step is applied."""
-        self._finish()
-
-    def _finish(self) -> bool:
-        """Likewise; whether the step counts."""
-        if self.session is None or self._in_flight is None:
-            return True
-        step, pushes = self._in_flight
-        self._in_flight = None
-        # Groups may have got a part from different workers; the first one decides.
-        result = step.finish(pushes)[0]
-        if result.counts:
-            self.session.staleness[result.staleness] += 1
-        self.session.steps += 1
-        self.steps_applied += 1
-        return result.counts
-
-    def adopt(self, program: Program, stored: dict[int, jax.Array]) -> None:
-        """Put the servers' values in `stored`, which holds a program's by id."""
-        if program.deferred_updates:  # It is a training step.
-            self._remote.connect(*_trained_by(program), stored)
-
-    def _next_part(self) -> WorkerShare | None:
-        if not self.sync:
-            return None
-        if self._parts:
-            return self._parts.popleft()
-        if self.backup_workers:
-            raise NotImplementedError(
-                "ParameterServerStrategy: backup_workers serve `fit` only; in a custom "
-                "loop nobody knows which worker computes which rows. Leave "
-                "backup_workers at 0."
-            )
-        assert self.session is not None
-        return WorkerShare(
-            step=None,
-            part=self.session.index,
-            num_parts=self._num_parts,
-        )
-
-
-class _ServerHome(ReplicaHome):
-    """Variables live on servers, which make the updates; devices have copies.
-
-    Args:
-        strategy: The strategy.
-        session: This worker's, with the servers.
-    """
-
-    keeps_slots = False
-
-    def __init__(self, strategy: ParameterServerStrategy, session: Session) -> None:
-        super().__init__(strategy.group)
-        self._strategy = strategy
-        self._session = session
-        self._num_fits = 0
-
-    def execute(self, program: Program, arrays: Sequence[ArrayLike]) -> PyTree:
-        """Run a program on the newest values, and push what it has computed."""
-        return self._strategy.execute(program, arrays)
-
-    def settle(self) -> None:
-        """Wait until this worker's last step is applied."""
-        self._strategy.settle()
-
-    def finalize(self, optimizer: keras.Optimizer) -> None:
-        """Make an optimizer's moving averages the values."""
-        self._strategy.finalize(optimizer)
-
-    def prepared_gradients(
-        self, optimizer: keras.Optimizer, grads: list[jax.Array | None]
-    ) -> list[jax.Array | None]:
-        """Clipped here where a push is the whole gradient of its step."""
-        return self._strategy.remote.prepared(optimizer, grads)
-
-    def claimed_steps(self, model: keras.Model, fit: object) -> WorkQueueFit:
-        """How `fit` shares an epoch's steps with the other workers."""
-        assert isinstance(fit, FitSession)
-        self._num_fits += 1
-        return WorkQueueFit(self._strategy, model, fit, self._num_fits)
-
-    def expect_rows(self, num_rows: int) -> None:
-        """Have a synchronous step on this worker's own batch count its examples."""
-        strategy = self._strategy
-        if strategy.sync and not strategy.backup_workers:
-            strategy.expect(
-                WorkerShare(
-                    step=None,
-                    part=self._session.index,
-                    num_parts=strategy.num_parts,
-                    weight=float(num_rows),
-                )
-            )
-
-    def read_slots(self, optimizer: keras.Optimizer) -> dict[str, np.ndarray]:
-        """The variables of an optimizer that servers have, by names for a checkpoint.
-
-        They are those of an optimizer whose variables are in this process, so that
-        either one's checkpoint serves the other.
-        """
-        self.settle()
-        return {
-            name if variable is None else f"{name}/{variable}": array
-            for (name, variable), array in self._strategy.remote.slots(
-                optimizer
-            ).items()
-        }
-
-    def write_slots(
-        self, optimizer: keras.Optimizer, arrays: dict[str, np.ndarray]
-    ) -> None:
-        """Set the variables of an optimizer on the servers; only the chief's count."""
-        if not self._session.is_chief:
-            return
-        self.settle()
-        split = {name: name.rpartition("/") for name in arrays}
-        self._strategy.remote.restore_slots(
-            optimizer,
-            {
-                (parts[0], int(parts[2])) if parts[2].isdigit() else (name, None): x
-                for (name, parts), x in zip(split.items(), arrays.values(), strict=True)
-            },
-        )
-
-    def begin(self) -> None:
-        """Fetch the newest values."""
-        if not self._strategy.keeps_values:
-            self._strategy.refresh()
-
-
-def _trained_by(program: Program) -> tuple[Sequence[Update], list[keras.Variable]]:
-    """A program's updates, and its moving statistics, to which all workers add."""
-    state = [
-        v for v in program.written if v.aggregation == "mean" and not is_seed_state(v)
-    ]
-    return program.deferred_updates, state
-
-
-@jax.jit
-def _difference(new: jax.Array, old: jax.Array) -> jax.Array:
-    return new - old
 
 
 def _cluster(resolver: ClusterResolver | None) -> TaskConfig:

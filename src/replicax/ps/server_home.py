@@ -1,0 +1,262 @@
+"""What a worker does with variables that live on servers: pull, compute, push."""
+
+import sys
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import jax
+import keras
+import numpy as np
+from jax.typing import ArrayLike
+
+from replicax._private import keras as internals
+from replicax._util.types import PyTree
+from replicax.engine.program import Kept, Program, StepResult
+from replicax.engine.variables import Update, is_seed_state
+from replicax.errors import ClusterError
+from replicax.keras.session import FitSession
+from replicax.ps.fit import WorkQueueFit
+from replicax.ps.partition import Partitioner
+from replicax.ps.remote import ServerPushes, WorkerShare
+from replicax.ps.rows import RemoteTables
+from replicax.ps.session import Session
+from replicax.ps.variables import RemoteStep, RemoteVariables
+from replicax.strategies.home import ReplicaHome
+
+if TYPE_CHECKING:
+    from replicax.ps.strategy import ParameterServerStrategy
+
+__all__ = ["ServerHome"]
+
+
+class ServerHome(ReplicaHome):
+    """Variables live on servers, which make the updates; devices have copies.
+
+    `remote` has this worker's variables that lie on servers, `rows` its tables.
+    `steps_applied` counts this worker's steps. In `fit`, which `keeps_values`, nothing
+    else fetches them.
+    """
+
+    keeps_slots = False
+
+    def __init__(
+        self,
+        strategy: "ParameterServerStrategy",
+        session: Session,
+        partitioner: Partitioner | None,
+    ) -> None:
+        super().__init__(strategy.group)
+        self.session = session
+        self.rows = RemoteTables(session, compression=strategy.compression)
+        self.remote = RemoteVariables(
+            session,
+            strategy.group.mirrored,
+            partitioner=partitioner,
+            compression=strategy.compression,
+            sync=strategy.sync,
+            rows=self.rows,
+        )
+        self.steps_applied = 0
+        self.keeps_values = False
+        self._strategy = strategy
+        self._in_flight: tuple[RemoteStep, list[ServerPushes]] | None = None
+        self._parts: deque[WorkerShare] = deque()
+        self._num_fits = 0
+
+    def expect(self, part: WorkerShare) -> None:
+        """Say which part of a synchronous step the next training program computes."""
+        self._parts.append(part)
+
+    def refresh(self) -> None:
+        """Fetch what the servers have into the variables."""
+        self.settle()
+        self.remote.refresh()
+
+    def refresh_values(self) -> None:
+        """Fetch what the servers have for the next step; variables stay as they are."""
+        self.settle()
+        self.remote.pull()
+
+    def execute(self, program: Program, arrays: Sequence[ArrayLike]) -> PyTree:
+        """Run a program on the newest values, and push what it has computed."""
+        values = internals.read_values(program.variables)
+        stored = dict(zip(map(id, program.variables), values, strict=True))
+        step = None
+        if program.deferred_updates:
+            share = self._next_part()
+            step = self.remote.begin(*_trained_by(program), stored, share)
+        before = {id(v): stored[id(v)] for v in program.written}
+        tables = self.rows.tables_of(program.inputs)
+
+        # Nothing is donated, and what the program writes is kept apart until the end:
+        # so it may run again where a server with rows is lost, a part that others have
+        # brought is as if never computed, and an error leaves all variables as they
+        # were.
+        def run() -> tuple[StepResult, list[jax.Array]]:
+            kept = [Kept() for _ in program.written]
+            inputs = [stored[id(v)] for v in program.inputs]
+            return program(inputs, arrays, kept), internals.read_values(kept)
+
+        result, written = self.rows.complete(run) if tables else run()
+        stored |= zip(map(id, program.written), written, strict=True)
+        if step is not None:
+            deltas = [_difference(stored[id(v)], before[id(v)]) for v in step.state]
+            counts = self._push(step, result.gradients, deltas, looks_up=bool(tables))
+            if self._strategy.backup_workers and not counts:
+                stored |= before
+            step.write_back(stored)
+        internals.write_values(
+            program.changed, [stored[id(v)] for v in program.changed]
+        )
+        return result.results
+
+    def _push(
+        self,
+        step: RemoteStep,
+        gradients: Sequence[Sequence[jax.Array]],
+        deltas: Sequence[jax.Array],
+        *,
+        looks_up: bool,
+    ) -> bool:
+        """Push what a step has computed; whether it counts, as far as is known.
+
+        At most one push is in flight: the last step's, while this one is computed.
+        """
+        if not step.is_due:
+            self.steps_applied += 1
+            return False
+        self.settle()
+        rows = self.remote.push_rows(step)
+        if self._strategy.sync:  # When a step is over, so are its rows.
+            self.rows.finish(rows)
+        self._in_flight = step, step.push(gradients, deltas)
+        # The next step looks up rows that this one changes.
+        counts = (self._strategy.overlaps and not looks_up) or self._finish()
+        if not self._strategy.sync:
+            self.rows.finish(rows)
+        return counts
+
+    def settle(self) -> None:
+        """Wait until this worker's last step is applied."""
+        self._finish()
+
+    def _finish(self) -> bool:
+        """Likewise; whether the step counts."""
+        if self._in_flight is None:
+            return True
+        step, pushes = self._in_flight
+        self._in_flight = None
+        # Groups may have got a part from different workers; the first one decides.
+        result = step.finish(pushes)[0]
+        if result.counts:
+            self.session.staleness[result.staleness] += 1
+        self.session.steps += 1
+        self.steps_applied += 1
+        return result.counts
+
+    def adopt(self, program: Program, stored: dict[int, jax.Array]) -> None:
+        """Put the servers' values in `stored`, which holds a program's by id."""
+        if program.deferred_updates:  # It is a training step.
+            self.remote.connect(*_trained_by(program), stored)
+
+    def _next_part(self) -> WorkerShare | None:
+        if not self._strategy.sync:
+            return None
+        if self._parts:
+            return self._parts.popleft()
+        if self._strategy.backup_workers:
+            raise NotImplementedError(
+                "ParameterServerStrategy: backup_workers serve `fit` only; in a custom "
+                "loop nobody knows which worker computes which rows. Leave "
+                "backup_workers at 0."
+            )
+        return WorkerShare(
+            step=None,
+            part=self.session.index,
+            num_parts=self._strategy.num_parts,
+        )
+
+    def publish(self) -> None:
+        """Send values and learning rates that were assigned on the chief."""
+        if self.session.is_chief:
+            self.remote.publish()
+
+    def finalize(self, optimizer: keras.optimizers.Optimizer) -> None:
+        """The end of training: an optimizer's moving averages become the values."""
+        # Keras does this after an error too; a server that is lost is not asked again.
+        is_lost = isinstance(sys.exc_info()[1], ClusterError)
+        if not is_lost:
+            self.settle()
+            self.remote.write_averages(optimizer)
+
+    def prepared_gradients(
+        self, optimizer: keras.Optimizer, grads: list[jax.Array | None]
+    ) -> list[jax.Array | None]:
+        """Clipped here where a push is the whole gradient of its step."""
+        return self.remote.prepared(optimizer, grads)
+
+    def claimed_steps(self, model: keras.Model, fit: object) -> WorkQueueFit:
+        """How `fit` shares an epoch's steps with the other workers."""
+        assert isinstance(fit, FitSession)
+        self._num_fits += 1
+        return WorkQueueFit(self._strategy, model, fit, self._num_fits)
+
+    def expect_rows(self, num_rows: int) -> None:
+        """Have a synchronous step on this worker's own batch count its examples."""
+        strategy = self._strategy
+        if strategy.sync and not strategy.backup_workers:
+            self.expect(
+                WorkerShare(
+                    step=None,
+                    part=self.session.index,
+                    num_parts=strategy.num_parts,
+                    weight=float(num_rows),
+                )
+            )
+
+    def read_slots(self, optimizer: keras.Optimizer) -> dict[str, np.ndarray]:
+        """The variables of an optimizer that servers have, by names for a checkpoint.
+
+        They are those of an optimizer whose variables are in this process, so that
+        either one's checkpoint serves the other.
+        """
+        self.settle()
+        return {
+            name if variable is None else f"{name}/{variable}": array
+            for (name, variable), array in self.remote.slots(optimizer).items()
+        }
+
+    def write_slots(
+        self, optimizer: keras.Optimizer, arrays: dict[str, np.ndarray]
+    ) -> None:
+        """Set the variables of an optimizer on the servers; only the chief's count."""
+        if not self.session.is_chief:
+            return
+        self.settle()
+        split = {name: name.rpartition("/") for name in arrays}
+        self.remote.restore_slots(
+            optimizer,
+            {
+                (parts[0], int(parts[2])) if parts[2].isdigit() else (name, None): x
+                for (name, parts), x in zip(split.items(), arrays.values(), strict=True)
+            },
+        )
+
+    def begin(self) -> None:
+        """Fetch the newest values."""
+        if not self.keeps_values:
+            self.refresh()
+
+
+def _trained_by(program: Program) -> tuple[Sequence[Update], list[keras.Variable]]:
+    """A program's updates, and its moving statistics, to which all workers add."""
+    state = [
+        v for v in program.written if v.aggregation == "mean" and not is_seed_state(v)
+    ]
+    return program.deferred_updates, state
+
+
+@jax.jit
+def _difference(new: jax.Array, old: jax.Array) -> jax.Array:
+    return new - old
