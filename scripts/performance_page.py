@@ -2,7 +2,8 @@
 
     python scripts/performance_page.py
 
-`benchmarks/results/raw` has them, as `make bench` wrote them.
+`benchmarks/results/raw` has them, as `make bench` wrote them, and
+`benchmarks/results/gpu_programs.json`, from `benchmarks/gpu_programs.py`.
 """
 
 import json
@@ -33,8 +34,42 @@ def blocks() -> dict[Path, list[str]]:
             "",
             *summary(groups),
             *pictures(),
+            "",
+            *gpu_programs(),
         ],
     }
+
+
+def gpu_programs() -> list[str]:
+    """Programs for GPUs: ours over those written by hand."""
+    found = json.loads((RESULTS / "gpu_programs.json").read_text())
+    lines = [
+        "Programs for 8 H100, compiled and never run: replicax' over the one written "
+        "by hand.",
+        "",
+        "| case | kernels | ratio | bytes moved, ratio | temporaries, MiB | ratio "
+        "| all-reduces | their bytes, ratio | MiB |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for key, programs in sorted(found["cases"].items()):
+        ours, other = programs["replicax"], programs["by hand"]
+
+        def ratio(what: str, ours: dict = ours, other: dict = other) -> str:
+            return f"{ours[what] / other[what]:.2f}"
+
+        cells = (
+            f"({key})",
+            f"{ours['kernels']} / {other['kernels']}",
+            ratio("kernels"),
+            ratio("bytes"),
+            f"{ours['temporaries'] / 2**20:.1f} / {other['temporaries'] / 2**20:.1f}",
+            ratio("temporaries"),
+            f"{ours['collectives']} / {other['collectives']}",
+            ratio("sent"),
+            f"{ours['sent'] / 2**20:.2f}",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
 
 
 def pictures() -> list[str]:
