@@ -56,6 +56,7 @@ PUBLIC_NAMES = [
     "TPUStrategy",
     "Timeouts",
     "callbacks",
+    "clip_by_global_norm",
     "cluster_resolver",
     "compute_average_loss",
     "config",

@@ -100,6 +100,7 @@ PAGES = {
             "ReplicaContext",
             "GradientTape",
             "value_and_grad",
+            "clip_by_global_norm",
             "compute_average_loss",
             "scale_regularization_loss",
             "PerReplica",

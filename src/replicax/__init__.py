@@ -48,7 +48,11 @@ if TYPE_CHECKING:  # For editors, type checkers and the pages of the API.
         CommunicationOptions,
     )
     from replicax.engine.devices import set_logical_devices
-    from replicax.engine.gradients import GradientTape, value_and_grad
+    from replicax.engine.gradients import (
+        GradientTape,
+        clip_by_global_norm,
+        value_and_grad,
+    )
     from replicax.engine.losses import compute_average_loss, scale_regularization_loss
     from replicax.engine.replica import ReplicaContext
     from replicax.engine.values import PerReplica
@@ -133,6 +137,7 @@ __all__ = [
     "TPUStrategy",
     "Timeouts",
     "callbacks",
+    "clip_by_global_norm",
     "cluster_resolver",
     "compute_average_loss",
     "config",
@@ -223,6 +228,7 @@ _MODULES = {
     "set_logical_devices": "engine.devices",
     "testing": "testing",
     "tpu": "tpu",
+    "clip_by_global_norm": "engine.gradients",
     "value_and_grad": "engine.gradients",
 }
 """The module below `replicax` that has each public name, or that it is."""

@@ -1,5 +1,17 @@
-"""What scripts for TPUs call of `tf.config`."""
+"""What scripts call of `tf.config`."""
 
 from replicax.cluster.tpu_system import experimental_connect_to_cluster
+from replicax.engine.device_lists import (
+    LogicalDevice,
+    PhysicalDevice,
+    list_logical_devices,
+    list_physical_devices,
+)
 
-__all__ = ["experimental_connect_to_cluster"]
+__all__ = [
+    "LogicalDevice",
+    "PhysicalDevice",
+    "experimental_connect_to_cluster",
+    "list_logical_devices",
+    "list_physical_devices",
+]

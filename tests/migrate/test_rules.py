@@ -56,7 +56,6 @@ def test_what_is_ported(before: str, after: str) -> None:
         ("tf.keras.layers.BatchNormalization(fused=True)", "no argument 'fused'"),
         ("tf.keras.layers.Dense(3, batch_input_shape=(1, 2))", "'batch_input_shape'"),
         ("tf.keras.optimizers.SGD(0.1, use_locking=True)", "argument 'use_locking'"),
-        ("tf.estimator.RunConfig(session_config=c)", "no argument 'session_config'"),
         ("tf.keras.callbacks.TensorBoard('logs')", "writes with TensorFlow"),
         (
             "p = os.path.join(d, 'ckpt')\n"

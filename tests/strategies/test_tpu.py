@@ -169,7 +169,16 @@ def test_other_resolvers() -> None:
 
 def test_shutting_down_does_nothing() -> None:
     rx.tpu.experimental.shutdown_tpu_system()
-    rx.tpu.experimental.shutdown_tpu_system(rx.cluster_resolver.TPUClusterResolver())
+    rx.tpu.experimental.shutdown_tpu_system(
+        rx.cluster_resolver.TPUClusterResolver(tpu="")
+    )
+
+
+def test_without_a_tpu_scripts_can_fall_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [n for n in os.environ if "TPU_" in n or n in VARIABLES]:
+        monkeypatch.delenv(name)
+    with pytest.raises(ValueError, match="there is no TPU on this machine"):
+        rx.cluster_resolver.TPUClusterResolver()
 
 
 def test_topology_of_two_slices_with_two_devices_to_a_chip() -> None:

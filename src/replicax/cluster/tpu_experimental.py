@@ -20,7 +20,7 @@ def initialize_tpu_system(
     (TF: `tf.tpu.experimental.initialize_tpu_system`.)
 
     Args:
-        cluster_resolver: Describes the slice; None: `TPUClusterResolver()`.
+        cluster_resolver: Describes the slice; None: `TPUClusterResolver(tpu="")`.
         timeouts: As for `rx.TPUStrategy`, to which these apply then.
 
     Returns:
@@ -33,14 +33,14 @@ def initialize_tpu_system(
 
     Example:
         >>> import replicax as rx
-        >>> resolver = rx.cluster_resolver.TPUClusterResolver()
+        >>> resolver = rx.cluster_resolver.TPUClusterResolver(tpu="")
         >>> rx.tpu.experimental.initialize_tpu_system(resolver)  # doctest: +SKIP
         Topology(device_kind='TPU v5 lite', num_chips=8, num_devices=8, num_hosts=2,
                  num_slices=1, mesh_shape=(2, 4, 1, 1))
     """
     caller = "initialize_tpu_system"
     if cluster_resolver is None:
-        cluster_resolver = TPUClusterResolver()
+        cluster_resolver = TPUClusterResolver(tpu="")
     if not isinstance(cluster_resolver, TPUClusterResolver):
         raise ClusterConfigError(
             f"{caller}: cluster_resolver must be a "

@@ -13,6 +13,7 @@ from pathlib import Path
 import jax
 
 from replicax._private.jax import has_devices, is_tpu_vm, skip_platform
+from replicax._util.dry_run import current_rehearsal
 from replicax._util.listing import listed
 from replicax.cluster.config import TaskConfig
 from replicax.cluster.resolvers import KnownCluster
@@ -85,8 +86,9 @@ class TPUClusterResolver(KnownCluster):
     `rx.TPUStrategy`. (TF: `tf.distribute.cluster_resolver.TPUClusterResolver`.)
 
     Args:
-        tpu: None, `""` or `"local"`: the TPU of this machine. A name or an address is
-            accepted if it is this machine's own.
+        tpu: None, `""` or `"local"`: the TPU of this machine; with None there must be
+            one, as scripts expect that fall back on GPUs after a `ValueError`. A name
+            or an address is accepted if it is this machine's own.
         zone: For TensorFlow's signature; not used.
         project: Likewise.
 
@@ -96,8 +98,9 @@ class TPUClusterResolver(KnownCluster):
         num_slices: Number of slices.
 
     Raises:
-        ClusterConfigError: If `tpu` is another machine's; if the slice's description is
-            malformed; if the metadata server does not answer within seconds.
+        ClusterConfigError: If `tpu` is another machine's, or None on a machine without
+            TPUs; if the slice's description is malformed; if the metadata server does
+            not answer within seconds.
 
     Example:
         >>> import os
@@ -120,6 +123,13 @@ class TPUClusterResolver(KnownCluster):
             raise TypeError(
                 f"TPUClusterResolver: tpu is a string or None; got {tpu!r}. Leave it "
                 "out for the TPU of this machine."
+            )
+        is_here = _speaks_of_tpus(os.environ) or current_rehearsal() is not None
+        if tpu is None and not is_here:
+            raise ClusterConfigError(
+                "TPUClusterResolver: there is no TPU on this machine, and nothing in "
+                "the environment names one. Use rx.MirroredStrategy() for GPUs and "
+                "CPUs, or run the script on the TPU VM."
             )
         found = detect_slice(os.environ, is_tpu_vm=is_tpu_vm())
         cluster = ClusterSpec({"worker": found.addresses} if found.addresses else {})
@@ -155,13 +165,18 @@ def skip_libtpu_without_chips(
     """
     if has_devices() or jax.config.values.get("jax_platforms"):
         return False
+    if _speaks_of_tpus(environ, devices) or "JAX_FORCE_TPU_INIT" in environ:
+        return False
+    return skip_platform("tpu")
+
+
+def _speaks_of_tpus(environ: Mapping[str, str], devices: str = "/dev") -> bool:
+    """Whether a TPU may be here, by the machine's files and the environment."""
     named = any(
         name.startswith(_OF_TPUS) and name not in _OF_LIBTPU for name in environ
     )
     files = [*Path(devices).glob("accel*"), *Path(devices).glob("vfio/[0-9]*")]
-    if is_tpu_vm() or named or files or "JAX_FORCE_TPU_INIT" in environ:
-        return False
-    return skip_platform("tpu")
+    return is_tpu_vm() or named or bool(files)
 
 
 def detect_slice(

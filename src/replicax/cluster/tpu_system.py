@@ -146,7 +146,7 @@ def experimental_connect_to_cluster(
 
     Example:
         >>> import replicax as rx
-        >>> resolver = rx.cluster_resolver.TPUClusterResolver()
+        >>> resolver = rx.cluster_resolver.TPUClusterResolver(tpu="")
         >>> rx.config.experimental_connect_to_cluster(resolver)
     """
     caller = "experimental_connect_to_cluster"

@@ -29,7 +29,7 @@ from replicax.engine.replay import (
 from replicax.engine.variables import ChildScope, Variable
 from replicax.errors import ContextError
 
-__all__ = ["GradientTape", "value_and_grad"]
+__all__ = ["GradientTape", "clip_by_global_norm", "value_and_grad"]
 
 
 def value_and_grad(
@@ -332,3 +332,36 @@ def _require_differentiable(x: object) -> None:
             f"GradientTape.watch: got an array of dtype {x.dtype}, which has no "
             "gradient; expected a float array."
         )
+
+
+def clip_by_global_norm(
+    tensors: Sequence[ArrayLike | None], clip_norm: ArrayLike
+) -> tuple[list[jax.Array | None], jax.Array]:
+    """Scale tensors down together, where their common norm is above `clip_norm`.
+
+    Inside a replica function the gradients are this replica's own; to clip what the
+    optimizer applies, set the optimizer's `global_clipnorm=` instead. (TF:
+    `tf.clip_by_global_norm`.)
+
+    Args:
+        tensors: Such as gradients, of any shapes; those that are None stay None.
+        clip_norm: The greatest norm, positive.
+
+    Returns:
+        The tensors, each times `clip_norm / max(norm, clip_norm)`, and the norm before,
+        a scalar: the root of the sum of all their squares. Tensors are NaN where the
+        norm is not finite.
+
+    Example:
+        >>> import numpy as np, replicax as rx
+        >>> clipped, norm = rx.clip_by_global_norm([np.array([3.0, 0.0]), 4.0], 1.0)
+        >>> [np.asarray(x).round(2).tolist() for x in clipped], float(norm)
+        ([[0.6, 0.0], 0.8], 5.0)
+    """
+    given = [jnp.asarray(tensor) for tensor in tensors if tensor is not None]
+    total = sum((jnp.sum(jnp.square(x)) for x in given), start=jnp.zeros(()))
+    norm = jnp.sqrt(total)
+    scale = clip_norm / jnp.maximum(norm, clip_norm)
+    scale = jnp.where(jnp.isfinite(norm), scale, jnp.nan)
+    scaled = iter([x * scale.astype(x.dtype) for x in given])
+    return [None if t is None else next(scaled) for t in tensors], norm

@@ -10,7 +10,7 @@ from replicax.migrate.arguments import argument, keyword, remade, renamed, witho
 from replicax.migrate.operators import DEVICE_OPERATORS, HOST_OPERATORS, Operator
 from replicax.migrate.script import Expression, Script, Unported, walk
 from replicax.migrate.targets import accepted_arguments, find_note, find_target
-from replicax.migrate.tracing import RANDOM, is_traced
+from replicax.migrate.tracing import RANDOM, is_traced, makes_spec
 
 __all__ = [
     "Rule",
@@ -152,6 +152,136 @@ def _split(script: Script, node: Call, updated: Call, path: str) -> Expression:
         },
     )
     return _operator(script, updated, row, path)
+
+
+def _matmul(script: Script, node: Call, updated: Call, path: str) -> Expression:
+    args = []
+    for i, (name, old) in enumerate((("a", "x1"), ("b", "x2"))):
+        arg = argument(updated.args, i, name)
+        if arg is None:
+            raise Unported(f"tf.{path}: its argument {name!r} was not found")
+        flag = argument(updated.args, i + 2, f"transpose_{name}")
+        text = script.code(flag.value) if flag else "False"
+        if text not in {"True", "False"}:
+            raise Unported(f"tf.{path} stays: whether transpose_{name} is not seen")
+        if text == "True":
+            swap = script.expression("keras.ops.swapaxes")
+            last = [cst.parse_expression(number) for number in ("-1", "-2")]
+            arg = arg.with_changes(value=call_of(swap, arg.value, *last))
+        args.append(renamed(arg, old) if arg.keyword else arg)
+    func = script.expression("keras.ops.matmul")
+    return updated.with_changes(func=func, args=without(updated.args, args))
+
+
+def _squared_difference(
+    script: Script, node: Call, updated: Call, path: str
+) -> Expression:
+    x, y = _first(updated, "x", path), argument(updated.args, 1, "y")
+    if y is None:
+        raise Unported(f"tf.{path}: its argument 'y' was not found")
+    difference = call_of(script.expression("keras.ops.subtract"), x, y.value)
+    return call_of(script.expression("keras.ops.square"), difference)
+
+
+def _windowed(target: str, *names: str) -> Rule:
+    """A rule for convolutions and pooling, whose steps TF has for all four axes.
+
+    Args:
+        target: The operation of Keras; it takes `names` in this order.
+        names: TF's parameters: the input, the kernel or its size, the strides.
+    """
+
+    def rule(script: Script, node: Call, updated: Call, path: str) -> Expression:
+        given = {}
+        every = [*names, "padding", "data_format", "dilations", "name"]
+        for i, name in enumerate(every):
+            arg = argument(updated.args, i, name)
+            if arg is None and name == "filters":
+                arg = argument(updated.args, i, "filter")
+            if arg is None and name == names[0]:
+                arg = argument(updated.args, i, "value")
+            if arg is not None:
+                given[name] = arg.value
+        if "data_format" in given or "dilations" in given or len(given) < 4:
+            raise Unported(f"tf.{path} stays: use {target}")
+        padding = given["padding"]
+        if not isinstance(padding, cst.SimpleString):
+            raise Unported(f"tf.{path} stays: its padding is not a string here")
+        kept = [given[names[0]]]
+        for name in names[1:]:
+            value = given[name]
+            kept.append(value if name == "filters" else _inner(script, value, path))
+        args = [cst.Arg(value) for value in kept]
+        text = script.string(str(padding.evaluated_value).lower())
+        args.append(keyword("padding", text))
+        func = script.expression(target)
+        return updated.with_changes(func=func, args=without(updated.args, args))
+
+    return rule
+
+
+def _inner(script: Script, value: Expression, path: str) -> Expression:
+    """The two middle ones of `[1, height, width, 1]`; a number is both."""
+    if not isinstance(value, cst.List | cst.Tuple):
+        if isinstance(value, cst.Integer):
+            return value
+        raise Unported(f"tf.{path} stays: write its window as [1, height, width, 1]")
+    parts = [element.value for element in value.elements]
+    if len(parts) == 4:
+        parts = parts[1:3]
+    if len(parts) == 1:
+        parts *= 2
+    codes = ", ".join(script.code(part) for part in parts)
+    return cst.parse_expression(f"({codes})")
+
+
+def _trace(script: Script, node: Call, updated: Call, path: str) -> Expression:
+    kept = [a for a in updated.args if not (a.keyword and a.keyword.value == "_r")]
+    func = script.expression("jax.profiler.StepTraceAnnotation")
+    return updated.with_changes(func=func, args=without(updated.args, kept))
+
+
+def _summed_metric(name: str) -> Rule:
+    """A rule for `tf.metrics.accuracy` and its like in a model function.
+
+    The metric is made and updated above the statement, which gets the metric.
+    """
+
+    def rule(script: Script, node: Call, updated: Call, path: str) -> Expression:
+        function = script.function_of(node)
+        if function is None or not makes_spec(script, function):
+            raise Unported(
+                f"tf.{path} stays: make keras.metrics.{name}() and update it in a step"
+            )
+        values = {}
+        parameters = ["labels", "predictions", "weights"]
+        for i, parameter in enumerate(
+            ["values", "weights"] if name == "Mean" else parameters
+        ):
+            arg = argument(updated.args, i, parameter)
+            if arg is not None:
+                values[parameter] = arg.value
+        if len(updated.args) > len(values) + any(
+            _names(a, "name") for a in updated.args
+        ):
+            raise Unported(f"tf.{path} stays: use keras.metrics.{name}")
+        used = {n.value for n in walk(function) if isinstance(n, cst.Name)}
+        local = path.rpartition(".")[2]
+        while local in used or local in script.made_names:
+            local += "_metric"
+        script.made_names.add(local)
+        made = script.code(call_of(script.expression(f"keras.metrics.{name}")))
+        weights = values.pop("weights", None)
+        args = [cst.Arg(value) for value in values.values()]
+        if weights is not None:
+            args.append(keyword("sample_weight", weights))
+        update = cst.Attribute(cst.Name(local), cst.Name("update_state"))
+        code = script.code(cst.Call(update, without(args, args)))
+        statement = script.statement_of(node)
+        script.inserted.setdefault(statement, []).extend([f"{local} = {made}", code])
+        return cst.Name(local)
+
+    return rule
 
 
 def _renaming(target: str) -> Rule:
@@ -327,6 +457,34 @@ _RULES: dict[str, Rule] = {
     "constant": _constant,
     "convert_to_tensor": _constant,
     "Variable": _variable,
+    "matmul": _matmul,
+    "linalg.matmul": _matmul,
+    "squared_difference": _squared_difference,
+    "math.squared_difference": _squared_difference,
+    **dict.fromkeys(
+        ("nn.conv2d", "nn.conv1d"),
+        _windowed("keras.ops.conv", "input", "filters", "strides"),
+    ),
+    **{
+        f"nn.{kind}_pool{suffix}": _windowed(
+            f"keras.ops.{target}", "input", "ksize", "strides"
+        )
+        for kind, target in (("max", "max_pool"), ("avg", "average_pool"))
+        for suffix in ("", "2d")
+    },
+    "profiler.experimental.Trace": _trace,
+    **{
+        f"metrics.{path}": _summed_metric(name)
+        for path, name in (
+            ("accuracy", "Accuracy"),
+            ("mean", "Mean"),
+            ("auc", "AUC"),
+            ("precision", "Precision"),
+            ("recall", "Recall"),
+            ("mean_absolute_error", "MeanAbsoluteError"),
+            ("root_mean_squared_error", "RootMeanSquaredError"),
+        )
+    },
     "where": _where,
     "split": _split,
     "einsum": _renaming("keras.ops.einsum"),

@@ -153,10 +153,11 @@ class _Imports(cst.CSTTransformer):
     def _import(self, small: cst.Import) -> list[cst.BaseSmallStatement]:
         kept: list[cst.ImportAlias] = []
         for alias in small.names:
-            if path_in_tensorflow(alias.evaluated_name) is None:
-                kept.append(alias)
-                continue
             local = alias.evaluated_alias or alias.evaluated_name.partition(".")[0]
+            if path_in_tensorflow(alias.evaluated_name) is None:
+                if local in self._used or local not in self._was_used:
+                    kept.append(alias)  # Others served only what was taken out.
+                continue
             target = self._script.retained.get(local)
             if local in self._used and target is None:
                 kept.append(alias)

@@ -6,7 +6,7 @@ import libcst as cst
 from libcst import Call
 
 from replicax.migrate.arguments import argument, bound, keyword, without
-from replicax.migrate.script import Expression, Script, Unported, walk
+from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.tracing import makes_spec
 
 __all__ = ["RULES"]
@@ -32,16 +32,6 @@ _LOSS_ARGUMENTS = {
     "sigmoid_cross_entropy": ("multi_class_labels", "logits", "weights"),
     "absolute_difference": ("labels", "predictions", "weights"),
 }
-_SETTINGS = (
-    "set_logical_device_configuration",
-    "set_virtual_device_configuration",
-    "set_logical_devices",
-)
-_NEED_UNSTARTED = (
-    "MultiWorkerMirroredStrategy",
-    "ParameterServerStrategy",
-    "TPUStrategy",
-)
 
 
 def _layer(script: Script, node: Call, updated: Call, path: str) -> Expression:
@@ -92,44 +82,10 @@ def _loss(script: Script, node: Call, updated: Call, path: str) -> Expression:
     return cst.Call(func=made, args=args)
 
 
-def _refuse_before_start(script: Script, path: str) -> None:
-    """Looking at devices starts JAX, which clusters and other settings must do."""
-    for node in walk(script.module):
-        name = node.attr.value if isinstance(node, cst.Attribute) else ""
-        if name in _NEED_UNSTARTED:
-            raise Unported(
-                f"tf.{path} stays: with {name}, look at `jax.devices()` only after the "
-                "strategy is made"
-            )
-        if name in _SETTINGS:
-            raise Unported(
-                f"tf.{path} stays: look at `jax.devices()` after rx.set_logical_devices"
-            )
-
-
-def _devices(script: Script, node: Call, updated: Call, path: str) -> Expression:
-    _refuse_before_start(script, path)
-    kind = argument(updated.args, 0, "device_type")
-    devices = cst.Call(func=script.expression("jax.devices"))
-    if kind is None:
-        return devices
-    if not isinstance(kind.value, cst.SimpleString):
-        raise Unported(f"tf.{path} of a variable kind: use `jax.devices()`")
-    platform = str(kind.value.evaluated_value).lower()
-    text = (
-        f"[d for d in jax.devices() if d.platform == {script.string(platform).value}]"
-    )
-    text = text.replace("jax.devices", f"{script.alias('jax')}.devices")
-    return cst.parse_expression(text)
-
-
 def _gpu_available(script: Script, node: Call, updated: Call, path: str) -> Expression:
-    _refuse_before_start(script, path)
-    backend = cst.Call(func=script.expression("jax.default_backend"))
-    gpu = cst.ComparisonTarget(cst.Equal(), script.string("gpu"))
-    return cst.Comparison(
-        backend, [gpu], lpar=[cst.LeftParen()], rpar=[cst.RightParen()]
-    )
+    func = script.expression("rx.config.list_physical_devices")
+    devices = cst.Call(func, [cst.Arg(script.string("GPU"))])
+    return cst.Call(cst.Name("bool"), [cst.Arg(devices)])
 
 
 def _logical_devices(
@@ -171,10 +127,6 @@ def _mirrored(script: Script, node: Call, updated: Call, path: str) -> Expressio
 RULES: dict[str, Callable[[Script, cst.Call, cst.Call, str], cst.BaseExpression]] = {
     **{f"layers.{name}": _layer for name in _LAYERS},
     **{f"losses.{name}": _loss for name in _LOSSES},
-    "config.list_physical_devices": _devices,
-    "config.experimental.list_physical_devices": _devices,
-    "config.list_logical_devices": _devices,
-    "config.experimental.list_logical_devices": _devices,
     "config.set_logical_device_configuration": _logical_devices,
     "config.experimental.set_virtual_device_configuration": _logical_devices,
     "test.is_gpu_available": _gpu_available,

@@ -38,7 +38,6 @@ _LEFT = {
     "predict_classes": "use keras.ops.argmax of `predict`",
     "predict_proba": "use `predict`",
     "add_metric": "make a metric in __init__, and update it in `call`",
-    "get_next_as_optional": "use next(iterator, None)",
     "make_initializer": "variables are made with values",
     "get_concrete_function": "leave it away: `strategy.run` compiles",
 }
@@ -139,6 +138,57 @@ def _next(script: Script, node: Call, updated: Call, func: Attribute) -> Express
     return cst.Call(func=cst.Name("next"), args=[cst.Arg(func.value)])
 
 
+def _next_or_none(
+    script: Script, node: Call, updated: Call, func: Attribute
+) -> Expression:
+    args = [cst.Arg(func.value), cst.Arg(cst.Name("None"))]
+    return cst.Call(func=cst.Name("next"), args=args)
+
+
+def _has_value(
+    script: Script, node: Call, updated: Call, func: Attribute
+) -> Expression:
+    if updated.args or not _is_optional(script, node):
+        return updated
+    is_not = cst.ComparisonTarget(cst.IsNot(), cst.Name("None"))
+    left, right = [cst.LeftParen()], [cst.RightParen()]
+    return cst.Comparison(func.value, [is_not], lpar=left, rpar=right)
+
+
+def _get_value(
+    script: Script, node: Call, updated: Call, func: Attribute
+) -> Expression:
+    if updated.args or not _is_optional(script, node):
+        return updated
+    return func.value
+
+
+def _is_optional(script: Script, node: cst.Call) -> bool:
+    """Whether a method of what `get_next_as_optional` gave is called."""
+    assert isinstance(node.func, cst.Attribute)
+    value = node.func.value
+    made = script.flow.value(value) if isinstance(value, cst.Name) else value
+    return (
+        isinstance(made, cst.Call)
+        and isinstance(made.func, cst.Attribute)
+        and made.func.attr.value == "get_next_as_optional"
+    )
+
+
+def _saved(script: Script, node: Call, updated: Call, func: Attribute) -> Expression:
+    """`checkpoint.save(file_prefix=p)`, and `save` and `load` of other objects."""
+    names = {"file_prefix": "path", "save_path": "path"}
+    args = [
+        renamed(arg, names[arg.keyword.value])
+        if arg.keyword and arg.keyword.value in names
+        else arg
+        for arg in updated.args
+    ]
+    if args != list(updated.args):
+        return updated.with_changes(args=args)
+    return updated
+
+
 def _iter(script: Script, node: Call, updated: Call, func: Attribute) -> Expression:
     return cst.Call(func=cst.Name("iter"), args=[cst.Arg(func.value)])
 
@@ -216,7 +266,7 @@ def _fit(script: Script, node: Call, updated: Call, func: Attribute) -> Expressi
 def _save(script: Script, node: Call, updated: Call, func: Attribute) -> Expression:
     if "model" in script.code(func.value).lower():
         return keras_calls.written(script, node, updated)
-    return updated
+    return _saved(script, node, updated, func)
 
 
 def _save_weights(
@@ -304,6 +354,12 @@ _METHODS: dict[str, _Rule] = {
     "get_shape": _shape,
     "as_list": _as_list,
     "get_next": _next,
+    "get_next_as_optional": _next_or_none,
+    "has_value": _has_value,
+    "get_value": _get_value,
+    "restore": _saved,
+    "write": _saved,
+    "read": _saved,
     "make_initializable_iterator": _iter,
     "make_one_shot_iterator": _iter,
     "experimental_run": _experimental_run,

@@ -54,7 +54,6 @@ math.pow:power math.equal:equal math.not_equal:not_equal math.less:less
 math.less_equal:less_equal math.greater:greater math.greater_equal:greater_equal
 math.logical_and:logical_and math.logical_or:logical_or math.mod:mod
 math.floormod:mod math.floordiv:floor_divide truediv:divide math.truediv:divide
-math.squared_difference:= squared_difference:=
 """
 _DEVICE = """
 cast | x dtype name | keras.ops.cast | x dtype -
@@ -64,7 +63,6 @@ reduce_logsumexp math.reduce_logsumexp | input_tensor axis keepdims name | keras
 math.reduce_std | input_tensor axis keepdims name | keras.ops.std | x axis keepdims -
 math.reduce_variance | input_tensor axis keepdims name | keras.ops.var | x axis keepdims -
 math.count_nonzero | input axis keepdims dtype name | keras.ops.count_nonzero | x axis ! ! -
-matmul linalg.matmul | a b transpose_a transpose_b name | keras.ops.matmul | x1 x2 ! ! -
 tensordot | a b axes name | keras.ops.tensordot | x1 x2 axes -
 reshape | tensor shape name | keras.ops.reshape | x newshape -
 transpose | a perm conjugate name | keras.ops.transpose | x axes ! -
@@ -99,6 +97,12 @@ sort | values axis direction name | keras.ops.sort | x axis ! -
 argsort | values axis direction stable name | keras.ops.argsort | x axis ! - -
 math.top_k nn.top_k | input k sorted index_type name | keras.ops.top_k | x k sorted - -
 math.in_top_k nn.in_top_k | targets predictions k name | keras.ops.in_top_k | targets predictions k -
+nn.bias_add | value bias data_format name | keras.ops.add | x1 x2 ! -
+clip_by_global_norm | t_list clip_norm use_norm name | rx.clip_by_global_norm | tensors clip_norm ! -
+keras.backend.random_normal | shape mean stddev dtype seed | keras.random.normal | shape mean stddev dtype seed
+keras.backend.random_uniform | shape minval maxval dtype seed | keras.random.uniform | shape minval maxval dtype seed
+profiler.experimental.start | logdir options | jax.profiler.start_trace | log_dir -
+profiler.experimental.stop | save | jax.profiler.stop_trace | -
 cond | pred true_fn false_fn name | keras.ops.cond | pred true_fn false_fn -
 while_loop | cond body loop_vars shape_invariants parallel_iterations back_prop swap_memory maximum_iterations name | keras.ops.while_loop | cond body loop_vars - - - - maximum_iterations -
 vectorized_map | fn elems fallback_to_while_loop warn | keras.ops.vectorized_map | function elements - -
@@ -218,9 +222,8 @@ def _renamed(text: str, module: str, parameters: dict[str, str]) -> dict[str, Op
     table = {}
     for entry in text.split():
         name, _, target = entry.partition(":")
-        if target != "=":
-            target = f"{module}.{target or name.rpartition('.')[2]}"
-            table[name] = Operator(target=target, parameters=parameters)
+        target = f"{module}.{target or name.rpartition('.')[2]}"
+        table[name] = Operator(target=target, parameters=parameters)
     return table
 
 

@@ -7,14 +7,12 @@ from libcst import Call
 
 from replicax.migrate.arguments import argument, keyword, without
 from replicax.migrate.datasets import DatasetGroup, find_datasets
-from replicax.migrate.flow import Definition
 from replicax.migrate.host import (
     example_function,
     host_functions_of,
     plan_in_place,
     why_not_on_host,
 )
-from replicax.migrate.names import dotted
 from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.sources import (
     KNOWN_SOURCES,
@@ -47,7 +45,6 @@ def plan_pipelines(script: Script) -> None:
             _plan(script, group)
         else:
             _freeze(script, group, *problem)
-    _drop_settings(script)
 
 
 def _problem(script: Script, group: DatasetGroup) -> tuple[cst.CSTNode, str] | None:
@@ -271,87 +268,6 @@ MAPPED: dict[str, Rule] = {
     "concatenate": _concatenate,
 }
 """Methods of tf.data's datasets that Grain has, or that are not needed there."""
-
-
-def _drop_settings(script: Script) -> None:
-    """Take `options = tf.data.Options()` and `AUTOTUNE` out where nothing needs them.
-
-    Those that a use outside of ported pipelines needs stay, with all that sets them.
-    """
-    settings = {d for d in script.flow.definitions if _is_setting(script, d)}
-    unused = set(settings)
-    number = -1
-    while number != len(unused):
-        number = len(unused)
-        unused = {
-            definition
-            for definition in unused
-            for uses in [script.flow.uses(definition)]
-            if all(
-                _is_in_ported_call(script, use)
-                or (_set_there(script, use) and script.flow.reaching(use) <= unused)
-                for use in uses
-            )
-        }
-    for definition in sorted(settings, key=lambda d: script.line(d.node)):
-        uses = script.flow.uses(definition)
-        assigned = [each for use in uses if (each := _set_there(script, use))]
-        if definition in unused:
-            _drop_statement(script, definition.values[0])
-            for each in assigned:
-                _drop_statement(script, each)
-                _note_policy(script, each)
-        elif isinstance(value := definition.values[0], cst.Call):
-            script.leave(value, _STAYING_OPTIONS)
-            script.frozen |= {value, *assigned}
-
-
-_STAYING_OPTIONS = (
-    "tf.data.Options stays: not all that it is given to is a ported pipeline"
-)
-
-
-def _is_setting(script: Script, definition: Definition) -> bool:
-    if len(definition.values) != 1 or not isinstance(definition.node, cst.Name):
-        return False
-    value = definition.values[0]
-    if isinstance(value, cst.Call):
-        return script.names.path(value.func) == "data.Options"
-    path = script.names.path(value) or ""
-    return path.startswith("data.") and path.endswith("AUTOTUNE")
-
-
-def _is_in_ported_call(script: Script, use: cst.CSTNode) -> bool:
-    arg = script.parent(use)
-    call = script.parent(arg) if arg is not None else None
-    return isinstance(arg, cst.Arg) and call in script.replacements
-
-
-def _set_there(script: Script, use: cst.CSTNode) -> cst.Assign | None:
-    """The assignment to an attribute of what is used: `options.a.b = c`."""
-    node: cst.CSTNode | None = use
-    while isinstance(parent := script.parent(node) if node else None, cst.Attribute):
-        node = parent
-    assign = script.parent(parent) if isinstance(parent, cst.AssignTarget) else None
-    return assign if isinstance(assign, cst.Assign) and node is not use else None
-
-
-def _note_policy(script: Script, node: cst.Assign) -> None:
-    if "policy" not in (dotted(node.targets[0].target) or "").lower():
-        return
-    policy = (dotted(node.value) or script.code(node.value)).rpartition(".")[2]
-    what = f"pass auto_shard_policy=rx.AutoShardPolicy.{policy}"
-    script.note(
-        node,
-        f"dataset options are taken out; for several workers {what} to "
-        "strategy.experimental_distribute_dataset",
-    )
-
-
-def _drop_statement(script: Script, node: cst.CSTNode) -> None:
-    line = script.statement_of(node)
-    if isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1:
-        script.take_out(line)
 
 
 def _freeze_dropped(script: Script, call: cst.Call) -> None:

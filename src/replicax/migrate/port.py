@@ -10,6 +10,7 @@ from replicax.migrate.pipelines import plan_pipelines
 from replicax.migrate.rewrite import Rewriter
 from replicax.migrate.script import MARK, Finding, Script, walk
 from replicax.migrate.sessions import plan_sessions
+from replicax.migrate.settings import plan_settings
 from replicax.migrate.statements import plan_servers
 from replicax.migrate.tracing import find_traced, plan_randomness, report_branches
 from replicax.migrate.training import plan_training
@@ -63,12 +64,13 @@ def port(source: bytes) -> Ported:
     script = Script(module)
     find_retained(script)
     find_traced(script)
+    plan_servers(script)
     plan_pipelines(script)
+    plan_settings(script)
     plan_randomness(script)
     plan_sessions(script)
     plan_training(script)
     plan_logits(script)
-    plan_servers(script)
     _report_backend(script)
     report_branches(script)
     changed = script.module.visit(Rewriter(script))

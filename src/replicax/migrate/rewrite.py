@@ -55,6 +55,12 @@ class Rewriter(cst.CSTTransformer):
         else:
             nodes = [result]
         if nodes:
+            lines = self._script.inserted.pop(original, ())
+            if lines:
+                first, *others = [cst.parse_statement(line) for line in lines]
+                first = first.with_changes(leading_lines=nodes[0].leading_lines)
+                nodes[0] = nodes[0].with_changes(leading_lines=())
+                nodes[:0] = [first, *others]
             lost = lost_comments(original, nodes)
             lines = [*nodes[0].leading_lines, *lost]
             nodes[0] = with_marks(

@@ -91,6 +91,8 @@ class Script:
         wrapped: Targets, such as `"keras.ops.softmax"`, of which results of original
             calls become the argument.
         generators: Names of what gives random numbers to original calls.
+        inserted: Code of statements that stand above original ones.
+        made_names: Names that rules have bound in such statements.
     """
 
     def __init__(self, module: cst.Module) -> None:
@@ -113,6 +115,8 @@ class Script:
         self.extra_arguments: dict[cst.Call, cst.Arg] = {}
         self.wrapped: dict[cst.CSTNode, str] = {}
         self.generators: dict[cst.CSTNode, str] = {}
+        self.inserted: dict[cst.CSTNode, list[str]] = {}
+        self.made_names: set[str] = set()
         self._positions = wrapper.resolve(PositionProvider)
         self._parents = wrapper.resolve(ParentNodeProvider)
         self._aliases: dict[str, str] = {}

@@ -134,8 +134,24 @@ _NOTE = (
 )
 
 
+_CLUSTER = (
+    "the cluster in this process is taken out: start the script as all its tasks, such "
+    "as with `replicax run --workers 2 --ps 1`"
+)
+
+
 def plan_servers(script: Script) -> None:
-    """Plan to take out `if task is a server:` with all that is in it."""
+    """Plan to take out `if task is a server:`, and functions that start clusters."""
+    for function in [n for n in walk(script.module) if isinstance(n, cst.FunctionDef)]:
+        if _starts_cluster(script, function):
+            script.note(function.name, _CLUSTER)
+            script.take_out(function)
+            for node in walk(script.module):
+                if isinstance(node, cst.Call) and _is_called(function, node):
+                    script.frozen |= {node.func, *node.args}
+                    script.replacements[node] = lambda updated: cst.Call(
+                        script.expression("rx.cluster_resolver.TFConfigClusterResolver")
+                    )
     for node in walk(script.module):
         if isinstance(node, cst.If) and _only_serves(script, node.body):
             if isinstance(script.parent(node), cst.If):
@@ -144,6 +160,25 @@ def plan_servers(script: Script) -> None:
             script.frozen.add(node.test)
             script.frozen.add(node.body)
             script.replacements[node] = _without_first_branch
+
+
+def _starts_cluster(script: Script, function: cst.FunctionDef) -> bool:
+    """Whether a function makes servers, and gives the resolver of their cluster."""
+    nodes = list(walk(function.body))
+    returned = [n.value for n in nodes if isinstance(n, cst.Return) and n.value]
+    has_server = any(_is_server(script, node) for node in nodes)
+    is_resolver = [_is_resolver(script, value) for value in returned]
+    return has_server and bool(returned) and all(is_resolver)
+
+
+def _is_resolver(script: Script, node: cst.BaseExpression) -> bool:
+    made = script.flow.value(node) if isinstance(node, cst.Name) else node
+    path = script.names.path(made.func) if isinstance(made, cst.Call) else None
+    return (path or "").startswith("distribute.cluster_resolver.")
+
+
+def _is_called(function: cst.FunctionDef, node: cst.Call) -> bool:
+    return isinstance(node.func, cst.Name) and node.func.value == function.name.value
 
 
 def _only_serves(script: Script, block: cst.BaseSuite) -> bool:

@@ -94,6 +94,11 @@ StepCounterHook StopAtStepHook
 _HOOKS = _HOOK_NAMES.split()
 EXACT = {
     "GradientTape": "rx.GradientTape",
+    **{
+        f"config.{module}list_{kind}_devices": f"rx.config.list_{kind}_devices"
+        for module in ("", "experimental.")
+        for kind in ("physical", "logical")
+    },
     "train.Checkpoint": "rx.Checkpoint",
     "train.CheckpointManager": "rx.CheckpointManager",
     "train.latest_checkpoint": "rx.latest_checkpoint",
@@ -353,7 +358,9 @@ REASONS = {
     "summary": (
         "write metrics with `keras.callbacks.CSVLogger` or the package tensorboardX"
     ),
-    "saved_model": "use `model.save` or `model.export`",
+    "saved_model": (
+        'use `model.save("model.keras")`; `model.export` writes one with TensorFlow'
+    ),
     "io.gfile": "use `pathlib` or `os`",
     "gfile": "use `pathlib` or `os`",
     "io": "read it in NumPy, in the dataset's source",
@@ -375,7 +382,6 @@ REASONS = {
     "map_fn": "use `keras.ops.map` or `keras.ops.vectorized_map`",
     "boolean_mask": "shapes are fixed in a compiled step: use `keras.ops.where`",
     "gather_nd": "index the array: `x[i, j]`",
-    "clip_by_global_norm": "use `global_clipnorm=` of the optimizer",
     "clip_by_norm": "use `clipnorm=` of the optimizer",
     "split": "use `keras.ops.split`, whose list has positions, not sizes",
     "nn.dropout": "use `keras.layers.Dropout`",
@@ -394,7 +400,7 @@ REASONS = {
     ),
     "config": "devices are JAX's: `jax.devices()`, `rx.set_logical_devices(n)`",
     "debugging": "use `checkify` of JAX, or `jax.debug.print`",
-    "profiler": "use `jax.profiler.trace`",
+    "profiler": "use `jax.profiler`",
     "device": 'use `keras.device("cpu:0")`',
     "function": "leave it away: `strategy.run` compiles",
     "autograph": "there is no AutoGraph",

@@ -130,6 +130,8 @@ RANDOM = [
     "truncated_normal",
     "random.categorical",
     "random.shuffle",
+    "keras.backend.random_normal",
+    "keras.backend.random_uniform",
 ]
 """Paths of functions that draw random numbers."""
 

@@ -13,7 +13,7 @@ from replicax.engine.consistency import Labels
 from replicax.engine.group import ReplicaGroup
 from replicax.engine.program import Program
 from replicax.engine.protocols import StepQueue
-from replicax.engine.variables import Variable
+from replicax.engine.variables import Variable, is_seed_state
 from replicax.errors import ContextError
 from replicax.keras.variables import adopt
 
@@ -72,7 +72,7 @@ class ReplicaHome:
         """Raise unless each variable was created in the strategy's scope."""
         for variable in variables:
             layout, wanted = internals.layout_of(variable), self.layout(variable)
-            if layout is None and self._adopts:
+            if layout is None and (self._adopts or _is_random_state(variable)):
                 adopt(variable)
                 internals.set_layout(variable, wanted)
             elif layout != wanted:
@@ -129,3 +129,12 @@ class ReplicaHome:
 
     def finalize(self, optimizer: keras.Optimizer) -> None:
         """Called when `fit` finalizes the variables that its optimizer trains."""
+
+
+def _is_random_state(variable: Variable) -> bool:
+    """Whether any process' value will do: random layers, such as of augmentation.
+
+    They have it as soon as they are made, their weights when they are built. Seeds of
+    several processes may differ, so that there they must be made in the scope.
+    """
+    return is_seed_state(variable) and jax.process_count() == 1

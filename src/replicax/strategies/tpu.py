@@ -29,7 +29,7 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
     (TF: `tf.distribute.TPUStrategy`.)
 
     Args:
-        tpu_cluster_resolver: The slice. Defaults to `TPUClusterResolver()`.
+        tpu_cluster_resolver: The slice. Defaults to `TPUClusterResolver(tpu="")`.
         communication_options: How workers communicate.
         cross_device_ops: How gradients are summed. Defaults to `rx.NcclAllReduce()`:
             XLA's all-reduce.
@@ -69,7 +69,7 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
         timeouts: Timeouts | None = None,
     ) -> None:
         if tpu_cluster_resolver is None:
-            tpu_cluster_resolver = TPUClusterResolver()
+            tpu_cluster_resolver = TPUClusterResolver(tpu="")
         super().__init__(
             _checked(tpu_cluster_resolver),
             communication_options,
