@@ -9,6 +9,7 @@ so that a scan of a millisecond is seen too.
 """
 
 import contextlib
+import functools
 import ipaddress
 import logging
 import os
@@ -65,6 +66,7 @@ def host_of(peer: str) -> str:
     return peer.rpartition(":")[0].strip("[]")
 
 
+@functools.lru_cache(4096)  # Each call asks.
 def _parse(text: str) -> Peer:
     host, _, port = unquote(text).partition(":")[2].rpartition(":")
     return _plain(host.strip("[]")), int(port) if port.isdecimal() else 0

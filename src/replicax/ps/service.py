@@ -78,6 +78,7 @@ class Service:
         }
         for name in () if board is None else board.ACTIONS:
             self._actions[f"board.{name}"] = getattr(board, name)
+        self._signatures = {n: inspect.signature(a) for n, a in self._actions.items()}
         self._log = LimitedLog(warnings_per_minute)
         self._doorman = Doorman(
             self._bound.port, self._log, stranger_seconds=stranger_seconds
@@ -225,7 +226,7 @@ class Service:
             raise Refused(f"there is no action {name!r:.80}; there are {known}")
         try:
             arguments = wire.read_json(body)
-            inspect.signature(function).bind(**arguments)
+            self._signatures[name].bind(**arguments)
         except (wire.WireError, TypeError) as error:
             raise Refused(f"the arguments of {name!r} do not fit: {error}") from error
         return function(**arguments)
