@@ -18,7 +18,12 @@ from replicax.cluster.timeouts import Timeouts
 from replicax.ps.board import Board
 from replicax.ps.call_log import Sessions, note_nothing
 from replicax.ps.groups import Group, StepShare
-from replicax.ps.pace import beat_seconds, longest_pause, tickets_at_once
+from replicax.ps.pace import (
+    beat_seconds,
+    longest_pause,
+    tickets_at_once,
+    watch_seconds,
+)
 
 __all__ = ["STREAM", "Cluster", "Job", "Times"]
 
@@ -391,7 +396,7 @@ class Cluster:
         while True:
             for method in ("is_done", "failed"):
                 yield from self.on_board(method)
-            yield self.world.sleep(2 * longest_pause(self.job.servers))
+            yield self.world.sleep(watch_seconds(self.job.servers))
 
     def start(self) -> None:
         """Have all processes begin; `world.run` lets them go on."""

@@ -33,6 +33,7 @@ from replicax.ps.store import VariableStore
 from replicax.ps.variable_slices import VariableGroup, VariableSlice
 
 CREDENTIALS = Credentials(token="only-for-this-benchmark")
+_IDLE_SECONDS = 2.0
 SMALL = 1024  # Elements of a vector of which only the message counts.
 
 
@@ -87,6 +88,11 @@ class Exchanges:
         self._pipe, self._count = pipe, count
         self._connection = Connection(f"127.0.0.1:{port}", CREDENTIALS)
         self._numbers = itertools.count(1)
+        self._connection.call("hello")
+        before = self._cpu()
+        time.sleep(_IDLE_SECONDS)
+        # What both use of the cores in a second without being asked anything.
+        self._idle = (self._cpu() - before) / _IDLE_SECONDS
 
     def of_call(self) -> np.ndarray:
         """Of a call of the board, at the server and here."""
@@ -121,10 +127,11 @@ class Exchanges:
     def _timed(self, exchange: Callable[[], Any]) -> np.ndarray:
         for _ in range(3):
             exchange()
-        before = self._cpu()
+        before, began = self._cpu(), time.perf_counter()
         for _ in range(self._count):
             exchange()
-        return (self._cpu() - before) / self._count
+        spent = self._cpu() - before - self._idle * (time.perf_counter() - began)
+        return spent / self._count
 
     def _cpu(self) -> np.ndarray:
         self._pipe.send("cpu")

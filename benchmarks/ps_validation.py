@@ -124,6 +124,13 @@ def main() -> None:
     parser.add_argument(
         "--steps", type=int, default=20, help="of each worker in a turn"
     )
+    parser.add_argument(
+        "--most-others",
+        type=float,
+        default=4.0,
+        help="leave out turns with more threads of other programs: what a scheduler "
+        "does with many is not simulated",
+    )
     options = parser.parse_args()
     os.environ["JAX_PLATFORMS"] = "cpu"
     width = options.width
@@ -150,6 +157,7 @@ def main() -> None:
             cluster.train(6 * workers)  # Compile.
             cluster.train(6 * workers)
             clusters[workers] = cluster
+            print(f"{workers} workers are ready", file=sys.stderr, flush=True)
         for _ in range(options.rounds):
             times = measured(num_bytes / 1e6, 12)
             turns = {
@@ -173,21 +181,26 @@ def main() -> None:
                 rows[workers].append((real, *simulated(job, whole)))
                 print(workers, rows[workers][-1], file=sys.stderr, flush=True)
     print(
-        "| workers | real updates/s | simulated | ratio | real staleness | simulated "
-        "| others' threads | server's CPU ms |"
+        "| workers | turns | real updates/s | simulated | ratio (min to max) "
+        "| real staleness | simulated | others' threads |"
     )
     print("|---|---|---|---|---|---|---|---|")
     for workers, found in rows.items():
-        real, updates, staleness = (list(x) for x in zip(*found, strict=True))
+        quiet = [row for row in found if row[0].others <= options.most_others]
+        if not quiet:
+            print(f"| {workers} | 0 of {len(found)} |" + " |" * 6)
+            continue
+        real, updates, staleness = (list(x) for x in zip(*quiet, strict=True))
+        ratios = sorted(u / t.updates for t, u in zip(real, updates, strict=True))
         cells = [
             f"{workers}",
+            f"{len(quiet)} of {len(found)}",
             f"{median(t.updates for t in real):.2f}",
             f"{median(updates):.2f}",
-            f"{median(u / t.updates for t, u in zip(real, updates, strict=True)):.2f}",
+            f"{median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})",
             f"{median(t.staleness for t in real):.2f}",
             f"{median(staleness):.2f}",
             f"{median(t.others for t in real):.1f}",
-            f"{1000 * median(t.server_cpu for t in real):.1f}",
         ]
         print("| " + " | ".join(cells) + " |")
 

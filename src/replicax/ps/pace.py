@@ -1,15 +1,16 @@
-"""How often workers call the board: seldom enough for one server to answer them all.
+"""How often tasks call the board: seldom enough for one server to answer them all.
 
-A call costs server 0 about a third of a millisecond (`benchmarks/ps_simulation.py`
-measures it), so these rates, which are of all workers together, take less than half of
+A call costs server 0 half a millisecond (`benchmarks/ps_simulation.py`
+measures it), so these rates, which are of all tasks together, take less than half of
 one core. A small job never comes near them: it is as prompt as it can be.
 """
 
 import math
 
-__all__ = ["beat_seconds", "longest_pause", "tickets_at_once"]
+__all__ = ["beat_seconds", "longest_pause", "tickets_at_once", "watch_seconds"]
 
 _BEATS_PER_SECOND = 200
+_WATCHES_PER_SECOND = 50
 _POLLS_PER_SECOND = 500
 _CLAIMS_PER_SECOND = 400
 _WORKERS_PER_TICKET = 32
@@ -24,6 +25,15 @@ def beat_seconds(num_workers: int, heartbeat_seconds: float) -> float:
     """
     seldom = max(1.0, num_workers / _BEATS_PER_SECOND)
     return min(seldom, heartbeat_seconds / 4)
+
+
+def watch_seconds(num_servers: int) -> float:
+    """The time between two looks of a server at whether the job is over.
+
+    >>> watch_seconds(4), watch_seconds(64)
+    (0.2, 1.28)
+    """
+    return max(0.2, num_servers / _WATCHES_PER_SECOND)
 
 
 def longest_pause(num_callers: int) -> float:
