@@ -173,6 +173,15 @@ def test_check_names_the_line_of_the_original_that_fails(tmp_path: Path) -> None
     assert paths[1].read_text() == SCRIPT
 
 
+@pytest.mark.timeout(60)
+def test_check_has_a_deadline(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import time\n\ntime.sleep(50)\n")
+    result = invoke("--check", "--check-seconds", "0.5", "--diff", script)
+    assert result.exit_code == 1
+    assert "no training step within 0.5 s" in result.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.timeout(120)

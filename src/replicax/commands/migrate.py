@@ -48,6 +48,14 @@ def migrate(
     arguments: Annotated[
         str, typer.Option("--arguments", help="What --check passes to the scripts.")
     ] = "",
+    check_seconds: Annotated[
+        float,
+        typer.Option(
+            "--check-seconds",
+            min=0.1,
+            help="A script that takes --check longer is ended and reported.",
+        ),
+    ] = 600.0,
 ) -> None:
     """Port tf.distribute scripts to replicax, Keras 3 and Grain.
 
@@ -78,7 +86,8 @@ def migrate(
     scripts_and_ports: _Ports = {}
     statuses = [_migrate(file, diff, write, quiet, scripts_and_ports) for file in files]
     if check:
-        statuses.append(_check(scripts_and_ports, shlex.split(arguments)))
+        split = shlex.split(arguments)
+        statuses.append(_check(scripts_and_ports, split, check_seconds))
     raise typer.Exit(max(statuses, default=_NOTHING_LEFT))
 
 
@@ -132,7 +141,7 @@ def _migrate(file: str, diff: bool, write: bool, quiet: bool, done: _Ports) -> i
     return _SOMETHING_LEFT if ported.left else _NOTHING_LEFT
 
 
-def _check(ports: _Ports, arguments: Sequence[str]) -> int:
+def _check(ports: _Ports, arguments: Sequence[str], limit_seconds: float) -> int:
     """Run the ported scripts of which nothing is left; the exit status."""
     from replicax.migrate.check import check
 
@@ -145,7 +154,7 @@ def _check(ports: _Ports, arguments: Sequence[str]) -> int:
         if ported.left:
             typer.echo(f"{file}: not checked, as something is left", err=True)
             continue
-        found = check(path, source.decode(), texts, arguments)
+        found = check(path, source.decode(), texts, arguments, limit_seconds)
         if found is None:
             typer.echo(f"{file}: checked, up to its first training step", err=True)
         else:

@@ -18,7 +18,11 @@ _NOT_COVERED = "which plans do not cover"
 
 
 def check(
-    path: Path, original: str, ported: Mapping[Path, str], arguments: Sequence[str]
+    path: Path,
+    original: str,
+    ported: Mapping[Path, str],
+    arguments: Sequence[str],
+    limit_seconds: float,
 ) -> Finding | None:
     """Run a ported script in a process under the dry run of `replicax plan`.
 
@@ -27,6 +31,7 @@ def check(
         original: The original's text, for its line numbers.
         ported: The ported texts of the original, and of modules beside it.
         arguments: What the script gets on its command line.
+        limit_seconds: A script that takes longer is ended, and reported.
 
     Returns:
         The error that ended it, by line of the original; None if it reached a training
@@ -39,21 +44,33 @@ def check(
                 (Path(folder) / other.name).write_text(text, "utf-8")
         inherited = os.environ.get("PYTHONPATH")
         parts = [str(path.resolve().parent), *([inherited] if inherited else [])]
-        done = subprocess.run(
-            [
-                *(sys.executable, "-m", "replicax.planning", "--topology", "cpu:2"),
-                *(str(script), *arguments),
-            ],
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(parts),
-                "JAX_PLATFORMS": "cpu",
-            },
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            check=False,
-        )
+        command = [
+            *(sys.executable, "-m", "replicax.planning", "--topology", "cpu:2"),
+            *(str(script), *arguments),
+        ]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(parts),
+            "JAX_PLATFORMS": "cpu",
+        }
+        try:
+            done = subprocess.run(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                timeout=limit_seconds,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return Finding(
+                1,
+                original.partition("\n")[0][:70],
+                f"not checked: it made no training step within {limit_seconds:g} s; "
+                "try it on less data, or allow more with --check-seconds",
+            )
         if done.returncode == 0 or _NO_STEP in done.stderr:
             return None
         line, error = _failure(done.stderr, str(script))
