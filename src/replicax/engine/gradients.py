@@ -354,9 +354,9 @@ def clip_by_global_norm(
 
     Example:
         >>> import numpy as np, replicax as rx
-        >>> clipped, norm = rx.clip_by_global_norm([np.array([3.0, 0.0]), 4.0], 1.0)
-        >>> [np.asarray(x).round(2).tolist() for x in clipped], float(norm)
-        ([[0.6, 0.0], 0.8], 5.0)
+        >>> clipped, norm = rx.clip_by_global_norm([np.array([3.0, 0.0]), 4.0], 2.5)
+        >>> [x.tolist() for x in clipped], float(norm)
+        ([[1.5, 0.0], 2.0], 5.0)
     """
     given = [jnp.asarray(tensor) for tensor in tensors if tensor is not None]
     total = sum((jnp.sum(jnp.square(x)) for x in given), start=jnp.zeros(()))
