@@ -318,7 +318,7 @@ def test_a_server_that_does_not_come_to_an_end(how, answer) -> None:
         ClusterConfigError, match=r"no answer: nothing within 0\.5 s"
     ) as error:
         detect_slice({}, is_tpu_vm=True, timeout_seconds=0.5)
-    assert time.monotonic() - begin < 3
+    assert time.monotonic() - begin < 10
     message = str(error.value)
     assert "localhost" in message
     assert "'agent-worker-number'" in message
@@ -338,4 +338,4 @@ def test_there_is_no_server() -> None:
         ClusterConfigError, match=r"localhost:1, asked .*ConnectionRefused"
     ):
         detect_slice({}, is_tpu_vm=True)
-    assert time.monotonic() - begin < 4
+    assert time.monotonic() - begin < 10

@@ -117,7 +117,7 @@ def test_one_that_does_not_come() -> None:
         r".*\(rx\.Timeouts\(startup=\.\.\.\)\)\.$",
     ) as caught:
         first.exchange("start", 0)
-    assert 0.3 <= time.monotonic() - begin < 3
+    assert 0.3 <= time.monotonic() - begin < 10
     assert caught.value.culprit == "worker:2"
 
 
@@ -149,7 +149,7 @@ def test_one_that_has_ended_its_script() -> None:
         ClusterMismatchError, match=r"worker:1 \(host1:1\) ended its script"
     ):
         first.exchange("start", 0)
-    assert time.monotonic() - begin < 3
+    assert time.monotonic() - begin < 10
 
 
 @pytest.fixture

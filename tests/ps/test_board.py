@@ -76,16 +76,11 @@ def test_actions_are_all_public_methods_but_those_for_snapshots():
     assert public - {"ACTIONS", "state", "load_state", "refuse"} == Board.ACTIONS
 
 
-def test_join_tells_who_is_chief_and_what_to_keep_to(board):
+def test_join_tells_what_to_keep_to(board):
     answer = ask(board, "join", worker=NAMES[1], session="s", info={"host": "b"})
     assert answer == {
-        "is_chief": False,
-        "chief": "worker:0",
-        "alive": ["worker:1"],
         "starts": 1,
         "heartbeat_seconds": 10,
-        "grace_seconds": 100,
-        "stop": None,
         "failed": None,
     }
 
@@ -325,14 +320,6 @@ def test_reports_by_worker_and_the_newest_names(board, clients):
         a("report", topic="m/70", values="x" * 2**20)
 
 
-def test_everybody_hears_of_a_stop(board, clients):
-    assert ask(board, "stop", reason="early stopping") == "early stopping"
-    assert ask(board, "stop", reason="another") == "early stopping"
-    assert [client("beat")["stop"] for client in clients] == ["early stopping"] * 3
-    assert ask(board, "stop", reason=None) is None
-    assert clients[0]("beat")["stop"] is None
-
-
 def test_status_has_what_workers_tell_and_their_pace(board, clients, clock):
     a, b, _ = clients
     ask(board, "open", stream=STREAM)
@@ -403,7 +390,6 @@ def test_a_restarted_server_goes_on_with_the_same_sessions(board, clients, clock
     a("put", key="k", value=1)
     a("report", topic="r", values=2)
     a("arrive", barrier="go")
-    ask(board, "stop", reason="enough")
     saved = json.loads(json.dumps(board.state()))
     clock.seconds = 1000
     again = Board(NAMES, TIMEOUTS, now=clock)
@@ -415,10 +401,10 @@ def test_a_restarted_server_goes_on_with_the_same_sessions(board, clients, clock
     assert not b("result", id="x", value=3)["late"]
     assert (a("get", key="k"), a("reports", topic="r")) == (1, {"worker:0": 2})
     assert a("arrive", barrier="go")["missing"] == ["worker:1", "worker:2"]
-    assert a("beat") == {"stop": "enough", "failed": None}
+    assert a("beat") == {"failed": None}
     clock.seconds = 1011
     assert ask(again, "alive") == []
-    with pytest.raises(ValueError, match="version None, expected 5"):
+    with pytest.raises(ValueError, match="version None, expected 6"):
         again.load_state({})
 
 

@@ -297,7 +297,7 @@ def test_what_fails_in_an_operation_is_told_and_the_stream_goes_on(created, capl
 
 
 def test_actions_of_the_board_and_the_store(created):
-    assert created.call("board.join", worker="worker:0", session="a")["is_chief"]
+    assert created.call("board.join", worker="worker:0", session="a")["starts"]
     assert created.call("board.alive") == ["worker:0"]
     assert created.call("store.status")["groups"]["weights"]["version"] == 0
     assert created.call("hello")["server"] == 0
@@ -378,7 +378,7 @@ def test_closing_lets_an_answer_finish(service, connection, doubles):
 def test_closing_does_not_wait_for_idle_streams(service, created):
     began = time.monotonic()
     service.close(deadline=20)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 10
     with socket.socket() as sock:
         assert sock.connect_ex(("127.0.0.1", int(service.address[-5:]))) != 0
 
@@ -413,14 +413,13 @@ def test_twenty_services_leave_no_thread_descriptor_or_port():
 def test_warnings_are_limited(service, caplog):
     service._log._per_minute = 20
     with caplog.at_level(logging.WARNING, logger="replicax"):
-        host, _, port = service.address.rpartition(":")
-        for _ in range(50):
-            socket.create_connection((host, int(port))).close()
-        time.sleep(0.3)
+        with Connection(service.address, Credentials(token=new_token())) as stranger:
+            for _ in range(50):
+                with pytest.raises(ServerRefused, match="has the wrong token"):
+                    stranger.call("hello")
         service.close()
     lines = [r.getMessage() for r in caplog.records if r.name == "replicax"]
     assert len(lines) <= 6
     assert lines[-1] == (
-        "Warnings that were left out: 45 connections that ended without a token of "
-        "127.0.0.1."
+        "Warnings that were left out: 45 calls without the right token of 127.0.0.1."
     )

@@ -145,21 +145,6 @@ def plain(server):
     return sock, sock.getsockname()[1]
 
 
-needs_reports = pytest.mark.skipif(
-    sys.platform != "linux", reason="Linux reports the ends of connections"
-)
-
-
-@needs_reports
-def test_a_port_scan_is_logged_with_its_address(server):
-    sock, port = plain(server)
-    sock.close()
-    server.log_has(
-        rf"127\.0\.0\.1:{port} .*ended after [01] bytes without a valid token"
-    )
-
-
-@needs_reports
 @pytest.mark.parametrize(
     "data",
     [
@@ -172,15 +157,13 @@ def test_a_port_scan_is_logged_with_its_address(server):
     ids=["random", "zeros", "HTTP/1", "TLS", "broken HTTP/2"],
 )
 def test_bytes_that_are_no_call_are_refused_at_once(server, data):
-    sock, port = plain(server)
+    """As by any program that listens: gRPC closes, and the log says nothing."""
+    sock, _ = plain(server)
     with sock, contextlib.suppress(ConnectionError):
+        sock.settimeout(5)
         sock.sendall(data)
-        began = time.monotonic()
         while sock.recv(65536):
             pass
-        assert time.monotonic() - began < 5
-    sock.close()
-    server.log_has(rf"127\.0\.0\.1:{port} .*without a valid token")
 
 
 def test_a_connection_that_says_nothing_is_closed(server):
@@ -201,26 +184,30 @@ def test_a_wrong_token_is_refused_at_once(server, how):
     with server.connect(Credentials(token=new_token())) as stranger:
         calls = {
             "exchange": lambda: stranger.exchange({"op": "pull", "group": "weights"}),
-            "call": lambda: stranger.call("board.stop", reason="because"),
+            "call": lambda: stranger.call("board.alive"),
         }
         with pytest.raises(ServerRefused, match="has the wrong token") as caught:
             calls[how]()
         assert caught.value.kind == "Unauthenticated"
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 10
     server.log_has(r"has the wrong token. Refused; it came from 127\.0\.0\.1:\d+")
     assert server.connection.call("board.alive") == []
 
 
-@needs_reports
 def test_a_flood_of_idle_connections_hides_no_wrong_token(tmp_path):
     token = new_token()
     environment = {"REPLICAX_PS_TOKEN": token}
     server = Server(tmp_path, environment, Credentials(token=token))
     try:
+        before = server.resident_megabytes()
         with contextlib.ExitStack() as idle:
-            for _ in range(170):
-                idle.enter_context(plain(server)[0])
-            server.log_has(r"(?s)(Closed the connection.*){15}", seconds=10)
+            socks = [idle.enter_context(plain(server)[0]) for _ in range(170)]
+            assert server.resident_megabytes() - before < 50
+            for sock in socks:
+                sock.settimeout(30)
+                with contextlib.suppress(ConnectionError):
+                    while sock.recv(65536):
+                        pass
         with server.connect(Credentials(token=new_token())) as stranger:
             for _ in range(3):
                 with pytest.raises(ServerRefused, match="has the wrong token"):
@@ -229,10 +216,9 @@ def test_a_flood_of_idle_connections_hides_no_wrong_token(tmp_path):
     finally:
         server.close()
     log = server.log_path.read_text()
-    # On a busy machine some end before the server closes them.
-    said = len(re.findall("Closed the connection|ended after 0 bytes", log))
-    left_out = re.findall(r"(\d+) connections that (?:stayed|ended)", log)
-    assert said < 2 * 15 + 3
+    said = log.count("Closed the connection")
+    left_out = re.findall(r"(\d+) connections that stayed", log)
+    assert said <= 15 * 2  # Of one address, in each of the minutes that it took.
     assert 170 <= said + sum(map(int, left_out)) <= 173, log
 
 
@@ -301,10 +287,12 @@ def test_a_replayed_push_is_refused(server):
         server.log_has(r"'push' of 127\.0\.0\.1:\d+ failed: .*is older than")
 
 
-@needs_reports
+@pytest.mark.skipif(
+    not hasattr(socket, "TCP_INFO"), reason="the system counts no received bytes"
+)
 @pytest.mark.parametrize("how", ["action", "stream"])
 def test_two_hundred_megabytes_without_a_token_are_cut_off(server, how):
-    """gRPC takes a call's body before the token is checked; the doorman ends it."""
+    """gRPC takes a body before the token is checked: the connection is closed."""
     flight = wire.flight()
     refused = (
         *(flight.FlightUnavailableError, flight.FlightUnauthenticatedError),

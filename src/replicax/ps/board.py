@@ -40,8 +40,7 @@ __all__ = ["Board"]
 
 _logger = logging.getLogger("replicax")
 _MAX_INFO = 64 * 1024
-_MAX_REASON = 4000
-_STATE_VERSION = 5
+_STATE_VERSION = 6
 
 _ACTIONS: set[str] = set()
 
@@ -98,8 +97,8 @@ class Board:
     last answer again, and nothing is done twice. A lower one is refused.
 
     >>> board = Board(["worker:0", "worker:1"], Timeouts(heartbeat=5, chief=60))
-    >>> board.join("worker:0", "a1b2")["is_chief"]
-    True
+    >>> board.join("worker:0", "a1b2")["starts"]
+    1
     >>> board.open("fit 0/epoch/0", limit=3)
     {'over': False, 'length': 3}
     >>> board.claim("fit 0/epoch/0", "worker:0", "a1b2", call=1, count=2)
@@ -204,13 +203,8 @@ class Board:
             if told.worker == worker and earlier != session:
                 del self._answers[earlier]
         return {
-            "is_chief": worker == presence.chief,
-            "chief": presence.chief,
-            "alive": presence.alive(),
             "starts": presence.starts(worker),
             "heartbeat_seconds": presence.timeouts.heartbeat,
-            "grace_seconds": presence.timeouts.chief,
-            "stop": self._rendezvous.stop,
             "failed": self._failure,
         }
 
@@ -220,7 +214,7 @@ class Board:
     ) -> JSONObject:
         """Says that the worker lives, and learns how the job is."""
         self._describe(worker, info)
-        return {"stop": self._rendezvous.stop, "failed": self._failure}
+        return {"failed": self._failure}
 
     def _describe(self, worker: str, info: JSONObject | None) -> None:
         if info is not None:
@@ -271,13 +265,6 @@ class Board:
     def get(self, key: Name) -> JSON:
         """The value of a key; None: nobody has put one."""
         return self._rendezvous.get(key)
-
-    @_action
-    def stop(self, reason: str | None) -> str | None:
-        """Asks all workers to stop; the first reason stands. None takes it back."""
-        if reason is None or self._rendezvous.stop is None:
-            self._rendezvous.stop = reason and reason[:_MAX_REASON]
-        return self._rendezvous.stop
 
     @_action
     def arrive(self, barrier: Name, worker: Name, session: Name) -> JSONObject:
@@ -488,7 +475,6 @@ class Board:
             "streams": self._streams.status(),
             "totals": self._streams.totals(),
             "closures": self._closures.pending(self._presence.alive(), self._now),
-            "stop": self._rendezvous.stop,
             "failed": self._failure,
             "done": self._presence.is_done(self._now),
         }

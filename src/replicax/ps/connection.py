@@ -187,12 +187,10 @@ class Connection:
                 lambda: self._attempt(header, vectors or {}, timeout),
             )
 
-    def call(
-        self, name: str, *, reply_timeout_seconds: float | None = None, **arguments: Any
-    ) -> Any:
+    def call(self, name: str, **arguments: Any) -> Any:
         """Call an action, such as `"board.claim"`, with JSON; raises as `exchange`."""
         body = json.dumps(arguments).encode()
-        timeout = reply_timeout_seconds or self._reply_timeout
+        timeout = self._reply_timeout
         return self._until_answered(name, lambda: self._act(name, body, timeout))
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Values by key, barriers, reports and the stop flag that workers share."""
+"""Values by key, barriers and reports that workers share."""
 
 from collections.abc import Callable, Container
 from typing import Any
@@ -21,7 +21,7 @@ _COMPLETE_KEPT = 1024
 
 
 class Rendezvous(msgspec.Struct):
-    """Keys, barriers, reports and the reason to stop.
+    """Keys, barriers and reports.
 
     Keys that end in a number, such as `"fit 0/verdict/12"`, are kept for the newest 64
     of their family; other keys for the whole job. Of reports the newest 4 topics are
@@ -29,7 +29,6 @@ class Rendezvous(msgspec.Struct):
     restarted, finds it complete.
     """
 
-    stop: str | None = None
     values: dict[str, tuple[Any, int]] = {}
     families: dict[str, dict[str, None]] = {}
     num_bytes: int = 0

@@ -26,10 +26,15 @@ from replicax.errors import ClusterError
 from replicax.ps import wire
 from replicax.ps.board import Board
 from replicax.ps.credentials import Credentials
-from replicax.ps.doorman import Doorman, LimitedLog, host_of, peer_of
 from replicax.ps.limits import RefusedRequestError, read
 from replicax.ps.messages import MESSAGES, Message
 from replicax.ps.store import VariableStore
+from replicax.ps.unauthenticated import (
+    LimitedLog,
+    UnauthenticatedConnections,
+    host_of,
+    peer_of,
+)
 from replicax.ps.wire import MessageReader, MessageWriter
 
 __all__ = ["Refused", "Service", "VersionMismatch"]
@@ -61,7 +66,6 @@ class Service:
         credentials: Credentials,
         *,
         messages: Mapping[str, type[Message]] | None = None,
-        warnings_per_minute: int = 60,
         stranger_seconds: float = 10.0,
     ) -> None:
         self.address = address
@@ -79,9 +83,9 @@ class Service:
         for name in () if board is None else board.ACTIONS:
             self._actions[f"board.{name}"] = getattr(board, name)
         self._signatures = {n: inspect.signature(a) for n, a in self._actions.items()}
-        self._log = LimitedLog(warnings_per_minute)
-        self._doorman = Doorman(
-            self._bound.port, self._log, stranger_seconds=stranger_seconds
+        self._log = LimitedLog()
+        self._connections = UnauthenticatedConnections(
+            self._bound.port, self._log, limit_seconds=stranger_seconds
         )
         self._flight_server: Any = None
         self._closing = False
@@ -103,7 +107,7 @@ class Service:
             raise ClusterError(
                 f"The parameter server cannot listen at {self.address}: {error}"
             ) from error
-        self._doorman.start()
+        self._connections.start()
 
     def close(self, deadline: float = 10.0) -> None:
         """Finish what is being answered, end all connections, free the port.
@@ -119,7 +123,7 @@ class Service:
             self._idle.wait_for(lambda: not self._busy, deadline / 2)
         if self._flight_server is not None:
             self._shut_down(end)
-        self._doorman.close()
+        self._connections.close()
 
     def _shut_down(self, end: float) -> None:
         # gRPC waits for streams to end by themselves, and idle ones never do.
@@ -131,7 +135,7 @@ class Service:
         thread.start()
 
         def has_ended() -> bool | None:
-            self._doorman.disconnect()
+            self._connections.disconnect()
             return not thread.is_alive() or None
 
         if not wait_for(
@@ -141,7 +145,7 @@ class Service:
             pauses=(0.02, 0.02),
             sleep=thread.join,
         ):
-            self._doorman.close()
+            self._connections.close()
             raise ClusterError(
                 f"The parameter server at {self.address} did not end in time: "
                 f"{self._busy} messages are still being handled."
@@ -157,7 +161,7 @@ class Service:
         if self._credentials.accepts(token):
             return
         why = "has the wrong token" if token else "has no token"
-        self._doorman.report(
+        self._connections.report(
             f"A call of {method} at the parameter server {self.address} {why}."
         )
         raise wire.flight().FlightUnauthenticatedError(
@@ -166,7 +170,7 @@ class Service:
 
     def exchange(self, peer: str, reader: MessageReader, writer: MessageWriter) -> None:
         """Answer the messages of a worker's stream until it ends."""
-        self._doorman.accept(peer)
+        self._connections.accept(peer)
         peer = peer_of(peer)
         wire.begin(writer)
         try:
@@ -207,7 +211,7 @@ class Service:
 
     def act(self, peer: str, name: str, body: bytes) -> bytes:
         """Carry out an action: its arguments, and `"value"` of the answer, are JSON."""
-        self._doorman.accept(peer)
+        self._connections.accept(peer)
         try:
             value = self._called(name, body)
             # gRPC finds its way to a restarted server without a word: so a client sees
@@ -233,7 +237,7 @@ class Service:
 
     def refuse(self, peer: str, method: str) -> Exception:
         """What is raised in a call that this service does not have."""
-        self._doorman.accept(peer)
+        self._connections.accept(peer)
         error = Refused(f"there is no {method} here")
         return self._refusal(peer_of(peer), error)
 
