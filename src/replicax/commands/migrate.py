@@ -64,7 +64,8 @@ def migrate(
     that begin with "# replicax:".
 
     With --check, a script of which nothing is left is run on CPUs up to its first
-    training step, which is compiled and not run; an error there is reported.
+    training step, which is compiled and not run; an error there is reported, and so is
+    a script that ends without one.
 
     Exits with status 0 if nothing is left to do, with 1 if something is or a check has
     failed, and with 2 if a script cannot be read or is not Python.
@@ -156,7 +157,7 @@ def _check(ports: _Ports, arguments: Sequence[str], limit_seconds: float) -> int
             continue
         found = check(path, source.decode(), texts, arguments, limit_seconds)
         if found is None:
-            typer.echo(f"{file}: checked, up to its first training step", err=True)
+            typer.echo(f"{file}: checked", err=True)
         else:
             typer.echo(f"{file}:{found.line}: check: {found.reason}", err=True)
             status = _SOMETHING_LEFT

@@ -1,5 +1,6 @@
 """Runs a ported script up to its first training step, and reports what fails there."""
 
+import ast
 import difflib
 import os
 import re
@@ -14,6 +15,10 @@ from replicax.migrate.script import Finding
 __all__ = ["check"]
 
 _NO_STEP = "ended without a training step"
+_UNTRAINED = (
+    "not checked: it ended without a training step, so that nothing of its training was "
+    "seen; pass the arguments with which it trains with --arguments"
+)
 _NOT_COVERED = "which plans do not cover"
 
 
@@ -34,8 +39,9 @@ def check(
         limit_seconds: A script that takes longer is ended, and reported.
 
     Returns:
-        The error that ended it, by line of the original; None if it reached a training
-        step, or its end.
+        The error that ended it, by line of the original, or that it ended without a
+        training step, unless it is a module that one of the others imports; None if it
+        reached a training step.
     """
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / path.name
@@ -65,14 +71,17 @@ def check(
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            return Finding(
-                1,
-                original.partition("\n")[0][:70],
+            return _of_all(
+                original,
                 f"not checked: it made no training step within {limit_seconds:g} s; "
                 "try it on less data, or allow more with --check-seconds",
             )
-        if done.returncode == 0 or _NO_STEP in done.stderr:
+        if done.returncode == 0:
             return None
+        if _NO_STEP in done.stderr:
+            others = (text for other, text in ported.items() if other != path)
+            is_module = any(_imports(text, path.stem) for text in others)
+            return None if is_module else _of_all(original, _UNTRAINED)
         line, error = _failure(done.stderr, str(script))
     if _NOT_COVERED in error:
         error = f"not checked: {error}"
@@ -80,6 +89,25 @@ def check(
     lines = original.splitlines()
     source = lines[number - 1].strip() if number <= len(lines) else ""
     return Finding(number, source[:70], error)
+
+
+def _of_all(original: str, reason: str) -> Finding:
+    """A finding about a script as a whole."""
+    return Finding(1, original.partition("\n")[0][:70], reason)
+
+
+def _imports(text: str, module: str) -> bool:
+    """Whether a script imports a module by its name."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module or "", *(alias.name for alias in node.names)]
+        else:
+            continue
+        if any(module in name.split(".") for name in names):
+            return True
+    return False
 
 
 def _failure(output: str, script: str) -> tuple[int, str]:
