@@ -16,8 +16,8 @@ __all__ = ["check"]
 
 _NO_STEP = "ended without a training step"
 _UNTRAINED = (
-    "not checked: it ended without a training step, so that nothing of its training was "
-    "seen; pass the arguments with which it trains with --arguments"
+    "not checked: it ended without a training step; pass the arguments with which it "
+    "trains with --arguments"
 )
 _NOT_COVERED = "which plans do not cover"
 
