@@ -5,11 +5,15 @@ from types import SimpleNamespace
 from replicax.ps.messages import Commit, Message, Pull, Push, PushRows, SetSlots
 from replicax.ps.store import VariableStore
 from replicax.ps.variable_slices import Slots, slots_to_message
+from replicax.ps.wire import announced
 
 
 def ask(store: VariableStore, message: Message, vectors=None) -> SimpleNamespace:
     """The answer's header as attributes, and its vectors as `vectors`."""
-    header, results = message.handle(store, vectors or {})
+    vectors = vectors or {}
+    sent = [[name, str(array.dtype), array.size] for name, array in vectors.items()]
+    announced({"vectors": sent}, message.expected(store))
+    header, results = message.handle(store, vectors)
     return SimpleNamespace(**header, vectors=results)
 
 

@@ -40,7 +40,7 @@ __all__ = ["Board"]
 
 _logger = logging.getLogger("replicax")
 _MAX_INFO = 64 * 1024
-_STATE_VERSION = 6
+_STATE_VERSION = 7
 
 _ACTIONS: set[str] = set()
 
@@ -166,7 +166,7 @@ class Board:
             _logger.warning("%s is gone, with %d steps of fit.", worker, given_up)
             for stream in self._streams.streams:
                 self._write_down(stream, worker)
-        self._closures.release(worker, died=died, now=self._now)
+        self._closures.release(worker, died=died)
 
     def _write_down(self, stream: str, worker: str) -> None:
         """Writes into the journal what a restarted server must not forget."""
@@ -295,7 +295,6 @@ class Board:
         self,
         stream: Name,
         limit: Count | None = None,
-        start: Count = 0,
         max_staleness: Count | None = None,
         num_parts: NumParts | None = None,
         backups: Backups = 0,
@@ -310,7 +309,6 @@ class Board:
         """
         wanted = Settings(
             limit=limit,
-            start=start,
             max_staleness=max_staleness,
             num_parts=num_parts,
             backups=backups,
@@ -337,7 +335,7 @@ class Board:
         """
         done: JSONObject = {}
         if finished:
-            done = self._streams.finish(stream, worker, finished, self._now)
+            done = self._streams.finish(stream, worker, finished)
         return self._streams.claim(stream, worker, count) | done
 
     @_action
@@ -348,7 +346,6 @@ class Board:
         session: Name,
         call: Count,
         indices: Tickets256,
-        info: JSONObject | None = None,
         given_up: Tickets256 = (),  # type: ignore[assignment]
     ) -> JSONObject:
         """Says that the updates of those steps, which `claim` gave, are applied.
@@ -357,10 +354,9 @@ class Board:
         `late`: the worker did not hold some of them (it was dead for a while, or a
         backup was faster); `late_indices`: those.
         """
-        self._describe(worker, info)
         if given_up:
             self._streams.give_up(stream, worker, given_up)
-        return self._streams.finish(stream, worker, indices, self._now)
+        return self._streams.finish(stream, worker, indices)
 
     @_action
     def end(self, stream: Name, length: Count | None = None) -> JSONObject:
@@ -381,17 +377,17 @@ class Board:
         worker: Name,
         session: Name,
         call: Count,
-        function: Name | None = None,
+        function: Name,
     ) -> JSONObject:
         """Queues a closure, as TF's `ClusterCoordinator.schedule`.
 
-        If the worker who schedules it is replaced or leaves, it is dropped. With a
-        `function`, only workers that have registered that one get it. `{"full": True,
+        If the worker who schedules it is replaced or leaves, it is dropped. Only
+        workers that have registered the `function` get it. `{"full": True,
         "known": n, "finished": m}`: not queued; forget results, or wait. `{"failed":
         error}`: not queued; an earlier closure failed, and the error is told now and
         not again.
         """
-        return self._closures.schedule(id, payload, function, worker, self._now)
+        return self._closures.schedule(id, payload, function, worker)
 
     @_action
     def take(
@@ -435,15 +431,15 @@ class Board:
     @_action
     def fetch(
         self,
-        ids: Names256 | None = None,
+        ids: Names256,
         forget: Names4096 = (),  # type: ignore[assignment]
     ) -> dict[str, JSONObject]:
         """What became of closures by id, as TF's `ClusterCoordinator.fetch`.
 
         `status` is `queued`, `running`, `done`, `error`, `cancelled` or `unknown`, with
-        `value` or `error`. Without `ids`, of all that are finished. At most 256 are
-        answered, and 16 MiB: ask again for the rest. Nobody will ask again of those to
-        `forget`; one that is not finished yet is still run, its error still told.
+        `value` or `error`. At most 16 MiB are answered: ask again for the rest. Nobody
+        will ask again of those to `forget`; one that is not finished yet is still run,
+        its error still told.
         """
         return self._closures.fetch(ids, forget)
 
@@ -451,16 +447,9 @@ class Board:
     def pending(self) -> JSONObject:
         """How many closures are `queued` and `finished`; those `running`, with workers.
 
-        `failed`: an error waits to be told. `unserved`: functions that closures wait
-        for and no worker alive has registered (an empty text: any function), with the
-        seconds they have waited.
+        `failed`: an error waits to be told.
         """
-        return self._closures.pending(self._presence.alive(), self._now)
-
-    @_action
-    def done(self) -> bool:
-        """Whether no closure is queued or running, as TF's `done`."""
-        return self._closures.is_done()
+        return self._closures.pending()
 
     # For people, and for the server itself.
 
@@ -469,12 +458,12 @@ class Board:
         """All that a table of the running job shows."""
         workers = self._presence.status(self._now)
         for name, worker in workers.items():
-            worker |= self._streams.progress(name, self._now)
+            worker["steps"] = self._streams.steps.get(name, 0)
         return {
             "workers": workers,
             "streams": self._streams.status(),
             "totals": self._streams.totals(),
-            "closures": self._closures.pending(self._presence.alive(), self._now),
+            "closures": self._closures.pending(),
             "failed": self._failure,
             "done": self._presence.is_done(self._now),
         }
@@ -530,7 +519,6 @@ class Board:
             self._streams, self._closures = loaded.streams, loaded.closures
             self._rendezvous, self._answers = loaded.rendezvous, loaded.answers
             self._failure = None
-            self._closures.restart(self._now)
             for worker in loaded.workers if release else ():
                 self._streams.release(worker)
             entries = [e for key, e in (journal or {}).items() if key[0] == "stream"]

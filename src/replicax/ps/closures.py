@@ -28,12 +28,11 @@ class _Closure(msgspec.Struct, kw_only=True):
     """`status` is `queued`, `running`, `done`, `error` or `cancelled`."""
 
     id: str
-    function: str | None
+    function: str
     payload: Any
     owner: str
     generation: int
     size: int
-    since: float
     status: str = "queued"
     worker: str | None = None
     value: Any = None
@@ -61,15 +60,12 @@ class Closures(msgspec.Struct, kw_only=True):
     known: dict[str, _Closure] = {}
     queue: list[str] = []
     running: dict[str, str] = {}
-    functions: dict[str, Sequence[str]] = {}
     num_bytes: int = 0
     error: dict[str, str] | None = None
     error_owner: str | None = None
     generation: int = 0
 
-    def schedule(
-        self, id: str, payload: JSON, function: str | None, owner: str, now: float
-    ) -> JSONObject:
+    def schedule(self, id: str, payload: JSON, function: str, owner: str) -> JSONObject:
         """Queues a closure: see `Board.schedule`."""
         size = check_size(payload, f"closure {id}: payload", most=_MAX_VALUE)
         if self.error is not None:
@@ -90,7 +86,6 @@ class Closures(msgspec.Struct, kw_only=True):
             owner=owner,
             generation=self.generation,
             size=size,
-            since=now,
         )
         self.num_bytes += size
         self.queue.append(id)
@@ -98,16 +93,14 @@ class Closures(msgspec.Struct, kw_only=True):
 
     def take(self, worker: str, functions: Sequence[str]) -> JSONObject | None:
         """The first closure that the worker has the function for: see `Board.take`."""
-        self.functions[worker] = functions
         running = sum(holder == worker for holder in self.running.values())
         if running >= _MAX_RUNNING:
             raise LimitError(
                 f"{worker} has {running} closures without a result. Send some first."
             )
-        able = {None, *self.functions[worker]}
         for id in self.queue:
             closure = self.known[id]
-            if closure.function in able:
+            if closure.function in functions:
                 self.queue.remove(id)
                 self.running[id] = closure.worker = worker
                 closure.status = "running"
@@ -164,9 +157,8 @@ class Closures(msgspec.Struct, kw_only=True):
     def _forget(self, id: str) -> None:
         self.num_bytes -= self.known.pop(id).size
 
-    def release(self, worker: str, *, died: bool, now: float) -> None:
+    def release(self, worker: str, *, died: bool) -> None:
         """Gives what the worker was running to others; `died`: it counts as a try."""
-        self.functions.pop(worker, None)
         mine = [id for id, holder in self.running.items() if holder == worker]
         # From the last one: each goes to the front, so they keep their order.
         for id in reversed(mine):
@@ -185,19 +177,19 @@ class Closures(msgspec.Struct, kw_only=True):
                     "%s is gone while it ran %s (%s), which runs again: what it had "
                     "updated already is updated twice.",
                     worker,
-                    closure.function or "a closure",
+                    closure.function,
                     id,
                 )
-                closure.status, closure.worker, closure.since = "queued", None, now
+                closure.status, closure.worker = "queued", None
                 self.queue.insert(0, id)
 
     def _given_up(self, closure: _Closure) -> dict[str, str]:
-        name = "a closure" if closure.function is None else repr(closure.function)
         return {
             "type": "ClusterError",
             "message": (
-                f"{name} ({closure.id}) was tried {len(closure.died_with)} times and "
-                f"its worker died each time: {', '.join(closure.died_with)}"
+                f"{closure.function!r} ({closure.id}) was tried "
+                f"{len(closure.died_with)} times and its worker died each time: "
+                f"{', '.join(closure.died_with)}"
             ),
             "traceback": "",
         }
@@ -216,21 +208,13 @@ class Closures(msgspec.Struct, kw_only=True):
         error, self.error = self.error, None
         return error
 
-    def is_done(self) -> bool:
-        """Whether nothing is queued or running."""
-        return not self.queue and not self.running
-
-    def fetch(
-        self, ids: Sequence[str] | None, forget: Sequence[str]
-    ) -> dict[str, JSONObject]:
+    def fetch(self, ids: Sequence[str], forget: Sequence[str]) -> dict[str, JSONObject]:
         """What became of closures: see `Board.fetch`."""
         for id in forget:
             if id in self.known:
                 self.known[id].unwanted = True
                 if self.known[id].is_finished:
                     self._forget(id)
-        if ids is None:
-            ids = [i for i, c in self.known.items() if c.is_finished]
         answer: dict[str, JSONObject] = {}
         room = _MAX_VALUE
         for id in ids[:_MAX_FETCH]:
@@ -251,32 +235,14 @@ class Closures(msgspec.Struct, kw_only=True):
             outcome["error"] = closure.error
         return outcome
 
-    def pending(self, alive: Sequence[str], now: float) -> JSONObject:
+    def pending(self) -> JSONObject:
         """How many are where: see `Board.pending`."""
-        able: set[str | None] = set()
-        for worker in alive:
-            if worker in self.functions:
-                able |= {None, *self.functions[worker]}
-        unserved: dict[str, float] = {}
-        for id in self.queue:
-            closure = self.known[id]
-            if closure.function not in able:
-                name = closure.function or ""
-                waited = now - closure.since
-                unserved[name] = max(waited, unserved.get(name, 0.0))
         return {
             "queued": len(self.queue),
             "running": dict(self.running),
             "finished": len(self.known) - len(self.queue) - len(self.running),
             "failed": self.error is not None,
-            "unserved": unserved,
         }
-
-    def restart(self, now: float) -> None:
-        """Goes on in another server; what was running stays with its workers."""
-        self.functions = {}
-        for closure in self.known.values():
-            closure.since = now
 
 
 def _checked_error(error: object) -> dict[str, str]:

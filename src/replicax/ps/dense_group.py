@@ -13,19 +13,19 @@ from replicax.ps.limits import RefusedRequestError
 from replicax.ps.server_optimizer import ServerOptimizer
 from replicax.ps.variable_slices import SlotKey, Slots, VariableGroup
 
-__all__ = ["BadVectors", "DenseGroup", "DifferentGroup"]
+__all__ = ["DenseGroup", "DifferentGroup"]
 
 
 class DifferentGroup(RefusedRequestError):
     """A group of that name is here, and it is another one."""
 
 
-class BadVectors(RefusedRequestError):
-    """Vectors do not fit the group: dtypes, lengths."""
-
-
 class DenseGroup(Group):
-    """A group of variables. Its fields are read and written under its condition."""
+    """A group of variables. Its fields are read and written under its condition.
+
+    Vectors are of its dtypes and lengths, gradients also of other float dtypes:
+    `messages` lets no others in.
+    """
 
     def __init__(
         self,
@@ -38,7 +38,6 @@ class DenseGroup(Group):
         super().__init__(f"group {group.name!r}", server, note, sessions)
         self.group = group
         self.lengths = group.lengths_on(server)
-        self.check(vectors, floats=False)
         try:
             self._optimizer = ServerOptimizer(group, server)
             self.vectors, self._slots = self._optimizer.start(vectors)
@@ -57,27 +56,6 @@ class DenseGroup(Group):
         """Whether an optimizer updates it; to moving statistics workers only add."""
         return self.group.rule["kind"] != "add"
 
-    def check(self, vectors: Arrays, *, floats: bool) -> None:
-        """Refuse vectors that do not fit; `floats`: another float dtype does."""
-        if set(vectors) != set(self.lengths):
-            raise BadVectors(
-                f"{self.what}: got vectors of {sorted(vectors)}, expected "
-                f"{sorted(self.lengths)}."
-            )
-        for dtype, length in self.lengths.items():
-            vector = vectors[dtype]
-            if vector.shape != (length,):
-                raise BadVectors(
-                    f"{self.what}: got a {dtype} vector of shape {vector.shape}, "
-                    f"expected ({length},)."
-                )
-            both_float = _is_float(vector.dtype) and _is_float(dtype)
-            if vector.dtype != np.dtype(dtype) and not (floats and both_float):
-                raise BadVectors(
-                    f"{self.what}: got {vector.dtype} for its {dtype} vector. Convert "
-                    f"it to {dtype} before it is sent."
-                )
-
     def require_same(self, other: VariableGroup) -> None:
         """Refuse another group of this name."""
         if self.group.digest != other.digest:
@@ -89,7 +67,6 @@ class DenseGroup(Group):
 
     def replace(self, vectors: Arrays) -> None:
         """Take other values; the optimizer's slots stay. It counts as an update."""
-        self.check(vectors, floats=False)
         self.vectors, _ = self._optimizer.start(vectors)
         self.version += 1
         self.steps += 1

@@ -113,7 +113,6 @@ class Push(msgspec.Struct):
 
     def handle(self, store: VariableStore, vectors: Vectors) -> Answer:
         held = store.group(self.group)
-        held.check(vectors, floats=True)
         store.count(bytes_in=vectors)
         deadline = time.monotonic() + self.deadline_seconds
         with held.condition:

@@ -102,7 +102,6 @@ class ScriptSync:
         """Ask the board; whether anything is different."""
         before = self._pending
         self._pending = self._session.board("pending")
-        self._pending.pop("unserved")  # Seconds, which always change.
         return self._pending != before
 
     def require_workers(self) -> None:

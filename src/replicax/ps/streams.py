@@ -21,14 +21,12 @@ _logger = logging.getLogger("replicax")
 
 _MAX_STREAMS = 256
 _MAX_FAMILIES = 1024
-_PACE_SECONDS = 10
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """What a stream was opened with; the same for all workers."""
 
     limit: int | None = None
-    start: int = 0
     max_staleness: int | None = None
     num_parts: int | None = None
     backups: int = 0
@@ -45,9 +43,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
                     f"backups={self.backups} needs num_parts: only parts of a "
                     "synchronous step are given twice."
                 )
-            return StepTickets(
-                length=self.limit, next=self.start, max_staleness=self.max_staleness
-            )
+            return StepTickets(length=self.limit, max_staleness=self.max_staleness)
         if self.max_staleness is not None:
             raise BoardError(
                 f"A stream with num_parts={self.num_parts} is synchronous, so nothing "
@@ -56,36 +52,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         return PartTickets(
             num_parts=self.num_parts,
             length=self.limit,
-            next=self.start,
             backups=self.backups,
         )
-
-
-class _Pace(msgspec.Struct):
-    """Steps of one worker: all, and in each of the last few seconds."""
-
-    total: int = 0
-    seconds: list[tuple[int, int]] = []
-
-    def add(self, count: int, now: float) -> None:
-        """Notes steps that were done just now."""
-        self.total += count
-        last = self.seconds[-1] if self.seconds else (-1, 0)
-        if last[0] == int(now):
-            self.seconds[-1] = (last[0], last[1] + count)
-        else:
-            self.seconds = [*self.seconds, (int(now), count)][-_PACE_SECONDS:]
-
-    def raise_to(self, total: int) -> None:
-        """Takes over a total that may be later than this one."""
-        self.total = max(self.total, total)
-
-    def per_second(self, now: float) -> float:
-        """Steps per second over the last ten seconds."""
-        recent = [s for s in self.seconds if s[0] > now - _PACE_SECONDS]
-        if not recent:
-            return 0.0
-        return sum(n for _, n in recent) / max(now - recent[0][0], 1.0)
 
 
 class _Entry(msgspec.Struct):
@@ -112,13 +80,14 @@ class Streams(msgspec.Struct):
     never be used for something new.
 
     `forgotten` has by family the newest forgotten number, `lengths` those of the last
-    ones, `past` the totals of the forgotten streams.
+    ones, `steps` how many each worker has finished, of all streams, `past` the totals
+    of the forgotten ones.
     """
 
     streams: dict[str, tuple[Settings, Tickets]] = {}
     forgotten: dict[str, int] = {}
     lengths: dict[str, int | None] = {}
-    paces: dict[str, _Pace] = {}
+    steps: dict[str, int] = {}
     past: dict[str, int] = msgspec.field(
         default_factory=lambda: {"given_up": 0, "twice": 0}
     )
@@ -173,9 +142,7 @@ class Streams(msgspec.Struct):
             return {"wait": given}
         return {"indices": given}
 
-    def finish(
-        self, stream: str, worker: str, indices: Sequence[Ticket], now: float
-    ) -> JSONObject:
+    def finish(self, stream: str, worker: str, indices: Sequence[Ticket]) -> JSONObject:
         """Notes steps as done: see `Board.finish`."""
         tickets = self._tickets(stream)
         if tickets is None:
@@ -190,8 +157,8 @@ class Streams(msgspec.Struct):
                 late,
             )
         if len(late) < len(indices):
-            pace = self.paces.setdefault(worker, _Pace())
-            pace.add(len(indices) - len(late), now)
+            done = len(indices) - len(late)
+            self.steps[worker] = self.steps.get(worker, 0) + done
             self._forget_before(stream)
         return {"late": bool(late), "late_indices": late}
 
@@ -257,11 +224,6 @@ class Streams(msgspec.Struct):
             )
         self._forget(complete[0])
 
-    def progress(self, worker: str, now: float) -> JSONObject:
-        """Steps the worker has finished, of all streams, and its pace lately."""
-        pace = self.paces.get(worker, _Pace())
-        return {"steps": pace.total, "steps_per_second": pace.per_second(now)}
-
     def totals(self) -> dict[str, int]:
         """Of the whole job: asynchronous steps that were given up, or done twice."""
         totals = self.past
@@ -289,7 +251,7 @@ class Streams(msgspec.Struct):
             worker=worker,
             held=tickets.held.get(worker, {}),
             steps=tickets.steps.get(worker, 0),
-            total=self.paces.get(worker, _Pace()).total,
+            total=self.steps.get(worker, 0),
         )
         return msgspec.to_builtins(entry, str_keys=True)
 
@@ -309,7 +271,8 @@ class Streams(msgspec.Struct):
                 newest[family] = [entry]
             elif number == known and of_family[0] is not entry:
                 of_family.append(entry)
-            self.paces.setdefault(entry.worker, _Pace()).raise_to(entry.total)
+            total = max(entry.total, self.steps.get(entry.worker, 0))
+            self.steps[entry.worker] = total
         for family, of_family in newest.items():
             last = of_family[-1]
             for other in list(self.streams):
@@ -324,9 +287,7 @@ class Streams(msgspec.Struct):
             self.past = entries[-1].past
 
     def restart(self) -> None:
-        """Goes on in another server, whose clock is another one."""
-        for pace in self.paces.values():
-            pace.seconds = []
+        """Goes on in another server, where nobody waits yet."""
         for _, tickets in self.streams.values():
             if isinstance(tickets, StepTickets):
                 tickets.waiting = []
