@@ -18,7 +18,7 @@ from replicax.cluster.timeouts import Timeouts
 from replicax.ps.board import Board
 from replicax.ps.call_log import Sessions, note_nothing
 from replicax.ps.groups import Group, StepShare
-from replicax.ps.pace import (
+from replicax.ps.limits import (
     beat_seconds,
     longest_pause,
     tickets_at_once,

@@ -73,7 +73,7 @@ if TYPE_CHECKING:  # For editors, type checkers and the pages of the API.
     from replicax.planning.analysis import plan
     from replicax.ps.closure_calls import ClosureCancelledError, ClosureError
     from replicax.ps.coordinator import ClusterCoordinator, RemoteValue
-    from replicax.ps.per_worker import PerWorkerValues
+    from replicax.ps.payloads import PerWorkerValues
     from replicax.ps.strategy import ParameterServerStrategy
     from replicax.strategies.central_storage import CentralStorageStrategy
     from replicax.strategies.current import (
@@ -196,7 +196,7 @@ _MODULES = {
     "OneDeviceStrategy": "strategies.one_device",
     "ParameterServerStrategy": "ps.strategy",
     "PerReplica": "engine.values",
-    "PerWorkerValues": "ps.per_worker",
+    "PerWorkerValues": "ps.payloads",
     "ReduceOp": "engine.collectives",
     "ReductionToOneDevice": "engine.collectives",
     "RemoteValue": "ps.coordinator",

@@ -6,7 +6,7 @@ import gc
 import pytest
 
 import replicax as rx
-from replicax.ps.per_worker import PerWorkerSources, PerWorkerValues, dataset_maker
+from replicax.ps.payloads import PerWorkerSources, PerWorkerValues, dataset_maker
 
 
 def test_a_value_is_made_once_when_it_is_needed():

@@ -22,7 +22,7 @@ from replicax.ps.credentials import Credentials, new_token
 from replicax.ps.groups import StepShare
 from replicax.ps.optimizers import optimizer_rule
 from replicax.ps.partition import VariableInfo, place
-from replicax.ps.remote import RemoteGroup, WorkerShare
+from replicax.ps.remote import RemoteGroup
 from replicax.ps.service import Service
 from replicax.ps.session import Session
 from replicax.ps.store import VariableStore
@@ -267,7 +267,7 @@ def test_a_step_that_was_committed_on_one_server_is_ended_by_the_next_worker():
             norms = [push.result(20).squared_norms["all"] for push in pushes]
         asking.commit(stores[0], "clipped", 0, {"all": sum(norms) / 2})
         gradients = on_devices([np.full(2, 5.0, "float32")] * 2)
-        mine = WorkerShare(step=0, part=0, **share)
+        mine = StepShare(step=0, part=0, **share)
         push = remote.push(gradients, remote.versions, mine)
         assert remote.finish(push).counts
         # The mean gradient is 4 everywhere, and its norm 8.

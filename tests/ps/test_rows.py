@@ -16,7 +16,7 @@ from replicax.layers import RowSource
 from replicax.ps import rows as rows_module
 from replicax.ps.connection import ConnectionLost
 from replicax.ps.credentials import Credentials, new_token
-from replicax.ps.remote import WorkerShare
+from replicax.ps.groups import StepShare
 from replicax.ps.rows import RemoteTables
 from replicax.ps.service import Service
 from replicax.ps.session import Session
@@ -316,7 +316,7 @@ def test_parts_of_a_step_make_one_update(rows, make_rows):
     before = everything(rows)
     for number in range(2):
         for i, source in enumerate((rows, other)):
-            part = WorkerShare(step=number, part=i, num_parts=2, weight=1.0 + 2 * i)
+            part = StepShare(step=number, part=i, num_parts=2, weight=1.0 + 2 * i)
             step(source, [1 + i, 9], value=4.0, part=part)
     change = before - everything(rows)
     np.testing.assert_allclose(change[[1, 2, 9]][:, 0], [1.0, 3.0, 4.0], rtol=1e-5)

@@ -11,8 +11,13 @@ from replicax import errors
 from replicax._util.types import JSON, JSONObject, PyTree
 from replicax.cluster.failure import ExitCode
 from replicax.errors import ClusterError
-from replicax.ps.payloads import FunctionNames, decode, encode, require_size
-from replicax.ps.per_worker import MetricDeltas
+from replicax.ps.payloads import (
+    FunctionNames,
+    MetricDeltas,
+    decode,
+    encode,
+    require_size,
+)
 from replicax.ps.session import Session
 
 if TYPE_CHECKING:

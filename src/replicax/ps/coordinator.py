@@ -17,12 +17,14 @@ from replicax.ps.closure_calls import (
     ClosureWorker,
     error_from_json,
 )
-from replicax.ps.payloads import FunctionNames, decode, require_size
-from replicax.ps.per_worker import (
+from replicax.ps.payloads import (
+    FunctionNames,
     MetricDeltas,
     PerWorkerSources,
     PerWorkerValues,
     dataset_maker,
+    decode,
+    require_size,
 )
 from replicax.ps.script_sync import AGAIN, Again, GroupRequests, ScriptSync
 from replicax.ps.session import Session

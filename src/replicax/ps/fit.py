@@ -30,8 +30,7 @@ from replicax.keras.adapters import (
 from replicax.keras.batches import BatchIterator, PlacedBatch, place
 from replicax.keras.session import FitSession
 from replicax.keras.steps import steps_of
-from replicax.ps.pace import tickets_at_once
-from replicax.ps.remote import WorkerShare
+from replicax.ps.limits import tickets_at_once
 from replicax.ps.tickets import Ticket
 from replicax.ps.worker_input import EpochBatches, own_rows
 
@@ -319,7 +318,7 @@ class WorkQueueFit:
             self._last_index = index
             if isinstance(ticket, list):
                 batch = own_rows(batch, ticket[1], self._strategy.num_parts)
-                self._expect(index, ticket[1], batch)
+                self._home.expect(ticket[1], leading_size(batch, "fit"), index)
             yield batch
 
     def _own(self) -> Iterator[PyTree]:
@@ -331,7 +330,8 @@ class WorkQueueFit:
                 return
             self._last_index = step
             if sync:
-                self._expect(step, self._session.index, batch)
+                size = leading_size(batch, "fit")
+                self._home.expect(self._session.index, size, step)
             yield batch
 
     def _of_this_worker(self) -> PyTree:
@@ -465,17 +465,6 @@ class WorkQueueFit:
                 indices=tickets,
                 given_up=list(given_up),
             )
-
-    def _expect(self, step: int, part: int, rows: PyTree) -> None:
-        """The next program computes this worker's rows of a synchronous step."""
-        self._home.expect(
-            WorkerShare(
-                step=step,
-                part=part,
-                num_parts=self._strategy.num_parts,
-                weight=float(leading_size(rows, "fit")),
-            )
-        )
 
 
 def _sum_up(

@@ -19,10 +19,12 @@ from replicax._util.types import JSONObject
 from replicax.ps.call_log import Journaled, Note, PushCounts, Sessions
 from replicax.ps.limits import RefusedRequestError, StaleSequence, SyncTimeout
 
-__all__ = ["Arrays", "Group", "LastPush", "StepShare", "SyncStep"]
+__all__ = ["NEXT_STEP", "Arrays", "Group", "LastPush", "StepShare", "SyncStep"]
 
 _logger = logging.getLogger("replicax")
 _MOST_PARTS = 65_536
+NEXT_STEP = -1
+"""In place of a step's number: the group's next one."""
 
 Arrays: TypeAlias = Mapping[str, np.ndarray]
 """Vectors by dtype; of a table `ids` and `gradients`."""
@@ -32,7 +34,9 @@ Arrays: TypeAlias = Mapping[str, np.ndarray]
 class StepShare:
     """Part `part` of `num_parts` of a synchronous step, all counted from 0.
 
-    `weight` is its weight in the mean of the parts; None: parts are summed.
+    `weight` is its weight in the mean of the parts; None: parts are summed. In a worker
+    that does not know the group yet, `step` counts from the epoch's start, or is
+    `NEXT_STEP`.
     """
 
     step: int

@@ -6,9 +6,12 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import keras
 import numpy as np
 
+from replicax._private.keras import write_values
 from replicax._util.types import JSONObject, PyTree
 
 __all__ = [
@@ -157,15 +160,18 @@ def _decays(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> 
 
 def build_recording(
     optimizer: keras.optimizers.Optimizer,
-    steppers: Sequence[keras.Variable],
     variables: Sequence[keras.Variable],
-) -> list[tuple[int | None, str]]:
-    """Build an optimizer; for each of its variables the trained one's place, and name.
+    steps: int = 0,
+) -> tuple[list[tuple[int | None, str]], list[jax.Array]]:
+    """Build an optimizer after `steps` steps, and take its variables' values away.
 
-    Names of optimizer variables do not say it: those of `a/b` and `a_b` are the same.
+    Returns:
+        For each of its variables the trained one's place, and a name: their own names
+        do not say it, as those of `a/b` and `a_b` are the same. And their values.
     """
+    steppers = [optimizer, *getattr(optimizer, "optimizers", ())]
     places = {id(variable): i for i, variable in enumerate(variables)}
-    owners: dict[int, tuple[int, str]] = {}
+    owners: dict[int, tuple[int | None, str]] = {}
 
     def record(original: Any, reference_variable: Any, name: Any = None, **kw: Any):  # noqa: ANN202
         slot = original(reference_variable, name=name, **kw)
@@ -180,8 +186,15 @@ def build_recording(
         del stepper.add_variable_from_reference
     shared = [v for v in optimizer.variables if id(v) not in owners]
     names = _distinct([v.name for v in shared], [v.path for v in shared])
-    of_shared = {id(v): (None, name) for v, name in zip(shared, names, strict=True)}
-    return [owners.get(id(v)) or of_shared[id(v)] for v in optimizer.variables]
+    owners |= {id(v): (None, name) for v, name in zip(shared, names, strict=True)}
+    found = [owners[id(v)] for v in optimizer.variables]
+    for stepper in steppers:
+        stepper.variables[0].assign(steps)
+    # Copies: Keras hands the same array to several variables at times.
+    state = [jnp.array(each.value) for each in optimizer.variables]
+    # From here on they are names and shapes only, and hold no memory.
+    write_values([*variables, *optimizer.variables], [None] * len([*variables, *state]))
+    return found, state
 
 
 def _distinct(names: Sequence[str], paths: Sequence[str]) -> list[str]:

@@ -20,6 +20,7 @@ from replicax._util.types import JSONObject, PyTree
 from replicax.engine import device_put
 from replicax.errors import CheckpointError, ClusterError, ClusterMismatchError
 from replicax.ps.connection import Connection, ServerRefused
+from replicax.ps.groups import StepShare
 from replicax.ps.session import Session
 from replicax.ps.variable_slices import (
     VariableGroup,
@@ -30,26 +31,13 @@ from replicax.ps.variable_slices import (
     slots_to_message,
 )
 
-__all__ = ["PushResult", "RemoteGroup", "ServerPushes", "WorkerShare", "key_of"]
+__all__ = ["PushResult", "RemoteGroup", "ServerPushes", "key_of"]
 
 _SLACK_SECONDS = 10.0
 """For the server to say first that other workers' shares did not come in time."""
 _logger = logging.getLogger("replicax")
 _Vectors = dict[str, PyTree]
 _Answer = tuple[JSONObject, _Vectors]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class WorkerShare:
-    """A worker's part of a synchronous step, as `StepShare`.
-
-    `step` counts from the epoch's start; None: the group's next one.
-    """
-
-    step: int | None
-    part: int
-    num_parts: int
-    weight: float | None = None
 
 
 class PushResult(NamedTuple):
@@ -68,7 +56,7 @@ class ServerPushes(NamedTuple):
     """The pushes of one step to all servers."""
 
     futures: list[Future[_Answer]]
-    part: WorkerShare | None
+    part: StepShare | None
 
 
 class RemoteGroup:
@@ -298,7 +286,7 @@ class RemoteGroup:
         self,
         gradients: Sequence[jax.Array],
         based_on: Mapping[int, int],
-        part: WorkerShare | None = None,
+        part: StepShare | None = None,
     ) -> ServerPushes:
         """Send gradients, and bring the newest values; `finish` waits for it.
 
@@ -362,7 +350,7 @@ class RemoteGroup:
         )
 
     def _commit(
-        self, step: int | None, norms: list[dict[str, float]], answers: list[_Answer]
+        self, step: int, norms: list[dict[str, float]], answers: list[_Answer]
     ) -> list[_Answer]:
         """The second round of a synchronous step that is clipped by its norm."""
         total: Counter[str] = Counter()

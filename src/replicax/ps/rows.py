@@ -21,9 +21,9 @@ import numpy as np
 
 from replicax._util.types import JSONObject
 from replicax.ps.connection import Connection, ConnectionLost, ServerRefused
-from replicax.ps.remote import WorkerShare
-from replicax.ps.row_values import sum_duplicates
+from replicax.ps.groups import StepShare
 from replicax.ps.session import Session
+from replicax.ps.table_rows import sum_duplicates
 from replicax.ps.variable_slices import VariableGroup
 
 __all__ = ["RemoteTables", "RowPush"]
@@ -188,7 +188,7 @@ class RemoteTables:
         self,
         group: VariableGroup,
         variables: Sequence[keras.Variable],
-        part: WorkerShare | None,
+        part: StepShare | None,
     ) -> list[RowPush]:
         """Send the rows' gradients that the program has left; `finish` waits for it.
 

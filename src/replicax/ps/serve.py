@@ -17,7 +17,7 @@ from replicax.ps.board import Board
 from replicax.ps.call_log import JOB, note_nothing
 from replicax.ps.connection import Connection, ConnectionLost
 from replicax.ps.credentials import Credentials
-from replicax.ps.pace import beat_seconds, watch_seconds
+from replicax.ps.limits import beat_seconds, watch_seconds
 from replicax.ps.service import Service
 from replicax.ps.session import FAREWELL_SECONDS
 from replicax.ps.snapshots import Snapshots

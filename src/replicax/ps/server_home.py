@@ -17,8 +17,9 @@ from replicax.engine.variables import Update, is_seed_state
 from replicax.errors import ClusterError
 from replicax.keras.session import FitSession
 from replicax.ps.fit import WorkQueueFit
+from replicax.ps.groups import NEXT_STEP, StepShare
 from replicax.ps.partition import Partitioner
-from replicax.ps.remote import ServerPushes, WorkerShare
+from replicax.ps.remote import RemoteGroup, ServerPushes
 from replicax.ps.rows import RemoteTables
 from replicax.ps.session import Session
 from replicax.ps.variables import RemoteStep, RemoteVariables
@@ -61,12 +62,19 @@ class ServerHome(ReplicaHome):
         self.keeps_values = False
         self._strategy = strategy
         self._in_flight: tuple[RemoteStep, list[ServerPushes]] | None = None
-        self._parts: deque[WorkerShare] = deque()
+        self._shares: deque[StepShare] = deque()
         self._num_fits = 0
 
-    def expect(self, part: WorkerShare) -> None:
-        """Say which part of a synchronous step the next training program computes."""
-        self._parts.append(part)
+    def expect(self, part: int, num_rows: int, step: int = NEXT_STEP) -> None:
+        """Say which part of a synchronous step the next training program computes.
+
+        The part has `num_rows` examples; `step` counts from the epoch's start.
+        """
+        self._shares.append(self._share(part, step, float(num_rows)))
+
+    def _share(self, part: int, step: int, weight: float | None) -> StepShare:
+        num_parts = self._strategy.num_parts
+        return StepShare(step=step, part=part, num_parts=num_parts, weight=weight)
 
     def refresh(self) -> None:
         """Fetch what the servers have into the variables."""
@@ -84,7 +92,7 @@ class ServerHome(ReplicaHome):
         stored = dict(zip(map(id, program.variables), values, strict=True))
         step = None
         if program.deferred_updates:
-            share = self._next_part()
+            share = self._next_share()
             step = self.remote.begin(*_trained_by(program), stored, share)
         before = {id(v): stored[id(v)] for v in program.written}
         tables = self.rows.tables_of(program.inputs)
@@ -102,10 +110,14 @@ class ServerHome(ReplicaHome):
         stored |= zip(map(id, program.written), written, strict=True)
         if step is not None:
             deltas = [_difference(stored[id(v)], before[id(v)]) for v in step.state]
-            counts = self._push(step, result.gradients, deltas, looks_up=bool(tables))
+            given = [*result.gradients, *([deltas] if deltas else [])]
+            counts = self._push(step, given, looks_up=bool(tables))
             if self._strategy.backup_workers and not counts:
                 stored |= before
-            step.write_back(stored)
+            for group in step.groups:
+                group.hand_out(stored)
+                if group.count is not None:
+                    stored[id(group.count)] = group.num_steps()
         internals.write_values(
             program.changed, [stored[id(v)] for v in program.changed]
         )
@@ -114,12 +126,11 @@ class ServerHome(ReplicaHome):
     def _push(
         self,
         step: RemoteStep,
-        gradients: Sequence[Sequence[jax.Array]],
-        deltas: Sequence[jax.Array],
+        given: Sequence[Sequence[jax.Array]],
         *,
         looks_up: bool,
     ) -> bool:
-        """Push what a step has computed; whether it counts, as far as is known.
+        """Push what each group is given; whether the step counts, as far as is known.
 
         At most one push is in flight: the last step's, while this one is computed.
         """
@@ -130,7 +141,9 @@ class ServerHome(ReplicaHome):
         rows = self.remote.push_rows(step)
         if self._strategy.sync:  # When a step is over, so are its rows.
             self.rows.finish(rows)
-        self._in_flight = step, step.push(gradients, deltas)
+        each = zip(step.groups, given, step.based_on, step.shares, strict=True)
+        pushes = [group.push(x, version, share) for group, x, version, share in each]
+        self._in_flight = step, pushes
         # The next step looks up rows that this one changes.
         counts = (self._strategy.overlaps and not looks_up) or self._finish()
         if not self._strategy.sync:
@@ -148,7 +161,7 @@ class ServerHome(ReplicaHome):
         step, pushes = self._in_flight
         self._in_flight = None
         # Groups may have got a part from different workers; the first one decides.
-        result = step.finish(pushes)[0]
+        result, *_ = map(RemoteGroup.finish, step.groups, pushes)
         if result.counts:
             self.session.staleness[result.staleness] += 1
         self.session.steps += 1
@@ -160,22 +173,18 @@ class ServerHome(ReplicaHome):
         if program.deferred_updates:  # It is a training step.
             self.remote.connect(*_trained_by(program), stored)
 
-    def _next_part(self) -> WorkerShare | None:
+    def _next_share(self) -> StepShare | None:
         if not self._strategy.sync:
             return None
-        if self._parts:
-            return self._parts.popleft()
+        if self._shares:
+            return self._shares.popleft()
         if self._strategy.backup_workers:
             raise NotImplementedError(
                 "ParameterServerStrategy: backup_workers serve `fit` only; in a custom "
                 "loop nobody knows which worker computes which rows. Leave "
                 "backup_workers at 0."
             )
-        return WorkerShare(
-            step=None,
-            part=self.session.index,
-            num_parts=self._strategy.num_parts,
-        )
+        return self._share(self.session.index, NEXT_STEP, None)
 
     def publish(self) -> None:
         """Send values and learning rates that were assigned on the chief."""
@@ -206,14 +215,7 @@ class ServerHome(ReplicaHome):
         """Have a synchronous step on this worker's own batch count its examples."""
         strategy = self._strategy
         if strategy.sync and not strategy.backup_workers:
-            self.expect(
-                WorkerShare(
-                    step=None,
-                    part=self.session.index,
-                    num_parts=strategy.num_parts,
-                    weight=float(num_rows),
-                )
-            )
+            self.expect(self.session.index, num_rows)
 
     def read_slots(self, optimizer: keras.Optimizer) -> dict[str, np.ndarray]:
         """The variables of an optimizer that servers have, by names for a checkpoint.

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from replicax._private.keras import write_values
 from replicax.ps.optimizers import (
     build_recording,
     can_split,
@@ -206,23 +205,17 @@ class ServerOptimizer:
                 self._blocks, split(self._blocks, vectors), strict=True
             )
         ]
-        steppers = [optimizer, *getattr(optimizer, "optimizers", ())]
         without = [
             variable
             for block, variable in zip(self._blocks, variables, strict=True)
             if self.parts[block.parts[0]].variable in excluded
         ]
         if without:
-            for stepper in steppers:
+            for stepper in (optimizer, *getattr(optimizer, "optimizers", ())):
                 stepper.exclude_from_weight_decay(var_list=without)
-        self._owners = build_recording(optimizer, steppers, variables)
-        for stepper in steppers:
-            stepper.variables[0].assign(rule.get("iterations", 0))
-        # Copies: Keras hands the same array to several variables at times.
-        state = [jnp.array(each.value) for each in optimizer.variables]
-        # From here on they are names and shapes only, and hold no memory.
-        write_values(variables, [None] * len(variables))
-        write_values(optimizer.variables, [None] * len(state))
+        self._owners, state = build_recording(
+            optimizer, variables, rule.get("iterations", 0)
+        )
         self._optimizer = optimizer
         return jax.device_put(state, self._cpu)
 

@@ -25,7 +25,7 @@ from replicax.errors import ClusterError, ClusterMismatchError
 from replicax.ps.call_log import JOB, ReplayLog
 from replicax.ps.connection import Connection, ServerRefused
 from replicax.ps.credentials import Credentials
-from replicax.ps.pace import beat_seconds, longest_pause
+from replicax.ps.limits import beat_seconds, longest_pause
 
 __all__ = ["FAREWELL_SECONDS", "Session"]
 

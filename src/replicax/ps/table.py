@@ -14,10 +14,11 @@ from replicax._util.types import JSONObject
 from replicax.ps.call_log import Journaled, Note, Sessions, note_nothing
 from replicax.ps.groups import Arrays, Group, StepShare
 from replicax.ps.limits import RefusedRequestError
-from replicax.ps.row_optimizer import RowOptimizer, differing_options
-from replicax.ps.row_values import (
+from replicax.ps.table_rows import (
+    RowOptimizer,
     check_ids,
     check_initializer,
+    differing_options,
     fill_rows,
     sum_duplicates,
 )

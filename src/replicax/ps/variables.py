@@ -14,13 +14,11 @@ from replicax._util.hashes import digest
 from replicax._util.types import JSONObject
 from replicax.engine.scope import outside_scopes
 from replicax.engine.variables import Update
+from replicax.ps.groups import NEXT_STEP, StepShare
 from replicax.ps.optimizers import can_split, clip_before_push, optimizer_rule
 from replicax.ps.partition import Partitioner, VariableInfo, place
 from replicax.ps.remote import (
-    PushResult,
     RemoteGroup,
-    ServerPushes,
-    WorkerShare,
     key_of,
 )
 from replicax.ps.rows import RemoteTables, RowPush
@@ -44,35 +42,10 @@ class RemoteStep:
     """
 
     groups: list[RemoteGroup]
-    shares: list[WorkerShare | None]
+    shares: list[StepShare | None]
     based_on: list[dict[int, int]]
     state: list[keras.Variable]
     is_due: bool
-
-    def push(
-        self,
-        gradients: Sequence[Sequence[jax.Array]],
-        deltas: Sequence[jax.Array],
-    ) -> list[ServerPushes]:
-        """Send the gradients of each update, and what changed the moving statistics."""
-        given = [*gradients, deltas] if self.state else gradients
-        return [
-            group.push(values, based_on, share)
-            for group, values, based_on, share in zip(
-                self.groups, given, self.based_on, self.shares, strict=True
-            )
-        ]
-
-    def finish(self, pushes: Sequence[ServerPushes]) -> list[PushResult]:
-        """Wait for what `push` began, and take over the values that it brought."""
-        return list(map(RemoteGroup.finish, self.groups, pushes))
-
-    def write_back(self, stored: dict[int, jax.Array]) -> None:
-        """Put the newest known values where a program's new ones belong."""
-        for group in self.groups:
-            group.hand_out(stored)
-            if group.count is not None:
-                stored[id(group.count)] = group.num_steps()
 
 
 class RemoteVariables:
@@ -148,7 +121,7 @@ class RemoteVariables:
         updates: Sequence[Update],
         state: list[keras.Variable],
         stored: dict[int, jax.Array],
-        share: WorkerShare | None,
+        share: StepShare | None,
     ) -> RemoteStep:
         """Begin a step: `stored` gets the values that it is computed from.
 
@@ -160,7 +133,7 @@ class RemoteVariables:
         is_due = True
         for group, own in zip(groups, shares, strict=True):
             if own is not None and is_due:
-                is_due = self._await(group, own.step or 0)
+                is_due = self._await(group, own.step)
                 group.hand_out(stored)
         return RemoteStep(
             groups=groups,
@@ -171,12 +144,12 @@ class RemoteVariables:
         )
 
     def _share_of(
-        self, group: RemoteGroup, share: WorkerShare | None
-    ) -> WorkerShare | None:
+        self, group: RemoteGroup, share: StepShare | None
+    ) -> StepShare | None:
         if share is None:
             return None
         step = group.version
-        if share.step is not None:
+        if share.step != NEXT_STEP:
             step = self._first_steps.get(group.name, 0) + share.step
         return dataclasses.replace(share, step=step)
 

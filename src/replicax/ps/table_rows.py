@@ -1,9 +1,14 @@
-"""Updates some rows of a table with the user's Keras optimizer.
+"""Rows of a table: their ids, their first values, and updates of some of them.
 
-An update is lazy: it touches the rows of the push and their slots, nothing else.
-Momentum and averages of a row stand still, and weights do not decay, while the row is
-not pushed. Adam corrects its bias by the table's number of updates. Where every row is
-pushed each time, values are those of the Keras optimizer.
+A first value comes from the seed and the row alone, by a counter-based generator, block
+by block of rows. So a row starts with the same value on any number of servers, and no
+process makes the whole table.
+
+Rows are updated with the user's Keras optimizer. An update is lazy: it touches the rows
+of the push and their slots, nothing else. Momentum and averages of a row stand still,
+and weights do not decay, while the row is not pushed. Adam corrects its bias by the
+table's number of updates. Where every row is pushed each time, values are those of the
+Keras optimizer.
 
 The rows of a push, and their slots, are gathered into arrays of a power of two of rows:
 one compiled program for each such number.
@@ -11,20 +16,29 @@ one compiled program for each such number.
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import keras
 import numpy as np
 
-from replicax._private.keras import write_values
 from replicax._util.types import JSON, JSONObject
 from replicax.ps.optimizers import ELEMENTWISE, build_recording, deserialize
 
-__all__ = ["RowOptimizer", "differing_options"]
+__all__ = [
+    "RowOptimizer",
+    "check_ids",
+    "check_initializer",
+    "differing_options",
+    "fill_rows",
+    "sum_duplicates",
+]
 
+_BLOCK = 4096  # Rows; part of what a seed means, so it must never change.
 _LEAST_ROWS = 64  # Of a program: there are fewer programs.
 _MODULE = "keras.optimizers"
 
+_Block = Callable[[np.random.Generator, tuple[int, int]], np.ndarray]
 _Step = Callable[..., tuple[jax.Array, dict[str, jax.Array], list[jax.Array]]]
 
 
@@ -34,7 +48,7 @@ class _Built:
 
     optimizer: keras.optimizers.Optimizer
     owners: list[tuple[int | None, str]]
-    values: list[np.ndarray]
+    values: list[jax.Array]
 
 
 class RowOptimizer:
@@ -58,7 +72,9 @@ class RowOptimizer:
         self._steps: dict[int, _Step] = {}
         built = self._build(1)
         of_each = list(zip(built.owners, built.values, strict=True))
-        self.slots = {n: float(v.flat[0]) for (i, n), v in of_each if i is not None}
+        self.slots = {
+            n: float(v.reshape(-1)[0]) for (i, n), v in of_each if i is not None
+        }
         self._names = [name for owner, name in built.owners if owner is None]
         self._shared = [
             jax.device_put(v, self._cpu) for (i, _), v in of_each if i is None
@@ -119,11 +135,7 @@ class RowOptimizer:
             optimizer.clipnorm = optimizer.global_clipnorm = optimizer.clipvalue = None
         with jax.default_device(self._cpu):
             rows = keras.Variable(np.zeros((size, self._dim), np.float32), name="rows")
-            owners = build_recording(optimizer, [optimizer], [rows])
-            values = [np.array(variable.value) for variable in optimizer.variables]
-        # From here on they are names and shapes only, and hold no memory.
-        write_values([rows], [None])
-        write_values(optimizer.variables, [None] * len(values))
+            owners, values = build_recording(optimizer, [rows])
         return _Built(optimizer, owners, values)
 
     def _compiled(self, size: int) -> _Step:
@@ -219,3 +231,161 @@ def _check_rate(name: str, rate: JSON) -> None:
             f"{name}(learning_rate={rate!r}) cannot be used for rows on parameter "
             "servers. Give a number or one of keras.optimizers.schedules."
         )
+
+
+def check_initializer(config: JSONObject) -> None:
+    """Raise a `ValueError` unless rows can start from this initializer's config."""
+    if _constant(config) is None:
+        _random(config)
+
+
+def fill_rows(
+    values: np.ndarray,
+    initializer: JSONObject,
+    seed: int,
+    first_row: int = 0,
+    stride: int = 1,
+) -> None:
+    """Write first values into rows `first_row`, `first_row + stride`, … of a table.
+
+    The seed is that of the whole table; `first_row` is less than `stride`.
+
+    Example:
+        >>> import numpy as np
+        >>> config = {"class_name": "RandomNormal", "config": {"stddev": 0.1}}
+        >>> whole, odd = np.empty((10, 2), "f4"), np.empty((5, 2), "f4")
+        >>> fill_rows(whole, config, seed=3)
+        >>> fill_rows(odd, config, seed=3, first_row=1, stride=2)
+        >>> bool((whole[1::2] == odd).all())
+        True
+    """
+    constant = _constant(initializer)
+    if constant is not None:
+        values[...] = constant
+        return
+    make = _random(initializer)
+    shape = (_BLOCK, values.shape[1])
+    filled, block = 0, 0
+    while filled < len(values):
+        # Row numbers of a server in this block go on where those of the last ended.
+        offset = first_row + filled * stride - block * _BLOCK
+        count = min(len(range(offset, _BLOCK, stride)), len(values) - filled)
+        if count:
+            key = np.array([seed % 2**64, block], np.uint64)
+            rows = make(np.random.Generator(np.random.Philox(key=key)), shape)
+            values[filled : filled + count] = rows[offset::stride][:count]
+        filled += count
+        block += 1
+
+
+def _name(config: JSONObject) -> Any:
+    """The initializer's class, with its module unless that is Keras'."""
+    module, name = config.get("module"), config.get("class_name")
+    return name if module in (None, "keras.initializers") else f"{module}.{name}"
+
+
+def _constant(config: JSONObject) -> float | None:
+    """The one value of all elements, None if they are random."""
+    match _name(config):
+        case "Zeros":
+            return 0.0
+        case "Ones":
+            return 1.0
+        case "Constant":
+            value = config.get("config", {}).get("value", 0.0)
+            if not isinstance(value, int | float):
+                raise ValueError(
+                    "embeddings_initializer: Constant of a table on parameter servers "
+                    f"takes one number; got value={value!r}."
+                )
+            return float(value)
+        case _:
+            return None
+
+
+def _random(config: JSONObject) -> _Block:
+    """Makes a block of random rows."""
+    name, options = _name(config), config.get("config", {})
+    mean, stddev = options.get("mean", 0.0), options.get("stddev", 0.05)
+    low, high = options.get("minval", -0.05), options.get("maxval", 0.05)
+    match name:
+        case "RandomUniform":
+            return lambda g, shape: _scaled(
+                g.random(shape, np.float32), high - low, low
+            )
+        case "RandomNormal":
+            return lambda g, shape: _scaled(_normal(g, shape), stddev, mean)
+        case "TruncatedNormal":
+            return lambda g, shape: _scaled(_truncated(g, shape), stddev, mean)
+    raise ValueError(
+        f"embeddings_initializer: got {name!r}, which looks at the whole table; the "
+        "rows of a table on parameter servers are made one by one. Use RandomUniform, "
+        "RandomNormal, TruncatedNormal, Zeros, Ones or Constant of keras.initializers."
+    )
+
+
+def _scaled(block: np.ndarray, scale: float, offset: float) -> np.ndarray:
+    block *= scale
+    block += offset
+    return block
+
+
+def _normal(generator: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
+    return generator.standard_normal(shape, np.float32)
+
+
+def _truncated(generator: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
+    """Normal numbers within two standard deviations: others are drawn again."""
+    block = _normal(generator, shape)
+    outside = np.flatnonzero(np.abs(block) > 2)
+    while outside.size:
+        block.flat[outside] = generator.standard_normal(outside.size, np.float32)
+        outside = outside[np.abs(block.flat[outside]) > 2]
+    return block
+
+
+def check_ids(ids: np.ndarray, num_rows: int, owner: str) -> np.ndarray:
+    """`ids` as `int64[n]`, if they are rows of the table, which is the errors' `owner`.
+
+    Example:
+        >>> import numpy as np
+        >>> check_ids(np.array([3, 12]), 10, "Table 'words'")
+        Traceback (most recent call last):
+            ...
+        ValueError: Table 'words': id 12 at position 1 is not one of its rows 0 to 9.
+    """
+    ids = np.asarray(ids)
+    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(
+            f"{owner}: got ids of dtype {ids.dtype} and shape {ids.shape}, expected "
+            "integers of shape (n,)."
+        )
+    if ids.size and (ids.min() < 0 or ids.max() >= num_rows):
+        first = np.flatnonzero((ids < 0) | (ids >= num_rows))[0]
+        raise ValueError(
+            f"{owner}: id {ids[first]} at position {first} is not one of its rows 0 to "
+            f"{num_rows - 1}."
+        )
+    return ids.astype(np.int64, copy=False)
+
+
+def sum_duplicates(
+    ids: np.ndarray, gradients: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Distinct ids in ascending order, and the sums of their rows `[n, dim]`.
+
+    Example:
+        >>> import numpy as np
+        >>> gradients = np.array([[1.0], [2.0], [3.0]])
+        >>> ids, sums = sum_duplicates(np.array([5, 2, 5]), gradients)
+        >>> ids.tolist(), sums.tolist()
+        ([2, 5], [[2.0], [4.0]])
+    """
+    if not ids.size:
+        return ids, gradients
+    order = np.argsort(ids, kind="stable")
+    ordered = ids[order]
+    starts = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]])
+    if len(starts) == len(ids):
+        return ordered, gradients[order]
+    return ordered[starts], np.add.reduceat(gradients[order], starts, axis=0)
