@@ -4,6 +4,7 @@ import gc
 import importlib.util
 import os
 import signal
+import tempfile
 from pathlib import Path
 
 if importlib.util.find_spec("libtpu") and not Path("/dev/nvidia0").exists():
@@ -67,6 +68,12 @@ if os.environ.get("JAX_PLATFORMS") == "cpu" and jax.__version__.startswith("0.10
         os.environ["XLA_FLAGS"] = f"{_flags} {_OLD}"
         jax.devices()
         os.environ["XLA_FLAGS"] = _flags
+        # And compile the same programs again and again: each of these processes keeps
+        # its own while it runs, as JAX does not write the files of others at once.
+        _programs = tempfile.TemporaryDirectory(prefix="replicax-tests-")
+        jax.config.update("jax_compilation_cache_dir", _programs.name)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 import threading  # noqa: E402
 from collections.abc import Iterator  # noqa: E402
@@ -84,6 +91,32 @@ waiting.FIRST_SECONDS = 60.0
 
 # What is imported stays: a collection of garbage, which tests ask for, need not see it.
 gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """`slow(but=[...])` spares those cases, by their names in brackets.
+
+    A name that no case has is an error: it would leave all of them to `make test-all`.
+    """
+    spared: dict[str, set[str]] = {}
+    for item in items:
+        mark = next((m for m in item.own_markers if "but" in m.kwargs), None)
+        if mark is None:
+            continue
+        function, _, case = item.nodeid.removesuffix("]").partition("[")
+        missing = spared.setdefault(function, set(mark.kwargs["but"]))
+        if case in mark.kwargs["but"]:
+            missing.discard(case)
+            item.own_markers.remove(mark)
+    wrong = {name: cases for name, cases in spared.items() if cases}
+    if wrong and not any("::" in argument for argument in config.args):
+        raise pytest.UsageError(
+            f"slow(but=...) names cases that are not there: {wrong}"
+        )
+
 
 DATA = Path(__file__).parents[2] / "shared" / "data"
 

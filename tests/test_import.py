@@ -228,6 +228,7 @@ def test_advice_fits_a_variable_in_the_environment() -> None:
     assert "import replicax` above" not in error  # It would not help.
 
 
+@pytest.mark.slow
 def test_advice_fits_a_file_of_keras(tmp_path: Path) -> None:
     (tmp_path / "keras.json").write_text('{"backend": "numpy"}')
     error = run_python("import keras, replicax", keras_home=tmp_path).stderr
@@ -241,6 +242,7 @@ def test_advice_fits_a_file_of_keras(tmp_path: Path) -> None:
     assert process.stdout == "jax\n", process.stderr
 
 
+@pytest.mark.slow
 def test_a_failed_import_of_keras_can_be_mended(tmp_path: Path) -> None:
     """As in a notebook: Keras does not find TensorFlow, then replicax is imported."""
     process = run_python(
@@ -255,6 +257,7 @@ def test_a_failed_import_of_keras_can_be_mended(tmp_path: Path) -> None:
     assert process.stdout == "failed\njax\n", process.stderr
 
 
+@pytest.mark.slow
 def test_keras_on_another_backend_is_refused() -> None:
     process = run_python("import keras, replicax", keras_backend="numpy")
     assert_refused(process, "numpy")

@@ -63,6 +63,7 @@ def soak(num_devices: int, num_steps: int, timeout_s: float) -> None:
     assert done.stdout.split() == ["finished", str(num_steps)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [pytest.param(2, marks=pytest.mark.slow), 8])
 def test_collectives_in_flight_do_not_hang(num_devices) -> None:
     soak(num_devices, num_steps=100, timeout_s=150)

@@ -158,6 +158,7 @@ print("trained")
 """
 
 
+@pytest.mark.slow(but=["True"])
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("succeeds", [True, False])
 def test_a_save_that_nobody_waits_for(tmp_path, succeeds):

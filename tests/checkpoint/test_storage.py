@@ -144,6 +144,7 @@ while True:
 """
 
 
+@pytest.mark.slow(but=["0.003"])
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     "delay",

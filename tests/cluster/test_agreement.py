@@ -105,6 +105,7 @@ def go_on_with_another_batch() -> None:
         strategy.run(mean, args=(np.ones(3 if is_wrong else 4, "float32"),))
 
 
+@pytest.mark.slow
 def test_one_worker_has_the_program_already() -> None:
     start = time.monotonic()
     results = run(

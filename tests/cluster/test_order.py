@@ -176,6 +176,7 @@ def calls_that_differ() -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_calls_of_a_model_are_compared_before_its_data() -> None:
     for messages in run(
         calls_that_differ, num_workers=2, deadline_seconds=140

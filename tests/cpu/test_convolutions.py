@@ -403,6 +403,7 @@ LAYERS = [
 ]
 
 
+@pytest.mark.slow(but=["1"])
 @pytest.mark.parametrize("halves", [0, 1])
 def test_gradients_of_keras_layers(halves) -> None:
     """Values, gradients and gradients of their squares: the second order."""

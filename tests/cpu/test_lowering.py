@@ -151,6 +151,7 @@ def small(dtype):
     return [whole(rng, shape, dtype) for shape in shapes]
 
 
+@pytest.mark.slow(but=["bfloat16"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_form_under_strict_settings(dtype) -> None:
     cases = all_convolutions(dtype)
@@ -166,6 +167,7 @@ def test_every_form_under_strict_settings(dtype) -> None:
         assert_equal(jax.jit(partial(run, ours))(arrays), expected)
 
 
+@pytest.mark.slow(but=["float32"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_programs_under_strict_settings_are_those_of_jax(dtype) -> None:
     arrays = small(dtype)

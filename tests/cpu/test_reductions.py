@@ -136,6 +136,7 @@ def test_gradients_with_sums_are_the_same(dtype):
     assert_close(ours, theirs, 1e-5 if dtype == "float32" else 0.05)
 
 
+@pytest.mark.slow
 def test_the_work_does_not_grow_with_the_square_of_the_depth():
     gradient = jax.grad(residual_stream)
     ours, theirs = (

@@ -64,6 +64,7 @@ def entries(folder: Path) -> set[Path]:
     return set(folder.rglob("*-cache"))
 
 
+@pytest.mark.slow
 def test_a_second_process_finds_all_programs(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
     first, _ = run(tmp_path, REPLICAX_COMPILATION_CACHE=str(kept))
@@ -152,8 +153,13 @@ def test_jobs_of_several_processes_are_left_out(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("REPLICAX_COMPILATION_CACHE", str(tmp_path))
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    assert compilation_cache.turn_on.__wrapped__("gpu") is None
-    assert jax.config.jax_compilation_cache_dir is None
+    of_the_tests = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    try:
+        assert compilation_cache.turn_on.__wrapped__("gpu") is None
+        assert jax.config.jax_compilation_cache_dir is None
+    finally:
+        jax.config.update("jax_compilation_cache_dir", of_the_tests)
     assert not list(tmp_path.iterdir())
 
 

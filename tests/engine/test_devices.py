@@ -114,6 +114,7 @@ print(rx.MirroredStrategy().num_replicas_in_sync, int(os.environ["NPROC"]) >= 8)
     assert python(code).split() == ["4", "True"]
 
 
+@pytest.mark.slow
 def test_devices_made_by_hand_over_a_small_pool_are_refused() -> None:
     code = """
 import replicax as rx

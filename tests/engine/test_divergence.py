@@ -240,6 +240,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.slow(but=["gru-adam"])
 @pytest.mark.parametrize(
     ("model_name", "optimizer_name"),
     [(m, "adam") for m in MODELS] + [("conv", o) for o in OPTIMIZERS],

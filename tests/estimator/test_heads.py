@@ -244,6 +244,7 @@ def test_more_classes(tmp_path) -> None:
     assert results == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow(but=["SUM"])
 @pytest.mark.parametrize("reduction", ["sum_over_batch_size", "SUM"])
 def test_regression_of_several_numbers(reduction, tmp_path) -> None:
     rng = np.random.default_rng(0)

@@ -164,6 +164,7 @@ def test_one_process_is_as_keras(replicas, way):
     assert_equal_to_keras(replicas[way.__name__])
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_two_workers_are_as_keras(workers, way):

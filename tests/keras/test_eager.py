@@ -47,6 +47,7 @@ def trained(make: Callable[[], Any], **options: Any) -> Any:
     )
 
 
+@pytest.mark.slow(but=["2-2"])
 @pytest.mark.parametrize("num", [1, 2])
 @pytest.mark.parametrize("steps_per_execution", [1, 2])
 def test_steps_see_the_values_of_one_device(
@@ -93,6 +94,7 @@ def test_a_step_with_a_tape(strategy_of: Any) -> None:
     )
 
 
+@pytest.mark.slow
 def test_variables_that_live_elsewhere(strategy_of: Any) -> None:
     make = rx.experimental.CentralStorageStrategy
     history, *_ = trained(make(["cpu:0", "cpu:1"], parameter_device="cpu:1").scope)

@@ -29,6 +29,7 @@ def classifier(steps_per_execution=1):
 
 
 # 16 examples a batch: 7 batches; 6 batches and one of 5 examples.
+@pytest.mark.slow(but=["101"])
 @pytest.mark.parametrize("num_examples", [112, 101])
 def test_steps_per_execution_changes_nothing(
     digits, outcome, assert_same, num_examples
@@ -134,6 +135,7 @@ def programs_of(model, kind):
     return list(steps.programs._programs.values())
 
 
+@pytest.mark.slow(but=["2"])
 @pytest.mark.parametrize("steps_per_execution", [1, 2])
 def test_nothing_compiles_twice(digits, strategy_of, compilations, steps_per_execution):
     x, y = (a[:70] for a in digits)

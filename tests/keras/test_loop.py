@@ -196,6 +196,23 @@ def run(case: Any, strategy: Any) -> tuple[Any, Any, Any, list[np.ndarray]]:
     return history, calls.made, results, model.get_weights()
 
 
+@pytest.mark.slow(
+    but=[
+        "arrays",
+        "validation_split",
+        "validation_data with weights",
+        "validation_freq as a list",
+        "class_weight",
+        "sample_weight",
+        "initial_epoch at the end",
+        "no epochs",
+        "steps_per_epoch below",
+        "steps_per_execution and steps_per_epoch",
+        "a shuffled PyDataset",
+        "a generator with steps_per_epoch",
+        "stopped at batch_end 2",
+    ]
+)
 @pytest.mark.parametrize("name", CASES)
 def test_one_replica_is_keras_bit_by_bit(name: str) -> None:
     history, calls, results, weights = run(CASES[name], None)
@@ -207,6 +224,7 @@ def test_one_replica_is_keras_bit_by_bit(name: str) -> None:
         np.testing.assert_array_equal(mine, theirs)
 
 
+@pytest.mark.slow(but=["validation_data"])
 @pytest.mark.parametrize(
     "name", ["arrays", "validation_data", "class_weight", "steps_per_execution"]
 )
@@ -250,6 +268,7 @@ def quantised() -> Any:
     return model, X, Y
 
 
+@pytest.mark.slow(but=["nested", "quantised"])
 @pytest.mark.parametrize("make", [nested, lora, quantised])
 def test_other_models_are_keras_bit_by_bit(make: Callable[[], Any]) -> None:
     def train(strategy: Any) -> Any:
@@ -270,6 +289,7 @@ def assert_equal(actual: Any, expected: Any) -> None:
     keras.tree.map_structure(np.testing.assert_array_equal, actual, expected)
 
 
+@pytest.mark.slow(but=["True"])
 @pytest.mark.parametrize("return_dict", [False, True])
 def test_single_batches_are_keras_bit_by_bit(return_dict: bool) -> None:
     def train(strategy: Any) -> Any:
@@ -288,6 +308,7 @@ def test_single_batches_are_keras_bit_by_bit(return_dict: bool) -> None:
     assert_equal(train(rx.OneDeviceStrategy("cpu:0")), train(None))
 
 
+@pytest.mark.slow(but=["frozen and recompiled"])
 @pytest.mark.parametrize("between", ["recompiled", "frozen and recompiled"])
 def test_two_calls_of_fit_with_a_change_between(between: str) -> None:
     def train(strategy: Any) -> list[np.ndarray]:

@@ -42,6 +42,7 @@ def uneven_weights():
     return weights
 
 
+@pytest.mark.slow(but=["sum_over_batch_size"])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_sample_weights(digits, same_as_one_device, reduction):
     x, y = (a[:NUM_EXAMPLES] for a in digits)
@@ -91,6 +92,7 @@ def language_model(reduction, **compile_args):
     return model
 
 
+@pytest.mark.slow(but=["mean_with_sample_weight"])
 @pytest.mark.parametrize("reduction", REDUCTIONS[1:])
 def test_masked_sequences(digits, same_as_one_device, reduction):
     x, y = sequences(digits)

@@ -57,6 +57,7 @@ def nested():
     return keras.Sequential([inner, layers.Dense(10)])
 
 
+@pytest.mark.slow(but=["nested", "subclassed"])
 @pytest.mark.parametrize(
     "make",
     [
@@ -88,6 +89,7 @@ def two_inputs(kind):
     return keras.Model([left, right], [digit(hidden), odd(hidden)])
 
 
+@pytest.mark.slow(but=["dict"])
 @pytest.mark.parametrize("kind", [dict, list])
 def test_several_inputs_and_outputs(data, same_as_one_device, kind):
     x, y = data
@@ -267,6 +269,7 @@ class AverageLoss(Subclassed):
         return {"loss": loss}
 
 
+@pytest.mark.slow(but=["2"])
 @pytest.mark.parametrize("replicas", [2, 8])
 def test_average_loss_in_a_train_step(data, outcome, assert_same, replicas):
     """Where gradients are averaged, shares of the loss are not too small."""

@@ -207,6 +207,7 @@ def plain() -> Any:
     return weights_of(model)
 
 
+@pytest.mark.slow(but=["TwoOptimizers-2"])
 @pytest.mark.parametrize("num_replicas", [1, 2])
 @pytest.mark.parametrize("kind", [Taped, TwoOptimizers])
 def test_a_gan(
@@ -244,6 +245,7 @@ class HalfBuilt(Taped):
         self.discriminator.build((None, 6))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", [Taped, pytest.param(HalfBuilt, marks=pytest.mark.slow)]
 )
@@ -262,6 +264,7 @@ class Watching(keras.callbacks.Callback):
         self.seen = weights_of(self.model)
 
 
+@pytest.mark.slow
 def test_the_rest_of_a_model(
     strategy_of: Any, assert_same: Any, tmp_path: Path
 ) -> None:
@@ -342,6 +345,7 @@ class Called(Autoencoder):
         return self.decoder(self.encoder(x))
 
 
+@pytest.mark.slow
 def test_what_compile_makes(strategy_of: Any, assert_same: Any) -> None:
     def work(kind: Any, num_replicas: int) -> Any:
         keras.utils.set_random_seed(1)

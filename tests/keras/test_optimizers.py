@@ -52,6 +52,7 @@ def precision(policy):
         keras.config.set_dtype_policy(before)
 
 
+@pytest.mark.slow(but=["clipnorm", "accumulated"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_options_apply_to_the_global_gradient(digits, same_as_one_device, name):
     def work():
@@ -144,6 +145,7 @@ class AddLoss(layers.Layer):
         return x
 
 
+@pytest.mark.slow(but=["add_loss"])
 @pytest.mark.parametrize(
     "extra",
     [

@@ -137,7 +137,6 @@ def expected() -> Any:
 
 
 QUICK = {
-    "any arguments",
     "an option with a tape",
     "decorated with a tape",
 }

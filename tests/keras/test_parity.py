@@ -24,6 +24,7 @@ def classifier():
     return model
 
 
+@pytest.mark.slow(but=["4"])
 @pytest.mark.parametrize("replicas", [1, 4, 8])
 def test_fit_evaluate_predict(digits, same_as_one_device, replicas):
     # 8 whole batches of 32 and one of 3, which goes to three of the replicas.
@@ -42,6 +43,7 @@ def test_fit_evaluate_predict(digits, same_as_one_device, replicas):
     same_as_one_device(work, replicas)
 
 
+@pytest.mark.slow
 def test_learns(digits, outcome):
     x, y = digits
 
@@ -53,6 +55,7 @@ def test_learns(digits, outcome):
     assert outcome(work, 2)["accuracy"] > 0.75
 
 
+@pytest.mark.slow(but=["in scope"])
 @pytest.mark.parametrize("inside", [True, False], ids=["in scope", "outside"])
 def test_single_batches(digits, outcome, assert_same, strategy_of, inside):
     # 6 examples on 8 replicas; 16 divide.
@@ -115,6 +118,7 @@ def pair():
 
 
 # Each new size of a batch is compiled for, a second or so; hence few examples.
+@pytest.mark.slow
 @settings(max_examples=5, deadline=None, derandomize=True)
 @given(size=st.integers(1, 70), batch_size=st.integers(1, 16))
 def test_all_sizes(digits, pair, size, batch_size):
@@ -147,6 +151,7 @@ def test_predictions_of_several_outputs(digits, same_as_one_device):
     assert expected["a"].shape == (21, 3)
 
 
+@pytest.mark.slow
 def test_metrics_with_state_of_their_own(digits, same_as_one_device):
     """Confusion matrices, histograms and sums of squares add up over replicas."""
     x, y = (a[:70] for a in digits)

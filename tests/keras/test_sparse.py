@@ -74,6 +74,7 @@ def dense_on_one_device():
     return jax.tree.map(np.asarray, fit_evaluate_predict(X))
 
 
+@pytest.mark.slow(but=["csr-4"])
 @pytest.mark.parametrize(
     ("kind", "num_replicas"), [("csr", 1), ("csr", 4), ("bcoo", 2), ("bcsr", 2)]
 )
@@ -98,11 +99,13 @@ def test_every_kind(on_two_replicas, kind):
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_several_steps_per_execution(outcome, assert_same, dense_on_one_device):
     actual = outcome(lambda: fit_evaluate_predict(CSR, steps_per_execution=2), 2)
     assert_same(actual, dense_on_one_device)
 
 
+@pytest.mark.slow
 def test_as_many_entries_as_rows(outcome, assert_same):
     """Entries cut like rows have the right shapes then, and the wrong places."""
     x = np.zeros((8, WIDTH), "float32")
@@ -118,6 +121,7 @@ def test_as_many_entries_as_rows(outcome, assert_same):
     assert_same(outcome(lambda: work(sparse.BCOO.fromdense(x)), 2), expected)
 
 
+@pytest.mark.slow(but=["csr"])
 @pytest.mark.parametrize("kind", ["csr", "bcoo", "bcsr"])
 def test_single_batches(outcome, assert_same, kind):
     """Of 6 rows on 4 replicas, which 3 of them share."""
@@ -145,6 +149,7 @@ class Batches(keras.utils.PyDataset):
         return scipy.sparse.csr_matrix(X[rows]), Y[rows]
 
 
+@pytest.mark.slow
 def test_datasets_of_sparse_batches(outcome, assert_same):
     def work(is_dense):
         def batches():

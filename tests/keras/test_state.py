@@ -60,6 +60,7 @@ def test_check_during_fit(data):
     model.fit(*data, batch_size=16, verbose=0)
 
 
+@pytest.mark.slow(but=["4"])
 @pytest.mark.parametrize("replicas", [1, 4])
 def test_values_read_before_a_step_stay(data, strategy_of, replicas):
     """The program is given the arrays' memory; what was read from them is not."""
@@ -77,6 +78,7 @@ def test_values_read_before_a_step_stay(data, strategy_of, replicas):
         assert not np.array_equal(model.get_weights()[0], kept[0][0])
 
 
+@pytest.mark.slow(but=["4"])
 @pytest.mark.parametrize("replicas", [1, 4])
 def test_arrays_given_to_set_weights_stay(data, strategy_of, replicas):
     """JAX may use a NumPy array's memory on CPU; a step must not write to it."""
@@ -90,6 +92,7 @@ def test_arrays_given_to_set_weights_stay(data, strategy_of, replicas):
         np.testing.assert_array_equal(value, expected)
 
 
+@pytest.mark.slow(but=["4"])
 @pytest.mark.parametrize("replicas", [1, 4])
 def test_variables_that_share_an_array(data, strategy_of, replicas):
     strategy = strategy_of(replicas)
@@ -181,6 +184,7 @@ print(digest.hexdigest())
 """
 
 
+@pytest.mark.slow
 def test_plain_keras_is_untouched(monkeypatch):
     """Bit for bit what it is where replicax was never imported."""
     monkeypatch.setenv("KERAS_BACKEND", "jax")

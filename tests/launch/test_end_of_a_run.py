@@ -156,6 +156,7 @@ def test_a_worker_is_killed(culprit: int) -> None:
     assert report_of(survivor).steps[f"worker:{1 - culprit}"] >= 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("culprit", [pytest.param(1, marks=pytest.mark.slow), 0])
 def test_a_worker_is_frozen_and_goes_on_when_it_is_too_late(culprit: int) -> None:
     def freeze(cluster: Cluster) -> None:

@@ -183,6 +183,7 @@ def test_one_device_stays_one() -> None:
     assert not plan.collectives
 
 
+@pytest.mark.slow(but=["v5e:2x4"])
 @hardware(["v5e:2x4"])
 def test_scaling(topology: str) -> None:
     strategy = local_strategy()

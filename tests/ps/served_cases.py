@@ -108,7 +108,7 @@ def uneven_data_with_validation(strategy):
     )
 
 
-@case
+@slow_case
 def sparse_rows(strategy):
     rows = scipy.sparse.csr_array(np.where(np.abs(X) > 1, X, 0))
     model = classifier(keras.optimizers.SGD(0.1))
@@ -226,7 +226,7 @@ def endless():
         yield from batches()
 
 
-@case
+@slow_case
 def py_dataset(strategy):
     model = classifier()
     return outcome(model, model.fit(Batches(), epochs=2, verbose=0))
@@ -264,7 +264,7 @@ def generator_that_ends(strategy):
     return outcome(model, model.fit(batches(), verbose=0))
 
 
-@case
+@slow_case
 def generator_in_epochs(strategy):
     model = classifier()
     return outcome(model, model.fit(endless(), steps_per_epoch=5, epochs=4, verbose=0))

@@ -188,6 +188,7 @@ def hide_errors(coordinator, caught, bad):
     caught(late[-1].fetch)
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.timeout(120)
 def test_an_error_is_raised_once_with_its_traceback_and_then_it_goes_on():

@@ -145,6 +145,7 @@ def test_the_test_source_is_a_row_source():
     assert isinstance(Servers(keras.optimizers.SGD()), RowSource)
 
 
+@pytest.mark.slow(but=["2"])
 @pytest.mark.parametrize("num_replicas", [1, 2, 8])
 def test_fit_equals_keras_on_digits(pixels, num_replicas):
     x, y = pixels[0][:325], pixels[1][:325]  # The last batch has 5.
@@ -356,6 +357,7 @@ def test_a_bad_id_is_an_error_and_not_a_hang():
     strategy.run(step, (good,))
 
 
+@pytest.mark.slow
 def test_many_lookups_at_once_do_not_block_each_other():
     """More callbacks than XLA has threads, with arrays that are copied in pieces."""
     strategy = ServedStrategy(8, keras.optimizers.Adam(0.01))

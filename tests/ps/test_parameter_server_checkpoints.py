@@ -146,6 +146,7 @@ def assert_close(weights, expected):
         np.testing.assert_allclose(actual, one, **TOLERANCE)
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_with_the_same_slots(workers):
     expected, history = workers[0]["whole"]
     for worker in workers:

@@ -90,14 +90,14 @@ NUM_STEPS = {
     "uneven_data_with_validation": 88,
     "learning_rate_scheduler": 33,
     "early_stopping_restores_best_weights": 44,
-    "py_dataset": 22,
     "part_of_a_py_dataset_in_each_epoch": 15,
-    "generator_in_epochs": 20,
     "more_workers_than_steps": 3,
     "batch_normalization": 44,
-    "sparse_rows": 22,
 }
 SLOW_NUM_STEPS = {
+    "sparse_rows": 22,
+    "generator_in_epochs": 20,
+    "py_dataset": 22,
     "frozen_layers_stay": 11,
     "arrays_in_epochs_of_some_steps": 15,
     "generator_that_ends": 11,

@@ -65,6 +65,7 @@ def lost_in(output, server):
     return sum(int(n) for i, n, _ in LOST.findall(output) if int(i) == server)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     ("seed", "killed"),

@@ -285,15 +285,17 @@ CASES = [
     batches_that_do_not_divide,
     batch_normalization,
     clipped_by_the_norm_of_all,
-    clipped_by_each_norm,
     accumulated_gradients,
+    own_data_of_unequal_length,
+]
+SLOW_CASES = [
+    clipped_by_each_norm,
     adamw_with_exclusions_and_a_schedule,
     several_steps_per_execution,
     learning_rate_that_a_callback_assigns,
     stopped_in_the_middle_of_an_epoch,
     single_batches_and_then_fit,
     a_distributed_dataset,
-    own_data_of_unequal_length,
     own_data_that_one_worker_stops,
     masked_inputs_and_weighted_rows,
 ]
@@ -314,15 +316,18 @@ def run_cases(strategy, cases):
     return results
 
 
-def in_step():
+def in_step(is_slow):
     strategy = rx.ParameterServerStrategy(
         # Of two rows, so that kernels are cut and biases as well.
         variable_partitioner=rx.experimental.partitioners.FixedShardsPartitioner(2),
         sync=True,
         timeouts=rx.Timeouts(step=DEADLINE),
     )
-    results = run_cases(strategy, [*CASES, a_custom_loop])
-    results["messages"] = messages_about_masked_steps(strategy)
+    if is_slow:
+        results = run_cases(strategy, SLOW_CASES)
+        results["messages"] = messages_about_masked_steps(strategy)
+    else:
+        results = run_cases(strategy, [*CASES, a_custom_loop])
     return results, strategy.num_replicas_in_sync, strategy.staleness()
 
 
@@ -366,16 +371,26 @@ def values_of(cluster, count):
     return [cluster[f"worker:{i}"].value for i in range(count)]
 
 
-@pytest.fixture(scope="module")
-def two():
-    """What both workers returned."""
+def of_two(is_slow):
     results = replicax.testing.run(
         in_step,
+        args=(is_slow,),
         tasks={"worker": 2, "ps": 2},
         logical_devices=1,
         deadline_seconds=150,
     )
     return values_of(results, 2)
+
+
+@pytest.fixture(scope="module")
+def two():
+    """What both workers returned."""
+    return of_two(is_slow=False)
+
+
+@pytest.fixture(scope="module")
+def two_in_other_ways():
+    return of_two(is_slow=True)
 
 
 @pytest.fixture(scope="module")
@@ -416,6 +431,14 @@ def test_two_workers_equal_two_devices(two, case):
         assert_same(results[case.__name__], expected)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SLOW_CASES, ids=lambda case: case.__name__)
+def test_two_workers_equal_two_devices_in_other_ways(two_in_other_ways, case):
+    expected = expected_of(case)
+    for results, _, _ in two_in_other_ways:
+        assert_same(results[case.__name__], expected)
+
+
 def test_a_custom_loop_equals_one_on_two_devices(two):
     expected = expected_of(a_custom_loop)
     assert_same(of_loops([results for results, _, _ in two]), expected)
@@ -434,8 +457,9 @@ def test_nothing_is_stale(two):
         assert all(set(found) == {0} for found in staleness.values()), staleness
 
 
-def test_masked_losses_are_said_to_be_means_of_means(two):
-    for results, _, _ in two:
+@pytest.mark.slow
+def test_masked_losses_are_said_to_be_means_of_means(two_in_other_ways):
+    for results, _, _ in two_in_other_ways:
         (message,) = [m for m in results["messages"] if "own rows only" in m]
         assert "number of its unmasked values" in message
 

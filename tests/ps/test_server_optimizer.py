@@ -137,6 +137,7 @@ WHOLE = {
 }
 
 
+@pytest.mark.slow(but=["adam", "accumulation"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_equals_keras_whole_and_split(name) -> None:
     optimizer = OPTIMIZERS[name]()

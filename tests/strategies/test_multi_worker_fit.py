@@ -248,14 +248,16 @@ AS_ONE_DEVICE = [
     momentum_with_several_steps_per_execution,
     synchronized_batch_normalization,
     validation_split_and_single_batches,
+]
+# Plain Keras has the same order in each epoch.
+AS_FOUR_REPLICAS = [dropout_and_replica_statistics]
+SLOW_AS_ONE_DEVICE = [
     a_shuffled_py_dataset,
     generators,
     masked_and_weighted_steps,
     sparse_inputs,
 ]
-# Plain Keras has the same order in each epoch.
-AS_FOUR_REPLICAS = [
-    dropout_and_replica_statistics,
+SLOW_AS_FOUR_REPLICAS = [
     sparse_data_of_each_worker,
     a_grain_dataset,
     images_of_a_folder,
@@ -274,28 +276,45 @@ def result_of(case, strategy=None):
         return jax.tree.map(np.asarray, case())
 
 
-def all_results():
+def all_results(is_slow):
     strategy = rx.MultiWorkerMirroredStrategy()
-    results = {
-        case.__name__: result_of(case, strategy)
-        for case in [*AS_ONE_DEVICE, *AS_FOUR_REPLICAS]
-    }
+    cases = (
+        [*SLOW_AS_ONE_DEVICE, *SLOW_AS_FOUR_REPLICAS]
+        if is_slow
+        else [*AS_ONE_DEVICE, *AS_FOUR_REPLICAS]
+    )
+    results = {case.__name__: result_of(case, strategy) for case in cases}
     strategy.check_replicas()
+    if is_slow:
+        return results
     for name, operation in OPERATIONS.items():
         other = rx.MultiWorkerMirroredStrategy(cross_device_ops=operation)
         results[name] = result_of(synchronized_batch_normalization, other)
     return results | {"replicas": strategy.num_replicas_in_sync}
 
 
-@pytest.fixture(scope="module")
-def workers():
-    """What each of the two workers returned."""
+def run_cases(is_slow):
     # Here too, Keras takes `synchronized=True` once there was a strategy.
     rx.MirroredStrategy(["cpu:0"])
     results = replicax.testing.run(
-        all_results, num_workers=2, logical_devices=2, deadline_seconds=180
+        all_results,
+        num_workers=2,
+        args=(is_slow,),
+        logical_devices=2,
+        deadline_seconds=180,
     )
     return list(results.returned.values())
+
+
+@pytest.fixture(scope="module")
+def workers():
+    """What each of the two workers returned."""
+    return run_cases(is_slow=False)
+
+
+@pytest.fixture(scope="module")
+def in_other_ways():
+    return run_cases(is_slow=True)
 
 
 def some_results():
@@ -333,6 +352,19 @@ def test_as_four_replicas_of_one_process(workers, case):
     assert_same(workers[0][case.__name__], result_of(case, strategy))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SLOW_AS_ONE_DEVICE, ids=lambda case: case.__name__)
+def test_as_one_process_in_other_ways(in_other_ways, case):
+    assert_same(in_other_ways[0][case.__name__], result_of(case))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SLOW_AS_FOUR_REPLICAS, ids=lambda case: case.__name__)
+def test_as_four_replicas_in_other_ways(in_other_ways, case):
+    strategy = rx.MirroredStrategy([f"cpu:{i}" for i in range(4)])
+    assert_same(in_other_ways[0][case.__name__], result_of(case, strategy))
+
+
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_other_ways_to_sum(workers, name):
     expected = result_of(synchronized_batch_normalization)
@@ -346,12 +378,28 @@ def test_workers_have_the_very_same(workers):
         assert_identical(workers[1][name], workers[0][name])
 
 
+@pytest.mark.slow
+def test_workers_have_the_very_same_in_other_ways(in_other_ways):
+    for name in in_other_ways[0]:
+        assert_identical(in_other_ways[1][name], in_other_ways[0][name])
+
+
 def test_the_cases_train(workers):
-    # Or equality would say little.
-    for case in [*AS_ONE_DEVICE, *AS_FOUR_REPLICAS]:
+    assert_trained(workers[0], [*AS_ONE_DEVICE, *AS_FOUR_REPLICAS])
+
+
+@pytest.mark.slow
+def test_the_other_cases_train(in_other_ways):
+    cases = [*SLOW_AS_ONE_DEVICE, *SLOW_AS_FOUR_REPLICAS]
+    assert_trained(in_other_ways[0], cases)
+
+
+def assert_trained(results, cases):
+    """Or equality would say little."""
+    for case in cases:
         if case is masked_and_weighted_steps:
             continue  # Another model.
-        result = workers[0][case.__name__]
+        result = results[case.__name__]
         keras.utils.set_random_seed(1)
         at_first = keras.Sequential([keras.Input((6,)), layers.Dense(8)]).get_weights()
         assert np.abs(result["weights"][0] - at_first[0]).max() > 1e-3, case

@@ -144,6 +144,7 @@ def updated(*, shard_update: bool) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow(but=["Adam", "Adafactor", "Muon"])
 @pytest.mark.parametrize("name", ALL)
 def test_updates(name: str) -> None:
     actual = updated(shard_update=True)[name]

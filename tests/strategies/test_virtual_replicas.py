@@ -104,6 +104,7 @@ def test_several_steps_at_once(devices: int, each: int) -> None:
     )
 
 
+@pytest.mark.slow(but=["tape_step"])
 @pytest.mark.parametrize(
     "make_step",
     [pytest.param(functional_step, marks=pytest.mark.slow), tape_step],

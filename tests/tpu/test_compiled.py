@@ -115,6 +115,7 @@ def test_one_host() -> None:
     assert found["device_kind"].startswith("TPU v5")
 
 
+@pytest.mark.slow
 def test_the_order_of_devices_makes_no_difference() -> None:
     """Hosts' devices are together in ours; in JAX's order by coordinates not always."""
     small, *large = compile_step("orders", "v5e:2x4", "v5e:16x16", "v5p:4x4x4")
