@@ -385,6 +385,16 @@ def test_closures_go_on_when_a_worker_dies(board, clients, clock):
     assert ask(board, "fetch", ids=["x"]) == {"x": {"status": "unknown"}}
 
 
+@pytest.mark.parametrize("error", ["ValueError", 3, ["a"]])
+def test_malformed_errors_are_refused_and_the_closure_goes_on(clients, error):
+    chief, a, _ = clients
+    chief("schedule", id="x", payload=1, function="f")
+    a("take", functions=["f"])
+    with pytest.raises(BoardError, match=r"error is .*; expected object"):
+        a("result", id="x", error=error)
+    assert a("result", id="x", value=1) == {"late": False}
+
+
 def test_a_restarted_server_goes_on_with_the_same_sessions(board, clients, clock):
     a, b, _ = clients
     ask(board, "open", stream=STREAM, limit=5)

@@ -172,16 +172,6 @@ def test_a_worker_cannot_take_everything():
         closures.take(A, ["step"])
 
 
-@pytest.mark.parametrize("error", ["ValueError", 3, ["a"]])
-def test_malformed_errors_are_refused_and_the_closure_goes_on(error):
-    closures = Closures()
-    schedule(closures, "x")
-    taken(closures, A)
-    with pytest.raises(BoardError, match="type, message and traceback"):
-        closures.result("x", A, None, error)
-    assert closures.result("x", A, 1, None) == {"late": False}
-
-
 def test_what_a_replaced_chief_scheduled_is_dropped():
     closures = Closures()
     schedule(closures, "a", "b", "c")

@@ -32,8 +32,7 @@ from replicax.ps.limits import (
     message_of,
     read,
 )
-from replicax.ps.presence import Presence, Worker
-from replicax.ps.rendezvous import Rendezvous
+from replicax.ps.presence import Presence, Rendezvous, Worker
 from replicax.ps.streams import Settings, Streams
 
 __all__ = ["Board"]

@@ -132,34 +132,24 @@ class DenseGroup(Group):
         arrays |= {f"slots/{i}": slot for i, slot in enumerate(_copies(self._slots))}
         return arrays, {"group": self.group.to_json(), **self._counts()}
 
-    @classmethod
-    def from_state(
-        cls,
-        arrays: Arrays,
-        meta: JSONObject,
-        server: int,
-        note: Note,
-        sessions: Sessions,
-        journal: Journaled,
-    ) -> "DenseGroup":
-        """The group of a state, with what the journal says was done since then."""
-        group = VariableGroup.from_json(meta["group"])
-        vectors = {d: arrays[f"values/{d}"] for d in group.lengths_on(server)}
-        held = cls(group, vectors, server, note, sessions)
-        slots = [arrays[f"slots/{i}"] for i in range(len(arrays) - len(vectors))]
+    def load_state(
+        self, arrays: Arrays, meta: JSONObject, journal: Journaled | None = None
+    ) -> None:
+        """Go on from what `state` returned; the group was made with its values."""
+        number = len(arrays) - len(self.vectors)
+        slots = [arrays[f"slots/{i}"] for i in range(number)]
         shapes = [(x.shape, str(x.dtype)) for x in slots]
-        expected = [(x.shape, str(x.dtype)) for x in held._slots]
+        expected = [(x.shape, str(x.dtype)) for x in self._slots]
         if shapes != expected:
             raise RefusedRequestError(
-                f"{held.what}: the state has optimizer variables of {shapes}, but this "
+                f"{self.what}: the state has optimizer variables of {shapes}, but this "
                 f"version of Keras has {expected}. Use the version that wrote it."
             )
-        held._slots = [
+        self._slots = [
             jax.device_put(np.array(new), old.device)
-            for new, old in zip(slots, held._slots, strict=True)
+            for new, old in zip(slots, self._slots, strict=True)
         ]
-        held._load_counts(meta, journal)
-        return held
+        self._load_counts(meta, journal or {})
 
 
 def _is_float(dtype: np.dtype | str) -> bool:

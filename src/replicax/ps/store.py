@@ -81,9 +81,7 @@ class VariableStore:
         with self._creating:
             held = self._groups.get(group.name)
             if held is None:
-                held = DenseGroup(
-                    group, vectors, self.server, self._note, self._sessions
-                )
+                held = self._new_group(group, vectors)
                 with self._lock:
                     self._groups[group.name] = held
         held.require_same(group)
@@ -187,6 +185,9 @@ class VariableStore:
             note=self._note,
             sessions=self._sessions,
         )
+
+    def _new_group(self, group: VariableGroup, vectors: Arrays) -> DenseGroup:
+        return DenseGroup(group, vectors, self.server, self._note, self._sessions)
 
     # Room.
 
@@ -329,15 +330,12 @@ class VariableStore:
                 table.load_state(arrays, meta, journal)
                 self._tables[table.spec.name] = table
             else:
-                held = DenseGroup.from_state(
-                    arrays,
-                    meta,
-                    self.server,
-                    self._note,
-                    self._sessions,
-                    journal or {},
-                )
-                self._groups[held.group.name] = held
+                group = VariableGroup.from_json(meta["group"])
+                lengths = group.lengths_on(self.server)
+                vectors = {dtype: arrays[f"values/{dtype}"] for dtype in lengths}
+                held = self._new_group(group, vectors)
+                held.load_state(arrays, meta, journal)
+                self._groups[group.name] = held
 
     def tell_losses(self) -> None:
         """At the end, log the updates that are lost and were not logged yet."""

@@ -252,14 +252,14 @@ class Table(Group):
             }
 
     def load_state(
-        self, arrays: Arrays, described: JSONObject, journal: Journaled | None = None
+        self, arrays: Arrays, meta: JSONObject, journal: Journaled | None = None
     ) -> None:
         """Go on from what `state` returned, and what was written down since then."""
-        if self.spec.rule is None and described["spec"]["rule"] is not None:
-            self.set_rule(described["spec"]["rule"])
+        if self.spec.rule is None and meta["spec"]["rule"] is not None:
+            self.set_rule(meta["spec"]["rule"])
         mine = {"server": self.server, "num_servers": self._num_servers}
         mine |= {f: self.spec.to_json()[f] for f in ("name", "num_rows", "dim")}
-        its = {k: described.get(k, described["spec"].get(k)) for k in mine}
+        its = {k: meta.get(k, meta["spec"].get(k)) for k in mine}
         shapes = {"values": self._values.shape}
         shapes |= {f"slots/{k}": v.shape for k, v in self._slots.items()}
         found = {k: v.shape for k, v in arrays.items()}
@@ -274,9 +274,9 @@ class Table(Group):
             for name in self._slots:
                 self._slots[name] = np.array(arrays[f"slots/{name}"], np.float32)
             if self._optimizer is not None:
-                self._optimizer.assign(described["optimizer"])
-            self.offsets = dict(described["offsets"])
-            self._load_counts(described, journal or {})
+                self._optimizer.assign(meta["optimizer"])
+            self.offsets = dict(meta["offsets"])
+            self._load_counts(meta, journal or {})
 
     def _required_optimizer(self) -> RowOptimizer:
         if self._optimizer is None:

@@ -12,7 +12,7 @@ long vectors for a model of hundreds of variables.
 
 import dataclasses
 import json
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Annotated, NamedTuple
 
 import jax
@@ -291,18 +291,12 @@ def cut_slots(
     group: VariableGroup, slots: Mapping[VariableSlot, np.ndarray], server: int
 ) -> Slots:
     """What one server has of each slot."""
-    return dict(_slices(group, slots, server))
-
-
-def _slices(
-    group: VariableGroup, slots: Mapping[VariableSlot, np.ndarray], server: int
-) -> Iterator[tuple[SlotKey, np.ndarray]]:
-    parts = group.slices_on(server)
+    cut: Slots = {}
     for (name, variable), array in slots.items():
         if variable is None:
-            yield SlotKey(name, None), array
-            continue
-        for place, part in enumerate(parts):
+            cut[SlotKey(name, None)] = array
+        for place, part in enumerate(group.slices_on(server)):
             if part.variable == variable:
                 rows = array if part.rows is None else array[slice(*part.rows)]
-                yield SlotKey(name, place), rows
+                cut[SlotKey(name, place)] = rows
+    return cut
