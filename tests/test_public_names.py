@@ -53,6 +53,7 @@ PUBLIC_NAMES = [
     "RestoreStatus",
     "SidecarEvaluator",
     "Strategy",
+    "SummaryWriter",
     "TPUStrategy",
     "Timeouts",
     "callbacks",

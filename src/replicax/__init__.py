@@ -75,6 +75,7 @@ if TYPE_CHECKING:  # For editors, type checkers and the pages of the API.
     from replicax.ps.coordinator import ClusterCoordinator, RemoteValue
     from replicax.ps.payloads import PerWorkerValues
     from replicax.ps.strategy import ParameterServerStrategy
+    from replicax.report.tensorboard import SummaryWriter
     from replicax.strategies.central_storage import CentralStorageStrategy
     from replicax.strategies.current import (
         get_replica_context,
@@ -134,6 +135,7 @@ __all__ = [
     "RestoreStatus",
     "SidecarEvaluator",
     "Strategy",
+    "SummaryWriter",
     "TPUStrategy",
     "Timeouts",
     "callbacks",
@@ -204,6 +206,7 @@ _MODULES = {
     "RestoreStatus": "checkpoint",
     "SidecarEvaluator": "keras.sidecar",
     "Strategy": "strategies.strategy",
+    "SummaryWriter": "report.tensorboard",
     "TPUStrategy": "strategies.tpu",
     "Timeouts": "cluster.timeouts",
     "callbacks": "callbacks",

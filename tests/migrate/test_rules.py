@@ -42,11 +42,34 @@ def lines(source: str) -> tuple[str, list[str]]:
         ("s.experimental_run_v2(f, args=(x,))", "s.run(f, args=(x,))"),
         ("import inspect\ninspect.unwrap(f)", "inspect.unwrap(f)"),
         ("tf.keras.layers.Embedding(9, 3, input_length=3)", "input_length=3)"),
+        (
+            "b = tf.keras.callbacks.TensorBoard('d', 1, profile_batch='5,9')",
+            "b = rx.callbacks.TensorBoard('d', 1)",
+        ),
+        (
+            "w = tf.summary.create_file_writer(d)\nfor i in r:\n"
+            "    with w.as_default():\n        tf.summary.scalar('x', l, step=i)",
+            "w = rx.SummaryWriter(d)\nfor i in r:\n    w.scalar('x', l, step=i)\n",
+        ),
+        (
+            "w = tf.summary.create_file_writer(d)\nw.set_as_default()\n"
+            "def f(i):\n    tf.summary.scalar('x', data=l, step=i)",
+            "def f(i):\n    w.scalar('x', value=l, step=i)\n",
+        ),
     ],
 )
 def test_what_is_ported(before: str, after: str) -> None:
     text, left = lines(before)
     assert after in text
+    assert left == []
+
+
+def test_methods_that_steps_call_on_objects_get_random_state() -> None:
+    text, left = lines(
+        "class Net:\n    def draw(self):\n        return tf.random.normal([2])\n"
+        "with s.scope():\n    net = Net()\ns.run(lambda: net.draw())"
+    )
+    assert "keras.random.normal([2], seed=seed_generator)" in text
     assert left == []
 
 
@@ -56,7 +79,16 @@ def test_what_is_ported(before: str, after: str) -> None:
         ("tf.keras.layers.BatchNormalization(fused=True)", "no argument 'fused'"),
         ("tf.keras.layers.Dense(3, batch_input_shape=(1, 2))", "'batch_input_shape'"),
         ("tf.keras.optimizers.SGD(0.1, use_locking=True)", "argument 'use_locking'"),
-        ("tf.keras.callbacks.TensorBoard('logs')", "writes with TensorFlow"),
+        ("class Board(tf.keras.callbacks.TensorBoard): pass", "has other methods"),
+        (
+            "w = tf.summary.create_file_writer(d)\nf(w)",
+            "the writer is given to what is not ported",
+        ),
+        (
+            "w = tf.summary.create_file_writer(d)\n"
+            "with w.as_default():\n    tf.summary.image('x', x, step=1)",
+            "tf.summary.image has no counterpart",
+        ),
         (
             "p = os.path.join(d, 'ckpt')\n"
             "tf.keras.callbacks.ModelCheckpoint(p, save_weights_only=True)",

@@ -162,10 +162,37 @@ def _model_checkpoint(
     return updated.with_changes(func=_kept_or_target(script, node, path))
 
 
+_SHOWN = ("log_dir", "histogram_freq", "update_freq")
+_NOT_SHOWN = (
+    "batch_size",
+    "embeddings_data",
+    "embeddings_freq",
+    "embeddings_layer_names",
+    "embeddings_metadata",
+    "profile_batch",
+    "write_grads",
+    "write_graph",
+    "write_images",
+    "write_steps_per_second",
+)
+
+
 def _tensorboard(script: Script, node: Call, updated: Call, path: str) -> Expression:
-    raise Unported(
-        "the TensorBoard callback writes with TensorFlow: use "
-        'rx.callbacks.Report("report.html"), or the package tensorboardX'
+    given = [a for a in updated.args if a.keyword is None]
+    if len(given) > 2 or any(arg.star for arg in updated.args):
+        raise Unported("rx.callbacks.TensorBoard: name its arguments")
+    gone = [arg for arg in updated.args if _named(arg, *_NOT_SHOWN)]
+    off = {"0", "False", "None"}
+    if lost := [a.keyword for a in gone if script.code(a.value) not in off]:
+        names = ", ".join(f"{name.value}=" for name in lost if name)
+        note = "is" if len(lost) == 1 else "are"
+        script.note(node, f"{names} {note} taken out; for profiles use jax.profiler")
+    kept = [arg for arg in updated.args if arg not in gone]
+    for arg in kept:
+        if arg.keyword and not _named(arg, *_SHOWN):
+            raise Unported(f"rx.callbacks.TensorBoard has no {arg.keyword.value}=")
+    return updated.with_changes(
+        func=_kept_or_target(script, node, path), args=without(updated.args, kept)
     )
 
 

@@ -12,6 +12,7 @@ from replicax.migrate.script import MARK, Finding, Script, walk
 from replicax.migrate.sessions import plan_sessions
 from replicax.migrate.settings import plan_settings
 from replicax.migrate.statements import plan_servers
+from replicax.migrate.summaries import plan_summaries
 from replicax.migrate.tracing import find_traced, plan_randomness, report_branches
 from replicax.migrate.training import plan_training
 
@@ -67,6 +68,7 @@ def port(source: bytes) -> Ported:
     plan_servers(script)
     plan_pipelines(script)
     plan_settings(script)
+    plan_summaries(script)
     plan_randomness(script)
     plan_sessions(script)
     plan_training(script)

@@ -218,6 +218,13 @@ class Rewriter(cst.CSTTransformer):
 
     # Statements.
 
+    def visit_ClassDef(self, node: cst.ClassDef) -> bool:
+        """Report subclasses of a callback that has other methods here."""
+        for base in node.bases:
+            if self._script.names.path(base.value) == "keras.callbacks.TensorBoard":
+                self._script.leave(node.name, _OTHER_METHODS)
+        return True
+
     def leave_Decorator(
         self, original_node: cst.Decorator, updated_node: cst.Decorator
     ) -> cst.Decorator | cst.RemovalSentinel:
@@ -366,6 +373,10 @@ def _gap(statement: Any) -> list[cst.EmptyLine]:
     return lines
 
 
+_OTHER_METHODS = (
+    "rx.callbacks.TensorBoard has other methods than TensorFlow's: write with "
+    "rx.SummaryWriter in a keras.callbacks.Callback"
+)
 _MODULE_AS_VALUE = "the module `tensorflow` is used as a value: port it by hand"
 
 

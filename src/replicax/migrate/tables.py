@@ -125,6 +125,7 @@ EXACT = {
     "data.experimental.AutoShardPolicy": "rx.AutoShardPolicy",
     "keras.callbacks.BackupAndRestore": "rx.BackupAndRestore",
     "keras.callbacks.experimental.BackupAndRestore": "rx.BackupAndRestore",
+    "keras.callbacks.TensorBoard": "rx.callbacks.TensorBoard",
     "keras.utils.SidecarEvaluator": "rx.SidecarEvaluator",
     "keras.experimental.SidecarEvaluator": "rx.SidecarEvaluator",
     "keras.layers.DenseFeatures": "rx.feature_column.DenseFeatures",
@@ -267,6 +268,9 @@ NOTES = {
     "constant": "is an array; 64-bit ones become 32-bit ones",
     "random.set_seed": "gives other random numbers than TF's",
     "keras.callbacks.BackupAndRestore": "writes files of its own format",
+    "keras.callbacks.TensorBoard": (
+        "needs the package tensorboard: pip install 'replicax[tensorboard]'"
+    ),
     "train.Checkpoint": "writes files of its own format; TF's are not read",
     "math.segment_sum": "takes `num_segments` in a compiled step",
 }
@@ -355,9 +359,7 @@ REASONS = {
         "use `keras.optimizers.schedules.PiecewiseConstantDecay`"
     ),
     "train": "has no counterpart; use Keras' optimizers, or `rx.Checkpoint`",
-    "summary": (
-        "write metrics with `keras.callbacks.CSVLogger` or the package tensorboardX"
-    ),
+    "summary": "use `rx.SummaryWriter(folder).scalar(name, value, step=step)`",
     "saved_model": (
         'use `model.save("model.keras")`; `model.export` writes one with TensorFlow'
     ),

@@ -66,12 +66,15 @@ def find_traced(script: Script) -> None:
 
 
 def called_functions(script: Script, function: cst.CSTNode) -> Iterator[cst.CSTNode]:
-    """The script's functions that another one calls by their name, or on `self`."""
+    """The script's functions that another one calls, and its methods of that name."""
     for node in walk(function):
         if isinstance(node, cst.Call):
-            text = dotted(node.func) or ""
-            if "." not in text or text.startswith("self."):
-                yield from script.functions(text.rpartition(".")[2])
+            if isinstance(node.func, cst.Name):
+                yield from script.functions(node.func.value)
+            elif isinstance(node.func, cst.Attribute):
+                for found in script.functions(node.func.attr.value):
+                    if isinstance(_class_of(script, found), cst.ClassDef):
+                        yield found
 
 
 def _run_by_strategies(script: Script) -> Iterator[cst.CSTNode]:

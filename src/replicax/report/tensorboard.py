@@ -1,0 +1,292 @@
+"""Event files for the program TensorBoard, written without TensorFlow.
+
+Needs the package tensorboard: `pip install 'replicax[tensorboard]'`. Its
+`EventFileWriter` loads TensorFlow where that is installed. What it is made of does not,
+and is used here: `RecordWriter`, the summaries and `GFile`.
+"""
+
+import itertools
+import os
+import socket
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import keras
+import numpy as np
+from numpy.typing import ArrayLike
+
+from replicax._util.dry_run import current_rehearsal
+from replicax.keras.session import LateCallback
+from replicax.strategies.current import get_strategy
+
+__all__ = ["SummaryWriter", "TensorBoard"]
+
+_file_numbers = itertools.count()
+Logs = Mapping[str, object] | None
+
+
+class SummaryWriter:
+    """Writes scalars and histograms into an event file, which TensorBoard shows.
+
+    The file is made with the first value, under a name that no other one has. What
+    `flush` has returned from is in it. Each process that writes has a file of its own;
+    in a cluster write where `strategy.is_chief`, or into a folder for each worker.
+    (TF: `tf.summary.create_file_writer`.)
+
+    Args:
+        log_dir: The folder, which is made if it is not there. Folders below the one
+            that TensorBoard is given are its runs.
+
+    Raises:
+        ImportError: If the package tensorboard is not installed.
+
+    Example:
+        >>> import os, tempfile
+        >>> folder = tempfile.mkdtemp()
+        >>> with SummaryWriter(folder) as writer:
+        ...     for epoch in range(3):
+        ...         writer.scalar("loss", 1 / (1 + epoch), step=epoch)
+        >>> [name[:19] for name in os.listdir(folder)]
+        ['events.out.tfevents']
+    """
+
+    def __init__(self, log_dir: str | os.PathLike[str]) -> None:
+        self.log_dir = os.fspath(log_dir)
+        self._format = _EventFormat()
+        self._records: Any = None
+
+    def scalar(self, name: str, value: ArrayLike, *, step: int | ArrayLike) -> None:
+        """Write a number: `name` is its chart, `step` where it stands there.
+
+        Raises:
+            ValueError: If `value` is not one number.
+        """
+        self._write(self._format.scalar_pb(name, np.asarray(value)), step)
+
+    def histogram(
+        self,
+        name: str,
+        values: ArrayLike,
+        *,
+        step: int | ArrayLike,
+        buckets: int | None = None,
+    ) -> None:
+        """Write how values of an array, of any shape, are distributed.
+
+        Args:
+            name: The name of its chart.
+            values: Numbers.
+            step: Where it stands there.
+            buckets: How many of equal width are counted; None: 30.
+        """
+        array = np.asarray(values)
+        if array.dtype.kind not in "biuf":  # As bfloat16.
+            array = array.astype("float32")
+        made = self._format.histogram_pb(name, array, buckets)
+        self._write(made, step)
+
+    def flush(self) -> None:
+        """Have all that was written in the file."""
+        if self._records is not None:
+            self._records.flush()
+
+    def close(self) -> None:
+        """Flush, and close the file. What is written later goes into another one."""
+        if self._records is not None:
+            self._records.close()
+            self._records = None
+
+    def __enter__(self) -> Self:
+        """Be closed at the end of the block."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close the file."""
+        self.close()
+
+    def _write(self, summary: object, step: int | ArrayLike) -> None:
+        made = self._format
+        if self._records is None:
+            made.gfile.makedirs(self.log_dir)
+            name = (
+                f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}."
+                f"{os.getpid()}.{next(_file_numbers)}.v2"
+            )
+            file = made.gfile.GFile(os.path.join(self.log_dir, name), "wb")
+            self._records = made.record_writer(file)
+            self._add(made.event(wall_time=time.time(), file_version="brain.Event:2"))
+        number = int(np.asarray(step))
+        self._add(made.event(wall_time=time.time(), step=number, summary=summary))
+
+    def _add(self, event: Any) -> None:
+        self._records.write(event.SerializeToString())
+
+
+class _EventFormat:
+    """What is used of the package: none of it imports TensorFlow."""
+
+    def __init__(self) -> None:
+        try:
+            from tensorboard.compat.proto.event_pb2 import (
+                Event,  # pyright: ignore[reportAttributeAccessIssue]  # Made on import.
+            )
+            from tensorboard.compat.tensorflow_stub.io import gfile
+            from tensorboard.plugins.histogram.summary_v2 import histogram_pb
+            from tensorboard.plugins.scalar.summary_v2 import scalar_pb
+            from tensorboard.summary.writer.record_writer import RecordWriter
+        except ImportError as error:
+            raise ImportError(
+                "TensorBoard, SummaryWriter: event files are written with the package "
+                f"tensorboard, which cannot be imported here ({error}). Install it: "
+                "pip install 'replicax[tensorboard]'."
+            ) from error
+        self.event: Any = Event
+        self.gfile: Any = gfile
+        self.histogram_pb: Any = histogram_pb
+        self.scalar_pb: Any = scalar_pb
+        self.record_writer: Any = RecordWriter
+
+
+class TensorBoard(LateCallback):
+    """Writes losses, metrics and weights for the program TensorBoard.
+
+    Charts and folders are those of Keras' callback, which needs TensorFlow: under
+    `train` and `validation` are `epoch_loss` and the like by epoch, and the learning
+    rate; `batch_loss` and the like by step; histograms of weights by epoch; and
+    `evaluation_loss_vs_iterations` by the optimizer's steps.
+
+    The chief writes. In a cluster pass it on all workers: histograms of weights that
+    are split over workers are gathered by all of them.
+    (Keras: `keras.callbacks.TensorBoard`.)
+
+    Args:
+        log_dir: The folder; `tensorboard --logdir` shows it. It may be a bucket that
+            fsspec knows, such as `"gs://bucket/logs"`.
+        histogram_freq: Each how many epochs histograms of the weights are written; 0:
+            never.
+        update_freq: Losses and metrics are written each epoch, and also each so many
+            steps; `"batch"` is 1, `"epoch"` never. To read them the host waits for the
+            step.
+
+    Raises:
+        ImportError: If the package tensorboard is not installed.
+        ValueError: If a frequency is not one of those above.
+
+    Example:
+        >>> import os, tempfile
+        >>> import keras, numpy as np
+        >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        >>> model.compile("sgd", "mse")
+        >>> x, folder = np.ones((8, 2)), tempfile.mkdtemp()
+        >>> board = TensorBoard(folder)
+        >>> _ = model.fit(x, x[:, :1], callbacks=[board], verbose=0)
+        >>> os.listdir(folder)
+        ['train']
+    """
+
+    def __init__(
+        self,
+        log_dir: str | os.PathLike[str] = "logs",
+        histogram_freq: int = 0,
+        update_freq: int | Literal["batch", "epoch"] = "epoch",
+    ) -> None:
+        super().__init__()
+        self.log_dir = os.fspath(log_dir)
+        self.histogram_freq = _frequency("histogram_freq", histogram_freq, {})
+        words = {"batch": 1, "epoch": 0}
+        self.update_freq = _frequency("update_freq", update_freq, words)
+        self._writers = {
+            name: SummaryWriter(os.path.join(self.log_dir, name))
+            for name in ("train", "validation")
+        }
+        self._step = self._first_step = 0
+        self._logs: Logs = None
+        if self.update_freq:
+            # An attribute: where it is not there, nobody waits for a step's losses.
+            self.on_train_batch_end = self._write_step
+
+    def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
+        """Count steps from where the last epoch ended."""
+        self._first_step = self._step
+
+    def _write_step(self, batch: int, logs: Logs = None) -> None:
+        self._step = self._first_step + batch + 1
+        if self._step % self.update_freq == 0:
+            self._scalars("train", "batch_{}", logs, self._step)
+
+    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
+        """Remember the logs, into which callbacks after this one may put more."""
+        self._logs = logs
+
+    def after_epoch_end(self, epoch: int) -> None:
+        """Write the epoch's logs, and histograms where it is time."""
+        train: dict[str, object] = {}
+        validation: dict[str, object] = {}
+        for name, value in (self._logs or {}).items():
+            is_own = not name.startswith("val_")
+            (train if is_own else validation)[name.removeprefix("val_")] = value
+        optimizer: Any = getattr(self.model, "optimizer", None)
+        if train and optimizer is not None:
+            train["learning_rate"] = _array(optimizer.learning_rate)
+        self._scalars("train", "epoch_{}", train, epoch)
+        self._scalars("validation", "epoch_{}", validation, epoch)
+        if self.histogram_freq and epoch % self.histogram_freq == 0:
+            self._histograms(epoch)
+        for writer in self._writers.values():
+            writer.flush()
+
+    def on_test_end(self, logs: Logs = None) -> None:
+        """Write what `evaluate` has found, by the optimizer's steps."""
+        optimizer: Any = getattr(self.model, "optimizer", None)
+        if optimizer is not None:
+            step = int(_array(optimizer.iterations))
+            self._scalars("validation", "evaluation_{}_vs_iterations", logs, step)
+            self._writers["validation"].flush()
+
+    def on_train_end(self, logs: Logs = None) -> None:
+        """Close the files."""
+        for writer in self._writers.values():
+            writer.close()
+
+    def _scalars(self, folder: str, name: str, logs: Logs, step: int) -> None:
+        if _writes():
+            for key, value in (logs or {}).items():
+                if np.ndim(number := np.asarray(value)) == 0:
+                    self._writers[folder].scalar(name.format(key), number, step=step)
+
+    def _histograms(self, epoch: int) -> None:
+        model: Any = self.model
+        for layer in model.layers:
+            for weight in layer.weights:
+                # By all workers, which gather it where each has a part.
+                values = _array(weight)
+                if _writes():
+                    name = f"{weight.path.replace(':', '_')}/histogram"
+                    self._writers["train"].histogram(name, values, step=epoch)
+
+
+def _array(value: object) -> np.ndarray:
+    return np.asarray(keras.ops.convert_to_numpy(value))
+
+
+def _writes() -> bool:
+    """Whether this process is the chief, and no dry run."""
+    return current_rehearsal() is None and get_strategy().is_chief
+
+
+def _frequency(name: str, value: object, words: Mapping[str, int]) -> int:
+    number = words.get(value) if isinstance(value, str) else value
+    if not isinstance(number, int) or number < 0:
+        choices = "".join(f", or {word!r}" for word in words)
+        raise ValueError(
+            f"TensorBoard: {name} must be a whole number from 0 on{choices}; got "
+            f"{value!r}."
+        )
+    return number
