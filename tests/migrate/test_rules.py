@@ -34,6 +34,10 @@ def lines(source: str) -> tuple[str, list[str]]:
             'w = self.add_variable("w", [3])',
             'w = self.add_weight(name="w", shape=[3])',
         ),
+        (
+            "o = tf.train.RMSPropOptimizer(0.1)",
+            "o = keras.optimizers.RMSprop(0.1, epsilon=1e-10)",
+        ),
         ("g = optimizer.get_unscaled_gradients(h)", "g = h"),
         ('model.save("m.keras", save_format="keras")', 'model.save("m.keras")'),
         ("n = x.get_shape()[1].value", "n = x.shape[1]"),

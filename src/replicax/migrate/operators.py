@@ -142,9 +142,9 @@ nn.scale_regularization_loss | regularization_loss | rx.scale_regularization_los
 Variable | initial_value trainable validate_shape caching_device name variable_def dtype import_scope constraint synchronization aggregation shape | keras.Variable | initializer *trainable - - *name ! *dtype - ! *synchronization *aggregation -
 train.GradientDescentOptimizer | learning_rate use_locking name | keras.optimizers.SGD | learning_rate - *name
 train.MomentumOptimizer | learning_rate momentum use_locking name use_nesterov | keras.optimizers.SGD | learning_rate momentum - *name *nesterov
-train.AdamOptimizer | learning_rate beta1 beta2 epsilon use_locking name | keras.optimizers.Adam | learning_rate beta_1 beta_2 epsilon - *name
+train.AdamOptimizer | learning_rate beta1 beta2 epsilon use_locking name | keras.optimizers.Adam | learning_rate beta_1 beta_2 epsilon - *name | epsilon=1e-8
 train.AdagradOptimizer | learning_rate initial_accumulator_value use_locking name | keras.optimizers.Adagrad | learning_rate initial_accumulator_value - *name
-train.RMSPropOptimizer | learning_rate decay momentum epsilon use_locking centered name | keras.optimizers.RMSprop | learning_rate rho momentum epsilon - *centered *name
+train.RMSPropOptimizer | learning_rate decay momentum epsilon use_locking centered name | keras.optimizers.RMSprop | learning_rate rho momentum epsilon - *centered *name | epsilon=1e-10
 train.FtrlOptimizer | learning_rate learning_rate_power initial_accumulator_value l1_regularization_strength l2_regularization_strength use_locking name | keras.optimizers.Ftrl | learning_rate learning_rate_power initial_accumulator_value l1_regularization_strength l2_regularization_strength - *name
 random.set_seed random.set_random_seed set_random_seed | seed | keras.utils.set_random_seed | seed
 """  # noqa: E501

@@ -271,6 +271,7 @@ NOTES = {
     "keras.callbacks.TensorBoard": (
         "needs the package tensorboard: pip install 'replicax[tensorboard]'"
     ),
+    "train.RMSPropOptimizer": "begins with averages of squares that are 0, TF's with 1",
     "train.Checkpoint": "writes files of its own format; TF's are not read",
     "math.segment_sum": "takes `num_segments` in a compiled step",
 }
