@@ -112,7 +112,8 @@ def draw(rows: list[tuple[Job, Found]], path: Path) -> None:
             line = [
                 (job.workers, value(f)) for job, f in rows if job.servers == servers
             ]
-            ax.plot(*zip(*line, strict=True), "o-", ms=3, label=f"{servers} servers")
+            label = "1 server" if servers == 1 else f"{servers} servers"
+            ax.plot(*zip(*line, strict=True), "o-", ms=3, label=label)
         ax.set(title=title, xlabel="workers", xscale="log", yscale="log")
         ax.grid(alpha=0.3)
     axes[0].plot(

@@ -80,10 +80,10 @@ _ADVICE = {
         "shorter steps, take more devices or a smaller model."
     ),
     "memory bandwidth": (
-        "The devices wait for their memory more than they multiply. Halve the bytes "
-        "with keras.mixed_precision.set_global_policy('mixed_bfloat16'); take wider "
-        "layers, or a larger batch per device where weights and optimizer slots are "
-        "most of the bytes."
+        "The devices wait for their memory more than they multiply. Where it is not on "
+        "yet, keras.mixed_precision.set_global_policy('mixed_bfloat16') halves the "
+        "bytes. Take wider layers, or a larger batch per device where weights and "
+        "optimizer slots are most of the bytes."
     ),
     "interconnect": (
         "The devices wait for each other. Take a larger batch per device, accumulate "
@@ -96,8 +96,8 @@ _ADVICE = {
     ),
     "memory capacity": (
         "The step does not fit into a device's memory. Take a smaller batch per "
-        "device, keras.mixed_precision.set_global_policy('mixed_bfloat16'), "
-        "recomputation (keras.RematScope), or devices with more memory."
+        "device, keras.mixed_precision.set_global_policy('mixed_bfloat16') if it is "
+        "not on, recomputation (keras.RematScope), or devices with more memory."
     ),
 }
 
