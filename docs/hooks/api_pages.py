@@ -54,6 +54,7 @@ MEMBERS = {
     "input.DistributedDatasetFromFunction": ("element_spec",),
     "layers.Embedding": (),
     "callbacks.Report": (),
+    "callbacks.TensorBoard": (),
     "BackupAndRestore": (),
 }
 """What is shown of a class whose other methods are for the package or for Keras."""
@@ -164,6 +165,8 @@ PAGES = {
             "SidecarEvaluator",
             "experimental.PreemptionCheckpointHandler",
             "callbacks.Report",
+            "callbacks.TensorBoard",
+            "SummaryWriter",
         ),
     ),
     "plans.md": Page(
