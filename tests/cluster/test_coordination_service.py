@@ -97,6 +97,7 @@ def test_it_serves_on_for_who_is_connected() -> None:
         socket.create_connection(("localhost", port), timeout=5).close()
 
 
+@pytest.mark.slow
 def test_it_serves_on_no_longer_than_it_should() -> None:
     port = free_port()
     with (

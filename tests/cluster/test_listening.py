@@ -193,6 +193,7 @@ def schedulers_of_threads() -> list[int]:
     return [os.sched_getscheduler(int(task)) for task in os.listdir("/proc/self/task")]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have classes on Linux")
 def test_one_thread_of_a_worker_waits_for_the_others() -> None:
     results = replicax.testing.run(schedulers_of_threads, num_workers=2)

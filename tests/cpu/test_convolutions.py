@@ -133,6 +133,7 @@ def params_of(f, *args):
     return equation.params
 
 
+@pytest.mark.slow
 @settings(max_examples=5, deadline=None, derandomize=True, phases=[Phase.generate])
 @given(st.lists(layers(), min_size=5, max_size=5))
 def test_every_form_computes_every_convolution(cases) -> None:

@@ -98,6 +98,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // 4)
 """
 
 
+@pytest.mark.slow
 def test_threads_of_jax_keep_their_memory_too() -> None:
     """With heaps of their own: 27,000 page faults in every step."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}

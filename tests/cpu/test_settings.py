@@ -80,6 +80,7 @@ def test_loops_are_kept_unless_the_user_says_otherwise(
     assert environ == given
 
 
+@pytest.mark.slow
 def test_xla_has_read_it_in_a_process_with_logical_devices(tmp_path) -> None:
     code = "import replicax as rx, jax; {} jax.jit(lambda x: x + 1)(1.0)"
 

@@ -76,6 +76,7 @@ def test_a_second_process_finds_all_programs(tmp_path: Path) -> None:
     assert f"hits {len(before)} " in second
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not ON_CPUS, reason="XLA logs errors on loading before 0.10.2")
 def test_it_is_on_by_default_and_for_the_user_only(tmp_path: Path) -> None:
     environ = {"XDG_CACHE_HOME": str(tmp_path)}

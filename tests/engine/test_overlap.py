@@ -258,6 +258,7 @@ def fit(strategy: rx.Strategy, *, by_tape: bool) -> list[np.ndarray]:
     return [np.asarray(v) for v in [*model.variables, *optimizer.variables]]
 
 
+@pytest.mark.slow(but=["fit"])
 @pytest.mark.parametrize("by_tape", [False, True], ids=["fit", "tape"])
 def test_training_is_the_same_with_overlapping_packs(monkeypatch, by_tape) -> None:
     devices = ["cpu:0", "cpu:1"]

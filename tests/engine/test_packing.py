@@ -270,6 +270,7 @@ def test_packs_of_other_operations() -> None:
 # Compression.
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_bfloat16_sums_stay_in_their_bound(data) -> None:

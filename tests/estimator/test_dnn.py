@@ -72,6 +72,7 @@ def test_two_replicas_are_one_with_their_batches_together(tmp_path) -> None:
         np.testing.assert_allclose(values[2][name], value, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_dropout_and_batch_norm(tmp_path) -> None:
     rng = np.random.default_rng(0)
     features = {"x": rng.normal(2.0, 3.0, (64, 2))}

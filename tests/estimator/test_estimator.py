@@ -382,6 +382,7 @@ def test_no_variable_of_keras_own_numbering_gets_in_the_way(tmp_path: Path) -> N
     estimator.evaluate(lambda: batches(), steps=1)
 
 
+@pytest.mark.slow
 def test_a_failed_training_leaves_nothing_in_memory(tmp_path: Path) -> None:
     x, y = examples()
     estimator = Estimator(model_fn, tmp_path, RunConfig(tf_random_seed=7), {})

@@ -232,6 +232,7 @@ def test_negative_depth():
         prefetch(Source, -1)
 
 
+@pytest.mark.slow
 def test_program_may_end_in_the_middle_of_an_iteration():
     code = """
         import itertools

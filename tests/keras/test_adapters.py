@@ -172,6 +172,7 @@ def test_two_workers_are_as_keras(workers, way):
         assert_equal_to_keras(result[way.__name__])
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_all_have_all_predictions(workers, replicas):
     name = from_batches_that_are_no_tuples.__name__

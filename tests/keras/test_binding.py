@@ -110,6 +110,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_objects_of_before_the_first_strategy(tmp_path: Path) -> None:
     process = subprocess.run(

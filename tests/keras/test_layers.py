@@ -67,6 +67,7 @@ def test_layers(images, same_as_one_device, name):
     same_as_one_device(lambda: fitted(MODELS[name](), images), 8)
 
 
+@pytest.mark.slow
 def test_masked_rnn(digits, same_as_one_device):
     tokens = (digits[0][:NUM_EXAMPLES, :12] * 16).astype("int32")
     data = tokens, digits[1][:NUM_EXAMPLES]

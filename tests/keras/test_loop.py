@@ -268,7 +268,7 @@ def quantised() -> Any:
     return model, X, Y
 
 
-@pytest.mark.slow(but=["nested", "quantised"])
+@pytest.mark.slow(but=["nested"])
 @pytest.mark.parametrize("make", [nested, lora, quantised])
 def test_other_models_are_keras_bit_by_bit(make: Callable[[], Any]) -> None:
     def train(strategy: Any) -> Any:

@@ -155,7 +155,6 @@ def expected(work: Callable[[str], Any], case: str) -> Any:
 
 QUICK = {
     ("mirrored_2", "weighted classes"),
-    ("mirrored_2", "masked, weighted steps"),
 }
 
 

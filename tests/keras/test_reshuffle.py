@@ -162,7 +162,6 @@ CASES = [("map", {}), ("iter", {}), ("endless", {"steps_per_epoch": 5})]
     ("name", "kind", "options", "fails_after"),
     [
         ("raw", "map", {}, 8),
-        ("distributed", "endless", {"steps_per_epoch": 5}, 8),
         *(
             pytest.param(name, *case, number, marks=pytest.mark.slow)
             for name in ("raw", "distributed")

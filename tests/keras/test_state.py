@@ -52,6 +52,7 @@ def test_replicas_stay_equal(data, strategy_of, replicas):
             np.testing.assert_array_equal(one, copies[0])
 
 
+@pytest.mark.slow
 def test_check_during_fit(data):
     devices = ["cpu:0", "cpu:1"]
     strategy = rx.MirroredStrategy(devices, check_replicas_every=2)

@@ -161,6 +161,7 @@ def test_a_cuda_compiler_of_another_version_is_refused(
 # Where libtpu is installed beside JAX, and there are no TPUs.
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     is_tpu_vm() or importlib.util.find_spec("libtpu") is None,
     reason="there are TPUs here, or libtpu is not installed",

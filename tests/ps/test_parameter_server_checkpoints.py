@@ -159,6 +159,7 @@ def test_an_interrupted_run_goes_on_with_the_same_slots(workers):
         np.testing.assert_allclose(goes_on[name], values, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_restored_model_trains_on_as_it_did(workers):
     for worker in workers:
         after, runs = worker["restored"]

@@ -45,6 +45,7 @@ def both_versions(text, one, another):
     return first and f"{another} has replicax {_version.__version__}" in text
 
 
+@pytest.mark.slow
 def test_a_chief_of_another_version_ends_the_job_at_once():
     with job("worker:0") as cluster:
         for name in ("worker:0", "worker:1", "ps:0", "ps:1"):

@@ -184,6 +184,7 @@ def test_cross_device_ops_train_alike(ops_of, digits) -> None:
     assert_same_training(Loop(strategy), Loop(mirrored(1)), digits)
 
 
+@pytest.mark.slow
 @settings(max_examples=4, deadline=None)
 @given(per_replica=st.integers(1, 9), num_replicas=st.sampled_from([2, 3, 8]))
 def test_any_batch_size(digits, per_replica, num_replicas) -> None:
