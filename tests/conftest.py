@@ -4,6 +4,7 @@ import gc
 import importlib.util
 import os
 import signal
+import subprocess
 import tempfile
 from pathlib import Path
 
@@ -76,7 +77,7 @@ if os.environ.get("JAX_PLATFORMS") == "cpu" and jax.__version__.startswith("0.10
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 import threading  # noqa: E402
-from collections.abc import Iterator  # noqa: E402
+from collections.abc import Callable, Iterator  # noqa: E402
 
 import keras  # noqa: E402
 import numpy as np  # noqa: E402
@@ -158,6 +159,26 @@ def digits() -> tuple[np.ndarray, np.ndarray]:
 def mirrored(num_replicas: int) -> rx.MirroredStrategy:
     """A MirroredStrategy over the first `num_replicas` logical devices."""
     return rx.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
+
+
+@pytest.fixture
+def mounted(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """Mounts a file system in memory with options such as `size=64k`, or skips."""
+    folders: list[Path] = []
+
+    def mount(options: str) -> Path:
+        folder = tmp_path / f"mounted-{len(folders)}"
+        folder.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+        if os.geteuid() or subprocess.run(command, capture_output=True).returncode:
+            pytest.skip("mounting a file system is not permitted")
+        folders.append(folder)
+        return folder
+
+    yield mount
+    for folder in folders:
+        # Lazily: threads that write arrays may close their files a moment later.
+        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 @pytest.fixture

@@ -175,8 +175,8 @@ def test_prefetch_gives_its_slots_back() -> None:
     stream = prefetch(lambda: iter(range(10**9)), depth=2)
     try:
         for _ in range(200):
-            signal.setitimer(signal.ITIMER_REAL, 0.0003)
             try:
+                signal.setitimer(signal.ITIMER_REAL, 0.0003)
                 while True:
                     next(stream)
             except InterruptedError:

@@ -7,7 +7,6 @@ run that nobody disturbed. `snapshot_every_updates=1` makes that so for servers 
 
 import os
 import shutil
-import subprocess
 import time
 from pathlib import Path
 
@@ -175,24 +174,19 @@ def test_asynchronously_nothing_is_lost_or_applied_twice(tmp_path, fault, tasks)
 
 
 @pytest.mark.parametrize("sync", [False, True])
-def test_a_full_disk_under_the_snapshots_stops_nothing(tmp_path, sync, undisturbed):
-    folder = tmp_path / "snapshots"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("mounting a small file system is not permitted")
-    try:
-        filler = folder / "filler"
-        program = in_step if sync else counted
-        with Job(tmp_path, program, options=durable(tmp_path), **LONG) as cluster:
-            cluster.wait_for_step("worker:0", 12, 90)
-            fill(filler)
-            cluster.wait_for_progress("worker:0", steps=12)
-            filler.unlink()
-            cluster.wait_for_progress("worker:0", steps=12)
-            results = to_the_end(cluster) if sync else cluster.end()
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
+def test_a_full_disk_under_the_snapshots_stops_nothing(
+    tmp_path, mounted, sync, undisturbed
+):
+    folder = mounted("size=64k")
+    filler = folder / "filler"
+    program = in_step if sync else counted
+    with Job(tmp_path, program, options=durable(folder), **LONG) as cluster:
+        cluster.wait_for_step("worker:0", 12, 90)
+        fill(filler)
+        cluster.wait_for_progress("worker:0", steps=12)
+        filler.unlink()
+        cluster.wait_for_progress("worker:0", steps=12)
+        results = to_the_end(cluster) if sync else cluster.end()
     if sync:
         check_in_step(results, undisturbed, "full disk")
     else:
