@@ -12,12 +12,14 @@ from typing import Any
 __all__ = ["describe", "is_installed_file", "is_user_file", "library_of"]
 
 _LIBRARIES = ("replicax", "keras", "jax", "jaxlib", "flax", "numpy")
+# Source files have the path that they were found by: the environment may be a link.
 _INSTALLED = tuple(
-    f"{os.path.realpath(path)}{os.sep}"
+    f"{form(path)}{os.sep}"
     for path in {
         *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
         os.path.dirname(os.path.dirname(__file__)),
     }
+    for form in (str, os.path.realpath)
 )
 
 
