@@ -1,9 +1,9 @@
-"""Estimators: `tf.estimator` on Keras, JAX and this library's strategies.
+"""The `tf.estimator` API on Keras, JAX and replicax's strategies.
 
-`model_fn` is a step of `run` with gradients averaged, so an estimator has no engine of
-its own. Training and evaluation have a model each, which share nothing but checkpoints;
-programs stay compiled between calls. Names are those of `tf.estimator`, unless their
-docstrings say another.
+An estimator has no engine of its own: `strategy.run` runs the `model_fn` as its step,
+with averaged gradients. Training and evaluation use separate models, which share only
+checkpoints. Compiled programs are kept between calls. Public names are those of
+`tf.estimator`; where TF has another name, the docstring gives it.
 """
 
 from replicax.estimator import experimental

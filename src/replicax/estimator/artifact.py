@@ -1,12 +1,13 @@
-"""A saved model on disk: a folder with checksums that is complete or absent.
+"""Reads and writes saved models: atomic folders with checksums.
 
     exports/
-      1700000000/                  seconds since 1970, raised until nobody has them
-        manifest.json              what there is, in which format, with checksums
+      1700000000/                  Unix time in seconds, or the next free number
+        manifest.json              format, signatures, versions, checksums
         serving_default.program    a signature, as `jax.export` serializes it
         variables.npz              each variable once, as bytes
 
-It is written under a temporary name and renamed after fsync: nobody sees half of one.
+A writer fills a temporary folder, calls fsync and renames it: readers see all of a
+saved model or nothing.
 """
 
 import contextlib
@@ -54,17 +55,17 @@ _FORMAT = FolderFormat(
 _PROGRAM = ".program"
 _VARIABLES = "variables.npz"
 _STAMP_DIGITS = 10
-# Other processes may be writing here, but none for as long without adding anything.
+# A temporary folder without a new file for a day is a killed process' leftover.
 _IDLE_SECONDS = 86400.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Artifact:
-    """What a saved model holds.
+    """The contents of a saved model.
 
     Attributes:
-        contents: What the manifest says besides variables and checksums, as values of
-            JSON; its `"signatures"` is a dict of them by name.
+        contents: The manifest without variables and checksums. Its `"signatures"` is a
+            dict by name.
         programs: The serialized programs by signature.
         variables: Host arrays by the variables' names.
     """
@@ -75,7 +76,7 @@ class Artifact:
 
 
 def write(base: Path, artifact: Artifact) -> Path:
-    """Write a saved model into a new folder in `base`, or nothing; its path."""
+    """Write a saved model atomically into a new folder in `base`; return its path."""
     try:
         for left in leftovers(base, ".*", _IDLE_SECONDS):
             shutil.rmtree(left, ignore_errors=True)
@@ -88,7 +89,12 @@ def write(base: Path, artifact: Artifact) -> Path:
                 str(i): bytes_of(x) for i, x in enumerate(artifact.variables.values())
             }
             np.savez(part / _VARIABLES, **flat)
-            _FORMAT.write_manifest(part, _contents(artifact))
+            described = {
+                name: {"array": str(i), "shape": list(x.shape), "dtype": x.dtype.name}
+                for i, (name, x) in enumerate(artifact.variables.items())
+            }
+            manifest = {**artifact.contents, "variables": described}
+            _FORMAT.write_manifest(part, manifest)
             return _publish(part, base)
     except OSError as error:
         size = sum(len(x) for x in artifact.programs.values())
@@ -101,11 +107,11 @@ def write(base: Path, artifact: Artifact) -> Path:
 
 
 def _publish(part: Path, base: Path) -> Path:
-    """Give `part` a number that is its alone, later than the ones there."""
+    """Rename `part` to the first free number after all others in `base`."""
     first = max([int(time.time()), *(int(p.name) + 1 for p in saved_in(base))])
     for stamp in itertools.count(first):
         path = base / f"{stamp:0{_STAMP_DIGITS}d}"
-        # Another process may just have taken it.
+        # Another process may have taken the number since.
         with contextlib.suppress(FileExistsError):
             publish(part, path)
             return path
@@ -113,7 +119,7 @@ def _publish(part: Path, base: Path) -> Path:
 
 
 def saved_in(base: Path) -> list[Path]:
-    """The saved models in a folder, the oldest first."""
+    """List the saved models in a folder, the oldest first."""
     if not base.is_dir():
         return []
     return sorted(
@@ -125,7 +131,7 @@ def saved_in(base: Path) -> list[Path]:
 
 
 def newest(path: Path) -> Path:
-    """The saved model at `path`, or the newest one in it."""
+    """Find the saved model at `path`, or the newest one in that folder."""
     if (path / MANIFEST).exists():
         return path
     found = saved_in(path)
@@ -139,7 +145,7 @@ def newest(path: Path) -> Path:
 
 
 def remove(path: Path) -> None:
-    """Delete a saved model, so that no half of it is taken for a good one."""
+    """Delete a saved model: renamed first, so that nobody loads half of it."""
     try:
         remove_folder(path)
     except OSError as error:
@@ -149,7 +155,7 @@ def remove(path: Path) -> None:
 
 
 def read(path: Path) -> Artifact:
-    """Read a saved model and check all of it; CheckpointError names a bad file."""
+    """Read a saved model and verify its checksums; CheckpointError names a bad file."""
     contents = _FORMAT.read_manifest(path)
     with np.load(path / _VARIABLES, allow_pickle=False) as flat:
         variables = {
@@ -161,12 +167,3 @@ def read(path: Path) -> Artifact:
         for name in contents["signatures"]
     }
     return Artifact(contents=contents, programs=programs, variables=variables)
-
-
-def _contents(artifact: Artifact) -> JSONObject:
-    """What the manifest says besides checksums of files."""
-    variables = {
-        name: {"array": str(i), "shape": list(x.shape), "dtype": x.dtype.name}
-        for i, (name, x) in enumerate(artifact.variables.items())
-    }
-    return {**artifact.contents, "variables": variables}

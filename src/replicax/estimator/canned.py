@@ -1,4 +1,4 @@
-"""Canned estimators: a network, in parts with an optimizer each, and a head."""
+"""Base of canned estimators: network parts, an optimizer for each, and a head."""
 
 import abc
 import copy
@@ -34,11 +34,11 @@ WeightColumn: TypeAlias = str | NumericColumn | None
 
 
 class NetworkPart(abc.ABC):
-    """A part of a network. The parts' logits are added up.
+    """A part of a network; the network's logits are the sum of its parts' logits.
 
     Attributes:
-        columns: The columns that it takes.
-        optimizer: Makes the optimizer that trains it.
+        columns: The feature columns of its input.
+        optimizer: Returns a new optimizer for its variables.
     """
 
     columns: tuple[Column, ...]
@@ -48,14 +48,14 @@ class NetworkPart(abc.ABC):
     def logits(
         self, features: dict[str, jax.Array], units: int, *, training: bool
     ) -> tuple[jax.Array, list[keras.Variable]]:
-        """Make the layers and call them: logits `[b, units]`, trainable variables."""
+        """Call new layers; return logits `[b, units]` and the trainable variables."""
 
 
 class CannedEstimator(Estimator):
-    """An `Estimator` of parts of a network and a head: a classifier if `n_classes`.
+    """An `Estimator` of network parts and a head: a classifier if `n_classes` is given.
 
     Attributes:
-        preprocessor: What is done on the host with a batch.
+        preprocessor: Preprocesses each batch on the host.
     """
 
     _needs_labels = True
@@ -121,10 +121,10 @@ class CannedEstimator(Estimator):
 def optimizer_maker(
     optimizer: OptimizerLike, learning_rate: float, name: str = "optimizer"
 ) -> Callable[[], keras.Optimizer]:
-    """A function that makes the optimizer anew, as a `model_fn` must.
+    """Return a factory of the optimizer; a `model_fn` calls it on each trace.
 
-    A Keras optimizer is copied with its settings as they are now. Names, in any case,
-    get the `learning_rate`. Errors call the argument `name`.
+    The factory copies a Keras optimizer with its present settings. A name of an
+    optimizer (in any case) gets the `learning_rate`. Errors call the argument `name`.
     """
     if isinstance(optimizer, str):
         _named(optimizer, learning_rate, name)
@@ -175,7 +175,7 @@ def _copies_of(optimizer: keras.Optimizer, name: str) -> Callable[[], keras.Opti
 
     def make() -> keras.Optimizer:
         try:
-            return made(copy.deepcopy(config))  # Keras changes it.
+            return made(copy.deepcopy(config))  # from_config changes its argument.
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"{name}: {type(optimizer).__name__}.from_config(get_config()) does "
@@ -188,7 +188,7 @@ def _copies_of(optimizer: keras.Optimizer, name: str) -> Callable[[], keras.Opti
 
 
 def _unnamed(config: JSONObject) -> JSONObject:
-    """Without names, which count what a process has made, and get into checkpoints."""
+    """Remove names from a config: Keras numbers them, and checkpoints have them."""
     config.pop("name", None)
     inner = config.get("inner_optimizer")
     if isinstance(inner, dict) and isinstance(inner.get("config"), dict):

@@ -1,4 +1,4 @@
-"""Canned estimators with hidden layers, alone or beside a linear model."""
+"""Canned estimators of dense networks, alone or combined with a linear model."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -36,7 +36,7 @@ _MOMENTUM = 0.999  # TF has it, as Keras' 0.99 diverged on some problems.
 
 
 class DNNPart(NetworkPart):
-    """Variables `dnn/hiddenlayer_0/kernel`, ..., `dnn/logits/kernel` and biases.
+    """Dense layers, with variables `dnn/hiddenlayer_0/kernel`, ..., `dnn/logits/bias`.
 
     Arguments are those of `DNNRegressor`; errors put `prefix` before their names.
     """
@@ -61,7 +61,7 @@ class DNNPart(NetworkPart):
         self._activation = keras.activations.get(activation_fn)
         self._dropout = dropout
         self._batch_norm = batch_norm
-        self._input_layer()  # Raises what there is to raise.
+        self._input_layer()  # Bad columns raise here, not in the first trace.
         self.optimizer = optimizer_maker(
             optimizer, _LEARNING_RATE, f"{prefix}optimizer"
         )
@@ -113,7 +113,7 @@ def _sizes(hidden_units: Sequence[int] | None, name: str) -> tuple[int, ...]:
 
 
 class DNNRegressor(CannedEstimator):
-    """A network of dense layers that predicts numbers.
+    """A network of dense layers for regression.
 
     Results of `evaluate` and `predict`, other arguments and errors are those of
     `LinearRegressor`.
@@ -155,19 +155,12 @@ class DNNRegressor(CannedEstimator):
         part = DNNPart(
             feature_columns, hidden_units, optimizer, activation_fn, dropout, batch_norm
         )
-        super().__init__(
-            [part],
-            weight_column,
-            loss_reduction,
-            model_dir,
-            config,
-            warm_start_from,
-            label_dimension=label_dimension,
-        )
+        common = (weight_column, loss_reduction, model_dir, config, warm_start_from)
+        super().__init__([part], *common, label_dimension=label_dimension)
 
 
 class DNNClassifier(CannedEstimator):
-    """A network of dense layers that predicts classes.
+    """A network of dense layers for classification.
 
     Results of `evaluate` and `predict` are those of `LinearClassifier`, other arguments
     and errors those of `DNNRegressor`.
@@ -206,24 +199,18 @@ class DNNClassifier(CannedEstimator):
         part = DNNPart(
             feature_columns, hidden_units, optimizer, activation_fn, dropout, batch_norm
         )
+        common = (weight_column, loss_reduction, model_dir, config, warm_start_from)
         super().__init__(
-            [part],
-            weight_column,
-            loss_reduction,
-            model_dir,
-            config,
-            warm_start_from,
-            n_classes=n_classes,
-            label_vocabulary=label_vocabulary,
+            [part], *common, n_classes=n_classes, label_vocabulary=label_vocabulary
         )
 
 
 class DNNLinearCombinedRegressor(CannedEstimator):
-    """A linear model and a network of dense layers, added up, that predict numbers.
+    """A wide and deep model for regression: the sum of a linear model and a network.
 
-    Both are trained at once, each by its own optimizer. Results of `evaluate` and
-    `predict`, arguments that begin with `linear_`, and others that are not listed, are
-    those of `LinearRegressor`; arguments that begin with `dnn_` those of
+    One training trains both, each with its own optimizer. Results of `evaluate` and
+    `predict`, arguments that begin with `linear_`, and arguments that are not listed
+    are those of `LinearRegressor`. Arguments that begin with `dnn_` are those of
     `DNNRegressor`.
 
     Args:
@@ -232,7 +219,7 @@ class DNNLinearCombinedRegressor(CannedEstimator):
         batch_norm: As for `DNNRegressor`.
 
     Raises:
-        ValueError: For arguments out of range, or columns for neither part.
+        ValueError: For arguments out of range, or no columns at all.
         TypeError: For arguments of the wrong kind.
 
     Example:
@@ -270,19 +257,16 @@ class DNNLinearCombinedRegressor(CannedEstimator):
         linear = (linear_feature_columns, linear_optimizer, linear_sparse_combiner)
         dnn = (dnn_feature_columns, dnn_hidden_units, dnn_optimizer)
         dnn_layers = (dnn_activation_fn, dnn_dropout, batch_norm)
+        common = (weight_column, loss_reduction, model_dir, config, warm_start_from)
         super().__init__(
             _parts(linear, (*dnn, *dnn_layers)),
-            weight_column,
-            loss_reduction,
-            model_dir,
-            config,
-            warm_start_from,
+            *common,
             label_dimension=label_dimension,
         )
 
 
 class DNNLinearCombinedClassifier(CannedEstimator):
-    """A linear model and a network of dense layers, added up, that predict classes.
+    """A wide and deep model for classification: a linear model plus a network.
 
     Results of `evaluate` and `predict` are those of `LinearClassifier`, other arguments
     and errors those of `DNNLinearCombinedRegressor`.
@@ -327,13 +311,10 @@ class DNNLinearCombinedClassifier(CannedEstimator):
         linear = (linear_feature_columns, linear_optimizer, linear_sparse_combiner)
         dnn = (dnn_feature_columns, dnn_hidden_units, dnn_optimizer)
         dnn_layers = (dnn_activation_fn, dnn_dropout, batch_norm)
+        common = (weight_column, loss_reduction, model_dir, config, warm_start_from)
         super().__init__(
             _parts(linear, (*dnn, *dnn_layers)),
-            weight_column,
-            loss_reduction,
-            model_dir,
-            config,
-            warm_start_from,
+            *common,
             n_classes=n_classes,
             label_vocabulary=label_vocabulary,
         )
@@ -350,7 +331,7 @@ def _parts(
         bool,
     ],
 ) -> list[NetworkPart]:
-    """The parts that there are columns for."""
+    """Make the parts that have columns."""
     parts: list[NetworkPart] = []
     columns, hidden_units, optimizer, activation, dropout, batch_norm = dnn
     if columns is not None and columns not in ([], ()):

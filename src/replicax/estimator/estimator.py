@@ -1,4 +1,4 @@
-"""Estimator: train, evaluate and predict with a model that a function describes."""
+"""`Estimator`: trains, evaluates and predicts with the model of a `model_fn`."""
 
 import logging
 import math
@@ -43,32 +43,33 @@ _logger = logging.getLogger("replicax")
 
 
 class Estimator:
-    """Trains, evaluates and predicts with a model that a function describes.
+    """Trains, evaluates and predicts with the model that a `model_fn` describes.
 
-    Each call takes the model's state from the newest checkpoint in `model_dir`, and
-    training leaves its own there: a call may be in another process, or under another
-    strategy, than the one before.
+    The state lives in `model_dir`: each call restores the newest checkpoint there, and
+    training saves one. So calls may be in different processes, under different
+    strategies.
 
     Args:
-        model_fn: Called with `features` and those of `labels`, `mode`, `params` and
-            `config` that it has as arguments; returns an `EstimatorSpec`. It sees one
-            replica's batch and makes layers, optimizer and metrics itself. It is called
-            more than once and must make the same ones each time.
+        model_fn: Called with `features` and with those of `labels`, `mode`, `params`
+            and `config` that are in its signature; returns an `EstimatorSpec`. It gets
+            one replica's batch and makes layers, optimizer and metrics. It is called
+            more than once, and each call must make the same ones.
         model_dir: Folder of the checkpoints; overrides the config's.
         config: Strategies, intervals and the seed.
-        params: For `model_fn` and `input_fn`.
-        warm_start_from: A checkpoint, or a folder of them, from which a new training
-            takes the variables that it has.
-        preprocess: Called with each batch's features and labels (None for prediction)
-            on the host and returns both as arrays of numbers. Here strings become
-            numbers, as by `rx.feature_column.features_of`.
+        params: Passed to `model_fn` and `input_fn`.
+        warm_start_from: A checkpoint, or a folder of them, that initializes the
+            variables of a new training.
+        preprocess: Called on the host with each batch's features and labels (None for
+            prediction); returns both as arrays of numbers. It converts strings to
+            numbers, as `rx.feature_column.features_of` does.
 
     Attributes:
-        is_temporary: Whether `model_dir` is a folder that nobody gave.
+        is_temporary: Whether `model_dir` is a new temporary folder.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
-        ValueError: If the `model_fn` has other arguments, or model_dir differs.
+        ValueError: If `model_fn` requires other arguments, or `model_dir` and the
+            config's differ.
 
     Example:
         >>> import grain, keras, numpy as np, replicax as rx
@@ -151,23 +152,23 @@ class Estimator:
 
         Args:
             input_fn: Returns a dataset of `(features, labels)` batches, each for **one
-                replica**: a step takes as many of them as there are replicas. May take
-                `input_context`, `mode`, `params` and `config`. Several workers call it
-                once each. A single batch in place of a dataset is repeated for ever.
+                replica**: a step takes one batch for each replica. May take
+                `input_context`, `mode`, `params` and `config`. Each worker calls it
+                once. A single batch in place of a dataset is repeated for ever.
             hooks: `SessionRunHook`s.
             steps: Number of steps of this call.
-            max_steps: The global step to end at. Without either, training ends with the
-                input.
+            max_steps: The global step to end at. None for both: train until the input
+                ends.
             saving_listeners: `CheckpointSaverListener`s.
 
         Returns:
             The estimator.
 
         Raises:
-            ValueError: For `steps` together with `max_steps`, or less than 1; for input
-                that does not fit.
+            ValueError: For `steps` together with `max_steps`, for numbers less than 1,
+                or for input that does not fit the model.
             CheckpointError: If the checkpoint is of another model.
-            NanLossDuringTrainingError: If the loss is not a number any more.
+            NanLossDuringTrainingError: If the loss becomes NaN or infinite.
         """
         self._train(input_fn, hooks, steps, max_steps, saving_listeners)
         return self
@@ -198,7 +199,7 @@ class Estimator:
         if strategy.workers.count == 1 and strategy.home.keeps_slots:
             path = self.latest_checkpoint()
             if path is None:
-                self._models.pop(key, None)  # Its folder was deleted: begin anew.
+                self._models.pop(key, None)  # The folder was deleted: start again.
             elif not marks_end and step_of(path) >= (max_steps or math.inf):
                 _logger.info("Training is skipped: %s is step %d.", path, max_steps)
                 return
@@ -217,12 +218,12 @@ class Estimator:
         try:
             training.run()
         except BaseException:
-            # What it has in memory is in no checkpoint.
+            # Its state in memory is newer than any checkpoint.
             self._models.pop(key, None)
             raise
 
     def _initialize(self, model: EstimatorModel) -> None:
-        """Take values that a new training begins with from another checkpoint."""
+        """Warm-start a new training from `warm_start_from`, if given."""
         if self._warm_start_from is None:
             return
         path = os.fspath(self._warm_start_from)
@@ -243,11 +244,11 @@ class Estimator:
 
         Args:
             input_fn: As for `train`. A single batch is evaluated once.
-            steps: Number of steps; None: until the input ends. Of the input's end
-                nothing is left out in one process.
+            steps: Number of steps; None: until the input ends. A single process
+                evaluates all of it, an incomplete last step included.
             hooks: `SessionRunHook`s.
-            checkpoint_path: Which one; None: the newest.
-            name: Tells evaluations on several data sets apart.
+            checkpoint_path: The checkpoint; None: the newest.
+            name: Name of the evaluations, one for each data set.
 
         Returns:
             The spec's `eval_metric_ops` by name, `loss` (the mean of the batches'
@@ -255,7 +256,7 @@ class Estimator:
 
         Raises:
             ValueError: If there is no checkpoint, or `steps` is less than 1.
-            CheckpointError: If it is of another model.
+            CheckpointError: If the checkpoint is of another model.
         """
         _check_steps("evaluate", steps)
         find_path = self._finder(checkpoint_path, "evaluate")
@@ -277,22 +278,23 @@ class Estimator:
         checkpoint_path: str | None = None,
         yield_single_examples: bool = True,
     ) -> Generator[PyTree]:
-        """Predictions, on one device.
+        """Predict on one device.
 
         Args:
-            input_fn: Returns features, or `(features, labels)`, of which labels are
-                left out.
-            predict_keys: Which of the predictions; None: all.
-            hooks: Their `begin` and `end` are called.
-            checkpoint_path: Which one; None: the newest.
+            input_fn: Returns features, or `(features, labels)`, whose labels are
+                ignored.
+            predict_keys: Keys of the predictions to yield; None: all.
+            hooks: Hooks whose `begin` and `end` are called.
+            checkpoint_path: The checkpoint; None: the newest.
             yield_single_examples: Yield example by example, not batch by batch.
 
         Yields:
-            NumPy arrays, or dicts of them, without or with the batch's dimension.
+            NumPy arrays, or dicts of them; with a batch dimension unless
+            `yield_single_examples`.
 
         Raises:
-            ValueError: When the generator starts: if there is no checkpoint, or no such
-                key; for predictions without a batch's dimension.
+            ValueError: When the generator starts: if there is no checkpoint, no such
+                key, or predictions have no batch dimension.
         """
         find_path = self._finder(checkpoint_path, "predict")
         model = self._model(ModeKeys.PREDICT, one_device())
@@ -300,7 +302,7 @@ class Estimator:
         for hook in hooks or []:
             hook.begin()
         every = list(hooks or [])
-        # Another generator meanwhile, of another checkpoint, makes a model of its own.
+        # A second generator that runs meanwhile makes another model.
         key = ModeKeys.PREDICT, model.strategy
         self._models.pop(key, None)
         try:
@@ -324,31 +326,31 @@ class Estimator:
     ) -> str:
         """Export a checkpoint for prediction, without the Python code of the model.
 
-        `load_saved_model` loads it. What is exported is the `model_fn` in PREDICT mode,
-        made a program by `jax.export`: the predictions as the signature
-        `"serving_default"`, and the spec's `export_outputs`. A prediction that is one
-        array is called `"output"`, a feature that is one array `"feature"`. A canned
-        estimator's columns and class names go with it; of an estimator with a
-        `preprocess` function the model alone does, which takes what that returns.
+        `load_saved_model` loads the result. `jax.export` serializes the `model_fn` in
+        PREDICT mode as programs: the predictions as the signature `"serving_default"`,
+        and the spec's `export_outputs`. A single prediction is called `"output"`, a
+        single feature `"feature"`. A canned estimator's columns and class names are
+        exported too. A `preprocess` function is not: the saved model takes its result.
 
         Args:
-            export_dir_base: Folder that gets a new one, named after the time in
-                seconds, with `manifest.json` (names, shapes, dtypes, versions,
-                checksums), a `.program` for each signature, and `variables.npz`.
-            serving_input_receiver_fn: Says which features it is called with; see
+            export_dir_base: Folder for the new folder, which is named after the Unix
+                time, with `manifest.json` (names, shapes, dtypes, versions, checksums),
+                a `.program` for each signature, and `variables.npz`.
+            serving_input_receiver_fn: Returns the features' names and shapes; see
                 `build_raw_serving_input_receiver_fn`.
-            checkpoint_path: Which checkpoint; None: the newest.
-            platforms: Where it can run, out of `"cpu"`, `"cuda"`, `"rocm"`, `"tpu"`.
-                None: on all but `"rocm"`.
+            checkpoint_path: The checkpoint; None: the newest.
+            platforms: Platforms to export for, out of `"cpu"`, `"cuda"`, `"rocm"` and
+                `"tpu"`. None: all but `"rocm"`.
 
         Returns:
             The new folder.
 
         Raises:
             ValueError: If there is no checkpoint, or the model cannot be exported for
-                any number of rows, or for a platform; says what may help.
+                a variable number of rows or for a platform; the message says what may
+                help.
             TypeError: If `serving_input_receiver_fn` is no function, or returns
-                something else.
+                no `ServingInputReceiver`.
             CheckpointError: If the checkpoint is of another model, or the folder cannot
                 be written.
         """
@@ -356,7 +358,7 @@ class Estimator:
         path = self._checkpoint(checkpoint_path, caller)
         if self._preprocess is not None:
             tell_of_preprocess(self.model_dir)
-        # Its own model: one that predicts meanwhile keeps its values.
+        # A separate model: a generator of predictions keeps the values of its own.
         seed = self._config.tf_random_seed or 0
         model = EstimatorModel(self._function, ModeKeys.PREDICT, one_device(), seed)
         receiver = checked_receiver_fn(serving_input_receiver_fn, caller)()
@@ -405,17 +407,17 @@ class Estimator:
         return values[name]
 
     def eval_dir(self, name: str | None = None) -> str:
-        """Folder of the evaluations: a line in `metrics.jsonl` for each."""
+        """Folder of the evaluations; its `metrics.jsonl` has a line for each."""
         return os.path.join(self.model_dir, "eval" if not name else f"eval_{name}")
 
     def _prepare(self, features: PyTree, labels: PyTree) -> tuple[PyTree, PyTree]:
-        """A batch as arrays of numbers."""
+        """Convert a batch to arrays of numbers."""
         if self._preprocess is not None:
             features, labels = self._preprocess(features, labels)
         return features, labels
 
     def _postprocess(self, predictions: PyTree) -> PyTree:
-        """Predictions of a batch, with what arrays of numbers cannot hold."""
+        """Add values that no program returns, such as strings, to predictions."""
         return predictions
 
     def _input(self, input_fn: InputFunction, mode: ModeKeys) -> InputPipeline:
@@ -440,7 +442,7 @@ class Estimator:
         return self._models[key]
 
     def _finder(self, path: str | None, method: str) -> Callable[[], str]:
-        """Finds the checkpoint to take, when it is wanted; there must be one now."""
+        """Return a function that finds the checkpoint; raise if there is none now."""
         self._checkpoint(path, method)
         return lambda: self._checkpoint(path, method)
 

@@ -1,4 +1,4 @@
-"""Evaluation and prediction of an estimator, from a checkpoint."""
+"""Evaluates an estimator's checkpoint, and predicts with it."""
 
 import itertools
 import json
@@ -6,12 +6,10 @@ from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import TypeAlias
 
-import jax
 import numpy as np
 
 from replicax._util.types import PyTree
 from replicax.checkpoint.evaluation import METRICS_FILE
-from replicax.engine.values import PerReplica
 from replicax.estimator.hooks import SessionRunHook
 from replicax.estimator.model import EstimatorModel
 from replicax.estimator.saving import restore_found
@@ -22,16 +20,16 @@ from replicax.input.prefetch import DistributedIterator
 __all__ = ["EvalResults", "Evaluation", "predictions", "read_eval_metrics"]
 
 EvalResults: TypeAlias = dict[str, PyTree]
-"""Results of `evaluate` by the metrics' names: Python numbers or NumPy arrays."""
+"""Results of `evaluate` by metric: Python numbers or NumPy arrays."""
 
 
 class Evaluation(Loop):
-    """The evaluation loop: one call of `evaluate`, whose step is the checkpoint's."""
+    """The evaluation loop of one call of `evaluate`."""
 
     def run(
         self, find_path: Callable[[], str], num_steps: int | None
     ) -> tuple[EvalResults, str]:
-        """Evaluate the checkpoint that `find_path` finds; results, and its path."""
+        """Evaluate the checkpoint that `find_path` finds; return results and path."""
 
         def evaluate(steps: DistributedIterator) -> tuple[EvalResults, str]:
             model = self.model
@@ -56,7 +54,7 @@ class Evaluation(Loop):
 
 
 def _flat(results: Mapping[str, PyTree]) -> EvalResults:
-    """Python numbers, or NumPy arrays; of several metrics in one, each by its name."""
+    """Convert scalars to Python numbers, and flatten metrics that return a dict."""
     flat: EvalResults = {}
     for name, result in results.items():
         named = result if isinstance(result, Mapping) else {name: result}
@@ -65,15 +63,15 @@ def _flat(results: Mapping[str, PyTree]) -> EvalResults:
 
 
 def read_eval_metrics(eval_dir: str | Path) -> dict[int, EvalResults]:
-    """The evaluations in a folder by their global step, in its order.
+    """Read the evaluations in a folder, by global step in ascending order.
 
-    Of several evaluations of one step the last counts.
+    The last evaluation of a step replaces earlier ones.
 
     Args:
-        eval_dir: What `estimator.eval_dir()` returns.
+        eval_dir: The folder, from `estimator.eval_dir()`.
 
     Returns:
-        For each global step the metrics by name; empty if there is no evaluation.
+        The metrics by name for each global step; empty without evaluations.
     """
     file = Path(eval_dir) / METRICS_FILE
     if not file.exists():
@@ -81,7 +79,7 @@ def read_eval_metrics(eval_dir: str | Path) -> dict[int, EvalResults]:
     found: dict[int, EvalResults] = {}
     for text in file.read_text().splitlines(keepends=True):
         if not text.endswith("\n") or not text.strip():
-            continue  # Another process is writing it.
+            continue  # Another process is writing this line.
         line = json.loads(text)
         del line["checkpoint"], line["time"]
         found[line.pop("global_step")] = line
@@ -94,9 +92,9 @@ def predictions(
     find_path: Callable[[], str],
     hooks: list[SessionRunHook],
 ) -> Generator[PyTree]:
-    """Predictions batch by batch, arrays `[b, ...]` on the host.
+    """Yield predictions batch by batch, as arrays `[b, ...]` on the host.
 
-    The spec's hooks are added to `hooks` when they have begun.
+    It appends the spec's hooks to `hooks` after their `begin`.
     """
     steps = source.steps(model.strategy)
     try:
@@ -109,11 +107,6 @@ def predictions(
                     hook.begin()
                     hooks.append(hook)
                 is_restored = True
-            result = model.predict(features)
-            yield jax.tree.map(
-                lambda x: np.asarray(x)[0],
-                result,
-                is_leaf=lambda x: isinstance(x, PerReplica),
-            )
+            yield model.predict(features)
     finally:
         steps.close()

@@ -1,4 +1,4 @@
-"""Early stopping: hooks that end training when evaluations stop improving.
+"""Early stopping: hooks that stop training when evaluations stop improving.
 
 (TF: `tf.estimator.experimental`.)
 """
@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 _Values: TypeAlias = list[tuple[int, float]]
-"""A metric's values by global step, in its order."""
+"""A metric's values with their global steps, in ascending order."""
 
 
 class _EarlyStoppingHook(IntervalHook):
@@ -53,20 +53,19 @@ def make_early_stopping_hook(
     run_every_secs: float | None = 60.0,
     run_every_steps: int | None = None,
 ) -> SessionRunHook:
-    """A hook that ends training when `should_stop_fn()` is true.
+    """A hook that stops training when `should_stop_fn()` is true.
 
-    With several workers all of them stop together, some steps after one of them has
-    asked for it.
+    Several workers stop together, some steps after the first of them has asked to.
 
     Args:
         estimator: The estimator that trains.
-        should_stop_fn: Says whether to stop.
-        run_every_secs: Seconds between two calls of it.
-        run_every_steps: Steps between them, in place of seconds.
+        should_stop_fn: Returns whether to stop.
+        run_every_secs: Seconds between two calls of `should_stop_fn`.
+        run_every_steps: Steps between two calls, in place of seconds.
 
     Raises:
         TypeError: If `should_stop_fn` is not callable.
-        ValueError: For an interval that is not positive, or none, or two.
+        ValueError: For a negative interval, for none, or for two.
     """
     if not callable(should_stop_fn):
         raise TypeError(
@@ -75,18 +74,9 @@ def make_early_stopping_hook(
         )
     if run_every_steps is not None and run_every_secs == 60.0:
         run_every_secs = None  # The default gives way.
-    if (run_every_secs is None) == (run_every_steps is None):
-        raise ValueError(
-            f"make_early_stopping_hook: got run_every_secs={run_every_secs!r} and "
-            f"run_every_steps={run_every_steps!r}; give exactly one of them."
-        )
-    interval = run_every_secs if run_every_steps is None else run_every_steps
-    if interval is not None and interval < 0:
-        raise ValueError(
-            f"make_early_stopping_hook: the interval must not be negative; got "
-            f"{interval!r}."
-        )
-    return _EarlyStoppingHook(should_stop_fn, Interval(run_every_steps, run_every_secs))
+    caller = "make_early_stopping_hook"
+    every = Interval(run_every_steps, run_every_secs, caller, may_be_zero=True)
+    return _EarlyStoppingHook(should_stop_fn, every)
 
 
 def stop_if_no_decrease_hook(
@@ -98,24 +88,23 @@ def stop_if_no_decrease_hook(
     run_every_secs: float | None = 60.0,
     run_every_steps: int | None = None,
 ) -> SessionRunHook:
-    """A hook that ends training when evaluations do not get better any more.
+    """A hook that stops training when a metric has stopped decreasing.
 
     Args:
         estimator: The estimator that trains.
-        metric_name: A key of what `evaluate` returns, such as `"loss"`.
-        max_steps_without_decrease: How many training steps without a new lowest value.
+        metric_name: A key of the result of `evaluate`, such as `"loss"`.
+        max_steps_without_decrease: Training steps without a new minimum to stop after.
         eval_dir: Folder of the evaluations; defaults to `estimator.eval_dir()`.
-        min_steps: Never stop before that global step was evaluated.
-        run_every_secs: Seconds between two looks at the evaluations.
-        run_every_steps: Steps between them, in place of seconds.
+        min_steps: The first global step whose evaluation may stop training.
+        run_every_secs: Seconds between two reads of the evaluations.
+        run_every_steps: Steps between two reads, in place of seconds.
 
     Raises:
-        ValueError: When it looks: if evaluations have no such metric.
+        ValueError: In training: if an evaluation has no such metric.
     """
     says_stop = _without_progress(operator.lt, max_steps_without_decrease, min_steps)
-    every = run_every_secs, run_every_steps
-    caller = "stop_if_no_decrease_hook"
-    return _stopping(caller, says_stop, estimator, metric_name, eval_dir, *every)
+    where = estimator, metric_name, eval_dir, run_every_secs, run_every_steps
+    return _stopping("stop_if_no_decrease_hook", says_stop, *where)
 
 
 def stop_if_no_increase_hook(
@@ -129,9 +118,8 @@ def stop_if_no_increase_hook(
 ) -> SessionRunHook:
     """As `stop_if_no_decrease_hook`, for metrics that are better when higher."""
     says_stop = _without_progress(operator.gt, max_steps_without_increase, min_steps)
-    every = run_every_secs, run_every_steps
-    caller = "stop_if_no_increase_hook"
-    return _stopping(caller, says_stop, estimator, metric_name, eval_dir, *every)
+    where = estimator, metric_name, eval_dir, run_every_secs, run_every_steps
+    return _stopping("stop_if_no_increase_hook", says_stop, *where)
 
 
 def stop_if_higher_hook(
@@ -143,14 +131,13 @@ def stop_if_higher_hook(
     run_every_secs: float | None = 60.0,
     run_every_steps: int | None = None,
 ) -> SessionRunHook:
-    """A hook that ends training when an evaluation's metric is above a threshold.
+    """A hook that stops training when an evaluation's metric is above a threshold.
 
     Arguments as for `stop_if_no_decrease_hook`.
     """
-    every = run_every_secs, run_every_steps
     says_stop = _beyond(operator.gt, threshold, min_steps)
-    caller = "stop_if_higher_hook"
-    return _stopping(caller, says_stop, estimator, metric_name, eval_dir, *every)
+    where = estimator, metric_name, eval_dir, run_every_secs, run_every_steps
+    return _stopping("stop_if_higher_hook", says_stop, *where)
 
 
 def stop_if_lower_hook(
@@ -162,14 +149,13 @@ def stop_if_lower_hook(
     run_every_secs: float | None = 60.0,
     run_every_steps: int | None = None,
 ) -> SessionRunHook:
-    """A hook that ends training when an evaluation's metric is below a threshold.
+    """A hook that stops training when an evaluation's metric is below a threshold.
 
     Arguments as for `stop_if_no_decrease_hook`.
     """
-    every = run_every_secs, run_every_steps
     says_stop = _beyond(operator.lt, threshold, min_steps)
-    caller = "stop_if_lower_hook"
-    return _stopping(caller, says_stop, estimator, metric_name, eval_dir, *every)
+    where = estimator, metric_name, eval_dir, run_every_secs, run_every_steps
+    return _stopping("stop_if_lower_hook", says_stop, *where)
 
 
 def _without_progress(
@@ -204,7 +190,7 @@ def _stopping(
     run_every_secs: float | None,
     run_every_steps: int | None,
 ) -> SessionRunHook:
-    """A hook that asks `says_stop` of the evaluations there are."""
+    """A hook that applies `says_stop` to the evaluations on disk."""
 
     def should_stop() -> bool:
         results = read_eval_metrics(eval_dir or estimator.eval_dir())

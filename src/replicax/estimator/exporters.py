@@ -1,4 +1,4 @@
-"""Exporters: when `train_and_evaluate` exports, and which exports are kept."""
+"""Exporters: decide when `train_and_evaluate` exports, and which exports are kept."""
 
 import abc
 import inspect
@@ -19,7 +19,7 @@ _logger = logging.getLogger("replicax")
 
 
 class Exporter(abc.ABC):
-    """Exports a model after an evaluation, or does not."""
+    """Base class of exporters, which `train_and_evaluate` calls after evaluations."""
 
     @property
     @abc.abstractmethod
@@ -35,13 +35,13 @@ class Exporter(abc.ABC):
         eval_result: EvalResults | None,
         is_the_final_export: bool,
     ) -> str | None:
-        """Export, if this is a time for it.
+        """Export the model, if this exporter's condition holds.
 
         Args:
             estimator: The estimator.
             export_path: This exporter's own folder.
             checkpoint_path: The checkpoint that was evaluated.
-            eval_result: What `evaluate` returned.
+            eval_result: The result of `evaluate`.
             is_the_final_export: Whether training has ended.
 
         Returns:
@@ -58,7 +58,7 @@ class _SavedModelExporter(Exporter):
         self,
         name: str,
         serving_input_receiver_fn: Callable[[], ServingInputReceiver] | None,
-        exports_to_keep: int | None = None,
+        exports_to_keep: int | None = 5,
     ) -> None:
         caller = type(self).__name__
         self._receiver_fn = checked_receiver_fn(serving_input_receiver_fn, caller)
@@ -98,8 +98,8 @@ class FinalExporter(_SavedModelExporter):
     """Exports once, when training has ended.
 
     Args:
-        name: As for `LatestExporter`, and so errors.
-        serving_input_receiver_fn: Likewise.
+        name: As for `LatestExporter`.
+        serving_input_receiver_fn: As for `LatestExporter`.
 
     Example:
         >>> import jax, replicax as rx
@@ -115,16 +115,16 @@ class FinalExporter(_SavedModelExporter):
     def __init__(
         self, name: str, serving_input_receiver_fn: Callable[[], ServingInputReceiver]
     ) -> None:
-        super().__init__(name, serving_input_receiver_fn)
+        super().__init__(name, serving_input_receiver_fn, None)
 
 
 class LatestExporter(_SavedModelExporter):
     """Exports after each evaluation.
 
     Args:
-        name: Names the folder of the exports.
+        name: Name of the folder with the exports.
         serving_input_receiver_fn: For `Estimator.export_saved_model`.
-        exports_to_keep: Number of exports that are kept, the latest; None: all.
+        exports_to_keep: Number of newest exports to keep; None: all.
 
     Raises:
         TypeError: If `serving_input_receiver_fn` is no function.
@@ -139,30 +139,22 @@ class LatestExporter(_SavedModelExporter):
         'latest'
     """
 
-    def __init__(
-        self,
-        name: str,
-        serving_input_receiver_fn: Callable[[], ServingInputReceiver],
-        exports_to_keep: int | None = 5,
-    ) -> None:
-        super().__init__(name, serving_input_receiver_fn, exports_to_keep)
-
 
 class BestExporter(_SavedModelExporter):
-    """Exports when an evaluation is better than all before it.
+    """Exports when an evaluation is better than all earlier ones.
 
-    Those before are also those of earlier processes, which stand in
-    `estimator.eval_dir(eval_name)`: a restart does not export a model that is worse.
+    Evaluations of earlier processes, in `estimator.eval_dir(eval_name)`, count too: a
+    restart does not export a worse model.
 
     Args:
         name: This, and arguments that are not listed: as for `LatestExporter`.
         compare_fn: Called with `best_eval_result` and `current_eval_result`, both dicts
-            of metrics, returns whether the current one is better. None: whether its
+            of metrics; returns whether the current one is better. None: whether its
             `"loss"` is smaller.
         eval_name: The name of the evaluations, as in `EvalSpec(name=...)`.
 
     Raises:
-        TypeError: If a function is none.
+        TypeError: If `compare_fn` or `serving_input_receiver_fn` is no function.
         ValueError: If `exports_to_keep` is less than 1, or `compare_fn` has other
             arguments.
 
@@ -236,7 +228,7 @@ class BestExporter(_SavedModelExporter):
     def _best_before(
         self, estimator: Estimator, eval_result: EvalResults
     ) -> EvalResults | None:
-        """The best evaluation of earlier processes; the current one is listed, too."""
+        """Find the best evaluation of earlier processes, without the current one."""
         best: EvalResults | None = None
         folder = estimator.eval_dir(self._eval_name)
         for step, metrics in read_eval_metrics(folder).items():

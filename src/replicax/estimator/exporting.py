@@ -1,4 +1,4 @@
-"""Exports a model as serving signatures: compiled programs without Python code."""
+"""Exports a model as serving signatures: serialized programs without Python code."""
 
 import functools
 import logging
@@ -35,14 +35,14 @@ _PLATFORMS = ("cpu", "cuda", "tpu")
 _KNOWN_PLATFORMS = (*_PLATFORMS, "rocm")
 _CALLER = "export_saved_model"
 _ROWS = 2
-"""Of the batch for which the model is made; a size of 1 would be taken for no size."""
+"""Rows of the batch that builds the model: not 1, which broadcasts."""
 
 _logger = logging.getLogger("replicax")
 
 
 @functools.cache
 def tell_of_preprocess(model_dir: str) -> None:
-    """Log, once for a model_dir, that a user's function is not exported."""
+    """Warn, once for each model_dir, that a user's function is not exported."""
     _logger.warning(
         "%s: the estimator in %s has a preprocess function, which is Python code and is"
         " not exported. The saved model takes what it returns.",
@@ -59,11 +59,10 @@ def export_model(
     preprocessor: Preprocessor | None,
     platforms: Sequence[str] | None,
 ) -> Path:
-    """Write a saved model into a new folder in `base`; its path.
+    """Export a checkpoint as a saved model in a new folder in `base`; return its path.
 
-    `Estimator.export_saved_model` describes the errors. The model is one of PREDICT
-    mode that is not yet built. `preprocessor` is what a canned estimator does on the
-    host besides.
+    `Estimator.export_saved_model` describes the errors. `model` has PREDICT mode and is
+    not yet built. `preprocessor` is a canned estimator's work on the host.
     """
     wanted = _checked_platforms(platforms)
     is_single = not isinstance(receiver.features, Mapping)
@@ -135,7 +134,7 @@ def _checked_platforms(platforms: Sequence[str] | None) -> list[str]:
 def _inputs(
     receiver: ServingInputReceiver, host: JSONObject | None
 ) -> tuple[_Specs, dict[str, np.ndarray]]:
-    """What callers give, and a batch of what the program takes for it."""
+    """The inputs of callers, and a batch of zeros as the program's input."""
     given = receiver.specs()
     saved = None if host is None else SavedPreprocessor(host)
     texts = [name for name, spec in given.items() if spec.dtype == "string"]
@@ -156,7 +155,7 @@ def _inputs(
 
 
 def _signatures(spec: EstimatorSpec) -> dict[str, _Arrays]:
-    """The outputs of each signature by name."""
+    """Collect the outputs of each signature by name."""
     found = {DEFAULT_SIGNATURE: spec.predictions} | dict(spec.export_outputs or {})
     for name in found:
         if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_-]+", name):
@@ -198,7 +197,7 @@ def _exported(
     try:
         return export_for(platforms)
     except Exception as error:  # Of many kinds, from the tracing and from XLA.
-        # It can be traced for a number of rows: so the model was made.
+        # Tracing works for a fixed number of rows: the model was built that way.
         if _fails(lambda: jax.eval_shape(fn, values, features)):
             reason = (
                 "the model_fn needs to know the number of rows. Use no Python numbers "

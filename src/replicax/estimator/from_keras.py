@@ -1,4 +1,4 @@
-"""`model_to_estimator`: a compiled Keras model as an estimator."""
+"""`model_to_estimator`: converts a compiled Keras model to an estimator."""
 
 import copy
 import os
@@ -23,26 +23,25 @@ def model_to_estimator(
     model_dir: str | os.PathLike[str] | None = None,
     config: RunConfig | None = None,
 ) -> Estimator:
-    """An estimator that trains copies of a compiled Keras model.
+    """Convert a compiled Keras model to an estimator that trains copies of it.
 
-    (TF: `tf.keras.estimator.model_to_estimator`.) Training begins with the model's
-    weights as they are now, and the model itself is not changed. Features are what the
-    model takes: an array, or a dict by the names of its inputs.
+    (TF: `tf.keras.estimator.model_to_estimator`.) Training starts from the model's
+    present weights and does not change the model itself. Features are the model's
+    inputs: an array, or a dict by the inputs' names.
 
     Args:
         keras_model: The model, compiled with an optimizer and a loss.
-        keras_model_path: A saved one, in its place.
-        custom_objects: Classes and functions of the model by name, which Keras does not
-            know.
+        keras_model_path: Path of a saved model, in place of `keras_model`.
+        custom_objects: The model's own classes and functions by name, for loading it.
         model_dir: As for `Estimator`.
-        config: Likewise.
+        config: As for `Estimator`.
 
     Returns:
         An estimator whose predictions are a dict by the names of the model's outputs,
         and whose evaluation returns the compiled metrics.
 
     Raises:
-        ValueError: Without a model, with two, or for one that is not compiled.
+        ValueError: For no model, for two, or for a model that is not compiled.
 
     Example:
         >>> import keras, numpy as np, replicax as rx
@@ -68,7 +67,7 @@ def model_to_estimator(
             f"model_to_estimator: model {given.name!r} is not compiled with an "
             "optimizer and a loss. Call model.compile(optimizer=..., loss=...) first."
         )
-    # Made once more on each trace. Keras empties the descriptions that it reads.
+    # Each trace makes a model. Keras changes the configs that it reads: copy them.
     class_of, described = type(given), given.get_config()
     values = [np.asarray(v) for v in given.variables]
 

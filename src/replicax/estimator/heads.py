@@ -1,4 +1,4 @@
-"""Heads: from a model's logits to its predictions, its loss and its metrics.
+"""Heads: compute predictions, loss and metrics from a model's logits.
 
 (TF: `tf.estimator.RegressionHead`, `BinaryClassHead`, `MultiClassHead`.) Shapes: `b`
 examples of one replica, `k` logits each.
@@ -30,7 +30,7 @@ _NUM_THRESHOLDS = 200  # As TF; more would make the area under the curve more ex
 def head_of(
     n_classes: int | None, label_dimension: int, loss_reduction: object
 ) -> "Head":
-    """The head for a number of classes, None for regression.
+    """Return the head for `n_classes` classes, or for regression where that is None.
 
     `loss_reduction` is `"sum_over_batch_size"` or `"sum"`, in any case.
     """
@@ -50,9 +50,9 @@ class Head(abc.ABC):
 
     Args:
         logits_dimension: The `k` of the logits.
-        loss_reduction: `"sum_over_batch_size"`: the loss is the weighted losses' sum
-            by their number, `"sum"`: it is their sum, in training over the batches of
-            all replicas, in evaluation over one batch.
+        loss_reduction: `"sum_over_batch_size"`: the loss is the sum of the weighted
+            losses divided by their number. `"sum"`: it is their sum, in training over
+            the batches of all replicas, in evaluation over one batch.
     """
 
     logits_dimension: int
@@ -60,17 +60,17 @@ class Head(abc.ABC):
 
     @abc.abstractmethod
     def predictions(self, logits: jax.Array) -> _Arrays:
-        """Arrays `[b, ...]` by name, from logits `float32[b, k]`."""
+        """Return predictions `[b, ...]` by name, from logits `float32[b, k]`."""
 
     @abc.abstractmethod
     def losses(self, labels: jax.Array, logits: jax.Array) -> jax.Array:
-        """A loss, or several, for each example: `float32[b, n]`."""
+        """Return the losses of each example: `float32[b, n]`."""
 
     @abc.abstractmethod
     def metrics(
         self, labels: jax.Array, predictions: _Arrays, weights: jax.Array | None
     ) -> _Metrics:
-        """Keras metrics by name, made and updated, for weights `float32[b, 1]`."""
+        """Make Keras metrics by name and update them, with weights `float32[b, 1]`."""
 
     def spec(
         self,
@@ -80,10 +80,10 @@ class Head(abc.ABC):
         weights: jax.Array | None,
         train_op: Callable[[jax.Array], list[TrainOp]],
     ) -> EstimatorSpec:
-        """The `EstimatorSpec` of a batch of logits `[b, k]`.
+        """Make the `EstimatorSpec` of a batch of logits `[b, k]`.
 
-        Labels are as `Preprocessor.prepare` returns them, weights `float32[b, 1]` or
-        None for 1 each. `train_op` makes the updates of a loss in TRAIN mode.
+        Labels are as `Preprocessor.prepare` returns them. Weights are `float32[b, 1]`,
+        or None for 1 each. In TRAIN mode `train_op(loss)` returns the updates.
         """
         logits = logits.astype("float32")
         predictions = self.predictions(logits)
@@ -91,12 +91,12 @@ class Head(abc.ABC):
             return EstimatorSpec(mode, predictions=predictions)
         losses = self.losses(labels, logits)
         weighted = losses if weights is None else losses * weights
-        # Replicas' batches are equally large, so the mean of their means is the mean.
+        # All replicas' batches have the same size: the mean of their means is the mean.
         reduce = jnp.sum if self.loss_reduction == _SUM else jnp.mean
         loss = reduce(weighted)
         if mode == ModeKeys.TRAIN:
             if self.loss_reduction == _SUM:
-                # What replicas give is averaged, and is to be a sum.
+                # `run` averages the replicas' losses: this makes the average a sum.
                 loss = loss * required_context().num_counted
             return EstimatorSpec(
                 mode, predictions=predictions, loss=loss, train_op=train_op(loss)
@@ -109,7 +109,7 @@ class Head(abc.ABC):
 
 
 class _RegressionHead(Head):
-    """Logits are the predicted numbers; the loss is the squared error."""
+    """Regression: logits are the predictions, the loss is the squared error."""
 
     def predictions(self, logits: jax.Array) -> _Arrays:
         return {"predictions": logits}
@@ -124,7 +124,7 @@ class _RegressionHead(Head):
 
 
 class _BinaryClassHead(Head):
-    """The logit's sigmoid is the probability of class 1."""
+    """Two classes: the logit's sigmoid is the probability of class 1."""
 
     def predictions(self, logits: jax.Array) -> _Arrays:
         logistic = jax.nn.sigmoid(logits)
@@ -166,7 +166,7 @@ class _BinaryClassHead(Head):
 
 
 class _ClassHead(Head):
-    """The logits' softmax has the classes' probabilities."""
+    """Several classes: the logits' softmax gives their probabilities."""
 
     def predictions(self, logits: jax.Array) -> _Arrays:
         class_ids = jnp.asarray(ops.argmax(logits, axis=1, keepdims=True))
@@ -192,7 +192,7 @@ class _ClassHead(Head):
 
 
 class _LargerShare(keras.metrics.Mean):
-    """Accuracy of always predicting the more frequent of the classes 0 and 1."""
+    """The accuracy of always predicting the majority class of two."""
 
     def result(self) -> jax.Array:
         share = jnp.asarray(super().result())

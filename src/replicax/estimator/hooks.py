@@ -40,24 +40,45 @@ class HookSession(Protocol):
     is_over: bool
 
     def request_stop(self) -> None:
-        """Let the current step be the last one."""
+        """Stop after the current step."""
 
 
 class Interval:
-    """A timer in steps, or in seconds where `steps` is None.
+    """A timer in steps or in seconds, of which exactly one is given.
 
     Attributes:
-        last: The step and the time (`time.monotonic()`) when it happened last; None:
-            not yet, so it is due.
+        last: The step and the time (`time.monotonic()`) of the last event; None: there
+            was none, so the timer is due.
+
+    Raises:
+        ValueError: For both or neither, or for a length that is not positive; 0 is
+            allowed where `may_be_zero`. The message names the `caller`.
     """
 
-    def __init__(self, steps: int | None, seconds: float | None) -> None:
+    def __init__(
+        self,
+        steps: int | None,
+        seconds: float | None,
+        caller: str,
+        *,
+        may_be_zero: bool = False,
+    ) -> None:
+        if (steps is None) == (seconds is None):
+            raise ValueError(
+                f"{caller}: got an interval of {steps!r} steps and of {seconds!r} "
+                "seconds; give exactly one of them."
+            )
+        length = seconds if steps is None else steps
+        if length is None or not (length > 0 or (may_be_zero and length == 0)):
+            raise ValueError(
+                f"{caller}: the interval must be positive; got {length!r}."
+            )
         self._steps = steps
         self._seconds = seconds
         self.last: tuple[int, float] | None = None
 
     def is_due(self, step: int) -> bool:
-        """Whether it is due at this step, now."""
+        """Whether the interval has passed at this step, now."""
         if self.last is None:
             return True
         if self._steps is not None:
@@ -65,22 +86,22 @@ class Interval:
         return time.monotonic() >= self.last[1] + (self._seconds or 0.0)
 
     def happened(self, step: int) -> tuple[int, float] | None:
-        """Start again from here; steps and seconds since the last time."""
+        """Restart the timer; return the steps and seconds since the last event."""
         now, before = (step, time.monotonic()), self.last
         self.last = now
         return None if before is None else (now[0] - before[0], now[1] - before[1])
 
 
 class NanLossDuringTrainingError(RuntimeError):
-    """The loss is no longer a number.
+    """The loss has become NaN or infinite.
 
-    (TF: the class of that name.)
+    (TF: `tf.estimator.NanLossDuringTrainingError`.)
     """
 
 
 @dataclasses.dataclass(frozen=True)
 class SessionRunArgs:
-    """What a hook wants to see of a step.
+    """The values that a hook fetches from a step, by name.
 
     (TF: `tf.compat.v1.train.SessionRunArgs`.)
 
@@ -94,7 +115,7 @@ class SessionRunArgs:
 
 @dataclasses.dataclass(frozen=True)
 class SessionRunValues:
-    """What a hook gets to see.
+    """The values that a hook has fetched.
 
     (TF: `tf.compat.v1.train.SessionRunValues`.)
 
@@ -107,12 +128,12 @@ class SessionRunValues:
 
 
 class SessionRunContext:
-    """One step, as hooks see it.
+    """The context of one step, which hooks get.
 
     (TF: `tf.compat.v1.train.SessionRunContext`.)
 
     Attributes:
-        session: The loop that the step is part of. It has `global_step`, an int.
+        session: The step's training or evaluation loop, with `global_step`, an int.
     """
 
     def __init__(self, session: HookSession) -> None:
@@ -121,44 +142,44 @@ class SessionRunContext:
 
     @property
     def stop_requested(self) -> bool:
-        """Whether a hook wants this step to be the last one."""
+        """Whether a hook has asked to stop after this step."""
         return self._stops
 
     def request_stop(self) -> None:
-        """Let this step be the last one. With several workers, all of them stop."""
+        """Stop after this step. With several workers, all of them stop."""
         self._stops = True
 
 
 class SessionRunHook:
-    """Base of hooks; override what you need.
+    """Base class of hooks, whose methods do nothing unless overridden.
 
     The order of calls is `begin`, `after_create_session`, then for each step
-    `before_run` and `after_run`, and `end`, which is left out after an error.
+    `before_run` and `after_run`, and last `end`, unless an error was raised.
     """
 
     def begin(self) -> None:
-        """Called once, before anything is made."""
+        """Called once, before the model is built."""
 
     def after_create_session(self, session: HookSession, coord: None) -> None:
         """Called when the variables have their values; `coord` is None."""
 
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
-        """Called before a step; returns what `after_run` wants to see of it."""
+        """Called before a step; returns the values that `after_run` fetches from it."""
 
     def after_run(
         self, run_context: SessionRunContext, run_values: SessionRunValues
     ) -> None:
-        """Called after a step. Looking at values waits for the device."""
+        """Called after a step. Fetching values blocks until the device is done."""
 
     def end(self, session: HookSession | None) -> None:
         """Called after the last step."""
 
 
 class CheckpointSaverListener:
-    """Called around saving."""
+    """Base class of listeners that are called before and after each save."""
 
     def begin(self) -> None:
-        """Called once, before anything is made."""
+        """Called once, before the model is built."""
 
     def before_save(self, session: HookSession, global_step_value: int) -> None:
         """Called before a checkpoint is written."""
@@ -171,10 +192,10 @@ class CheckpointSaverListener:
 
 
 class StopAtStepHook(SessionRunHook):
-    """Ends training at a step.
+    """A hook that stops training at a step.
 
     Args:
-        num_steps: Number of steps from where training begins.
+        num_steps: Number of steps of this training.
         last_step: The global step to end at.
 
     Raises:
@@ -193,7 +214,7 @@ class StopAtStepHook(SessionRunHook):
         self._last_step = last_step
 
     def after_create_session(self, session: HookSession, coord: None) -> None:
-        """Count from here."""
+        """Set the last step where `num_steps` was given."""
         if self._num_steps is not None:
             self._last_step = session.global_step + self._num_steps
 
@@ -205,30 +226,18 @@ class StopAtStepHook(SessionRunHook):
             run_context.request_stop()
 
 
-def _interval(steps: int | None, seconds: float | None, caller: str) -> Interval:
-    if (steps is None) == (seconds is None):
-        raise ValueError(
-            f"{caller}: got an interval of {steps!r} steps and of {seconds!r} "
-            "seconds; give exactly one of them."
-        )
-    length = seconds if steps is None else steps
-    if length is None or not length > 0:
-        raise ValueError(f"{caller}: the interval must be positive; got {length!r}.")
-    return Interval(steps, seconds)
-
-
 class IntervalHook(SessionRunHook):
-    """Base of hooks that do something every so often."""
+    """Base class of hooks that act at an interval."""
 
     _every: Interval
 
     def begin(self) -> None:
-        """Count from here."""
+        """Reset the timer: it is due at once."""
         self._every.last = None
 
 
 class StepCounterHook(IntervalHook):
-    """Logs steps per second.
+    """A hook that logs steps per second.
 
     Args:
         every_n_steps: Interval in steps.
@@ -242,13 +251,13 @@ class StepCounterHook(IntervalHook):
         self, every_n_steps: int | None = 100, every_n_secs: float | None = None
     ) -> None:
         steps = None if every_n_secs is not None else every_n_steps
-        self._every = _interval(steps, every_n_secs, "StepCounterHook")
+        self._every = Interval(steps, every_n_secs, "StepCounterHook")
         self.steps_per_second: float | None = None
 
     def after_run(
         self, run_context: SessionRunContext, run_values: SessionRunValues
     ) -> None:
-        """Log, where it is due."""
+        """Log the speed when the interval has passed."""
         step = run_context.session.global_step
         if not self._every.is_due(step):
             return
@@ -259,18 +268,18 @@ class StepCounterHook(IntervalHook):
 
 
 class LoggingTensorHook(SessionRunHook):
-    """Logs values of a step.
+    """A hook that logs values of a step.
 
-    Made in a `model_fn` and given as one of the spec's hooks, it may log any array of
-    the model; made elsewhere, it logs by name.
+    A hook that a `model_fn` makes and returns in its spec can log any array of the
+    model. Any other hook logs values by name.
 
     Args:
         tensors: Names, as in `SessionRunArgs`; or a dict of labels with names or, in a
             `model_fn`, arrays.
         every_n_iter: Interval in steps.
         every_n_secs: Interval in seconds, in place of steps.
-        at_end: Log at the end, and then only.
-        formatter: Makes the text from a dict of arrays by label.
+        at_end: Log at the end; without an interval, only then.
+        formatter: Formats a dict of arrays by label as text.
 
     Raises:
         ValueError: Without an interval, or with two.
@@ -289,7 +298,7 @@ class LoggingTensorHook(SessionRunHook):
         self._every = (
             None
             if at_end and every_n_iter is None and every_n_secs is None
-            else _interval(every_n_iter, every_n_secs, "LoggingTensorHook")
+            else Interval(every_n_iter, every_n_secs, "LoggingTensorHook")
         )
         self._at_end = at_end
         self._format = formatter or _as_text
@@ -298,13 +307,13 @@ class LoggingTensorHook(SessionRunHook):
         self._step = 0
 
     def begin(self) -> None:
-        """Log the first step."""
+        """Reset the timer: the first step is logged."""
         self._values = {}
         if self._every is not None:
             self._every.last = None
 
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
-        """Ask for the values where they are due."""
+        """Fetch the values when the interval has passed, and always for the end."""
         self._step = run_context.session.global_step
         self._is_due = self._every is not None and self._every.is_due(self._step)
         if not (self._is_due or self._at_end):
@@ -319,7 +328,7 @@ class LoggingTensorHook(SessionRunHook):
     def after_run(
         self, run_context: SessionRunContext, run_values: SessionRunValues
     ) -> None:
-        """Log them."""
+        """Log the values when the interval has passed."""
         self._values = run_values.results or self._values
         if self._is_due and self._every is not None:
             passed = self._every.happened(self._step)
@@ -327,7 +336,7 @@ class LoggingTensorHook(SessionRunHook):
             _logger.info("%s%s", self._format(self._values), seconds)
 
     def end(self, session: HookSession | None) -> None:
-        """Log the last ones."""
+        """Log the last values, with `at_end`."""
         if self._at_end and self._values:
             _logger.info("%s", self._format(self._values))
 
@@ -337,13 +346,14 @@ def _as_text(values: Mapping[str, np.ndarray]) -> str:
 
 
 class NanTensorHook(IntervalHook):
-    """Ends training when a value is NaN or infinite.
+    """A hook that stops training when a value is NaN or infinite.
 
     Args:
-        loss_tensor: Its name.
-        fail_on_nan_loss: Raise; else only stop. Of the loss itself, training raises at
-            its end in any case.
-        every_n_iter: How often to look; each time waits for the device.
+        loss_tensor: The value's name.
+        fail_on_nan_loss: Whether to raise; if False, stop only. Training itself raises
+            at its end if the loss is NaN.
+        every_n_iter: Steps between two checks. Each one blocks until the device is
+            done.
     """
 
     def __init__(
@@ -355,17 +365,17 @@ class NanTensorHook(IntervalHook):
     ) -> None:
         self._name = loss_tensor
         self._fails = fail_on_nan_loss
-        self._every = _interval(every_n_iter, None, "NanTensorHook")
+        self._every = Interval(every_n_iter, None, "NanTensorHook")
 
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
-        """Ask for the value."""
+        """Fetch the value when the interval has passed."""
         step = run_context.session.global_step
         return SessionRunArgs(self._name) if self._every.is_due(step) else None
 
     def after_run(
         self, run_context: SessionRunContext, run_values: SessionRunValues
     ) -> None:
-        """Look at it."""
+        """Check the value."""
         if run_values.results is None:
             return
         step = run_context.session.global_step
@@ -394,7 +404,7 @@ def require_finite(value: np.ndarray, step: int, name: str = "loss") -> None:
 def fetched(
     fetches: Fetches, tensors: Mapping[str, Callable[[], np.ndarray]], caller: str
 ) -> PyTree:
-    """`fetches` with the named values in place of the names."""
+    """Replace the names in `fetches` by their values."""
 
     def of(name: Fetches) -> PyTree:
         if isinstance(name, Mapping):

@@ -1,4 +1,4 @@
-"""Input functions over arrays and data frames."""
+"""Makes input functions from NumPy arrays and pandas data frames."""
 
 import dataclasses
 import itertools
@@ -24,19 +24,19 @@ def numpy_input_fn(
     shuffle: bool | None = None,
     seed: int | None = None,
 ) -> Callable[[], Iterable[PyTree]]:
-    """An `input_fn` over arrays.
+    """Make an `input_fn` that reads arrays.
 
-    (TF: `tf.compat.v1.estimator.inputs.numpy_input_fn`.) Epochs follow each other
-    without a gap: a batch may have examples of two. Only the last batch may be short.
+    (TF: `tf.compat.v1.estimator.inputs.numpy_input_fn`.) A batch may span two epochs.
+    Only the last batch may be short.
 
     Args:
         x: Features: a dict of arrays `[n, ...]`, or one array.
-        y: Labels, likewise; None: batches are features alone.
-        batch_size: Examples of a batch, which is for one replica.
-        num_epochs: How often to go through the data; None: for ever.
-        shuffle: Whether each epoch has an order of its own. Must be given.
-        seed: Of the orders. None: a call of the `input_fn` draws it from Python's
-            random numbers.
+        y: Labels, in the same form; None: batches are features alone.
+        batch_size: Examples in a replica's batch.
+        num_epochs: Number of passes over the data; None: endless.
+        shuffle: Whether to shuffle each epoch. Must be given.
+        seed: Seed of the shuffling. None: each call of the `input_fn` draws one from
+            Python's random numbers.
 
     Returns:
         A function without arguments. Each call returns a new iterable over
@@ -45,7 +45,7 @@ def numpy_input_fn(
     Raises:
         ValueError: If `shuffle` is not given, arrays differ in the number of examples
             or have none, or a number is below 1.
-        TypeError: If `x` or `y` is no array or dict of arrays.
+        TypeError: If `x` or `y` is neither an array nor a dict of arrays.
 
     Example:
         >>> import numpy as np, replicax as rx
@@ -73,14 +73,14 @@ def pandas_input_fn(
     target_column: str = "target",
     seed: int | None = None,
 ) -> Callable[[], Iterable[PyTree]]:
-    """An `input_fn` over the columns of a data frame.
+    """Make an `input_fn` that reads the columns of a data frame.
 
     (TF: `tf.compat.v1.estimator.inputs.pandas_input_fn`, without the queue's
     arguments.)
 
     `x` is a pandas `DataFrame`: each column is a feature `[n]`. `y` is a `Series`, or a
-    `DataFrame` for a dict of labels. `target_column` is what the labels are called; `x`
-    must have no such column. Other arguments and the result are `numpy_input_fn`'s.
+    `DataFrame` for a dict of labels. `target_column` is the labels' name, which no
+    column of `x` may have. Other arguments and the result are `numpy_input_fn`'s.
 
     Raises:
         ValueError: As `numpy_input_fn`; if the indices of `x` and `y` differ, or `x`
@@ -127,7 +127,7 @@ def pandas_input_fn(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Batches:
-    """Batches of arrays; each iteration begins anew."""
+    """An iterable over batches of arrays; each iteration starts from the beginning."""
 
     features: _Named
     labels: _Named | None
@@ -186,7 +186,7 @@ def _input_fn(
     def input_fn() -> Iterable[PyTree]:
         own = seed
         if shuffle and own is None:
-            own = random.randrange(2**63)  # The workers of a strategy draw alike.
+            own = random.randrange(2**63)  # The same on all workers of a strategy.
         sizes = (num_examples, batch_size, num_epochs)
         return _Batches(features, labels, *sizes, own if shuffle else None)
 

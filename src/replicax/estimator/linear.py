@@ -1,4 +1,4 @@
-"""Canned estimators that are linear, or look at no features at all."""
+"""Canned estimators: linear models, and baselines that ignore features."""
 
 import math
 import os
@@ -32,7 +32,7 @@ _BASELINE_RATE = 0.3
 
 
 class LinearPart(NetworkPart):
-    """Variables `linear/linear_model/x/weights` and `linear/linear_model/bias_weights`.
+    """A linear model: variables `linear/linear_model/x/weights` and `.../bias_weights`.
 
     Arguments are those of `LinearRegressor`; errors put `prefix` before their names.
     """
@@ -46,7 +46,7 @@ class LinearPart(NetworkPart):
     ) -> None:
         self.columns = as_columns(feature_columns, f"{prefix}feature_columns")
         self._combiner = sparse_combiner
-        self._layer(1)  # Raises what there is to raise.
+        self._layer(1)  # Bad columns raise here, not in the first trace.
         rate = _LINEAR_RATE
         if optimizer is None:
             optimizer = "Ftrl"
@@ -67,7 +67,7 @@ class LinearPart(NetworkPart):
 
 
 class LinearRegressor(CannedEstimator):
-    """A linear model that predicts numbers.
+    """A linear model for regression.
 
     The loss is the squared error. `evaluate` returns `average_loss` (weighted by
     example), `loss` (the mean of the batches'), `label/mean`, `prediction/mean` and
@@ -76,20 +76,20 @@ class LinearRegressor(CannedEstimator):
     Args:
         feature_columns: Dense or categorical columns.
         model_dir: See `Estimator`.
-        label_dimension: Numbers that a label has: labels are `[b, label_dimension]`,
-            for one also `[b]`.
-        weight_column: Name of the feature of the examples' weights, or a
-            `numeric_column`. Weights are no input of `predict`.
-        optimizer: The name of a Keras optimizer, with a learning rate of 0.2; a Keras
-            optimizer, of which a copy is made; or a function that returns one, which is
-            called in the `model_fn`. None: Ftrl with the learning rate `min(0.2,
+        label_dimension: Size of a label. Labels are `[b, label_dimension]`, and may be
+            `[b]` for size 1.
+        weight_column: Name of the feature with the examples' weights, or a
+            `numeric_column` of it. `predict` needs no weights.
+        optimizer: The name of a Keras optimizer, which gets a learning rate of 0.2; a
+            Keras optimizer, which is copied; or a function that returns one, called in
+            the `model_fn`. None: Ftrl with the learning rate `min(0.2,
             1 / sqrt(number of columns))`.
         config: See `Estimator`.
         warm_start_from: See `Estimator`.
         loss_reduction: `"sum_over_batch_size"`, or `"sum"` over the batches of all
             replicas, as TF 1 had it.
-        sparse_combiner: How the weights of several ids of a row are put together:
-            `"sum"`, `"mean"` or `"sqrtn"`.
+        sparse_combiner: How the weights of a row's ids are combined: `"sum"`,
+            `"mean"` or `"sqrtn"`.
 
     Raises:
         ValueError: For arguments out of range.
@@ -121,19 +121,16 @@ class LinearRegressor(CannedEstimator):
         loss_reduction: str = "sum_over_batch_size",
         sparse_combiner: str = "sum",
     ) -> None:
+        common = (weight_column, loss_reduction, model_dir, config, warm_start_from)
         super().__init__(
             [LinearPart(feature_columns, optimizer, sparse_combiner)],
-            weight_column,
-            loss_reduction,
-            model_dir,
-            config,
-            warm_start_from,
+            *common,
             label_dimension=label_dimension,
         )
 
 
 class LinearClassifier(CannedEstimator):
-    """A linear model that predicts classes.
+    """A linear model for classification.
 
     The loss is the cross entropy. `evaluate` returns `accuracy`, `average_loss`, `loss`
     and `global_step`, and for two classes also `accuracy_baseline`, `auc`,
@@ -176,13 +173,10 @@ class LinearClassifier(CannedEstimator):
         loss_reduction: str = "sum_over_batch_size",
         sparse_combiner: str = "sum",
     ) -> None:
+        common = (weight_column, loss_reduction, model_dir, config, warm_start_from)
         super().__init__(
             [LinearPart(feature_columns, optimizer, sparse_combiner)],
-            weight_column,
-            loss_reduction,
-            model_dir,
-            config,
-            warm_start_from,
+            *common,
             n_classes=n_classes,
             label_vocabulary=label_vocabulary,
         )
@@ -196,7 +190,7 @@ class _Bias(keras.layers.Layer):
         self._units = units
 
     def build(self, input_shape: object = None) -> None:
-        """Make it."""
+        """Make the bias."""
         del input_shape
         self.bias = self.add_weight(
             shape=(self._units,), initializer="zeros", name="bias"
@@ -204,7 +198,7 @@ class _Bias(keras.layers.Layer):
         self.built = True
 
     def call(self, rows: jax.Array) -> jax.Array:
-        """From zeros `[b]` to `[b, units]`."""
+        """Return the bias for each of the zeros `[b]`: `[b, units]`."""
         return rows[:, None] + self.bias
 
 
@@ -223,7 +217,7 @@ class _BaselinePart(NetworkPart):
 
 
 class BaselineRegressor(CannedEstimator):
-    """Learns the mean of the labels, whatever the features are.
+    """A baseline for regression: learns the labels' mean and ignores the features.
 
     Results of `evaluate` and `predict`, other arguments and errors are those of
     `LinearRegressor`.
@@ -249,18 +243,14 @@ class BaselineRegressor(CannedEstimator):
         config: RunConfig | None = None,
         loss_reduction: str = "sum_over_batch_size",
     ) -> None:
+        common = (weight_column, loss_reduction, model_dir, config)
         super().__init__(
-            [_BaselinePart(optimizer)],
-            weight_column,
-            loss_reduction,
-            model_dir,
-            config,
-            label_dimension=label_dimension,
+            [_BaselinePart(optimizer)], *common, label_dimension=label_dimension
         )
 
 
 class BaselineClassifier(CannedEstimator):
-    """Learns how frequent the classes are, whatever the features are.
+    """A baseline for classification: learns the classes' frequencies only.
 
     Results of `evaluate` and `predict`, other arguments and errors are those of
     `LinearClassifier`.
@@ -287,12 +277,10 @@ class BaselineClassifier(CannedEstimator):
         config: RunConfig | None = None,
         loss_reduction: str = "sum_over_batch_size",
     ) -> None:
+        common = (weight_column, loss_reduction, model_dir, config)
         super().__init__(
             [_BaselinePart(optimizer)],
-            weight_column,
-            loss_reduction,
-            model_dir,
-            config,
+            *common,
             n_classes=n_classes,
             label_vocabulary=label_vocabulary,
         )

@@ -1,8 +1,8 @@
-"""Makes a `model_fn` the train, eval and predict steps that a strategy runs.
+"""Turns a `model_fn` into the train, eval and predict steps that a strategy runs.
 
-The function describes a model in TF 1's way: it makes layers, optimizer and metrics
-each time it is called. It is called first to make the variables, and then again on each
-trace of a step, where what it makes stands for what was made first.
+In the style of TF 1, each call of the function makes layers, optimizer and metrics. The
+first call creates the variables. Later calls, one for each trace of a step, get the
+same variables again (variable reuse).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,18 +25,27 @@ from replicax.estimator.user_functions import ModelFunction
 from replicax.keras.variable_reuse import MadeVariables, made_alike
 from replicax.strategies.strategy import Strategy
 
-__all__ = ["EstimatorModel"]
+__all__ = ["EstimatorModel", "first_replica"]
 
 _Tensors: TypeAlias = dict[str, jax.Array]
 
 
+def first_replica(values: PyTree) -> PyTree:
+    """Copy the values of this process' first replica from `PerReplica`s to the host."""
+    return jax.tree.map(
+        lambda x: jax.device_get(x.values[0]),
+        values,
+        is_leaf=lambda x: isinstance(x, PerReplica),
+    )
+
+
 class EstimatorModel:
-    """A model of one mode under one strategy: its variables and its step.
+    """The variables and the step of a model, in one mode under one strategy.
 
     Attributes:
-        spec: What the function returned when it made the variables. Its arrays mean
-            nothing now; its optimizers, metrics and hooks are those that are used.
-        loss: In EVAL mode the metric of the mean loss.
+        spec: The result of the function's first call. Its optimizers, metrics and hooks
+            stay in use; its arrays are tracers that have expired.
+        loss: The metric of the mean loss, in EVAL mode.
     """
 
     spec: EstimatorSpec
@@ -62,7 +71,7 @@ class EstimatorModel:
             self.loss = keras.metrics.Mean(name="loss")
 
     def build(self, features: PyTree, labels: PyTree) -> None:
-        """Make the variables, for batches like these, whose leaves are `PerReplica`."""
+        """Create the variables, for a batch whose leaves are `PerReplica`."""
         if self.is_built:
             return
         used = self.strategy.runner.variables_of(self._describe, (features, labels))
@@ -127,7 +136,7 @@ class EstimatorModel:
         return dict(self.spec.eval_metric_ops or {})
 
     def variables(self) -> dict[str, keras.Variable]:
-        """What is saved, by name: all but metrics."""
+        """The variables of a checkpoint by name: all but the metrics'."""
         left_out = {id(v) for m in self.metrics.values() for v in m.variables}
         slots = [v for op in self.spec.train_ops for v in op.optimizer.variables]
         named: dict[str, keras.Variable] = {}
@@ -141,18 +150,18 @@ class EstimatorModel:
         return named
 
     def learning_rates(self) -> list[keras.Variable]:
-        """The variables of the optimizers' learning rates, where those are numbers."""
+        """The optimizers' learning-rate variables; schedules have none."""
         rates = [internals.learning_rate_of(o) for o, _ in self._updates]
         return [rate for rate in rates if rate is not None]
 
     def finalize(self) -> None:
-        """The end of training: moving averages of weights become the weights."""
+        """End training: assign moving averages of weights to the weights."""
         with self.strategy.scope():
             for optimizer, trained in self._updates:
                 optimizer.finalize_variable_values(trained)
 
     def steps_of_updates(self) -> int:
-        """The optimizer's count, where other workers make updates as well."""
+        """The optimizer's count of updates, other workers' included."""
         return int(np.asarray(self._updates[0][0].iterations))
 
     # The steps. Results are one entry per replica.
@@ -175,18 +184,11 @@ class EstimatorModel:
     def results(self) -> dict[str, PyTree]:
         """The metrics' results and the mean `loss`, on the host."""
         results = self.strategy.run(self._result_step)
-        return {
-            name: jax.tree.map(
-                lambda x: jax.device_get(x.values[0]),
-                result,
-                is_leaf=lambda x: isinstance(x, PerReplica),
-            )
-            for name, result in results.items()
-        }
+        return {name: first_replica(result) for name, result in results.items()}
 
     def predict(self, features: PyTree) -> PyTree:
-        """Predictions for one batch per replica."""
-        return self._run(self._predict_step, (features,), None)
+        """The first replica's predictions for its batch, on the host."""
+        return first_replica(self._run(self._predict_step, (features,), None))
 
     def _run(
         self, step: Callable[..., PyTree], args: Sequence[PyTree], active: int | None
@@ -228,7 +230,7 @@ class EstimatorModel:
         return self._call(features, None).predictions
 
     def _tensors(self, spec: EstimatorSpec) -> _Tensors:
-        """What hooks may ask for by name."""
+        """The arrays that hooks can fetch by name."""
         named = spec.predictions
         tensors = dict(named) if isinstance(named, Mapping) else {"predictions": named}
         for hook in spec.hooks():

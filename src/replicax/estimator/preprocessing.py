@@ -1,6 +1,6 @@
-"""Preprocessing of canned estimators on the host: strings and raw features as numbers.
+"""Preprocesses batches of canned estimators on the host: raw features become numbers.
 
-A saved model has it in its manifest, beside the program.
+A saved model stores the preprocessor in its manifest, beside the program.
 """
 
 import dataclasses
@@ -28,14 +28,14 @@ __all__ = [
 ]
 
 ROWS = "rows"
-"""The feature `float32[b]` of zeros that a model without columns gets."""
+"""Name of the input of a model without columns: zeros `float32[b]`."""
 
 _NUM_SHOWN = 5
 
 
 @dataclasses.dataclass(frozen=True)
 class Preprocessor:
-    """What a canned estimator does on the host with a batch of `b` examples.
+    """Converts a canned estimator's batches of `b` examples to arrays of numbers.
 
     A model without `columns` gets `ROWS`. `n_classes` is None for regression.
     """
@@ -68,11 +68,11 @@ class Preprocessor:
     def prepare(
         self, features: PyTree, labels: PyTree = None
     ) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
-        """A batch of raw features and labels as arrays of numbers.
+        """Convert a batch of raw features and labels to arrays of numbers.
 
         Labels `[b]`, `[b, 1]` or `[b, label_dimension]` become `float32[b,
-        label_dimension]` of a regression, `float32[b, 1]` of two classes, `int32[b, 1]`
-        of more. They are None for prediction, which needs no weights either.
+        label_dimension]` for regression, `float32[b, 1]` for two classes, `int32[b, 1]`
+        for more. They are None for prediction, which needs no weights either.
         """
         arrays: dict[str, np.ndarray] = {}
         if self.columns:
@@ -97,7 +97,7 @@ class Preprocessor:
         return arrays, numbers
 
     def finish(self, predictions: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """A classifier's predictions with `classes` and `all_classes`, as strings."""
+        """Add `classes` and `all_classes`, strings, to a classifier's predictions."""
         finished = dict(predictions)
         if self.n_classes is None:
             return finished
@@ -196,7 +196,7 @@ class Preprocessor:
 
 
 def weight_column_of(weight_column: object) -> NumericColumn | None:
-    """The column of examples' weights, from a user's `weight_column`."""
+    """Make the column of examples' weights from a user's `weight_column`."""
     if weight_column is None:
         return None
     if isinstance(weight_column, str):
@@ -217,10 +217,10 @@ def weight_column_of(weight_column: object) -> NumericColumn | None:
 def preprocessor_config(
     preprocessor: Preprocessor, specs: Mapping[str, ArraySpec]
 ) -> JSONObject:
-    """What a canned estimator does on the host, as what JSON can hold.
+    """Serialize a preprocessor as JSON.
 
-    A numeric column with a `normalizer_fn` is left to the program, whose feature goes
-    in as it is; it raises ValueError where that is not possible.
+    The program transforms a numeric column with a `normalizer_fn`, and takes its raw
+    feature. ValueError: JAX cannot trace that function.
     """
     columns: list[JSONObject] = []
     in_program: list[str] = []
@@ -270,16 +270,16 @@ def _require_traceable(column: NumericColumn, specs: Mapping[str, ArraySpec]) ->
 
 
 class SavedPreprocessor:
-    """The preprocessing of a saved model, which `preprocessor_config` described.
+    """The preprocessor of a saved model, from a `preprocessor_config`.
 
     Attributes:
-        in_program: The features that go into the program as they are.
+        in_program: The raw features that the program takes.
     """
 
     def __init__(self, config: JSONObject) -> None:
         columns = [from_config(entry["column"]) for entry in config["columns"]]
-        # A column's names of its arrays, and those that the program has for them: they
-        # were equal when it was saved, and a later version may choose others.
+        # Pairs of a column's output name and the program's name for it. They were equal
+        # when the model was saved; a later version may name outputs otherwise.
         self._names = [
             pair
             for column, entry in zip(columns, config["columns"], strict=True)
@@ -294,7 +294,7 @@ class SavedPreprocessor:
         self.in_program: list[str] = config["in_program"]
 
     def prepare(self, features: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """What the program takes, from a batch of raw features."""
+        """Convert a batch of raw features to the program's inputs."""
         arrays = {name: features[name] for name in self.in_program}
         if arrays and not self._names:
             return arrays
@@ -304,7 +304,7 @@ class SavedPreprocessor:
         return arrays | {name: made[own] for own, name in self._names}
 
     def finish(self, outputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """What a caller gets, from what the program returned."""
+        """Convert the program's outputs to the caller's."""
         return self._preprocessor.finish(outputs)
 
 

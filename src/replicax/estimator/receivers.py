@@ -1,4 +1,4 @@
-"""Serving signatures: the features that a saved model is called with."""
+"""Serving signatures: names, shapes and dtypes of a saved model's features."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -20,12 +20,12 @@ __all__ = [
 ]
 
 SINGLE = "feature"
-"""The name of features that are one array."""
+"""Name of the feature where features are a single array."""
 
 
 @runtime_checkable
 class _ShapeAndDtype(Protocol):
-    """Such as a `jax.ShapeDtypeStruct`, a `keras.KerasTensor` or an array."""
+    """A `jax.ShapeDtypeStruct`, a `keras.KerasTensor`, an array or the like."""
 
     @property
     def shape(self) -> tuple[int | None, ...]: ...
@@ -39,11 +39,11 @@ _Feature: TypeAlias = _ShapeAndDtype | ArrayLike
 
 @dataclasses.dataclass(frozen=True)
 class ArraySpec:
-    """Shape and dtype of an array that goes in or out.
+    """Shape and dtype of an input or output of a signature.
 
     Args:
-        shape: With the batch's dimension; a size that may be any is None.
-        dtype: Its name, such as `"float32"`, or `"string"`.
+        shape: The shape with the batch dimension; None for a size that varies.
+        dtype: The dtype's name, such as `"float32"`, or `"string"`.
     """
 
     shape: tuple[int | None, ...]
@@ -54,24 +54,24 @@ class ArraySpec:
         return f"{self.dtype}[{sizes}]"
 
     def in_program(self) -> "ArraySpec":
-        """Of the dtype that JAX gives it: 32 bits in place of 64, as a rule."""
+        """The spec with JAX's canonical dtype: by default 32 bits in place of 64."""
         dtype = jax.dtypes.canonicalize_dtype(np.dtype(self.dtype))
         return dataclasses.replace(self, dtype=dtype.name)
 
     def with_rows(self, rows: Any) -> tuple[Any, ...]:
-        """The shape of a batch of so many rows, which may be a number of JAX's."""
+        """The shape for that number of rows, which may be a symbolic dimension."""
         return tuple(rows if size is None else size for size in self.shape)
 
     def zeros(self, rows: int) -> np.ndarray:
-        """An array as a program takes it; `""` for strings."""
+        """Make an array of zeros, or of `""` for strings."""
         dtype = "U1" if self.dtype == "string" else np.dtype(self.dtype)
         return np.zeros(self.with_rows(rows), dtype)
 
     def checked(self, value: ArrayLike, title: str) -> np.ndarray:
-        """A value as an array of this kind, which has one row or more.
+        """Convert a value to an array of this spec; raise if it does not fit.
 
-        Numbers are converted to wider kinds (integers to floating point), and to other
-        numbers of bits where that leaves integers as they are.
+        Numbers are converted to wider kinds (integers to floating point), and integers
+        to other widths where no value overflows. The array has one row or more.
         """
         try:
             array = np.asarray(value)
@@ -107,7 +107,7 @@ class ArraySpec:
 
 
 def _rank(dtype: np.dtype) -> int:
-    """Numbers of a kind are among those of the next."""
+    """Rank a dtype's kind: each kind's values convert to the kinds of higher rank."""
     kinds = (np.bool_, np.integer, np.floating, np.complexfloating)
     for rank, kind in enumerate(kinds):
         if jnp.issubdtype(dtype, kind):
@@ -117,22 +117,22 @@ def _rank(dtype: np.dtype) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class ServingInputReceiver:
-    """What a `serving_input_receiver_fn` returns.
+    """The features of a serving signature; a `serving_input_receiver_fn` returns it.
 
-    (TF: `tf.estimator.export.ServingInputReceiver`, whose `receiver_tensors`, for
-    serialized examples, are not there.)
+    (TF: `tf.estimator.export.ServingInputReceiver`, without `receiver_tensors`, which
+    are for serialized examples.)
 
     Args:
-        features: A dict by name, or a single one: anything with a shape and a dtype,
-            such as a `jax.ShapeDtypeStruct`, a `keras.KerasTensor` or an example array;
-            also lists of numbers or strings. The first dimension is the batch's.
-            Strings have the dtype `"str"`.
-        default_batch_size: The one size that batches have; None: any. The features'
-            own first size means nothing.
+        features: A feature, or a dict of features by name. A feature is anything with a
+            shape and a dtype, such as a `jax.ShapeDtypeStruct`, a `keras.KerasTensor`
+            or an example array, or a list of numbers or strings. The first dimension is
+            the batch's. Strings have the dtype `"str"`.
+        default_batch_size: The size of all batches; None: any size. The first size in
+            the features' shapes is ignored.
 
     Raises:
-        ValueError: If there are no features, or a shape is not known.
-        TypeError: If a name is no string, or something is no array.
+        ValueError: If there are no features, or a shape is unknown.
+        TypeError: If a name is no string, or a feature is no array.
 
     Example:
         >>> import jax, replicax as rx
@@ -155,7 +155,7 @@ class ServingInputReceiver:
         self.specs()
 
     def specs(self) -> dict[str, ArraySpec]:
-        """What each feature is."""
+        """The spec of each feature by name."""
         if not isinstance(self.features, Mapping):
             return {SINGLE: self._spec("the feature", self.features)}
         if not self.features:
@@ -174,7 +174,7 @@ class ServingInputReceiver:
     def _spec(self, title: str, value: _Feature) -> ArraySpec:
         if not isinstance(value, _ShapeAndDtype):
             value = np.asarray(value)
-        # Those of NumPy have a length in their name.
+        # The names of NumPy's string dtypes contain a length.
         is_text = getattr(value.dtype, "kind", "") in ("O", "S", "T", "U")
         given = "string" if is_text else value.dtype
         dtype = dtype_name(given, f"ServingInputReceiver: {title}")
@@ -190,7 +190,7 @@ class ServingInputReceiver:
 def build_raw_serving_input_receiver_fn(
     features: _Feature | Mapping[str, _Feature], default_batch_size: int | None = None
 ) -> Callable[[], ServingInputReceiver]:
-    """A `serving_input_receiver_fn` for features as they are.
+    """Make a `serving_input_receiver_fn` for raw features.
 
     (TF: `tf.estimator.export.build_raw_serving_input_receiver_fn`.)
 
@@ -217,7 +217,7 @@ def build_raw_serving_input_receiver_fn(
 def checked_receiver_fn(
     serving_input_receiver_fn: Callable[[], ServingInputReceiver] | None, caller: str
 ) -> Callable[[], ServingInputReceiver]:
-    """A user's `serving_input_receiver_fn`; raises TypeError unless it is callable."""
+    """Return a `serving_input_receiver_fn`; raise TypeError if it is not callable."""
     if not callable(serving_input_receiver_fn):
         raise TypeError(
             f"{caller}: serving_input_receiver_fn must be a function; got "

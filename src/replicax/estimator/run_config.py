@@ -1,4 +1,4 @@
-"""RunConfig: where and how an estimator runs."""
+"""`RunConfig`: an estimator's strategies, checkpoint intervals and seed."""
 
 import dataclasses
 import functools
@@ -18,28 +18,27 @@ _DEFAULT_SECONDS = 600.0
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
-    """Where and how an estimator runs.
+    """An estimator's strategies, checkpoint intervals and seed.
 
     Args:
         model_dir: Folder of checkpoints, evaluations and exports. The estimator's own
-            argument comes first; without either it is a new temporary folder.
+            argument overrides it. None for both: a new temporary folder.
         train_distribute: The strategy that trains; None: one device.
         eval_distribute: The strategy that evaluates; None: one device.
-        save_checkpoints_steps: Save after that many training steps.
-        save_checkpoints_secs: Save after that many seconds. By default 600, unless
-            `save_checkpoints_steps` is given. At the end of training the state is
-            always saved.
-        keep_checkpoint_max: Number of checkpoints that are kept; None or 0: all.
-        tf_random_seed: Seed of initial weights and of dropout. None: Python's random
-            numbers decide.
-        log_step_count_steps: Log the loss and steps/s, and look for NaN, after that
-            many steps; None: never.
-        restore_input: Whether training that was interrupted goes on in the data where
-            its last checkpoint was made. The data must come in the same order.
+        save_checkpoints_steps: Training steps between two checkpoints.
+        save_checkpoints_secs: Seconds between two checkpoints. By default 600, unless
+            `save_checkpoints_steps` is given. Training always saves at its end.
+        keep_checkpoint_max: Number of checkpoints to keep; None or 0: all.
+        tf_random_seed: Seed of initial weights and of dropout. None: drawn from
+            Python's random numbers.
+        log_step_count_steps: Steps between two log lines with the loss and steps/s, and
+            between two checks for NaN; None: never.
+        restore_input: Whether a training that was interrupted continues its input from
+            the position of its last checkpoint. The data must come in the same order.
 
     Raises:
         ValueError: For numbers that are not positive, or two intervals.
-        TypeError: If a strategy is none.
+        TypeError: If `train_distribute` or `eval_distribute` is no strategy.
 
     Example:
         >>> import replicax as rx
@@ -103,13 +102,13 @@ class RunConfig:
 
     @property
     def cluster_resolver(self) -> ClusterResolver | None:
-        """What describes the cluster: the training strategy's, else TF_CONFIG's."""
+        """The cluster resolver of the training strategy, else of TF_CONFIG."""
         own = getattr(self.train_distribute, "cluster_resolver", None)
         return own or default_resolver()
 
     @property
     def cluster_spec(self) -> ClusterSpec:
-        """The cluster; empty where this process is alone."""
+        """The cluster; empty for a single process."""
         resolver = self.cluster_resolver
         return ClusterSpec({}) if resolver is None else resolver.cluster_spec()
 
@@ -125,7 +124,7 @@ class RunConfig:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process does what is done once for all."""
+        """Whether this process saves and logs for the whole cluster."""
         return self.task_type != "evaluator" and self.training_strategy().is_chief
 
     def training_strategy(self) -> Strategy:
@@ -139,5 +138,5 @@ class RunConfig:
 
 @functools.cache
 def one_device() -> Strategy:
-    """One replica, where JAX puts arrays anyway."""
+    """Return the strategy of one replica on JAX's default device."""
     return OneDeviceStrategy(default_devices()[0])

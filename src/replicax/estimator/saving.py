@@ -1,4 +1,4 @@
-"""Checkpoints of a model in its `model_dir`: saving, restoring, warm start."""
+"""Saves and restores an estimator's checkpoints, and warm-starts from others."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -34,10 +34,11 @@ _VARIABLES = "variables/"
 
 
 class InputPosition:
-    """The position in the input of a training that may be interrupted.
+    """A training's position in its input, as part of its checkpoints.
 
     Attributes:
-        num_steps: Steps since the input began; 0 where training has ended by itself.
+        num_steps: Steps since the input began; 0 after a training that was not
+            interrupted.
     """
 
     def __init__(self, num_replicas: int) -> None:
@@ -45,18 +46,18 @@ class InputPosition:
         self._num_replicas = num_replicas
 
     def get_state(self) -> dict[str, int]:
-        """For checkpoints."""
+        """Return the position, for a checkpoint."""
         return {"num_steps": self.num_steps, "num_replicas": self._num_replicas}
 
     def set_state(self, state: Mapping[str, int]) -> None:
-        """From checkpoints."""
-        # The last step may have begun before: better one step twice than one left out.
+        """Take the position from a checkpoint."""
+        # Rounded down for another number of replicas: no step is skipped.
         saved = int(state.get("num_replicas", self._num_replicas))
         self.num_steps = int(state["num_steps"]) * saved // self._num_replicas
 
 
 class _TrainingState:
-    """What a training saves: a `Checkpoint` that is restored whole, or not at all."""
+    """A training's `Checkpoint`, which is restored completely or not at all."""
 
     def __init__(self, model: EstimatorModel, position: InputPosition) -> None:
         self._model = model
@@ -83,7 +84,7 @@ class _TrainingState:
             for names in (own - saved, saved - own)
         )
         if missing and missing == slots:
-            # Where servers have the slots, checkpoints have none.
+            # A checkpoint of a parameter-server training has no slots.
             _logger.warning(
                 "Estimator: %s has no optimizer slots; they start from zero.", path
             )
@@ -96,7 +97,7 @@ class _TrainingState:
             status.assert_consumed()
         except CheckpointError as error:
             raise _other_model(path, error) from None
-        # The learning rate that the script gives now counts, not an old one.
+        # The script's learning rate overrides the checkpoint's.
         rates = [(v, v.numpy()) for v in self._model.learning_rates()]
         status = self._checkpoint.apply(contents, path).expect_partial()
         for variable, value in rates:
@@ -105,7 +106,7 @@ class _TrainingState:
 
 
 class Saver:
-    """Saves the state of a training as often as its config says, and restores it."""
+    """Saves a training's state at the config's interval, and restores it."""
 
     def __init__(
         self,
@@ -123,16 +124,16 @@ class Saver:
             checkpoint_name=CHECKPOINT_NAME,
         )
         strategy = model.strategy
-        # Workers that train in step save together; of others the chief saves.
+        # Synchronous workers save together; of asynchronous ones the chief saves.
         self._saves = strategy.is_chief or strategy.workers.count > 1
         self._interval = Interval(
-            config.save_checkpoints_steps, config.save_checkpoints_secs
+            config.save_checkpoints_steps, config.save_checkpoints_secs, "RunConfig"
         )
         self._interval.happened(0)
         self._saved: tuple[int, int] | None = None
 
     def restore(self) -> str | None:
-        """Restore the newest checkpoint; its path, None if there is none."""
+        """Restore the newest checkpoint; return its path, None if there is none."""
         path = self._manager.restore_or_initialize()
         if path is not None:
             step = int(self._model.global_step.numpy())
@@ -141,11 +142,11 @@ class Saver:
         return path
 
     def is_due(self, step: int) -> bool:
-        """Whether this process would save now."""
+        """Whether the save interval has passed, by this process' clock."""
         return self._interval.is_due(step)
 
     def save(self, step: int, *, wait: bool = False) -> bool:
-        """Save the state under a step's number; whether there was anything new."""
+        """Save the state under a step's number, unless it is saved; return whether."""
         self._interval.happened(step)
         state = (step, self._position.num_steps)
         if state == self._saved or not self._saves:
@@ -157,7 +158,7 @@ class Saver:
         return True
 
     def close(self, *, finished: bool = False) -> None:
-        """Wait for the last save; `finished` tells those who wait for more."""
+        """Wait for the last save; `finished` marks the folder for evaluators."""
         if not self._saves:
             return
         if finished:
@@ -167,9 +168,9 @@ class Saver:
 
 
 def restore(model: EstimatorModel, path: str) -> int:
-    """Give a model that is not trained its values from a checkpoint; its global step.
+    """Restore a model for evaluation or prediction; return its global step.
 
-    The checkpoint may have more: what only training needs.
+    Values that only training needs, such as optimizer slots, are ignored.
     """
     contents = storage.read(Path(path))
     slots = [
@@ -184,7 +185,7 @@ def restore(model: EstimatorModel, path: str) -> int:
 
 
 def restore_found(model: EstimatorModel, find_path: Callable[[], str]) -> str:
-    """`restore` a checkpoint that another process may delete meanwhile; its path."""
+    """Find and restore a checkpoint, again if another process deletes it; its path."""
     while True:
         path = find_path()
         try:
@@ -197,12 +198,12 @@ def restore_found(model: EstimatorModel, find_path: Callable[[], str]) -> str:
 
 
 def step_of(path: str) -> int:
-    """The global step in the name of a numbered checkpoint."""
+    """Return the global step in the name of a numbered checkpoint."""
     return int(path.rpartition("-")[2])
 
 
 def saved_variables(path: str) -> dict[str, np.ndarray]:
-    """The values in a checkpoint by the variables' names, and `global_step`."""
+    """Read the variables in a checkpoint by name, with `global_step`."""
     arrays = storage.read(Path(path)).arrays
     return {
         name.removeprefix(_VARIABLES): value
@@ -214,9 +215,9 @@ def saved_variables(path: str) -> dict[str, np.ndarray]:
 def warm_start(
     model: EstimatorModel, values: Mapping[str, np.ndarray], path: str
 ) -> list[str]:
-    """Give a model the variables that another training has too; their names.
+    """Initialize a model's variables from another training's; return their names.
 
-    The optimizer's slots and counts, and the global step, begin anew.
+    The optimizer's slots and counts, and the global step, start from zero.
     """
     own = model.variables()
     kept = {id(v) for op in model.spec.train_ops for v in op.optimizer.variables}

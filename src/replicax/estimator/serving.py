@@ -1,4 +1,4 @@
-"""Loads saved models, which are called without the code that made them."""
+"""Loads saved models and calls them, without the Python code that made them."""
 
 import os
 from collections.abc import Mapping
@@ -18,15 +18,15 @@ __all__ = ["SavedModel", "load_saved_model"]
 
 
 class SavedModel:
-    """A saved model, ready to be called; `load_saved_model` returns it.
+    """A loaded saved model, which is callable; `load_saved_model` returns it.
 
-    Variables are on JAX's default device. A program is compiled once for each number of
-    rows that it is called with.
+    Variables are on JAX's default device. JAX compiles a program once for each number
+    of rows.
 
     Attributes:
-        path: Its folder.
-        signatures: Names of what it can be asked for.
-        global_step: The number of training steps it has made.
+        path: The folder of the saved model.
+        signatures: Names of its signatures.
+        global_step: Number of training steps of its checkpoint.
     """
 
     def __init__(self, path: Path) -> None:
@@ -53,7 +53,7 @@ class SavedModel:
         self._variables = jax.device_put(dict(artifact.variables))
 
     def inputs(self, signature: str = DEFAULT_SIGNATURE) -> dict[str, ArraySpec]:
-        """What a signature takes, by name.
+        """The inputs of a signature by name.
 
         Raises:
             ValueError: If there is no such signature.
@@ -61,7 +61,7 @@ class SavedModel:
         return self._known(signature, "inputs")
 
     def outputs(self, signature: str = DEFAULT_SIGNATURE) -> dict[str, ArraySpec]:
-        """What a signature returns, by name. Raises as `inputs`."""
+        """The outputs of a signature by name. Raises as `inputs`."""
         return self._known(signature, "outputs")
 
     def __call__(
@@ -69,19 +69,19 @@ class SavedModel:
         features: ArrayLike | Mapping[str, ArrayLike],
         signature: str = DEFAULT_SIGNATURE,
     ) -> dict[str, np.ndarray]:
-        """Predictions for a batch.
+        """Predict for a batch.
 
         Args:
-            features: Arrays `[b, ...]` by the names of `inputs(signature)`; where there
-                is one that has no name of its own, an array.
-            signature: Which predictions.
+            features: Arrays `[b, ...]` by the names of `inputs(signature)`, or one
+                array for a model of a single unnamed feature.
+            signature: Name of the signature to call.
 
         Returns:
             Arrays by the names of `outputs(signature)`.
 
         Raises:
-            ValueError: For an unknown signature, features that are missing or unknown,
-                and shapes that do not fit.
+            ValueError: For an unknown signature, missing or unknown features, or a
+                wrong shape.
             TypeError: For a wrong dtype, or features that are no dict.
         """
         arrays = self._checked(features, self.inputs(signature))
@@ -132,17 +132,18 @@ class SavedModel:
 
 
 def load_saved_model(path: str | os.PathLike[str]) -> SavedModel:
-    """Load what `Estimator.export_saved_model` has written.
+    """Load a saved model that `Estimator.export_saved_model` has written.
 
-    (TF: `tf.saved_model.load`.) It needs replicax and JAX, and neither the `model_fn`
-    nor anything else of the code that trained. All files are checked.
+    (TF: `tf.saved_model.load`.) Loading needs replicax and JAX, but neither the
+    `model_fn` nor other code of the training. It verifies all checksums.
 
     Args:
         path: The folder that `export_saved_model` returned, or its `export_dir_base`,
-            of which the newest is taken.
+            for the newest saved model there.
 
     Raises:
-        CheckpointError: If there is none, it is damaged, or its format is newer.
+        CheckpointError: If there is no saved model, it is damaged, or its format is
+            newer.
         ValueError: If it was not exported for this platform.
 
     Example:
@@ -181,7 +182,7 @@ def _program(path: str, name: str, data: bytes) -> export.Exported:
     try:
         return export.deserialize(bytearray(data))
     except ValueError as error:
-        # Its checksum is right: this JAX is too old, or too new by years.
+        # The checksum is right: this JAX is too old, or too new by years.
         raise CheckpointError(
             f"saved model {path}: JAX {jax.__version__} cannot read the program of "
             f"signature {name!r}: {error}. Load it with the JAX that its manifest "

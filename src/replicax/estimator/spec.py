@@ -1,4 +1,4 @@
-"""`EstimatorSpec`: what a `model_fn` returns, and what it may call."""
+"""`EstimatorSpec`, the result of a `model_fn`, and the functions that it may call."""
 
 import contextlib
 import dataclasses
@@ -25,7 +25,7 @@ __all__ = [
 
 
 class ModeKeys(enum.StrEnum):
-    """What a `model_fn` is called for.
+    """The mode in which a `model_fn` is called.
 
     Members compare equal to their strings: `"train"`, `"eval"`, `"infer"`.
     """
@@ -37,7 +37,7 @@ class ModeKeys(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class TrainOp:
-    """An update: which optimizer trains which variables, for which loss."""
+    """An update of a training step: an optimizer, its variables and the loss."""
 
     optimizer: keras.Optimizer
     loss: Tensor
@@ -49,7 +49,7 @@ def minimize(
     loss: Tensor,
     var_list: Iterable[keras.Variable] | None = None,
 ) -> TrainOp:
-    """The `train_op` with which an optimizer makes a loss smaller.
+    """Make the `train_op` with which an optimizer minimizes a loss.
 
     (TF: `tf.compat.v1.train.Optimizer.minimize`.) The estimator computes gradients,
     averages them over the replicas, applies them and counts the global step.
@@ -57,11 +57,10 @@ def minimize(
     Args:
         optimizer: A Keras optimizer that the `model_fn` has made.
         loss: This replica's scalar loss, the same as the spec's.
-        var_list: Variables to train; None: all trainable ones that were made.
+        var_list: Variables to train; None: all trainable ones of the `model_fn`.
 
     Returns:
-        A value for `EstimatorSpec(train_op=...)`. Several of them, for several
-        optimizers, are given as a list.
+        A value for `EstimatorSpec(train_op=...)`; give a list for several optimizers.
 
     Raises:
         TypeError: If `optimizer` is no Keras optimizer.
@@ -76,7 +75,7 @@ def minimize(
 
 @dataclasses.dataclass(frozen=True)
 class EstimatorSpec:
-    """What a `model_fn` returns.
+    """The result of a `model_fn`: predictions, loss, update and metrics.
 
     Arrays are those of one replica's batch of `b` examples.
 
@@ -85,18 +84,18 @@ class EstimatorSpec:
         predictions: `[b, ...]`, or a dict of those. Needed in PREDICT mode.
         loss: `float32[]`, the mean over the replica's examples. Needed in TRAIN and
             EVAL mode.
-        train_op: What `minimize` returns, or a list of those.
+        train_op: The result of `minimize`, or a list of those.
         eval_metric_ops: Keras metrics by name, which the `model_fn` has made and
             updated.
         export_outputs: Other predictions to export, by signature name; defaults to the
             predictions as `"serving_default"`.
-        training_hooks: Hooks that go along with training.
-        evaluation_hooks: Hooks that go along with evaluation.
-        prediction_hooks: Hooks that go along with prediction.
-        optimizer: In place of `train_op`: trains all trainable variables.
+        training_hooks: Hooks of the training.
+        evaluation_hooks: Hooks of the evaluation.
+        prediction_hooks: Hooks of the prediction.
+        optimizer: Trains all trainable variables, in place of `train_op`.
 
     Raises:
-        ValueError: If something is missing for the mode, or given twice.
+        ValueError: If a value that the mode needs is missing, or given twice.
         TypeError: If a value is of the wrong kind.
 
     Example:
@@ -211,7 +210,7 @@ _local = _CurrentStep()
 
 @contextlib.contextmanager
 def stepping(variable: keras.Variable) -> Iterator[None]:
-    """Within it `get_global_step()` returns the value of `variable`."""
+    """Make `get_global_step()` return the value of `variable` while open."""
     outer, _local.global_step = _local.global_step, variable
     try:
         yield
@@ -220,7 +219,7 @@ def stepping(variable: keras.Variable) -> Iterator[None]:
 
 
 def get_global_step() -> jax.Array:
-    """Number of training steps made so far, `int32[]`, inside a `model_fn`.
+    """Return the number of training steps so far, `int32[]`, inside a `model_fn`.
 
     (TF: `tf.compat.v1.train.get_global_step`.)
 

@@ -1,4 +1,4 @@
-"""Training and evaluation together: in one process, or in the tasks of a cluster."""
+"""`train_and_evaluate`: trains and evaluates in one process or in a cluster's tasks."""
 
 import dataclasses
 import functools
@@ -31,11 +31,11 @@ _logger = logging.getLogger("replicax")
 
 @dataclasses.dataclass(frozen=True)
 class TrainSpec:
-    """What to train with.
+    """The training's arguments of `train_and_evaluate`.
 
     Args:
         input_fn: As for `Estimator.train`.
-        max_steps: The global step to end at; None: with the input.
+        max_steps: The global step to end at; None: until the input ends.
         hooks: `SessionRunHook`s, on all workers.
         saving_listeners: `CheckpointSaverListener`s.
 
@@ -56,7 +56,7 @@ class TrainSpec:
 @takes_timeouts(timeout_seconds="checkpoint")
 @dataclasses.dataclass(frozen=True)
 class EvalSpec:
-    """What to evaluate with.
+    """The evaluations' arguments of `train_and_evaluate`.
 
     Args:
         input_fn: As for `Estimator.evaluate`.
@@ -64,9 +64,9 @@ class EvalSpec:
         name: As for `Estimator.evaluate`.
         hooks: `SessionRunHook`s.
         exporters: `Exporter`s, called after each evaluation.
-        start_delay_secs: An evaluator waits that long before it begins.
-        throttle_secs: Seconds between two evaluations, at least.
-        timeouts: How long an evaluator waits for a new checkpoint: `checkpoint`.
+        start_delay_secs: Seconds that an evaluator task waits before it begins.
+        throttle_secs: Least number of seconds between two evaluations.
+        timeouts: An evaluator waits `timeouts.checkpoint` for a new checkpoint.
             Defaults to `rx.Timeouts()`.
 
     Raises:
@@ -108,21 +108,20 @@ def train_and_evaluate(
 ) -> tuple[EvalResults | None, list[str | None]] | None:
     """Train, and evaluate the checkpoints that training saves.
 
-    In one process an evaluation follows each saving, `throttle_secs` apart, and the
-    end. In a cluster that TF_CONFIG describes each task does its part: `chief` and
-    `worker` tasks train, with the config's `train_distribute`; an `evaluator` task
-    evaluates what they save, until training has ended; a `ps` task serves, which the
-    constructor of `rx.ParameterServerStrategy` does. All tasks need the same
-    `model_dir`, on storage that they share.
+    In one process it evaluates after a save, at most every `throttle_secs`, and at the
+    end. In a cluster that TF_CONFIG describes, `chief` and `worker` tasks train with
+    the config's `train_distribute`; an `evaluator` task evaluates their checkpoints
+    until training has ended; a `ps` task serves in the constructor of
+    `rx.ParameterServerStrategy`. All tasks need the same `model_dir` on shared storage.
 
     Args:
         estimator: The estimator.
-        train_spec: What to train with.
-        eval_spec: What to evaluate with.
+        train_spec: The training's arguments.
+        eval_spec: The evaluations' arguments.
 
     Returns:
-        Where evaluations are made, the last one's results and what the exporters
-        returned for it; else None.
+        In a process that evaluates, the last evaluation's results and the exporters'
+        results for it; else None.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
@@ -164,7 +163,7 @@ def train_and_evaluate(
 
 
 class _Evaluations(CheckpointSaverListener):
-    """Evaluates and exports: after each saving here, or as an evaluator."""
+    """Evaluates and exports, as a listener of this process' saves or as evaluator."""
 
     def __init__(
         self, estimator: Estimator, train_spec: TrainSpec, eval_spec: EvalSpec
@@ -177,14 +176,14 @@ class _Evaluations(CheckpointSaverListener):
         self._last_time: float | None = None
 
     def after_save(self, session: HookSession, global_step_value: int) -> None:
-        """Evaluate, unless that was done a moment ago or `end` is going to."""
+        """Evaluate, unless `throttle_secs` have not passed or `end` will do it."""
         passed = time.monotonic() - (self._last_time or 0.0)
         is_due = self._last_time is None or passed >= self._spec.throttle_secs
         if is_due and not session.is_over:
             self._evaluate(None, is_final=False)
 
     def end(self, session: HookSession | None, global_step_value: int) -> None:
-        """The last evaluation."""
+        """Evaluate the last checkpoint."""
         self._evaluate(None, is_final=True)
 
     def run_until_finished(self) -> None:
@@ -216,7 +215,7 @@ class _Evaluations(CheckpointSaverListener):
             if not is_final:
                 _wait(self._spec.throttle_secs, watch)
         if path is not None and not is_final:
-            # Only afterwards it turned out that this one was the last.
+            # No further checkpoint came: the one evaluated last is the final one.
             self._export(path, is_final=True)
 
     def _evaluate(self, path: str | None, *, is_final: bool) -> None:
@@ -248,7 +247,7 @@ def _listed(exporters: Exporter | Sequence[Exporter] | None) -> tuple[Exporter, 
 
 
 def _wait(seconds: float, watch: CheckpointWatch) -> None:
-    """Wait, unless training ends meanwhile."""
+    """Sleep that long, or until training ends."""
     wait_for(
         lambda: watch.is_finished or None,
         seconds,

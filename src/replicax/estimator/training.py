@@ -1,10 +1,9 @@
-"""The loops of an estimator: steps with hooks around them; training."""
+"""The loop of an estimator's steps with hooks, and the training loop."""
 
 import collections
 import dataclasses
 import functools
 import logging
-import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -15,6 +14,7 @@ from replicax._util.types import PyTree
 from replicax.engine.values import PerReplica
 from replicax.estimator.hooks import (
     CheckpointSaverListener,
+    Interval,
     SessionRunArgs,
     SessionRunContext,
     SessionRunHook,
@@ -22,7 +22,7 @@ from replicax.estimator.hooks import (
     fetched,
     require_finite,
 )
-from replicax.estimator.model import EstimatorModel
+from replicax.estimator.model import EstimatorModel, first_replica
 from replicax.estimator.run_config import RunConfig
 from replicax.estimator.saving import InputPosition, Saver
 from replicax.estimator.user_functions import InputPipeline
@@ -33,20 +33,20 @@ __all__ = ["Loop", "Training"]
 _logger = logging.getLogger("replicax")
 
 _AHEAD = 16
-"""Steps that are given to the devices before one is waited for."""
+"""Steps in flight on the devices; with more, the loop waits for the oldest."""
 
 _AGREE_EVERY = 20
-"""Steps between the moments when workers agree on what their clocks or hooks say."""
+"""Steps between two exchanges in which workers agree whether to save or to stop."""
 
 _Result = TypeVar("_Result")
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Loop:
-    """One call of `train` or `evaluate`, as hooks see it.
+    """The loop of one call of `train` or `evaluate`: the `HookSession` of its hooks.
 
     Attributes:
-        hooks: The user's; when they have begun, also the spec's.
+        hooks: The user's hooks; from `start_hooks` on also the spec's.
         global_step: Number of steps made, those before this call included.
         is_over: Whether the last step was made.
     """
@@ -59,7 +59,7 @@ class Loop:
     stops: bool = dataclasses.field(init=False, default=False)  # A hook here wants it.
 
     def request_stop(self) -> None:
-        """Let the current step be the last one."""
+        """Stop after the current step."""
         self.stops = True
 
     def over_steps(
@@ -67,7 +67,7 @@ class Loop:
         body: Callable[[DistributedIterator], _Result],
         listeners: Sequence[CheckpointSaverListener] = (),
     ) -> _Result:
-        """Call `body` with the input's steps, which are closed afterwards."""
+        """Call `body` with the input's steps, and close them."""
         for each in (*self.hooks, *listeners):
             each.begin()
         steps = self.source.steps(self.model.strategy)
@@ -78,7 +78,7 @@ class Loop:
             self.model.strategy.home.settle()
 
     def first_step(self, steps: DistributedIterator, method: str) -> PyTree:
-        """The first of the steps, for which the model is built."""
+        """Read the first step and build the model for it."""
         first = next(steps, None)
         if first is None:
             raise ValueError(
@@ -89,7 +89,7 @@ class Loop:
         return first
 
     def start_hooks(self) -> None:
-        """Begin the spec's hooks, and tell all of them that there are variables."""
+        """Add the spec's hooks, and call `after_create_session` of all."""
         own = self.model.spec.hooks()
         for hook in own:
             hook.begin()
@@ -100,14 +100,15 @@ class Loop:
     def run_step(
         self, features: PyTree, labels: PyTree, active: int | None
     ) -> dict[str, PerReplica]:
-        """Run a step with its hooks; returns the step's results."""
+        """Run a step between its hooks' calls; return the step's results."""
         if not self.hooks:
             return self._step(features, labels, active)
         context = SessionRunContext(self)
         wanted = [hook.before_run(context) for hook in self.hooks]
         results = self._step(features, labels, active)
         tensors: dict[str, Callable[[], np.ndarray]] = {
-            name: functools.partial(_one, value) for name, value in results.items()
+            name: functools.partial(first_replica, value)
+            for name, value in results.items()
         }
         tensors["global_step"] = lambda: np.asarray(self.global_step)
         for hook, args in zip(self.hooks, wanted, strict=True):
@@ -128,12 +129,12 @@ class Loop:
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Training(Loop):
-    """The training loop: one call of `train`.
+    """The training loop of one call of `train`.
 
     Attributes:
-        last_step: From the first global step, the one to end at; None: with the input.
-        initialize: Called with the model where there is no checkpoint to begin with.
-        marks_end: Whether to tell an evaluator when no other checkpoint follows.
+        last_step: Maps the first global step to the last; None: until the input ends.
+        initialize: Called with the model if there is no checkpoint to restore.
+        marks_end: Whether to mark the last checkpoint for an evaluator.
     """
 
     directory: str
@@ -170,7 +171,9 @@ class Training(Loop):
         self.start_hooks()
         self._loop(steps, self._first_item(steps, first), saver, last)
         model.finalize()
-        self._position.num_steps = 0  # Ended by itself: the next call begins anew.
+        self._position.num_steps = (
+            0  # Not interrupted: the next call restarts the input.
+        )
         self.is_over = True
         self._save(saver, wait=True)
         for hook in self.hooks:
@@ -180,7 +183,7 @@ class Training(Loop):
         saver.close(finished=self.marks_end)
 
     def _first_item(self, steps: DistributedIterator, first: PyTree) -> PyTree:
-        """The step to begin with; `first` unless a training is resumed."""
+        """The first step to make; `first` unless a training is resumed."""
         number = self._position.num_steps
         self._position.num_steps = 0
         keeps_slots = self.model.strategy.home.keeps_slots
@@ -202,7 +205,7 @@ class Training(Loop):
     def _loop(
         self, steps: DistributedIterator, item: PyTree, saver: Saver, last: int | None
     ) -> None:
-        log = _Log(self.config.log_step_count_steps, self.global_step)
+        log = _Log(self.config.log_step_count_steps)
         losses: collections.deque[PerReplica] = collections.deque()
         while item is not None:
             (features, labels), active = item
@@ -215,7 +218,7 @@ class Training(Loop):
                 break
             item = next(steps, None)
         if losses:
-            require_finite(_one(losses[-1]), self.global_step)
+            require_finite(first_replica(losses[-1]), self.global_step)
 
     def _step(
         self, features: PyTree, labels: PyTree, active: int | None
@@ -226,17 +229,17 @@ class Training(Loop):
         self._position.num_steps += 1
         if model.strategy.home.keeps_slots:
             self.global_step += 1
-        else:  # Others make updates, too.
+        else:  # Other workers count their updates in the same step.
             self.global_step = model.steps_of_updates()
             model.global_step.assign(self.global_step)
         return tensors
 
     def _save_or_stop(self, saver: Saver, loss: PerReplica) -> bool:
-        """Save if that is due; whether training is to end here."""
+        """Save if the interval has passed; return whether to stop."""
         workers = self.model.strategy.workers
         due, stops = saver.is_due(self.global_step), self.stops
         if workers.count > 1:
-            # Their clocks differ, and so may their hooks.
+            # Workers' clocks and hooks may differ: they decide together.
             if self._position.num_steps % _AGREE_EVERY == 0:
                 answers = workers.exchange("replicax.estimator.agree", [due, stops])
                 due, stops = answers[0][0], any(stop for _, stop in answers)
@@ -244,7 +247,7 @@ class Training(Loop):
                 due = due and self.config.save_checkpoints_steps is not None
                 stops = False
         if due and not stops:
-            require_finite(_one(loss), self.global_step)
+            require_finite(first_replica(loss), self.global_step)
             self._save(saver, wait=bool(self.listeners))
             stops = self.stops and workers.count == 1
         return stops
@@ -260,35 +263,27 @@ class Training(Loop):
 
 
 class _Log:
-    """Logs loss and speed every so many steps, and refuses NaN."""
+    """Logs loss and speed at an interval of steps, and raises if the loss is NaN."""
 
-    def __init__(self, every: int | None, step: int) -> None:
-        self._every = every
-        self._first = step
-        self._last = (step, time.monotonic())
+    def __init__(self, every_n_steps: int | None) -> None:
+        n = every_n_steps
+        self._every = None if n is None else Interval(n, None, "RunConfig")
 
     def after_step(self, step: int, loss: PerReplica) -> None:
-        is_first = step == self._first + 1
-        if self._every is None or not (is_first or step >= self._last[0] + self._every):
+        if self._every is None or not self._every.is_due(step):
             return
-        value = _one(loss)
+        value = first_replica(loss)
         require_finite(value, step)
-        now = time.monotonic()
-        speed = (step - self._last[0]) / max(now - self._last[1], 1e-9)
-        self._last = (step, now)
-        if is_first:
+        passed = self._every.happened(step)
+        if passed is None:
             _logger.info("loss = %.8g, step = %d", value, step)
         else:
+            speed = passed[0] / max(passed[1], 1e-9)
             _logger.info("loss = %.8g, step = %d, %.4g steps/s", value, step, speed)
 
 
 def _num_rows(features: PyTree, active: int | None) -> int:
-    """Number of this process' examples in a step, of features `[R, b, ...]`."""
+    """Count this process' examples in a step, from features `[R, b, ...]`."""
     first = jax.tree.leaves(features, is_leaf=lambda x: isinstance(x, PerReplica))[0]
     replicas, rows = first.array.shape[:2]
     return (active or replicas) * rows
-
-
-def _one(value: PerReplica) -> np.ndarray:
-    """This process' first replica's entry, on the host."""
-    return jax.device_get(value.values[0])

@@ -1,6 +1,5 @@
-"""The user's `model_fn` and `input_fn`, called with those arguments that they have."""
+"""Calls the user's `model_fn` and `input_fn` with the arguments in their signatures."""
 
-import copy
 import itertools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import TypeAlias
@@ -27,16 +26,16 @@ __all__ = [
 ]
 
 InputFunction: TypeAlias = Callable[..., object]
-"""Returns a dataset, or one batch."""
+"""An `input_fn`: returns a dataset, or one batch."""
 
 Preprocess: TypeAlias = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
-"""Makes a batch's features and labels arrays of numbers, on the host."""
+"""Converts a batch's features and labels to arrays of numbers, on the host."""
 
 _MODEL_ARGUMENTS = ("labels", "mode", "params", "config")
 
 
 class ModelFunction:
-    """A user's `model_fn`, called with those arguments that it has.
+    """A user's `model_fn`.
 
     It takes `features` and any of `labels`, `mode`, `params` and `config`.
     """
@@ -49,7 +48,7 @@ class ModelFunction:
     ) -> None:
         if not callable(model_fn):
             raise TypeError(f"Estimator: model_fn must be callable; got {model_fn!r}.")
-        self.params = copy.copy(dict(params))
+        self.params = dict(params)
         self._model_fn = model_fn
         self._config = config
         self._accepted = wanted_arguments(
@@ -57,7 +56,7 @@ class ModelFunction:
         )
         parameters = named_parameters(model_fn).values()
         if any(p.kind is p.VAR_KEYWORD for p in parameters):
-            # But for what `functools.partial` has given.
+            # All of them, except those that `functools.partial` has bound.
             given = getattr(model_fn, "keywords", {})
             self._accepted = {name for name in _MODEL_ARGUMENTS if name not in given}
         if params and "params" not in self._accepted:
@@ -69,11 +68,11 @@ class ModelFunction:
     def __call__(
         self, features: PyTree, labels: PyTree, mode: ModeKeys
     ) -> EstimatorSpec:
-        """The spec for one replica's batch, checked."""
+        """Call the function for one replica's batch, and check its spec."""
         given = {
             "labels": labels,
             "mode": mode,
-            "params": copy.copy(self.params),
+            "params": dict(self.params),
             "config": self._config,
         }
         accepted = {name: given[name] for name in self._accepted}
@@ -96,10 +95,11 @@ class ModelFunction:
 
 
 class InputPipeline:
-    """A user's `input_fn`, which makes batches for one replica each.
+    """A user's `input_fn`, and the preprocessed batches of its dataset.
 
     It takes any of `input_context`, `mode`, `params` and `config`. It returns a dataset
-    of `(features, labels)` or of features, or one such batch.
+    of `(features, labels)` or of features, or one such batch. A batch is for one
+    replica.
     """
 
     def __init__(
@@ -122,9 +122,9 @@ class InputPipeline:
         self._accepted = wanted_arguments(input_fn, "input_fn", names)
 
     def steps(self, strategy: Strategy) -> DistributedIterator:
-        """An iterator over `((features, labels), num_active)`, leaves `PerReplica`.
+        """Iterate over `((features, labels), num_active)`, with `PerReplica` leaves.
 
-        `get_state()` of it counts the steps.
+        The iterator's `get_state()` counts the steps.
         """
         dataset = UnevenBatches(
             self.batches,
@@ -138,7 +138,7 @@ class InputPipeline:
     def batches(
         self, context: InputContext | None = None
     ) -> Generator[tuple[PyTree, PyTree]]:
-        """The batches for single replicas, ready, as `(features, labels)`."""
+        """Yield preprocessed batches `(features, labels)`, each for one replica."""
         given = self._given | {"input_context": context or InputContext()}
         result = self._input_fn(**{k: given[k] for k in self._accepted})
         iterator = self._iterator(result)
@@ -155,7 +155,7 @@ class InputPipeline:
                 "labels) batches."
             )
         if isinstance(result, tuple | dict) or is_arrays(result):
-            # A batch, and not a dataset: tensors, as TF has it, which never end.
+            # A single batch, not a dataset. As in TF, training repeats it for ever.
             endless = self._mode == ModeKeys.TRAIN
             return itertools.repeat(result) if endless else iter([result])
         return raw_batches(result)
@@ -190,7 +190,7 @@ def require_input_function(input_fn: object, caller: str) -> None:
 
 
 def _arrays(value: PyTree) -> PyTree:
-    """Lists of numbers or strings as arrays, in dicts of features too."""
+    """Convert lists of numbers or strings to arrays, also in dicts and tuples."""
     if isinstance(value, dict):
         return {name: _arrays(x) for name, x in value.items()}
     if isinstance(value, tuple):
@@ -207,9 +207,9 @@ def wanted_arguments(
     offered: Sequence[str],
     given: Sequence[str] = (),
 ) -> set[str]:
-    """Those of the `offered` arguments that a function has by name.
+    """Return those of the `offered` arguments that are in a function's signature.
 
-    Raises ValueError if it needs others than those and the `given` ones.
+    ValueError: The function requires an argument that is neither `offered` nor `given`.
     """
     parameters = named_parameters(fn).values()
     needed = [

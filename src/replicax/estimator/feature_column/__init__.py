@@ -1,8 +1,8 @@
-"""Feature columns: how raw features become input of a model.
+"""Feature columns: transform raw features into the inputs of a model.
 
-(TF: `tf.feature_column`.) A JAX program cannot hold strings, so columns work in two
-halves: `features_of` turns a batch into numbers on the host, and the layers go on from
-there in the program. Where hashes are involved, bucket numbers are not TF's.
+(TF: `tf.feature_column`.) A JAX program cannot hold strings, so a column has two
+halves: `features_of` converts a batch to numbers on the host, and the layers transform
+those in the program. The hash is not TF's, so bucket numbers differ.
 """
 
 from replicax.estimator.feature_column.categorical import (

@@ -1,4 +1,4 @@
-"""Categorical columns of ids, of words of a vocabulary, and their weights."""
+"""Categorical columns: identity, vocabulary and weighted columns."""
 
 import dataclasses
 import functools
@@ -43,7 +43,7 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IdentityColumn(SingleFeature, CategoricalColumn):
-    """What `categorical_column_with_identity` returns."""
+    """The column of `categorical_column_with_identity`."""
 
     key: str
     number_buckets: int
@@ -92,11 +92,11 @@ class IdentityColumn(SingleFeature, CategoricalColumn):
 def categorical_column_with_identity(
     key: str, num_buckets: int, default_value: int | None = None
 ) -> IdentityColumn:
-    """Integers that are ids.
+    """A categorical column of integers that are ids already.
 
     Args:
         key: Name of the feature, integers `[B]` or `[B, k]`; -1 is missing.
-        num_buckets: Ids are below it.
+        num_buckets: Number of ids, from 0 to `num_buckets - 1`.
         default_value: The id for integers out of range. None: they are an error.
 
     Raises:
@@ -115,7 +115,7 @@ def categorical_column_with_identity(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WeightedColumn(CategoricalColumn):
-    """What `weighted_categorical_column` returns."""
+    """The column of `weighted_categorical_column`."""
 
     categorical_column: CategoricalColumn
     weight_feature_key: str
@@ -180,13 +180,13 @@ def weighted_categorical_column(
     weight_feature_key: str,
     dtype: DTypeLike = "float32",
 ) -> WeightedColumn:
-    """Ids that count by weights.
+    """A categorical column whose ids have weights.
 
     Args:
-        categorical_column: Any but a weighted one.
+        categorical_column: Any categorical column without weights.
         weight_feature_key: Name of the feature with the weights, numbers in the shape
             of the ids.
-        dtype: A dtype of real numbers. Weights become float32 in any case.
+        dtype: A dtype of real numbers. Weights always become float32.
 
     Raises:
         ValueError: For another column.
@@ -210,7 +210,7 @@ def weighted_categorical_column(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VocabularyColumn(SingleFeature, CategoricalColumn):
-    """What `categorical_column_with_vocabulary_list` and `..._file` return."""
+    """The column of `categorical_column_with_vocabulary_list` and `..._file`."""
 
     key: str
     vocabulary_list: tuple[str | int, ...]
@@ -276,15 +276,15 @@ def categorical_column_with_vocabulary_list(
     default_value: int = -1,
     num_oov_buckets: int = 0,
 ) -> VocabularyColumn:
-    """Categories by their place in a list.
+    """A categorical column whose ids are indices in a list.
 
     Args:
         key: Name of the feature, `[B]` or `[B, k]`; `""` or -1 is missing.
         vocabulary_list: Strings or integers, each once; the first has id 0.
-        dtype: `"string"` or one of integers. None: the list's.
-        default_value: The id of values that are not listed; -1: they are left out.
-        num_oov_buckets: Values that are not listed get ids after the list's, by their
-            hash (which is not TF's).
+        dtype: `"string"` or an integer dtype. None: the list's.
+        default_value: The id of values outside the list; -1: they are left out.
+        num_oov_buckets: Number of hash buckets for values outside the list, with ids
+            after the list's (the hash is not TF's).
 
     Raises:
         ValueError: For an empty list, a value twice, a default out of range, or both
@@ -335,21 +335,21 @@ def categorical_column_with_vocabulary_file(
     default_value: int | None = None,
     num_oov_buckets: int = 0,
 ) -> VocabularyColumn:
-    r"""Categories by their line in a UTF-8 text file.
+    r"""A categorical column whose ids are line numbers in a UTF-8 text file.
 
-    The file is read now, once; the column holds the words.
+    The call reads the file; the column holds the words.
 
     Args:
         key: Name of the feature, `[B]` or `[B, k]`; `""` or -1 is missing.
-        vocabulary_file: One value a line.
-        vocabulary_size: Use that many lines. None: all.
-        dtype: `"string"`, or one of integers.
+        vocabulary_file: A file with one value in each line.
+        vocabulary_size: Number of lines to use. None: all.
+        dtype: `"string"`, or an integer dtype.
         default_value: As for a list; None is -1.
         num_oov_buckets: As for a list.
 
     Raises:
         ValueError: As for a list, for fewer lines than `vocabulary_size`, or for lines
-            that are no integers if they should be.
+            that are no integers with an integer `dtype`.
         OSError: If the file cannot be read.
 
     Example:

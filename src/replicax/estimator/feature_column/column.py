@@ -1,8 +1,8 @@
-"""Base classes of feature columns, and their arrays for a batch.
+"""Base classes of feature columns, and the transformation of a batch.
 
 A JAX program cannot hold strings, so a column has two halves. On the host `transform`
-turns raw features into arrays of numbers, and in the program `dense` or `ids` turns
-those into what a model takes. Shapes: `B` rows, `k` values a row.
+converts raw features to arrays of numbers. In the program `dense` or `ids` converts
+those to a model's input. Shapes: `B` rows, `k` values in a row.
 """
 
 import abc
@@ -39,63 +39,63 @@ __all__ = [
 ]
 
 RawFeatures: TypeAlias = Mapping[str, ArrayLike]
-"""A batch by the features' names: arrays `[B, ...]`, or what NumPy makes one of."""
+"""A batch of arrays or array-likes `[B, ...]` by the features' names."""
 
 Array: TypeAlias = np.ndarray | jax.Array
-"""An array of a column: of NumPy on the host, of JAX where raw features are traced."""
+"""An output of a column: NumPy's on the host, JAX's where raw features are traced."""
 
 Arrays: TypeAlias = Mapping[str, jax.Array]
-"""The arrays of columns by the names of `Column.outputs`, in a traced function."""
+"""Outputs of columns by the names of `Column.outputs`, in a traced function."""
 
 EmbeddingTable: TypeAlias = Callable[[jax.Array], jax.Array]
-"""Looks up ids `int32[B, k]`: vectors `[B, k, d]`."""
+"""Looks up the vectors `[B, k, d]` of ids `int32[B, k]`."""
 
 
 def variable_name(name: str) -> str:
-    """A column's name with `_` for what Keras refuses in the name of a layer."""
+    """Replace the characters that Keras refuses in layer names by `_`."""
     return re.sub(r"[^\w.\-]", "_", name)
 
 
 class Column(abc.ABC):
-    """One column. Columns are values: frozen, hashable, equal if made equally.
+    """Base class of feature columns, which are frozen, hashable values.
 
-    One whose `host` is another column takes its arrays from there.
+    A column whose `host` is another column uses the outputs of that one.
     """
 
     @property
     @abc.abstractmethod
     def name(self) -> str:
-        """The name that TF gives to it."""
+        """The column's name, the same as in TF."""
 
     @property
     def host(self) -> "Column":
-        """The column whose `transform` it takes its arrays from."""
+        """The column that transforms the raw features."""
         return self
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The raw features that it needs."""
+        """Names of the raw features that it reads."""
         return self.host.keys
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """Names of the arrays that `transform` returns, its alone and always equal."""
+        """Names of the arrays that `transform` returns: unique and stable."""
         return self.host.outputs
 
     @property
     def untraceable(self) -> str:
-        """Why raw features that JAX traces will not do; empty if they will."""
+        """Why `transform` cannot take traced arrays; empty if it can."""
         return "its values are looked up on the host"
 
     def transform(self, features: RawFeatures) -> Mapping[str, Array]:
-        """The host half: from raw features to arrays of numbers.
+        """Convert raw features to arrays of numbers: the host half.
 
         Args:
-            features: Raw features by name, each `[B]` or `[B, k]`: NumPy arrays or what
-                can be made one; traced ones of JAX unless the column is `untraceable`.
+            features: Raw features by name, each `[B]` or `[B, k]`: NumPy arrays or
+                array-likes, or JAX's traced arrays unless the column is `untraceable`.
 
         Returns:
-            The arrays of `outputs`, each with B rows.
+            The arrays by `outputs`, each with B rows.
 
         Raises:
             ValueError: If a feature is missing, or its shape or a value is wrong.
@@ -105,16 +105,16 @@ class Column(abc.ABC):
 
     @property
     def title(self) -> str:
-        """How errors call it."""
+        """The column in error messages."""
         return f"feature column {self.name!r}"
 
     def output(self, kind: str) -> str:
-        """A name for an array of this column, which no other column's arrays have."""
+        """Make a unique name for an output of this column."""
         return f"{variable_name(self.name)}-{kind}-{self._mark}"
 
     @functools.cached_property
     def _mark(self) -> str:
-        # Columns of one key have one name, whatever else they differ in.
+        # A hash of all attributes: different columns of one key share a name.
         return digest(_described(self), num_bytes=3)
 
 
@@ -123,7 +123,7 @@ Columns: TypeAlias = Column | Iterable[Column]
 
 
 class SingleFeature:
-    """Of a column of one raw feature `key`, which it is named after."""
+    """Mixin of columns that read one raw feature `key`, their name."""
 
     key: str
 
@@ -139,7 +139,7 @@ class SingleFeature:
 
 
 class DenseColumn(Column):
-    """A column that can be input of a dense layer."""
+    """Base class of columns that can be input of a dense layer."""
 
     @property
     @abc.abstractmethod
@@ -148,16 +148,16 @@ class DenseColumn(Column):
 
     @abc.abstractmethod
     def dense(self, arrays: Arrays, table: EmbeddingTable | None = None) -> jax.Array:
-        """The traced half: `float32[B, *variable_shape]`.
+        """Compute `float32[B, *variable_shape]`: the traced half.
 
         Args:
-            arrays: What `transform` returned.
-            table: Looks ids up, for embedding columns.
+            arrays: The result of `transform`.
+            table: Looks up ids, for embedding columns.
         """
 
 
 class CategoricalColumn(Column):
-    """A column of ids from 0 to `num_buckets - 1`, and -1 where there is none."""
+    """Base class of columns of ids from 0 to `num_buckets - 1`; -1 is missing."""
 
     @property
     @abc.abstractmethod
@@ -166,11 +166,11 @@ class CategoricalColumn(Column):
 
     @abc.abstractmethod
     def host_ids(self, features: RawFeatures) -> Array:
-        """Ids `int32[B, k]` of raw features."""
+        """Convert raw features to ids `int32[B, k]`."""
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """The ids, unless its host makes another array."""
+        """The ids' name, unless another column is the host."""
         return (self.output("ids"),) if self.host is self else super().outputs
 
     def transform(self, features: RawFeatures) -> Mapping[str, Array]:
@@ -180,17 +180,17 @@ class CategoricalColumn(Column):
         return {self.outputs[0]: self.host_ids(features)}
 
     def ids(self, arrays: Arrays) -> tuple[jax.Array, jax.Array | None]:
-        """The traced half: ids `int32[B, k]`, and weights `float32[B, k]` or None."""
+        """Return ids `int32[B, k]` and weights `float32[B, k]` or None, traced."""
         return arrays[self.outputs[0]], None
 
 
 def is_traced(value: object) -> bool:
-    """Whether a feature has its values only when a program runs."""
+    """Whether a feature is a traced array or a symbolic Keras tensor."""
     return isinstance(value, jax.core.Tracer | keras.KerasTensor)
 
 
 def _described(value: object) -> str:
-    """A text that tells columns apart and is the same in every process."""
+    """Serialize a column as text, the same in every process; the input of a hash."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = dataclasses.fields(value)
         inner = [f"{f.name}={_described(getattr(value, f.name))}" for f in fields]
@@ -204,7 +204,7 @@ def _described(value: object) -> str:
 
 
 def as_columns(columns: Columns, caller: str) -> tuple[Column, ...]:
-    """Columns as a tuple; raises ValueError for none, or for anything else."""
+    """Convert columns to a tuple; raise ValueError for none, or for anything else."""
     if isinstance(columns, Column):
         return (columns,)
     if isinstance(columns, Mapping | str) or not isinstance(columns, Iterable):
@@ -222,19 +222,19 @@ def as_columns(columns: Columns, caller: str) -> tuple[Column, ...]:
 
 
 def features_of(columns: Columns, features: RawFeatures) -> dict[str, np.ndarray]:
-    """Transform a batch on the host, for columns to be used in a traced function.
+    """Transform a batch's raw features to arrays of numbers, on the host.
 
-    Call it in the input function, once a batch: strings become ids there. The results
-    go into `DenseFeatures`, `LinearModel` or `input_layer` in place of raw features.
+    Call it in the input function for each batch: it converts strings to ids. Pass the
+    result to `DenseFeatures`, `LinearModel` or `input_layer` in place of raw features.
 
     Args:
         columns: A feature column, or several.
-        features: Raw features by name, each `[B]` or `[B, k]`. Others than the columns
-            need may be there.
+        features: Raw features by name, each `[B]` or `[B, k]`. Features that no column
+            reads are ignored.
 
     Returns:
-        Arrays by names of their own, see `Column.outputs`. Numbers `float32[B, ...]`,
-        ids `int32[B, k]` with -1 where there is none, weights `float32[B, k]`.
+        Arrays by the names of `Column.outputs`: numbers `float32[B, ...]`, ids
+        `int32[B, k]` with -1 for missing ones, weights `float32[B, k]`.
 
     Raises:
         ValueError: If a feature is missing, its shape is wrong, it has values that its
@@ -272,10 +272,10 @@ def features_of(columns: Columns, features: RawFeatures) -> dict[str, np.ndarray
 def prepared(
     columns: tuple[Column, ...], features: RawFeatures, caller: str
 ) -> dict[str, ArrayLike]:
-    """What `arrays_for` needs of a batch; raw features that JAX traces stay raw.
+    """Transform a batch's raw features on the host, except those that JAX traces.
 
-    Raises what `features_of` does, and TypeError for traced features of a column that
-    works on the host.
+    Raises the errors of `features_of`, and TypeError for traced features of an
+    `untraceable` column. `arrays_for` takes the result.
     """
     ready: dict[str, ArrayLike] = {}
     for host in _hosts(columns, features, caller):
@@ -297,7 +297,7 @@ def prepared(
 def arrays_for(
     columns: tuple[Column, ...], features: Arrays, caller: str
 ) -> dict[str, jax.Array]:
-    """The columns' arrays in a traced function, from the result of `prepared`."""
+    """Compute the columns' outputs in a traced function, from `prepared` features."""
     arrays = dict(features)
     for host in _hosts(columns, features, caller):
         if not all(name in arrays for name in host.outputs):
@@ -307,7 +307,7 @@ def arrays_for(
 
 
 def _hosts(columns: tuple[Column, ...], features: object, caller: str) -> list[Column]:
-    """Columns that transform, each once; raises TypeError for features without name."""
+    """Collect the columns' hosts, each once; TypeError: `features` is no dict."""
     if not isinstance(features, Mapping):
         raise TypeError(
             f"{caller}: features must be a dict of arrays by name; got a "

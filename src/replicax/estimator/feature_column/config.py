@@ -1,4 +1,4 @@
-"""Feature columns as JSON, and back."""
+"""Serializes feature columns to JSON, and deserializes them."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -37,11 +37,10 @@ _NAMES = {cls: name for name, cls in _KINDS.items()}
 
 
 def to_config(column: Column) -> JSONObject:
-    """A column as what JSON can hold: its `"kind"` and its attributes.
+    """Serialize a column as JSON: its `"kind"` and its attributes.
 
-    Columns in it are configs in turn, initializers are as Keras describes them. It
-    raises ValueError if the column holds a Python function: a `normalizer_fn`, or an
-    initializer that is not Keras'.
+    Keras serializes the initializers. ValueError: The column holds a Python function, a
+    `normalizer_fn` or an initializer that is not Keras'.
     """
     kind = _NAMES.get(type(column))
     if kind is None:
@@ -73,7 +72,7 @@ def _encode_part(value: object, what: str) -> JSON:
 
 
 def from_config(config: JSONObject) -> Column:
-    """The column that a `to_config` described, equal, with the same `outputs`."""
+    """Deserialize a column from `to_config`: an equal one, with the same `outputs`."""
     attributes = dict(config) if isinstance(config, Mapping) else {}
     cls: Any = _KINDS.get(attributes.pop("kind", ""))
     if cls is None:

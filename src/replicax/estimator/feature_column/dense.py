@@ -47,7 +47,7 @@ def require_combiner(combiner: str, name: str, caller: str) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _DenseOfCategories(DenseColumn):
-    """A dense column made of a categorical one."""
+    """Base class of dense columns that encode a categorical one."""
 
     categorical_column: CategoricalColumn
 
@@ -60,13 +60,13 @@ class _DenseOfCategories(DenseColumn):
 
     @property
     def host(self) -> Column:
-        """That of the categories."""
+        """The categorical column's host."""
         return self.categorical_column.host
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IndicatorColumn(_DenseOfCategories):
-    """What `indicator_column` returns."""
+    """The column of `indicator_column`."""
 
     @property
     def name(self) -> str:
@@ -86,12 +86,13 @@ class IndicatorColumn(_DenseOfCategories):
 
 
 def indicator_column(categorical_column: CategoricalColumn) -> IndicatorColumn:
-    """How often each category is in a row.
+    """A dense column of a row's categories, multi-hot encoded.
 
-    For a weighted column, the sums of weights.
+    An element is the category's count in the row; for a weighted column, the sum of its
+    weights.
 
     Args:
-        categorical_column: Any.
+        categorical_column: Any categorical column.
 
     Raises:
         ValueError: For a column that is not categorical.
@@ -108,7 +109,7 @@ def indicator_column(categorical_column: CategoricalColumn) -> IndicatorColumn:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EmbeddingColumn(_DenseOfCategories):
-    """What `embedding_column` and `shared_embeddings` return."""
+    """A column of `embedding_column` or `shared_embeddings`."""
 
     dimension: int
     combiner: str
@@ -141,7 +142,7 @@ class EmbeddingColumn(_DenseOfCategories):
 
     @property
     def table_name(self) -> str:
-        """Columns of the same one share a table."""
+        """The table's name; columns with the same one share a table."""
         return self.name if self.shared_name is None else self.shared_name
 
     @property
@@ -151,12 +152,12 @@ class EmbeddingColumn(_DenseOfCategories):
 
     @property
     def table_options(self) -> tuple[object, ...]:
-        """What must be equal for columns that share a table."""
+        """The options that must be equal for columns that share a table."""
         buckets = self.categorical_column.num_buckets
         return buckets, self.dimension, self.initializer, self.trainable
 
     def initial_values(self) -> object:
-        """The initializer of its table."""
+        """The table's initializer."""
         if self.initializer is None:
             return keras.initializers.TruncatedNormal(0.0, self.dimension**-0.5)
         return keras.initializers.get(self.initializer)
@@ -180,21 +181,20 @@ def embedding_column(
     trainable: bool = True,
     max_norm: float | None = None,
 ) -> EmbeddingColumn:
-    """Categories as trained vectors.
+    """A dense column that looks up a trained vector for each category.
 
-    The table is a `replicax.layers.Embedding`: under a `ParameterServerStrategy` it
-    lies on the servers, row by row.
+    The table is a `replicax.layers.Embedding`: under a `ParameterServerStrategy` its
+    rows are sharded over the servers.
 
     Args:
-        categorical_column: Any.
-        dimension: Elements of a vector.
-        combiner: How several ids of a row become one vector: `"mean"`, `"sqrtn"` or
+        categorical_column: Any categorical column.
+        dimension: Size of a vector.
+        combiner: How the vectors of a row's ids are combined: `"mean"`, `"sqrtn"` or
             `"sum"`, weighted for a weighted column. A row without ids gets zeros.
         initializer: A Keras initializer. None: a truncated normal distribution with the
             standard deviation `1 / sqrt(dimension)`.
-        trainable: Whether the table is trained.
-        max_norm: Vectors longer than it, by the L2 norm, are shortened to it when
-            looked up.
+        trainable: Whether to train the table.
+        max_norm: Clips looked-up vectors to this L2 norm.
 
     Raises:
         ValueError: For a column that is not categorical, `dimension` below 1, or
@@ -226,11 +226,11 @@ def shared_embeddings(
     max_norm: float | None = None,
     trainable: bool = True,
 ) -> list[EmbeddingColumn]:
-    """Embedding columns with one table.
+    """Embedding columns that share one table.
 
-    The table is shared within a layer. Two layers have two. There is a column for each
-    of `categorical_columns`, in their order. Other arguments and errors are those of
-    `embedding_column`.
+    Columns share the table within a layer; each layer has its own. The result has a
+    column for each of `categorical_columns`, in their order. Other arguments and errors
+    are those of `embedding_column`.
 
     Raises:
         ValueError: Also if the columns' `num_buckets` differ.
@@ -272,19 +272,19 @@ def shared_embeddings(
 
 
 def first_if_none(ids: jax.Array) -> jax.Array:
-    """Ids that can be looked up: 0 in place of -1, which stands for a missing one."""
+    """Replace -1, a missing id, by 0, so that all ids can be looked up."""
     return jnp.maximum(ids, 0)
 
 
 def combined(
     vectors: jax.Array, ids: jax.Array, weights: jax.Array | None, combiner: str
 ) -> jax.Array:
-    """Sum, mean or sqrtn of the vectors of each row's ids; zeros for a row without ids.
+    """Combine the vectors of each row's ids; a row without ids gets zeros.
 
     From vectors `float32[B, k, d]`, ids `int32[B, k]` and weights `float32[B, k]`
-    (None: 1 each) to `float32[B, d]`. The weighted sum is divided by the sum of weights
-    for `"mean"`, by the root of the sum of their squares for `"sqrtn"`. These two leave
-    out ids whose weight is not positive, as TF does.
+    (None: 1 each) to `float32[B, d]`. `"mean"` divides the weighted sum by the sum of
+    weights, `"sqrtn"` by the root of the sum of their squares. Like TF, both ignore ids
+    whose weight is not positive.
     """
     there = ids >= 0
     weights = jnp.ones(ids.shape, "float32") if weights is None else weights
@@ -302,7 +302,7 @@ def combined(
 
 
 def _clipped_rows(vectors: jax.Array, max_norm: float) -> jax.Array:
-    """Vectors along the last dimension, no longer than `max_norm` by the L2 norm."""
+    """Clip the L2 norm of the vectors along the last dimension to `max_norm`."""
     squares = (vectors**2).sum(axis=-1, keepdims=True)
     is_longer = squares > max_norm**2
     # The root of 0 has no gradient, and both branches of a where are differentiated.

@@ -1,4 +1,4 @@
-"""Categorical columns of hashes: hash buckets and crosses."""
+"""Categorical columns with hashed ids: hash buckets and crossed columns."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -36,10 +36,10 @@ _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
 def _crossed(prints: list[np.ndarray], key: int) -> np.ndarray:
-    """Fingerprints of the cross product of each row's values.
+    """Hash each combination of each row's values.
 
     From fingerprints `uint64[B, k1]`, `[B, k2]`, ... to `uint64[B, k1 * k2 * ...]`, the
-    last part's values varying fastest. Another key gives other fingerprints.
+    last part's values varying fastest. `key` seeds the hash.
     """
     rows = len(prints[0])
     combined = np.full((rows, 1), key, np.uint64)
@@ -58,7 +58,7 @@ def _mixed(x: np.ndarray) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HashedColumn(SingleFeature, CategoricalColumn):
-    """What `categorical_column_with_hash_bucket` returns."""
+    """The column of `categorical_column_with_hash_bucket`."""
 
     key: str
     hash_bucket_size: int
@@ -89,16 +89,16 @@ class HashedColumn(SingleFeature, CategoricalColumn):
 def categorical_column_with_hash_bucket(
     key: str, hash_bucket_size: int, dtype: DTypeLike = "string"
 ) -> HashedColumn:
-    """Categories by their hash.
+    """A categorical column whose ids are hash buckets.
 
-    The hash is BLAKE2b, the same in every process and on every machine. TF's is another
-    one, so bucket numbers differ from TF's, and weights trained there do not fit. An
-    integer is hashed as its decimal digits.
+    The hash is BLAKE2b, the same in every process and on every machine. TF uses another
+    hash: its bucket numbers differ, and weights trained with it do not fit. An integer
+    is hashed as its decimal digits.
 
     Args:
         key: Name of the feature, `[B]` or `[B, k]`; `""` or -1 is missing.
         hash_bucket_size: Number of buckets.
-        dtype: `"string"`, or one of integers.
+        dtype: `"string"`, or an integer dtype.
 
     Raises:
         ValueError: For a size below 1.
@@ -116,7 +116,7 @@ def categorical_column_with_hash_bucket(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CrossedColumn(CategoricalColumn):
-    """What `crossed_column` returns."""
+    """The column of `crossed_column`."""
 
     crossed_keys: tuple[str | CategoricalColumn, ...]
     hash_bucket_size: int
@@ -139,13 +139,13 @@ class CrossedColumn(CategoricalColumn):
 
     @property
     def name(self) -> str:
-        """`"x_X_y"`, in the order of the alphabet."""
+        """`"x_X_y"`, in alphabetical order."""
         leaves = self.leaves
         return "_X_".join(sorted(p if isinstance(p, str) else p.name for p in leaves))
 
     @property
     def leaves(self) -> tuple[str | CategoricalColumn, ...]:
-        """What is crossed; a cross in a cross stands for its own."""
+        """The crossed features and columns; nested crosses are flattened."""
         parts: list[str | CategoricalColumn] = []
         for key in self.crossed_keys:
             parts += key.leaves if isinstance(key, CrossedColumn) else (key,)
@@ -217,17 +217,17 @@ def crossed_column(
     hash_bucket_size: int,
     hash_key: int | None = None,
 ) -> CrossedColumn:
-    """Combinations of categories, hashed.
+    """A categorical column of combinations of categories, hashed into buckets.
 
-    A row has an id for each combination of its values; those with a missing value are
-    left out. The order of `keys` matters to the hash. Bucket numbers are the same in
-    every process; they are not TF's.
+    A row has an id for each combination of its values without a missing one. The hash
+    depends on the order of `keys`. Bucket numbers are the same in every process, but
+    are not TF's.
 
     Args:
         keys: Two or more: names of features of strings or integers, or categorical
             columns other than hashed and weighted ones.
         hash_bucket_size: Number of buckets.
-        hash_key: Another key gives other buckets. None: a fixed one.
+        hash_key: Seed of the hash. None: a fixed one.
 
     Raises:
         ValueError: For fewer than two keys, another column, or a size below 1.

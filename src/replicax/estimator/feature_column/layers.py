@@ -1,4 +1,4 @@
-"""Keras layers that take feature columns."""
+"""Keras layers whose input is feature columns."""
 
 import itertools
 import math
@@ -32,7 +32,7 @@ __all__ = ["DenseFeatures", "LinearModel", "input_layer", "linear_model"]
 
 
 class _ColumnsLayer(keras.layers.Layer):
-    """A layer of columns, which it takes in the order of their names, as TF does."""
+    """Base class of layers of columns, which it sorts by name as TF does."""
 
     def __init__(self, columns: Columns, **kwargs: Any) -> None:
         # Boundaries and ids are exact in float32 only.
@@ -52,12 +52,12 @@ class _ColumnsLayer(keras.layers.Layer):
     def __call__(
         self, features: RawFeatures, *args: object, **kwargs: Any
     ) -> jax.Array:
-        """Call the layer with raw features, or with what `features_of` made of them."""
+        """Call the layer with raw features, or with a result of `features_of`."""
         ready = prepared(self._columns, features, type(self).__name__)
         return super().__call__(ready, *args, **kwargs)
 
     def build(self, input_shape: object = None) -> None:
-        """Make a table for each embedding column, or for those that share one."""
+        """Make the embedding tables, one for all columns that share it."""
         del input_shape
         tables = self._tables
         options: dict[str, tuple[object, ...]] = {}
@@ -73,7 +73,7 @@ class _ColumnsLayer(keras.layers.Layer):
                     f"got {known} and {column.table_options}."
                 )
             if name not in tables:
-                # Tables on parameter servers are known by the layer's name alone.
+                # Parameter servers identify a table by its layer's name.
                 tables[name] = Embedding(
                     column.categorical_column.num_buckets,
                     column.dimension,
@@ -98,23 +98,24 @@ class _ColumnsLayer(keras.layers.Layer):
 
 
 class DenseFeatures(_ColumnsLayer):
-    """Dense columns side by side.
+    """A layer that concatenates dense columns.
 
     (TF: `tf.keras.layers.DenseFeatures`.)
 
-    Columns come in the order of their names, each flattened. Tables of embeddings are
+    It flattens the columns and sorts them by name. Embedding tables are named
     `dense_features/dense_features_x_embedding/embeddings`.
 
-    Call it with raw features, which are transformed on the host, or with the result of
-    `features_of`. In a traced function raw features do for columns of numbers, and of
-    identities with a default; others need `features_of` in the input function.
+    Call it with raw features, which it transforms on the host, or with the result of
+    `features_of`. A traced function can pass raw features for numeric columns and for
+    identity columns with a default; other columns need `features_of` in the input
+    function.
 
     Args:
-        feature_columns: Dense columns: numeric, bucketized, indicator and embedding
-            ones, each of another name.
-        trainable: Whether embeddings are trained.
+        feature_columns: Dense columns: numeric, bucketized, indicator or embedding
+            columns with different names.
+        trainable: Whether to train embeddings.
         name: The layer's name.
-        **kwargs: What a Keras layer takes besides.
+        **kwargs: Other arguments of a Keras layer.
 
     Raises:
         ValueError: For a column that is not dense, two of one name, or none.
@@ -158,14 +159,14 @@ def _require_dense(column: Column) -> DenseColumn:
 
 
 class _Weights(keras.layers.Layer):
-    """The weights of one column: `linear_model/x/weights`, zeros at first."""
+    """The weights of one column, `linear_model/x/weights`, initially zeros."""
 
     def __init__(self, rows: int, units: int, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._shape = (rows, units)
 
     def build(self, input_shape: object = None) -> None:
-        """Make them."""
+        """Make the weights."""
         del input_shape
         self.weight = self.add_weight(
             shape=self._shape, initializer="zeros", name="weights"
@@ -174,20 +175,20 @@ class _Weights(keras.layers.Layer):
 
 
 class LinearModel(_ColumnsLayer):
-    """A weight for each category and each number, and a bias.
+    """A linear layer: a weight for each category and each number, and a bias.
 
     (TF: `LinearModel` of `tf.estimator` and `tf.feature_column.linear_model`.)
     Variables are `linear_model/x/weights` for a column `x` and
-    `linear_model/bias_weights`, all zeros at first. Features: see `DenseFeatures`.
+    `linear_model/bias_weights`, initially zeros. Features: see `DenseFeatures`.
 
     Args:
-        feature_columns: Dense or categorical columns, each of another name.
+        feature_columns: Dense or categorical columns with different names.
         units: Size of the result.
-        sparse_combiner: How the weights of several ids of a row are put together:
-            `"sum"`, `"mean"` or `"sqrtn"`.
-        trainable: Whether weights are trained.
+        sparse_combiner: How the weights of a row's ids are combined: `"sum"`,
+            `"mean"` or `"sqrtn"`.
+        trainable: Whether to train the weights.
         name: The layer's name.
-        **kwargs: What a Keras layer takes besides.
+        **kwargs: Other arguments of a Keras layer.
 
     Raises:
         ValueError: For two columns of one name or none, `units` below 1, or another
@@ -253,7 +254,7 @@ class LinearModel(_ColumnsLayer):
         return total.astype(self.compute_dtype)
 
     def _share(self, column: Column, arrays: Arrays) -> jax.Array:
-        """What a column adds: `[B, units]`."""
+        """Compute a column's term of the sum, `[B, units]`."""
         weights = self._weights[column.name].weight.value
         if isinstance(column, CategoricalColumn):
             ids, factors = column.ids(arrays)
@@ -267,13 +268,13 @@ def input_layer(
     feature_columns: Columns,
     trainable: bool = True,
 ) -> jax.Array:
-    """Dense columns side by side.
+    """Concatenate dense columns.
 
     (TF: `tf.compat.v1.feature_column.input_layer`.)
 
-    Makes a new `DenseFeatures` each time; so call it in a `model_fn`, where variables
-    are found again. Arguments and errors are those of `DenseFeatures` and of its call;
-    the result is `float32[B, sum of the columns' sizes]`.
+    Each call makes a new `DenseFeatures`: call it in a `model_fn`, where variables are
+    reused. Arguments and errors are those of `DenseFeatures` and of its call; the
+    result is `float32[B, sum of the columns' sizes]`.
 
     Example:
         >>> from replicax import feature_column as fc
@@ -290,13 +291,13 @@ def linear_model(
     sparse_combiner: str = "sum",
     trainable: bool = True,
 ) -> jax.Array:
-    """A linear model.
+    """Apply a linear model to columns.
 
     (TF: `tf.compat.v1.feature_column.linear_model`.)
 
-    Makes a new `LinearModel` each time; so call it in a `model_fn`. Arguments and
-    errors are those of `LinearModel` and of its call; the result is `float32[B,
-    units]`.
+    Each call makes a new `LinearModel`: call it in a `model_fn`, where variables are
+    reused. Arguments and errors are those of `LinearModel` and of its call; the result
+    is `float32[B, units]`.
 
     Example:
         >>> from replicax import feature_column as fc

@@ -39,7 +39,7 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NumericColumn(SingleFeature, DenseColumn):
-    """What `numeric_column` returns."""
+    """The column of `numeric_column`."""
 
     key: str
     shape: tuple[int, ...]
@@ -106,7 +106,7 @@ def numeric_column(
     dtype: DTypeLike = "float32",
     normalizer_fn: Callable[[PyTree], PyTree] | None = None,
 ) -> NumericColumn:
-    """Numbers, as they are.
+    """A dense column of numbers.
 
     Args:
         key: Name of the feature, `[B, *shape]`, or `[B]` for shape `(1,)`. NaN is
@@ -114,9 +114,9 @@ def numeric_column(
         shape: Shape of a row.
         default_value: A number or an array of `shape`, for batches without the feature.
         dtype: A dtype of real numbers. `"float64"`: the normalizer gets float64. The
-            result is float32 in any case.
-        normalizer_fn: From `[B, *shape]` to the same shape. It is given NumPy arrays,
-            or traced ones where raw features reach a traced function.
+            result is always float32.
+        normalizer_fn: Maps `[B, *shape]` to the same shape. It gets NumPy arrays, or
+            traced arrays where a traced function gets raw features.
 
     Raises:
         ValueError: For a shape that has sizes below 1 or does not fit `default_value`.
@@ -165,7 +165,7 @@ def multi_hot(ids: jax.Array, weights: jax.Array | None, depth: int) -> jax.Arra
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BucketizedColumn(DenseColumn, CategoricalColumn):
-    """What `bucketized_column` returns: a dense and a categorical column."""
+    """The column of `bucketized_column`, dense and categorical at once."""
 
     source_column: NumericColumn
     boundaries: tuple[float, ...]
@@ -195,17 +195,17 @@ class BucketizedColumn(DenseColumn, CategoricalColumn):
 
     @property
     def host(self) -> NumericColumn:
-        """The numbers; they are put into buckets in the program."""
+        """The numeric column; the program assigns its numbers to buckets."""
         return self.source_column
 
     @property
     def variable_shape(self) -> tuple[int, ...]:
-        """A number's buckets, for each number of a row."""
+        """The numeric column's shape, and the number of buckets of a number."""
         return (*self.source_column.shape, len(self.boundaries) + 1)
 
     @property
     def num_buckets(self) -> int:
-        """A row's first number has the first buckets, its second the next ones."""
+        """Number of buckets of a row: each of its numbers has buckets of its own."""
         return (len(self.boundaries) + 1) * self.source_column.shape[0]
 
     def host_ids(self, features: RawFeatures) -> Array:

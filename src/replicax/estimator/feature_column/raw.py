@@ -1,4 +1,4 @@
-"""Reads raw features: checks them, makes them two-dimensional, hashes them."""
+"""Reads raw features: checks, reshapes and hashes them."""
 
 import functools
 import hashlib
@@ -33,7 +33,7 @@ _KEPT_TEXTS = 2**16
 
 
 def rows_of(features: RawFeatures, caller: str) -> int:
-    """The number of rows B of a batch, by any of its features."""
+    """Return the number of rows B of a batch, from any of its features."""
     for value in features.values():
         shape = np.shape(value)
         if shape and shape[0] is not None:
@@ -45,7 +45,10 @@ def rows_of(features: RawFeatures, caller: str) -> int:
 
 
 def read_numbers(features: RawFeatures, key: str, shape: _Shape, caller: str) -> Array:
-    """A feature of real numbers `[B, *shape]` in its own dtype; `[B]` for `(1,)`."""
+    """Read a feature of real numbers `[B, *shape]`, in its own dtype.
+
+    A feature `[B]` fits the shape `(1,)`.
+    """
     array = _array(features, key, caller)
     is_number = jnp.issubdtype(array.dtype, np.number) or array.dtype == bool
     if not is_number or jnp.issubdtype(array.dtype, np.complexfloating):
@@ -67,10 +70,10 @@ def read_numbers(features: RawFeatures, key: str, shape: _Shape, caller: str) ->
 
 
 def read_categories(features: RawFeatures, key: str, caller: str) -> Array:
-    """A categorical feature `[B, k]`; `[B]` is one value a row.
+    """Read a categorical feature `[B, k]`, or `[B]` with one value a row.
 
-    The result is `int64` (`int32` if traced), or an object array of `str` with `""`
-    where a value is missing (`None` and NaN in object arrays, as pandas has them).
+    The result is `int64` (`int32` if traced), or an object array of `str` with `""` for
+    missing values (`None` and NaN in object arrays, as in pandas).
     """
     array = _array(features, key, caller)
     if array.ndim not in (1, 2):
@@ -133,7 +136,7 @@ def _text(value: object, key: str, caller: str) -> str:
 
 
 def is_missing(values: Array) -> PyTree:
-    """Where a category is missing: `""` among strings, -1 among integers."""
+    """Mask the missing categories: `""` among strings, -1 among integers."""
     return values == ("" if values.dtype == object else -1)
 
 
@@ -151,16 +154,16 @@ def require_kind(values: Array, dtype: str, key: str, caller: str) -> None:
 
 @functools.lru_cache(maxsize=_KEPT_TEXTS)
 def _fingerprint(text: str) -> int:
-    # Bytes that are no UTF-8 were kept as surrogates when they were read.
+    # `_text` has decoded bytes that are no UTF-8 to surrogates.
     encoded = text.encode("utf-8", "surrogateescape")
     return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little")
 
 
 def fingerprints(values: np.ndarray) -> np.ndarray:
-    """64-bit hashes of values, the same in every process and on every machine.
+    """Hash values to 64 bits, the same in every process and on every machine.
 
     Values are integers, hashed as their decimal digits, or an object array of `str`.
-    Each distinct one is hashed once. The result is `uint64` of the same shape.
+    Each distinct value is hashed once. The result is `uint64` of the same shape.
     """
     if values.dtype != object:
         distinct, place = np.unique(values, return_inverse=True)
@@ -174,7 +177,7 @@ def fingerprints(values: np.ndarray) -> np.ndarray:
 
 
 def dtype_name(dtype: DTypeLike, caller: str) -> str:
-    """The name of a dtype, `"string"` for text; raises TypeError if it is none."""
+    """Return a dtype's name, `"string"` for text; raise TypeError if it is none."""
     if isinstance(dtype, np.dtype) and dtype.kind in "USOT":
         return "string"
     name = getattr(dtype, "name", dtype)
@@ -191,7 +194,7 @@ def dtype_name(dtype: DTypeLike, caller: str) -> str:
 
 
 def real_dtype_name(dtype: DTypeLike, caller: str) -> str:
-    """The name of a dtype of real numbers; raises TypeError if it is none."""
+    """Return the name of a dtype of real numbers; raise TypeError for another one."""
     name = dtype_name(dtype, caller)
     if name == "string" or np.dtype(name).kind not in "biuf":
         raise TypeError(
