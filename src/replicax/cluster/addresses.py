@@ -41,7 +41,7 @@ class Address(NamedTuple):
 
     @property
     def endpoint(self) -> "Address":
-        """The address in normal form, equal for all spellings. No name is looked up.
+        """The normalized address, equal for all spellings; without a DNS lookup.
 
         Example:
             >>> parse_address("localhost.:80").endpoint == (
@@ -58,7 +58,7 @@ class Address(NamedTuple):
 
     @property
     def _ip(self) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-        """The IP address that `host` is; None: it is a name."""
+        """`host` as an IP address; None for a name."""
         if _NUMBERS.fullmatch(self.host):
             try:
                 return ipaddress.IPv4Address(socket.inet_aton(self.host))  # 127.1, say.
@@ -72,13 +72,13 @@ class Address(NamedTuple):
 
 
 def parse_address(text: object) -> Address:
-    """Read the address of a task.
+    """Parse the address of a task.
 
     Args:
         text: `"host:port"`; an IPv6 address in brackets.
 
     Raises:
-        ValueError: If it is none; the message has no "got" part.
+        ValueError: If `text` is no address; the message has no "got" part.
 
     Example:
         >>> parse_address("Host1:2222")

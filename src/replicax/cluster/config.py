@@ -1,6 +1,6 @@
-"""TF_CONFIG: parsing it, and checking that the cluster can train.
+"""Parses TF_CONFIG, and validates a cluster.
 
-The checks report everything that is wrong, so that it can be corrected at once.
+The validation reports all problems at once, so that one correction fixes them.
 """
 
 import json
@@ -30,7 +30,7 @@ _ONE_TASK_JOBS = ("chief", "evaluator")
 
 _JSONObject: TypeAlias = dict[str, Any]
 
-# Values come from outside and may be of any size and depth.
+# Values are untrusted and may be of any size and depth.
 _SHOWN_PROBLEMS = 20
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = 120
@@ -39,7 +39,7 @@ _shown = _repr.repr
 
 @dataclass(frozen=True, slots=True)
 class TaskConfig:
-    """A cluster, and which of its tasks this process is.
+    """A cluster, and the task of this process in it.
 
     Attributes:
         cluster: The jobs and their tasks; empty on a single machine.
@@ -53,14 +53,14 @@ class TaskConfig:
 
     @property
     def name(self) -> str | None:
-        """What messages call this process, such as `"worker:1"`."""
+        """This process' name in messages, such as `"worker:1"`."""
         if self.task_type is None or self.task_id is None:
             return None
         return task_name(self.task_type, self.task_id)
 
     @property
     def process_id(self) -> int | None:
-        """This process' position among those that train; None if it does not.
+        """This process' index among the workers; None if it does not train.
 
         Example:
             >>> cluster = ClusterSpec({"chief": ["a:1"], "worker": ["b:1", "c:1"]})
@@ -74,19 +74,19 @@ class TaskConfig:
 def tf_config(
     text: str, *, task_type: str | None = None, task_id: int | None = None
 ) -> TaskConfig:
-    """Read and check the text of the environment variable `TF_CONFIG`.
+    """Parse and validate the text of the environment variable `TF_CONFIG`.
 
     Keys that Kubeflow and cloud services add beside `cluster` and `task` are ignored.
 
     Args:
-        text: A JSON object with the keys `cluster` and `task`. With neither, or with
-            both empty, there is one machine and no cluster.
-        task_type: What to take in place of the task's type.
-        task_id: What to take in place of the task's index.
+        text: A JSON object with the keys `cluster` and `task`. If both are absent or
+            empty, there is one machine and no cluster.
+        task_type: Overrides the task's type.
+        task_id: Overrides the task's index.
 
     Raises:
-        ClusterConfigError: If it describes no usable cluster with this task in it. The
-            message lists all problems.
+        ClusterConfigError: If the cluster is not usable or does not contain the task.
+            The message lists all problems.
 
     Example:
         >>> config = tf_config(
@@ -125,7 +125,7 @@ def check_cluster(
     allow_ps: bool = True,
     source: str = "the cluster",
 ) -> TaskConfig:
-    """Check a cluster that does not come from TF_CONFIG.
+    """Validate a cluster that does not come from TF_CONFIG.
 
     Args:
         cluster: The jobs and their tasks. If it is empty, nothing is checked.
@@ -160,7 +160,7 @@ def check_cluster(
 
 
 def list_problems(source: str, problems: Sequence[str]) -> str:
-    """The text of an error: what has problems, and a numbered list of sentences.
+    """Format an error message: a source, and its problems as a numbered list.
 
     Example:
         >>> print(list_problems("TF_CONFIG", ["'task' is missing"]))

@@ -1,8 +1,9 @@
-"""JAX's coordination service, in a small process of its own beside worker 0.
+"""Runs JAX's coordination service in a separate small process beside worker 0.
 
-Within worker 0 it would die with it, and JAX aborts every process whose coordination
-service is gone: nobody could say who was missing. Beside it, in a session of its own,
-the service outlives worker 0 by as long as the others need to notice and to say so.
+Inside worker 0 the service would die with that process, and JAX aborts every process
+whose coordination service is gone, before it can name the missing worker. As a separate
+process, in its own session, the service outlives worker 0 until the others have
+reported the failure.
 """
 
 import contextlib
@@ -36,30 +37,30 @@ def start(
     """Start the service's process and wait until it listens.
 
     Args:
-        port: Where it listens.
+        port: The port that it listens on.
         num_processes: Number of processes that will connect.
-        linger_seconds: How long it serves on at most when this process has died. On
-            Linux it ends as soon as nobody is connected any more.
-        host: The name or IP address at which it listens; None: at all of this machine.
-        timeout: How many seconds it may take until it listens.
+        linger_seconds: How long it serves at most after the death of this process. On
+            Linux it ends when the last client has disconnected.
+        host: The name or IP address that it listens on; None: all of this machine's.
+        timeout: Seconds until it must listen.
 
     Raises:
-        OSError: If it could not be started, with what it printed.
+        OSError: If it could not be started.
     """
     place = f"[{host}]" if host is not None and ":" in host else host or "[::]"
     arguments = [place, str(port), str(num_processes), str(linger_seconds)]
     process = subprocess.Popen(
-        # As a file: the package would import Keras. -P: its siblings stay out of reach.
+        # As a file: the package would import Keras. -P: no import of its siblings.
         [sys.executable, "-P", __file__, *arguments],
         env={
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            # It would warn that what `serve` asks for is experimental.
+            # Silences a warning that an option in `serve` is experimental.
             "TF_CPP_MIN_LOG_LEVEL": "2",
         },
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        # Whoever kills worker 0 kills its process group.
+        # A kill of worker 0 may go to its process group: the service must survive.
         start_new_session=True,
     )
     assert process.stdout is not None
@@ -81,9 +82,9 @@ def start(
 
 
 def stop(process: "subprocess.Popen[bytes]") -> None:
-    """End the service, as soon as the other processes have ended."""
+    """Stop the service when the other processes have disconnected."""
     if process.stdin is not None:
-        with contextlib.suppress(BrokenPipeError):  # It has ended by itself.
+        with contextlib.suppress(BrokenPipeError):  # The service has exited already.
             process.stdin.write(_END)
             process.stdin.close()
     try:
@@ -94,9 +95,12 @@ def stop(process: "subprocess.Popen[bytes]") -> None:
 
 
 def serve(arguments: Sequence[str]) -> None:
-    """What the process does: serve until worker 0 says so, or has been dead a while."""
+    """Serve until worker 0 asks to stop, or for the linger time after its death.
+
+    This is the main function of the service's process.
+    """
     place, port, num_processes, linger_seconds = arguments
-    # A signal for all of a terminal's or a group's processes is for worker 0 to act on.
+    # Worker 0 handles signals that a terminal sends to the whole process group.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     # JAX itself would take a second to import.
@@ -105,17 +109,17 @@ def serve(arguments: Sequence[str]) -> None:
     service = service_of(
         f"{place}:{port}",
         int(num_processes),
-        # Far beyond the workers' own deadlines: they say more than JAX's abort does.
+        # Far beyond the workers' own deadlines, whose errors say more than JAX's abort.
         heartbeat_timeout=24 * 3600,
         shutdown_timeout=10,
-        # Heartbeats are timed by the wall clock: set back, it makes all of them
-        # overdue. Of tasks that may recover the service tells nobody.
+        # JAX times heartbeats by the wall clock: when that is set back, all are late.
+        # The loss of a recoverable task is not broadcast.
         recoverable=True,
     )
     sys.stdout.buffer.write(_READY)
     sys.stdout.close()
     if sys.stdin.buffer.readline() != _END:
-        # Worker 0 has died. Who reads its output waits for the end of it.
+        # Worker 0 has died. Readers of its output wait until stderr is closed.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
         _linger(int(port), float(linger_seconds))
     else:
@@ -127,16 +131,16 @@ def serve(arguments: Sequence[str]) -> None:
 
 
 def _linger(port: int, seconds: float, but_for: int | None = None) -> None:
-    """Wait until nobody is connected, at most so long; a process need not count."""
+    """Wait until no process is connected, except `but_for`; at most `seconds`."""
     end = time.monotonic() + seconds
     while time.monotonic() < end and _has_connections(port, but_for):
         time.sleep(_POLL_SECONDS)
 
 
 def _has_connections(port: int, but_for: int | None) -> bool:
-    """Whether anybody but one process is connected to `port`.
+    """Whether a process other than `but_for` is connected to `port`.
 
-    Where the system does not say, true, unless that process has ended in good order.
+    Where the system has no table of connections: whether `but_for` is None.
     """
     tables = [path for path in map(Path, _SOCKETS) if path.exists()]
     if not tables:

@@ -1,9 +1,9 @@
-"""The log of what a worker does with all others, and the check that all do the same.
+"""Logs a worker's collective operations, and checks that all workers' logs are equal.
 
-Workers that hand different programs to their devices may wait for each other for ever,
-or go on with other numbers. Number and rolling checksum of each worker's operations
-travel with its heartbeats, and whoever has come as far compares. Only where they differ
-are the operations themselves exchanged.
+Workers that dispatch different programs deadlock, or compute with different values.
+Each heartbeat carries the number and a rolling checksum of the worker's operations. A
+worker that has made as many compares the checksums. Only if they differ do the workers
+exchange the logs themselves.
 """
 
 import bisect
@@ -19,20 +19,19 @@ from replicax.cluster.store import Store
 __all__ = ["Difference", "DispatchLog", "LogTail", "Operation", "OrderCheck"]
 
 _SIZE = 1 << 15
-"""Operations that are remembered, of several seconds at least."""
+"""Operations that the log keeps: several seconds at least."""
 _LOGS = "replicax/order"
 _WAIT_SECONDS = 3.0
-"""For the logs of workers that may be lost."""
+"""Wait for the logs of workers that may be lost."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Operation:
-    """A program, or anything else that all workers do in the same order.
+    """A program, or another operation that all workers do in the same order.
 
     Attributes:
-        name: How messages call it, such as `"run(train_step (line 12))"`.
-        mark: The same on all workers for the same operation, and for no other one; none
-            is the beginning of another.
+        name: Its name in messages, such as `"run(train_step (line 12))"`.
+        mark: A unique identifier, equal on all workers and prefix-free.
         num_steps: Number of steps in it.
     """
 
@@ -48,13 +47,13 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True)
 class LogTail:
-    """The end of a worker's log, as others get it.
+    """The tail of a worker's log, as the others receive it.
 
     Attributes:
-        after: Number of operations before it.
-        steps: Number of steps in those.
-        operations: The operations after them.
-        has_ended: Whether no more will follow.
+        after: Number of operations before the tail.
+        steps: Number of steps before the tail.
+        operations: The operations of the tail.
+        has_ended: Whether the log is complete.
     """
 
     after: int
@@ -63,7 +62,7 @@ class LogTail:
     has_ended: bool
 
     def encode(self) -> str:
-        """The tail as JSON, each kind of operation once."""
+        """Serialize the tail as JSON, with each distinct operation once."""
         kinds = {kind: i for i, kind in enumerate(dict.fromkeys(self.operations))}
         told = [[x.name, x.mark.decode(), x.num_steps] for x in kinds]
         order = [kinds[x] for x in self.operations]
@@ -71,7 +70,7 @@ class LogTail:
 
     @classmethod
     def decode(cls, text: str) -> "LogTail":
-        """The tail that `encode` made `text` of."""
+        """Deserialize the result of `encode`."""
         after, steps, told, order, has_ended = json.loads(text)
         kinds = [Operation(name, mark.encode(), num) for name, mark, num in told]
         return cls(after, steps, [kinds[i] for i in order], has_ended)
@@ -82,7 +81,7 @@ class LogTail:
         return self.after + len(self.operations)
 
     def at(self, number: int) -> Operation | None:
-        """The operation after the first `number` of the log; None: it is not told."""
+        """The operation at index `number` of the log; None: not in the tail."""
         is_told = self.after <= number < self.end
         return self.operations[number - self.after] if is_told else None
 
@@ -94,13 +93,13 @@ class LogTail:
 
 
 class DispatchLog:
-    """What this worker has done, in order.
+    """The log of this worker's collective operations.
 
-    A step pays for one append to a list (measured: 0.03 us). Checksums are made now and
-    then, by the thread that tells the others.
+    A step pays for one append to a list (measured: 0.03 us). The heartbeat thread
+    computes the checksums.
 
     Attributes:
-        note: Called with an `Operation` that this worker begins.
+        note: Appends an `Operation` that this worker begins.
     """
 
     def __init__(self) -> None:
@@ -108,41 +107,42 @@ class DispatchLog:
         self.note: Callable[[Operation], None] = self._operations.append
         self._taken: list[Operation] = []
         self._num_dropped = 0
-        # After so many operations: their checksum, and the steps in them.
+        # Checkpoints: after `_counts[i]` operations, checksum and steps are `_sums[i]`.
         self._counts = [0]
         self._sums = [(0, 0)]
         self._reading = threading.Lock()
         self._main_thread = threading.main_thread().ident
 
     def take(self, operation: Operation) -> None:
-        """Note that the script takes a batch. It counts when a program follows.
+        """Note that the script takes a batch; logged with the next program.
 
-        A worker may read further than others, or leave its data.
+        Without a program it is not logged: a worker may read ahead of the others, or
+        leave its data.
         """
         if threading.get_ident() == self._main_thread:
             self._taken.append(operation)
 
     def note_program(self, operation: Operation) -> None:
-        """`note`, after the batches that were taken for it."""
+        """Log a program, after the batches that were taken for it."""
         if self._taken:
             self._operations.extend(self._taken)
             self._taken.clear()
         self.note(operation)
 
     def note_input(self, operation: Operation) -> None:
-        """Note that the script begins to go through data from the start."""
+        """Log that the script begins an epoch of data."""
         if threading.get_ident() == self._main_thread:
             self._taken.clear()
             self.note(operation)
 
     def note_in_script(self, operation: Operation) -> None:
-        """`note`, if the main thread calls it: other threads have no common order."""
+        """Log an operation of the main thread; other threads have no common order."""
         if threading.get_ident() == self._main_thread:
             self.note(operation)
 
     @property
     def last_name(self) -> str:
-        """What this worker does now, or did last."""
+        """Name of the operation that this worker does now, or did last."""
         return self._operations[-1].name if self._operations else "nothing"
 
     @property
@@ -150,7 +150,7 @@ class DispatchLog:
         return self._num_dropped + len(self._operations)
 
     def latest(self) -> tuple[int, int, int]:
-        """Number of operations, the checksum of them all, and the steps in them."""
+        """Return the number of operations, their checksum, and their steps."""
         with self._reading:
             count = self._count
             checksum, steps = self._sums_at(count)
@@ -161,14 +161,14 @@ class DispatchLog:
             return count, checksum, steps
 
     def checksum_at(self, count: int) -> int | None:
-        """The checksum of the first `count` operations; None: it is not known."""
+        """The checksum of the first `count` operations; None: unknown."""
         with self._reading:
             if self._counts[0] <= count <= self._count:
                 return self._sums_at(count)[0]
         return None
 
     def since(self, count: int, *, has_ended: bool) -> LogTail:
-        """The operations after the first `count`, or the last ones that are known."""
+        """The log's tail after the first `count` operations, or what is kept of it."""
         with self._reading:
             first = max(count, self._counts[0])
             _, steps = self._sums_at(first)
@@ -196,11 +196,11 @@ class DispatchLog:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """Where the orders of workers part.
+    """The first difference between the workers' logs.
 
     Attributes:
-        step: Number of the steps before it.
-        operations: What each worker does there; None: nothing more, or unknown.
+        step: Number of steps before the difference.
+        operations: Each worker's operation there; None: its log ends, or is unknown.
     """
 
     step: int
@@ -208,10 +208,10 @@ class Difference:
 
     @classmethod
     def between(cls, tails: Sequence[LogTail | None]) -> "Difference | None":
-        """The first difference between the ends of the workers' logs.
+        """Find the first difference between the tails of the workers' logs.
 
-        A worker that tells less than others, or nothing (None), says nothing about what
-        follows, unless its log has ended.
+        A tail that is shorter than others, or None, is no difference unless its log has
+        ended.
         """
         told = [tail for tail in tails if tail is not None]
         if len(told) < 2:
@@ -230,7 +230,7 @@ class Difference:
 
     @classmethod
     def at_the_ends(cls, tails: Sequence[LogTail | None]) -> "Difference":
-        """For logs that differ in what they do not tell any more: where each one is."""
+        """Report the last operations, for logs that differ before their tails."""
         steps = max(x.steps_before(x.end) for x in tails if x is not None)
         return cls(steps, tuple(tail and tail.at(tail.end - 1) for tail in tails))
 
@@ -240,11 +240,11 @@ class Difference:
 
     @property
     def culprit(self) -> int:
-        """The first worker that does another thing than most, or than the first one."""
+        """Index of the first worker outside the majority; in a tie, unlike worker 0."""
         return self._first_unlike(max(self._marks, key=self._marks.count), 0)
 
     def other_than(self, index: int) -> int:
-        """The first worker that does another thing than worker `index`."""
+        """Index of the first worker whose operation differs from worker `index`'s."""
         return self._first_unlike(self._marks[index], 0 if index else 1)
 
     def _first_unlike(self, mark: bytes | None, default: int) -> int:
@@ -252,13 +252,13 @@ class Difference:
 
 
 class OrderCheck:
-    """Compares this worker's log with the others', and finds where they part.
+    """Compares this worker's log with the others', and finds the first difference.
 
     Attributes:
-        difference: Where the logs part, once that is known.
-        found_at: When it was found, by the monotonic clock.
-        differs_after: Up to which operation they are equal, if they are known to
-            differ somewhere.
+        difference: The first difference; None: none is known.
+        found_at: The time when it was found, by the monotonic clock.
+        differs_after: Number of operations in which the logs agree, if they are known
+            to differ; else None.
     """
 
     def __init__(
@@ -276,14 +276,13 @@ class OrderCheck:
 
     @property
     def is_settling(self) -> bool:
-        """Whether the logs are known to differ, but not where."""
+        """Whether the logs are known to differ, but not yet where."""
         return self.differs_after is not None and self.difference is None
 
     def hear(self, index: int, log: tuple[int, int], differs_after: int | None) -> None:
-        """Take in the number of another worker's operations and their checksum.
+        """Compare the checksum of another worker's log with this one's.
 
-        Whoever is ahead compares, and the other one takes over what that has found
-        (`differs_after`).
+        The worker that is ahead compares; the other adopts its `differs_after`.
         """
         count, checksum = log
         mine = self._log.checksum_at(count)
@@ -298,7 +297,7 @@ class OrderCheck:
             self.differs_after = differs_after
 
     def settle(self, *, has_left: bool) -> None:
-        """If the logs differ, tell the others this one, and look for the difference.
+        """If the logs differ, publish this one's tail and look for the difference.
 
         Raises:
             StoreError: If the store does not answer.

@@ -1,4 +1,4 @@
-"""The exception hook: an exception that nobody catches ends all workers."""
+"""Exception hooks: an uncaught exception in one worker ends all workers."""
 
 import sys
 import time
@@ -19,7 +19,7 @@ _TRANSPORTS = ("gloo", "nccl", "connection", "socket", "coordinat")
 
 
 def retry_if_not_caught(name: str) -> None:
-    """Make a start-up that failed end this process with the code that says so."""
+    """Make an uncaught `ClusterError` of start-up exit with a retryable status."""
     previous = sys.excepthook
 
     def hook(
@@ -33,25 +33,25 @@ def retry_if_not_caught(name: str) -> None:
 
 
 def report_exceptions(members: Workers, watch: Watch) -> None:
-    """Make an exception that ends this script end the other workers', too."""
+    """Make an uncaught exception of this script end the other workers, too."""
     previous, name = sys.excepthook, members.name
 
     def hook(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, KeyboardInterrupt):  # Of which the report says it all.
+        if isinstance(error, KeyboardInterrupt):  # The report says where it came.
             watch.fail(report_of(name, error, trace, steps=watch.steps))
         about_a_peer = _is_about_a_peer(error)
         if about_a_peer:
             # JAX repeats its message for every array.
             text = f"{kind.__name__}: {error}"[:500]
             print(f"replicax: {name}: {text}", file=sys.stderr, flush=True)
-            # Another worker's end, probably: the watch will know more and end this
-            # process before this wait is over.
+            # Probably another worker died: the failure detector knows more, and ends
+            # this process during this wait.
             time.sleep(members.timeouts.heartbeat + 3)
         previous(kind, error, trace)
         if isinstance(error, ClusterError) and error.culprit is not None:
-            # That worker adds where it is. This one's place has been printed.
+            # The culprit prints its own stack. This worker's has been printed.
             watch.fail(_retryable(name, error.culprit, "stuck", error, watch.steps))
         steps = watch.steps
         watch.fail(
@@ -79,12 +79,12 @@ def _retryable(
 
 
 def _is_about_a_peer(error: BaseException) -> bool:
-    """Whether an exception may come of a worker that is gone."""
+    """Whether the loss of another worker may have caused an exception."""
     if isinstance(error, ClusterError):
         return isinstance(error.__cause__, StoreError)
     text = str(error).lower()
     if isinstance(error, jax.errors.JaxRuntimeError):
-        # A callback's error has the text of its traceback.
+        # The error of a callback contains the text of its traceback.
         return "callback" not in text and any(word in text for word in _TRANSPORTS)
-    # What JAX makes of a collective that fails while it is dispatched.
+    # JAX raises this if a collective fails while it is dispatched.
     return isinstance(error, ValueError) and text.startswith(_COLLECTIVE_FAILED)

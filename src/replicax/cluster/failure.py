@@ -1,4 +1,4 @@
-"""How a task of a cluster ends: exit codes, transient exceptions, and its report."""
+"""Failure reports, exit codes, and the classification of transient exceptions."""
 
 import contextlib
 import dataclasses
@@ -35,13 +35,12 @@ __all__ = [
 ]
 
 ATTEMPT = "REPLICAX_ATTEMPT"
-"""Environment variable of a task that is started again after a failure that may pass:
-0, then one more with each restart."""
+"""Environment variable: the number of restarts of this task so far."""
 
 REPORT_DIR = "REPLICAX_REPORT_DIR"
-"""Environment variable: the folder in which a task leaves its `FailureReport`."""
+"""Environment variable: the folder for a task's `FailureReport`."""
 STATUS_FILE = "last-status"
-"""What a parameter server leaves there when it ends: its counts, as JSON."""
+"""File in that folder with a parameter server's final counts, as JSON."""
 
 _TRANSIENT_ERRNOS = frozenset(
     getattr(errno, f"E{name}", None)
@@ -50,16 +49,15 @@ _TRANSIENT_ERRNOS = frozenset(
         *("HOSTDOWN", "HOSTUNREACH", "TIMEDOUT"),
     )
 ) - {None}
-"""Of network and shared storage. A full disk or a missing file does not pass."""
+"""Errors of network and shared storage. A full disk or a missing file is permanent."""
 
 
 class ExitCode(enum.IntEnum):
-    """What a task's exit status means to whoever started it.
+    """The meaning of a task's exit status for its launcher.
 
-    1 to 127 are permanent: the same run would fail again. 128 and above may succeed
-    when all tasks are started again; Kubeflow's `restartPolicy: ExitCode` has the same
-    rule, and 138 is the code it leaves to users. After Ctrl-C, 130, nothing is
-    started again.
+    1 to 127 are permanent: the same run would fail again. 128 and above are retryable:
+    a restart of all tasks may succeed. Kubeflow's `restartPolicy: ExitCode` has the
+    same rule, and leaves 138 to users. After 130, Ctrl-C, nothing is restarted.
     """
 
     DONE = 0
@@ -75,7 +73,7 @@ _MEANING: dict[int, str] = {
 
 
 def exit_status(exit_code: int) -> int:
-    """An exit code of `subprocess` as a shell has it: 128 and the number of a signal.
+    """Convert an exit code of `subprocess` to a shell's: 128 plus a signal's number.
 
     Example:
         >>> exit_status(-9), exit_status(1)
@@ -85,7 +83,7 @@ def exit_status(exit_code: int) -> int:
 
 
 def is_retryable(exit_code: int) -> bool:
-    """Whether starting all tasks again may succeed, after an exit code.
+    """Whether a restart of all tasks may succeed after this exit code.
 
     Example:
         >>> is_retryable(1), is_retryable(138), is_retryable(-9), is_retryable(137)
@@ -97,15 +95,15 @@ def is_retryable(exit_code: int) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FailureReport:
-    """Why a task ended.
+    """The report of why a task ended.
 
     Attributes:
-        task: The task that writes this, such as `"worker:1"`.
+        task: The task that writes the report, such as `"worker:1"`.
         culprit: The task that failed first as far as this one knows; None: unknown.
         kind: `"exception"`, `"mismatch"`, `"order"` (workers did different things),
             `"lost"` (a task died or does not answer), `"values lost"` (of a server),
             `"stuck"`, `"start-up"`, `"preempted"` or `"interrupted"` (Ctrl-C).
-        message: What happened, in full sentences.
+        message: The cause, in full sentences.
         traceback: The culprit's traceback, where there is one.
         steps: The last step that each task is known to have finished.
         exit_code: The status with which the task exits.
@@ -122,42 +120,42 @@ class FailureReport:
     time: float = dataclasses.field(default_factory=time.time)
 
     def write(self) -> None:
-        """Leave the report in the folder that `REPORT_DIR` names, if it is set."""
+        """Write the report to the folder that `REPORT_DIR` names, if it is set."""
         if path := _own_file(self.task, "json"):
             write_whole(path, json.dumps(dataclasses.asdict(self)))
 
     @staticmethod
     def note_progress(task: str, steps: int) -> None:
-        """Leave a task's steps there: one that is killed leaves no report."""
+        """Write a task's step count there, for the case that the task is killed."""
         if path := _own_file(task, "steps"):
-            with contextlib.suppress(OSError):  # The launcher itself may be gone.
+            with contextlib.suppress(OSError):  # The launcher may be gone.
                 write_whole(path, str(steps))
 
     @staticmethod
     def last_progress(folder: str | Path) -> int:
-        """The last step that any task has noted in a folder; -1: none has."""
+        """Read the highest step count of any task in a folder; -1: there is none."""
         noted = [int(path.read_text()) for path in Path(folder).glob("*.steps")]
         return max(noted, default=-1)
 
     @classmethod
     def read_all(cls, folder: str | Path) -> list["FailureReport"]:
-        """The reports in a folder, the earliest first."""
+        """Read the reports in a folder, the earliest first."""
         paths = Path(folder).glob("*.json")
         reports = [cls(**json.loads(path.read_text())) for path in paths]
         return sorted(reports, key=lambda report: report.time)
 
 
 def _own_file(task: str, suffix: str) -> Path | None:
-    """A task's file in `REPORT_DIR`; None: that is not set."""
+    """The path of a task's file in `REPORT_DIR`; None if that is not set."""
     folder = os.environ.get(REPORT_DIR)
     return Path(folder) / f"{task.replace(':', '-')}.{suffix}" if folder else None
 
 
 def end_process(report: FailureReport) -> NoReturn:
-    """Print a report, leave it for the launcher, and end the process at once.
+    """Print a report, write it for the launcher, and end the process at once.
 
-    Nothing else can be relied on: the main thread may be inside a collective that
-    never returns, and exit handlers may wait for peers.
+    It skips exit handlers: they may wait for peers, and the main thread may be inside a
+    collective that never returns.
     """
     report.write()
     is_own = report.culprit == report.task and report.kind in ("exception", "mismatch")
@@ -180,9 +178,9 @@ def end_process(report: FailureReport) -> NoReturn:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether another attempt may succeed although this one raised `error`.
+    """Whether an exception is transient, so that another attempt may succeed.
 
-    That is so for a lost peer (`ClusterError`), a lost connection, a timeout and an
+    Transient are a lost peer (`ClusterError`), a lost connection, a timeout and an
     error of the network or of storage, also as the cause of another exception.
 
     Example:
@@ -220,14 +218,14 @@ def report_of(
     steps: Mapping[str, int] | None = None,
     about_a_peer: bool = False,
 ) -> FailureReport:
-    """The report of a task whose script ends with an exception.
+    """Make the report of a task whose script ends with an exception.
 
     Args:
         task: The task's name.
-        error: What its script raised.
-        trace: Where.
-        steps: The last step of each task, as far as it is known.
-        about_a_peer: Whether the exception may come of a worker that is gone.
+        error: The exception.
+        trace: Its traceback.
+        steps: The last known step of each task.
+        about_a_peer: Whether the loss of another worker may have caused the exception.
     """
     is_interrupt = isinstance(error, KeyboardInterrupt)
     mismatch = isinstance(error, ClusterMismatchError)

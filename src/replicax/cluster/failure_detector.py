@@ -1,4 +1,4 @@
-"""The failure detector: who has failed, by the heartbeats. No clock, no I/O."""
+"""The failure detector: decides from heartbeats who failed, without clock or I/O."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -12,31 +12,30 @@ from replicax.cluster.timeouts import Timeouts
 __all__ = ["Heartbeat", "Sign", "judge"]
 
 _GRACE_SECONDS = 3.0
-"""For a script that waits for others to raise an error of its own, which says more."""
+"""Time for a script that waits to raise its own error, which says more."""
 _LEFT_SECONDS = 1.0
-"""For a worker whose peer has left to hear of its last steps."""
+"""Time for the last steps of a peer that has left to arrive."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class Heartbeat:
-    """What a worker tells of itself, about once a second.
+    """A worker's heartbeat, about once a second.
 
     Attributes:
-        beat: Number of heartbeats.
-        dispatched: Number of programs that it has handed to its devices.
-        completed: Number of those that its devices are known to have finished.
+        beat: Number of heartbeats so far.
+        dispatched: Number of programs dispatched to its devices.
+        completed: Number of programs that its devices are known to have finished.
         steps: Number of training and other steps in the dispatched programs.
-        log: Number of operations that it has begun, which all have to begin in the same
-            order, and a checksum of them.
-        doing: The last one of them.
-        differs_after: Up to which operation the workers' logs are known to be equal,
-            where they differ.
+        log: Number and checksum of the operations in its `DispatchLog`.
+        doing: The last of these operations.
+        differs_after: Number of operations in which the workers' logs agree, where
+            they are known to differ.
         is_waiting: Whether its script waits in an exchange with all workers, and so
-            raises by itself if they do not come.
-        has_left: Whether its script has come to the end.
-        failure: The report of a worker that is ending; None: it is not.
+            raises its own error if they do not come.
+        has_left: Whether its script has ended.
+        failure: The report of a worker that is ending; else None.
         spent: Seconds of its own work, and of waiting for others.
-        frozen: At which step it is held until all agree when to stop.
+        frozen: The step at which it is held until all agree when to stop.
         interrupted: Whether Ctrl-C has asked it to stop.
     """
 
@@ -57,13 +56,13 @@ class Heartbeat:
 
 @dataclasses.dataclass(kw_only=True)
 class Sign(Heartbeat):
-    """What is known of a worker: its last heartbeat, and when that came.
+    """A worker's last heartbeat, and its time of arrival.
 
     Attributes:
-        name: Its task, such as `"worker:1"`.
+        name: The worker's task, such as `"worker:1"`.
         address: `"host:port"`, or empty.
-        seen_at: When its last heartbeat came, by the clock of who judges.
-        moved_at: When `log` last changed, by the same clock.
+        seen_at: Arrival of the last heartbeat, by the clock of the judging worker.
+        moved_at: Last change of `log`, by the same clock.
     """
 
     name: str
@@ -88,18 +87,18 @@ def judge(
     found_at: float = 0.0,
     is_settling: bool = False,
 ) -> FailureReport | None:
-    """Why worker `index` has to end now, or None.
+    """Decide whether worker `index` has to end now; return its report, or None.
 
     Args:
-        signs: Of all workers, in order.
-        index: Who judges.
+        signs: The signs of all workers, in order.
+        index: The worker that judges.
         now: The time, in seconds, by the clock of `seen_at` and `moved_at`.
-        timeouts: How long to wait for what.
-        heard_at: When signs could last be read, by the same clock; later silence says
-            nothing about who gives them. Defaults to `now`.
-        difference: Where the workers' operations differ, if they do.
-        found_at: When that was found, by the same clock.
-        is_settling: Whether they are known to differ, and this is being looked for.
+        timeouts: The deadlines.
+        heard_at: The last successful read of heartbeats, by the same clock; silence
+            after it proves nothing about the other workers. Defaults to `now`.
+        difference: The difference between the workers' logs, if there is one.
+        found_at: The time when it was found, by the same clock.
+        is_settling: Whether the logs are known to differ, but not yet where.
     """
     me = signs[index]
     return (
@@ -112,12 +111,12 @@ def judge(
 
 
 def _failed(me: Sign, signs: Sequence[Sign]) -> FailureReport | None:
-    """A peer says that the run has failed: take over its verdict."""
+    """Adopt the report of a peer that has failed."""
     failures = [x.failure for x in signs if x is not me and x.failure is not None]
     if not failures:
         return None
     first = FailureReport(**min(failures, key=lambda failure: failure["time"]))
-    # Who failed knew less of the others' steps than they do.
+    # The failed worker's counts of the others' steps may be older.
     steps = {s.name: max(s.steps, first.steps.get(s.name, 0)) for s in signs}
     return dataclasses.replace(first, task=me.name, steps=steps)
 
@@ -146,7 +145,7 @@ def _differ(
     if difference is None:
         return None
     if known_for < _GRACE_SECONDS and any(sign.is_waiting for sign in signs):
-        return None  # A script that waits raises the difference itself.
+        return None  # The script that waits raises this difference itself.
     groups: dict[str, list[str]] = {}
     for sign, operation in zip(signs, difference.operations, strict=True):
         what = "no further operation" if operation is None else operation.name
@@ -168,11 +167,11 @@ def _differ(
 
 def _left(me: Sign, signs: Sequence[Sign], now: float) -> FailureReport | None:
     grace = _GRACE_SECONDS if me.is_waiting else _LEFT_SECONDS
-    if now - me.moved_at < grace:  # Where it waits, its script raises by itself.
+    if now - me.moved_at < grace:  # A script that waits raises its own error.
         return None
     for sign in signs:
         if not sign.has_left or sign.log[0] == me.log[0]:
-            continue  # This worker itself, too.
+            continue  # This skips the worker itself, too.
         first, last = sorted([sign, me], key=lambda x: x.log[0])
         if first.has_left:
             return _report(

@@ -1,4 +1,4 @@
-"""Start-up and shutdown of a cluster: meeting the other workers, and leaving them."""
+"""Joins this process to a cluster (rendezvous), and shuts it down with the others."""
 
 import atexit
 import contextlib
@@ -35,16 +35,16 @@ _joined: tuple[tuple[ClusterSpec, int], Workers] | None = None
 def join(
     cluster: ClusterSpec, index: int, timeouts: Timeouts, description: str
 ) -> Workers:
-    """Meet the other workers of a cluster; once in a process.
+    """Join a cluster: wait for its other workers. Once in a process.
 
     Args:
-        cluster: Whose chief and workers train together.
-        index: This process' place among them.
-        timeouts: How long to wait for what.
-        description: Where the cluster was described, for messages.
+        cluster: The cluster; its chief and workers train together.
+        index: This process' index among them.
+        timeouts: The deadlines.
+        description: The source of the cluster's description, for messages.
 
     Raises:
-        ClusterError: If somebody is not there by the start-up deadline.
+        ClusterError: If a worker is absent at the start-up deadline.
         ClusterConfigError: If this worker's port is taken, or this process is in
             another cluster already.
         RuntimeError: If JAX has started its devices before.
@@ -85,10 +85,10 @@ def join(
 
 
 def join_detected(timeouts: Timeouts) -> Workers | None:
-    """Join the cluster that JAX itself finds here; None if it finds none."""
+    """Join the cluster that JAX detects; None if it detects none."""
     if not jax.distributed.is_initialized():
-        # JAX looks for signs of a cluster, too, but refuses first if it has started its
-        # devices, which a process that is alone may do whenever it likes.
+        # JAX's own detection raises first if its devices are started, which is allowed
+        # in a process without a cluster.
         if not any(kind.is_env_present() for kind in cluster_kinds()):
             return None
         _check_devices_not_started()
@@ -97,19 +97,19 @@ def join_detected(timeouts: Timeouts) -> Workers | None:
                 initialization_timeout=int(timeouts.startup),
                 heartbeat_timeout_seconds=_JAX_TIMEOUT,
             )
-        except ValueError:  # JAX's way to say that it found none.
+        except ValueError:  # JAX found no cluster.
             return None
     count = jax.process_count()
     if count == 1:
         return None
-    # Addresses are JAX's secret: the spec only gives the workers names.
+    # JAX does not expose addresses: the spec only gives the workers names.
     cluster = ClusterSpec({"worker": [f"process-{i}:0" for i in range(count)]})
     return join(cluster, jax.process_index(), timeouts, "JAX")
 
 
 def _connect(tasks: Sequence[Task], index: int, timeouts: Timeouts) -> None:
     _check_devices_not_started()
-    # JAX would swallow SIGTERM from now on, to tell others of a preemption.
+    # JAX's preemption service would swallow SIGTERM from now on.
     jax.config.update("jax_enable_preemption_service", False)
     own = parse_address(tasks[index].address)
     others = [task.address for i, task in enumerate(tasks) if i != index]
@@ -125,12 +125,12 @@ def _connect(tasks: Sequence[Task], index: int, timeouts: Timeouts) -> None:
             )
             atexit.register(coordination_service.stop, service)
         _initialize(tasks, index, timeouts)
-    # Only now all others' names are sure to be known.
+    # Only now DNS knows the names of all other workers.
     listen_for(others)
 
 
 def _initialize(tasks: Sequence[Task], index: int, timeouts: Timeouts) -> None:
-    """Connect in a thread, so that this one can say who is missing."""
+    """Connect in a thread, while this one waits and names the absent workers."""
     me, outcome = tasks[index], list[BaseException | None]()
 
     def connect() -> None:
@@ -143,11 +143,11 @@ def _initialize(tasks: Sequence[Task], index: int, timeouts: Timeouts) -> None:
                 initialization_timeout=_JAX_TIMEOUT,
                 heartbeat_timeout_seconds=_JAX_TIMEOUT,
                 shutdown_timeout_seconds=10,
-                # Process 0 starts a service whatever we say. Nobody will connect to it.
+                # JAX starts another service in process 0; nothing connects to it.
                 coordinator_bind_address=None if index else "localhost:0",
             )
             outcome.append(None)
-        except BaseException as error:  # noqa: BLE001 - raised by who waits
+        except BaseException as error:  # noqa: BLE001 - the waiting thread raises it
             outcome.append(error)
 
     thread = threading.Thread(target=connect, name="replicax-connect", daemon=True)
@@ -180,9 +180,9 @@ def _initialize(tasks: Sequence[Task], index: int, timeouts: Timeouts) -> None:
 
 
 def _absent(tasks: Sequence[Task], me: Task) -> str:
-    """The workers that do not answer at their addresses."""
+    """List the workers that do not accept a connection at their addresses."""
     others = [task for task in tasks if task != me]
-    # Each one that is down takes a second to say so.
+    # In parallel: each probe of an absent worker takes a second.
     with ThreadPoolExecutor(_MOST_PROBES) as pool:
         answers = list(pool.map(_answers, others))
     return listed(
@@ -205,9 +205,9 @@ def _answers(task: Task) -> bool:
 
 @contextlib.contextmanager
 def _presence(task: Task, host: str | None, *, is_chief: bool) -> Iterator[None]:
-    """Take this worker's port while it waits, so that others see it is there.
+    """Listen on this worker's port while it waits, so that others see it is there.
 
-    The chief's is that of the coordination service, which must find it free.
+    The chief only checks its port, which the coordination service will listen on.
     """
     with contextlib.ExitStack() as place:
         try:
@@ -234,7 +234,7 @@ def _check_devices_not_started() -> None:
 
 
 def _leave(members: Workers, watch: Watch) -> None:
-    """Wait for the others' scripts to end, so that nobody's steps lack this worker."""
+    """Wait until the others' scripts have ended: their steps may need this worker."""
     watch.leave()
 
     def running() -> list[str]:
@@ -277,6 +277,6 @@ def _leave(members: Workers, watch: Watch) -> None:
     if is_accompanied:
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             jax.distributed.shutdown()
-    else:  # The service goes on until the others have ended.
+    else:  # The service keeps running until the others have ended.
         atexit.unregister(coordination_service.stop)
         Store.abandon()

@@ -16,10 +16,10 @@ _REPLICATED_JOB = ("JOBSET_REPLICATED_JOB_NAME", "replicatedjob-name")
 
 
 class KubernetesClusterResolver(KnownCluster):
-    """The pods of this Indexed Job or JobSet as a cluster, by their DNS names.
+    """The cluster of the pods of this Indexed Job or JobSet, by their DNS names.
 
-    The pod's own environment says all that is needed: unlike TensorFlow's resolver of
-    this name, this one needs neither the Kubernetes API nor rights to use it.
+    It reads the pod's environment only. Unlike TensorFlow's resolver of this name, it
+    needs neither the Kubernetes API nor permissions to use it.
 
     - `JOB_COMPLETION_INDEX`: Kubernetes sets it in the pods of an Indexed Job.
     - In a JobSet with one Job for each replicated job: `JOBSET_NAME` and
@@ -31,13 +31,14 @@ class KubernetesClusterResolver(KnownCluster):
 
     Args:
         num_workers: The number of pods, the Job's `completions`; all are workers.
-        jobs: In place of it for a JobSet: the number of pods of each replicated job,
-            whose names are then those of the cluster's jobs, `{"worker": 4, "ps": 1}`.
+        jobs: For a JobSet, in place of `num_workers`: the number of pods of each
+            replicated job, by name, `{"worker": 4, "ps": 1}`. These names become the
+            cluster's jobs.
         service: The headless service, the pods' `subdomain`. None: the JobSet's name,
             which is JobSet's own default.
-        job_name: The name of the Job; None: what the environment says.
-        port: On which all tasks listen.
-        rpc_layer: What `master()` puts before addresses.
+        job_name: The name of the Job; None: read from the environment.
+        port: The port that all tasks listen on.
+        rpc_layer: Prefix of the addresses that `master()` returns.
 
     Raises:
         ClusterConfigError: If variables or arguments are missing or wrong; the message
@@ -173,7 +174,7 @@ def _own_job(
 
 
 def _exposed(name: str, annotation: str, problems: list[str]) -> str | None:
-    """A variable that the manifest sets from an annotation."""
+    """Read a variable that the manifest sets from an annotation."""
     if not os.environ.get(name):
         problems.append(
             f"{name} is not set; add it to the container's env by fieldRef from "

@@ -1,9 +1,9 @@
-"""The addresses at which a task listens: on its own port, and with Gloo.
+"""Chooses the addresses that a task and its Gloo listen on.
 
-A task listens at the address that the cluster's description gives it. Gloo, which sums
-between CPUs, listens by itself on what the machine's own name resolves to: on many
-systems 127.0.0.1 or 127.0.1.1, where nobody else can reach it. Tested with JAX 0.10 to
-0.12.
+A task listens on the address in the cluster's description. Gloo, which sums between
+CPUs, would listen on the address that the machine's own name resolves to: on many
+systems 127.0.0.1 or 127.0.1.1, which other machines cannot reach. Tested with JAX 0.10
+to 0.12.
 """
 
 import contextlib
@@ -23,10 +23,10 @@ _log = logging.getLogger("replicax")
 
 
 def host_to_bind(own: Address, others: Iterable[Address]) -> str | None:
-    """The host of `own` at which a task listens for the others to reach it.
+    """Return the host that a task binds to, so that the others can reach it.
 
-    None: at all of this machine's addresses, where the name here is not what it is
-    elsewhere.
+    None: all of this machine's addresses, for a name that resolves differently on other
+    machines.
 
     Example:
         >>> host_to_bind(Address("localhost", 1), [Address("localhost", 2)])
@@ -41,7 +41,7 @@ def host_to_bind(own: Address, others: Iterable[Address]) -> str | None:
         )
         return None
     if not own.is_loopback and all(ipaddress.ip_address(x).is_loopback for x in here):
-        # As Debian has it: 127.0.1.1 to the machine itself, another address elsewhere.
+        # As on Debian: the machine's own name is 127.0.1.1 here, not elsewhere.
         elsewhere = [x for x in others if x.host != own.host and not x.is_loopback]
         if elsewhere:
             _log.info(
@@ -57,10 +57,10 @@ def host_to_bind(own: Address, others: Iterable[Address]) -> str | None:
 
 @contextlib.contextmanager
 def listener(host: str | None, port: int) -> Iterator[None]:
-    """Accept connections at a port, at the host that `host_to_bind` says.
+    """Accept connections at a port of the host from `host_to_bind`.
 
     Raises:
-        OSError: If it is taken.
+        OSError: If the port is taken.
     """
     both = host is None and socket.has_dualstack_ipv6()
     own = [""] if host is None else filter(_is_of_this_machine, _addresses_of(host))
@@ -77,7 +77,7 @@ def listener(host: str | None, port: int) -> Iterator[None]:
 def _addresses_of(host: str) -> list[str]:
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError:  # Its name is not known here.
+    except OSError:  # The name does not resolve here.
         return []
     return list(dict.fromkeys(str(address[0]) for *_, address in found))
 
@@ -93,10 +93,11 @@ def _is_of_this_machine(ip: str) -> bool:
 
 
 def listen_for(peers: Iterable[str]) -> None:
-    """Make Gloo listen where the other workers reach this machine.
+    """Make Gloo listen on the address that the other workers can reach.
 
-    Call it before JAX's devices are started. JAX has no option for the address, so the
-    function that makes its Gloo is replaced. The address stays if no peer's is known.
+    Call it before JAX's devices are started. JAX has no option for the address, so this
+    replaces the function that makes its Gloo. Without a known peer, Gloo's default
+    address stays.
     """
     address = local_address(peers)
     keywords = {} if address is None else {"hostname": address}
@@ -104,10 +105,9 @@ def listen_for(peers: Iterable[str]) -> None:
 
 
 def local_address(peers: Iterable[str]) -> str | None:
-    """This machine's IP address on its way to one of the peers; None: there is no way.
+    """This machine's IP address on the route to a peer; None without a route.
 
-    That of the machine itself, which no other one can reach, only if all peers are on
-    it. Nothing is sent to them.
+    A loopback address only if all peers are on this machine. It sends nothing.
 
     Example:
         >>> local_address(["127.0.0.1:2222"])
@@ -125,7 +125,7 @@ def _towards(peer: str) -> str | None:
             host, port, type=socket.SOCK_DGRAM
         )[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(address)  # Of UDP: looks up the route, and sends nothing.
+            probe.connect(address)  # UDP: looks up the route, and sends nothing.
             return probe.getsockname()[0]
-    except OSError:  # Its name is not known, or there is no route.
+    except OSError:  # The name does not resolve, or there is no route.
         return None

@@ -1,4 +1,4 @@
-"""Cluster resolvers: the cluster that a process is in, and its task there."""
+"""Cluster resolvers: determine a process' cluster, and its task in it."""
 
 import os
 from abc import ABC, abstractmethod
@@ -18,16 +18,16 @@ __all__ = [
 
 
 class ClusterResolver(ABC):
-    """Says which cluster this process is in, and which of its tasks it is.
+    """Base class of resolvers, which determine a process' cluster and its task.
 
     A subclass must define `cluster_spec`. (TF:
     `tf.distribute.cluster_resolver.ClusterResolver`.)
 
     Attributes:
-        task_type: The job of this process, such as `"worker"`; None if not known.
+        task_type: The job of this process, such as `"worker"`; None if unknown.
         task_id: The index of this process within its job, from zero, or None.
-        rpc_layer: What `master` puts before addresses, such as `"grpc"`.
-        environment: Where the program runs; empty unless given.
+        rpc_layer: Prefix of the addresses that `master` returns, such as `"grpc"`.
+        environment: Name of the environment of the program; empty unless given.
     """
 
     task_type: str | None = None
@@ -37,7 +37,7 @@ class ClusterResolver(ABC):
 
     @abstractmethod
     def cluster_spec(self) -> ClusterSpec:
-        """The jobs of the cluster and their tasks' addresses."""
+        """Return the jobs of the cluster and their tasks' addresses."""
 
     def master(
         self,
@@ -45,15 +45,15 @@ class ClusterResolver(ABC):
         task_id: int | None = None,
         rpc_layer: str | None = None,
     ) -> str:
-        """The address of a task.
+        """Return the address of a task.
 
         Args:
-            task_type: Its job; None for this process'.
-            task_id: Its index; None for this process'.
-            rpc_layer: What to put before the address, as in `"grpc://host:2222"`.
+            task_type: The task's job; None for this process'.
+            task_id: The task's index; None for this process'.
+            rpc_layer: Prefix of the address, as in `"grpc://host:2222"`.
 
         Returns:
-            The address; empty on a single machine and for a task that is not listed.
+            The address; empty on a single machine and for an unlisted task.
         """
         job = self.task_type if task_type is None else task_type
         index = self.task_id if task_id is None else task_id
@@ -70,18 +70,18 @@ class ClusterResolver(ABC):
         task_id: int | None = None,
         config_proto: None = None,
     ) -> dict[str, int]:
-        """The number of accelerators of this process, such as `{"GPU": 2}`.
+        """Count the accelerators of this process, such as `{"GPU": 2}`.
 
         This starts JAX's devices: in a cluster of several processes call it after the
         strategy was made.
 
         Args:
-            task_type: For TensorFlow's signature; this process' job or None.
-            task_id: Likewise; this process' index or None.
-            config_proto: Likewise; None.
+            task_type: This process' job or None; for TensorFlow's signature.
+            task_id: This process' index or None; for TensorFlow's signature.
+            config_proto: None; for TensorFlow's signature.
 
         Raises:
-            ValueError: For another process, whose devices are not known here.
+            ValueError: For another process, whose devices are unknown here.
         """
         del config_proto
         is_other_job = (task_type or self.task_type) != self.task_type
@@ -107,7 +107,7 @@ class ClusterResolver(ABC):
 
 
 class KnownCluster(ClusterResolver):
-    """A resolver that reads its cluster once, when it is made."""
+    """Base class of resolvers that read their cluster once, in the constructor."""
 
     def __init__(
         self, config: TaskConfig, rpc_layer: str | None, environment: str = ""
@@ -119,12 +119,12 @@ class KnownCluster(ClusterResolver):
         self.environment = environment
 
     def cluster_spec(self) -> ClusterSpec:
-        """The cluster as it was when the resolver was made."""
+        """Return the cluster that the constructor has read."""
         return self._cluster
 
 
 class SimpleClusterResolver(KnownCluster):
-    """A cluster that the program describes itself.
+    """A resolver of a cluster that the program describes.
 
     (TF: `tf.distribute.cluster_resolver.SimpleClusterResolver`.)
 
@@ -133,10 +133,10 @@ class SimpleClusterResolver(KnownCluster):
         master: What `master()` returns when no task is named.
         task_type: The job of this process.
         task_id: The index of this process within its job.
-        environment: Where the program runs; not used.
+        environment: Name of the environment of the program; not used.
         num_accelerators: The number of accelerators of this process by kind, such as
             `{"GPU": 2}`; None: those that JAX finds.
-        rpc_layer: What `master()` puts before addresses.
+        rpc_layer: Prefix of the addresses that `master()` returns.
 
     Raises:
         TypeError: If `cluster_spec` is no ClusterSpec or `master` no string.
@@ -179,7 +179,7 @@ class SimpleClusterResolver(KnownCluster):
         task_id: int | None = None,
         rpc_layer: str | None = None,
     ) -> str:
-        """The address of the named task, or the `master` that was given."""
+        """Return the address of the named task, or the `master` that was given."""
         if task_type is None or task_id is None:
             return _with_layer(self._master, rpc_layer or self.rpc_layer)
         return super().master(task_type, task_id, rpc_layer)
@@ -191,17 +191,17 @@ class SimpleClusterResolver(KnownCluster):
 
 
 class TFConfigClusterResolver(KnownCluster):
-    """The cluster that the environment variable `TF_CONFIG` describes.
+    """A resolver of the cluster that the environment variable `TF_CONFIG` describes.
 
-    It is read once, here: later changes of the variable have no effect. Without it, or
-    if it is blank, the cluster is empty: a single machine. (TF:
+    The constructor reads the variable; later changes have no effect. If it is absent or
+    blank, the cluster is empty: a single machine. (TF:
     `tf.distribute.cluster_resolver.TFConfigClusterResolver`.)
 
     Args:
-        task_type: The job of this process in place of the variable's.
-        task_id: The index of this process in place of the variable's.
-        rpc_layer: What `master()` puts before addresses.
-        environment: Where the program runs; not used.
+        task_type: Overrides the variable's job of this process.
+        task_id: Overrides the variable's index of this process.
+        rpc_layer: Prefix of the addresses that `master()` returns.
+        environment: Name of the environment of the program; not used.
 
     Raises:
         ClusterConfigError: If TF_CONFIG is malformed; the message lists all problems.
@@ -236,14 +236,14 @@ class TFConfigClusterResolver(KnownCluster):
         task_id: int | None = None,
         rpc_layer: str | None = None,
     ) -> str:
-        """The address of a task; empty if it is alone in the cluster."""
+        """Return the address of a task; empty in a cluster of one task."""
         if sum(map(self._cluster.num_tasks, self._cluster.jobs)) == 1:
             return ""
         return super().master(task_type, task_id, rpc_layer)
 
 
 def default_resolver() -> TFConfigClusterResolver | None:
-    """The resolver of TF_CONFIG if that variable is set and not blank, else None."""
+    """Return the resolver of TF_CONFIG if that is set and not blank, else None."""
     return TFConfigClusterResolver() if _tf_config_text() else None
 
 

@@ -19,7 +19,7 @@ _REPEATED = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 
 
 class SlurmClusterResolver(KnownCluster):
-    """The tasks of this Slurm job step as a cluster.
+    """A resolver of the cluster of this Slurm job step's tasks.
 
     Start the script with `srun`. Task `n` of Slurm is process `n` of the cluster; tasks
     of one node listen on consecutive ports. (TF:
@@ -30,19 +30,19 @@ class SlurmClusterResolver(KnownCluster):
     `SLURM_NODEID` if they are there.
 
     Args:
-        jobs: The number of tasks of each job, `{"worker": 4}`. They take Slurm's tasks
-            in alphabetic order of the jobs, as in TensorFlow. None: all are workers.
+        jobs: The number of tasks of each job, `{"worker": 4}`. Jobs get Slurm's tasks
+            in alphabetical order, as in TensorFlow. None: all are workers.
         port_base: The port of the first task of each node.
         gpus_per_node: The number of GPUs of a node; None: `SLURM_GPUS_ON_NODE`, else as
             many as `CUDA_VISIBLE_DEVICES` names.
         gpus_per_task: The number of GPUs of a task; None: a node's GPUs divided by its
             tasks.
         tasks_per_node: The number of tasks of every node, or of each by host name;
-            None: what Slurm says.
-        auto_set_gpu: Show each task its own GPUs only, by `CUDA_VISIBLE_DEVICES`, where
-            a node runs several tasks and Slurm has not bound GPUs to them. This must
-            come before JAX's devices are used first.
-        rpc_layer: What `master()` puts before addresses.
+            None: read from Slurm's variables.
+        auto_set_gpu: Set `CUDA_VISIBLE_DEVICES` to the task's own GPUs, where a node
+            runs several tasks and Slurm has not bound GPUs to them. Make the resolver
+            before the first use of JAX's devices.
+        rpc_layer: Prefix of the addresses that `master()` returns.
 
     Raises:
         ClusterConfigError: If variables are missing or do not fit together.
@@ -105,19 +105,19 @@ class SlurmClusterResolver(KnownCluster):
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpus)
 
     def get_task_info(self) -> tuple[str | None, int | None]:
-        """The job of this process and its index within it."""
+        """Return the job of this process and its index in the job."""
         return self.task_type, self.task_id
 
     def _accelerators(self) -> dict[str, int]:
-        # Without Slurm's word on GPUs there may still be accelerators.
+        # Slurm may not list GPUs: then ask JAX.
         return {"GPU": len(self._gpus)} if self._gpus else super()._accelerators()
 
 
 def expand_hostlist(text: str) -> list[str]:
-    """The hosts of a Slurm host list, in its order.
+    """Expand a Slurm host list to its hosts, in order.
 
-    Numbers and ranges in brackets stand for several names. A range has as many digits
-    as its first number.
+    Numbers and ranges in brackets stand for several names. The numbers of a range are
+    padded to the width of its first number.
 
     Example:
         >>> expand_hostlist("gpu[1-3,07],login,r[0-1]n[8-9]")
@@ -125,7 +125,7 @@ def expand_hostlist(text: str) -> list[str]:
     """
     hosts: list[str] = []
     for part in re.split(r",(?![^\[\]]*\])", text):
-        # Odd pieces are what stood in brackets.
+        # Pieces at odd indices were in brackets.
         pieces = _BRACKETS.split(part)
         if not part or any(set("[] ") & set(piece) for piece in pieces):
             raise _error(
@@ -157,7 +157,7 @@ def _numbers(ranges: str, text: str) -> list[str]:
 
 
 def expand_tasks_per_node(text: str) -> list[int]:
-    """The number of tasks of each node, as Slurm writes them.
+    """Expand Slurm's task counts to the number of tasks of each node.
 
     Example:
         >>> expand_tasks_per_node("2(x3),1")
@@ -216,8 +216,8 @@ def _layout(
 def _hosts(num_tasks: int) -> list[str]:
     text = os.environ.get("SLURM_STEP_NODELIST")
     if not text and num_tasks == 1:
-        # A batch script is task 0 of as many tasks as the job may start: others would
-        # be waited for in vain.
+        # Only for one task: a batch script is task 0 of as many tasks as the job may
+        # start, and would wait for the others in vain.
         text = os.environ.get("SLURM_JOB_NODELIST")
     if not text:
         raise _not_set(["SLURM_STEP_NODELIST"])
@@ -254,7 +254,7 @@ def _gpus_of_task(
     if gpus_per_node is None:
         gpus_per_node = len(visible or ())
     if visible is not None and (_gpus_are_bound() or len(visible) < gpus_per_node):
-        return visible  # This task has its share already.
+        return visible  # Slurm has bound GPUs to this task.
     visible = visible or [str(gpu) for gpu in range(gpus_per_node)]
     share = gpus_per_node // num_tasks if gpus_per_task is None else gpus_per_task
     if share * num_tasks > gpus_per_node:

@@ -12,9 +12,9 @@ class Task(NamedTuple):
     """One process of a cluster.
 
     Attributes:
-        job: Its job, such as `"worker"`.
-        task_id: Its index within the job, from zero.
-        address: Where it listens, `"host:port"`.
+        job: The task's job, such as `"worker"`.
+        task_id: The task's index in the job, from zero.
+        address: The address that it listens on, `"host:port"`.
     """
 
     job: str
@@ -23,12 +23,12 @@ class Task(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What messages call it, such as `"worker:1"`."""
+        """The task's name in messages, such as `"worker:1"`."""
         return task_name(self.job, self.task_id)
 
 
 def task_name(job: str, index: int) -> str:
-    """The name of a task in messages and reports.
+    """Format the name of a task, for messages and reports.
 
     Example:
         >>> task_name("worker", 1)
@@ -40,15 +40,15 @@ def task_name(job: str, index: int) -> str:
 class ClusterSpec:
     """The jobs of a cluster and the addresses of their tasks. Immutable.
 
-    (TF: `tf.train.ClusterSpec`.) Addresses are taken as they are; `check_cluster` in
-    `replicax.cluster.config` says whether a strategy can use them.
+    (TF: `tf.train.ClusterSpec`.) It does not validate addresses; `check_cluster` in
+    `replicax.cluster.config` does.
 
     Args:
         cluster: For each job the addresses of its tasks, `"host:port"`: a list, or a
-            dict from the task's index. Or another ClusterSpec.
+            dict by the task's index. Or another ClusterSpec.
 
     Raises:
-        TypeError: If it is something else.
+        TypeError: If `cluster` has another type.
 
     Example:
         >>> cluster = ClusterSpec({"chief": ["a:2222"], "worker": ["b:2222", "c:2222"]})
@@ -85,7 +85,7 @@ class ClusterSpec:
     def workers(self) -> tuple[Task, ...]:
         """The tasks that train: the chief, then the workers.
 
-        A task's position here is the index of its process in the training cluster.
+        A task's index here is the index of its process in the training cluster.
         """
         return tuple(
             Task(job, index, address)
@@ -95,7 +95,7 @@ class ClusterSpec:
 
     @property
     def fingerprint(self) -> str:
-        """12 hexadecimal digits that are equal on all tasks of the same cluster.
+        """A hash of the cluster, 12 hexadecimal digits, equal on all of its tasks.
 
         Example:
             >>> ClusterSpec({"ps": ["a:1"], "worker": ["b:1"]}).fingerprint == (

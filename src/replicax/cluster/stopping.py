@@ -1,4 +1,4 @@
-"""Stop requests: all workers stop after one step when one gets SIGTERM or Ctrl-C."""
+"""Stop requests: on SIGTERM or Ctrl-C in one worker, all stop after the same step."""
 
 import contextlib
 import signal
@@ -12,17 +12,17 @@ __all__ = ["StopRequest"]
 
 
 class StopRequest:
-    """A request to stop between two steps.
+    """A request to stop all workers after the same step.
 
-    A worker must not wait for the others between its steps, which may need it to
-    finish theirs. So the threads that exchange heartbeats agree: each one freezes
-    its worker's count of steps, tells it, and when all are told, all stop after the
-    highest one plus 1. Frozen, a worker waits at its next step's end for that moment.
-    One that is alone has nobody to agree with.
+    A worker must not wait for the others between steps, since their step may need this
+    worker. So the heartbeat threads agree: each thread freezes its worker's step count
+    and sends it; when all counts are known, all workers stop after the highest one
+    plus 1. A frozen worker waits at the end of its next step for this agreement. A
+    single worker stops at once.
 
     Attributes:
         requested: Whether some worker is to stop.
-        interrupted: Whether it is by Ctrl-C, after which nobody starts again.
+        interrupted: Whether the cause is Ctrl-C, which no restart follows.
     """
 
     def __init__(self, *, alone: bool) -> None:
@@ -40,7 +40,7 @@ class StopRequest:
         return self.requested and self._stop_at is None
 
     def reached(self, step: int) -> bool:
-        """Whether to stop now, after `step`; asked after each. Under a microsecond."""
+        """Whether to stop after `step`; asked after each step, in under 1 us."""
         if self._alone:
             self._step = step
             return self.requested
@@ -50,13 +50,13 @@ class StopRequest:
             return self._stop_at is not None and step >= self._stop_at
 
     def freeze(self) -> int:
-        """Hold the worker at the end of its next step; returns its last one."""
+        """Hold the worker at the end of its next step; return its last step."""
         with self._changed:
             self._frozen = self._stop_at is None
             return self._step
 
     def agree(self, step: int) -> None:
-        """Let the worker go on, and stop after `step`."""
+        """Release the worker, and let it stop after `step`."""
         with self._changed:
             self._stop_at = step
             self._frozen = False
@@ -64,7 +64,7 @@ class StopRequest:
 
     @contextlib.contextmanager
     def on_sigterm(self) -> Iterator[None]:
-        """While open, SIGTERM asks to stop; a second one ends the process at once.
+        """While open, SIGTERM requests a stop; a second one ends the process at once.
 
         Does nothing outside the main thread, where signals cannot be caught.
         """
@@ -86,13 +86,13 @@ class StopRequest:
 
     @contextlib.contextmanager
     def on_interrupt(self) -> Iterator[None]:
-        """While open, Ctrl-C asks to stop; a second one raises `KeyboardInterrupt`."""
+        """While open, Ctrl-C requests a stop; a second raises `KeyboardInterrupt`."""
         try:
             with postponing_interrupts(self._interrupt):
                 yield
         finally:
             if self._alone and self.interrupted:
-                self.requested = self.interrupted = False  # A notebook goes on.
+                self.requested = self.interrupted = False  # A notebook may train again.
 
     def _interrupt(self) -> None:
         self.requested = self.interrupted = True

@@ -1,4 +1,4 @@
-"""The key-value store of JAX's coordination service, which all workers share."""
+"""Client of the key-value store in JAX's coordination service."""
 
 import ctypes
 from typing import Any
@@ -15,31 +15,34 @@ class StoreError(ConnectionError):
 
 
 class Store:
-    """Small texts under names with slashes. A call takes about 0.3 ms."""
+    """The key-value store that all workers share; a call takes about 0.3 ms.
+
+    Keys have folders, separated by slashes. Values are small texts.
+    """
 
     def __init__(self, client: Any) -> None:
         self._client = client
 
     @staticmethod
     def abandon() -> None:
-        """Let this process end without JAX's wait for the others, who have failed."""
+        """Drop JAX's client, whose shutdown would wait for the others, who failed."""
         state = distributed_state()
         client, state.client = state.client, None
-        # Its destructor would wait, too.
+        # Leaked on purpose: the destructor would wait, too.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))
 
     def put(self, key: str, value: str) -> None:
-        """Store `value` under `key`, in place of what was there."""
+        """Store `value` under `key`, replacing an older value."""
         self._call(self._client.key_value_set, key, value, allow_overwrite=True)
 
     def read(self, folder: str) -> dict[str, str]:
-        """Everything stored in `folder`, by the rest of its key."""
+        """Read all values in `folder`, by the rest of their keys."""
         prefix = f"{folder}/"
         found = self._call(self._client.key_value_dir_get, prefix)
         return {key.partition(prefix)[2]: value for key, value in found}
 
     def delete(self, key: str) -> None:
-        """Remove a key, and all that is stored under it as a folder."""
+        """Delete a key, and all keys in the folder of its name."""
         self._call(self._client.key_value_delete, key)
 
     @staticmethod

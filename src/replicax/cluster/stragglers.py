@@ -1,9 +1,9 @@
-"""How a worker's time goes into its own work and into waiting; who is waited for.
+"""Detects stragglers: samples each worker's time of own work and of waiting.
 
-Steps end on all workers together, so their times do not tell who is slow. What tells is
-whether a worker's threads compute while a step is under way, or all wait. A look takes
-a fraction of a millisecond, five times a second, and no step pays for it. CPUs only: a
-GPU's kernels that wait for others look like any kernel.
+Synchronous steps end on all workers together, so step times do not show the slow
+worker. Instead, a sampler looks whether any thread of the worker computes during a
+step, or all wait. A sample takes a fraction of a millisecond, five times a second, in a
+thread of its own. CPUs only: a GPU kernel that waits for others looks like any kernel.
 """
 
 import os
@@ -19,7 +19,7 @@ SAMPLE_SECONDS = 0.2
 WINDOW_SECONDS = 8.0
 _SAY_EVERY_SECONDS = 60.0
 _MUCH = 0.3
-"""Difference of two workers' shares of waiting that is worth a line."""
+"""Difference of two workers' shares of waiting that is reported."""
 _TASKS = Path("/proc/self/task")
 _RUNS = b"R"
 _NOT_COMPUTING = (b"event_engine", b"grpc", b"lifeguard", b"resolver", b"timer")
@@ -27,10 +27,10 @@ _NOT_COMPUTING = (b"event_engine", b"grpc", b"lifeguard", b"resolver", b"timer")
 
 
 class Spending:
-    """A worker's seconds of its own work, and of waiting for others.
+    """A sampler of a worker's seconds of own work, and of waiting for others.
 
     Attributes:
-        is_on: Whether to look.
+        is_on: Whether to sample.
         spent: Seconds of own work and of waiting.
     """
 
@@ -40,7 +40,7 @@ class Spending:
         self._looked_at: float | None = None
 
     def start(self, platform: str) -> None:
-        """Look from now on, if devices of that platform can be looked at."""
+        """Start sampling, if this platform's devices can be sampled."""
         self.is_on = platform == "cpu" and _TASKS.is_dir()
 
     def sample(
@@ -51,12 +51,12 @@ class Spending:
         is_dispatching: bool = False,
         is_exchanging: bool = False,
     ) -> None:
-        """Look what this process does.
+        """Sample whether this process works or waits.
 
         Args:
-            now: The time, by a steady clock.
-            is_in_step: Whether the devices have a program that is not done.
-            is_dispatching: Whether the script hands it over, and may compute it itself.
+            now: The time, by a monotonic clock.
+            is_in_step: Whether the devices have an unfinished program.
+            is_dispatching: Whether the script dispatches it, and may compute it itself.
             is_exchanging: Whether the script waits for values of other workers.
         """
         before, self._looked_at = self._looked_at, now
@@ -66,16 +66,16 @@ class Spending:
             self.spent = (own, waited + passed) if waits else (own + passed, waited)
 
     def is_due(self, now: float) -> bool:
-        """Whether it is time for the next look."""
+        """Whether it is time for the next sample."""
         if not self.is_on:
             return False
         return self._looked_at is None or now - self._looked_at >= SAMPLE_SECONDS
 
 
 def _is_computing(in_script: bool) -> bool:
-    """Whether a thread that computes runs, or would if it had a core.
+    """Whether a computing thread is running, or runnable and waiting for a core.
 
-    Those of Python prepare the next batch meanwhile, or look as this one does.
+    Python's threads do not count: they prepare the next batch, or sample.
     """
     of_python = {thread.native_id for thread in threading.enumerate()}
     if in_script:
@@ -86,7 +86,7 @@ def _is_computing(in_script: bool) -> bool:
         try:
             with open(f"{_TASKS}/{name}/stat", "rb", buffering=0) as file:
                 state = file.read(256)
-        except (FileNotFoundError, ProcessLookupError):  # It has just ended.
+        except (FileNotFoundError, ProcessLookupError):  # The thread has ended.
             continue
         command, _, rest = state.partition(b"(")[2].rpartition(b") ")
         if rest.startswith(_RUNS) and not command.startswith(_NOT_COMPUTING):
@@ -95,10 +95,10 @@ def _is_computing(in_script: bool) -> bool:
 
 
 class Stragglers:
-    """Finds the worker that the others wait for, from what all have spent.
+    """Finds the worker that the others wait for, from all workers' samples.
 
     Attributes:
-        found: Who waits for whom, and by how much, as last found; empty: nobody.
+        found: The last finding: who waits for whom, and how long; empty: nobody.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -111,14 +111,14 @@ class Stragglers:
     def look(
         self, now: float, spent: Sequence[tuple[float, float]], steps: int
     ) -> str | None:
-        """What to say now, at most once a minute; None: nothing.
+        """Return a message about a straggler, at most once a minute; else None.
 
-        A worker is named that was slowest in two spans of time one after the other.
+        A straggler is the slowest worker of two consecutive windows of time.
 
         Args:
-            now: The time, by a steady clock.
-            spent: Each worker's seconds of own work and of waiting until now.
-            steps: Number of steps until now.
+            now: The time, by a monotonic clock.
+            spent: Each worker's seconds of own work and of waiting so far.
+            steps: Number of steps so far.
         """
         began, before, first = self._begin or (now, spent, steps)
         if self._begin is None or now - began >= WINDOW_SECONDS:

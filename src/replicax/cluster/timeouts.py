@@ -19,31 +19,31 @@ _OF_STRATEGIES = {
     "server_timeout_seconds": "server",
     "grace_seconds": "chief",
 }
-"""Arguments that strategies had before `timeouts`, and the field of each."""
+"""Former arguments of strategies, with the field of `Timeouts` that replaces each."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Timeouts:
-    """How long processes wait for each other, in seconds.
+    """Deadlines of the waits between processes, in seconds.
 
-    Everything that waits takes it as `timeouts`: strategies of several processes,
-    `rx.SidecarEvaluator`, `rx.estimator.EvalSpec`. Each reads the fields that concern
-    it, so a script may use one for all. Methods that tf.distribute and Keras give a
-    timeout of their own, and `rx.CommunicationOptions(timeout_seconds=)`, which is
-    `step`, keep it.
+    Every API that waits takes it as `timeouts`: strategies of several processes,
+    `rx.SidecarEvaluator`, `rx.estimator.EvalSpec`. Each reads the fields that it needs,
+    so a script may use one object for all. Methods that have a timeout in tf.distribute
+    or Keras keep it, and so does `rx.CommunicationOptions(timeout_seconds=)`, which
+    overrides `step`.
 
     Args:
-        startup: For all workers and servers to be there, and to get ready for a new
+        startup: Until all workers and servers have started, or are ready for a new
             program.
-        step: For a worker that is alive to come to a step, and for a step to finish:
-            more than the longest step takes, compilation included.
-        heartbeat: For the next heartbeat of each process; they come once a second.
-        shutdown: For all workers to come to the end of their scripts. Workers of
+        step: Until a live worker reaches a step, and until a step finishes. It must
+            exceed the longest step, compilation included.
+        heartbeat: Until the next heartbeat of each process; they come once a second.
+        shutdown: Until all workers' scripts have ended. Workers of
             `rx.ParameterServerStrategy` do not wait there.
-        server: For a lost parameter server to be restarted.
-        chief: For a lost chief of `rx.ParameterServerStrategy`, or its last worker, to
-            be restarted.
-        checkpoint: For the next checkpoint of the training that an evaluator follows.
+        server: Until a lost parameter server is restarted.
+        chief: Until a lost chief of `rx.ParameterServerStrategy`, or its last worker,
+            is restarted.
+        checkpoint: Until the next checkpoint of the training that an evaluator follows.
 
     Raises:
         ValueError: For a value that is no positive, finite number.
@@ -74,7 +74,7 @@ class Timeouts:
 
 
 def checked_timeouts(timeouts: Timeouts | None, caller: str) -> Timeouts:
-    """The timeouts given to the public call `caller`, or the default ones for None."""
+    """Check the timeouts given to the public call `caller`; None: the default ones."""
     if timeouts is None:
         return Timeouts()
     if not isinstance(timeouts, Timeouts):
@@ -86,10 +86,10 @@ def checked_timeouts(timeouts: Timeouts | None, caller: str) -> Timeouts:
 
 
 def takes_timeouts(**replaced: str) -> Callable[[_Class], _Class]:
-    """Class decorator: arguments from before `timeouts` raise the new spelling.
+    """Class decorator: a former timeout argument raises an error with its replacement.
 
-    The signature stays as it is written. `replaced` has the field of `Timeouts` that
-    each former argument has become; none: the arguments of strategies.
+    It does not change the signature. `replaced` maps former arguments to fields of
+    `Timeouts`; empty: the arguments of strategies.
     """
     fields = replaced or _OF_STRATEGIES
 

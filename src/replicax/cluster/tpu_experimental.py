@@ -1,4 +1,4 @@
-"""Bringing a TPU system up, in the shape of `tf.tpu.experimental`."""
+"""Initializes a TPU system, in the shape of `tf.tpu.experimental`."""
 
 from replicax.cluster.timeouts import Timeouts, checked_timeouts
 from replicax.cluster.tpu_slice import TPUClusterResolver
@@ -13,15 +13,15 @@ def initialize_tpu_system(
     *,
     timeouts: Timeouts | None = None,
 ) -> Topology:
-    """Start the TPU chips, and say what there is.
+    """Start the TPU chips, and return their topology.
 
-    Every host of a slice calls it; hosts that have not been joined yet are joined
-    first. The call is not needed: `rx.TPUStrategy` does the same.
+    Every host of a slice calls it; it joins the hosts first if need be. The call is
+    optional: `rx.TPUStrategy` does the same.
     (TF: `tf.tpu.experimental.initialize_tpu_system`.)
 
     Args:
         cluster_resolver: Describes the slice; None: `TPUClusterResolver(tpu="")`.
-        timeouts: As for `rx.TPUStrategy`, to which these apply then.
+        timeouts: As for `rx.TPUStrategy`, which uses these then.
 
     Returns:
         The system's chips and hosts.
@@ -52,9 +52,9 @@ def initialize_tpu_system(
 
 
 def shutdown_tpu_system(cluster_resolver: TPUClusterResolver | None = None) -> None:
-    """Nothing: JAX gives the chips back when the process ends.
+    """Do nothing: JAX releases the chips when the process ends.
 
-    It is here for scripts that call it.
+    It exists for scripts that call it.
     (TF: `tf.tpu.experimental.shutdown_tpu_system`.)
 
     Args:

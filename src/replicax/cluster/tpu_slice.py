@@ -1,4 +1,4 @@
-"""The TPU slice of this machine as a cluster, without starting JAX's devices."""
+"""Detects this machine's TPU slice as a cluster, without starting JAX's devices."""
 
 import dataclasses
 import http.client
@@ -38,11 +38,11 @@ VARIABLES = (
     "MEGASCALE_SLICE_ID",
     "MEGASCALE_COORDINATOR_ADDRESS",
 )
-"""Environment variables that say where a TPU slice is; JAX reads most of them too."""
+"""Environment variables that describe a TPU slice; JAX reads most of them too."""
 
 _OF_TPUS = ("TPU_", "CLOUD_TPU_", "MEGASCALE_")
 _OF_LIBTPU = ("TPU_LIBRARY_PATH", "TPU_SKIP_MDS_QUERY")
-"""Variables that are set without TPUs, too: by libtpu's and JAX's import."""
+"""Variables that libtpu's and JAX's imports set, without TPUs too."""
 _HERE = (None, "", "local")
 _QUERY_SECONDS = 3.0
 _PAUSE_SECONDS = 0.25
@@ -53,15 +53,15 @@ _ENTRY = re.compile(r"^\s*([A-Z_]+)\s*:\s*'?([^'\n]*)'?\s*$", re.MULTILINE)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TpuSlice:
-    """The hosts of a TPU slice, and which of them this machine is.
+    """The hosts of a TPU slice, and the index of this machine among them.
 
     Attributes:
         addresses: `"host:port"` of each process of this slice, in JAX's order; empty
-            for one alone.
-        index: This machine's place among them.
+            for a single host.
+        index: This machine's index among them.
         num_slices: Number of slices that train together.
-        slice_index: The place of this one among them.
-        name: The name of the TPU, `""` if nothing says it.
+        slice_index: This slice's index among them.
+        name: The name of the TPU, `""` if unknown.
     """
 
     addresses: tuple[str, ...] = ()
@@ -77,24 +77,24 @@ class TpuSlice:
 
 
 class TPUClusterResolver(KnownCluster):
-    """The TPU of this machine, and the other hosts of its slice.
+    """A resolver of the cluster of this machine's TPU slice.
 
-    A script runs on the TPU VM itself, on each host of a slice. What the environment
-    says (`TPU_WORKER_HOSTNAMES`, `TPU_WORKER_ID`, ... as on GKE) or, on a Google Cloud
-    TPU VM, the metadata server is read once, here. No device is started; whether there
-    are TPU chips shows in `rx.tpu.experimental.initialize_tpu_system` and
-    `rx.TPUStrategy`. (TF: `tf.distribute.cluster_resolver.TPUClusterResolver`.)
+    A script runs on the TPU VM itself, on each host of a slice. The constructor reads
+    the environment (`TPU_WORKER_HOSTNAMES`, `TPU_WORKER_ID`, ... as on GKE) or, on a
+    Google Cloud TPU VM, the metadata server. It starts no device, so it does not check
+    for TPU chips; `rx.tpu.experimental.initialize_tpu_system` and `rx.TPUStrategy` do.
+    (TF: `tf.distribute.cluster_resolver.TPUClusterResolver`.)
 
     Args:
-        tpu: None, `""` or `"local"`: the TPU of this machine; with None there must be
-            one, as scripts expect that fall back on GPUs after a `ValueError`. A name
-            or an address is accepted if it is this machine's own.
-        zone: For TensorFlow's signature; not used.
-        project: Likewise.
+        tpu: None, `""` or `"local"`: the TPU of this machine. None requires a TPU here,
+            for scripts that fall back on GPUs after a `ValueError`. A name or an
+            address must be this machine's own.
+        zone: Not used; for TensorFlow's signature.
+        project: Not used; for TensorFlow's signature.
 
     Attributes:
-        num_hosts: Number of processes that train together, one to a host, those of
-            other slices too.
+        num_hosts: Number of processes that train together, one for each host of all
+            slices.
         num_slices: Number of slices.
 
     Raises:
@@ -153,15 +153,15 @@ class TPUClusterResolver(KnownCluster):
 def skip_libtpu_without_chips(
     environ: Mapping[str, str], devices: str = "/dev"
 ) -> bool:
-    """Keep JAX from loading an installed libtpu where there are no TPUs.
+    """Keep JAX from loading an installed libtpu on a machine without TPUs.
 
-    JAX would look for TPUs with it in every process. libtpu then prints five lines
-    of errors, and replaces what SIGTERM does. Compiling for described TPUs needs no
-    backend and stays possible. Nothing happens where anything speaks of a TPU, where
-    the platforms are named (`JAX_PLATFORMS`), or once the devices are started.
+    JAX would load it in every process to look for TPUs. libtpu then prints five lines
+    of errors, and replaces the handler of SIGTERM. Compiling for described TPUs needs
+    no backend and stays possible. Nothing happens if there is any sign of a TPU, if
+    `JAX_PLATFORMS` names the platforms, or once the devices are started.
 
     Returns:
-        Whether JAX does without its TPU backend from now on.
+        Whether JAX's TPU backend is off from now on.
     """
     if has_devices() or jax.config.values.get("jax_platforms"):
         return False
@@ -171,7 +171,7 @@ def skip_libtpu_without_chips(
 
 
 def _speaks_of_tpus(environ: Mapping[str, str], devices: str = "/dev") -> bool:
-    """Whether a TPU may be here, by the machine's files and the environment."""
+    """Whether the machine's files or the environment are a sign of a TPU."""
     named = any(
         name.startswith(_OF_TPUS) and name not in _OF_LIBTPU for name in environ
     )
@@ -185,16 +185,16 @@ def detect_slice(
     is_tpu_vm: bool,
     timeout_seconds: float = _QUERY_SECONDS,
 ) -> TpuSlice:
-    """The slice of this machine, from the sources that JAX itself uses.
+    """Detect the slice of this machine, from the same sources as JAX.
 
-    The environment says it on GKE. Google Cloud's metadata server is asked only on a
-    machine that has TPU chips and no such variables, and not if `TPU_SKIP_MDS_QUERY`
-    is set.
+    These are the environment, as on GKE, or Google Cloud's metadata server. It asks the
+    server only on a machine with TPU chips and without these variables, and not if
+    `TPU_SKIP_MDS_QUERY` is set.
 
     Args:
         environ: The environment variables.
         is_tpu_vm: Whether the machine has TPU chips.
-        timeout_seconds: How long each question to the metadata server may take.
+        timeout_seconds: Deadline of each request to the metadata server.
 
     Raises:
         ClusterConfigError: If variables are malformed or do not fit together; if the
@@ -237,7 +237,7 @@ def detect_slice(
 def _number(
     known: Mapping[str, str], name: str, default: int, low: int, high: int
 ) -> int:
-    """A number between `low` and `high`; `default` if it is said nowhere."""
+    """Read a number between `low` and `high`; `default` if it is absent."""
     text = known.get(name) or str(default)
     if text.isascii() and text.isdigit() and low <= int(text) <= high:
         return int(text)
@@ -248,9 +248,10 @@ def _number(
 
 
 def _addresses(hosts: str, port: int) -> tuple[str, ...]:
-    """Where the processes on `"host1,host2"` meet; nowhere if there is one only.
+    """The addresses of the processes on `"host1,host2"`; none for a single host.
 
-    Ports that are listed are libtpu's. Processes of one host take consecutive ones.
+    Listed ports are libtpu's and are ignored. Processes of one host get consecutive
+    ports.
     """
     names = [_host(entry) for entry in hosts.split(",")] if hosts else []
     if len(names) <= 1:
@@ -261,7 +262,7 @@ def _addresses(hosts: str, port: int) -> tuple[str, ...]:
 
 
 def _host(entry: str) -> str:
-    """The host of `"host"`, `"host:port"` or `"name:id:ip"`."""
+    """Parse the host of `"host"`, `"host:port"` or `"name:id:ip"`."""
     parts = entry.strip().split(":")
     host = parts[2] if len(parts) == 3 else parts[0]
     if not host or len(parts) > 3:
@@ -286,27 +287,27 @@ def _index(text: str, addresses: tuple[str, ...]) -> int:
     )
 
 
-# Google Cloud's metadata server. JAX's client asks six times for an attribute that a
-# machine does not have, which takes 3 s, and waits for a slow answer without end.
+# Google Cloud's metadata server. JAX's own client retries a missing attribute six
+# times, which takes 3 s, and waits for a slow answer without a deadline.
 
 
 def _metadata_server() -> str:
-    """Its address, by number: its name would go through DNS, without a deadline.
+    """Its IP address: a name would need a DNS lookup, which has no deadline.
 
-    `GCE_METADATA_IP` names another one, as it does for JAX.
+    `GCE_METADATA_IP` overrides it, as in JAX.
     """
     return os.environ.get("GCE_METADATA_IP", "") or "169.254.169.254"
 
 
 def instance_attribute(name: str, timeout_seconds: float) -> str | None:
-    """One of the machine's custom attributes; None if it has no such one.
+    """Read one of the machine's custom attributes; None if it does not exist.
 
     Args:
-        name: Such as `"agent-worker-number"`.
-        timeout_seconds: How long to wait in all. A server that is busy is asked again.
+        name: The attribute, such as `"agent-worker-number"`.
+        timeout_seconds: Deadline of the whole call, which retries a busy server.
 
     Raises:
-        OSError: If there is no answer by then, or one that is no metadata server's.
+        OSError: If there is no answer by then, or not a metadata server's.
     """
     answers = queue.SimpleQueue[tuple[int, str] | Exception]()
 
@@ -316,7 +317,7 @@ def instance_attribute(name: str, timeout_seconds: float) -> str | None:
         except (OSError, http.client.HTTPException) as error:
             answers.put(error)
 
-    # A thread: a socket's own timeout begins again with each byte that comes.
+    # A thread: a socket's own timeout restarts with each byte that arrives.
     threading.Thread(target=ask, name="replicax-metadata", daemon=True).start()
     try:
         answer = answers.get(timeout=timeout_seconds)
@@ -333,7 +334,7 @@ def instance_attribute(name: str, timeout_seconds: float) -> str | None:
 
 
 def _ask(path: str, timeout_seconds: float) -> tuple[int, str]:
-    """Status and body of an answer of a server that is not busy."""
+    """Request a path until the server is not busy; return status and body."""
     end = time.monotonic() + timeout_seconds
     while (left := end - time.monotonic()) > 0:
         connection = http.client.HTTPConnection(_metadata_server(), timeout=left)

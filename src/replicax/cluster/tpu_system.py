@@ -1,4 +1,4 @@
-"""TPU systems: joining the hosts of a slice, and starting its chips."""
+"""Joins the hosts of a TPU slice, and starts its chips."""
 
 import dataclasses
 import glob
@@ -34,18 +34,18 @@ _logger = logging.getLogger("replicax")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Topology:
-    """What a TPU system consists of.
+    """The chips, devices and hosts of a TPU system.
 
     (TF: `tf.tpu.experimental.Topology`.)
 
     Attributes:
         device_kind: JAX's name of the chips, such as `"TPU v5 lite"`.
         num_chips: Number of chips.
-        num_devices: Number of JAX devices, each one replica: one or two to a chip.
+        num_devices: Number of JAX devices, one replica each: one or two on a chip.
         num_hosts: Number of host machines.
         num_slices: Number of slices.
-        mesh_shape: Chips in the three directions of one slice's interconnect, and
-            devices to a chip.
+        mesh_shape: Chips in the three dimensions of one slice's interconnect, and
+            devices on a chip.
     """
 
     device_kind: str
@@ -62,21 +62,21 @@ class Topology:
 
     @property
     def num_tasks(self) -> int:
-        """`num_hosts`, as TensorFlow calls it."""
+        """TensorFlow's name of `num_hosts`."""
         return self.num_hosts
 
     @property
     def num_tpus_per_task(self) -> int:
-        """Number of devices of one host, as TensorFlow calls it."""
+        """Number of devices of one host, under TensorFlow's name."""
         return self.num_devices // self.num_hosts
 
 
 def topology_of(devices: Sequence[Any]) -> Topology:
-    """The topology of TPU devices.
+    """Compute the topology of TPU devices.
 
     Args:
-        devices: All devices of a slice or of several, real ones or those that JAX
-            describes for the compiler.
+        devices: All devices of one or several slices: real ones, or JAX's descriptions
+            for the compiler.
     """
     slices = {getattr(d, "slice_index", None) or 0 for d in devices}
     chips = {(getattr(d, "slice_index", None) or 0, *d.coords) for d in devices}
@@ -97,15 +97,15 @@ def topology_of(devices: Sequence[Any]) -> Topology:
 def join_slice(
     resolver: TPUClusterResolver, timeouts: Timeouts, caller: str
 ) -> Workers:
-    """Meet the processes of the slice's other hosts, once; this one alone if none.
+    """Join the processes of the slice's other hosts, once; alone on a single host.
 
-    A single host needs none of that, so there JAX's devices may have been started
-    before. Hosts of other slices are JAX's to find. Those of one slice are known here:
-    JAX would ask the metadata server about slices first, for up to minutes.
+    On a single host JAX's devices may have been started before. For several slices JAX
+    detects the hosts. For one slice the resolver knows them: JAX would first ask the
+    metadata server about slices, for up to minutes.
 
     Raises:
         DeviceError: If the environment describes a slice, but there are no chips here.
-        ClusterError: If a host is not there by the start-up deadline.
+        ClusterError: If a host is absent at the start-up deadline.
     """
     if current_rehearsal() is not None:
         return Workers()  # One process describes the devices of all.
@@ -127,15 +127,15 @@ def experimental_connect_to_cluster(
     *,
     timeouts: Timeouts | None = None,
 ) -> None:
-    """Join the other hosts of a TPU slice now; nothing to do on a single host.
+    """Join the other hosts of a TPU slice now; a single host does nothing.
 
-    Every host of the slice calls it, before JAX's devices are used. The call is not
-    needed: `rx.TPUStrategy` joins them too.
+    Every host of the slice calls it, before JAX's devices are used. The call is
+    optional: `rx.TPUStrategy` joins them too.
     (TF: `tf.config.experimental_connect_to_cluster`.)
 
     Args:
         cluster_spec_or_resolver: A `TPUClusterResolver`.
-        timeouts: As for `rx.TPUStrategy`, to which these apply then.
+        timeouts: As for `rx.TPUStrategy`, which uses these then.
 
     Raises:
         ClusterConfigError: For any other cluster, to which strategies connect by
@@ -164,19 +164,19 @@ def experimental_connect_to_cluster(
 
 
 def tpu_devices(workers: Workers, caller: str) -> list[Any]:
-    """All TPU devices of the slice, each host's together. Starts JAX's devices.
+    """Start JAX's devices, and return all TPU devices of the slice, host by host.
 
-    The order along the replicas' axis makes no difference to a sum over all of them:
-    XLA lays the rings of an all-reduce by the chips' coordinates.
+    Their order along the replicas' axis does not affect the speed of an all-reduce: XLA
+    lays its rings by the chips' coordinates.
 
     Raises:
-        DeviceError: If JAX has no TPU here; the message says what was looked for.
+        DeviceError: If JAX has no TPU here; the message says where it was looked for.
         ClusterConfigError: If the chips belong to more hosts than are known.
     """
     rehearsal = current_rehearsal()
     try:
         devices = jax.devices() if rehearsal is None else list(rehearsal.devices)
-    except RuntimeError as error:  # JAX's way to say that a platform does not start.
+    except RuntimeError as error:  # A platform of JAX does not start.
         raise DeviceError(
             f"{caller}: JAX could not start its devices: {error}. {_search_report()}"
         ) from error
@@ -200,7 +200,7 @@ def tpu_devices(workers: Workers, caller: str) -> list[Any]:
 
 
 def _search_report() -> str:
-    """Where TPUs were looked for, and what to do."""
+    """Describe where TPUs were looked for, and what to do."""
     unset = [name for name in VARIABLES if not os.environ.get(name)]
     try:
         libtpu = importlib.metadata.version("libtpu")

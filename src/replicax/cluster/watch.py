@@ -1,8 +1,8 @@
-"""Threads that send and receive heartbeats, and end the process when a peer has failed.
+"""Threads that exchange heartbeats, and end the process when a peer has failed.
 
-A process that waits in a collective for a peer that is gone cannot be interrupted, so
-these threads end it: with a message, a `FailureReport`, and an exit code that says
-whether to try again.
+A process inside a collective that waits for a lost peer cannot be interrupted, so these
+threads end it: with a message, a `FailureReport`, and an exit code that tells whether a
+restart may help.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ class _Result(Protocol):
 
 
 class _NotYet:
-    """The result of a program that is on its way to the devices."""
+    """Placeholder for the result of a program that is being dispatched."""
 
     def is_ready(self) -> bool:
         return False
@@ -48,18 +48,18 @@ _NOT_YET = _NotYet()
 
 
 class Watch:
-    """Tells the others how far this worker is, and watches how far they are.
+    """Sends this worker's heartbeats, and watches the others'.
 
     Attributes:
-        signs: What is known of the workers, in order.
-        me: Of this worker.
-        store: What the workers share.
-        is_missed: Whether the others have failed since this worker's script ended.
-        num_exchanging: Exchanges that threads of this worker wait in.
-        log: What this worker does that all have to do in the same order.
-        order: Whether they do.
-        spending: How this worker's time goes.
-        stragglers: Whom the others wait for; the first worker looks.
+        signs: The last sign of each worker, in order.
+        me: The sign of this worker.
+        store: The key-value store of the workers.
+        is_missed: Whether the others still needed this worker after its script ended.
+        num_exchanging: Number of exchanges that threads of this worker wait in.
+        log: This worker's log of collective operations.
+        order: The comparison of the workers' logs.
+        spending: The sampler of this worker's time.
+        stragglers: The detector of stragglers; the first worker uses it.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Watch:
         self._stop = stop
         self._interval = min(1.0, timeouts.heartbeat / 5)
         self._contact_at = now
-        # Number of a program, and what shows that it is done (None: it is).
+        # A program's number, and a result to ask whether it is done (None: it is).
         self._latest: tuple[int, _Result | None] = (0, None)
         self._awaited = self._latest
         self._resumed_at = 0
@@ -114,50 +114,50 @@ class Watch:
             thread.join(timeout=5)
 
     def dispatching(self, operation: Operation) -> None:
-        """Note that a program goes to the devices."""
+        """Note that a program is being dispatched to the devices."""
         self.log.note_program(operation)
         self._latest = (self._latest[0] + 1, _NOT_YET)
 
     def dispatched(self, result: Any) -> None:
-        """Note that the devices have the program, which makes this array.
+        """Note that the program is dispatched; `result` is one of its arrays.
 
-        None: it is done, or was not begun.
+        None: the program is done, or was not started.
         """
         self._latest = (self._latest[0], result)
 
     def resume_at(self, steps: int) -> None:
-        """Count on from the steps of earlier attempts; so it is seen that they got on.
+        """Count steps on from earlier attempts, so that reports show the progress.
 
         Args:
-            steps: How many there were.
+            steps: Number of steps before this attempt.
         """
         self._resumed_at = steps
 
     @property
     def has_stepped(self) -> bool:
-        """Whether any step was handed to the devices."""
+        """Whether any program was dispatched to the devices."""
         return self._latest[0] > 0
 
     def leave(self) -> None:
-        """Tell the others that this worker's script has come to its end."""
-        self._note_progress()  # First: who has left makes no more steps.
+        """Tell the others that this worker's script has ended."""
+        self._note_progress()  # First: a worker that has left makes no more steps.
         self.me.has_left = True
         self._publish()
 
     @property
     def all_did_the_same(self) -> bool:
-        """Whether no worker is known to have done more than others, or other things."""
+        """Whether all workers' logs are equal, as far as it is known."""
         counts = {sign.log[0] for sign in self.signs}
         return len(counts) == 1 and self.order.differs_after is None
 
     @property
     def steps(self) -> dict[str, int]:
-        """The last step of each worker, as far as it is known."""
+        """The last known step of each worker."""
         self._note_progress()
         return {sign.name: sign.steps for sign in self.signs}
 
     def fail(self, report: FailureReport) -> NoReturn:
-        """End this process, and by that all others, for the reason in `report`."""
+        """Publish a report, which ends all workers, and end this process."""
         with self._ending:  # Never released: the process ends here.
             self.me.failure = dataclasses.asdict(report)
             publisher = threading.Thread(target=self._publish, daemon=True)
@@ -174,7 +174,7 @@ class Watch:
                 self._receive(self.store.read(_STATUS))
                 self.order.settle(has_left=self.me.has_left)
             except StoreError:
-                continue  # The clock's thread counts how long ago it worked.
+                continue  # The other thread watches the time of the last contact.
             self._contact_at = time.monotonic()
             if self._index == 0 and self.spending.is_on:
                 spent = [sign.spent for sign in self.signs]
@@ -183,7 +183,7 @@ class Watch:
                     _logger.warning("%s", text)
 
     def _wait_for_next(self) -> bool:
-        """Wait until it is time for the next exchange; False: there is none."""
+        """Wait until the next exchange; return False after `close`."""
         begin = time.monotonic()
         while not self._closed.wait(min(_SOON_SECONDS, self._interval)):
             now = time.monotonic()
@@ -195,7 +195,7 @@ class Watch:
                     is_dispatching=self._latest[1] is _NOT_YET,
                     is_exchanging=self.num_exchanging > 0,
                 )
-            # Workers that agree when to stop hold their scripts meanwhile.
+            # Scripts are held while the workers agree when to stop.
             is_urgent = self._stop.is_settling or self.order.is_settling
             if is_urgent or now - begin >= self._interval:
                 return True
@@ -218,7 +218,7 @@ class Watch:
             self.store.put(f"{_STATUS}/{self._index}", json.dumps(beat))
 
     def _note_progress(self) -> None:
-        """Find out how far the devices are, without a wait."""
+        """Update this worker's progress, without waiting for the devices."""
         me, (number, result) = self.me, self._latest
         count, checksum, steps = self.log.latest()
         me.steps = self._resumed_at + steps
@@ -238,12 +238,12 @@ class Watch:
     def _receive(self, beats: dict[str, str]) -> None:
         now = time.monotonic()
         frozen: list[int] = []
-        # Nothing was heard yet of who is missing: it may be ahead of all others.
+        # A worker without a heartbeat yet may be ahead of all others.
         num_unfrozen = len(self.signs) - len(beats)
         for key, text in beats.items():
             beat, sign = json.loads(text), self.signs[int(key)]
             if beat["frozen"] is not None:
-                # Of one that has left as well: all must find the same step.
+                # Also of a worker that has left: all must compute the same step.
                 frozen.append(beat["frozen"])
                 self._stop.interrupted |= beat["interrupted"]
                 self._stop.requested = True
@@ -261,14 +261,14 @@ class Watch:
         if frozen and not num_unfrozen and self._stop.is_settling:
             self._stop.agree(max(frozen) + 1)
 
-    # The thread that looks at the clock. The other one may wait for the store.
+    # The thread that watches the deadlines; the other one may block in the store.
 
     def _judge_often(self) -> None:
         looked_at = time.monotonic()
         while not self._closed.wait(self._interval / 2):
             now = time.monotonic()
             if now - looked_at > self._timeouts.heartbeat / 2:
-                # This process was paused: what it has not heard proves nothing.
+                # This process was paused: missing heartbeats prove nothing.
                 self._contact_at = now
                 for sign in self.signs:
                     sign.seen_at = sign.moved_at = now
@@ -289,7 +289,7 @@ class Watch:
                 return
             is_mine = report.culprit == self.me.name
             if is_mine and report.kind == "exited":
-                # Its script is over: it ends with its own exit status.
+                # This worker's script is over: it keeps its own exit status.
                 self.is_missed = True
                 return
             if is_mine and report.kind != "order" and report.traceback is None:
@@ -315,11 +315,11 @@ class Watch:
 def _is_ready(result: _Result | None) -> bool:
     try:
         return result is None or result.is_ready()
-    except RuntimeError:  # Given to a later step, which tells more.
+    except RuntimeError:  # Donated to a later step, which is asked instead.
         return True
 
 
 def _stack_of_main_thread() -> str:
-    """Where this worker's script is, as a traceback."""
+    """Format the stack of this worker's main thread."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return "".join(traceback.format_stack(frame)) if frame else ""

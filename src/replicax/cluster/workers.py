@@ -1,4 +1,4 @@
-"""The workers of a cluster: the exchange and the comparison of small values."""
+"""The workers of a cluster: all-gather and comparison of small host values."""
 
 import collections
 import functools
@@ -29,18 +29,18 @@ _SAME_CALLS = (
 
 
 class Workers:
-    """The workers of a training cluster; one alone where there is no cluster.
+    """The workers of a training cluster; a single one without a cluster.
 
     Args:
-        names: Their tasks, in the order of their replicas: `("chief:0", "worker:0")`.
-        addresses: `"host:port"` of each; empty where unknown.
-        index: This worker's place in that order.
-        store: What they share; None for one alone.
-        timeouts: How long to wait for what.
+        names: The workers' tasks, in the order of replicas: `("chief:0", "worker:0")`.
+        addresses: `"host:port"` of each worker; empty where unknown.
+        index: This worker's index in that order.
+        store: The workers' key-value store; None for a single worker.
+        timeouts: The deadlines.
 
     Attributes:
-        stop: Whether some worker is to stop, and after which step all do.
-        watch: Watches over the others; None: this one is alone.
+        stop: The request to stop all workers after the same step.
+        watch: Exchanges heartbeats with the others; None for a single worker.
     """
 
     def __init__(
@@ -79,19 +79,19 @@ class Workers:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this worker does what is done once for all, such as saving."""
+        """Whether this worker does what only one must do, such as saving."""
         return self.index == 0
 
     @property
     def log(self) -> DispatchLog | None:
-        """What this worker does that all do in the same order; None: it is alone."""
+        """The log of collective operations; None for a single worker."""
         return None if self.watch is None else self.watch.log
 
     def new_stream(self, name: str) -> str:
-        """A name for batches that all workers read together, used for nothing else.
+        """Return a unique name for batches that all workers read together.
 
-        Of all strategies: workers may leave a stream after different numbers of
-        exchanges, so nothing may be exchanged under its name again.
+        It is unique among all strategies. Workers may leave a stream after different
+        numbers of exchanges, so its name must not be used again.
         """
         self._num_streams += 1
         return f"{name} {self._num_streams}"
@@ -107,31 +107,32 @@ class Workers:
         in_order: bool = True,
         overtaken: Callable[[str], str] | None = None,
     ) -> list[Any]:
-        """Give all workers this one's value and get theirs. A barrier, too.
+        """All-gather a small value over the workers; a barrier, too.
 
-        It goes through the coordination service and takes a few milliseconds. Never
+        It uses the coordination service and takes a few milliseconds. Never call it
         between the steps of a loop: a worker that waits here does not take part in
         steps that others have already begun.
 
         Args:
-            name: What it is for. All workers exchange the same names in the same order.
+            name: Key of the exchange. All workers exchange the same names in the same
+                order.
             value: Anything that JSON can hold.
             timeout_seconds: Defaults to the start-up deadline.
-            while_waiting: Called now and then with the indices of those missing; may
-                raise.
-            what: What messages call it; by default its name.
-            in_order: Whether all workers come here after the same steps. Not so where
-                a thread reads ahead.
-            overtaken: The message for a worker, by its name, that goes on with a
+            while_waiting: Called at each poll with the indices of the missing workers;
+                may raise.
+            what: The exchange in messages; defaults to its name.
+            in_order: Whether all workers come here after the same steps; False in a
+                thread that reads ahead.
+            overtaken: Formats the error for a worker, given by name, that dispatches a
                 program in place of this exchange.
 
         Returns:
             The values of all workers, in order.
 
         Raises:
-            ClusterError: At the deadline, naming who is missing.
-            ClusterMismatchError: Within seconds, if one of those cannot come any more:
-                it has ended its script, or does something else in this one's place.
+            ClusterError: At the deadline, naming the missing workers.
+            ClusterMismatchError: Within seconds, if a missing worker cannot come any
+                more: its script has ended, or does another operation instead.
         """
         watch = self.watch
         if watch is None:
@@ -156,10 +157,10 @@ class Workers:
             folder = f"{names}/{number}"
             watch.store.put(f"{folder}/{self.index}", json.dumps(value))
             values = self._values_in(folder, watch, name, timeout_seconds, check)
-            if in_order:  # Not after an error, which this script tells the others.
+            if in_order:  # Not after an error, which this script reports to the others.
                 watch.me.is_waiting = False
             if number:
-                # All are in this one, so all have read the one before.
+                # All take part in this exchange, so all have read the one before.
                 watch.store.delete(f"{names}/{number - 1}/{self.index}")
             return values
         except StoreError as error:
@@ -222,9 +223,9 @@ class Workers:
     def _require_same_order(
         self, watch: Watch, what: str, overtaken: Callable[[str], str] | None
     ) -> None:
-        """Raise if the order check has found that a worker took another way.
+        """Raise if the order check has found a difference between the workers.
 
-        Here, where the script waits, the traceback says which call it is.
+        Raised here, where the script waits, the traceback shows the call.
         """
         difference = watch.order.difference
         if difference is None:
@@ -246,17 +247,17 @@ class Workers:
         raise ClusterMismatchError(f"{waits}, but {where}. {_SAME_CALLS}")
 
     def agree(self, facts: Mapping[str, JSON], what: str) -> int:
-        """Compare facts that must be the same on all workers.
+        """Compare facts that must be equal on all workers.
 
-        Digests are exchanged; only where they differ is the fact itself.
+        The workers exchange hashes, and the fact itself only where hashes differ.
 
         Args:
-            facts: By name, in the order in which a difference tells most. A list is
-                compared entry by entry.
-            what: What the facts are about, such as `"the program of run(step)"`.
+            facts: The facts by name, the most telling first. A list is compared entry
+                by entry.
+            what: The subject of the facts, such as `"the program of run(step)"`.
 
         Returns:
-            How many agreements the workers have come to, the same number on all.
+            The number of agreements so far, equal on all workers.
 
         Raises:
             ClusterMismatchError: On all workers, with the first difference.
@@ -298,7 +299,7 @@ class Workers:
 
 
 def _difference(name: str, mine: JSON, its: JSON) -> tuple[str, JSON, JSON]:
-    """The first entry in which two facts differ: its name and its two values."""
+    """Find the first entry in which two facts differ; its name and its two values."""
     if isinstance(mine, list) and isinstance(its, list):
         pairs = list(zip(mine, its, strict=False))
         place = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
@@ -319,11 +320,11 @@ _current = Workers()
 
 
 def current() -> Workers:
-    """The workers of the cluster that this process trains in, or itself alone."""
+    """Return the workers of this process' cluster; a single one without a cluster."""
     return _current
 
 
 def set_current(workers: Workers) -> None:
-    """Make `workers` those that `current` returns."""
+    """Set the workers that `current` returns."""
     global _current
     _current = workers
