@@ -1,5 +1,5 @@
-"""Reports: what a run of `fit` did and where its time went, as one page for people.
+"""Reports: renders the progress and profile of a run of `fit` as one HTML page.
 
-Each worker appends lines of JSON to a file of its own beside the page; the chief makes
-the page of all of them. It is one file that loads nothing.
+Each worker appends lines of JSON to its own file beside the page; the chief renders the
+page from all of them. The page is self-contained.
 """

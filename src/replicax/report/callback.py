@@ -17,30 +17,30 @@ if TYPE_CHECKING:
 __all__ = ["Report", "with_report"]
 
 _begun: dict[Path, int] = {}
-"""How many calls of `fit` this process has reported, by page."""
+"""Number of calls of `fit` that this process has reported, by page."""
 
 
 Logs = Mapping[str, object] | None
 
 
 class Report(LateCallback):
-    """Writes one HTML page about a run of `fit`, while it runs and at its end.
+    """Writes an HTML page about a run of `fit`, during the run and at its end.
 
-    The page has the curves of losses and metrics, throughput, each worker's step time,
-    input wait and memory, staleness of parameter servers, configuration and versions.
-    It is one file that loads nothing. Workers write their numbers into a folder beside
-    it, `<path>.d`; the chief makes the page from all that are there. In a cluster, pass
-    it on all workers, with a path in a folder that all of them see. Several calls of
-    `fit` with the same path go into the same page.
-    (Keras: `keras.callbacks.TensorBoard`, for what it shows.)
+    The page shows losses and metrics, throughput, each worker's step time, input wait
+    and memory, staleness of parameter servers, configuration and versions. It is one
+    self-contained file. Workers write their numbers into a folder beside it,
+    `<path>.d`; the chief renders the page from all of them. In a cluster, pass the
+    callback on all workers, with a path in a shared folder. Several calls of `fit` with
+    the same path go into the same page.
+    (Keras: `keras.callbacks.TensorBoard` shows similar curves.)
 
     Args:
-        path: The page's file, such as `"report.html"`; `~` is the home folder. Folders
-            that are not there are made.
-        diagnosis: Whether to measure communication and starts of programs when
-            training ends, and to print a line: examples per second, where the time of a
-            step goes, and the first thing to change. None: where `fit` is not silent,
-            as the chief's `verbose` says.
+        path: The page's file, such as `"report.html"`; `~` is the home folder. Missing
+            folders are created.
+        diagnosis: Whether to measure communication and program starts when training
+            ends, and to print a line with examples per second, the parts of a step's
+            time, and the first thing to change. None: if the chief's `verbose` is not
+            0.
 
     Raises:
         ValueError: If `path` is a folder, or names no file.
@@ -74,14 +74,14 @@ class Report(LateCallback):
         self._logs: Logs = None
 
     def on_train_begin(self, logs: Logs = None) -> None:
-        """Begin to note. What is written begins with the first epoch.
+        """Start recording; the first epoch opens the file.
 
         Raises:
             ValueError: If this `fit` has another `Report`.
         """
         if current_rehearsal() is not None:
-            return  # Nothing is trained, and an older page is to stay.
-        # Here, as what draws pages need not be loaded by those who ask for none.
+            return  # A dry run trains nothing and must keep an older page.
+        # A late import: scripts without a report do not load what renders pages.
         from replicax.report.session import FitReport
 
         model: Any = self.model
@@ -114,16 +114,16 @@ class Report(LateCallback):
         session.note_with(run.recorder)
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
-        """Count from zero."""
+        """Start the epoch's counts."""
         if self._run is not None:
             self._run.begin_epoch(epoch)
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        """Remember the logs, into which callbacks after this one may put more."""
+        """Keep the logs; later callbacks may add values to them."""
         self._logs = logs
 
     def after_epoch_end(self, epoch: int) -> None:
-        """Write the epoch down, with what other callbacks have put into its logs."""
+        """Write the epoch, with the values that other callbacks have added."""
         if self._run is not None:
             self._run.end_epoch(self._logs or {})
 
@@ -138,7 +138,7 @@ class Report(LateCallback):
 
 
 def with_report(callbacks: object, page: str) -> object:
-    """`fit`'s callbacks with a `Report`, if none is among them."""
+    """Add a `Report` to `fit`'s callbacks, unless there is one."""
     report = Report(page, diagnosis=True)
     if isinstance(callbacks, keras.callbacks.CallbackList):
         if not any(isinstance(c, Report) for c in callbacks.callbacks):

@@ -1,8 +1,8 @@
-"""Charts of curves over epochs: their SVG paths, and their numbers as a table.
+"""Computes charts of curves over epochs: SVG paths, axis ticks, and a table.
 
-The plot is stretched to the page's width, whatever that is; its labels are HTML around
-it, so that they stay as large as other text. No plotting library is used: pictures of
-those know neither a page's width nor its dark colors.
+The plot stretches to the page's width; its labels are HTML around it, so that their
+size is that of other text. It uses no plotting library: their pictures adapt neither to
+the page's width nor to its dark colors.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ class Series:
     """The values of a curve.
 
     Attributes:
-        parts: Its points `(x, y)`, each `fit` apart; a y that is not finite is a gap.
+        parts: The points `(x, y)` of each `fit`; a y that is not finite is a gap.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Series:
 
     @property
     def points(self) -> list[Point]:
-        """Those of all parts."""
+        """The points of all parts."""
         return [point for part in self.parts for point in part]
 
 
@@ -46,9 +46,9 @@ class Curve:
     """A curve as SVG.
 
     Attributes:
-        color: The class of its color in the style sheet.
+        color: The color's class in the style sheet.
         is_few: Whether there are so few points that each is drawn as a dot.
-        dots: The place of each point, and what is said of it.
+        dots: The place of each point, and its tooltip.
     """
 
     name: str
@@ -60,12 +60,12 @@ class Curve:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chart:
-    """What the template draws.
+    """The values of the chart's template.
 
     Attributes:
-        in_words: The chart for those who cannot see it.
-        borders: Where another `fit` begins, and its name.
-        num_epochs: How many rows it would have with all epochs.
+        in_words: A description of the chart, for screen readers.
+        borders: The beginning of each further `fit`, and its name.
+        num_epochs: Number of epochs; the table may have fewer rows.
         size: Width and height of the plot, in units of the paths.
     """
 
@@ -83,7 +83,7 @@ class Chart:
 
 
 def plain(value: float) -> str:
-    """A number as people read it."""
+    """Format a number for people."""
     if not math.isfinite(value):
         return {math.inf: "+inf", -math.inf: "-inf"}.get(value, "NaN")
     if value == int(value) and abs(value) < 1e7:
@@ -100,7 +100,7 @@ def chart_of(
     borders: Sequence[Label] = (),
     note: str = "",
 ) -> Chart | None:
-    """A chart of curves over epochs; None where nothing is to be drawn."""
+    """Make a chart of curves over epochs; None without points."""
     series = [s for s in series if s.points]
     if not series:
         return None
@@ -127,7 +127,7 @@ def chart_of(
 
 
 def ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Round numbers from `low` to `high`, at most `most` and one.
+    """Choose round tick values from `low` to `high`, at most `most + 1`.
 
     Example:
         >>> ticks(0.0, 1.0)
@@ -145,9 +145,9 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
 
 
 def thinned(points: Sequence[Point], most: int = _MOST_POINTS) -> list[Point]:
-    """At most so many of the points; of each stretch the lowest and the highest stay.
+    """Downsample points to at most `most`: keep the extremes of each stretch.
 
-    What is not finite stays where a stretch has nothing else.
+    A point that is not finite stays where a stretch has no other.
     """
     if len(points) <= most:
         return list(points)
@@ -166,7 +166,7 @@ def _height(point: Point) -> float:
 
 
 class _AxisScale:
-    """Where values lie in a plot, from 0 to 1."""
+    """Maps values to positions in a plot, from 0 to 1."""
 
     def __init__(
         self, ys: Sequence[float], xs: Sequence[float], from_zero: bool
@@ -226,7 +226,7 @@ def _curve(
 
 
 def _runs(points: Sequence[Point]) -> list[list[Point]]:
-    """The stretches between gaps."""
+    """Split points at the gaps."""
     runs: list[list[Point]] = [[]]
     for point in points:
         if math.isfinite(point[1]):
@@ -245,7 +245,7 @@ def _in_words(series: Series) -> str:
 
 
 def _rows(series: Sequence[Series], unit: Callable[[float], str]) -> list[list[str]]:
-    """The table's rows. An epoch that is there twice has a row for each."""
+    """Make the table's rows, one for each epoch of each `fit`."""
     rows: dict[tuple[int, float], list[str]] = {}
     for column, s in enumerate(series):
         for number, part in enumerate(s.parts):

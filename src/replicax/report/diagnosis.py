@@ -9,7 +9,7 @@ from replicax._util.units import seconds
 __all__ = ["FEWEST_EXECUTIONS", "Measurements", "diagnose", "shares", "summary"]
 
 FEWEST_EXECUTIONS = 10
-"""With fewer, times say more about the machine's mood than about the training."""
+"""Fewer timed executions are too noisy for a diagnosis."""
 
 _MUCH = 0.30
 
@@ -18,19 +18,21 @@ Kind = Literal["alone", "replicas", "servers", "central"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Measurements:
-    """What was measured of a training; shares are of a step's time, from 0 to 1.
+    """Measurements of a training; shares are of a step's time, from 0 to 1.
 
     Attributes:
-        executions: Programs that were started and timed, without those that compiled.
-        examples_per_s: Of all workers.
-        batch: Examples of a step, of all replicas that make it.
-        kind: How variables are kept: by one device, by each replica, by parameter
+        executions: Number of timed program executions, without those that compiled.
+        examples_per_s: Examples per second of all workers.
+        batch: Examples of a step, over all of its replicas.
+        kind: Where variables live: on one device, on each replica, on parameter
             servers, or in one place of the machine.
-        input: The devices waited for input.
-        communication: Sums of gradients, or the way to servers; None: not measured.
+        input: Share of waiting for input.
+        communication: Share of gradient sums, or of requests to servers; None: not
+            measured.
+        start: Share of starting programs; None: not measured.
         is_compressed: Whether gradients travel as bfloat16.
-        input_worker: The worker that `input` is of, where there are several.
-        straggler: Who waits for which worker, and by how much; empty: nobody.
+        input_worker: The worker that `input` was measured on, among several.
+        straggler: Who waits for which worker, and how long; empty: nobody.
     """
 
     executions: int
@@ -57,10 +59,10 @@ class Measurements:
 
 
 def shares(measured: Measurements) -> dict[str, float | None]:
-    """Where a step's time goes: shares that sum to 1, None where not measured.
+    """Divide a step's time into shares that sum to 1; None where not measured.
 
-    Compute is what remains. Input was seen; communication and starts were measured by
-    themselves, so they get at most the rest.
+    Compute is the rest. Input was timed during training. Communication and starts were
+    measured separately, so they get at most the time that input leaves.
     """
     left = 1.0 - measured.input
     parts: dict[str, float | None] = {"input": measured.input}
@@ -72,7 +74,7 @@ def shares(measured: Measurements) -> dict[str, float | None]:
 
 
 def diagnose(measured: Measurements) -> str:
-    """The first thing to change, in one line.
+    """Name the bottleneck and the first thing to change, in one line.
 
     Example:
         >>> m = Measurements(executions=90, step_s=0.01, examples_per_s=6400, batch=64)
@@ -107,7 +109,7 @@ def diagnose(measured: Measurements) -> str:
 
 
 def summary(measured: Measurements) -> str:
-    """The line that is printed: speed, shares and `diagnose`."""
+    """Format the line to print: speed, shares and `diagnose`."""
     parts = ", ".join(
         f"{name} {share:.0%}" if share is not None else f"{name} not measured"
         for name, share in shares(measured).items()

@@ -1,4 +1,4 @@
-"""The charts of a report: which curves there are, of which workers."""
+"""Chooses the charts of a report, and their curves by worker."""
 
 import math
 import statistics
@@ -21,9 +21,9 @@ _MOST_WORKERS = 6
 
 
 class _Places:
-    """Where epochs lie on the axis: `fit` after `fit`, as the chief made them.
+    """Positions of epochs on the axis: each `fit` after the one before.
 
-    A `fit` that begins with a later epoch goes on where another one stopped.
+    A `fit` with a later `initial_epoch` continues the one before.
     """
 
     def __init__(self, fits: Sequence[Fit]) -> None:
@@ -44,20 +44,20 @@ class _Places:
 
 
 def number_of_fit(fit: Fit) -> int:
-    """Which call of `fit` of its process it is."""
+    """The index of a call of `fit` in its process, from 1."""
     number = fit.facts.get("fit")
     return number if isinstance(number, int) else 1
 
 
 def metric_charts(run: Run) -> list[Chart]:
-    """A chart for each loss and metric, of training and validation together."""
+    """Make a chart for each loss and metric, training and validation together."""
     if run.chief is None:
         return []
     fits = run.chief.fits
     places = _Places(fits)
     names = dict.fromkeys(n for f in fits for e in f.epochs for n in e.logs)
     bases = list(dict.fromkeys(name.removeprefix("val_") for name in names))
-    bases.sort(key=lambda base: base != "loss")  # Everybody looks for it first.
+    bases.sort(key=lambda base: base != "loss")  # The loss first.
     charts = []
     for base in bases:
         found = [(base, "training"), (f"val_{base}", "validation")]
@@ -74,7 +74,7 @@ def metric_charts(run: Run) -> list[Chart]:
 
 
 def _gaps(series: Sequence[Series]) -> str:
-    """What is said of values that cannot be drawn."""
+    """Describe the values that are not finite, which no chart can draw."""
     found = sorted({x for s in series for x, y in s.points if not math.isfinite(y)})
     if not found:
         return ""
@@ -87,7 +87,7 @@ def _log(name: str) -> Callable[[EpochRecord], float | None]:
 
 
 def speed_charts(run: Run) -> list[Chart]:
-    """Throughput, step time, input wait, memory and staleness."""
+    """Make the charts of throughput, step time, input wait, memory and staleness."""
     if run.chief is None:
         return []
     places = _Places(run.chief.fits)
@@ -154,7 +154,7 @@ def memory_bytes(epoch: EpochRecord) -> float:
 
 
 def stale_mean(staleness: Mapping[int, int]) -> float:
-    """Mean of a histogram; NaN where nothing was counted."""
+    """Mean of a histogram; NaN for an empty one."""
     count = sum(staleness.values())
     return sum(k * n for k, n in staleness.items()) / count if count else math.nan
 
@@ -176,7 +176,7 @@ def _known(part: Sequence[Point]) -> bool:
 def _by_worker(
     run: Run, places: _Places, value: Callable[[EpochRecord], float]
 ) -> list[Series]:
-    """A curve for each worker; of many the lowest, the middle and the highest."""
+    """Make a curve for each worker; for many workers minimum, median and maximum."""
     curves = {w.name: _parts(w.fits, places, value) for w in run.workers}
     curves = {name: parts for name, parts in curves.items() if any(map(_known, parts))}
     if len(curves) <= _MOST_WORKERS:
@@ -206,7 +206,7 @@ def _throughput(run: Run, places: _Places) -> list[list[Point]]:
         return _parts(run.chief.fits, places, lambda e: e.examples_per_s)
     total: dict[tuple[int, int], float] = {}
     for worker in run.workers:
-        # Of an epoch that a restarted worker has done again, the last time.
+        # A restarted worker may repeat an epoch: the last one counts.
         rates = {
             (number_of_fit(f), e.number): e.examples_per_s
             for f in worker.fits

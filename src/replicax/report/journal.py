@@ -1,7 +1,7 @@
-"""The event log of one worker: a file of JSON lines, one for each thing that happened.
+"""The event log of one worker: a JSON Lines file.
 
-The files lie in a folder beside the page, `report.html.d/worker-0.jsonl`. Each worker
-writes its own and no other; who makes the page reads all that are there.
+The files are in a folder beside the page, `report.html.d/worker-0.jsonl`. Each worker
+writes only its own; the chief reads all of them for the page.
 """
 
 import json
@@ -16,18 +16,18 @@ __all__ = ["REPORT", "Journal", "folder_of", "number_of", "read_events"]
 _logger = logging.getLogger("replicax")
 
 REPORT = "REPLICAX_REPORT"
-"""Environment variable: the page that every `fit` of a process is to be reported in."""
+"""Environment variable: the page for reports of every `fit` of a process."""
 
 _PREFIX, _SUFFIX = "worker-", ".jsonl"
 
 
 def folder_of(page: Path) -> Path:
-    """The folder of the workers' files that belong to a page."""
+    """The folder of the workers' files for a page."""
     return page.with_name(page.name + ".d")
 
 
 def number_of(file: Path) -> int | None:
-    """Which worker a file is of; None: it is no worker's file."""
+    """The index of a file's worker; None for another file."""
     name = file.name
     digits = name.removeprefix(_PREFIX).removesuffix(_SUFFIX)
     is_ours = name == f"{_PREFIX}{digits}{_SUFFIX}" and digits.isdecimal()
@@ -35,21 +35,20 @@ def number_of(file: Path) -> int | None:
 
 
 class Journal:
-    """One worker's file.
+    """Writes one worker's event log.
 
     Args:
         page: The page that the file is for.
-        index: Which worker this is.
-        fresh: Whether this begins a new report: the file, and with `clears` those of
-            other workers, are of an older one.
-        clears: Whether this worker removes older files.
+        index: This worker's index.
+        fresh: Whether this is a new report, which replaces the file of an older one.
+        clears: Whether this worker deletes the other workers' files for a new report.
 
     Attributes:
         path: The file.
-        is_taken: Whether another process was found to write there, too.
+        is_taken: Whether another process was found to write to the file.
 
     Raises:
-        OSError: If the folder cannot be made or written to.
+        OSError: If the folder cannot be created or written to.
     """
 
     def __init__(self, page: Path, index: int, *, fresh: bool, clears: bool) -> None:
@@ -74,25 +73,25 @@ class Journal:
             ) from error
 
     def _begin_file(self, fresh: bool) -> int:
-        """Make the file, and return its size."""
+        """Open the file and return its size."""
         with self.path.open("wb" if fresh else "a+b") as stream:
             size = stream.tell()
             if size:
                 stream.seek(-1, os.SEEK_END)
-                if stream.read(1) != b"\n":  # A process was killed amid a line.
+                if stream.read(1) != b"\n":  # A process was killed while it wrote.
                     stream.write(b"\n")
                     size += 1
             return size
 
     def begin(self, event: Mapping[str, object]) -> None:
-        """A run of `fit` begins."""
+        """Add the first event of a run of `fit`."""
         self._begin = event
         self.add(event)
 
     def add(self, event: Mapping[str, object], *, passing: bool = False) -> None:
-        """Add a line. Training goes on if it cannot be written; a warning says so.
+        """Append an event; if that fails, log a warning and let training continue.
 
-        The next event takes the place of one that is `passing`, so files stay small.
+        The next event overwrites one that is `passing`, so files stay small.
         """
         if self._has_failed:
             return
@@ -103,7 +102,7 @@ class Journal:
 
     def _write(self, event: Mapping[str, object], passing: bool) -> None:
         if not self.path.is_file():
-            # The one who makes the page has removed it as an older report's.
+            # The chief has deleted it as an older report's.
             self.path.write_bytes(b"")
             self._size = self._kept = 0
             if self._begin is not None and event is not self._begin:
@@ -137,7 +136,7 @@ def _line(event: Mapping[str, object]) -> str:
 
 
 def _finite(value: object) -> object:
-    """The value with NaN and infinities as strings, which JSON has no numbers for."""
+    """Replace NaN and infinities by strings: JSON has no numbers for them."""
     if isinstance(value, Mapping):
         return {str(k): _finite(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -148,9 +147,9 @@ def _finite(value: object) -> object:
 
 
 def read_events(file: Path) -> tuple[list[dict[str, object]], int]:
-    """The events of a file, and how many of its lines make no sense.
+    """Read the events of a file; return them and the number of malformed lines.
 
-    A last line that is not complete is being written now, and left out.
+    It ignores an incomplete last line, which is being written.
     """
     *lines, _ = file.read_text(encoding="utf-8", errors="replace").split("\n")
     events, num_bad = [], 0

@@ -1,7 +1,7 @@
-"""Renders the report page: one HTML file that loads nothing, from workers' files.
+"""Renders the report page, a self-contained HTML file, from the workers' records.
 
-`templates/` holds the HTML, the style sheet and the charts; here is what they show.
-Jinja escapes every value.
+`templates/` has the HTML, the style sheet and the charts; this module computes their
+values. Jinja escapes every value.
 """
 
 import functools
@@ -40,10 +40,10 @@ _NOT_SHOWN = {"worker", "workers", "examples_of", "fit"}
 
 
 def page_of(run: Run, *, now: float | None = None, nonce: str = "") -> str:
-    """A report as one HTML page.
+    """Render a report as one HTML page.
 
-    Only where a server serves it with a policy for scripts of a `nonce`, there is one,
-    which refreshes the page.
+    With a `nonce`, for a server's content security policy, the page has a script that
+    refreshes it; otherwise it has none.
     """
     now = time.time() if now is None else now
     values = _shown(run, now) | {"nonce": nonce, "refresh_ms": _REFRESH_MS}
@@ -51,9 +51,9 @@ def page_of(run: Run, *, now: float | None = None, nonce: str = "") -> str:
 
 
 def rendered(template: str, **values: object) -> str:
-    """A template of this folder with values, which are escaped.
+    """Render a template of this folder with escaped values.
 
-    Names of files that are no text come as lone surrogates, which no file can hold.
+    Lone surrogates, from file names that are no text, are replaced: UTF-8 has none.
     """
     text = _templates().get_template(template).render(values)
     return text.encode(errors="backslashreplace").decode()
@@ -71,7 +71,7 @@ def _templates() -> jinja2.Environment:
 
 
 def _shown(run: Run, now: float) -> dict[str, object]:
-    """The values of the template by name."""
+    """Compute the template's values by name."""
     chief = run.chief
     if chief is None:
         return {"title": "Training report", "began": ""}
@@ -126,7 +126,7 @@ def _began(chief: WorkerRecord, now: float) -> str:
 
 
 def _where(epoch: EpochRecord) -> str:
-    """How far an epoch is that has not ended."""
+    """Describe the progress of an epoch that has not ended."""
     steps = epoch.counts.get("steps", 0)
     name = "step" if steps == 1 else "steps"
     where = f"epoch {epoch.number + 1}, after {steps:,.0f} {name}"
@@ -184,7 +184,7 @@ def _rate(run: Run) -> str:
     number = number_of_fit(chief.fits[-1])
     fits = [chief.fits[-1]]
     if counts_own(chief):
-        # Of one that was restarted the last one.
+        # The last attempt of a restarted worker.
         last = [[f for f in w.fits if number_of_fit(f) == number] for w in run.workers]
         fits = [found[-1] for found in last if found]
     rates = [together(_epochs(f)).examples_per_s for f in fits if _epochs(f)]
@@ -193,7 +193,7 @@ def _rate(run: Run) -> str:
 
 
 def _epochs(fit: Fit) -> Sequence[EpochRecord]:
-    """Epochs that have ended; before the first one has, what is known of it."""
+    """The finished epochs; before there is one, the epoch in progress."""
     return fit.epochs or ([fit.current] if fit.current else [])
 
 
@@ -232,7 +232,7 @@ def _worker_row(worker: WorkerRecord, is_served: bool) -> list[str]:
 
 
 def _configuration(chief: WorkerRecord) -> list[tuple[int, list[tuple[str, str]]]]:
-    """What was trained, with what, on what: of each `fit` what differs."""
+    """The configuration of each `fit`, as the differences from the one before."""
     found: list[tuple[int, list[tuple[str, str]]]] = []
     before: Mapping[str, object] = {}
     for number, fit in enumerate(chief.fits, 1):
@@ -262,7 +262,7 @@ def _date(when: float) -> str:
     try:
         date = datetime.fromtimestamp(when).astimezone()
         return date.strftime("%Y-%m-%d %H:%M:%S %Z")
-    except (OverflowError, ValueError, OSError):  # A year that no calendar has.
+    except (OverflowError, ValueError, OSError):  # Out of the calendar's range.
         return "at an unknown time"
 
 

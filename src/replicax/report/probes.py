@@ -1,4 +1,4 @@
-"""Measures by itself what a step consists of: gradient sums, program starts, memory."""
+"""Micro-benchmarks of a step's parts: gradient sums, program starts, memory."""
 
 import dataclasses
 import statistics
@@ -25,10 +25,9 @@ _STATUS = Path("/proc/self/status")
 
 
 def start_seconds(num_arrays: int, group: ReplicaGroup | None = None) -> float:
-    """Time to start a program that computes nothing, and to see that it is done.
+    """Measure the time to start a trivial program and wait for its end.
 
-    Every process of the group has to call it. There is nothing in the program that
-    waits for another process.
+    Every process of the group has to call it. The program has no collectives.
     """
     num_arrays = max(1, min(num_arrays, _MOST_ARRAYS))
     places = None if group is None else [group.mirrored] * num_arrays
@@ -50,9 +49,9 @@ def start_seconds(num_arrays: int, group: ReplicaGroup | None = None) -> float:
 def sum_seconds(
     strategy: Strategy, variables: Sequence[keras.Variable]
 ) -> float | None:
-    """Time to sum arrays like the gradients over the replicas, and nothing else.
+    """Measure the time to all-reduce arrays of the gradients' shapes.
 
-    It is the difference between two programs, with the sums and without. Every worker
+    It is the difference between two programs, with and without the sums. Every worker
     of the strategy has to call it.
     """
     group = strategy.group
@@ -79,10 +78,10 @@ def sum_seconds(
     def once(step: Callable[..., list[jax.Array]]) -> None:
         jax.block_until_ready(jax.tree.leaves(strategy.run(step, args=(gradients,))))
 
-    once(total)  # They compile.
+    once(total)  # Compiles.
     once(first_of)
     with_sums = _median(lambda: once(total), _NUM_SUMS)
-    # Starting a program and looking at it is no part of the sum.
+    # Without the time to start a program and to wait for it.
     return max(0.0, with_sums - _median(lambda: once(first_of), _NUM_SUMS))
 
 
@@ -96,9 +95,9 @@ def _median(call: Callable[[], None], number: int) -> float:
 
 
 def memory_of(devices: Sequence[Device]) -> dict[str, str | int | None]:
-    """Memory in bytes: of the fullest device, or of the process where it is a CPU.
+    """Read memory use in bytes: the fullest device's, or the process' on CPUs.
 
-    Values that are unknown are None, and so is the limit where there is none.
+    Unknown values are None, and so is the limit without one.
     """
     found = [stats for stats in (d.memory_stats() for d in devices) if stats]
     if found:

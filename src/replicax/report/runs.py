@@ -1,7 +1,7 @@
-"""Reads workers' event logs back as runs, fits and epochs, for the page.
+"""Reads workers' event logs as runs, fits and epochs, for the page.
 
-Files may be half written, of another version or made by hand, so nothing that they say
-is taken for granted: what makes no sense is counted and left out.
+Files may be incomplete, of another version or written by hand, so every event is
+validated: malformed ones are counted and skipped.
 """
 
 import dataclasses
@@ -27,13 +27,13 @@ __all__ = [
 ]
 
 _STALE_S = 300.0
-"""A worker's file that ends so long before the chief's report begins is another's."""
+"""A worker's file that ends this long before the chief's begins is outdated."""
 
 _ALL_EPOCHS = 1000
-"""So many epochs have a line each in a worker's file."""
+"""Number of first epochs with a line each in a worker's file."""
 
 _AMID_STEPS = ("input_s", "stalled_s", "waits_s")
-"""Counts that are compared with the time of steps."""
+"""Durations within the time of steps."""
 
 
 _MOST = sys.float_info.max
@@ -43,15 +43,15 @@ _Amount: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=_MOST)]
 
 
 class EpochRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """An epoch of one worker, or the part of one until now; times in seconds.
+    """An epoch of one worker, finished or in progress; times in seconds.
 
     Attributes:
-        number: As Keras counts, from 0.
-        wall_s: From its beginning until the devices had done its steps.
+        number: Keras' number of the epoch, from 0.
+        wall_s: Time from its beginning until the devices finished its steps.
         counts: The recorder's tally by name.
-        after_s: How long validation and callbacks took after it.
-        exchange_s: Of parameter servers: how long gradients and values travelled.
-        staleness: Of parameter servers: updates by how stale they were.
+        after_s: Time of validation and callbacks after the steps.
+        exchange_s: With parameter servers: time of exchanging gradients and values.
+        staleness: With parameter servers: histogram of the updates' staleness.
     """
 
     number: int = msgspec.field(name="epoch", default=0)
@@ -65,29 +65,29 @@ class EpochRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def timed_s(self) -> float:
-        """Its time without that of executions that compiled."""
+        """Time without executions that compiled."""
         return max(0.0, self.wall_s - self.counts.get("first_s", 0.0))
 
     @property
     def timed_steps(self) -> float:
-        """Its steps without those of executions that compiled."""
+        """Steps without executions that compiled."""
         return self.counts.get("steps", 0) - self.counts.get("first_steps", 0)
 
     @property
     def step_s(self) -> float:
-        """Time of one step; NaN where no step was timed."""
+        """Time of one step; NaN without a timed step."""
         return self.timed_s / self.timed_steps if self.timed_steps > 0 else math.nan
 
     @property
     def examples_per_s(self) -> float:
-        """Examples that this worker counted, per second; NaN where none was timed."""
+        """Examples per second that this worker counted; NaN without a timed step."""
         examples = self.counts.get("examples", 0) - self.counts.get("first_examples", 0)
         is_timed = self.timed_s > 0 and self.timed_steps > 0
         return examples / self.timed_s if is_timed else math.nan
 
     @property
     def input_share(self) -> float:
-        """Share of its time in which the devices waited for input; NaN: unknown."""
+        """Share of the time in which the devices waited for input; NaN: unknown."""
         if self.timed_s <= 0:
             return math.nan
         return min(1.0, self.counts.get("stalled_s", 0.0) / self.timed_s)
@@ -95,11 +95,11 @@ class EpochRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclasses.dataclass(kw_only=True)
 class Fit:
-    """One call of `fit`, as a worker saw it.
+    """One call of `fit` in one worker.
 
     Attributes:
-        last: When something was written last.
-        current: The epoch that goes on, until now; None: none that is known of.
+        last: Time of the last event.
+        current: The epoch in progress; None: unknown, or none.
         state: `"running"`, `"done"` or `"interrupted"`.
         shares: Shares of a step's time by name, measured at the end.
     """
@@ -117,10 +117,10 @@ class Fit:
 
 @dataclasses.dataclass(kw_only=True)
 class WorkerRecord:
-    """What one worker has written.
+    """The contents of one worker's event log.
 
     Attributes:
-        num_bad: Lines that make no sense.
+        num_bad: Number of malformed lines.
     """
 
     name: str
@@ -130,11 +130,11 @@ class WorkerRecord:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """What is known of a training.
+    """The records of a training by all workers.
 
     Attributes:
-        workers: Those that have written, the one that makes the page first.
-        missing: Names of workers that should write and have not.
+        workers: The records of the workers, the chief's first.
+        missing: Names of workers without a record.
     """
 
     workers: Sequence[WorkerRecord]
@@ -142,12 +142,12 @@ class Run:
 
     @property
     def chief(self) -> WorkerRecord | None:
-        """The worker whose logs are shown."""
+        """The worker whose logs the page shows."""
         return self.workers[0] if self.workers else None
 
 
 def read_run(page: Path) -> Run:
-    """Read what workers have written for a page; nothing, where there is no folder."""
+    """Read the workers' event logs for a page; empty without a folder."""
     folder = folder_of(page)
     files = list(folder.iterdir()) if folder.is_dir() else []
     numbered = [(n, file) for file in files if (n := number_of(file)) is not None]
@@ -180,7 +180,7 @@ def _worker(number: int, file: Path) -> WorkerRecord:
 
 
 class _FitEnd(msgspec.Struct):
-    """How a `fit` has ended."""
+    """The last event of a `fit`."""
 
     state: Literal["done", "interrupted"]
     error: str | None = None
@@ -189,7 +189,7 @@ class _FitEnd(msgspec.Struct):
 
 
 def _take(worker: WorkerRecord, event: Mapping[str, object]) -> None:
-    """Add what an event tells; ValueError or IndexError if that makes no sense."""
+    """Add an event to the record; ValueError or IndexError for a malformed one."""
     kind = event.get("event")
     if kind == "begin":
         _begin(worker, event)
@@ -222,10 +222,10 @@ def _begin(worker: WorkerRecord, event: Mapping[str, object]) -> None:
 
 
 def is_written(number: int) -> bool:
-    """Whether a file has a line when epoch `number` ends, of those since the last one.
+    """Whether the log gets a line at the end of epoch `number`, for a group of epochs.
 
-    The lines of a million epochs are about six thousand. Of later epochs there is a
-    line for 2, 4, 8, ... that belong together, for all workers the same.
+    The first 1,000 epochs have a line each. Later lines are for 2, 4, 8, ... epochs,
+    the same on all workers: a million epochs have about six thousand lines.
 
     Example:
         >>> [n for n in range(3996, 4016) if is_written(n)]
@@ -236,10 +236,10 @@ def is_written(number: int) -> bool:
 
 
 def together(epochs: Sequence[EpochRecord]) -> EpochRecord:
-    """Several epochs as if they were one, with the last one's logs and number.
+    """Merge epochs into one, with the last one's logs and number.
 
-    Of epochs in which no step was timed, as all of them compiled or other workers did
-    them, only what was counted is taken.
+    An epoch without a timed step (all of its executions compiled, or other workers made
+    its steps) adds its counts but no timed duration.
     """
     if not epochs:
         raise ValueError("together: got no epochs, expected at least one.")

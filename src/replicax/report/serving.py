@@ -24,10 +24,9 @@ _REFRESH_S = 15
 
 
 class ReportServer(http.server.ThreadingHTTPServer):
-    """Serves one page, made anew from what workers have written.
+    """An HTTP server on the loopback address for one page, rendered on request.
 
-    Only this machine reaches it, only by the names of this machine, and there is
-    nothing else to get.
+    It accepts requests from this machine only, with a `Host` that names this machine.
     """
 
     daemon_threads = True
@@ -46,26 +45,26 @@ class ReportServer(http.server.ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """Where the page is."""
+        """The address of the page."""
         return f"http://{_HOST}:{self.port}/"
 
     def is_addressed(self, host: str) -> bool:
-        """Whether a request's `Host` names this machine, as one that a user made does.
+        """Whether a request's `Host` names this machine; else it is DNS rebinding.
 
-        A page of another site may have its name resolve to this machine; then the
-        browser still says that name. The port may be another one: that of a tunnel.
+        Another site's name may resolve to this machine, but the browser sends that
+        site's name as `Host`. The port may differ, as behind a tunnel.
         """
         return _LOCAL.fullmatch(host) is not None
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of a browser that has gone; print what else went wrong."""
+        """Ignore closed connections; print other errors."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
     def content(self) -> tuple[bytes, str, str]:
-        """The page, its tag, which differs when it does, and its security policy."""
+        """Render the page if need be; return it, its ETag and its security policy."""
         with self._lock:
-            # It says for how long nothing was heard, so it is made anew without news.
+            # The page shows the time since the last event, so it is renewed regularly.
             state = self._files(), int(time.monotonic() / _REFRESH_S)
             if state != self._state:
                 self._made, self._state = self._make(), state
@@ -149,4 +148,4 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing: a browser asks every few seconds."""
+        """Log nothing: a browser sends a request every few seconds."""

@@ -1,4 +1,4 @@
-"""Reports one call of `fit`: notes its epochs, writes them, measures at the end."""
+"""Reports one call of `fit`: records and writes its epochs, measures at the end."""
 
 import json
 import logging
@@ -39,19 +39,19 @@ _OTHERS_S = 3.0
 _LONGEST_ERROR = 300
 
 _next_pages: dict[Path, float] = {}
-"""When each page may be written again, also by later calls of `fit`."""
+"""Earliest time of each page's next write; later calls of `fit` keep to it, too."""
 
 
 class FitReport:
-    """One call of `fit`, of which this process' part is written down.
+    """Records this process' part of one call of `fit`.
 
     Args:
         page: The page's file.
-        model: What is trained.
-        params: What Keras tells callbacks.
-        number: Which call of `fit` of this process it is, for this page.
-        is_known: Whether earlier calls of `fit` are in the page already.
-        wants_diagnosis: Whether to measure at the end, as far as this worker knows.
+        model: The model that is trained.
+        params: The parameters that Keras gives to callbacks.
+        number: The index of this call of `fit` for this page in this process.
+        is_known: Whether the page has earlier calls of `fit` already.
+        wants_diagnosis: Whether this worker wants to measure at the end.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class FitReport:
     # Epochs, as Keras tells them.
 
     def begin_epoch(self, number: int) -> None:
-        """The steps of an epoch begin."""
+        """Start the steps of an epoch."""
         if self._opened is None:
             self._opened = self._open(number)
             self._write_page()
@@ -94,9 +94,9 @@ class FitReport:
         self.recorder.begin_epoch()
 
     def end_epoch(self, logs: Mapping[str, object]) -> None:
-        """An epoch has ended, and all callbacks were told."""
+        """End an epoch, after all callbacks."""
         steps_s = self.recorder.end_steps()
-        # With what else Keras and other callbacks did.
+        # The rest is the time of validation and of other callbacks.
         after_s = max(0.0, self.recorder.elapsed_s() - steps_s)
         exchange_s, staleness = self.worker.exchange_s(), self.worker.staleness()
         epoch = msgspec.structs.replace(
@@ -118,7 +118,7 @@ class FitReport:
             self._add("epoch", msgspec.to_builtins(epoch))
 
     def end(self) -> str:
-        """`fit` is over; returns the diagnosis, "" where there is none."""
+        """End the report of `fit`; return the diagnosis, or an empty string."""
         if self._opened is None:
             self._has_ended = True
             return ""
@@ -139,12 +139,12 @@ class FitReport:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """The end of `fit` in any way; an `__exit__`."""
+        """End the report after an error; an `__exit__`."""
         if self._has_ended or self._opened is None:
             return
         self._write_epochs()
         if self._total is None or self._total.number != self._number:
-            # How far the epoch came. The devices are not asked: they may have failed.
+            # The progress of the epoch, without the devices: they may have failed.
             wall_s, counts = self.recorder.elapsed_s(), self._counts()
             fields = {"epoch": self._number, "wall_s": wall_s, "counts": counts}
             self._add("progress", fields)
@@ -162,7 +162,7 @@ class FitReport:
             self._write_page(now=True)
 
     def _mark(self) -> None:
-        """Amid an epoch: tell that training goes on."""
+        """Write the progress of the epoch."""
         logs = self.recorder.logs
         known = logs if isinstance(logs, Mapping) else {}
         epoch = self._epoch(self.recorder.elapsed_s(), known)
@@ -174,7 +174,7 @@ class FitReport:
         return {name: getattr(tally, name) for name in tally.__slots__}
 
     def _epoch(self, wall_s: float, logs: Mapping[str, object]) -> EpochRecord:
-        """What is known of the epoch until now."""
+        """Make the record of the epoch so far."""
         return EpochRecord(
             number=self._number,
             logs=_numbers(logs),
@@ -190,14 +190,14 @@ class FitReport:
         self._journal.add(event, passing=passing)
 
     def _open(self, epoch: int) -> Journal:
-        """Begin to write, now that it is known in which epoch.
+        """Open the event log at the first epoch.
 
-        A process that goes on in a later epoch keeps what the one before has written.
+        A process that starts in a later epoch keeps the log of the one before.
         """
         worker = self.worker
         fresh = not self._is_known and epoch == 0
         journal = Journal(self._page, worker.index, fresh=fresh, clears=worker.is_chief)
-        # After older files are gone, and before others write theirs.
+        # A barrier: after older files are deleted, and before others write theirs.
         self._measures = worker.wants(self._measures)
         facts = {
             "worker": worker.name,
@@ -206,7 +206,7 @@ class FitReport:
             "fit": self._fit_number,
             **facts_of(self._model, worker.strategy, self._params),
         }
-        # What a user names may be of any type.
+        # Names that a user gives may have any type.
         facts = json.loads(json.dumps(facts, default=str))
         journal.begin({"event": "begin", "time": time.time(), "facts": facts})
         return journal
@@ -219,7 +219,7 @@ class FitReport:
     # The page.
 
     def _write_page(self, *, now: bool = False) -> None:
-        """Write it, if this is the chief and it is time again."""
+        """Write the page, if this is the chief and the interval has passed."""
         began = time.monotonic()
         is_time = now or began >= _next_pages.get(self._page, 0.0)
         if not is_time or not self.worker.is_chief or self._journal.is_taken:
@@ -238,7 +238,7 @@ class FitReport:
     def _await_others(
         self, is_done: Callable[[WorkerRecord], bool]
     ) -> list[WorkerRecord]:
-        """Those that write here, too, which get a moment until all are done."""
+        """Wait a moment until the other workers are done; return their records."""
         others: list[WorkerRecord] = []
 
         def all_done() -> list[WorkerRecord] | None:
@@ -257,14 +257,14 @@ class FitReport:
     # What is measured.
 
     def _measured(self) -> diagnosis.Measurements:
-        """What training was like; every worker in step has to call it at once."""
+        """Measure the training; all synchronous workers have to call it together."""
         assert self._total is not None
         total, strategy = self._total, self.worker.strategy
         executions = int(total.counts["executions"] - total.counts["first_executions"])
         start_s, sum_s = self._probed(executions)
         steps, wall = total.timed_steps, total.timed_s
         outside = total.counts["waits_s"], total.exchange_s
-        # Asynchronous workers ask for a step while the last one's values travel.
+        # Asynchronous workers overlap the next request with the transfer of values.
         is_both = getattr(strategy, "overlaps", False)
         around_s = max(outside) if is_both else sum(outside)
         rate, slow_share, slow_name = self._of_all(total)
@@ -287,9 +287,9 @@ class FitReport:
         )
 
     def _probed(self, executions: int) -> tuple[float | None, float | None]:
-        """Seconds of a start and of a step's sums; None: not measured."""
+        """Measure the seconds of a start and of a step's sums; None: not measured."""
         if executions < diagnosis.FEWEST_EXECUTIONS and not self.worker.is_in_step:
-            return None, None  # Nothing would be said about it. Others may need us.
+            return None, None  # Too few, and no other worker takes part.
         strategy, model = self.worker.strategy, self._model
         group = None if strategy is None else strategy.group
         try:
@@ -297,7 +297,7 @@ class FitReport:
             if strategy is None:
                 return start_s, 0.0
             return start_s, sum_seconds(strategy, model.trainable_variables)
-        except jax.errors.JaxRuntimeError as error:  # Such as too little memory.
+        except jax.errors.JaxRuntimeError as error:  # Out of memory, for example.
             _logger.warning(
                 "Report: communication and starts could not be measured (%s). The "
                 "model is trained, and the report says the rest.",
@@ -306,7 +306,7 @@ class FitReport:
             return None, None
 
     def _of_all(self, total: EpochRecord) -> tuple[float, float, str]:
-        """Examples per second of all workers, and who waited for input most."""
+        """Return all workers' examples per second, and the largest input wait."""
         mine = total.input_share if math.isfinite(total.input_share) else 0.0
         if not self.worker.is_chief or len(self.worker.names) == 1:
             return total.examples_per_s, mine, ""
@@ -345,7 +345,7 @@ def _share(part: float, whole: float) -> float:
 
 
 def _numbers(logs: Mapping[str, object]) -> dict[str, float]:
-    """Those logs that are one number; others have no place in a curve."""
+    """Select the logs that are one number, which a curve can show."""
     found = {}
     for name, value in logs.items():
         array = np.asarray(value)

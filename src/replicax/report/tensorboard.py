@@ -1,8 +1,8 @@
-"""Event files for the program TensorBoard, written without TensorFlow.
+"""Writes event files for the program TensorBoard, without TensorFlow.
 
-Needs the package tensorboard: `pip install 'replicax[tensorboard]'`. Its
-`EventFileWriter` loads TensorFlow where that is installed. What it is made of does not,
-and is used here: `RecordWriter`, the summaries and `GFile`.
+It needs the package tensorboard: `pip install 'replicax[tensorboard]'`. That package's
+`EventFileWriter` imports TensorFlow where it is installed; the parts used here do not:
+`RecordWriter`, the summaries and `GFile`.
 """
 
 import itertools
@@ -10,7 +10,6 @@ import os
 import socket
 import time
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any, Literal, Self
 
 import keras
@@ -30,14 +29,14 @@ Logs = Mapping[str, object] | None
 class SummaryWriter:
     """Writes scalars and histograms into an event file, which TensorBoard shows.
 
-    The file is made with the first value, under a name that no other one has. What
-    `flush` has returned from is in it. Each process that writes has a file of its own;
-    in a cluster write where `strategy.is_chief`, or into a folder for each worker.
+    The first value creates the file, under a unique name. `flush` returns when all
+    values are in the file. Each process writes its own file; in a cluster write on the
+    chief (`strategy.is_chief`), or into a folder for each worker.
     (TF: `tf.summary.create_file_writer`.)
 
     Args:
-        log_dir: The folder, which is made if it is not there. Folders below the one
-            that TensorBoard is given are its runs.
+        log_dir: The folder, which is created if need be. TensorBoard shows each folder
+            below its `--logdir` as a run.
 
     Raises:
         ImportError: If the package tensorboard is not installed.
@@ -58,7 +57,7 @@ class SummaryWriter:
         self._records: Any = None
 
     def scalar(self, name: str, value: ArrayLike, *, step: int | ArrayLike) -> None:
-        """Write a number: `name` is its chart, `step` where it stands there.
+        """Write a number: `name` is its chart, `step` its position there.
 
         Raises:
             ValueError: If `value` is not one number.
@@ -73,13 +72,13 @@ class SummaryWriter:
         step: int | ArrayLike,
         buckets: int | None = None,
     ) -> None:
-        """Write how values of an array, of any shape, are distributed.
+        """Write the histogram of an array's values.
 
         Args:
             name: The name of its chart.
-            values: Numbers.
-            step: Where it stands there.
-            buckets: How many of equal width are counted; None: 30.
+            values: Numbers, of any shape.
+            step: Its position in the chart.
+            buckets: Number of buckets of equal width; None: 30.
         """
         array = np.asarray(values)
         if array.dtype.kind not in "biuf":  # As bfloat16.
@@ -88,26 +87,21 @@ class SummaryWriter:
         self._write(made, step)
 
     def flush(self) -> None:
-        """Have all that was written in the file."""
+        """Write buffered values to the file."""
         if self._records is not None:
             self._records.flush()
 
     def close(self) -> None:
-        """Flush, and close the file. What is written later goes into another one."""
+        """Flush and close the file. Later values go into another file."""
         if self._records is not None:
             self._records.close()
             self._records = None
 
     def __enter__(self) -> Self:
-        """Be closed at the end of the block."""
+        """Return the writer; the block's end closes it."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close the file."""
         self.close()
 
@@ -130,7 +124,7 @@ class SummaryWriter:
 
 
 class _EventFormat:
-    """What is used of the package: none of it imports TensorFlow."""
+    """The used parts of the package, none of which imports TensorFlow."""
 
     def __init__(self) -> None:
         try:
@@ -157,23 +151,22 @@ class _EventFormat:
 class TensorBoard(LateCallback):
     """Writes losses, metrics and weights for the program TensorBoard.
 
-    Charts and folders are those of Keras' callback, which needs TensorFlow: under
-    `train` and `validation` are `epoch_loss` and the like by epoch, and the learning
-    rate; `batch_loss` and the like by step; histograms of weights by epoch; and
+    Charts and folders are those of Keras' callback, which needs TensorFlow. The folders
+    `train` and `validation` have `epoch_loss` and other metrics by epoch, and the
+    learning rate; `batch_loss` and others by step; histograms of weights by epoch; and
     `evaluation_loss_vs_iterations` by the optimizer's steps.
 
-    The chief writes. In a cluster pass it on all workers: histograms of weights that
-    are split over workers are gathered by all of them.
+    Only the chief writes. In a cluster pass the callback on all workers: they gather
+    sharded weights together for the histograms.
     (Keras: `keras.callbacks.TensorBoard`.)
 
     Args:
-        log_dir: The folder; `tensorboard --logdir` shows it. It may be a bucket that
-            fsspec knows, such as `"gs://bucket/logs"`.
-        histogram_freq: Each how many epochs histograms of the weights are written; 0:
-            never.
-        update_freq: Losses and metrics are written each epoch, and also each so many
-            steps; `"batch"` is 1, `"epoch"` never. To read them the host waits for the
-            step.
+        log_dir: The folder for `tensorboard --logdir`. It may be a bucket that fsspec
+            supports, such as `"gs://bucket/logs"`.
+        histogram_freq: Epochs between two histograms of the weights; 0: never.
+        update_freq: Steps between two writes of losses and metrics, besides those of
+            each epoch; `"batch"` is 1, `"epoch"` never. The host waits for the step to
+            read them.
 
     Raises:
         ImportError: If the package tensorboard is not installed.
@@ -209,7 +202,7 @@ class TensorBoard(LateCallback):
         self._step = self._first_step = 0
         self._logs: Logs = None
         if self.update_freq:
-            # An attribute: where it is not there, nobody waits for a step's losses.
+            # Set only then: without it `fit` does not wait for a step's losses.
             self.on_train_batch_end = self._write_step
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
@@ -222,11 +215,11 @@ class TensorBoard(LateCallback):
             self._scalars("train", "batch_{}", logs, self._step)
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        """Remember the logs, into which callbacks after this one may put more."""
+        """Keep the logs; later callbacks may add values to them."""
         self._logs = logs
 
     def after_epoch_end(self, epoch: int) -> None:
-        """Write the epoch's logs, and histograms where it is time."""
+        """Write the epoch's logs, and histograms at their interval."""
         train: dict[str, object] = {}
         validation: dict[str, object] = {}
         for name, value in (self._logs or {}).items():
@@ -243,7 +236,7 @@ class TensorBoard(LateCallback):
             writer.flush()
 
     def on_test_end(self, logs: Logs = None) -> None:
-        """Write what `evaluate` has found, by the optimizer's steps."""
+        """Write the results of `evaluate`, by the optimizer's steps."""
         optimizer: Any = getattr(self.model, "optimizer", None)
         if optimizer is not None:
             step = int(_array(optimizer.iterations))
@@ -265,7 +258,7 @@ class TensorBoard(LateCallback):
         model: Any = self.model
         for layer in model.layers:
             for weight in layer.weights:
-                # By all workers, which gather it where each has a part.
+                # On all workers, which gather a sharded weight together.
                 values = _array(weight)
                 if _writes():
                     name = f"{weight.path.replace(':', '_')}/histogram"

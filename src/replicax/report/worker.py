@@ -1,4 +1,4 @@
-"""Which worker a reported `fit` runs in, and the configuration of what it trains."""
+"""The worker that a reported `fit` runs in, and its configuration."""
 
 import logging
 import platform
@@ -28,7 +28,7 @@ _MEET_S = 10.0
 
 
 class ServerSession(Protocol):
-    """What a worker of parameter servers knows of its session with them."""
+    """A worker's session with parameter servers, as far as reports need it."""
 
     workers: Sequence[str]
     index: int
@@ -39,7 +39,7 @@ class ServerSession(Protocol):
 def facts_of(
     model: keras.Model, strategy: Strategy | None, params: Mapping[str, object]
 ) -> dict[str, object]:
-    """The configuration of a run of `fit`, as JSON values by name."""
+    """Collect the configuration of a run of `fit`, as JSON values by name."""
     facts = {
         "model": model.name,
         "class": type(model).__name__,
@@ -86,7 +86,7 @@ def _optimizer(optimizer: keras.optimizers.Optimizer | None) -> dict[str, object
 
 
 def _name(loss: object) -> JSON:
-    """A loss' name; of several their names."""
+    """The name of a loss, or the names of several."""
     if isinstance(loss, Mapping):
         return {str(k): _name(v) for k, v in loss.items()}
     if isinstance(loss, list | tuple):
@@ -120,11 +120,11 @@ def _devices(strategy: Strategy | None) -> str:
 
 
 class ReportedWorker:
-    """The worker that this process is, and what it asks the others."""
+    """This process as a worker, and its exchanges with the others for the report."""
 
     def __init__(self, strategy: Strategy | None) -> None:
         self.strategy = strategy
-        # With parameter servers; the others have no session.
+        # Only a strategy of parameter servers has a session.
         self.served: ServerSession | None = getattr(strategy, "session", None)
         if self.served is not None:
             self.names, self.index = tuple(self.served.workers), self.served.index
@@ -136,22 +136,22 @@ class ReportedWorker:
 
     @property
     def name(self) -> str:
-        """This worker."""
+        """This worker's name."""
         return self.names[self.index]
 
     @property
     def is_chief(self) -> bool:
-        """Whether this worker makes the page."""
+        """Whether this worker renders the page."""
         return self.index == 0
 
     @property
     def is_in_step(self) -> bool:
-        """Whether other workers make the same steps."""
+        """Whether other workers train synchronously with this one."""
         return self.served is None and len(self.names) > 1
 
     @property
     def straggler(self) -> str:
-        """Who waits for which worker, as the first worker has found; empty: nobody."""
+        """The straggler that the first worker has found, in words; empty: none."""
         if self.strategy is None or not self.is_in_step:
             return ""
         watch = self.strategy.workers.watch
@@ -159,7 +159,7 @@ class ReportedWorker:
 
     @property
     def compression(self) -> str | None:
-        """What gradients travel as; None: as they are."""
+        """The compression of gradients; None: none."""
         if self.strategy is None:
             return None
         if self.served is None:
@@ -167,19 +167,19 @@ class ReportedWorker:
         return getattr(self.strategy, "compression", None)
 
     def wants(self, diagnosis_wanted: bool) -> bool:
-        """Whether to measure after training: the chief decides, as all have to.
+        """Agree whether to measure after training: the chief decides for all.
 
-        Waits for the others, which begin `fit` now, too.
+        It waits for the others, which begin `fit` at the same time.
         """
         if not self.is_in_step:
             return diagnosis_wanted
         answers = self._exchange(diagnosis_wanted)
-        # One that came late finds all answers, and has to know who gave up on it.
+        # A late worker finds all answers, but others may have timed out before.
         agreed = self._exchange(answers is not None)
         return answers is not None and bool(answers[0]) and all(agreed or [False])
 
     def _exchange(self, value: bool) -> list[object] | None:
-        assert self.strategy is not None  # Others make the same steps.
+        assert self.strategy is not None
         try:
             return self.strategy.workers.exchange(
                 "the training report", value, timeout_seconds=_MEET_S, in_order=False
@@ -193,9 +193,9 @@ class ReportedWorker:
             return None
 
     def exchange_s(self) -> float:
-        """How long exchanges with the slowest server have taken until now."""
+        """Seconds of exchanges with the slowest server so far."""
         return 0.0 if self.served is None else max(self.served.exchange_s)
 
     def staleness(self) -> Counter[int]:
-        """Updates of this worker until now, by how stale they were."""
+        """Histogram of the staleness of this worker's updates so far."""
         return Counter() if self.served is None else Counter(self.served.staleness)
