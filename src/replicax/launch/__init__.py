@@ -1,9 +1,8 @@
-"""Launching: starts, watches and restarts the processes of a job; manifests.
+"""Launching: starts, supervises and restarts the processes of a job; manifests.
 
-Tasks learn of each other by `TF_CONFIG`. Workers that train in step are restarted all
-together, since a synchronous step needs every one; tasks around parameter servers are
-restarted one by one. `launcher.launch` starts the tasks (`processes`) and runs the one
-loop over them (`supervisor`), which asks `job` what follows an exit. This folder knows
-processes, exit statuses and the servers' board, and nothing of what the processes
-compute.
+Tasks find each other by `TF_CONFIG`. Synchronous workers are restarted together, since
+a step needs all of them; tasks of a job with parameter servers are restarted one by
+one. `launcher.launch` starts the tasks (`processes`) and runs the supervision loop
+(`supervisor`), in which `job` decides about restarts. This folder knows processes, exit
+statuses and the servers' board, and nothing of what the processes compute.
 """

@@ -1,11 +1,11 @@
-"""Runs in each process of a local cluster before its task: a script, not a module.
+"""The bootstrap script of a local cluster's processes: task start-up, and the guard.
 
-`replicax.launch.processes` starts it by its path, with nothing but the standard
-library, so that it costs milliseconds. It has two parts. The task's part makes the
-process known to the guard, pins it to its cores and becomes the task. The guard's part
-waits for the end of the process that started the cluster, and kills what that left
-behind: it works where the starter was killed, and reaches the tasks' own children,
-which a parent-death signal on the task alone does not.
+`replicax.launch.processes` starts it by its path, with only the standard library, so
+that it takes milliseconds. It has two parts. The task's part registers the process with
+the guard, pins it to its cores and executes the task. The guard waits for the end of
+the process that started the cluster, and kills the process groups that are left. It
+works even if the starter was killed. Unlike a parent-death signal on the task, it
+reaches the tasks' own children.
 """
 
 import contextlib
@@ -20,15 +20,15 @@ _LAST_WORDS_S = 1.0  # For processes that were only just starting.
 
 
 def become_task(guard: int, parent: int, cores: str, command: list[str]) -> NoReturn:
-    """Turn this process into the task that `command` describes.
+    """Execute `command` in this process, which becomes the task.
 
-    `guard` is the file descriptor on which the guard takes announcements, `parent` who
-    starts the cluster, and `cores` names the cores to stay on, if not any.
+    `guard` is the file descriptor for registering with the guard, `parent` the process
+    id of the starter, and `cores` the cores to pin to; empty: all.
     """
     os.write(guard, b"+%d\n" % os.getpid())
     os.close(guard)
-    # In this order one of the two always holds: the guard knows of this process, or it
-    # sees here that the parent is gone.
+    # Registered first: either the guard knows of this process, or this check sees that
+    # the parent is gone.
     if os.getppid() != parent:
         sys.exit("The process that starts this cluster is gone.")
     if cores:
@@ -45,11 +45,11 @@ def become_task(guard: int, parent: int, cores: str, command: list[str]) -> NoRe
 
 
 def guard(announcements: int) -> None:
-    """Wait until the starter is gone or says so; then kill what it left behind.
+    """Wait until the starter exits or closes its pipe; then kill the groups left.
 
-    On the file descriptor `announcements` starting processes tell their ids. Standard
-    input is the starter's own line, whose end is the starter's: the other one may be
-    held open by a process that is frozen while it starts.
+    Starting processes write their ids to the file descriptor `announcements`. Standard
+    input is the starter's pipe, and its end is the end of the starter. The end of
+    `announcements` is not: a process that is frozen while it starts may hold it open.
     """
     starter = sys.stdin.fileno()
     for descriptor in (starter, announcements):
@@ -60,8 +60,8 @@ def guard(announcements: int) -> None:
         timeout = None if starter in parts else _LAST_WORDS_S
         if not select.select(list(parts), [], [], timeout)[0]:
             break
-        # A task announces itself before its starter can say that it has ended: read in
-        # one order and noted in the other, no end is followed by its beginning.
+        # A task registers before its starter can report its end. Read in one order and
+        # applied in the other, no end is followed by its registration.
         heard = {d: _read_lines(d, parts) for d in (starter, announcements)}
         for line in heard[announcements] + heard[starter]:
             (groups.add if line.startswith(b"+") else groups.discard)(int(line[1:]))
@@ -70,7 +70,7 @@ def guard(announcements: int) -> None:
 
 
 def _read_lines(descriptor: int, parts: dict[int, bytes]) -> list[bytes]:
-    """The whole lines that have come; at the end the descriptor goes from `parts`."""
+    """Read the complete lines so far; remove a descriptor at its end from `parts`."""
     if descriptor not in parts:
         return []
     text = parts[descriptor]

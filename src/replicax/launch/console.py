@@ -1,4 +1,4 @@
-"""The output of many tasks on one terminal or in one file, with a table below it."""
+"""Multiplexes the output of many tasks to one terminal or file, with a table below."""
 
 import contextlib
 import sys
@@ -20,19 +20,19 @@ _KEPT_LINES = 100
 
 
 class TaskConsole:
-    """Writes whole lines, each behind the name of the task it comes from.
+    """Writes complete lines, each prefixed with the name of its task.
 
-    Lines come out as the tasks wrote them, byte by byte, and never one inside another.
-    Prefixes are coloured on a terminal only. A table stays below the lines there, and
-    is written once, at the end and on stderr, elsewhere.
+    It passes lines through byte by byte and never interleaves them. On a terminal,
+    prefixes have colours and a table stays below the lines; elsewhere the table is
+    written once, at the end, to stderr.
 
     Args:
         names: The names of all tasks.
-        stream: Where to write to; None: `sys.stdout`.
+        stream: The stream to write to; None: `sys.stdout`.
 
     Attributes:
-        error: Why nothing can be written any more, such as a terminal that was closed.
-            From then on output is dropped.
+        error: The error of a write, such as a closed terminal. From then on output is
+            dropped.
     """
 
     def __init__(self, names: Sequence[str], stream: IO[bytes] | None = None) -> None:
@@ -47,9 +47,9 @@ class TaskConsole:
         self._table: RenderableType | None = None
 
     def take(self, name: str, chunk: bytes) -> None:
-        """Write the lines that are complete with what a task has written now.
+        """Write the lines that a chunk of a task's output completes.
 
-        Nothing stands for the end of its output, which ends a line too.
+        An empty chunk is the end of the output, and completes a line too.
         """
         begun = self._begun[name]
         if name in self._ended:  # The first output after a restart.
@@ -77,11 +77,11 @@ class TaskConsole:
         )
 
     def last_lines(self, name: str) -> list[str]:
-        """The last lines that a task wrote, at most a hundred."""
+        """The last lines of a task's output, at most a hundred."""
         return [line.decode(errors="replace").rstrip() for line in self._last[name]]
 
     def say(self, message: str) -> None:
-        """Write a message of the launcher itself, on stderr."""
+        """Write a message of the launcher to stderr."""
         text = "".join(f"replicax: {line}\n" for line in message.splitlines())
         with self._writing():
             if self._live is not None and sys.stderr.isatty():
@@ -92,7 +92,7 @@ class TaskConsole:
 
     @property
     def shows_tables(self) -> bool:
-        """Whether a table can stay below the lines: it is a terminal."""
+        """Whether a table can stay below the lines, as on a terminal."""
         console = Console()
         return (
             self._stream is sys.stdout.buffer
@@ -102,9 +102,9 @@ class TaskConsole:
         )
 
     def show(self, table: RenderableType) -> None:
-        """Show this table below the lines, in place of the one before.
+        """Show a table below the lines, replacing the one before.
 
-        Where that cannot be it is kept, for `end_table`.
+        Without a terminal it is only kept, for `end_table`.
         """
         with self._writing():
             self._table = table
@@ -122,7 +122,7 @@ class TaskConsole:
             self._live.update(table, refresh=True)
 
     def end_table(self, table: RenderableType | None = None) -> None:
-        """Leave a last table where it is, or the last that was shown, if any was."""
+        """Print the last table, by default the one shown last, if there was one."""
         with self._writing():
             live, self._live = self._live, None
             if self._table is None or self.error is not None:
@@ -146,7 +146,7 @@ class TaskConsole:
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
-        """One thread at a time; what goes wrong is noted as `error`."""
+        """Hold the lock for a write, and keep an `OSError` as `error`."""
         with self._lock:
             try:
                 yield

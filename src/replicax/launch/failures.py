@@ -1,4 +1,4 @@
-"""Which task of a job failed first, how that is described, and what follows it."""
+"""Finds a job's first failure and describes it; the restart policy."""
 
 import dataclasses
 import itertools
@@ -35,13 +35,13 @@ _FRUITLESS = 3
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Failure:
-    """The task that failed first in an attempt.
+    """The first failure of an attempt.
 
     Attributes:
-        task: Its name.
-        exit_code: Its exit status; negative for a signal.
-        message: What happened, in full sentences.
-        traceback: Its Python traceback; without one, the end of its output.
+        task: The name of the task that failed.
+        exit_code: The task's exit status; negative for a signal.
+        message: The cause, in full sentences.
+        traceback: The task's Python traceback, or the end of its output.
     """
 
     task: str
@@ -53,17 +53,16 @@ class Failure:
 def first_failure(
     exits: Sequence[tuple[str, int]], reports: Sequence[FailureReport]
 ) -> Failure | None:
-    """Which task failed first: the rest is mostly a consequence of that.
+    """Find the first failure, which mostly has caused the others.
 
     Args:
-        exits: The tasks that ended with a code that is not 0 by themselves, in the
-            order in which they ended.
-        reports: What tasks have reported, the earliest first.
+        exits: The tasks that exited with a code other than 0 by themselves, in order.
+        reports: The tasks' reports, the earliest first.
     """
     codes = dict(exits)
     for report in reports:
-        # A preempted task has not failed, but was asked to end, perhaps by a launcher
-        # that had seen another one fail.
+        # A preempted task has not failed: it was asked to end, perhaps by a launcher
+        # after another task's failure.
         if report.culprit == report.task and report.kind != "preempted":
             return Failure(
                 task=report.task,
@@ -72,7 +71,7 @@ def first_failure(
                 traceback=report.traceback,
             )
         if report.kind == "exited" and report.culprit is not None:
-            # The culprit's own exit status tells more than that of who missed it.
+            # The culprit's exit status tells more than that of the waiting task.
             return Failure(
                 task=report.culprit,
                 exit_code=codes.get(report.culprit) or report.exit_code,
@@ -94,13 +93,13 @@ def first_failure(
 
 
 def _sentence(text: str) -> str:
-    """A message with a full stop, which those of exceptions may lack."""
+    """Add a full stop to a message, which exceptions' messages may lack."""
     text = text.rstrip()
     return text if text.endswith((".", "!", "?")) else f"{text}."
 
 
 def describe_exit(task: str, exit_code: int) -> str:
-    """What happened to a task that left no report, as a sentence."""
+    """Describe the exit of a task without a report, as a sentence."""
     if exit_code >= 0:
         return f"{task} ended with exit code {exit_code}."
     try:
@@ -112,8 +111,8 @@ def describe_exit(task: str, exit_code: int) -> str:
 
 
 def with_output(failure: Failure, output: Sequence[str]) -> Failure:
-    """The failure, with the end of its task's output where it left no traceback."""
-    # Neither a signal nor Ctrl-C comes with a last word.
+    """Add the end of the task's output to a failure without a traceback."""
+    # After a signal or Ctrl-C, the last output does not tell the cause.
     is_sudden = failure.exit_code < 0 or failure.exit_code == ExitCode.INTERRUPTED
     if failure.traceback is not None or is_sudden:
         return failure
@@ -121,7 +120,7 @@ def with_output(failure: Failure, output: Sequence[str]) -> Failure:
 
 
 def last_lines(failure: Failure) -> str:
-    """The end of a failed task's traceback or output; empty where there is none.
+    """Format the end of a failed task's traceback or output; empty without one.
 
     Example:
         >>> failure = Failure(task="ps:0", exit_code=1, message="", traceback="A")
@@ -141,11 +140,11 @@ def last_lines(failure: Failure) -> str:
 
 
 class GiveUp(NamedTuple):
-    """Why a failure is not followed by a restart.
+    """The reason why no restart follows a failure.
 
     Attributes:
-        said: In words for the moment of the failure, when other tasks may go on.
-        told: In words for the summary of the job.
+        said: The reason for the message at the failure, when other tasks may go on.
+        told: The reason for the summary of the job.
     """
 
     said: str
@@ -165,14 +164,14 @@ _NONE_LEFT = GiveUp("No restart is left", "retryable, but no restart is left")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RestartPolicy:
-    """Which failures are followed by a restart, and how often.
+    """Decides after which failures to restart, and how often.
 
     Attributes:
-        max_restarts: How often at most.
-        backoff_seconds: The wait before the first restart; it doubles from then on, up
+        max_restarts: The maximal number of restarts.
+        backoff_seconds: The wait before the first restart; it doubles with each one, up
             to a minute.
-        on_any: Whether after any failure, and not only one that may pass. An interrupt
-            (SIGINT) is never followed by a restart.
+        on_any: Whether to restart after permanent failures, too. No restart follows an
+            interrupt (SIGINT).
     """
 
     max_restarts: int = 3
@@ -180,17 +179,17 @@ class RestartPolicy:
     on_any: bool = False
 
     def is_permanent(self, failure: Failure) -> bool:
-        """Whether nothing is restarted after this failure, whatever is left."""
+        """Whether no restart follows this failure, regardless of `max_restarts`."""
         if self.on_any:
             return exit_status(failure.exit_code) == ExitCode.INTERRUPTED
         return not is_retryable(failure.exit_code)
 
     def give_up(self, failure: Failure, steps: Sequence[int]) -> GiveUp | None:
-        """Why a failure is not followed by a restart; None: it is.
+        """Return the reason why no restart follows a failure; None: one does.
 
         Args:
             failure: The failure.
-            steps: How far each attempt came that has failed, this one the last.
+            steps: The last step of each failed attempt, this one's last.
         """
         if self.is_permanent(failure):
             interrupted = exit_status(failure.exit_code) == ExitCode.INTERRUPTED
@@ -214,15 +213,15 @@ def crash_loop(steps: Sequence[int]) -> bool:
 
 
 def back_off(restart: int, base_seconds: float) -> float:
-    """How long to wait before a restart (0: the first one), in seconds.
+    """Compute the wait before a restart (0: the first one), in seconds.
 
-    Doubles from restart to restart up to a minute. A random part keeps jobs that failed
-    together from coming back together.
+    Exponential back-off up to a minute, with jitter: jobs that failed together do not
+    come back together.
 
     Example:
         >>> 0.75 <= back_off(0, 1.0) <= 1.25, back_off(50, 1.0) <= 60
         (True, True)
     """
-    # The bound of the exponent: a float has an end.
+    # The exponent is bounded, or the float would overflow.
     wait = base_seconds * 2.0 ** min(restart, 60) * random.uniform(0.75, 1.25)
     return min(wait, _MAX_BACK_OFF_S)

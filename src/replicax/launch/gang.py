@@ -16,16 +16,17 @@ __all__ = ["ClusterCommand", "Gang", "gangs_of"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClusterCommand:
-    """What to run as the tasks of a cluster.
+    """The command of a cluster's tasks, with their environment and limits.
 
     Attributes:
         command: The program and its arguments.
         num_tasks: Number of tasks by job.
-        environment: The whole environment of a task, but for what names the task.
+        environment: The complete environment of a task, without the variables that name
+            the task.
         cores: The cores that each task is pinned to, by task name.
-        grace_seconds: How long tasks may take to end after a signal, and parameter
-            servers after the training.
-        evaluator_seconds: How long the evaluator may go on after the training.
+        grace_seconds: Time for tasks to exit after a signal, and for parameter servers
+            after the training.
+        evaluator_seconds: Time for the evaluator to exit after the training.
     """
 
     command: Sequence[str]
@@ -42,17 +43,17 @@ class Gang:
 
     Attributes:
         names: The tasks' names.
-        folder: Where each start has a folder for the tasks' reports.
-        environment: Variables that are the same in each start.
+        folder: The folder for a folder of reports of each start.
+        environment: The variables that are the same in each start.
         configs: Makes the `TF_CONFIG` of each task for the next start.
-        num_starts: How often they were started.
-        exited: The exit codes of those that have exited since the last start.
-        failed: Those that have failed, in the order in which they exited.
-        failures: The first failure of each attempt that failed.
-        steps: How far each of these attempts came.
-        restart_at: When to restart them; None: they run, or have ended.
-        ended: How they have ended, in a word; None: they have not.
-        leaving_until: Until when tasks may leave a script that others have missed.
+        num_starts: Number of starts.
+        exited: The exit codes of the tasks that have exited since the last start.
+        failed: The tasks that have failed, in the order of their exits.
+        failures: The first failure of each failed attempt.
+        steps: The last step of each of these attempts.
+        restart_at: Time of the next restart; None: the tasks run, or have ended.
+        ended: The final state in a word; None: the tasks have not ended.
+        leaving_until: Deadline for tasks whose script ended too early to exit.
     """
 
     names: Sequence[str]
@@ -70,7 +71,7 @@ class Gang:
 
     @property
     def num_restarts(self) -> int:
-        """How often they were started again."""
+        """Number of restarts."""
         return max(0, self.num_starts - 1)
 
     @property
@@ -80,23 +81,23 @@ class Gang:
 
     @property
     def state(self) -> str:
-        """What the tasks do, in a word or two."""
+        """The state of the tasks, in a word or two."""
         if self.restart_at is not None:
             return f"again in {max(0.0, self.restart_at - time.monotonic()):.0f} s"
         return self.ended or "running"
 
     @property
     def report_folder(self) -> Path:
-        """Where the tasks leave reports since the last start."""
+        """The folder of the tasks' reports since the last start."""
         return self.folder / str(self.num_restarts)
 
     @property
     def reports(self) -> list[FailureReport]:
-        """What the tasks have reported since the last start."""
+        """The tasks' reports since the last start."""
         return FailureReport.read_all(self.report_folder)
 
     def begin(self) -> dict[str, dict[str, str]]:
-        """Begin the next start: the whole environment of each task for it."""
+        """Begin the next start; return the complete environment of each task."""
         self.num_starts += 1
         self.exited, self.failed = {}, []
         self.restart_at = self.ended = self.leaving_until = None
@@ -110,22 +111,22 @@ class Gang:
         return {name: {**variables, "TF_CONFIG": configs[name]} for name in self.names}
 
     def last_status(self) -> JSONObject | None:
-        """What a parameter server has left behind; None: nothing, as it was killed."""
+        """The final counts of a parameter server; None: it was killed."""
         path = self.report_folder / STATUS_FILE
         return json.loads(path.read_text()) if path.exists() else None
 
 
 def gangs_of(command: ClusterCommand, folder: Path) -> list[Gang]:
-    """The gangs of a cluster, with a folder for their reports.
+    """Make the gangs of a cluster, with a folder for their reports.
 
-    One of all tasks; with parameter servers, one for each task.
+    One gang of all tasks; with parameter servers, a gang for each task.
     """
     num_tasks, environment = command.num_tasks, command.environment
     if "ps" not in num_tasks:
-        # New ports for each start: the last ones may be in use still.
+        # New ports for each start: the last ones may still be in use.
         names = task_names(num_tasks)
         return [Gang(names, folder, environment, lambda: tf_configs(num_tasks))]
-    configs = tf_configs(num_tasks)  # The others go on with the addresses they know.
+    configs = tf_configs(num_tasks)  # A restarted task keeps its address.
     return [
         Gang([name], folder / name.replace(":", "-"), environment, lambda: configs)
         for name in configs

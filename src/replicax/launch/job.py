@@ -1,11 +1,10 @@
-"""What follows when tasks of a job exit: restarts, and the order in which it ends.
+"""The policy of a job: restarts after exits, and the order of its shutdown.
 
-Workers that train in step are one gang, restarted as a whole, for a synchronous step
-needs every one. In a job with parameter servers each task is a gang of its own, and the
-chief, which is worker 0 where there is no chief, decides about the whole: with its end
-the job is done or has failed. Servers see that by themselves. A permanent failure of
-any task, such as an exception of its script, ends the job. Another worker that has no
-restart left is missed by nobody, but its exit code is the launcher's.
+Synchronous workers are one gang, restarted as a whole, since a step needs all of them.
+In a job with parameter servers each task is its own gang, and the job's end is the end
+of its chief (worker 0 without a chief). Servers notice that by themselves. A permanent
+failure of any task, such as an exception of its script, ends the job. Another worker
+without a restart left does not end the job, but the launcher exits with its exit code.
 """
 
 import dataclasses
@@ -38,18 +37,18 @@ _LEAVE_S = 10.0  # For a task whose script ended too early to end by itself.
 
 
 class Job(Supervisor):
-    """Decides what follows when tasks exit, until the job has ended.
+    """Supervises a job: decides about restarts and the end after each exit.
 
     Args:
-        command: What runs.
-        policy: How often each gang is restarted, and after what.
+        command: The command of the tasks.
+        policy: The restart policy of each gang.
         gangs: The tasks.
         processes: Their processes, which have been started.
-        console: Where their output goes.
+        console: Writes their output.
         signals: The signals that this process has received; it grows.
 
     Attributes:
-        status: What the parameter servers tell; None: nothing is known.
+        status: The parameter servers' counts; None: unknown.
     """
 
     def __init__(
@@ -75,14 +74,14 @@ class Job(Supervisor):
         self._gang_of = {name: gang for gang in gangs for name in gang.names}
         self._chief = self._gang_of.get("chief:0") or self._gang_of["worker:0"]
         self._has_servers = "ps" in command.num_tasks
-        self._is_done = False  # The chief's gang has done its work.
+        self._is_done = False  # The chief's gang has succeeded.
         self._culprit: str | None = None  # The task whose failure ends the job.
-        self._failures: list[Failure] = []  # Those that no restart follows.
-        self._reason = ""  # Why none does, where nobody has said so before.
+        self._failures: list[Failure] = []  # The failures without a restart.
+        self._reason = ""  # The reason for no restart, if no message gave it.
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a gang is to be restarted."""
+        """Whether a gang waits for its restart."""
         return any(gang.restart_at is not None for gang in self._gangs)
 
     @property
@@ -91,20 +90,20 @@ class Job(Supervisor):
 
     @property
     def _is_over(self) -> bool:
-        """Whether nothing is to be restarted any more."""
+        """Whether there will be no more restarts."""
         ended = self._is_done or self._culprit is not None
         return ended or self.signal is not None
 
     # Exits and restarts.
 
     def note_exits(self, codes: Mapping[str, int]) -> None:
-        """Take the exit codes of the tasks that have exited just now."""
+        """Process the exit codes of the tasks that have exited just now."""
         # The chief first: its end explains the others'.
         names = sorted(codes, key=lambda n: (self._gang_of[n] is not self._chief, n))
         for name in names:
             gang = self._gang_of[name]
             gang.exited[name] = codes[name]
-            # Who is ended after a failure, or as not needed, has not failed by itself.
+            # A task that the launcher has terminated has not failed by itself.
             was_ended = gang.failed and name in self._kill_at
             if codes[name] and not was_ended and name not in self.dismissed:
                 gang.failed.append((name, codes[name]))
@@ -154,20 +153,20 @@ class Job(Supervisor):
         assert failure is not None
         number = self.signal
         if number is not None and failure.task in self._killed:
-            # Killed by the launcher, which passes on what it was asked to do.
+            # The launcher has killed it after forwarding a signal.
             message = f"{failure.task} did not end after {signal.Signals(number).name}."
             return dataclasses.replace(failure, exit_code=-number, message=message)
         return with_output(failure, self._console.last_lines(failure.task))
 
     def _steps_of(self, gang: Gang, reports: Sequence[FailureReport]) -> int:
-        """How far a gang is known to have come; -1: nothing is known."""
+        """The last known step of a gang; -1: unknown."""
         if self._has_servers:
             return -1 if self.status is None else self.status.progress(gang.names[0])
         reported = [step for report in reports for step in report.steps.values()]
         return max([*reported, FailureReport.last_progress(gang.report_folder)])
 
     def _permanently_failing(self) -> str | None:
-        """A task that has reported a permanent failure and has not exited yet."""
+        """Find a task that has reported a permanent failure but not yet exited."""
         for name in sorted(self.running):
             for report in self._gang_of[name].reports:
                 failure = first_failure([(name, report.exit_code)], [report])
@@ -186,7 +185,7 @@ class Job(Supervisor):
             self._say(f"{failure.message} {reason}: {rest}.")
 
     def _restart(self) -> None:
-        """Restart gangs that have waited long enough, or none if the job is over."""
+        """Restart the gangs whose wait is over, or none if the job is over."""
         waiting = [gang for gang in self._gangs if gang.restart_at is not None]
         for gang in waiting:
             if self._is_over:
@@ -202,11 +201,11 @@ class Job(Supervisor):
     # The end of the job.
 
     def act(self) -> None:
-        """Restart and end tasks, as the time has come for it."""
-        # Workers may want to save, which needs the servers.
+        """Restart and terminate the tasks that are due."""
+        # Servers get no signal yet: workers may need them to save.
         names = (self._has_servers and self._training) or self.running
         if self._console.error is not None and self.signal is None:
-            # Whoever reads the output is gone, as after a hang-up.
+            # The reader of the output is gone, as after a hang-up.
             self.forward(names, signal.SIGTERM)
         self.forward_signals(names)
         self._restart()
@@ -218,12 +217,12 @@ class Job(Supervisor):
 
     def _end_the_rest(self, gang: Gang) -> None:
         if self.signal is not None:
-            return  # They are ending already, and have their time for it.
+            return  # They are in their grace period already.
         if gang.leaving_until is None:
             gang.leaving_until = time.monotonic() + _LEAVE_S
         rest = set(gang.names) - set(gang.exited) - set(self._kill_at)
         if rest and time.monotonic() < gang.leaving_until:
-            # Whose script has ended has an exit status that tells the cause.
+            # A task whose script has ended still exits with a status of its own.
             rest -= {r.culprit for r in gang.reports if r.kind == "exited"}
         if rest:
             what = describe_exit(*gang.failed[0])
@@ -231,18 +230,18 @@ class Job(Supervisor):
             self.terminate(rest)
 
     def _shut_down(self) -> None:
-        """End what nobody needs, first what needs the others."""
+        """Terminate tasks that are not needed any more, dependents first."""
         grace = self._command.grace_seconds
         serving = self.running_of("ps")
         if self.signal is not None:
             if self._has_servers and not self._training:
                 self.dismiss(self.running, "signal", 0.0)
         elif self._culprit is not None:
-            # Who has failed ends by itself, perhaps after it has saved something.
+            # The culprit exits by itself, perhaps after a save.
             self.dismiss(self.running - {self._culprit}, "failure", _SETTLE_S)
             self.dismiss(self.running, "failure", _SETTLE_S + grace)
         elif self._is_done and not serving:
-            # Nothing can be trained any more.
+            # Without servers the workers cannot train.
             self.dismiss(self._training, "servers", grace)
         if not self._training and not self.is_waiting:
             seconds = self._command.evaluator_seconds
@@ -251,7 +250,7 @@ class Job(Supervisor):
             self.dismiss(serving, "training", grace, "the last worker")
 
     def summarize(self) -> int:
-        """Say how the job ended; the exit status of the task that failed first."""
+        """Print the outcome of the job; return the first failure's exit status."""
         num = sum(gang.num_restarts for gang in self._gangs)
         restarts = f"{num} restart" if num == 1 else f"{num} restarts"
         first = self._first_failure()
@@ -284,7 +283,7 @@ class Job(Supervisor):
         first = next(reversed(of_culprit), next(iter(self._failures), None))
         is_server = first is not None and first.task.startswith("ps")
         if first is not None and is_server and first.exit_code == ExitCode.FAILED:
-            # So a server ends when the job has failed, perhaps before who failed does.
+            # A server exits so when the job has failed, perhaps before the culprit.
             for failure in self._failures:
                 is_server = failure.task.startswith("ps")
                 if not is_server and self._policy.is_permanent(failure):
@@ -293,6 +292,6 @@ class Job(Supervisor):
 
 
 def _emptied(reports: Sequence[FailureReport]) -> str | None:
-    """The server that a task has found without its values."""
+    """Find a server that a task has reported without its values."""
     lost = (r.culprit for r in reports if r.kind == "values lost")
     return next(lost, None)

@@ -23,11 +23,11 @@ _SPAN_S = 10.0
 
 
 class Meter:
-    """A counter that is read now and then: its pace, lately and on the whole.
+    """Rates of a counter that is read at intervals.
 
     Attributes:
-        total: How far it has come. A fall of the counter, which begins anew in a task
-            that was started again, takes nothing away.
+        total: The total increase. A reset of the counter, as in a task that was
+            restarted, is not subtracted.
 
     Example:
         >>> meter = Meter()
@@ -45,7 +45,7 @@ class Meter:
         self._busy_s = 0.0
 
     def read(self, now: float, value: float) -> None:
-        """Note the counter's value, at a time in seconds."""
+        """Add a reading of the counter, at a time in seconds."""
         gain = max(0, value - self._value)
         self._value = value
         self.total += gain
@@ -58,7 +58,7 @@ class Meter:
 
     @property
     def per_second(self) -> float:
-        """The pace of the last ten seconds."""
+        """The rate over the last ten seconds."""
         if len(self._recent) < 2:
             return 0.0
         (begin, before), (end, after) = self._recent[0], self._recent[-1]
@@ -66,23 +66,22 @@ class Meter:
 
     @property
     def mean_per_second(self) -> float:
-        """The pace while it moved, pauses left out."""
+        """The mean rate without pauses of the counter."""
         return self._gained / self._busy_s if self._busy_s else 0.0
 
 
 @dataclasses.dataclass
 class Readings:
-    """What is known of a worker or a server.
+    """The last counts of a worker or a server.
 
     Attributes:
-        state: What the board takes a worker for: `absent`, `alive`, `dead`, `left`.
-        silent_seconds: Since the board's last sign of it.
-        steps: How a worker's steps, or a server's updates, went on.
-        count: A worker's steps; the updates that are in a server's values.
-        lost: Updates that a server made and has not in its values.
-        traffic: Bytes back and forth.
-        staleness: How many of a worker's gradients had which staleness, as the servers
-            have counted them.
+        state: The board's state of a worker: `absent`, `alive`, `dead`, `left`.
+        silent_seconds: Seconds since the board's last heartbeat of it.
+        steps: The meter of a worker's steps, or of a server's updates.
+        count: A worker's steps, or the updates in a server's values.
+        lost: Updates that a server has lost.
+        traffic: The meter of bytes in both directions.
+        staleness: Histogram of the staleness of a worker's gradients.
     """
 
     state: str = "absent"
@@ -95,19 +94,17 @@ class Readings:
 
 
 class JobStatus:
-    """Asks the servers in a thread of its own, which disturbs nobody.
-
-    What cannot be had is asked for again the next time.
+    """Polls the servers in a thread; a failed request is repeated at the next poll.
 
     Args:
         servers: The parameter servers' addresses; the first one has the board.
-        credentials: The cluster's.
-        on_change: Called in the thread with this object, after each look.
+        credentials: The cluster's credentials.
+        on_change: Called in the thread with this object, after each poll.
 
     Attributes:
         is_known: Whether the board has ever answered.
-        readings: By the task's name.
-        streams: Counts of each epoch that is under way, by its name.
+        readings: The last counts by the task's name.
+        streams: Counts of each epoch in progress, by its name.
         totals: Steps of `fit` that were given up, and that were done twice.
     """
 
@@ -134,7 +131,7 @@ class JobStatus:
         self._thread.start()
 
     def look(self) -> None:
-        """Ask at once, as something has happened."""
+        """Poll at once."""
         self._wanted.set()
 
     def close(self) -> None:
@@ -144,18 +141,18 @@ class JobStatus:
         self._thread.join((1 + len(self._servers)) * _ANSWER_S)
 
     def note_end(self, server: int, status: JSONObject) -> None:
-        """What a server has left behind, which is later than what it was asked for."""
+        """Take a server's final counts, which are newer than its last answer."""
         self._note_server(server, status["server"])
         if status["board"] is not None:
             self._note_board(status["board"])
 
     def progress(self, name: str) -> int:
-        """Steps of a worker, or updates of a server; -1: none is known."""
+        """Steps of a worker, or updates of a server; -1: unknown."""
         readings = self.readings.get(name)
         return int(readings.steps.total) if readings and readings.steps.total else -1
 
     def _run(self) -> None:
-        try:  # Here: it imports JAX, which jobs without servers do not wait for.
+        try:  # A late import: it loads JAX, which jobs without servers do not need.
             from replicax.ps.connection import Connection, ServerRefused
 
             connections = [
@@ -169,10 +166,10 @@ class JobStatus:
                 for address in self._servers
             ]
         except ImportError:
-            return  # Without Arrow there are no servers either, and they say so.
+            return  # Without Arrow the servers do not start either, and report it.
         while not self._closed.is_set():
             for server, connection in enumerate(connections):
-                # It starts, or ends, or is gone: the tasks themselves say so.
+                # The server starts or ends, or is gone: its task reports that.
                 with contextlib.suppress(ClusterError, ServerRefused):
                     self._ask(server, connection)
             self._on_change(self)
@@ -209,8 +206,8 @@ class JobStatus:
             readings = self.readings.setdefault(name, Readings())
             readings.state = worker["state"]
             readings.silent_seconds = worker["silent_seconds"] or 0.0
-            # A process counts its steps from its start, and tells it once a second;
-            # those of `fit` the board counts one by one, through all restarts.
+            # A process counts its steps from its start, and sends them once a second.
+            # The board counts steps of `fit` one by one, across restarts.
             info = worker["info"]
             made = self._made.setdefault(name, {})
             pid = info.get("pid", 0)

@@ -1,4 +1,4 @@
-"""The table of a running job with parameter servers, as `replicax run` shows it."""
+"""Draws the live table of a job with parameter servers, for `replicax run`."""
 
 import contextlib
 import dataclasses
@@ -39,12 +39,12 @@ _TOTALS = {
 
 @dataclasses.dataclass(frozen=True)
 class TaskState:
-    """What the launcher knows of a task.
+    """The launcher's state of a task.
 
     Attributes:
-        name: Such as `"worker:1"`.
-        state: In a word or two, such as `"running"` or `"again in 3 s"`.
-        num_restarts: How often it was started again.
+        name: The task's name, such as `"worker:1"`.
+        state: The state in a word or two, such as `"running"` or `"again in 3 s"`.
+        num_restarts: Number of restarts.
     """
 
     name: str
@@ -56,16 +56,16 @@ class TaskState:
 def live_table(
     gangs: Sequence[Gang], environment: Mapping[str, str], console: TaskConsole
 ) -> Iterator[JobStatus | None]:
-    """Show the table of a job while in the context, and once more at its end.
+    """Show the table of a job while open, and once more at the end.
 
-    `environment` has the cluster's credentials. Yields what the servers tell; None
-    where there are none, or they cannot be asked.
+    `environment` has the cluster's credentials. It yields the servers' counts; None
+    without servers or credentials.
     """
     servers = {gang.names[0]: gang for gang in gangs if gang.names[0].startswith("ps:")}
     try:
         credentials = Credentials.from_environment(environment)
     except (ValueError, OSError):
-        credentials = None  # The tasks cannot use them either, and say so.
+        credentials = None  # The tasks fail for the same reason, and report it.
     if not servers or credentials is None:
         yield None
         return
@@ -104,9 +104,9 @@ def draw(
     totals: Mapping[str, int] = types.MappingProxyType({}),
     at_the_end: bool = False,
 ) -> Table:
-    """The table: a line for each worker, and below them one for each server.
+    """Draw the table: a line for each worker, and below them one for each server.
 
-    At the end rates are those of the whole run, not of the last seconds.
+    At the end it has the rates of the whole run, else of the last seconds.
     """
     lines = ["\nA server's steps are the updates that are in its values."]
     lines += [_TOTALS[name].format(count) for name, count in totals.items() if count]
@@ -164,7 +164,7 @@ def _row(
 
 
 def _state(task: TaskState, readings: Readings | None) -> str:
-    """What the launcher says, but for a process of which the board knows more."""
+    """The launcher's state of a task, or the board's for a running process."""
     if task.state != "running" or task.name.startswith("ps:"):
         return task.state
     if readings is None or readings.state == "absent":
@@ -179,7 +179,7 @@ def _state(task: TaskState, readings: Readings | None) -> str:
 
 
 def _staleness(histogram: Mapping[int, int]) -> str:
-    """Its mean and maximum.
+    """Format the mean and maximum of a histogram.
 
     Example:
         >>> _staleness({0: 3, 4: 1})
@@ -193,7 +193,7 @@ def _staleness(histogram: Mapping[int, int]) -> str:
 
 
 def _number(value: float) -> str:
-    """A rate in three digits.
+    """Format a rate with three digits.
 
     Example:
         >>> _number(0.0), _number(3.25), _number(47.31), _number(1234.5)
@@ -205,7 +205,7 @@ def _number(value: float) -> str:
 
 
 def place_in_training(streams: Mapping[str, JSONObject]) -> str:
-    """Where `fit` is, of the epochs that the board knows.
+    """Describe the progress of `fit`, from the board's epochs.
 
     Example:
         >>> place_in_training({"fit 1/epoch/2": {"length": 938, "next": 412}})

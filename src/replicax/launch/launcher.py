@@ -1,4 +1,4 @@
-"""Run all tasks of a cluster on this machine, again after failures that may pass."""
+"""Runs all tasks of a cluster on this machine, with restarts after failures."""
 
 import contextlib
 import signal
@@ -22,17 +22,17 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def launch(command: ClusterCommand, policy: RestartPolicy | None = None) -> int:
-    """Run a cluster's tasks until they are done, or have failed for good.
+    """Run a cluster's tasks until they are done, or have failed permanently.
 
-    All are started again when one fails with a retryable exit code, see `ExitCode`;
-    with parameter servers only that one is, and the others go on. SIGINT, SIGTERM and
-    SIGHUP go on to the tasks, and nothing is started again; a second SIGINT kills the
-    tasks. Must be called in the main thread.
+    After a failure with a retryable exit code, see `ExitCode`, it restarts all tasks;
+    with parameter servers only the one that failed. It forwards SIGINT, SIGTERM and
+    SIGHUP to the tasks, and restarts none after that; a second SIGINT kills the tasks.
+    Must be called in the main thread.
 
     Args:
-        command: What to run.
-        policy: Which failures are followed by a restart; with parameter servers it
-            holds for each task. None: `RestartPolicy()`.
+        command: The command of the tasks.
+        policy: The restart policy; with parameter servers it applies to each task.
+            None: `RestartPolicy()`.
 
     Returns:
         The exit status of the task that failed first, 128 and the signal's number if a
@@ -40,7 +40,7 @@ def launch(command: ClusterCommand, policy: RestartPolicy | None = None) -> int:
     """
     with _received_signals() as signals:
         status = _run(command, policy or RestartPolicy(), signals)
-        # Who started this must not start it again because of what a task made of it.
+        # 130, so that no supervisor of this process restarts it after Ctrl-C.
         return ExitCode.INTERRUPTED if signal.SIGINT in signals else status
 
 
@@ -63,9 +63,9 @@ def _run(command: ClusterCommand, policy: RestartPolicy, signals: Sequence[int])
 
 @contextlib.contextmanager
 def _received_signals() -> Iterator[list[int]]:
-    """Take the signals that ask a process to end into a list, while in the context.
+    """Collect the signals that ask this process to end in a list, while open.
 
-    A signal that this process ignores, as SIGHUP under nohup, stays ignored.
+    An ignored signal, such as SIGHUP under nohup, stays ignored.
     """
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError(

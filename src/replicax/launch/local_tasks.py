@@ -27,7 +27,7 @@ _FIRST_EPHEMERAL_PORT = 32768  # Linux' default, and below that of macOS.
 
 
 def check_tasks(num_tasks: Mapping[str, int], caller: str) -> dict[str, int]:
-    """The number of tasks of each job that has any, in the order of `JOBS`.
+    """Validate the number of tasks of each job; drop jobs without tasks.
 
     Raises:
         ValueError: For an unknown job, a count that is no number of tasks, or no task.
@@ -64,9 +64,9 @@ def task_names(num_tasks: Mapping[str, int]) -> list[str]:
 
 
 def tf_configs(num_tasks: Mapping[str, int]) -> dict[str, str]:
-    """A `TF_CONFIG` for each task, with an address on a free port for each.
+    """Make a `TF_CONFIG` for each task, with an address on a free port for each.
 
-    The evaluator is a task, but no member of the cluster: nobody talks to it.
+    The evaluator is a task, but no member of the cluster: no task connects to it.
     """
     members = {job: count for job, count in num_tasks.items() if job != "evaluator"}
     ports = iter(free_ports(sum(members.values())))
@@ -86,7 +86,7 @@ def tf_configs(num_tasks: Mapping[str, int]) -> dict[str, str]:
 def ps_token(
     num_tasks: Mapping[str, int], environment: Mapping[str, str]
 ) -> dict[str, str]:
-    """The variable that all tasks need to be let in by the servers, if they have none.
+    """Make the authentication token of the parameter servers, if there is none.
 
     Example:
         >>> ps_token({"worker": 2}, {})
@@ -102,10 +102,10 @@ def ps_token(
 
 
 def free_ports(count: int) -> list[int]:
-    """Different TCP ports on which nobody listens.
+    """Find different free TCP ports.
 
-    They lie below those that the system gives to outgoing connections, so that none of
-    these takes a port before its task does.
+    They are below the ephemeral ports of outgoing connections, which could otherwise
+    take a port before its task does.
 
     Example:
         >>> len(set(free_ports(3)))
@@ -143,7 +143,7 @@ def _is_free(port: int) -> bool:
 
 
 def divide_cores(names: Sequence[str], per_task: int) -> dict[str, list[int]]:
-    """Divide the cores of this process: `per_task` for each task, none twice."""
+    """Divide the cores of this process: `per_task` distinct cores for each task."""
     if per_task < 1:
         raise ValueError(f"There must be at least 1 core per worker; got {per_task}.")
     if not hasattr(os, "sched_getaffinity"):

@@ -1,8 +1,8 @@
-"""Kubernetes manifests of a training cluster, as plain data and as YAML.
+"""Makes Kubernetes manifests of a training cluster, as plain data and as YAML.
 
-In a `JobSet` the tasks of each role are the pods of one indexed job. Their `TF_CONFIG`
-is put together by Kubernetes itself from the pod's index, so nothing in the container
-asks its API. A `TFJob` gets `TF_CONFIG` from Kubeflow's operator.
+In a `JobSet` the tasks of each role are the pods of one indexed job. Kubernetes
+substitutes the pod's index in `TF_CONFIG`, so the container needs no access to its API.
+A `TFJob` gets `TF_CONFIG` from Kubeflow's operator.
 """
 
 import json
@@ -33,10 +33,10 @@ _REPLICA_TYPES = {
 
 
 def jobset(job: TrainingJob) -> _Document:
-    """The job as a `JobSet` of `jobset.x-k8s.io/v1alpha2`.
+    """Make the job's `JobSet` of `jobset.x-k8s.io/v1alpha2`.
 
-    All tasks are started again together when one ends with a retryable exit code or
-    its pod is evicted. A permanent exit code ends the job.
+    It restarts all tasks together when one exits with a retryable code or its pod is
+    evicted. A permanent exit code ends the job.
 
     Example:
         >>> job = TrainingJob(image="img", command=("python", "t.py"), num_workers=2)
@@ -77,9 +77,9 @@ def jobset(job: TrainingJob) -> _Document:
 
 
 def tfjob(job: TrainingJob) -> _Document:
-    """The job as a Kubeflow `TFJob` of `kubeflow.org/v1`.
+    """Make the job's Kubeflow `TFJob` of `kubeflow.org/v1`.
 
-    Pods with a retryable exit code are started again one by one.
+    It restarts pods with a retryable exit code one by one.
 
     Example:
         >>> job = TrainingJob(image="img", command=("python", "t.py"), num_workers=2)
@@ -215,7 +215,7 @@ def _pod_spec(
 
 
 def _literal(text: str) -> str:
-    """The text with nothing in it that Kubernetes would expand."""
+    """Escape a text's `$`, which Kubernetes would expand."""
     return text.replace("$", "$$")
 
 
@@ -236,7 +236,7 @@ _NOT_PLAIN = frozenset(["y", "n", "yes", "no", "on", "off", "true", "false", "nu
 
 
 def to_yaml(document: Mapping[str, JSON]) -> str:
-    """The document as YAML, in the order of its keys.
+    """Serialize a document as YAML, in the order of its keys.
 
     Example:
         >>> print(to_yaml({"kind": "JobSet", "value": "1e-3", "codes": [1, 2]}), end="")

@@ -1,4 +1,4 @@
-"""Starts tasks as processes, reads their output, and leaves no process behind."""
+"""Runs tasks as processes: starts them, reads their output, kills what is left."""
 
 import contextlib
 import os
@@ -10,13 +10,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import IO
 
 __all__ = ["OnOutput", "TaskProcess", "TaskProcesses"]
 
 OnOutput = Callable[[str, bytes], None]
-"""Takes a task's name and what it has written; nothing (`b""`) at the end of it."""
+"""Takes a task's name and a chunk of its output; `b""` at the end of the output."""
 
 _BOOTSTRAP = Path(__file__).with_name("bootstrap.py")
 _PYTHON = (sys.executable, "-I", "-S", str(_BOOTSTRAP))
@@ -28,13 +27,13 @@ _CHUNK_BYTES = 1 << 16
 
 
 class TaskProcess:
-    """One task: a process with a session and process group of its own.
+    """One task: a process with its own session and process group.
 
     Attributes:
-        name: Such as `"worker:1"`.
-        pid: The process' id, which is its group's too.
-        exit_code: None while it runs; then its exit status, negative for the signal
-            that ended it. It is set once all output of the task has been taken.
+        name: The task's name, such as `"worker:1"`.
+        pid: The id of the process and of its group.
+        exit_code: None while the task runs; then its exit status, negative for a
+            signal. It is set after all of the task's output was read.
     """
 
     def __init__(self, name: str, process: subprocess.Popen[bytes]) -> None:
@@ -50,31 +49,31 @@ class TaskProcess:
         return f"<{self.name}: process {self.pid}, {state}>"
 
     def terminate(self) -> None:
-        """Ask the task to end (SIGTERM). Its own children are its affair."""
+        """Send SIGTERM to the task, but not to its children."""
         self.signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End the task and all processes of its group at once (SIGKILL)."""
+        """Kill the task and its process group (SIGKILL)."""
         self.signal(signal.SIGKILL, os.killpg)
 
     def stop(self) -> None:
-        """Freeze the task and its group (SIGSTOP), as a machine that hangs."""
+        """Freeze the task and its group (SIGSTOP), to simulate a hang."""
         self.signal(signal.SIGSTOP, os.killpg)
 
     def resume(self) -> None:
-        """Let a frozen task go on (SIGCONT)."""
+        """Resume a frozen task (SIGCONT)."""
         self.signal(signal.SIGCONT, os.killpg)
 
     def signal(self, number: int, send: Callable[[int, int], None] = os.kill) -> None:
-        """Send a signal to the task's process, if it runs still."""
-        # The lock: once the process is reaped, its id may be that of another one.
+        """Send a signal to the task's process, if it still runs."""
+        # Locked: after the process is reaped, its id may be reused.
         with self._lock:
             if self._ended_at is None:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     send(self.pid, number)
 
     def poll(self) -> bool:
-        """Whether the process has ended; what it left in its group is killed then."""
+        """Whether the process has ended; if so, kill the rest of its group."""
         with self._lock:
             if self._ended_at is None and self._process.poll() is not None:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -83,10 +82,10 @@ class TaskProcess:
             return self._ended_at is not None
 
     def settle(self, output: IO[bytes]) -> bool:
-        """Set the exit code, if the task has ended and its output too.
+        """Set the exit code, if the task and its output have ended; return whether.
 
-        The output is not waited for where a process that has left the group would keep
-        it open for ever.
+        It does not wait longer than a second for the output: a process that has left
+        the group may keep it open for ever.
         """
         if not self.poll() or self._ended_at is None:
             return False
@@ -97,9 +96,9 @@ class TaskProcess:
 
 
 class _Guard:
-    """A process that kills the tasks when this process dies, however it dies.
+    """A process that kills the tasks when this process dies, even by SIGKILL.
 
-    Starting tasks tell it their ids on the file descriptor `announcements`.
+    Starting tasks write their ids to its file descriptor `announcements`.
     """
 
     def __init__(self) -> None:
@@ -122,15 +121,14 @@ class _Guard:
         self._line = self._process.stdin
 
     def tell(self, message: bytes) -> None:
-        """Tell it of a task that has begun or ended."""
+        """Report a task that has started or ended."""
         with contextlib.suppress(BrokenPipeError, ValueError):
             self._line.write(message)
 
     def dismiss(self) -> None:
-        """Have it kill what it still knows of, and end.
+        """Let it kill the tasks that it still knows of, and exit.
 
-        That is nothing, but for a process that started while an exception came in
-        between.
+        There are none, except after an exception during the start of a process.
         """
         if not self._line.closed:
             os.close(self.announcements)
@@ -143,19 +141,17 @@ class _Guard:
 
 
 class TaskProcesses:
-    """A cluster's tasks as processes: a context manager that starts and ends them.
+    """Context manager that starts a cluster's tasks as processes, and kills them.
 
-    One thread takes the output of all, and sees them end. A guard process kills them
-    if this process dies.
+    One thread reads the output of all tasks, and notices their exits. A guard process
+    kills them if this process dies.
 
     Args:
         commands: The program and its arguments for each task, by name.
-        environments: The whole environment of each task, by name.
-        on_output: Called, from the thread, with what the tasks write to stdout and
-            stderr.
-        cores: The cores that each task is pinned to; tasks that are not in it may use
-            all.
-        new_task: Makes the object of a task, of its name and process.
+        environments: The complete environment of each task, by name.
+        on_output: Called in the thread with the tasks' output to stdout and stderr.
+        cores: The cores that each task is pinned to; other tasks may use all.
+        new_task: Makes the object of a task from its name and process.
 
     Attributes:
         tasks: The tasks by name, once the context is entered.
@@ -178,7 +174,7 @@ class TaskProcesses:
         self._new_task = new_task
         self._outputs: dict[str, IO[bytes]] = {}
         self._changed = threading.Condition()
-        # Nobody starts a task again before its end is noted in full.
+        # No task is restarted before its end is noted completely.
         self._noting = threading.Lock()
         self._closing = False
         self._error: BaseException | None = None
@@ -199,12 +195,7 @@ class TaskProcesses:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _start(self, name: str) -> None:
@@ -232,10 +223,10 @@ class TaskProcesses:
         self._selector.register(output, selectors.EVENT_READ, name)
 
     def start_again(self, name: str, environment: Mapping[str, str]) -> TaskProcess:
-        """Start a task that has ended again, with this whole environment from now on.
+        """Restart a task that has ended, with a new complete environment.
 
         Returns:
-            The new task, which takes the place of the old one in `tasks`.
+            The new task, which replaces the old one in `tasks`.
         """
         with self._noting:
             if self.tasks[name].exit_code is None:
@@ -252,16 +243,16 @@ class TaskProcesses:
         return [name for name, task in self.tasks.items() if task.exit_code is None]
 
     def exit_codes(self, names: Iterable[str]) -> dict[str, int]:
-        """The exit codes of those of these tasks that have ended."""
+        """The exit codes of the tasks that have ended, among these."""
         codes = {name: self.tasks[name].exit_code for name in names}
         return {name: code for name, code in codes.items() if code is not None}
 
     def wait_until(
         self, reached: Callable[[], bool], timeout_seconds: float | None = None
     ) -> bool:
-        """Wait until `reached()`, which is asked whenever output comes or a task ends.
+        """Wait until `reached()`, tested whenever there is output or a task ends.
 
-        Returns whether it was reached in time; raises what `on_output` raised.
+        Returns whether it was reached in time; re-raises an exception of `on_output`.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._error or reached(), timeout_seconds)
@@ -270,10 +261,10 @@ class TaskProcesses:
             return reached()
 
     def close(self) -> None:
-        """Kill what runs, and wait for its end. Nothing is left afterwards.
+        """Kill all running tasks, and wait until they have ended.
 
         Raises:
-            RuntimeError: If a process does not end though it was killed.
+            RuntimeError: If a process does not end after SIGKILL.
         """
         self._closing = True
         try:
@@ -339,4 +330,4 @@ class TaskProcesses:
 
 
 def _discard(name: str, chunk: bytes) -> None:
-    """Take output that nobody wants any more."""
+    """Ignore output after `close`."""

@@ -1,4 +1,4 @@
-"""Supervises the tasks of a job: one loop that notes exits and shuts down in order."""
+"""The supervision loop of a job's tasks: notes exits, and shuts down in order."""
 
 import signal
 import time
@@ -10,26 +10,26 @@ from replicax.launch.processes import TaskProcesses
 __all__ = ["Supervisor"]
 
 KILL_AFTER_S = 5.0
-"""From SIGTERM to SIGKILL, where nobody asked for an orderly end."""
+"""Time from SIGTERM to SIGKILL, without a grace period."""
 
 _TICK_S = 0.1
 
 
 class Supervisor:
-    """Runs the loop, restarts tasks, ends them, and kills those that take too long.
+    """Base class that runs the loop: restarts, terminates and kills tasks.
 
-    The loop knows no restart policy: subclasses decide what follows an exit.
+    The loop has no restart policy: subclasses react to exits.
 
     Args:
         processes: The tasks, which have been started.
         say: Takes messages for the user.
         signals: The signals that this process has received; it grows.
-        grace_seconds: How long tasks may take to end after one of them.
-        kill_after_seconds: How long they may take after SIGTERM otherwise.
+        grace_seconds: Time for tasks to exit after one of these signals.
+        kill_after_seconds: Time for tasks to exit after another SIGTERM.
 
     Attributes:
-        running: The tasks that have not exited, as far as the loop has seen.
-        dismissed: Tasks that were ended because nobody needed them any more.
+        running: The tasks whose exit the loop has not noted.
+        dismissed: Tasks that were terminated because no task needed them any more.
         signal: The signal that asked this process to end; None: none did.
     """
 
@@ -59,19 +59,19 @@ class Supervisor:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether tasks are to be restarted, though perhaps none runs now."""
+        """Whether tasks wait for a restart, even if none runs now."""
         return False
 
     def note_exits(self, codes: Mapping[str, int]) -> None:
-        """Take the exit codes of the tasks that have exited just now."""
+        """Process the exit codes of the tasks that have exited just now."""
 
     def act(self) -> None:
-        """Restart and end tasks; called after each wait, ten times a second or more."""
+        """Restart and terminate tasks; called at least ten times a second."""
 
     # The loop.
 
     def run(self) -> None:
-        """Go on until all tasks have exited and none is to be restarted."""
+        """Run until all tasks have exited and none waits for a restart."""
         while self.running or self.is_waiting:
             self._processes.wait_until(self._something_exited, _TICK_S)
             exited = self.running.difference(self._processes.running)
@@ -87,7 +87,7 @@ class Supervisor:
     def _kill_overdue(self) -> None:
         now = time.monotonic()
         for name in [name for name, end in self._kill_at.items() if end <= now]:
-            # Others that were dismissed keep their entry: they are not asked again.
+            # The entry stays, so that the task is not terminated again.
             self._kill_at[name] = float("inf")
             if name in self._processes.running:
                 self._killed.add(name)
@@ -98,7 +98,7 @@ class Supervisor:
         return {name for name in self.running if name.startswith(jobs)}
 
     def restart(self, name: str, environment: Mapping[str, str]) -> None:
-        """Start a task that has exited again; no earlier deadline holds for it."""
+        """Restart a task that has exited, and drop its earlier deadlines."""
         self._processes.start_again(name, environment)
         self.running.add(name)
         self._kill_at.pop(name, None)
@@ -108,20 +108,20 @@ class Supervisor:
     # The end of tasks.
 
     def terminate(self, names: Iterable[str]) -> None:
-        """Send SIGTERM to tasks, and soon SIGKILL to those that run still."""
+        """Send SIGTERM to tasks, and later SIGKILL to those that still run."""
         self._end(names, signal.SIGTERM, self._kill_after_s)
 
     def dismiss(
         self, names: set[str], since: str, seconds: float, after: str | None = None
     ) -> None:
-        """Terminate tasks that nobody needs, once their time for it is over.
+        """Terminate tasks that no task needs, after a time to exit by themselves.
 
         Args:
             names: The tasks.
-            since: What has made them needless: their time begins with the first call
-                that names it.
-            seconds: How long they may take to end by themselves.
-            after: The same in words, for a message that says so; None: no message.
+            since: Key of the event that made them needless; the time begins with the
+                first call for this key.
+            seconds: Time to exit by themselves.
+            after: The event in words, for a message; None: no message.
         """
         names = names - self.dismissed
         begin = self._since.setdefault(since, time.monotonic())
@@ -136,9 +136,9 @@ class Supervisor:
         self.terminate(names - set(self._kill_at))
 
     def forward_signals(self, names: Iterable[str]) -> None:
-        """Pass on to tasks the signals that have come since the last time.
+        """Forward the signals that have come since the last call to tasks.
 
-        A second SIGINT kills all that run.
+        A second SIGINT kills all running tasks.
         """
         for number in self._signals[self._num_forwarded :]:
             self._num_forwarded += 1
@@ -148,7 +148,7 @@ class Supervisor:
                 self.forward(names, number)
 
     def forward(self, names: Iterable[str], number: int) -> None:
-        """Pass a signal on, and give the tasks time for an orderly end."""
+        """Forward a signal, and start the tasks' grace period."""
         self.signal = number
         if self.running:
             self._say(

@@ -1,4 +1,4 @@
-"""Describes a training job for Kubernetes, and checks it by the rules of its API."""
+"""The description of a training job for Kubernetes, validated by its API's rules."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,20 +20,20 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingJob:
-    """A training script and the cluster in which it shall run.
+    """A training script and its cluster on Kubernetes.
 
     Attributes:
-        image: The container image with the script and all that it imports.
-        command: What each container runs, word by word.
-        name: The job's name; pods and host names begin with it.
-        namespace: Where to create the job; None: where `kubectl` creates it.
+        image: The container image with the script and its dependencies.
+        command: The command of each container, word by word.
+        name: The job's name, a prefix of the names of pods and hosts.
+        namespace: The namespace of the job; None: `kubectl`'s default.
         gpus_per_worker: GPUs of each chief, worker and evaluator.
         cpus: CPU cores of each container as a Kubernetes quantity, such as `"4"` or
             `"500m"`.
         memory: Memory of each container, such as `"8Gi"`.
         grace_seconds: The time between SIGTERM and SIGKILL.
         checkpoint_claim: A persistent volume claim that every pod mounts.
-        checkpoint_path: Where the containers see it.
+        checkpoint_path: The mount point of that claim.
 
     Raises:
         ValueError: If Kubernetes would refuse one of these.
@@ -69,7 +69,7 @@ class TrainingJob:
 
     @property
     def roles(self) -> dict[str, int]:
-        """How many tasks each role has; roles without tasks are left out."""
+        """Number of tasks of each role that has any."""
         sizes = {
             "chief": int(self.chief),
             "worker": self.num_workers,
