@@ -1,9 +1,10 @@
-"""Checkpoints: state out, complete or absent.
+"""Checkpoints: saves and restores state, atomically and with checksums.
 
-Variables are equal on all workers, so worker 0 alone copies them to the host and
-writes, in a thread; no collective is involved. A manifest of checksums is written last
-and the folder renamed then: what has its final name is complete, and damage is found on
-reading.
+Mirrored variables are equal on all workers, so worker 0 alone copies them to the host
+and writes them in a thread, without collectives; sharded ones are gathered first. A
+writer fills a temporary folder, writes the manifest with checksums last, calls fsync
+and renames the folder. So a folder with its final name is complete, and a read detects
+damage.
 """
 
 from replicax.checkpoint.checkpoint import Checkpoint

@@ -1,6 +1,6 @@
-"""Arrays in a folder, as Orbax writes them.
+"""Writes and reads the arrays of a checkpoint with Orbax.
 
-To be imported when it is needed: Orbax takes long to import.
+Import it late: Orbax takes long to import.
 """
 
 import asyncio
@@ -17,11 +17,11 @@ __all__ = ["restore", "write"]
 
 
 class _AllWritten(ocp.type_handlers.NumpyHandler):
-    """Writes arrays, and if one fails, fails when nothing writes any more.
+    """A handler that, after a failed write, waits for the other writes to end.
 
-    Orbax fails with the first and closes its event loop. TensorStore writes the others
-    nevertheless, into a folder that is deleted meanwhile, and prints a traceback for
-    each when there is no loop to tell.
+    Orbax raises at the first failure and closes its event loop. TensorStore still
+    writes the other arrays, into a folder that is deleted meanwhile, and prints a
+    traceback for each because the loop is closed.
     """
 
     async def _background_serialize(self, *args: Any, **kwargs: Any) -> None:
@@ -37,7 +37,7 @@ def write(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
     """Write arrays by name; the folder must not exist.
 
     Raises:
-        Exception: Of many kinds, if it cannot.
+        Exception: Of various types, if the write fails.
     """
     logging.getLogger("absl").addFilter(_is_not_of_a_thread)  # Once, however often.
     with _checkpointer() as checkpointer:
@@ -48,7 +48,7 @@ def restore(folder: Path) -> dict[str, np.ndarray]:
     """Read all arrays.
 
     Raises:
-        Exception: Of many kinds, if it cannot.
+        Exception: Of various types, if the read fails.
     """
     with _checkpointer() as checkpointer:
         restored = checkpointer.restore(folder.absolute())
@@ -56,7 +56,7 @@ def restore(folder: Path) -> dict[str, np.ndarray]:
 
 
 def _checkpointer() -> ocp.Checkpointer:
-    """An Orbax checkpointer of this process alone."""
+    """Make an Orbax checkpointer for this process alone."""
     process = jax.process_index()
     options = ocp.options.MultiprocessingOptions(
         primary_host=process,
@@ -65,7 +65,7 @@ def _checkpointer() -> ocp.Checkpointer:
     )
     handlers = ocp.type_handlers.create_type_handler_registry(
         (np.ndarray, _AllWritten()),
-        # There are none, but Orbax warns if it cannot write them.
+        # No array is a jax.Array, but Orbax warns without a handler for them.
         (jax.Array, ocp.type_handlers.get_type_handler(jax.Array)),
     )
     handler = ocp.PyTreeCheckpointHandler(

@@ -1,4 +1,4 @@
-"""Saves that go on while training does, and are finished before the process ends."""
+"""Asynchronous saves: a thread writes during training; process exit waits for it."""
 
 import atexit
 import logging
@@ -18,15 +18,15 @@ __all__ = ["BackgroundSave", "finish"]
 
 _logger = logging.getLogger("replicax")
 
-# Saves whose outcome nobody has asked for.
+# Saves whose error nobody has read.
 _unsettled: set["BackgroundSave"] = set()
 
 
 class BackgroundSave:
-    """A checkpoint that a thread writes.
+    """A thread that writes one checkpoint, whose contents must not change.
 
-    Nothing may change its contents any more. What is `left` of incomplete ones is
-    deleted before, to make room, and the `doomed` ones when this one is complete.
+    Before the write it deletes the folders `left` by incomplete saves, to make room;
+    after it the `doomed` older checkpoints.
     """
 
     def __init__(
@@ -46,13 +46,13 @@ class BackgroundSave:
         with_thread.shutdown(wait=False)
 
     def error(self) -> str | None:
-        """Wait for the end; why it failed, or None. The caller has to tell the user."""
+        """Wait for the end; return the error or None. The caller reports the error."""
         problem = self.wait()
         _unsettled.discard(self)
         return problem
 
     def wait(self) -> str | None:
-        """Wait for the end; why it failed, or None."""
+        """Wait for the end; return the error or None."""
         error = self._future.exception()
         if error is None or isinstance(error, CheckpointError):
             return None if error is None else str(error)
@@ -60,7 +60,7 @@ class BackgroundSave:
 
 
 def finish(folder: Path) -> None:
-    """Wait for the saves in a folder that are under way, also those of others."""
+    """Wait for all saves in a folder, of other managers too."""
     for save in list(_unsettled):
         if save.path.parent == folder:
             save.wait()
@@ -87,7 +87,7 @@ def _remove(paths: Sequence[Path]) -> None:
     for path in paths:
         try:
             storage.remove(path)
-        except CheckpointError as error:  # It takes room, no more.
+        except CheckpointError as error:  # The folder only takes up room.
             _logger.warning("%s", error)
 
 
@@ -110,7 +110,7 @@ def _report_lost_saves() -> None:
     os._exit(1)
 
 
-# Python refuses new work for its thread pools, which Orbax uses, before it waits for
-# threads at exit. This runs before that: the last registered is the first called.
+# At exit Python stops its thread pools, which Orbax uses, before it waits for threads.
+# This hook runs before that: the last one registered is called first.
 threading._register_atexit(_finish_saves)  # type: ignore[attr-defined]
 atexit.register(_report_lost_saves)

@@ -1,4 +1,4 @@
-"""Checkpoint: save and restore a set of objects."""
+"""`Checkpoint`: saves and restores a set of named objects."""
 
 import contextlib
 import dataclasses
@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import keras
-import numpy as np
 
 from replicax._private import keras as internals
 from replicax._util.types import JSON, JSONObject, PyTree
@@ -38,22 +37,22 @@ _COUNTER = "save_counter"
 
 
 class Checkpoint:
-    """Saves and restores objects by the names that they are given here.
+    """Saves and restores objects by the names of its arguments.
 
-    (TF: `tf.train.Checkpoint`.) Numbers, strings and arrays cannot be changed in place:
-    restoring replaces them, so read them from the checkpoint, `checkpoint.step`. In a
+    (TF: `tf.train.Checkpoint`.) Numbers, strings and arrays are immutable: a restore
+    replaces them, so read them from the checkpoint, as in `checkpoint.step`. In a
     cluster all workers make the same calls; worker 0 writes, all read.
 
     Args:
-        root: Another name for one object, as TF has it. It becomes `root=`.
+        root: One object, saved under the name `root`, as in TF.
         **objects: Keras models, layers, optimizers, metrics, variables and seed
             generators; numbers and strings; arrays; Grain iterators and other objects
             with `get_state` and `set_state`, or `state_dict` and `load_state_dict`;
-            pytrees of all these. A compiled model brings its optimizer along.
+            pytrees of all these. A compiled model includes its optimizer.
 
     Raises:
         TypeError: For an object that cannot be saved.
-        ValueError: For a name that means something else, such as `save=`.
+        ValueError: For a reserved name, such as `save=`.
 
     Example:
         >>> import tempfile
@@ -86,20 +85,20 @@ class Checkpoint:
         self._bind()
 
     def __getattr__(self, name: str) -> PyTree:
-        # Only for type checkers: objects are attributes, and found without this.
+        # For type checkers; objects are attributes and are found without this method.
         raise AttributeError(
             f"Checkpoint: there is no {name!r}; it has "
             f"{self.__dict__.get('_names', [])}."
         )
 
     def save(self, path: str | os.PathLike[str]) -> str:
-        """Save under `path` and a number that counts up: `ckpt-1`, `ckpt-2`, ...
+        """Save under `path` and an increasing number: `ckpt-1`, `ckpt-2`, ...
 
-        Returns when all is on the disk; workers other than 0 do not wait for it. For
-        saving while training goes on there is `CheckpointManager`.
+        It returns after fsync; workers other than 0 do not wait for that.
+        `CheckpointManager` saves asynchronously.
 
         Args:
-            path: Folder and beginning of the name.
+            path: Folder and prefix of the name.
 
         Returns:
             The checkpoint's path, for `restore`.
@@ -111,10 +110,10 @@ class Checkpoint:
         return self.write(f"{os.fspath(path)}-{self.save_counter}")
 
     def write(self, path: str | os.PathLike[str]) -> str:
-        """Save at exactly this path, in place of a checkpoint that is there.
+        """Save at exactly this path, replacing an older checkpoint.
 
         Args:
-            path: Where. It becomes a folder.
+            path: The path of the checkpoint, a folder.
 
         Returns:
             The path.
@@ -128,22 +127,22 @@ class Checkpoint:
         return os.fspath(path)
 
     def restore(self, path: str | os.PathLike[str] | None) -> "RestoreStatus":
-        """Set the objects to what was saved, keeping where they are placed.
+        """Set the objects to their saved values, keeping their placement.
 
-        Objects need not be those that were saved, nor all of them: the status tells.
-        Models, layers and optimizers that are not built yet are set when they are.
+        Objects and saved values may differ in part: the status tells. Models, layers
+        and optimizers that are not built yet are restored when they are built.
 
         Args:
-            path: What `save` or `write` returned. None, as `latest_checkpoint` is
-                before the first: nothing happens.
+            path: The result of `save` or `write`. None, like `latest_checkpoint` before
+                the first save: nothing happens.
 
         Returns:
             A status with `assert_consumed()`, which raises if the path was None, and
             `expect_partial()`.
 
         Raises:
-            CheckpointError: If the checkpoint is damaged or not there, or if shapes or
-                dtypes differ; all of them are listed and nothing is changed.
+            CheckpointError: If the checkpoint is damaged or missing, or if shapes or
+                dtypes differ; it lists all of them, and nothing is changed.
         """
         if path is None:
             return RestoreStatus("None", missing=self._names).expect_partial()
@@ -152,9 +151,9 @@ class Checkpoint:
     read = restore
 
     def contents(self) -> Contents | None:
-        """Copies of everything, to be written by worker 0; None on other workers.
+        """Copy all values to the host for worker 0; None on other workers.
 
-        In a cluster all workers call it: it collects the states of their iterators.
+        In a cluster all workers call it: it gathers the states of their iterators.
         """
         worker = workers.current()
         slots = self._slots()
@@ -174,7 +173,7 @@ class Checkpoint:
         )
 
     def apply(self, contents: Contents, path: str) -> "RestoreStatus":
-        """Set the objects to `contents`, which were read from `path`."""
+        """Set the objects to the `contents` read from `path`."""
         objects = self._objects()
         _build_optimizers(objects)
         waiting = {name: x for name, x in objects.items() if _is_unbuilt(x)}
@@ -182,14 +181,11 @@ class Checkpoint:
         slots = [slot for binding in bindings.values() for slot in binding.slots]
         status = compare(slots, contents, path, waiting)
         worker = workers.current()
+        _write_arrays(slots, contents)
         for slot in slots:
-            if isinstance(slot, ArraySlot) and slot.name in contents.arrays:
-                slot.write(contents.arrays[slot.name])
-            elif isinstance(slot, ValueSlot) and slot.name in contents.values:
+            if isinstance(slot, ValueSlot) and slot.name in contents.values:
                 saved = contents.values[slot.name]
                 slot.write(_own_state(worker, slot, saved) if slot.of_worker else saved)
-            elif isinstance(slot, RemoteSlots):
-                slot.write(_below(slot.name, contents))
         for name, binding in bindings.items():
             setattr(self, name, binding.value())
         for name, value in waiting.items():
@@ -200,16 +196,12 @@ class Checkpoint:
     def _apply_late(
         self, name: str, contents: Contents, path: str, status: "RestoreStatus"
     ) -> None:
-        """Set an object that was not built when its checkpoint was restored."""
+        """Restore an object that was not built at the call of `restore`."""
         if internals.current_scope() is None:
             _build_optimizers(self._objects())
         slots = self._bind()[name].slots
         missing = compare(slots, contents, path).expect_partial().missing
-        for slot in slots:
-            if isinstance(slot, ArraySlot) and slot.name in contents.arrays:
-                slot.write(contents.arrays[slot.name])
-            elif isinstance(slot, RemoteSlots):
-                slot.write(_below(slot.name, contents))
+        _write_arrays(slots, contents)
         status.note_built(name, missing, [slot.name for slot in slots])
 
     def _objects(self) -> dict[str, PyTree]:
@@ -218,8 +210,8 @@ class Checkpoint:
     def _slots(self) -> list[Slot]:
         for value in self._objects().values():
             if isinstance(value, keras.Model):
-                value.jax_state_sync()  # In fit, the model's values are elsewhere.
-        # As on restoring, so that both have the same names.
+                value.jax_state_sync()  # During fit the loop holds the model's values.
+        # As in `apply`, so that both have the same names.
         _build_optimizers(self._objects())
         return [slot for binding in self._bind().values() for slot in binding.slots]
 
@@ -243,17 +235,19 @@ class Checkpoint:
         return bindings
 
 
-def _below(prefix: str, contents: Contents) -> dict[str, np.ndarray]:
-    """The arrays whose names begin so, by the rest of their names."""
-    return {
-        name.removeprefix(prefix): array
-        for name, array in contents.arrays.items()
-        if name.startswith(prefix)
-    }
+def _write_arrays(slots: Iterable[Slot], contents: Contents) -> None:
+    """Set the arrays that are in a checkpoint, also those on servers."""
+    for slot in slots:
+        if isinstance(slot, ArraySlot) and slot.name in contents.arrays:
+            slot.write(contents.arrays[slot.name])
+        elif isinstance(slot, RemoteSlots):
+            prefix = slot.name
+            below = {n: x for n, x in contents.arrays.items() if n.startswith(prefix)}
+            slot.write({n.removeprefix(prefix): x for n, x in below.items()})
 
 
 def _worker_values(worker: Workers, slots: Iterable[Slot]) -> JSONObject:
-    """The plain values; of iterators, each worker's own."""
+    """Collect the plain values; for iterators, a list of all workers' states."""
     values = {s.name: s.read() for s in slots if isinstance(s, ValueSlot)}
     own = {s.name for s in slots if isinstance(s, ValueSlot) and s.of_worker}
     if not own:
@@ -277,7 +271,7 @@ def _own_state(worker: Workers, slot: ValueSlot, saved: list[JSON]) -> JSON:
 
 
 def _build_optimizers(objects: Mapping[str, PyTree]) -> None:
-    """Build optimizers of built models, as a first step would."""
+    """Build the optimizers of built models, as the first step would."""
     models = [x for x in objects.values() if isinstance(x, keras.Model)]
     pairs = [(model, getattr(model, "optimizer", None)) for model in models]
     alone = [x for x in objects.values() if isinstance(x, keras.optimizers.Optimizer)]

@@ -1,4 +1,4 @@
-"""Evaluating the checkpoints of a run that trains in another process."""
+"""Watches for checkpoints of another process, and logs their evaluations."""
 
 import json
 import time
@@ -18,19 +18,19 @@ from replicax.errors import CheckpointError
 __all__ = ["METRICS_FILE", "POLL_PAUSES", "CheckpointWatch", "append_evaluation"]
 
 METRICS_FILE = "metrics.jsonl"
-"""The evaluations in a folder, a line of JSON for each."""
+"""Name of the log of evaluations, a line of JSON for each."""
 
 POLL_PAUSES = (0.5, 0.5)
-"""Seconds between two looks at the folder."""
+"""Seconds between two polls of the folder."""
 _NO_MORE = ()
-"""What stands for a checkpoint after the end of the run."""
+"""Marks the end of the run, in place of a checkpoint."""
 
 
 class CheckpointWatch:
-    """Finds each new checkpoint in a folder, until the run says that it has ended.
+    """Polls a folder for new checkpoints, until the run is marked as finished.
 
-    It skips checkpoints that are older than one it has found, or deleted before it has
-    read them, and always finds the last one of a run that says it has ended.
+    It skips checkpoints that are older than the last one found, or deleted before it
+    has read them, and always finds the last one of a finished run.
 
     Attributes:
         latest: Name of the checkpoint found last; None before.
@@ -44,9 +44,10 @@ class CheckpointWatch:
         self.latest: str | None = None
 
     def next(self) -> tuple[Path, Contents] | None:
-        """The newest checkpoint that was not found yet; None when there will be none.
+        """Wait for a newer checkpoint; None at the end of the run.
 
-        The end is looked for first: what is there then is all there is.
+        It reads the mark of the end before the list of checkpoints, so that the list is
+        complete if there is a mark.
 
         Raises:
             CheckpointError: If none comes in time, or the last one is damaged.
@@ -65,7 +66,7 @@ class CheckpointWatch:
         return found or None
 
     def _look(self) -> "tuple[Path, Contents] | tuple[()] | None":
-        """The newest checkpoint not found yet, or `_NO_MORE`; None: not yet."""
+        """Poll once for a newer checkpoint, or `_NO_MORE`; None: not yet."""
         last = self._last_of_finished_run()
         paths = numbered_checkpoints(self._directory, self._name)
         newest = paths[-1].name if paths else None
@@ -77,7 +78,7 @@ class CheckpointWatch:
         try:
             contents = storage.read(path)
         except CheckpointError:
-            # Deleted in the meantime. If it is damaged, it will still be.
+            # Probably deleted since. A damaged one fails again at the next poll.
             if last is not None and path.exists():
                 raise
             return None
@@ -86,12 +87,12 @@ class CheckpointWatch:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the run says that it has ended."""
+        """Whether the run is marked as finished."""
         return self._last_of_finished_run() is not None
 
     @property
     def is_at_end(self) -> bool:
-        """Whether the checkpoint found last is the last one of a run that has ended."""
+        """Whether the checkpoint found last is the last one of a finished run."""
         last = self._last_of_finished_run()
         return last is not None and last.get("checkpoint") == self.latest
 
@@ -105,7 +106,7 @@ class CheckpointWatch:
 def append_evaluation(
     folder: Path, checkpoint: str, results: Mapping[str, PyTree]
 ) -> None:
-    """Add a line to the evaluations in a folder, which is made."""
+    """Append a line to the log of evaluations in a folder, which it creates."""
     line: JSONObject = {"checkpoint": checkpoint, "time": time.time()}
     line |= {name: np.asarray(value).tolist() for name, value in results.items()}
     folder.mkdir(parents=True, exist_ok=True)

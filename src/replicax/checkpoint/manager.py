@@ -1,4 +1,4 @@
-"""CheckpointManager: a folder of numbered checkpoints, the newest few kept."""
+"""`CheckpointManager`: numbered checkpoints in a folder, saved asynchronously."""
 
 import json
 import logging
@@ -30,7 +30,7 @@ __all__ = [
 _logger = logging.getLogger("replicax")
 
 FINISHED = "FINISHED"
-"""File beside the checkpoints of a run that is over; names the last one."""
+"""File that marks a finished run, beside its checkpoints; it names the last one."""
 
 # Network file systems may show a new file to others some seconds late.
 _SHARED_FILE_TIMEOUT_SECONDS = 30.0
@@ -38,12 +38,12 @@ _SAVE_TIMEOUT_SECONDS = 1800.0
 
 
 class Saveable(Protocol):
-    """What a manager saves: a `Checkpoint`."""
+    """An object that a manager saves, such as a `Checkpoint`."""
 
     save_counter: int
 
     def contents(self) -> Contents | None:
-        """Copies of everything; None on workers other than 0."""
+        """Copy all values to the host; None on workers other than 0."""
         ...
 
     def apply(self, contents: Contents, path: str) -> object:
@@ -55,19 +55,19 @@ class CheckpointManager:
     """Saves numbered checkpoints in a folder and keeps the newest ones.
 
     (TF: `tf.train.CheckpointManager`.) `save` returns when the values are copied to the
-    host; a thread writes them. The next `save` waits for the one before. In a cluster
-    all workers make the same calls on a folder that all of them see; where a worker
-    names a folder of its own, as TensorFlow wants it, it takes that of worker 0.
+    host; a thread writes them. The next `save` waits for that write. In a cluster all
+    workers make the same calls on a shared folder. A worker that names another folder,
+    as TensorFlow requires, uses that of worker 0.
 
     Args:
-        checkpoint: What to save.
-        directory: The folder; made on the first save.
-        max_to_keep: How many checkpoints to keep; None: all.
-        checkpoint_name: Beginning of the checkpoints' names.
-        init_fn: Called by `restore_or_initialize` where there is nothing to restore.
+        checkpoint: The checkpoint to save.
+        directory: The folder; the first save creates it.
+        max_to_keep: Number of checkpoints to keep; None: all.
+        checkpoint_name: Prefix of the checkpoints' names.
+        init_fn: Called by `restore_or_initialize` if there is nothing to restore.
 
     Raises:
-        CheckpointError: If some worker does not see the folder of worker 0.
+        CheckpointError: If a worker does not see the folder of worker 0.
         ValueError: If `max_to_keep` is less than 1.
 
     Example:
@@ -120,7 +120,7 @@ class CheckpointManager:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
-        else:  # Do not hide the exception under another one.
+        else:  # An error of the save must not replace this exception.
             self._settle()
 
     @property
@@ -130,10 +130,10 @@ class CheckpointManager:
 
     @property
     def checkpoints(self) -> list[str]:
-        """Paths of the checkpoints that are complete, the newest last.
+        """Paths of the complete checkpoints, the newest last.
 
-        One process alone waits for a save that is under way. In a cluster it is listed
-        when the workers have met: at the next `save`, `wait` or `close`.
+        A single process waits for a save in progress. In a cluster that is listed after
+        the next `save`, `wait` or `close`, in which the workers synchronize.
         """
         if self._worker.count == 1:
             self._settle()
@@ -141,7 +141,7 @@ class CheckpointManager:
 
     @property
     def latest_checkpoint(self) -> str | None:
-        """The newest of `checkpoints`; None if there is none."""
+        """The newest of `checkpoints`; None without one."""
         paths = self.checkpoints
         return paths[-1] if paths else None
 
@@ -149,12 +149,11 @@ class CheckpointManager:
         """Copy the values and write them in the background.
 
         Args:
-            checkpoint_number: Number in the name; None counts up from the last one.
+            checkpoint_number: Number in the name; None: one more than the last.
 
         Returns:
-            The path that the checkpoint will have. If it cannot be written, that is
-            logged when it happens (of many in a row, ever fewer), and an error at
-            `wait` and `close` if no later save succeeds.
+            The path of the checkpoint. A failed write is logged (the 1st, 2nd, 4th and
+            so on in a row); `wait` and `close` raise it if no later save succeeds.
         """
         self._settle()
         self._checkpoint.save_counter += 1
@@ -189,7 +188,7 @@ class CheckpointManager:
         self.wait()
 
     def mark_finished(self) -> None:
-        """Wait for the last save, and tell `SidecarEvaluator` that no other follows.
+        """Wait for the last save, and mark the run as finished for evaluators.
 
         Raises:
             CheckpointError: If the last save failed, or the mark cannot be written.
@@ -208,19 +207,19 @@ class CheckpointManager:
             ) from error
 
     def restore_or_initialize(self) -> str | None:
-        """Restore the newest checkpoint that is not damaged.
+        """Restore the newest undamaged checkpoint, or call `init_fn`.
 
         Returns:
-            Its path; None if there is none, where `init_fn` is called instead.
+            The path; None if there is no checkpoint.
 
         Raises:
-            CheckpointError: If all checkpoints are damaged, if it does not fit the
-                objects, or if a model is not built, on the first run too.
+            CheckpointError: If all checkpoints are damaged, if the newest undamaged one
+                does not fit the objects, or if a model is not built.
         """
         self._settle()
         found, problems = self._newest_undamaged()
         mark = self._directory / FINISHED
-        if self._worker.is_chief and mark.exists():  # A run that goes on is not over.
+        if self._worker.is_chief and mark.exists():  # A resumed run is not finished.
             mark.unlink(missing_ok=True)
         if found is None and problems:
             raise CheckpointError(
@@ -239,7 +238,7 @@ class CheckpointManager:
     def _newest_undamaged(
         self,
     ) -> tuple[tuple[Path, Contents | None] | None, list[str]]:
-        """Worker 0 looks for it; the others read what it found."""
+        """Find the newest undamaged checkpoint on worker 0; the others follow."""
         found, problems = None, []
         if self._worker.is_chief:
             for path in reversed(self._known):
@@ -261,7 +260,7 @@ class CheckpointManager:
         return found, problems
 
     def _settle(self) -> None:
-        """Wait for the save that is under way; all workers learn how it ended."""
+        """Wait for the save in progress; all workers learn its outcome."""
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
@@ -272,7 +271,7 @@ class CheckpointManager:
             problem = self._worker.exchange(
                 "replicax.checkpoint.outcome", problem, _SAVE_TIMEOUT_SECONDS
             )[0]
-            # Log how worker 0's save ended, as it does itself.
+            # Log the outcome of worker 0's save, as worker 0 does.
             if not is_writer and problem is None:
                 self._failed.end(f"checkpoint {path}")
             elif not is_writer:
@@ -282,7 +281,7 @@ class CheckpointManager:
             self._known, _ = self._kept(path)
 
     def _kept(self, path: Path) -> tuple[list[Path], list[Path]]:
-        """The checkpoints to keep when `path` is complete, and those to delete."""
+        """Divide the checkpoints into those to keep after `path`, and the others."""
         paths = [p for p in self._known if p != path] + [path]
         if self._max_to_keep is None:
             return paths, []
@@ -292,39 +291,39 @@ class CheckpointManager:
 def latest_checkpoint(
     directory: str | os.PathLike[str], checkpoint_name: str = "ckpt"
 ) -> str | None:
-    """The checkpoint with the highest number in a folder; None if there is none.
+    """Return the checkpoint with the highest number in a folder; None without one.
 
     (TF: `tf.train.latest_checkpoint`.)
 
     Args:
         directory: The folder.
-        checkpoint_name: Beginning of the checkpoints' names.
+        checkpoint_name: Prefix of the checkpoints' names.
     """
     found = numbered_checkpoints(Path(directory), checkpoint_name)
     return os.fspath(found[-1]) if found else None
 
 
 def numbered_checkpoints(directory: Path, name: str) -> list[Path]:
-    """The checkpoints `name-1`, `name-2`, ... of a folder, by number.
+    """List the checkpoints `name-1`, `name-2`, ... of a folder, by number.
 
-    One without a manifest counts, so that its damage is reported.
+    It includes one without a manifest, so that a read reports the damage.
     """
     pattern = re.compile(rf"\.?{re.escape(name)}-(\d+)(?:\.old)?")
     found: dict[int, Path] = {}
     for path in directory.iterdir() if directory.is_dir() else ():
         match = pattern.fullmatch(path.name)
         if match and path.is_dir():
-            # `.name-1.old` is `name-1`, if the process ended while replacing it.
+            # `.name-1.old` is `name-1`, if the process was killed while replacing it.
             number = int(match[1])
             found[number] = directory / f"{name}-{number}"
     return [path for _, path in sorted(found.items())]
 
 
 def _shared_folder(worker: Workers, directory: Path) -> Path:
-    """The folder in which a worker sees what worker 0 writes: its own, or worker 0's.
+    """Choose the folder in which a worker sees worker 0's files: its own or worker 0's.
 
     Raises:
-        CheckpointError: On all workers, if one of them sees it in neither.
+        CheckpointError: On all workers, if one of them sees the files in neither.
     """
     token, problem = f".shared-{uuid.uuid4().hex}", None
     if worker.is_chief:
@@ -356,10 +355,10 @@ def _shared_folder(worker: Workers, directory: Path) -> Path:
 
 
 def _first_with(folders: Iterable[Path], name: str) -> Path | None:
-    """The folder in which a file appears; None if it does in none."""
+    """Wait until a file appears in one of the folders; None after the timeout."""
 
     def place() -> Path | None:
-        # Listing the folder makes network file systems look again.
+        # Listing the folder refreshes the caches of network file systems.
         seen = (f for f in folders if f.is_dir() and name in os.listdir(f))
         return next(seen, None)
 

@@ -1,4 +1,4 @@
-"""PreemptionCheckpointHandler: a loop of one's own that saves when told to end."""
+"""`PreemptionCheckpointHandler`: saves a custom training loop on preemption."""
 
 import contextlib
 import logging
@@ -23,21 +23,21 @@ T = TypeVar("T")
 class PreemptionCheckpointHandler:
     """Runs the steps of a loop; on SIGTERM all workers save after the same step.
 
-    Then every process ends with status 138, which asks to be started again. Made again
-    in the new process, the handler restores the newest checkpoint, and
-    `total_run_calls` says how many steps are done. In `fit`, `rx.BackupAndRestore` does
-    all this. (TF: `tf.distribute.experimental.PreemptionCheckpointHandler`.)
+    Then every process exits with status 138, which requests a restart. In the restarted
+    process the handler restores the newest checkpoint, and `total_run_calls` is the
+    number of finished steps. In `fit`, `rx.BackupAndRestore` does the same.
+    (TF: `tf.distribute.experimental.PreemptionCheckpointHandler`.)
 
     Args:
-        cluster_resolver: Not needed, for the strategy has joined the cluster; None.
-        checkpoint_or_checkpoint_manager: What to save. A manager's own saves must be
-            numbered too: `manager.save(handler.total_run_calls)`.
-        checkpoint_dir: The folder for a `Checkpoint`; all workers must see it.
+        cluster_resolver: Not used: the strategy has joined the cluster; None.
+        checkpoint_or_checkpoint_manager: The checkpoint to save, or its manager. Number
+            the manager's other saves alike: `manager.save(handler.total_run_calls)`.
+        checkpoint_dir: The folder for a `Checkpoint`, shared by all workers.
 
     Raises:
         ValueError: If `checkpoint_dir` is missing for a checkpoint, or given for a
             manager.
-        CheckpointError: If what is in the folder cannot be restored.
+        CheckpointError: If a checkpoint in the folder cannot be restored.
 
     Example:
         >>> import tempfile
@@ -81,7 +81,7 @@ class PreemptionCheckpointHandler:
         self.close()
 
     def close(self) -> None:
-        """From now on SIGTERM does what it did before."""
+        """Restore the previous handler of SIGTERM."""
         self._open.close()
 
     @property
@@ -90,14 +90,14 @@ class PreemptionCheckpointHandler:
         return self._num_calls
 
     def run(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call `fn`, one step, then save and end the process if it is time to.
+        """Call `fn`, one step; after a preemption save and end the process.
 
         Returns:
-            What `fn` returns.
+            The result of `fn`.
 
         Raises:
-            SystemExit: With `ExitCode.RETRY`, after the step on which all workers
-                agreed when one of them got SIGTERM.
+            SystemExit: With `ExitCode.RETRY`, after the step on which all workers have
+                agreed after a SIGTERM in one of them.
         """
         result = fn(*args, **kwargs)
         self._num_calls += 1
@@ -105,7 +105,7 @@ class PreemptionCheckpointHandler:
         return result
 
     def save_checkpoint_if_preempted(self) -> None:
-        """Save and end the process if it is time to; `run` calls it.
+        """Save and end the process after a preemption; `run` calls it.
 
         Raises:
             SystemExit: See `run`.

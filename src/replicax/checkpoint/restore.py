@@ -1,4 +1,4 @@
-"""How a checkpoint fits the objects that it is restored to: names, shapes, dtypes."""
+"""Compares a checkpoint's names, shapes and dtypes with the objects to restore."""
 
 import logging
 from collections.abc import Iterable, Sequence
@@ -13,10 +13,10 @@ _logger = logging.getLogger("replicax")
 
 
 class RestoreStatus:
-    """How well a checkpoint fitted the objects that it was restored to.
+    """The result of a restore: which names of checkpoint and objects did not match.
 
-    (TF: what `tf.train.Checkpoint.restore` returns.) Values of the checkpoint that were
-    not used are logged when this is thrown away, unless one of its methods was called.
+    (TF: the result of `tf.train.Checkpoint.restore`.) Its destructor logs unused values
+    of the checkpoint, unless one of its methods was called.
     """
 
     def __init__(
@@ -30,9 +30,9 @@ class RestoreStatus:
 
         Args:
             path: The checkpoint.
-            missing: Names that the objects have and the checkpoint has not.
-            unused: Names that the checkpoint has and the objects have not.
-            waiting: Objects that are not built, and will be set when they are.
+            missing: Names of the objects that are not in the checkpoint.
+            unused: Names in the checkpoint that no object has.
+            waiting: Objects that are not built yet, and are restored when they are.
         """
         self._path = path
         self.missing = list(missing)
@@ -45,7 +45,7 @@ class RestoreStatus:
     def note_built(
         self, name: str, missing: Iterable[str], restored: Iterable[str]
     ) -> None:
-        """Say that an object was built, and set from the checkpoint."""
+        """Note that an object was built and restored."""
         self._waiting = [other for other in self._waiting if other != name]
         self.missing += missing
         done = set(restored)
@@ -65,13 +65,13 @@ class RestoreStatus:
         """Raise unless the checkpoint has all names of the objects.
 
         Raises:
-            CheckpointError: Listing those that it has not.
+            CheckpointError: Listing the missing names.
         """
         self._is_checked = True
         self._raise(_differences(self.missing, []))
 
     def expect_partial(self) -> "RestoreStatus":
-        """Say that unused values are as they should be; returns this status."""
+        """Accept unused values without a warning; return this status."""
         self._is_checked = True
         return self
 
@@ -93,10 +93,10 @@ def compare(
     path: str,
     waiting: Iterable[str] = (),
 ) -> RestoreStatus:
-    """What is only in the checkpoint, or only in the objects but for those `waiting`.
+    """Compare the names of the checkpoint and of the objects, except those `waiting`.
 
     Raises:
-        CheckpointError: If something has another shape or dtype; lists everything.
+        CheckpointError: If a shape or dtype differs; it lists all differences.
     """
     wanted, elsewhere = {}, []
     for slot in slots:
@@ -107,7 +107,7 @@ def compare(
     saved = {*contents.arrays, *contents.values}
     missing = sorted(set(wanted) - saved)
     unused = sorted(saved - set(wanted))
-    # Those who have the rest know its names; there is some.
+    # Remote slots know their own names; the checkpoint must have some with the prefix.
     missing += [x for x in elsewhere if not any(n.startswith(x) for n in unused)]
     unused = [name for name in unused if not name.startswith(tuple(elsewhere))]
     wrong = []
@@ -133,11 +133,11 @@ def compare(
 
 
 def write_existing(slots: Iterable[Slot], contents: Contents, path: str) -> None:
-    """Set arrays from a checkpoint that has all of them, and may have more.
+    """Set arrays from a checkpoint that contains all of them.
 
     Raises:
-        CheckpointError: If it has not, or if something has another shape or dtype;
-            nothing is changed then.
+        CheckpointError: If one is missing, or has another shape or dtype; nothing is
+            changed then.
     """
     slots = list(slots)
     compare(slots, contents, path).assert_existing_objects_matched()

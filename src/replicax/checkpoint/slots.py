@@ -1,8 +1,8 @@
-"""Objects as named arrays and values: what is read on saving and set on restoring.
+"""Maps objects to named slots, arrays and values, that are saved and restored.
 
-Names of variables are those that a restart gives them again. Keras numbers layers in
-the order in which a process makes them, so `dense_3/kernel` of one run may be
-`dense/kernel` of the next. Here a layer is numbered inside its parent.
+A variable's name is the same after a restart. Keras numbers layers in the order of
+their creation in a process, so `dense_3/kernel` of one run may be `dense/kernel` of the
+next. Here a layer is numbered within its parent.
 """
 
 import dataclasses
@@ -41,20 +41,20 @@ _Named: TypeAlias = tuple[str, keras.Variable]
 
 
 HOME = "_replicax_home"
-"""Attribute of an optimizer whose own variables are not in this process."""
+"""Attribute of an optimizer with remote variables: their `SlotHome`."""
 
 
 class SlotHome(Protocol):
-    """Who has the variables of optimizers: parameter servers."""
+    """The parameter servers that hold an optimizer's variables."""
 
     def read_slots(self, optimizer: keras.Optimizer) -> dict[str, np.ndarray]:
-        """Those variables, by the names that they would have in this process."""
+        """Read the optimizer's variables, by their names in this process."""
         ...
 
     def write_slots(
         self, optimizer: keras.Optimizer, arrays: dict[str, np.ndarray]
     ) -> None:
-        """Set them."""
+        """Set the optimizer's variables."""
         ...
 
 
@@ -70,12 +70,12 @@ class ArraySlot:
     """One array of an object.
 
     Attributes:
-        name: Its name in the checkpoint.
-        label: Its name for people: a variable's path.
-        shape: The shape that it must have.
-        dtype: The dtype that it must have.
-        read: The array, on the devices or the host.
-        write: Sets it from a host array of that shape and dtype.
+        name: The array's name in the checkpoint.
+        label: The array's name in messages: a variable's path.
+        shape: The required shape.
+        dtype: The required dtype.
+        read: Returns the array, on the devices or the host.
+        write: Sets the array from a host array of that shape and dtype.
     """
 
     name: str
@@ -91,10 +91,10 @@ class ValueSlot:
     """A number, a string, or the state of an object.
 
     Attributes:
-        name: Its name in the checkpoint.
-        of_worker: Whether each worker has its own, as input iterators have.
-        read: The value, as JSON holds it.
-        write: Sets it.
+        name: The value's name in the checkpoint.
+        of_worker: Whether each worker has its own value, as for input iterators.
+        read: Returns the value, encoded as JSON.
+        write: Sets the value.
     """
 
     name: str
@@ -105,12 +105,12 @@ class ValueSlot:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class RemoteSlots:
-    """Arrays of an object that are elsewhere, and whose number is known there only.
+    """The arrays of an object on servers, which alone know their number.
 
     Attributes:
-        name: Beginning of their names in the checkpoint, with a slash behind it.
-        read: The arrays by the rest of their names.
-        write: Sets them.
+        name: Prefix of the arrays' names in the checkpoint, with a trailing slash.
+        read: Returns the arrays by the rest of their names.
+        write: Sets the arrays.
     """
 
     name: str
@@ -126,8 +126,8 @@ class Binding:
     """One tracked object.
 
     Attributes:
-        slots: Its arrays and values.
-        value: The object after restoring: itself, or a new tree of new arrays.
+        slots: The object's arrays and values.
+        value: Returns the restored object: itself, or a new tree of new arrays.
     """
 
     slots: list[Slot]
@@ -135,13 +135,13 @@ class Binding:
 
 
 def bind(name: str, value: PyTree) -> Binding:
-    """The slots of an object, whose names begin with `name`.
+    """Make the slots of an object; their names begin with `name`.
 
-    It is a Keras object or variable, an object with a state, an array, a number, a
-    string, or a pytree of these.
+    The object is a Keras object or variable, an object with a state, an array, a
+    number, a string, or a pytree of these.
 
     Raises:
-        TypeError: If a part of it is none of these; names the part.
+        TypeError: If a part of the object is none of these; it names the part.
     """
     slots: list[Slot] = []
     leaves, structure = jax.tree_util.tree_flatten_with_path(value, is_leaf=_is_object)
@@ -171,7 +171,7 @@ def _has_variables(x: object) -> TypeGuard[_HasVariables]:
 def _accessors(
     x: object,
 ) -> tuple[Callable[[], PyTree], Callable[[PyTree], object]] | None:
-    """How to get and set the state of an object that has one."""
+    """Return the getter and the setter of an object's state, if it has one."""
     for getter, setter in (
         ("get_state", "set_state"),
         ("state_dict", "load_state_dict"),
@@ -286,7 +286,7 @@ def _jax_slot(
         shape=leaf.shape,
         dtype=str(leaf.dtype),
         read=lambda: leaf,
-        # A copy: JAX may go on using a NumPy array's memory.
+        # A copy: JAX may keep using the NumPy array's memory.
         write=lambda x: put(jax.device_put(x.copy(), sharding)),
     )
 
@@ -294,11 +294,11 @@ def _jax_slot(
 def to_host(
     slots: Iterable[ArraySlot], *, wanted: bool = True
 ) -> dict[str, np.ndarray]:
-    """Copies of the slots' arrays; the next step may give the arrays themselves away.
+    """Copy the slots' arrays to the host; the next step may donate the originals.
 
-    Mirrored arrays are read from one device, so nothing is communicated. Those of which
-    several processes have parts are gathered, one at a time, so all processes call this
-    for the same slots, also one that wants no copies.
+    Mirrored arrays are read from one device, without communication. Arrays that are
+    sharded over processes are gathered, one at a time, so all processes call this for
+    the same slots, even without `wanted`.
     """
     spread, here = [], {}
     for slot in slots:
@@ -327,10 +327,10 @@ def _one_copy(slot: ArraySlot, x: np.ndarray | jax.Array) -> np.ndarray | jax.Ar
 
 
 def encode(value: PyTree, name: str) -> JSON:
-    """The state of an object as JSON values.
+    """Encode the state of the object `name` as JSON values.
 
     Raises:
-        TypeError: If it has parts that cannot be saved; `name` says whose it is.
+        TypeError: If a part of the state cannot be saved.
     """
     try:
         return json_codec.encode(value, f"the state of {name}", _base_container)
@@ -342,7 +342,7 @@ def encode(value: PyTree, name: str) -> JSON:
 
 
 def _base_container(value: PyTree, what: str) -> JSON:
-    """An ordered dict, a named tuple and so on, saved as a dict, a list or a tuple."""
+    """Encode a subclass of dict, list or tuple as its base class."""
     for kind in (dict, list, tuple):
         if isinstance(value, kind) and type(value) is not kind:
             return json_codec.encode(kind(value), what, _base_container)
@@ -350,12 +350,12 @@ def _base_container(value: PyTree, what: str) -> JSON:
 
 
 def same_state(a: JSON, b: JSON) -> bool:
-    """Whether two encoded states are equal, not a number included."""
+    """Whether two encoded states are equal, where NaN equals NaN."""
     return json.dumps(a) == json.dumps(b)
 
 
 def named_variables(owner: _HasVariables) -> list[_Named]:
-    """All variables of a Keras object in a fixed order, with unique names.
+    """List all variables of a Keras object in a fixed order, with unique names.
 
     Example:
         >>> import keras
@@ -394,7 +394,7 @@ def _of_layer(layer: keras.Layer) -> list[_Named]:
 
 
 def _of_optimizer(optimizer: keras.optimizers.Optimizer) -> list[_Named]:
-    """Slots are named after the trained variable's number and not its path."""
+    """Name slots by the index of their trained variable, not by its path."""
     prefixes = {
         v.path.replace("/", "_") + "_": i
         for i, v in enumerate(internals.trained_by(optimizer))
@@ -416,7 +416,7 @@ def _numbered(named: Iterable[_Named]) -> list[_Named]:
 
 
 def _unique(name: str, taken: Counter[str]) -> str:
-    """`name`, `name_1`, ...: the first that is not in `taken`, and takes it."""
+    """Return the first of `name`, `name_1`, ... not in `taken`, and add it there."""
     candidate, number = name, 0
     while candidate in taken:
         number += 1

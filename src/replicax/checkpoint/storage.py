@@ -1,11 +1,11 @@
-"""A checkpoint on disk: a folder with checksums that is complete or absent.
+"""Reads and writes checkpoints on disk: atomic folders with checksums.
 
     ckpt-7/
       arrays/         the arrays, as Orbax writes them
       manifest.json   names, shapes and checksums of all of it, and plain values
 
-It is written under a temporary name, its manifest last, and renamed after fsync. One
-process writes and knows nothing of others, so there is no barrier.
+A writer fills a temporary folder, the manifest last, calls fsync and renames it. One
+process writes without the others, so there is no barrier.
 """
 
 import dataclasses
@@ -41,18 +41,18 @@ _FORMAT = FolderFormat(
     "checkpoint", "replicax-checkpoint", 1, "Use an earlier checkpoint."
 )
 
-# Folders that were too small, with the bytes of the arrays and those free there then.
+# Folders with a full disk: the arrays' bytes and the free bytes at the failure.
 _too_small: dict[Path, tuple[int, int]] = {}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Contents:
-    """What a checkpoint holds.
+    """The contents of a checkpoint.
 
     Attributes:
         arrays: Host arrays by name.
-        values: What JSON can hold, by name.
-        labels: For people: the paths of variables by the names of their arrays.
+        values: JSON values by name.
+        labels: Paths of variables by the names of their arrays, for messages.
     """
 
     arrays: Mapping[str, np.ndarray]
@@ -61,10 +61,10 @@ class Contents:
 
 
 def write(path: Path, contents: Contents) -> None:
-    """Write a checkpoint; what was at `path` is replaced when the new one is complete.
+    """Write a checkpoint atomically, replacing an older one at `path`.
 
     Raises:
-        CheckpointError: If it cannot be written. What was at `path` is still there.
+        CheckpointError: If it cannot be written. The older one is still there.
     """
     _require_room(path, contents)
     try:
@@ -75,7 +75,7 @@ def write(path: Path, contents: Contents) -> None:
                 from replicax.checkpoint import arrays
 
                 arrays.write(part / _ARRAYS, stored)
-            _FORMAT.write_manifest(part, _contents(contents))
+            _FORMAT.write_manifest(part, _manifest(contents))
             publish(part, path, replace=True)
     # Orbax and TensorStore report a full disk in exceptions of many kinds.
     except Exception as error:
@@ -84,10 +84,10 @@ def write(path: Path, contents: Contents) -> None:
 
 
 def read(path: Path) -> Contents:
-    """Read a checkpoint and check all of it.
+    """Read a checkpoint and verify its checksums.
 
     Raises:
-        CheckpointError: If it is not there or damaged; names the file.
+        CheckpointError: If it is missing or damaged; it names the file.
     """
     path = complete_folder(path)
     with Announced(f"reading checkpoint {path}"):
@@ -99,7 +99,7 @@ def read(path: Path) -> Contents:
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint, so that no half of it is taken for a good one.
+    """Delete a checkpoint: renamed first, so that nobody reads half of it.
 
     Raises:
         CheckpointError: If it cannot be deleted.
@@ -112,8 +112,8 @@ def remove(path: Path) -> None:
         ) from error
 
 
-def _contents(contents: Contents) -> JSONObject:
-    """What the manifest says besides checksums of files."""
+def _manifest(contents: Contents) -> JSONObject:
+    """Describe the contents for the manifest, which adds checksums of files."""
     arrays = {
         name: {"shape": list(x.shape), "dtype": str(x.dtype), "crc32": _crc32(x)}
         for name, x in contents.arrays.items()
@@ -166,10 +166,10 @@ def _not_written(path: Path, why: str) -> CheckpointError:
 
 
 def _require_room(path: Path, contents: Contents) -> None:
-    """Raise if as much as this has found no room, and there is no more room now.
+    """Raise if a write of at most this size has failed with as much free space.
 
-    What compression makes of the arrays is not known before they are written, so the
-    first attempt tells. The others need not fill the disk to its end again.
+    The compressed size is unknown before the write, so only a failed attempt shows that
+    the disk is too small. Later attempts need not fill the disk again.
     """
     if path.parent not in _too_small:
         return
@@ -181,9 +181,9 @@ def _require_room(path: Path, contents: Contents) -> None:
 
 
 def _why(error: BaseException, contents: Contents, path: Path) -> str:
-    """Why a checkpoint cannot be written; remembers what found no room."""
+    """Explain why a checkpoint cannot be written; remember a full disk."""
     size, free = _size(contents), free_bytes(path.parent)
-    # Else it may be out of inodes.
+    # Otherwise the disk may be out of inodes.
     if full_disk_error(error) == errno.ENOSPC and size > free:
         _too_small[path.parent] = (size, free)
     return why_not_written(error, path.parent, _needs(contents))
