@@ -1,12 +1,12 @@
-"""Input: global batches, divided between replicas and placed on devices ahead of time.
+"""Input: shards global batches over replicas, and prefetches them to the devices.
 
 By default all workers read the same batches and each takes its rows, so the order of
-examples does not depend on the number of workers. First batches are compared. Where the
-number of batches is not certain, workers tell each other four batches at a time that
-they have them, so an epoch ends everywhere at the same step. A thread reads the
+examples does not depend on the number of workers. Workers compare checksums of their
+first batches. Unless the number of batches is certain, they exchange the sizes of four
+batches at a time, so that an epoch ends at the same step everywhere. A thread reads the
 dataset, splits each batch and places it; on CPUs host arrays go straight into the
-program. A position in a dataset is an iteration and a number of batches, and can be
-resumed.
+program. The position in a dataset, an iteration and a number of batches, can be saved
+and resumed.
 """
 
 from replicax.input.context import InputContext

@@ -1,4 +1,4 @@
-"""The contexts that a user's input and value functions get."""
+"""The contexts for a user's input functions and value functions."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -17,14 +17,14 @@ __all__ = ["InputContext", "ValueContext", "per_replica", "stacked_values"]
 
 @dataclasses.dataclass(frozen=True)
 class InputContext:
-    """Which part of the input a pipeline serves.
+    """The shard of the input that a pipeline reads.
 
-    `strategy.distribute_datasets_from_function(fn)` calls `fn` with one of these. (TF:
+    `strategy.distribute_datasets_from_function(fn)` calls `fn` with it. (TF:
     `tf.distribute.InputContext`.)
 
     Attributes:
         num_input_pipelines: Number of pipelines, one per worker.
-        input_pipeline_id: This pipeline's number, from 0.
+        input_pipeline_id: This pipeline's index, from 0.
         num_replicas_in_sync: Number of replicas of all workers.
     """
 
@@ -46,7 +46,7 @@ class InputContext:
             )
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """Number of examples that one replica gets of a global batch.
+        """Compute the number of examples in one replica's part of a global batch.
 
         Args:
             global_batch_size: `B`, the examples of all replicas in one step.
@@ -69,7 +69,7 @@ class InputContext:
 
 
 class ValueContext:
-    """Which replica a value is made for.
+    """The replica that a value is made for.
 
     (TF: `tf.distribute.experimental.ValueContext`.)
     """
@@ -82,7 +82,7 @@ class ValueContext:
 def stacked_values(
     value_fn: Callable[[ValueContext], PyTree], num_replicas: int
 ) -> PyTree:
-    """What `value_fn` makes for each replica, stacked to leaves `[R, ...]`.
+    """Call `value_fn` for each replica, and stack the results to leaves `[R, ...]`.
 
     Raises:
         ValueError: If shapes differ.
@@ -94,7 +94,7 @@ def stacked_values(
 
 
 def per_replica(stacked: PyTree, sharding: NamedSharding) -> PyTree:
-    """`PerReplica`s of this process' arrays and `PartedRows` `[R, ...]` on the host."""
+    """Place this process' host arrays and `PartedRows` `[R, ...]` as `PerReplica`s."""
     flat, structure = jax.tree.flatten(stacked)
     arrays = [x.stacked() if isinstance(x, PartedRows) else x for x in flat]
     placed = device_put.rows(arrays, sharding)

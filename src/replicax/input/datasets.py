@@ -1,4 +1,4 @@
-"""The datasets that a strategy makes: batches spread over its replicas."""
+"""The methods of strategies that make distributed datasets."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -23,10 +23,10 @@ __all__ = ["DatasetMaker"]
 
 
 class DatasetMaker(ABC):
-    """Makes distributed datasets, as a part of each strategy.
+    """Base class of strategies that makes their distributed datasets.
 
     Attributes:
-        input_shard: This worker's part of the input.
+        input_shard: This worker's shard of the input.
     """
 
     input_shard: InputShard
@@ -59,19 +59,19 @@ class DatasetMaker(ABC):
         prefetch: int = 2,
         auto_shard_policy: AutoShardPolicy = AutoShardPolicy.AUTO,
     ) -> DistributedDataset:
-        """Split every batch of a dataset over the replicas, ahead of the steps.
+        """Shard every batch of a dataset over the replicas, with prefetching.
 
         Args:
             dataset: Yields **global** batches, pytrees of arrays `[B, ...]`: a Grain
                 dataset, `keras.utils.PyDataset`, `tf.data.Dataset`, torch `DataLoader`,
                 or any iterable. An array, or a tuple or dict of arrays, is cut into
                 batches of `batch_size`.
-            remainder: What to do with a batch that does not divide by the replicas:
+            remainder: The policy for a batch whose size the replicas do not divide:
                 `"drop"` its last examples (logged), `"pad"` it and yield
                 `(batch, mask)` for every batch, or raise an `"error"`.
             batch_size: Global batch size for arrays.
             prefetch: Number of batches placed on the devices ahead of the step.
-            auto_shard_policy: How several workers divide the dataset. By default all
+            auto_shard_policy: How several workers shard the dataset. By default all
                 read the same batches, and each takes its rows.
 
         Returns:
@@ -96,7 +96,7 @@ class DatasetMaker(ABC):
         remainder: str = "drop",
         prefetch: int = 2,
     ) -> DistributedDatasetFromFunction:
-        """A distributed dataset from a function that makes per-replica batches.
+        """Make a distributed dataset from a function of per-replica batches.
 
         Args:
             dataset_fn: Gets an `InputContext` and returns a dataset whose batches are
@@ -118,9 +118,9 @@ class DatasetMaker(ABC):
     def experimental_make_numpy_dataset(
         self, numpy_input: PyTree
     ) -> "grain.MapDataset[PyTree]":
-        """A `grain.MapDataset` of the examples in a pytree of arrays `[N, ...]`.
+        """Make a `grain.MapDataset` of the examples in a pytree of arrays `[N, ...]`.
 
-        Shuffle and batch it, then hand it to `experimental_distribute_dataset`.
+        Shuffle and batch it, then pass it to `experimental_distribute_dataset`.
         """
         return numpy_dataset(numpy_input)
 

@@ -1,4 +1,4 @@
-"""Datasets whose elements are spread over the replicas' devices.
+"""Distributed datasets, whose batches are sharded over the replicas' devices.
 
 Legend: `R` replicas, `b` examples in one replica's batch, `B = R * b` in a global one.
 """
@@ -35,11 +35,11 @@ _AXIS = "replica"
 
 
 class DistributedInput(ABC):
-    """Batches that a thread places on the replicas' devices ahead of the step.
+    """Base class of distributed datasets: a thread prefetches batches to the devices.
 
     Attributes:
-        iteration: The number of the next iteration that begins. A shuffled Grain
-            dataset has another order in each.
+        iteration: The index of the next iteration. A shuffled Grain dataset has a
+            different order in each.
     """
 
     def __init__(
@@ -77,12 +77,12 @@ class DistributedInput(ABC):
 
     @abstractmethod
     def _splits(self, iteration: int, epoch: Epoch) -> Generator[Split]:
-        """One epoch's batches for this worker's replicas, still on the host."""
+        """Yield one epoch's batches for this worker's replicas, on the host."""
 
     def host_batches(self, iteration: int = 0) -> Generator[PyTree]:
-        """One epoch's batches for this worker, `[rows, ...]`, on the host.
+        """Yield one epoch's batches for this worker, `[rows, ...]`, on the host.
 
-        A shuffled dataset has an order of its own in each iteration.
+        A shuffled dataset has a different order in each iteration.
         """
         if self._remainder is Remainder.PAD:
             raise ValueError(
@@ -102,19 +102,19 @@ class DistributedInput(ABC):
 
     @property
     def element_spec(self) -> PyTree:
-        """What one replica gets: a pytree of `jax.ShapeDtypeStruct` `[b, ...]`.
+        """The spec of a replica's batch: a pytree of `jax.ShapeDtypeStruct` `[b, ...]`.
 
-        With `remainder="pad"` a pair, the second being the mask. None until a first
-        batch was made; later batches may be smaller.
+        With `remainder="pad"` a pair of batch and mask. None before the first batch;
+        later batches may be smaller.
         """
         return self._element_spec
 
     def __bool__(self) -> bool:
-        """True: asking whether there is a dataset must not ask for its length."""
+        """True: without this method, `bool` would ask for the length."""
         return True
 
     def __iter__(self) -> DistributedIterator:
-        """Start an epoch; a thread places batches ahead of the consumer."""
+        """Start an epoch; a thread prefetches its batches."""
         return DistributedIterator(
             self._start, self.iteration, taking=self._shard.taking(self._name)
         )
@@ -140,8 +140,8 @@ class DistributedInput(ABC):
         num_skipped: int,
     ) -> Generator[PyTree]:
         if previous is not None:
-            # An epoch that was left early may still be reading: the same dataset object
-            # should not be used from two threads.
+            # The thread of an abandoned epoch may still read: two threads must not use
+            # the same dataset object.
             previous.join_if_stopped()
         num_dropped = 0
         with closing(self._splits(iteration, epoch)) as splits:
@@ -174,14 +174,14 @@ class DistributedInput(ABC):
 
 
 class DistributedDataset(DistributedInput):
-    """A dataset of global batches, each divided between the replicas.
+    """A dataset of global batches, each sharded over the replicas.
 
     Iterating yields the dataset's batches with every `[B, ...]` array replaced by a
     `PerReplica` of `[R, b, ...]`; with `remainder="pad"` it yields `(batch, mask)`, the
-    mask a `PerReplica` of `bool[R, b]`, True for real examples. It can be iterated
-    again and again, if the dataset can. 64-bit arrays become 32-bit ones, unless JAX's
-    x64 mode is on. A dataset that can be iterated once raises `RuntimeError` the second
-    time. (TF: `strategy.experimental_distribute_dataset`.)
+    mask a `PerReplica` of `bool[R, b]`, True for real examples. Each iteration iterates
+    the dataset again; a dataset that can be iterated only once raises `RuntimeError`
+    the second time. 64-bit arrays become 32-bit ones, unless JAX's x64 mode is on.
+    (TF: `strategy.experimental_distribute_dataset`.)
 
     Raises:
         ValueError: For bad options; while iterating, for batches that cannot be split.
@@ -204,15 +204,15 @@ class DistributedDataset(DistributedInput):
         """Make a dataset; only strategies do.
 
         Args:
-            dataset: Whatever `replicax.input.batches` takes.
+            dataset: A dataset that `replicax.input.batches` accepts.
             mesh: Mesh with an axis `"replica"`.
-            remainder: What to do with the rows by which a batch exceeds a multiple of
-                `R`. Under `"drop"`, a batch of fewer than `R` rows is left out too, but
-                for the first one of an epoch, which is an error.
+            remainder: The policy for rows by which a batch exceeds a multiple of `R`.
+                Under `"drop"`, a batch of fewer than `R` rows is dropped too, except
+                the first one of an epoch, which is an error.
             batch_size: `B`, if `dataset` is arrays.
-            prefetch: Number of batches that are placed ahead of time; 0 uses no thread.
-            auto_shard_policy: How workers divide the dataset.
-            input_shard: This worker's; None: there is one worker.
+            prefetch: Number of batches to prefetch; 0 uses no thread.
+            auto_shard_policy: How workers shard the dataset.
+            input_shard: This worker's shard; None: there is one worker.
             num_replicas: `R`; None: one on each device along the axis.
         """
         super().__init__(mesh, remainder, prefetch, input_shard, num_replicas)
@@ -229,13 +229,13 @@ class DistributedDataset(DistributedInput):
         self._started = False
 
     def __len__(self) -> int:
-        """Number of batches in an epoch, as the dataset tells it.
+        """Number of batches in an epoch, from the dataset's length.
 
-        Exact for arrays. For other datasets, a last batch of fewer than `R` rows is
-        counted even if it will be dropped.
+        Exact for arrays. For other datasets it includes a last batch of fewer than `R`
+        rows, even if that will be dropped.
 
         Raises:
-            TypeError: If the dataset does not know, or has no end.
+            TypeError: If the dataset's length is unknown or infinite.
         """
         number = count_batches(self._dataset, self._batch_size)
         if number is None:
@@ -279,13 +279,13 @@ class DistributedDataset(DistributedInput):
             size = _size(batch)
             dropping = self._remainder is Remainder.DROP
             if dropping and index and size < num_replicas:
-                # The end of the data, not a batch size that is too small.
+                # After the first batch: the end of the data, not a small batch size.
                 yield Split(batch=None, num_dropped=size)
             else:
                 yield split_global_batch(batch, num_replicas, self._remainder)
 
     def _own_replicas(self, split: Split) -> Split:
-        """Of a batch divided between all replicas, the part of this worker's."""
+        """Select this worker's replicas from a batch for all replicas."""
         if split.batch is None or self._shard.count == 1:
             return split
         start = self._shard.index * self._num_local
@@ -297,7 +297,7 @@ class DistributedDataset(DistributedInput):
         )
 
     def _pieces(self, source: Iterable[PyTree]) -> Generator[PyTree]:
-        """Batches of a worker's own data, cut to what a worker takes in one step."""
+        """Cut global batches of a worker's own data into its parts of a step."""
         for batch in source:
             size = -(-_size(batch) // self._shard.num_pieces)
             for start in range(0, _size(batch), size):
@@ -306,7 +306,7 @@ class DistributedDataset(DistributedInput):
 
 
 def _joined(leaf: PyTree) -> PyTree:
-    """The rows of all replicas, one replica's after another's, on the host."""
+    """Concatenate the rows of all replicas, on the host."""
     if isinstance(leaf, PartedRows):
         return leaf.joined()
     leaf = leaf if is_key(leaf) else np.asarray(leaf)
@@ -325,16 +325,17 @@ def _size(batch: PyTree) -> int:
 
 
 def num_examples(split: Split) -> int:
-    """Examples in a batch that was divided between replicas."""
+    """Count the examples in a batch that was sharded over replicas."""
     leaves = jax.tree.leaves(split.batch)
     return leaves[0].shape[0] * leaves[0].shape[1] if leaves else 0
 
 
 def _unaliased(array: PyTree) -> PyTree:
-    """`array` in the dtype JAX gives it, in memory that nobody else writes to.
+    """Copy a NumPy array, and convert it to JAX's canonical dtype.
 
-    `jax.device_put` may keep a NumPy array's memory, or read it later, even if told not
-    to alias it; a generator may meanwhile fill the same buffer with its next batch.
+    `jax.device_put` may alias a NumPy array's memory, or read it later, even with
+    `may_alias=False`; a generator may meanwhile fill the same buffer with its next
+    batch.
     """
     if isinstance(array, jax.Array | PartedRows):
         return array

@@ -1,4 +1,4 @@
-"""Datasets that a function makes, whose batches are for one replica each."""
+"""Distributed datasets from a function that makes per-replica batches."""
 
 import dataclasses
 import functools
@@ -23,15 +23,15 @@ __all__ = ["DistributedDatasetFromFunction", "UnevenBatches"]
 
 
 class DistributedDatasetFromFunction(DistributedInput):
-    """A dataset that a function makes, whose batches are for one replica each.
+    """A dataset from a function that makes per-replica batches.
 
-    Every epoch calls `fn(context)`. Each `R` consecutive batches of the dataset it
-    returns make one step: the first goes to replica 0. Elements look as those of a
-    `DistributedDataset`. (TF: `strategy.distribute_datasets_from_function`.)
+    Every epoch calls `fn(context)`. A step consists of `R` consecutive batches of the
+    resulting dataset; the first one is replica 0's. Elements have the form of
+    `DistributedDataset`'s. (TF: `strategy.distribute_datasets_from_function`.)
 
     Raises:
         ValueError: For bad options; while iterating, if batches of one step differ in
-            shape, or if there is not one batch for each replica in all.
+            shape, or if the epoch has fewer batches than replicas.
         TypeError: While iterating, for leaves that are no arrays of numbers.
     """
 
@@ -49,16 +49,15 @@ class DistributedDatasetFromFunction(DistributedInput):
         """Make a dataset; only strategies do.
 
         Args:
-            fn: Takes the `InputContext` and returns a dataset of `[b, ...]` batches,
-                anything that `replicax.input.batches` takes without a batch size.
+            fn: Takes the `InputContext` and returns a dataset of `[b, ...]` batches
+                that `replicax.input.batches` accepts without a batch size.
             mesh: Mesh with an axis `"replica"`.
-            context: Given to `fn`.
-            remainder: What to do at the end of an epoch with fewer than `R` batches, or
-                with a shorter last one: leave all of them out, fill up with masked
-                copies, or raise.
-            prefetch: Number of steps whose batches are placed ahead of time; 0 uses no
-                thread.
-            input_shard: This worker's; None: there is one worker.
+            context: The argument of `fn`.
+            remainder: The policy at the end of an epoch for fewer than `R` batches, or
+                for a shorter last batch: drop all of them, pad with masked copies, or
+                raise.
+            prefetch: Number of steps to prefetch; 0 uses no thread.
+            input_shard: This worker's shard; None: there is one worker.
             num_replicas: `R`; None: one on each device along the axis.
         """
         super().__init__(mesh, remainder, prefetch, input_shard, num_replicas)
@@ -93,22 +92,22 @@ class DistributedDatasetFromFunction(DistributedInput):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Step(Split):
-    """The batches of one step; of replicas from `num_active` on they are copies."""
+    """The batches of one step; replicas from `num_active` on have copies."""
 
     num_active: int | None = None
 
 
 class UnevenBatches(DistributedDatasetFromFunction):
-    """As `DistributedDatasetFromFunction`, but no batch of one process is left out.
+    """A `DistributedDatasetFromFunction` that drops no batch in a single process.
 
-    It yields `(batch, num_active)`: the first `num_active` replicas hold examples, the
-    others copies that are not to count; None: all do. Batches of another size than
-    those before begin a new step. Several workers leave the end of their data out, as
-    far as it is not enough for all replicas of all workers.
+    It yields `(batch, num_active)`: the first `num_active` replicas have examples, the
+    others copies that must not count; None: all have examples. A batch of another size
+    than the one before begins a new step. Several workers drop the end of their data if
+    it is not enough for all replicas of all workers.
     """
 
     def iterate(self, num_skipped: int = 0) -> DistributedIterator:
-        """An epoch's batches after the first `num_skipped` steps."""
+        """Iterate over an epoch's batches after the first `num_skipped` steps."""
         return DistributedIterator(self._start, self.iteration, num_skipped)
 
     def _groups(self, iteration: int) -> Generator[Split]:
@@ -139,10 +138,10 @@ def _shapes(batch: PyTree) -> tuple[object, ...]:
 
 
 def _own_copies(source: Iterable[PyTree], number: int) -> list[PyTree]:
-    """The next batches of a source, at most `number` of them.
+    """Take at most `number` batches from a source.
 
-    A dataset may fill the same buffers with its next batch, so of several each is
-    copied before the next one is read.
+    A dataset may fill the same buffers with its next batch, so with several batches
+    each is copied before the next one is read.
     """
     taken = itertools.islice(source, number)
     if number == 1:

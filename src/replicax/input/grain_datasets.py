@@ -1,8 +1,8 @@
-"""Grain datasets: of arrays in memory, and reshuffled in each iteration.
+"""Grain datasets of arrays in memory, and reshuffling of Grain datasets.
 
-Grain's `shuffle(seed)` has an order of its own for each epoch, `seed + epoch`, but only
-`repeat` asks for the later ones: a dataset that is iterated again begins with the
-first. So a later iteration reads the part of the repeated dataset that is its own.
+Grain's `shuffle(seed)` has a different order for each epoch, `seed + epoch`, but only
+`repeat` produces the later epochs: iterating a dataset again starts with the first. So
+iteration `n` here reads epoch `n` of the repeated dataset.
 """
 
 import copy
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 __all__ = ["ENDLESS", "Iteration", "is_map_dataset", "numpy_dataset", "reshuffled"]
 
 ENDLESS = 2**40
-"""Longer than any dataset with an end.
+"""Length that marks an infinite dataset.
 
-Endless ones of Grain have a length near `sys.maxsize`, divided by the batch size.
+Grain's infinite datasets have a length near `sys.maxsize`, divided by the batch size.
 """
 
 T = TypeVar("T")
@@ -34,9 +34,9 @@ _RANDOM = ("Shuffle", "Random")
 
 
 class Iteration:
-    """One iteration over training data; which one is known when its first batch is.
+    """One iteration over training data, which gets its index with its first batch.
 
-    Keras makes some that it never uses.
+    Keras creates iterations that it never uses.
     """
 
     def __init__(self, begin: Callable[[], Iterable[PyTree]]) -> None:
@@ -47,11 +47,11 @@ class Iteration:
 
 
 def reshuffled(dataset: object, iteration: int) -> object:
-    """The dataset as it is to be read in one of its iterations.
+    """Return the dataset in the order of an iteration.
 
-    The order depends on the dataset's seeds and on the number only, so it is the same
-    in all processes, and after a restart. Other datasets than a `grain.MapDataset`, or
-    an `IterDataset` that is made of some, are returned as they are.
+    The order depends only on the dataset's seeds and on the iteration, so it is the
+    same in all processes, and after a restart. Datasets other than a `grain.MapDataset`
+    or an `IterDataset` over one are returned unchanged.
 
     Example:
         >>> import grain
@@ -74,13 +74,13 @@ def reshuffled(dataset: object, iteration: int) -> object:
         later = tuple(reshuffled(parent, iteration) for parent in parents)
         if any(a is not b for a, b in zip(later, parents, strict=True)):
             dataset = copy.copy(dataset)
-            # As Grain itself does to divide a dataset.
+            # Grain itself does this to shard a dataset.
             dataset._parents = later  # type: ignore[attr-defined]
     return dataset
 
 
 def is_map_dataset(value: object) -> "TypeGuard[grain.MapDataset[PyTree]]":
-    """Whether it is a `grain.MapDataset`; does not import Grain."""
+    """Whether a value is a `grain.MapDataset`, without importing Grain."""
     grain = sys.modules.get("grain")
     return grain is not None and isinstance(value, grain.MapDataset)
 
@@ -89,7 +89,7 @@ def _later(dataset: "grain.MapDataset[T]", iteration: int) -> "grain.MapDataset[
     length = len(dataset)
     if length < ENDLESS:
         return dataset.repeat()[iteration * length : (iteration + 1) * length]
-    # Whole epochs of what is repeated are whole numbers of elements further on, too.
+    # Infinite: skip as many elements as the finite dataset in it has in those epochs.
     finite = (len(x) for x in _ancestors(dataset) if len(x) < ENDLESS)
     return dataset[iteration * next(finite, 0) :]
 
@@ -101,7 +101,7 @@ def _is_random(dataset: "grain.MapDataset[T]") -> bool:
 
 
 def _ancestors(dataset: "grain.MapDataset[T]") -> Iterator["grain.MapDataset[T]"]:
-    """A dataset and those that it is made of, itself first."""
+    """Yield a dataset and all datasets that it is made from."""
     yield dataset
     for parent in dataset.parents:
         yield from _ancestors(parent)
@@ -130,7 +130,7 @@ def numpy_dataset(arrays: PyTree) -> "grain.MapDataset[PyTree]":
                 "strategy.experimental_distribute_dataset or to fit, which cut batches "
                 "of them."
             )
-    import grain  # Only who makes such datasets pays for the import.
+    import grain  # A late import: it takes long.
 
     return grain.MapDataset.source(_Rows(arrays, leading_size(arrays, "numpy_dataset")))
 

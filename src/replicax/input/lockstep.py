@@ -1,4 +1,4 @@
-"""Workers that go through an epoch in lockstep, on batches whose checksums agree."""
+"""Iterates an epoch in lockstep on all workers, and compares checksums of batches."""
 
 import dataclasses
 import itertools
@@ -23,13 +23,13 @@ from replicax.input.split import leaf_name
 __all__ = ["LeafChecksum", "SharedEpoch", "differences", "in_step", "leaf_checksums"]
 
 _WINDOW = 4
-"""Batches per exchange. More would cost memory: they are read ahead."""
+"""Batches per exchange, which are read ahead: more would take memory."""
 
 _MOST_NAMED = 5
-"""Leaves that an error names."""
+"""Number of leaves that an error names."""
 
 _MAX_COUNTED = 100
-"""Batches that are read only to say how many were left over."""
+"""Limit of the batches that are read only to count what is left over."""
 
 _SAME_DATA = (
     "All workers must read the same batches in the same order and take their parts of "
@@ -43,7 +43,7 @@ _SAME_DATA = (
 )
 
 LeafChecksum: TypeAlias = Sequence[str | int]
-"""A leaf's name, its dtype and shape, and a checksum of its values, for JSON."""
+"""A leaf's name, its dtype and shape, and a checksum of its values."""
 
 _Batch = TypeVar("_Batch")
 
@@ -52,16 +52,16 @@ _logger = logging.getLogger("replicax")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SharedEpoch(Generic[_Batch]):
-    """One epoch's batches of all workers.
+    """One epoch of a dataset, which all workers iterate in lockstep.
 
     Attributes:
-        workers: Who goes through them.
-        name: What all workers call this epoch of this dataset, and no other.
-        same_data: Whether all read the same batches, to take a part of each.
-        check: Whether to compare the first batches then.
-        num_batches: How many there are, if that is certain; None: unknown.
-        size_of: Number of examples in a batch.
-        cancelled: Whether nobody wants more batches.
+        workers: The workers.
+        name: A unique name of this epoch, equal on all workers.
+        same_data: Whether all workers read the same batches, and each takes a part.
+        check: Whether to compare the first batches in that case.
+        num_batches: The number of batches, if it is certain; None: unknown.
+        size_of: Returns the number of examples in a batch.
+        cancelled: Returns whether the consumer has stopped.
     """
 
     workers: Workers
@@ -74,14 +74,14 @@ class SharedEpoch(Generic[_Batch]):
 
 
 class _Window(TypedDict):
-    """What a worker tells the others of its next batches."""
+    """A worker's message about its next batches."""
 
     sizes: list[int]
     entries: list[list[int]]
 
 
 class _FirstWindow(_Window):
-    """What it tells of an epoch's first batch."""
+    """A worker's message about an epoch's first batch."""
 
     leaves: list[LeafChecksum]
     num_batches: int | None
@@ -91,14 +91,15 @@ _AnyWindow = TypeVar("_AnyWindow", bound=_Window)
 
 
 class _Cancelled(Exception):
-    """Nobody wants more batches: stop waiting for other workers."""
+    """The consumer has stopped: do not wait for other workers any longer."""
 
 
 def in_step(batches: Iterable[_Batch], epoch: SharedEpoch[_Batch]) -> Generator[_Batch]:
     """Yield batches as long as every worker has one of the same size.
 
-    Workers tell each other through the coordination service, four batches at a time,
-    while earlier steps run. Where all know their number of batches, they tell it once.
+    Workers exchange the sizes of four batches at a time through the coordination
+    service, while earlier steps run. If all know their number of batches, they exchange
+    it once.
 
     Raises:
         InputError: On all workers, if one has no batch at all, or if first batches that
@@ -108,7 +109,7 @@ def in_step(batches: Iterable[_Batch], epoch: SharedEpoch[_Batch]) -> Generator[
         yield from batches
         return
     try:
-        # Once: Keras gives a Grain dataset itself, which begins anew each time.
+        # One iterator: Keras passes a Grain dataset, and each `iter` restarts it.
         yield from _in_step(iter(batches), epoch)
     except _Cancelled:
         return
@@ -171,7 +172,7 @@ def _exchange(epoch: SharedEpoch[_Batch], window: _AnyWindow) -> list[_AnyWindow
 
 
 def _num_common(sizes: list[list[int]]) -> int:
-    """Number of leading batches that have equal sizes on all workers."""
+    """Count the leading batches of equal sizes on all workers."""
     columns = zip(*sizes, strict=False)
     return len(list(itertools.takewhile(lambda column: len(set(column)) == 1, columns)))
 
@@ -207,12 +208,12 @@ def _check_first(epoch: SharedEpoch[_Batch], told: list[_FirstWindow]) -> None:
 
 
 def _entries(window: Sequence[PyTree]) -> list[list[int]]:
-    """Entries that each sparse array of a batch of this worker's own makes room for."""
+    """The capacity of each sparse array in this worker's batches."""
     return [[x.capacity for x in _parted(batch)] for batch in window]
 
 
 def _make_room(window: Sequence[PyTree], told: list[list[list[int]]]) -> None:
-    """Give sparse arrays the same room on all workers, which run one program."""
+    """Give sparse arrays the largest capacity of all workers: they run one program."""
     for batch, *entries in zip(window, *told, strict=False):
         for leaf, *rooms in zip(_parted(batch), *entries, strict=False):
             leaf.capacity = max(rooms)
@@ -229,7 +230,7 @@ def _report_left_over(
     left: list[_Batch],
     batches: Iterator[_Batch],
 ) -> None:
-    """Say how much data was not used, where workers ran out at different times."""
+    """Log the data that was left over, if workers ran out at different times."""
     more = list(map(epoch.size_of, itertools.islice(batches, _MAX_COUNTED)))
     sizes = [*map(epoch.size_of, left), *more]
     told = epoch.workers.exchange(
@@ -259,10 +260,10 @@ def _report_left_over(
 
 
 def leaf_checksums(batch: PyTree) -> list[LeafChecksum]:
-    """Checksums of a batch's leaves, to compare it with other workers' batch.
+    """Compute checksums of a batch's leaves, to compare batches of workers.
 
-    Equal for values that a program could not tell apart: 64-bit numbers are those that
-    JAX makes of them, any NaN is a NaN, and -0.0 is 0.0.
+    They are equal for values that are equal in a program: 64-bit numbers count in JAX's
+    canonical dtype, all NaNs are equal, and -0.0 is 0.0.
     """
     found = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(by_rows(batch)):
@@ -283,7 +284,7 @@ def differences(
     name: str,
     other_name: str,
 ) -> str:
-    """Which leaves of two workers' batches differ, in words; empty: none."""
+    """Describe the leaves in which two workers' batches differ; empty: none."""
     mine = {leaf: (kind, checksum) for leaf, kind, checksum in one}
     its = {leaf: (kind, checksum) for leaf, kind, checksum in other}
     differing = [leaf for leaf in mine | its if mine.get(leaf) != its.get(leaf)]
@@ -303,13 +304,13 @@ def differences(
 
 
 def _arrays_of(leaf: PyTree) -> list[np.ndarray]:
-    """The arrays that hold a leaf's values; none of what cannot be compared."""
+    """The arrays with a leaf's values; none for values that cannot be compared."""
     if isinstance(leaf, RowArray):
         return leaf.arrays()
     if is_key(leaf):
         leaf = jax.random.key_data(leaf)
     array = np.asarray(leaf)
-    # Bytes of Python objects are their addresses.
+    # The bytes of an object array are addresses.
     return [] if array.dtype.hasobject else [array]
 
 

@@ -1,4 +1,4 @@
-"""Iterators over an epoch: a thread prefetches, and a position can be saved."""
+"""Prefetching iterators, and epoch iterators whose position can be saved."""
 
 import atexit
 import contextlib
@@ -25,23 +25,23 @@ T = TypeVar("T")
 
 
 class _End:
-    """The last item of a stream, with the exception that ended it, if one did."""
+    """The last item of a stream, with the exception that ended it, or None."""
 
     def __init__(self, error: BaseException | None = None) -> None:
         self.error = error
 
 
 class Producer(threading.Thread, Generic[T]):
-    """The thread's side of a prefetched stream. It never refers to the consumer.
+    """The producer thread of a prefetched stream. It never refers to the consumer.
 
-    Both queues are `SimpleQueue`s, whose `put` may be called while the same thread is
-    in the middle of another call: the garbage collector can run `stop` at any point of
-    any thread, where taking a lock or a condition could deadlock.
+    Both queues are `SimpleQueue`s, whose `put` is reentrant: the garbage collector can
+    call `stop` at any point of any thread, where taking a lock or a condition could
+    deadlock.
 
     Attributes:
-        items: What was produced, in order, then one `_End`.
-        slots: One token for each item that may still be produced.
-        stopped: Whether nobody will ask for more.
+        items: The items produced, in order, then one `_End`.
+        slots: One token for each item that may still be produced (back-pressure).
+        stopped: Whether the consumer has stopped.
     """
 
     def __init__(self, make_iterator: Callable[[], Iterable[T]], depth: int) -> None:
@@ -54,12 +54,12 @@ class Producer(threading.Thread, Generic[T]):
             self.slots.put(None)
 
     def stop(self) -> None:
-        """Let the thread end after the item it is working on. Does not block."""
+        """Stop the thread after its current item, without blocking."""
         self.stopped = True
         self.slots.put(None)
 
     def join_if_stopped(self) -> None:
-        """Wait until an abandoned stream has let go of its source."""
+        """Wait until a stopped thread has released its source."""
         if self.stopped:
             self.join()
 
@@ -68,7 +68,7 @@ class Producer(threading.Thread, Generic[T]):
         end = _End()
         try:
             make_iterator = self._make_iterator
-            # This object may outlive the stream; the source should not.
+            # This object may outlive the stream, and must not keep the source alive.
             del self._make_iterator
             self._produce(iter(make_iterator()))
         except StopIteration as error:
@@ -78,7 +78,7 @@ class Producer(threading.Thread, Generic[T]):
         except BaseException as error:  # noqa: BLE001 - the consumer raises it
             end.error = error
         if self.stopped:
-            # What nobody will take should not occupy the devices any longer.
+            # Items that nobody will take must not occupy the devices.
             with contextlib.suppress(queue.Empty):
                 while True:
                     self.items.get_nowait()
@@ -92,8 +92,8 @@ class Producer(threading.Thread, Generic[T]):
                 if self.stopped:
                     return
                 try:
-                    # No name for the item: it would keep a batch alive on the device
-                    # while this thread waits for the next slot.
+                    # No variable for the item: it would keep a batch alive on the
+                    # device while this thread waits for the next slot.
                     self.items.put(next(iterator))
                 except StopIteration:
                     return
@@ -102,15 +102,15 @@ class Producer(threading.Thread, Generic[T]):
 
 
 class Prefetched(Iterator[T]):
-    """An iterator whose items are made ahead of time. Make one with `prefetch`.
+    """An iterator over prefetched items; `prefetch` makes it.
 
     Attributes:
-        producer: The thread's side.
+        producer: The producer thread.
     """
 
     def __init__(self, make_iterator: Callable[[], Iterable[T]], depth: int) -> None:
         producer = self.producer = Producer(make_iterator, depth)
-        # Not `zip`, which keeps what it gave last.
+        # Not `zip`, which keeps its last item alive.
         self._taken = map(
             lambda item, _: item,
             itertools.starmap(producer.items.get, itertools.repeat(())),
@@ -121,7 +121,7 @@ class Prefetched(Iterator[T]):
         self.producer.start()
 
     def __next__(self) -> T:
-        """The next item; blocks until it is there.
+        """Return the next item; block until it is ready.
 
         Raises:
             StopIteration: At the end, after an error, and after `close`.
@@ -130,12 +130,12 @@ class Prefetched(Iterator[T]):
         producer = self.producer
         if producer.stopped:
             raise StopIteration
-        # Both by one call of C: an interrupt in between would keep the slot for ever.
+        # Item and slot in one call of C: an interrupt in between would lose the slot.
         item = next(self._taken)
         if not isinstance(item, _End):
             return item
         producer.stopped = True
-        # For another thread that waits for an item of the same iterator.
+        # Wakes another thread that waits for an item of the same iterator.
         producer.items.put(_End())
         if item.error is None:
             raise StopIteration
@@ -146,7 +146,7 @@ class Prefetched(Iterator[T]):
             del item
 
     def close(self) -> None:
-        """End the iteration here; the thread ends after the item in work."""
+        """Stop the iteration; the thread ends after its current item."""
         self.producer.stop()
 
 
@@ -155,10 +155,10 @@ def prefetch(
 ) -> Prefetched[T] | Generator[T]:
     """Iterate over `make_iterator()` with a thread that runs up to `depth` items ahead.
 
-    Everything happens in that thread: the call of `make_iterator`, each `next`, and the
-    source iterator's `close()`, if it has one. The thread ends with the stream, or soon
-    after the returned iterator is closed or garbage-collected. An exception of the
-    source reaches the consumer at its place in the stream, with its traceback.
+    That thread calls `make_iterator`, each `next`, and the source iterator's `close()`,
+    if it has one. It ends with the stream, or soon after the returned iterator is
+    closed or garbage-collected. An exception of the source is raised in the consumer at
+    its place in the stream, with its traceback.
 
     Args:
         make_iterator: Makes the source. Must not refer to the returned iterator.
@@ -179,7 +179,7 @@ def prefetch(
 
 
 def close_iterator(iterator: object) -> None:
-    """Call `iterator.close()` if there is such a method."""
+    """Call `iterator.close()` if that method exists."""
     close = getattr(iterator, "close", None)
     if close is not None:
         close()
@@ -187,10 +187,10 @@ def close_iterator(iterator: object) -> None:
 
 @functools.cache
 def _join_producers_at_exit() -> None:
-    """Register, once, that the program's end waits for the threads.
+    """Register, once, an exit handler that waits for the threads.
 
-    A daemon thread that comes out of JAX while the interpreter shuts down aborts the
-    process. Called late, so that the threads end before JAX cleans up.
+    A daemon thread that returns from JAX during the interpreter's shutdown aborts the
+    process. Registered late, so that the threads end before JAX cleans up.
     """
     atexit.register(_join_producers)
 
@@ -200,7 +200,7 @@ def _join_producers() -> None:
     for producer in producers:
         producer.stop()
     for producer in producers:
-        # A source that hangs should not keep the program from ending.
+        # A deadline: a source that hangs must not block the exit.
         producer.join(timeout=5.0)
 
 
@@ -213,16 +213,15 @@ def _in_place(make_iterator: Callable[[], Iterable[T]]) -> Generator[T]:
 
 
 class DistributedIterator(Iterator[PyTree]):
-    """One epoch of a distributed dataset; `iter(dataset)` makes it.
+    """An iterator over one epoch of a distributed dataset; `iter(dataset)` makes it.
 
-    Its position can be saved, as by `rx.Checkpoint(iterator=iterator)`: a later
-    iterator over the same data that is set to it yields exactly the batches that this
-    one had left, on any number of workers. Iterations that begin after it have the
-    orders that they would have had.
+    `rx.Checkpoint(iterator=iterator)` saves its position. An iterator over the same
+    data that is restored to it yields exactly the batches that this one had left, on
+    any number of workers, and later iterations have the same orders.
     """
 
-    # `start` starts an iteration, by its number, after so many batches; `taking` is
-    # called before a batch is taken.
+    # `start(iteration, num_batches)` starts an iteration after that many batches;
+    # `taking` is called before each batch.
 
     def __init__(
         self,
@@ -242,7 +241,7 @@ class DistributedIterator(Iterator[PyTree]):
         self._is_new = True
 
     def __next__(self) -> PyTree:
-        """The next batch; blocks until it is there."""
+        """Return the next batch; block until it is ready."""
         self._taking()
         if self._is_new:
             with Announced("waiting for the first batch"):
@@ -254,18 +253,18 @@ class DistributedIterator(Iterator[PyTree]):
         return batch
 
     def close(self) -> None:
-        """End the iteration here."""
+        """Stop the iteration."""
         close_iterator(self._source)
 
     def get_state(self) -> dict[str, int]:
-        """The position: which iteration it is, and how many batches were taken."""
+        """Return the position: the iteration's index, and the batches taken."""
         return {"iteration": self._iteration, "num_batches": self._num_taken}
 
     def set_state(self, state: Mapping[str, int]) -> None:
-        """Go to a position of an epoch over the same data, as `get_state` returned it.
+        """Go to a position from `get_state`, in an epoch over the same data.
 
         Raises:
-            ValueError: If it is no such state.
+            ValueError: If `state` is no such position.
         """
         number = state.get("num_batches")
         iteration = state.get("iteration", self._iteration)

@@ -1,4 +1,4 @@
-"""Which part of the input a worker reads: its shard, by rows or by files."""
+"""Shards the input between workers, by rows or by files."""
 
 import enum
 import functools
@@ -21,7 +21,7 @@ _logger = logging.getLogger("replicax")
 
 
 class AutoShardPolicy(enum.Enum):
-    """How workers divide a dataset.
+    """How workers shard a dataset.
 
     (TF: `tf.data.experimental.AutoShardPolicy`.)
 
@@ -30,9 +30,8 @@ class AutoShardPolicy(enum.Enum):
         FILE: Each worker reads its own files, of a `FileDataset`.
         DATA: All workers read the same batches in the same order, and each takes its
             rows of every batch.
-        OFF: Nothing is divided: each worker reads a dataset of its own. Batches are
-            still global ones: of one, a worker makes as many steps as there are
-            workers.
+        OFF: No sharding: each worker reads a dataset of its own. Its batches still have
+            the global size: a worker cuts one into as many steps as there are workers.
     """
 
     AUTO = "auto"
@@ -42,12 +41,12 @@ class AutoShardPolicy(enum.Enum):
 
 
 class FileDataset:
-    """A dataset in files, which workers can divide between them.
+    """A dataset in files, which workers can shard by file.
 
     Args:
-        files: Their paths. The order must be the same on all workers.
-        dataset_fn: Takes some of the files and returns a dataset of global batches,
-            anything that `experimental_distribute_dataset` takes.
+        files: The files' paths, in the same order on all workers.
+        dataset_fn: Takes some of the files and returns a dataset of global batches
+            that `experimental_distribute_dataset` accepts.
 
     Raises:
         ValueError: If there are no files.
@@ -71,17 +70,17 @@ class FileDataset:
     def __call__(
         self, files: Sequence[str | os.PathLike[str]] | None = None
     ) -> Dataset:
-        """The dataset of all files, or of some."""
+        """Return the dataset of all files, or of some."""
         return self._dataset_fn(self.files if files is None else files)
 
 
 def worker_files(
     dataset: Dataset, policy: AutoShardPolicy, index: int, count: int
 ) -> tuple[Dataset, bool]:
-    """The shard of a dataset that worker `index` of `count` reads under a policy.
+    """Select the shard of a dataset for worker `index` of `count`, under a policy.
 
     Returns:
-        A dataset, and whether it is the worker's own rather than the same everywhere.
+        A dataset, and whether it is the worker's own, not the same on all workers.
 
     Raises:
         ValueError: Under FILE, for a dataset that is no `FileDataset`.
@@ -112,11 +111,11 @@ def worker_files(
 
 
 class Epoch(TypedDict):
-    """Which epoch `InputShard.in_step` goes through.
+    """The identity of an epoch for `InputShard.in_step`.
 
     Attributes:
-        name: What all workers call it.
-        cancelled: Whether nobody wants more of its batches.
+        name: The epoch's name, equal on all workers.
+        cancelled: Returns whether the consumer has stopped.
     """
 
     name: str
@@ -124,11 +123,11 @@ class Epoch(TypedDict):
 
 
 class InputShard:
-    """A worker's part of the input, in lockstep with the other workers' parts.
+    """A worker's shard of the input, in lockstep with the other workers' shards.
 
     Args:
-        workers: Those that divide the input; one alone by default.
-        check_input: Compare first batches where all should read the same data.
+        workers: The workers that shard the input; defaults to a single one.
+        check_input: Whether to compare first batches where all read the same data.
     """
 
     def __init__(
@@ -139,7 +138,7 @@ class InputShard:
 
     @property
     def index(self) -> int:
-        """The worker's place among the workers."""
+        """The worker's index among the workers."""
         return self._workers.index
 
     @property
@@ -149,35 +148,35 @@ class InputShard:
 
     @property
     def worker(self) -> int:
-        """The worker's place among those that divide files."""
+        """The worker's index among the workers that shard files."""
         return self.index
 
     @property
     def num_workers(self) -> int:
-        """Number of workers that divide files."""
+        """Number of workers that shard files."""
         return self.count
 
     @property
     def num_pieces(self) -> int:
-        """In how many steps a worker takes a global batch of its own data."""
+        """Number of steps that a worker makes of a global batch of its own data."""
         return self.count
 
     def num_steps(self, num_batches: int) -> int:
-        """Number of this worker's steps for that many batches."""
+        """Return the number of this worker's steps for that many batches."""
         return num_batches
 
     def new_stream(self, name: str) -> str:
-        """A name for batches that all workers read together, the same on all."""
+        """Return a unique name for a stream of batches, the same on all workers."""
         return self._workers.new_stream(name)
 
     def begin(self, name: str) -> None:
-        """Log that the script begins an epoch, as all workers do."""
+        """Log the begin of an epoch, for the order check."""
         log = self._workers.log
         if log is not None:
             log.note_input(Operation(name, f"{name};".encode()))
 
     def taking(self, name: str) -> Callable[[], None]:
-        """A function that logs that the script takes a batch of data of that name."""
+        """Return a function that logs the taking of a batch, for the order check."""
         log = self._workers.log
         if log is None:
             return _nothing
@@ -194,10 +193,10 @@ class InputShard:
         size_of: Callable[[_Batch], int] = lambda batch: leading_size(batch, "fit"),
         cancelled: Callable[[], bool] = lambda: False,
     ) -> Iterator[_Batch]:
-        """Batches for as long as every worker has one.
+        """Yield batches as long as every worker has one.
 
-        `name` is from `new_stream`, by default that of an input of `fit`; for the rest
-        see `SharedEpoch`.
+        `name` is from `new_stream`; it defaults to a new one for an input of `fit`. For
+        the other arguments see `SharedEpoch`.
         """
         if self.count == 1:
             return batches

@@ -1,6 +1,6 @@
-"""Any dataset as a stream of batches, pytrees of NumPy (or JAX) arrays.
+"""Adapts any dataset to a stream of batches, pytrees of NumPy (or JAX) arrays.
 
-Libraries are told by their objects; none is imported for it.
+It recognizes libraries by their objects, without importing them.
 """
 
 import functools
@@ -38,10 +38,10 @@ __all__ = [
 ]
 
 Dataset: TypeAlias = object
-"""What `batches` takes, whose classes have nothing in common: arrays, or batches."""
+"""An argument of `batches`: arrays, or any kind of iterable of batches."""
 
-# Grain reads 500 elements ahead by default, which is meant for single examples. Here
-# they are whole batches, and `prefetch` runs ahead once more.
+# Grain's default, 500 elements ahead, is meant for single examples. Here elements are
+# whole batches, and `prefetch` runs ahead as well.
 _GRAIN_READS_AHEAD = 16
 
 
@@ -55,9 +55,10 @@ def batches(
             `keras.utils.PyDataset`, a `tf.data.Dataset`, a torch `DataLoader`, any
             iterable of batches, or a callable that returns one of these for each epoch.
             Or the data itself: an array, or a tuple or dict of `[N, ...]` arrays.
-        batch_size: `B`, for arrays only: how many rows make a batch. The last batch may
-            have fewer.
-        iteration: Which of its orders a shuffled Grain dataset is read in, from 0.
+        batch_size: `B`, the rows of a batch, for arrays only. The last batch may have
+            fewer.
+        iteration: Index of the iteration, from 0, for the order of a shuffled Grain
+            dataset.
 
     Returns:
         A generator of pytrees of arrays; slices of given arrays are views.
@@ -67,19 +68,19 @@ def batches(
             numbers.
         ValueError: If `batch_size` is missing or superfluous, or if arrays differ in
             dimension 0.
-        RuntimeError: While iterating, if a generator object was used up before.
+        RuntimeError: While iterating, if a generator object is exhausted.
     """
     check_dataset(dataset, batch_size)
     return _arrays_only(dataset, batch_size, iteration)
 
 
 def raw_batches(dataset: Dataset) -> Iterator[PyTree]:
-    """Iterate over one epoch of batches whose leaves may be anything, also strings."""
+    """Iterate over one epoch of batches with leaves of any type, such as strings."""
     return _open(dataset, None)
 
 
 def check_dataset(dataset: Dataset, batch_size: int | None = None) -> None:
-    """Raise what `batches` would raise, without reading anything."""
+    """Raise the errors of `batches`, without reading anything."""
     if is_arrays(dataset):
         leading_size(dataset, "dataset")
         if batch_size is None:
@@ -126,13 +127,13 @@ def is_one_shot(dataset: Dataset) -> bool:
 
 
 def num_batches(dataset: Dataset, batch_size: int | None = None) -> int | None:
-    """How many batches an epoch has; None if it is unknown or endless."""
+    """Return the number of batches of an epoch; None if it is unknown or infinite."""
     if is_arrays(dataset):
         return -(-leading_size(dataset, "dataset") // (batch_size or 1))
     if _is_py_dataset(dataset):
         return dataset.num_batches
     try:
-        number = len(dataset)  # type: ignore[arg-type]  # That is the question.
+        number = len(dataset)  # type: ignore[arg-type]  # It may have no length.
     except TypeError:
         return None
     return number if number < ENDLESS else None
@@ -187,7 +188,7 @@ def _slices(arrays: PyTree, batch_size: int) -> Generator[PyTree]:
 
 
 def _py_dataset_batches(dataset: "keras.utils.PyDataset") -> Generator[PyTree]:
-    """The batches of a `keras.utils.PyDataset` in order, made by its `workers`."""
+    """Yield the batches of a `keras.utils.PyDataset` in order, from its `workers`."""
     if dataset.use_multiprocessing:
         _warn_once(
             "PyDataset: use_multiprocessing=True is ignored, its workers are threads: "
@@ -227,7 +228,7 @@ def _in_threads(
 
 
 def _tuples(iterator: Iterator[PyTree]) -> Generator[PyTree]:
-    """Batches given as a list are tuples, as Keras takes them from these datasets."""
+    """Convert batches that are lists to tuples, as Keras does for these datasets."""
     try:
         for batch in iterator:
             yield tuple(batch) if isinstance(batch, list) else batch
@@ -236,7 +237,7 @@ def _tuples(iterator: Iterator[PyTree]) -> Generator[PyTree]:
 
 
 def _as_array(path: tree_util.KeyPath, leaf: PyTree) -> PyTree:
-    """`leaf` as an array of numbers, without a copy where possible."""
+    """Convert a leaf to an array of numbers, without a copy where possible."""
     if isinstance(leaf, jax.Array):
         return _off_mesh(leaf)
     leaf = as_rows(leaf, path)
@@ -248,7 +249,7 @@ def _as_array(path: tree_util.KeyPath, leaf: PyTree) -> PyTree:
     elif isinstance(leaf, (bool, int, float, complex)) or hasattr(leaf, "__array__"):
         leaf = np.asarray(leaf)
     dtype = getattr(leaf, "dtype", None)
-    # NumPy does not count bfloat16 and its like as numbers, JAX does.
+    # JAX counts bfloat16 and similar dtypes as numbers; NumPy does not.
     if dtype is None or not (dtype.kind == "b" or jnp.issubdtype(dtype, np.number)):
         kind = type(leaf).__name__ if dtype is None else f"array of {dtype}"
         raise TypeError(
@@ -259,10 +260,10 @@ def _as_array(path: tree_util.KeyPath, leaf: PyTree) -> PyTree:
 
 
 def _off_mesh(array: PyTree) -> PyTree:
-    """`array`, on the host if it is spread over several devices.
+    """Copy an array to the host if it is spread over several devices.
 
-    Slicing and placing it again would run collectives in the prefetch thread, which can
-    deadlock with those of a training step that runs at the same time.
+    Otherwise slicing and placing it would run collectives in the prefetch thread, which
+    can deadlock with those of a training step.
     """
     if isinstance(array, jax.Array) and len(array.sharding.device_set) > 1:
         return np.asarray(array)
@@ -272,7 +273,7 @@ def _off_mesh(array: PyTree) -> PyTree:
 def _from_torch(tensor: "torch.Tensor") -> np.ndarray:
     tensor = tensor.detach().cpu()
     torch = sys.modules["torch"]
-    if tensor.dtype == torch.bfloat16:  # Unknown to torch's own conversion.
+    if tensor.dtype == torch.bfloat16:  # torch's own conversion refuses it.
         return tensor.view(torch.int16).numpy().view(jnp.bfloat16)
     return tensor.numpy()
 

@@ -1,4 +1,4 @@
-"""One batch in, one batch per replica out: arithmetic on shapes, nothing else.
+"""Splits a batch into one batch per replica: arithmetic on shapes only.
 
 Legend: `R` replicas, `b` examples in one replica's batch, `B = R * b` in a global one.
 """
@@ -28,9 +28,9 @@ __all__ = [
 
 
 class Remainder(enum.StrEnum):
-    """What happens to examples that the replicas cannot share equally.
+    """The policy for examples that do not divide equally between the replicas.
 
-    `DROP` leaves them out, `PAD` adds copies and masks them, `ERROR` refuses them.
+    `DROP` drops them, `PAD` adds copies and masks them, `ERROR` raises.
     """
 
     DROP = "drop"
@@ -39,7 +39,7 @@ class Remainder(enum.StrEnum):
 
     @classmethod
     def of(cls, policy: "Remainder | str", caller: str) -> "Remainder":
-        """`policy` as a `Remainder`.
+        """Convert `policy` to a `Remainder`.
 
         Raises:
             ValueError: If it is none of the three.
@@ -58,10 +58,9 @@ class Split:
     """A batch that was divided between replicas.
 
     Attributes:
-        batch: Pytree of `[R, b, ...]` arrays, or None if all of it was dropped.
-        mask: `bool[R, b]`, True where the example is a real one; None unless padding
-            is allowed.
-        num_dropped: Number of examples that were left out.
+        batch: Pytree of `[R, b, ...]` arrays, or None if the whole batch was dropped.
+        mask: `bool[R, b]`, True for real examples; None unless padding is allowed.
+        num_dropped: Number of dropped examples.
     """
 
     batch: PyTree
@@ -70,7 +69,7 @@ class Split:
 
 
 def leading_size(tree: PyTree, caller: str) -> int:
-    """Size of dimension 0, which all arrays of `tree` must share.
+    """Return the size of dimension 0, which all arrays of `tree` must share.
 
     Raises:
         ValueError: If there is no array, a scalar, no row, or if the sizes differ.
@@ -120,7 +119,7 @@ def split_global_batch(
     Args:
         batch: Pytree of `[B, ...]` arrays, NumPy or JAX.
         num_replicas: `R`.
-        remainder: What to do if `R` does not divide `B`.
+        remainder: The policy if `R` does not divide `B`.
 
     Returns:
         A `Split`: `[R, b, ...]` views of the arrays (copies where rows were padded),
@@ -168,11 +167,11 @@ def stack_replica_batches(
     num_replicas: int,
     remainder: Remainder | str = Remainder.DROP,
 ) -> Split:
-    """Stack batches that were made for one replica each, the first for replica 0.
+    """Stack per-replica batches, the first for replica 0.
 
     The last group of an epoch may be incomplete: fewer batches than replicas, or a last
-    batch with fewer rows. It is dropped whole or filled up with copies, which the mask
-    marks.
+    batch with fewer rows. The whole group is dropped, or padded with copies that the
+    mask marks.
 
     Raises:
         ValueError: If the batches differ in structure or shape, or if the group is
@@ -206,7 +205,7 @@ def stack_replica_batches(
 
 
 def refuse_ragged(leaf: object, name: str, caller: str) -> None:
-    """Raise for rows of unequal lengths, which no array of numbers can hold.
+    """Raise for ragged data: rows of unequal lengths, which no array can hold.
 
     Raises:
         TypeError: For `tf.RaggedTensor`, and for arrays of lists or arrays.
@@ -227,12 +226,12 @@ def refuse_ragged(leaf: object, name: str, caller: str) -> None:
 
 
 def leaf_name(path: tree_util.KeyPath) -> str:
-    """How errors call the leaf at `path` of a batch."""
+    """Format the leaf at `path` of a batch, for errors."""
     return f"leaf {tree_util.keystr(path)}" if path else "the batch"
 
 
 def _group_sizes(batches: Sequence[PyTree], caller: str) -> list[int]:
-    """The `b` of each batch, checked: equal structure, equal shapes but for `b`."""
+    """Return the `b` of each batch; raise if structures or other sizes differ."""
     expected = tree_util.tree_structure(batches[0])
     for index, batch in enumerate(batches):
         structure = tree_util.tree_structure(batch)
@@ -255,7 +254,7 @@ def _group_sizes(batches: Sequence[PyTree], caller: str) -> list[int]:
 
 
 def _rows(array: PyTree, num_replicas: int) -> PyTree:
-    """`[R*b, ...]` as `[R, b, ...]`; NumPy makes a view of it."""
+    """Reshape `[R*b, ...]` to `[R, b, ...]`; a view for NumPy arrays."""
     if isinstance(array, RowArray):
         return parted(array, num_replicas)
     per_replica = array.shape[0] // num_replicas
@@ -263,7 +262,7 @@ def _rows(array: PyTree, num_replicas: int) -> PyTree:
 
 
 def _pad(array: PyTree, num_rows: int) -> PyTree:
-    """Add `num_rows` rows: the array's own last ones, again and again if need be."""
+    """Add `num_rows` rows: the array's last rows, repeated if need be."""
     if not num_rows:
         return array
     every = np.arange(array.shape[0])
