@@ -1,4 +1,4 @@
-"""The command line: puts the commands of `replicax.commands` together."""
+"""The command line `replicax`, with the commands of `replicax.commands`."""
 
 from typing import Annotated
 
@@ -14,7 +14,7 @@ from replicax.commands.run import run
 
 __all__ = ["app", "main"]
 
-# What follows the script belongs to the script.
+# Arguments after the script are the script's own.
 _SCRIPT_LAST = {"allow_interspersed_args": False}
 
 app = typer.Typer(

@@ -1,4 +1,4 @@
-"""`replicax info`: devices, versions and TF_CONFIG, and which strategy fits here."""
+"""`replicax info`: shows devices, versions and TF_CONFIG; recommends a strategy."""
 
 import json
 import os
@@ -29,7 +29,7 @@ _VARIABLES = ("KERAS_BACKEND", "NPROC", "TF_CONFIG")
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """A strategy, why it fits in one sentence, and what else to consider."""
+    """A recommended strategy, the reason in one sentence, and notes."""
 
     strategy: str
     reason: str
@@ -38,7 +38,7 @@ class Recommendation:
 
 @dataclass(frozen=True)
 class DeviceGroup:
-    """Devices of this process that are alike; JAX may not say their memory."""
+    """Equal devices of this process; their memory may be unknown."""
 
     platform: str
     kind: str
@@ -48,7 +48,7 @@ class DeviceGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class PlaceInCluster:
-    """What TF_CONFIG says: the cluster, and which task of it this process is."""
+    """The contents of TF_CONFIG: the cluster, and this process' task in it."""
 
     cluster: Mapping[str, list[str] | dict[int, str]]
     fingerprint: str
@@ -58,7 +58,7 @@ class PlaceInCluster:
 
 @dataclass(frozen=True, kw_only=True)
 class SystemInfo:
-    """What `replicax info --json` prints."""
+    """The output of `replicax info --json`."""
 
     versions: dict[str, str]
     environment: dict[str, str]
@@ -80,7 +80,7 @@ def info(
 
     Exits with status 1 if TF_CONFIG is malformed or JAX finds no devices.
     """
-    # Looking must not take the memory of a GPU on which something else is training.
+    # Without preallocation: another process may be training on the GPU.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     found = _look()
     if as_json:
@@ -95,7 +95,7 @@ def _look() -> SystemInfo:
     errors: list[str] = []
     config = _tf_config(errors)
     devices = _local_devices(errors)
-    # A cluster that could not be read is unknown, not absent: recommend nothing then.
+    # An unreadable cluster is unknown, not absent: recommend nothing then.
     fits = None
     if not errors:
         fits = fitting_strategy([d.platform for d in devices], config)

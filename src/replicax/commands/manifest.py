@@ -1,4 +1,4 @@
-"""`replicax manifest`: print the Kubernetes manifest of a training job."""
+"""`replicax manifest`: prints the Kubernetes manifest of a training job."""
 
 import enum
 from typing import Annotated
@@ -12,7 +12,7 @@ __all__ = ["manifest"]
 
 
 class ManifestKind(enum.StrEnum):
-    """What shall run the job in the Kubernetes cluster."""
+    """The kind of the manifest, by the operator that runs the job."""
 
     JOBSET = "jobset"
     TFJOB = "tfjob"

@@ -1,4 +1,4 @@
-"""`replicax migrate`: port tf.distribute scripts to replicax."""
+"""`replicax migrate`: ports tf.distribute scripts to replicax."""
 
 import difflib
 import importlib.util
@@ -105,7 +105,7 @@ def _files(scripts: list[str]) -> list[str]:
 
 
 def _migrate(file: str, diff: bool, write: bool, quiet: bool, done: _Ports) -> int:
-    """Port one script, which is noted in `done`; its exit status."""
+    """Port one script and add it to `done`; return the exit status."""
     from libcst import ParserSyntaxError
 
     from replicax.migrate import port
@@ -143,7 +143,7 @@ def _migrate(file: str, diff: bool, write: bool, quiet: bool, done: _Ports) -> i
 
 
 def _check(ports: _Ports, arguments: Sequence[str], limit_seconds: float) -> int:
-    """Run the ported scripts of which nothing is left; the exit status."""
+    """Check the completely ported scripts by running them; return the exit status."""
     from replicax.migrate.check import check
 
     texts = {

@@ -1,4 +1,4 @@
-"""`replicax monitor`: a report of a training that goes on, in the browser."""
+"""`replicax monitor`: serves the live report of a training to a browser."""
 
 from pathlib import Path
 from typing import Annotated
@@ -17,10 +17,10 @@ def monitor(
         int, typer.Option(min=0, max=65535, help="Port on this machine; 0: a free one.")
     ] = 0,
 ) -> None:
-    """Serve a training report on this machine's loopback, as it grows.
+    """Serve a live training report on this machine's loopback address.
 
-    It reads what workers write beside the page, and the browser follows it. Nobody else
-    in the network can reach it. Ctrl-C ends it.
+    It reads the files that workers write beside the page, and the browser refreshes.
+    Other machines cannot reach it. Ctrl-C ends it.
     """
     path = path.expanduser()
     if path.is_dir():
@@ -45,7 +45,7 @@ def monitor(
 
 
 def _pages_in(folder: Path) -> str:
-    """The pages of a folder that workers write for, as the end of a sentence."""
+    """List the report pages in a folder, as the end of a sentence."""
     pages = [f.with_name(f.name.removesuffix(".d")) for f in folder.glob("*.d")]
     names = sorted(str(page) for page in pages if folder_of(page).is_dir())
     return f": {', '.join(names)}" if names else ""

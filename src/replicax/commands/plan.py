@@ -1,4 +1,4 @@
-"""`replicax plan`: what a script's training step would do on other hardware."""
+"""`replicax plan`: predicts a script's training step on other hardware."""
 
 import importlib.util
 import os
@@ -109,7 +109,7 @@ def _require_matplotlib(figure: Path | None) -> None:
 
 
 def _tpu_compiler() -> Path:
-    """The TPU compiler, which is installed apart from this environment if need be."""
+    """Find the TPU compiler, or install it outside this environment."""
     found = compiler.find()
     if found is not None:
         return found

@@ -1,4 +1,4 @@
-"""`replicax run`: all tasks of a cluster on this machine."""
+"""`replicax run`: runs all tasks of a cluster on this machine."""
 
 import enum
 import os
@@ -19,7 +19,7 @@ __all__ = ["RestartOn", "run"]
 
 
 class RestartOn(enum.Enum):
-    """After which failures tasks are started again."""
+    """The failures after which tasks are restarted."""
 
     TRANSIENT = "transient"
     ANY = "any"
@@ -90,8 +90,8 @@ def run(
     Each task gets its TF_CONFIG. When one fails the others are ended; if it was killed,
     has lost another one or its exit code is 128 or more, all are started again. An
     exception of the script ends the job. With parameter servers tasks are started
-    again one by one, the others go on, and a table shows what they do. The exit status
-    is that of the task that failed first.
+    again one by one, the others go on, and a table shows their progress. The exit
+    status is that of the task that failed first.
     """
     if not module and not Path(script).is_file():
         raise typer.BadParameter(f"There is no script {script!r}.")

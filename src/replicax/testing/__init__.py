@@ -1,7 +1,7 @@
-"""Run functions and scripts as the tasks of a cluster on this machine, in tests.
+"""Runs functions and scripts as the tasks of a cluster on this machine, in tests.
 
-`run` does it in one call; `Cluster` lets a test read the output meanwhile, and kill or
-freeze tasks.
+`run` does it in one call; with `Cluster` a test can read the output while it runs, and
+kill or freeze tasks.
 """
 
 from replicax.testing.cluster import Cluster, run

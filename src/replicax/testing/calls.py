@@ -1,4 +1,4 @@
-"""Describes a function or script so that another process can find and call it."""
+"""Serializes the call of a function or script for another process."""
 
 import os
 import pickle
@@ -19,7 +19,7 @@ _DEFAULTS = {
     "PYTHONFAULTHANDLER": "1",
     "PYTHONUNBUFFERED": "1",
 }
-# Variables of this process, of which its tasks have their own.
+# Variables that each task sets itself.
 _OWN = ("JAX_NUM_CPU_DEVICES", "NPROC", ATTEMPT)
 
 
@@ -29,11 +29,11 @@ def call_of(
     kwargs: Mapping[str, object],
     logical_devices: int | None,
 ) -> FunctionCall | ScriptCall:
-    """The call in plain values, for `replicax.testing.runner`.
+    """Serialize a call in plain values, for `replicax.testing.runner`.
 
     Raises:
         ValueError: If the function is not at the top level of a module with a file, or
-            the script is not there.
+            the script does not exist.
         TypeError: If a script's arguments are no strings.
     """
     if isinstance(program, str | Path):
@@ -55,7 +55,7 @@ def call_of(
         )
     module, name = _place(program)
     if module == "__main__":
-        # The name under which tasks load it, for classes of the values they return.
+        # Tasks load it under this name, which the pickles of their results contain.
         sys.modules.setdefault("__mp_main__", sys.modules["__main__"])
     return {
         "module": module,
@@ -93,13 +93,12 @@ def _file(function: Callable[..., object], module: str) -> Path:
 
 
 def child_environment() -> dict[str, str]:
-    """The environment of a task that runs this same replicax, on the CPU by default."""
+    """Make the environment of a task: this replicax, by default on the CPU."""
     inherited = {name: text for name, text in os.environ.items() if name not in _OWN}
     environment = {**_DEFAULTS, **inherited}
     keep_loops(environment)
     source = str(Path(__file__).resolve().parents[2])
-    # An installed package is found anyway; its folder must not come before the standard
-    # library's.
+    # Not for an installed package: its folder must not precede the standard library's.
     if source not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
         paths = [source, environment.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))

@@ -1,4 +1,4 @@
-"""A cluster on this machine, for tests that look at it while it runs or at its end."""
+"""`Cluster`: runs a cluster on this machine for a test."""
 
 import contextlib
 import math
@@ -28,7 +28,7 @@ _PAUSE_S = 0.1
 
 
 class RunningTask(TaskProcess):
-    """One task of a cluster that runs. `Cluster.task` gives it."""
+    """One task of a running cluster; `Cluster.task` returns it."""
 
     def __init__(
         self, cluster: "Cluster", name: str, process: subprocess.Popen[bytes]
@@ -38,11 +38,11 @@ class RunningTask(TaskProcess):
 
     @property
     def output(self) -> str:
-        """What it has written to stdout and stderr so far."""
+        """The task's output to stdout and stderr so far."""
         return self._cluster.outputs()[self.name]
 
     def wait_for(self, text: str, *, timeout_seconds: float = 60) -> None:
-        """Wait until `text` stands in the output.
+        """Wait until the output contains `text`.
 
         Raises:
             ClusterTimeout: After `timeout_seconds`, or when the task has ended without
@@ -59,7 +59,7 @@ class RunningTask(TaskProcess):
         """Wait until the task has ended.
 
         Returns:
-            Its exit status, negative for the signal that ended it.
+            The task's exit status, negative for a signal.
 
         Raises:
             ClusterTimeout: After `timeout_seconds`, or at the cluster's deadline.
@@ -76,30 +76,30 @@ class RunningTask(TaskProcess):
 class Cluster:
     """A cluster whose tasks all run one function or script, each in its own process.
 
-    A context manager: entering starts the tasks, leaving kills what still runs. Nothing
-    is left behind, also when this process is killed.
+    A context manager: entering starts the tasks, leaving kills those that still run. No
+    process is left, even if this process is killed.
 
     Each task has a `TF_CONFIG` with addresses on free ports of this machine. Tasks run
-    on the CPU (`JAX_PLATFORMS=cpu`) unless this process' environment or `env` says
-    otherwise.
+    on the CPU (`JAX_PLATFORMS=cpu`) unless this process' environment or `env` overrides
+    it.
 
     Args:
-        program: A function at the top level of a module, which is imported in each task
-            from its file; or the path of a script.
+        program: A function at the top level of a module, which each task imports from
+            its file; or the path of a script.
         num_workers: Number of workers. Or give `tasks`.
         tasks: Number of tasks by job: `{"chief": 1, "worker": 2, "ps": 1,
             "evaluator": 1}`.
-        args: What the function is called with; must be picklable. For a script its
-            command line, of strings.
+        args: The function's arguments, which must be picklable; or the strings of a
+            script's command line.
         kwargs: Keyword arguments of the function.
-        env: Environment variables of all tasks, on top of those of this process.
+        env: Environment variables of all tasks, besides those of this process.
         logical_devices: Number of CPU devices of each task, made before the program
             starts. None: JAX makes one, unless the program asks for more.
-        deadline_seconds: After this time all tasks are killed, whatever the test does.
+        deadline_seconds: Time after which all tasks are killed.
 
     Raises:
-        ValueError: If the tasks are no cluster, or the function is not at the top level
-            of a module that has a file.
+        ValueError: If `tasks` is no valid cluster, or the function is not at the top
+            level of a module with a file.
 
     Example:
         >>> import platform
@@ -164,7 +164,7 @@ class Cluster:
         self.close()
 
     def close(self) -> None:
-        """Kill the tasks that still run, and remove all that the cluster has made."""
+        """Kill the tasks that still run, and delete the cluster's files."""
         self._stack.close()
 
     def _task_processes(self, folder: Path) -> TaskProcesses:
@@ -230,24 +230,24 @@ class Cluster:
         return self._tasks[name]
 
     def outputs(self) -> dict[str, str]:
-        """What each task has written to stdout and stderr so far."""
+        """The output of each task to stdout and stderr so far."""
         with self._raw_lock:
             raw = {name: bytes(output) for name, output in self._raw.items()}
         return {name: text.decode(errors="replace") for name, text in raw.items()}
 
     def has_written(self, name: str, text: str) -> bool:
-        """Whether `text` stands in the output of the task of that name."""
+        """Whether the output of the task `name` contains `text`."""
         with self._raw_lock:
             return text.encode() in self._raw[name]
 
     def wait(self) -> Results:
         """Wait until all tasks have ended.
 
-        Parameter servers that still serve when all other tasks have ended get one
-        second more, and are terminated then.
+        Parameter servers that still serve one second after the end of all other tasks
+        are terminated.
 
         Returns:
-            How they ended; `check()` of it raises if one failed.
+            The tasks' results; its `check()` raises if a task failed.
 
         Raises:
             ClusterTimeout: At the deadline.
@@ -275,9 +275,9 @@ class Cluster:
 
         Args:
             reached: The condition.
-            what: What is waited for, in words, for the error.
-            timeout_seconds: How long at most; None: until the cluster's deadline.
-            by: A task that must run for it: its end ends the waiting.
+            what: Describes the condition, for the error.
+            timeout_seconds: The timeout; None: the cluster's deadline.
+            by: A task that the condition depends on: its end ends the wait.
 
         Raises:
             ClusterTimeout: If it was not reached in time.
@@ -318,10 +318,9 @@ class Cluster:
             task.kill()
 
     def _collect_stacks(self, tasks: Sequence[RunningTask]) -> dict[str, str]:
-        """The stacks of all threads of tasks; frozen ones are resumed for it.
+        """Collect the stacks of all threads of tasks, and resume frozen tasks for it.
 
-        A note stands for a task that has not come so far that it could answer, or does
-        not answer.
+        A task that has not started Python, or does not answer, gets a note instead.
         """
         files = {task: self._task_folder(task.name) / runner.STACKS for task in tasks}
         for task, file in files.items():
@@ -335,7 +334,7 @@ class Cluster:
             for task, file in files.items():
                 not_yet = "(Python has not started yet)"
                 stacks[task.name] = file.read_text() if file.exists() else not_yet
-            # Twice the same: nobody is in the middle of writing.
+            # Equal to the last read: no task is writing.
             is_written = stacks == before and all(stacks.values())
             return is_written or self._timer.finished.is_set() or None
 
@@ -363,9 +362,9 @@ class Cluster:
 
 
 class _ServersLast(Supervisor):
-    """Restarts nothing; terminates parameter servers once all other tasks have ended.
+    """A supervisor without restarts, which terminates parameter servers last.
 
-    `check` raises what is to end the waiting early.
+    `check` may raise, to end the wait early.
     """
 
     def __init__(self, processes: TaskProcesses, check: Callable[[], None]) -> None:
@@ -374,7 +373,7 @@ class _ServersLast(Supervisor):
         self._has_others = self.running != self.running_of("ps")
 
     def act(self) -> None:
-        """Terminate the servers, where only they run."""
+        """Terminate the servers, if no other task runs."""
         self._check()
         serving = self.running_of("ps")
         if self._has_others and serving == self.running:
@@ -396,18 +395,18 @@ def run(
     """Run a function or script in every task of a cluster on this machine.
 
     Args:
-        program: As for `Cluster`, as is all else.
+        program: This, and all other arguments but `check`: as for `Cluster`.
         num_workers: Number of workers. Or give `tasks`.
         tasks: Number of tasks by job.
-        args: What the function is called with, or the script's command line.
+        args: The function's arguments, or the script's command line.
         kwargs: Keyword arguments of the function.
         env: Environment variables of all tasks.
         logical_devices: Number of CPU devices of each task.
-        deadline_seconds: After this time all tasks are killed.
-        check: Whether to raise if a task fails. False: look at the exit codes yourself.
+        deadline_seconds: Time after which all tasks are killed.
+        check: Whether to raise if a task fails.
 
     Returns:
-        How each task ended, by the name of the task.
+        The tasks' results by name.
 
     Raises:
         TaskFailed: If a task's exit code is not 0, with all outputs.

@@ -16,25 +16,25 @@ class TaskFailed(AssertionError):
 
 
 class ClusterTimeout(AssertionError):
-    """A test's cluster did not get where it should in time.
+    """A test's cluster missed a deadline.
 
-    The message holds the end of each task's output and, for the deadline of the whole
-    cluster, the Python stacks of all threads of the tasks that were still running.
+    The message has the end of each task's output and, for the deadline of the whole
+    cluster, the Python stacks of all threads of the running tasks.
     """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TaskResult:
-    """How one task ended.
+    """The result of one task.
 
     Attributes:
-        exit_code: Its exit status; negative for the signal that ended it.
-        output: All it wrote to stdout and stderr.
-        value: What the function returned. None for a script, and for a function that
+        exit_code: The task's exit status; negative for a signal.
+        output: The task's output to stdout and stderr.
+        value: The function's return value. None for a script, and for a function that
             did not return.
-        report: Why it failed, where it said so.
-        dismissed: Whether it is a parameter server that was still serving when all
-            others were done, and was terminated for that.
+        report: The task's failure report, if it wrote one.
+        dismissed: Whether the task is a parameter server that was terminated because
+            all other tasks had ended.
     """
 
     exit_code: int
@@ -58,18 +58,18 @@ class Results(dict[str, TaskResult]):
 
     @property
     def returned(self) -> dict[str, PyTree]:
-        """What the function returned in each task."""
+        """The function's return value in each task."""
         return {name: result.value for name, result in self.items()}
 
     def check(self) -> "Results":
         """Raise if a task failed.
 
         Returns:
-            Itself.
+            These results.
 
         Raises:
-            TaskFailed: With the end of every task's output, if an exit code is not 0;
-                parameter servers that were dismissed do not count.
+            TaskFailed: With the end of every task's output, if an exit code is not 0,
+                except that of a dismissed parameter server.
         """
         failed = [
             f"{name} with exit code {result.exit_code}"
@@ -83,7 +83,7 @@ class Results(dict[str, TaskResult]):
 
 
 def show_outputs(outputs: Mapping[str, str]) -> str:
-    """The end of each task's output under a line with its name."""
+    """Format the end of each task's output, under a line with its name."""
     return "\n".join(
         f"--- output of {name} ---\n{_tail(output)}" for name, output in outputs.items()
     )

@@ -1,7 +1,7 @@
-"""The script that each task of a test's cluster runs: it calls the user's program.
+"""The script of each task in a test's cluster: it calls the user's program.
 
-It is started by its path. Its argument is a folder, which holds the call, and in which
-it leaves the function's value and, on SIGUSR1, the stacks of all threads.
+It is started by its path. Its arguments are the file of the call, and a folder for the
+function's return value and, on SIGUSR1, the stacks of all threads.
 """
 
 import faulthandler
@@ -33,7 +33,7 @@ class ScriptCall(TypedDict):
 
 
 class FunctionCall(TypedDict):
-    """A function, as another process finds it, and its pickled arguments."""
+    """A function's module and name, and its pickled arguments."""
 
     module: str
     file: str
@@ -44,7 +44,7 @@ class FunctionCall(TypedDict):
 
 
 def main(call_file: Path, folder: Path) -> None:
-    """Run what the file `call_file` describes; `folder` takes what this task leaves."""
+    """Run the call in the file `call_file`, and write its results to `folder`."""
     _show_stacks_on_signal(folder)
     call: ScriptCall | FunctionCall = pickle.loads(call_file.read_bytes())
     if call["logical_devices"] is not None:
@@ -62,7 +62,7 @@ def _show_stacks_on_signal(folder: Path) -> None:
     # Open for the process' life: the signal's handler writes to it.
     stacks = part.open("wb", buffering=0)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    part.rename(folder / STACKS)  # Only now the signal does not end this process.
+    part.rename(folder / STACKS)  # The sign that the signal's handler is installed.
 
 
 def _run_script(script: str, arguments: list[str]) -> None:
@@ -82,9 +82,9 @@ def _run_function(call: FunctionCall, folder: Path) -> None:
 
 
 def _load(name: str, file: Path) -> ModuleType:
-    """The module of that file, also where its name leads to no file, as in pytest."""
+    """Import the module of a file, even if its name finds no file, as in pytest."""
     if name == "__main__":
-        # As multiprocessing does it, so that `if __name__ == "__main__"` holds back.
+        # Like multiprocessing: the block under `if __name__ == "__main__"` is skipped.
         return _load_file("__mp_main__", file, "__main__")
     try:
         spec = importlib.util.find_spec(name)
