@@ -1,1 +1,1 @@
-"""Files, hashes, waiting, interrupts: what any folder may use, and that uses none."""
+"""Utilities for all folders, such as files and waiting; they import no other folder."""

@@ -1,4 +1,4 @@
-"""Arrays as bytes, and arrays of a dtype as one flat vector."""
+"""Converts arrays to bytes, and packs arrays of a dtype into one flat vector."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,9 +17,9 @@ _Array = TypeVar("_Array", np.ndarray, jax.Array)
 
 
 def bytes_of(array: np.ndarray) -> np.ndarray:
-    """An array's bytes `uint8[n]`, row by row; not copied where they lie so.
+    """View an array's bytes as `uint8[n]`, row by row; a copy if not contiguous.
 
-    NumPy has no buffers of bfloat16, but of its bytes.
+    As bytes, a bfloat16 array has a buffer, which NumPy otherwise refuses.
     """
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
@@ -27,17 +27,17 @@ def bytes_of(array: np.ndarray) -> np.ndarray:
 def array_of(
     data: bytes | bytearray | np.ndarray, dtype: str, shape: Sequence[int]
 ) -> np.ndarray:
-    """The array of `bytes_of`; writable if the buffer is.
+    """Make an array from the bytes of `bytes_of`; writable if the buffer is.
 
     Raises:
-        ValueError: If there are more or fewer bytes.
+        ValueError: If the number of bytes does not fit the shape.
     """
     return np.frombuffer(data, np.dtype(dtype)).reshape(shape)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FlatLayout:
-    """Where arrays lie in flat vectors: one vector a dtype, arrays in their order.
+    """The layout of arrays in flat vectors: one vector for each dtype.
 
     For arrays of NumPy, and of JAX, also inside programs.
 
@@ -55,7 +55,7 @@ class FlatLayout:
 
     @property
     def spans(self) -> list[tuple[str, int, int]]:
-        """For each array its vector, and the first element and the end in it."""
+        """Each array's dtype, and its first element and end in that vector."""
         spans: list[tuple[str, int, int]] = []
         ends: dict[str, int] = {}
         for dtype, shape in self.entries:
@@ -66,18 +66,18 @@ class FlatLayout:
 
     @property
     def lengths(self) -> dict[str, int]:
-        """Elements of each vector, in the vectors' order."""
+        """Number of elements of each vector, in the vectors' order."""
         return {dtype: stop for dtype, _, stop in self.spans}
 
     def pack(self, arrays: Iterable[_Array]) -> dict[str, _Array]:
-        """The vectors of arrays, which are converted to the layout's dtypes."""
+        """Convert arrays to the layout's dtypes and pack them into vectors."""
         pieces: dict[str, list[_Array]] = {}
         for (dtype, _), array in zip(self.entries, arrays, strict=True):
             pieces.setdefault(dtype, []).append(array.astype(dtype).reshape(-1))
         return {dtype: _joined(found) for dtype, found in pieces.items()}
 
     def unpack(self, vectors: Mapping[str, _Array]) -> list[_Array]:
-        """The arrays, in the vectors' dtypes; of NumPy, views."""
+        """Unpack the arrays, in the vectors' dtypes; views for NumPy."""
         return [
             vectors[dtype][start:stop].reshape(shape)
             for (_, shape), (dtype, start, stop) in zip(

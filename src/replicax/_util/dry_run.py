@@ -1,7 +1,7 @@
-"""Programs that are made and not run, for devices that may only be described.
+"""Dry runs: programs are compiled but not run, for real or described devices.
 
-`replicax plan` compiles a script's training step for hardware that is not here. While
-it does, strategies take their devices from the rehearsal, and hand it their programs
+`replicax plan` compiles a script's training step for hardware that is not here. In a
+dry run, strategies take their devices from the `Rehearsal`, and pass it their programs
 instead of running them.
 """
 
@@ -15,22 +15,22 @@ __all__ = ["Rehearsal", "current_rehearsal", "is_described", "rehearsing"]
 
 
 class Rehearsal(Protocol):
-    """Who is handed the programs."""
+    """The receiver of a dry run's programs."""
 
     @property
     def devices(self) -> Sequence[Any]:
-        """The devices that strategies take, all of them."""
+        """All devices of the dry run."""
         ...
 
     @property
     def home(self) -> NamedSharding:
-        """Where variables live meanwhile: no array can lie on described devices."""
+        """The sharding of variables, since described devices cannot hold arrays."""
         ...
 
     def call(
         self, group: Any, program: Any, values: Sequence[Any], arrays: Sequence[Any]
     ) -> tuple[Any, list[Any]]:
-        """Stand in for `ProgramRunner.call`, of a strategy with these replicas."""
+        """Replace `ProgramRunner.call` of a strategy with these replicas."""
         ...
 
 
@@ -38,13 +38,13 @@ _current: Rehearsal | None = None
 
 
 def current_rehearsal() -> Rehearsal | None:
-    """The rehearsal that this process is in, in whatever thread."""
+    """Return the rehearsal of this process, in any thread; None outside a dry run."""
     return _current
 
 
 @contextlib.contextmanager
 def rehearsing(rehearsal: Rehearsal) -> Iterator[None]:
-    """Be in a rehearsal until the end of the block."""
+    """Make this process a dry run until the end of the block."""
     global _current
     if _current is not None:
         raise RuntimeError(
@@ -58,5 +58,5 @@ def rehearsing(rehearsal: Rehearsal) -> Iterator[None]:
 
 
 def is_described(device: Any) -> bool:
-    """Whether a JAX device only describes one, so that no array can lie on it."""
+    """Whether a JAX device is only a description, which cannot hold arrays."""
     return device.client.runtime_type == "compile_only_runtime"

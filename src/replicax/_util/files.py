@@ -1,4 +1,4 @@
-"""Files and folders that are complete or absent: fsync, then rename; full disks."""
+"""Atomic writes of files and folders: fsync, then rename; errors of full disks."""
 
 import contextlib
 import errno
@@ -65,9 +65,8 @@ def write_whole(path: Path, data: str | bytes) -> None:
             part.unlink(missing_ok=True)
 
 
-# A folder is filled under a temporary name, all of it goes to the disk, and one rename
-# gives it its name. `.name.part` is not complete yet, or being deleted; `.name.old` is
-# what a new `name` is about to replace.
+# A folder is filled under a temporary name, fsynced, and renamed. `.name.part` is not
+# complete yet, or is being deleted; `.name.old` is the older `name` during a replace.
 
 
 def part_of(path: Path) -> Path:
@@ -77,9 +76,9 @@ def part_of(path: Path) -> Path:
 
 @contextlib.contextmanager
 def temporary_folder(part: Path) -> Iterator[Path]:
-    """Make an empty folder for a block that fills and publishes it; else delete it.
+    """Make an empty folder that the block fills and publishes; delete it otherwise.
 
-    What a killed process left there is deleted first.
+    It deletes a folder that a killed process has left there first.
 
     Example:
         >>> import tempfile
@@ -101,14 +100,14 @@ def temporary_folder(part: Path) -> Iterator[Path]:
 
 
 def publish(part: Path, path: Path, *, replace: bool = False) -> None:
-    """Fsync a folder and all that is in it, rename it to `path`, fsync the rename.
+    """Fsync a folder and its contents, rename it to `path`, fsync the rename.
 
-    With `replace` it takes the place of an older one. A process that is killed between
-    the two renames leaves the older one under a name that `complete_folder` knows.
+    With `replace` it replaces an older folder. A process that is killed between the two
+    renames leaves the older one under a name that `complete_folder` knows.
 
     Raises:
-        FileExistsError: If there is something at `path`, and `replace` is False.
-        OSError: If that cannot be done. The older one is still there.
+        FileExistsError: If `path` exists, and `replace` is False.
+        OSError: If a step fails. The older folder is still there.
     """
     for root, _, files in os.walk(part, topdown=False):
         for file in files:
@@ -130,16 +129,16 @@ def publish(part: Path, path: Path, *, replace: bool = False) -> None:
 
 
 def complete_folder(path: Path) -> Path:
-    """`path`, or what it replaces, if a process ended between the two renames."""
+    """Return `path`, or its older folder after a kill between the two renames."""
     if not path.exists() and _old_of(path).exists():
         return _old_of(path)
     return path
 
 
 def remove_folder(path: Path) -> None:
-    """Rename a folder, then delete it: no half of it is taken for a complete one.
+    """Rename a folder, then delete it, so that nobody reads half of it.
 
-    One that somebody else has deleted is no error.
+    It is no error if another process has deleted it.
 
     Raises:
         OSError: If it cannot be deleted.
@@ -152,16 +151,16 @@ def remove_folder(path: Path) -> None:
 
 
 def leftovers(folder: Path, names: str, idle_seconds: float = 0.0) -> list[Path]:
-    """Temporary folders that killed processes have left.
+    """List temporary folders that killed processes have left.
 
-    `names` is a regular expression for the names of the complete ones. Where other
-    processes write too, nothing was added for `idle_seconds`.
+    `names` is a regular expression for the names of complete folders. Folders that were
+    changed within `idle_seconds` may belong to other processes, and are left out.
     """
     pattern = re.compile(rf"\.(?:{names})\.part")
     latest = time.time() - idle_seconds if idle_seconds else math.inf
     left: list[Path] = []
     for path in folder.iterdir() if folder.is_dir() else ():
-        # Another process may delete it, too.
+        # Another process may delete it meanwhile.
         with contextlib.suppress(FileNotFoundError):
             is_old = path.stat().st_mtime < latest
             if pattern.fullmatch(path.name) and path.is_dir() and is_old:
@@ -179,7 +178,7 @@ def _delete(path: Path) -> None:
 
 
 def _fsync(path: str | os.PathLike[str]) -> None:
-    """Wait until a file, or a folder's entries, are on the disk."""
+    """Fsync a file, or a folder's entries."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -188,10 +187,10 @@ def _fsync(path: str | os.PathLike[str]) -> None:
 
 
 def why_not_written(error: BaseException, folder: Path, needs: str) -> str:
-    """Why something cannot be written; for a full disk or quota, also the sizes.
+    """Explain a failed write; for a full disk or quota, with the sizes.
 
-    `needs` says what it takes, such as `"its arrays have 100 bytes"`. The folder need
-    not exist.
+    `needs` states the size, such as `"its arrays have 100 bytes"`. The folder need not
+    exist.
     """
     number = full_disk_error(error)
     if number is None:
@@ -210,7 +209,7 @@ def full_disk_error(error: BaseException) -> int | None:
 
 
 def free_bytes(folder: Path) -> int:
-    """The bytes that are free in a folder, or where it would be made."""
+    """Return the free bytes of a folder, or of the place where it would be created."""
     there = next(
         p for p in (folder.absolute(), *folder.absolute().parents) if p.is_dir()
     )
@@ -224,9 +223,9 @@ def reason(error: BaseException) -> str:
 
 
 class FailedWrites:
-    """Writes that failed one after another: logs the 1st, 2nd, 4th, 8th and so on.
+    """Logs consecutive failed writes: the 1st, 2nd, 4th, 8th and so on.
 
-    So a disk that stays full fills no log.
+    So a disk that stays full does not flood the log.
 
     Example:
         >>> failed = FailedWrites()
@@ -240,11 +239,11 @@ class FailedWrites:
 
     @property
     def count(self) -> int:
-        """How many have failed since the last success."""
+        """Number of failures since the last success."""
         return self._count
 
     def add(self, problem: str) -> None:
-        """Count a failure, and log it if it is its turn."""
+        """Count a failure, and log it if the count is a power of 2."""
         self._count += 1
         if self._count == 1:
             _logger.warning("%s", problem)
@@ -252,7 +251,7 @@ class FailedWrites:
             _logger.warning("%s (%d in a row failed)", problem, self._count)
 
     def end(self, what: str) -> None:
-        """Count from 0 again, after a success; log it if others failed before."""
+        """Reset the count after a success, and log that if writes failed before."""
         if self._count:
             _logger.warning("%s is written, after %d that failed", what, self._count)
         self._count = 0

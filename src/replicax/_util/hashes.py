@@ -1,4 +1,4 @@
-"""Hashes of texts."""
+"""Hashes texts."""
 
 import hashlib
 
@@ -6,5 +6,5 @@ __all__ = ["digest"]
 
 
 def digest(text: str, num_bytes: int = 12) -> str:
-    """A hash of a text, the same in every process, of twice as many characters."""
+    """Hash a text, the same in every process; `2 * num_bytes` hexadecimal digits."""
     return hashlib.blake2b(text.encode(), digest_size=num_bytes).hexdigest()

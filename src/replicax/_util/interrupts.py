@@ -1,8 +1,8 @@
-"""Python's signal handlers, held back while a step may not be left half done.
+"""Defers Python's signal handlers during critical sections; postpones Ctrl-C.
 
-A handler may raise, as that of Ctrl-C does, between any two instructions of Python. The
-steps themselves are dispatched and stored by one call of C, which no handler comes
-into; this is for the rare ones that take several instructions.
+A handler may raise, as that of Ctrl-C does, between any two instructions of Python.
+Ordinary steps are dispatched and stored by one call of C, which no handler interrupts;
+the critical sections are the rare steps that take several instructions.
 """
 
 import _signal
@@ -33,10 +33,10 @@ T = TypeVar("T")
 
 
 def uninterrupted(call: Callable[[], T]) -> T:
-    """Call a function; handlers of signals that come meanwhile are called after it.
+    """Call a function, and defer signal handlers until it returns.
 
-    Their exceptions are raised then. It takes about 10 us. `call` should store what may
-    not be lost: its result is, if a handler raises.
+    The handlers' exceptions are raised then. It takes about 10 us. If a handler raises,
+    the result of `call` is lost, so `call` should store it itself.
     """
     if threading.current_thread() is not threading.main_thread():
         return call()  # Handlers are called in the main thread only.
@@ -49,7 +49,7 @@ def uninterrupted(call: Callable[[], T]) -> T:
 
 
 class _HeldBack:
-    """The handlers that this process has, and the signals that wait for them."""
+    """Replaces this process' signal handlers, and queues the signals."""
 
     def __init__(self) -> None:
         self._handlers: dict[int, Callable[..., Any]] = {}
@@ -57,9 +57,9 @@ class _HeldBack:
         self._holds = True
 
     def hold(self) -> None:
-        """Take the handlers' places."""
-        # The functions of `signal` make enumerations of it all, which takes 20 times
-        # as long.
+        """Replace the handlers."""
+        # The functions of `signal` convert to enumerations, which takes 20 times as
+        # long.
         for number in range(1, _signal.NSIG):
             handler = _signal.getsignal(number)
             if callable(handler):
@@ -67,7 +67,7 @@ class _HeldBack:
                 _signal.signal(number, self._note)
 
     def release(self) -> None:
-        """Give the handlers their places back, and call those that were waited for."""
+        """Restore the handlers, and call them for the queued signals."""
         self._holds = False
         try:
             for number in self._handlers:
@@ -83,7 +83,7 @@ class _HeldBack:
         if self._holds:
             self._waiting.append(number)
             return
-        # A handler that was back already has raised before this one was.
+        # An already restored handler has raised before this one was restored.
         self._restore(number)
         self._handlers[number](number, frame)
 
@@ -92,7 +92,7 @@ class _HeldBack:
             number = self._waiting.pop(0)
             try:
                 self._handlers[number](number, sys._getframe())
-            finally:  # One that raises keeps no other from being called.
+            finally:  # A handler that raises does not prevent the others' calls.
                 self._deliver()
 
 
@@ -107,13 +107,14 @@ _POSTPONED = (
 
 
 class _Pending:
-    """The interrupts that have come during a call that heeds them.
+    """The interrupts during a call that heeds them.
 
     Attributes:
-        numbers: Of those that were raised, and that some code may have swallowed, or
-            that were postponed.
-        request: What sees to it that a first one is raised later; None: nothing.
-        moved_at: When a step began; None: none is postponed or it is raised by now.
+        numbers: Signals that were raised, and may have been swallowed, or that were
+            postponed.
+        request: Called for a first interrupt, which it raises later; None: interrupts
+            are raised at once.
+        moved_at: Start of the last step while an interrupt is postponed; else None.
     """
 
     def __init__(self) -> None:
@@ -122,7 +123,7 @@ class _Pending:
         self.moved_at: float | None = None
 
     def note(self, number: int, frame: Any) -> None:
-        """Take the place of Python's handler."""
+        """Handle an interrupt, in place of Python's handler."""
         is_first = not self.numbers
         self.numbers.append(number)
         if is_first and self.request is not None:
@@ -148,7 +149,7 @@ class _Pending:
             time.sleep(0.1)
 
     def clear(self) -> None:
-        """Begin a call, or end it."""
+        """Reset at the begin and the end of a call."""
         self.numbers.clear()
         self.moved_at = None
 
@@ -160,12 +161,11 @@ _note = _pending.note
 
 @contextlib.contextmanager
 def heeding_interrupts() -> Iterator[None]:
-    """While open, one Ctrl-C is enough, even if some code swallows it.
+    """While open, raise a `KeyboardInterrupt` again if some code swallows it.
 
-    Destructors, callbacks of the garbage collector and of C libraries swallow the
-    `KeyboardInterrupt`. `raise_unheeded`, at a step's beginning, raises it again then,
-    and at the latest the end of the context does. A handler of the user's own is left
-    alone.
+    Destructors, callbacks of the garbage collector and of C libraries swallow it.
+    `raise_unheeded`, at the next step's beginning, raises it again, or else the end of
+    the context does. A user's own handler is left alone.
     """
     if (
         threading.current_thread() is not threading.main_thread()
@@ -189,9 +189,9 @@ def heeding_interrupts() -> Iterator[None]:
 def postponing_interrupts(request: Callable[[], None]) -> Iterator[None]:
     """While open, a first Ctrl-C calls `request`; a second one is raised at once.
 
-    Whoever asks for that raises `KeyboardInterrupt` after the step. If no step begins
-    for 20 s, it is raised then. `request` is called in the handler, in any instruction
-    of the main thread.
+    The caller raises `KeyboardInterrupt` after the step. If no step begins for 20 s, it
+    is raised then. The signal handler calls `request`, at any instruction of the main
+    thread.
     """
     with heeding_interrupts():
         before, _pending.request = _pending.request, request
@@ -202,12 +202,12 @@ def postponing_interrupts(request: Callable[[], None]) -> Iterator[None]:
 
 
 def take_up_postponed() -> None:
-    """The step has ended: let what is done now, such as a save, take its time."""
+    """End the postponement: what follows, such as a save, has no time limit."""
     _pending.moved_at = None
 
 
 def raise_unheeded() -> None:
-    """Raise the `KeyboardInterrupt` that some code has swallowed, if one did."""
+    """Raise a `KeyboardInterrupt` that some code has swallowed."""
     if not _unheeded:
         return
     if _pending.moved_at is not None:
@@ -218,7 +218,7 @@ def raise_unheeded() -> None:
 
 
 def _users(trace: TracebackType | None) -> list[TracebackType]:
-    """The frames of a traceback that are the user's, and not of a library."""
+    """List the frames of a traceback in the user's code."""
     found = []
     while trace is not None:
         if not is_installed_file(trace.tb_frame.f_code.co_filename):
@@ -228,9 +228,9 @@ def _users(trace: TracebackType | None) -> list[TracebackType]:
 
 
 def shortened(error: BaseException) -> BaseException:
-    """An exception without the frames of libraries in its traceback.
+    """Remove the frames of libraries from an exception's traceback.
 
-    Where an interrupt happened to come within them says nothing.
+    The place of an interrupt within a library is accidental.
     """
     below: TracebackType | None = None
     for trace in reversed(_users(error.__traceback__)):
@@ -240,7 +240,7 @@ def shortened(error: BaseException) -> BaseException:
 
 
 def described(error: KeyboardInterrupt, trace: TracebackType | None) -> str:
-    """What an interrupt interrupted, and the user's line that it was in."""
+    """Describe an interrupt, with the user's line that it interrupted."""
     what = str(error) or "interrupted"
     users = _users(trace)
     if users:
@@ -250,7 +250,7 @@ def described(error: KeyboardInterrupt, trace: TracebackType | None) -> str:
 
 
 def describe_interrupts() -> None:
-    """Have an interrupt that ends this process say where, without a traceback."""
+    """Install an exception hook that prints an interrupt's place, not a traceback."""
     previous = sys.excepthook
 
     def hook(

@@ -1,7 +1,7 @@
-"""Plain values, tuples and arrays as JSON, and back: data only, never code.
+"""Encodes plain values, tuples and arrays as JSON, and decodes them: data, not code.
 
-What JSON has no word for is an object with a mark: `{"$": "tuple", "v": [...]}`. So are
-dicts, whose keys need not be strings.
+A type that JSON lacks is a tagged object: `{"$": "tuple", "v": [...]}`. So are dicts,
+whose keys need not be strings.
 """
 
 import base64
@@ -19,25 +19,24 @@ from replicax._util.types import JSON, JSONObject, PyTree
 __all__ = ["MARK", "decode", "encode", "is_number"]
 
 MARK = "$"
-"""The key that says what a JSON object stands for."""
+"""The key of a JSON object's type tag."""
 
 _TEXTS_AND_TIMES = "USMm"
 
 Extension: TypeAlias = Callable[[PyTree, str], JSON]
-"""Writes a value of a further type, and what it is, as JSON; None: not this one."""
+"""Encodes a value of another type, given also its place; None: an unknown type."""
 
 
 def encode(
     value: PyTree, what: str, extend: Extension = lambda value, what: None
 ) -> JSON:
-    """A value as JSON values.
+    """Encode a value as JSON values.
 
-    It is None, a boolean, number, text or bytes, an array of these but for objects, or
-    lists, tuples and dicts of them. `extend` is asked first, for each value but dicts'
-    keys.
+    The value is None, a boolean, number, text or bytes, an array of these, or a list,
+    tuple or dict of them. `extend` is called first, for each value except dicts' keys.
 
     Raises:
-        TypeError: For anything else, naming where it stands in `what`.
+        TypeError: For any other type, naming its place in `what`.
 
     Example:
         >>> import numpy as np
@@ -68,12 +67,12 @@ def encode(
 
 
 def decode(sent: Any, extend: Callable[[JSONObject], PyTree] | None = None) -> PyTree:
-    """The value that `encode` wrote.
+    """Decode a result of `encode`.
 
-    `extend` reads the objects whose `MARK` is not of this module.
+    `extend` decodes the objects whose tag is unknown here.
 
     Raises:
-        ValueError: If it is nothing that `encode` writes.
+        ValueError: If `sent` is no result of `encode`.
     """
     if isinstance(sent, list):
         return [decode(x, extend) for x in sent]
@@ -102,7 +101,7 @@ def _encode_number(value: complex) -> JSON:
     if isinstance(value, int):
         return value
     if isinstance(value, float):
-        # JSON has no word for infinity.
+        # JSON has no infinity and no NaN.
         return value if math.isfinite(value) else {MARK: "float", "v": repr(value)}
     return {MARK: "complex", "v": [repr(value.real), repr(value.imag)]}
 
@@ -134,5 +133,5 @@ def _decode_array(sent: JSONObject) -> np.ndarray | np.generic:
 
 
 def is_number(dtype: np.dtype) -> bool:
-    """Whether it is a dtype of numbers or booleans, also one that only JAX knows."""
+    """Whether a dtype is one of numbers or booleans, JAX's own dtypes included."""
     return jnp.issubdtype(dtype, jnp.bool_) or jnp.issubdtype(dtype, jnp.number)

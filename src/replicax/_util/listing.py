@@ -1,4 +1,4 @@
-"""Names in messages: at most ten, and the number of the rest."""
+"""Formats names for messages: at most ten, and the number of the rest."""
 
 from collections.abc import Iterable
 
@@ -13,14 +13,14 @@ def listed(
     last: str = " and ",
     most: int = 10,
 ) -> str:
-    """Names for a sentence.
+    """Format names for a sentence.
 
     Args:
-        names: In the order in which to give them.
-        nobody: What stands for no name.
-        separator: What stands between names.
-        last: What stands before the last name, and before the number of the rest.
-        most: How many are named.
+        names: The names, in order.
+        nobody: The result for no names.
+        separator: The text between names.
+        last: The text before the last name, and before the number of the rest.
+        most: Maximal number of names.
 
     Example:
         >>> listed(["worker:1", "worker:2"]), listed([])

@@ -1,4 +1,4 @@
-"""Manifests of folders: what they hold, with checksums of files and of themselves."""
+"""Manifests of folders: contents, checksums of the files, and of the manifest."""
 
 import dataclasses
 import hashlib
@@ -16,13 +16,13 @@ MANIFEST = "manifest.json"
 
 @dataclasses.dataclass(frozen=True)
 class FolderFormat:
-    """A format of folders that have a manifest.
+    """A format of folders with a manifest.
 
     Attributes:
-        title: What errors call such a folder, such as `"checkpoint"`.
+        title: The kind of folder in errors, such as `"checkpoint"`.
         name: The format's name in manifests.
-        version: Its version.
-        advice: What errors tell to do about one that is damaged.
+        version: The format's version.
+        advice: The advice in errors about a damaged folder.
     """
 
     title: str
@@ -31,11 +31,11 @@ class FolderFormat:
     advice: str
 
     def write_manifest(self, folder: Path, contents: JSONObject) -> None:
-        """Describe a folder whose other files are all written.
+        """Write the manifest of a folder, after all of its other files.
 
         Args:
             folder: The folder.
-            contents: What else the manifest is to say.
+            contents: Further contents of the manifest.
 
         Raises:
             OSError: If it cannot be written.
@@ -46,17 +46,17 @@ class FolderFormat:
             if file.is_file()
         }
         body = {"format": self.name, "version": self.version, **contents}
-        # As it will be read: numbers that are names, for one, are text then.
+        # The checksum is of the parsed JSON, where dict keys are strings.
         body = json.loads(json.dumps({**body, "files": files}))
         text = json.dumps({**body, "sha256": _checksum(body)}, indent=1)
         (folder / MANIFEST).write_text(text, encoding="utf-8")
 
     def read_manifest(self, folder: Path) -> JSONObject:
-        """The contents of a folder's manifest, once all of its files are checked.
+        """Read a folder's manifest, and verify the checksums of all files.
 
         Raises:
-            CheckpointError: If a file is damaged or missing, which it names, or the
-                format is another one.
+            CheckpointError: If a file is damaged or missing (it names the file), or the
+                format differs.
         """
         try:
             body = json.loads((folder / MANIFEST).read_bytes())
@@ -81,7 +81,7 @@ class FolderFormat:
         return body
 
     def damaged(self, folder: Path, file: str, what: str) -> CheckpointError:
-        """The error that says what is wrong with a file."""
+        """Make the error about a damaged file."""
         return CheckpointError(
             f"{self.title} {folder}: file {file} is damaged: {what}. {self.advice}"
         )

@@ -1,6 +1,6 @@
-"""The random state of a process: of Python's and NumPy's generators.
+"""Captures and restores a process' random state: Python's and NumPy's generators.
 
-Keras draws from both: it shuffles with them, and seeds its own generators.
+Keras uses both, for shuffling and for seeding its own generators.
 """
 
 import random
@@ -14,11 +14,11 @@ __all__ = ["RandomState", "capture", "fingerprint", "restore"]
 
 
 class RandomState(TypedDict):
-    """A random state, of values that `json_codec` encodes.
+    """A random state, which `json_codec` can encode.
 
     Attributes:
-        python: What `random.getstate` returns.
-        numpy: What `numpy.random.get_state` returns.
+        python: The result of `random.getstate`.
+        numpy: The result of `numpy.random.get_state`.
     """
 
     python: tuple[Any, ...]
@@ -26,7 +26,7 @@ class RandomState(TypedDict):
 
 
 def capture() -> RandomState:
-    """The random state now.
+    """Return the present random state.
 
     Example:
         >>> state = capture()
@@ -40,12 +40,12 @@ def capture() -> RandomState:
 
 
 def restore(state: RandomState) -> None:
-    """Go back to a state that `capture` returned."""
+    """Set the random state to a result of `capture`."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
 
 
 def fingerprint() -> str:
-    """A hash of the random state, in every process the same for equal states."""
+    """Hash the random state, the same in every process for equal states."""
     numpy = [np.asarray(part).tolist() for part in np.random.get_state()]
     return digest(repr((random.getstate(), numpy)))

@@ -1,7 +1,7 @@
-"""Which arguments a user's function is meant for.
+"""Infers the arguments of a user's function, through partials and decorators.
 
-What counts is what a function can be called with, not how many parameters it lists:
-`*args` and `**kwargs`, defaults, `functools.partial` and decorators change that.
+It looks at the calls that a function accepts, not at its number of parameters: these
+differ with `*args`, `**kwargs`, defaults, `functools.partial` and decorators.
 """
 
 import functools
@@ -16,26 +16,25 @@ _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 
 
 def positional_count(fn: Callable[..., Any], few: int) -> int | None:
-    """Whether a function is meant for `few` positional arguments or for one more.
+    """Infer whether a function is meant for `few` positional arguments or one more.
 
-    A parameter with a default is an option of the function's own. Of `*args`, as most
-    decorators have them, the function decides that the arguments are handed to, where
-    it can be found.
+    A parameter with a default is an option. For `*args`, as in most decorators, the
+    function that gets the arguments decides, if it can be found.
 
     Returns:
-        `few` or `few + 1`; None if it takes either number and nothing says which.
+        `few` or `few + 1`; None if it accepts both and the intention is unknown.
 
     Raises:
-        TypeError: If it takes neither.
+        TypeError: If it accepts neither.
     """
     return _count(fn, few, set())
 
 
 def _count(fn: Callable[..., Any], few: int, seen: set[int]) -> int | None:
     try:
-        # Not that of a function that it says it wraps: this one is called.
+        # Without `__wrapped__`: this function is called, not the wrapped one.
         signature = inspect.signature(fn, follow_wrapped=False)
-    except ValueError:  # Of a function in C, such as `jax.jit` makes.
+    except ValueError:  # A function in C, as from `jax.jit`, has no signature.
         signature = inspect.Signature([_ANY])
     can = [number for number in (few, few + 1) if _binds(signature, number)]
     if not can:
@@ -64,24 +63,24 @@ def _binds(signature: inspect.Signature, number: int) -> bool:
 
 
 def _counts_behind(fn: Any, few: int, seen: set[int]) -> Iterator[int | None]:
-    """What the functions are meant for that a function of `*args` may call."""
+    """Infer the counts of the functions that a function of `*args` may call."""
     for inner, num_given in _behind(fn):
         if id(inner) in seen:
             continue
         seen.add(id(inner))
         try:
             count = _count(inner, few + num_given, seen)
-        except TypeError:  # It takes other arguments, so it is not the one.
+        except TypeError:  # It accepts neither number: not the wrapped function.
             continue
         yield None if count is None else count - num_given
 
 
 def _behind(fn: Any) -> Iterator[tuple[Any, int]]:
-    """Functions that a function may call, and how many arguments more they get."""
+    """Yield functions that a function may call, and the number of added arguments."""
     if isinstance(fn, functools.partial):
         yield fn.func, len(fn.args)
     elif isinstance(fn, types.MethodType):
-        # Of a decorator that is a class.
+        # An instance of a decorator class.
         if getattr(fn.__func__, "__name__", "") == "__call__":
             yield from _functions(vars(fn.__self__).values())
         else:
@@ -95,10 +94,10 @@ def _behind(fn: Any) -> Iterator[tuple[Any, int]]:
 
 
 def named_parameters(fn: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """A function's parameters, without those that `functools.partial` has given.
+    """Return a function's parameters, without those that `functools.partial` binds.
 
-    Of a decorator's `*args, **kwargs` they are those of the function that it calls,
-    where it can be found.
+    For a decorator's `*args, **kwargs` they are those of the wrapped function, if it
+    can be found.
     """
     given: set[str] = set()
     while True:

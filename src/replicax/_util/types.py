@@ -1,4 +1,4 @@
-"""Names of types that Python, NumPy and JAX have no name for."""
+"""Type aliases: pytrees, tensors, shapes, JSON."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
@@ -32,5 +32,5 @@ class TreeStructure(Protocol):
         ...
 
     def unflatten(self, leaves: Iterable[PyTree], /) -> PyTree:
-        """The tree of these leaves."""
+        """Make the tree with these leaves."""
         ...

@@ -1,10 +1,10 @@
-"""Numbers as people read them."""
+"""Formats numbers with units for people."""
 
 __all__ = ["binary_bytes", "decimal", "seconds"]
 
 
 def decimal(value: float) -> str:
-    """A number with a decimal prefix, for a unit to follow.
+    """Format a number with a decimal prefix, to be followed by a unit.
 
     Example:
         >>> from replicax._util.units import decimal
@@ -19,7 +19,7 @@ def decimal(value: float) -> str:
 
 
 def binary_bytes(value: float) -> str:
-    """Bytes with a binary unit, as memory is sold.
+    """Format bytes with a binary unit.
 
     Example:
         >>> from replicax._util.units import binary_bytes
@@ -34,7 +34,7 @@ def binary_bytes(value: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """A duration.
+    """Format a duration.
 
     Example:
         >>> from replicax._util.units import seconds

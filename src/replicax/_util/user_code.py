@@ -1,4 +1,4 @@
-"""Which code is the user's, and not that of replicax or of what it builds on."""
+"""Tells the user's code from that of replicax and other libraries."""
 
 import functools
 import importlib.util
@@ -34,28 +34,28 @@ def _folders() -> dict[str, str]:
 
 
 def library_of(file_name: str) -> str | None:
-    """The library that a source file belongs to, as `"jax"`; None: to no known one."""
+    """Return the library of a source file, such as `"jax"`; None: no known one."""
     folders = _folders().items()
     return next((name for path, name in folders if file_name.startswith(path)), None)
 
 
 def is_user_file(file_name: str) -> bool:
-    """Whether a source file is the user's, or a line that was typed in."""
+    """Whether a source file is the user's, or interactive input."""
     is_made = file_name.startswith("<") and not file_name.startswith(("<ipy", "<stdin"))
     return not is_made and library_of(file_name) is None
 
 
 def is_installed_file(file_name: str) -> bool:
-    """Whether a source file is Python's own, of an installed package, or replicax'.
+    """Whether a source file is of Python, of an installed package, or of replicax.
 
-    More than `library_of` knows: a layer of an installed package may be what a user
-    calls, and is to be named in messages, but is no place to stop at.
+    These are more files than those of `library_of`. A user may call a layer of an
+    installed package, and messages name it, but an interrupt's place is elsewhere.
     """
     return file_name.startswith(("<frozen", *_INSTALLED))
 
 
 def describe(fn: Callable[..., Any]) -> str:
-    """`fn`'s name, and where it stands if it is the user's, for messages."""
+    """Format a function's name for messages, with the line if it is the user's."""
     name = getattr(fn, "__qualname__", None) or repr(fn)
     inner = inspect.unwrap(fn)
     code = getattr(getattr(inner, "__func__", inner), "__code__", None)

@@ -1,4 +1,4 @@
-"""Waits with a timeout and reminders, and announcements of work that takes long."""
+"""Polls with a timeout and reminders, and announces work that takes long."""
 
 import contextlib
 import itertools
@@ -20,9 +20,9 @@ _Result = TypeVar("_Result")
 
 
 class _Nested:
-    """What this thread waits for or works on; only the innermost speaks.
+    """A wait or work of this thread, in a stack of which only the innermost one logs.
 
-    Others know it weakly: an interrupt may come before `__exit__` does anything.
+    The stack has weak references: an interrupt may prevent the call of `__exit__`.
     """
 
     def __init__(self) -> None:
@@ -52,22 +52,22 @@ def wait_for(
     pauses: tuple[float, float] = (0.001, 0.05),
     sleep: Callable[[float], object] = time.sleep,
 ) -> _Result:
-    """Poll until there is a result or the timeout is over.
+    """Poll until there is a result, or until the timeout.
 
     Args:
         poll: Returns the result; None: not yet. May raise.
-        timeout: How many seconds to wait at most.
-        late: Called at the timeout. Raises an error that names who is missing, or
-            returns what stands for the result.
-        reminder: Who is waited for and for what, as a sentence for the log, every 10 s.
-            Called with the seconds waited. None: nothing is logged.
+        timeout: Maximal number of seconds to wait.
+        late: Called at the timeout. Raises an error that names the missing party, or
+            returns a substitute for the result.
+        reminder: Returns a sentence for the log that says what the wait is for; called
+            every 10 s with the seconds waited. None: nothing is logged.
         is_early: Whether no step was made yet: the first reminder comes after 3 s.
         pauses: The first pause between two polls, and the longest; each is twice the
-            one before.
-        sleep: Pauses; may end sooner, as `threading.Thread.join` does.
+            one before (exponential back-off).
+        sleep: Sleeps; may return sooner, as `threading.Thread.join` does.
 
     Returns:
-        What `poll` or `late` returned.
+        The result of `poll` or `late`.
 
     Example:
         >>> answers = iter([None, None, 42])
@@ -94,13 +94,12 @@ def wait_for(
 
 
 class Announced(_Nested):
-    """Logs once that work is under way, if it takes longer than 3 s.
+    """Context manager that logs a message once if its block takes longer than 3 s.
 
-    A context manager, for work that blocks. It starts a thread: not for what every step
-    does.
+    It starts a thread, so do not use it in every step.
 
     Args:
-        what: What is under way, such as `"compiling run(step)"`.
+        what: The work of the block, such as `"compiling run(step)"`.
 
     Example:
         >>> with Announced("compiling run(step)"):
@@ -134,7 +133,7 @@ class Announced(_Nested):
         super().__exit__()
 
     def text(self) -> str:
-        """What to say now."""
+        """The message, with the seconds so far."""
         return f"{self._what} ({time.monotonic() - self._began:.0f} s so far)"
 
 
@@ -147,12 +146,12 @@ def _speak(of: "weakref.ref[Announced]", over: threading.Event) -> None:
         if announced.is_innermost:
             _logger.warning("%s", announced.text())
             return
-        del announced  # Not alive for it.
+        del announced  # This thread must not keep it alive.
         seconds = _LOOK_SECONDS
 
 
 def announce_first(items: Callable[[], Iterator[Any]], what: str) -> Iterator[Any]:
-    """The iterator that `items` makes; its first item may take long and is announced.
+    """Iterate over `items()`, and announce the wait for its first item.
 
     Example:
         >>> list(announce_first(lambda: iter([1, 2]), "waiting for the first number"))
@@ -166,6 +165,6 @@ def announce_first(items: Callable[[], Iterator[Any]], what: str) -> Iterator[An
         yield map(list.pop, itertools.repeat(first, len(first)))
         yield source
 
-    # Behind the first one, items come straight from the source. The first one has no
-    # name here: it would stay alive.
+    # After the first item, the source itself is iterated. No variable holds the first
+    # item: it would stay alive.
     return itertools.chain.from_iterable(parts())

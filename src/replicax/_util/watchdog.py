@@ -1,4 +1,4 @@
-"""Cancels calls that block in C++ when nothing comes or goes for too long."""
+"""A watchdog that cancels a call blocking in C++ after a time without progress."""
 
 import contextlib
 import threading
@@ -9,7 +9,7 @@ __all__ = ["Watchdog"]
 
 
 class Watchdog:
-    """Cancels a call that blocks in C++ without progress, from a thread of its own."""
+    """A thread that cancels a call blocking in C++ without progress."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -24,10 +24,9 @@ class Watchdog:
     def watch(
         self, seconds: float, cancel: Callable[[], None]
     ) -> Iterator[Callable[[], None]]:
-        """Watch a `with` block, one at a time; yields what to call at each progress.
+        """Watch a `with` block, one at a time; yield a function to call on progress.
 
-        A block that was cancelled raises `TimeoutError`, not the error that this
-        caused.
+        A cancelled block raises `TimeoutError`, not the error of the cancellation.
         """
 
         def progress() -> None:
@@ -52,7 +51,7 @@ class Watchdog:
             raise TimeoutError(f"nothing came for {seconds:g} s")
 
     def fire(self) -> None:
-        """Cancel what is watched, if anything is."""
+        """Cancel the watched block, if there is one."""
         with self._changed:
             if self._cancel is not None:
                 self._cancel()
