@@ -1,9 +1,9 @@
-"""Which form serves which convolution: the rule, and the measurements it rests on.
+"""Chooses the form of each convolution on CPUs, from measurements.
 
-XLA computes most convolutions on CPUs by Eigen, and quickly; those stay with it. Served
-are those that it computes by plain loops, one scalar after the other, and a few more.
-Times below are milliseconds on two cores with JAX 0.10.2, XLA's first, float32, 3x3
-kernels and batches of 16 where nothing else is said.
+XLA computes most convolutions on CPUs with Eigen, which is fast; those stay with XLA.
+The forms replace those that XLA computes by scalar loops, and a few more. Times below
+are milliseconds on two cores with JAX 0.10.2, XLA's first; unless noted for float32,
+3x3 kernels and batches of 16.
 """
 
 import math
@@ -18,22 +18,23 @@ __all__ = ["Form", "choose", "spatial_windows"]
 
 Form = Literal["patches", "groups", "outputs", "sums", "taps"]
 
-# Weights of one tap and group. 1: a depthwise layer of 32 channels at 48x48 takes 92.6
-# or 2.7, and its gradient by the input 73.2 or 2.5; 4x4 at 24x24 14.4 or 1.9.
+# Maximal weights of one tap and group. 1: a depthwise layer of 32 channels at 48x48
+# takes 92.6 or 2.7, and its gradient by the input 73.2 or 2.5; 4x4 at 24x24 14.4 or
+# 1.9.
 _GROUP_WEIGHTS = 16
 # A kernel with so many times the elements of input and result is not moved in memory.
 # One core, 512 channels at 2x2, batch 8: 0.9 or 108, and by the input 1.2, which took
 # 9.5 with the kernel moved; at 7x7 11 or 15 and 11 or 19; 256 at 4x4 0.9 or 1.4. With
 # half as many weights, 128 channels at 8x8, it is no longer quicker.
 _MANY_WEIGHTS = 4
-# Taps, outputs or phases that become operations of the program each.
+# Maximal number of taps, outputs or phases: each becomes operations of the program.
 _MOST = 128
 
 
 def spatial_windows(
     lhs: Any, rhs: Any, params: Mapping[str, Any]
 ) -> tuple[Window, ...]:
-    """The windows of a convolution of an input and a kernel, or of such types."""
+    """Compute the windows of a convolution of an input and a kernel, or their types."""
     lhs_spec, rhs_spec, _ = params["dimension_numbers"]
     return windows_of(
         [lhs.shape[i] for i in lhs_spec[2:]],
@@ -46,7 +47,7 @@ def spatial_windows(
 
 
 def choose(lhs: Any, rhs: Any, out: Any, params: Mapping[str, Any]) -> Form | None:
-    """The form that serves a convolution of these types; None: XLA does."""
+    """Choose the form of a convolution of these types; None: leave it to XLA."""
     if not _is_served(lhs, rhs, out, params):
         return None
     windows = spatial_windows(lhs, rhs, params)
@@ -81,7 +82,7 @@ def choose(lhs: Any, rhs: Any, out: Any, params: Mapping[str, Any]) -> Form | No
 
 
 def _is_served(lhs: Any, rhs: Any, out: Any, params: Mapping[str, Any]) -> bool:
-    """Floats of one dtype, something to compute."""
+    """Whether the types are floats of one dtype, and no array is empty."""
     if not jnp.issubdtype(lhs.dtype, jnp.floating) or lhs.dtype.itemsize < 2:
         return False
     return (
@@ -95,10 +96,10 @@ def _is_served(lhs: Any, rhs: Any, out: Any, params: Mapping[str, Any]) -> bool:
 def _of_batch_groups(
     lhs: Any, params: Mapping[str, Any], all_outputs: int, taps: int, outputs: int
 ) -> Form | None:
-    """Groups of the batch, as filter gradients of layers with groups have them.
+    """Choose the form for groups of the batch, as in filter gradients with groups.
 
-    XLA has no fast way for any: 4 groups of 32 channels at 8x8 take 280 or 4.4, 32 of 4
-    2105 or 4.3; depthwise at 48x48 with 96 channels and strides 2x2 85 or 15, with
+    XLA has no fast code for any: 4 groups of 32 channels at 8x8 take 280 or 4.4, 32
+    of 4 2105 or 4.3; depthwise at 48x48 with 96 channels and strides 2x2 85 or 15, with
     two outputs for each channel 2958 or 9.7.
     """
     groups = params["batch_group_count"]

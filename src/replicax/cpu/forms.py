@@ -1,6 +1,6 @@
-"""Convolutions as matrix products and as sums of products.
+"""Computes convolutions as matrix products or as sums of products.
 
-Arrays are in one order here, whatever the layout of the layer: the input
+Arrays have one order here, for any layout of the layer: the input
 `[batch, *space, features]`, the kernel `[*taps, features / groups, outputs]` and the
 result `[batch, *space, outputs]`. Filter gradients have an order of their own, in which
 those of layers that hold features last need no transposition.
@@ -31,17 +31,17 @@ Form = Callable[
     [jax.Array, jax.Array, Sequence[Window], int, lax.PrecisionLike], jax.Array
 ]
 
-# Patches of 3x3 kernels are nine times the input. Where they have more bytes than
-# this, those of one row of the kernel are held at a time.
+# Patches of 3x3 kernels are nine times the input. Above this size, only those of one
+# row of the kernel are in memory at a time.
 _PATCHES_BYTES = 16 * 2**20
-# Terms of one elementwise sum. More do not compile to faster code.
+# Terms of one elementwise sum. More terms do not compile to faster code.
 _TERMS = 8
 
 
 def _slice(
     x: jax.Array, starts: Sequence[int], counts: Sequence[int], steps: Sequence[int]
 ) -> jax.Array:
-    """A window's elements from padded `x: [n, *space, m]`: `[n, *counts, m]`."""
+    """Slice a window's elements `[n, *counts, m]` from padded `x: [n, *space, m]`."""
     ends = [
         start + (count - 1) * step + 1
         for start, count, step in zip(starts, counts, steps, strict=True)
@@ -61,13 +61,13 @@ def _pad(x: jax.Array, windows: Sequence[Window]) -> jax.Array:
 def _taps(
     x: jax.Array, windows: Sequence[Window]
 ) -> Iterator[tuple[tuple[int, ...], jax.Array]]:
-    """Each tap of the kernel, and the padded input's elements that meet it."""
+    """Yield each tap of the kernel, with the padded input's elements that meet it."""
     for tap in itertools.product(*(range(w.taps) for w in windows)):
         yield tap, _at_tap(tap, x, windows)
 
 
 def _at_tap(tap: Sequence[int], x: jax.Array, windows: Sequence[Window]) -> jax.Array:
-    """The padded input's elements that meet a tap of the kernel."""
+    """Slice the padded input's elements that meet a tap of the kernel."""
     starts = [t * w.dilation for t, w in zip(tap, windows, strict=True)]
     return _slice(x, starts, [w.outputs for w in windows], [w.stride for w in windows])
 
@@ -79,7 +79,7 @@ def by_patches(
     groups: int,
     precision: lax.PrecisionLike = None,
 ) -> jax.Array:
-    """Product of the input's patches and the kernel.
+    """Multiply the input's patches (im2col) with the kernel.
 
     Of `x[batch, *space, features]` and `kernel[*taps, features / groups, outputs]`:
     `[batch, *space, outputs]`.
@@ -89,8 +89,8 @@ def by_patches(
     numbers = math.prod(w.taps * w.outputs for w in windows) * x.shape[0] * x.shape[-1]
     if first.taps == 1 or numbers * x.dtype.itemsize <= _PATCHES_BYTES:
         return _patches_times(x, kernel, windows, groups, precision)
-    # One row of taps after the other. It is a loop, for XLA would make the patches of
-    # all rows before the first product.
+    # One row of taps at a time. In a loop: otherwise XLA would make the patches of all
+    # rows before the first product.
     length = (first.outputs - 1) * first.stride + 1
     row_windows = [Window(size=length, taps=1, stride=first.stride), *others]
 
@@ -109,7 +109,7 @@ def _patches_times(
     groups: int,
     precision: lax.PrecisionLike,
 ) -> jax.Array:
-    """`by_patches` for padded `x`, all taps at a time."""
+    """Compute `by_patches` for padded `x`, with all taps at once."""
     features, outputs = kernel.shape[-2:]
     patches = [elements for _, elements in _taps(x, windows)]
     space = patches[0].shape[:-1]
@@ -135,11 +135,11 @@ def by_taps(
     windows: Sequence[Window],
     precision: lax.PrecisionLike = None,
 ) -> jax.Array:
-    """Products of the input with all taps, which are then shifted and summed.
+    """Multiply the input with all taps, and shift and sum the products.
 
-    The kernel is taken as the gradient by a layer's input has it. The other forms would
-    have its features and outputs swapped in memory first, which takes longer than the
-    product where weights are many and positions few.
+    The kernel has the layout of the gradient by a layer's input. The other forms would
+    transpose its features and outputs in memory first, which takes longer than the
+    product for many weights and few positions.
 
     Of `x[batch, *space, features]` and `kernel[*taps, outputs, features]`, the last tap
     first: `[batch, *space, outputs]`.
@@ -176,12 +176,12 @@ def by_groups(
     groups: int,
     precision: lax.PrecisionLike = None,
 ) -> jax.Array:
-    """Sum over the taps of shifted inputs times weights, for groups of few features.
+    """Sum shifted inputs times weights over the taps, for groups of few features.
 
-    XLA makes one vectorised loop of it. Arguments and result are those of
-    `by_patches`, and `precision` changes nothing: no product is a matrix's.
+    XLA compiles it to one vectorised loop. Arguments and result are those of
+    `by_patches`; `precision` is ignored, since there is no matrix product.
     """
-    # XLA would compute the padding anew for each tap.
+    # Without the barrier XLA would compute the padding again for each tap.
     x = lax.optimization_barrier(_pad(x, windows))
     features, outputs = kernel.shape[-2:]
     result = None
@@ -208,17 +208,17 @@ def without_zeros(
     groups: int,
     precision: lax.PrecisionLike = None,
 ) -> jax.Array:
-    """`form` on what is not zero for sure: without taps that only meet the padding.
+    """Apply `form` without the taps that meet only padding.
 
     A dilated input of stride 1 is computed in phases, which are then interleaved.
-    `form` is `by_patches` or `by_groups`, and the rest is as they take and return it.
+    `form` is `by_patches` or `by_groups`; other arguments and the result are theirs.
     """
     cuts = [trimmed(w) for w in windows]
     kernel = kernel[tuple(taps for taps, _ in cuts)]
     windows = [w for _, w in cuts]
     if not any(w.input_dilation > 1 and w.stride == 1 for w in windows):
         return form(x, kernel, windows, groups, precision)
-    # A dimension that is not dilated, or has strides, is its own only phase.
+    # A dimension without dilation, or with strides, has a single phase.
     spread = [w.input_dilation if w.stride == 1 else 1 for w in windows]
     counts = [-(-w.outputs // s) for w, s in zip(windows, spread, strict=True)]
     parts = []
@@ -245,7 +245,7 @@ def without_zeros(
 
 
 def _parts(window: Window, spread: int) -> list[tuple[slice, Window | None]]:
-    """As many phases as `spread` says; those without an output have no window."""
+    """Return `spread` phases; a phase without an output has no window."""
     if spread == 1:
         return [(slice(None), window)]
     found = [(phase.taps, phase.window) for phase in phases(window)]
@@ -259,7 +259,7 @@ def by_outputs(
     groups: int,
     precision: lax.PrecisionLike = None,
 ) -> jax.Array:
-    """A product for each position of the output: filter gradients have few of them.
+    """Compute a product for each output position, of which filter gradients have few.
 
     Of `x[features, *space, batch]` and `kernel[features, *taps, outputs]`, with groups
     of the batch: `[*space, batch / groups, outputs]`.
@@ -271,7 +271,7 @@ def by_outputs(
     positions = _at_outputs(_pad(x, windows), windows)
     length = weights.shape[0]
     if groups == 1 and length * (batch + outputs) <= batch * outputs:
-        # Copies of both are smaller than the result, which is then written once.
+        # Copies of both operands are smaller than the result: write that once.
         elements = jnp.stack([e.reshape(length, batch) for e in positions])
         y = jnp.einsum(
             "pkn,pko->pno",
@@ -283,7 +283,7 @@ def by_outputs(
     results = []
     for elements in positions:
         if groups == 1:
-            # Without the axis of groups it is a plain product, not a batch of one.
+            # Without the axis of groups it is a plain product, not a batched one.
             y = jnp.einsum(
                 "kn,ko->no",
                 elements.reshape(-1, batch),
@@ -302,7 +302,7 @@ def by_outputs(
 
 
 def by_sums(x: jax.Array, kernel: jax.Array, windows: Sequence[Window]) -> jax.Array:
-    """Filter gradients of depthwise layers: sums of elementwise products.
+    """Compute filter gradients of depthwise layers as sums of elementwise products.
 
     Of `x[features, *space, channels]`, each channel a group of the batch, and
     `kernel[features, *taps, channels * multiplier]`:
@@ -310,7 +310,7 @@ def by_sums(x: jax.Array, kernel: jax.Array, windows: Sequence[Window]) -> jax.A
     """
     outputs = kernel.shape[-1]
     multiplier = outputs // x.shape[-1]
-    # XLA would compute the padding anew for each tap.
+    # Without the barrier XLA would compute the padding again for each tap.
     padded = lax.optimization_barrier(_pad(x, windows))
     results = []
     for elements in _at_outputs(padded, windows):
@@ -321,7 +321,7 @@ def by_sums(x: jax.Array, kernel: jax.Array, windows: Sequence[Window]) -> jax.A
 
 
 def _at_outputs(x: jax.Array, windows: Sequence[Window]) -> Iterator[jax.Array]:
-    """For each position of the output, the padded input that the kernel meets."""
+    """Yield, for each output position, the padded input that the kernel meets."""
     for position in itertools.product(*(range(w.outputs) for w in windows)):
         yield _slice(
             x,
@@ -332,13 +332,13 @@ def _at_outputs(x: jax.Array, windows: Sequence[Window]) -> Iterator[jax.Array]:
 
 
 def _sum_of_products(x: jax.Array, y: jax.Array) -> jax.Array:
-    """`sum(x * y)` over all but the last axis, in steps of a few terms.
+    """Compute `sum(x * y)` over all but the last axis, as a tree of sums.
 
-    XLA's own reduction over leading axes is not vectorised on CPUs, and the order of
-    its terms is that of one long sum; elementwise sums of slices are vectorised.
+    XLA's own reduction over leading axes is not vectorised on CPUs, and adds terms in
+    one long sequence; elementwise sums of slices are vectorised.
     """
     product: jax.Array | None = None
-    # Spatial axes first: a program may have split the leading one over devices.
+    # Spatial axes first: the leading axis may be sharded over devices.
     for axis in [*range(1, x.ndim - 1), 0]:
         while (size := x.shape[axis]) > 1:
             terms = min(_TERMS, size)
@@ -356,6 +356,6 @@ def _sum_of_products(x: jax.Array, y: jax.Array) -> jax.Array:
                 total = part if total is None else total + part
             if total is None:
                 raise ValueError(f"nothing to sum in {x.shape}")
-            # Without it XLA would fuse the steps, and compute all terms many times.
+            # Without the barrier XLA would fuse the steps, and repeat all terms.
             x = product = lax.optimization_barrier(total)
     return (x if product is not None else x * y).reshape(-1)

@@ -1,7 +1,7 @@
-"""Lowering rules for primitives that XLA is slow with on CPUs, in our programs only.
+"""Lowering rules for primitives that XLA compiles to slow code on CPUs.
 
-JAX's own tables stay as they are: the rules here override them for the operations in
-one call, a primitive of our own, and for nothing else that the process compiles.
+JAX's own tables stay as they are: these rules override them only for the operations
+within one call, a replicax primitive.
 """
 
 import dataclasses
@@ -35,20 +35,19 @@ _log = logging.getLogger("replicax")
 
 
 def apply(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A function whose operations are lowered for CPUs as XLA computes them quickly.
+    """Wrap a function so that its operations get faster lowerings on CPUs.
 
     Convolutions become matrix products, gradients of max pooling elementwise
-    operations, contractions over several leading dimensions a product of two matrices,
-    and long sums of gradients are arrays in memory. What the program has beside `fn`,
-    and all others, are lowered as ever; and so is this one for GPUs and TPUs.
-    `REPLICAX_CPU=off` in the environment leaves everything to XLA.
+    operations, contractions over several leading dimensions a product of two matrices;
+    long sums of gradients are stored as arrays. Operations outside `fn`, and programs
+    for GPUs and TPUs, are lowered by JAX's rules. `REPLICAX_CPU=off` in the environment
+    leaves everything to XLA.
 
     Args:
-        fn: To be compiled by `jax.jit`; it is not differentiated or mapped from
-            outside.
+        fn: A function to compile with `jax.jit`, without an outer `grad` or `vmap`.
 
     Raises:
-        ValueError: When it is traced, if `REPLICAX_CPU` is neither on nor off.
+        ValueError: In the trace, if `REPLICAX_CPU` is neither on nor off.
 
     Example:
         >>> convolve = apply(lambda x: lax.conv(x, x, (1, 1), "VALID"))
@@ -70,13 +69,13 @@ def apply(fn: Callable[..., Any]) -> Callable[..., Any]:
 def _lower_call(
     ctx: mlir.LoweringRuleContext, *operands: Any, jaxpr: ClosedJaxpr
 ) -> Any:
-    """Lowers what is in `apply`, for CPUs by our rules."""
+    """Lower the call of `apply`, for CPUs with the overriding rules."""
     module: Any = ctx.module_context
     overrides = _overrides() if tuple(module.platforms) == ("cpu",) else ()
     parameters = dataclasses.replace(
         module.lowering_parameters, override_lowering_rules=overrides
     )
-    # Caches of their own, or operations beside this call would find ours.
+    # Separate caches: operations outside this call must not find these lowerings.
     module = module.replace(
         lowering_parameters=parameters, lowering_cache={}, cached_primitive_lowerings={}
     )
@@ -91,14 +90,14 @@ _served_call_p.multiple_results = True
 _served_call_p.def_effectful_abstract_eval(
     lambda *_, jaxpr: (jaxpr.out_avals, jaxpr.effects)
 )
-# Without `jax.jit`, as under `jax.disable_jit`.
+# The implementation without `jax.jit`, as under `jax.disable_jit`.
 _served_call_p.def_impl(lambda *args, jaxpr: jaxpr_as_fun(jaxpr)(*args))
 mlir.register_lowering(_served_call_p, _lower_call, cacheable=False)
 
 
 @functools.cache
 def _overrides() -> tuple[tuple[Any, Callable[..., Any]], ...]:
-    """Our rules by their primitives, as JAX takes them."""
+    """Make the overriding rules by primitive, in JAX's form."""
     rules_of_jax = {p: _rule_of_jax(p) for p in _SERVED}
     unknown = [_SERVED[p][0] for p, rule in rules_of_jax.items() if rule is None]
     if unknown:
@@ -111,9 +110,9 @@ def _overrides() -> tuple[tuple[Any, Callable[..., Any]], ...]:
         )
     known = {p: rule for p, rule in rules_of_jax.items() if rule is not None}
     if rule := known.get(ad.add_jaxvals_p):
-        # Sums are served by what is behind them, so each is lowered where it is; those
-        # of equal types are otherwise lowered once, without operands. The rule itself
-        # stays JAX's, and what it writes into other programs is the same.
+        # The choice depends on a sum's operands, so each sum must be lowered in line;
+        # JAX would lower sums of equal types once, as a function. The rule itself stays
+        # JAX's, and its code in other programs is the same.
         mlir.register_lowering(ad.add_jaxvals_p, rule, cacheable=False)
     return tuple(
         (p, functools.partial(_lower, rule, _SERVED[p][1])) for p, rule in known.items()
@@ -121,10 +120,11 @@ def _overrides() -> tuple[tuple[Any, Callable[..., Any]], ...]:
 
 
 def _rule_of_jax(primitive: Any) -> Any:
-    """The rule that JAX lowers a primitive for CPUs by; None: it does not say.
+    """Look up JAX's lowering rule of a primitive for CPUs; None if it is not found.
 
-    The only private names: JAX has a function to register rules but none to look them
-    up. `jax.interpreters.mlir` has these tables since 0.3; seen in 0.10.2.
+    It uses private names, the only ones here: JAX has a function to register rules but
+    none to look them up. `jax.interpreters.mlir` has these tables since 0.3; tested
+    with 0.10.2.
     """
     table = getattr(mlir, "_platform_specific_lowerings", None)
     if table is None:
@@ -142,7 +142,7 @@ def _lower(
     *operands: Any,
     **params: Any,
 ) -> Any:
-    """The lowering rule: ours where `serve` has something, JAX's elsewhere."""
+    """Lower an operation with the function of `serve`, or else with JAX's rule."""
     ours = None
     if _is_static(ctx) and not _is_sharded_explicitly(ctx, params):
         ours = serve(ctx, operands, params)
@@ -153,15 +153,15 @@ def _lower(
 
 
 def _is_static(ctx: mlir.LoweringRuleContext) -> bool:
-    """Whether all shapes are numbers: `jax.export` has some with symbols."""
+    """Whether all sizes are numbers; those of `jax.export` may be symbolic."""
     avals: list[Any] = [*ctx.avals_in, *ctx.avals_out]
     return all(isinstance(n, int) for x in avals for n in getattr(x, "shape", ()))
 
 
 def _is_sharded_explicitly(ctx: mlir.LoweringRuleContext, params: dict) -> bool:
-    """Whether types say how the arrays are sharded: the forms' reshapes would not.
+    """Whether types have explicit shardings, which the forms' reshapes would lose.
 
-    In a replica function they name a mesh, and no axis of it.
+    In a replica function the types have a mesh, but no axis of it.
     """
     avals: list[Any] = [*ctx.avals_in, *ctx.avals_out]
     shardings = [aval.sharding for aval in avals]
@@ -191,9 +191,9 @@ def _serve_pooling(
 
 
 def _is_divided_by_xla(ctx: mlir.LoweringRuleContext) -> bool:
-    """Whether XLA divides arrays among devices, by dimensions that it should see.
+    """Whether XLA partitions arrays over devices, so that dimensions must not merge.
 
-    In a replica function it does not, but under `ModelParallel` within each replica.
+    In a replica function it does not, except under `ModelParallel` within a replica.
     """
     context: Any = ctx.module_context.axis_context
     if not hasattr(context, "mesh"):
@@ -223,7 +223,7 @@ def _serve_sum(
 def _convolve(
     lhs: jax.Array, rhs: jax.Array, *, form: Form, dtype: Any, params: dict[str, Any]
 ) -> jax.Array:
-    """What `lax.conv_general_dilated_p` computes, by the form that `choose` names."""
+    """Compute `lax.conv_general_dilated_p` in the form from `choose`."""
     lhs_spec, rhs_spec, out_spec = params["dimension_numbers"]
     of_batch, precision = params["batch_group_count"], params["precision"]
     windows = spatial_windows(lhs, rhs, params)
@@ -241,7 +241,7 @@ def _convolve(
     else:
         x = jnp.transpose(lhs, (lhs_spec[0], *lhs_spec[2:], lhs_spec[1]))
         if form == "taps":
-            # JAX has reversed it for the gradient by the input: XLA drops both.
+            # JAX reverses the kernel for the gradient by the input: XLA cancels both.
             kernel = lax.rev(rhs, rhs_spec[2:])
             kernel = jnp.transpose(kernel, (*rhs_spec[2:], rhs_spec[0], rhs_spec[1]))
             y = by_taps(x, kernel, windows, precision)
@@ -263,7 +263,7 @@ def _convolve(
 
 
 def _groups_of_features(x: jax.Array, groups: int) -> jax.Array:
-    """`[groups * n, *space, m]` as `[n, *space, groups * m]`: the same convolution."""
+    """Reshape `[groups * n, *space, m]` to `[n, *space, groups * m]`."""
     x = x.reshape(groups, -1, *x.shape[1:])
     x = jnp.moveaxis(x, 0, -2)
     return x.reshape(*x.shape[:-2], -1)
@@ -273,7 +273,7 @@ _Serve = Callable[
     [mlir.LoweringRuleContext, Sequence[Any], dict[str, Any]],
     Callable[..., jax.Array] | None,
 ]
-# Each primitive with its name for people, and what computes it, None where XLA does.
+# Each primitive's name for messages, and the function that chooses its computation.
 _SERVED: Mapping[Any, tuple[str, _Serve]] = {
     lax.conv_general_dilated_p: ("convolutions", _serve_convolution),
     lax.select_and_scatter_add_p: ("gradients of max pooling", _serve_pooling),

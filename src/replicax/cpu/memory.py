@@ -1,9 +1,9 @@
-"""malloc for arrays on CPUs: a heap in huge pages, kept from step to step.
+"""Configures malloc for arrays on CPUs: keep freed memory, and use huge pages.
 
-A step on a CPU allocates its intermediate arrays anew each time. glibc takes large ones
-from the kernel and gives them back at once, so every step pays for the kernel to find,
-zero and map thousands of pages of 4 KiB, and then for the lookups of so many. Here the
-heap is allowed to keep what was freed, and the kernel to back it with pages of 2 MiB.
+A step on a CPU allocates its intermediate arrays each time. glibc takes large arrays
+from the kernel and returns them at once, so every step pays for finding, zeroing and
+mapping thousands of 4 KiB pages, and for the TLB misses of so many. Here the heap keeps
+freed memory, and the kernel backs it with pages of 2 MiB.
 """
 
 import ctypes
@@ -21,24 +21,24 @@ __all__ = ["share_one_heap", "use_huge_pages"]
 
 _log = logging.getLogger("replicax")
 
-# Of malloc.h and mman-common.h; the same on all of Linux' architectures.
+# Constants of malloc.h and mman-common.h, the same on all architectures of Linux.
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
 _MADV_HUGEPAGE = 14
-_AHEAD = 2**29  # Address space that is asked for in advance; memory only when used.
+_AHEAD = 2**29  # Address space that is reserved in advance; memory only when used.
 _PAGE = 2**21
-_end = 0  # Of the heap, when it was last seen to.
+_end = 0  # End of the heap at the last `madvise`.
 
 
 def share_one_heap() -> None:
-    """Has all threads of this process that are yet to come use its one heap.
+    """Make all future threads of this process use a single malloc heap.
 
-    A thread has a heap of its own from its first allocation on, which `use_huge_pages`
-    does not reach, and which gives arrays of 64 MiB and more back at once. Those of JAX
-    begin with its backend. So this is for the moment before, where `use_huge_pages`
-    would do something and the process has one core, as workers that share a machine do.
+    By default a thread gets its own heap (arena) at its first allocation. Huge pages do
+    not cover it, and it returns arrays of 64 MiB and more to the kernel at once. JAX's
+    threads start with its backend, so call this before. It does nothing unless the
+    process has one core, as workers that share a machine do.
 
-    On two cores threads wait for each other's allocations: MobileNetV2 takes 28 s to
-    compile and not 22, and 190 ms a step on two devices and not 138.
+    On two cores threads would contend for the heap: MobileNetV2 takes 28 s to compile
+    in place of 22, and 190 ms for a step on two devices in place of 138.
 
     Example:
         >>> share_one_heap()
@@ -50,16 +50,16 @@ def share_one_heap() -> None:
 def use_huge_pages() -> bool:
     """Keep freed memory of this process and back it with huge pages.
 
-    For processes that compute on CPUs under Linux with glibc. Memory that arrays took
-    stays with the process for its next arrays. `REPLICAX_CPU=off` leaves malloc as
-    it is, and so does a user who has configured malloc or put another in its place.
+    For processes that compute on CPUs under Linux with glibc. The process keeps the
+    memory of freed arrays for its next arrays. malloc stays as it is with
+    `REPLICAX_CPU=off`, and if the user has configured or replaced it.
 
-    To be called after the first step of a program, and not before: its compiler takes
-    much memory in small pieces, which would be slower in pages that are not there yet,
-    and is given back here.
+    Call it after the first step of a program, not before: the compiler allocates much
+    memory in small pieces, which would be slower in new huge pages. This call returns
+    the compiler's memory to the kernel.
 
     Returns:
-        Whether it is done.
+        Whether huge pages are in use.
     """
     global _end
     libc = _libc()
@@ -67,9 +67,9 @@ def use_huge_pages() -> bool:
         return False
     if libc.sbrk(0) == _end:
         return True
-    # Pages that are small already stay so: the free ones go, to come back huge.
+    # Small pages stay small: return the free ones, so that they come back huge.
     libc.malloc_trim(0)
-    # So that the heap has memory, all of it advised, before the arrays come.
+    # Grow the heap before arrays are allocated, so that `madvise` covers all of it.
     libc.free(libc.malloc(_AHEAD))
     _end = libc.sbrk(0)
     start = -(-_start() // _PAGE) * _PAGE
@@ -80,7 +80,7 @@ def use_huge_pages() -> bool:
 
 @functools.cache
 def _libc() -> ctypes.CDLL | None:
-    """The C library with a malloc that keeps memory; None where it is left alone."""
+    """Configure malloc to keep memory; return the C library, or None if not wanted."""
     if not _is_wanted():
         return None
     libc = ctypes.CDLL(None)
@@ -103,7 +103,7 @@ def _is_wanted() -> bool:
         return False
     if not is_on():
         return False
-    # Somebody has thought about memory already.
+    # The user has configured malloc.
     if any(name.startswith("MALLOC_") for name in os.environ):
         return False
     if "malloc" in os.environ.get("GLIBC_TUNABLES", "") + os.environ.get(
@@ -118,7 +118,7 @@ def _is_wanted() -> bool:
 
 
 def _start() -> int:
-    """Where the heap begins."""
+    """The start address of the heap; 0 if unknown."""
     with open("/proc/self/maps", encoding="utf-8") as maps:
         for line in maps:
             if line.endswith("[heap]\n"):

@@ -1,8 +1,8 @@
-"""Gradients of max and min pooling on CPUs, without XLA's select-and-scatter.
+"""Computes gradients of max and min pooling on CPUs, without select-and-scatter.
 
-XLA expands that to a reduction of windows with one array of indices for each dimension,
-and a scatter. Here the taps of the windows are gone through once, all windows at a
-time, and the gradient is then read from where each window found its value.
+XLA expands select-and-scatter to a reduction of windows with an array of indices for
+each dimension, and a scatter. Here one pass over the taps, for all windows at a time,
+finds each window's chosen tap, and the gradient is gathered from those.
 
 Times below are milliseconds, the least of some calls on two cores that had other work
 too, with JAX 0.10.2: XLA's first, float32 of shape `[batch, height, width, channels]`.
@@ -34,7 +34,7 @@ _MOST_PHASES = 32
 
 
 def is_served(source: Any, operand: Any, params: Mapping[str, Any]) -> bool:
-    """Whether `gradient` computes one of these types, and is faster than XLA."""
+    """Whether `gradient` supports these types, and is faster than XLA."""
     if not jnp.issubdtype(operand.dtype, jnp.floating) or operand.dtype.itemsize < 2:
         return False
     edges = [n for pair in params["padding"] for n in pair]
@@ -51,11 +51,11 @@ def is_served(source: Any, operand: Any, params: Mapping[str, Any]) -> bool:
 def gradient(
     source: jax.Array, operand: jax.Array, *, params: Mapping[str, Any]
 ) -> jax.Array:
-    """The gradient by the array that was pooled.
+    """Compute the gradient by the input of the pooling.
 
-    The first of equal elements of a window gets all of it, and a NaN makes way for what
-    comes after it, as in XLA's select-and-scatter. Padding never gets any. `source` is
-    the gradient by the pooled array.
+    As in XLA's select-and-scatter, the first of equal elements of a window gets the
+    whole gradient, and any element after a NaN replaces it. Padding gets none. `source`
+    is the gradient by the pooling's output.
     """
     ones = [1] * operand.ndim
     windows = windows_of(
@@ -82,18 +82,18 @@ def gradient(
 
 
 def _taps(windows: Sequence[Window]) -> list[tuple[int, ...]]:
-    """Those of a window, in row-major order."""
+    """List the taps of a window, in row-major order."""
     return list(itertools.product(*(range(w.taps) for w in windows)))
 
 
 def _chosen(x: jax.Array, windows: Sequence[Window], select: Any) -> jax.Array:
-    """The number of the tap at which each window has its value.
+    """Find the index of each window's chosen tap.
 
-    A window with nothing but padding has a tap in the padding.
+    A window of padding only has a tap in the padding.
     """
     edges = [(w.low, w.high, 0) for w in windows]
     if any(itertools.chain(*edges)):
-        # Whatever follows a NaN is chosen, so the first element after padding is.
+        # Any element after a NaN replaces it, so padding is never kept.
         x = lax.pad(x, x.dtype.type(np.nan), edges)
     best: jax.Array | None = None
     chosen = jnp.zeros([w.outputs for w in windows], jnp.int32)
@@ -116,7 +116,7 @@ def _chosen(x: jax.Array, windows: Sequence[Window], select: Any) -> jax.Array:
 
 
 def _in_padding(windows: Sequence[Window], dim: int, tap: int) -> jax.Array | None:
-    """At which windows a tap is in the padding of a dimension; None: at none."""
+    """Mask the windows whose tap is in the padding of a dimension; None: none is."""
     w = windows[dim]
     first = max(0, -((tap - w.low) // w.stride))
     end = min(w.outputs, max(0, -((tap - w.low - w.size) // w.stride)))
@@ -130,7 +130,7 @@ def _in_padding(windows: Sequence[Window], dim: int, tap: int) -> jax.Array | No
 def _by_broadcasts(
     chosen: jax.Array, dy: jax.Array, windows: Sequence[Window]
 ) -> jax.Array:
-    """For windows that do not overlap: one loop over the gradient, without sums.
+    """Compute the gradient for disjoint windows: one loop, without sums.
 
     [64, 26, 26, 32] with 2x2 takes 36 or 0.4, [64, 11, 11, 64] 3.1 or 0.15. Stacked
     and transposed it is 0.3 and 0.2, but 3x3 at [16, 24, 24, 64] 1.3, not 0.5, and it
@@ -157,7 +157,7 @@ def _by_broadcasts(
 def _by_phases(
     chosen: jax.Array, dy: jax.Array, windows: Sequence[Window]
 ) -> jax.Array:
-    """For windows that overlap: sums over the windows that an element lies in.
+    """Compute the gradient for overlapping windows: sums over an element's windows.
 
     Elements of the input that lie a stride apart, a phase, meet the same taps. The
     phases are computed one by one and then interleaved. [16, 32, 32, 64] with 3x3 and
@@ -201,7 +201,7 @@ def _by_phases(
 
 
 def _cut(dx: jax.Array, windows: Sequence[Window]) -> jax.Array:
-    """Without the padding, and with zeros for elements after the last window."""
+    """Remove the padding, and add zeros for elements after the last window."""
     edges = [
         (-w.low, w.low + w.size - length, 0)
         for w, length in zip(windows, dx.shape, strict=True)

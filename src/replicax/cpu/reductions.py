@@ -1,19 +1,18 @@
-"""Reductions in backward passes on CPUs: contractions and sums of gradients.
+"""Faster reductions in backward passes on CPUs: contractions and sums of gradients.
 
 The gradient of a `Dense` layer's weights over `[batch, steps, features]` is contracted
-over two dimensions. To bring that into the form of a matrix product, XLA transposes the
-gradient of the output as it writes it, and is left with a product of two transposed
-arrays: 73 GFLOPS where one of arrays in order has 206, and the slow write besides.
-Leading dimensions become one without moving anything, which `contract` does. The
-transformer of the bench takes 740 ms a step as XLA has it and 570 ms so (one core, JAX
-0.10.2).
+over two dimensions. To make that a matrix product, XLA transposes the gradient of the
+output as it writes it, which is slow, and gets a product of two transposed arrays at 73
+GFLOPS; a product of arrays in order has 206. `contract` merges the leading dimensions
+instead, which moves no data. A step of the benchmark's transformer takes 570 ms with it
+and 740 ms without (one core, JAX 0.10.2).
 
-Along a residual stream the gradient of a layer's input is the gradient of its output,
-plus the layer's own. XLA computes such a sum anew in every operation that reads it,
-with all sums that it is made of: in a transformer of 6 layers the first read 85 arrays,
-and the work grows with the square of the depth. `written_sum` has a computation of its
-own, which XLA does not merge into its readers. The same transformer takes 1220 ms as
-XLA has it and 870 ms so, and 0.7 of the time to compile.
+Along a residual stream the gradient of a layer's input is the gradient of its output
+plus the layer's own. XLA rematerialises such a sum in every operation that reads it,
+with all sums that it consists of: in a transformer of 6 layers the first sum read 85
+arrays, and the work grows with the square of the depth. `written_sum` is a separate
+computation, which XLA does not fuse into its readers. The same transformer takes 870 ms
+with it and 1220 ms without, and compiles in 0.7 of the time.
 """
 
 import math
@@ -27,7 +26,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 
 __all__ = ["contract", "contracts", "is_long_sum", "written_sum"]
 
-# What XLA merges into the operation that reads it.
+# Operations that XLA fuses into the operation that reads them.
 _MERGED = {
     f"stablehlo.{name}"
     for name in (
@@ -48,12 +47,12 @@ _MERGED = {
 # at 2, and nothing at 8 or more.
 _MOST_SUMS = 12
 _MOST_VISITS = 256
-# Elements; anything smaller is computed again in no time.
+# Elements; a smaller sum is cheap to rematerialise.
 _SMALLEST = 2**14
 
 
 def contracts(params: Mapping[str, Any]) -> bool:
-    """Whether `contract` computes the `lax.dot_general_p` of these parameters."""
+    """Whether `contract` supports the `lax.dot_general_p` of these parameters."""
     (of_lhs, of_rhs), (batch, _) = params["dimension_numbers"]
     leading = tuple(range(len(of_lhs)))
     same = tuple(of_lhs) == tuple(of_rhs) == leading
@@ -61,7 +60,7 @@ def contracts(params: Mapping[str, Any]) -> bool:
 
 
 def contract(lhs: jax.Array, rhs: jax.Array, *, params: Mapping[str, Any]) -> jax.Array:
-    """What `lax.dot_general_p` computes, as a product of two matrices.
+    """Compute `lax.dot_general_p` as a product of two matrices.
 
     Of `lhs[*contracted, *rows]` and `rhs[*contracted, *columns]`: `[*rows, *columns]`.
     """
@@ -78,7 +77,7 @@ def contract(lhs: jax.Array, rhs: jax.Array, *, params: Mapping[str, Any]) -> ja
 
 
 def is_long_sum(out: Any, operands: Sequence[Any]) -> bool:
-    """Whether a sum of two gradients should be written, for what is behind it."""
+    """Whether a sum of two gradients is long enough to be stored, by its operands."""
     return (
         jnp.issubdtype(out.dtype, jnp.floating)
         and out.size >= _SMALLEST
@@ -87,7 +86,7 @@ def is_long_sum(out: Any, operands: Sequence[Any]) -> bool:
 
 
 def written_sum(x: jax.Array, y: jax.Array) -> jax.Array:
-    """`x + y`, as an array in memory.
+    """Compute `x + y` and store it, without fusion into its readers.
 
     Example:
         >>> float(written_sum(jnp.array(1.0), jnp.array(2.0)))
@@ -98,11 +97,11 @@ def written_sum(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def _num_sums(values: Sequence[Any]) -> int:
-    """Sums that XLA would compute together with a reader of these MLIR values."""
+    """Count the sums that XLA would fuse into a reader of these MLIR values."""
     todo, seen, found = list(values), set(), 0
     while todo and len(seen) < _MOST_VISITS and found < _MOST_SUMS:
         operation = getattr(todo.pop().owner, "operation", None)
-        # None: an argument.
+        # None: the value is an argument.
         if operation is None or operation in seen or operation.name not in _MERGED:
             continue
         seen.add(operation)

@@ -1,4 +1,4 @@
-"""The switch of this folder, XLA options for CPUs, and the schedule of Gloo's thread.
+"""The switch of this folder, XLA options for CPUs, and scheduling of Gloo's thread.
 
 `REPLICAX_CPU=off` in the environment leaves XLA, malloc and threads on CPUs alone.
 """
@@ -28,21 +28,21 @@ _CHOICES = ("on", "off")
 _FORMER = ("REPLICAX_CPU_LOWERINGS", "REPLICAX_HUGE_PAGES")
 
 HEAP_BYTES = 48 * 2**20
-"""Most that a step on a CPU takes from malloc at once, where its arrays are smaller.
+"""Maximal size of one allocation of a step on a CPU, unless an array is larger.
 
-XLA asks for all intermediate arrays of a step together. glibc serves JAX' threads from
-heaps of 64 MiB each, which it keeps; what does not fit into one comes from the kernel
-and goes back to it, page by page, in every step. In pieces that fit, the transformer of
-the bench takes 701 ms a step on two devices and not 1093, and MobileNetV2 187
-and not 276; pieces of 2 to 16 MiB gain less.
+XLA allocates all intermediate arrays of a step together. glibc serves JAX's threads
+from heaps of 64 MiB each, which it keeps; a larger allocation comes from the kernel and
+returns to it, page by page, in every step. In pieces that fit a heap, a step of the
+benchmark's transformer takes 701 ms on two devices in place of 1093, and of MobileNetV2
+187 in place of 276; pieces of 2 to 16 MiB gain less.
 """
 
-# Every XLA that JAX 0.10 to 0.12 come with knows it. To ask would cost 20 ms.
+# The XLA of JAX 0.10 to 0.12 has this flag. To ask XLA would take 20 ms.
 _HEAP = "xla_multiheap_size_constraint_per_heap"
 
-# No option of a program: XLA takes these from its flags only. Unrolled loops take time
-# to compile (on one core the first step of ResNet-18 in the bench 8.6 s and not
-# 7.8, of MobileNetV2 41 and not 32), and steps take as long with and without.
+# XLA takes this from its flags only, not as an option of a program. Unrolled loops take
+# longer to compile (on one core the first step of the benchmark's ResNet-18 takes 8.6 s
+# in place of 7.8, of MobileNetV2 41 in place of 32), and steps are no faster.
 _EXTRA = "--xla_backend_extra_options"
 _KEEP_LOOPS = f"{_EXTRA}=xla_cpu_disable_loop_unrolling"
 
@@ -79,8 +79,8 @@ def _warn_of(name: str) -> None:
 def keep_loops(environ: MutableMapping[str, str]) -> None:
     """Tell XLA in `XLA_FLAGS` not to unroll loops of programs for CPUs.
 
-    XLA reads the variable once, when the first devices are asked for. Where it has
-    extra options of the user, or names a file, nothing is added.
+    XLA reads the variable once, when devices are first used. Nothing is added if it has
+    extra options of the user, or names a file.
 
     Args:
         environ: The environment of a process on CPUs, which is changed.
@@ -100,12 +100,12 @@ def keep_loops(environ: MutableMapping[str, str]) -> None:
 def compiler_options(
     environ: Mapping[str, str], *, largest_bytes: int = 0
 ) -> dict[str, int] | None:
-    """The `compiler_options` of `jax.jit` for a step on CPUs; None where it needs none.
+    """Return the `compiler_options` of `jax.jit` for a step on CPUs; None for none.
 
     Args:
-        environ: The process' environment; what `XLA_FLAGS` sets is left out.
-        largest_bytes: Size of the largest intermediate array, where it is known. XLA
-            would warn of each that is larger than `HEAP_BYTES`.
+        environ: The process' environment; flags in `XLA_FLAGS` are not overridden.
+        largest_bytes: Size of the largest intermediate array, if known. XLA would warn
+            of each array that is larger than `HEAP_BYTES`.
 
     Raises:
         OSError: If `XLA_FLAGS` names a file of flags that cannot be read.
@@ -116,7 +116,7 @@ def compiler_options(
 
 
 def flags_in(environ: Mapping[str, str]) -> set[str]:
-    """Names of the flags in `XLA_FLAGS`, which may also be the name of a file.
+    """Parse the names of the flags in `XLA_FLAGS`, or in the file that it names.
 
     Raises:
         OSError: If that file cannot be read.
@@ -128,12 +128,12 @@ def flags_in(environ: Mapping[str, str]) -> set[str]:
 
 
 def without_interrupts(make: Callable[P, T]) -> Callable[P, T]:
-    """A function that makes JAX's Gloo, with a thread that never interrupts others.
+    """Wrap the factory of JAX's Gloo: its thread gets Linux' batch scheduling class.
 
-    Where a worker has one core, the message that arrives wakes Gloo's thread amid a
-    send. It finds the connection locked, looks again and again, and keeps the core from
-    the thread that holds the lock until the scheduler's slice is over: 4 ms for each
-    message, where 0.2 will do. Linux' class for batch jobs waits for the core.
+    On one core, an arriving message wakes Gloo's thread during a send. The thread finds
+    the connection locked, spins, and keeps the core from the thread that holds the lock
+    until its time slice ends: 4 ms for each message in place of 0.2. In the batch class
+    a woken thread does not preempt the running one.
     """
 
     @functools.wraps(make)
@@ -153,17 +153,18 @@ def without_interrupts(make: Callable[P, T]) -> Callable[P, T]:
 
 
 def _threads() -> set[int]:
-    """This process' threads as Linux numbers them; none on other systems."""
+    """List this process' thread ids on Linux; none on other systems."""
     if not _THREADS.is_dir():
         return set()
     return {int(path.name) for path in _THREADS.iterdir()}
 
 
 def cpu_pool_size(num_devices: int) -> int:
-    """Threads that keep collectives on `num_devices` CPU devices from blocking.
+    """Compute the thread pool size with which CPU collectives do not deadlock.
 
-    Measured on two cores: as many threads as devices hang, 1.5 times as many hang, and
-    twice as many passed every soak; the two on top are margin. Never fewer than cores.
+    Measured on two cores: a pool of 1 or 1.5 threads for each device hangs; 2 threads
+    for each device passed every soak test. Two more are a margin. The pool has at least
+    as many threads as there are cores.
     """
     needed = 2 * num_devices + 2 if num_devices > 1 else 1
     return max(needed, os.cpu_count() or 1)

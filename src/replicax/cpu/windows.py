@@ -1,4 +1,4 @@
-"""The arithmetic of a convolution's windows, one spatial dimension at a time."""
+"""Arithmetic of a convolution's windows, one spatial dimension at a time."""
 
 import dataclasses
 import math
@@ -15,13 +15,13 @@ class Window:
     """One spatial dimension: output `p` reads `p * stride + tap * dilation - low`.
 
     Attributes:
-        size: Of the input, in elements.
-        taps: Of the kernel, in elements.
-        stride: Between two outputs.
-        low: Zeros before the input; negative: elements that are left out.
-        high: Zeros after it, likewise.
-        input_dilation: The input's elements lie so far apart, with zeros between.
-        dilation: The kernel's elements lie so far apart.
+        size: Number of elements of the input.
+        taps: Number of elements of the kernel.
+        stride: Distance of two outputs in the input.
+        low: Number of zeros before the input; negative: elements that are cut off.
+        high: Number of zeros after the input; negative: elements that are cut off.
+        input_dilation: Distance of the input's elements, with zeros between.
+        dilation: Distance of the kernel's elements.
     """
 
     size: int
@@ -34,23 +34,23 @@ class Window:
 
     @property
     def padded(self) -> int:
-        """Elements of the input with its zeros."""
+        """Number of elements of the input with its zeros."""
         return (self.size - 1) * self.input_dilation + 1 + self.low + self.high
 
     @property
     def outputs(self) -> int:
-        """Positions of the window."""
+        """Number of positions of the window."""
         span = (self.taps - 1) * self.dilation + 1
         return max(0, (self.padded - span) // self.stride + 1)
 
 
 class Phase(NamedTuple):
-    """Every `input_dilation`-th output: it needs only some taps, and no dilated input.
+    """Every `input_dilation`-th output, a convolution of some taps without dilation.
 
     Attributes:
         first: The first output.
-        taps: Those of the kernel that meet elements of the input.
-        window: The convolution that computes these outputs; None where no tap does.
+        taps: The kernel's taps that meet elements of the input.
+        window: The convolution of these outputs; None if no tap meets the input.
     """
 
     first: int
@@ -67,7 +67,7 @@ def windows_of(
     input_dilation: Sequence[int],
     dilation: Sequence[int],
 ) -> tuple[Window, ...]:
-    """The windows of all spatial dimensions.
+    """Make the windows of all spatial dimensions.
 
     Example:
         >>> same = dict(strides=[1], padding=[(1, 1)], input_dilation=[1], dilation=[1])
@@ -89,9 +89,9 @@ def windows_of(
 
 
 def widened(dtype: Any) -> np.dtype:
-    """The dtype in which floats are summed: `float32` for halves.
+    """Return the dtype in which floats are summed: `float32` for 16-bit floats.
 
-    `jnp.promote_types` is refused where the user allows no promotion.
+    `jnp.promote_types` would raise under strict dtype promotion.
 
     Example:
         >>> str(widened("float16")), str(widened("float64"))
@@ -102,7 +102,7 @@ def widened(dtype: Any) -> np.dtype:
 
 
 def trimmed(window: Window) -> tuple[slice, Window]:
-    """The taps that ever meet the input, and the window of these alone.
+    """Find the taps that ever meet the input, and the window of these alone.
 
     A 3x3 kernel over a 1x1 image, as at the end of a network, has one of nine.
 
@@ -131,11 +131,11 @@ def trimmed(window: Window) -> tuple[slice, Window]:
 
 
 def phases(window: Window) -> Iterator[Phase]:
-    """The parts that a window over a dilated input of stride 1 falls into.
+    """Divide a window of stride 1 over a dilated input into phases.
 
-    Multiplying by the zeros of a dilated input is a waste: of the gradient of a layer
-    with strides 2x2, 3/4 of the work. Each phase multiplies with elements only. There
-    are `window.input_dilation`, or fewer where there are fewer outputs.
+    Multiplications by the zeros of a dilated input are wasted: 3/4 of the work in the
+    gradient of a layer with strides 2x2. A phase multiplies with elements only. There
+    are `window.input_dilation` phases, or fewer if there are fewer outputs.
     """
     spread = window.input_dilation
     step = spread // math.gcd(spread, window.dilation)
