@@ -1,7 +1,7 @@
 """replicax: tf.distribute's Strategy for Keras 3 on JAX.
 
-Importing it picks the JAX backend of Keras and does nothing else. Public names are
-loaded when they are first used.
+The import selects Keras' JAX backend and does nothing else. Public names are loaded on
+first use.
 """
 
 import importlib
@@ -234,9 +234,9 @@ _MODULES = {
     "clip_by_global_norm": "engine.gradients",
     "value_and_grad": "engine.gradients",
 }
-"""The module below `replicax` that has each public name, or that it is."""
+"""The module below `replicax` of each public name; a submodule is its own."""
 
-# Modules that threads import in different orders would wait for each other.
+# Imports in different orders by several threads would deadlock.
 _loading = threading.RLock()
 _is_used = False
 
@@ -257,7 +257,7 @@ def __dir__() -> list[str]:
 
 
 def _begin_task() -> None:
-    """At the first use of a name: do what the launcher of this process asks for."""
+    """At the first use of a name, set up what this process' launcher asks for."""
     global _is_used
     if _is_used:
         return
@@ -274,7 +274,7 @@ def _begin_task() -> None:
 
 def _unknown(name: str) -> str:
     text = f"module 'replicax' has no attribute {name!r}"
-    if name.startswith("_"):  # Asked for by Python or an editor, not by a user.
+    if name.startswith("_"):  # Python or an editor looks it up, not a user.
         return text
     import difflib
 

@@ -1,4 +1,4 @@
-"""The version of replicax, read by the build here; those that a cluster shares."""
+"""The version of replicax, which the build reads; the versions that workers compare."""
 
 __all__ = ["__version__", "versions"]
 
@@ -6,7 +6,7 @@ __version__ = "0.1.0"
 
 
 def versions() -> dict[str, str]:
-    """The versions of replicax, JAX and Keras in this process, by name."""
+    """Return the versions of replicax, JAX and Keras in this process, by name."""
     import jax
     import keras
 

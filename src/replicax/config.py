@@ -1,4 +1,4 @@
-"""What scripts call of `tf.config`."""
+"""The functions of `tf.config` that training scripts call."""
 
 from replicax.cluster.tpu_system import experimental_connect_to_cluster
 from replicax.engine.device_lists import (

@@ -1,4 +1,4 @@
-"""Exceptions of replicax. Each is also the nearest builtin exception."""
+"""Exceptions of replicax, each a subclass of the nearest builtin exception."""
 
 from collections.abc import Sequence
 
@@ -24,7 +24,7 @@ class ClusterConfigError(ValueError):
     """The description of a cluster, such as `TF_CONFIG`, is malformed or incomplete.
 
     Attributes:
-        problems: Everything that is wrong with it, one sentence each.
+        problems: All problems of the description, one sentence each.
     """
 
     def __init__(self, message: str, problems: Sequence[str] = ()) -> None:
@@ -33,12 +33,12 @@ class ClusterConfigError(ValueError):
 
 
 class ClusterError(RuntimeError):
-    """The workers of a cluster cannot go on together: one is missing or lost.
+    """The workers of a cluster cannot continue: one of them is missing or lost.
 
-    The process exits with a retryable code if nobody catches it.
+    If it is not caught, the process exits with a retryable code.
 
     Attributes:
-        culprit: The task that others waited for, such as `"worker:1"`, if it is alive.
+        culprit: The live task that others waited for, such as `"worker:1"`, or None.
     """
 
     def __init__(self, message: str, culprit: str | None = None) -> None:
@@ -55,15 +55,15 @@ class ContextError(RuntimeError):
 
 
 class DeviceError(ValueError):
-    """A device is unknown, named twice, or not there."""
+    """A device is unknown, named twice, or absent."""
 
 
 class DivergenceError(ValueError):
-    """A variable that must be equal on all replicas would not be."""
+    """A variable that must be equal on all replicas would differ."""
 
 
 class InputError(ValueError):
-    """The datasets of a cluster's workers do not go together."""
+    """The datasets of a cluster's workers do not match."""
 
 
 class InternalError(RuntimeError):
@@ -71,4 +71,4 @@ class InternalError(RuntimeError):
 
 
 class LostValuesError(RuntimeError):
-    """Arrays that are needed have been deleted: their memory was given away."""
+    """Arrays that are needed have been deleted: their memory was donated."""

@@ -1,4 +1,4 @@
-"""What `tf.distribute.experimental` held, under the same names."""
+"""The names of `tf.distribute.experimental`."""
 
 from replicax import partitioners
 from replicax.checkpoint.preemption import PreemptionCheckpointHandler
@@ -12,7 +12,9 @@ from replicax.engine.communication import (
 from replicax.ps import coordinator
 from replicax.ps.strategy import ParameterServerStrategy
 from replicax.strategies.central_storage import CentralStorageStrategy
-from replicax.strategies.experimental import MultiWorkerMirroredStrategy
+from replicax.strategies.multi_worker import (
+    ExperimentalMultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
+)
 from replicax.strategies.tpu import TPUStrategy
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Keras layers whose variables a strategy may keep elsewhere."""
+"""Keras layers whose variables parameter servers may hold."""
 
 from replicax.ps.embedding import Embedding, RowSource
 

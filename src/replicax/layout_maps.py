@@ -1,4 +1,4 @@
-"""Layout maps: which dimension of a weight is split over the devices of one replica."""
+"""Layout maps: the sharding of weights over the devices of one replica."""
 
 from replicax.strategies.layout_maps import (
     ATTENTION,

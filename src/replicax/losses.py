@@ -1,4 +1,4 @@
-"""Losses that add up to the global batch's when the replicas' gradients are summed."""
+"""Losses scaled so that the sum of the replicas' gradients is the global batch's."""
 
 from replicax.engine.losses import compute_average_loss, scale_regularization_loss
 

@@ -1,4 +1,4 @@
-"""How variables are cut for parameter servers, as `variable_partitioner` takes it."""
+"""Partitioners: shard variables over parameter servers, for `variable_partitioner`."""
 
 from replicax.ps.partition import (
     FixedShardsPartitioner,

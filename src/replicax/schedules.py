@@ -1,4 +1,4 @@
-"""Learning rates for larger batches."""
+"""Learning-rate schedules for larger batches."""
 
 from replicax.keras.schedules import LinearScalingWarmup
 

@@ -1,6 +1,6 @@
-"""The strategies: where replicas run, and what a user calls. One file each.
+"""The strategies: the placement of replicas, and the API of users. One file each.
 
-A strategy is devices, the way gradients travel, a home (`home`: where variables live,
-and who makes their updates) and a runner (`runner`: programs on their way to the
-devices). The engine does the rest.
+A strategy consists of devices, options of communication, a home (`home`: the placement
+of variables, and who makes their updates) and a runner (`runner`: finds and dispatches
+compiled programs). The engine does the rest.
 """

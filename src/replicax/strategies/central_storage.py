@@ -1,4 +1,4 @@
-"""CentralStorageStrategy: variables in one place, replicas on several devices."""
+"""`CentralStorageStrategy`: variables on one device, replicas on several devices."""
 
 import collections
 import functools
@@ -45,24 +45,24 @@ class CentralStorageStrategy(Strategy):
 
     Variables and optimizer slots live on the parameter device. Each step copies the
     variables that it reads to the compute devices, sums their gradients, and makes the
-    update on the parameter device. Compute devices need no room for optimizer slots.
+    update on the parameter device. Compute devices need no memory for optimizer slots.
     (TF: `tf.distribute.experimental.CentralStorageStrategy`.)
 
-    Copies run in the background, and only variables that changed since the last step
-    are copied. In a replica function a variable cannot be used after `optimizer.apply`,
-    since its update is made when the step is over.
+    Copies are asynchronous, and a step copies only variables that have changed since
+    the last one. In a replica function a variable cannot be used after
+    `optimizer.apply`, since the update follows the step.
 
     Args:
         compute_devices: One device per replica: strings such as `"gpu:0"`, or JAX
             devices. Defaults to all visible accelerators, else all CPU devices.
-        parameter_device: Where the variables live. Defaults to the CPU; with a single
-            compute device, to that.
-        cross_device_ops: How gradients are summed. Defaults to `rx.NcclAllReduce()`.
+        parameter_device: The device of the variables. Defaults to the CPU, or to a
+            single compute device.
+        cross_device_ops: The all-reduce of gradients. Defaults to `rx.NcclAllReduce()`.
 
     Raises:
-        DeviceError: For an unknown, absent or repeated device, or devices of several
-            kinds to compute on.
-        TypeError: If `cross_device_ops` is none.
+        DeviceError: For an unknown, absent or repeated device, or compute devices of
+            several kinds.
+        TypeError: If `cross_device_ops` has another type.
 
     Example:
         >>> import keras, replicax as rx
@@ -102,12 +102,12 @@ class CentralStorageStrategy(Strategy):
 
 
 class _ParameterDevice(ReplicaHome):
-    """Variables live on one device, which makes the updates when a program is over.
+    """The home of variables on one device, which makes the updates after a program.
 
     Args:
         group: The replicas.
-        place: The device.
-        dispatch: Calls a function when no other thread is in a step.
+        place: The parameter device.
+        dispatch: Calls a function while no other thread is in a step.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class _ParameterDevice(ReplicaHome):
                 uninterrupted(lambda: self._update_in_turn(program, gradients, stored))
         else:
             made = map(operator.call, [self._call(u, g, stored) for u, g in pairs])
-            # By one call of C, as a program's: an interrupt finds all or none done.
+            # In one call of C, like a program's: an interrupt finds all or none done.
             internals.write_values(
                 [*changed, *program.written],
                 itertools.chain(itertools.chain.from_iterable(made), at_home),
@@ -176,7 +176,7 @@ class _ParameterDevice(ReplicaHome):
         gradients: Sequence[jax.Array],
         stored: Mapping[int, jax.Array],
     ) -> Callable[[], list[jax.Array]]:
-        """The call that makes an update; it gives the old values away."""
+        """Make the call of an update, which donates the old values."""
         before = _to_give_away([id(v) for v in update.changed], stored)
         grads = jax.device_put(gradients, self._sharding)
         return functools.partial(self._function_of(update), before, grads)
@@ -187,7 +187,7 @@ class _ParameterDevice(ReplicaHome):
         gradients: Sequence[list[jax.Array]],
         stored: dict[int, jax.Array],
     ) -> None:
-        """Make updates of which a later one may change what an earlier one has."""
+        """Make updates one after the other: they may change the same variables."""
         for update, grads in zip(program.deferred_updates, gradients, strict=True):
             after = self._call(update, grads, stored)()
             internals.write_values(update.changed, after)
@@ -197,13 +197,13 @@ class _ParameterDevice(ReplicaHome):
         )
 
     def _wait_for_the_step_before_the_last(self) -> None:
-        # Memory for copies is taken when they are asked for, not when they are made. A
-        # host far ahead would fill a device with copies for steps to come.
+        # Back-pressure: JAX allocates memory for copies at the call. A host far ahead
+        # would fill a device with the copies of later steps.
         while len(self._running) > 1:
             self._running.popleft().block_until_ready()
 
     def _trace(self, update: Update) -> None:
-        """Let the optimizer's errors come before the program gives values away."""
+        """Trace an update, so that its errors come before values are donated."""
         values, gradients = (
             [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in variables]
             for variables in (update.changed, update.variables)
@@ -211,7 +211,7 @@ class _ParameterDevice(ReplicaHome):
         jax.eval_shape(self._function_of(update), values, gradients)
 
     def _function_of(self, update: Update) -> Wrapped:
-        """The update as a function; the values that it gets are given away."""
+        """Compile an update as a function that donates its values."""
         make = self._made.get(update)
         if make is None:
             make = jax.jit(
@@ -226,7 +226,7 @@ class _ParameterDevice(ReplicaHome):
 def _host(caller: str) -> Device:
     try:
         return jax.local_devices(backend="cpu")[0]
-    except RuntimeError as error:  # JAX's way to say that it was started without.
+    except RuntimeError as error:  # JAX was started without CPU devices.
         raise DeviceError(
             f"{caller}: there is no CPU device for the variables, since JAX was "
             f"started for {jax.default_backend()!r} only. Set JAX_PLATFORMS="
@@ -238,7 +238,7 @@ def _host(caller: str) -> Device:
 def _to_give_away(
     numbers: Sequence[int], stored: Mapping[int, jax.Array]
 ) -> list[jax.Array]:
-    """The values of some variables; copies of those that others have as well."""
+    """Return variables' values to donate; copies of values that others share."""
     num_owners = collections.Counter(map(id, stored.values()))
     values = [stored[n] for n in numbers]
     return [jnp.copy(x) if num_owners[id(x)] > 1 else x for x in values]
@@ -249,7 +249,7 @@ def _update_function(of: "weakref.ref[Update]") -> UpdateFn:
         values: list[jax.Array], gradients: list[jax.Array]
     ) -> list[jax.Array]:
         update = of()
-        if update is None:  # Traced only while its program makes it.
+        if update is None:  # Only its program traces it.
             raise ReferenceError("The update's program is gone.")
         return update.make(values, gradients)
 
@@ -257,13 +257,13 @@ def _update_function(of: "weakref.ref[Update]") -> UpdateFn:
 
 
 class _Copies:
-    """Copies of variables on the compute devices, of those that have not changed.
+    """A cache of the variables' copies on the compute devices.
 
-    On a device that is the parameter device as well, a copy shares its memory with the
-    stored value, and goes with it when that is given away.
+    On the parameter device itself, a copy shares the stored value's memory, and is
+    deleted when that is donated.
 
     Args:
-        sharding: Of the copies.
+        sharding: The copies' sharding.
     """
 
     def __init__(self, sharding: NamedSharding) -> None:
@@ -271,9 +271,9 @@ class _Copies:
         self._known: dict[int, tuple[weakref.ref[Variable], jax.Array, jax.Array]] = {}
 
     def of(self, stored: Sequence[tuple[Variable, jax.Array]]) -> list[jax.Array]:
-        """The copies of variables with these stored values, made where needed.
+        """Return the copies of variables with these stored values; make missing ones.
 
-        Variables that share a value share the copy, so that programs see it.
+        Variables that share a value share the copy, so that programs see the sharing.
         """
         copies: dict[int, jax.Array] = {}
         new = []
@@ -291,7 +291,7 @@ class _Copies:
         return [copies[id(x)] for _, x in stored]
 
     def keep(self, variable: Variable, value: jax.Array, copy: jax.Array) -> None:
-        """Remember the copy of a variable for as long as it has this value."""
+        """Cache the copy of a variable while it has this value."""
 
         def gone(_: object, number: int = id(variable)) -> None:
             self._known.pop(number, None)
@@ -299,7 +299,7 @@ class _Copies:
         self._known[id(variable)] = (weakref.ref(variable, gone), value, copy)
 
     def forget(self, variables: Sequence[Variable]) -> None:
-        """Drop the copies of variables that are about to change."""
+        """Invalidate the copies of variables that are about to change."""
         for variable in variables:
             self._known.pop(id(variable), None)
 

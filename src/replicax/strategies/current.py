@@ -1,12 +1,13 @@
-"""Which strategy and which replica function this code is in."""
+"""The current strategy and the current replica context; the default strategy."""
 
 import functools
 from typing import Any
 
+from replicax.engine.devices import default_devices
 from replicax.engine.replica import ReplicaContext
 from replicax.engine.scope import current_context, current_strategy
 from replicax.errors import ContextError
-from replicax.strategies.default import DefaultStrategy
+from replicax.strategies.home import ReplicaHome
 from replicax.strategies.strategy import Strategy
 
 __all__ = [
@@ -17,13 +18,26 @@ __all__ = [
 ]
 
 
+class DefaultStrategy(Strategy):
+    """The strategy outside any scope: one replica on JAX's default device.
+
+    Unlike the others it also runs variables that were created outside its scope.
+    """
+
+    _rehearses = False  # A dry run executes what a script does besides training.
+
+    def __init__(self) -> None:
+        super().__init__(default_devices()[:1])
+        self.home = ReplicaHome(self.group, adopts=True)
+
+
 @functools.cache
 def _default_strategy() -> DefaultStrategy:
     return DefaultStrategy()
 
 
 def get_strategy() -> Strategy:
-    """The strategy in scope, or the default one of a single replica.
+    """Return the strategy in scope, or the default one of a single replica.
 
     (TF: `tf.distribute.get_strategy`.)
     """
@@ -41,18 +55,18 @@ def has_strategy() -> bool:
 
 
 def in_cross_replica_context() -> bool:
-    """Whether this is inside a scope but not in a replica function."""
+    """Whether this code is inside a scope but not in a replica function."""
     return has_strategy() and current_context() is None
 
 
 class _NoReplicaContext:
-    """Stands for the context where there is none: false, and an error when used."""
+    """The null context outside replica functions: false, and its use raises."""
 
     def __bool__(self) -> bool:
         return False
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # Python looking for a protocol, not a user.
+        if name.startswith("__"):  # Python looks up a protocol, not a user.
             raise AttributeError(name)
         raise ContextError(
             f"get_replica_context().{name}: used outside a replica function. Use it in "
@@ -65,7 +79,7 @@ _no_context: Any = _NoReplicaContext()
 
 
 def get_replica_context() -> ReplicaContext:
-    """The context of the replica function that is running.
+    """Return the context of the running replica function.
 
     (TF: `tf.distribute.get_replica_context`.)
 

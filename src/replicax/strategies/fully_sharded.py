@@ -1,4 +1,4 @@
-"""FullyShardedStrategy: weights in blocks, gathered where a replica needs them."""
+"""`FullyShardedStrategy`: sharded weights, gathered where a replica needs them."""
 
 from collections.abc import Sequence
 
@@ -16,33 +16,33 @@ __all__ = ["FullyShardedStrategy"]
 class FullyShardedStrategy(MultiWorkerMirroredStrategy):
     """Synchronous training of models that are larger than one device.
 
-    Between steps every device holds a block of each weight and of the optimizer's
-    slots. A step gathers a layer's weights when it computes with them, in the forward
-    and again in the backward pass, and sums each gradient in blocks. Results are those
-    of `MirroredStrategy`. (PyTorch: FSDP; Rajbhandari et al. 2020, ZeRO stage 3.)
+    Between steps every device holds a shard of each weight and of the optimizer's
+    slots. A step all-gathers a layer's weights for the forward pass, and again for the
+    backward pass, and reduce-scatters each gradient. Results are those of
+    `MirroredStrategy`. (PyTorch: FSDP; Rajbhandari et al. 2020, ZeRO stage 3.)
 
-    A weight is divided along its largest dimension that the number of devices divides.
+    A weight is sharded along its largest dimension that the number of devices divides.
     Weights without one, and those of fewer than 1,024 elements, are on every device.
 
-    With `TF_CONFIG` or a resolver, blocks are spread over the devices of all workers.
-    To save a model is then a matter of all of them: `rx.Checkpoint` does it, and
-    `model.save` has to be called by every worker.
+    With `TF_CONFIG` or a resolver, shards are spread over the devices of all workers.
+    All workers have to take part in saving a model: `rx.Checkpoint` does it, and every
+    worker has to call `model.save`.
 
     Args:
         devices: As for `rx.MirroredStrategy`; on one machine only.
         cluster_resolver: As for `rx.MultiWorkerMirroredStrategy`.
-        cross_device_ops: How gradients are summed over the replicas.
-        communication_options: What happens to gradients on their way.
-        check_replicas_every: Compare the replicas' variables, those that are whole on
-            every device, after every that many steps.
+        cross_device_ops: The all-reduce of gradients over the replicas.
+        communication_options: Options of the gradients' communication.
+        check_replicas_every: Number of steps between two comparisons of the variables
+            that are not sharded.
         check_input: As for `rx.MultiWorkerMirroredStrategy`.
-        timeouts: Likewise.
+        timeouts: As for `rx.MultiWorkerMirroredStrategy`.
 
     Raises:
         DeviceError: For an unknown, absent or repeated device, several kinds, or
             `devices` for several workers.
-        ClusterConfigError: As `rx.MultiWorkerMirroredStrategy`.
-        ClusterError: Likewise.
+        ClusterConfigError: As for `rx.MultiWorkerMirroredStrategy`.
+        ClusterError: As for `rx.MultiWorkerMirroredStrategy`.
 
     Example:
         >>> import keras, replicax as rx

@@ -1,4 +1,4 @@
-"""Where a strategy's variables live between steps, and who makes their updates."""
+"""`ReplicaHome`: the placement of variables between steps, and their updates."""
 
 from collections.abc import Iterable, Sequence
 
@@ -21,17 +21,17 @@ __all__ = ["ReplicaHome"]
 
 
 class ReplicaHome:
-    """Variables live on the replicas' devices, in whole or in blocks.
+    """The home of variables on the replicas' devices, mirrored or sharded.
 
-    Programs make their updates. The base of other homes.
+    Programs make the updates. It is the base class of other homes.
 
     Args:
         group: The replicas.
-        place: Where all variables live instead; None: as the group's layouts say.
-        adopts: Whether a variable that was made outside the scope may be used.
+        place: Sharding of all variables; None: the group's layouts.
+        adopts: Whether a variable that was created outside the scope may be used.
 
     Attributes:
-        labels: The variables made in the strategy's scope.
+        labels: The variables created in the strategy's scope.
         on_replicas: Whether variables live on the replicas' devices.
         keeps_slots: Whether optimizers' slots are variables of this process.
     """
@@ -52,16 +52,16 @@ class ReplicaHome:
         self._adopts = adopts
 
     def layout(self, variable: Variable) -> NamedSharding:
-        """Where a variable lives."""
+        """The sharding of a variable."""
         return self._place or self._group.layout(variable)
 
     def slot_layout(self, path: str, shape: Shape, aggregation: str) -> NamedSharding:
-        """Where an optimizer's slot is to live that is about to be made."""
+        """The sharding of an optimizer's slot that is about to be created."""
         spec = self._group.layouts.of_slot(path, shape, aggregation)
         return self._place or NamedSharding(self._group.mesh, spec)
 
     def own(self, variable: Variable) -> None:
-        """Give a variable that is created in the strategy's scope its place."""
+        """Take ownership of a variable created in the scope, and set its sharding."""
         layout = self.layout(variable)
         internals.set_owned(variable)
         if internals.layout_of(variable) != layout:
@@ -104,22 +104,22 @@ class ReplicaHome:
         )
 
     def execute(self, program: Program, arrays: Sequence[ArrayLike]) -> PyTree:
-        """Run a program on the variables' values, which are new afterwards."""
+        """Run a program on the variables' values, and store the new values."""
         out, _ = program(internals.read_values(program.inputs), arrays)
         return out
 
     def prepared_gradients(
         self, optimizer: keras.Optimizer, grads: list[jax.Array | None]
     ) -> list[jax.Array | None]:
-        """Summed gradients as the one who makes a deferred update wants them."""
+        """Convert summed gradients for the maker of a deferred update."""
         return grads
 
     def claimed_steps(self, model: keras.Model, fit: object) -> StepQueue | None:
-        """How `fit` shares an epoch's steps with other workers; None: it does not."""
+        """The work queue of an epoch's steps for `fit`; None: all steps are its own."""
         return None
 
     def expect_rows(self, num_rows: int) -> None:
-        """Called before a step trains on that many examples of this process' own."""
+        """Called before a step with this process' number of examples."""
 
     def begin(self) -> None:
         """Called when `fit`, `evaluate` or `predict` begins."""
@@ -132,9 +132,10 @@ class ReplicaHome:
 
 
 def _is_random_state(variable: Variable) -> bool:
-    """Whether any process' value will do: random layers, such as of augmentation.
+    """Whether a variable is the seed of a random layer in a single process.
 
-    They have it as soon as they are made, their weights when they are built. Seeds of
-    several processes may differ, so that there they must be made in the scope.
+    A layer creates its seed in the constructor, perhaps outside the scope, and weights
+    in `build`. With several processes seeds may differ, so they must be created in the
+    scope.
     """
     return is_seed_state(variable) and jax.process_count() == 1

@@ -1,8 +1,8 @@
-"""Layout maps: which dimension of a weight is split over the devices of one replica.
+"""Layout maps: the sharding of weights over the devices of one replica.
 
-A map has regular expressions on variables' paths as keys, and as values one axis name
-or None for each dimension, as `keras.distribution.LayoutMap` has them. The axis of the
-devices that work on one replica is called `"model"`.
+A map's keys are regular expressions on variables' paths; a value is a tuple with an
+axis name or None for each dimension, as in `keras.distribution.LayoutMap`. The axis of
+the devices of one replica is `"model"`.
 """
 
 import math
@@ -30,7 +30,7 @@ DENSE: Mapping[str, tuple[str | None, ...]] = {
     r"(.*/)?[^/]*dense[^/]*/kernel": (None, MODEL_AXIS),
     r"(.*/)?[^/]*dense[^/]*/bias": (MODEL_AXIS,),
 }
-"""`Dense` layers that Keras named: each device makes some of the outputs."""
+"""`Dense` layers with Keras' default names: each device has some of the outputs."""
 
 ATTENTION: Mapping[str, tuple[str | None, ...]] = {
     r"(.*/)?(query|key|value)/kernel": (None, MODEL_AXIS, None),
@@ -39,7 +39,7 @@ ATTENTION: Mapping[str, tuple[str | None, ...]] = {
 }
 """`MultiHeadAttention` and `GroupQueryAttention`: each device has some of the heads.
 
-(Shoeybi et al. 2019, Megatron-LM.) The number of heads has to divide by the devices.
+(Shoeybi et al. 2019, Megatron-LM.) The number of devices must divide that of heads.
 """
 
 EMBEDDING: Mapping[str, tuple[str | None, ...]] = {
@@ -54,7 +54,7 @@ Rule = Callable[[str, tuple[int, ...]], PartitionSpec]
 
 
 def rule(layout_map: object, num_devices: int, caller: str) -> Rule:
-    """A layout map as a function of a weight's path and shape.
+    """Convert a layout map to a function of a weight's path and shape.
 
     Args:
         layout_map: A `keras.distribution.LayoutMap`, a mapping of regular expressions
@@ -63,9 +63,9 @@ def rule(layout_map: object, num_devices: int, caller: str) -> Rule:
         caller: The public call to name in errors.
 
     Raises:
-        TypeError: If it is none of these.
-        ValueError: For other axis names, when a path matches several expressions, or
-            when a dimension does not divide. The last two come when a weight is made.
+        TypeError: For a `layout_map` of another type.
+        ValueError: For other axis names; and, when a weight is created, if its path
+            matches several expressions, or the devices do not divide a dimension.
     """
     if layout_map is None:
         return lambda _, shape: largest_axis(shape, num_devices)
@@ -88,7 +88,7 @@ def rule(layout_map: object, num_devices: int, caller: str) -> Rule:
 
 
 class _ByPath:
-    """A layout map's rule; remembers whether anything matched it."""
+    """The rule of a layout map; it records whether any path has matched."""
 
     def __init__(
         self, axes: Mapping[str, tuple[str | None, ...]], num_devices: int, caller: str
@@ -124,14 +124,14 @@ class _ByPath:
 
 
 def matches_nothing(rule: Rule) -> bool:
-    """Whether a layout map was given, and no weight had a path that it names."""
+    """Whether a rule is of a layout map that no weight's path has matched."""
     return isinstance(rule, _ByPath) and not rule.has_matched
 
 
 def largest_axis(shape: tuple[int, ...], num_devices: int) -> PartitionSpec:
-    """The layout that splits a weight's largest dimension that can be split.
+    """Shard a weight along its largest dimension that the devices divide.
 
-    The last one of those that are equal. Small weights are not split.
+    Of equal dimensions the last one is sharded. Small weights are not sharded.
     """
     can = [dim for dim, size in enumerate(shape) if size % num_devices == 0]
     if num_devices == 1 or not can or math.prod(shape) < FEWEST_ELEMENTS:
@@ -143,5 +143,5 @@ def largest_axis(shape: tuple[int, ...], num_devices: int) -> PartitionSpec:
 
 
 def _axes(layout: PyTree) -> tuple[str | None, ...]:
-    """A layout's axis names; Keras wraps them in a `TensorLayout`."""
+    """Unwrap a layout's axis names from Keras' `TensorLayout`."""
     return tuple(getattr(layout, "axes", layout))

@@ -1,4 +1,4 @@
-"""MirroredStrategy: one replica per device of this machine."""
+"""`MirroredStrategy`: one replica per device of this machine."""
 
 from collections.abc import Sequence
 
@@ -20,17 +20,17 @@ class MirroredStrategy(Strategy):
     Args:
         devices: Device strings such as `["gpu:0", "/gpu:1"]`, or JAX devices. Defaults
             to all visible accelerators, else all CPU devices.
-        cross_device_ops: How gradients are summed. Defaults to `rx.NcclAllReduce()`.
-        communication_options: What happens to gradients on their way: packs,
+        cross_device_ops: The all-reduce of gradients. Defaults to `rx.NcclAllReduce()`.
+        communication_options: Options of the gradients' communication: packs,
             compression, a hook.
         replicas_per_device: Number of replicas on each device. A configuration of 8
             replicas runs on one device with 8, and gives the same numbers as on eight
             devices.
-        shard_update: Whether each device makes a part of the optimizer's update, and
-            holds only that part of the optimizer's slots. Sums of gradients and the
-            new weights travel in parts, as many bytes as before.
-        check_replicas_every: Compare the replicas' variables after every that many
-            steps. None: only when `check_replicas` is called.
+        shard_update: Whether to shard the optimizer's update and its slots over the
+            devices (ZeRO stage 1): a reduce-scatter of gradients and an all-gather of
+            weights, with the same number of bytes as an all-reduce.
+        check_replicas_every: Number of steps between two comparisons of the replicas'
+            variables. None: only when `check_replicas` is called.
 
     Raises:
         DeviceError: For an unknown, absent or repeated device, or several kinds.

@@ -1,4 +1,4 @@
-"""ModelParallelStrategy: each replica's weights are split over several devices."""
+"""`ModelParallelStrategy`: each replica's weights are sharded over several devices."""
 
 import logging
 from collections.abc import Sequence
@@ -24,34 +24,33 @@ _logger = logging.getLogger("replicax")
 
 @takes_timeouts()
 class ModelParallelStrategy(MultiWorkerMirroredStrategy):
-    """Synchronous training with the layers' weights split over devices.
+    """Synchronous training with tensor parallelism: sharded weights of layers.
 
-    The devices are a grid: `model_parallel` of them work on one replica, each with its
-    part of the layers' weights and slots, and the replicas divide the global batch.
-    What is computed is what one device would compute; XLA adds the communication
-    between a replica's devices. (Keras: `keras.distribution.ModelParallel`.)
+    The devices are a grid: `model_parallel` devices work on one replica, each with its
+    shard of the layers' weights and slots, and the replicas divide the global batch.
+    Results are those of a single device; XLA adds the communication between a replica's
+    devices. (Keras: `keras.distribution.ModelParallel`.)
 
-    With `TF_CONFIG` or a resolver, the replicas are those of all workers; the devices
-    of one replica are of one worker.
+    With `TF_CONFIG` or a resolver, there are replicas on all workers; the devices of
+    one replica belong to one worker.
 
     Args:
-        layout_map: How weights are split over the axis `"model"`: a
+        layout_map: The sharding of weights over the axis `"model"`: a
             `keras.distribution.LayoutMap`, or a dict of regular expressions on
-            variables' paths, such as `rx.layout_maps.TRANSFORMER`. What no expression
-            matches is whole on each device. None: every weight of 1,024 elements or
-            more along its largest dimension that divides.
-        model_parallel: Number of devices that work on one replica. None: all of a
-            worker.
+            variables' paths, such as `rx.layout_maps.TRANSFORMER`. A weight that no
+            expression matches is replicated. None: shards each weight of 1,024 elements
+            or more along its largest dimension that the devices divide.
+        model_parallel: Number of devices of one replica. None: all of a worker's.
         devices: As for `rx.MirroredStrategy`; on one machine only. Neighbours work on
             the same replica.
         cluster_resolver: As for `rx.MultiWorkerMirroredStrategy`.
-        cross_device_ops: How gradients are summed over the replicas.
-        communication_options: What happens to gradients on their way.
-        shard_update: Whether the replicas divide the optimizer's update as well.
-        check_replicas_every: Compare the replicas' variables, those that are whole on
-            every device, after every that many steps.
+        cross_device_ops: The all-reduce of gradients over the replicas.
+        communication_options: Options of the gradients' communication.
+        shard_update: Whether to shard the optimizer's update over the replicas as well.
+        check_replicas_every: Number of steps between two comparisons of the variables
+            that are not sharded.
         check_input: As for `rx.MultiWorkerMirroredStrategy`.
-        timeouts: Likewise.
+        timeouts: As for `rx.MultiWorkerMirroredStrategy`.
 
     Raises:
         DeviceError: For an unknown, absent or repeated device, several kinds, `devices`
@@ -59,9 +58,9 @@ class ModelParallelStrategy(MultiWorkerMirroredStrategy):
             divide.
         TypeError: For a `layout_map` of another type.
         ValueError: For packs of gradients, for other axis names in `layout_map`, and,
-            when a weight is made, for a dimension that cannot be split.
-        ClusterConfigError: As `rx.MultiWorkerMirroredStrategy`.
-        ClusterError: Likewise.
+            when a weight is created, for a dimension that the devices do not divide.
+        ClusterConfigError: As for `rx.MultiWorkerMirroredStrategy`.
+        ClusterError: As for `rx.MultiWorkerMirroredStrategy`.
 
     Example:
         >>> import keras, replicax as rx

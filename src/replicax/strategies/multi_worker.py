@@ -1,8 +1,9 @@
-"""MultiWorkerMirroredStrategy: one replica per device of several machines."""
+"""`MultiWorkerMirroredStrategy`: one replica per device of several machines."""
 
 import dataclasses
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -37,7 +38,7 @@ from replicax.errors import (
 )
 from replicax.strategies.strategy import Strategy
 
-__all__ = ["MultiWorkerMirroredStrategy"]
+__all__ = ["ExperimentalMultiWorkerMirroredStrategy", "MultiWorkerMirroredStrategy"]
 
 
 @takes_timeouts()
@@ -46,37 +47,36 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     Every device of every worker holds a copy of each variable and computes on its part
     of the global batch; gradients are summed over all of them. Start the same script on
-    each machine, with `TF_CONFIG` saying which one it is. Make the strategy at the top
-    of the script: JAX must not have started its devices before.
+    each machine, with the machine's `TF_CONFIG`. Make the strategy at the top of the
+    script: JAX must not have started its devices before.
     (TF: `tf.distribute.MultiWorkerMirroredStrategy`.)
 
     If a worker dies, hangs, raises or runs another program, the processes of all
-    workers end with a message that names it, and with exit code 138 where starting all
-    of them again may help.
+    workers end with a message that names it, and with exit code 138 if a restart of all
+    may help.
 
     Args:
-        cluster_resolver: Describes the cluster. Defaults to `TF_CONFIG`, read once,
-            here; without it to what JAX detects (Slurm, TPU pods, …); without that to
-            this process alone.
-        communication_options: How workers communicate.
-        cross_device_ops: How gradients are summed. Defaults to `rx.NcclAllReduce()`.
+        cluster_resolver: Describes the cluster. Defaults to `TF_CONFIG`, which the
+            constructor reads; without it to the cluster that JAX detects (Slurm, TPU
+            pods, …), or else to this process alone.
+        communication_options: Options of the gradients' communication.
+        cross_device_ops: The all-reduce of gradients. Defaults to `rx.NcclAllReduce()`.
         replicas_per_device: Number of replicas on each device.
-        shard_update: Whether each device makes a part of the optimizer's update, and
-            holds only that part of the optimizer's slots.
-        check_replicas_every: Compare the replicas' variables after every that many
-            steps. None: only when `check_replicas` is called.
-        check_input: Compare the workers' first batches of each epoch where all should
-            read the same data. Turn it off for augmentations that differ between
-            workers.
-        timeouts: How long workers wait for each other: to start and to get ready for a
-            new program (`startup`), in a step (`step`), for a heartbeat
-            (`heartbeat`) and at the end of the script (`shutdown`). Defaults to
-            `rx.Timeouts()`.
+        shard_update: Whether to shard the optimizer's update and its slots over the
+            devices (ZeRO stage 1).
+        check_replicas_every: Number of steps between two comparisons of the replicas'
+            variables. None: only when `check_replicas` is called.
+        check_input: Whether to compare the workers' first batches of each epoch where
+            all should read the same data. Turn it off for augmentations that differ
+            between workers.
+        timeouts: Deadlines of the start and of getting ready for a new program
+            (`startup`), of a step (`step`), of heartbeats (`heartbeat`) and of the end
+            of the script (`shutdown`). Defaults to `rx.Timeouts()`.
 
     Raises:
-        ClusterConfigError: If the cluster's description is malformed; all problems in
-            one message.
-        ClusterError: If a worker is not there by the start-up deadline.
+        ClusterConfigError: If the cluster's description is malformed; the message lists
+            all problems.
+        ClusterError: If a worker is absent at the start-up deadline.
         DeviceError: For NCCL without GPUs; if workers differ in their devices.
         RuntimeError: If JAX has started its devices already.
 
@@ -107,7 +107,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         if options.timeout_seconds is not None:
             timeouts = dataclasses.replace(timeouts, step=options.timeout_seconds)
         resolver = cluster_resolver or default_resolver()
-        # Without a cluster it has no tasks, as in TensorFlow.
+        # Without a cluster a resolver without tasks, as in TensorFlow.
         self.cluster_resolver = resolver or TFConfigClusterResolver()
         rehearsal = current_rehearsal()
         if rehearsal is None:
@@ -141,11 +141,29 @@ class MultiWorkerMirroredStrategy(Strategy):
     def _join_workers(
         self, resolver: ClusterResolver | None, timeouts: Timeouts
     ) -> tuple[Workers, str]:
-        """The workers to train with, and a digest of their cluster."""
-        return _join_workers(resolver, timeouts)
+        """Join the workers to train with; return them and a hash of their cluster."""
+        if resolver is None:
+            return join_detected(timeouts) or Workers(), ""
+        source = type(resolver).__name__
+        config = check_cluster(
+            resolver.cluster_spec(),
+            resolver.task_type,
+            resolver.task_id,
+            allow_ps=False,
+            source=source,
+        )
+        cluster, index = config.cluster, config.process_id
+        if config.task_type == "evaluator" or len(cluster.workers) <= 1:
+            return Workers(), ""  # An evaluator is not a worker of the cluster.
+        if index is None:
+            raise ClusterConfigError(
+                f"{source}: this task is {config.name!r}, which is none of the "
+                f"cluster's workers, {listed(t.name for t in cluster.workers)}."
+            )
+        return join(cluster, index, timeouts, source), cluster.fingerprint
 
     def _find_devices(self, workers: Workers) -> list[Device]:
-        """The replicas' devices, each worker's together."""
+        """Find the replicas' devices, worker by worker."""
         name = type(self).__name__
         if workers.count == 1:
             return devices_of_one_kind(self._given_devices, name)
@@ -158,7 +176,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         return sorted(jax.devices(), key=lambda d: (d.process_index, d.id))
 
     def _model_split(self, num_local: int) -> ModelSplit | None:
-        """How each replica's weights are split over some of a worker's devices."""
+        """The sharding of each replica's weights over devices of a worker, or None."""
         return None
 
     def __repr__(self) -> str:
@@ -206,7 +224,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         new = [
             i
             for i, v in enumerate(program.variables)
-            # Of one that is split, every worker has something else.
+            # Workers have different shards of a sharded variable.
             if not self._is_compared(v) and self.home.layout(v).is_fully_replicated
         ]
         if new:
@@ -228,29 +246,28 @@ class MultiWorkerMirroredStrategy(Strategy):
         return compared is not None and compared() is variable
 
 
-def _join_workers(
-    resolver: ClusterResolver | None, timeouts: Timeouts
-) -> tuple[Workers, str]:
-    """The workers to train with, and a digest of their cluster."""
-    if resolver is None:
-        return join_detected(timeouts) or Workers(), ""
-    source = type(resolver).__name__
-    config = check_cluster(
-        resolver.cluster_spec(),
-        resolver.task_type,
-        resolver.task_id,
-        allow_ps=False,
-        source=source,
-    )
-    cluster, index = config.cluster, config.process_id
-    if config.task_type == "evaluator" or len(cluster.workers) <= 1:
-        return Workers(), ""  # An evaluator works beside the cluster, by itself.
-    if index is None:
-        raise ClusterConfigError(
-            f"{source}: this task is {config.name!r}, which is none of the cluster's "
-            f"workers, {listed(t.name for t in cluster.workers)}."
+class ExperimentalMultiWorkerMirroredStrategy(MultiWorkerMirroredStrategy):
+    """`rx.MultiWorkerMirroredStrategy` with its former arguments.
+
+    (TF: `tf.distribute.experimental.MultiWorkerMirroredStrategy`, and
+    `rx.experimental.MultiWorkerMirroredStrategy` here.)
+
+    Args:
+        communication: The implementation of collectives.
+        cluster_resolver: Describes the cluster. Defaults to `TF_CONFIG`.
+        **options: The other keywords of `rx.MultiWorkerMirroredStrategy`.
+    """
+
+    def __init__(
+        self,
+        communication: CollectiveCommunication = CollectiveCommunication.AUTO,
+        cluster_resolver: ClusterResolver | None = None,
+        **options: Any,
+    ) -> None:
+        options.setdefault(
+            "communication_options", CommunicationOptions(implementation=communication)
         )
-    return join(cluster, index, timeouts, source), cluster.fingerprint
+        super().__init__(cluster_resolver, **options)
 
 
 def _check_devices(

@@ -1,4 +1,4 @@
-"""OneDeviceStrategy: one replica, on a device of choice."""
+"""`OneDeviceStrategy`: one replica, on a given device."""
 
 from replicax.engine.devices import Device, resolve_devices
 from replicax.strategies.strategy import Strategy

@@ -1,4 +1,4 @@
-"""Replica functions on their way to the devices: found compiled, placed, dispatched."""
+"""Runs replica functions: places arguments, finds the program, dispatches it."""
 
 import contextlib
 import functools
@@ -45,7 +45,7 @@ Agreement = Callable[[Program, Sequence[jax.Array], Sequence[ArrayLike]], None]
 _CHECK_REPLICAS = Operation("check_replicas", b"check_replicas;")
 
 # Threads may use strategies at once, but a program must be enqueued on all its devices
-# before another is: devices that meet collectives in different orders wait for ever.
+# before another: devices that run collectives in different orders deadlock.
 _dispatch_order = threading.RLock()
 
 
@@ -54,14 +54,14 @@ class ProgramRunner:
 
     Args:
         group: The replicas.
-        agree: Called before a program runs first.
-        check_every: Compare the replicas' variables after every that many steps.
-        rehearsal: What programs are handed to in place of the devices, if anything.
-        num_rehearsed: How many of a rehearsal's devices it takes; None: all.
+        agree: Called before the first run of a program.
+        check_every: Number of steps between two comparisons of the replicas' variables.
+        rehearsal: Receives programs in place of the devices, in a dry run.
+        num_rehearsed: Number of the dry run's devices to use; None: all.
 
     Attributes:
-        group: The replicas that programs are made for.
-        programs: The compiled programs.
+        group: The replicas that programs are compiled for.
+        programs: The cache of compiled programs.
     """
 
     def __init__(
@@ -90,14 +90,14 @@ class ProgramRunner:
         self.group = group
         self.programs = ProgramCache() if programs is None else programs
         self._rehearsal = rehearsal
-        # Programs and variables meet these shardings all the time: one object each.
+        # One object each: they are compared in every step.
         self._mirrored, self._per_replica = group.mirrored, group.per_replica
 
     @contextlib.contextmanager
     def rehearsing(self, rehearsal: Rehearsal) -> Generator[None]:
-        """Within it, programs are for a rehearsal's devices and are handed to it.
+        """While open, compile programs for a rehearsal's devices and pass them to it.
 
-        Variables stay where they are. Nobody else may use the strategy meanwhile.
+        Variables stay where they are. No other thread may use the strategy meanwhile.
         """
         require_rehearsable(self.group)
         own = self.group, self._rehearsal, self.programs
@@ -115,7 +115,7 @@ class ProgramRunner:
         kwargs: Mapping[str, PyTree] | None = None,
         options: Options | None = None,
     ) -> PyTree:
-        """`Strategy.run`, of a program that `options` make differ from a plain one."""
+        """Implement `Strategy.run`, with further `options` of the program."""
         require_cross_replica("run")
         _refuse_tracing()
         if not callable(fn):
@@ -139,15 +139,15 @@ class ProgramRunner:
         options: Options,
         programs: ProgramCache[Program] | None = None,
     ) -> PyTree:
-        """Run `fn` on arrays that are where the replicas want them.
+        """Run `fn` on arrays that are placed on the replicas already.
 
-        What `run` and the steps of Keras' models come to; called in the scope.
+        `run` and the steps of Keras' models call it, in the scope.
 
         Args:
             fn: The replica function.
-            call: Its arguments.
-            options: How the program differs from a plain one.
-            programs: Where it stays compiled. Defaults to the strategy's own cache.
+            call: The function's arguments.
+            options: The program's options.
+            programs: The cache of compiled programs; defaults to the strategy's.
         """
         programs = self.programs if programs is None else programs
         program = self.program_of(fn, call, options, programs)
@@ -166,7 +166,7 @@ class ProgramRunner:
         options: Options,
         programs: ProgramCache[Program],
     ) -> Program:
-        """The program that `run_placed` runs."""
+        """Return the program of `run_placed`, from the cache or newly traced."""
 
         def make() -> Program:
             _refuse_tracer(jnp.zeros(()))
@@ -182,9 +182,9 @@ class ProgramRunner:
     def variables_of(
         self, fn: Callable[..., PyTree], args: Sequence[PyTree]
     ) -> list[Variable]:
-        """The variables that `fn` uses, whosever; what it makes is there afterwards.
+        """Trace `fn` like `run`, without running it; return the variables it uses.
 
-        It is traced as `run` traces it, and not run.
+        The trace creates the variables of layers that `fn` makes.
         """
         require_cross_replica("run")
         call = flatten_call(args, {}, self._place)
@@ -196,7 +196,7 @@ class ProgramRunner:
         return called_in(self._strategy, discovered)
 
     def call(self, program: Program, arrays: Sequence[ArrayLike]) -> PyTree:
-        """Run a program, with the check that was asked for; variables are new then."""
+        """Run a program, store the variables' new values, compare replicas if due."""
         home = self._strategy.home
         if self._rehearsal is not None:
             values = internals.read_values(program.inputs)
@@ -214,11 +214,11 @@ class ProgramRunner:
         return out
 
     def dispatch(self, call: Callable[[], T], operation: Operation | None = None) -> T:
-        """Call a program, in one order for all threads, watched over.
+        """Dispatch a program: serialized over all threads, noted for the order check.
 
         Args:
-            call: Calls it.
-            operation: What the other workers know it by; None: they have no part in it.
+            call: Calls the program.
+            operation: The collective operation; None: no other worker takes part.
         """
         watch = self._workers.watch
         with _dispatch_order:
@@ -235,9 +235,9 @@ class ProgramRunner:
         return results
 
     def combine(self, name: str, fn: Callable[[], PyTree], value: PyTree) -> PyTree:
-        """Call what combines the replicas' values in `value`, by `name`.
+        """Dispatch `fn`, the operation `name` that combines `value` over replicas.
 
-        A value that is no `PerReplica` needs no other worker.
+        For a value without `PerReplica`s no other worker takes part.
         """
         if self._workers.watch is None:
             return self.dispatch(fn)
@@ -264,8 +264,8 @@ class ProgramRunner:
             return device_put.rows(self.group.local_part(array), wanted)
         if array.sharding == wanted:
             return array
-        # A copy first: placed, the array may share a variable's memory on one device,
-        # which the program gives away (`may_alias=False` does not prevent it).
+        # A copy first: the placed array may alias a variable's memory on one device,
+        # which the program donates (`may_alias=False` does not prevent it).
         if kind is Kind.MIRRORED:
             return device_put.laid_out(jnp.copy(array), wanted)
         return device_put.rows(self.group.local_part(jnp.copy(array)), wanted)
@@ -285,13 +285,13 @@ def require_cross_replica(name: str) -> None:
 
 
 def require_rehearsable(group: ReplicaGroup) -> None:
-    """Raise where plans do not cover how a strategy makes its updates."""
+    """Raise if plans do not support a strategy's updates."""
     if group.defers_updates:
         raise not_rehearsable(type(group.strategy).__name__)
 
 
 def not_rehearsable(name: str) -> NotImplementedError:
-    """The error for a strategy that plans do not cover."""
+    """Make the error for a strategy that plans do not support."""
     return NotImplementedError(
         f"plan: the variables of {name} live apart from its replicas, which plans do "
         "not cover. Plan with a strategy whose replicas hold them: rx.MirroredStrategy,"
@@ -307,13 +307,13 @@ def _combination(name: str, kinds: tuple[tuple[Shape, np.dtype], ...]) -> Operat
 
 
 def _refuse_tracer(array: object) -> None:
-    """Raise if `array` is what a JAX transformation traces with."""
+    """Raise if `array` is a JAX tracer."""
     if isinstance(array, jax.core.Tracer):
         raise _inside_a_transformation()
 
 
 def _refuse_tracing() -> None:
-    """Raise if this thread is in the trace of a function that JAX will compile."""
+    """Raise if this thread is inside a trace of `jax.jit`."""
     if type(find_top_trace(())) is _kind_of_trace():
         raise _inside_a_transformation()
 

@@ -1,4 +1,4 @@
-"""Strategy: where a program's replicas run, and what a user calls."""
+"""`Strategy`: the base class of strategies, and their API for users."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -36,16 +36,16 @@ __all__ = ["Strategy"]
 
 
 class Strategy(DatasetMaker):
-    """Runs the same function as several replicas that stay in step.
+    """Runs the same function as several synchronous replicas.
 
-    The base of all strategies; make one of those. (TF: `tf.distribute.Strategy`.)
+    The base class of all strategies; make one of those. (TF: `tf.distribute.Strategy`.)
     """
 
     _rehearses = True
-    """Whether programs are not run in a rehearsal, but handed to it."""
+    """Whether a dry run receives the programs instead of running them."""
 
     _num_rehearsed: int | None = None
-    """How many of a rehearsal's devices the strategy takes; None: all."""
+    """Number of a dry run's devices that the strategy uses; None: all."""
 
     def __init__(
         self,
@@ -63,30 +63,29 @@ class Strategy(DatasetMaker):
         shard_weights: bool = False,
         split: ModelSplit | None = None,
     ) -> None:
-        """Make a strategy; only those derived from this class do.
+        """Make a strategy; only subclasses do.
 
         Args:
             devices: One device per replica.
-            cross_device_ops: How gradients are summed over them.
-            check_replicas_every: Compare the replicas' copies of the variables after
-                every that many steps and raise on a difference. None: never by itself.
-            workers: The processes that hold the devices, in the devices' order.
-            check_input: Compare the workers' first batches of each epoch, where all
-                should read the same data.
-            defers_updates: Whether the home makes the updates, when a program is over.
-            first_replica: Number of the first of these replicas among those of all
-                workers.
-            communication_options: What happens to gradients on their way.
+            cross_device_ops: The all-reduce of gradients.
+            check_replicas_every: Number of steps between two comparisons of the
+                replicas' variables, which raise on a difference. None: no comparison.
+            workers: The processes of the devices, in the devices' order.
+            check_input: Whether to compare the workers' first batches of each epoch,
+                where all should read the same data.
+            defers_updates: Whether the home makes the updates, after a program.
+            first_replica: Index of the first of these replicas among all workers'.
+            communication_options: Options of the gradients' communication.
             replicas_per_device: Number of replicas on each device.
-            shard_update: Whether each replica makes a part of the optimizer's update
-                and holds only that part of the optimizer's slots.
-            shard_weights: Whether replicas hold only a part of the weights, too.
-            split: How a replica's weights are divided over several devices.
+            shard_update: Whether to shard the optimizer's update and its slots over the
+                replicas.
+            shard_weights: Whether to shard the weights, too.
+            split: The sharding of a replica's weights over several devices.
 
         Raises:
             ValueError: For numbers that are not positive.
-            TypeError: If `cross_device_ops` is none.
-            NotImplementedError: In a rehearsal, if the variables are to live elsewhere.
+            TypeError: If `cross_device_ops` has another type.
+            NotImplementedError: In a dry run, for variables outside the replicas.
         """
         _check_options(
             type(self).__name__,
@@ -147,18 +146,18 @@ class Strategy(DatasetMaker):
 
     @property
     def workers(self) -> Workers:
-        """The processes that train together; one alone without a cluster."""
+        """The processes that train together; a single one without a cluster."""
         return self._workers
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process does what is done once for all, such as exporting."""
+        """Whether this process does what only one must do, such as exporting."""
         return self._workers.is_chief
 
     def scope(self) -> Scope:
-        """A context manager: variables created in it are mirrored on all replicas.
+        """Open the strategy's scope: it places the variables created in the block.
 
-        Create and compile models in it. May be nested and entered from any thread.
+        Create and compile models in it. It may be nested and entered from any thread.
 
         Raises:
             ContextError: On entering, inside the scope of another strategy.
@@ -267,17 +266,17 @@ class Strategy(DatasetMaker):
         )
 
     def experimental_local_results(self, value: PyTree) -> tuple[PyTree, ...]:
-        """This process' values of a `PerReplica`, one per local replica, as a tuple."""
+        """Return this process' values of a `PerReplica`, one per local replica."""
         return value.values if isinstance(value, PerReplica) else (value,)
 
     def experimental_distribute_values_from_function(
         self, value_fn: Callable[[ValueContext], PyTree]
     ) -> PyTree:
-        """A `PerReplica` from `value_fn(context)`, called once per replica.
+        """Make a `PerReplica` from `value_fn(context)`, called once per replica.
 
         Args:
             value_fn: Returns an array or pytree of arrays, of equal shapes for all
-                replicas. `context.replica_id_in_sync_group` is the replica's number.
+                replicas. `context.replica_id_in_sync_group` is the replica's index.
 
         Raises:
             ValueError: If shapes differ.
@@ -307,7 +306,7 @@ class Strategy(DatasetMaker):
     def _agree_on(
         self, program: Program, values: Sequence[jax.Array], arrays: Sequence[ArrayLike]
     ) -> None:
-        """Called before a program runs first; other workers may have to agree."""
+        """Called before the first run of a program, to compare it between workers."""
 
 
 def _check_options(
@@ -316,7 +315,7 @@ def _check_options(
     check_replicas_every: int | None,
     replicas_per_device: int,
 ) -> None:
-    """Refuse arguments of a strategy, called `name`, that cannot be."""
+    """Validate arguments of the strategy class `name`."""
     if cross_device_ops is not None and not isinstance(
         cross_device_ops, CrossDeviceOps
     ):

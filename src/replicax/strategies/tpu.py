@@ -1,4 +1,4 @@
-"""TPUStrategy: one replica per TPU device of a slice."""
+"""`TPUStrategy`: one replica per TPU device of a slice."""
 
 import logging
 
@@ -22,31 +22,30 @@ _logger = logging.getLogger("replicax")
 class TPUStrategy(MultiWorkerMirroredStrategy):
     """Synchronous training on the chips of a TPU slice, on one host or many.
 
-    `MultiWorkerMirroredStrategy` with other devices: every TPU device of every host
-    holds a copy of each variable, and gradients are summed over the interconnect. Start
-    the same script on each host at once; JAX finds the others. XLA's and libtpu's
-    settings stay as they are: none is set here, and `LIBTPU_INIT_ARGS` is yours.
+    A `MultiWorkerMirroredStrategy` of TPU devices: every TPU device of every host holds
+    a copy of each variable, and gradients are summed over the interconnect. Start the
+    same script on each host at once; JAX finds the others. The strategy changes no
+    settings of XLA and libtpu, such as `LIBTPU_INIT_ARGS`.
     (TF: `tf.distribute.TPUStrategy`.)
 
     Args:
         tpu_cluster_resolver: The slice. Defaults to `TPUClusterResolver(tpu="")`.
-        communication_options: How workers communicate.
-        cross_device_ops: How gradients are summed. Defaults to `rx.NcclAllReduce()`:
-            XLA's all-reduce.
+        communication_options: Options of the gradients' communication.
+        cross_device_ops: The all-reduce of gradients. Defaults to
+            `rx.NcclAllReduce()`: XLA's all-reduce.
         replicas_per_device: Number of replicas on each device.
-        shard_update: Whether each device makes a part of the optimizer's update, and
-            holds only that part of the optimizer's slots.
-        check_replicas_every: Compare the replicas' variables after every that many
-            steps. None: only when `check_replicas` is called.
-        check_input: Compare the hosts' first batches of each epoch.
-        timeouts: How long hosts wait for each other, as for
-            `rx.MultiWorkerMirroredStrategy`.
+        shard_update: Whether to shard the optimizer's update and its slots over the
+            devices (ZeRO stage 1).
+        check_replicas_every: Number of steps between two comparisons of the replicas'
+            variables. None: only when `check_replicas` is called.
+        check_input: Whether to compare the hosts' first batches of each epoch.
+        timeouts: The deadlines, as for `rx.MultiWorkerMirroredStrategy`.
 
     Raises:
-        DeviceError: If JAX has no TPU here; the message says what was looked for.
+        DeviceError: If JAX has no TPU here; the message says where it was looked for.
         ClusterConfigError: If the slice's description is malformed, or the resolver of
             another kind.
-        ClusterError: If a host is not there by the start-up deadline.
+        ClusterError: If a host is absent at the start-up deadline.
         RuntimeError: If JAX has started its devices already, on one of several hosts.
 
     Example:
