@@ -58,7 +58,7 @@ class _SavedModelExporter(Exporter):
         self,
         name: str,
         serving_input_receiver_fn: Callable[[], ServingInputReceiver] | None,
-        exports_to_keep: int | None = 5,
+        exports_to_keep: int | None = None,
     ) -> None:
         caller = type(self).__name__
         self._receiver_fn = checked_receiver_fn(serving_input_receiver_fn, caller)
@@ -115,7 +115,7 @@ class FinalExporter(_SavedModelExporter):
     def __init__(
         self, name: str, serving_input_receiver_fn: Callable[[], ServingInputReceiver]
     ) -> None:
-        super().__init__(name, serving_input_receiver_fn, None)
+        super().__init__(name, serving_input_receiver_fn)
 
 
 class LatestExporter(_SavedModelExporter):
@@ -138,6 +138,14 @@ class LatestExporter(_SavedModelExporter):
         >>> rx.estimator.LatestExporter("latest", receiver_fn, exports_to_keep=2).name
         'latest'
     """
+
+    def __init__(
+        self,
+        name: str,
+        serving_input_receiver_fn: Callable[[], ServingInputReceiver],
+        exports_to_keep: int | None = 5,
+    ) -> None:
+        super().__init__(name, serving_input_receiver_fn, exports_to_keep)
 
 
 class BestExporter(_SavedModelExporter):

@@ -233,7 +233,7 @@ def features_of(columns: Columns, features: RawFeatures) -> dict[str, np.ndarray
             reads are ignored.
 
     Returns:
-        Arrays by the names of `Column.outputs`: numbers `float32[B, ...]`, ids
+        Arrays by the names of `Column.outputs`. Numbers are `float32[B, ...]`, ids
         `int32[B, k]` with -1 for missing ones, weights `float32[B, k]`.
 
     Raises:
