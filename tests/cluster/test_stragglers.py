@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from replicax.cluster import stragglers
-from replicax.cluster.stragglers import Spending, Stragglers
+from replicax.cluster.stragglers import Stragglers, WaitSampler
 from replicax.testing import run
 
 NAMES = [f"worker:{i}" for i in range(3)]
@@ -67,20 +67,20 @@ def test_one_slow_moment_is_not_enough() -> None:
 
 @pytest.mark.skipif(not stragglers._TASKS.is_dir(), reason="Linux says what threads do")
 def test_own_work_and_waiting() -> None:
-    spending = Spending()
-    assert not spending.is_due(0.0)
-    spending.start("gpu")
-    assert not spending.is_due(0.0)
-    spending.start("cpu")
-    assert spending.is_due(0.0)
-    spending.sample(0.0, is_in_step=False)
-    spending.sample(1.0, is_in_step=False)
-    spending.sample(3.0, is_in_step=False, is_exchanging=True)
-    assert spending.spent == (1.0, 2.0)
+    sampler = WaitSampler()
+    assert not sampler.is_due(0.0)
+    sampler.start("gpu")
+    assert not sampler.is_due(0.0)
+    sampler.start("cpu")
+    assert sampler.is_due(0.0)
+    sampler.sample(0.0, is_in_step=False)
+    sampler.sample(1.0, is_in_step=False)
+    sampler.sample(3.0, is_in_step=False, is_exchanging=True)
+    assert sampler.spent == (1.0, 2.0)
     # This thread runs: it computes what it hands over, or prepares the next batch.
     if threading.current_thread() is threading.main_thread():
-        spending.sample(4.0, is_in_step=True, is_dispatching=True)
-        assert spending.spent == (2.0, 2.0)
+        sampler.sample(4.0, is_in_step=True, is_dispatching=True)
+        assert sampler.spent == (2.0, 2.0)
 
 
 class Lines(logging.Handler):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from replicax.report.journal import Journal, folder_of, read_events
 from replicax.report.page import page_of
-from replicax.report.runs import is_written, read_run, together
+from replicax.report.runs import is_written, merged, read_run
 
 WORKERS = ["worker:0", "worker:1"]
 
@@ -227,7 +227,7 @@ def test_a_process_that_was_restarted(tmp_path: Path) -> None:
     assert 'class="border"' not in text  # and is no other training.
 
 
-def test_epochs_together(tmp_path: Path) -> None:
+def test_epochs_merged(tmp_path: Path) -> None:
     page = tmp_path / "r.html"
     counts = {"steps": 10, "examples": 640, "first_steps": 4, "first_s": 0.2}
     write(
@@ -239,12 +239,12 @@ def test_epochs_together(tmp_path: Path) -> None:
     )
     chief = read_run(page).chief
     assert chief is not None
-    total = together(chief.fits[0].epochs)
+    total = merged(chief.fits[0].epochs)
     assert total.step_s == pytest.approx((1.0 - 0.2) / 16)
     assert total.examples_per_s == pytest.approx((1280 - 256) / 0.8)
     assert total.staleness == {0: 3, 2: 5}
     with pytest.raises(ValueError, match="got no epochs"):
-        together([])
+        merged([])
 
 
 def test_epochs_without_timed_steps_take_no_time(tmp_path: Path) -> None:
@@ -261,7 +261,7 @@ def test_epochs_without_timed_steps_take_no_time(tmp_path: Path) -> None:
     )
     chief = read_run(page).chief
     assert chief is not None
-    total = together(chief.fits[0].epochs)
+    total = merged(chief.fits[0].epochs)
     assert total.step_s == pytest.approx(0.05)
     assert total.counts["first_s"] == 3.0
     assert (total.counts["waits_s"], total.exchange_s) == (0.0, 0.0)

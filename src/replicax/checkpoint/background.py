@@ -26,7 +26,7 @@ class BackgroundSave:
     """A thread that writes one checkpoint, whose contents must not change.
 
     Before the write it deletes the folders `left` by incomplete saves, to make room;
-    after it the `doomed` older checkpoints.
+    after it the `outdated` older checkpoints.
     """
 
     def __init__(
@@ -34,14 +34,14 @@ class BackgroundSave:
         path: Path,
         contents: Contents,
         left: Sequence[Path],
-        doomed: Sequence[Path],
+        outdated: Sequence[Path],
         failed: FailedWrites,
     ) -> None:
         self.path = path
         _unsettled.add(self)
         with_thread = ThreadPoolExecutor(1, thread_name_prefix="replicax-checkpoint")
         self._future: Future[None] = with_thread.submit(
-            _save, path, contents, left, doomed, failed
+            _save, path, contents, left, outdated, failed
         )
         with_thread.shutdown(wait=False)
 
@@ -70,7 +70,7 @@ def _save(
     path: Path,
     contents: Contents,
     left: Sequence[Path],
-    doomed: Sequence[Path],
+    outdated: Sequence[Path],
     failed: FailedWrites,
 ) -> None:
     _remove(left)
@@ -80,7 +80,7 @@ def _save(
         failed.add(str(error))
         raise
     failed.end(f"checkpoint {path}")
-    _remove(doomed)
+    _remove(outdated)
 
 
 def _remove(paths: Sequence[Path]) -> None:

@@ -164,9 +164,9 @@ class CheckpointManager:
         if contents is None:
             self._pending = path
         else:
-            _, doomed = self._kept(path)
+            _, outdated = self._kept(path)
             left = leftovers(self._directory, rf"{re.escape(self._name)}-\d+")
-            self._pending = BackgroundSave(path, contents, left, doomed, self._failed)
+            self._pending = BackgroundSave(path, contents, left, outdated, self._failed)
         return os.fspath(path)
 
     def wait(self) -> None:

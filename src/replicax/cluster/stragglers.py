@@ -13,7 +13,7 @@ from pathlib import Path
 
 from replicax._util.listing import listed
 
-__all__ = ["Spending", "Stragglers"]
+__all__ = ["Stragglers", "WaitSampler"]
 
 SAMPLE_SECONDS = 0.2
 WINDOW_SECONDS = 8.0
@@ -26,7 +26,7 @@ _NOT_COMPUTING = (b"event_engine", b"grpc", b"lifeguard", b"resolver", b"timer")
 """Threads of the transport between processes."""
 
 
-class Spending:
+class WaitSampler:
     """A sampler of a worker's seconds of own work, and of waiting for others.
 
     Attributes:

@@ -20,7 +20,7 @@ from replicax.cluster.failure import ExitCode, FailureReport, end_process
 from replicax.cluster.failure_detector import Heartbeat, Sign, judge
 from replicax.cluster.stopping import StopRequest
 from replicax.cluster.store import Store, StoreError
-from replicax.cluster.stragglers import Spending, Stragglers
+from replicax.cluster.stragglers import Stragglers, WaitSampler
 from replicax.cluster.timeouts import Timeouts
 
 __all__ = ["Watch"]
@@ -58,7 +58,7 @@ class Watch:
         num_exchanging: Number of exchanges that threads of this worker wait in.
         log: This worker's log of collective operations.
         order: The comparison of the workers' logs.
-        spending: The sampler of this worker's time.
+        sampler: The sampler of this worker's time.
         stragglers: The detector of stragglers; the first worker uses it.
     """
 
@@ -82,7 +82,7 @@ class Watch:
         self.num_exchanging = 0
         self.log = DispatchLog()
         self.order = OrderCheck(self.log, len(names), index, store)
-        self.spending = Spending()
+        self.sampler = WaitSampler()
         self.stragglers = Stragglers(names)
         self._index = index
         self._timeouts = timeouts
@@ -176,7 +176,7 @@ class Watch:
             except StoreError:
                 continue  # The other thread watches the time of the last contact.
             self._contact_at = time.monotonic()
-            if self._index == 0 and self.spending.is_on:
+            if self._index == 0 and self.sampler.is_on:
                 spent = [sign.spent for sign in self.signs]
                 text = self.stragglers.look(self._contact_at, spent, self.me.steps)
                 if text is not None:
@@ -187,9 +187,9 @@ class Watch:
         begin = time.monotonic()
         while not self._closed.wait(min(_SOON_SECONDS, self._interval)):
             now = time.monotonic()
-            if self.spending.is_due(now):
+            if self.sampler.is_due(now):
                 self._note_progress()
-                self.spending.sample(
+                self.sampler.sample(
                     now,
                     is_in_step=self.me.completed < self.me.dispatched,
                     is_dispatching=self._latest[1] is _NOT_YET,
@@ -213,7 +213,7 @@ class Watch:
             me.beat += 1
             me.differs_after = self.order.differs_after
             me.interrupted = self._stop.interrupted
-            me.spent = self.spending.spent
+            me.spent = self.sampler.spent
             beat = {name: getattr(me, name) for name in _FIELDS}
             self.store.put(f"{_STATUS}/{self._index}", json.dumps(beat))
 
@@ -320,6 +320,5 @@ def _is_ready(result: _Result | None) -> bool:
 
 
 def _stack_of_main_thread() -> str:
-    """Format the stack of this worker's main thread."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return "".join(traceback.format_stack(frame)) if frame else ""

@@ -16,7 +16,7 @@ from replicax.checkpoint import latest_checkpoint
 from replicax.checkpoint.evaluation import append_evaluation
 from replicax.engine.consistency import synchronize_random_state
 from replicax.estimator.evaluating import EvalResults, Evaluation, predictions
-from replicax.estimator.exporting import export_model, tell_of_preprocess
+from replicax.estimator.exporting import export_model, warn_of_preprocess
 from replicax.estimator.hooks import CheckpointSaverListener, SessionRunHook
 from replicax.estimator.model import EstimatorModel
 from replicax.estimator.receivers import ServingInputReceiver, checked_receiver_fn
@@ -357,7 +357,7 @@ class Estimator:
         caller = "export_saved_model"
         path = self._checkpoint(checkpoint_path, caller)
         if self._preprocess is not None:
-            tell_of_preprocess(self.model_dir)
+            warn_of_preprocess(self.model_dir)
         # A separate model: a generator of predictions keeps the values of its own.
         seed = self._config.tf_random_seed or 0
         model = EstimatorModel(self._function, ModeKeys.PREDICT, one_device(), seed)

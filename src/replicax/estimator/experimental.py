@@ -40,9 +40,9 @@ class _EarlyStoppingHook(IntervalHook):
     ) -> None:
         step = run_context.session.global_step
         if self._every.last is None:
-            self._every.happened(step)
+            self._every.restart(step)
         if self._every.is_due(step):
-            self._every.happened(step)
+            self._every.restart(step)
             if self._should_stop():
                 run_context.request_stop()
 

@@ -26,7 +26,7 @@ from replicax.estimator.receivers import SINGLE, ArraySpec, ServingInputReceiver
 from replicax.estimator.saving import restore
 from replicax.estimator.spec import EstimatorSpec
 
-__all__ = ["export_model", "tell_of_preprocess"]
+__all__ = ["export_model", "warn_of_preprocess"]
 
 _Arrays: TypeAlias = dict[str, jax.Array]
 _Specs: TypeAlias = dict[str, ArraySpec]
@@ -41,7 +41,7 @@ _logger = logging.getLogger("replicax")
 
 
 @functools.cache
-def tell_of_preprocess(model_dir: str) -> None:
+def warn_of_preprocess(model_dir: str) -> None:
     """Warn, once for each model_dir, that a user's function is not exported."""
     _logger.warning(
         "%s: the estimator in %s has a preprocess function, which is Python code and is"

@@ -85,7 +85,7 @@ class Interval:
             return step >= self.last[0] + self._steps
         return time.monotonic() >= self.last[1] + (self._seconds or 0.0)
 
-    def happened(self, step: int) -> tuple[int, float] | None:
+    def restart(self, step: int) -> tuple[int, float] | None:
         """Restart the timer; return the steps and seconds since the last event."""
         now, before = (step, time.monotonic()), self.last
         self.last = now
@@ -261,7 +261,7 @@ class StepCounterHook(IntervalHook):
         step = run_context.session.global_step
         if not self._every.is_due(step):
             return
-        passed = self._every.happened(step)
+        passed = self._every.restart(step)
         if passed is not None and passed[1] > 0:
             self.steps_per_second = passed[0] / passed[1]
             _logger.info("global_step/sec: %.6g", self.steps_per_second)
@@ -331,7 +331,7 @@ class LoggingTensorHook(SessionRunHook):
         """Log the values when the interval has passed."""
         self._values = run_values.results or self._values
         if self._is_due and self._every is not None:
-            passed = self._every.happened(self._step)
+            passed = self._every.restart(self._step)
             seconds = "" if passed is None else f" ({passed[1]:.3f} sec)"
             _logger.info("%s%s", self._format(self._values), seconds)
 
@@ -379,7 +379,7 @@ class NanTensorHook(IntervalHook):
         if run_values.results is None:
             return
         step = run_context.session.global_step
-        self._every.happened(step)
+        self._every.restart(step)
         try:
             require_finite(run_values.results, step, self._name)
         except NanLossDuringTrainingError as error:

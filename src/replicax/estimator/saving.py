@@ -129,7 +129,7 @@ class Saver:
         self._interval = Interval(
             config.save_checkpoints_steps, config.save_checkpoints_secs, "RunConfig"
         )
-        self._interval.happened(0)
+        self._interval.restart(0)
         self._saved: tuple[int, int] | None = None
 
     def restore(self) -> str | None:
@@ -137,7 +137,7 @@ class Saver:
         path = self._manager.restore_or_initialize()
         if path is not None:
             step = int(self._model.global_step.numpy())
-            self._interval.happened(step)
+            self._interval.restart(step)
             self._saved = (step, self._position.num_steps)
         return path
 
@@ -147,7 +147,7 @@ class Saver:
 
     def save(self, step: int, *, wait: bool = False) -> bool:
         """Save the state under a step's number, unless it is saved; return whether."""
-        self._interval.happened(step)
+        self._interval.restart(step)
         state = (step, self._position.num_steps)
         if state == self._saved or not self._saves:
             return False

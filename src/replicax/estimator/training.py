@@ -274,7 +274,7 @@ class _Log:
             return
         value = first_replica(loss)
         require_finite(value, step)
-        passed = self._every.happened(step)
+        passed = self._every.restart(step)
         if passed is None:
             _logger.info("loss = %.8g, step = %d", value, step)
         else:

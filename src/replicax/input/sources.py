@@ -301,7 +301,6 @@ def _is_tensor(value: object) -> "TypeGuard[torch.Tensor]":
 
 
 def _comes_from(value: object, package: str) -> bool:
-    """Whether a class of `value` is defined in `package`."""
     return any(
         kind.__module__.partition(".")[0] == package for kind in type(value).__mro__
     )

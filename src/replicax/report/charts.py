@@ -226,7 +226,6 @@ def _curve(
 
 
 def _runs(points: Sequence[Point]) -> list[list[Point]]:
-    """Split points at the gaps."""
     runs: list[list[Point]] = [[]]
     for point in points:
         if math.isfinite(point[1]):

@@ -10,17 +10,17 @@ from replicax.report.runs import EpochRecord, Fit, Run, WorkerRecord
 
 __all__ = [
     "counts_own",
+    "mean_staleness",
     "memory_bytes",
     "metric_charts",
     "number_of_fit",
     "speed_charts",
-    "stale_mean",
 ]
 
 _MOST_WORKERS = 6
 
 
-class _Places:
+class _EpochPositions:
     """Positions of epochs on the axis: each `fit` after the one before.
 
     A `fit` with a later `initial_epoch` continues the one before.
@@ -54,7 +54,7 @@ def metric_charts(run: Run) -> list[Chart]:
     if run.chief is None:
         return []
     fits = run.chief.fits
-    places = _Places(fits)
+    places = _EpochPositions(fits)
     names = dict.fromkeys(n for f in fits for e in f.epochs for n in e.logs)
     bases = list(dict.fromkeys(name.removeprefix("val_") for name in names))
     bases.sort(key=lambda base: base != "loss")  # The loss first.
@@ -90,7 +90,7 @@ def speed_charts(run: Run) -> list[Chart]:
     """Make the charts of throughput, step time, input wait, memory and staleness."""
     if run.chief is None:
         return []
-    places = _Places(run.chief.fits)
+    places = _EpochPositions(run.chief.fits)
     epochs = [e for w in run.workers for f in w.fits for e in f.epochs]
     is_process = any(e.memory.get("of") == "process" for e in epochs)
     most = max((b for b in map(memory_bytes, epochs) if math.isfinite(b)), default=0.0)
@@ -130,7 +130,7 @@ def speed_charts(run: Run) -> list[Chart]:
         drawn.append(
             (
                 "Staleness of gradients",
-                of_workers(lambda e: stale_mean(e.staleness)),
+                of_workers(lambda e: mean_staleness(e.staleness)),
                 plain,
                 "Mean number of updates by others between values and gradients.",
             )
@@ -153,14 +153,16 @@ def memory_bytes(epoch: EpochRecord) -> float:
     return math.nan
 
 
-def stale_mean(staleness: Mapping[int, int]) -> float:
+def mean_staleness(staleness: Mapping[int, int]) -> float:
     """Mean of a histogram; NaN for an empty one."""
     count = sum(staleness.values())
     return sum(k * n for k, n in staleness.items()) / count if count else math.nan
 
 
 def _parts(
-    fits: Sequence[Fit], places: _Places, value: Callable[[EpochRecord], float | None]
+    fits: Sequence[Fit],
+    places: _EpochPositions,
+    value: Callable[[EpochRecord], float | None],
 ) -> list[list[Point]]:
     parts = []
     for fit in fits:
@@ -174,7 +176,7 @@ def _known(part: Sequence[Point]) -> bool:
 
 
 def _by_worker(
-    run: Run, places: _Places, value: Callable[[EpochRecord], float]
+    run: Run, places: _EpochPositions, value: Callable[[EpochRecord], float]
 ) -> list[Series]:
     """Make a curve for each worker; for many workers minimum, median and maximum."""
     curves = {w.name: _parts(w.fits, places, value) for w in run.workers}
@@ -200,7 +202,7 @@ def _by_worker(
     ]
 
 
-def _throughput(run: Run, places: _Places) -> list[list[Point]]:
+def _throughput(run: Run, places: _EpochPositions) -> list[list[Point]]:
     assert run.chief is not None
     if not counts_own(run.chief):
         return _parts(run.chief.fits, places, lambda e: e.examples_per_s)

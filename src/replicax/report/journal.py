@@ -73,7 +73,6 @@ class Journal:
             ) from error
 
     def _begin_file(self, fresh: bool) -> int:
-        """Open the file and return its size."""
         with self.path.open("wb" if fresh else "a+b") as stream:
             size = stream.tell()
             if size:

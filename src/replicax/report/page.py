@@ -17,13 +17,13 @@ from replicax._util.units import binary_bytes, seconds
 from replicax.report.charts import plain
 from replicax.report.figures import (
     counts_own,
+    mean_staleness,
     memory_bytes,
     metric_charts,
     number_of_fit,
     speed_charts,
-    stale_mean,
 )
-from replicax.report.runs import EpochRecord, Fit, Run, WorkerRecord, together
+from replicax.report.runs import EpochRecord, Fit, Run, WorkerRecord, merged
 
 __all__ = ["page_of", "rendered"]
 
@@ -160,7 +160,7 @@ def _key_figures(run: Run, fit: Fit) -> dict[str, str]:
     epochs = _epochs(fit)
     if not epochs:
         return {}
-    total = together(epochs)
+    total = merged(epochs)
     everything = [e for w in run.workers for f in w.fits for e in _epochs(f)]
     figures = {
         "epochs": str(total.number + 1) if fit.epochs else "none has ended",
@@ -171,7 +171,7 @@ def _key_figures(run: Run, fit: Fit) -> dict[str, str]:
         "memory, peak": _peak(everything),
     }
     if total.staleness:
-        figures["staleness, mean"] = f"{stale_mean(total.staleness):.2g}"
+        figures["staleness, mean"] = f"{mean_staleness(total.staleness):.2g}"
     for name in ("loss", "val_loss"):
         if name in total.logs:
             figures[f"last {name}"] = plain(total.logs[name])
@@ -187,7 +187,7 @@ def _rate(run: Run) -> str:
         # The last attempt of a restarted worker.
         last = [[f for f in w.fits if number_of_fit(f) == number] for w in run.workers]
         fits = [found[-1] for found in last if found]
-    rates = [together(_epochs(f)).examples_per_s for f in fits if _epochs(f)]
+    rates = [merged(_epochs(f)).examples_per_s for f in fits if _epochs(f)]
     known = [rate for rate in rates if math.isfinite(rate)]
     return plain(round(sum(known), 1)) if known else "not measured"
 
@@ -217,7 +217,7 @@ def _worker_row(worker: WorkerRecord, is_served: bool) -> list[str]:
     row = [worker.name, str(fit.facts.get("host", "")), fit.state]
     if not epochs:
         return row + [""] * (6 if is_served else 5)
-    total = together(epochs)
+    total = merged(epochs)
     memory, stale = memory_bytes(total), total.staleness
     row += [
         f"{int(total.counts.get('steps', 0)):,}",
@@ -227,7 +227,7 @@ def _worker_row(worker: WorkerRecord, is_served: bool) -> list[str]:
         _peak(epochs),
     ]
     if is_served:
-        row.append(f"{stale_mean(stale):.2g}, {max(stale)}" if stale else "")
+        row.append(f"{mean_staleness(stale):.2g}, {max(stale)}" if stale else "")
     return row
 
 

@@ -22,8 +22,8 @@ __all__ = [
     "Run",
     "WorkerRecord",
     "is_written",
+    "merged",
     "read_run",
-    "together",
 ]
 
 _STALE_S = 300.0
@@ -235,14 +235,14 @@ def is_written(number: int) -> bool:
     return (number + 1) % stride == 0
 
 
-def together(epochs: Sequence[EpochRecord]) -> EpochRecord:
+def merged(epochs: Sequence[EpochRecord]) -> EpochRecord:
     """Merge epochs into one, with the last one's logs and number.
 
     An epoch without a timed step (all of its executions compiled, or other workers made
     its steps) adds its counts but no timed duration.
     """
     if not epochs:
-        raise ValueError("together: got no epochs, expected at least one.")
+        raise ValueError("merged: got no epochs, expected at least one.")
     counts: Counter[str] = Counter()
     staleness: Counter[int] = Counter()
     wall_s = exchange_s = 0.0

@@ -24,8 +24,8 @@ from replicax.report.runs import (
     EpochRecord,
     WorkerRecord,
     is_written,
+    merged,
     read_run,
-    together,
 )
 from replicax.report.worker import ReportedWorker, facts_of, local_devices
 
@@ -313,7 +313,7 @@ class FitReport:
         found = {self.worker.name: total}
         for worker in self._await_others(self._has_last):
             if worker.fits[-1].epochs:
-                found[worker.name] = together(worker.fits[-1].epochs)
+                found[worker.name] = merged(worker.fits[-1].epochs)
         shares = {n: e.input_share for n, e in found.items()}
         known = {n: share for n, share in shares.items() if math.isfinite(share)}
         slowest = max(known, key=lambda name: known[name], default=self.worker.name)
@@ -337,7 +337,7 @@ class FitReport:
 
 
 def _joined(before: EpochRecord | None, epoch: EpochRecord) -> EpochRecord:
-    return epoch if before is None else together([before, epoch])
+    return epoch if before is None else merged([before, epoch])
 
 
 def _share(part: float, whole: float) -> float:

@@ -86,7 +86,6 @@ def _optimizer(optimizer: keras.optimizers.Optimizer | None) -> dict[str, object
 
 
 def _name(loss: object) -> JSON:
-    """The name of a loss, or the names of several."""
     if isinstance(loss, Mapping):
         return {str(k): _name(v) for k, v in loss.items()}
     if isinstance(loss, list | tuple):

@@ -119,7 +119,7 @@ class _ParameterDevice(ReplicaHome):
         super().__init__(group, place)
         self._sharding = place
         self._dispatch = dispatch
-        self._copies = _Copies(group.mirrored)
+        self._copies = _CopyCache(group.mirrored)
         self._running: collections.deque[jax.Array] = collections.deque()
         self._made: weakref.WeakKeyDictionary[Update, Wrapped] = (
             weakref.WeakKeyDictionary()
@@ -177,7 +177,7 @@ class _ParameterDevice(ReplicaHome):
         stored: Mapping[int, jax.Array],
     ) -> Callable[[], list[jax.Array]]:
         """Make the call of an update, which donates the old values."""
-        before = _to_give_away([id(v) for v in update.changed], stored)
+        before = _values_to_donate([id(v) for v in update.changed], stored)
         grads = jax.device_put(gradients, self._sharding)
         return functools.partial(self._function_of(update), before, grads)
 
@@ -235,7 +235,7 @@ def _host(caller: str) -> Device:
         ) from error
 
 
-def _to_give_away(
+def _values_to_donate(
     numbers: Sequence[int], stored: Mapping[int, jax.Array]
 ) -> list[jax.Array]:
     """Return variables' values to donate; copies of values that others share."""
@@ -256,7 +256,7 @@ def _update_function(of: "weakref.ref[Update]") -> UpdateFn:
     return make_update
 
 
-class _Copies:
+class _CopyCache:
     """A cache of the variables' copies on the compute devices.
 
     On the parameter device itself, a copy shares the stored value's memory, and is

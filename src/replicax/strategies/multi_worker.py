@@ -136,7 +136,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         self._compared: dict[int, weakref.ref[Variable]] = {}
         synchronize_random_state(workers)
         if workers.watch is not None:
-            workers.watch.spending.start(devices[0].platform)
+            workers.watch.sampler.start(devices[0].platform)
 
     def _join_workers(
         self, resolver: ClusterResolver | None, timeouts: Timeouts

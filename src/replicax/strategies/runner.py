@@ -307,7 +307,6 @@ def _combination(name: str, kinds: tuple[tuple[Shape, np.dtype], ...]) -> Operat
 
 
 def _refuse_tracer(array: object) -> None:
-    """Raise if `array` is a JAX tracer."""
     if isinstance(array, jax.core.Tracer):
         raise _inside_a_transformation()
 
