@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 from replicax.errors import DeviceError
@@ -62,9 +63,15 @@ def test_cubes_and_several_slices() -> None:
         ("h100:0x8", "no cluster"),
         ("a100-80g:2x0", "no cluster"),
         ("h100:1x2x8", "no cluster"),
-        ("h100", "unknown topology 'h100'"),
-        ("h100:8x", "unknown topology"),
-        ("v5e", "unknown topology 'v5e'"),
+        ("h100:0", "no cluster 'h100:0'"),
+        ("h100:1x1x1", "no cluster 'h100:1x1x1'"),
+        ("h100:3x", r"no cluster 'h100:3x'\. Known: h100:N.*up to 128x8\.$"),
+        ("h100:-1", "no cluster 'h100:-1'"),
+        ("h100:" + 5000 * "9", "no cluster 'h100:999"),  # More than `int` reads.
+        ("h100", r"no cluster 'h100'\. Known: h100:N"),
+        ("v5e", r"no slice 'v5e'\. Known: v5e:1x1, "),
+        ("h900:8", f"unknown topology 'h900:8'.*{'.*'.join(f'{c}:N' for c in CARDS)}"),
+        ("H100:8", "unknown topology 'H100:8'"),
         ("", "unknown topology ''"),
     ],
 )
@@ -103,6 +110,13 @@ def test_devices_of_this_machine() -> None:
 def test_devices_that_are_not_here(name: str, num_slices: int, message: str) -> None:
     with pytest.raises(DeviceError, match=message):
         find_topology(name, num_slices)
+
+
+def test_gpus_that_are_not_here() -> None:
+    if jax.default_backend() == "gpu":
+        pytest.skip("there is a GPU")
+    with pytest.raises(DeviceError, match="there is no gpu here for 'gpu:1'"):
+        find_topology("gpu:1")
 
 
 @pytest.mark.parametrize(

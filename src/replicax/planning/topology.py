@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 _LOCAL = re.compile(r"(cpu|gpu):(\d+)")
-_DESCRIBED = re.compile(r"([\w-]+):(\d+(?:x\d+)*)")
+_SHAPE = re.compile(r"\d{1,9}(?:x\d{1,9})*")
 _KINDS: Mapping[str, Chip | Card] = {**CHIPS, **CARDS}
 
 # libtpu asks for the place of the machine in a slice, which it is not in, and complains
@@ -183,16 +183,16 @@ def num_cpu_devices(name: str) -> int | None:
 
 
 def _parsed(name: str) -> tuple[Chip | Card, tuple[int, ...]]:
-    match = _DESCRIBED.fullmatch(name)
-    chip = _KINDS.get(match[1]) if match else None
-    if match is None or chip is None:
+    kind, _, sizes = name.partition(":")
+    chip = _KINDS.get(kind)
+    if chip is None:
         known = "; ".join(kind.known() for kind in _KINDS.values())
         raise DeviceError(
             f"plan: unknown topology {name!r}. Known: {known}. Devices of this "
             "machine: cpu:N, gpu:N."
         )
-    shape = tuple(int(n) for n in match[2].split("x"))
-    if not chip.has_shape(shape):
+    shape = tuple(map(int, sizes.split("x"))) if _SHAPE.fullmatch(sizes) else ()
+    if not shape or not chip.has_shape(shape):
         raise DeviceError(
             f"plan: there is no {chip.noun} {name!r}. Known: {chip.known()}."
         )
