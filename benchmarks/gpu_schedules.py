@@ -31,7 +31,7 @@ from jax.stages import Lowered
 
 import replicax as rx
 from replicax.engine.xla_options import compiler_options
-from replicax.planning.capture import capture_fit
+from replicax.planning.capture import capture_fit, compile_lowered
 from replicax.planning.hlo import parse
 from replicax.planning.schedule import (
     Done,
@@ -248,11 +248,10 @@ def main() -> None:
     parser.add_argument("--save", help="folder for the compiled programs' texts")
     options = parser.parse_args()
     topology = find_topology(options.topology)
-    jax.config.update("jax_enable_compilation_cache", False)
     header: list[str] = []
     for program in options.programs:
         model, _, step = program.partition(":")
-        compiled = lower(model, step, topology).compile()
+        compiled = compile_lowered(lower(model, step, topology), topology.devices)
         text = compiled.as_text() or ""
         if options.save:
             with open(os.path.join(options.save, f"{program}.txt"), "w") as file:

@@ -11,6 +11,7 @@ import jsonschema
 import keras
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from rich.console import Console
 
 import replicax as rx
@@ -437,6 +438,34 @@ def test_hierarchies_follow_the_hosts(topology: str) -> None:
     )
     groups = {(c.group_size, c.num_groups, c.spans_hosts) for c in plan.collectives}
     assert {(4, 2, False), (2, 4, True)} <= groups
+
+
+@hardware(["v5e:2x4"])
+def test_programs_for_described_devices_stay_out_of_the_cache(
+    topology: str, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    wanted: dict[str, Any] = {
+        "jax_compilation_cache_dir": str(tmp_path),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    old = {name: jax.config.values[name] for name in wanted}
+    for name, value in wanted.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()  # It decides once which folder it uses.
+    try:
+        strategy = local_strategy()
+        model = make_model(strategy)
+        for _ in range(2):
+            rx.plan(strategy, model, batch_for(topology), topology=topology)
+        assert not list(tmp_path.glob("jit_program*"))
+        jax.jit(lambda x: x + 1)(np.ones(3))
+        assert list(tmp_path.iterdir())  # It is on again for what is run here.
+    finally:
+        for name, value in old.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+    assert not [w for w in recwarn if "persistent compilation cache" in str(w.message)]
 
 
 def test_one_plan_at_a_time() -> None:
