@@ -96,7 +96,7 @@ def draw() -> None:
             color="#ff8f00",
             label="communication that nothing hides",
         )
-        top.margins(y=0.08)
+        top.set_ylim(0, 1.1 * (busy + max(exposed)))
         top.set_title(DRAWN[name], fontsize=10)
         efficiency = [100 * s["efficiency"] for s in values["scaling"]]
         bottom.plot(places, efficiency, "o-", color="#3f51b5", markersize=4)
