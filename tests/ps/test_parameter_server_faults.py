@@ -520,6 +520,27 @@ def test_workers_in_step_name_one_that_does_not_come_back(tmp_path):
 
 
 @pytest.mark.slow
+def test_workers_in_step_do_without_one_that_does_not_come_back(tmp_path):
+    """Whoever brought a part that was there already takes that of the dead worker."""
+    options = {"backup_workers": 1, "timeouts": {"step": 30}}
+    with Job(
+        tmp_path, in_step, workers=3, deadline_seconds=240, options=options, epochs=6
+    ) as cluster:
+        cluster.wait_for_step("worker:1", 8, 120)
+        cluster.kill("worker:1")
+        results = cluster.ended(120)
+    assert results.exit_codes == {
+        **dict.fromkeys(("worker:0", "worker:2", "ps:0", "ps:1"), 0),
+        "worker:1": -signal.SIGKILL,
+    }
+    for name in ("worker:0", "worker:2"):
+        for actual, wanted in zip(
+            results[name].value, expected_weights(6), strict=True
+        ):
+            np.testing.assert_allclose(actual, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
 def test_workers_in_step_go_on_with_the_snapshots_of_killed_servers(tmp_path):
     options = snapshots_in(tmp_path)
     with Job(tmp_path, in_step, options=options, epochs=12) as cluster:

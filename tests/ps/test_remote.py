@@ -1,6 +1,7 @@
 """Values that a worker sends to servers, and gets from them, are the very same."""
 
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -223,56 +224,117 @@ def test_staleness_counts_the_updates_of_others(session):
     assert found == [0, 1, 2]
 
 
-def test_a_step_that_was_committed_on_one_server_is_ended_by_the_next_worker():
-    """The worker that began to end it has died between its two commits."""
-    addresses = [free_address() for _ in range(2)]
-    board = Board(["worker:0"], Timeouts(startup=60, heartbeat=30, chief=60))
-    stores = [VariableStore(i) for i in range(2)]
-    services = [
-        Service(address, store, board if i == 0 else None, CREDENTIALS)
-        for i, (address, store) in enumerate(zip(addresses, stores, strict=True))
-    ]
-    for service in services:
-        service.serve_in_thread()
-    session = Session(
-        ["worker:0"], 0, addresses, CREDENTIALS, Timeouts(startup=20, step=10)
-    )
-    try:
-        session.join()
+class Clipped:
+    """Two servers, and a worker's group on them that is clipped by its whole norm."""
+
+    def __init__(self):
+        addresses = [free_address() for _ in range(2)]
+        timeouts = Timeouts(startup=60, heartbeat=30, chief=60)
+        self.board = Board(["worker:0"], timeouts)
+        self.services = []
+        self.stores = [VariableStore(i) for i in range(2)]
+        for address, store in zip(addresses, self.stores, strict=True):
+            self.serve(address, store)
+        self.session = Session(
+            ["worker:0"], 0, addresses, CREDENTIALS, Timeouts(startup=20, step=20)
+        )
+
+    def serve(self, address, store):
+        board = self.board if store.server == 0 else None
+        self.services.append(Service(address, store, board, CREDENTIALS))
+        self.services[-1].serve_in_thread()
+
+    def restart(self, server):
+        """As from a snapshot of now, which has no parts of unfinished steps."""
+        old = self.services[server]
+        old.close()
+        again = VariableStore(server)
+        again.load_state(self.stores[server].state())
+        self.stores[server] = again
+        self.serve(old.address, again)
+
+    def __enter__(self):
+        self.session.join()
         optimizer = keras.optimizers.SGD(1.0, global_clipnorm=1.0)
         infos = [VariableInfo(path=p, shape=(2,), dtype="float32") for p in "ab"]
         group = place("clipped", optimizer_rule(optimizer, []), infos, 2)
-        remote = RemoteGroup(session, group, SHARDING)
-        remote.create(on_devices([np.zeros(2, "float32")] * 2))
-        remote.pull()
-        share = {"num_parts": 2, "weight": 1.0}
+        self.remote = RemoteGroup(self.session, group, SHARDING)
+        self.remote.create(on_devices([np.zeros(2, "float32")] * 2))
+        self.remote.pull()
+        return self
+
+    def __exit__(self, *_):
+        self.session.leave()
+        for service in self.services:
+            service.close()
+
+    def push(self, gradient, part, num_parts=2):
+        """The worker's own push to both servers."""
+        gradients = on_devices([np.full(2, gradient, "float32")] * 2)
+        share = StepShare(step=0, part=part, num_parts=num_parts, weight=1.0)
+        return self.remote.push(gradients, self.remote.versions, share)
+
+    def push_of(self, worker, session, server, gradient, part):
+        """Another one's to one server, which does not hear of it again."""
+        return asking.push(
+            self.stores[server],
+            "clipped",
+            worker=worker,
+            session=session,
+            sequence=1,
+            based_on=0,
+            vectors={"float32": np.full(2, gradient, "float32")},
+            part=StepShare(step=0, part=part, num_parts=2, weight=1.0),
+        )
+
+
+def test_a_step_that_was_committed_on_one_server_is_ended_by_the_next_worker():
+    """The worker that began to end it has died between its two commits."""
+    with Clipped() as job:
         # This worker's parts are there as well, but it has lost the connection.
-        senders = [(session.name, session.id, 5.0), ("worker:1", "b", 3.0)]
+        senders = [(job.session.name, job.session.id, 5.0), ("worker:1", "b", 3.0)]
         with ThreadPoolExecutor(4) as threads:
             pushes = [
-                threads.submit(
-                    asking.push,
-                    store,
-                    "clipped",
-                    worker=worker,
-                    session=id,
-                    sequence=1,
-                    based_on=0,
-                    vectors={"float32": np.full(2, gradient, "float32")},
-                    part=StepShare(step=0, part=part, **share),
-                )
+                threads.submit(job.push_of, worker, id, server, gradient, part)
                 for part, (worker, id, gradient) in enumerate(senders)
-                for store in stores
+                for server in range(2)
             ]
             norms = [push.result(20).squared_norms["all"] for push in pushes]
-        asking.commit(stores[0], "clipped", 0, {"all": sum(norms) / 2})
-        gradients = on_devices([np.full(2, 5.0, "float32")] * 2)
-        mine = StepShare(step=0, part=0, **share)
-        push = remote.push(gradients, remote.versions, mine)
-        assert remote.finish(push).counts
+        asking.commit(job.stores[0], "clipped", 0, {"all": sum(norms) / 2})
+        assert job.remote.finish(job.push(5.0, 0)).counts
         # The mean gradient is 4 everywhere, and its norm 8.
-        assert_equal(remote.values, [np.full(2, -0.5, "float32")] * 2)
-    finally:
-        session.leave()
-        for service in services:
-            service.close()
+        assert_equal(job.remote.values, [np.full(2, -0.5, "float32")] * 2)
+
+
+def test_a_step_is_ended_though_no_push_of_any_worker_reached_all_servers_first():
+    """Both workers died between their two pushes, each at another server."""
+    with Clipped() as job, ThreadPoolExecutor(3) as threads:
+        others = [
+            threads.submit(job.push_of, "worker:0", "died", 0, 5.0, 0),
+            threads.submit(job.push_of, "worker:1", "died", 1, 3.0, 1),
+        ]
+        for store in job.stores:
+            while store.group("clipped").step is None:
+                time.sleep(0.01)
+        push = job.push(5.0, 0)
+        finished = threads.submit(job.remote.finish, push)
+        # Server 0 had its part already, and says so before it has the other one.
+        assert not push.futures[0].result(20)[0]["applied"]
+        assert push.futures[1].result(20)[0]["applied"]
+        others.append(threads.submit(job.push_of, "worker:1", "again", 0, 3.0, 1))
+        finished.result(20)
+        assert_equal(job.remote.values, [np.full(2, -0.5, "float32")] * 2)
+        for other in others:
+            other.result(20)
+
+
+@pytest.mark.parametrize("server", [0, 1])
+def test_a_server_that_was_restarted_before_its_commit_gets_the_part_again(server):
+    with Clipped() as job:
+        push = job.push(4.0, 0, num_parts=1)
+        for future in push.futures:
+            assert not future.result(20)[0]["is_over"]
+        job.restart(server)
+        assert job.remote.finish(push).counts
+        assert_equal(job.remote.values, [np.full(2, -0.5, "float32")] * 2)
+        assert {store.status()["applied"] for store in job.stores} == {1}

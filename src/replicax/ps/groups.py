@@ -17,7 +17,12 @@ import numpy as np
 
 from replicax._util.types import JSONObject
 from replicax.ps.call_log import Journaled, Note, PushCounts, Sessions
-from replicax.ps.limits import RefusedRequestError, StaleSequence, SyncTimeout
+from replicax.ps.limits import (
+    IncompleteStep,
+    RefusedRequestError,
+    StaleSequence,
+    SyncTimeout,
+)
 
 __all__ = ["NEXT_STEP", "Arrays", "Group", "LastPush", "StepShare", "SyncStep"]
 
@@ -237,7 +242,7 @@ class Group(abc.ABC):
             return
         step = self.step
         if step is None or step.step != number or step.missing:
-            raise RefusedRequestError(
+            raise IncompleteStep(
                 f"{self.what}: step {number} is not complete, so it cannot be "
                 "committed. Push its parts first."
             )

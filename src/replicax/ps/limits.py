@@ -85,6 +85,10 @@ class Superseded(RefusedRequestError):
     """The worker was restarted, and this comes from its earlier process."""
 
 
+class IncompleteStep(RefusedRequestError):
+    """A synchronous step cannot be committed: some of its parts are not here."""
+
+
 class SyncTimeout(RefusedRequestError):
     """Parts of a synchronous step did not come in time."""
 

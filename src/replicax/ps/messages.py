@@ -55,6 +55,12 @@ def _newest(store: VariableStore, held: DenseGroup) -> Answer:
     return {"version": version}, store.hand_out(values)
 
 
+def _progress(held: DenseGroup, step: int | None) -> JSONObject:
+    """Whether a step is over, and this server's share of the norms that it needs."""
+    is_over = step is None or step < held.steps
+    return {"squared_norms": held.squared_norms_of(step), "is_over": is_over}
+
+
 class _OfGroup(msgspec.Struct):
     group: str
 
@@ -79,16 +85,20 @@ class Create(msgspec.Struct):
 
 
 class Pull(_OfGroup):
-    """A group's values, unless its version is `have`."""
+    """A group's values, unless its version is `have`; how far a `step` is."""
 
     have: int | None = None
+    step: int | None = None
 
     def handle(self, store: VariableStore, vectors: Vectors) -> Answer:
         held = store.group(self.group)
-        if held.version == self.have:
-            return {"version": self.have, "unchanged": True}, {}
-        header, values = _newest(store, held)
-        return header | {"unchanged": False}, values
+        with held.condition:
+            version, values = held.version, held.vectors
+            is_known = version == self.have
+            header: JSONObject = {"version": version, "unchanged": is_known}
+            if self.step is not None:
+                header |= _progress(held, self.step)
+        return header, {} if is_known else store.hand_out(values)
 
 
 class Push(msgspec.Struct):
@@ -130,8 +140,7 @@ class Push(msgspec.Struct):
                 "version": held.version,
                 "staleness": last.staleness,
                 "applied": last.applied,
-                "squared_norms": held.squared_norms_of(last.step),
-                "is_over": last.step is None or last.step < held.steps,
+                **_progress(held, last.step),
             }
             values = held.vectors
         return answer, {} if self.pull is False else store.hand_out(values)
@@ -147,7 +156,8 @@ class Commit(_OfGroup):
         held = store.group(self.group)
         with held.condition:
             held.commit(self.step, self.squared_norms)
-        return _newest(store, held)
+        header, values = _newest(store, held)
+        return header | {"is_over": True}, values
 
 
 class Replace(msgspec.Struct):

@@ -5,7 +5,7 @@ import functools
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
@@ -53,9 +53,10 @@ class PushResult(NamedTuple):
 
 
 class ServerPushes(NamedTuple):
-    """The pushes of one step to all servers."""
+    """The pushes of one step to all servers; `sends` make each of them once more."""
 
     futures: list[Future[_Answer]]
+    sends: list[Callable[[Connection], _Answer]]
     part: StepShare | None
 
 
@@ -304,31 +305,25 @@ class RemoteGroup:
             "deadline_seconds": self._session.timeouts.step,
             "part": None if part is None else dataclasses.asdict(part),
         }
-        futures = []
-        for server, vectors in zip(self._servers, packed, strict=True):
-            own = header | {"based_on": based_on[server]}
-            push = functools.partial(self._push_to, server, own, vectors)
-            futures.append(self._session.submit(server, push))
-        return ServerPushes(futures, part)
+        sends = [
+            functools.partial(
+                self._push_to, server, header | {"based_on": based_on[server]}, vectors
+            )
+            for server, vectors in zip(self._servers, packed, strict=True)
+        ]
+        futures = list(map(self._session.submit, self._servers, sends))
+        return ServerPushes(futures, sends, part)
 
-    def finish(self, push: ServerPushes) -> PushResult:
-        """Wait for a push, and take over the values it brought."""
+    def finish(self, push: ServerPushes, *, may_leave: bool = False) -> PushResult:
+        """Wait for a push, and take over the values it brought.
+
+        A synchronous step is over then, unless another worker had brought its part and
+        this one `may_leave`: parts of workers that died may be waiting for it.
+        """
         answers = [self._session.result(future) for future in push.futures]
-        norms = [header["squared_norms"] for header, _ in answers]
-        are_over = [header["is_over"] for header, _ in answers]
-        if not all(are_over) and None not in norms:
-            # Servers ask for norms in a synchronous step only. Where the step is over
-            # somewhere, who ended it may have died before the other servers heard it.
-            assert push.part is not None
-            answers = self._commit(push.part.step, norms, answers)
-        elif not all(are_over):
-            # A restarted server has forgotten its norms; who ended the step has them.
-            answers = [
-                answer if is_over else self._newer(server, answer[0])
-                for server, answer, is_over in zip(
-                    self._servers, answers, are_over, strict=True
-                )
-            ]
+        is_in = any(header["applied"] for header, _ in answers)
+        if push.part is not None and (is_in or not may_leave):
+            self._await_end(push, push.part.step, answers)
         self._take(answers)
         return PushResult(
             # Servers may have got it from different workers; the first one decides.
@@ -336,31 +331,55 @@ class RemoteGroup:
             staleness=max(header["staleness"] for header, _ in answers),
         )
 
-    def _newer(self, server: int, header: JSONObject) -> _Answer:
-        """A server's values after the version in `header`, once it has them."""
-        pull = {"op": "pull", "group": self.name, "have": header["version"]}
+    def _await_end(self, push: ServerPushes, step: int, answers: list[_Answer]) -> None:
+        """Wait until a synchronous step is over; `answers` get what servers say then.
 
-        def poll() -> _Answer | None:
-            asked = self._session.submit(server, lambda x: x.exchange(pull))
-            newer, vectors = self._session.result(asked)
-            return (header | newer, vectors) if vectors else None
+        Servers need a second round for a step that is clipped by its norm: a commit,
+        of whichever worker has the norms of all. Where the step is over on some server,
+        who ended it may have died before the other servers heard of it.
+        """
 
-        return self._session.wait(
-            poll, f"the end of a step of {self.name!r}", lambda: "another worker"
+        def poll() -> bool | None:
+            waiting = [i for i, (said, _) in enumerate(answers) if not said["is_over"]]
+            norms = [said["squared_norms"] for said, _ in answers]
+            asked = {"op": "pull", "group": self.name, "step": step}
+            if None not in norms:  # Else parts are missing: of a restarted server, too.
+                total: Counter[str] = Counter()
+                for each in norms:
+                    total.update(each)
+                asked |= {"op": "commit", "squared_norms": total}
+            self._ask_again(push, answers, waiting, asked)
+            return all(said["is_over"] for said, _ in answers) or None
+
+        self._session.wait(
+            poll, f"the end of step {step} of {self.name!r}", lambda: "another worker"
         )
 
-    def _commit(
-        self, step: int, norms: list[dict[str, float]], answers: list[_Answer]
-    ) -> list[_Answer]:
-        """The second round of a synchronous step that is clipped by its norm."""
-        total: Counter[str] = Counter()
-        for each in norms:
-            total.update(each)
-        committed = self._ask_all("commit", step=step, squared_norms=dict(total))
-        return [
-            (pushed | header, vectors)
-            for (pushed, _), (header, vectors) in zip(answers, committed, strict=True)
-        ]
+    def _ask_again(
+        self,
+        push: ServerPushes,
+        answers: list[_Answer],
+        waiting: Sequence[int],
+        asked: JSONObject,
+    ) -> None:
+        """Ask some servers how far a step is; their answers replace the last ones."""
+        futures = []
+        for i in waiting:
+            header = asked | {"have": answers[i][0]["version"]}
+            send = functools.partial(Connection.exchange, header=header)
+            futures.append(self._session.submit(self._servers[i], send))
+        for i, future in zip(waiting, futures, strict=True):
+            before, known = answers[i]
+            try:
+                newer, vectors = self._session.result(future)
+            except ServerRefused as refused:
+                if refused.kind != "IncompleteStep":
+                    raise
+                # It was restarted before the commit, and has forgotten the parts.
+                send = push.sends[i]
+                future = self._session.submit(self._servers[i], send)
+                newer, vectors = self._session.result(future)
+            answers[i] = before | newer, vectors or known
 
     def _take(self, answers: Sequence[_Answer]) -> bool:
         """Take over the values that servers sent; whether there were any."""

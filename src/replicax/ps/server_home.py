@@ -19,7 +19,7 @@ from replicax.keras.session import FitSession
 from replicax.ps.fit import WorkQueueFit
 from replicax.ps.groups import NEXT_STEP, StepShare
 from replicax.ps.partition import Partitioner
-from replicax.ps.remote import RemoteGroup, ServerPushes
+from replicax.ps.remote import ServerPushes
 from replicax.ps.rows import RemoteTables
 from replicax.ps.session import Session
 from replicax.ps.variables import RemoteStep, RemoteVariables
@@ -160,8 +160,12 @@ class ServerHome(ReplicaHome):
             return True
         step, pushes = self._in_flight
         self._in_flight = None
+        may_leave = self._strategy.backup_workers > 0
         # Groups may have got a part from different workers; the first one decides.
-        result, *_ = map(RemoteGroup.finish, step.groups, pushes)
+        result, *_ = [
+            group.finish(push, may_leave=may_leave)
+            for group, push in zip(step.groups, pushes, strict=True)
+        ]
         if result.counts:
             self.session.staleness[result.staleness] += 1
         self.session.steps += 1
