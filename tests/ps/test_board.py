@@ -437,6 +437,33 @@ def test_a_restarted_server_may_take_back_what_was_held(board, clients, clock):
     assert ask(again, "status")["totals"] == {"given_up": 1, "twice": 0}
 
 
+def test_closures_that_ran_before_a_restart_run_again_or_end_where_they_are(
+    board, clients, clock
+):
+    chief, a, b = clients
+    for id in "xyz":
+        chief("schedule", id=id, payload=id, function="f")
+    a("take", functions=["f"])
+    b("take", functions=["f"], call=1)
+    saved = json.loads(json.dumps(board.state()))
+    a("result", id="x", value=1)  # The snapshot does not know of it.
+    again = Board(NAMES, TIMEOUTS, now=clock)
+    again.load_state(saved, release=True)
+    chief.board = a.board = b.board = again
+    assert ask(again, "pending")["queued"] == 3
+    # Its answer was lost with the server.
+    assert b("take", functions=["f"], call=1)["id"] == "x"
+    assert not b("result", id="y", value=2)["late"]  # It still had that one.
+    assert a("result", id="x", value=3)["late"]
+    assert not b("result", id="x", value=3)["late"]
+    assert a("take", functions=["f"])["id"] == "z"
+    a("result", id="z", value=4)
+    assert ask(again, "fetch", ids=["x", "y", "z"]) == {
+        id: {"status": "done", "value": value}
+        for id, value in (("x", 3), ("y", 2), ("z", 4))
+    }
+
+
 def together(workers, work):
     """Runs `work(client)` of every client in its own thread; raises what they do."""
     errors = []

@@ -175,7 +175,22 @@ class DieOrCut(keras.callbacks.Callback):
             print(f"cut {number}", flush=True)
 
 
-HOOKS = {"fail": FailAtStep, "die or cut": DieOrCut}
+class DieWithAPart(keras.callbacks.Callback):
+    """Worker 1 dies when it has the second part of a step and has not brought it."""
+
+    def __init__(self, strategy):
+        super().__init__()
+        self.strategy = strategy
+        self.can_die = strategy.session.index == 1
+        self.steps = 0
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.steps += 1
+        if self.can_die and self.steps > 8 and self.strategy.servers._shares[0].part:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+HOOKS = {"fail": FailAtStep, "die or cut": DieOrCut, "die": DieWithAPart}
 
 
 def sockets_here():
@@ -202,11 +217,12 @@ def cut_sockets(ports):
     return number
 
 
-def in_step(options, epochs):
+def in_step(options, epochs, hook=None):
     """Train in step with the others; the weights at the end."""
     strategy = make(options | {"sync": True})
     with strategy.scope():
         model = network()
+    hooks = [] if hook is None else [HOOKS[hook](strategy)]
     model.fit(
         POINTS,
         LABELS,
@@ -214,7 +230,7 @@ def in_step(options, epochs):
         epochs=epochs,
         shuffle=False,
         verbose=0,
-        callbacks=[Watched(strategy)],
+        callbacks=[Watched(strategy), *hooks],
     )
     return [np.asarray(w) for w in model.get_weights()]
 
@@ -524,11 +540,10 @@ def test_workers_in_step_do_without_one_that_does_not_come_back(tmp_path):
     """Whoever brought a part that was there already takes that of the dead worker."""
     options = {"backup_workers": 1, "timeouts": {"step": 30}}
     with Job(
-        tmp_path, in_step, workers=3, deadline_seconds=240, options=options, epochs=6
-    ) as cluster:
-        cluster.wait_for_step("worker:1", 8, 120)
-        cluster.kill("worker:1")
-        results = cluster.ended(120)
+        tmp_path, in_step, workers=3, options=options, epochs=6, hook="die"
+    ) as job:
+        assert job.task("worker:1").wait(timeout_seconds=100) == -signal.SIGKILL
+        results = job.ended(100)
     assert results.exit_codes == {
         **dict.fromkeys(("worker:0", "worker:2", "ps:0", "ps:1"), 0),
         "worker:1": -signal.SIGKILL,

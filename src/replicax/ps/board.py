@@ -501,9 +501,9 @@ class Board:
         """Goes on from a snapshot, in a server that was restarted.
 
         The same sessions go on with the tickets and closures they had. Heartbeats start
-        anew, so nobody is dead because the server was away. `release` takes all tickets
-        away that the journal, written since the snapshot, does not tell of: those who
-        had them may have finished them, and would not say so again.
+        anew, so nobody is dead because the server was away. `release` takes closures
+        away, and all tickets that the journal, written since the snapshot, does not
+        tell of: those who had them may have finished them, and would not say so again.
         """
         if state.get("version") != _STATE_VERSION:
             raise ValueError(
@@ -518,8 +518,12 @@ class Board:
             self._streams, self._closures = loaded.streams, loaded.closures
             self._rendezvous, self._answers = loaded.rendezvous, loaded.answers
             self._failure = None
-            for worker in loaded.workers if release else ():
-                self._streams.release(worker)
+            if release:
+                self._closures.restart()
+                for told in self._answers.values():
+                    told.answers.pop("take", None)
+                for worker in loaded.workers:
+                    self._streams.release(worker)
             entries = [e for key, e in (journal or {}).items() if key[0] == "stream"]
             self._streams.load_entries(entries)
             for entry in entries:

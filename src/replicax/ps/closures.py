@@ -24,7 +24,10 @@ _MAX_ERROR_TEXT = 64 * 1024
 
 
 class _Closure(msgspec.Struct, kw_only=True):
-    """`status` is `queued`, `running`, `done`, `error` or `cancelled`."""
+    """`status` is `queued`, `running`, `done`, `error` or `cancelled`.
+
+    `worker` runs it, or did before the server was restarted.
+    """
 
     id: str
     function: str
@@ -117,9 +120,11 @@ class Closures(msgspec.Struct, kw_only=True):
         size = check_size(value, f"closure {id}: value", most=_MAX_VALUE)
         if error is not None:
             error = _shortened(error)
-        if self.running.get(id) != worker:
+        closure = self.known.get(id)
+        if closure is None or closure.is_finished or closure.worker != worker:
             return {"late": True}
-        closure = self.known[id]
+        if closure.status == "queued":  # The server was restarted meanwhile.
+            self.queue.remove(id)
         if error is not None:
             self._fail(closure, error)
         else:
@@ -181,6 +186,18 @@ class Closures(msgspec.Struct, kw_only=True):
                 )
                 closure.status, closure.worker = "queued", None
                 self.queue.insert(0, id)
+
+    def restart(self) -> None:
+        """Goes on in another server: queues what ran when the snapshot was written.
+
+        A worker may have said its result to the server that is gone, and would not say
+        it again. One that still runs its closure may, until another worker takes it.
+        """
+        running = [id for id in self.known if id in self.running]
+        for id in running:
+            self.known[id].status = "queued"
+        self.queue = running + self.queue
+        self.running = {}
 
     def _given_up(self, closure: _Closure) -> dict[str, str]:
         return {
