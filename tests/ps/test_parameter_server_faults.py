@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from pathlib import Path
@@ -124,7 +125,7 @@ def job(options, epochs=1, hook=None):
 
 
 class FailAtStep(keras.callbacks.Callback):
-    """The task that `FAILING` names raises an error in its own script."""
+    """The task that `FAILING` names raises an error in its own script, or exits."""
 
     def __init__(self, strategy):
         super().__init__()
@@ -132,6 +133,8 @@ class FailAtStep(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         if self.fails and batch >= 3:
+            if code := os.environ.get("EXIT_CODE"):
+                sys.exit(int(code))
             raise ArithmeticError("a mistake in the script")
 
 

@@ -7,6 +7,7 @@ epoch ends for all when its batches are used up.
 
 import itertools
 import json
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -223,6 +224,9 @@ class WorkQueueFit:
     def close(self) -> None:
         """The end of `fit`, in any way."""
         self._home.keeps_values = False
+        error = sys.exc_info()[1]
+        if isinstance(error, SystemExit):  # Python does not say so at its end.
+            self._session.note_exit(error.code)
 
     def after_epoch(self) -> None:
         """The chief says whether training goes on, when its callbacks have run."""

@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 import threading
+import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -32,6 +33,7 @@ __all__ = ["FAREWELL_SECONDS", "Session"]
 FAREWELL_SECONDS = 10.0
 """For a task that ends to tell the others, or to hear that they have been told."""
 
+_CHIEF_LEFT = "the chief has left"
 _FIRST_PAUSE = 0.001
 # Other replicas may wait in a collective for one whose callback waits for rows, and XLA
 # ends the process after 40 s of that; see `rows`.
@@ -90,6 +92,8 @@ class Session:
         self._joined = False
         self._mismatch: ClusterMismatchError | None = None
         self._left = False
+        self._exit: str | None = None
+        self._beat_seconds = 1.0
         self.starts = 0
 
     @property
@@ -112,10 +116,10 @@ class Session:
         self._failure = joined["failed"]
         if self.starts > 1:
             _logger.warning("%s is back, for the %d. time.", self.name, self.starts)
-        beats = threading.Thread(
-            target=self._beat, args=(joined["heartbeat_seconds"],), daemon=True
+        self._beat_seconds = beat_seconds(
+            len(self.workers), joined["heartbeat_seconds"]
         )
-        beats.start()
+        threading.Thread(target=self._beat, daemon=True).start()
         self._joined = True
         atexit.register(self.leave)
         # Only now the others: who cannot reach them tells the board, and hears of it.
@@ -289,11 +293,29 @@ class Session:
         self.wait(arrived, name, lambda: listed(missing))
 
     def get(self, key: str, what: str) -> Any:
-        """What the chief has put under a key; waits for it."""
-        chief = self.workers[0]
-        return self.wait(
-            lambda: self.board("get", key=key), what, lambda: f"{chief} (the chief)"
-        )
+        """What the chief has put under a key; waits for it while the chief is there."""
+        chief = f"{self.workers[0]} (the chief)"
+        looked = time.monotonic()
+
+        def poll() -> Any:
+            nonlocal looked
+            value = self.board("get", key=key)
+            now = time.monotonic()
+            if value is not None or now - looked < self._beat_seconds:
+                return value
+            looked = now
+            if self.board("get", key=_CHIEF_LEFT) is None:
+                return None
+            value = self.board("get", key=key)  # The chief may just have put it.
+            if value is None:
+                raise ClusterError(
+                    f"{self.name}: {chief} has ended its script, and did not come to "
+                    f"{what}. All tasks must run the same script to its end.",
+                    culprit=self.workers[0],
+                )
+            return value
+
+        return self.wait(poll, what, lambda: chief)
 
     def absent(self) -> str:
         """Names of the other workers that are not alive, or of all the others."""
@@ -309,11 +331,17 @@ class Session:
         if self._failure is not None:
             raise ClusterError(f"{self.name}: the job has failed: {self._failure}")
 
+    def note_exit(self, code: object) -> None:
+        """The script ends by `SystemExit` of that code; unless it says success."""
+        if code not in (None, int(ExitCode.DONE), int(ExitCode.RETRY)):
+            self._exit = f"SystemExit: {code}"
+
     def leave(self, error: str | None = None) -> None:
         """Say that this worker is done, or why it fails. May be called again."""
         if self._left or not self._joined:
             return
         self._left = True
+        error = error or self._exit
         self._ended.set()
         try:
             for connection in self.connections:
@@ -321,6 +349,8 @@ class Session:
             with contextlib.suppress(ClusterError):
                 self._tell_again()
             self._say("beat", info=self._info())
+            if self.is_chief:
+                self.connections[0].call("board.put", key=_CHIEF_LEFT, value=True)
             self._say("leave", ok=error is None, error=error)
         except (ClusterError, ServerRefused) as lost:
             if self._told_to == self.incarnations[0]:  # Else it is another job's board.
@@ -347,9 +377,8 @@ class Session:
         about: dict[str, Any] = {"worker": self.name, "session": self.id, **arguments}
         return self.connections[0].call(f"board.{method}", **about)
 
-    def _beat(self, heartbeat_seconds: float) -> None:
-        between = beat_seconds(len(self.workers), heartbeat_seconds)
-        while not self._ended.wait(between):
+    def _beat(self) -> None:
+        while not self._ended.wait(self._beat_seconds):
             try:
                 about = {"worker": self.name, "session": self.id}
                 answer = self._call_board("beat", about | {"info": self._info()})
