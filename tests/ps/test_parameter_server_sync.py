@@ -280,6 +280,19 @@ def of_loops(results):
     }
 
 
+def evaluates_within_an_epoch():
+    found = []
+
+    class Looks(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            results = self.model.evaluate(X, Y, verbose=0)
+            found.append((batch, results, self.model.predict(X, verbose=0)))
+
+    model = classifier("sgd")
+    history = model.fit(X, Y, callbacks=[Looks()], **OPTIONS)
+    return outcome(model, history) | {"found": found}
+
+
 CASES = [
     adam_with_validation_and_weights,
     batches_that_do_not_divide,
@@ -298,6 +311,7 @@ SLOW_CASES = [
     a_distributed_dataset,
     own_data_that_one_worker_stops,
     masked_inputs_and_weighted_rows,
+    evaluates_within_an_epoch,
 ]
 BACKED_UP = [adam_with_validation_and_weights, batches_that_do_not_divide]
 
