@@ -92,7 +92,7 @@ class Session:
         self._joined = False
         self._mismatch: ClusterMismatchError | None = None
         self._left = False
-        self._exit: str | None = None
+        self._script_exit: str | None = None
         self._beat_seconds = 1.0
         self.starts = 0
 
@@ -334,14 +334,14 @@ class Session:
     def note_exit(self, code: object) -> None:
         """The script ends by `SystemExit` of that code; unless it says success."""
         if code not in (None, int(ExitCode.DONE), int(ExitCode.RETRY)):
-            self._exit = f"SystemExit: {code}"
+            self._script_exit = f"SystemExit: {code}"
 
     def leave(self, error: str | None = None) -> None:
         """Say that this worker is done, or why it fails. May be called again."""
         if self._left or not self._joined:
             return
         self._left = True
-        error = error or self._exit
+        error = error or self._script_exit
         self._ended.set()
         try:
             for connection in self.connections:
