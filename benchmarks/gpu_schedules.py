@@ -10,9 +10,8 @@ Nothing is run. Needs the CUDA compiler:
     JAX_PLATFORMS=cpu python benchmarks/gpu_schedules.py --topology h100:2x8 \
         resnet50:mirrored resnet50:hand-written
 
-Each argument is a model and a step: `mirrored`, `fully-sharded`, `hand-written`
-(XLA's defaults) or `hand-written+options` (the compiler options of our steps). A model
-of convolutions compiles for minutes.
+Each argument is a model and a step: `mirrored`, `fully-sharded` or `hand-written`. A
+model of convolutions compiles for minutes.
 """
 
 import argparse
@@ -30,7 +29,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Lowered
 
 import replicax as rx
-from replicax.engine.xla_options import compiler_options
 from replicax.planning.capture import capture_fit, compile_lowered
 from replicax.planning.hlo import parse
 from replicax.planning.schedule import (
@@ -128,7 +126,7 @@ def lower(model: str, step: str, topology: DeviceTopology) -> Lowered:
     keras.mixed_precision.set_global_policy("mixed_bfloat16")
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     if step not in STRATEGIES:
-        return _by_hand(MODELS[model](), loss, topology, has_options="+" in step)
+        return _by_hand(MODELS[model](), loss, topology)
     strategy = STRATEGIES[step]()
     with strategy.scope():
         case = MODELS[model]()
@@ -147,9 +145,7 @@ def _batch(case: Case, num: int, **where: Any) -> list[jax.ShapeDtypeStruct]:
     ]
 
 
-def _by_hand(
-    case: Case, loss_of: Any, topology: DeviceTopology, *, has_options: bool
-) -> Lowered:
+def _by_hand(case: Case, loss_of: Any, topology: DeviceTopology) -> Lowered:
     model, optimizer = case.model, keras.optimizers.Adam()
     optimizer.build(model.trainable_variables)
 
@@ -184,8 +180,7 @@ def _by_hand(
             optimizer.variables,
         )
     ]
-    options = compiler_options("cuda", os.environ) if has_options else None
-    jitted = jax.jit(spmd, donate_argnums=(0, 1, 2), compiler_options=options)
+    jitted = jax.jit(spmd, donate_argnums=(0, 1, 2))
     return jitted.lower(*state, *_batch(case, num, sharding=NamedSharding(mesh, rows)))
 
 

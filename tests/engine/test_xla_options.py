@@ -9,27 +9,34 @@ import pytest
 from replicax.engine import xla_options
 from replicax.engine.xla_options import compiler_options, largest_array
 
-ALL_REDUCE = "xla_gpu_all_reduce_combine_threshold_bytes"
-SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"
+GATHER = "xla_gpu_all_gather_combine_threshold_bytes"
+SCATTER = "xla_gpu_reduce_scatter_combine_threshold_bytes"
+MIB = 2**20
 
 
 @pytest.mark.parametrize("platform", ["gpu", "cuda", "rocm"])
-def test_gpus_overlap_sums_with_computation(platform) -> None:
-    options = compiler_options(platform, {})
-    assert options is not None
-    assert options[SCHEDULER] is True
-    assert options[ALL_REDUCE] == 32 * 2**20
+def test_scattered_sums_are_merged_by_what_is_summed(platform) -> None:
+    options = compiler_options(platform, {}, scattered_bytes=64 * MIB, num_devices=4)
+    assert options == {GATHER: 8 * MIB, SCATTER: 2 * MIB}
 
 
-def test_scattered_sums_are_merged_by_what_is_summed() -> None:
-    options = compiler_options("gpu", {}, num_devices=8)
-    assert options is not None
-    assert options["xla_gpu_reduce_scatter_combine_threshold_bytes"] == 4 * 2**20
-    assert options["xla_gpu_all_gather_combine_threshold_bytes"] == 32 * 2**20
+@pytest.mark.parametrize(
+    ("total", "spans_hosts", "merged"),
+    [(3, False, 1), (3, True, 4), (16, True, 4), (1024, False, 32), (1024, True, 32)],
+)
+def test_they_are_of_the_size_of_packs(total, spans_hosts, merged) -> None:
+    options = compiler_options(
+        "gpu", {}, scattered_bytes=total * MIB, spans_hosts=spans_hosts
+    )
+    assert options == {GATHER: merged * MIB, SCATTER: merged * MIB}
+
+
+def test_where_nothing_is_scattered_xla_has_its_defaults() -> None:
+    assert compiler_options("gpu", {}, num_devices=8) is None
 
 
 def test_tpus_get_none() -> None:
-    assert compiler_options("tpu", {}, bytes_per_pack=1024) is None
+    assert compiler_options("tpu", {}, scattered_bytes=MIB) is None
 
 
 def test_the_largest_array_is_found_wherever_it_is_made() -> None:
@@ -52,63 +59,57 @@ def test_the_largest_array_is_found_wherever_it_is_made() -> None:
 
 
 def test_xla_accepts_every_option(caplog) -> None:
-    options = compiler_options("gpu", {})
+    options = compiler_options("gpu", {}, scattered_bytes=MIB)
     assert options is not None
-    assert set(options) == set(xla_options._GPU), caplog.text
+    assert set(options) == {GATHER, SCATTER}, caplog.text
     step = jax.jit(lambda x: x + 1, compiler_options=dict(options))
     assert int(step(1)) == 2
 
 
-def test_the_threshold_follows_the_packs() -> None:
-    options = compiler_options("gpu", {}, bytes_per_pack=12345)
-    assert options is not None
-    assert options[ALL_REDUCE] == 12345
-
-
 @pytest.mark.parametrize("as_file", [False, True])
-@pytest.mark.parametrize(
-    "flag", [f"--{ALL_REDUCE}=1", f"  --xla_foo=2   --{ALL_REDUCE}=1  "]
-)
+@pytest.mark.parametrize("flag", [f"--{GATHER}=1", f"  --xla_foo=2   --{GATHER}=1  "])
 def test_what_the_user_set_is_left_alone(flag, as_file, tmp_path) -> None:
     if as_file:
         (tmp_path / "flags").write_text(flag)
         flag = str(tmp_path / "flags")
-    options = compiler_options("gpu", {"XLA_FLAGS": flag}, bytes_per_pack=5)
+    options = compiler_options("gpu", {"XLA_FLAGS": flag}, scattered_bytes=MIB)
     assert options is not None
-    assert ALL_REDUCE not in options
-    assert SCHEDULER in options
+    assert GATHER not in options
+    assert SCATTER in options
 
 
 def test_a_flag_without_value_counts() -> None:
-    options = compiler_options("gpu", {"XLA_FLAGS": f"--{SCHEDULER}"})
+    options = compiler_options(
+        "gpu", {"XLA_FLAGS": f"--{SCATTER}"}, scattered_bytes=MIB
+    )
     assert options is not None
-    assert SCHEDULER not in options
+    assert SCATTER not in options
 
 
 def test_a_file_of_flags_that_is_not_there(tmp_path) -> None:
     with pytest.raises(OSError, match="nowhere"):
-        compiler_options("gpu", {"XLA_FLAGS": str(tmp_path / "nowhere")})
+        compiler_options(
+            "gpu", {"XLA_FLAGS": str(tmp_path / "nowhere")}, scattered_bytes=MIB
+        )
 
 
 def test_what_xla_does_not_know_is_left_out_and_logged_once(
     monkeypatch, caplog
 ) -> None:
-    monkeypatch.setattr(
-        xla_options, "_GPU", {**xla_options._GPU, "xla_gpu_of_tomorrow": True}
-    )
+    monkeypatch.setattr(xla_options, "_ALL_GATHER", "xla_gpu_of_tomorrow")
     xla_options._is_known.cache_clear()
     with caplog.at_level(logging.WARNING, "replicax"):
         for _ in range(2):
-            options = compiler_options("gpu", {})
+            options = compiler_options("gpu", {}, scattered_bytes=MIB)
             assert options is not None
             assert "xla_gpu_of_tomorrow" not in options
-            assert SCHEDULER in options
+            assert SCATTER in options
     assert caplog.text.count("no option xla_gpu_of_tomorrow") == 1
     # Nothing left is None, as jax.jit has it.
-    monkeypatch.setattr(xla_options, "_GPU", {"xla_gpu_of_tomorrow": True})
-    assert compiler_options("gpu", {}) is None
+    monkeypatch.setattr(xla_options, "_REDUCE_SCATTER", "xla_gpu_of_tomorrow")
+    assert compiler_options("gpu", {}, scattered_bytes=MIB) is None
 
 
 def test_other_errors_are_not_taken_for_a_missing_option() -> None:
     with pytest.raises(jax.errors.JaxRuntimeError, match="not a valid"):
-        xla_options._is_known(SCHEDULER, "maybe")  # pyright: ignore[reportArgumentType]
+        xla_options._is_known(SCATTER, "maybe")  # pyright: ignore[reportArgumentType]

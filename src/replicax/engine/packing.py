@@ -18,7 +18,14 @@ from replicax._private.jax import TracedEquation, equation_of
 from replicax.engine.collectives import ReplicaAxis, join, part
 from replicax.engine.divergence import AnyJaxpr, inner_jaxprs, open_jaxpr
 
-__all__ = ["Origin", "origins_of", "overlapping_packs", "packed_sums", "plan_packs"]
+__all__ = [
+    "Origin",
+    "bytes_of_pack",
+    "origins_of",
+    "overlapping_packs",
+    "packed_sums",
+    "plan_packs",
+]
 
 _PRODUCTS = ("dot_general", "conv_general_dilated")
 
@@ -167,6 +174,17 @@ def plan_packs(
     return list(packs.values())
 
 
+def bytes_of_pack(total: int, *, spans_hosts: bool = False) -> int:
+    """The size of packs of so many bytes in all, whose sums are to overlap.
+
+    Example:
+        >>> bytes_of_pack(64 * 2**20) // 2**20
+        8
+    """
+    least = _LEAST_BYTES_ACROSS_HOSTS if spans_hosts else _LEAST_BYTES
+    return min(max(total // _NUM_PACKS, least), _MOST_BYTES)
+
+
 def overlapping_packs(
     sizes: Sequence[int],
     dtypes: Sequence[DTypeLike],
@@ -197,10 +215,9 @@ def overlapping_packs(
         packs where the gradients are too small for more than one.
     """
     total = sum(sizes)
-    least = _LEAST_BYTES_ACROSS_HOSTS if spans_hosts else _LEAST_BYTES
-    if total <= least:
+    most = bytes_of_pack(total, spans_hosts=spans_hosts)
+    if total <= most:
         return None, {}
-    most = min(max(total // _NUM_PACKS, least), _MOST_BYTES)
     order = [i for i in reversed(range(len(sizes))) if sizes[i]]
     order.sort(key=lambda i: origins[i].depth)
     last = _last_pack(order, sizes, origins, total // _LAST_SHARE)

@@ -20,6 +20,7 @@ summed gradients come out of it, and the strategy's home makes the updates.
 """
 
 import itertools
+import math
 import operator
 import os
 from collections.abc import Callable, Sequence
@@ -284,10 +285,22 @@ class Program:
             compiler_options=compiler_options(
                 group.mesh.devices.flat[0].platform,
                 os.environ,
-                bytes_per_pack=group.communication.bytes_per_pack,
+                scattered_bytes=self._scattered_bytes(),
                 num_devices=group.axis.size,
+                spans_hosts=group.axis.num_per_host < group.axis.size,
                 largest_bytes=self._largest_bytes,
             ),
+        )
+
+    def _scattered_bytes(self) -> int:
+        """The size of the gradients of which each device gets a part."""
+        if not self._group.divides_updates:
+            return 0
+        dim_of = self._group.layouts.dim_of_update
+        return sum(
+            math.prod(v.shape) * jnp.dtype(v.dtype).itemsize
+            for v in self._step.written
+            if v.trainable and dim_of(v) is not None
         )
 
     def _check_divergence(self, values: Shapes, leaves: Sequence[PyTree]) -> None:

@@ -1,4 +1,4 @@
-"""XLA's compiler options for steps: on GPUs all-reduces overlap with computation."""
+"""XLA's compiler options for steps: on GPUs, how far collectives are merged."""
 
 import functools
 import logging
@@ -11,29 +11,18 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Var
 
 from replicax.cpu import settings
 from replicax.engine.divergence import inner_jaxprs, open_jaxpr
+from replicax.engine.packing import bytes_of_pack
 
 __all__ = [
     "compiler_options",
     "largest_array",
 ]
 
-Option = bool | int
-
-# Large enough to fill NVLink or a fast network, small enough that the first sums travel
-# while the backward pass still computes.
-_PACK_BYTES = 32 * 2**20
-
+# What XLA merges of a divided update. By its own defaults a small model's gradients are
+# one sum after the backward pass, and its weights one gather before the forward pass.
+# All-reduces are packed by `packing` instead.
 _REDUCE_SCATTER = "xla_gpu_reduce_scatter_combine_threshold_bytes"
-
-_GPU: Mapping[str, Option] = {
-    # Starts a collective as early, and waits for it as late, as the program allows.
-    "xla_gpu_enable_latency_hiding_scheduler": True,
-    # Said, or XLA may merge by free memory: into one sum after the backward pass.
-    "xla_gpu_all_reduce_combine_threshold_bytes": _PACK_BYTES,
-    # The two halves of a sharded update, likewise.
-    _REDUCE_SCATTER: _PACK_BYTES,
-    "xla_gpu_all_gather_combine_threshold_bytes": _PACK_BYTES,
-}
+_ALL_GATHER = "xla_gpu_all_gather_combine_threshold_bytes"
 _PLATFORMS = ("gpu", "cuda", "rocm")
 
 _log = logging.getLogger("replicax")
@@ -43,8 +32,9 @@ def compiler_options(
     platform: str,
     environ: Mapping[str, str],
     *,
-    bytes_per_pack: int = 0,
+    scattered_bytes: int = 0,
     num_devices: int = 1,
+    spans_hosts: bool = False,
     largest_bytes: int = 0,
 ) -> dict[str, Any] | None:
     """The `compiler_options` of `jax.jit` for a step on devices of `platform`.
@@ -55,34 +45,33 @@ def compiler_options(
     Args:
         platform: Of the devices, as JAX says it, such as `"gpu"`, `"cuda"` or `"tpu"`.
         environ: The process' environment.
-        bytes_per_pack: Size of the packs that gradients are summed in; 0: not packed.
-        num_devices: Number of devices that sums are scattered over.
+        scattered_bytes: Size of all gradients whose sums are scattered.
+        num_devices: Number of devices that they are scattered over.
+        spans_hosts: Whether these are on several hosts.
         largest_bytes: Size of the largest intermediate array, where it is known.
 
     Returns:
-        Options by name; None where there are none, as for TPUs.
+        Options by name; None where there are none, as for TPUs, or for GPUs where no
+        sum is scattered.
 
     Raises:
         OSError: If `XLA_FLAGS` names a file of flags that cannot be read.
 
     Example:
-        >>> options = compiler_options("gpu", {}, bytes_per_pack=1_000_000)
-        >>> options["xla_gpu_all_reduce_combine_threshold_bytes"]
-        1000000
+        >>> options = compiler_options("gpu", {}, scattered_bytes=64 * 2**20)
+        >>> options["xla_gpu_all_gather_combine_threshold_bytes"] // 2**20
+        8
         >>> compiler_options("tpu", {}) is None
         True
     """
     if platform == "cpu":
         return settings.compiler_options(environ, largest_bytes=largest_bytes)
-    if platform not in _PLATFORMS:
+    if platform not in _PLATFORMS or not scattered_bytes:
         return None
     own = settings.flags_in(environ)
-    wanted = dict(_GPU)
-    if bytes_per_pack:
-        wanted["xla_gpu_all_reduce_combine_threshold_bytes"] = bytes_per_pack
-    if _REDUCE_SCATTER in wanted:
-        # XLA counts what a device gets: a part of what is summed, and kept until then.
-        wanted[_REDUCE_SCATTER] //= num_devices
+    size = bytes_of_pack(scattered_bytes, spans_hosts=spans_hosts)
+    # XLA counts what a device gets: of a scattered sum a part.
+    wanted = {_REDUCE_SCATTER: size // num_devices, _ALL_GATHER: size}
     options = {
         name: value
         for name, value in wanted.items()
@@ -120,7 +109,7 @@ def _bytes_of(var: Var) -> int:
 
 
 @functools.cache
-def _is_known(name: str, value: Option) -> bool:
+def _is_known(name: str, value: int) -> bool:
     """Whether this XLA accepts an option: a tiny program is compiled with it."""
     probe = jax.jit(lambda x: x, compiler_options={name: value})
     try:
