@@ -24,16 +24,17 @@ __all__ = ["find_retained", "ported_imports", "uses_tensorflow"]
 
 
 def uses_tensorflow(module: cst.Module) -> bool:
-    """Whether a module imports TensorFlow, or uses `tf` without importing it."""
+    """Whether a module imports TensorFlow, or uses `tf` without importing it.
+
+    Names of the package `keras` that Keras 3 does not have count as TensorFlow's.
+    """
     binds_tf = any(
         isinstance(node, cst.AssignTarget) and is_name(node.target, "tf")
         for node in walk(module)
     )
     for node in walk(module):
         if isinstance(node, (cst.Import, cst.ImportFrom)):
-            if any(
-                path_in_tensorflow(name) is not None for _, name in import_names(node)
-            ):
+            if any(_is_old(name) for _, name in import_names(node)):
                 return True
         elif (
             isinstance(node, cst.Attribute)
@@ -42,6 +43,14 @@ def uses_tensorflow(module: cst.Module) -> bool:
         ):
             return True
     return False
+
+
+def _is_old(name: str) -> bool:
+    """Whether an imported name is TensorFlow's, or Keras 2's alone."""
+    path = path_in_tensorflow(name)
+    if path is None or name.partition(".")[0] != "keras":
+        return path is not None
+    return find_target(path) is None
 
 
 def _imports_name(module: cst.Module, name: str) -> bool:

@@ -27,7 +27,7 @@ __all__ = [
     "used_names",
 ]
 
-_ROOTS = ("tensorflow", "tensorflow_core", "tf_keras")
+_ROOTS = ("tensorflow", "tensorflow_core", "tf_keras", "keras")
 
 
 def dotted(node: cst.CSTNode | None) -> str | None:
@@ -58,7 +58,7 @@ def path_in_tensorflow(name: str) -> str | None:
     root, _, path = name.partition(".")
     if root not in _ROOTS:
         return None
-    if root == "tf_keras":
+    if root in {"keras", "tf_keras"}:  # Keras 2 was a package of its own, too.
         path = f"keras.{path}" if path else "keras"
     if path in {"compat.v1", "compat.v2", "_api.v2"}:
         return ""

@@ -99,6 +99,7 @@ math.top_k nn.top_k | input k sorted index_type name | keras.ops.top_k | x k sor
 math.in_top_k nn.in_top_k | targets predictions k name | keras.ops.in_top_k | targets predictions k -
 nn.bias_add | value bias data_format name | keras.ops.add | x1 x2 ! -
 clip_by_global_norm | t_list clip_norm use_norm name | rx.clip_by_global_norm | tensors clip_norm ! -
+math.divide_no_nan | x y name | keras.ops.divide_no_nan | x1 x2 -
 keras.backend.random_normal | shape mean stddev dtype seed | keras.random.normal | shape mean stddev dtype seed
 keras.backend.random_uniform | shape minval maxval dtype seed | keras.random.uniform | shape minval maxval dtype seed
 profiler.experimental.start | logdir options | jax.profiler.start_trace | log_dir -
@@ -147,6 +148,41 @@ train.AdagradOptimizer | learning_rate initial_accumulator_value use_locking nam
 train.RMSPropOptimizer | learning_rate decay momentum epsilon use_locking centered name | keras.optimizers.RMSprop | learning_rate rho momentum epsilon - *centered *name | epsilon=1e-10
 train.FtrlOptimizer | learning_rate learning_rate_power initial_accumulator_value l1_regularization_strength l2_regularization_strength use_locking name | keras.optimizers.Ftrl | learning_rate learning_rate_power initial_accumulator_value l1_regularization_strength l2_regularization_strength - *name
 random.set_seed random.set_random_seed set_random_seed | seed | keras.utils.set_random_seed | seed
+"""  # noqa: E501
+
+_BACKEND = """
+mean sum max min prod any all std var logsumexp | x axis keepdims | x axis keepdims
+argmax argmin | x axis | x axis | axis=-1
+abs sqrt square exp log round sign sin cos tanh sigmoid softplus softsign ndim transpose | x | x
+relu | x alpha max_value threshold | x ! ! !
+elu | x alpha | x alpha
+softmax | x axis | x axis
+maximum minimum equal not_equal greater greater_equal less less_equal dot | x y | x1 x2
+pow:power | x a | x1 x2
+cast | x dtype | x dtype
+clip | x min_value max_value | x x_min x_max
+concatenate | tensors axis | xs axis | axis=-1
+stack | x axis | x axis
+reshape | x shape | x newshape
+permute_dimensions:transpose | x pattern | x axes
+expand_dims | x axis | x axis | axis=-1
+squeeze | x axis | x axis
+repeat_elements:repeat | x rep axis | x repeats axis
+tile | x n | x repeats
+flatten:ravel shape int_shape:shape | x | x
+gather:take | reference indices | x indices | axis=0
+one_hot | indices num_classes | x num_classes
+zeros ones | shape dtype name | shape dtype -
+zeros_like ones_like | x dtype name | x dtype -
+eye | size dtype name | N *dtype -
+cumsum cumprod | x axis | x axis | axis=0
+arange | start stop step dtype | start stop step dtype | dtype="int32"
+reverse:flip | x axes | x axis
+stop_gradient | variables | variable
+l2_normalize:normalize | x axis | x axis | axis=None
+constant:array | value dtype shape name | x dtype ! -
+get_value:convert_to_numpy eval:convert_to_numpy | x | x
+binary_crossentropy sparse_categorical_crossentropy categorical_crossentropy | target output from_logits axis | target output from_logits !
 """  # noqa: E501
 
 _HOST = """
@@ -236,6 +272,13 @@ def _device_operators() -> dict[str, Operator]:
         table |= _row(f"{row} keras.ops.{target} | x axis keepdims -")
     for line in _DEVICE.strip().splitlines():
         table |= _row(line)
+    for line in _BACKEND.strip().splitlines():
+        names, rest = line.split("|", 1)
+        parameters, targets = rest.split("|", 1)
+        for entry in names.split():
+            name, _, target = entry.partition(":")
+            row = f"keras.backend.{name} | {parameters} | keras.ops.{target or name}"
+            table |= _row(f"{row} | {targets}")
     return table
 
 
