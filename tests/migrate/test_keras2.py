@@ -28,6 +28,28 @@ def ported(source: str) -> tuple[str, list[str]]:
         ("K.expand_dims(K.squeeze(x, 0))", "squeeze(x, 0), axis=-1)"),
         ("K.eval(x)", "keras.ops.convert_to_numpy(x)"),
         ("tf.math.divide_no_nan(a, b)", "keras.ops.divide_no_nan(a, b)"),
+        (
+            "o = tf.keras.optimizers.SGD(lr=0.1, epsilon=None, decay=0.0)",
+            "o = keras.optimizers.SGD(learning_rate=0.1)",
+        ),
+        (
+            "model.compile('adam', 'mse', ['mae'])",
+            "model.compile('adam', 'mse', metrics=['mae'])",
+        ),
+        ("model.fit_generator(g, 9, 2)", "fit(g, steps_per_epoch=9, epochs=2)"),
+        ("model.evaluate_generator(g, 3)", "model.evaluate(g, steps=3)"),
+        ("model.fit(x, y, nb_epoch=3)", "model.fit(x, y, epochs=3)"),
+        ("opt.apply_gradients(g, name='a')", "opt.apply_gradients(g)"),
+        ("print(h.history['lr'])", "print(h.history['learning_rate'])"),
+        (
+            "tf.keras.callbacks.LambdaCallback(on_batch_end=f)",
+            "LambdaCallback(on_train_batch_end=f)",
+        ),
+        (
+            "FLAGS = tf.app.flags.FLAGS\nprint(FLAGS.steps)",
+            "FLAGS = absl.flags.FLAGS\nprint(FLAGS.steps)",
+        ),
+        ("print(tf.__version__)", "print(keras.__version__)"),
     ],
 )
 def test_what_is_ported(before: str, after: str) -> None:
@@ -41,6 +63,19 @@ def test_what_is_ported(before: str, after: str) -> None:
     [
         ("K.batch_dot(a, b)", "use `keras.ops`"),
         ("K.relu(x, 0.1)", "has no argument 'alpha'"),
+        (
+            "m = tf.keras.Sequential([tf.keras.layers.Lambda(f)])\n"
+            "m = tf.keras.models.load_model('m.h5')",
+            "only with safe_mode=False",
+        ),
+        ("tf.keras.losses.MeanSquaredError(reduction='auto')", "sum_over_batch_size"),
+        ("tf.compat.v1.initializers.random_normal()", "stddev is 1 in TensorFlow 1"),
+        ("tf.keras.utils.timeseries_dataset_from_array(x, y, 3)", "makes tf.data"),
+        ("model.fit_generator(g, samples_per_epoch=9)", "count batches"),
+        ("model.train_on_batch(x, y, reset_metrics=False)", "no reset_metrics="),
+        ("print(model.metrics_names)", "return_dict=True"),
+        ("opt.apply_gradients(g, global_step=s)", "counts optimizer.iterations"),
+        ("assert tf.__version__.startswith('2')", "compares a version"),
     ],
 )
 def test_what_is_left(before: str, reason: str) -> None:

@@ -120,11 +120,10 @@ def test_what_is_left(before: str, reason: str) -> None:
     assert all(f"# replicax: {each}\n" in text for each in left)
 
 
-def test_a_path_that_cannot_be_seen_is_noted() -> None:
+def test_a_path_that_cannot_be_seen_is_left() -> None:
     ported = port(b"import tensorflow as tf\nmodel.save(args.path)\n")
-    assert ported.left == ()
-    assert [note.line for note in ported.notes] == [2]
-    assert "see that `args.path` does" in ported.notes[0].reason
+    assert [left.line for left in ported.left] == [2]
+    assert "see that `args.path` does" in ported.left[0].reason
 
 
 STEP = """import tensorflow as tf

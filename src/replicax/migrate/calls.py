@@ -73,7 +73,9 @@ def _in_pipeline(script: Script, node: cst.CSTNode) -> bool:
 def leave_unknown_arguments(
     script: Script, node: cst.Call, result: cst.BaseExpression, path: str
 ) -> None:
-    """Report keywords that a target does not have."""
+    """Report keywords that a target does not have, and other values that it wants."""
+    for reason in keras_calls.problems(script, node, path):
+        script.leave(node, reason)
     target = find_target(path)
     if not isinstance(result, cst.Call) or target is None:
         return

@@ -1,13 +1,13 @@
 """Rules for calls of Keras that changed between tf.keras and Keras 3."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import libcst as cst
 from libcst import Call
 
 from replicax.migrate.arguments import argument, keyword, renamed, without
 from replicax.migrate.names import dotted
-from replicax.migrate.script import Expression, Script, Unported
+from replicax.migrate.script import Expression, Script, Unported, walk
 from replicax.migrate.targets import exists, find_target
 
 __all__ = [
@@ -17,7 +17,9 @@ __all__ = [
     "compiled",
     "fitted",
     "is_latest_checkpoint",
+    "problems",
     "report_path",
+    "saved_weights",
     "written",
 ]
 
@@ -33,6 +35,29 @@ _OPTIMIZERS = [
     for name in _NAMES
 ]
 _GONE_FROM_FIT = ("workers", "use_multiprocessing", "max_queue_size")
+_NOT_IN_FIT = ("samples_per_epoch", "nb_val_samples", "val_samples", "nb_worker")
+_GENERATOR_PARAMETERS = {
+    "fit_generator": [
+        "x",
+        "steps_per_epoch",
+        "epochs",
+        "verbose",
+        "callbacks",
+        "validation_data",
+        "validation_steps",
+        "validation_freq",
+        "class_weight",
+    ],
+    "evaluate_generator": ["x", "steps", "callbacks"],
+    "predict_generator": ["x", "steps", "callbacks"],
+}
+"""What positional arguments of methods that are gone were, in their order."""
+_COMPILE_PARAMETERS = ("optimizer", "loss", "metrics", "loss_weights")
+_NEED_VALUES = {
+    "initializers.random_normal": "stddev",
+    "initializers.truncated_normal": "stddev",
+    "initializers.random_uniform": "maxval",
+}
 
 
 def _named(arg: cst.Arg, *names: str) -> bool:
@@ -44,6 +69,10 @@ def _optimizer(script: Script, node: Call, updated: Call, path: str) -> Expressi
     for arg in updated.args:
         if _named(arg, "lr"):
             args.append(renamed(arg, "learning_rate"))
+        elif _named(arg, "epsilon") and script.code(arg.value) == "None":
+            continue  # Keras 2 took its default, Keras 3 fails.
+        elif _named(arg, "decay") and script.code(arg.value) in {"0", "0.0", "0."}:
+            continue
         elif _named(arg, "decay"):
             raise Unported(
                 "the optimizer's decay= stays: use a schedule such as "
@@ -51,7 +80,8 @@ def _optimizer(script: Script, node: Call, updated: Call, path: str) -> Expressi
             )
         else:
             args.append(arg)
-    return updated.with_changes(func=_kept_or_target(script, node, path), args=args)
+    func = _kept_or_target(script, node, path)
+    return updated.with_changes(func=func, args=without(updated.args, args))
 
 
 def _kept_or_target(script: Script, node: cst.Call, path: str) -> cst.BaseExpression:
@@ -90,8 +120,16 @@ def _set_value(script: Script, node: Call, updated: Call, path: str) -> Expressi
 def compiled(script: Script, node: cst.Call, updated: cst.Call) -> cst.Call:
     """`model.compile(...)` without arguments that are gone."""
     kept = []
-    for arg in updated.args:
-        if _named(
+    for i, arg in enumerate(updated.args):
+        is_positional = arg.keyword is None and not arg.star
+        if is_positional and i >= len(_COMPILE_PARAMETERS):
+            raise Unported("compile: name its arguments, Keras 3 has another order")
+        if is_positional and i >= 2:  # Keras 3 has the weights of losses third.
+            kept.append(renamed(arg, _COMPILE_PARAMETERS[i]))
+        elif _named(arg, "target_tensors"):
+            if script.code(arg.value) != "None":
+                raise Unported("compile has no target_tensors=: pass targets to fit")
+        elif _named(
             arg, "experimental_run_tf_function", "distribute", "sample_weight_mode"
         ):
             script.note(node, f"{arg.keyword.value}= is taken out of compile")  # type: ignore[union-attr]
@@ -111,9 +149,20 @@ def fitted(script: Script, node: cst.Call, updated: cst.Call) -> cst.Call:
     func = updated.func
     assert isinstance(func, cst.Attribute)
     name = func.attr.value.removesuffix("_generator")
+    parameters = _GENERATOR_PARAMETERS.get(func.attr.value, ())
     kept = []
-    for arg in updated.args:
-        if _named(arg, *_GONE_FROM_FIT):
+    for i, arg in enumerate(updated.args):
+        if _named(arg, *_NOT_IN_FIT):
+            assert arg.keyword is not None
+            what = arg.keyword.value
+            raise Unported(f"{name} has no {what}=: count batches, steps_per_epoch=")
+        if _named(arg, "nb_epoch"):
+            kept.append(renamed(arg, "epochs"))
+        elif parameters and arg.keyword is None and i > 0:
+            if arg.star or i >= len(parameters):
+                raise Unported(f"{func.attr.value}: name its arguments")
+            kept.append(renamed(arg, parameters[i]))
+        elif _named(arg, *_GONE_FROM_FIT):
             script.note(
                 node, "threads are those of a keras.utils.PyDataset, not arguments"
             )
@@ -121,10 +170,50 @@ def fitted(script: Script, node: cst.Call, updated: cst.Call) -> cst.Call:
             kept.append(renamed(arg, "x"))
         else:
             kept.append(arg)
-    if name == func.attr.value and len(kept) == len(updated.args):
+    is_same = len(kept) == len(updated.args) and all(
+        a is b for a, b in zip(kept, updated.args, strict=True)
+    )
+    if name == func.attr.value and is_same:
         return updated
     return updated.with_changes(
         func=func.with_changes(attr=cst.Name(name)), args=without(updated.args, kept)
+    )
+
+
+def saved_weights(script: Script, node: cst.Call, updated: cst.Call) -> cst.Call:
+    """`model.save_weights(...)` without `save_format=`."""
+    report_path(script, node, WEIGHTS)
+    kept = [arg for arg in updated.args if not _named(arg, "save_format")]
+    if len(kept) == len(updated.args):
+        return updated
+    return updated.with_changes(args=without(updated.args, kept))
+
+
+def problems(script: Script, node: cst.Call, path: str) -> Iterator[str]:
+    """Why a ported call would fail, or give other numbers, without a word."""
+    name = path.removeprefix("keras.")
+    is_safe = not any(_named(arg, "safe_mode") for arg in node.args)
+    if name == "models.load_model" and is_safe and _makes_lambda(script):
+        yield (
+            "Keras 3 loads a Lambda layer only with safe_mode=False, and without the "
+            "names that its function uses: write a layer, or build the model and load "
+            "its weights"
+        )
+    if name.startswith("losses.") and any(
+        _named(arg, "reduction") and script.code(arg.value).strip("\"'") == "auto"
+        for arg in node.args
+    ):
+        yield 'Keras 3 has no reduction="auto": write "sum_over_batch_size"'
+    needed = _NEED_VALUES.get(path)
+    if needed and not any(_named(arg, needed) for arg in node.args):
+        yield f"{needed} is 1 in TensorFlow 1, 0.05 in Keras 3: write {needed}="
+
+
+def _makes_lambda(script: Script) -> bool:
+    return any(
+        isinstance(each, cst.Call)
+        and script.names.path(each.func) == "keras.layers.Lambda"
+        for each in walk(script.module)
     )
 
 
@@ -196,11 +285,24 @@ def _tensorboard(script: Script, node: Call, updated: Call, path: str) -> Expres
     )
 
 
+def _lambda_callback(
+    script: Script, node: Call, updated: Call, path: str
+) -> Expression:
+    args = [
+        renamed(arg, arg.keyword.value.replace("on_batch", "on_train_batch"))
+        if arg.keyword and _named(arg, "on_batch_begin", "on_batch_end")
+        else arg
+        for arg in updated.args
+    ]
+    return updated.with_changes(func=_kept_or_target(script, node, path), args=args)
+
+
 RULES: dict[str, Callable[[Script, cst.Call, cst.Call, str], cst.BaseExpression]] = {
     **dict.fromkeys(_OPTIMIZERS, _optimizer),
     "keras.preprocessing.image_dataset_from_directory": _image_folder,
     "keras.utils.image_dataset_from_directory": _image_folder,
     "keras.backend.set_value": _set_value,
+    "keras.callbacks.LambdaCallback": _lambda_callback,
     "keras.callbacks.ModelCheckpoint": _model_checkpoint,
     "keras.callbacks.TensorBoard": _tensorboard,
     "keras.models.save_model": _save_model,
@@ -222,14 +324,14 @@ def report_path(
     position: int = 0,
     is_read: bool = False,
 ) -> None:
-    """Report a file name that Keras 3 refuses; note one that cannot be seen.
+    """Report a file name that Keras 3 refuses, and one that cannot be seen.
 
     Args:
         script: The script.
         node: A call with a path.
         endings: What the path may end with.
         position: Which argument the path is, if it is not called `filepath`.
-        is_read: Whether the file is read, so that its writer was noted.
+        is_read: Whether the file is read, so that its writer was reported.
     """
     path = argument(node.args, position, "filepath")
     if path is None:
@@ -238,7 +340,7 @@ def report_path(
     wanted = f"Keras 3 wants a file name that ends with {' or '.join(endings[:2])}"
     if end is None:
         if not is_read:
-            script.note(node, f"{wanted}: see that `{script.code(path.value)}` does")
+            script.leave(node, f"{wanted}: see that `{script.code(path.value)}` does")
     elif not end.endswith(endings):
         script.leave(node, wanted)
 
@@ -258,6 +360,9 @@ def _end(script: Script, node: cst.BaseExpression) -> str | None:
     """What a path ends with; None if that cannot be seen."""
     if isinstance(node, (cst.SimpleString, cst.ConcatenatedString)):
         return str(node.evaluated_value or "")
+    if isinstance(node, cst.IfExp):
+        ends = [_end(script, node.body), _end(script, node.orelse)]
+        return ends[0] if ends[0] == ends[1] else None
     if isinstance(node, cst.FormattedString):
         last = node.parts[-1] if node.parts else None
         return last.value if isinstance(last, cst.FormattedStringText) else None

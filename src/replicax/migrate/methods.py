@@ -6,7 +6,7 @@ import libcst as cst
 from libcst import Attribute, Call
 
 from replicax.migrate import keras_calls
-from replicax.migrate.arguments import argument, keyword, renamed
+from replicax.migrate.arguments import argument, keyword, renamed, without
 from replicax.migrate.keras_calls import (
     MODELS,
     WEIGHTS,
@@ -15,6 +15,7 @@ from replicax.migrate.keras_calls import (
 )
 from replicax.migrate.names import root_of
 from replicax.migrate.script import Expression, Script, Unported
+from replicax.migrate.tracing import makes_spec
 
 __all__ = ["attribute", "call"]
 
@@ -37,6 +38,12 @@ _LEFT = {
     "colocate_vars_with": "remove it: the strategy places variables and their slots",
     "predict_classes": "use keras.ops.argmax of `predict`",
     "predict_proba": "use `predict`",
+    "to_yaml": "use `to_json`",
+    "get_gradients": "use rx.GradientTape in a step",
+    "compute_gradients": "use rx.GradientTape in a step",
+    "_decayed_lr": "use `learning_rate`, which is the rate of this step",
+    "get_input_at": "use `input`",
+    "get_output_at": "use `output`",
     "add_metric": "make a metric in __init__, and update it in `call`",
     "make_initializer": "variables are made with values",
     "get_concrete_function": "leave it away: `strategy.run` compiles",
@@ -56,6 +63,14 @@ def attribute(
         return cst.Attribute(inner.value, cst.Name("ndim"))
     if name == "value" and _is_dimension(inner):
         return inner
+    if name == "metrics_names":
+        raise Unported(
+            "metrics_names of Keras 3 does not name what evaluate returns: use "
+            "evaluate(..., return_dict=True)"
+        )
+    if name == "output_shape" and "layers" in script.code(node.value):
+        output = updated.with_changes(attr=cst.Name("output"))
+        return cst.Attribute(output, cst.Name("shape"))
     if name == "extended" and "strategy" in script.code(node.value).lower():
         if _is_replica_call(script, node):
             return updated.value
@@ -232,8 +247,11 @@ def _each_replica(
 def _apply_gradients(
     script: Script, node: Call, updated: Call, func: Attribute
 ) -> Expression:
+    function = script.function_of(node)
     for arg in node.args:
         name = arg.keyword.value if arg.keyword else ""
+        if name == "global_step" and not (function and makes_spec(script, function)):
+            raise Unported("apply_gradients counts optimizer.iterations itself")
         if name in {"experimental_aggregate_gradients", "skip_gradients_aggregation"}:
             raise Unported(
                 f"apply_gradients has no {name}=: gradients are summed over replicas"
@@ -241,7 +259,7 @@ def _apply_gradients(
     kept = [a for a in updated.args if not (a.keyword and a.keyword.value == "name")]
     if len(kept) == len(updated.args):
         return updated
-    return updated.with_changes(args=kept)
+    return updated.with_changes(args=without(updated.args, kept))
 
 
 def _minimize(script: Script, node: Call, updated: Call, func: Attribute) -> Expression:
@@ -272,7 +290,14 @@ def _save(script: Script, node: Call, updated: Call, func: Attribute) -> Express
 def _save_weights(
     script: Script, node: Call, updated: Call, func: Attribute
 ) -> Expression:
-    report_path(script, node, WEIGHTS)
+    return keras_calls.saved_weights(script, node, updated)
+
+
+def _on_batch(script: Script, node: Call, updated: Call, func: Attribute) -> Expression:
+    if any(arg.keyword and arg.keyword.value == "reset_metrics" for arg in node.args):
+        raise Unported(
+            f"{func.attr.value} has no reset_metrics=: it resets metrics before a batch"
+        )
     return updated
 
 
@@ -377,6 +402,8 @@ _METHODS: dict[str, _Rule] = {
     "predict_generator": _fit,
     "save": _save,
     "save_weights": _save_weights,
+    "train_on_batch": _on_batch,
+    "test_on_batch": _on_batch,
     "load_weights": _load_weights,
     "add_weight": _add_weight,
     "add_variable": _add_weight,

@@ -9,13 +9,21 @@ import libcst as cst
 from replicax.migrate import calls, methods, statements
 from replicax.migrate.arguments import without
 from replicax.migrate.names import root_of
-from replicax.migrate.script import Replacement, Script, Statement, Unported, with_marks
+from replicax.migrate.script import (
+    Replacement,
+    Script,
+    Statement,
+    Unported,
+    walk,
+    with_marks,
+)
 from replicax.migrate.statements import comment_lines, lost_comments
 from replicax.migrate.targets import find_note, find_reason, find_target
 from replicax.migrate.tracing import is_graph_decorator
 
 __all__ = ["Rewriter"]
 
+_VERSIONS = ("__version__.", "VERSION.", "version.VERSION.")
 _STATEMENTS = (cst.SimpleStatementLine, cst.BaseCompoundStatement)
 
 
@@ -132,6 +140,9 @@ class Rewriter(cst.CSTTransformer):
         if target is None:
             script.leave(node, find_reason(path) if path else _MODULE_AS_VALUE)
             return node
+        if f"{path}.".startswith(_VERSIONS) and self._is_compared(node):
+            script.leave(node, "compares a version of TensorFlow: remove it")
+            return node
         if note := find_note(path):
             script.note(node, f"tf.{path}: {note}")
         kept = script.retained.get(local)
@@ -140,6 +151,25 @@ class Rewriter(cst.CSTTransformer):
         if kept is not None and (f"{target}.").startswith(f"{kept}."):
             return cst.parse_expression(local + target[len(kept) :])
         return script.expression(target)
+
+    def _is_compared(self, node: cst.CSTNode) -> bool:
+        """Whether something is decided by a value."""
+        return any(
+            isinstance(parent, cst.Assert | cst.Comparison)
+            or (isinstance(parent, cst.If) and node not in walk(parent.body))
+            for parent in self._script.parents(node)
+        )
+
+    def leave_Subscript(
+        self, original_node: cst.Subscript, updated_node: cst.Subscript
+    ) -> cst.BaseExpression:
+        """Name the learning rate in what `fit` logs as Keras 3 does."""
+        text = self._script.code(original_node)
+        logged = r"(?!self\.history)(.*\.history|logs)\[(['\"])lr\2\]"
+        if re.fullmatch(logged, text) is None:
+            return updated_node
+        index = cst.Index(self._script.string("learning_rate"))
+        return updated_node.with_changes(slice=[cst.SubscriptElement(index)])
 
     def leave_FormattedString(
         self,

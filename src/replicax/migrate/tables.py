@@ -281,12 +281,23 @@ DROPPED = {
 """Calls that stand alone as a statement and are taken out, and why."""
 
 _LOOKUPS = "StringLookup IntegerLookup TextVectorization Hashing HashedCrossing"
-NEED_TENSORFLOW = frozenset(
+_LAYERS = frozenset(
     f"keras.layers.{prefix}{name}"
     for prefix in ("", "experimental.preprocessing.")
     for name in _LOOKUPS.split()
 )
-"""Layers that Keras has on all backends, and makes with TensorFlow."""
+_READERS = frozenset(
+    f"keras.{module}.{name}"
+    for module in ("utils", "preprocessing")
+    for name in (
+        "audio_dataset_from_directory",
+        "split_dataset",
+        "text_dataset_from_directory",
+        "timeseries_dataset_from_array",
+    )
+)
+NEED_TENSORFLOW = _LAYERS | _READERS
+"""What Keras has on all backends, and makes with TensorFlow."""
 
 REASONS = {
     "Session": "is a TF 1 session that was not understood; call the step in a loop",
@@ -394,7 +405,12 @@ REASONS = {
         "use keras.layers.BatchNormalization(synchronized=True)"
     ),
     **dict.fromkeys(
-        NEED_TENSORFLOW,
+        _READERS,
+        'stays: it makes tf.data datasets; keras.utils has it with format="grain", '
+        "but for split_dataset",
+    ),
+    **dict.fromkeys(
+        _LAYERS,
         "is made with TensorFlow: look words up in a dict or a sorted array, in the "
         "dataset",
     ),

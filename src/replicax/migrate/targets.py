@@ -132,6 +132,8 @@ def find_target(path: str) -> str | None:
         return f'"{path.removeprefix("dtypes.")}"'
     if path in DEVICE_OPERATORS:
         return _function(path)
+    if path.startswith(("flags.FLAGS.", "app.flags.FLAGS.")):
+        return f"absl.flags.{path[path.index('FLAGS') :]}"  # A flag of the script.
     return _by_prefix(path)
 
 
