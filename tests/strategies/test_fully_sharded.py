@@ -264,11 +264,13 @@ def test_one_device_is_plain() -> None:
     assert_same(looped(fully_sharded(1), make), looped(mirrored(1), make))
 
 
-def test_the_step_gathers_weights_and_scatters_gradients() -> None:
+@pytest.mark.parametrize("how", ["run", "fit"])
+def test_the_step_gathers_weights_and_scatters_gradients(how: str) -> None:
     strategy = fully_sharded(4)
     with strategy.scope():
         hidden = (layers.Dense(n, activation="relu") for n in (32, 64))
-        model, optimizer = network(*hidden), optimizers.Adam()
+        model = compiled(network(*hidden), optimizers.Adam())
+        optimizer = model.optimizer
         optimizer.build(model.trainable_variables)
     texts: list[str] = []
     lowered: list[str] = []
@@ -281,8 +283,11 @@ def test_the_step_gathers_weights_and_scatters_gradients() -> None:
         return original(program, arrays)
 
     strategy.runner.call = call
-    (batch,) = batches(strategy, 1)
-    strategy.run(functional_step(model, optimizer), batch)
+    if how == "fit":
+        model.fit(*data(BATCH_SIZE), batch_size=BATCH_SIZE, verbose=0)
+    else:
+        (batch,) = batches(strategy, 1)
+        strategy.run(functional_step(model, optimizer), batch)
     lines = texts[0].splitlines()
 
     def shapes(kind: str) -> list[str]:
