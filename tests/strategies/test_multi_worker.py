@@ -232,9 +232,16 @@ def facts(strategy):
     }
 
 
+def on_the_cpu():
+    """Whether data that are made on "the" CPU are in this process' memory."""
+    with keras.device("cpu"):
+        array = keras.ops.ones(3)
+    return bool(array.is_fully_addressable)
+
+
 def everything():
     strategy = rx.MultiWorkerMirroredStrategy()
-    results = {"facts": facts(strategy)}
+    results = {"facts": facts(strategy), "on the CPU": on_the_cpu()}
     # Nobody has set a seed yet.
     results["fitted"] = fitted(strategy)
     if strategy.task_type == "evaluator":
@@ -310,6 +317,11 @@ def test_who_takes_part(tasks):
         "num_replicas": 4,
         "is_chief": False,
     }
+
+
+@pytest.mark.multiprocess
+def test_the_cpu_of_keras_is_each_workers_own(tasks):
+    assert [task["on the CPU"] for task in tasks.values()] == [True] * 3
 
 
 @pytest.mark.multiprocess
