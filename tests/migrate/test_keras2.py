@@ -76,6 +76,7 @@ def test_what_is_ported(before: str, after: str) -> None:
         ("print(model.metrics_names)", "return_dict=True"),
         ("opt.apply_gradients(g, global_step=s)", "counts optimizer.iterations"),
         ("assert tf.__version__.startswith('2')", "compares a version"),
+        ("g = tf.clip_by_norm(g, 5.0)", "use `clipnorm=` of the optimizer"),
     ],
 )
 def test_what_is_left(before: str, reason: str) -> None:

@@ -370,6 +370,7 @@ REASONS = {
     "map_fn": "use `keras.ops.map` or `keras.ops.vectorized_map`",
     "boolean_mask": "shapes are fixed in a compiled step: use `keras.ops.where`",
     "gather_nd": "index the array: `x[i, j]`",
+    "clip_by_norm": "use `clipnorm=` of the optimizer",
     "split": "use `keras.ops.split`, whose list has positions, not sizes",
     "nn.dropout": "use `keras.layers.Dropout`",
     "nn.batch_normalization": "use `keras.layers.BatchNormalization`",
