@@ -9,6 +9,11 @@ START = (
     "from tensorflow.keras import backend as K\n"
     "opt = tf.keras.optimizers.Adam(1e-3)\n"
 )
+MODEL = (
+    "def made():\n"
+    "    return tf.keras.Sequential([tf.keras.layers.Dense(2)])\n"
+    "model = made()\n"
+)
 
 
 def ported(source: str) -> tuple[str, list[str]]:
@@ -50,6 +55,11 @@ def ported(source: str) -> tuple[str, list[str]]:
             "FLAGS = absl.flags.FLAGS\nprint(FLAGS.steps)",
         ),
         ("print(tf.__version__)", "print(keras.__version__)"),
+        ("opt.lr = 0.1", "opt.learning_rate = 0.1"),
+        ("print(opt.lr(opt.iterations))", "print(opt.learning_rate)"),
+        (f"{MODEL}model.optimizer.lr.assign(1)", "optimizer.learning_rate.assign(1)"),
+        ("class Box: pass\nb = Box()\nb.lr = b.weights", "b.lr = b.weights"),
+        ("def f(o): return o.lr, o.get_weights()", "return o.lr, o.get_weights()"),
     ],
 )
 def test_what_is_ported(before: str, after: str) -> None:
@@ -76,6 +86,12 @@ def test_what_is_ported(before: str, after: str) -> None:
         ("print(model.metrics_names)", "return_dict=True"),
         ("opt.apply_gradients(g, global_step=s)", "counts optimizer.iterations"),
         ("assert tf.__version__.startswith('2')", "compares a version"),
+        ("w = opt.get_weights()", "in another order"),
+        ("def f(o): o.set_weights(w)\nf(opt)", "in another order"),
+        (f"{MODEL}n = model.optimizer.weights", "in another order"),
+        ("rate = opt._decayed_lr(tf.float32)", "the rate of this step"),
+        ("def f(o): return o._decayed_lr", "the rate of this step"),
+        ("print(opt.learning_rate(3))", "not the schedule"),
         ("g = tf.clip_by_norm(g, 5.0)", "use `clipnorm=` of the optimizer"),
     ],
 )

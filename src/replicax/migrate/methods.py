@@ -5,7 +5,7 @@ from collections.abc import Callable
 import libcst as cst
 from libcst import Attribute, Call
 
-from replicax.migrate import keras_calls
+from replicax.migrate import keras_calls, members
 from replicax.migrate.arguments import argument, keyword, renamed, without
 from replicax.migrate.keras_calls import (
     MODELS,
@@ -41,7 +41,6 @@ _LEFT = {
     "to_yaml": "use `to_json`",
     "get_gradients": "use rx.GradientTape in a step",
     "compute_gradients": "use rx.GradientTape in a step",
-    "_decayed_lr": "use `learning_rate`, which is the rate of this step",
     "get_input_at": "use `input`",
     "get_output_at": "use `output`",
     "add_metric": "make a metric in __init__, and update it in `call`",
@@ -55,8 +54,9 @@ def attribute(
 ) -> cst.BaseExpression:
     """What an attribute of an object becomes."""
     name = node.attr.value
-    if name == "lr" and script.code(node.value).lower().endswith("optimizer"):
-        return updated.with_changes(attr=cst.Name("learning_rate"))
+    member = members.attribute(script, node, updated)
+    if member is not updated:
+        return member
     inner = updated.value
     of_shape = isinstance(inner, cst.Attribute) and inner.attr.value == "shape"
     if name in {"rank", "ndims"} and isinstance(inner, cst.Attribute) and of_shape:
@@ -108,6 +108,8 @@ def call(script: Script, node: Call, updated: Call, path: str | None) -> Express
         return updated.with_changes(
             func=func.with_changes(attr=cst.Name(_RENAMED[name]))
         )
+    if name in {"lr", "learning_rate"}:
+        return members.rate(script, node, updated)
     rule = _METHODS.get(name)
     return rule(script, node, updated, func) if rule else updated
 

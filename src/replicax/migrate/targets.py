@@ -26,9 +26,23 @@ __all__ = [
     "find_reason",
     "find_target",
     "is_dotted",
+    "kind_of_target",
 ]
 
 _NOTHING = object()
+_KINDS = {
+    "model": "keras.Model",  # Which is a layer, too.
+    "layer": "keras.layers.Layer",
+    "optimizer": "keras.optimizers.Optimizer",
+    "callback": "keras.callbacks.Callback",
+}
+_MAKERS = {
+    "keras.models.clone_model": "model",
+    "keras.models.load_model": "model",
+    "keras.models.model_from_json": "model",
+    "keras.optimizers.deserialize": "optimizer",
+    "keras.optimizers.get": "optimizer",
+}
 _ACTIVATION_NAMES = """
 elu gelu leaky_relu relu relu6 selu sigmoid silu softmax softplus softsign swish
 tanh
@@ -66,6 +80,21 @@ def _resolved(target: str) -> Any:
 def _is_field(found: object, parts: list[str]) -> bool:
     """Whether `parts` is one attribute that instances of a class have."""
     return len(parts) == 1 and parts[0] in getattr(found, "__annotations__", ())
+
+
+@functools.cache
+def kind_of_target(target: str) -> str | None:
+    """The kind of object that a call of a target of Keras makes, such as `"model"`."""
+    if target in _MAKERS:
+        return _MAKERS[target]
+    name = target.rpartition(".")[2]
+    if target.startswith("keras.applications.") and name[0].isupper():
+        return "model"
+    found = _resolved(target) if target.startswith("keras.") else _NOTHING
+    if not inspect.isclass(found):
+        return None
+    bases = ((kind, _resolved(base)) for kind, base in _KINDS.items())
+    return next((kind for kind, base in bases if issubclass(found, base)), None)
 
 
 @functools.cache
