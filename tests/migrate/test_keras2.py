@@ -46,6 +46,13 @@ def ported(source: str) -> tuple[str, list[str]]:
         ("model.fit(x, y, nb_epoch=3)", "model.fit(x, y, epochs=3)"),
         ("opt.apply_gradients(g, name='a')", "opt.apply_gradients(g)"),
         ("print(h.history['lr'])", "print(h.history['learning_rate'])"),
+        ("def f(logs): return logs.get('lr', 0)", "logs.get('learning_rate', 0)"),
+        ("def f(logs): return 'lr' in logs", "return 'learning_rate' in logs"),
+        ("def f(logs): (logs or {}).pop('lr')", "(logs or {}).pop('learning_rate')"),
+        ("def f(logs): logs.update({'lr': 1})", "logs.update({'learning_rate': 1})"),
+        ("def f(logs): logs.update(lr=1)", "logs.update(learning_rate=1)"),
+        ("print(f'{logs.get(\"lr\")} {x}')", 'logs.get("learning_rate")'),
+        ("config = {'lr': 1}\nconfig.get('lr')", "config.get('lr')"),
         (
             "tf.keras.callbacks.LambdaCallback(on_batch_end=f)",
             "LambdaCallback(on_train_batch_end=f)",

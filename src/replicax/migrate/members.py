@@ -1,12 +1,15 @@
-"""Rules for attributes and methods of Keras' objects whose kind is known."""
+"""Rules for attributes and methods of Keras' objects, and for what `fit` logs."""
+
+import re
 
 import libcst as cst
 from libcst import Call
 
+from replicax.migrate.arguments import renamed
 from replicax.migrate.kinds import is_kind
 from replicax.migrate.script import Expression, Script, Unported
 
-__all__ = ["attribute", "rate"]
+__all__ = ["attribute", "is_logged_rate", "rate", "updated_logs"]
 
 _OF_OPTIMIZERS = {
     "lr": "",
@@ -55,3 +58,53 @@ def rate(script: Script, node: Call, updated: Call) -> Expression:
         "learning_rate of Keras 3 is the rate of this step, not the schedule: keep the "
         "schedule in a variable and call that"
     )
+
+
+def is_logged_rate(script: Script, node: cst.SimpleString) -> bool:
+    """Whether a string is the key `"lr"` of a callback's logs or of a history."""
+    if node.evaluated_value != "lr":
+        return False
+    parent = script.parent(node)
+    if isinstance(parent, cst.Index):
+        element = script.parent(parent)
+        whole = script.parent(element) if element else None
+        return isinstance(whole, cst.Subscript) and _is_logs(script, whole.value)
+    if isinstance(parent, cst.Comparison):
+        is_first = parent.left is node
+        return is_first and _is_logs(script, parent.comparisons[0].comparator)
+    call = script.parent(parent) if parent else None
+    names = {"get", "pop", "setdefault"}
+    if isinstance(parent, cst.DictElement):
+        if parent.key is not node:
+            return False
+        arg = script.parent(call) if call else None
+        parent, call = arg, script.parent(arg) if arg else None
+        names = {"update"}
+    return (
+        isinstance(call, cst.Call)
+        and call.args[0] is parent
+        and isinstance(call.func, cst.Attribute)
+        and call.func.attr.value in names
+        and _is_logs(script, call.func.value)
+    )
+
+
+def _is_logs(script: Script, node: cst.BaseExpression) -> bool:
+    if isinstance(node, cst.BooleanOperation):  # `(logs or {})`
+        return _is_logs(script, node.left)
+    text = script.code(node)
+    return re.fullmatch(r"(?!self\.history$)(.*\.history|logs)", text) is not None
+
+
+def updated_logs(
+    script: Script, node: Call, updated: Call, func: cst.Attribute
+) -> Expression:
+    """`logs.update(lr=rate)` with the name of Keras 3."""
+    assert isinstance(node.func, cst.Attribute)
+    if not _is_logs(script, node.func.value):
+        return updated
+    args = [
+        renamed(a, "learning_rate") if a.keyword and a.keyword.value == "lr" else a
+        for a in updated.args
+    ]
+    return updated.with_changes(args=args)

@@ -412,4 +412,5 @@ _METHODS: dict[str, _Rule] = {
     "get_unscaled_gradients": _unscaled,
     "compiled_loss": _compiled_loss,
     "update_state": _update_state,
+    "update": members.updated_logs,
 }

@@ -6,7 +6,7 @@ from typing import Any
 
 import libcst as cst
 
-from replicax.migrate import calls, methods, statements
+from replicax.migrate import calls, members, methods, statements
 from replicax.migrate.arguments import without
 from replicax.migrate.names import root_of
 from replicax.migrate.script import (
@@ -160,16 +160,13 @@ class Rewriter(cst.CSTTransformer):
             for parent in self._script.parents(node)
         )
 
-    def leave_Subscript(
-        self, original_node: cst.Subscript, updated_node: cst.Subscript
+    def leave_SimpleString(
+        self, original_node: cst.SimpleString, updated_node: cst.SimpleString
     ) -> cst.BaseExpression:
         """Name the learning rate in what `fit` logs as Keras 3 does."""
-        text = self._script.code(original_node)
-        logged = r"(?!self\.history)(.*\.history|logs)\[(['\"])lr\2\]"
-        if re.fullmatch(logged, text) is None:
-            return updated_node
-        index = cst.Index(self._script.string("learning_rate"))
-        return updated_node.with_changes(slice=[cst.SubscriptElement(index)])
+        if members.is_logged_rate(self._script, original_node):
+            return self._script.string("learning_rate")
+        return updated_node
 
     def leave_FormattedString(
         self,
