@@ -7,6 +7,7 @@ from libcst import Call
 
 from replicax.migrate import keras_calls, legacy
 from replicax.migrate.arguments import argument, keyword, remade, renamed, without
+from replicax.migrate.defaults import with_float_rate
 from replicax.migrate.operators import DEVICE_OPERATORS, HOST_OPERATORS, Operator
 from replicax.migrate.script import Expression, Script, Unported, walk
 from replicax.migrate.targets import accepted_arguments, find_note, find_target
@@ -55,6 +56,7 @@ def ported(script: Script, node: Call, updated: Call, path: str) -> Expression:
     else:
         table = HOST_OPERATORS if on_host else DEVICE_OPERATORS
         result = _operator(script, updated, table[path], path)
+    result = with_float_rate(script, node, result)
     if (note := find_note(path)) and not on_host:
         script.note(node, f"tf.{path}: {note}")
     return result

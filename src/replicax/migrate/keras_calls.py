@@ -6,6 +6,7 @@ import libcst as cst
 from libcst import Call
 
 from replicax.migrate.arguments import argument, keyword, renamed, without
+from replicax.migrate.defaults import old_defaults, with_old_reset
 from replicax.migrate.names import dotted
 from replicax.migrate.script import Expression, Script, Unported, walk
 from replicax.migrate.targets import exists, find_target
@@ -23,7 +24,19 @@ __all__ = [
     "written",
 ]
 
-_NAMES = ["Adadelta", "Adagrad", "Adam", "Adamax", "Ftrl", "Nadam", "RMSprop", "SGD"]
+_NAMES = [
+    "Adadelta",
+    "Adafactor",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "Ftrl",
+    "Lion",
+    "Nadam",
+    "RMSprop",
+    "SGD",
+]
 _OPTIMIZERS = [
     f"{module}.{name}"
     for module in (
@@ -204,6 +217,7 @@ def problems(script: Script, node: cst.Call, path: str) -> Iterator[str]:
         for arg in node.args
     ):
         yield 'Keras 3 has no reduction="auto": write "sum_over_batch_size"'
+    yield from old_defaults(script, node, path)
     needed = _NEED_VALUES.get(path)
     if needed and not any(_named(arg, needed) for arg in node.args):
         yield f"{needed} is 1 in TensorFlow 1, 0.05 in Keras 3: write {needed}="
@@ -297,11 +311,18 @@ def _lambda_callback(
     return updated.with_changes(func=_kept_or_target(script, node, path), args=args)
 
 
+def _gru(script: Script, node: Call, updated: Call, path: str) -> Expression:
+    func = _kept_or_target(script, node, path)
+    return with_old_reset(script, node, updated).with_changes(func=func)
+
+
 RULES: dict[str, Callable[[Script, cst.Call, cst.Call, str], cst.BaseExpression]] = {
     **dict.fromkeys(_OPTIMIZERS, _optimizer),
     "keras.preprocessing.image_dataset_from_directory": _image_folder,
     "keras.utils.image_dataset_from_directory": _image_folder,
     "keras.backend.set_value": _set_value,
+    "keras.layers.GRU": _gru,
+    "keras.layers.GRUCell": _gru,
     "keras.callbacks.LambdaCallback": _lambda_callback,
     "keras.callbacks.ModelCheckpoint": _model_checkpoint,
     "keras.callbacks.TensorBoard": _tensorboard,

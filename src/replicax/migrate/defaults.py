@@ -1,0 +1,70 @@
+"""Rules for arguments whose values or defaults tf.keras has otherwise than Keras 3."""
+
+from collections.abc import Iterator
+
+import libcst as cst
+from libcst import Call
+
+from replicax.migrate.arguments import argument, keyword, without
+from replicax.migrate.names import root_of
+from replicax.migrate.script import Expression, Script
+from replicax.migrate.targets import find_target, kind_of_target
+
+__all__ = ["old_defaults", "with_float_rate", "with_old_reset"]
+
+_OLD_RECURRENT = [
+    f"keras.layers.{name}" for name in ("GRU", "GRUCell", "LSTM", "LSTMCell")
+]
+
+
+def with_float_rate(script: Script, node: Call, result: Expression) -> Expression:
+    """An optimizer whose learning rate is a float where the script has an integer.
+
+    Keras 3 refuses integers.
+    """
+    target = find_target(script.names.path(node.func) or "") or ""
+    if not isinstance(result, cst.Call) or kind_of_target(target) != "optimizer":
+        return result
+    old = argument(node.args, 0, "learning_rate") or _named(node, "lr")
+    new = argument(result.args, 0, "learning_rate")
+    if old is None or new is None:
+        return result
+    if isinstance(old.value, cst.Integer):
+        number: cst.BaseExpression = cst.Float(f"{old.value.evaluated_value}.0")
+    elif isinstance(script.flow.value(old.value), cst.Integer):
+        number = cst.Call(cst.Name("float"), [cst.Arg(new.value)])
+    else:
+        return result
+    args = [a.with_changes(value=number) if a is new else a for a in result.args]
+    return result.with_changes(args=args)
+
+
+def _named(node: cst.Call, name: str) -> cst.Arg | None:
+    return next((a for a in node.args if a.keyword and a.keyword.value == name), None)
+
+
+def with_old_reset(script: Script, node: Call, updated: Call) -> Call:
+    """A GRU of TensorFlow 1 as it was: it resets the state before it multiplies it."""
+    if not _is_of_version_1(script, node) or _named(updated, "reset_after"):
+        return updated
+    extra = [keyword("reset_after", cst.Name("False"))]
+    return updated.with_changes(args=without(updated.args, updated.args, extra))
+
+
+def old_defaults(script: Script, node: cst.Call, path: str) -> Iterator[str]:
+    """Why a layer of TensorFlow 1 would compute something else in Keras 3."""
+    if path in _OLD_RECURRENT and _is_of_version_1(script, node):
+        given = argument(node.args, 2, "recurrent_activation")
+        if given is None and not any(arg.star for arg in node.args):
+            yield (
+                "recurrent_activation is hard_sigmoid in TensorFlow 1, sigmoid in "
+                "Keras 3: write recurrent_activation="
+            )
+
+
+def _is_of_version_1(script: Script, node: cst.Call) -> bool:
+    """Whether a function is one of `tf.compat.v1`."""
+    root = root_of(node.func)
+    meant = script.flow.value(root) if root else None  # `keras = tf.compat.v1.keras`
+    names = [script.names.imported(each) for each in (node.func, meant) if each]
+    return any(name and ".compat.v1." in f"{name}." for name in names)
