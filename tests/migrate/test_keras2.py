@@ -14,6 +14,11 @@ MODEL = (
     "    return tf.keras.Sequential([tf.keras.layers.Dense(2)])\n"
     "model = made()\n"
 )
+CALLBACK = (
+    "class Reset(tf.keras.callbacks.Callback):\n"
+    "    def on_epoch_end(self, epoch, logs):\n"
+    "        "
+)
 
 
 def ported(source: str) -> tuple[str, list[str]]:
@@ -71,6 +76,15 @@ def ported(source: str) -> tuple[str, list[str]]:
             "x = tf.compat.v1.keras.layers.GRU(3, recurrent_activation='sigmoid')",
             "GRU(3, recurrent_activation='sigmoid', reset_after=False)",
         ),
+        (f"{MODEL}for layer in model.layers:\n    layer.output_shape", "output.shape"),
+        (f"{MODEL}print(model.input_shape)", "print(model.input_shape)"),
+        (
+            "class C:\n    def f(self): return self.input_shape",
+            "return self.input_shape",
+        ),
+        ("m = tf.keras.metrics.Mean()\nm.reset_states()", "m.reset_state()"),
+        ("x = tf.keras.layers.LSTM(2)\nx.reset_states()", "x.reset_state()"),
+        ("model.save('a.keras', signatures=None)", "model.save('a.keras')"),
         ("opt.lr = 0.1", "opt.learning_rate = 0.1"),
         ("print(opt.lr(opt.iterations))", "print(opt.learning_rate)"),
         (f"{MODEL}model.optimizer.lr.assign(1)", "optimizer.learning_rate.assign(1)"),
@@ -107,6 +121,14 @@ def test_what_is_ported(before: str, after: str) -> None:
             "k = tf.compat.v1.keras\nx = k.layers.LSTM(3)",
             "hard_sigmoid in TensorFlow 1",
         ),
+        (f"{MODEL}n = model.layers[0].input_shape", "no input_shape"),
+        (f"{MODEL}n = [a.input_shape for a in model.layers[1:]]", "no input_shape"),
+        ("x = tf.keras.layers.Dense(2)\ny = x.input_shape", "no input_shape"),
+        ("model.reset_states()", "no reset_states"),
+        (f"{MODEL}m = model\nm.reset_states()", "no reset_states"),
+        (f"{CALLBACK}self.model.reset_states()", "no reset_states"),
+        (f"{MODEL}model.save('a.keras', signatures=s)", "no signatures="),
+        (f"{MODEL}m = model\nm.save('a')", "ends with .keras"),
         ("w = opt.get_weights()", "in another order"),
         ("def f(o): o.set_weights(w)\nf(opt)", "in another order"),
         (f"{MODEL}n = model.optimizer.weights", "in another order"),

@@ -65,6 +65,8 @@ _GENERATOR_PARAMETERS = {
     "predict_generator": ["x", "steps", "callbacks"],
 }
 """What positional arguments of methods that are gone were, in their order."""
+_NOT_IN_SAVE = ("signatures", "options", "save_traces")
+_INSTEAD_OF_SAVE = "take it out; `model.export`, which needs TensorFlow, serves models"
 _COMPILE_PARAMETERS = ("optimizer", "loss", "metrics", "loss_weights")
 _NEED_VALUES = {
     "initializers.random_normal": "stddev",
@@ -234,7 +236,13 @@ def _makes_lambda(script: Script) -> bool:
 def written(script: Script, node: cst.Call, updated: cst.Call) -> cst.Call:
     """`model.save(...)` without `save_format=`, which Keras 3 sees from the name."""
     report_path(script, node, MODELS)
-    kept = [arg for arg in updated.args if not _named(arg, "save_format")]
+    kept = []
+    for arg in updated.args:
+        if _named(arg, *_NOT_IN_SAVE) and script.code(arg.value) != "None":
+            assert arg.keyword is not None
+            raise Unported(f"save has no {arg.keyword.value}=: {_INSTEAD_OF_SAVE}")
+        if not _named(arg, "save_format", *_NOT_IN_SAVE):
+            kept.append(arg)
     if len(kept) == len(updated.args):
         return updated
     return updated.with_changes(args=without(updated.args, kept))

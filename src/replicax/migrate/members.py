@@ -7,9 +7,10 @@ from libcst import Call
 
 from replicax.migrate.arguments import renamed
 from replicax.migrate.kinds import is_kind
+from replicax.migrate.names import is_name
 from replicax.migrate.script import Expression, Script, Unported
 
-__all__ = ["attribute", "is_logged_rate", "rate", "updated_logs"]
+__all__ = ["attribute", "is_logged_rate", "rate", "reset", "updated_logs"]
 
 _OF_OPTIMIZERS = {
     "lr": "",
@@ -30,7 +31,7 @@ _OF_OPTIMIZERS = {
 def attribute(
     script: Script, node: cst.Attribute, updated: cst.Attribute
 ) -> cst.BaseExpression:
-    """What an attribute of an optimizer becomes; `updated` if there is no rule."""
+    """What an attribute of an optimizer or a layer becomes; else `updated`."""
     name = node.attr.value
     if name == "_decayed_lr" or (
         name in _OF_OPTIMIZERS and _is_foreign(script, node, "optimizer")
@@ -38,7 +39,31 @@ def attribute(
         if reason := _OF_OPTIMIZERS[name]:
             raise Unported(f".{name}: {reason}")
         return updated.with_changes(attr=cst.Name("learning_rate"))
+    if name == "input_shape" and _is_layer(script, node):
+        raise Unported(
+            "layers of Keras 3 have no input_shape: use `input.shape`, or the shapes "
+            "of `input` where a layer has several"
+        )
+    if name == "output_shape" and _is_layer(script, node):
+        output = updated.with_changes(attr=cst.Name("output"))
+        return cst.Attribute(output, cst.Name("shape"))
     return updated
+
+
+def _is_layer(script: Script, node: cst.Attribute) -> bool:
+    """Whether an attribute is one of a layer in sight, not of `self`."""
+    return not is_name(node.value, "self") and is_kind(script, node.value, "layer")
+
+
+def reset(script: Script, node: Call, updated: Call, func: cst.Attribute) -> Expression:
+    """`reset_states` of a metric or a recurrent layer; models have it no more."""
+    assert isinstance(node.func, cst.Attribute)
+    if is_kind(script, node.func.value, "model"):
+        raise Unported(
+            "models of Keras 3 have no reset_states: call reset_state() of each "
+            "recurrent layer"
+        )
+    return updated.with_changes(func=func.with_changes(attr=cst.Name("reset_state")))
 
 
 def _is_foreign(script: Script, node: cst.Attribute, kind: str) -> bool:

@@ -13,6 +13,7 @@ from replicax.migrate.keras_calls import (
     is_latest_checkpoint,
     report_path,
 )
+from replicax.migrate.kinds import is_kind
 from replicax.migrate.names import root_of
 from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.tracing import makes_spec
@@ -24,7 +25,6 @@ _RENAMED = {
     "experimental_distribute_datasets_from_function": (
         "distribute_datasets_from_function"
     ),
-    "reset_states": "reset_state",
     "get_scaled_loss": "scale_loss",
     "unwrap": "experimental_local_results",
 }
@@ -284,7 +284,9 @@ def _fit(script: Script, node: Call, updated: Call, func: Attribute) -> Expressi
 
 
 def _save(script: Script, node: Call, updated: Call, func: Attribute) -> Expression:
-    if "model" in script.code(func.value).lower():
+    assert isinstance(node.func, cst.Attribute)
+    is_named = "model" in script.code(func.value).lower()
+    if is_named or is_kind(script, node.func.value, "model"):
         return keras_calls.written(script, node, updated)
     return _saved(script, node, updated, func)
 
@@ -412,5 +414,6 @@ _METHODS: dict[str, _Rule] = {
     "get_unscaled_gradients": _unscaled,
     "compiled_loss": _compiled_loss,
     "update_state": _update_state,
+    "reset_states": members.reset,
     "update": members.updated_logs,
 }
