@@ -236,6 +236,11 @@ def _makes_lambda(script: Script) -> bool:
 def written(script: Script, node: cst.Call, updated: cst.Call) -> cst.Call:
     """`model.save(...)` without `save_format=`, which Keras 3 sees from the name."""
     report_path(script, node, MODELS)
+    return _without_formats(script, updated)
+
+
+def _without_formats(script: Script, updated: cst.Call) -> cst.Call:
+    """A call that saves a model, without arguments of TensorFlow's own format."""
     kept = []
     for arg in updated.args:
         if _named(arg, *_NOT_IN_SAVE) and script.code(arg.value) != "None":
@@ -250,7 +255,8 @@ def written(script: Script, node: cst.Call, updated: cst.Call) -> cst.Call:
 
 def _save_model(script: Script, node: Call, updated: Call, path: str) -> Expression:
     report_path(script, node, MODELS, position=1)
-    return updated.with_changes(func=_kept_or_target(script, node, path))
+    func = _kept_or_target(script, node, path)
+    return _without_formats(script, updated).with_changes(func=func)
 
 
 def _load_model(script: Script, node: Call, updated: Call, path: str) -> Expression:

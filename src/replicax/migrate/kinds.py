@@ -73,9 +73,19 @@ def _one(kinds: Iterable[str | None]) -> str | None:
 def _of_definition(
     script: Script, definition: Definition, seen: _Seen
 ) -> Iterator[str | None]:
-    loop = script.parent(definition.node)
+    loop = next(
+        (p for p in script.parents(definition.node) if isinstance(p, cst.For)), None
+    )
     if isinstance(loop, cst.For) and loop.target is definition.node:
         yield _of_element(script, loop.iter, seen)
+    elif (
+        isinstance(loop, cst.For)
+        and definition.index == 1
+        and definition.node in walk(loop.target)
+        and isinstance(loop.iter, cst.Call)
+        and is_name(loop.iter.func, "enumerate")
+    ):
+        yield _of_element(script, loop.iter.args[0].value, seen)
     elif definition.index is not None or not definition.values:
         yield None
     for value in definition.values:

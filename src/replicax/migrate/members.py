@@ -7,10 +7,9 @@ from libcst import Call
 
 from replicax.migrate.arguments import renamed
 from replicax.migrate.kinds import is_kind
-from replicax.migrate.names import is_name
 from replicax.migrate.script import Expression, Script, Unported
 
-__all__ = ["attribute", "is_logged_rate", "rate", "reset", "updated_logs"]
+__all__ = ["attribute", "is_logged_rate", "rate", "reset", "updated_logs", "variables"]
 
 _OF_OPTIMIZERS = {
     "lr": "",
@@ -24,8 +23,39 @@ _OF_OPTIMIZERS = {
         "Keras 3 has `variables`, in another order: load the model, or use "
         "rx.Checkpoint"
     ),
+    **dict.fromkeys(
+        ("get_slot", "add_slot", "get_slot_names"),
+        "Keras 3 has no slots: see `variables`",
+    ),
+    **dict.fromkeys(
+        ("_get_hyper", "_set_hyper"), "use the attribute, such as `learning_rate`"
+    ),
+    "_create_all_weights": "use `build`",
 }
 """Why attributes of optimizers stay; nothing for another name of `learning_rate`."""
+_NO_SCHEDULE = (
+    "learning_rate of Keras 3 is the rate of this step, not the schedule: keep the "
+    "schedule in a variable and use that"
+)
+_GONE = {
+    "model": {
+        "updates": "states are variables that layers assign",
+        "state_updates": "states are variables that layers assign",
+        "get_updates_for": "states are variables that layers assign",
+        "get_losses_for": "use `losses`",
+        "input_names": "use the names of `inputs`",
+        "distribute_strategy": "use the strategy's own name",
+        "total_loss": "`fit` returns losses; use compute_loss in train_step",
+        "_is_graph_network": "compare its class with keras.Model",
+    },
+    "layer": {
+        "batch_input_shape": "use `input.shape`",
+        "_batch_input_shape": "use `input.shape`",
+        "updates": "states are variables that layers assign",
+        "inbound_nodes": "use `input`",
+    },
+}
+"""What models and layers had, and what to do instead, by the kind."""
 
 
 def attribute(
@@ -38,21 +68,45 @@ def attribute(
     ):
         if reason := _OF_OPTIMIZERS[name]:
             raise Unported(f".{name}: {reason}")
+        if _is_tested(script, node):
+            raise Unported(_NO_SCHEDULE)
         return updated.with_changes(attr=cst.Name("learning_rate"))
-    if name == "input_shape" and _is_layer(script, node):
+    if (
+        name == "learning_rate"
+        and _is_tested(script, node)
+        and is_kind(script, node.value, "optimizer")
+    ):
+        raise Unported(_NO_SCHEDULE)
+    if name == "input_shape" and _is_foreign(script, node, "layer"):
         raise Unported(
             "layers of Keras 3 have no input_shape: use `input.shape`, or the shapes "
             "of `input` where a layer has several"
         )
-    if name == "output_shape" and _is_layer(script, node):
+    for kind, gone in _GONE.items():
+        if name in gone and _is_foreign(script, node, kind):
+            raise Unported(f"Keras 3 has no {name} of a {kind}: {gone[name]}")
+    if name == "output_shape" and _is_foreign(script, node, "layer"):
         output = updated.with_changes(attr=cst.Name("output"))
         return cst.Attribute(output, cst.Name("shape"))
     return updated
 
 
-def _is_layer(script: Script, node: cst.Attribute) -> bool:
-    """Whether an attribute is one of a layer in sight, not of `self`."""
-    return not is_name(node.value, "self") and is_kind(script, node.value, "layer")
+def _is_tested(script: Script, node: cst.Attribute) -> bool:
+    """Whether it matters what a value is: `isinstance(optimizer.lr, Schedule)`."""
+    arg = script.parent(node)
+    call = script.parent(arg) if isinstance(arg, cst.Arg) else None
+    func = call.func if isinstance(call, cst.Call) else None
+    return isinstance(func, cst.Name) and func.value in {"isinstance", "callable"}
+
+
+def variables(
+    script: Script, node: Call, updated: Call, func: cst.Attribute
+) -> Expression:
+    """`optimizer.variables()`, which is no method in Keras 3."""
+    assert isinstance(node.func, cst.Attribute)
+    if is_kind(script, node.func.value, "optimizer"):
+        raise Unported("variables of an optimizer is a list, in another order")
+    return updated
 
 
 def reset(script: Script, node: Call, updated: Call, func: cst.Attribute) -> Expression:
@@ -68,7 +122,11 @@ def reset(script: Script, node: Call, updated: Call, func: cst.Attribute) -> Exp
 
 def _is_foreign(script: Script, node: cst.Attribute, kind: str) -> bool:
     """Whether an attribute is one of a kind that the script did not set itself."""
-    return not script.flow.reaching(node) and is_kind(script, node.value, kind)
+    name = node.attr.value
+    own = (definition.node for definition in script.flow.definitions)
+    if any(isinstance(n, cst.Attribute) and n.attr.value == name for n in own):
+        return False
+    return not script.functions(name) and is_kind(script, node.value, kind)
 
 
 def rate(script: Script, node: Call, updated: Call) -> Expression:
@@ -79,14 +137,14 @@ def rate(script: Script, node: Call, updated: Call) -> Expression:
     now = f"{script.code(node.func.value)}.iterations"
     if len(node.args) == 1 and script.code(node.args[0].value) == now:
         return updated.func
-    raise Unported(
-        "learning_rate of Keras 3 is the rate of this step, not the schedule: keep the "
-        "schedule in a variable and call that"
-    )
+    raise Unported(_NO_SCHEDULE)
 
 
 def is_logged_rate(script: Script, node: cst.SimpleString) -> bool:
-    """Whether a string is the key `"lr"` of a callback's logs or of a history."""
+    """Whether a string is the key `"lr"` of a callback's logs or of a history.
+
+    Or it is the name of the attribute in `hasattr(optimizer, "lr")`.
+    """
     if node.evaluated_value != "lr":
         return False
     parent = script.parent(node)
@@ -105,6 +163,12 @@ def is_logged_rate(script: Script, node: cst.SimpleString) -> bool:
         arg = script.parent(call) if call else None
         parent, call = arg, script.parent(arg) if arg else None
         names = {"update"}
+    if isinstance(call, cst.Call) and isinstance(call.func, cst.Name):
+        is_access = call.func.value in {"hasattr", "getattr", "setattr"}
+        is_second = len(call.args) > 1 and call.args[1] is parent
+        return (
+            is_access and is_second and is_kind(script, call.args[0].value, "optimizer")
+        )
     return (
         isinstance(call, cst.Call)
         and call.args[0] is parent

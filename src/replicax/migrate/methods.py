@@ -43,6 +43,8 @@ _LEFT = {
     "compute_gradients": "use rx.GradientTape in a step",
     "get_input_at": "use `input`",
     "get_output_at": "use `output`",
+    "get_input_shape_at": "use `input.shape`",
+    "get_output_shape_at": "use `output.shape`",
     "add_metric": "make a metric in __init__, and update it in `call`",
     "make_initializer": "variables are made with values",
     "get_concrete_function": "leave it away: `strategy.run` compiles",
@@ -416,4 +418,5 @@ _METHODS: dict[str, _Rule] = {
     "update_state": _update_state,
     "reset_states": members.reset,
     "update": members.updated_logs,
+    "variables": members.variables,
 }
