@@ -15,6 +15,11 @@ __all__ = ["old_defaults", "with_float_rate", "with_old_reset"]
 _OLD_RECURRENT = [
     f"keras.layers.{name}" for name in ("GRU", "GRUCell", "LSTM", "LSTMCell")
 ]
+_HARD_SIGMOID = ("hard_sigmoid", "keras.activations.hard_sigmoid")
+_OTHER_SLOPE = (
+    "hard_sigmoid is 0.2 * x + 0.5 in tf.keras, x / 6 + 0.5 in Keras 3: write it as a "
+    "function, keras.ops.clip(0.2 * x + 0.5, 0, 1)"
+)
 
 
 def with_float_rate(script: Script, node: Call, result: Expression) -> Expression:
@@ -52,7 +57,15 @@ def with_old_reset(script: Script, node: Call, updated: Call) -> Call:
 
 
 def old_defaults(script: Script, node: cst.Call, path: str) -> Iterator[str]:
-    """Why a layer of TensorFlow 1 would compute something else in Keras 3."""
+    """Why a layer of TensorFlow 1 or tf.keras would compute something else here."""
+    for arg in node.args:
+        value = arg.value
+        is_text = isinstance(value, cst.SimpleString)
+        text = value.evaluated_value if is_text else script.names.path(value)
+        if text in _HARD_SIGMOID and path.startswith("keras.layers."):
+            yield _OTHER_SLOPE
+    if path in _HARD_SIGMOID:
+        yield _OTHER_SLOPE
     if path in _OLD_RECURRENT and _is_of_version_1(script, node):
         given = argument(node.args, 2, "recurrent_activation")
         if given is None and not any(arg.star for arg in node.args):
