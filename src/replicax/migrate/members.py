@@ -117,6 +117,8 @@ def reset(script: Script, node: Call, updated: Call, func: cst.Attribute) -> Exp
             "models of Keras 3 have no reset_states: call reset_state() of each "
             "recurrent layer"
         )
+    if updated.args:
+        raise Unported("reset_state of Keras 3 takes no values: assign to each state")
     return updated.with_changes(func=func.with_changes(attr=cst.Name("reset_state")))
 
 

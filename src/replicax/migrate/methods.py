@@ -142,6 +142,10 @@ def _shape(script: Script, node: Call, updated: Call, func: Attribute) -> Expres
     return updated if updated.args else func.with_changes(attr=cst.Name("shape"))
 
 
+def _value(script: Script, node: Call, updated: Call, func: Attribute) -> Expression:
+    return updated if updated.args else func.with_changes(attr=cst.Name("value"))
+
+
 def _as_list(script: Script, node: Call, updated: Call, func: Attribute) -> Expression:
     is_shape = (
         isinstance(func.value, cst.Attribute) and func.value.attr.value == "shape"
@@ -383,6 +387,7 @@ _Rule = Callable[[Script, cst.Call, cst.Call, cst.Attribute], cst.BaseExpression
 _METHODS: dict[str, _Rule] = {
     "numpy": _numpy,
     "get_shape": _shape,
+    "read_value": _value,
     "as_list": _as_list,
     "get_next": _next,
     "get_next_as_optional": _next_or_none,
