@@ -91,6 +91,12 @@ def ported(source: str) -> tuple[str, list[str]]:
             "output.shape",
         ),
         ("print(opt.lr.read_value())", "print(opt.learning_rate.value)"),
+        ("o = tf.keras.optimizers.SGD\nx = o(lr=1)", "SGD(learning_rate=1.0)"),
+        (
+            "def f(c=tf.keras.optimizers.SGD): return c(0.1)\n"
+            "f(tf.keras.optimizers.Adam)",
+            "return c(0.1)",
+        ),
         ("opt.lr = 0.1", "opt.learning_rate = 0.1"),
         ("print(opt.lr(opt.iterations))", "print(opt.learning_rate)"),
         (f"{MODEL}model.optimizer.lr.assign(1)", "optimizer.learning_rate.assign(1)"),

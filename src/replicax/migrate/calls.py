@@ -56,7 +56,7 @@ def ported(script: Script, node: Call, updated: Call, path: str) -> Expression:
     else:
         table = HOST_OPERATORS if on_host else DEVICE_OPERATORS
         result = _operator(script, updated, table[path], path)
-    result = with_float_rate(script, node, result)
+    result = with_float_rate(script, node, result, path)
     if (note := find_note(path)) and not on_host:
         script.note(node, f"tf.{path}: {note}")
     return result

@@ -22,12 +22,14 @@ _OTHER_SLOPE = (
 )
 
 
-def with_float_rate(script: Script, node: Call, result: Expression) -> Expression:
+def with_float_rate(
+    script: Script, node: Call, result: Expression, path: str
+) -> Expression:
     """An optimizer whose learning rate is a float where the script has an integer.
 
     Keras 3 refuses integers.
     """
-    target = find_target(script.names.path(node.func) or "") or ""
+    target = find_target(path) or ""
     if not isinstance(result, cst.Call) or kind_of_target(target) != "optimizer":
         return result
     old = argument(node.args, 0, "learning_rate") or _named(node, "lr")

@@ -9,7 +9,7 @@ from replicax.migrate.names import is_name
 from replicax.migrate.script import Script, walk
 from replicax.migrate.targets import find_target, kind_of_target
 
-__all__ = ["is_kind", "kind_of"]
+__all__ = ["is_kind", "kind_of", "renamed_optimizer"]
 
 _PARTS = {("model", "optimizer"): "optimizer", ("callback", "model"): "model"}
 """What attributes of an object of a kind are."""
@@ -39,6 +39,21 @@ def kind_of(script: Script, node: cst.BaseExpression) -> str | None:
         none, if one of them is unknown, or if they differ.
     """
     return _kind(script, node, frozenset())
+
+
+def renamed_optimizer(script: Script, node: cst.Call) -> str | None:
+    """The path of an optimizer's class that a call has under a name of the script.
+
+    As in `cls = tf.keras.optimizers.SGD`, where each use of `cls` can be no other.
+    """
+    value = script.flow.value(node.func) if isinstance(node.func, cst.Name) else None
+    bound = (script.parent(d.node) for d in script.flow.reaching(node.func))
+    if any(isinstance(parent, cst.Param) for parent in bound):
+        return None  # Its default, and other scripts' calls, are other values.
+    path = script.names.path(value) if value is not None else None
+    target = find_target(path) if path else None
+    is_class = target is not None and kind_of_target(target) == "optimizer"
+    return path if is_class else None
 
 
 def _kind(script: Script, node: cst.BaseExpression, seen: _Seen) -> str | None:
@@ -119,7 +134,7 @@ def _iterated_around(
 
 
 def _of_call(script: Script, node: cst.Call, seen: _Seen) -> str | None:
-    path = script.names.path(node.func)
+    path = script.names.path(node.func) or renamed_optimizer(script, node)
     if path is not None:
         target = find_target(path)
         return kind_of_target(target) if target else None

@@ -8,6 +8,7 @@ import libcst as cst
 
 from replicax.migrate import calls, members, methods, statements
 from replicax.migrate.arguments import without
+from replicax.migrate.kinds import renamed_optimizer
 from replicax.migrate.names import root_of
 from replicax.migrate.script import (
     Replacement,
@@ -204,6 +205,7 @@ class Rewriter(cst.CSTTransformer):
         """Port a call by its rule."""
         script = self._script
         path = script.names.path(original_node.func)
+        path = path or renamed_optimizer(script, original_node)
         updated_node = self._with_other_arguments(original_node, updated_node)
         if path is not None:
             result: cst.BaseExpression = updated_node
