@@ -97,6 +97,12 @@ def ported(source: str) -> tuple[str, list[str]]:
             "f(tf.keras.optimizers.Adam)",
             "return c(0.1)",
         ),
+        (
+            "def f(r=S()): return tf.keras.optimizers.SGD(r)\nf(1)",
+            "return keras.optimizers.SGD(r)",
+        ),
+        ("def f(r=0.1): tf.keras.optimizers.SGD(r)\nf(1)", "SGD(float(r))"),
+        ("def f(o): (o or tf.keras.optimizers.SGD(0.1)).lr", ").learning_rate"),
         ("opt.lr = 0.1", "opt.learning_rate = 0.1"),
         ("print(opt.lr(opt.iterations))", "print(opt.learning_rate)"),
         (f"{MODEL}model.optimizer.lr.assign(1)", "optimizer.learning_rate.assign(1)"),

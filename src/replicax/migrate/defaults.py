@@ -38,12 +38,21 @@ def with_float_rate(
         return result
     if isinstance(old.value, cst.Integer):
         number: cst.BaseExpression = cst.Float(f"{old.value.evaluated_value}.0")
-    elif isinstance(script.flow.value(old.value), cst.Integer):
+    elif _is_integer(script, old.value):
         number = cst.Call(cst.Name("float"), [cst.Arg(new.value)])
     else:
         return result
     args = [a.with_changes(value=number) if a is new else a for a in result.args]
     return result.with_changes(args=args)
+
+
+def _is_integer(script: Script, node: cst.BaseExpression) -> bool:
+    """Whether a variable is an integer; a parameter's default may be a number, too."""
+    if not isinstance(script.flow.value(node), cst.Integer):
+        return False
+    bound = [script.parent(each.node) for each in script.flow.reaching(node)]
+    defaults = [p.default for p in bound if isinstance(p, cst.Param)]
+    return all(d is None or isinstance(d, cst.Integer | cst.Float) for d in defaults)
 
 
 def _named(node: cst.Call, name: str) -> cst.Arg | None:

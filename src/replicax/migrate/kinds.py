@@ -64,6 +64,10 @@ def _kind(script: Script, node: cst.BaseExpression, seen: _Seen) -> str | None:
         return _of_call(script, node, seen)
     if isinstance(node, cst.IfExp):
         return _one(_kind(script, part, seen) for part in (node.body, node.orelse))
+    if isinstance(node, cst.BooleanOperation) and isinstance(node.operator, cst.Or):
+        left = _kind(script, node.left, seen)
+        right = _kind(script, node.right, seen)
+        return right if left in {None, right} else None  # `given or Adam()`
     if isinstance(node, cst.Subscript):
         is_index = isinstance(node.slice[0].slice, cst.Index)
         return _of_element(script, node.value, seen) if is_index else None
