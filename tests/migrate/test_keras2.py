@@ -1,6 +1,7 @@
 """What tf.keras and Keras 2 had and Keras 3 has not, or has otherwise."""
 
 import pytest
+from tests.migrate.porting import ported
 
 from replicax.migrate import port
 
@@ -21,12 +22,9 @@ CALLBACK = (
 )
 
 
-def ported(source: str) -> tuple[str, list[str]]:
-    """The ported text, and what is left."""
-    result = port(f"{START}{source}\n".encode())
-    compile(result.source, "ported", "exec")
-    assert port(result.source).source == result.source
-    return result.source.decode(), [finding.reason for finding in result.left]
+def lines(source: str) -> tuple[str, list[str]]:
+    """The ported text of statements after the start, and what is left."""
+    return ported(f"{START}{source}")
 
 
 @pytest.mark.parametrize(
@@ -111,7 +109,7 @@ def ported(source: str) -> tuple[str, list[str]]:
     ],
 )
 def test_what_is_ported(before: str, after: str) -> None:
-    text, left = ported(before)
+    text, left = lines(before)
     assert after in text
     assert left == []
 
@@ -169,7 +167,7 @@ def test_what_is_ported(before: str, after: str) -> None:
     ],
 )
 def test_what_is_left(before: str, reason: str) -> None:
-    text, left = ported(before)
+    text, left = lines(before)
     assert any(reason in each for each in left), left
     assert all(f"# replicax: {each}\n" in text for each in left)
 

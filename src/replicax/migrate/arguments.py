@@ -7,7 +7,15 @@ import libcst as cst
 from replicax.migrate.operators import Operator
 from replicax.migrate.script import Unported
 
-__all__ = ["argument", "bound", "keyword", "remade", "renamed", "without"]
+__all__ = [
+    "argument",
+    "bound",
+    "is_named",
+    "keyword",
+    "remade",
+    "renamed",
+    "without",
+]
 
 _OLD_KEYWORDS = {
     "keep_dims": "keepdims",
@@ -60,6 +68,11 @@ def _known_name(name: str, parameters: Sequence[str]) -> str:
     if name == "axes" and "axis" in parameters:
         return "axis"
     raise Unported(f"its argument {name!r} is not among {list(parameters)}")
+
+
+def is_named(arg: cst.Arg, *names: str) -> bool:
+    """Whether an argument is given by one of these keywords."""
+    return arg.keyword is not None and arg.keyword.value in names
 
 
 def argument(args: Sequence[cst.Arg], position: int, name: str) -> cst.Arg | None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import libcst as cst
 from libcst import Call
 
-from replicax.migrate.arguments import argument, keyword, without
+from replicax.migrate.arguments import argument, is_named, keyword, without
 from replicax.migrate.names import root_of
 from replicax.migrate.script import Expression, Script
 from replicax.migrate.targets import find_target, kind_of_target
@@ -32,7 +32,9 @@ def with_float_rate(
     target = find_target(path) or ""
     if not isinstance(result, cst.Call) or kind_of_target(target) != "optimizer":
         return result
-    old = argument(node.args, 0, "learning_rate") or _named(node, "lr")
+    old = argument(node.args, 0, "learning_rate") or next(
+        (arg for arg in node.args if is_named(arg, "lr")), None
+    )
     new = argument(result.args, 0, "learning_rate")
     if old is None or new is None:
         return result
@@ -55,13 +57,10 @@ def _is_integer(script: Script, node: cst.BaseExpression) -> bool:
     return all(d is None or isinstance(d, cst.Integer | cst.Float) for d in defaults)
 
 
-def _named(node: cst.Call, name: str) -> cst.Arg | None:
-    return next((a for a in node.args if a.keyword and a.keyword.value == name), None)
-
-
 def with_old_reset(script: Script, node: Call, updated: Call) -> Call:
     """A GRU of TensorFlow 1 as it was: it resets the state before it multiplies it."""
-    if not _is_of_version_1(script, node) or _named(updated, "reset_after"):
+    is_said = any(is_named(arg, "reset_after") for arg in updated.args)
+    if is_said or not _is_of_version_1(script, node):
         return updated
     extra = [keyword("reset_after", cst.Name("False"))]
     return updated.with_changes(args=without(updated.args, updated.args, extra))

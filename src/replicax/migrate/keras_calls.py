@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import libcst as cst
 from libcst import Call
 
-from replicax.migrate.arguments import argument, keyword, renamed, without
+from replicax.migrate.arguments import argument, is_named, keyword, renamed, without
 from replicax.migrate.defaults import old_defaults, with_old_reset
 from replicax.migrate.names import dotted
 from replicax.migrate.script import Expression, Script, Unported, walk
@@ -75,20 +75,16 @@ _NEED_VALUES = {
 }
 
 
-def _named(arg: cst.Arg, *names: str) -> bool:
-    return arg.keyword is not None and arg.keyword.value in names
-
-
 def _optimizer(script: Script, node: Call, updated: Call, path: str) -> Expression:
     args = []
     for arg in updated.args:
-        if _named(arg, "lr"):
+        if is_named(arg, "lr"):
             args.append(renamed(arg, "learning_rate"))
-        elif _named(arg, "epsilon") and script.code(arg.value) == "None":
+        elif is_named(arg, "epsilon") and script.code(arg.value) == "None":
             continue  # Keras 2 took its default, Keras 3 fails.
-        elif _named(arg, "decay") and script.code(arg.value) in {"0", "0.0", "0."}:
+        elif is_named(arg, "decay") and script.code(arg.value) in {"0", "0.0", "0."}:
             continue
-        elif _named(arg, "decay"):
+        elif is_named(arg, "decay"):
             raise Unported(
                 "the optimizer's decay= stays: use a schedule such as "
                 "keras.optimizers.schedules.InverseTimeDecay for learning_rate"
@@ -113,7 +109,7 @@ def _kept_or_target(script: Script, node: cst.Call, path: str) -> cst.BaseExpres
 
 
 def _image_folder(script: Script, node: Call, updated: Call, path: str) -> Expression:
-    if any(_named(arg, "format") for arg in updated.args):
+    if any(is_named(arg, "format") for arg in updated.args):
         return updated.with_changes(func=_kept_or_target(script, node, path))
     extra = [keyword("format", script.string("grain"))]
     script.note(node, "the images come from Grain: `map` gets one argument, a batch")
@@ -141,14 +137,14 @@ def compiled(script: Script, node: cst.Call, updated: cst.Call) -> cst.Call:
             raise Unported("compile: name its arguments, Keras 3 has another order")
         if is_positional and i >= 2:  # Keras 3 has the weights of losses third.
             kept.append(renamed(arg, _COMPILE_PARAMETERS[i]))
-        elif _named(arg, "target_tensors"):
+        elif is_named(arg, "target_tensors"):
             if script.code(arg.value) != "None":
                 raise Unported("compile has no target_tensors=: pass targets to fit")
-        elif _named(
+        elif is_named(
             arg, "experimental_run_tf_function", "distribute", "sample_weight_mode"
         ):
             script.note(node, f"{arg.keyword.value}= is taken out of compile")  # type: ignore[union-attr]
-        elif _named(arg, "experimental_steps_per_execution"):
+        elif is_named(arg, "experimental_steps_per_execution"):
             kept.append(renamed(arg, "steps_per_execution"))
         else:
             kept.append(arg)
@@ -167,21 +163,21 @@ def fitted(script: Script, node: cst.Call, updated: cst.Call) -> cst.Call:
     parameters = _GENERATOR_PARAMETERS.get(func.attr.value, ())
     kept = []
     for i, arg in enumerate(updated.args):
-        if _named(arg, *_NOT_IN_FIT):
+        if is_named(arg, *_NOT_IN_FIT):
             assert arg.keyword is not None
             what = arg.keyword.value
             raise Unported(f"{name} has no {what}=: count batches, steps_per_epoch=")
-        if _named(arg, "nb_epoch"):
+        if is_named(arg, "nb_epoch"):
             kept.append(renamed(arg, "epochs"))
         elif parameters and arg.keyword is None and i > 0:
             if arg.star or i >= len(parameters):
                 raise Unported(f"{func.attr.value}: name its arguments")
             kept.append(renamed(arg, parameters[i]))
-        elif _named(arg, *_GONE_FROM_FIT):
+        elif is_named(arg, *_GONE_FROM_FIT):
             script.note(
                 node, "threads are those of a keras.utils.PyDataset, not arguments"
             )
-        elif _named(arg, "generator"):
+        elif is_named(arg, "generator"):
             kept.append(renamed(arg, "x"))
         else:
             kept.append(arg)
@@ -198,7 +194,7 @@ def fitted(script: Script, node: cst.Call, updated: cst.Call) -> cst.Call:
 def saved_weights(script: Script, node: cst.Call, updated: cst.Call) -> cst.Call:
     """`model.save_weights(...)` without `save_format=`."""
     report_path(script, node, WEIGHTS)
-    kept = [arg for arg in updated.args if not _named(arg, "save_format")]
+    kept = [arg for arg in updated.args if not is_named(arg, "save_format")]
     if len(kept) == len(updated.args):
         return updated
     return updated.with_changes(args=without(updated.args, kept))
@@ -207,7 +203,7 @@ def saved_weights(script: Script, node: cst.Call, updated: cst.Call) -> cst.Call
 def problems(script: Script, node: cst.Call, path: str) -> Iterator[str]:
     """Why a ported call would fail, or give other numbers, without a word."""
     name = path.removeprefix("keras.")
-    is_safe = not any(_named(arg, "safe_mode") for arg in node.args)
+    is_safe = not any(is_named(arg, "safe_mode") for arg in node.args)
     if name == "models.load_model" and is_safe and _makes_lambda(script):
         yield (
             "Keras 3 loads a Lambda layer only with safe_mode=False, and without the "
@@ -215,13 +211,13 @@ def problems(script: Script, node: cst.Call, path: str) -> Iterator[str]:
             "its weights"
         )
     if name.startswith("losses.") and any(
-        _named(arg, "reduction") and script.code(arg.value).strip("\"'") == "auto"
+        is_named(arg, "reduction") and script.code(arg.value).strip("\"'") == "auto"
         for arg in node.args
     ):
         yield 'Keras 3 has no reduction="auto": write "sum_over_batch_size"'
     yield from old_defaults(script, node, path)
     needed = _NEED_VALUES.get(path)
-    if needed and not any(_named(arg, needed) for arg in node.args):
+    if needed and not any(is_named(arg, needed) for arg in node.args):
         yield f"{needed} is 1 in TensorFlow 1, 0.05 in Keras 3: write {needed}="
 
 
@@ -243,10 +239,10 @@ def _without_formats(script: Script, updated: cst.Call) -> cst.Call:
     """A call that saves a model, without arguments of TensorFlow's own format."""
     kept = []
     for arg in updated.args:
-        if _named(arg, *_NOT_IN_SAVE) and script.code(arg.value) != "None":
+        if is_named(arg, *_NOT_IN_SAVE) and script.code(arg.value) != "None":
             assert arg.keyword is not None
             raise Unported(f"save has no {arg.keyword.value}=: {_INSTEAD_OF_SAVE}")
-        if not _named(arg, "save_format", *_NOT_IN_SAVE):
+        if not is_named(arg, "save_format", *_NOT_IN_SAVE):
             kept.append(arg)
     if len(kept) == len(updated.args):
         return updated
@@ -268,13 +264,13 @@ def _model_checkpoint(
     script: Script, node: Call, updated: Call, path: str
 ) -> Expression:
     weights_only = any(
-        _named(arg, "save_weights_only")
+        is_named(arg, "save_weights_only")
         and isinstance(arg.value, cst.Name)
         and arg.value.value == "True"
         for arg in node.args
     )
     report_path(script, node, WEIGHTS if weights_only else MODELS[:2])
-    if any(_named(arg, "period") for arg in node.args):
+    if any(is_named(arg, "period") for arg in node.args):
         raise Unported("ModelCheckpoint has no period=: use save_freq= in steps")
     return updated.with_changes(func=_kept_or_target(script, node, path))
 
@@ -298,7 +294,7 @@ def _tensorboard(script: Script, node: Call, updated: Call, path: str) -> Expres
     given = [a for a in updated.args if a.keyword is None]
     if len(given) > 2 or any(arg.star for arg in updated.args):
         raise Unported("rx.callbacks.TensorBoard: name its arguments")
-    gone = [arg for arg in updated.args if _named(arg, *_NOT_SHOWN)]
+    gone = [arg for arg in updated.args if is_named(arg, *_NOT_SHOWN)]
     off = {"0", "False", "None"}
     if lost := [a.keyword for a in gone if script.code(a.value) not in off]:
         names = ", ".join(f"{name.value}=" for name in lost if name)
@@ -306,7 +302,7 @@ def _tensorboard(script: Script, node: Call, updated: Call, path: str) -> Expres
         script.note(node, f"{names} {note} taken out; for profiles use jax.profiler")
     kept = [arg for arg in updated.args if arg not in gone]
     for arg in kept:
-        if arg.keyword and not _named(arg, *_SHOWN):
+        if arg.keyword and not is_named(arg, *_SHOWN):
             raise Unported(f"rx.callbacks.TensorBoard has no {arg.keyword.value}=")
     return updated.with_changes(
         func=_kept_or_target(script, node, path), args=without(updated.args, kept)
@@ -318,7 +314,7 @@ def _lambda_callback(
 ) -> Expression:
     args = [
         renamed(arg, arg.keyword.value.replace("on_batch", "on_train_batch"))
-        if arg.keyword and _named(arg, "on_batch_begin", "on_batch_end")
+        if arg.keyword and is_named(arg, "on_batch_begin", "on_batch_end")
         else arg
         for arg in updated.args
     ]
