@@ -13,31 +13,42 @@ LAYOUT = FlatLayout(
 )
 
 
+ARRAYS = [
+    np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(dtype)
+    for dtype, shape in LAYOUT.entries
+]
+
+
+def joined(arrays):
+    return {d: np.concatenate(found) for d, found in LAYOUT.pieces(arrays).items()}
+
+
 @pytest.mark.parametrize("numpy", [np, jnp])
-def test_unpack_reverses_pack(numpy):
-    arrays = [
-        numpy.arange(np.prod(shape, dtype=int)).reshape(shape).astype(dtype)
-        for dtype, shape in LAYOUT.entries
-    ]
-    vectors = LAYOUT.pack(arrays)
+def test_unpack_reverses_pieces(numpy):
+    vectors = joined(ARRAYS)
     assert {d: v.shape for d, v in vectors.items()} == {"float32": (7,), "int32": (1,)}
     assert LAYOUT.lengths == {"float32": 7, "int32": 1}
     assert [start for _, start, _ in LAYOUT.spans] == [0, 0, 6, 6]
-    for array, found in zip(arrays, LAYOUT.unpack(vectors), strict=True):
+    vectors = {dtype: numpy.asarray(vector) for dtype, vector in vectors.items()}
+    for array, found in zip(ARRAYS, LAYOUT.unpack(vectors), strict=True):
         assert isinstance(found, np.ndarray if numpy is np else jax.Array)
         assert found.dtype == array.dtype
         np.testing.assert_array_equal(found, array)
 
 
+def test_pieces_are_views():
+    pieces = LAYOUT.pieces(ARRAYS)
+    assert np.shares_memory(pieces["float32"][0], ARRAYS[0])
+
+
 def test_in_a_program():
-    arrays = [jnp.ones(shape, dtype) for dtype, shape in LAYOUT.entries]
-    found = jax.jit(lambda xs: LAYOUT.unpack(LAYOUT.pack(xs)))(arrays)
-    jax.tree.map(np.testing.assert_array_equal, found, arrays)
+    found = jax.jit(LAYOUT.unpack)(joined(ARRAYS))
+    jax.tree.map(np.testing.assert_array_equal, found, ARRAYS)
 
 
 def test_another_number_of_arrays_is_refused():
     with pytest.raises(ValueError, match="shorter"):
-        LAYOUT.pack([np.zeros((2, 3))])
+        LAYOUT.pieces([np.zeros((2, 3))])
 
 
 @pytest.mark.parametrize(

@@ -330,6 +330,19 @@ def test_vectors_handed_out_stay_and_callers_arrays_are_copied() -> None:
     assert not handed.any()
 
 
+@pytest.mark.parametrize("make", [keras.optimizers.Adam, keras.optimizers.Lamb])
+def test_slots_are_updated_in_their_own_memory(make) -> None:
+    trained = variables(np.random.default_rng(3))
+    rule = ServerOptimizer(grouped(optimizer_rule(make(0.5), trained), trained), 0)
+    vectors, state = rule.start({"float32": np.zeros(33, np.float32)})
+    lowered = rule._compiled.lower(vectors, state, vectors, None)
+    compiled = lowered.compile()
+    slots = sum(slot.nbytes for slot in state)
+    assert compiled.memory_analysis().alias_size_in_bytes == slots
+    text = compiled.as_text()
+    assert not [x for x in text.splitlines() if " copy(" in x and "f32[" in x]
+
+
 def test_variables_of_equal_paths_are_kept_apart() -> None:
     infos = [VariableInfo(path="w", shape=(2,), dtype="float32")] * 2
     rule = optimizer_rule(keras.optimizers.SGD(0.5, momentum=0.5), [])

@@ -274,8 +274,8 @@ class OpenStream:
         self.writer.write_metadata(json.dumps(header).encode())
 
     def write_bytes(self, values):
-        for batch in wire._batches(values):
-            self.writer.write_batch(batch)
+        for chunk in wire._chunks([values]):
+            self.writer.write_batch(wire._record_batch(chunk))
 
     def error(self):
         flight = wire.flight()

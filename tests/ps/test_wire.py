@@ -81,12 +81,29 @@ def test_other_layouts_are_sent_as_what_they_mean(stream):
 
 def test_a_sender_copies_nothing():
     values = np.zeros(3 * wire.CHUNK_BYTES - 1, np.uint8)
-    batches = list(wire._batches(values))
+    batches = [wire._record_batch(chunk) for chunk in wire._chunks([values])]
     assert len(batches) == 3
     start = values.ctypes.data
     assert [b.column(0).buffers()[1].address - start for b in batches] == [
         i * wire.CHUNK_BYTES for i in range(len(batches))
     ]
+
+
+def test_a_vector_may_come_in_pieces(stream):
+    sizes = [5, wire._SMALL_BYTES, 0, 7, 7, wire.CHUNK_BYTES + 1, 3]
+    pieces = [np.arange(size, dtype=np.int32) + i for i, size in enumerate(sizes)]
+    _, vectors = echo(stream, {}, {"a": pieces, "b": [pieces[0]], "c": [pieces[2]]})
+    np.testing.assert_array_equal(vectors["a"], np.concatenate(pieces))
+    np.testing.assert_array_equal(vectors["b"], pieces[0])
+    assert not vectors["c"].size
+
+
+def test_large_pieces_are_not_copied_and_small_ones_travel_together():
+    large = np.zeros(wire.CHUNK_BYTES, np.uint8)
+    small = np.ones(3, np.float32)
+    chunks = list(wire._chunks([small, small, large, small]))
+    assert [len(chunk) for chunk in chunks] == [24, len(large), 12]
+    assert np.shares_memory(chunks[1], large)
 
 
 def test_a_group_of_ten_thousand_variables_fits_into_a_header():

@@ -1,11 +1,10 @@
-"""Converts arrays to bytes, and packs arrays of a dtype into one flat vector."""
+"""Converts arrays to bytes, and lays arrays of a dtype out in one flat vector."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes  # noqa: F401  NumPy learns of bfloat16.
 import numpy as np
 
@@ -39,14 +38,13 @@ def array_of(
 class FlatLayout:
     """The layout of arrays in flat vectors: one vector for each dtype.
 
-    For arrays of NumPy, and of JAX, also inside programs.
-
     Args:
         entries: Dtype and shape of each array.
 
     Example:
         >>> layout = FlatLayout([("int8", (2,)), ("float32", (1, 2)), ("int8", ())])
-        >>> vectors = layout.pack([np.int8([1, 2]), np.ones((1, 2)), np.array(3)])
+        >>> pieces = layout.pieces([np.int8([1, 2]), np.ones((1, 2)), np.array(3)])
+        >>> vectors = {dtype: np.concatenate(found) for dtype, found in pieces.items()}
         >>> vectors["int8"].tolist(), [x.shape for x in layout.unpack(vectors)]
         ([1, 2, 3], [(2,), (1, 2), ()])
     """
@@ -69,23 +67,18 @@ class FlatLayout:
         """Number of elements of each vector, in the vectors' order."""
         return {dtype: stop for dtype, _, stop in self.spans}
 
-    def pack(self, arrays: Iterable[_Array]) -> dict[str, _Array]:
-        """Convert arrays to the layout's dtypes and pack them into vectors."""
-        pieces: dict[str, list[_Array]] = {}
+    def pieces(self, arrays: Iterable[np.ndarray]) -> dict[str, list[np.ndarray]]:
+        """The arrays of each vector in its order, flat; joined they are the vector."""
+        pieces: dict[str, list[np.ndarray]] = {}
         for (dtype, _), array in zip(self.entries, arrays, strict=True):
-            pieces.setdefault(dtype, []).append(array.astype(dtype).reshape(-1))
-        return {dtype: _joined(found) for dtype, found in pieces.items()}
+            pieces.setdefault(dtype, []).append(array.reshape(-1))
+        return pieces
 
     def unpack(self, vectors: Mapping[str, _Array]) -> list[_Array]:
-        """Unpack the arrays, in the vectors' dtypes; views for NumPy."""
+        """The arrays of NumPy's vectors, as views, or of JAX's, also in programs."""
         return [
             vectors[dtype][start:stop].reshape(shape)
             for (_, shape), (dtype, start, stop) in zip(
                 self.entries, self.spans, strict=True
             )
         ]
-
-
-def _joined(pieces: list[_Array]) -> _Array:
-    numpy = np if isinstance(pieces[0], np.ndarray) else jnp
-    return cast(_Array, numpy.concatenate(pieces))

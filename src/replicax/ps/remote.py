@@ -30,6 +30,7 @@ from replicax.ps.variable_slices import (
     slots_from_message,
     slots_to_message,
 )
+from replicax.ps.wire import dtype_named
 
 __all__ = ["PushResult", "RemoteGroup", "ServerPushes", "key_of"]
 
@@ -89,14 +90,18 @@ class RemoteGroup:
         self._handed: list[jax.Array] = []
         self._session = session
         self._sharding = sharding
-        self._compression = compression
         self._servers = sorted({part.server for part in group.parts})
         self._incarnations: dict[int, str] = {}  # Of the servers, with `versions`.
         self._behind: dict[int, int] = {}  # Version before a server went back, by it.
         self._was_restarted = False
         self._held: dict[int, _Vectors] = {}
         self._sequence = 0
-        self._pack = jax.jit(self._packed, static_argnames="compress")
+        by_variable = {part.variable: part.dtype for part in group.parts}
+        dtypes = [by_variable[i] for i in range(len(by_variable))]
+        if compression:
+            dtypes = [compression if x == "float32" else x for x in dtypes]
+        self._pushed_dtypes = list(map(dtype_named, dtypes))
+        self._cast = jax.jit(self._in_pushed_dtypes)
         self._unpack = jax.jit(self._unpacked, out_shardings=sharding)
 
     @property
@@ -121,7 +126,7 @@ class RemoteGroup:
         `restored` are the optimizer's variables from a checkpoint.
         """
         group = self.group.to_json()
-        made = self._ask_all("create", self._pack_values(values), group=group)
+        made = self._ask_all("create", self._all_vectors(values), group=group)
         # Before others hear of the group, and push.
         if restored and not any(header["version"] for header, _ in made):
             self.restore(restored)
@@ -270,7 +275,7 @@ class RemoteGroup:
 
     def assign(self, values: Sequence[jax.Array]) -> None:
         """Replace the servers' values."""
-        self._ask_all("replace", self._pack_values(values))
+        self._ask_all("replace", self._all_vectors(values))
         self.num_assigned += 1
         self.pull()
 
@@ -294,7 +299,11 @@ class RemoteGroup:
         Gradients are equal on all of this worker's replicas, and of the `based_on`
         versions. Without a `part` of a synchronous step they are applied at once.
         """
-        packed = self._pack([x.addressable_data(0) for x in gradients], compress=True)
+        given = [x.addressable_data(0) for x in gradients]
+        if [x.dtype for x in given] != self._pushed_dtypes:
+            given = self._cast(given)
+        for gradient in given:
+            gradient.copy_to_host_async()
         self._sequence += 1
         header = {
             "op": "push",
@@ -307,9 +316,9 @@ class RemoteGroup:
         }
         sends = [
             functools.partial(
-                self._push_to, server, header | {"based_on": based_on[server]}, vectors
+                self._push_to, server, header | {"based_on": based_on[server]}, given
             )
-            for server, vectors in zip(self._servers, packed, strict=True)
+            for server in self._servers
         ]
         futures = list(map(self._session.submit, self._servers, sends))
         return ServerPushes(futures, sends, part)
@@ -449,17 +458,17 @@ class RemoteGroup:
         self,
         server: int,
         header: JSONObject,
-        vectors: _Vectors,
+        gradients: Sequence[jax.Array],
         connection: Connection,
     ) -> _Answer:
         # Here the thread waits for the step to be computed.
-        host = {dtype: np.asarray(v) for dtype, v in vectors.items()}
+        vectors = self._vectors(gradients, server)
         step = self._session.timeouts.step
         began = time.perf_counter()
         try:
             # The server says first when other workers' parts do not come in time.
             answer = connection.exchange(
-                header, host, reply_timeout_seconds=step + _SLACK_SECONDS
+                header, vectors, reply_timeout_seconds=step + _SLACK_SECONDS
             )
         except ServerRefused as refused:
             if refused.kind != "SyncTimeout":
@@ -474,25 +483,25 @@ class RemoteGroup:
 
     # Between variables and flat vectors.
 
-    def _pack_values(self, values: Sequence[jax.Array]) -> list[_Vectors]:
-        packed = self._pack([x.addressable_data(0) for x in values], compress=False)
-        return [{d: np.asarray(v) for d, v in vectors.items()} for vectors in packed]
+    def _all_vectors(self, values: Sequence[jax.Array]) -> list[_Vectors]:
+        local = [x.addressable_data(0) for x in values]
+        return [self._vectors(local, server) for server in self._servers]
 
-    def _packed(self, values: list[jax.Array], *, compress: bool) -> list[_Vectors]:
-        return [self._vectors(values, server, compress) for server in self._servers]
+    def _vectors(self, values: Sequence[jax.Array], server: int) -> _Vectors:
+        """A server's vectors in pieces, where they lie: XLA joins them slowly on CPUs.
 
-    def _vectors(
-        self, values: list[jax.Array], server: int, compress: bool
-    ) -> _Vectors:
-        vectors = self.group.layout_on(server).pack(
-            values[part.variable]
-            if part.rows is None
-            else values[part.variable][slice(*part.rows)]
-            for part in self.group.slices_on(server)
+        For the MLP of benchmarks/parameter_servers.py that took as long as the step.
+        """
+        parts = self.group.slices_on(server)
+        hosts = (np.asarray(values[part.variable]) for part in parts)
+        return self.group.layout_on(server).pieces(
+            host if part.rows is None else host[slice(*part.rows)]
+            for part, host in zip(parts, hosts, strict=True)
         )
-        if compress and self._compression and "float32" in vectors:
-            vectors["float32"] = vectors["float32"].astype(self._compression)
-        return vectors
+
+    def _in_pushed_dtypes(self, gradients: list[jax.Array]) -> list[jax.Array]:
+        dtypes = zip(gradients, self._pushed_dtypes, strict=True)
+        return [gradient.astype(dtype) for gradient, dtype in dtypes]
 
     def _on_devices(self, held: list[_Vectors]) -> list[jax.Array]:
         return self._unpack(jax.device_put(held, self._sharding))

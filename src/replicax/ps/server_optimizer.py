@@ -123,7 +123,8 @@ class ServerOptimizer:
             dtype: jax.device_put(np.asarray(gradients[dtype]), self._cpu)
             for dtype in vectors
         }
-        return self._compiled(vectors, state, placed, given)
+        state, vectors = self._compiled(vectors, state, placed, given)
+        return vectors, state
 
     def squared_norms(self, gradients: Mapping[str, np.ndarray]) -> dict[str, float]:
         """This server's share of the squared norms that `apply` needs; {} if none."""
@@ -266,17 +267,19 @@ class ServerOptimizer:
         state: list[jax.Array],
         gradients: _Vectors,
         squared_norms: dict[str, jax.Array] | None,
-    ) -> tuple[_Vectors, list[jax.Array]]:
+    ) -> tuple[list[jax.Array], _Vectors]:
+        # The state comes first: JAX gives donated memory to the first output of its
+        # shape, and a vector in a slot's place costs copies of both.
         gradients = {d: g.astype(vectors[d].dtype) for d, g in gradients.items()}
         if self._optimizer is None:
-            return {d: vectors[d] + gradients[d] for d in vectors}, state
+            return state, {d: vectors[d] + gradients[d] for d in vectors}
         of_blocks = split(self._blocks, gradients)
         if squared_norms is not None:
             of_blocks = self._clipped(of_blocks, squared_norms)
         values, state = self._optimizer.stateless_apply(
             state, of_blocks, split(self._blocks, vectors)
         )
-        return join(self._blocks, values, vectors), state
+        return state, join(self._blocks, values, vectors)
 
     def _norms_of_zeros(self) -> dict[str, jax.Array] | None:
         if self.norms is None:
