@@ -75,6 +75,7 @@ class Job:
     jitter: float = 0.05
     max_staleness: int | None = None
     sync: bool = False
+    overlap: bool = False
     cores: int = 16
     one_machine: bool = False
     others: float = 0.0
@@ -203,7 +204,6 @@ class Worker:
     def train(self) -> Process:
         """`fit`: tickets, steps, pushes."""
         job, bounded = self._job, self._job.max_staleness is not None
-        overlaps = not (job.workers == 1 or job.sync or bounded)
         yield self._world.sleep(self._world.random.random() * job.step_seconds)
         while True:
             if not self._ahead and not (yield from self._claim()):
@@ -220,7 +220,7 @@ class Worker:
             yield from self._settle()
             push = self._push(ticket, based_on, computed)
             self._in_flight = self._world.start(push)
-            if not overlaps:
+            if not job.overlap:
                 yield from self._settle()
         yield from self._settle()
         if self._finished:

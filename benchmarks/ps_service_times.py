@@ -18,6 +18,9 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection as Pipe
 from typing import Any
 
+import replicax  # noqa: F401 - It chooses JAX as Keras' backend.
+
+# isort: split
 import keras
 import numpy as np
 

@@ -5,8 +5,9 @@
     python benchmarks/ps_service_times.py > times.json
     python benchmarks/ps_simulation.py times.json --figure scale.png
 
-A row is one job: each worker computes a step on an accelerator of its own, and pushes
-to all servers while it computes the next one. Each has a machine of its own.
+A row is one job: each worker computes a step on an accelerator of its own, pushes to
+all servers, and waits for the new values (with `--overlap` it computes the next step
+meanwhile). Each has a machine of its own.
 """
 
 import argparse
@@ -139,6 +140,7 @@ def main() -> None:
     parser.add_argument("--cores", type=int, default=16, help="of each machine")
     parser.add_argument("--max-staleness", type=int)
     parser.add_argument("--sync", action="store_true")
+    parser.add_argument("--overlap", action="store_true")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--figure", type=Path, help="where to draw it, such as a.png")
     options = parser.parse_args()
@@ -154,6 +156,7 @@ def main() -> None:
             step_seconds=options.step_seconds,
             max_staleness=options.max_staleness,
             sync=options.sync,
+            overlap=options.overlap,
             cores=options.cores,
             gigabits=options.gigabits,
             latency=options.latency_us * 1e-6,

@@ -95,7 +95,6 @@ def fit(start: int, count: int) -> str:
         x,
         y,
         batch_size=protocol.BATCH,
-        shuffle=False,
         verbose=0,
         callbacks=[clock],
     )

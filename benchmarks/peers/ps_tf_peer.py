@@ -55,7 +55,10 @@ def step(batches: "tf.data.Iterator") -> tf.Tensor:
 def dataset() -> "tf.data.Dataset":
     """What every worker trains on."""
     examples = tf.data.Dataset.from_tensor_slices((protocol.X, protocol.Y))
-    return examples.batch(protocol.BATCH).repeat().prefetch(2)
+    # Each worker has an order of its own: in the same one both would train on a batch
+    # together, as if its step were twice as large.
+    examples = examples.shuffle(len(protocol.X)).batch(protocol.BATCH)
+    return examples.repeat().prefetch(2)
 
 
 batches = iter(coordinator.create_per_worker_dataset(dataset))

@@ -35,11 +35,14 @@ def test_every_step_is_given_once_and_every_push_is_applied_once(one_machine):
         assert applied == made
 
 
-def test_equal_workers_that_overlap_are_2n_minus_1_updates_stale():
-    found = simulate(dataclasses.replace(JOB, jitter=0.0), TIMES)
-    assert found.staleness == pytest.approx(7, abs=0.2)
-    alone = simulate(dataclasses.replace(JOB, workers=1), TIMES)
-    assert alone.staleness == 0
+@pytest.mark.parametrize(("overlap", "updates"), [(False, 3), (True, 7)])
+def test_equal_workers_are_n_minus_1_or_overlapping_2n_minus_1_updates_stale(
+    overlap, updates
+):
+    job = dataclasses.replace(JOB, jitter=0.0, overlap=overlap)
+    assert simulate(job, TIMES).staleness == pytest.approx(updates, abs=0.2)
+    alone = simulate(dataclasses.replace(job, workers=1), TIMES)
+    assert alone.staleness == int(overlap)
 
 
 @pytest.mark.parametrize("bound", [0, 1, 3])

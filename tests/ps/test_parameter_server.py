@@ -59,6 +59,8 @@ def test_without_workers(monkeypatch):
         ({"backup_workers": 1}, "needs sync=True"),
         ({"max_staleness": -1}, "max_staleness=-1"),
         ({"max_staleness": 1, "sync": True}, "None with sync=True"),
+        ({"overlap": True, "sync": True}, "overlap=True begins"),
+        ({"overlap": True, "max_staleness": 1}, "overlap=True begins"),
         ({"compression": "float16"}, "None or 'bfloat16'; got 'float16'"),
     ],
 )
@@ -149,9 +151,9 @@ def classifier(optimizer=None):
     return model
 
 
-def fitted(strategy, max_staleness):
+def fitted(strategy, max_staleness, *, overlap=False):
     keras.utils.set_random_seed(1)
-    strategy.max_staleness = max_staleness
+    strategy.max_staleness, strategy.overlap = max_staleness, overlap
     before = dict(strategy.session.staleness)
     with strategy.scope():
         model = classifier(keras.optimizers.Adam(0.05))
@@ -226,6 +228,8 @@ def bounded():
     found = {
         "one": fitted(strategy, 1),
         "none": fitted(strategy, 0),
+        "overlapping": fitted(strategy, None, overlap=True),
+        "unbounded": fitted(strategy, None),
         "tape": loop(strategy, with_tape),
         "function": loop(strategy, with_function),
         "changing": changing_variables(strategy),
@@ -272,6 +276,15 @@ def test_custom_loops_take_turns_at_batches(workers, name):
     # Of each epoch, one has the batches 0, 2, 4, ... and the other those between.
     batches = np.stack(firsts, axis=2).reshape(3, 320)
     np.testing.assert_array_equal(batches, np.stack([X[:, 0]] * 3))
+
+
+@pytest.mark.multiprocess
+def test_overlapping_steps_lack_their_own_last_update(workers):
+    for name in ("overlapping", "unbounded"):
+        assert sum(sum(f[name]["staleness"].values()) for f in workers) == 80
+    for found in workers:
+        # But for the first step of each of four epochs.
+        assert found["overlapping"]["staleness"].get(0, 0) <= 4
 
 
 @pytest.mark.multiprocess

@@ -145,7 +145,7 @@ class ServerHome(ReplicaHome):
         pushes = [group.push(x, version, share) for group, x, version, share in each]
         self._in_flight = step, pushes
         # The next step looks up rows that this one changes.
-        counts = (self._strategy.overlaps and not looks_up) or self._finish()
+        counts = (self._strategy.overlap and not looks_up) or self._finish()
         if not self._strategy.sync:
             self.rows.finish(rows)
         return counts

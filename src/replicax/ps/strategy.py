@@ -53,6 +53,9 @@ class ParameterServerStrategy(Strategy):
         max_staleness: Most updates that may be made by others between the moment when a
             worker fetches the values for a step of `fit` and that step's own update.
             None: any number.
+        overlap: Whether a worker begins a step before its last one's update has come
+            back, so that sending and computing overlap. Its gradients are then of
+            values that lack that update. For asynchronous workers on slow networks.
         compression: `"bfloat16"` halves what gradients take on the way; None: as is.
         snapshot_dir: Folder, on each server's machine, for snapshots from which a
             restarted server goes on. None: a lost server ends the job.
@@ -84,6 +87,7 @@ class ParameterServerStrategy(Strategy):
         sync: bool = False,
         backup_workers: int = 0,
         max_staleness: int | None = None,
+        overlap: bool = False,
         compression: str | None = None,
         snapshot_dir: str | None = None,
         snapshot_every_updates: int | None = 1000,
@@ -97,6 +101,12 @@ class ParameterServerStrategy(Strategy):
         timeouts = checked_timeouts(timeouts, "ParameterServerStrategy")
         workers = [task.name for task in config.cluster.workers]
         _check_options(sync, backup_workers, max_staleness, compression, len(workers))
+        if overlap and (sync or max_staleness is not None):
+            raise ValueError(
+                "ParameterServerStrategy: overlap=True begins a step on older values, "
+                f"which sync={sync!r}, max_staleness={max_staleness!r} forbid. Leave "
+                "overlap, or both of them, at the default."
+            )
         if config.task_type == "ps":
             serve(
                 config,
@@ -111,6 +121,7 @@ class ParameterServerStrategy(Strategy):
         self.backup_workers = backup_workers
         self.compression = compression
         self.max_staleness = max_staleness
+        self.overlap = overlap
         self.session: Session | None = None
         self.coordinator: Any = None
         self._num_parts = len(workers) - backup_workers if sync else 1
@@ -161,15 +172,6 @@ class ParameterServerStrategy(Strategy):
     def is_chief(self) -> bool:
         """Whether this worker does what is done once for all, such as exporting."""
         return self.session is None or self.session.is_chief
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether a step begins before the last one's update has come back.
-
-        A worker alone would only learn more slowly by it.
-        """
-        alone = self.session is None or len(self.session.workers) == 1
-        return not (alone or self.sync or self.max_staleness is not None)
 
     @property
     def steps_applied(self) -> int:
