@@ -75,6 +75,10 @@ class Flow:
         """The binding that a target of an assignment is."""
         return self._by_node.get(node)
 
+    def attributes(self, owner: cst.ClassDef, name: str) -> list[Definition]:
+        """The bindings of `self.<name>` in the methods of a class."""
+        return self._by_key.get((id(owner), f"self.{name}"), [])
+
     def uses(self, definition: Definition) -> list[cst.CSTNode]:
         """Where a binding may be read, in the order of the text."""
         nodes = [*self._reaching, *self._outer_uses]

@@ -6,6 +6,14 @@ import libcst as cst
 
 from replicax.migrate.flow import Definition
 from replicax.migrate.names import is_name
+from replicax.migrate.origins import (
+    bases,
+    classes,
+    container,
+    definitions,
+    elements,
+    part,
+)
 from replicax.migrate.script import Script, walk
 from replicax.migrate.targets import find_target, kind_of_target
 
@@ -69,19 +77,18 @@ def _kind(script: Script, node: cst.BaseExpression, seen: _Seen) -> str | None:
         right = _kind(script, node.right, seen)
         return right if left in {None, right} else None  # `given or Adam()`
     if isinstance(node, cst.Subscript):
-        is_index = isinstance(node.slice[0].slice, cst.Index)
-        return _of_element(script, node.value, seen) if is_index else None
+        index = node.slice[0].slice
+        is_index = isinstance(index, cst.Index)
+        return _of_part(script, node.value, index.value, seen) if is_index else None
     if is_name(node, "self"):
         return _of_class_around(script, node, seen)
-    definitions = script.flow.reaching(node)
-    if definitions:
-        kinds = [k for d in definitions for k in _of_definition(script, d, seen)]
+    if found := definitions(script, node):
+        kinds = [k for d in found for k in _of_definition(script, d, seen)]
         return _one(kinds)
     if isinstance(node, cst.Attribute):
         inner = _kind(script, node.value, seen)
         return _PARTS.get((inner or "", node.attr.value))
-    iterated = _iterated_around(script, node)
-    return _of_element(script, iterated, seen) if iterated else None
+    return _of_comprehension(script, node, seen)
 
 
 def _one(kinds: Iterable[str | None]) -> str | None:
@@ -95,44 +102,65 @@ def _of_definition(
     loop = next(
         (p for p in script.parents(definition.node) if isinstance(p, cst.For)), None
     )
-    if isinstance(loop, cst.For) and loop.target is definition.node:
-        yield _of_element(script, loop.iter, seen)
-    elif (
-        isinstance(loop, cst.For)
-        and definition.index == 1
-        and definition.node in walk(loop.target)
-        and isinstance(loop.iter, cst.Call)
-        and is_name(loop.iter.func, "enumerate")
-    ):
-        yield _of_element(script, loop.iter.args[0].value, seen)
-    elif definition.index is not None or not definition.values:
+    if loop is not None and definition.node in walk(loop.target):
+        found = container(loop.target, definition.node, loop.iter)
+        yield _of_element(script, *found, seen) if found else None
+        return
+    if not definition.values:
         yield None
     for value in definition.values:
-        if not is_name(value, "None"):
+        if definition.index is not None:
+            index = cst.Integer(str(definition.index))
+            yield _of_part(script, value, index, seen)
+        elif not is_name(value, "None"):
             yield _kind(script, value, seen)
 
 
-def _of_element(script: Script, node: cst.BaseExpression, seen: _Seen) -> str | None:
-    """The kind of the elements of `model.layers`, or of a slice of it."""
-    if isinstance(node, cst.Subscript):
-        is_slice = isinstance(node.slice[0].slice, cst.Slice)
-        return _of_element(script, node.value, seen) if is_slice else None
-    if not isinstance(node, cst.Attribute) or node.attr.value != "layers":
+def _of_part(
+    script: Script,
+    node: cst.BaseExpression,
+    index: cst.BaseExpression,
+    seen: _Seen,
+) -> str | None:
+    """The kind of `node[index]`."""
+    if found := part(script, node, index):
+        return _one(_kind(script, each, seen) for each in found)
+    return _of_element(script, node, True, seen)
+
+
+def _of_element(
+    script: Script, node: cst.BaseExpression, is_value: bool, seen: _Seen
+) -> str | None:
+    """The kind of a container's elements, such as of `model.layers` and its slices.
+
+    Args:
+        script: The script.
+        node: The container.
+        is_value: Whether the values of a dict are meant, not its keys.
+        seen: What is being looked at.
+    """
+    if isinstance(node, cst.Subscript) and isinstance(node.slice[0].slice, cst.Slice):
+        return _of_element(script, node.value, is_value, seen)
+    if isinstance(node, cst.Attribute) and node.attr.value == "layers":
+        inner = _kind(script, node.value, seen)
+        is_named = inner is None and script.code(node.value).lower().endswith("model")
+        if inner == "model" or is_named:
+            return "layer"
+    value = script.flow.value(node) or node
+    if not is_value and isinstance(value, cst.Dict | cst.DictComp):
         return None
-    inner = _kind(script, node.value, seen)
-    is_named = inner is None and script.code(node.value).lower().endswith("model")
-    return "layer" if inner == "model" or is_named else None
+    return _one(_kind(script, each, seen) for each in elements(script, node))
 
 
-def _iterated_around(
-    script: Script, node: cst.BaseExpression
-) -> cst.BaseExpression | None:
-    """What a comprehension goes through that binds a name."""
+def _of_comprehension(
+    script: Script, node: cst.BaseExpression, seen: _Seen
+) -> str | None:
+    """The kind of a name that a comprehension binds."""
     for parent in script.parents(node) if isinstance(node, cst.Name) else ():
         loop = parent.for_in if isinstance(parent, cst.BaseComp) else None
         while loop is not None:
-            if loop.target.deep_equals(node):
-                return loop.iter
+            if found := container(loop.target, node, loop.iter):
+                return _of_element(script, *found, seen)
             loop = loop.inner_for_in
     return None
 
@@ -144,8 +172,8 @@ def _of_call(script: Script, node: cst.Call, seen: _Seen) -> str | None:
         return kind_of_target(target) if target else None
     if isinstance(node.func, cst.Name):
         name = node.func.value
-        if classes := _classes(script, name):
-            return _one(_of_class(script, each, seen) for each in classes)
+        if found := classes(script, name):
+            return _one(_of_class(script, each, seen) for each in found)
         return _returned(script, name, seen)
     if not isinstance(node.func, cst.Attribute):
         return None
@@ -167,14 +195,6 @@ def _returned(script: Script, name: str, seen: _Seen) -> str | None:
     )
 
 
-def _classes(script: Script, name: str) -> list[cst.ClassDef]:
-    return [
-        node
-        for node in walk(script.module)
-        if isinstance(node, cst.ClassDef) and node.name.value == name
-    ]
-
-
 def _of_class_around(script: Script, node: cst.CSTNode, seen: _Seen) -> str | None:
     for parent in script.parents(node):
         if isinstance(parent, cst.ClassDef):
@@ -192,7 +212,5 @@ def _of_class(script: Script, node: cst.ClassDef, seen: _Seen) -> str | None:
         if path is not None:
             target = find_target(path)
             kinds.add(kind_of_target(target) if target else None)
-        elif isinstance(base.value, cst.Name):
-            for each in _classes(script, base.value.value):
-                kinds.add(_of_class(script, each, seen | {node}))
+    kinds |= {_of_class(script, each, seen | {node}) for each in bases(script, node)}
     return _one(kinds - {None})

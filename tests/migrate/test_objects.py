@@ -1,0 +1,66 @@
+"""What an expression is where it comes from a container, an instance or a class."""
+
+import pytest
+from tests.migrate.porting import ported
+
+START = (
+    "import tensorflow as tf\n"
+    "made = tf.keras.optimizers.Adam\n"
+    "class Trainer:\n"
+    "    def __init__(self, rate):\n"
+    "        self.opt = tf.keras.optimizers.Adam(rate)\n"
+    "        self.rates = {}\n"
+    "    def opts(self): return made(), made()\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("opts = [made(), made()]\nfor o in opts: o.lr = 1", "o.learning_rate = 1"),
+        ("opts = {'g': made()}\nopts['g'].lr = 1", "opts['g'].learning_rate = 1"),
+        ("d = dict(g=made())\nprint(d['g'].lr)", "print(d['g'].learning_rate)"),
+        (
+            "d = {'g': made()}\nfor k, o in d.items(): o.lr = 1",
+            "o.learning_rate = 1",
+        ),
+        (
+            "for i, (o, r) in enumerate(zip([made()], rates)): o.lr = r",
+            "o.learning_rate = r",
+        ),
+        ("opts = []\nopts.append(made())\nopts[0].lr = 1", "[0].learning_rate = 1"),
+        ("d = {}\nd['g'] = made()\nd['g'].lr = 1", "d['g'].learning_rate = 1"),
+        ("print([o.lr for o in [made(), made()]])", "[o.learning_rate for o"),
+        ("t = Trainer(0.1)\nt.opt.lr = 1", "t.opt.learning_rate = 1"),
+        (
+            "class Two(Trainer):\n    def f(self): self.opt.lr = 1",
+            "self.opt.learning_rate = 1",
+        ),
+        ("def f(): return 1, made()\na, b = f()\nb.lr = 1", "b.learning_rate = 1"),
+        ("def f(): return 1, made()\na, b = f()\na.lr = 1", "a.lr = 1"),
+        ("d = {'a': x, 'b': made()}\nd['a'].lr = 1", "d['a'].lr = 1"),
+        ("d = {'a': x, 'b': made()}\nd[k].lr = 1", "d[k].lr = 1"),
+        ("d = {'b': made()}\nfor k in d: k.lr = 1", "for k in d: k.lr = 1"),
+        ("opts = [made(), *more]\nopts[0].lr = 1", "opts[0].learning_rate = 1"),
+        ("opts = [made(), *more]\nopts[i].lr = 1", "opts[i].lr = 1"),
+        ("t = Trainer(0.1)\nt.rates.lr = 1", "t.rates.lr = 1"),
+    ],
+)
+def test_optimizers_are_known_where_they_come_from(before: str, after: str) -> None:
+    text, left = ported(f"{START}{before}")
+    assert after in text
+    assert left == []
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "opts = [made() for _ in range(2)]\nopts[0].get_weights()",
+        "for o in (made(), made()): o.get_weights()",
+        "def f(opts): opts[0].get_weights()\nf([made()])",
+        "t = Trainer(0.1)\nt.opt.get_weights()",
+    ],
+)
+def test_what_optimizers_lack_is_left_wherever_they_come_from(before: str) -> None:
+    _, left = ported(f"{START}{before}")
+    assert ["in another order" in each for each in left] == [True]
