@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import libcst as cst
 
+from replicax.migrate.functional import report_functional
 from replicax.migrate.imports import find_retained, ported_imports, uses_tensorflow
 from replicax.migrate.logits import plan_logits
 from replicax.migrate.pipelines import plan_pipelines
@@ -75,6 +76,7 @@ def port(source: bytes) -> Ported:
     plan_logits(script)
     _report_backend(script)
     report_branches(script)
+    report_functional(script)
     changed = script.module.visit(Rewriter(script))
     changed = ported_imports(script, changed)
     if script.names.is_assumed:

@@ -1,0 +1,77 @@
+"""What functional models of Keras 3 overrule or refuse is reported."""
+
+import keras
+import numpy as np
+import pytest
+from tests.migrate.porting import ported
+
+START = (
+    "import tensorflow as tf\n"
+    "from tensorflow.keras import layers\n"
+    "inputs = tf.keras.Input(shape=(32, 32, 3))\n"
+    "net = tf.keras.applications.{name}(include_top=False, weights=None)\n"
+)
+
+
+def left_of(source: str, name: str = "ResNet50") -> list[str]:
+    _, left = ported(f"{START.format(name=name)}{source}")
+    return left
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "x = net(inputs, training=False)",
+        "x = layers.Dropout(0.5)(inputs * 2, training=True)",
+        "y = layers.Dense(2)(net.output)\nx = layers.Dropout(0.5)(y, training=True)",
+        "def block(x, t): return layers.BatchNormalization()(x, training=t)\n"
+        "y = block(inputs, False)",
+        "net.trainable = False\nx = net(inputs, training=False)\nnet.trainable = True",
+    ],
+)
+def test_training_of_a_layer_in_a_functional_model_is_left(source: str) -> None:
+    assert ["passes its own training=" in each for each in left_of(source)] == [True]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "net.trainable = False\nx = net(inputs, training=False)",
+        "def step(images): return net(images, training=True)",
+        "class M(tf.keras.Model):\n"
+        "    def call(self, x, training=None): return self.a(x, training=training)",
+        "x = net(inputs, training=None)",
+    ],
+)
+def test_training_that_is_not_lost_stays(source: str) -> None:
+    assert left_of(source) == []
+
+
+def test_frozen_models_with_dropout_in_them_are_left() -> None:
+    source = "net.trainable = False\nx = net(inputs, training=False)"
+    assert len(left_of(source, "EfficientNetB0")) == 1
+
+
+def test_keras_overrules_training_of_a_layer_as_the_report_says() -> None:
+    inputs = keras.Input((3,))
+    outputs = keras.layers.BatchNormalization()(inputs, training=False)
+    model = keras.Model(inputs, outputs)
+    x = np.arange(12, dtype="float32").reshape(4, 3)
+    trained, predicted = model(x, training=True), model(x, training=False)
+    assert np.abs(np.asarray(trained) - np.asarray(predicted)).max() > 1
+
+
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ("model = tf.keras.Model(inputs, inputs)\nmodel.add_loss(loss)", 1),
+        ("class L(layers.Layer):\n    def f(self): self.add_loss(lambda: 1.0)", 1),
+        ("class L(layers.Layer):\n    def call(self, x): self.add_loss(x)", 0),
+    ],
+)
+def test_losses_that_are_added_outside_of_call_are_left(
+    source: str, count: int
+) -> None:
+    assert ["Keras 3 takes add_loss in" in each for each in left_of(source)] == (
+        [True] * count
+    )
