@@ -64,3 +64,47 @@ def test_optimizers_are_known_where_they_come_from(before: str, after: str) -> N
 def test_what_optimizers_lack_is_left_wherever_they_come_from(before: str) -> None:
     _, left = ported(f"{START}{before}")
     assert ["in another order" in each for each in left] == [True]
+
+
+SGD = "tf.keras.optimizers.SGD"
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (f"def f(c): return c(lr=1.0)\nf({SGD})", "c(learning_rate=1.0)"),
+        (f"def f(c={SGD}): return c(lr=1.0)", "c(learning_rate=1.0)"),
+        (f"C = {{'a': made, 'b': {SGD}}}\no = C[k](lr=1.0)", "[k](learning_rate=1.0)"),
+        (f"C = {{'b': {SGD}}}\no = C.get(k, made)(lr=1.0)", ")(learning_rate=1.0)"),
+        ("o = getattr(tf.keras.optimizers, n)(lr=1.0)", "n)(learning_rate=1.0)"),
+        (f"o = ({SGD} if x else made)(lr=1.0)", ")(learning_rate=1.0)"),
+        (
+            f"from functools import partial\nf = partial({SGD}, lr=1.0)",
+            "SGD, learning_rate=1.0)",
+        ),
+        (f"def f(c): c().lr = 1\nf({SGD})", "c().learning_rate = 1"),
+        ("def f(c): return c(lr=1.0)\nf(other)", "c(lr=1.0)"),
+        (f"def f(c): return c(lr=1.0)\nf(other)\nf({SGD})", "c(lr=1.0)"),
+        ("def opt(lr): return lr\nopt(lr=1.0)", "opt(lr=1.0)"),
+    ],
+)
+def test_classes_of_optimizers_are_known_where_they_come_from(
+    before: str, after: str
+) -> None:
+    text, left = ported(f"{START}{before}")
+    assert after in text
+    assert left == []
+
+
+@pytest.mark.parametrize(
+    ("before", "reason"),
+    [
+        (f"def f(c): return c(0.1, decay=0.1)\nf({SGD})", "decay= stays"),
+        ("def f(opt_cls): return opt_cls(lr=0.1)", "if it is a class of Keras"),
+        (f"k = {{'lr': 0.1}}\no = {SGD}(**k)", "no argument 'lr'"),
+        (f"o = {SGD}(**dict(decay=0.1))", "no argument 'decay'"),
+    ],
+)
+def test_old_arguments_of_optimizers_are_left(before: str, reason: str) -> None:
+    _, left = ported(f"{START}{before}")
+    assert [reason in each for each in left] == [True]

@@ -8,6 +8,7 @@ from libcst import Call
 from replicax.migrate.arguments import argument, is_named, keyword, renamed, without
 from replicax.migrate.defaults import old_defaults, with_old_reset
 from replicax.migrate.names import dotted
+from replicax.migrate.optimizers import ported_arguments
 from replicax.migrate.script import Expression, Script, Unported, walk
 from replicax.migrate.targets import exists, find_target
 
@@ -76,21 +77,7 @@ _NEED_VALUES = {
 
 
 def _optimizer(script: Script, node: Call, updated: Call, path: str) -> Expression:
-    args = []
-    for arg in updated.args:
-        if is_named(arg, "lr"):
-            args.append(renamed(arg, "learning_rate"))
-        elif is_named(arg, "epsilon") and script.code(arg.value) == "None":
-            continue  # Keras 2 took its default, Keras 3 fails.
-        elif is_named(arg, "decay") and script.code(arg.value) in {"0", "0.0", "0."}:
-            continue
-        elif is_named(arg, "decay"):
-            raise Unported(
-                "the optimizer's decay= stays: use a schedule such as "
-                "keras.optimizers.schedules.InverseTimeDecay for learning_rate"
-            )
-        else:
-            args.append(arg)
+    args = ported_arguments(script, node, updated)
     func = _kept_or_target(script, node, path)
     return updated.with_changes(func=func, args=without(updated.args, args))
 

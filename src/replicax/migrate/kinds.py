@@ -17,10 +17,12 @@ from replicax.migrate.origins import (
 from replicax.migrate.script import Script, walk
 from replicax.migrate.targets import find_target, kind_of_target
 
-__all__ = ["is_kind", "kind_of", "renamed_optimizer"]
+__all__ = ["is_kind", "kind_of", "makes_optimizer", "renamed_optimizer"]
 
 _PARTS = {("model", "optimizer"): "optimizer", ("callback", "model"): "model"}
 """What attributes of an object of a kind are."""
+_MODULES = ("keras.optimizers", "keras.optimizers.legacy")
+"""Where the classes of optimizers are."""
 _NAMED = ("model", "optimizer")
 
 _Seen = frozenset[cst.CSTNode]
@@ -62,6 +64,43 @@ def renamed_optimizer(script: Script, node: cst.Call) -> str | None:
     target = find_target(path) if path else None
     is_class = target is not None and kind_of_target(target) == "optimizer"
     return path if is_class else None
+
+
+def makes_optimizer(script: Script, node: cst.BaseExpression, depth: int = 6) -> bool:
+    """Whether an expression is a class of optimizers, and can be nothing else.
+
+    As parameters, dicts and `getattr(tf.keras.optimizers, name)` give one.
+    """
+    path = script.names.path(node)
+    if path is not None:
+        target = find_target(path)
+        return target is not None and kind_of_target(target) == "optimizer"
+    if isinstance(node, cst.Call) and is_name(node.func, "getattr") and node.args:
+        return script.names.path(node.args[0].value) in _MODULES
+    values = list(_values(script, node)) if depth else []
+    return bool(values) and all(
+        makes_optimizer(script, value, depth - 1) for value in values
+    )
+
+
+def _values(script: Script, node: cst.BaseExpression) -> Iterator[cst.BaseExpression]:
+    """What an expression may be, defaults of parameters with it; none if unknown."""
+    if isinstance(node, cst.IfExp):
+        yield from (node.body, node.orelse)
+    elif isinstance(node, cst.Subscript):
+        index = node.slice[0].slice
+        if isinstance(index, cst.Index):
+            yield from part(script, node.value, index.value)
+    elif isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
+        if node.func.attr.value == "get":  # Of a dict: the default is one, too.
+            yield from elements(script, node.func.value)
+            yield from (arg.value for arg in node.args[1:])
+    else:
+        for definition in definitions(script, node):
+            bound = script.parent(definition.node)
+            default = bound.default if isinstance(bound, cst.Param) else None
+            given = [*definition.values, *([default] if default else [])]
+            yield from given if definition.index is None and given else [node]
 
 
 def _kind(script: Script, node: cst.BaseExpression, seen: _Seen) -> str | None:
@@ -170,6 +209,8 @@ def _of_call(script: Script, node: cst.Call, seen: _Seen) -> str | None:
     if path is not None:
         target = find_target(path)
         return kind_of_target(target) if target else None
+    if makes_optimizer(script, node.func):
+        return "optimizer"
     if isinstance(node.func, cst.Name):
         name = node.func.value
         if found := classes(script, name):

@@ -10,6 +10,7 @@ from replicax.migrate import calls, members, methods, statements
 from replicax.migrate.arguments import without
 from replicax.migrate.kinds import renamed_optimizer
 from replicax.migrate.names import root_of
+from replicax.migrate.optimizers import ported_class_call
 from replicax.migrate.script import (
     Replacement,
     Script,
@@ -221,6 +222,11 @@ class Rewriter(cst.CSTTransformer):
             original_node,
             lambda: methods.call(script, original_node, updated_node, path),
         )
+        if result is updated_node:
+            result = self._try(
+                original_node,
+                lambda: ported_class_call(script, original_node, updated_node),
+            )
         if original_node in script.wrapped:
             func = script.expression(script.wrapped[original_node])
             result = cst.Call(func, [cst.Arg(result)])

@@ -1,0 +1,93 @@
+"""Ports calls of optimizers' classes, whatever the script calls those."""
+
+import libcst as cst
+from libcst import Call
+
+from replicax.migrate.arguments import is_named, renamed, without
+from replicax.migrate.kinds import makes_optimizer
+from replicax.migrate.names import is_name
+from replicax.migrate.script import Script, Unported
+
+__all__ = ["ported_arguments", "ported_class_call"]
+
+_DECAY = (
+    "the optimizer's decay= stays: use a schedule such as "
+    "keras.optimizers.schedules.InverseTimeDecay for learning_rate"
+)
+_OLD = ("lr", "decay")
+
+
+def ported_arguments(script: Script, node: Call, updated: Call) -> list[cst.Arg]:
+    """The arguments of an optimizer's class, as Keras 3 has them.
+
+    Raises:
+        Unported: If one of them has no counterpart, or stands in a dict.
+    """
+    for arg in node.args:
+        if arg.star == "**" and (key := _old_key(script, arg.value)):
+            raise Unported(
+                f"Keras 3 has no argument {key!r} of optimizers, which stands in "
+                f"`{script.code(arg.value)}`: write learning_rate, a number or a "
+                "schedule"
+            )
+    args = []
+    for arg in updated.args:
+        is_decay = is_named(arg, "decay")
+        if is_named(arg, "lr"):
+            args.append(renamed(arg, "learning_rate"))
+        elif is_named(arg, "epsilon") and script.code(arg.value) == "None":
+            continue  # Keras 2 took its default, Keras 3 fails.
+        elif is_decay and script.code(arg.value) in {"0", "0.0", "0."}:
+            continue
+        elif is_decay:
+            raise Unported(_DECAY)
+        else:
+            args.append(arg)
+    return args
+
+
+def ported_class_call(script: Script, node: Call, updated: Call) -> Call:
+    """A call of a class that a variable holds: `optimizer_class(lr=0.1)`.
+
+    Raises:
+        Unported: If an argument has no counterpart, or if only the name of what is
+            called says that it makes an optimizer.
+    """
+    is_partial = script.code(node.func) in {"partial", "functools.partial"}
+    made = node.args[0].value if is_partial and node.args else node.func
+    if makes_optimizer(script, made):
+        args = ported_arguments(script, node, updated)
+        if len(args) == len(updated.args) and all(
+            new is old for new, old in zip(args, updated.args, strict=True)
+        ):
+            return updated
+        return updated.with_changes(args=without(updated.args, args))
+    old = [a.keyword.value for a in node.args if a.keyword and is_named(a, *_OLD)]
+    if old and _is_named_class(script, node.func):
+        raise Unported(
+            f"{script.code(node.func)} is called with {old[0]}=: if it is a class of "
+            "Keras, write learning_rate=, a number or a schedule"
+        )
+    return updated
+
+
+def _is_named_class(script: Script, node: cst.BaseExpression) -> bool:
+    """Whether a parameter's name says that it makes an optimizer: `opt_cls`."""
+    definitions = script.flow.reaching(node)
+    is_open = bool(definitions) and not any(d.values for d in definitions)
+    is_parameter = any(
+        isinstance(script.parent(each.node), cst.Param) for each in definitions
+    )
+    return is_open and is_parameter and "opt" in script.code(node).lower()
+
+
+def _old_key(script: Script, node: cst.BaseExpression) -> str | None:
+    """The old name of an argument in a dict that `**` unpacks, if one is in sight."""
+    value = script.flow.value(node) or node
+    keys: list[object] = []
+    if isinstance(value, cst.Dict):
+        names = [e.key for e in value.elements if isinstance(e, cst.DictElement)]
+        keys = [n.evaluated_value for n in names if isinstance(n, cst.SimpleString)]
+    elif isinstance(value, cst.Call) and is_name(value.func, "dict"):
+        keys = [arg.keyword.value for arg in value.args if arg.keyword]
+    return next((name for name in _OLD if name in keys), None)
