@@ -108,3 +108,44 @@ def test_classes_of_optimizers_are_known_where_they_come_from(
 def test_old_arguments_of_optimizers_are_left(before: str, reason: str) -> None:
     _, left = ported(f"{START}{before}")
     assert [reason in each for each in left] == [True]
+
+
+@pytest.mark.parametrize(
+    ("before", "reason"),
+    [
+        ("def train(model, opt): opt.get_weights()", "if this is an optimizer"),
+        ("def train(model, opt): opt.lr = 0.1", "it is learning_rate in Keras 3"),
+        ("def train(opts): opts[0].set_weights(w)", "if this is an optimizer"),
+        (
+            "class T:\n"
+            "    def __init__(self, opt): self.opt = opt\n"
+            "    def f(self): return self.opt.lr",
+            "if this is an optimizer",
+        ),
+        ("def f(args): return args.d_opt.lr", "if this is an optimizer"),
+        ("o = made()\no.beta_1.assign(0.8)", "is a number in Keras 3"),
+        ("o = made()\no.beta_1 = 0.8", "is a number in Keras 3"),
+        ("o = made()\nn = o.lr.decay_steps", "not the schedule"),
+    ],
+)
+def test_what_may_be_of_an_optimizer_is_left(before: str, reason: str) -> None:
+    _, left = ported(f"{START}{before}")
+    assert [reason in each for each in left] == [True]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("opt = parser.parse_args()\nprint(opt.lr)", "print(opt.lr)"),
+        ("def f(opt): print(opt.lr)\nf(parser.parse_args())", "print(opt.lr)"),
+        ("def f(o): print(o.lr, o.get_weights())", "print(o.lr, o.get_weights())"),
+        ("def f(opt): print(opt.weights)", "print(opt.weights)"),
+        ("def f(option): print(option.lr)", "print(option.lr)"),
+        ("o = made()\nprint(o.get_config()['lr'])", "()['learning_rate']"),
+        ("o = made()\nprint(o.beta_1)", "print(o.beta_1)"),
+    ],
+)
+def test_options_are_no_optimizers(before: str, after: str) -> None:
+    text, left = ported(f"{START}{before}")
+    assert after in text
+    assert left == []

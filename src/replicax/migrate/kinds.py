@@ -1,5 +1,6 @@
 """Which kind of Keras object an expression is: a model, an optimizer or another."""
 
+import re
 from collections.abc import Iterable, Iterator
 
 import libcst as cst
@@ -17,13 +18,22 @@ from replicax.migrate.origins import (
 from replicax.migrate.script import Script, walk
 from replicax.migrate.targets import find_target, kind_of_target
 
-__all__ = ["is_kind", "kind_of", "makes_optimizer", "renamed_optimizer"]
+__all__ = [
+    "is_kind",
+    "is_named_optimizer",
+    "kind_of",
+    "makes_optimizer",
+    "renamed_optimizer",
+]
 
 _PARTS = {("model", "optimizer"): "optimizer", ("callback", "model"): "model"}
 """What attributes of an object of a kind are."""
 _MODULES = ("keras.optimizers", "keras.optimizers.legacy")
 """Where the classes of optimizers are."""
 _NAMED = ("model", "optimizer")
+
+_WORDS = ("opt", "optim", "optimizer", "optimiser", "opts", "optimizers")
+"""Words in names of optimizers."""
 
 _Seen = frozenset[cst.CSTNode]
 """What is being looked at, since definitions may go round."""
@@ -39,6 +49,35 @@ def is_kind(script: Script, node: cst.BaseExpression, kind: str) -> bool:
     if found is None and kind in _NAMED and isinstance(node, cst.Name | cst.Attribute):
         return script.code(node).lower().endswith(kind)
     return found == kind
+
+
+def is_named_optimizer(script: Script, node: cst.BaseExpression) -> bool:
+    """Whether an object that nothing in sight makes has an optimizer's name: `d_opt`.
+
+    The name may as well be one of options.
+    """
+    if isinstance(node, cst.Subscript):
+        node = node.value
+    text = script.code(node).rpartition(".")[2].lower()
+    if not any(word in _WORDS for word in re.split(r"[\W\d_]+", text)):
+        return False
+    if isinstance(node, cst.Attribute) and not definitions(script, node):
+        return kind_of(script, node) is None
+    return _is_open(script, node, 4)
+
+
+def _is_open(script: Script, node: cst.BaseExpression, depth: int) -> bool:
+    """Whether an expression comes from a parameter whose calls are not in sight."""
+    found = definitions(script, node)
+    if not found or not depth:
+        return False
+    for each in found:
+        is_parameter = isinstance(script.parent(each.node), cst.Param)
+        if not each.values and not is_parameter:
+            return False
+        if not all(_is_open(script, value, depth - 1) for value in each.values):
+            return False
+    return True
 
 
 def kind_of(script: Script, node: cst.BaseExpression) -> str | None:

@@ -6,7 +6,7 @@ import libcst as cst
 from libcst import Call
 
 from replicax.migrate.arguments import renamed
-from replicax.migrate.kinds import is_kind
+from replicax.migrate.kinds import is_kind, is_named_optimizer
 from replicax.migrate.script import Expression, Script, Unported
 
 __all__ = ["attribute", "is_logged_rate", "rate", "reset", "updated_logs", "variables"]
@@ -33,6 +33,19 @@ _OF_OPTIMIZERS = {
     "_create_all_weights": "use `build`",
 }
 """Why attributes of optimizers stay; nothing for another name of `learning_rate`."""
+_ONLY_OF_OPTIMIZERS = ("lr", "get_weights", "set_weights", "get_slot")
+"""What says enough of an object with an optimizer's name, and of no model."""
+_NUMBERS = ("beta_1", "beta_2", "epsilon", "momentum", "rho", "decay")
+"""Variables of optimizers in tf.keras that are Python's numbers in Keras 3."""
+_OF_SCHEDULES = (
+    "boundaries",
+    "decay_rate",
+    "decay_steps",
+    "end_learning_rate",
+    "get_config",
+    "initial_learning_rate",
+    "warmup_steps",
+)
 _NO_SCHEDULE = (
     "learning_rate of Keras 3 is the rate of this step, not the schedule: keep the "
     "schedule in a variable and use that"
@@ -71,12 +84,7 @@ def attribute(
         if _is_tested(script, node):
             raise Unported(_NO_SCHEDULE)
         return updated.with_changes(attr=cst.Name("learning_rate"))
-    if (
-        name == "learning_rate"
-        and _is_tested(script, node)
-        and is_kind(script, node.value, "optimizer")
-    ):
-        raise Unported(_NO_SCHEDULE)
+    _refuse_optimizers(script, node)
     if name == "input_shape" and _is_foreign(script, node, "layer"):
         raise Unported(
             "layers of Keras 3 have no input_shape: use `input.shape`, or the shapes "
@@ -89,6 +97,49 @@ def attribute(
         output = updated.with_changes(attr=cst.Name("output"))
         return cst.Attribute(output, cst.Name("shape"))
     return updated
+
+
+def _refuse_optimizers(script: Script, node: cst.Attribute) -> None:
+    """Report what an optimizer's attribute was in tf.keras: a variable, a schedule."""
+    name = node.attr.value
+    if name in _ONLY_OF_OPTIMIZERS and is_named_optimizer(script, node.value):
+        reason = _OF_OPTIMIZERS[name] or "it is learning_rate in Keras 3"
+        raise Unported(f".{name}, if this is an optimizer: {reason}")
+    if name in _NUMBERS and _is_assigned(script, node):
+        raise Unported(
+            f"{name} of an optimizer is a number in Keras 3, which its steps are "
+            "compiled with: make another optimizer, or a schedule for learning_rate"
+        )
+    if name in _OF_SCHEDULES and _is_rate(script, node.value):
+        raise Unported(_NO_SCHEDULE)
+    if (
+        name == "learning_rate"
+        and _is_tested(script, node)
+        and is_kind(script, node.value, "optimizer")
+    ):
+        raise Unported(_NO_SCHEDULE)
+
+
+def _is_assigned(script: Script, node: cst.Attribute) -> bool:
+    """Whether an optimizer's attribute gets another value, or is read as a variable."""
+    if not is_kind(script, node.value, "optimizer"):
+        return False
+    parent = script.parent(node)
+    if isinstance(parent, cst.Attribute):
+        return parent.attr.value in {"assign", "numpy", "read_value", "value"}
+    call = script.parent(parent) if isinstance(parent, cst.Arg) else None
+    path = script.names.path(call.func) if isinstance(call, cst.Call) else None
+    is_backend = path in {"keras.backend.set_value", "keras.backend.get_value"}
+    return isinstance(parent, cst.AssignTarget) or is_backend
+
+
+def _is_rate(script: Script, node: cst.BaseExpression) -> bool:
+    """Whether an expression is the learning rate of an optimizer."""
+    return (
+        isinstance(node, cst.Attribute)
+        and node.attr.value in {"lr", "learning_rate"}
+        and is_kind(script, node.value, "optimizer")
+    )
 
 
 def _is_tested(script: Script, node: cst.Attribute) -> bool:
@@ -183,6 +234,10 @@ def is_logged_rate(script: Script, node: cst.SimpleString) -> bool:
 def _is_logs(script: Script, node: cst.BaseExpression) -> bool:
     if isinstance(node, cst.BooleanOperation):  # `(logs or {})`
         return _is_logs(script, node.left)
+    value = script.flow.value(node) or node
+    if isinstance(value, cst.Call) and isinstance(value.func, cst.Attribute):
+        is_config = value.func.attr.value == "get_config"
+        return is_config and is_kind(script, value.func.value, "optimizer")
     text = script.code(node)
     return re.fullmatch(r"(?!self\.history$)(.*\.history|logs)", text) is not None
 
