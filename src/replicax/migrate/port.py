@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import libcst as cst
 
+from replicax.migrate.alignment import marked_lines, realigned
 from replicax.migrate.functional import report_functional
 from replicax.migrate.imports import find_retained, ported_imports, uses_tensorflow
 from replicax.migrate.logits import plan_logits
@@ -63,7 +64,8 @@ def port(source: bytes) -> Ported:
     marked = _marked_lines(source, module.encoding)
     if not uses_tensorflow(module):
         return Ported(source=source, left=tuple(marked), notes=())
-    script = Script(module)
+    aligned = cst.PartialParserConfig(encoding=module.encoding)
+    script = Script(cst.parse_module(marked_lines(module.code), aligned))
     find_retained(script)
     find_traced(script)
     plan_servers(script)
@@ -83,7 +85,9 @@ def port(source: bytes) -> Ported:
         line = min((script.line(s) for s in script.module.body), default=1)
         what = "`tf` is nowhere imported: it is taken for TensorFlow"
         script.report.note(line, "tf", what)
-    return _ported(script, changed, marked)
+    has_marks = script.module.code != module.code
+    text = realigned(changed.code) if has_marks else changed.code
+    return _ported(script, text.encode(module.encoding), marked)
 
 
 def _report_backend(script: Script) -> None:
@@ -97,13 +101,13 @@ def _report_backend(script: Script) -> None:
                 script.leave(node, "replicax needs Keras on its 'jax' backend")
 
 
-def _ported(script: Script, module: cst.Module, marked: list[Finding]) -> Ported:
+def _ported(script: Script, source: bytes, marked: list[Finding]) -> Ported:
     findings = script.report.findings
     found = {f.reason for f in findings}
     left = {f for f in findings if f.is_left}
     left |= {f for f in marked if f.reason not in found}
     return Ported(
-        source=module.bytes,
+        source=source,
         left=tuple(sorted(left)),
         notes=tuple(sorted(f for f in findings if not f.is_left)),
     )
