@@ -91,6 +91,27 @@ def test_replicax_is_imported_before_keras(imported: str, expected: str) -> None
     assert ported.endswith(expected)
 
 
+def test_the_mark_of_a_pipeline_is_not_repeated_on_its_next_line() -> None:
+    text = (
+        "import tensorflow as tf\n"
+        "a = tf.data.TextLineDataset('x')\n"
+        "a = a.batch(2)\n"
+        "a = a.prefetch(2)\n"
+        "print(1)\n"
+        "a = a.repeat()\n"
+        "b = tf.strings.lower(x)\n"
+        "c = tf.strings.lower(x)\n"
+    )
+    result = port(text.encode())
+    assert [finding.line for finding in result.left] == [2, 3, 4, 6, 7, 8]
+    lines = result.source.decode().splitlines()
+    marks = [i for i, line in enumerate(lines) if line.startswith("# replicax: ")]
+    marked = [lines[i + 1] for i in marks]
+    assert [line[0] for line in marked] == ["a", "a", "b", "c"]
+    assert marked[1] == "a = a.repeat()"
+    assert port(result.source).source == result.source
+
+
 def test_marks_that_nobody_has_done_are_still_left() -> None:
     ported = port(b"import tensorflow as tf\nx = tf.image.resize(y, (1, 1))\n")
     by_hand = ported.source.replace(b"x = tf.image.resize", b"x = resize")

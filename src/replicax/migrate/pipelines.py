@@ -25,7 +25,11 @@ from replicax.migrate.sources import (
     stream_problem,
 )
 
-__all__ = ["MAPPED", "plan_pipelines"]
+__all__ = ["MAPPED", "STAYS", "plan_pipelines"]
+
+STAYS = "stays a tf.data pipeline, which needs TensorFlow"
+"""How the reason begins that each line of a pipeline is left for."""
+
 
 _SHUFFLED = (
     "Grain shuffles all examples by the seed and the number of the epoch, not a buffer "
@@ -147,7 +151,7 @@ def _replacement(
 
 def _freeze(script: Script, group: DatasetGroup, where: cst.CSTNode, why: str) -> None:
     """Leave a pipeline to tf.data, with the functions that it maps."""
-    reason = f"stays a tf.data pipeline, which needs TensorFlow: {why}"
+    reason = f"{STAYS}: {why}"
     script.leave(where, reason)
     reported = {script.statement_of(where)}
     calls = [*group.operators, *(node for node, _ in group.sources)]

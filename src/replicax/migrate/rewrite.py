@@ -1,7 +1,7 @@
 """Rewrites a script's syntax tree by the tables and rules of the other modules."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import libcst as cst
@@ -11,11 +11,14 @@ from replicax.migrate.arguments import without
 from replicax.migrate.kinds import renamed_optimizer
 from replicax.migrate.names import root_of
 from replicax.migrate.optimizers import ported_class_call
+from replicax.migrate.pipelines import STAYS
 from replicax.migrate.script import (
     Replacement,
     Script,
     Statement,
     Unported,
+    is_mark,
+    mark_text,
     walk,
     with_marks,
 )
@@ -363,6 +366,7 @@ class Rewriter(cst.CSTTransformer):
         body: list[Any] = []
         pending: list[cst.EmptyLine] = []
         gap: list[cst.EmptyLine] = []
+        shown: set[str] = set()
         if block in self._script.first_lines:
             body.append(cst.parse_statement(self._script.first_lines[block]))
         for statement in block.body:
@@ -375,7 +379,8 @@ class Rewriter(cst.CSTTransformer):
             first, *others = nodes
             if not body or (_gap(first) and not pending):
                 gap = []
-            lines = [*gap, *pending, *first.leading_lines]
+            lines, shown = _without_repeated(first.leading_lines, shown)
+            lines = [*gap, *pending, *lines]
             first = first.with_changes(leading_lines=lines)
             pending, gap = [], []
             body += [first, *others]
@@ -396,6 +401,22 @@ class _Quotes(cst.CSTTransformer):
         if updated_node.quote != self._quote:
             return updated_node
         return cst.SimpleString(f"{self._other}{updated_node.raw_value}{self._other}")
+
+
+def _without_repeated(
+    lines: Sequence[cst.EmptyLine], shown: set[str]
+) -> tuple[list[cst.EmptyLine], set[str]]:
+    """The lines above a statement without a pipeline's mark that is above it already.
+
+    Marks of other things are repeated: each is to be done by itself.
+
+    Returns:
+        The lines, and the reasons of pipelines' marks among them.
+    """
+    marks = (mark_text(line) for line in lines if is_mark(line))
+    reasons = {mark for mark in marks if mark.startswith(STAYS)}
+    kept = [x for x in lines if not (is_mark(x) and mark_text(x) in shown)]
+    return kept, reasons
 
 
 def _gap(statement: Any) -> list[cst.EmptyLine]:
