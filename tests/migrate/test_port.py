@@ -112,6 +112,23 @@ def test_the_mark_of_a_pipeline_is_not_repeated_on_its_next_line() -> None:
     assert port(result.source).source == result.source
 
 
+@pytest.mark.parametrize(
+    ("pipeline", "is_left"),
+    [
+        ("d = d.repeat().shuffle(9)", True),
+        ("d = d.repeat(count=-1)\nd = d.batch(2)\nd = d.shuffle(9)", True),
+        ("d = d.repeat(2).shuffle(9)", False),
+        ("d = d.shuffle(9).repeat()", False),
+    ],
+)
+def test_pipelines_that_shuffle_endless_data_are_left(
+    pipeline: str, is_left: bool
+) -> None:
+    made = "d = tf.data.Dataset.from_tensor_slices(x)"
+    left = port(f"import tensorflow as tf\n{made}\n{pipeline}\n".encode()).left
+    assert any("swap them" in finding.reason for finding in left) is is_left
+
+
 def test_marks_that_nobody_has_done_are_still_left() -> None:
     ported = port(b"import tensorflow as tf\nx = tf.image.resize(y, (1, 1))\n")
     by_hand = ported.source.replace(b"x = tf.image.resize", b"x = resize")

@@ -68,26 +68,31 @@ def _problem(script: Script, group: DatasetGroup) -> tuple[cst.CSTNode, str] | N
 def _operator_problem(
     script: Script, group: DatasetGroup
 ) -> tuple[cst.CSTNode, str] | None:
-    repeated = False
     for call in sorted(group.operators, key=script.line):
         name = method_of(call)
         if name not in MAPPED:
             return call, f"Grain's datasets have no `{name}` like tf.data's"
-        if name == "shuffle" and repeated and _repeats_before(call):
+        if name == "shuffle" and _repeats_before(script, call, frozenset()):
             return call, "Grain cannot shuffle after an endless `repeat()`: swap them"
-        repeated = repeated or name == "repeat"
         if name == "map" and (why := _map_problem(script, call)):
             return call, why
     return None
 
 
-def _repeats_before(call: cst.Call) -> bool:
-    node: cst.BaseExpression = call
+def _repeats_before(
+    script: Script, node: cst.BaseExpression, seen: frozenset[cst.CSTNode]
+) -> bool:
+    """Whether a dataset is made by an endless `repeat`, in this statement or before."""
     while isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
-        if method_of(node) == "repeat" and not node.args:
+        count = argument(node.args, 0, "count")
+        is_endless = count is None or script.code(count.value) in {"None", "-1"}
+        if method_of(node) == "repeat" and is_endless:
             return True
         node = node.func.value
-    return False
+    if node in seen:
+        return False
+    values = (v for d in script.flow.reaching(node) for v in d.values)
+    return any(_repeats_before(script, value, seen | {node}) for value in values)
 
 
 def _map_problem(script: Script, call: cst.Call) -> str | None:
