@@ -103,6 +103,11 @@ def test_classes_of_optimizers_are_known_where_they_come_from(
         ("def f(opt_cls): return opt_cls(lr=0.1)", "if it is a class of Keras"),
         (f"k = {{'lr': 0.1}}\no = {SGD}(**k)", "no argument 'lr'"),
         (f"o = {SGD}(**dict(decay=0.1))", "no argument 'decay'"),
+        (
+            "c = {'class_name': 'SGD', 'config': {'decay': 0.1}}\n"
+            "o = tf.keras.optimizers.get(c)",
+            "no 'decay' in the config",
+        ),
     ],
 )
 def test_old_arguments_of_optimizers_are_left(before: str, reason: str) -> None:

@@ -8,7 +8,7 @@ from libcst import Call
 from replicax.migrate.arguments import argument, is_named, keyword, renamed, without
 from replicax.migrate.defaults import old_defaults, with_old_reset
 from replicax.migrate.names import dotted
-from replicax.migrate.optimizers import ported_arguments
+from replicax.migrate.optimizers import config_problem, ported_arguments
 from replicax.migrate.script import Expression, Script, Unported, walk
 from replicax.migrate.targets import exists, find_target
 
@@ -203,6 +203,8 @@ def problems(script: Script, node: cst.Call, path: str) -> Iterator[str]:
     ):
         yield 'Keras 3 has no reduction="auto": write "sum_over_batch_size"'
     yield from old_defaults(script, node, path)
+    if problem := config_problem(script, node, path):
+        yield problem
     needed = _NEED_VALUES.get(path)
     if needed and not any(is_named(arg, needed) for arg in node.args):
         yield f"{needed} is 1 in TensorFlow 1, 0.05 in Keras 3: write {needed}="

@@ -8,7 +8,7 @@ from replicax.migrate.kinds import makes_optimizer
 from replicax.migrate.names import is_name
 from replicax.migrate.script import Script, Unported
 
-__all__ = ["ported_arguments", "ported_class_call"]
+__all__ = ["config_problem", "ported_arguments", "ported_class_call"]
 
 _DECAY = (
     "the optimizer's decay= stays: use a schedule such as "
@@ -79,6 +79,23 @@ def _is_named_class(script: Script, node: cst.BaseExpression) -> bool:
         isinstance(script.parent(each.node), cst.Param) for each in definitions
     )
     return is_open and is_parameter and "opt" in script.code(node).lower()
+
+
+def config_problem(script: Script, node: Call, path: str) -> str | None:
+    """Why Keras 3 refuses the dict that an optimizer is made from, if it does."""
+    if path not in {"keras.optimizers.get", "keras.optimizers.deserialize"}:
+        return None
+    given = node.args[0].value if node.args else None
+    value = script.flow.value(given) or given if given is not None else None
+    pairs = value.elements if isinstance(value, cst.Dict) else ()
+    for pair in pairs:
+        is_config = isinstance(pair, cst.DictElement) and (
+            script.code(pair.key)[1:-1] == "config"
+        )
+        key = _old_key(script, pair.value) if is_config else None
+        if key is not None:
+            return f"Keras 3 has no {key!r} in the config of an optimizer"
+    return None
 
 
 def _old_key(script: Script, node: cst.BaseExpression) -> str | None:
