@@ -22,9 +22,7 @@ from replicax.ps.limits import (
     Count,
     Few,
     Name,
-    Names256,
     Names1024,
-    Names4096,
     NumParts,
     Tickets256,
     check_size,
@@ -45,6 +43,7 @@ _ACTIONS: set[str] = set()
 
 _Arguments = ParamSpec("_Arguments")
 _Answer = TypeVar("_Answer")
+_Part = TypeVar("_Part")
 
 
 class _State(msgspec.Struct):
@@ -78,6 +77,20 @@ def _action(
 
     _ACTIONS.add(transition.__name__)
     return act
+
+
+def _action_of(
+    part: str, method: Callable[Concatenate[_Part, _Arguments], _Answer]
+) -> Callable[Concatenate["Board", _Arguments], _Answer]:
+    """Lets clients call a method of a part of the board, as it stands there."""
+
+    @functools.wraps(method)
+    def transition(
+        self: "Board", /, *given: _Arguments.args, **named: _Arguments.kwargs
+    ) -> _Answer:
+        return method(getattr(self, part), *given, **named)
+
+    return _action(transition)
 
 
 class Board:
@@ -229,10 +242,7 @@ class Board:
             self._release(worker, died=not ok)
             self._closures.disown(worker)
 
-    @_action
-    def alive(self) -> list[str]:
-        """Names of the workers that are alive, in the cluster's order."""
-        return self._presence.alive()
+    alive = _action_of("_presence", Presence.alive)
 
     @_action
     def is_done(self) -> bool:
@@ -250,20 +260,8 @@ class Board:
 
     # What workers tell each other.
 
-    @_action
-    def put(self, key: Name, value: JSON, first: bool = True) -> JSON:
-        """Stores a JSON value and returns the one that stands.
-
-        Keys that end in `/` and a number are kept for the newest 64 of their family
-        (what precedes the number), others for the whole job. With `first` a value that
-        is there already stands.
-        """
-        return self._rendezvous.put(key, value, first=first)
-
-    @_action
-    def get(self, key: Name) -> JSON:
-        """The value of a key; None: nobody has put one."""
-        return self._rendezvous.get(key)
+    put = _action_of("_rendezvous", Rendezvous.put)
+    get = _action_of("_rendezvous", Rendezvous.get)
 
     @_action
     def arrive(self, barrier: Name, worker: Name, session: Name) -> JSONObject:
@@ -427,28 +425,8 @@ class Board:
         """The error of a closure that nobody was told of; None the next time."""
         return self._closures.raise_if_failed()
 
-    @_action
-    def fetch(
-        self,
-        ids: Names256,
-        forget: Names4096 = (),  # type: ignore[assignment]
-    ) -> dict[str, JSONObject]:
-        """What became of closures by id, as TF's `ClusterCoordinator.fetch`.
-
-        `status` is `queued`, `running`, `done`, `error`, `cancelled` or `unknown`, with
-        `value` or `error`. At most 16 MiB are answered: ask again for the rest. Nobody
-        will ask again of those to `forget`; one that is not finished yet is still run,
-        its error still told.
-        """
-        return self._closures.fetch(ids, forget)
-
-    @_action
-    def pending(self) -> JSONObject:
-        """How many closures are `queued` and `finished`; those `running`, with workers.
-
-        `failed`: an error waits to be told.
-        """
-        return self._closures.pending()
+    fetch = _action_of("_closures", Closures.fetch)
+    pending = _action_of("_closures", Closures.pending)
 
     # For people, and for the server itself.
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from replicax._util.types import JSON, JSONObject
-from replicax.ps.limits import BoardError, LimitError, check_size
+from replicax.ps.limits import BoardError, LimitError, Names256, Names4096, check_size
 
 __all__ = ["Closures"]
 
@@ -128,35 +128,37 @@ class Closures(msgspec.Struct, kw_only=True):
         if error is not None:
             self._fail(closure, error)
         else:
-            self._finish(closure, "done")
-            closure.value, closure.size = value, size
-            self.num_bytes += size
-        if closure.unwanted:
-            self._forget(id)
+            self._finish(closure, "done", value=value, size=size)
         return {"late": False}
 
-    def _finish(self, closure: _Closure, status: str) -> None:
+    def _finish(
+        self,
+        closure: _Closure,
+        status: str,
+        *,
+        value: JSON = None,
+        size: int = 0,
+        error: dict[str, str] | None = None,
+    ) -> None:
+        """Notes how a closure ended, or forgets it if nobody will ask for it."""
         self.running.pop(closure.id, None)
-        self.num_bytes -= closure.size
-        closure.payload, closure.size = None, 0
+        self.num_bytes += size - closure.size
+        closure.payload, closure.size = None, size
         closure.status, closure.worker = status, None
+        closure.value, closure.error = value, error
+        if closure.unwanted:
+            self._forget(closure.id)
 
     def _fail(self, closure: _Closure, error: dict[str, str]) -> None:
         """Keeps the error; the first one of a generation cancels what is queued."""
-        self._finish(closure, "error")
-        closure.error = error
+        self._finish(closure, "error", error=error)
         if closure.generation < self.generation:
             return
         self.error, self.error_owner = error, closure.owner
         self.generation += 1
         for id in self.queue:
-            self._cancel(self.known[id])
+            self._finish(self.known[id], "cancelled")
         self.queue.clear()
-
-    def _cancel(self, closure: _Closure) -> None:
-        self._finish(closure, "cancelled")
-        if closure.unwanted:
-            self._forget(closure.id)
 
     def _forget(self, id: str) -> None:
         self.num_bytes -= self.known.pop(id).size
@@ -170,11 +172,9 @@ class Closures(msgspec.Struct, kw_only=True):
             if died:
                 closure.died_with.append(worker)
             if len(closure.died_with) > self.max_retries:
-                self._fail(closure, self._given_up(closure))
-                if closure.unwanted:
-                    self._forget(id)
+                self._fail(closure, _given_up(closure))
             elif closure.generation < self.generation:
-                self._cancel(closure)
+                self._finish(closure, "cancelled")
             else:
                 del self.running[id]
                 _logger.warning(
@@ -199,17 +199,6 @@ class Closures(msgspec.Struct, kw_only=True):
         self.queue = running + self.queue
         self.running = {}
 
-    def _given_up(self, closure: _Closure) -> dict[str, str]:
-        return {
-            "type": "ClusterError",
-            "message": (
-                f"{closure.function!r} ({closure.id}) was tried "
-                f"{len(closure.died_with)} times and its worker died each time: "
-                f"{', '.join(closure.died_with)}"
-            ),
-            "traceback": "",
-        }
-
     def disown(self, owner: str) -> None:
         """Drops what a process scheduled that is gone for good; running ones too."""
         self.queue = [i for i in self.queue if self.known[i].owner != owner]
@@ -224,8 +213,18 @@ class Closures(msgspec.Struct, kw_only=True):
         error, self.error = self.error, None
         return error
 
-    def fetch(self, ids: Sequence[str], forget: Sequence[str]) -> dict[str, JSONObject]:
-        """What became of closures: see `Board.fetch`."""
+    def fetch(
+        self,
+        ids: Names256,
+        forget: Names4096 = (),  # type: ignore[assignment]
+    ) -> dict[str, JSONObject]:
+        """What became of closures by id, as TF's `ClusterCoordinator.fetch`.
+
+        `status` is `queued`, `running`, `done`, `error`, `cancelled` or `unknown`, with
+        `value` or `error`. At most 16 MiB are answered: ask again for the rest. Nobody
+        will ask again of those to `forget`; one that is not finished yet is still run,
+        its error still told.
+        """
         for id in forget:
             if id in self.known:
                 self.known[id].unwanted = True
@@ -252,13 +251,29 @@ class Closures(msgspec.Struct, kw_only=True):
         return outcome
 
     def pending(self) -> JSONObject:
-        """How many are where: see `Board.pending`."""
+        """How many closures are `queued` and `finished`; those `running`, with workers.
+
+        `failed`: an error waits to be told.
+        """
         return {
             "queued": len(self.queue),
             "running": dict(self.running),
             "finished": len(self.known) - len(self.queue) - len(self.running),
             "failed": self.error is not None,
         }
+
+
+def _given_up(closure: _Closure) -> dict[str, str]:
+    """The error of a closure whose workers died."""
+    return {
+        "type": "ClusterError",
+        "message": (
+            f"{closure.function!r} ({closure.id}) was tried "
+            f"{len(closure.died_with)} times and its worker died each time: "
+            f"{', '.join(closure.died_with)}"
+        ),
+        "traceback": "",
+    }
 
 
 def _shortened(error: dict[str, str]) -> dict[str, str]:

@@ -14,6 +14,7 @@ from replicax.cluster.timeouts import Timeouts
 from replicax.ps.limits import (
     BoardError,
     LimitError,
+    Name,
     NotJoinedError,
     SessionReplacedError,
     UnknownWorkerError,
@@ -271,8 +272,13 @@ class Rendezvous(msgspec.Struct):
     complete: dict[str, None] = {}
     topics: dict[str, dict[str, Any]] = {}
 
-    def put(self, key: str, value: JSON, *, first: bool) -> JSON:
-        """Stores a value and returns the one that stands: see `Board.put`."""
+    def put(self, key: Name, value: JSON, first: bool = True) -> JSON:
+        """Stores a JSON value and returns the one that stands.
+
+        Keys that end in `/` and a number are kept for the newest 64 of their family
+        (what precedes the number), others for the whole job. With `first` a value that
+        is there already stands.
+        """
         if value is None:
             raise BoardError(f"put: the value of {key!r} must not be null.")
         known, old_size = self.values.get(key, (None, 0))
@@ -309,7 +315,7 @@ class Rendezvous(msgspec.Struct):
         for old in dropped:
             self.num_bytes -= self.values.pop(old)[1]
 
-    def get(self, key: str) -> JSON:
+    def get(self, key: Name) -> JSON:
         """The value of a key; None: it has none, or no longer."""
         return self.values.get(key, (None, 0))[0]
 
