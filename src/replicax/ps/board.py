@@ -225,13 +225,10 @@ class Board:
         self, worker: Name, session: Name, info: JSONObject | None = None
     ) -> JSONObject:
         """Says that the worker lives, and learns how the job is."""
-        self._describe(worker, info)
-        return {"failed": self._failure}
-
-    def _describe(self, worker: str, info: JSONObject | None) -> None:
         if info is not None:
             check_size(info, f"{worker}: info", most=_MAX_INFO)
             self._presence.workers[worker].info = info
+        return {"failed": self._failure}
 
     @_action
     def leave(
