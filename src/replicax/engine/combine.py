@@ -1,4 +1,4 @@
-"""What `Strategy.reduce` and `Strategy.gather` do with `PerReplica` values."""
+"""Reduces and concatenates `PerReplica` values, for `Strategy.reduce` and `.gather`."""
 
 import functools
 from collections.abc import Callable
@@ -37,7 +37,7 @@ def reduce(op: ReduceOp, value: PyTree, axis: int | None, num_replicas: int) -> 
                 "be added up. Use strategy.gather, or value.values[i]."
             )
         dim = None if axis is None else _checked_axis(leaf, axis, "reduce")
-        return _reduce(leaf.array, op, dim)
+        return _reducer(op, dim, _whole(leaf.array))(leaf.array)
 
     return _map_values(reduce_leaf, value)
 
@@ -50,7 +50,8 @@ def gather(value: PyTree, axis: int, num_replicas: int) -> PyTree:
             leaf = PerReplica(_repeated(leaf, num_replicas))
         require_all_replicas(leaf, num_replicas, "gather")
         require_sparse(leaf.array, "Strategy.gather")
-        return _gather(leaf.array, _checked_axis(leaf, axis, "gather"))
+        dim = _checked_axis(leaf, axis, "gather")
+        return _gatherer(dim, _whole(leaf.array))(leaf.array)
 
     return _map_values(gather_leaf, value)
 
@@ -87,10 +88,6 @@ def _map_values(fn: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
     )
 
 
-def _reduce(array: PyTree, op: ReduceOp, axis: int | None) -> jax.Array:
-    return _reducer(op, axis, _whole(array))(array)
-
-
 @functools.lru_cache(maxsize=64)
 def _reducer(
     op: ReduceOp, axis: int | None, sharding: NamedSharding | None
@@ -103,10 +100,6 @@ def _reducer(
         return array.sum(dims) if op is ReduceOp.SUM else array.mean(dims)
 
     return jax.jit(reduced, out_shardings=sharding)
-
-
-def _gather(array: PyTree, axis: int) -> jax.Array:
-    return _gatherer(axis, _whole(array))(array)
 
 
 @functools.lru_cache(maxsize=64)
@@ -122,7 +115,7 @@ def _gatherer(
 
 
 def _whole(array: PyTree) -> NamedSharding | None:
-    """Where every process can read the result; None: JAX's choice will do."""
+    """The replicated sharding of a result over processes; None: JAX chooses."""
     sharding = getattr(jax.tree.leaves(array)[0], "sharding", None)
     if not isinstance(sharding, NamedSharding) or sharding.is_fully_addressable:
         return None

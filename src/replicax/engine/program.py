@@ -51,7 +51,7 @@ from replicax.engine.group import ReplicaGroup
 from replicax.engine.scope import current_call
 from replicax.engine.signature import Arguments, ResultStructure
 from replicax.engine.step import Options, Outputs, ReplicaStep
-from replicax.engine.variables import Update, Variable
+from replicax.engine.variables import Update, Variable, distinct
 from replicax.engine.xla_options import compiler_options, largest_array
 from replicax.errors import LostValuesError
 
@@ -131,8 +131,8 @@ class Program:
             self._drop_unused(leaves)
         self.inputs = self._step.inputs
         changed = (v for update in self.deferred_updates for v in update.changed)
-        self.changed = _distinct([*self.written, *changed])
-        self.variables = _distinct([*self.changed, *self.inputs])
+        self.changed = distinct([*self.written, *changed])
+        self.variables = distinct([*self.changed, *self.inputs])
         self._checked = False
         self._has_effects = False
         self._may_crash = group.axis.is_of_cpus and group.axis.size > 1
@@ -379,7 +379,3 @@ def _dispatch(
     write_values(targets, outputs)
     (rest,) = outputs
     return rest
-
-
-def _distinct(variables: Sequence[Variable]) -> list[Variable]:
-    return list({id(v): v for v in variables}.values())

@@ -145,7 +145,7 @@ class Runner(Protocol):
         fn: Callable[..., PyTree],
         call: "FlatCall",
         options: "Options",
-        programs: "ProgramCache[Program] | None" = None,
+        programs: "ProgramCache[Program]",
     ) -> PyTree:
         """Run `fn` on arrays that are where the replicas want them."""
         ...

@@ -1,4 +1,4 @@
-"""What a replica function sees: its context, while its program is traced."""
+"""The replica context: collectives and the optimizer seam, in a replica function."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -114,7 +114,7 @@ class ReplicaContext:
         flat, structure = jax.tree.flatten(value, is_leaf=is_composite)
         if any(map(is_composite, flat)):
             return structure.unflatten(
-                self._sparse_total(x, is_mean=op is ReduceOp.MEAN)
+                self._reduced_sparse(op, x)
                 if is_composite(x)
                 else self.all_reduce(op, x)
                 for x in flat
@@ -124,10 +124,9 @@ class ReplicaContext:
             total = jax.tree.map(lambda x: x / self._axes.size, total)
         return declare_mirrored(total)
 
-    def _sparse_total(self, value: PyTree, *, is_mean: bool) -> PyTree:
-        """The sum or mean of the replicas' sparse arrays, with all their entries."""
+    def _reduced_sparse(self, op: ReduceOp, value: PyTree) -> PyTree:
         require_sparse(value, "ReplicaContext.all_reduce")
-        return reduced_sparse(self._stacked(value), 0, is_mean=is_mean)
+        return reduced_sparse(self._stacked(value), 0, is_mean=op is ReduceOp.MEAN)
 
     def _stacked(self, value: PyTree) -> PyTree:
         """All replicas' values of an array, of composite ones too, `[R, ...]`."""
@@ -199,7 +198,7 @@ class ReplicaContext:
             is_leaf=lambda x: isinstance(x, PerReplica),
         )
 
-    # What follows is for the rest of the library: sums that count active replicas only.
+    # For the rest of the library only: sums over the replicas that count.
 
     @property
     def loss_scale(self) -> int:
@@ -268,22 +267,15 @@ class ReplicaContext:
             return tree
         return self._group.cross_device_ops.reduce(ReduceOp.SUM, tree, self._group.axis)
 
-    def combine_gradients(self, grads: Sequence[Grad]) -> list[jax.Array | None]:
-        """Combine each gradient over the replicas as this step's seam says.
-
-        None stands for a variable without gradient and stays None.
-        """
-        return declare_mirrored(self._combined(grads, [None] * len(grads)))
-
-    def _combined(
+    def _combined_gradients(
         self,
         grads: Sequence[Grad],
         dims: Sequence[int | None],
         weights: list[jax.Array] | None = None,
     ) -> list[Grad]:
-        """Combined gradients: a replica's block where a dimension is given.
+        """Sum the gradients over the replicas that count, or average them in `fit`.
 
-        For `weights` see `sum_gradients`.
+        For `dims` and `weights` see `sum_gradients`.
         """
         self.has_trained = True
         grads = [densified(x, "optimizer.apply") for x in grads]
@@ -298,10 +290,9 @@ class ReplicaContext:
             on_device=lambda own: self._axes.sum_on_device(self.counted(own)),
             weights=weights,
         )
-        return jax.tree.map(self._as_seam_says, total)
-
-    def _as_seam_says(self, total: jax.Array) -> jax.Array:
-        return total / self.num_counted if self._gradient_op is ReduceOp.MEAN else total
+        if self._gradient_op is ReduceOp.MEAN:
+            return jax.tree.map(lambda x: x / self.num_counted, total)
+        return total
 
     def apply_gradients(
         self,
@@ -326,7 +317,7 @@ class ReplicaContext:
         try:
             weights = list(weights)
             knows_all = len(weights) == len(grads)  # Else the optimizer complains.
-            combined = self._combined(
+            combined = self._combined_gradients(
                 grads, [None] * len(grads), weights if knows_all else None
             )
             return apply(declare_mirrored(combined), weights)
@@ -356,7 +347,7 @@ class ReplicaContext:
         dims = [self._group.layouts.dim_of_update(v) for v in variables]
         combined = [
             declare_mirrored(x) if dim is None else x
-            for x, dim in zip(self._combined(grads, dims), dims, strict=True)
+            for x, dim in zip(self._combined_gradients(grads, dims), dims, strict=True)
         ]
         combined = self.strategy.home.prepared_gradients(optimizer, combined)
         pairs = [

@@ -29,6 +29,7 @@ from replicax.engine.variables import (
     UpdatePendingError,
     ValueScope,
     Variable,
+    distinct,
     fold_replica_into_seed,
     is_seed_state,
     restore_seed,
@@ -151,8 +152,8 @@ class ReplicaStep:
             return updates
         self.updates = updates
         changed = [v for update in updates for v in update.changed]
-        self.written = list({id(v): v for v in [*self.written, *changed]}.values())
-        self.inputs = list({id(v): v for v in [*self.written, *self.inputs]}.values())
+        self.written = distinct([*self.written, *changed])
+        self.inputs = distinct([*self.written, *self.inputs])
         return []
 
     def _discover(self, leaves: Sequence[PyTree]) -> list[Update]:

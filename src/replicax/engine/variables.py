@@ -32,6 +32,7 @@ __all__ = [
     "ValueScope",
     "Variable",
     "WritesScope",
+    "distinct",
     "fold_replica_into_seed",
     "is_seed_state",
     "restore_seed",
@@ -182,6 +183,11 @@ class ChildScope(WritesScope):
         return value
 
 
+def distinct(variables: Iterable[Variable]) -> list[Variable]:
+    """Drop repeated variables; keep the order of the first ones."""
+    return list({id(v): v for v in variables}.values())
+
+
 def is_seed_state(variable: Variable) -> bool:
     """Whether `variable` is the `uint32[2]` seed and counter of a `SeedGenerator`."""
     return variable.name == "seed_generator_state" and variable.shape == (2,)
@@ -225,7 +231,7 @@ class Update:
         inner = getattr(self.optimizer, "inner_optimizer", self.optimizer)
         if inner.use_ema:  # Of all that it trains, also where no gradient is.
             found += trained_by(self.optimizer)
-        return list({id(v): v for v in found}.values())
+        return distinct(found)
 
     def make(
         self, values: Sequence[jax.Array], gradients: Sequence[jax.Array]

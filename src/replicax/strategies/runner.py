@@ -129,7 +129,9 @@ class ProgramRunner:
         call = flatten_call(args, kwargs, self._place)
         options = options or _PLAIN
         return called_in(
-            self._strategy, lambda: self.run_placed(fn, call, options), ("run", None)
+            self._strategy,
+            lambda: self.run_placed(fn, call, options, self.programs),
+            ("run", None),
         )
 
     def run_placed(
@@ -137,7 +139,7 @@ class ProgramRunner:
         fn: Callable[..., PyTree],
         call: FlatCall,
         options: Options,
-        programs: ProgramCache[Program] | None = None,
+        programs: ProgramCache[Program],
     ) -> PyTree:
         """Run `fn` on arrays that are placed on the replicas already.
 
@@ -147,9 +149,8 @@ class ProgramRunner:
             fn: The replica function.
             call: The function's arguments.
             options: The program's options.
-            programs: The cache of compiled programs; defaults to the strategy's.
+            programs: The cache of compiled programs.
         """
-        programs = self.programs if programs is None else programs
         program = self.program_of(fn, call, options, programs)
         is_new = program.is_new
         out = self.call(program, call.arrays)
