@@ -1,4 +1,4 @@
-"""Arrays of which each replica has a block: cut, gathered, and rematerialised.
+"""Sharded arrays of a replica: slices, all-gathers and their rematerialisation.
 
 Where replicas hold blocks of weights, a step gathers each weight before it computes
 with it. A layer's backward pass needs the weight too; kept until then, all layers'

@@ -52,7 +52,7 @@ def function_key(
     the same to us when its code is and everything it closes over.
 
     Args:
-        fn: PyTree callable.
+        fn: A function, or any other callable.
         outer: The functions that close over `fn`, to end where one closes over itself.
     """
     if isinstance(fn, types.MethodType):
@@ -179,7 +179,7 @@ class ProgramCache(Generic[T]):
 
 
 def _contents(fn: types.FunctionType) -> dict[str, Hashable]:
-    """What may differ between two functions of the same code, by name."""
+    """The closed-over values and defaults of a function, as keys by name."""
     cells = dict(zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True))
     contents = {name: _cell_key(cell, (fn,)) for name, cell in cells.items()}
     for i, value in enumerate(fn.__defaults__ or ()):

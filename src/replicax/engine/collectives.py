@@ -1,4 +1,4 @@
-"""How a sum over all replicas is made: the cross-device operations.
+"""Cross-device operations: all-reduces and reduce-scatters over the replicas.
 
 Everything here runs inside a replica program, on the mesh axis of the replicas.
 """
@@ -108,7 +108,7 @@ def join(arrays: Sequence[jax.Array]) -> jax.Array:
 
 
 def part(joined: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
-    """What `join` made one, in the shapes of the arrays that it was given."""
+    """Split an array that `join` made, into the shapes that it was given."""
     flat, parts, start = jnp.ravel(joined), [], 0
     for x in like:
         stop = start + x.size
@@ -192,7 +192,7 @@ class CrossDeviceOps(ABC):
         """This replica's block of the sum: block i of `axis.size` along `dim`.
 
         Args:
-            value: PyTree shape, one per replica; `dim` divides by `axis.size`.
+            value: Any shape, one per replica; `dim` divides by `axis.size`.
             axis: The replicas.
             dim: The dimension that is cut; negative ones count from the end.
 

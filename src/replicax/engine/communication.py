@@ -1,4 +1,4 @@
-"""How gradients travel between replicas: hook, compression, packs, sums."""
+"""Sums gradients over replicas: the user's hook, compression, packs, all-reduces."""
 
 import dataclasses
 import enum
@@ -197,7 +197,7 @@ def sum_gradients(
 def _hooked(
     grads: list[jax.Array | None], hook: GradientHook
 ) -> list[jax.Array | None]:
-    """What the hook makes of the gradients, checked."""
+    """Call the user's hook on the gradients, and check what it returns."""
     got = hook(list(grads))
     if not isinstance(got, list | tuple):
         raise TypeError(
@@ -243,7 +243,7 @@ def _summed(
     options: CommunicationOptions,
     weights: dict[int, jax.Array],
 ) -> tuple[list[jax.Array], dict[int, jax.Array]]:
-    """The sums, and those weights, by position, that are to wait for them."""
+    """Sum the gradients; also returns, by position, the weights that wait for sums."""
     if axis.size == 1:
         return grads, {}
     sizes = [g.size * g.dtype.itemsize for g in grads]

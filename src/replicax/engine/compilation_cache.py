@@ -1,4 +1,4 @@
-"""JAX's cache of compiled programs on disk: on where it is safe, if not decided yet."""
+"""Turns JAX's compilation cache on disk on, where it is safe and the user is silent."""
 
 import functools
 import logging

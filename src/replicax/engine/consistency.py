@@ -1,4 +1,4 @@
-"""What replicas and workers have to have alike: variables and random numbers."""
+"""Checks that replicas and workers have equal variables and random states."""
 
 import functools
 import json

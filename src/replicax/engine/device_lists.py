@@ -1,4 +1,4 @@
-"""Lists of devices for scripts that look at them, as `tf.config` has them."""
+"""Lists physical and logical devices, as `tf.config` does."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Arrays on the replicas' devices, also where other processes hold some of those."""
+"""Places arrays on the replicas' devices, of one process or of several."""
 
 import functools
 from collections.abc import Callable

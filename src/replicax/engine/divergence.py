@@ -1,4 +1,4 @@
-"""What the results of a traced function depend on, found by one pass over its jaxpr.
+"""Finds which results of a jaxpr differ between replicas, in one pass over it.
 
 The main use: which results may differ between replicas. What is per-replica on the way
 in, and the replica's own index, mark everything computed from them; a collective over
@@ -285,7 +285,7 @@ _MOST_EQUATIONS = 1000
 def divergence_error(
     name: str, equation: Eqn, variables: Sequence[keras.Variable], found: Sequence[int]
 ) -> DivergenceError:
-    """What is raised for variables that would differ between replicas.
+    """Make the error for variables that would differ between replicas.
 
     Args:
         name: The program's.
@@ -306,7 +306,7 @@ def divergence_error(
 
 
 def line_of(equation: Eqn, position: int) -> str | None:
-    """Where the user's code computes a result of a `shard_map`: `"file.py, line 3"`.
+    """The user's line that computes a result of a `shard_map`: `"file.py, line 3"`.
 
     Args:
         equation: The `shard_map`, as an equation of a jaxpr.

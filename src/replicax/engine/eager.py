@@ -1,4 +1,4 @@
-"""A step outside `jit`, with the values that one device would see."""
+"""Runs a step outside `jit` for debugging, on the whole batch."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""The replicas of a strategy: where they are, and sums and gathers over all of them.
+"""The replicas of a strategy: their devices, and collectives over all of them.
 
 Replicas lie along an axis of the device mesh. Several on one device lie along a second
 axis, which only exists inside the program: a named `vmap`.
@@ -113,7 +113,7 @@ def _names(grid: np.ndarray) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ReplicaGroup:
-    """The replicas of a strategy: where they are and how they sum.
+    """The replicas of a strategy: their mesh, layouts and collectives.
 
     Attributes:
         strategy: Whose replicas they are.
@@ -161,7 +161,7 @@ class ReplicaGroup:
         return self.num_local < self.num_replicas
 
     def local_part(self, array: PyTree) -> PyTree:
-        """What this process' replicas get of an array that all share, `[R*b, ...]`."""
+        """The rows of this process' replicas in an array of all rows, `[R*b, ...]`."""
         size = array.shape[0] // self.num_replicas
         return array[self.first_local * size :][: self.num_local * size]
 
@@ -196,5 +196,5 @@ class ReplicaGroup:
         )
 
     def layout(self, variable: Variable) -> NamedSharding:
-        """How programs take and return a variable."""
+        """The sharding with which programs take and return a variable."""
         return NamedSharding(self.mesh, self.layouts.of(variable))

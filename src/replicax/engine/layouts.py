@@ -1,4 +1,4 @@
-"""How variables lie on the devices: whole on each, or in blocks.
+"""The shardings of variables: replicated on each device, or sharded.
 
 Data parallel training needs a variable whole on every replica only while the replica
 computes with it. Between steps replicas can hold a block each: of the optimizer's slots
@@ -26,7 +26,7 @@ _SHARABLE = ("none", "only_first_replica")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelSplit:
-    """How the weights of one replica are divided over several devices.
+    """The sharding of one replica's weights over several devices.
 
     Attributes:
         num_devices: Number of devices that work on one replica.
@@ -41,7 +41,7 @@ class ModelSplit:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layouts:
-    """The rule that gives every variable its place.
+    """The rule that gives every variable its `PartitionSpec`.
 
     Attributes:
         axis_name: The replicas' mesh axis.
@@ -60,7 +60,7 @@ class Layouts:
     of_path: Callable[[str, tuple[int, ...]], PartitionSpec] | None = None
 
     def of(self, variable: Variable) -> PartitionSpec:
-        """How a Keras variable lies between steps."""
+        """The sharding of a Keras variable between steps."""
         shape, aggregation = tuple(variable.shape), variable.aggregation
         reference = internals.reference_of(variable)
         if reference is not None:
@@ -70,7 +70,7 @@ class Layouts:
     def of_slot(
         self, path: str, shape: tuple[int, ...], aggregation: str
     ) -> PartitionSpec:
-        """How an optimizer's slot lies, that of the weight of a path or `""`."""
+        """The sharding of an optimizer's slot; `path` is its weight's, or `""`."""
         return self._spec(path, shape, aggregation, self.split_slots)
 
     def dim_of_update(self, variable: Variable) -> int | None:

@@ -96,7 +96,7 @@ def scale_regularization_loss(
 
 
 def _share_scale() -> int:
-    """What makes up for gradients being averaged, not summed, in a model's `fit`."""
+    """The factor on losses in `fit`, which averages gradients instead of summing."""
     context = current_context()
     return 1 if context is None else context.loss_scale
 

@@ -1,4 +1,4 @@
-"""Packs of gradients: each is summed over the replicas as one array.
+"""Packs gradients, so that each pack is summed over the replicas as one array.
 
 A pack's sum travels while the backward pass computes the gradients of the next one. So
 packs are made in the order in which the backward pass has the gradients, and the last

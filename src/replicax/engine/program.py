@@ -69,7 +69,7 @@ class Kept:
 
 
 class StepResult(NamedTuple):
-    """What a call of a program returns.
+    """The return value of a program.
 
     Attributes:
         results: What the replica function returned, as arrays.
@@ -162,7 +162,7 @@ class Program:
         self._checked = True
 
     def results_of(self, lowered: Lowered) -> PyTree:
-        """What the program returns, as shapes, from what `lower` returned."""
+        """The shapes of the program's results, from the return value of `lower`."""
         *_, (flat, _) = lowered.out_info
         return self.results.unflatten(flat)
 

@@ -1,8 +1,4 @@
-"""What the layers above the engine are to it: the strategy, and the queue of its steps.
-
-Programs, replica contexts and the bindings to Keras are handed a strategy, which is
-made further up. These protocols say what they rely on.
-"""
+"""Protocols of the objects from higher layers that the engine and Keras' loop use."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -28,7 +24,7 @@ __all__ = ["Home", "Runner", "StepQueue", "StepSource", "StrategyLike"]
 
 
 class StepSource(Protocol):
-    """Where a loop gets its steps from: the data, or a work queue."""
+    """The source of a loop's steps: the data, or a work queue."""
 
     def steps(self) -> Iterator[tuple[int, int]]:
         """The first and the last step of each execution of the next epoch."""
@@ -75,10 +71,10 @@ class StepQueue(StepSource, Protocol):
 
 
 class Home(Protocol):
-    """Where a strategy's variables live between steps, and who makes their updates.
+    """The placement of a strategy's variables between steps, and their updates.
 
-    The program itself, whole or in blocks; the strategy, on a parameter device; or
-    parameter servers.
+    Programs make the updates of variables on the replicas; otherwise the strategy
+    makes them, on a parameter device, or parameter servers do.
 
     Attributes:
         labels: The variables made in the strategy's scope, by names that workers share.
@@ -91,15 +87,15 @@ class Home(Protocol):
     keeps_slots: bool
 
     def layout(self, variable: keras.Variable) -> NamedSharding:
-        """Where a variable lives."""
+        """The sharding of a variable."""
         ...
 
     def slot_layout(self, path: str, shape: Shape, aggregation: str) -> NamedSharding:
-        """Where an optimizer's slot is to live that is about to be made."""
+        """The sharding of an optimizer's slot that is about to be created."""
         ...
 
     def own(self, variable: keras.Variable) -> None:
-        """Give a variable that is created in the strategy's scope its place."""
+        """Take ownership of a variable created in the scope, and set its sharding."""
         ...
 
     def require_owned(self, variables: Iterable[keras.Variable], caller: str) -> None:
@@ -107,21 +103,21 @@ class Home(Protocol):
         ...
 
     def execute(self, program: "Program", arrays: Sequence[ArrayLike]) -> PyTree:
-        """Run a program on the variables' values, which are new afterwards."""
+        """Run a program on the variables' values, and store the new values."""
         ...
 
     def prepared_gradients(
         self, optimizer: keras.Optimizer, grads: list[jax.Array | None]
     ) -> list[jax.Array | None]:
-        """Summed gradients as the one who makes a deferred update wants them."""
+        """Convert summed gradients for the maker of a deferred update."""
         ...
 
     def claimed_steps(self, model: keras.Model, fit: object) -> StepQueue | None:
-        """How `fit` shares an epoch's steps with other workers; None: it does not."""
+        """The work queue of an epoch's steps for `fit`; None: all steps are its own."""
         ...
 
     def expect_rows(self, num_rows: int) -> None:
-        """Called before a step trains on that many examples of this process' own."""
+        """Called before a step with this process' number of examples."""
         ...
 
     def begin(self) -> None:
@@ -166,12 +162,12 @@ class StrategyLike(Protocol):
 
     @property
     def home(self) -> Home:
-        """Where its variables live, and who makes their updates."""
+        """The home of its variables."""
         ...
 
     @property
     def runner(self) -> Runner:
-        """What runs its programs."""
+        """The runner of its programs."""
         ...
 
     @property

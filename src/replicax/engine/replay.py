@@ -168,7 +168,7 @@ def current_run(caller: str) -> StepRun:
 
 
 def rebind(closed: ClosedJaxpr, num_targets: int) -> ClosedJaxpr:
-    """Let equations after each `watch` use the perturbed array.
+    """Make the equations after each `watch` use the perturbed array.
 
     The step's Python code goes on using the array it watched. In the jaxpr that array
     is a variable, which gets another name from the point of `watch` on. Outputs of

@@ -1,4 +1,4 @@
-"""Arrays of which rows can be taken, though JAX sees several arrays in them.
+"""Row arrays: sparse and composite arrays that can be split by rows.
 
 Between the dataset and the devices a batch has only leaves: arrays, and the leaves of
 this module in place of sparse and other composite arrays. `x[rows]` takes rows of all
@@ -71,7 +71,7 @@ class CompositeRows:
         return CompositeRows(part, self._take)
 
     def copy(self) -> "CompositeRows":
-        """The same in memory that nobody else writes to."""
+        """A copy in memory of its own."""
         copied = jax.tree.map(
             lambda x: x.copy() if isinstance(x, np.ndarray) else x, self._value
         )
@@ -139,7 +139,7 @@ class PartedRows:
         return PartedRows(self._parts[replicas], self.capacity)
 
     def with_room(self, capacity: int) -> "PartedRows":
-        """The same, with room for at least so many entries."""
+        """The same array, padded to a capacity of at least so many entries."""
         return PartedRows(self._parts, capacity)
 
     def joined(self) -> PyTree:

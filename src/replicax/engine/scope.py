@@ -1,4 +1,4 @@
-"""Where this thread is: in which strategy's scope, call, and replica function."""
+"""The thread's current strategy, public call and replica context."""
 
 import contextlib
 import threading

@@ -22,7 +22,7 @@ __all__ = ["Arguments", "FlatCall", "Kind", "ResultStructure", "flatten_call"]
 
 
 class Kind(enum.Enum):
-    """Where one leaf of the arguments comes from."""
+    """The kind of one leaf of the arguments."""
 
     PER_REPLICA = enum.auto()  # [R, ...]: each replica gets its entry
     ROWS = enum.auto()  # [R*b, ...]: each replica gets its rows
@@ -52,7 +52,7 @@ class Arguments:
     def specs(
         self, axis_name: str, leading: tuple[None, ...]
     ) -> tuple[PartitionSpec, ...]:
-        """How each array is split, after `leading` dimensions that are not."""
+        """The spec of each array, after `leading` dimensions that are not split."""
         split, whole = PartitionSpec(*leading, axis_name), PartitionSpec()
         return tuple(
             whole if kind is Kind.MIRRORED else split

@@ -95,7 +95,7 @@ class SparseRows:
         )
 
     def copy(self) -> "SparseRows":
-        """The same in memory that nobody else writes to."""
+        """A copy in memory of its own."""
         return dataclasses.replace(
             self, data=self.data.copy(), columns=self.columns.copy()
         )

@@ -1,4 +1,4 @@
-"""One step of a replica function, as each device traces it.
+"""Traces one step of a replica function for each device.
 
 The replicas of a device run the function. The variables that it writes are combined
 over all replicas, each by its own `aggregation`, which Keras declares.
@@ -44,7 +44,7 @@ Leaves: TypeAlias = Sequence[jax.Array]
 
 
 class Outputs(enum.Enum):
-    """What becomes of a replica function's results."""
+    """The form in which a program returns a replica function's results."""
 
     PER_REPLICA = enum.auto()  # [R, ...]: one entry per replica
     ROWS = enum.auto()  # [R*b, ...]: the replicas' rows, one after another
@@ -53,14 +53,14 @@ class Outputs(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """How a program differs from that of a plain `strategy.run`.
+    """The options of a program; the defaults are those of `strategy.run`.
 
     Attributes:
         gradient_op: How the optimizer seam combines gradients.
         num_active: Replicas that hold examples of the batch; None: all.
         num_steps: Steps in one dispatch; arguments then have them as first dimension.
             None: one step, without that dimension.
-        outputs: What becomes of the results. Of several steps those of the last are
+        outputs: The form of the results. Of several steps those of the last are
             kept, except ROWS, which keeps all.
         finish: Called with the last step's results when the variables have their new
             values; what it returns are the results.
@@ -268,12 +268,12 @@ class ReplicaStep:
         ]
 
     def leaf_specs(self) -> tuple[PartitionSpec, ...]:
-        """How the arguments' arrays are split over the devices."""
+        """The specs of the arguments' arrays over the devices."""
         leading = () if self._options.num_steps is None else (None,)
         return self._arguments.specs(self._group.axis.name, leading)
 
     def out_spec(self) -> PartitionSpec:
-        """How the results of `run` are split over the devices."""
+        """The spec of the results of `run` over the devices."""
         axis = self._group.axis.name
         match self._options.outputs:
             case Outputs.MIRRORED:
@@ -414,7 +414,7 @@ class ReplicaStep:
     def _start_values(
         self, context: ReplicaContext, written: Arrays, read: Arrays
     ) -> Arrays:
-        """What the variables are to this replica when the step starts."""
+        """The variables' values for this replica when the step starts."""
 
         def of(variable: Variable, value: jax.Array, is_written: bool) -> jax.Array:
             if is_seed_state(variable):

@@ -1,4 +1,4 @@
-"""The value type of replicax: one array per replica, held as one global array.
+"""`PerReplica`: one value per replica, held as one global array.
 
 Legend: `R` replicas, `b` examples in a replica's batch, `B = R * b` in the global one.
 """

@@ -1,4 +1,4 @@
-"""Keras variables seen from inside a traced step: what is read, what is written.
+"""Scopes that record or provide the Keras variables of a traced step.
 
 Keras lets code run "stateless": inside a `keras.StatelessScope` reads and writes of
 variables go through the scope. The scopes here build programs on that.

@@ -1,4 +1,4 @@
-"""What binds Keras to a strategy.
+"""Runs Keras' models on a strategy.
 
 Only this folder and `_private` touch Keras' internals.
 

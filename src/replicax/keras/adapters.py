@@ -1,4 +1,4 @@
-"""Distributed and shuffled datasets as input of `fit`, `evaluate` and `predict`.
+"""Keras data adapters for distributed and shuffled datasets.
 
 In `fit` each iteration over a shuffled Grain dataset has an order of its own. The
 others read a dataset in its first order always, so that rows of results can be matched
@@ -38,7 +38,7 @@ _begun: "weakref.WeakKeyDictionary[PyTree, int]" = weakref.WeakKeyDictionary()
 
 
 class DataAdapterLike(Protocol):
-    """What reads the data of one call of `fit`, `evaluate` or `predict`."""
+    """A reader of the data of one call of `fit`, `evaluate` or `predict`."""
 
     @property
     def num_batches(self) -> int | None:
@@ -110,7 +110,7 @@ class DistributedAdapter(DataAdapter):
             yield batch if isinstance(batch, tuple) else (batch,)
 
     def get_numpy_iterator(self) -> Iteration:
-        """The same."""
+        """One epoch's batches, as `get_jax_iterator` gives them."""
         return self.get_jax_iterator()
 
     @property
@@ -135,14 +135,14 @@ class DistributedAdapter(DataAdapter):
 
 
 def set_iteration(adapter: DataAdapterLike | None, number: int) -> None:
-    """Say which iteration over the data is the next, where they count them."""
+    """Set the number of the next iteration, where the adapter counts iterations."""
     if hasattr(adapter, "iteration"):
         setattr(adapter, "iteration", number)  # noqa: B010 - Few adapters have it.
 
 
 @contextlib.contextmanager
 def uncounted(adapter: DataAdapterLike | None) -> Iterator[None]:
-    """What is read from the data in this context is no iteration over it.
+    """Keep the adapter's count of iterations unchanged by reads in this context.
 
     Args:
         adapter: Of the data; None: there is none.
@@ -170,7 +170,7 @@ def adapter_of(
     first_iteration: int | None = None,
     caller: str | None = None,
 ) -> PyTree:
-    """What reads the data of a call: Keras' adapter, or one for a distributed dataset.
+    """Make the adapter of a call's data: Keras', or one for a distributed dataset.
 
     Args:
         x: Arrays, or a dataset.

@@ -1,4 +1,4 @@
-"""BackupAndRestore: a run of `fit` that goes on where it was interrupted."""
+"""BackupAndRestore: saves the state of `fit`, and resumes it after an interrupt."""
 
 import dataclasses
 import json
@@ -361,7 +361,7 @@ class _Run:
 
 
 def _check_servers(options: BackupAndRestore) -> None:
-    """Say what cannot be backed up on parameter servers."""
+    """Refuse what cannot be backed up on parameter servers."""
     model: PyTree = options.model
     tables = [v.table_name for v in model.variables if hasattr(v, "table_name")]
     if tables:

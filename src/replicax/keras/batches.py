@@ -1,4 +1,4 @@
-"""Keras' batches on their way to the replicas' devices."""
+"""Splits Keras' batches over the replicas, and places them on the devices."""
 
 import dataclasses
 from collections.abc import Generator, Iterable, Iterator
@@ -98,7 +98,7 @@ class BatchIterator:
         return jax.tree.map(whole, batch_of(next(self._batches)))
 
     def close(self) -> None:
-        """Let go of the source, and of what it reads ahead."""
+        """Close the source, and what it has prefetched."""
         self._executions.close()
         close_iterator(self._batches)
 
@@ -218,7 +218,7 @@ def host_batch(batch: PyTree) -> PyTree:
 
 
 class _Placing:
-    """How batches of one iterator get to the devices.
+    """Places the batches of one iterator on the devices.
 
     Args:
         group: The replicas.
@@ -369,7 +369,7 @@ def _refuse_ragged_leaves(flat: Iterable[PyTree]) -> None:
 
 
 def _num_active(num_rows: int, size: int) -> int | None:
-    """How many of `size` replicas share `num_rows` equally: None if all can.
+    """The number of `size` replicas that share `num_rows` equally; None: all.
 
     A batch that does not divide by the replicas goes to the largest number of them that
     divides it. The others compute along on copies that count for nothing, which keeps

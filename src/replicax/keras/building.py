@@ -1,4 +1,4 @@
-"""Building a model: all its variables are there before its steps run.
+"""Builds a model: creates all its variables before its steps run.
 
 Keras builds a model by calling it on a batch. Where there is no `call`, as a GAN has
 none, the step that the model has of its own is traced in its place.
@@ -45,7 +45,7 @@ def _build_by_step(
     data: PyTree,
     data_batch: PyTree,
 ) -> None:
-    """Have all variables there that a step of a model without `call` uses.
+    """Create the variables that a step of a model without `call` uses.
 
     Args:
         model: The model.
@@ -86,7 +86,7 @@ def build(
     data: Epochs | None,
     batch: PyTree = None,
 ) -> None:
-    """Have the variables of model, losses, metrics and optimizer there."""
+    """Create the variables of model, losses, metrics and optimizer."""
     adapter = None if data is None else data.adapter
     with Announced(f"building model {model.name!r}"), uncounted(adapter):
         try:
@@ -108,7 +108,7 @@ def require_compiled(model: keras.Model, name: str) -> None:
 
 
 def without_data(model: keras.Model) -> ValueError:
-    """What a call of a model raises where there is no batch."""
+    """Make the error for data without a batch."""
     return ValueError(
         f"{current_call()}: the data for model {model.name!r} have no batches. Give at "
         "least one."

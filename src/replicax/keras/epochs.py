@@ -45,7 +45,7 @@ _logger = logging.getLogger("replicax")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Position:
-    """Where a run of `fit` is.
+    """The position of a run of `fit`.
 
     Attributes:
         epoch: The epoch.
@@ -92,6 +92,7 @@ class Epochs:
         length: Number of batches of the data, where it is known.
         recorder: Who notes how long batches take; None: nobody.
         consumed: Batches taken for steps in this iteration over the data.
+        ends: Epochs that the data were told the end of.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class Epochs:
         self._iteration: _Iteration | None = None
         self._batches: BatchIterator | None = None
         self._seen = 0  # Steps begun in this iteration.
-        self._ends = 0
+        self.ends = 0
         self._epoch_began = random_state.capture()
 
     @property
@@ -131,12 +132,12 @@ class Epochs:
         return self.steps_per_epoch or self.length
 
     def close(self) -> None:
-        """Let go of the data, and of the threads that read them."""
+        """Close the data, and stop the threads that read them."""
         self._end_iteration()
         internals.stop_workers(self.adapter)
 
     def _end_iteration(self) -> None:
-        """Let go of what is read ahead."""
+        """Close the iterators, with what they have prefetched."""
         batches, self._batches = self._batches, None
         self._iteration = None
         if batches is not None:
@@ -159,7 +160,7 @@ class Epochs:
         self._end_iteration()
         self.length = self.adapter.num_batches
         self.adapter.on_epoch_end()
-        self._seen = self._ends = 0
+        self._seen = self.ends = 0
 
     def steps(self) -> Iterator[tuple[int, int]]:
         """The first and the last step of each execution of the next epoch."""
@@ -206,7 +207,7 @@ class Epochs:
         self._end_epoch()
 
     def _end_epoch(self) -> None:
-        self._ends += 1
+        self.ends += 1
         self.adapter.on_epoch_end()
 
     @staticmethod
@@ -258,11 +259,6 @@ class Epochs:
 
     # Positions.
 
-    @property
-    def ends(self) -> int:
-        """Epochs that the data were told the end of."""
-        return self._ends
-
     def began(self) -> RandomState:
         """The random state in which the iteration that begins now decides its order."""
         # Threads that make batches ahead shuffle before the epoch's first step.
@@ -279,7 +275,7 @@ class Epochs:
         return self._iteration is not None and self._iteration.has_more()
 
     def position(self, epoch: int, step: int) -> Position:
-        """Where the run is, after `step` steps of `epoch`."""
+        """The position of the run after `step` steps of `epoch`."""
         iteration = self._iteration
         is_begun = iteration is not None and (
             step > 0 or (self.steps_per_epoch is not None and self._seen > 0)
@@ -291,8 +287,8 @@ class Epochs:
             step=step,
             epoch_began=self._epoch_began if step else random_state.capture(),
             data_began=here and here.began,
-            ends_before=here.ends if here else self._ends,
-            ends=self._ends,
+            ends_before=here.ends if here else self.ends,
+            ends=self.ends,
             consumed=self.consumed if here else 0,
             drawn=here.drawn if here else 0,
             now=random_state.capture(),
@@ -329,9 +325,9 @@ class Epochs:
             self._pending = position
 
     def end_epochs(self, number: int) -> None:
-        """Tell the data of past epochs, which may change their order."""
+        """Announce past epochs to the data, which may change their order."""
         dataset = internals.dataset_with_epochs(self.adapter)
-        while self._ends < number:
+        while self.ends < number:
             if dataset is not None:
                 dataset.on_epoch_begin()
             self._end_epoch()
@@ -399,7 +395,7 @@ class _Iteration:
 
 
 def _one_ahead(source: Iterable[PyTree]) -> Iterator[PyTree]:
-    """The same batches, each taken when the one before is asked for."""
+    """Prefetch one batch: each is drawn when the one before is asked for."""
     batches = iter(source)
     try:
         current = next(batches, None)
@@ -425,11 +421,6 @@ def _after(adapter: DataAdapterLike, number: int) -> Iterator[PyTree]:
         _logger.info(
             "fit: reading %d batches again to get to where training was.", number
         )
-    _drop(source, number)
-    return source
-
-
-def _drop(source: Iterator[PyTree], number: int) -> None:
     for i in range(number):
         try:
             next(source)
@@ -438,3 +429,4 @@ def _drop(source: Iterator[PyTree], number: int) -> None:
                 f"BackupAndRestore: the data ends after {i} batches, but the run that "
                 f"is continued had trained on {number}. Give fit the same data."
             ) from None
+    return source

@@ -1,4 +1,4 @@
-"""The hooks that bind Keras to a strategy: `_private.wraps` says what each is for.
+"""Hooks in Keras' classes; `_private.wraps` says what each is for.
 
 Each does nothing where there is no strategy. Tested with Keras 3.14 to 3.15.
 """
@@ -21,7 +21,7 @@ from replicax._private.keras import (
     masks_of,
 )
 from replicax._private.wraps import Original
-from replicax._util.interrupts import heeding_interrupts
+from replicax._util.interrupts import heeding_interrupts, shortened
 from replicax._util.types import PyTree
 from replicax.engine.blocks import (
     gathered_here,
@@ -40,7 +40,6 @@ from replicax.engine.scope import (
 from replicax.errors import ContextError
 from replicax.keras import (
     building,
-    interrupted,
     loop,
     on_batch,
     optimizers,
@@ -136,10 +135,24 @@ def _run(
     try:
         return run()
     except (KeyboardInterrupt, TypeError) as error:
-        interrupt = interrupted.shown(error, name)
-        if interrupt is None:
+        interrupt = _interrupt_of(error)
+        if interrupt is None or not keras.config.is_traceback_filtering_enabled():
             raise
-        raise interrupt from None
+        if not interrupt.args:
+            interrupt.args = (f"interrupted in {name}",)
+        raise shortened(interrupt) from None
+
+
+def _interrupt_of(error: BaseException) -> KeyboardInterrupt | None:
+    """The interrupt that an exception is, or that Keras has made a `TypeError` of.
+
+    It may come before the first line of a function, where a frame has no line number,
+    and Keras' filter of tracebacks fails.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        return error
+    context = error.__context__
+    return context if isinstance(context, KeyboardInterrupt) else None
 
 
 def _default_strategy() -> PyTree:

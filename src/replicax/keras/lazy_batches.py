@@ -1,4 +1,4 @@
-"""Batches of arrays in memory that are cut out of them as late as possible.
+"""Lazy batches of arrays in memory: slices that are made as late as possible.
 
 A step of few microseconds takes longer to be called than to compute, so batches are
 ranges of rows until those of a whole execution are cut out at once.
@@ -63,7 +63,7 @@ class LazyBatch:
 
 
 def make_lazy(adapter: PyTree) -> None:
-    """Have the adapter of arrays in memory give `LazyBatch` in place of batches.
+    """Make the adapter of arrays in memory yield `LazyBatch` in place of batches.
 
     The order of the rows stays. Nothing happens to other adapters.
     """

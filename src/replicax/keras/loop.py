@@ -17,15 +17,11 @@ from replicax._private import keras as internals
 from replicax._util.types import PyTree
 from replicax._util.waiting import Announced
 from replicax.engine.protocols import StepSource, StrategyLike
-from replicax.keras import building, interrupted
+from replicax.keras import building
 from replicax.keras.adapters import DataAdapterLike, adapter_of, uncounted
 from replicax.keras.epochs import Epochs
 from replicax.keras.recorder import Recorder
-from replicax.keras.session import (
-    FitSession,
-    late_callbacks,
-    session_of,
-)
+from replicax.keras.session import FitSession, late_callbacks, session_of
 from replicax.keras.steps import Steps, group_of, ignores_targets, steps_of
 from replicax.report.callback import with_report
 from replicax.report.journal import REPORT
@@ -105,13 +101,14 @@ def fit(
         try:
             run.train(initial_epoch, epochs)
         except KeyboardInterrupt as error:
-            interrupted.say_where(error, model, session)
+            if not error.args:
+                error.args = (f"interrupted in fit{session.progress(model)}",)
             raise
     return model.history
 
 
 class _Validation:
-    """What `fit` evaluates on, after which epochs.
+    """The validation of `fit`: its data, and the epochs after which it is due.
 
     Args:
         x: Inputs, or a dataset.
@@ -377,7 +374,7 @@ def _executions(
 
 
 def _heard(callbacks: PyTree, kind: str, when: str) -> Callable[..., None] | None:
-    """What to call around a batch; None where no callback would do anything.
+    """The callbacks' method around a batch; None where no callback defines it.
 
     Keras hands the logs of each batch to a thread all the same, which reads them: half
     of the time that a step of a tiny model takes.

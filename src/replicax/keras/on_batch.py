@@ -1,4 +1,4 @@
-"""`train_on_batch`, `test_on_batch` and `predict_on_batch` for models of a strategy."""
+"""Runs `train_on_batch`, `test_on_batch` and `predict_on_batch` on a strategy."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""What Keras' optimizers do otherwise: the seam, and where slots lie.
+"""Hooks of Keras' optimizers: the seam, and the sharding of slots.
 
 Installed by `hooks`, as `_private.wraps` says; `original` is the optimizer's own
 method. Tested with Keras 3.14 to 3.15.
@@ -94,7 +94,7 @@ def apply_with_loss_scale(
     grads: PyTree,
     trainable_variables: PyTree = None,
 ) -> PyTree:
-    """The same of a loss-scaling optimizer, which decides before it applies."""
+    """`LossScaleOptimizer.apply`, which checks the gradients before it applies them."""
     context = current_context()
     if context is not None and context.defers_updates:
         _defer(context, optimizer, grads, trainable_variables)

@@ -1,4 +1,4 @@
-"""Where the time of `fit` goes in one process, noted at almost no cost per step.
+"""Records how `fit` spends its time in one process, at almost no cost per step.
 
 Dispatch is asynchronous, so no single step is timed: what counts is the wall time of an
 epoch, until the devices are done, and the part of it in which they had to wait for
@@ -23,7 +23,7 @@ _MARK_EVERY_S = 5.0
 
 @dataclasses.dataclass(slots=True)
 class Tally:
-    """What happened since the beginning of an epoch; all times in seconds.
+    """Counts and times since the beginning of an epoch; times are in seconds.
 
     Attributes:
         executions: Programs that were started.

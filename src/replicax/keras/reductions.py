@@ -1,4 +1,4 @@
-"""Means over the global batch in place of means over a replica's part of it.
+"""Makes Keras' means over a replica's rows means over the global batch.
 
 A Keras loss divides by a count: of examples, of unmasked steps, of sample weights. For
 the numbers of one device the count must be the global batch's. Local losses become

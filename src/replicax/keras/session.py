@@ -1,10 +1,11 @@
-"""One call of `fit`, as callbacks of replicax and parameter servers see it."""
+"""The state of one call of `fit`, for callbacks and parameter servers."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
 
 import keras
 
+from replicax.cluster import workers
 from replicax.engine.protocols import StepQueue, StrategyLike
 from replicax.keras.epochs import Epochs
 from replicax.keras.recorder import Recorder
@@ -52,10 +53,20 @@ class FitSession(ExitStack):
         attributes[_NAME] = self
 
     def note_with(self, recorder: Recorder) -> None:
-        """Have a recorder note the steps from now on."""
+        """Record the steps from now on."""
         self.recorder = recorder
         if self.epochs is not None:
             self.epochs.recorder = recorder
+
+    def progress(self, model: keras.Model) -> str:
+        """The last step, for messages; empty where only other workers know it."""
+        members = workers.current()
+        if members.watch is not None:
+            return f" after step {members.watch.steps[members.name]}"
+        iterations = getattr(getattr(model, "optimizer", None), "iterations", None)
+        if self.work is not None or iterations is None:
+            return ""
+        return f" after step {int(iterations.numpy())}"
 
 
 def session_of(model: keras.Model | None) -> FitSession | None:
@@ -83,5 +94,5 @@ class LateCallback(keras.callbacks.Callback):
 def late_callbacks(
     callbacks: Sequence[keras.callbacks.Callback],
 ) -> list[LateCallback]:
-    """Those callbacks that are called again."""
+    """The `LateCallback`s among some callbacks."""
     return [c for c in callbacks if isinstance(c, LateCallback)]

@@ -98,7 +98,7 @@ class _ModelStep:
         return result
 
     def options(self, batch: PlacedBatch) -> Options:
-        """How the step's program for such a batch differs from that of `run`."""
+        """The options of the step's program for such a batch."""
         key = (batch.num_active, batch.num_steps)
         options = self._options.get(key)
         if options is None:
@@ -121,7 +121,7 @@ class _ModelStep:
         return [*itertools.chain.from_iterable(self._groups), *others]
 
     def _facts(self) -> dict[str, PyTree]:
-        """What is not in the program's name and variables, yet makes a difference."""
+        """The optimizer's configuration, which must be equal on all workers."""
         optimizer = getattr(self._model, "optimizer", None)
         if optimizer is None or not self._trains:
             return {}
@@ -229,7 +229,7 @@ class Steps:
         self._of_groups: dict[PyTree, _ModelStep] = {}
 
     def begin(self) -> "Steps":
-        """Look which variables the model has now, and which of them are trained."""
+        """Select the step for the variables that the model has and trains now."""
         groups = self._groups()
         key = tuple(tuple(map(id, group)) for group in groups)
         step = self._of_groups.get(key)
@@ -328,12 +328,12 @@ def steps_of(model: keras.Model, strategy: StrategyLike, kind: str) -> Steps:
 
 
 def forget_steps(model: keras.Model) -> dict[PyTree, Steps]:
-    """Have a model's steps be compiled anew; returns what `restore_steps` takes."""
+    """Drop a model's compiled steps; returns them for `restore_steps`."""
     return model.__dict__.pop(_STEPS, {})
 
 
 def restore_steps(model: keras.Model, steps: dict[PyTree, Steps]) -> None:
-    """Take back what `forget_steps` has done."""
+    """Put back the steps that `forget_steps` returned."""
     model.__dict__[_STEPS] = steps
 
 

@@ -1,4 +1,4 @@
-"""Functions that make their variables anew on each trace, and mean the same ones.
+"""Reuses the variables that a function creates anew on each trace.
 
 A TF 1 script makes its layers, its optimizer and its metrics inside the function that
 describes the model. Such a function is traced here more than once: the k-th variable
@@ -209,7 +209,7 @@ def constant_in_trace(variable: keras.Variable, initial: PyTree) -> PyTree:
 
 
 def start_from(variables: Sequence[PyTree], values: Sequence[PyTree]) -> None:
-    """Let variables that get their values later begin with these.
+    """Set the initial values of variables that are initialised later.
 
     Args:
         variables: Made in this trace; the others are left alone.

@@ -1,4 +1,4 @@
-"""The class of variables that are made in a strategy's scope, which gives their place.
+"""The class of variables in a strategy's scope, which sets their sharding.
 
 Installed by `hooks`, as `_private.wraps` says. Tested with Keras 3.14 to 3.15.
 """
@@ -67,7 +67,7 @@ class _StrategyPart(_Base):
 
 
 class StrategyVariable(_StrategyPart, keras.Variable):
-    """What `keras.Variable` is in a scope."""
+    """The class of a `keras.Variable` created in a scope."""
 
 
 _in_scope: dict[type, type] = {keras.Variable: StrategyVariable}
