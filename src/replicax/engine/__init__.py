@@ -12,36 +12,30 @@ Sums. A variable of aggregation `"sum"`, as metrics have it, is split on the way
 summed on the way out, so a step may add to it, reset it, read its share or decay it.
 All shares but the first have their low bits cut off, so that this loses nothing.
 
-Donation and interrupts. The arrays of written variables are donated, so an update needs
-no second copy of weights and slots. A program is dispatched, and all that it writes is
-stored, by one call of C (`program`). Python looks for signals between its own
-instructions only, so an interrupt finds all variables before the step or all after it.
+Donation. The arrays of written variables are donated, so an update needs no second copy
+of weights and slots. `program` says why an interrupt loses no value.
 
 The gradient seam. Inside a replica, `Optimizer.apply` first hands the gradients to the
 replica context: sum over replicas in `run`, mean in `fit`. Clipping, accumulation and
 weight averages come after it.
 
 Deferred updates (`variables`). Where variables do not live on the replicas' devices,
-the seam makes no update: the summed gradients become results of the program, and the
-strategy's home makes the updates, each a program of its own.
+the strategy's home makes the updates after the program, each a program of its own.
 
 Sharded updates (`step`). Where replicas divide the update (ZeRO), the seam
 reduce-scatters the gradients, and the replicas' part of the program ends. The update is
 made after it on arrays that are laid out in blocks, and XLA's partitioner divides it.
 A step that uses the new values itself, as a GAN's does, makes the whole update inside.
 
-Rematerialisation. Of a fully sharded model no layer's whole weights are kept from the
-forward to the backward pass: the differentiated function gathers them itself, under a
-`jax.checkpoint` whose policy keeps everything else.
+Rematerialisation (`blocks`). Of a fully sharded model no layer's whole weights are kept
+from the forward to the backward pass.
 
-Layouts. One rule says how each variable lies on the mesh between steps: whole on every
-device, in blocks over the replicas, or split over the devices of one replica. The
-second mesh axis of a model parallel strategy is left to XLA's partitioner
+Layouts (`layouts`). One rule gives each variable its sharding between steps. The second
+mesh axis of a model parallel strategy is left to XLA's partitioner
 (`shard_map(axis_names=...)`). Several replicas on a device are a `vmap` inside it.
 
-Gradient tapes. `tape.gradient` traces the step again up to that same call, with the
-sources perturbed, and differentiates the result. XLA merges the repeated forward pass
-with the first one.
+Gradient tapes (`replay`). `tape.gradient` traces the step again up to that same call,
+and differentiates that.
 
 The divergence pass. Before a program runs first, one pass over its jaxpr marks what may
 differ between replicas; collectives over all replicas wash the mark off. A mirrored

@@ -14,9 +14,6 @@ The third is atomic: an interrupt finds all of a step's values stored, or none. 
 program that donates its arguments takes the old values away, and Python looks for
 signals and exceptions of other threads between its own instructions only: so dispatch
 and stores are one call of C.
-
-Where variables live elsewhere, `optimizer.apply` makes no update in the program. The
-summed gradients come out of it, and the strategy's home makes the updates.
 """
 
 import itertools

@@ -139,7 +139,7 @@ class PartedRows:
         return PartedRows(self._parts[replicas], self.capacity)
 
     def with_room(self, capacity: int) -> "PartedRows":
-        """The same array, padded to a capacity of at least so many entries."""
+        """The same rows, with a capacity of at least so many entries."""
         return PartedRows(self._parts, capacity)
 
     def joined(self) -> PyTree:
@@ -149,13 +149,9 @@ class PartedRows:
             return dataclasses.replace(rows, capacity=self.capacity)
         return rows
 
-    def ones(self) -> list[PyTree]:
-        """Each replica's array, in NumPy arrays of equal shapes."""
-        return [part.padded(self.capacity) for part in self._parts]
-
     def stacked(self) -> PyTree:
         """All replicas' arrays as one, each part `[R, ...]`."""
-        ones = self.ones()
+        ones = [part.padded(self.capacity) for part in self._parts]
         structure = jax.tree.structure(ones[0])
         if any(jax.tree.structure(x) != structure for x in ones[1:]):
             raise ValueError(

@@ -3,9 +3,8 @@
 Keras lets code run "stateless": inside a `keras.StatelessScope` reads and writes of
 variables go through the scope. The scopes here build programs on that.
 
-Where the variables live elsewhere, or in blocks, `optimizer.apply` in a replica
-function makes no update: it is deferred. The summed gradients become results of the
-replicas' part, and the updates are made, in order, when that is over.
+Where the variables live elsewhere, or in blocks, `optimizer.apply` is deferred: the
+summed gradients become results of the replicas' part, and the updates follow it.
 """
 
 import dataclasses

@@ -74,9 +74,7 @@ class DistributedDatasetFromFunction(DistributedInput):
         dataset = self._fn(self._context)
         with closing(batches(dataset, iteration=iteration)) as source:
             for index in itertools.count():
-                group = _own_copies(
-                    itertools.islice(source, num_replicas), num_replicas
-                )
+                group = _own_copies(source, num_replicas)
                 if not group:
                     return
                 split = stack_replica_batches(group, num_replicas, self._remainder)

@@ -1,8 +1,4 @@
-"""Lazy batches of arrays in memory: slices that are made as late as possible.
-
-A step of few microseconds takes longer to be called than to compute, so batches are
-ranges of rows until those of a whole execution are cut out at once.
-"""
+"""Lazy batches of arrays in memory: slices that are made as late as possible."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
