@@ -146,7 +146,7 @@ def joined_sum(tree: PyTree, axis: ReplicaAxis, names: str | tuple[str, ...]) ->
 
 
 class CrossDeviceOps(ABC):
-    """How gradients are summed over replicas.
+    """The algorithm that sums gradients over replicas.
 
     (TF: `tf.distribute.CrossDeviceOps`.)
 

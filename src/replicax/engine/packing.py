@@ -40,7 +40,7 @@ _LAST_SHARE = 32  # The last pack has at most that part of all bytes.
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Origin:
-    """How a gradient comes about.
+    """The origin of a gradient in the backward pass.
 
     Attributes:
         depth: Number of products and convolutions, one after another, that it waits
@@ -59,7 +59,7 @@ class Origin:
 
 
 def origins_of(grads: Sequence[jax.Array]) -> list[Origin]:
-    """How each gradient comes about, from the trace that it is in.
+    """Find the origin of each gradient in its trace.
 
     What a single equation makes, such as a rematerialised function, is all alike.
     """
@@ -140,7 +140,7 @@ def plan_packs(
     bytes_per_pack: int = 0,
     num_packs: int = 0,
 ) -> list[list[int]] | None:
-    """Which gradients are summed together, as positions.
+    """Plan which gradients are summed together, as lists of their positions.
 
     The last come first, since the backward pass has the last layers' gradients first.
     A pack has one dtype. Empty gradients are in none.
@@ -206,7 +206,7 @@ def overlapping_packs(
     Args:
         sizes: The gradients' sizes in bytes.
         dtypes: Their dtypes.
-        origins: How they come about.
+        origins: Their origins.
         spans_hosts: Whether the sums go from host to host.
 
     Returns:
@@ -295,7 +295,7 @@ def packed_sums(
     put_off: Mapping[int, int] | None = None,
     weights: Mapping[int, jax.Array] | None = None,
 ) -> tuple[list[jax.Array], dict[int, jax.Array]]:
-    """The gradients' sums, one pack after another.
+    """Sum the gradients, one pack after another.
 
     Args:
         grads: The gradients, each of them a replica's own.
@@ -333,7 +333,7 @@ def packed_sums(
 
 
 def _made_after(grad: jax.Array, previous: jax.Array) -> jax.Array:
-    """What a product returns, made again from inputs that wait for `previous`.
+    """Recompute a product from inputs that wait for `previous`.
 
     XLA drops the first one, which nothing uses then. It would make it long before: it
     takes the updates of weights for enough to hide the last sums.

@@ -146,14 +146,7 @@ class BackupAndRestore(LateCallback):
 
 
 class _Run:
-    """One call of `fit` that is backed up.
-
-    Args:
-        options: What the user asked for.
-        session: The call of `fit`.
-        data: The training data.
-        callbacks: The other callbacks.
-    """
+    """One call of `fit` that is backed up."""
 
     def __init__(
         self,
@@ -380,7 +373,7 @@ def _check_servers(options: BackupAndRestore) -> None:
 
 
 class _FitState(Checkpoint):
-    """What `fit` needs to go on.
+    """The state from which `fit` resumes.
 
     Args:
         model: The compiled model.

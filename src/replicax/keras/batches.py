@@ -63,7 +63,7 @@ class BatchIterator:
         local: Whether the batches hold this process' rows only, not those of all.
         ahead: Whether to take a batch from `batches` before the step that is for it.
         reused: Whether the arrays of a batch may be filled again with the next one.
-        recorder: Who notes how long batches take; None: nobody.
+        recorder: Records the time that batches take; None: it is not recorded.
     """
 
     def __init__(
@@ -218,12 +218,7 @@ def host_batch(batch: PyTree) -> PyTree:
 
 
 class _Placing:
-    """Places the batches of one iterator on the devices.
-
-    Args:
-        group: The replicas.
-        local: Whether the batches hold this process' rows only.
-    """
+    """Places the batches of one iterator on the devices."""
 
     def __init__(self, group: ReplicaGroup, local: bool) -> None:
         self._group = group

@@ -45,15 +45,7 @@ def _build_by_step(
     data: PyTree,
     data_batch: PyTree,
 ) -> None:
-    """Create the variables that a step of a model without `call` uses.
-
-    Args:
-        model: The model.
-        strategy: Its strategy.
-        kind: "train" or "test".
-        data: The data of the call, as `Epochs`; None: there is one batch only.
-        data_batch: That batch.
-    """
+    """Create the variables that a step of a model without `call` uses."""
     if not steps.has_steps(model, kind):  # Else it was traced before.
         name = f"{kind}_step"
         optimizer = model.optimizer

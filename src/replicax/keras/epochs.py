@@ -81,7 +81,7 @@ class Epochs:
 
     Args:
         adapter: Keras' adapter of the data.
-        strategy: The model's.
+        strategy: The strategy of the model.
         group: The replicas that get the batches.
         steps_per_epoch: Steps of an epoch; with it the next epoch goes on in the data
             where the last one ended. None: until the data ends.
@@ -90,7 +90,7 @@ class Epochs:
 
     Attributes:
         length: Number of batches of the data, where it is known.
-        recorder: Who notes how long batches take; None: nobody.
+        recorder: Records the time that batches take; None: it is not recorded.
         consumed: Batches taken for steps in this iteration over the data.
         ends: Epochs that the data were told the end of.
     """

@@ -108,16 +108,7 @@ def fit(
 
 
 class _Validation:
-    """The validation of `fit`: its data, and the epochs after which it is due.
-
-    Args:
-        x: Inputs, or a dataset.
-        y: Targets.
-        sample_weight: Their weights.
-        batch_size: Examples in a batch of arrays.
-        steps: Batches in an evaluation; None: until the data end.
-        freq: Every how many epochs, or after which.
-    """
+    """The validation of `fit`: its data, and the epochs after which it is due."""
 
     def __init__(
         self,
@@ -173,14 +164,7 @@ class _Validation:
 
 
 class _Fit:
-    """The epochs of one `fit`.
-
-    Args:
-        model: What is trained.
-        session: Its session.
-        callbacks: Keras' list.
-        validation: What to evaluate on; None: nothing.
-    """
+    """The epochs of one `fit`."""
 
     def __init__(
         self,

@@ -31,8 +31,8 @@ class FitSession(ExitStack):
         initial_epoch: The epoch to begin with in place of that; None: as `fit` says.
         epochs: The training data; None before they are there.
         validation: The validation data, likewise.
-        work: How a worker of parameter servers takes part; None otherwise.
-        recorder: Who notes what the time goes into; None: nobody.
+        work: The work queue of parameter servers; None without them.
+        recorder: Records how the time is spent; None: it is not recorded.
     """
 
     def __init__(self, strategy: StrategyLike, first_epoch: int) -> None:

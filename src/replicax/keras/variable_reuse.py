@@ -48,7 +48,7 @@ _local = _TraceState()
 
 
 def current_reuse() -> "_Reuse | None":
-    """What this thread's function makes its variables for, or None."""
+    """The reuse that is open in this thread, or None."""
     return _local.reuse
 
 
@@ -171,7 +171,7 @@ def _described(variable: Variable) -> str:
 
 @contextlib.contextmanager
 def made_alike(seed: int) -> Generator[None]:
-    """What is made in it gets the same names and seeds each time.
+    """Give what this context makes the same names and seeds each time.
 
     Keras numbers names in the order in which a process makes objects, and draws seeds
     that nobody gave from Python's random numbers.

@@ -102,13 +102,7 @@ class CentralStorageStrategy(Strategy):
 
 
 class _ParameterDevice(ReplicaHome):
-    """The home of variables on one device, which makes the updates after a program.
-
-    Args:
-        group: The replicas.
-        place: The parameter device.
-        dispatch: Calls a function while no other thread is in a step.
-    """
+    """The home of variables on one device, which makes the updates after a program."""
 
     def __init__(
         self,
@@ -261,9 +255,6 @@ class _CopyCache:
 
     On the parameter device itself, a copy shares the stored value's memory, and is
     deleted when that is donated.
-
-    Args:
-        sharding: The copies' sharding.
     """
 
     def __init__(self, sharding: NamedSharding) -> None:
