@@ -6,7 +6,14 @@ import libcst as cst
 from libcst import Call
 
 from replicax.migrate import keras_calls, legacy
-from replicax.migrate.arguments import argument, keyword, remade, renamed, without
+from replicax.migrate.arguments import (
+    argument,
+    is_named,
+    keyword,
+    remade,
+    renamed,
+    without,
+)
 from replicax.migrate.defaults import with_float_rate
 from replicax.migrate.operators import DEVICE_OPERATORS, HOST_OPERATORS, Operator
 from replicax.migrate.script import Expression, Script, Unported, walk
@@ -125,7 +132,7 @@ def _constant(script: Script, node: Call, updated: Call, path: str) -> Expressio
 
 def _variable(script: Script, node: Call, updated: Call, path: str) -> Expression:
     made = _operator(script, updated, DEVICE_OPERATORS[path], path)
-    has_dtype = any(a.keyword and a.keyword.value == "dtype" for a in made.args)
+    has_dtype = any(is_named(a, "dtype") for a in made.args)
     if not has_dtype and made.args and isinstance(made.args[0].value, cst.Integer):
         dtype = keyword("dtype", script.string("int32"))  # Keras' would be a float.
         made = made.with_changes(args=without(made.args, made.args, [dtype]))
@@ -240,7 +247,7 @@ def _inner(script: Script, value: Expression, path: str) -> Expression:
 
 
 def _trace(script: Script, node: Call, updated: Call, path: str) -> Expression:
-    kept = [a for a in updated.args if not (a.keyword and a.keyword.value == "_r")]
+    kept = [a for a in updated.args if not is_named(a, "_r")]
     func = script.expression("jax.profiler.StepTraceAnnotation")
     return updated.with_changes(func=func, args=without(updated.args, kept))
 
@@ -266,7 +273,7 @@ def _summed_metric(name: str) -> Rule:
             if arg is not None:
                 values[parameter] = arg.value
         if len(updated.args) > len(values) + any(
-            _names(a, "name") for a in updated.args
+            is_named(a, "name") for a in updated.args
         ):
             raise Unported(f"tf.{path} stays: use keras.metrics.{name}")
         used = {n.value for n in walk(function) if isinstance(n, cst.Name)}
@@ -292,9 +299,7 @@ def _renaming(target: str) -> Rule:
     """A rule for functions of any number of arguments."""
 
     def rule(script: Script, node: Call, updated: Call, path: str) -> Expression:
-        kept = [
-            a for a in updated.args if not (a.keyword and a.keyword.value == "name")
-        ]
+        kept = [a for a in updated.args if not is_named(a, "name")]
         return updated.with_changes(
             func=script.expression(target), args=without(updated.args, kept)
         )
@@ -340,9 +345,9 @@ def _print(script: Script, node: Call, updated: Call, path: str) -> Expression:
         raise Unported("tf.print of `*` arguments stays: use jax.debug.print")
     if not is_traced(script, node):
         kept = [
-            renamed(arg, "file") if _names(arg, "output_stream") else arg
+            renamed(arg, "file") if is_named(arg, "output_stream") else arg
             for arg in updated.args
-            if not (_names(arg, "summarize") or _names(arg, "name"))
+            if not (is_named(arg, "summarize") or is_named(arg, "name"))
         ]
         return updated.with_changes(
             func=cst.Name("print"), args=without(updated.args, kept)
@@ -360,10 +365,6 @@ def _print(script: Script, node: Call, updated: Call, path: str) -> Expression:
         literal = cst.SimpleString(repr(text))
     script.note(node, "jax.debug.print prints once for each replica")
     return call_of(script.expression("jax.debug.print"), literal, *shown)
-
-
-def _names(arg: cst.Arg, name: str) -> bool:
-    return arg.keyword is not None and arg.keyword.value == name
 
 
 def _tape(script: Script, node: Call, updated: Call, path: str) -> Expression:
@@ -391,13 +392,13 @@ def _device(script: Script, node: Call, updated: Call, path: str) -> Expression:
 
 def _random(script: Script, node: Call, updated: Call, path: str) -> Expression:
     made = _operator(script, updated, DEVICE_OPERATORS[path], path)
-    dtype = next((a.value for a in made.args if _names(a, "dtype")), None)
+    dtype = next((a.value for a in made.args if is_named(a, "dtype")), None)
     if isinstance(dtype, cst.SimpleString) and "int" in dtype.value:
         made = made.with_changes(func=script.expression("keras.random.randint"))
         if argument(made.args, 1, "minval") is None:
             zero = keyword("minval", cst.Integer("0"))
             made = made.with_changes(args=without(made.args, made.args, [zero]))
-    seed = next((a for a in made.args if _names(a, "seed")), None)
+    seed = next((a for a in made.args if is_named(a, "seed")), None)
     if not is_traced(script, node):
         return made
     if seed is not None:

@@ -14,6 +14,7 @@ from replicax.migrate.origins import (
     definitions,
     elements,
     part,
+    returned,
 )
 from replicax.migrate.script import Script, walk
 from replicax.migrate.targets import find_target, kind_of_target
@@ -251,28 +252,13 @@ def _of_call(script: Script, node: cst.Call, seen: _Seen) -> str | None:
     if makes_optimizer(script, node.func):
         return "optimizer"
     if isinstance(node.func, cst.Name):
-        name = node.func.value
-        if found := classes(script, name):
+        if found := classes(script, node.func.value):
             return _one(_of_class(script, each, seen) for each in found)
-        return _returned(script, name, seen)
-    if not isinstance(node.func, cst.Attribute):
-        return None
-    name = node.func.attr.value
-    if name == "get_layer":
+    elif isinstance(node.func, cst.Attribute) and node.func.attr.value == "get_layer":
         is_model = _kind(script, node.func.value, seen) == "model"
         return "layer" if is_model else None
-    is_own = is_name(node.func.value, "self")
-    return _returned(script, name, seen) if is_own else None
-
-
-def _returned(script: Script, name: str, seen: _Seen) -> str | None:
-    """The kind of what the functions of a name return."""
-    return _one(
-        _kind(script, node.value, seen) if node.value else None
-        for function in script.functions(name)
-        for node in walk(function)
-        if isinstance(node, cst.Return) and script.function_of(node) is function
-    )
+    values = returned(script, node)
+    return _one(v if v is None else _kind(script, v, seen) for v in values)
 
 
 def _of_class_around(script: Script, node: cst.CSTNode, seen: _Seen) -> str | None:

@@ -5,7 +5,7 @@ import re
 import libcst as cst
 from libcst import Call
 
-from replicax.migrate.arguments import renamed
+from replicax.migrate.arguments import is_named, renamed
 from replicax.migrate.kinds import is_kind, is_named_optimizer
 from replicax.migrate.script import Expression, Script, Unported
 
@@ -250,7 +250,6 @@ def updated_logs(
     if not _is_logs(script, node.func.value):
         return updated
     args = [
-        renamed(a, "learning_rate") if a.keyword and a.keyword.value == "lr" else a
-        for a in updated.args
+        renamed(a, "learning_rate") if is_named(a, "lr") else a for a in updated.args
     ]
     return updated.with_changes(args=args)

@@ -6,7 +6,7 @@ import libcst as cst
 from libcst import Attribute, Call
 
 from replicax.migrate import keras_calls, members
-from replicax.migrate.arguments import argument, keyword, renamed, without
+from replicax.migrate.arguments import argument, is_named, keyword, renamed, without
 from replicax.migrate.keras_calls import (
     MODELS,
     WEIGHTS,
@@ -264,7 +264,7 @@ def _apply_gradients(
             raise Unported(
                 f"apply_gradients has no {name}=: gradients are summed over replicas"
             )
-    kept = [a for a in updated.args if not (a.keyword and a.keyword.value == "name")]
+    kept = [a for a in updated.args if not is_named(a, "name")]
     if len(kept) == len(updated.args):
         return updated
     return updated.with_changes(args=without(updated.args, kept))
@@ -304,7 +304,7 @@ def _save_weights(
 
 
 def _on_batch(script: Script, node: Call, updated: Call, func: Attribute) -> Expression:
-    if any(arg.keyword and arg.keyword.value == "reset_metrics" for arg in node.args):
+    if any(is_named(arg, "reset_metrics") for arg in node.args):
         raise Unported(
             f"{func.attr.value} has no reset_metrics=: it resets metrics before a batch"
         )
@@ -331,8 +331,8 @@ def _add_weight(
     """In Keras 3 the shape comes first, not the name."""
     names = ["name", "shape", "dtype", "initializer"]
     given = [a for a in updated.args if a.keyword is None]
-    is_named = any(a.keyword and a.keyword.value == "shape" for a in updated.args)
-    is_old = func.attr.value == "add_variable" or is_named
+    has_shape = any(is_named(a, "shape") for a in updated.args)
+    is_old = func.attr.value == "add_variable" or has_shape
     if given and isinstance(given[0].value, (cst.SimpleString, cst.FormattedString)):
         is_old = True
     if not is_old:

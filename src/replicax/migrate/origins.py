@@ -9,7 +9,15 @@ from replicax.migrate.flow import Definition
 from replicax.migrate.names import is_name
 from replicax.migrate.script import Script, walk
 
-__all__ = ["bases", "classes", "container", "definitions", "elements", "part"]
+__all__ = [
+    "bases",
+    "classes",
+    "container",
+    "definitions",
+    "elements",
+    "part",
+    "returned",
+]
 
 _COPIES = ("list", "tuple", "reversed", "sorted", "iter", "set")
 _Seen = frozenset[cst.CSTNode]
@@ -177,19 +185,19 @@ def _of_call(script: Script, node: cst.Call, seen: _Seen) -> list[cst.BaseExpres
         return [arg.value for arg in node.args if arg.keyword]
     if _is_method(node.func, "values"):
         return elements(script, node.func.value, seen)
-    returned = [elements(script, value, seen) for value in _returned(script, node)]
-    return [each for values in returned for each in values]
+    values = [value for value in returned(script, node) if value is not None]
+    return [each for value in values for each in elements(script, value, seen)]
 
 
-def _returned(script: Script, node: cst.Call) -> Iterator[cst.BaseExpression]:
-    """What a function of the script, or a method of `self`, returns."""
+def returned(script: Script, node: cst.Call) -> Iterator[cst.BaseExpression | None]:
+    """What a function of the script, or a method of `self`, returns; None: nothing."""
     func = node.func
     if isinstance(func, cst.Attribute) and is_name(func.value, "self"):
         func = func.attr
     for function in script.functions(func.value) if isinstance(func, cst.Name) else ():
         for each in walk(function):
             if isinstance(each, cst.Return) and script.function_of(each) is function:
-                yield each.value or cst.Name("None")
+                yield each.value
 
 
 def _literals(
@@ -200,7 +208,7 @@ def _literals(
     if depth == 0 or isinstance(node, cst.List | cst.Tuple | cst.Dict):
         yield node
     elif isinstance(node, cst.Call):
-        values = list(_returned(script, node))
+        values = [value for value in returned(script, node) if value is not None]
     else:
         values = [v for d in definitions(script, node) for v in d.values]
     for value in values:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import libcst as cst
 from libcst import Call
 
-from replicax.migrate.arguments import argument, keyword, without
+from replicax.migrate.arguments import argument, is_named, keyword, without
 from replicax.migrate.datasets import DatasetGroup, find_datasets
 from replicax.migrate.host import (
     example_function,
@@ -202,7 +202,7 @@ def _batch(script: Script, call: Call, updated: Call) -> Expression:
 
 def _shuffle(script: Script, call: Call, updated: Call) -> Expression:
     seed = argument(updated.args, 1, "seed")
-    is_ported = [a for a in call.args if a.keyword and a.keyword.value == "seed"]
+    is_ported = [a for a in call.args if is_named(a, "seed")]
     if is_ported and len(call.args) == 1:
         return updated
     once = argument(updated.args, 2, "reshuffle_each_iteration")

@@ -6,7 +6,7 @@ from typing import TypeAlias
 import libcst as cst
 from libcst import Call
 
-from replicax.migrate.arguments import argument
+from replicax.migrate.arguments import argument, is_named
 from replicax.migrate.names import dotted
 from replicax.migrate.script import Expression, Script, Unported, walk
 
@@ -187,9 +187,7 @@ def stream_problem(
 def _is_in_order(script: Script, source: cst.Call) -> bool:
     """Whether `shuffle=` is something else than its default, True."""
     return any(
-        arg.keyword is not None
-        and arg.keyword.value == "shuffle"
-        and script.code(arg.value) != "True"
+        is_named(arg, "shuffle") and script.code(arg.value) != "True"
         for arg in source.args
     )
 

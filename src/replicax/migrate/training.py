@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import libcst as cst
 
-from replicax.migrate.arguments import argument
+from replicax.migrate.arguments import argument, is_named
 from replicax.migrate.names import dotted
 from replicax.migrate.script import Replacement, Script, walk
 from replicax.migrate.tracing import makes_spec
@@ -57,7 +57,7 @@ def _estimators(script: Script, updated: cst.Call) -> cst.Call:
     if loss is not None:
         args.append(cst.Arg(loss.value))
     for arg in updated.args:
-        if arg.keyword and arg.keyword.value == "var_list":
+        if is_named(arg, "var_list"):
             args.append(cst.Arg(arg.value))
     return cst.Call(script.expression("rx.estimator.minimize"), args)
 

@@ -91,6 +91,8 @@ class RemoteGroup:
         self._session = session
         self._sharding = sharding
         self._servers = sorted({part.server for part in group.parts})
+        self._slices = {server: group.slices_on(server) for server in self._servers}
+        self._layouts = {server: group.layout_on(server) for server in self._servers}
         self._incarnations: dict[int, str] = {}  # Of the servers, with `versions`.
         self._behind: dict[int, int] = {}  # Version before a server went back, by it.
         self._was_restarted = False
@@ -492,9 +494,9 @@ class RemoteGroup:
 
         For the MLP of benchmarks/parameter_servers.py that took as long as the step.
         """
-        parts = self.group.slices_on(server)
+        parts = self._slices[server]
         hosts = (np.asarray(values[part.variable]) for part in parts)
-        return self.group.layout_on(server).pieces(
+        return self._layouts[server].pieces(
             host if part.rows is None else host[slice(*part.rows)]
             for part, host in zip(parts, hosts, strict=True)
         )
@@ -508,7 +510,7 @@ class RemoteGroup:
 
     def _unpacked(self, held: list[_Vectors]) -> list[jax.Array]:
         unpacked = {
-            server: iter(self.group.layout_on(server).unpack(vectors))
+            server: iter(self._layouts[server].unpack(vectors))
             for server, vectors in zip(self._servers, held, strict=True)
         }
         pieces: dict[int, list[jax.Array]] = {}

@@ -100,13 +100,9 @@ class ParameterServerStrategy(Strategy):
         config = _cluster(cluster_resolver)
         timeouts = checked_timeouts(timeouts, "ParameterServerStrategy")
         workers = [task.name for task in config.cluster.workers]
-        _check_options(sync, backup_workers, max_staleness, compression, len(workers))
-        if overlap and (sync or max_staleness is not None):
-            raise ValueError(
-                "ParameterServerStrategy: overlap=True begins a step on older values, "
-                f"which sync={sync!r}, max_staleness={max_staleness!r} forbid. Leave "
-                "overlap, or both of them, at the default."
-            )
+        _check_options(
+            sync, backup_workers, max_staleness, overlap, compression, len(workers)
+        )
         if config.task_type == "ps":
             serve(
                 config,
@@ -242,6 +238,7 @@ def _check_options(
     sync: bool,
     backup_workers: int,
     max_staleness: int | None,
+    overlap: bool,
     compression: str | None,
     num_workers: int,
 ) -> None:
@@ -260,6 +257,12 @@ def _check_options(
         raise ValueError(
             f"{name}: max_staleness={max_staleness!r} must be None or at least 0, and "
             "None with sync=True, which has no staleness."
+        )
+    if overlap and (sync or max_staleness is not None):
+        raise ValueError(
+            f"{name}: overlap=True begins a step on older values, which "
+            f"sync={sync!r}, max_staleness={max_staleness!r} forbid. Leave overlap, or "
+            "both of them, at the default."
         )
     if compression not in (None, "bfloat16"):
         raise ValueError(

@@ -222,20 +222,22 @@ def send(
 def _chunks(pieces: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
     """A vector's bytes: views of large pieces, and small ones copied together."""
     small: list[np.ndarray] = []
+    size = 0
     for array in pieces:
         if array.dtype.byteorder == ">":
             array = array.astype(array.dtype.newbyteorder("<"))
         data = bytes_of(array)
         is_small = len(data) < _SMALL_BYTES
-        if small and (not is_small or sum(map(len, small)) >= _SMALL_BYTES):
+        if size and (not is_small or size >= _SMALL_BYTES):
             yield _whole(small)
-            small = []
+            small, size = [], 0
         if is_small:
             small.append(data)
+            size += len(data)
             continue
         for start in range(0, len(data), CHUNK_BYTES):
             yield data[start : start + CHUNK_BYTES]
-    if any(map(len, small)):
+    if size:
         yield _whole(small)
 
 
