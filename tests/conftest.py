@@ -43,6 +43,14 @@ for _signal, _handler in (
     if signal.getsignal(_signal) is signal.SIG_IGN:
         signal.signal(_signal, _handler)
 
+# Folders that nobody names, such as the estimator's of its checkpoints, end with the run;
+# those of `tmp_path` stay where pytest keeps the last ones.
+os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+_folders = tempfile.TemporaryDirectory(
+    prefix="replicax-tests-", ignore_cleanup_errors=True
+)
+os.environ["TMPDIR"] = tempfile.tempdir = _folders.name
+
 # No test depends on what earlier ones left in a user's folder.
 os.environ["REPLICAX_COMPILATION_CACHE"] = "off"
 # Nor keeps the memory that earlier ones needed: where malloc is configured, be it with
@@ -71,8 +79,7 @@ if os.environ.get("JAX_PLATFORMS") == "cpu" and jax.__version__.startswith("0.10
         os.environ["XLA_FLAGS"] = _flags
         # And compile the same programs again and again: each of these processes keeps
         # its own while it runs, as JAX does not write the files of others at once.
-        _programs = tempfile.TemporaryDirectory(prefix="replicax-tests-")
-        jax.config.update("jax_compilation_cache_dir", _programs.name)
+        jax.config.update("jax_compilation_cache_dir", tempfile.mkdtemp("-programs"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
