@@ -1,8 +1,9 @@
 """Steps per second on parameter servers: replicax and TensorFlow, the same model.
 
-784-2048-2048-10, batches of 256, Adam; asynchronous workers and servers as processes of
-this machine. Both libraries' clusters of a size run at the same time and take turns, so
-that only numbers of one row are compared; the one that waits is idle.
+An MLP, 784-2048-2048-10, or a small CNN; batches of 256, Adam; asynchronous workers and
+servers as processes of this machine. Both libraries' clusters of a size run at the same
+time and take turns, so that only numbers of one row are compared; the one that waits is
+idle. Each row's clusters are started several times.
 
     python benchmarks/parameter_servers.py --peer-python /path/to/venv/bin/python
 
@@ -15,6 +16,7 @@ import contextlib
 import itertools
 import os
 import sys
+from collections.abc import Iterable
 from statistics import median
 from typing import Any
 
@@ -22,8 +24,10 @@ from ps_cluster import Cluster
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--peer-python", help="a Python that has tensorflow and tf_keras")
+parser.add_argument("--model", choices=["mlp", "cnn"], default="mlp")
 parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4])
 parser.add_argument("--servers", type=int, nargs="+", default=[1, 2])
+parser.add_argument("--starts", type=int, default=3, help="of each cluster")
 parser.add_argument("--rounds", type=int, default=5)
 parser.add_argument("--steps", type=int, default=40, help="steps of all in one timing")
 parser.add_argument("--limit-seconds", type=float, default=300.0)
@@ -32,13 +36,17 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
 
 
 def measure(num_workers: int, num_servers: int) -> dict[str, Cluster]:
-    """Rounds in which the libraries' clusters of that size take turns."""
+    """One start of the libraries' clusters of that size, and rounds in turns."""
     jobs = {"worker": num_workers, "ps": num_servers}
     found: dict[str, Cluster] = {}
     with contextlib.ExitStack() as stack:
 
         def start(library: str, *arguments: Any) -> None:
-            found[library] = Cluster(*arguments, limit_seconds=options.limit_seconds)
+            found[library] = Cluster(
+                *arguments,
+                limit_seconds=options.limit_seconds,
+                env={"BENCH_MODEL": options.model},
+            )
             stack.callback(found[library].close)
 
         start("replicax", sys.executable, "ps_replicax_peer.py", jobs, "worker")
@@ -67,20 +75,31 @@ def main() -> None:
     )
     print("|---|---|---|---|---|---|---|")
     for num_workers, num_servers in itertools.product(options.workers, options.servers):
-        found = measure(num_workers, num_servers)
-        ours, theirs = found["replicax"], found.get("TensorFlow", found["replicax"])
-        pairs = zip(ours.steps_per_second, theirs.steps_per_second, strict=True)
-        ratios = sorted(a / b for a, b in pairs)
+        starts = [measure(num_workers, num_servers) for _ in range(options.starts)]
+        ours = [start["replicax"] for start in starts]
+        theirs = [start.get("TensorFlow", start["replicax"]) for start in starts]
+        ratios = sorted(
+            a / b
+            for mine, other in zip(ours, theirs, strict=True)
+            for a, b in zip(mine.steps_per_second, other.steps_per_second, strict=True)
+        )
         row = [
             str(num_workers),
             str(num_servers),
-            f"{median(ours.steps_per_second):.2f}",
-            f"{median(theirs.steps_per_second):.2f}",
+            *(
+                f"{median_of(c.steps_per_second for c in x):.2f}"
+                for x in (ours, theirs)
+            ),
             f"{median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})",
-            f"{median(ours.cpu_ms):.0f}, {median(theirs.cpu_ms):.0f}",
-            f"{ours.loss:.2f}, {theirs.loss:.2f}",
+            ", ".join(f"{median_of(c.cpu_ms for c in x):.0f}" for x in (ours, theirs)),
+            ", ".join(f"{median(c.loss for c in x):.2f}" for x in (ours, theirs)),
         ]
         print("| " + " | ".join(row) + " |", flush=True)
+
+
+def median_of(timings: Iterable[list[float]]) -> float:
+    """The median of all starts' timings."""
+    return median(itertools.chain.from_iterable(timings))
 
 
 if __name__ == "__main__":

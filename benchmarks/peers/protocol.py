@@ -1,7 +1,12 @@
-"""What a worker does for `parameter_servers.py`: it trains when it is told to.
+"""What a worker of a parameter-server benchmark does: it trains when it is told to.
 
-The same MLP, data and optimizer everywhere: 784-2048-2048-10, Adam. Lines on standard
-input say how many steps to do; the answer is the time they took and the last loss.
+The same model, data and optimizer everywhere. Lines on standard input say how many
+steps to do; the answer is the time they took and the loss.
+
+BENCH_MODEL is `mlp` (784-2048-2048-10, or BENCH_WIDTH in place of 2048) or `cnn` (the
+one of TensorFlow's tutorials on MNIST). BENCH_DATA is an `.npz` file of images and
+labels as Keras keeps MNIST; without it data are random. BENCH_SEED is that of the
+initial weights.
 """
 
 import itertools
@@ -9,25 +14,50 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
+MODEL = os.environ.get("BENCH_MODEL", "mlp")
 WIDTH = int(os.environ.get("BENCH_WIDTH", "2048"))
-SIZES = (784, WIDTH, WIDTH, 10)
 BATCH = int(os.environ.get("BENCH_BATCH", "256"))
 LEARNING_RATE = 1e-3
+SHAPE = {"mlp": (784,), "cnn": (28, 28, 1)}[MODEL]
+"""Of one example."""
+_KERNELS: list[tuple[int, ...]] = {
+    "mlp": list(itertools.pairwise((784, WIDTH, WIDTH, 10))),
+    "cnn": [(3, 3, 1, 32), (13 * 13 * 32, 64), (64, 10)],
+}[MODEL]
 
-_rng = np.random.default_rng(0)
-X = _rng.normal(size=(BATCH * 20, SIZES[0])).astype("float32")
-Y = _rng.integers(0, SIZES[-1], BATCH * 20).astype("int32")
+_rng = np.random.default_rng(int(os.environ.get("BENCH_SEED", "0")))
+if "BENCH_DATA" in os.environ:
+    with np.load(os.environ["BENCH_DATA"]) as _data:
+        X = (_data["x_train"] / np.float32(255)).reshape(-1, *SHAPE)
+        Y = _data["y_train"].astype("int32")
+else:
+    X = _rng.normal(size=(BATCH * 20, *SHAPE)).astype("float32")
+    Y = _rng.integers(0, 10, BATCH * 20).astype("int32")
 WEIGHTS = [
     (
-        (_rng.normal(size=(a, b)) * np.sqrt(2 / a)).astype("float32"),
-        np.zeros(b, "float32"),
+        (_rng.normal(size=k) * np.sqrt(2 / np.prod(k[:-1]))).astype("float32"),
+        np.zeros(k[-1], "float32"),
     )
-    for a, b in itertools.pairwise(SIZES)
+    for k in _KERNELS
 ]
 """Kernels and biases that every peer starts from."""
+
+
+def layers(library: Any) -> list[Any]:
+    """The model's layers, of Keras' or tf_keras' `layers`."""
+    if MODEL == "mlp":
+        return [library.Dense(n, "relu") for n in (WIDTH, WIDTH)] + [library.Dense(10)]
+    return [
+        library.Conv2D(32, 3, activation="relu"),
+        library.MaxPooling2D(),
+        library.Flatten(),
+        library.Dense(64, "relu"),
+        library.Dense(10),
+    ]
 
 
 def serve(train: Callable[[int, int], object]) -> None:
@@ -35,7 +65,7 @@ def serve(train: Callable[[int, int], object]) -> None:
 
     Args:
         train: Does steps `start` to `start + count - 1`, waits for them, and returns
-            the last one's global loss; or a text that begins with it.
+            their mean loss; or a text that begins with it.
     """
     print("ready", flush=True)
     start = 0

@@ -50,13 +50,11 @@ class Clock(keras.callbacks.Callback):
 
 
 with strategy.scope():
-    hidden = [keras.layers.Dense(n, "relu") for n in protocol.SIZES[1:-1]]
     model = keras.Sequential(
         [
-            keras.Input((protocol.SIZES[0],)),
+            keras.Input(protocol.SHAPE),
             *([Accelerator()] if DEVICE_SECONDS else []),
-            *hidden,
-            keras.layers.Dense(10),
+            *protocol.layers(keras.layers),
         ]
     )
     model.set_weights([array for pair in protocol.WEIGHTS for array in pair])
@@ -66,10 +64,10 @@ with strategy.scope():
     )
 
 
-@functools.cache
-def examples(count: int) -> tuple[np.ndarray, np.ndarray]:
-    """As many batches."""
-    rows = np.arange(count * protocol.BATCH) % len(protocol.X)
+@functools.lru_cache(1)
+def examples(first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """As many examples, from that one on."""
+    rows = (first + np.arange(count)) % len(protocol.X)
     return protocol.X[rows], protocol.Y[rows]
 
 
@@ -88,7 +86,8 @@ def fit(start: int, count: int) -> str:
         The loss; when this worker began and ended its first and last step; and the
         mean staleness of all, as server 0 counts it.
     """
-    x, y = examples(count)
+    first = start * protocol.BATCH % len(protocol.X)
+    x, y = examples(first, count * protocol.BATCH)
     clock = Clock()
     updates, stale = staleness()
     history = model.fit(

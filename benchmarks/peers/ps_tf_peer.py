@@ -5,6 +5,7 @@ TensorFlow's. With tf_keras (Keras 2), as Keras 3 has no such strategy.
 """
 
 import os
+import time
 
 os.environ["TF_USE_LEGACY_KERAS"] = "1"
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
@@ -25,9 +26,8 @@ if resolver.task_type in ("worker", "ps"):
 strategy = tf.distribute.ParameterServerStrategy(resolver)
 coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
 with strategy.scope():
-    hidden = [tf_keras.layers.Dense(n, "relu") for n in protocol.SIZES[1:-1]]
-    model = tf_keras.Sequential([*hidden, tf_keras.layers.Dense(10)])
-    model.build((None, protocol.SIZES[0]))
+    model = tf_keras.Sequential(protocol.layers(tf_keras.layers))
+    model.build((None, *protocol.SHAPE))
     model.set_weights([array for pair in protocol.WEIGHTS for array in pair])
     optimizer = tf_keras.optimizers.Adam(protocol.LEARNING_RATE, epsilon=1e-8)
     optimizer.build(model.trainable_variables)
@@ -37,18 +37,18 @@ with strategy.scope():
 
 
 @tf.function
-def step(batches: "tf.data.Iterator") -> tf.Tensor:
-    """A step of one worker."""
+def step(batches: "tf.data.Iterator") -> tuple[tf.Tensor, tf.Tensor]:
+    """A step of one worker: its loss, and the updates made since it read the values."""
 
-    def replica_step(x: tf.Tensor, y: tf.Tensor) -> tf.Tensor:
+    def replica_step(x: tf.Tensor, y: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        before = tf.identity(optimizer.iterations)
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean(example_loss(y, model(x, training=True)))
         grads = tape.gradient(loss, model.trainable_variables)
         optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
-        return loss
+        return loss, tf.identity(optimizer.iterations) - before - 1
 
-    losses = strategy.run(replica_step, next(batches))
-    return strategy.reduce(tf.distribute.ReduceOp.SUM, losses, axis=None)
+    return strategy.run(replica_step, next(batches))
 
 
 @tf.function
@@ -64,11 +64,14 @@ def dataset() -> "tf.data.Dataset":
 batches = iter(coordinator.create_per_worker_dataset(dataset))
 
 
-def train(start: int, count: int) -> float:
-    """The steps that all workers make together."""
-    losses = [coordinator.schedule(step, (batches,)) for _ in range(count)]
+def train(start: int, count: int) -> str:
+    """The steps that all workers make together: see replicax' peer."""
+    begin = time.time()
+    steps = [coordinator.schedule(step, (batches,)) for _ in range(count)]
     coordinator.join()
-    return sum(float(loss.fetch()) for loss in losses) / count
+    end = time.time()
+    losses, stale = zip(*(step.fetch() for step in steps), strict=True)
+    return f"{sum(map(float, losses)) / count} {begin} {end} {sum(stale) / count}"
 
 
 protocol.serve(train)
