@@ -9,10 +9,18 @@ from typing import Any
 
 import pytest
 
-from replicax.migrate.operators import DEVICE_OPERATORS, HOST_OPERATORS, Operator
 from replicax.migrate.pipelines import MAPPED
 from replicax.migrate.sources import KNOWN_SOURCES
-from replicax.migrate.tables import ALIASES, DROPPED, EXACT, NOTES, PREFIXES
+from replicax.migrate.tables import (
+    ALIASES,
+    DEVICE_OPERATORS,
+    DROPPED,
+    EXACT,
+    HOST_OPERATORS,
+    NOTES,
+    PREFIXES,
+    Operator,
+)
 from replicax.migrate.targets import exists, find_reason, find_target, is_dotted
 
 PAGE = Path(__file__).parents[2] / "docs" / "migrate.md"

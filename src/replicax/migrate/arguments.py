@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import libcst as cst
 
-from replicax.migrate.operators import Operator
 from replicax.migrate.script import Unported
+from replicax.migrate.tables import Operator
 
 __all__ = [
     "argument",

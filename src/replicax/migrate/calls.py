@@ -15,8 +15,8 @@ from replicax.migrate.arguments import (
     without,
 )
 from replicax.migrate.defaults import with_float_rate
-from replicax.migrate.operators import DEVICE_OPERATORS, HOST_OPERATORS, Operator
 from replicax.migrate.script import Expression, Script, Unported, walk
+from replicax.migrate.tables import DEVICE_OPERATORS, HOST_OPERATORS, Operator
 from replicax.migrate.targets import accepted_arguments, find_note, find_target
 from replicax.migrate.tracing import RANDOM, is_traced, makes_spec
 

@@ -14,10 +14,9 @@ from replicax.migrate.names import (
     used_names,
 )
 from replicax.migrate.new_imports import NOTHING, with_new_imports
-from replicax.migrate.operators import DEVICE_OPERATORS
 from replicax.migrate.script import Replacement, Script, walk, with_marks
 from replicax.migrate.statements import comment_lines
-from replicax.migrate.tables import FOREIGN
+from replicax.migrate.tables import DEVICE_OPERATORS, FOREIGN
 from replicax.migrate.targets import find_reason, find_target
 
 __all__ = ["find_retained", "ported_imports", "uses_tensorflow"]

@@ -8,31 +8,11 @@ from libcst import Call
 from replicax.migrate.arguments import is_named, renamed
 from replicax.migrate.kinds import is_kind, is_named_optimizer
 from replicax.migrate.script import Expression, Script, Unported
+from replicax.migrate.tables import ATTRIBUTES
 
 __all__ = ["attribute", "is_logged_rate", "rate", "reset", "updated_logs", "variables"]
 
-_OF_OPTIMIZERS = {
-    "lr": "",
-    "_decayed_lr": "use `learning_rate`, which is the rate of this step",
-    "weights": "Keras 3 has `variables`, in another order",
-    "get_weights": (
-        "Keras 3 has `variables`, in another order: save the model, or use "
-        "rx.Checkpoint"
-    ),
-    "set_weights": (
-        "Keras 3 has `variables`, in another order: load the model, or use "
-        "rx.Checkpoint"
-    ),
-    **dict.fromkeys(
-        ("get_slot", "add_slot", "get_slot_names"),
-        "Keras 3 has no slots: see `variables`",
-    ),
-    **dict.fromkeys(
-        ("_get_hyper", "_set_hyper"), "use the attribute, such as `learning_rate`"
-    ),
-    "_create_all_weights": "use `build`",
-}
-"""Why attributes of optimizers stay; nothing for another name of `learning_rate`."""
+_OF_OPTIMIZERS = ATTRIBUTES["optimizer"]
 _ONLY_OF_OPTIMIZERS = ("lr", "get_weights", "set_weights", "get_slot")
 """What says enough of an object with an optimizer's name, and of no model."""
 _NUMBERS = ("beta_1", "beta_2", "epsilon", "momentum", "rho", "decay")
@@ -50,25 +30,6 @@ _NO_SCHEDULE = (
     "learning_rate of Keras 3 is the rate of this step, not the schedule: keep the "
     "schedule in a variable and use that"
 )
-_GONE = {
-    "model": {
-        "updates": "states are variables that layers assign",
-        "state_updates": "states are variables that layers assign",
-        "get_updates_for": "states are variables that layers assign",
-        "get_losses_for": "use `losses`",
-        "input_names": "use the names of `inputs`",
-        "distribute_strategy": "use the strategy's own name",
-        "total_loss": "`fit` returns losses; use compute_loss in train_step",
-        "_is_graph_network": "compare its class with keras.Model",
-    },
-    "layer": {
-        "batch_input_shape": "use `input.shape`",
-        "_batch_input_shape": "use `input.shape`",
-        "updates": "states are variables that layers assign",
-        "inbound_nodes": "use `input`",
-    },
-}
-"""What models and layers had, and what to do instead, by the kind."""
 
 
 def attribute(
@@ -90,7 +51,8 @@ def attribute(
             "layers of Keras 3 have no input_shape: use `input.shape`, or the shapes "
             "of `input` where a layer has several"
         )
-    for kind, gone in _GONE.items():
+    for kind in ("model", "layer"):
+        gone = ATTRIBUTES[kind]
         if name in gone and _is_foreign(script, node, kind):
             raise Unported(f"Keras 3 has no {name} of a {kind}: {gone[name]}")
     if name == "output_shape" and _is_foreign(script, node, "layer"):

@@ -16,39 +16,10 @@ from replicax.migrate.keras_calls import (
 from replicax.migrate.kinds import is_kind
 from replicax.migrate.names import root_of
 from replicax.migrate.script import Expression, Script, Unported
+from replicax.migrate.tables import LEFT_METHODS, RENAMED_METHODS
 from replicax.migrate.tracing import makes_spec
 
 __all__ = ["attribute", "call"]
-
-_RENAMED = {
-    "experimental_run_v2": "run",
-    "experimental_distribute_datasets_from_function": (
-        "distribute_datasets_from_function"
-    ),
-    "get_scaled_loss": "scale_loss",
-    "unwrap": "experimental_local_results",
-}
-_LEFT = {
-    "batch_jacobian": "use jax.vmap of jax.jacobian",
-    "jacobian": "use jax.jacobian",
-    "stop_recording": "use keras.ops.stop_gradient",
-    "eval": "use the value itself: nothing runs in a session",
-    "experimental_assign_to_logical_device": "use rx.ModelParallelStrategy",
-    "experimental_split_to_logical_devices": "use rx.ModelParallelStrategy",
-    "colocate_vars_with": "remove it: the strategy places variables and their slots",
-    "predict_classes": "use keras.ops.argmax of `predict`",
-    "predict_proba": "use `predict`",
-    "to_yaml": "use `to_json`",
-    "get_gradients": "use rx.GradientTape in a step",
-    "compute_gradients": "use rx.GradientTape in a step",
-    "get_input_at": "use `input`",
-    "get_output_at": "use `output`",
-    "get_input_shape_at": "use `input.shape`",
-    "get_output_shape_at": "use `output.shape`",
-    "add_metric": "make a metric in __init__, and update it in `call`",
-    "make_initializer": "variables are made with values",
-    "get_concrete_function": "leave it away: `strategy.run` compiles",
-}
 
 
 def attribute(
@@ -104,11 +75,11 @@ def call(script: Script, node: Call, updated: Call, path: str | None) -> Express
     name = func.attr.value
     if _is_of_module(script, node):
         return updated
-    if name in _LEFT:
-        raise Unported(f".{name}: {_LEFT[name]}")
-    if name in _RENAMED:
+    if name in LEFT_METHODS:
+        raise Unported(f".{name}: {LEFT_METHODS[name]}")
+    if name in RENAMED_METHODS:
         return updated.with_changes(
-            func=func.with_changes(attr=cst.Name(_RENAMED[name]))
+            func=func.with_changes(attr=cst.Name(RENAMED_METHODS[name]))
         )
     if name in {"lr", "learning_rate"}:
         return members.rate(script, node, updated)

@@ -8,9 +8,9 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from replicax.migrate.operators import DEVICE_OPERATORS
 from replicax.migrate.tables import (
     ALIASES,
+    DEVICE_OPERATORS,
     DTYPES,
     EXACT,
     NEED_TENSORFLOW,

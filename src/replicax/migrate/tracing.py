@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import libcst as cst
 
 from replicax.migrate.names import dotted, root_of
-from replicax.migrate.operators import DEVICE_OPERATORS
 from replicax.migrate.script import Script, walk
+from replicax.migrate.tables import DEVICE_OPERATORS
 
 __all__ = [
     "RANDOM",
