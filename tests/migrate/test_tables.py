@@ -20,8 +20,11 @@ from replicax.migrate.tables import (
     NOTES,
     PREFIXES,
     Operator,
+    exists,
+    find_reason,
+    find_target,
+    is_dotted,
 )
-from replicax.migrate.targets import exists, find_reason, find_target, is_dotted
 
 PAGE = Path(__file__).parents[2] / "docs" / "migrate.md"
 OPERATORS = [*DEVICE_OPERATORS.items(), *HOST_OPERATORS.items()]

@@ -10,6 +10,7 @@ from replicax.migrate.tables import Operator
 __all__ = [
     "argument",
     "bound",
+    "call_of",
     "is_named",
     "keyword",
     "remade",
@@ -37,6 +38,11 @@ def keyword(name: str, value: cst.BaseExpression) -> cst.Arg:
         whitespace_after=no_space,
     )
     return cst.Arg(value=value, keyword=cst.Name(name), equal=equal)
+
+
+def call_of(func: cst.BaseExpression, *values: cst.BaseExpression) -> cst.Call:
+    """A call with positional arguments."""
+    return cst.Call(func=func, args=[cst.Arg(value) for value in values])
 
 
 def bound(args: Sequence[cst.Arg], parameters: Sequence[str]) -> dict[str, cst.Arg]:

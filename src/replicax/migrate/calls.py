@@ -8,22 +8,28 @@ from libcst import Call
 from replicax.migrate import keras_calls, legacy
 from replicax.migrate.arguments import (
     argument,
+    call_of,
     is_named,
     keyword,
     remade,
     renamed,
     without,
 )
-from replicax.migrate.defaults import with_float_rate
+from replicax.migrate.optimizers import with_float_rate
 from replicax.migrate.script import Expression, Script, Unported, walk
-from replicax.migrate.tables import DEVICE_OPERATORS, HOST_OPERATORS, Operator
-from replicax.migrate.targets import accepted_arguments, find_note, find_target
-from replicax.migrate.tracing import RANDOM, is_traced, makes_spec
+from replicax.migrate.tables import (
+    DEVICE_OPERATORS,
+    HOST_OPERATORS,
+    Operator,
+    accepted_arguments,
+    find_note,
+    find_target,
+)
+from replicax.migrate.tracing import RANDOM, is_traced
 
 __all__ = [
     "Rule",
     "arguments_stay",
-    "call_of",
     "has_rule",
     "leave_unknown_arguments",
     "ported",
@@ -92,11 +98,6 @@ def leave_unknown_arguments(
     for arg in result.args:
         if arg.keyword and accepted is not None and arg.keyword.value not in accepted:
             script.leave(node, f"{target} has no argument {arg.keyword.value!r}")
-
-
-def call_of(func: cst.BaseExpression, *values: cst.BaseExpression) -> cst.Call:
-    """A call with positional arguments."""
-    return cst.Call(func=func, args=[cst.Arg(value) for value in values])
 
 
 def _first(updated: cst.Call, name: str, path: str) -> cst.BaseExpression:
@@ -250,49 +251,6 @@ def _trace(script: Script, node: Call, updated: Call, path: str) -> Expression:
     kept = [a for a in updated.args if not is_named(a, "_r")]
     func = script.expression("jax.profiler.StepTraceAnnotation")
     return updated.with_changes(func=func, args=without(updated.args, kept))
-
-
-def _summed_metric(name: str) -> Rule:
-    """A rule for `tf.metrics.accuracy` and its like in a model function.
-
-    The metric is made and updated above the statement, which gets the metric.
-    """
-
-    def rule(script: Script, node: Call, updated: Call, path: str) -> Expression:
-        function = script.function_of(node)
-        if function is None or not makes_spec(script, function):
-            raise Unported(
-                f"tf.{path} stays: make keras.metrics.{name}() and update it in a step"
-            )
-        values = {}
-        parameters = ["labels", "predictions", "weights"]
-        for i, parameter in enumerate(
-            ["values", "weights"] if name == "Mean" else parameters
-        ):
-            arg = argument(updated.args, i, parameter)
-            if arg is not None:
-                values[parameter] = arg.value
-        if len(updated.args) > len(values) + any(
-            is_named(a, "name") for a in updated.args
-        ):
-            raise Unported(f"tf.{path} stays: use keras.metrics.{name}")
-        used = {n.value for n in walk(function) if isinstance(n, cst.Name)}
-        local = path.rpartition(".")[2]
-        while local in used or local in script.made_names:
-            local += "_metric"
-        script.made_names.add(local)
-        made = script.code(call_of(script.expression(f"keras.metrics.{name}")))
-        weights = values.pop("weights", None)
-        args = [cst.Arg(value) for value in values.values()]
-        if weights is not None:
-            args.append(keyword("sample_weight", weights))
-        update = cst.Attribute(cst.Name(local), cst.Name("update_state"))
-        code = script.code(cst.Call(update, without(args, args)))
-        statement = script.statement_of(node)
-        script.inserted.setdefault(statement, []).extend([f"{local} = {made}", code])
-        return cst.Name(local)
-
-    return rule
 
 
 def _renaming(target: str) -> Rule:
@@ -478,18 +436,6 @@ _RULES: dict[str, Rule] = {
         for suffix in ("", "2d")
     },
     "profiler.experimental.Trace": _trace,
-    **{
-        f"metrics.{path}": _summed_metric(name)
-        for path, name in (
-            ("accuracy", "Accuracy"),
-            ("mean", "Mean"),
-            ("auc", "AUC"),
-            ("precision", "Precision"),
-            ("recall", "Recall"),
-            ("mean_absolute_error", "MeanAbsoluteError"),
-            ("root_mean_squared_error", "RootMeanSquaredError"),
-        )
-    },
     "where": _where,
     "split": _split,
     "einsum": _renaming("keras.ops.einsum"),

@@ -7,8 +7,7 @@ import libcst as cst
 from replicax.migrate.calls import has_rule
 from replicax.migrate.names import dotted
 from replicax.migrate.script import Script, walk
-from replicax.migrate.tables import DTYPES, EXACT
-from replicax.migrate.targets import exists, find_target, is_dotted
+from replicax.migrate.tables import DTYPES, EXACT, exists, find_target, is_dotted
 from replicax.migrate.tracing import called_functions
 
 __all__ = [

@@ -6,11 +6,11 @@ import libcst as cst
 from libcst import Call
 
 from replicax.migrate.arguments import argument, is_named, keyword, renamed, without
-from replicax.migrate.defaults import old_defaults, with_old_reset
+from replicax.migrate.legacy import old_defaults, with_old_reset
 from replicax.migrate.names import dotted
 from replicax.migrate.optimizers import config_problem, ported_arguments
 from replicax.migrate.script import Expression, Script, Unported, walk
-from replicax.migrate.targets import exists, find_target
+from replicax.migrate.tables import exists, find_target
 
 __all__ = [
     "MODELS",

@@ -17,7 +17,7 @@ from replicax.migrate.origins import (
     returned,
 )
 from replicax.migrate.script import Script, walk
-from replicax.migrate.targets import find_target, kind_of_target
+from replicax.migrate.tables import find_target, kind_of_target
 
 __all__ = [
     "is_kind",

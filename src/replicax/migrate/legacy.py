@@ -1,15 +1,25 @@
-"""Rules for functions of TensorFlow 1 and of `tf.config`."""
+"""Rules for functions and defaults of TensorFlow 1, and for those of `tf.config`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import libcst as cst
 from libcst import Call
 
-from replicax.migrate.arguments import argument, bound, keyword, without
-from replicax.migrate.script import Expression, Script, Unported
+from replicax.migrate.arguments import (
+    argument,
+    bound,
+    call_of,
+    is_named,
+    keyword,
+    without,
+)
+from replicax.migrate.names import root_of
+from replicax.migrate.script import Expression, Script, Unported, walk
 from replicax.migrate.tracing import makes_spec
 
-__all__ = ["RULES"]
+__all__ = ["RULES", "old_defaults", "with_old_reset"]
+
+_Rule = Callable[[Script, cst.Call, cst.Call, str], cst.BaseExpression]
 
 _LAYERS = {
     "dense": "Dense",
@@ -32,6 +42,15 @@ _LOSS_ARGUMENTS = {
     "sigmoid_cross_entropy": ("multi_class_labels", "logits", "weights"),
     "absolute_difference": ("labels", "predictions", "weights"),
 }
+
+_OLD_RECURRENT = [
+    f"keras.layers.{name}" for name in ("GRU", "GRUCell", "LSTM", "LSTMCell")
+]
+_HARD_SIGMOID = ("hard_sigmoid", "keras.activations.hard_sigmoid")
+_OTHER_SLOPE = (
+    "hard_sigmoid is 0.2 * x + 0.5 in tf.keras, x / 6 + 0.5 in Keras 3: write it as a "
+    "function, keras.ops.clip(0.2 * x + 0.5, 0, 1)"
+)
 
 
 def _layer(script: Script, node: Call, updated: Call, path: str) -> Expression:
@@ -124,9 +143,100 @@ def _mirrored(script: Script, node: Call, updated: Call, path: str) -> Expressio
     return updated.with_changes(func=script.expression("rx.MirroredStrategy"))
 
 
-RULES: dict[str, Callable[[Script, cst.Call, cst.Call, str], cst.BaseExpression]] = {
+def _summed_metric(name: str) -> _Rule:
+    """A rule for `tf.metrics.accuracy` and its like in a model function.
+
+    The metric is made and updated above the statement, which gets the metric.
+    """
+
+    def rule(script: Script, node: Call, updated: Call, path: str) -> Expression:
+        function = script.function_of(node)
+        if function is None or not makes_spec(script, function):
+            raise Unported(
+                f"tf.{path} stays: make keras.metrics.{name}() and update it in a step"
+            )
+        values = {}
+        parameters = ["labels", "predictions", "weights"]
+        for i, parameter in enumerate(
+            ["values", "weights"] if name == "Mean" else parameters
+        ):
+            arg = argument(updated.args, i, parameter)
+            if arg is not None:
+                values[parameter] = arg.value
+        if len(updated.args) > len(values) + any(
+            is_named(a, "name") for a in updated.args
+        ):
+            raise Unported(f"tf.{path} stays: use keras.metrics.{name}")
+        used = {n.value for n in walk(function) if isinstance(n, cst.Name)}
+        local = path.rpartition(".")[2]
+        while local in used or local in script.made_names:
+            local += "_metric"
+        script.made_names.add(local)
+        made = script.code(call_of(script.expression(f"keras.metrics.{name}")))
+        weights = values.pop("weights", None)
+        args = [cst.Arg(value) for value in values.values()]
+        if weights is not None:
+            args.append(keyword("sample_weight", weights))
+        update = cst.Attribute(cst.Name(local), cst.Name("update_state"))
+        code = script.code(cst.Call(update, without(args, args)))
+        statement = script.statement_of(node)
+        script.inserted.setdefault(statement, []).extend([f"{local} = {made}", code])
+        return cst.Name(local)
+
+    return rule
+
+
+def with_old_reset(script: Script, node: Call, updated: Call) -> Call:
+    """A GRU of TensorFlow 1 as it was: it resets the state before it multiplies it."""
+    is_said = any(is_named(arg, "reset_after") for arg in updated.args)
+    if is_said or not _is_of_version_1(script, node):
+        return updated
+    extra = [keyword("reset_after", cst.Name("False"))]
+    return updated.with_changes(args=without(updated.args, updated.args, extra))
+
+
+def old_defaults(script: Script, node: cst.Call, path: str) -> Iterator[str]:
+    """Why a layer of TensorFlow 1 or tf.keras would compute something else here."""
+    for arg in node.args:
+        value = arg.value
+        is_text = isinstance(value, cst.SimpleString)
+        text = value.evaluated_value if is_text else script.names.path(value)
+        if text in _HARD_SIGMOID and path.startswith("keras.layers."):
+            yield _OTHER_SLOPE
+    if path in _HARD_SIGMOID:
+        yield _OTHER_SLOPE
+    if path in _OLD_RECURRENT and _is_of_version_1(script, node):
+        given = argument(node.args, 2, "recurrent_activation")
+        if given is None and not any(arg.star for arg in node.args):
+            yield (
+                "recurrent_activation is hard_sigmoid in TensorFlow 1, sigmoid in "
+                "Keras 3: write recurrent_activation="
+            )
+
+
+def _is_of_version_1(script: Script, node: cst.Call) -> bool:
+    """Whether a function is one of `tf.compat.v1`."""
+    root = root_of(node.func)
+    meant = script.flow.value(root) if root else None  # `keras = tf.compat.v1.keras`
+    names = [script.names.imported(each) for each in (node.func, meant) if each]
+    return any(name and ".compat.v1." in f"{name}." for name in names)
+
+
+RULES: dict[str, _Rule] = {
     **{f"layers.{name}": _layer for name in _LAYERS},
     **{f"losses.{name}": _loss for name in _LOSSES},
+    **{
+        f"metrics.{path}": _summed_metric(name)
+        for path, name in (
+            ("accuracy", "Accuracy"),
+            ("mean", "Mean"),
+            ("auc", "AUC"),
+            ("precision", "Precision"),
+            ("recall", "Recall"),
+            ("mean_absolute_error", "MeanAbsoluteError"),
+            ("root_mean_squared_error", "RootMeanSquaredError"),
+        )
+    },
     "config.set_logical_device_configuration": _logical_devices,
     "config.experimental.set_virtual_device_configuration": _logical_devices,
     "test.is_gpu_available": _gpu_available,

@@ -16,7 +16,7 @@ import libcst as cst
 from replicax.migrate.arguments import argument, keyword
 from replicax.migrate.names import dotted
 from replicax.migrate.script import Script, Unported, walk
-from replicax.migrate.targets import find_target
+from replicax.migrate.tables import find_target
 from replicax.migrate.tracing import is_traced
 
 __all__ = ["plan_logits"]

@@ -3,12 +3,13 @@
 import libcst as cst
 from libcst import Call
 
-from replicax.migrate.arguments import is_named, renamed, without
+from replicax.migrate.arguments import argument, is_named, renamed, without
 from replicax.migrate.kinds import makes_optimizer
 from replicax.migrate.names import is_name
-from replicax.migrate.script import Script, Unported
+from replicax.migrate.script import Expression, Script, Unported
+from replicax.migrate.tables import find_target, kind_of_target
 
-__all__ = ["config_problem", "ported_arguments", "ported_class_call"]
+__all__ = ["config_problem", "ported_arguments", "ported_class_call", "with_float_rate"]
 
 _DECAY = (
     "the optimizer's decay= stays: use a schedule such as "
@@ -108,3 +109,38 @@ def _old_key(script: Script, node: cst.BaseExpression) -> str | None:
     elif isinstance(value, cst.Call) and is_name(value.func, "dict"):
         keys = [arg.keyword.value for arg in value.args if arg.keyword]
     return next((name for name in _OLD if name in keys), None)
+
+
+def with_float_rate(
+    script: Script, node: Call, result: Expression, path: str
+) -> Expression:
+    """An optimizer whose learning rate is a float where the script has an integer.
+
+    Keras 3 refuses integers.
+    """
+    target = find_target(path) or ""
+    if not isinstance(result, cst.Call) or kind_of_target(target) != "optimizer":
+        return result
+    old = argument(node.args, 0, "learning_rate") or next(
+        (arg for arg in node.args if is_named(arg, "lr")), None
+    )
+    new = argument(result.args, 0, "learning_rate")
+    if old is None or new is None:
+        return result
+    if isinstance(old.value, cst.Integer):
+        number: cst.BaseExpression = cst.Float(f"{old.value.evaluated_value}.0")
+    elif _is_integer(script, old.value):
+        number = cst.Call(cst.Name("float"), [cst.Arg(new.value)])
+    else:
+        return result
+    args = [a.with_changes(value=number) if a is new else a for a in result.args]
+    return result.with_changes(args=args)
+
+
+def _is_integer(script: Script, node: cst.BaseExpression) -> bool:
+    """Whether a variable is an integer; a parameter's default may be a number, too."""
+    if not isinstance(script.flow.value(node), cst.Integer):
+        return False
+    bound = [script.parent(each.node) for each in script.flow.reaching(node)]
+    defaults = [p.default for p in bound if isinstance(p, cst.Param)]
+    return all(d is None or isinstance(d, cst.Integer | cst.Float) for d in defaults)

@@ -12,8 +12,7 @@ from replicax.migrate.pipelines import plan_pipelines
 from replicax.migrate.rewrite import Rewriter
 from replicax.migrate.script import MARK, Finding, Script, walk
 from replicax.migrate.sessions import plan_sessions
-from replicax.migrate.settings import plan_settings
-from replicax.migrate.statements import plan_servers
+from replicax.migrate.statements import plan_servers, plan_settings
 from replicax.migrate.summaries import plan_summaries
 from replicax.migrate.tracing import find_traced, plan_randomness, report_branches
 from replicax.migrate.training import plan_training

@@ -23,7 +23,7 @@ from replicax.migrate.script import (
     with_marks,
 )
 from replicax.migrate.statements import comment_lines, lost_comments
-from replicax.migrate.targets import find_note, find_reason, find_target
+from replicax.migrate.tables import find_note, find_reason, find_target
 from replicax.migrate.tracing import is_graph_decorator
 
 __all__ = ["Rewriter"]

@@ -10,8 +10,7 @@ from libcst.metadata import MetadataWrapper, ParentNodeProvider, PositionProvide
 
 from replicax.migrate.flow import Flow
 from replicax.migrate.names import Names, path_in_tensorflow
-from replicax.migrate.tables import ALIASES
-from replicax.migrate.targets import is_dotted
+from replicax.migrate.tables import ALIASES, is_dotted
 
 __all__ = [
     "MARK",

@@ -1,9 +1,15 @@
 """Reads the tables of names in `tables.toml`: what `tf.X` is here, or why it stays."""
 
+import difflib
+import functools
+import importlib
+import inspect
+import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import resources
+from typing import Any
 
 __all__ = [
     "ALIASES",
@@ -22,6 +28,13 @@ __all__ = [
     "REASONS",
     "RENAMED_METHODS",
     "Operator",
+    "accepted_arguments",
+    "exists",
+    "find_note",
+    "find_reason",
+    "find_target",
+    "is_dotted",
+    "kind_of_target",
 ]
 
 
@@ -101,3 +114,194 @@ An optimizer's without a reason are other names of `learning_rate`.
 RENAMED_METHODS = _texts(_DATA["methods"]["renamed"])
 LEFT_METHODS = _texts(_DATA["methods"]["left"])
 """Methods that stay, and what to do instead."""
+
+
+_NOTHING = object()
+_KINDS = {
+    "model": "keras.Model",  # Which is a layer, too.
+    "layer": "keras.layers.Layer",
+    "optimizer": "keras.optimizers.Optimizer",
+    "callback": "keras.callbacks.Callback",
+}
+_MAKERS = {
+    "keras.models.clone_model": "model",
+    "keras.models.load_model": "model",
+    "keras.models.model_from_json": "model",
+    "keras.optimizers.deserialize": "optimizer",
+    "keras.optimizers.get": "optimizer",
+}
+_ACTIVATION_NAMES = """
+elu gelu leaky_relu relu relu6 selu sigmoid silu softmax softplus softsign swish
+tanh
+"""
+_ACTIVATIONS = frozenset(_ACTIVATION_NAMES.split())
+
+
+def is_dotted(target: str) -> bool:
+    """Whether a target is a name in a module, not a literal or a builtin."""
+    return target.partition(".")[0] in ALIASES
+
+
+@functools.cache
+def exists(target: str) -> bool:
+    """Whether a dotted target such as `"keras.layers.Dense"` is public there."""
+    return _resolved(target) is not _NOTHING
+
+
+def _resolved(target: str) -> Any:
+    """What a public target is; a field that instances of a class have is None."""
+    root, *parts = target.split(".")
+    found: Any = importlib.import_module(ALIASES[root])
+    for i, part in enumerate(parts):
+        if part not in getattr(found, "__all__", [part]):
+            return _NOTHING
+        if not hasattr(found, part):
+            try:  # A module that nobody has imported yet.
+                importlib.import_module(f"{found.__name__}.{part}")
+            except (AttributeError, ImportError):
+                return None if i > 0 and _is_field(found, parts[i:]) else _NOTHING
+        found = getattr(found, part)
+    return found
+
+
+def _is_field(found: object, parts: list[str]) -> bool:
+    """Whether `parts` is one attribute that instances of a class have."""
+    return len(parts) == 1 and parts[0] in getattr(found, "__annotations__", ())
+
+
+@functools.cache
+def kind_of_target(target: str) -> str | None:
+    """The kind of object that a call of a target of Keras makes, such as `"model"`."""
+    if target in _MAKERS:
+        return _MAKERS[target]
+    name = target.rpartition(".")[2]
+    if target.startswith("keras.applications.") and name[0].isupper():
+        return "model"
+    found = _resolved(target) if target.startswith("keras.") else _NOTHING
+    if not inspect.isclass(found):
+        return None
+    bases = ((kind, _resolved(base)) for kind, base in _KINDS.items())
+    return next((kind for kind, base in bases if issubclass(found, base)), None)
+
+
+@functools.cache
+def accepted_arguments(target: str) -> frozenset[str] | None:
+    """The keywords that a target can be called with; None if any might do."""
+    if target.partition(".")[0] not in {"keras", "rx"}:
+        return None
+    found = _resolved(target)
+    if found is _NOTHING:
+        return None
+    if not inspect.isclass(found):
+        names, is_open = _keywords(found)
+        return None if is_open else names
+    keras = importlib.import_module("keras")
+    is_optimizer = issubclass(found, keras.optimizers.Optimizer)
+    accepted: frozenset[str] = frozenset()
+    for each in found.__mro__[:-1]:
+        init = vars(each).get("__init__")
+        names, is_open = _keywords(init) if init else (frozenset(), True)
+        accepted |= names
+        if "*" in names and not is_optimizer:
+            return None
+        if not is_open:
+            return accepted
+    # The innermost constructor of optimizers refuses what is left over.
+    return accepted if is_optimizer else None
+
+
+def _keywords(function: Callable[..., object]) -> tuple[frozenset[str], bool]:
+    """A function's keywords, `*` for any number of values; whether others may come.
+
+    Keras takes some old arguments out of `**kwargs` by their names.
+    """
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return frozenset(), True
+    is_open = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    names = {
+        "*" if p.kind is p.VAR_POSITIONAL else p.name
+        for p in parameters
+        if p.kind is not p.VAR_KEYWORD
+    }
+    if is_open and inspect.isfunction(function):
+        source = inspect.getsource(function)
+        names |= set(re.findall(r"""kwargs\.(?:pop|get)\(\s*["'](\w+)""", source))
+        names |= set(re.findall(r"""["'](\w+)["'] in kwargs""", source))
+    return frozenset(names), is_open
+
+
+@functools.cache
+def find_target(path: str) -> str | None:
+    """What a path under `tensorflow` is here: a dotted name or a literal, or None.
+
+    Example:
+        >>> find_target("distribute.MirroredStrategy"), find_target("float32")
+        ('rx.MirroredStrategy', '"float32"')
+    """
+    if path in NEED_TENSORFLOW:
+        return None
+    if path in EXACT:
+        return EXACT[path]
+    if path.removeprefix("dtypes.") in DTYPES:
+        return f'"{path.removeprefix("dtypes.")}"'
+    if path in DEVICE_OPERATORS:
+        return _function(path)
+    if path.startswith(("flags.FLAGS.", "app.flags.FLAGS.")):
+        return f"absl.flags.{path[path.index('FLAGS') :]}"  # A flag of the script.
+    return _by_prefix(path)
+
+
+def _function(path: str) -> str:
+    module, _, name = path.rpartition(".")
+    if module == "nn" and name in _ACTIVATIONS:
+        return f"keras.activations.{name}"
+    return DEVICE_OPERATORS[path].target
+
+
+def _by_prefix(path: str) -> str | None:
+    parts = path.split(".")
+    for n in range(len(parts), 0, -1):
+        prefix = ".".join(parts[:n])
+        if prefix in PREFIXES:
+            target = ".".join([PREFIXES[prefix], *parts[n:]])
+            if exists(target):
+                return target
+        elif prefix in EXACT and is_dotted(EXACT[prefix]):
+            target = ".".join([EXACT[prefix], *parts[n:]])
+            if exists(target):
+                return target
+    return None
+
+
+def find_note(path: str) -> str | None:
+    """What behaves differently in a target, if anything."""
+    return NOTES.get(path)
+
+
+def find_reason(path: str) -> str:
+    """Why a path stays as it is, and what to do."""
+    parts = path.split(".")
+    for n in range(len(parts), 0, -1):
+        prefix = ".".join(parts[:n])
+        if prefix in REASONS:
+            return f"tf.{path} {_predicate(REASONS[prefix])}{_suggestion(path)}"
+    return f"tf.{path} has no counterpart here"
+
+
+def _predicate(reason: str) -> str:
+    return reason if reason.split()[0] in {"is", "has", "stays"} else f"stays: {reason}"
+
+
+def _suggestion(path: str) -> str:
+    """A name much like the last part of `path`, for those that are misspelt."""
+    prefix, _, name = path.rpartition(".")
+    target = PREFIXES.get(prefix) or (prefix if prefix.startswith("keras") else None)
+    if target is None or not target.startswith("keras") or not exists(target):
+        return ""
+    module = importlib.import_module(ALIASES[target.partition(".")[0]])
+    for part in target.split(".")[1:]:
+        module = getattr(module, part)
+    close = difflib.get_close_matches(name, dir(module), n=1, cutoff=0.9)
+    return f"; there is {target}.{close[0]}" if close else ""
