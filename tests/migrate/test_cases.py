@@ -31,13 +31,36 @@ def test_a_port_is_python_and_stays_as_it_is(before: Path) -> None:
 
 
 @pytest.mark.parametrize("before", CASES, ids=case_id)
-def test_all_comments_are_kept(before: Path) -> None:
-    source = before.read_text("utf-8")
-    ported = port(before.read_bytes()).source.decode()
-    for line in source.splitlines():
+def test_comments_go_with_what_is_taken_out_and_others_stay(before: Path) -> None:
+    """Those directly above a statement that is taken out go, and those on its line."""
+    lines = before.read_text("utf-8").splitlines()
+    ported = port(before.read_bytes())
+    after = ported.source.decode()
+    gone = {note.line for note in ported.notes if "is taken out" in note.reason}
+    for number, line in enumerate(lines, 1):
         _, mark, comment = line.partition("# ")
         if mark and '"' not in comment:
-            assert f"# {comment}" in ported
+            is_above = line.lstrip().startswith("#") and number + 1 in gone
+            is_gone = number in gone or is_above
+            assert (f"# {comment}" not in after) == is_gone, comment
+
+
+@pytest.mark.parametrize(
+    ("comments", "stay"),
+    [
+        ("# Old.\n{}", False),
+        ("# Old.\n# Older.\n{}", False),
+        ("{}  # Old.", False),
+        ("# A section.\n\n{}", True),
+        ("# A section.\n\n# Old.\n{}", True),
+    ],
+)
+def test_comments_of_what_is_taken_out(comments: str, stay: bool) -> None:
+    statement = comments.format("tf.compat.v1.enable_eager_execution()")
+    source = f"import tensorflow as tf\nx = tf.zeros(3)\n{statement}\ny = x\n"
+    text = port(source.encode()).source.decode()
+    assert "Old" not in text
+    assert ("# A section." in text) == stay
 
 
 @pytest.mark.parametrize("before", CASES, ids=case_id)

@@ -103,6 +103,11 @@ def test_classes_of_optimizers_are_known_where_they_come_from(
         ("def f(opt_cls): return opt_cls(lr=0.1)", "if it is a class of Keras"),
         (f"k = {{'lr': 0.1}}\no = {SGD}(**k)", "no argument 'lr'"),
         (f"o = {SGD}(**dict(decay=0.1))", "no argument 'decay'"),
+        (f"o = {SGD}(**{{**dict(lr=1), 'momentum': 0}})", "no argument 'lr'"),
+        (f"def f(**options): return {SGD}(**options)", "see that `options` has"),
+        (f"o = {SGD}(**load(path))", "see that `load(path)` has"),
+        (f"k = {{}}\nk[name] = 0.1\no = {SGD}(**k)", "see that `k` has"),
+        (f"k = {{}}\nk.update(more)\no = {SGD}(**k)", "see that `k` has"),
         (
             "c = {'class_name': 'SGD', 'config': {'decay': 0.1}}\n"
             "o = tf.keras.optimizers.get(c)",

@@ -20,6 +20,10 @@ def lines(source: str) -> tuple[str, list[str]]:
         ),
         ("x = tf.add_n(model.losses)", "x = sum(model.losses)"),
         (
+            "log = tf.get_logger()\nlog.info('a')",
+            'log = logging.getLogger(name="replicax")',
+        ),
+        (
             "x = tf.random.uniform([2], maxval=3, dtype=tf.int32)",
             'keras.random.randint([2], maxval=3, dtype="int32", minval=0)',
         ),

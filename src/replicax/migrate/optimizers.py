@@ -1,5 +1,7 @@
 """Ports calls of optimizers' classes, whatever the script calls those."""
 
+from collections.abc import Iterator
+
 import libcst as cst
 from libcst import Call
 
@@ -16,6 +18,8 @@ _DECAY = (
     "keras.optimizers.schedules.InverseTimeDecay for learning_rate"
 )
 _OLD = ("lr", "decay")
+_CHANGING = ("update", "setdefault", "__setitem__")
+"""Methods that add to a dict."""
 
 
 def ported_arguments(script: Script, node: Call, updated: Call) -> list[cst.Arg]:
@@ -25,11 +29,19 @@ def ported_arguments(script: Script, node: Call, updated: Call) -> list[cst.Arg]
         Unported: If one of them has no counterpart, or stands in a dict.
     """
     for arg in node.args:
-        if arg.star == "**" and (key := _old_key(script, arg.value)):
+        if arg.star != "**":
+            continue
+        text = script.code(arg.value)
+        if key := _old_key(script, arg.value):
             raise Unported(
                 f"Keras 3 has no argument {key!r} of optimizers, which stands in "
-                f"`{script.code(arg.value)}`: write learning_rate, a number or a "
-                "schedule"
+                f"`{text}`: write learning_rate, a number or a schedule"
+            )
+        if _keys(script, arg.value) is None:
+            script.leave(
+                node,
+                "Keras 3 has no lr and no decay of optimizers: see that "
+                f"`{text}` has neither, and name its arguments",
             )
     args = []
     for arg in updated.args:
@@ -101,14 +113,53 @@ def config_problem(script: Script, node: Call, path: str) -> str | None:
 
 def _old_key(script: Script, node: cst.BaseExpression) -> str | None:
     """The old name of an argument in a dict that `**` unpacks, if one is in sight."""
-    value = script.flow.value(node) or node
-    keys: list[object] = []
-    if isinstance(value, cst.Dict):
-        names = [e.key for e in value.elements if isinstance(e, cst.DictElement)]
-        keys = [n.evaluated_value for n in names if isinstance(n, cst.SimpleString)]
-    elif isinstance(value, cst.Call) and is_name(value.func, "dict"):
-        keys = [arg.keyword.value for arg in value.args if arg.keyword]
+    keys = _keys(script, node) or ()
     return next((name for name in _OLD if name in keys), None)
+
+
+def _keys(script: Script, node: cst.BaseExpression) -> list[str] | None:
+    """The keys of a dict; None if not all of them are in sight."""
+    value = script.flow.value(node) or node
+    pairs: list[tuple[str | None, cst.BaseExpression]] = []
+    if isinstance(value, cst.Dict):
+        for element in value.elements:
+            is_pair = isinstance(element, cst.DictElement)
+            pairs.append((_text(element.key) if is_pair else None, element.value))
+    elif isinstance(value, cst.Call) and is_name(value.func, "dict"):
+        for arg in value.args:
+            pairs.append((arg.keyword.value if arg.keyword else None, arg.value))
+    else:
+        return None
+    keys: list[str] = []
+    for key, inner in pairs:
+        found = [key] if key is not None else _keys(script, inner)
+        if found is None:
+            return None
+        keys += found
+    added = [key for use in _uses(script, node) for key in _added(script, use)]
+    return None if None in added else [*keys, *filter(None, added)]
+
+
+def _text(node: cst.BaseExpression) -> str | None:
+    is_plain = isinstance(node, cst.SimpleString)
+    return str(node.evaluated_value) if is_plain else None
+
+
+def _uses(script: Script, node: cst.BaseExpression) -> Iterator[cst.CSTNode]:
+    for definition in script.flow.reaching(node):
+        yield from script.flow.uses(definition)
+
+
+def _added(script: Script, use: cst.CSTNode) -> Iterator[str | None]:
+    """The keys that a use of a dict adds to it; None for those that cannot be seen."""
+    parent = script.parent(use)
+    if isinstance(parent, cst.Subscript) and isinstance(
+        script.parent(parent), cst.AssignTarget
+    ):
+        index = parent.slice[0].slice
+        yield _text(index.value) if isinstance(index, cst.Index) else None
+    elif isinstance(parent, cst.Attribute) and parent.attr.value in _CHANGING:
+        yield None
 
 
 def with_float_rate(

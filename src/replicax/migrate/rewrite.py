@@ -22,7 +22,7 @@ from replicax.migrate.script import (
     walk,
     with_marks,
 )
-from replicax.migrate.statements import comment_lines, lost_comments
+from replicax.migrate.statements import lost_comments, remaining_comments
 from replicax.migrate.tables import find_note, find_reason, find_target
 from replicax.migrate.tracing import is_graph_decorator
 
@@ -362,7 +362,7 @@ class Rewriter(cst.CSTTransformer):
     def _assembled(
         self, block: cst.IndentedBlock | cst.Module
     ) -> tuple[list[Any], list[cst.EmptyLine]]:
-        """The statements; comments of those taken out stand above the next one."""
+        """The statements; comments that outlive one stand above the next one."""
         body: list[Any] = []
         pending: list[cst.EmptyLine] = []
         gap: list[cst.EmptyLine] = []
@@ -373,7 +373,7 @@ class Rewriter(cst.CSTTransformer):
             nodes: list[Any] = [*self._script.outcomes.get(statement, [statement])]
             if not nodes:
                 if statement not in self._script.moved:
-                    pending += comment_lines(statement)
+                    pending += remaining_comments(statement)
                     gap = gap or _gap(statement)
                 continue
             first, *others = nodes

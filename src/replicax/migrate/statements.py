@@ -1,5 +1,6 @@
 """Takes out or unwraps what only TensorFlow needs: statements, servers, settings."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ __all__ = [
     "note_dropped",
     "plan_servers",
     "plan_settings",
+    "remaining_comments",
     "transparent_items",
     "unless_empty",
     "unwrapped",
@@ -105,6 +107,30 @@ def unless_empty(node: cst.For | cst.If, updated: cst.For | cst.If) -> Replaceme
 def comment_lines(statement: cst.CSTNode) -> list[cst.EmptyLine]:
     """The comments of a statement that is taken out, as lines of their own."""
     return [cst.EmptyLine(comment=comment) for comment in _comments(statement)]
+
+
+def remaining_comments(statement: cst.CSTNode) -> list[cst.EmptyLine]:
+    """The comments that outlive a statement that is taken out.
+
+    Those directly above it or a statement in it, and on their lines, are about what is
+    gone. Others, such as the heading of a section that a blank line follows, stay.
+    """
+    gone: list[cst.CSTNode] = []
+    for node in walk(statement):
+        if isinstance(node, cst.SimpleStatementLine | cst.BaseCompoundStatement):
+            above = itertools.takewhile(
+                lambda line: line.comment, reversed(node.leading_lines)
+            )
+            gone += [line.comment for line in above if line.comment]
+        if isinstance(node, cst.SimpleStatementLine):
+            gone += _comments(node.trailing_whitespace)
+        elif isinstance(node, cst.IndentedBlock):
+            gone += _comments(node.header)
+    return [
+        cst.EmptyLine(comment=comment)
+        for comment in _comments(statement)
+        if comment not in gone
+    ]
 
 
 def lost_comments(

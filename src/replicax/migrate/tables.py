@@ -286,7 +286,8 @@ def find_reason(path: str) -> str:
     for n in range(len(parts), 0, -1):
         prefix = ".".join(parts[:n])
         if prefix in REASONS:
-            return f"tf.{path} {_predicate(REASONS[prefix])}{_suggestion(path)}"
+            suggestion = "" if path in NEED_TENSORFLOW else _suggestion(path)
+            return f"tf.{path} {_predicate(REASONS[prefix])}{suggestion}"
     return f"tf.{path} has no counterpart here"
 
 
