@@ -24,6 +24,7 @@ from replicax.migrate.sources import (
     source,
     stream_problem,
 )
+from replicax.migrate.tfds import plan_loads, why_not_loaded
 
 __all__ = ["MAPPED", "STAYS", "plan_pipelines"]
 
@@ -53,8 +54,8 @@ def plan_pipelines(script: Script) -> None:
 
 def _problem(script: Script, group: DatasetGroup) -> tuple[cst.CSTNode, str] | None:
     """Why a pipeline stays as it is, and where."""
-    if group.foreign:
-        return group.foreign[0], "its examples come from TensorFlow Datasets"
+    if problem := why_not_loaded(script, group.foreign):
+        return problem
     for node, path in group.sources:
         if path not in KNOWN_SOURCES:
             return node, f"tf.{path} has no counterpart in Grain"
@@ -113,6 +114,7 @@ def _plan(script: Script, group: DatasetGroup) -> None:
     for node in group.unknown:
         text = script.code(node)
         script.note(node, f"`{text}` is not made here: taken for a Grain dataset")
+    plan_loads(script, group.foreign)
     for node, path in group.sources:
         if path in KNOWN_SOURCES and KNOWN_SOURCES[path] is not None:
             script.frozen.add(node.func)

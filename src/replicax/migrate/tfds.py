@@ -1,0 +1,258 @@
+"""Ports `tfds.load` of data sets that Keras has: `keras.datasets`, as Grain's datasets.
+
+The examples are the same, in the order of Keras' files. Sizes and numbers of classes
+that a script asks the `info` object for are taken from the arrays.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import libcst as cst
+
+from replicax.migrate.arguments import bound
+from replicax.migrate.script import Script, Unported, walk
+
+__all__ = ["plan_loads", "why_not_loaded"]
+
+_PACKAGE = "tensorflow_datasets"
+_CLASSES = {"mnist": 10, "fashion_mnist": 10, "cifar10": 10, "cifar100": 100}
+"""The data sets of Keras, whose splits are `train` and `test`, and their classes."""
+_SHAPES = {"mnist": "(28, 28, 1)", "fashion_mnist": "(28, 28, 1)"}
+_SHAPE = "(32, 32, 3)"
+_PARAMETERS = ("name", "split", "data_dir", "batch_size", "shuffle_files", "download")
+_SWITCHES = ("as_supervised", "with_info", "try_gcs")
+_SPLIT = re.compile(r"(train|test)(?:\[(\d+%?)?:(\d+%?)?\])?")
+_ORDER = "keras.datasets has the examples of TensorFlow Datasets in another order"
+
+
+@dataclass(kw_only=True)
+class _Load:
+    """A call of `tfds.load` with what it asks for.
+
+    Attributes:
+        name: The data set, as `keras.datasets` has it.
+        splits: The names of splits.
+        is_list: Whether the script names several splits, in a list.
+        is_all: Whether it names none, and gets a dictionary of all.
+        is_supervised: Whether examples are pairs, and no dictionaries.
+        info: The target that the `info` object is bound to, if there is one.
+        uses: Expressions of that object, and what each is here.
+    """
+
+    name: str
+    splits: list[str]
+    is_list: bool
+    is_all: bool
+    is_supervised: bool
+    info: cst.Name | None
+    uses: dict[cst.CSTNode, str]
+
+
+def why_not_loaded(
+    script: Script, calls: list[cst.Call]
+) -> tuple[cst.Call, str] | None:
+    """Which call of the package has no counterpart in `keras.datasets`, and why."""
+    for call in calls:
+        try:
+            _read(script, call)
+        except Unported as why:
+            return call, f"its examples come from TensorFlow Datasets{why.reason}"
+    return None
+
+
+def plan_loads(script: Script, calls: list[cst.Call]) -> None:
+    """Plan the port of calls that `why_not_loaded` found nothing about."""
+    for call in calls:
+        _plan(script, call, _read(script, call))
+    for node in walk(script.module):
+        name = script.names.imported(node.func) if isinstance(node, cst.Call) else None
+        if name == f"{_PACKAGE}.disable_progress_bar":
+            statement = script.statement_of(node)
+            if isinstance(statement, cst.SimpleStatementLine):
+                script.take_out(statement)
+
+
+def _read(script: Script, call: cst.Call) -> _Load:
+    """What a call asks for.
+
+    Raises:
+        Unported: If that is not in sight, or if Keras does not have it.
+    """
+    if script.names.imported(call.func) != f"{_PACKAGE}.load":
+        raise Unported("")
+    if not isinstance(script.statement_of(call), cst.SimpleStatementLine):
+        raise Unported(": load them in a line of their own")
+    try:
+        given = bound(call.args, [*_PARAMETERS, *_SWITCHES])
+    except Unported as why:
+        raise Unported(f": {why.reason}") from None
+    given = {k: a for k, a in given.items() if script.code(a.value) != "None"}
+    name = _text(script, given["name"].value if "name" in given else None)
+    name = (name or "").partition(":")[0]
+    if name not in _CLASSES:
+        raise Unported("")
+    if "batch_size" in given:
+        raise Unported(", and come in batches")
+    is_supervised = _is_true(script, given.get("as_supervised"))
+    if not is_supervised and name not in _SHAPES:
+        raise Unported(f": without as_supervised=True those of {name} have an id")
+    is_list, splits = _splits(script, given.get("split"))
+    info, uses = None, {}
+    if _is_true(script, given.get("with_info")):
+        info = _info(script, call)
+        uses = dict(_uses(script, info, name))
+    return _Load(
+        name=name,
+        splits=splits or ["train", "test"],
+        is_list=is_list,
+        is_all=not splits,
+        is_supervised=is_supervised,
+        info=info,
+        uses=uses,
+    )
+
+
+def _value(script: Script, node: cst.BaseExpression) -> cst.BaseExpression:
+    """What a variable stands for; a parameter may stand for more than is in sight."""
+    bound = [script.parent(each.node) for each in script.flow.reaching(node)]
+    is_parameter = any(isinstance(parent, cst.Param) for parent in bound)
+    return node if is_parameter else script.flow.value(node) or node
+
+
+def _text(script: Script, node: cst.BaseExpression | None) -> str | None:
+    """A name of a data set or of a split, if it is in sight."""
+    if node is None:
+        return None
+    value = _value(script, node)
+    if isinstance(value, cst.SimpleString):
+        return str(value.evaluated_value)
+    split = script.names.imported(value) or ""
+    is_split = split.startswith(f"{_PACKAGE}.Split.")
+    return split.rpartition(".")[2].lower() if is_split else None
+
+
+def _is_true(script: Script, arg: cst.Arg | None) -> bool:
+    text = script.code(arg.value) if arg is not None else "False"
+    if text not in {"True", "False"}:
+        raise Unported(f": whether it is {text} is not seen")
+    return text == "True"
+
+
+def _splits(script: Script, arg: cst.Arg | None) -> tuple[bool, list[str]]:
+    """Whether the splits are a list, and their names; none where all are meant."""
+    if arg is None:
+        return False, []
+    value = _value(script, arg.value)
+    is_list = isinstance(value, cst.List | cst.Tuple)
+    nodes = [e.value for e in value.elements] if is_list else [value]
+    splits = [_text(script, node) or "" for node in nodes]
+    if not all(_SPLIT.fullmatch(split) for split in splits):
+        raise Unported(f": the split {script.code(arg.value)} has no counterpart")
+    return is_list, splits
+
+
+def _info(script: Script, call: cst.Call) -> cst.Name:
+    """The name that the second part of what is loaded gets."""
+    assign = script.parent(call)
+    target = assign.targets[0].target if isinstance(assign, cst.Assign) else None
+    if isinstance(target, cst.Tuple) and len(target.elements) == 2:
+        info = target.elements[1].value
+        if isinstance(info, cst.Name) and len(assign.targets) == 1:  # type: ignore[union-attr]
+            return info
+    raise Unported(": the info object has no name")
+
+
+def _uses(
+    script: Script, info: cst.Name, name: str
+) -> Iterator[tuple[cst.CSTNode, str]]:
+    """What the script asks the `info` object for, and what that is here."""
+    definition = script.flow.defined(info)
+    known = {
+        "features['label'].num_classes": str(_CLASSES[name]),
+        "features['image'].shape": _SHAPES.get(name, _SHAPE),
+        "splits['train'].num_examples": "len({train})",
+        "splits['test'].num_examples": "len({test})",
+    }
+    for use in script.flow.uses(definition) if definition else ():
+        node, text = use, ""
+        for parent in script.parents(use):
+            if not isinstance(parent, cst.Attribute | cst.Subscript):
+                break
+            node = parent
+        text = script.code(node).partition(".")[2].replace('"', "'")
+        if text not in known or script.flow.reaching(use) != {definition}:
+            raise Unported(f": `{script.code(node)}` has no counterpart")
+        yield node, known[text]
+
+
+def _plan(script: Script, call: cst.Call, load: _Load) -> None:
+    needed = {_split_of(split) for split in load.splits}
+    needed |= {k for k in ("train", "test") for text in load.uses.values() if k in text}
+    names = {
+        k: (_free(script, f"{k}_images"), _free(script, f"{k}_labels")) for k in needed
+    }
+    script.made_names |= {name for pair in names.values() for name in pair}
+    both = ("train", "test")
+    pairs = [f"({', '.join(names[k])})" if k in names else "_" for k in both]
+    loaded = script.expression(f"keras.datasets.{load.name}.load_data")
+    line = f"{', '.join(pairs)} = {script.code(loaded)}()"
+    script.inserted.setdefault(script.statement_of(call), []).append(line)
+    values = [_dataset(script, load, split, names) for split in load.splits]
+    if load.is_all:
+        keys = [script.string(split).value for split in load.splits]
+        values = [f"{key}: {value}" for key, value in zip(keys, values, strict=True)]
+    begin, end = "{}" if load.is_all else "[]"
+    text = values[0]
+    if load.is_all or load.is_list:
+        text = "".join([begin, *(f"\n    {value}," for value in values), "\n", end])
+    value = cst.parse_expression(text)
+    script.note(call, _ORDER)
+    script.frozen.add(call)
+    script.replacements[call] = lambda updated: value
+    if load.info is not None:
+        target = script.parent(script.parent(load.info) or load.info)
+        assert isinstance(target, cst.Tuple)
+        script.replacements[target] = lambda updated: updated.elements[0].value
+    for node, what in load.uses.items():
+        labels = {k: pair[1] for k, pair in names.items()}
+        made = cst.parse_expression(what.format(**labels))
+        script.replacements[node] = lambda updated, made=made: made
+
+
+def _split_of(text: str) -> str:
+    return text.partition("[")[0]
+
+
+def _free(script: Script, name: str) -> str:
+    while script.names.is_bound(name) or name in script.made_names:
+        name += "_"
+    return name
+
+
+def _dataset(
+    script: Script, load: _Load, split: str, names: dict[str, tuple[str, str]]
+) -> str:
+    """The text of a dataset of one split, such as `"train[:80%]"`."""
+    match = _SPLIT.fullmatch(split)
+    assert match is not None
+    images, labels = names[match[1]]
+    is_grey = load.name in _SHAPES
+    x = f"{images}[..., None]" if is_grey else images
+    kind = script.string("int64").value
+    y = f"{labels}.astype({kind})" if is_grey else f"{labels}[:, 0].astype({kind})"
+    examples = f"({x}, {y})"
+    if not load.is_supervised:
+        image, label = script.string("image").value, script.string("label").value
+        examples = f"{{{image}: {x}, {label}: {y}}}"
+    made = script.code(script.expression("rx.input.numpy_dataset"))
+    ends = [_index(end, labels) for end in match.groups()[1:]]
+    return f"{made}({examples})" + (f"[{':'.join(ends)}]" if any(ends) else "")
+
+
+def _index(text: str | None, labels: str) -> str:
+    """An end of a slice: a number of examples, or a percentage of them."""
+    if text is None or text in {"0", "0%", "100%"}:
+        return ""
+    percent = text.removesuffix("%")
+    return text if percent == text else f"len({labels}) * {percent} // 100"
