@@ -84,3 +84,62 @@ def test_other_calls_of_tensorflow_datasets_are_left(call: str, reason: str) -> 
     text, left = ported(f"{START}{call}")
     assert any(reason in each for each in left)
     assert "import tensorflow_datasets as tfds" in text
+
+
+GENERATORS = """
+import numpy as np
+import tensorflow as tf
+data = np.arange(6).reshape(3, 2)
+def generate():
+    for i, x in enumerate(data): yield x, i
+class Data:
+    def __init__(self, n): self.n = n
+    def __call__(self):
+        for i in range(self.n): yield (i,)
+def some(n):
+    yield from range(n)
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (
+            "generate, output_types=(tf.float32, tf.int32), output_shapes=((2,), ())",
+            [([0, 1], 0), ([2, 3], 1), ([4, 5], 2)],
+        ),
+        ("Data(2), (tf.float32,)", [(0,), (1,)]),
+        (
+            "lambda: some(2), output_signature=tf.TensorSpec((), dtype=tf.float32)",
+            [0, 1],
+        ),
+    ],
+)
+def test_examples_of_generators(arguments: str, expected: list[Any]) -> None:
+    names = run(f"{GENERATORS}d = tf.data.Dataset.from_generator({arguments})")
+    examples = list(names["d"])
+    first = [e[0] if isinstance(e, tuple) else e for e in examples]
+    assert {x.dtype for x in first} == {np.dtype("float32")}
+    assert str([np.asarray(e).tolist() for e in first]) == str(
+        [np.float32(e[0] if isinstance(e, tuple) else e).tolist() for e in expected]
+    )
+    assert [e[1:] for e in examples if isinstance(e, tuple)] == [
+        e[1:] for e in expected if isinstance(e, tuple)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("generator", "reason"),
+    [
+        ("def g():\n    while True: yield 1", "of what may not end"),
+        ("def g():\n    for i in itertools.count(): yield i", "of what may not end"),
+        ("def g():\n    for i in r.permutation(9): yield i", "of random numbers"),
+        ("def g():\n    global n\n    yield n", "changes with each epoch"),
+        ("from other import g", "the generator `g` is not in sight"),
+    ],
+)
+def test_other_generators_are_left(generator: str, reason: str) -> None:
+    call = "tf.data.Dataset.from_generator(g, tf.int32).batch(2)"
+    text, left = ported(f"import tensorflow as tf\n{generator}\nd = {call}")
+    assert any(reason in each for each in left)
+    assert call in text

@@ -7,6 +7,7 @@ from libcst import Call
 
 from replicax.migrate.arguments import argument, is_named, keyword, without
 from replicax.migrate.datasets import DatasetGroup, find_datasets
+from replicax.migrate.generators import FROM_GENERATOR, why_not_listed
 from replicax.migrate.host import (
     example_function,
     host_functions_of,
@@ -59,6 +60,8 @@ def _problem(script: Script, group: DatasetGroup) -> tuple[cst.CSTNode, str] | N
     for node, path in group.sources:
         if path not in KNOWN_SOURCES:
             return node, f"tf.{path} has no counterpart in Grain"
+        if path == FROM_GENERATOR and (why := why_not_listed(script, node)):
+            return node, why
     if group.is_stream:
         calls = sorted(group.operators, key=script.line)
         if problem := stream_problem(script, group.sources, calls):
@@ -118,6 +121,8 @@ def _plan(script: Script, group: DatasetGroup) -> None:
     for node, path in group.sources:
         if path in KNOWN_SOURCES and KNOWN_SOURCES[path] is not None:
             script.frozen.add(node.func)
+            if path == FROM_GENERATOR:  # The others describe what is yielded.
+                script.frozen |= {a for a in node.args if not _is_generator(a, node)}
             script.replacements[node] = source(script, node, path)
     rules = {**MAPPED, **STREAM_RULES} if group.is_stream else MAPPED
     for call in group.operators:
@@ -132,6 +137,10 @@ def _plan(script: Script, group: DatasetGroup) -> None:
             for each in found:
                 plan_in_place(script, each)
                 _note_other_uses(script, each, call)
+
+
+def _is_generator(arg: cst.Arg, node: cst.Call) -> bool:
+    return arg is argument(node.args, 0, "generator")
 
 
 def _note_other_uses(script: Script, function: cst.CSTNode, call: cst.Call) -> None:

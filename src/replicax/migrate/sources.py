@@ -7,6 +7,7 @@ import libcst as cst
 from libcst import Call
 
 from replicax.migrate.arguments import argument, is_named
+from replicax.migrate.generators import FROM_GENERATOR, examples
 from replicax.migrate.names import dotted
 from replicax.migrate.script import Expression, Script, Unported, walk
 
@@ -131,6 +132,7 @@ KNOWN_SOURCES: dict[str, Rule | None] = {
     "data.Dataset.from_tensor_slices": _slices,
     "data.Dataset.from_tensors": _tensors,
     "data.Dataset.range": _range,
+    FROM_GENERATOR: examples,
     "data.Dataset.zip": _zip,
     # Ported as other calls of Keras are.
     "keras.preprocessing.image_dataset_from_directory": None,
