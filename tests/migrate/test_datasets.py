@@ -143,3 +143,33 @@ def test_other_generators_are_left(generator: str, reason: str) -> None:
     text, left = ported(f"import tensorflow as tf\n{generator}\nd = {call}")
     assert any(reason in each for each in left)
     assert call in text
+
+
+def test_images_in_maps_are_resized_and_flipped_as_tensorflow_does() -> None:
+    names = run(
+        "import numpy as np\nimport tensorflow as tf\n"
+        "images = np.arange(12, dtype='uint8').reshape(1, 2, 6, 1)\n"
+        "def f(x):\n"
+        "    x = tf.image.resize(x * 2, [2, 3])\n"
+        "    return tf.image.flip_up_down(tf.image.flip_left_right(x))\n"
+        "d = tf.data.Dataset.from_tensor_slices(images).map(f)"
+    )
+    (image,) = names["d"]
+    assert image.dtype == np.dtype("float32")
+    # What TensorFlow 2.21 gives.
+    assert image[..., 0].tolist() == [[21.0, 17.0, 13.0], [9.0, 5.0, 1.0]]
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        ("tf.image.resize(x, [2, 2], method='nearest')", "only bilinear images"),
+        ("tf.compat.v1.image.resize(x, [2, 2])", "it has other pixels"),
+        ("tf.image.random_brightness(x, 0.1)", "has no counterpart in NumPy"),
+    ],
+)
+def test_other_functions_of_images_are_left(call: str, reason: str) -> None:
+    data = "tf.data.Dataset.from_tensor_slices(images)"
+    text, left = ported(f"import tensorflow as tf\nd = {data}.map(lambda x: {call})")
+    assert any(reason in each for each in left)
+    assert call in text

@@ -4,13 +4,14 @@ from collections.abc import Sequence
 
 import libcst as cst
 
-from replicax.migrate.script import Unported
+from replicax.migrate.script import Script, Unported
 from replicax.migrate.tables import Operator
 
 __all__ = [
     "argument",
     "bound",
     "call_of",
+    "first",
     "is_named",
     "keyword",
     "remade",
@@ -91,9 +92,19 @@ def argument(args: Sequence[cst.Arg], position: int, name: str) -> cst.Arg | Non
     return None
 
 
-def remade(
-    call: cst.Call, operator: Operator, func: cst.BaseExpression, path: str
-) -> cst.Call:
+def first(call: cst.Call, name: str, path: str) -> cst.BaseExpression:
+    """The first argument of a call of `tf.<path>`.
+
+    Raises:
+        Unported: If there is none.
+    """
+    arg = argument(call.args, 0, name)
+    if arg is None:
+        raise Unported(f"tf.{path}: its argument {name!r} was not found")
+    return arg.value
+
+
+def remade(script: Script, call: cst.Call, operator: Operator, path: str) -> cst.Call:
     """A call of an operator's target, with the arguments of `call`.
 
     Raises:
@@ -124,6 +135,7 @@ def remade(
         for name, value in operator.defaults.items()
         if not any(operator.parameters[p].lstrip("*") == name for p in given)
     ]
+    func = script.expression(operator.target)
     return call.with_changes(func=func, args=without(call.args, kept, extra))
 
 

@@ -5,10 +5,11 @@ from collections.abc import Callable
 import libcst as cst
 from libcst import Call
 
-from replicax.migrate import keras_calls, legacy
+from replicax.migrate import host_calls, keras_calls, legacy
 from replicax.migrate.arguments import (
     argument,
     call_of,
+    first,
     is_named,
     keyword,
     remade,
@@ -16,7 +17,7 @@ from replicax.migrate.arguments import (
     without,
 )
 from replicax.migrate.optimizers import with_float_rate
-from replicax.migrate.script import Expression, Script, Unported, walk
+from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.tables import (
     DEVICE_OPERATORS,
     HOST_OPERATORS,
@@ -52,7 +53,7 @@ def arguments_stay(path: str) -> bool:
 def has_rule(script: Script, node: cst.Call, path: str) -> bool:
     """Whether `ported` knows what to do with a call."""
     if _in_pipeline(script, node):
-        return path in _HOST_RULES or path in HOST_OPERATORS
+        return path in host_calls.RULES or path in HOST_OPERATORS
     return path in _RULES or path in DEVICE_OPERATORS
 
 
@@ -63,22 +64,16 @@ def ported(script: Script, node: Call, updated: Call, path: str) -> Expression:
         Unported: If it must stay as it is.
     """
     on_host = _in_pipeline(script, node)
-    rule = (_HOST_RULES if on_host else _RULES).get(path)
+    rule = (host_calls.RULES if on_host else _RULES).get(path)
     if rule is not None:
         result = rule(script, node, updated, path)
     else:
         table = HOST_OPERATORS if on_host else DEVICE_OPERATORS
-        result = _operator(script, updated, table[path], path)
+        result = remade(script, updated, table[path], path)
     result = with_float_rate(script, node, result, path)
     if (note := find_note(path)) and not on_host:
         script.note(node, f"tf.{path}: {note}")
     return result
-
-
-def _operator(
-    script: Script, updated: cst.Call, operator: Operator, path: str
-) -> cst.Call:
-    return remade(updated, operator, script.expression(operator.target), path)
 
 
 def _in_pipeline(script: Script, node: cst.CSTNode) -> bool:
@@ -100,19 +95,8 @@ def leave_unknown_arguments(
             script.leave(node, f"{target} has no argument {arg.keyword.value!r}")
 
 
-def _first(updated: cst.Call, name: str, path: str) -> cst.BaseExpression:
-    arg = argument(updated.args, 0, name)
-    if arg is None:
-        raise Unported(f"tf.{path}: its argument {name!r} was not found")
-    return arg.value
-
-
-def _identity(script: Script, node: Call, updated: Call, path: str) -> Expression:
-    return _first(updated, "input", path)
-
-
 def _function(script: Script, node: Call, updated: Call, path: str) -> Expression:
-    return _first(updated, "func", path)
+    return first(updated, "func", path)
 
 
 def _range(script: Script, node: Call, updated: Call, path: str) -> Expression:
@@ -121,18 +105,18 @@ def _range(script: Script, node: Call, updated: Call, path: str) -> Expression:
         if any(arg.keyword or arg.star for arg in updated.args):
             raise Unported("tf.range in a `for`: write Python's `range`")
         return updated.with_changes(func=cst.Name("range"))
-    return _operator(script, updated, DEVICE_OPERATORS[path], path)
+    return remade(script, updated, DEVICE_OPERATORS[path], path)
 
 
 def _constant(script: Script, node: Call, updated: Call, path: str) -> Expression:
-    value = _first(updated, "value", path)
+    value = first(updated, "value", path)
     if isinstance(value, (cst.SimpleString, cst.FormattedString)):
         raise Unported(f"tf.{path} of a string stays: arrays are of numbers")
-    return _operator(script, updated, DEVICE_OPERATORS[path], path)
+    return remade(script, updated, DEVICE_OPERATORS[path], path)
 
 
 def _variable(script: Script, node: Call, updated: Call, path: str) -> Expression:
-    made = _operator(script, updated, DEVICE_OPERATORS[path], path)
+    made = remade(script, updated, DEVICE_OPERATORS[path], path)
     has_dtype = any(is_named(a, "dtype") for a in made.args)
     if not has_dtype and made.args and isinstance(made.args[0].value, cst.Integer):
         dtype = keyword("dtype", script.string("int32"))  # Keras' would be a float.
@@ -143,7 +127,7 @@ def _variable(script: Script, node: Call, updated: Call, path: str) -> Expressio
 def _where(script: Script, node: Call, updated: Call, path: str) -> Expression:
     if len(updated.args) < 3:
         raise Unported("tf.where of a condition alone stays: use keras.ops.nonzero")
-    return _operator(script, updated, DEVICE_OPERATORS[path], path)
+    return remade(script, updated, DEVICE_OPERATORS[path], path)
 
 
 def _split(script: Script, node: Call, updated: Call, path: str) -> Expression:
@@ -163,7 +147,7 @@ def _split(script: Script, node: Call, updated: Call, path: str) -> Expression:
             "name": "-",
         },
     )
-    return _operator(script, updated, row, path)
+    return remade(script, updated, row, path)
 
 
 def _matmul(script: Script, node: Call, updated: Call, path: str) -> Expression:
@@ -188,7 +172,7 @@ def _matmul(script: Script, node: Call, updated: Call, path: str) -> Expression:
 def _squared_difference(
     script: Script, node: Call, updated: Call, path: str
 ) -> Expression:
-    x, y = _first(updated, "x", path), argument(updated.args, 1, "y")
+    x, y = first(updated, "x", path), argument(updated.args, 1, "y")
     if y is None:
         raise Unported(f"tf.{path}: its argument 'y' was not found")
     difference = call_of(script.expression("keras.ops.subtract"), x, y.value)
@@ -266,7 +250,7 @@ def _renaming(target: str) -> Rule:
 
 
 def _l2_loss(script: Script, node: Call, updated: Call, path: str) -> Expression:
-    square = call_of(script.expression("keras.ops.square"), _first(updated, "t", path))
+    square = call_of(script.expression("keras.ops.square"), first(updated, "t", path))
     total = call_of(script.expression("keras.ops.sum"), square)
     half = cst.BinaryOperation(total, cst.Divide(), cst.Integer("2"))
     parenthesized = not isinstance(
@@ -281,11 +265,11 @@ def _map_fn(script: Script, node: Call, updated: Call, path: str) -> Expression:
     row = Operator(
         target="keras.ops.map", parameters={"fn": "f", "elems": "xs", "name": "-"}
     )
-    return _operator(script, updated, row, path)
+    return remade(script, updated, row, path)
 
 
 def _add_n(script: Script, node: Call, updated: Call, path: str) -> Expression:
-    return call_of(cst.Name("sum"), _first(updated, "inputs", path))
+    return call_of(cst.Name("sum"), first(updated, "inputs", path))
 
 
 def _app_run(script: Script, node: Call, updated: Call, path: str) -> Expression:
@@ -336,12 +320,12 @@ def _tape(script: Script, node: Call, updated: Call, path: str) -> Expression:
 
 
 def _makedirs(script: Script, node: Call, updated: Call, path: str) -> Expression:
-    made = call_of(script.expression("os.makedirs"), _first(updated, "path", path))
+    made = call_of(script.expression("os.makedirs"), first(updated, "path", path))
     return made.with_changes(args=[*made.args, keyword("exist_ok", cst.Name("True"))])
 
 
 def _device(script: Script, node: Call, updated: Call, path: str) -> Expression:
-    value = _first(updated, "device_name", path)
+    value = first(updated, "device_name", path)
     if not isinstance(value, cst.SimpleString):
         raise Unported("tf.device stays: give keras.device a name such as 'gpu:0'")
     name = str(value.evaluated_value).lower().lstrip("/").removeprefix("device:")
@@ -349,7 +333,7 @@ def _device(script: Script, node: Call, updated: Call, path: str) -> Expression:
 
 
 def _random(script: Script, node: Call, updated: Call, path: str) -> Expression:
-    made = _operator(script, updated, DEVICE_OPERATORS[path], path)
+    made = remade(script, updated, DEVICE_OPERATORS[path], path)
     dtype = next((a.value for a in made.args if is_named(a, "dtype")), None)
     if isinstance(dtype, cst.SimpleString) and "int" in dtype.value:
         made = made.with_changes(func=script.expression("keras.random.randint"))
@@ -374,47 +358,8 @@ def _random(script: Script, node: Call, updated: Call, path: str) -> Expression:
     return made.with_changes(args=without(made.args, made.args, extra))
 
 
-def _cast_on_host(script: Script, node: Call, updated: Call, path: str) -> Expression:
-    value = _first(updated, "x", path)
-    dtype = argument(updated.args, 1, "dtype")
-    if dtype is None:
-        raise Unported("tf.cast: its argument 'dtype' was not found")
-    if isinstance(value, cst.BinaryOperation | cst.UnaryOperation | cst.Comparison):
-        value = value.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
-    if isinstance(value, (cst.Integer, cst.Float)):
-        return call_of(script.expression("np.array"), value, dtype.value)
-    method = cst.Attribute(value=value, attr=cst.Name("astype"))
-    return call_of(method, dtype.value)
-
-
-def _constant_on_host(
-    script: Script, node: Call, updated: Call, path: str
-) -> Expression:
-    value = _first(updated, "value", path)
-    made = _operator(script, updated, HOST_OPERATORS[path], path)
-    kinds = {type(part) for part in walk(value)}
-    if len(made.args) > 1 or not kinds & {cst.Float, cst.Integer}:
-        return made
-    # As TensorFlow has Python's numbers.
-    dtype = script.string("float32" if cst.Float in kinds else "int32")
-    return made.with_changes(args=[cst.Arg(value), cst.Arg(dtype)])
-
-
-def _one_hot_on_host(
-    script: Script, node: Call, updated: Call, path: str
-) -> Expression:
-    depth = argument(updated.args, 1, "depth")
-    if depth is None or len(updated.args) != 2:
-        raise Unported("tf.one_hot with more than indices and depth: port it by hand")
-    table = call_of(script.expression("np.eye"), depth.value)
-    dtype = keyword("dtype", script.string("float32"))
-    table = table.with_changes(args=[*table.args, dtype])
-    index = cst.SubscriptElement(cst.Index(_first(updated, "indices", path)))
-    return cst.Subscript(value=table, slice=[index])
-
-
 _RULES: dict[str, Rule] = {
-    "identity": _identity,
+    "identity": host_calls.identity,
     "function": _function,
     "range": _range,
     "constant": _constant,
@@ -454,11 +399,4 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(RANDOM, _random),
     **keras_calls.RULES,
     **legacy.RULES,
-}
-_HOST_RULES: dict[str, Rule] = {
-    "cast": _cast_on_host,
-    "one_hot": _one_hot_on_host,
-    "constant": _constant_on_host,
-    "convert_to_tensor": _constant_on_host,
-    "identity": _identity,
 }

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 import libcst as cst
 
 from replicax.migrate.calls import has_rule
+from replicax.migrate.host_calls import RULES
 from replicax.migrate.names import dotted
-from replicax.migrate.script import Script, walk
+from replicax.migrate.script import Script, Unported, walk
 from replicax.migrate.tables import DTYPES, EXACT, exists, find_target, is_dotted
 from replicax.migrate.tracing import called_functions
 
@@ -17,6 +18,7 @@ __all__ = [
     "why_not_on_host",
 ]
 
+_NO_COUNTERPART = "which has no counterpart in NumPy"
 _GRAPH_METHODS = ("set_shape", "get_shape", "eval")
 _HOST_MODULES = ("keras.utils.", "keras.datasets.", "keras.applications.")
 
@@ -41,12 +43,14 @@ def why_not_on_host(script: Script, function: cst.CSTNode) -> str | None:
     try:
         for node, path in _references(script, function):
             if not _runs_on_host(script, node, path):
-                return f"{_name_of(function)} uses tf.{path}"
+                return f"{_name_of(function)} uses tf.{path}, {_NO_COUNTERPART}"
+            if why := _refused(script, node, path):
+                return f"{_name_of(function)} cannot be ported: {why}"
     finally:
         script.host_functions.discard(function)
     for node in walk(function):
         if isinstance(node, cst.Attribute) and node.attr.value in _GRAPH_METHODS:
-            return f"{_name_of(function)} uses .{node.attr.value}"
+            return f"{_name_of(function)} uses .{node.attr.value}, {_NO_COUNTERPART}"
     return None
 
 
@@ -81,6 +85,19 @@ def _runs_on_host(script: Script, node: cst.CSTNode, path: str) -> bool:
         return True
     target = EXACT.get(path)
     return target is not None and (not is_dotted(target) or not exists(target))
+
+
+def _refused(script: Script, node: cst.CSTNode, path: str) -> str | None:
+    """Why a rule leaves a call as it is, so that the whole pipeline stays."""
+    call = script.parent(node)
+    rule = RULES.get(path)
+    if rule is None or not isinstance(call, cst.Call) or call.func is not node:
+        return None
+    try:
+        rule(script, call, call, path)
+    except Unported as why:
+        return why.reason
+    return None
 
 
 def _name_of(function: cst.CSTNode) -> str:

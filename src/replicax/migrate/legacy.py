@@ -17,7 +17,7 @@ from replicax.migrate.names import root_of
 from replicax.migrate.script import Expression, Script, Unported, walk
 from replicax.migrate.tracing import makes_spec
 
-__all__ = ["RULES", "old_defaults", "with_old_reset"]
+__all__ = ["RULES", "is_of_version_1", "old_defaults", "with_old_reset"]
 
 _Rule = Callable[[Script, cst.Call, cst.Call, str], cst.BaseExpression]
 
@@ -189,7 +189,7 @@ def _summed_metric(name: str) -> _Rule:
 def with_old_reset(script: Script, node: Call, updated: Call) -> Call:
     """A GRU of TensorFlow 1 as it was: it resets the state before it multiplies it."""
     is_said = any(is_named(arg, "reset_after") for arg in updated.args)
-    if is_said or not _is_of_version_1(script, node):
+    if is_said or not is_of_version_1(script, node):
         return updated
     extra = [keyword("reset_after", cst.Name("False"))]
     return updated.with_changes(args=without(updated.args, updated.args, extra))
@@ -205,7 +205,7 @@ def old_defaults(script: Script, node: cst.Call, path: str) -> Iterator[str]:
             yield _OTHER_SLOPE
     if path in _HARD_SIGMOID:
         yield _OTHER_SLOPE
-    if path in _OLD_RECURRENT and _is_of_version_1(script, node):
+    if path in _OLD_RECURRENT and is_of_version_1(script, node):
         given = argument(node.args, 2, "recurrent_activation")
         if given is None and not any(arg.star for arg in node.args):
             yield (
@@ -214,7 +214,7 @@ def old_defaults(script: Script, node: cst.Call, path: str) -> Iterator[str]:
             )
 
 
-def _is_of_version_1(script: Script, node: cst.Call) -> bool:
+def is_of_version_1(script: Script, node: cst.Call) -> bool:
     """Whether a function is one of `tf.compat.v1`."""
     root = root_of(node.func)
     meant = script.flow.value(root) if root else None  # `keras = tf.compat.v1.keras`

@@ -109,7 +109,7 @@ def _map_problem(script: Script, call: cst.Call) -> str | None:
         return f"how many arguments `{text}` takes cannot be seen"
     for each in sorted(found, key=script.line):
         if why := why_not_on_host(script, each):
-            return f"{why}, which has no counterpart in NumPy"
+            return why
     return None
 
 
