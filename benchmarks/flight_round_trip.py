@@ -108,7 +108,7 @@ def update_round_trip(port: int, values: np.ndarray) -> Callable[[], object]:
     import keras
 
     from replicax.ps.connection import Connection
-    from replicax.ps.variable_slices import VariableGroup, VariableSlice
+    from replicax.ps.partition import VariableGroup, VariableSlice
 
     part = VariableSlice(
         variable=0, path="values", shape=values.shape, dtype="float32", server=0

@@ -31,9 +31,9 @@ from replicax.ps.board import Board
 from replicax.ps.connection import Connection
 from replicax.ps.credentials import Credentials
 from replicax.ps.dense_group import DenseGroup
+from replicax.ps.partition import VariableGroup, VariableSlice
 from replicax.ps.service import Service
 from replicax.ps.store import VariableStore
-from replicax.ps.variable_slices import VariableGroup, VariableSlice
 
 CREDENTIALS = Credentials(token="only-for-this-benchmark")
 _IDLE_SECONDS = 2.0

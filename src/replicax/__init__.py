@@ -71,9 +71,12 @@ if TYPE_CHECKING:  # For editors, type checkers and the pages of the API.
     from replicax.keras.backup import BackupAndRestore
     from replicax.keras.sidecar import SidecarEvaluator
     from replicax.planning.analysis import plan
-    from replicax.ps.closure_calls import ClosureCancelledError, ClosureError
     from replicax.ps.coordinator import ClusterCoordinator, RemoteValue
-    from replicax.ps.payloads import PerWorkerValues
+    from replicax.ps.payloads import (
+        ClosureCancelledError,
+        ClosureError,
+        PerWorkerValues,
+    )
     from replicax.ps.strategy import ParameterServerStrategy
     from replicax.report.tensorboard import SummaryWriter
     from replicax.strategies.central_storage import CentralStorageStrategy

@@ -3,7 +3,7 @@
 import pytest
 
 import replicax as rx
-from replicax.ps.closure_calls import (
+from replicax.ps.payloads import (
     ClosureCancelledError,
     ClosureError,
     error_from_json,

@@ -11,10 +11,10 @@ from replicax.ps.partition import (
     FixedShardsPartitioner,
     MaxSizePartitioner,
     MinSizePartitioner,
+    VariableGroup,
     VariableInfo,
     place,
 )
-from replicax.ps.variable_slices import VariableGroup
 
 ADD = {"kind": "add"}
 

@@ -6,11 +6,7 @@ import msgspec
 import pytest
 
 from replicax.cluster.timeouts import Timeouts
-from replicax.ps.limits import (
-    NotJoinedError,
-    SessionReplacedError,
-    UnknownWorkerError,
-)
+from replicax.ps.limits import NotJoinedError, SessionReplacedError, UnknownWorkerError
 from replicax.ps.presence import Presence, Worker
 
 CHIEF, OTHER = "worker:0", "worker:1"

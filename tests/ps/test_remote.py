@@ -22,12 +22,11 @@ from replicax.ps.connection import ServerRefused
 from replicax.ps.credentials import Credentials, new_token
 from replicax.ps.groups import StepShare
 from replicax.ps.optimizers import optimizer_rule
-from replicax.ps.partition import VariableInfo, place
+from replicax.ps.partition import VariableGroup, VariableInfo, place
 from replicax.ps.remote import RemoteGroup
 from replicax.ps.service import Service
 from replicax.ps.session import Session
 from replicax.ps.store import VariableStore
-from replicax.ps.variable_slices import VariableGroup
 
 pytest.importorskip("pyarrow")
 

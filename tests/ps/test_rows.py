@@ -17,11 +17,11 @@ from replicax.ps import rows as rows_module
 from replicax.ps.connection import ConnectionLost
 from replicax.ps.credentials import Credentials, new_token
 from replicax.ps.groups import StepShare
+from replicax.ps.partition import VariableGroup
 from replicax.ps.rows import RemoteTables
 from replicax.ps.service import Service
 from replicax.ps.session import Session
 from replicax.ps.store import VariableStore
-from replicax.ps.variable_slices import VariableGroup
 
 pytest.importorskip("pyarrow")
 

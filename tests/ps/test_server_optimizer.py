@@ -8,10 +8,15 @@ import keras
 import numpy as np
 import pytest
 
+from replicax.ps.dense_group import ServerOptimizer
 from replicax.ps.optimizers import can_split, clip_before_push, optimizer_rule
-from replicax.ps.partition import FixedShardsPartitioner, VariableInfo, place
-from replicax.ps.server_optimizer import ServerOptimizer
-from replicax.ps.variable_slices import SlotKey, VariableGroup
+from replicax.ps.partition import (
+    FixedShardsPartitioner,
+    SlotKey,
+    VariableGroup,
+    VariableInfo,
+    place,
+)
 
 SHAPES = {"dense/kernel": (6, 4), "dense/bias": (4,), "norm/scale": (1, 4), "s": ()}
 STEPS = 7

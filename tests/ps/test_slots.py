@@ -4,10 +4,12 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicax.ps.partition import FixedShardsPartitioner, VariableInfo, place
-from replicax.ps.variable_slices import (
+from replicax.ps.partition import (
+    FixedShardsPartitioner,
+    VariableInfo,
     cut_slots,
     join_slots,
+    place,
     slots_from_message,
     slots_to_message,
 )

@@ -22,9 +22,8 @@ from replicax.ps.limits import (
 )
 from replicax.ps.messages import Create
 from replicax.ps.optimizers import optimizer_rule
-from replicax.ps.partition import FixedShardsPartitioner, VariableInfo, place
+from replicax.ps.partition import FixedShardsPartitioner, SlotKey, VariableInfo, place
 from replicax.ps.store import UnknownGroup, VariableStore
-from replicax.ps.variable_slices import SlotKey
 from replicax.ps.wire import WireError
 
 INFO = VariableInfo(path="dense/kernel", shape=(4, 2), dtype="float32")

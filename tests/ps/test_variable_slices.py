@@ -4,14 +4,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicax.ps.variable_slices import (
-    VariableGroup,
-    VariableSlice,
-    fused_spans,
-    join,
-    split,
-    split_slices,
-)
+from replicax.ps.optimizers import fused_spans, join, split, split_slices
+from replicax.ps.partition import VariableGroup, VariableSlice
 
 PARTS = st.lists(
     st.tuples(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from replicax.ps import wire
-from replicax.ps.variable_slices import VariableGroup, VariableSlice
+from replicax.ps.partition import VariableGroup, VariableSlice
 from replicax.ps.wire import WireError, announced, exactly
 
 pa = pytest.importorskip("pyarrow")

@@ -4,34 +4,31 @@ No clock and no I/O of its own: the time and the journal are functions that it i
 """
 
 import functools
+import inspect
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Concatenate, ParamSpec, TypeVar
+from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar, cast
 
 import msgspec
 
-from replicax._util.types import JSON, JSONObject
+from replicax._util.types import JSONObject
 from replicax.cluster.timeouts import Timeouts
-from replicax.ps.call_log import Answers, Journaled, Note, note_nothing, once
 from replicax.ps.closures import Closures
 from replicax.ps.limits import (
-    Backups,
     BoardError,
     Count,
-    Few,
     Name,
-    Names1024,
-    NumParts,
-    Tickets256,
+    StaleCallError,
     check_size,
     family_of,
     message_of,
     read,
 )
 from replicax.ps.presence import Presence, Rendezvous, Worker
-from replicax.ps.streams import Settings, Streams
+from replicax.ps.snapshots import Journaled, Note, note_nothing
+from replicax.ps.streams import Streams
 
 __all__ = ["Board"]
 
@@ -41,9 +38,27 @@ _STATE_VERSION = 7
 
 _ACTIONS: set[str] = set()
 
+_SESSION, _CALL = (
+    inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=kind)
+    for name, kind in (("session", Name), ("call", Count))
+)
+
 _Arguments = ParamSpec("_Arguments")
 _Answer = TypeVar("_Answer")
-_Part = TypeVar("_Part")
+
+
+class _Told(msgspec.Struct):
+    """What a session of a worker was told: by method, the last call's number, and that.
+
+    It makes repeated calls safe: the same call gets the same answer again.
+    """
+
+    worker: str
+    answers: dict[str, tuple[int, Any]]
+
+
+_Answers = dict[str, _Told]
+"""By session: what a journal or an older snapshot tells may be of an earlier one."""
 
 
 class _State(msgspec.Struct):
@@ -54,7 +69,7 @@ class _State(msgspec.Struct):
     streams: Streams
     closures: Closures
     rendezvous: Rendezvous
-    answers: Answers
+    answers: _Answers
 
 
 def _action(
@@ -80,16 +95,25 @@ def _action(
 
 
 def _action_of(
-    part: str, method: Callable[Concatenate[_Part, _Arguments], _Answer]
-) -> Callable[Concatenate["Board", _Arguments], _Answer]:
-    """Lets clients call a method of a part of the board, as it stands there."""
+    part: str, method: Callable[..., _Answer], *, once: bool = False
+) -> Callable[..., _Answer]:
+    """Lets clients call a method of a part of the board, as it stands there.
+
+    Who calls as a `worker` says its `session` too, and the number of the `call` where
+    it is carried out `once`.
+    """
+    own = list(inspect.signature(method).parameters.values())
+    place = next((i for i, p in enumerate(own, 1) if p.name == "worker"), 0)
+    added = [_SESSION, _CALL][: 1 + once] if place else []
 
     @functools.wraps(method)
-    def transition(
-        self: "Board", /, *given: _Arguments.args, **named: _Arguments.kwargs
-    ) -> _Answer:
-        return method(getattr(self, part), *given, **named)
+    def transition(self: "Board", **arguments: Any) -> _Answer:
+        for parameter in added:
+            del arguments[parameter.name]
+        return method(getattr(self, part), **arguments)
 
+    signature = inspect.Signature([*own[:place], *added, *own[place:]])
+    transition.__signature__ = signature  # type: ignore[attr-defined]
     return _action(transition)
 
 
@@ -137,7 +161,7 @@ class Board:
         self._streams = Streams()
         self._closures = Closures(max_retries=max_retries)
         self._rendezvous = Rendezvous()
-        self._answers: Answers = {}
+        self._answers: _Answers = {}
 
     def _act(
         self, transition: Callable[..., _Answer], arguments: JSONObject
@@ -147,18 +171,31 @@ class Board:
             self._begin_turn()
             if "session" in arguments and method not in ("join", "leave"):
                 self._presence.sign(str(worker), arguments["session"], self._now)
-            if "call" not in arguments:
-                answer = transition(self, **arguments)
+            if "call" in arguments:
+                answer = self._once(transition, arguments)
             else:
-                answer = once(
-                    self._answers,
-                    method,
-                    arguments,
-                    lambda: transition(self, **arguments),
-                )
+                answer = transition(self, **arguments)
             if "stream" in arguments:
                 self._write_down(arguments["stream"], arguments.get("worker", ""))
             return answer
+
+    def _once(
+        self, transition: Callable[..., _Answer], arguments: JSONObject
+    ) -> _Answer:
+        """What the transition answers, or has answered to this call before."""
+        method, worker = transition.__name__, str(arguments["worker"])
+        session, call = arguments["session"], arguments["call"]
+        told = self._answers.setdefault(session, _Told(worker, {})).answers
+        last, answer = told.get(method, (-1, None))
+        if call < last:
+            raise StaleCallError(
+                f"{worker}: call {call} of {method} came after call {last} of the same "
+                "session. Numbers must increase."
+            )
+        if call > last:
+            answer = transition(self, **arguments)
+            told[method] = call, answer
+        return cast(_Answer, answer)
 
     def _begin_turn(self) -> None:
         """Notices who died, and whether the job has failed."""
@@ -269,151 +306,21 @@ class Board:
         """
         return self._rendezvous.arrive(barrier, worker, self._presence.missing)
 
-    @_action
-    def report(self, topic: Name, worker: Name, session: Name, values: JSON) -> None:
-        """Keeps a worker's values, such as its metrics; the newest 64 topics are kept.
-
-        `values` are of at most 64 KiB, and replace those it reported before.
-        """
-        self._rendezvous.report(topic, worker, values)
-
-    @_action
-    def reports(self, topic: Name) -> JSONObject:
-        """The values that were reported under a topic, by worker."""
-        return dict(self._rendezvous.topics.get(topic, {}))
+    report = _action_of("_rendezvous", Rendezvous.report)
+    reports = _action_of("_rendezvous", Rendezvous.reports)
 
     # Who does which step.
 
-    @_action
-    def open(
-        self,
-        stream: Name,
-        limit: Count | None = None,
-        max_staleness: Count | None = None,
-        num_parts: NumParts | None = None,
-        backups: Backups = 0,
-    ) -> JSONObject:
-        """Opens a stream of step tickets; all workers must do so alike.
-
-        `limit` is the number of steps; None: until somebody finds the end. At most
-        `max_staleness` other steps may be finished between the moment when a step is
-        given and its own end. `num_parts` of a synchronous step; None: steps are
-        asynchronous. `backups` parts of a step may be given to a second worker too. The
-        answer says whether it is `over`, and its `length` if that is known.
-        """
-        wanted = Settings(
-            limit=limit,
-            max_staleness=max_staleness,
-            num_parts=num_parts,
-            backups=backups,
-        )
-        return self._streams.open(stream, wanted)
-
-    @_action
-    def claim(
-        self,
-        stream: Name,
-        worker: Name,
-        session: Name,
-        call: Count,
-        count: Few = 1,
-        finished: Tickets256 = (),  # type: ignore[assignment]
-    ) -> JSONObject:
-        """Takes up to `count` tickets for the next steps; first `finish` others.
-
-        `{"indices": [...]}` are steps, or `[step, part]` in a synchronous stream. Or
-        `{"wait": reason}`: ask again soon. Or `{"over": length, "lost": n, "complete":
-        ...}`: no tickets are left; `lost` were taken from workers that died (and given
-        again, if synchronous); `complete` when none is in progress. With `finished`
-        also what `finish` answers.
-        """
-        done: JSONObject = {}
-        if finished:
-            done = self._streams.finish(stream, worker, finished)
-        return self._streams.claim(stream, worker, count) | done
-
-    @_action
-    def finish(
-        self,
-        stream: Name,
-        worker: Name,
-        session: Name,
-        call: Count,
-        indices: Tickets256,
-        given_up: Tickets256 = (),  # type: ignore[assignment]
-    ) -> JSONObject:
-        """Says that the updates of those steps, which `claim` gave, are applied.
-
-        `given_up` are others of an asynchronous stream, which the worker will not do.
-        `late`: the worker did not hold some of them (it was dead for a while, or a
-        backup was faster); `late_indices`: those.
-        """
-        if given_up:
-            self._streams.give_up(stream, worker, given_up)
-        return self._streams.finish(stream, worker, indices)
-
-    @_action
-    def end(self, stream: Name, length: Count | None = None) -> JSONObject:
-        """Shortens a stream: its input has only `length` steps, or it is to stop.
-
-        Tickets from there on are void. None: no further steps than those given already.
-        The answer's `length` is the one that holds, the least that anybody gave.
-        """
-        return self._streams.end(stream, length)
+    open = _action_of("_streams", Streams.open)
+    claim = _action_of("_streams", Streams.claim, once=True)
+    finish = _action_of("_streams", Streams.finish, once=True)
+    end = _action_of("_streams", Streams.end)
 
     # Closures.
 
-    @_action
-    def schedule(
-        self,
-        id: Name,
-        payload: JSON,
-        worker: Name,
-        session: Name,
-        call: Count,
-        function: Name,
-    ) -> JSONObject:
-        """Queues a closure, as TF's `ClusterCoordinator.schedule`.
-
-        If the worker who schedules it is replaced or leaves, it is dropped. Only
-        workers that have registered the `function` get it. `{"full": True,
-        "known": n, "finished": m}`: not queued; forget results, or wait. `{"failed":
-        error}`: not queued; an earlier closure failed, and the error is told now and
-        not again.
-        """
-        return self._closures.schedule(id, payload, function, worker)
-
-    @_action
-    def take(
-        self,
-        worker: Name,
-        session: Name,
-        call: Count,
-        functions: Names1024 = (),  # type: ignore[assignment]
-    ) -> JSONObject | None:
-        """Gives a free worker a closure: `id`, `function`, `payload`; or None.
-
-        `functions` are all that the worker has registered.
-        """
-        return self._closures.take(worker, functions)
-
-    @_action
-    def result(
-        self,
-        id: Name,
-        worker: Name,
-        session: Name,
-        call: Count,
-        value: JSON = None,
-        error: dict[str, str] | None = None,
-    ) -> JSONObject:
-        """Says what became of a closure: its value, or the error it raised.
-
-        An error has `type`, `message` and `traceback`; the first cancels all that is
-        queued. `late` in the answer: the worker does not have the closure any more, and
-        this is not used.
-        """
-        return self._closures.result(id, worker, value, error)
+    schedule = _action_of("_closures", Closures.schedule, once=True)
+    take = _action_of("_closures", Closures.take, once=True)
+    result = _action_of("_closures", Closures.result, once=True)
 
     @_action
     def raise_if_failed(
@@ -500,10 +407,9 @@ class Board:
                 for worker in loaded.workers:
                     self._streams.release(worker)
             entries = [e for key, e in (journal or {}).items() if key[0] == "stream"]
-            self._streams.load_entries(entries)
+            self._streams.restart(entries)
             for entry in entries:
-                answers = msgspec.convert(entry.get("answers", {}), Answers)
+                answers = msgspec.convert(entry.get("answers", {}), _Answers)
                 for session, told in answers.items():
                     known = self._answers.setdefault(session, told)
                     known.answers.update(told.answers)
-            self._streams.restart()

@@ -1,21 +1,27 @@
-"""Closures: the chief packs and schedules them, workers run them, errors return."""
+"""Closures: the chief packs and schedules them, workers run them, errors return.
 
-import builtins
-import traceback
+The scripts of all tasks keep in step with the chief's. Each `join`, `done` and `fetch`
+is a meeting, and so is a `schedule` that raises: the chief decides how it ends, and the
+others' scripts go the same way. A wait lasts while any closure makes progress.
+"""
+
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from replicax import errors
 from replicax._util.types import JSON, JSONObject, PyTree
 from replicax.cluster.failure import ExitCode
 from replicax.errors import ClusterError
 from replicax.ps.payloads import (
     FunctionNames,
     MetricDeltas,
+    because_of,
+    cancelled,
     decode,
     encode,
+    error_from_json,
+    error_to_json,
     require_size,
 )
 from replicax.ps.session import Session
@@ -23,90 +29,25 @@ from replicax.ps.session import Session
 if TYPE_CHECKING:
     from replicax.ps.strategy import ParameterServerStrategy
 
+import json
+import time
+from collections import deque
+from typing import TYPE_CHECKING, TypeVar
+
+from replicax._util.listing import listed
+from replicax.errors import ClusterMismatchError
+
 __all__ = [
-    "ClosureCancelledError",
-    "ClosureError",
+    "AGAIN",
+    "Again",
     "ClosureOutcome",
     "ClosureOwner",
     "ClosureWorker",
-    "error_from_json",
-    "error_to_json",
+    "ScriptSync",
 ]
 
-_CANCELLED = "ClosureCancelledError"
 _AT_ONCE = 256
 _DEEPEST = 8
-
-
-class ClosureError(RuntimeError):
-    """A closure has raised an error that is no builtin exception."""
-
-
-class ClosureCancelledError(ClosureError):
-    """A closure was not run, since one before it has raised an error."""
-
-
-def error_to_json(
-    error: BaseException, function: str, worker: str, caller: str
-) -> dict[str, str]:
-    """What a worker tells of an error: its type, message and traceback.
-
-    The first frames, of the file `caller` that called the closure, say nothing.
-    """
-    shown = traceback.TracebackException.from_exception(error)
-    while shown.stack and shown.stack[0].filename == caller:
-        del shown.stack[0]
-    return {
-        "type": type(error).__qualname__,
-        "message": str(error),
-        "traceback": f"In {function} on {worker}:\n{''.join(shown.format())}",
-    }
-
-
-def error_from_json(error: dict[str, str]) -> Exception:
-    """The error to raise: of the original type, if that is builtin or of replicax.
-
-    Example:
-        >>> error_from_json({"type": "KeyError", "message": "7", "traceback": "At 1."})
-        KeyError('7')
-    """
-    made = _error(error)
-    if error["traceback"]:
-        made.add_note(error["traceback"].rstrip())
-    return made
-
-
-def _error(error: dict[str, str]) -> Exception:
-    name, message = error["type"], error["message"]
-    if name == _CANCELLED:
-        return ClosureCancelledError(message)
-    if name == "StopIteration":
-        # As itself it would end loops and generators that it passes.
-        return ClosureError(
-            f"StopIteration: {message or 'an iterator is at its end'}. Let datasets of "
-            "closures repeat, and decide by the number of steps when to stop."
-        )
-    kind = getattr(builtins, name, None) or getattr(errors, name, None)
-    if isinstance(kind, type) and issubclass(kind, Exception):
-        try:
-            return kind(message)
-        except TypeError:  # Such as UnicodeDecodeError, which wants five arguments.
-            pass
-    return ClosureError(f"{name}: {message}")
-
-
-def _cancelled(message: str) -> dict[str, str]:
-    return {"type": _CANCELLED, "message": message, "traceback": ""}
-
-
-def _because_of(
-    error: dict[str, str], message: str, cause: dict[str, str]
-) -> dict[str, str]:
-    """An error that is only what comes of another one, which its message names."""
-    return error | {
-        "message": f"{message}: {cause['type']}: {cause['message']}",
-        "traceback": f"{error['traceback']}\n{cause['traceback']}".lstrip(),
-    }
 
 
 class ClosureOutcome:
@@ -136,9 +77,9 @@ class ClosureOutcome:
                 self.error = said["error"]
             case _:
                 why = "the closure was cancelled, since another one has failed"
-                self.error = _cancelled(why)
+                self.error = cancelled(why)
                 if failed is not None:
-                    self.error = _because_of(self.error, why, failed)
+                    self.error = because_of(self.error, why, failed)
 
 
 class ClosureOwner:
@@ -323,7 +264,7 @@ class ClosureWorker:
             before = self._broken.setdefault(number, told)
             if isinstance(error, StopIteration) and before["type"] != told["type"]:
                 why = "an iterator is at its end, after a function that has it raised"
-                return _because_of(told, why, before)
+                return because_of(told, why, before)
         return told
 
     def _value_of(self, name: str, call: JSON) -> JSONObject:
@@ -379,5 +320,137 @@ class ClosureWorker:
         if outcome["status"] == "error":
             raise error_from_json(outcome["error"])
         raise error_from_json(
-            _cancelled("its argument, the result of another closure, was cancelled")
+            cancelled("its argument, the result of another closure, was cancelled")
         )
+
+
+_LOOK_SECONDS = 1.0
+
+
+_NOW = "coordinator: now"
+
+
+_KEPT_BYTES = 16 * 2**20
+
+
+# The board keeps the newest 64 values of a family.
+_FAMILY = 64
+
+
+_Result = TypeVar("_Result")
+
+
+class Again:
+    """What a poll returns when there was progress: the deadline begins anew."""
+
+
+AGAIN = Again()
+
+
+class ScriptSync:
+    """The meetings of a script, in their order, and the progress of closures meanwhile.
+
+    `passed` says how many meetings this task's script has passed.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.passed = 0
+        self._session = session
+        self._known: dict[str, int] | None = None
+        self._kept: deque[tuple[str, int]] = deque()
+        self._looked = 0.0
+        self._pending: JSONObject = {"queued": 0, "running": {}}
+        if session.is_chief:
+            self._say()
+
+    def end(self, record: JSONObject) -> None:
+        """The chief: the next meeting ends like this."""
+        if record:
+            key = self._key(self._session.starts)
+            self._put(key, record)
+            self._kept.append((key, len(json.dumps(record))))
+            while sum(size for _, size in self._kept) > _KEPT_BYTES:
+                self._put(self._kept.popleft()[0], {"gone": True})
+        self.passed += 1
+        self._say()
+
+    def ended(self) -> JSONObject | None:
+        """The others: how the next meeting ended; None: the chief is not there yet."""
+        if self._known is None or self._known["meetings"] <= self.passed:
+            self._known = self._session.board("get", key=_NOW)
+        if self._known is None or self._known["meetings"] <= self.passed:
+            return None
+        record = self._session.board("get", key=self._key(self._known["starts"]))
+        self.passed += 1
+        return record or {}
+
+    def _key(self, starts: int) -> str:
+        # A restarted chief begins anew, and its meetings with it.
+        block, number = divmod(self.passed, _FAMILY)
+        return f"coordinator {starts}.{block}/{number}"
+
+    def _say(self) -> None:
+        now = {"starts": self._session.starts, "meetings": self.passed}
+        self._put(_NOW, now)
+
+    def _put(self, key: str, value: JSON) -> None:
+        self._session.board("put", key=key, value=value, first=False)
+
+    # Closures.
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing was queued or running."""
+        return not self._pending["queued"] and not self._pending["running"]
+
+    def look(self) -> bool:
+        """Ask the board; whether anything is different."""
+        before = self._pending
+        self._pending = self._session.board("pending")
+        return self._pending != before
+
+    def require_workers(self) -> None:
+        """Raise if no worker will ever run what waits: their scripts have ended."""
+        if self.is_over or not self.is_time():
+            return
+        session = self._session
+        about = session.board("status")["workers"]
+        others = session.workers[1:]
+        if others and all(about[name]["ok"] for name in others):
+            raise ClusterMismatchError(
+                f"{session.name}: the scripts of {listed(others)} have ended, but "
+                "functions of the ClusterCoordinator wait for a worker. All tasks must "
+                "make the same calls of the coordinator, none of them under "
+                "`if strategy.is_chief`: workers run functions in join, done and fetch."
+            )
+
+    def is_time(self) -> bool:
+        """Whether to ask something that need not be asked always; once a second."""
+        now = time.monotonic()
+        is_due = now - self._looked >= _LOOK_SECONDS
+        if is_due:
+            self._looked = now
+        return is_due
+
+    def until(self, poll: Callable[[], _Result | Again | None], what: str) -> _Result:
+        """Poll until there is a result; it begins anew when `poll` returns `AGAIN`.
+
+        A `ClusterError` says that nothing has happened for the step deadline.
+        """
+        while True:
+            result = self._session.wait(poll, what, self._missing)
+            if not isinstance(result, Again):
+                return result
+
+    def _missing(self) -> str:
+        session = self._session
+        if not session.is_chief:
+            return f"{session.workers[0]} (the chief)"
+        running = sorted(set(self._pending["running"].values()))
+        if running:
+            return f"{listed(running)} (in a function)"
+        others = session.workers[1:]
+        alive = [name for name in session.board("alive") if name in others]
+        if alive:
+            return f"{listed(alive)} (which did not take any)"
+        return f"any of {listed(others)} (none is alive)"

@@ -5,13 +5,20 @@ ClusterCoordinator`.) No clock and no I/O: times come in as arguments, in second
 """
 
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from replicax._util.types import JSON, JSONObject
-from replicax.ps.limits import BoardError, LimitError, Names256, Names4096, check_size
+from replicax.ps.limits import (
+    BoardError,
+    LimitError,
+    Name,
+    Names256,
+    Names1024,
+    Names4096,
+    check_size,
+)
 
 __all__ = ["Closures"]
 
@@ -67,8 +74,17 @@ class Closures(msgspec.Struct, kw_only=True):
     error_owner: str | None = None
     generation: int = 0
 
-    def schedule(self, id: str, payload: JSON, function: str, owner: str) -> JSONObject:
-        """Queues a closure: see `Board.schedule`."""
+    def schedule(
+        self, id: Name, payload: JSON, function: Name, worker: Name
+    ) -> JSONObject:
+        """Queues a closure, as TF's `ClusterCoordinator.schedule`.
+
+        If the worker who schedules it is replaced or leaves, it is dropped. Only
+        workers that have registered the `function` get it. `{"full": True,
+        "known": n, "finished": m}`: not queued; forget results, or wait. `{"failed":
+        error}`: not queued; an earlier closure failed, and the error is told now and
+        not again.
+        """
         size = check_size(payload, f"closure {id}: payload", most=_MAX_VALUE)
         if self.error is not None:
             return {"failed": self.raise_if_failed()}
@@ -85,7 +101,7 @@ class Closures(msgspec.Struct, kw_only=True):
             id=id,
             function=function,
             payload=payload,
-            owner=owner,
+            owner=worker,
             generation=self.generation,
             size=size,
         )
@@ -93,8 +109,15 @@ class Closures(msgspec.Struct, kw_only=True):
         self.queue.append(id)
         return {"scheduled": True}
 
-    def take(self, worker: str, functions: Sequence[str]) -> JSONObject | None:
-        """The first closure that the worker has the function for: see `Board.take`."""
+    def take(
+        self,
+        worker: Name,
+        functions: Names1024 = (),  # type: ignore[assignment]
+    ) -> JSONObject | None:
+        """Gives a free worker a closure: `id`, `function`, `payload`; or None.
+
+        `functions` are all that the worker has registered.
+        """
         running = sum(holder == worker for holder in self.running.values())
         if running >= _MAX_RUNNING:
             raise LimitError(
@@ -114,9 +137,18 @@ class Closures(msgspec.Struct, kw_only=True):
         return None
 
     def result(
-        self, id: str, worker: str, value: JSON, error: dict[str, str] | None
+        self,
+        id: Name,
+        worker: Name,
+        value: JSON = None,
+        error: dict[str, str] | None = None,
     ) -> JSONObject:
-        """Notes what became of a closure: see `Board.result`."""
+        """Says what became of a closure: its value, or the error it raised.
+
+        An error has `type`, `message` and `traceback`; the first cancels all that is
+        queued. `late` in the answer: the worker does not have the closure any more, and
+        this is not used.
+        """
         size = check_size(value, f"closure {id}: value", most=_MAX_VALUE)
         if error is not None:
             error = _shortened(error)

@@ -12,10 +12,12 @@ from replicax._util.waiting import wait_for
 from replicax.errors import ClusterMismatchError, ContextError
 from replicax.input import InputContext
 from replicax.ps.closure_calls import (
+    AGAIN,
+    Again,
     ClosureOutcome,
     ClosureOwner,
     ClosureWorker,
-    error_from_json,
+    ScriptSync,
 )
 from replicax.ps.payloads import (
     FunctionNames,
@@ -24,11 +26,12 @@ from replicax.ps.payloads import (
     PerWorkerValues,
     dataset_maker,
     decode,
+    error_from_json,
     require_size,
 )
-from replicax.ps.script_sync import AGAIN, Again, GroupRequests, ScriptSync
 from replicax.ps.session import Session
 from replicax.ps.strategy import ParameterServerStrategy
+from replicax.ps.variables import GroupRequests
 
 __all__ = ["ClusterCoordinator", "RemoteValue"]
 

@@ -31,8 +31,7 @@ from replicax.keras.adapters import (
 from replicax.keras.batches import BatchIterator, PlacedBatch, place
 from replicax.keras.session import FitSession
 from replicax.keras.steps import steps_of
-from replicax.ps.limits import tickets_at_once
-from replicax.ps.tickets import Ticket
+from replicax.ps.limits import Ticket, tickets_at_once
 from replicax.ps.worker_input import EpochBatches, own_rows
 
 if TYPE_CHECKING:

@@ -16,17 +16,17 @@ from replicax._util.types import JSONObject
 from replicax.ps.dense_group import DenseGroup
 from replicax.ps.groups import StepShare
 from replicax.ps.limits import Count
-from replicax.ps.store import VariableStore
-from replicax.ps.table import TableSpec
-from replicax.ps.variable_slices import (
+from replicax.ps.partition import (
     SlotKey,
     VariableGroup,
     slots_from_message,
     slots_to_message,
 )
+from replicax.ps.store import VariableStore
+from replicax.ps.table import TableSpec
 from replicax.ps.wire import Allowed, WireError, exactly
 
-__all__ = ["MESSAGES", "Answer", "Message", "Vectors"]
+__all__ = ["MESSAGES", "Message"]
 
 Vectors = dict[str, np.ndarray]
 Answer = tuple[JSONObject, Vectors]
@@ -44,8 +44,14 @@ class Message(Protocol):
         ...
 
     def handle(self, store: VariableStore, vectors: Vectors) -> Answer:
-        """Does what it asks."""
+        """Does what it asks; the header and the vectors of the answer."""
         ...
+
+
+def _progress(held: DenseGroup, step: int | None) -> JSONObject:
+    """Whether a step is over, and this server's share of the norms that it needs."""
+    is_over = step is None or step < held.steps
+    return {"squared_norms": held.squared_norms_of(step), "is_over": is_over}
 
 
 def _newest(store: VariableStore, held: DenseGroup) -> Answer:
@@ -53,12 +59,6 @@ def _newest(store: VariableStore, held: DenseGroup) -> Answer:
     with held.condition:
         version, values = held.version, held.vectors
     return {"version": version}, store.hand_out(values)
-
-
-def _progress(held: DenseGroup, step: int | None) -> JSONObject:
-    """Whether a step is over, and this server's share of the norms that it needs."""
-    is_over = step is None or step < held.steps
-    return {"squared_norms": held.squared_norms_of(step), "is_over": is_over}
 
 
 class _OfGroup(msgspec.Struct):

@@ -1,9 +1,15 @@
-"""Serializes a user's optimizer for the servers, and builds it there."""
+"""Serializes a user's optimizer for the servers, and builds it there.
+
+An optimizer that works element by element need not know where one variable ends and the
+next begins. So a server steps spans of neighbouring slices as one: a few operations on
+long vectors for a model of hundreds of variables.
+"""
 
 import copy
+import dataclasses
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,17 +18,25 @@ import keras
 import numpy as np
 
 from replicax._private.keras import write_values
+from replicax._util.arrays import FlatLayout
 from replicax._util.types import JSONObject, PyTree
+from replicax.ps.partition import VariableSlice
 
 __all__ = [
     "ELEMENTWISE",
+    "FusedSpan",
     "build_recording",
     "can_split",
     "clip_before_push",
     "clips_on_worker",
     "deserialize",
+    "fused_spans",
+    "join",
     "optimizer_rule",
+    "split",
+    "split_slices",
 ]
+
 
 # Those whose update of an element needs that element's gradient, value and slots only.
 ELEMENTWISE = (
@@ -207,3 +221,94 @@ def _distinct(names: Sequence[str], paths: Sequence[str]) -> list[str]:
         name if wanted.count(name) == 1 else f"{name} {wanted[:i].count(name)}"
         for i, name in enumerate(wanted)
     ]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class FusedSpan:
+    """One part, or several that follow each other in a vector, by their places.
+
+    `shape` is the part's; flat for several.
+    """
+
+    dtype: str
+    size: int
+    shape: tuple[int, ...]
+    parts: tuple[int, ...]
+
+
+def fused_spans(
+    parts: Sequence[VariableSlice], kind_of: Callable[[VariableSlice], Hashable | None]
+) -> list[FusedSpan]:
+    """The blocks of a server's parts, in order of their first parts.
+
+    Neighbours of equal kind go together; one of kind None stays alone.
+
+    Example:
+        >>> sizes = {"shape": (2, 3), "dtype": "float32", "server": 0}
+        >>> parts = [
+        ...     VariableSlice(variable=i, path=p, **sizes) for i, p in enumerate("abc")]
+        >>> [block.parts for block in fused_spans(parts, lambda part: part.path == "c")]
+        [(0, 1), (2,)]
+    """
+    blocks: list[FusedSpan] = []
+    newest: dict[str, tuple[int, Hashable | None]] = {}  # By dtype: place and kind.
+    for i, part in enumerate(parts):
+        kind = kind_of(part)
+        place, previous = newest.get(part.dtype, (0, None))
+        if kind is not None and kind == previous:
+            block = blocks[place]
+            size = block.size + part.size
+            blocks[place] = dataclasses.replace(
+                block, size=size, shape=(size,), parts=(*block.parts, i)
+            )
+            continue
+        newest[part.dtype] = len(blocks), kind
+        blocks.append(
+            FusedSpan(
+                dtype=part.dtype,
+                size=part.size,
+                shape=part.shape,
+                parts=(i,),
+            )
+        )
+    return blocks
+
+
+def split(
+    blocks: Sequence[FusedSpan], vectors: Mapping[str, jax.Array]
+) -> list[jax.Array]:
+    """The blocks' values out of the vectors."""
+    return _layout(blocks).unpack(vectors)
+
+
+def join(
+    blocks: Sequence[FusedSpan],
+    values: Sequence[jax.Array],
+    like: Mapping[str, jax.Array],
+) -> dict[str, jax.Array]:
+    """The vectors of the blocks' values; the reverse of `split`."""
+    joined: dict[str, jax.Array] = {}
+    for (dtype, start, _), value in zip(_layout(blocks).spans, values, strict=True):
+        whole = like[dtype]
+        flat = value.reshape(-1).astype(whole.dtype)
+        if flat.size == whole.size:
+            joined[dtype] = flat
+            continue
+        # Written in place: `concatenate` takes longer.
+        target = joined.get(dtype, jnp.zeros_like(whole))
+        joined[dtype] = jax.lax.dynamic_update_slice(target, flat, (start,))
+    return joined
+
+
+def _layout(blocks: Sequence[FusedSpan]) -> FlatLayout:
+    return FlatLayout([(block.dtype, block.shape) for block in blocks])
+
+
+def split_slices(
+    block: FusedSpan, parts: Sequence[VariableSlice], value: np.ndarray
+) -> list[np.ndarray]:
+    """A slot's values for each of a block's parts. Of any shape, if it has one part."""
+    if len(block.parts) == 1:
+        return [value]
+    layout = FlatLayout([(block.dtype, parts[i].shape) for i in block.parts])
+    return layout.unpack({block.dtype: value})

@@ -1,5 +1,10 @@
 """Partitions variables over servers: which rows of which variable lie where.
 
+A group is what one `optimizer.apply` updates. Each of its variables is one slice, or
+several that split its first dimension, and each slice lies on one server. On the wire
+and in a server, a group is one flat vector per dtype: its slices on that server, row by
+row, one after another.
+
 A partitioner says into how many shards a variable is cut along its first dimension;
 `place` cuts the variables and deals the parts out so that servers hold about as many
 bytes each.
@@ -8,28 +13,131 @@ bytes each.
 import dataclasses
 import heapq
 import itertools
+import json
 import logging
 import math
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, NamedTuple, Protocol
 
 import ml_dtypes  # noqa: F401  NumPy learns of bfloat16.
+import msgspec
 import numpy as np
 
-from replicax._util.types import JSONObject
-from replicax.ps.variable_slices import VariableGroup, VariableSlice
+from replicax._util.arrays import FlatLayout
+from replicax._util.hashes import digest
+from replicax._util.types import JSON, JSONObject
 
 __all__ = [
     "FixedShardsPartitioner",
     "MaxSizePartitioner",
     "MinSizePartitioner",
     "Partitioner",
+    "SlotKey",
+    "Slots",
+    "VariableGroup",
     "VariableInfo",
+    "VariableSlice",
+    "VariableSlot",
+    "cut_slots",
+    "join_slots",
     "place",
+    "slots_from_message",
+    "slots_to_message",
 ]
 
 _logger = logging.getLogger("replicax")
 _Rows = tuple[int, int] | None
+
+
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VariableSlice:
+    """A variable, or some of its rows, on one server.
+
+    `variable` is its place in its group, `rows` are `(start, stop)` in its first
+    dimension; None: the whole. `shape` is the part's. `constraint` is a Keras config.
+    """
+
+    variable: int
+    path: str
+    shape: tuple[_Count, ...]
+    dtype: str
+    server: _Count
+    rows: tuple[_Count, _Count] | None = None
+    constraint: JSONObject | None = None
+
+    @property
+    def name(self) -> str:
+        """Its path, with the rows where it is split: `"dense/kernel[0:392]"`."""
+        if self.rows is None:
+            return self.path
+        return f"{self.path}[{self.rows[0]}:{self.rows[1]}]"
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VariableGroup:
+    """Variables that are updated together, and the servers they lie on.
+
+    `rule` says how: `{"kind": "optimizer", "config": ...}` with what
+    `keras.optimizers.serialize` returns, or `{"kind": "add"}`, which adds what is
+    pushed. `parts` are in the order of the variables and their rows.
+    """
+
+    name: str
+    rule: JSONObject
+    parts: tuple[VariableSlice, ...]
+
+    def slices_on(self, server: int) -> tuple[VariableSlice, ...]:
+        """The parts on one server, in the order in which its vectors hold them."""
+        return tuple(part for part in self.parts if part.server == server)
+
+    def layout_on(self, server: int) -> FlatLayout:
+        """Where the slices on one server lie in its vectors."""
+        return FlatLayout([(x.dtype, x.shape) for x in self.slices_on(server)])
+
+    def lengths_on(self, server: int) -> dict[str, int]:
+        """Elements in a server's vector of each dtype, in the vectors' order."""
+        return self.layout_on(server).lengths
+
+    def to_json(self) -> JSONObject:
+        """The group as JSON values."""
+        return msgspec.to_builtins(self)
+
+    @classmethod
+    def from_json(cls, data: JSONObject) -> "VariableGroup":
+        """The group that `to_json` wrote."""
+        return msgspec.convert(data, cls)
+
+    @property
+    def digest(self) -> str:
+        """A short text that is the same for equal groups.
+
+        The learning rate and the iterations, which training changes, do not count: one
+        task may be ahead of another, or have restored a checkpoint.
+        """
+        described = self.to_json()
+        described["rule"] = _without_progress(described["rule"])
+        return digest(json.dumps(described, sort_keys=True))
+
+
+def _without_progress(rule: JSON) -> JSON:
+    """A rule without the numbers that training changes."""
+    if isinstance(rule, list):
+        return [_without_progress(x) for x in rule]
+    if not isinstance(rule, dict):
+        return rule
+    return {
+        key: _without_progress(x)
+        for key, x in rule.items()
+        if not (key in ("iterations", "learning_rate") and isinstance(x, int | float))
+    }
 
 
 class Partitioner(Protocol):
@@ -311,3 +419,80 @@ def _require_positive(who: str, **arguments: int) -> None:
     for name, value in arguments.items():
         if value < 1:
             raise ValueError(f"{who}: got {name}={value!r}, expected at least 1.")
+
+
+class SlotKey(NamedTuple):
+    """Names one of the variables of an optimizer on one server.
+
+    `name` is `"momentum"`, `"iteration"` and the like, or a path where a name is there
+    twice; `part` the place, among the server's slices, of the one that it belongs to;
+    None: it belongs to no variable.
+    """
+
+    name: str
+    part: int | None
+
+
+Slots = dict[SlotKey, np.ndarray]
+
+
+VariableSlot = tuple[str, int | None]
+"""A name, and the place in its group of the variable that it belongs to."""
+
+
+Announced = Sequence[tuple[str, int | None, Sequence[int]]]
+"""What a message's header says of slots: each one's name, part and shape."""
+
+
+def slots_to_message(slots: Slots) -> tuple[Announced, dict[str, np.ndarray]]:
+    """Slots as a message has them: what its header says, and its vectors."""
+    header = [(key.name, key.part, list(x.shape)) for key, x in slots.items()]
+    return header, {str(i): np.ravel(x) for i, x in enumerate(slots.values())}
+
+
+def slots_from_message(header: Announced, vectors: Mapping[str, np.ndarray]) -> Slots:
+    """The slots of a message."""
+    return {
+        SlotKey(name, part): vectors[str(i)].reshape(shape)
+        for i, (name, part, shape) in enumerate(header)
+    }
+
+
+def join_slots(
+    group: VariableGroup, on_servers: Mapping[int, Slots]
+) -> dict[VariableSlot, np.ndarray]:
+    """Each slot whole, from its slices on the servers.
+
+    What belongs to no variable each server has for itself; the first one's counts.
+    """
+    pieces: dict[VariableSlot, list[tuple[int, np.ndarray]]] = {}
+    for server, slots in on_servers.items():
+        parts = group.slices_on(server)
+        for (name, place), array in slots.items():
+            part = None if place is None else parts[place]
+            variable = None if part is None else part.variable
+            first = part.rows[0] if part and part.rows else 0
+            pieces.setdefault((name, variable), []).append((first, array))
+    return {key: _rows(found, key) for key, found in pieces.items()}
+
+
+def _rows(pieces: list[tuple[int, np.ndarray]], key: VariableSlot) -> np.ndarray:
+    if key[1] is None or len(pieces) == 1:
+        return pieces[0][1]
+    ordered = sorted(pieces, key=lambda piece: piece[0])
+    return np.concatenate([array for _, array in ordered])
+
+
+def cut_slots(
+    group: VariableGroup, slots: Mapping[VariableSlot, np.ndarray], server: int
+) -> Slots:
+    """What one server has of each slot."""
+    cut: Slots = {}
+    for (name, variable), array in slots.items():
+        if variable is None:
+            cut[SlotKey(name, None)] = array
+        for place, part in enumerate(group.slices_on(server)):
+            if part.variable == variable:
+                rows = array if part.rows is None else array[slice(*part.rows)]
+                cut[SlotKey(name, place)] = rows
+    return cut

@@ -1,13 +1,15 @@
-"""What closures send as JSON: names of functions, arguments, results; never code.
+"""What closures send as JSON: names of functions, arguments, results and errors.
 
-An argument may stand for something of which each worker has its own
+Code is never sent. An argument may stand for something of which each worker has its own
 (`PerWorkerValues`); a result tells by how much a closure has changed its worker's
 metrics (`MetricDeltas`).
 """
 
+import builtins
 import functools
 import json
 import logging
+import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
@@ -17,6 +19,7 @@ import jax
 import keras
 import numpy as np
 
+from replicax import errors
 from replicax._private import keras as internals
 from replicax._util import json_codec
 from replicax._util.json_codec import MARK, is_number
@@ -30,17 +33,26 @@ from replicax.input import InputContext
 
 __all__ = [
     "MAX_BYTES",
+    "ClosureCancelledError",
+    "ClosureError",
     "FunctionNames",
     "MetricDeltas",
     "PerWorkerSources",
     "PerWorkerValues",
+    "because_of",
+    "cancelled",
     "dataset_maker",
     "decode",
     "encode",
+    "error_from_json",
+    "error_to_json",
     "require_size",
 ]
 
 _logger = logging.getLogger("replicax")
+
+_CANCELLED = "ClosureCancelledError"
+
 
 MAX_BYTES = 3 * 2**20
 """Bytes of a closure's arguments, or of its result, as JSON."""
@@ -350,3 +362,75 @@ class MetricDeltas:
             seen[label] = known
         self._seen = seen
         return {label: host for label, (_, host) in seen.items()}
+
+
+class ClosureError(RuntimeError):
+    """A closure has raised an error that is no builtin exception."""
+
+
+class ClosureCancelledError(ClosureError):
+    """A closure was not run, since one before it has raised an error."""
+
+
+def error_to_json(
+    error: BaseException, function: str, worker: str, caller: str
+) -> dict[str, str]:
+    """What a worker tells of an error: its type, message and traceback.
+
+    The first frames, of the file `caller` that called the closure, say nothing.
+    """
+    shown = traceback.TracebackException.from_exception(error)
+    while shown.stack and shown.stack[0].filename == caller:
+        del shown.stack[0]
+    return {
+        "type": type(error).__qualname__,
+        "message": str(error),
+        "traceback": f"In {function} on {worker}:\n{''.join(shown.format())}",
+    }
+
+
+def error_from_json(error: dict[str, str]) -> Exception:
+    """The error to raise: of the original type, if that is builtin or of replicax.
+
+    Example:
+        >>> error_from_json({"type": "KeyError", "message": "7", "traceback": "At 1."})
+        KeyError('7')
+    """
+    made = _error(error)
+    if error["traceback"]:
+        made.add_note(error["traceback"].rstrip())
+    return made
+
+
+def _error(error: dict[str, str]) -> Exception:
+    name, message = error["type"], error["message"]
+    if name == _CANCELLED:
+        return ClosureCancelledError(message)
+    if name == "StopIteration":
+        # As itself it would end loops and generators that it passes.
+        return ClosureError(
+            f"StopIteration: {message or 'an iterator is at its end'}. Let datasets of "
+            "closures repeat, and decide by the number of steps when to stop."
+        )
+    kind = getattr(builtins, name, None) or getattr(errors, name, None)
+    if isinstance(kind, type) and issubclass(kind, Exception):
+        try:
+            return kind(message)
+        except TypeError:  # Such as UnicodeDecodeError, which wants five arguments.
+            pass
+    return ClosureError(f"{name}: {message}")
+
+
+def cancelled(message: str) -> dict[str, str]:
+    """The error of a closure that is not run."""
+    return {"type": _CANCELLED, "message": message, "traceback": ""}
+
+
+def because_of(
+    error: dict[str, str], message: str, cause: dict[str, str]
+) -> dict[str, str]:
+    """An error that is only what comes of another one, which its message names."""
+    return error | {
+        "message": f"{message}: {cause['type']}: {cause['message']}",
+        "traceback": f"{error['traceback']}\n{cause['traceback']}".lstrip(),
+    }

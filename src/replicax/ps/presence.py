@@ -342,8 +342,15 @@ class Rendezvous(msgspec.Struct):
         remember(self.complete, barrier, None, most=_COMPLETE_KEPT)
         return {"complete": True, "missing": []}
 
-    def report(self, topic: str, worker: str, values: JSON) -> None:
-        """Keeps a worker's values under a topic: see `Board.report`."""
+    def report(self, topic: Name, worker: Name, values: JSON) -> None:
+        """Keeps a worker's values, such as its metrics; the newest topics are kept.
+
+        `values` are of at most 1 MiB, and replace those it reported before.
+        """
         check_size(values, f"report {topic!r}: values", most=_MAX_REPORT)
         reported = self.topics.get(topic, {}) | {worker: values}
         remember(self.topics, topic, reported, most=_REPORTS_KEPT)
+
+    def reports(self, topic: Name) -> JSONObject:
+        """The values that were reported under a topic, by worker."""
+        return dict(self.topics.get(topic, {}))

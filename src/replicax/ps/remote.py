@@ -21,8 +21,7 @@ from replicax.engine import device_put
 from replicax.errors import CheckpointError, ClusterError, ClusterMismatchError
 from replicax.ps.connection import Connection, ServerRefused
 from replicax.ps.groups import StepShare
-from replicax.ps.session import Session
-from replicax.ps.variable_slices import (
+from replicax.ps.partition import (
     VariableGroup,
     VariableSlot,
     cut_slots,
@@ -30,6 +29,7 @@ from replicax.ps.variable_slices import (
     slots_from_message,
     slots_to_message,
 )
+from replicax.ps.session import Session
 from replicax.ps.wire import dtype_named
 
 __all__ = ["PushResult", "RemoteGroup", "ServerPushes", "key_of"]

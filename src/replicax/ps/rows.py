@@ -22,9 +22,9 @@ import numpy as np
 from replicax._util.types import JSONObject
 from replicax.ps.connection import Connection, ConnectionLost, ServerRefused
 from replicax.ps.groups import StepShare
+from replicax.ps.partition import VariableGroup
 from replicax.ps.session import Session
 from replicax.ps.table_rows import sum_duplicates
-from replicax.ps.variable_slices import VariableGroup
 
 __all__ = ["RemoteTables", "RowPush"]
 

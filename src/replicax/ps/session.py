@@ -23,12 +23,16 @@ from replicax._util.waiting import wait_for
 from replicax.cluster.failure import ATTEMPT, ExitCode, report_of
 from replicax.cluster.timeouts import Timeouts
 from replicax.errors import ClusterError, ClusterMismatchError
-from replicax.ps.call_log import JOB, ReplayLog
 from replicax.ps.connection import Connection, ServerRefused
 from replicax.ps.credentials import Credentials
-from replicax.ps.limits import beat_seconds, longest_pause
+from replicax.ps.limits import beat_seconds, family_of, longest_pause
 
-__all__ = ["FAREWELL_SECONDS", "Session"]
+__all__ = [
+    "FAREWELL_SECONDS",
+    "JOB",
+    "ReplayLog",
+    "Session",
+]
 
 FAREWELL_SECONDS = 10.0
 """For a task that ends to tell the others, or to hear that they have been told."""
@@ -445,3 +449,55 @@ def _report_exceptions(session: Session) -> None:
         os._exit(report.exit_code)
 
     sys.excepthook = hook
+
+
+JOB = "job"
+"""The key under which a board says which job it is of."""
+
+
+_MOST_REPLAYED = 64
+
+
+_NAMED_BY = {
+    "put": "key",
+    "arrive": "barrier",
+    "report": "topic",
+    "open": "stream",
+    "end": "stream",
+}
+
+
+class ReplayLog:
+    """The last calls that the board must not forget, in their order.
+
+    Example:
+        >>> told = ReplayLog()
+        >>> told.note("put", {"key": "epoch", "value": 1})
+        >>> told.note("put", {"key": "epoch", "value": 2})
+        >>> told.note("alive", {})
+        >>> told.again()
+        [('put', {'key': 'epoch', 'value': 2})]
+    """
+
+    def __init__(self) -> None:
+        self._calls: dict[tuple[str, str], JSONObject] = {}
+        self._lock = threading.Lock()
+
+    def note(self, method: str, arguments: JSONObject) -> None:
+        """Keep a call, if it has to be repeated."""
+        if method not in _NAMED_BY:
+            return
+        name = str(arguments[_NAMED_BY[method]])
+        with self._lock:
+            if _NAMED_BY[method] == "stream":
+                name = family_of(name)[0]  # Streams before the newest are over.
+                self._calls.pop(("end", name), None)
+            self._calls.pop((method, name), None)
+            self._calls[method, name] = dict(arguments)
+            while len(self._calls) > _MOST_REPLAYED:
+                del self._calls[next(iter(self._calls))]
+
+    def again(self) -> list[tuple[str, JSONObject]]:
+        """The calls to repeat, as method and arguments."""
+        with self._lock:
+            return [(method, dict(a)) for (method, _), a in self._calls.items()]

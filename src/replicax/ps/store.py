@@ -1,7 +1,8 @@
-"""A server's store: groups of variables and tables by name, and what clients ask.
+"""A server's store: groups of variables and tables by name.
 
-Each group has a lock of its own, so that one that compiles does not hold up others. A
-step is only dispatched under that lock; who waits for its values waits outside.
+Each group and table has a lock of its own, so that one that compiles does not hold up
+others. A step is only dispatched under that lock; who waits for its values waits
+outside.
 """
 
 import os
@@ -16,20 +17,15 @@ import msgspec
 import numpy as np
 
 from replicax._util.types import JSONObject
-from replicax.ps.call_log import Journaled, Note, Sessions, note_nothing
 from replicax.ps.dense_group import DenseGroup
-from replicax.ps.groups import Arrays, Group
+from replicax.ps.groups import Arrays, Group, Sessions
 from replicax.ps.limits import RefusedRequestError
+from replicax.ps.partition import VariableGroup
+from replicax.ps.snapshots import Journaled, Note, note_nothing
 from replicax.ps.table import Table, TableError, TableSpec
-from replicax.ps.variable_slices import VariableGroup
 from replicax.ps.wire import dtype_named
 
-__all__ = [
-    "UnknownGroup",
-    "UnknownTable",
-    "VariableStore",
-    "memory_bytes",
-]
+__all__ = ["UnknownGroup", "UnknownTable", "VariableStore"]
 
 _MOST_GROUPS = 8192
 _Group = TypeVar("_Group", bound=Group)
@@ -63,7 +59,8 @@ class VariableStore:
         self.server = server
         self.incarnation = uuid.uuid4().hex
         self._num_servers = num_servers
-        self._byte_limit = memory_bytes() if byte_limit is None else byte_limit
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        self._byte_limit = memory if byte_limit is None else byte_limit
         self._note = note
         self._lock = threading.Lock()
         self._creating = threading.Lock()  # Who asks for a group again waits.
@@ -99,6 +96,9 @@ class VariableStore:
             "The chief creates it; if this server was restarted without a snapshot, "
             "its values are lost."
         )
+
+    def _new_group(self, group: VariableGroup, vectors: Arrays) -> DenseGroup:
+        return DenseGroup(group, vectors, self.server, self._note, self._sessions)
 
     # Tables.
 
@@ -150,7 +150,7 @@ class VariableStore:
             is_first = held.spec.rule is None
             if is_first:
                 rows = 4 * held.spec.dim * self.num_rows_here(held.spec)
-                self.require_room(f"the slots of table {table!r}", rows * num_slots)
+                self._require_room(f"the slots of table {table!r}", rows * num_slots)
             held.set_rule(rule)
             with held.condition:
                 is_known = group in held.offsets
@@ -163,20 +163,6 @@ class VariableStore:
         """Use another learning rate for a table's rows."""
         self.table(table).set_learning_rate(learning_rate)
 
-    def _table_status(self) -> JSONObject:
-        """Tables' sizes and versions, as JSON values."""
-        return {
-            table.spec.name: {
-                "num_rows": table.spec.num_rows,
-                "dim": table.spec.dim,
-                "bytes": table.num_bytes,
-                "version": table.version,
-                "applied": table.num_applied,
-                "lost": table.num_lost,
-            }
-            for table in self._all(self._tables)
-        }
-
     def _new_table(self, spec: TableSpec) -> Table:
         return Table(
             spec,
@@ -186,10 +172,7 @@ class VariableStore:
             sessions=self._sessions,
         )
 
-    def _new_group(self, group: VariableGroup, vectors: Arrays) -> DenseGroup:
-        return DenseGroup(group, vectors, self.server, self._note, self._sessions)
-
-    # Room.
+    # Both.
 
     def require_room_for(self, new: VariableGroup | TableSpec) -> None:
         """Refuse a new group or table for which there is no room."""
@@ -201,15 +184,14 @@ class VariableStore:
         else:
             lengths = new.lengths_on(self.server).items()
             size = sum(dtype_named(dtype).itemsize * n for dtype, n in lengths)
-        self.require_room(repr(new.name)[:80], size)
+        self._require_room(repr(new.name)[:80], size)
         if len(self._groups) + len(self._tables) >= _MOST_GROUPS:
             raise TableError(
                 f"{new.name!r:.80}: this server has {_MOST_GROUPS} groups and tables, "
                 "and may not have more. Put rows of equal length into one table."
             )
 
-    def require_room(self, what: str, size: int) -> None:
-        """Refuse `size` more bytes if there is no room for them."""
+    def _require_room(self, what: str, size: int) -> None:
         total = size + sum(each.num_bytes for each in self._all_groups())
         if total > self._byte_limit:
             raise TableError(
@@ -218,24 +200,12 @@ class VariableStore:
                 "with fewer slots"
             )
 
-    # All of it.
-
     def close(self) -> None:
         """End all waiting for other workers' parts."""
         for held in self._all_groups():
             with held.condition:
                 held.closed = True
                 held.condition.notify_all()
-
-    def staleness(self) -> dict[str, dict[int, int]]:
-        """For each worker, how many pushes to trained groups had which staleness."""
-        total: dict[str, Counter[int]] = {}
-        for held in self._all(self._groups):
-            if held.is_trained:
-                with held.condition:
-                    for worker, histogram in held.staleness.items():
-                        total.setdefault(worker, Counter()).update(histogram)
-        return {worker: dict(counts) for worker, counts in total.items()}
 
     @property
     def num_changes(self) -> int:
@@ -251,29 +221,25 @@ class VariableStore:
             sum(table.version for table in self._all(self._tables)),
         )
 
+    def staleness(self) -> dict[str, dict[int, int]]:
+        """For each worker, how many pushes to trained groups had which staleness."""
+        total: dict[str, Counter[int]] = {}
+        for held in self._all(self._groups):
+            if held.is_trained:
+                with held.condition:
+                    for worker, histogram in held.staleness.items():
+                        total.setdefault(worker, Counter()).update(histogram)
+        return {worker: dict(counts) for worker, counts in total.items()}
+
     def status(self) -> JSONObject:
         """Versions, staleness and traffic, in JSON values.
 
         `applied` and `lost` count the updates in the values, and those that a restart
         has taken back: of what an optimizer updates; else of what is here.
         """
-        groups: JSONObject = {}
-        for held in self._all(self._groups):
-            with held.condition:
-                groups[held.group.name] = {
-                    "version": held.version,
-                    "steps": held.steps,
-                    "applied": held.num_applied,
-                    "lost": held.num_lost,
-                    "is_trained": held.is_trained,
-                    "bytes": held.num_bytes,
-                    "pushed_by": {
-                        worker: sum(histogram.values())
-                        for worker, histogram in held.staleness.items()
-                    },
-                }
+        groups = {held.group.name: held.status() for held in self._all(self._groups)}
+        tables = {held.spec.name: held.status() for held in self._all(self._tables)}
         trained = [group for group in groups.values() if group["is_trained"]]
-        tables = self._table_status()
         counted = trained or groups.values() or tables.values()
         with self._lock:
             bytes_in, bytes_out = self._bytes_in, self._bytes_out
@@ -350,26 +316,23 @@ class VariableStore:
         with self._lock:
             return list(groups.values())
 
+    # For messages.
+
     def hand_out(self, vectors: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
         """Values for a worker: views of the arrays' own memory, on CPU; read-only."""
         handed = {dtype: np.asarray(vector) for dtype, vector in vectors.items()}
         self.count(bytes_out=handed)
         return handed
 
-    def count_slots_set(self) -> None:
-        """Count an assignment of an optimizer's variables."""
-        with self._lock:
-            self._slots_set += 1
-
     def count(
-        self, bytes_in: Arrays | None = None, bytes_out: Arrays | None = None
+        self, *, bytes_in: Arrays | None = None, bytes_out: Arrays | None = None
     ) -> None:
         """Count what came from workers, and what goes to them."""
         with self._lock:
             self._bytes_in += sum(v.nbytes for v in (bytes_in or {}).values())
             self._bytes_out += sum(v.nbytes for v in (bytes_out or {}).values())
 
-
-def memory_bytes() -> int:
-    """The memory of this machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    def count_slots_set(self) -> None:
+        """Count an assignment of an optimizer's variables."""
+        with self._lock:
+            self._slots_set += 1

@@ -7,15 +7,25 @@ import msgspec
 
 from replicax._util.types import JSONObject
 from replicax.ps.limits import (
+    Backups,
     BoardError,
+    Count,
+    Few,
     LimitError,
+    Name,
+    NumParts,
+    Ticket,
+    Tickets256,
     UnknownStreamError,
     family_of,
     remember,
 )
-from replicax.ps.tickets import PartTickets, StepTickets, Ticket, Tickets
+from replicax.ps.tickets import PartTickets, StepTickets, Tickets
 
-__all__ = ["Settings", "Streams"]
+__all__ = [
+    "Settings",
+    "Streams",
+]
 
 _logger = logging.getLogger("replicax")
 
@@ -32,11 +42,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     backups: int = 0
 
     def tickets(self) -> Tickets:
-        """A new stream of this kind.
-
-        Raises:
-            BoardError: The settings contradict each other.
-        """
+        """A new stream of this kind; refuses settings that contradict each other."""
         if self.num_parts is None:
             if self.backups:
                 raise BoardError(
@@ -50,9 +56,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
                 f"is stale; got max_staleness={self.max_staleness}. Leave one out."
             )
         return PartTickets(
-            num_parts=self.num_parts,
-            length=self.limit,
-            backups=self.backups,
+            num_parts=self.num_parts, length=self.limit, backups=self.backups
         )
 
 
@@ -92,8 +96,28 @@ class Streams(msgspec.Struct):
         default_factory=lambda: {"given_up": 0, "twice": 0}
     )
 
-    def open(self, stream: str, wanted: Settings) -> JSONObject:
-        """Makes a stream, if it is not there: see `Board.open`."""
+    def open(
+        self,
+        stream: Name,
+        limit: Count | None = None,
+        max_staleness: Count | None = None,
+        num_parts: NumParts | None = None,
+        backups: Backups = 0,
+    ) -> JSONObject:
+        """Opens a stream of step tickets; all workers must do so alike.
+
+        `limit` is the number of steps; None: until somebody finds the end. At most
+        `max_staleness` other steps may be finished between the moment when a step is
+        given and its own end. `num_parts` of a synchronous step; None: steps are
+        asynchronous. `backups` parts of a step may be given to a second worker too. The
+        answer says whether it is `over`, and its `length` if that is known.
+        """
+        wanted = Settings(
+            limit=limit,
+            max_staleness=max_staleness,
+            num_parts=num_parts,
+            backups=backups,
+        )
         if self._is_forgotten(stream):
             return {"over": True, "length": self.lengths.get(stream)}
         if stream not in self.streams:
@@ -109,41 +133,60 @@ class Streams(msgspec.Struct):
             )
         return {"over": tickets.is_over, "length": tickets.length}
 
-    def _is_forgotten(self, stream: str) -> bool:
-        family, number = family_of(stream)
-        return stream not in self.streams and self.forgotten.get(family, -1) >= (
-            number or 0
-        )
+    def claim(
+        self,
+        stream: Name,
+        worker: Name,
+        count: Few = 1,
+        finished: Tickets256 = (),  # type: ignore[assignment]
+    ) -> JSONObject:
+        """Takes up to `count` tickets for the next steps; first `finish` others.
 
-    def _tickets(self, stream: str) -> Tickets | None:
-        """The stream; None if it was complete and is forgotten."""
-        if stream in self.streams:
-            return self.streams[stream][1]
-        if self._is_forgotten(stream):
-            return None
-        raise UnknownStreamError(
-            f"There is no stream {stream!r}: open it first, and again if the server "
-            f"was restarted. There are {', '.join(self.streams) or 'none'}."
-        )
-
-    def claim(self, stream: str, worker: str, count: int) -> JSONObject:
-        """Tickets, or that it is over, or why to wait: see `Board.claim`."""
+        `{"indices": [...]}` are steps, or `[step, part]` in a synchronous stream. Or
+        `{"wait": reason}`: ask again soon. Or `{"over": length, "lost": n, "complete":
+        ...}`: no tickets are left; `lost` were taken from workers that died (and given
+        again, if synchronous); `complete` when none is in progress. With `finished`
+        also what `finish` answers.
+        """
+        done = self._finish(stream, worker, finished) if finished else {}
         tickets = self._tickets(stream)
         if tickets is None:
-            return {"over": self.lengths.get(stream), "lost": 0, "complete": True}
+            over = {"over": self.lengths.get(stream), "lost": 0, "complete": True}
+            return over | done
         if tickets.is_over:
-            return {
-                "over": tickets.length,
-                "lost": tickets.lost,
-                "complete": tickets.is_complete,
-            }
+            is_complete = tickets.is_complete
+            over = {"over": tickets.length, "lost": tickets.lost}
+            return over | {"complete": is_complete} | done
         given = tickets.claim(worker, count)
-        if isinstance(given, str):
-            return {"wait": given}
-        return {"indices": given}
+        return {"wait" if isinstance(given, str) else "indices": given} | done
 
-    def finish(self, stream: str, worker: str, indices: Sequence[Ticket]) -> JSONObject:
-        """Notes steps as done: see `Board.finish`."""
+    def finish(
+        self,
+        stream: Name,
+        worker: Name,
+        indices: Tickets256,
+        given_up: Tickets256 = (),  # type: ignore[assignment]
+    ) -> JSONObject:
+        """Says that the updates of those steps, which `claim` gave, are applied.
+
+        `given_up` are others of an asynchronous stream, which the worker will not do.
+        `late`: the worker did not hold some of them (it was dead for a while, or a
+        backup was faster); `late_indices`: those.
+        """
+        tickets = self._tickets(stream)
+        if given_up and isinstance(tickets, PartTickets):
+            raise BoardError(
+                f"Parts of the synchronous stream {stream!r} cannot be given up; got "
+                f"{given_up[:10]}."
+            )
+        if given_up and isinstance(tickets, StepTickets):
+            tickets.give_up(worker, given_up)
+            self._forget_before(stream)
+        return self._finish(stream, worker, indices)
+
+    def _finish(
+        self, stream: str, worker: str, indices: Sequence[Ticket]
+    ) -> JSONObject:
         tickets = self._tickets(stream)
         if tickets is None:
             return {"late": bool(indices), "late_indices": list(indices)}
@@ -162,20 +205,12 @@ class Streams(msgspec.Struct):
             self._forget_before(stream)
         return {"late": bool(late), "late_indices": late}
 
-    def give_up(self, stream: str, worker: str, steps: Sequence[Ticket]) -> None:
-        """Takes away some steps that a worker will not do: see `Board.finish`."""
-        tickets = self._tickets(stream)
-        if isinstance(tickets, PartTickets):
-            raise BoardError(
-                f"Parts of the synchronous stream {stream!r} cannot be given up; got "
-                f"{list(steps)[:10]}."
-            )
-        if tickets is not None:
-            tickets.give_up(worker, steps)
-            self._forget_before(stream)
+    def end(self, stream: Name, length: Count | None = None) -> JSONObject:
+        """Shortens a stream: its input has only `length` steps, or it is to stop.
 
-    def end(self, stream: str, length: int | None) -> JSONObject:
-        """Shortens a stream: see `Board.end`."""
+        Tickets from there on are void. None: no further steps than those given already.
+        The answer's `length` is the one that holds, the least that anybody gave.
+        """
         tickets = self._tickets(stream)
         if tickets is None:
             return {"length": self.lengths.get(stream)}
@@ -186,24 +221,41 @@ class Streams(msgspec.Struct):
     def release(self, worker: str) -> int:
         """Takes all tickets away from a worker; returns how many are given up by it."""
         given_up = 0
-        for stream in list(self.streams):
-            if stream in self.streams:
-                is_lost = self._is_asynchronous(stream)
-                number = self.streams[stream][1].release(worker)
-                given_up += number * is_lost
+        for stream, (_, tickets) in list(self.streams.items()):
+            if stream in self.streams:  # Else it is forgotten by now.
+                number = tickets.release(worker)
+                given_up += number * isinstance(tickets, StepTickets)
                 self._forget_before(stream)
         return given_up
 
+    def _is_forgotten(self, stream: str) -> bool:
+        family, number = family_of(stream)
+        newest = self.forgotten.get(family, -1)
+        return stream not in self.streams and newest >= (number or 0)
+
+    def _tickets(self, stream: str) -> Tickets | None:
+        """The stream; None if it was complete and is forgotten."""
+        if stream in self.streams:
+            return self.streams[stream][1]
+        if self._is_forgotten(stream):
+            return None
+        raise UnknownStreamError(
+            f"There is no stream {stream!r}: open it first, and again if the server "
+            f"was restarted. There are {', '.join(self.streams) or 'none'}."
+        )
+
     def _forget_before(self, stream: str) -> None:
         """Forgets what is complete and older than this stream, if it is complete."""
-        if not self.streams[stream][1].is_complete:
-            return
+        if self.streams[stream][1].is_complete:
+            for other in self._older(stream):
+                if self.streams[other][1].is_complete:
+                    self._forget(other)
+
+    def _older(self, stream: str) -> list[str]:
+        """The streams of its family with lower numbers."""
         family, number = family_of(stream)
-        for other, (_, tickets) in list(self.streams.items()):
-            theirs, older = family_of(other)
-            is_older = theirs == family and (older or 0) < (number or 0)
-            if is_older and tickets.is_complete:
-                self._forget(other)
+        found = [(name, *family_of(name)) for name in self.streams]
+        return [n for n, its, i in found if its == family and (i or 0) < (number or 0)]
 
     def _forget(self, stream: str) -> None:
         family, number = family_of(stream)
@@ -231,9 +283,9 @@ class Streams(msgspec.Struct):
             totals = _with(totals, tickets)
         return totals
 
-    def _is_asynchronous(self, stream: str) -> bool:
-        found = self.streams.get(stream)
-        return found is not None and isinstance(found[1], StepTickets)
+    def status(self) -> JSONObject:
+        """Every stream's counts, for people."""
+        return {name: tickets.status() for name, (_, tickets) in self.streams.items()}
 
     def entry(self, stream: str, worker: str) -> JSONObject | None:
         """What a restarted server has to know of an asynchronous stream and a worker.
@@ -246,7 +298,10 @@ class Streams(msgspec.Struct):
             return None
         entry = _Entry(
             name=stream,
-            stream=(settings, tickets.without_workers()),
+            stream=(
+                settings,
+                msgspec.structs.replace(tickets, held={}, steps={}, waiting=[]),
+            ),
             past=self.past,
             worker=worker,
             held=tickets.held.get(worker, {}),
@@ -255,39 +310,31 @@ class Streams(msgspec.Struct):
         )
         return msgspec.to_builtins(entry, str_keys=True)
 
-    def status(self) -> JSONObject:
-        """Every stream's counts, for people."""
-        return {name: tickets.status() for name, (_, tickets) in self.streams.items()}
+    def restart(self, saved: Sequence[JSONObject]) -> None:
+        """Goes on in another server, where nobody waits yet.
 
-    def load_entries(self, saved: Sequence[JSONObject]) -> None:
-        """Takes over entries, in their order, which are later than the state."""
+        Takes over entries, in their order, which are later than the state.
+        """
         entries = [msgspec.convert(entry, _Entry, str_keys=True) for entry in saved]
         newest: dict[str, list[_Entry]] = {}  # By family, of its newest stream.
         for entry in entries:
             family, number = family_of(entry.name)
-            of_family = newest.setdefault(family, [entry])
-            known = family_of(of_family[0].name)[1]
-            if (number or 0) > (known or 0):
+            known = family_of(newest[family][0].name)[1] if family in newest else -1
+            if (number or 0) > (known or 0) or family not in newest:
                 newest[family] = [entry]
-            elif number == known and of_family[0] is not entry:
-                of_family.append(entry)
+            elif number == known:
+                newest[family].append(entry)
             total = max(entry.total, self.steps.get(entry.worker, 0))
             self.steps[entry.worker] = total
-        for family, of_family in newest.items():
+        for of_family in newest.values():
             last = of_family[-1]
-            for other in list(self.streams):
-                theirs, older = family_of(other)
-                if theirs == family and (older or 0) < (family_of(last.name)[1] or 0):
-                    self._forget(other)  # All workers had come to the end of it.
-            settings, tickets = last.stream
+            for other in self._older(last.name):
+                self._forget(other)  # All workers had come to the end of it.
             for entry in of_family:
-                tickets.load_worker(entry.worker, entry.held, entry.steps)
-            self.streams[last.name] = settings, tickets
+                last.stream[1].load_worker(entry.worker, entry.held, entry.steps)
+            self.streams[last.name] = last.stream
         if entries:
             self.past = entries[-1].past
-
-    def restart(self) -> None:
-        """Goes on in another server, where nobody waits yet."""
         for _, tickets in self.streams.values():
             if isinstance(tickets, StepTickets):
                 tickets.waiting = []

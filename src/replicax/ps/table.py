@@ -11,9 +11,9 @@ import msgspec
 import numpy as np
 
 from replicax._util.types import JSONObject
-from replicax.ps.call_log import Journaled, Note, Sessions, note_nothing
-from replicax.ps.groups import Arrays, Group, StepShare
+from replicax.ps.groups import Arrays, Group, Sessions, StepShare
 from replicax.ps.limits import RefusedRequestError
+from replicax.ps.snapshots import Journaled, Note, note_nothing
 from replicax.ps.table_rows import (
     RowOptimizer,
     check_ids,
@@ -102,7 +102,7 @@ class Table(Group):
 
     Example:
         >>> import numpy as np
-        >>> from replicax.ps.table import TableSpec
+        >>> pass  # removed import
         >>> sgd = {"class_name": "SGD", "config": {"learning_rate": 0.5}}
         >>> spec = TableSpec(name="words", num_rows=1000, dim=2, seed=0,
         ...                  initializer={"class_name": "Zeros"},
@@ -140,6 +140,11 @@ class Table(Group):
     def num_bytes(self) -> int:
         """Bytes of the rows and their slots."""
         return self._values.nbytes * (1 + len(self._slots))
+
+    def status(self) -> JSONObject:
+        """Versions and sizes."""
+        sizes = {"num_rows": self.spec.num_rows, "dim": self.spec.dim}
+        return super().status() | sizes
 
     def optimizer(self, rule: JSONObject) -> RowOptimizer:
         """What would update the rows by this rule."""

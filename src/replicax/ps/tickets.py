@@ -1,12 +1,14 @@
 """Leases on the steps of a work queue: who may do which step, what became of it.
 
-A stream is the steps 0, 1, 2, ... of an epoch, which all workers take from. Each kind
-of stream here has the same methods; `streams` keeps them by name. A holder is the name
-of a worker: a session that is replaced loses its tickets before the next one claims.
+A stream is the steps 0, 1, 2, ... of an epoch, which all workers take from. The two
+kinds of streams have the same methods; `streams` keeps them by name. A holder is the
+name of a worker: a session that is replaced loses its tickets before the next one
+claims.
 """
 
 import bisect
 import itertools
+import logging
 from collections.abc import Sequence
 
 import msgspec
@@ -15,8 +17,14 @@ from replicax._util.listing import listed
 from replicax._util.types import JSONObject
 from replicax.ps.limits import BoardError, LimitError, Ticket, check_count, remember
 
-__all__ = ["PartTickets", "StepTickets", "Ticket", "Tickets"]
+__all__ = [
+    "PartTickets",
+    "StepTickets",
+    "Ticket",
+    "Tickets",
+]
 
+_logger = logging.getLogger("replicax")
 _MAX_HELD = 256
 _LOST_KEPT = 1000
 _NAMED = 10  # Of those that a worker waits for, which may be very many.
@@ -155,10 +163,8 @@ class StepTickets(msgspec.Struct, kw_only=True, tag="steps"):
 
     def end(self, length: int | None) -> None:
         """No step from `length` on exists; None: none but those given already."""
-        end = self.next if length is None else length
-        if self.length is not None:
-            end = min(end, self.length)
-        self.length = end
+        given = self.next if length is None else length
+        self.length = end = given if self.length is None else min(given, self.length)
         for worker, own in list(self.held.items()):
             for step in [step for step in own if step >= end]:
                 self._drop(worker, step)
@@ -166,10 +172,6 @@ class StepTickets(msgspec.Struct, kw_only=True, tag="steps"):
         for step in never:
             del self.lost_steps[step]
         self.lost -= len(never)
-
-    def without_workers(self) -> "StepTickets":
-        """A copy that does not know who holds and has done which step."""
-        return msgspec.structs.replace(self, held={}, steps={}, waiting=[])
 
     def load_worker(self, worker: str, held: dict[int, int], steps: int) -> None:
         """Adds what a worker holds and has done; what is beyond the end is void."""

@@ -12,21 +12,28 @@ from jax.sharding import NamedSharding
 from replicax._private import keras as internals
 from replicax._util.hashes import digest
 from replicax._util.types import JSONObject
+from replicax.engine.consistency import Labels
 from replicax.engine.scope import outside_scopes
 from replicax.engine.variables import Update
+from replicax.errors import ClusterMismatchError
 from replicax.ps.groups import NEXT_STEP, StepShare
 from replicax.ps.optimizers import can_split, clip_before_push, optimizer_rule
-from replicax.ps.partition import Partitioner, VariableInfo, place
-from replicax.ps.remote import (
-    RemoteGroup,
-    key_of,
+from replicax.ps.partition import (
+    Partitioner,
+    VariableGroup,
+    VariableInfo,
+    VariableSlot,
+    place,
 )
+from replicax.ps.remote import RemoteGroup, key_of
 from replicax.ps.rows import RemoteTables, RowPush
-from replicax.ps.script_sync import GroupRequests
 from replicax.ps.session import Session
-from replicax.ps.variable_slices import VariableGroup, VariableSlot
 
-__all__ = ["RemoteStep", "RemoteVariables"]
+__all__ = [
+    "GroupRequests",
+    "RemoteStep",
+    "RemoteVariables",
+]
 
 _Slots = Mapping[VariableSlot, np.ndarray]
 
@@ -387,3 +394,80 @@ def _clips(optimizer: keras.optimizers.Optimizer) -> bool:
         getattr(optimizer, name, None) is not None
         for name in ("clipnorm", "clipvalue", "global_clipnorm")
     )
+
+
+class GroupRequests:
+    """What workers ask for, in the order of the asking."""
+
+    def __init__(self, session: Session, labels: Labels) -> None:
+        self._session = session
+        self._labels = labels
+        self._next = 0
+
+    def name_of(
+        self,
+        label: str,
+        variables: Sequence[keras.Variable],
+        count: keras.Variable | None,
+    ) -> str:
+        """A group's name, which is the same whoever needs which group first."""
+        named = variables if count is None else [*variables, count]
+        return f"{label} {digest(repr([self._labels.of(v) for v in named]), 4)}"
+
+    def ask(
+        self,
+        group: VariableGroup,
+        variables: Sequence[keras.Variable],
+        count: keras.Variable | None,
+        rate: keras.Variable | None,
+    ) -> None:
+        """Have the chief create a group, unless it has or somebody has asked.
+
+        `count` is the number of steps of the optimizer that trains it, `rate` its
+        learning rate, where these are variables.
+        """
+        want = {
+            "group": group.to_json(),
+            "by": self._session.name,
+            "variables": [self._labels.of(v) for v in variables],
+            "count": None if count is None else self._labels.of(count),
+            "rate": None if rate is None else self._labels.of(rate),
+        }
+        number = self._next
+        while True:
+            stands = self._session.board("put", key=_request_key(number), value=want)
+            if stands["group"]["name"] == group.name:
+                return
+            number += 1
+
+    def adopt(self, remote: "RemoteVariables") -> None:
+        """Take over what was asked for; the chief creates it first."""
+        while (
+            want := self._session.board("get", key=_request_key(self._next))
+        ) is not None:
+            variables = [self._labels.find((p, n)) for p, n in want["variables"]]
+            if any(v is None for v in variables):
+                if self._session.is_chief:
+                    raise _unknown(want, want["variables"][variables.index(None)][0])
+                return  # This script is not there yet.
+            group = remote.adopt(VariableGroup.from_json(want["group"]), variables)
+            if group is None:
+                return
+            self._next += 1
+            group.train(self._find(want["count"]), self._find(want["rate"]))
+
+    def _find(self, label: tuple[str, int] | None) -> keras.Variable | None:
+        return None if label is None else self._labels.find((label[0], label[1]))
+
+
+def _unknown(want: JSONObject, path: str) -> ClusterMismatchError:
+    return ClusterMismatchError(
+        f"ClusterCoordinator: a closure on {want['by']} trains {path!r}, which "
+        "the chief does not have. Create models under strategy.scope() and build "
+        "them (a keras.Input, or model.build) before the first "
+        "coordinator.schedule, in every task."
+    )
+
+
+def _request_key(number: int) -> str:
+    return f"wanted group: {number}"
