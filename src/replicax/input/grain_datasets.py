@@ -7,7 +7,7 @@ iteration `n` here reads epoch `n` of the repeated dataset.
 
 import copy
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, TypeGuard, TypeVar
 
 import jax
@@ -20,7 +20,7 @@ from replicax.input.split import leading_size
 if TYPE_CHECKING:
     import grain
 
-__all__ = ["ENDLESS", "Iteration", "is_map_dataset", "numpy_dataset", "reshuffled"]
+__all__ = ["ENDLESS", "is_map_dataset", "numpy_dataset", "reshuffled"]
 
 ENDLESS = 2**40
 """Length that marks an infinite dataset.
@@ -31,19 +31,6 @@ Grain's infinite datasets have a length near `sys.maxsize`, divided by the batch
 T = TypeVar("T")
 
 _RANDOM = ("Shuffle", "Random")
-
-
-class Iteration:
-    """One iteration over training data, which gets its index with its first batch.
-
-    Keras creates iterations that it never uses.
-    """
-
-    def __init__(self, begin: Callable[[], Iterable[PyTree]]) -> None:
-        self.begin = begin
-
-    def __iter__(self) -> Iterator[PyTree]:
-        yield from self.begin()
 
 
 def reshuffled(dataset: object, iteration: int) -> object:

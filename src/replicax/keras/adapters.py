@@ -14,14 +14,13 @@ from typing import Protocol
 
 from keras.src.trainers.data_adapters import get_data_adapter
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
-from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from keras.src.trainers.data_adapters.grain_dataset_adapter import GrainDatasetAdapter
 
 from replicax._util.types import PyTree
 from replicax._util.waiting import Announced
 from replicax.engine.scope import current_call
 from replicax.input import DistributedDataset, DistributedDatasetFromFunction
-from replicax.input.grain_datasets import Iteration, reshuffled
+from replicax.input.grain_datasets import reshuffled
 
 __all__ = [
     "DataAdapterLike",
@@ -72,11 +71,8 @@ class _GrainAdapter(GrainDatasetAdapter):
         super().__init__(dataset)
         self.iteration = max(first_iteration, _begun.get(dataset, 0))
 
-    def get_jax_iterator(self) -> Iteration:
-        """One epoch's batches."""
-        return Iteration(self._begin)
-
-    def _begin(self) -> Iterable[PyTree]:
+    def get_jax_iterator(self) -> Iterable[PyTree]:
+        """Begin an iteration over the dataset; returns its batches."""
         dataset, iteration = self._dataset, self.iteration
         _begun[dataset] = self.iteration = iteration + 1
         of_iteration = copy.copy(self)
@@ -84,8 +80,8 @@ class _GrainAdapter(GrainDatasetAdapter):
         return GrainDatasetAdapter.get_jax_iterator(of_iteration)
 
 
-class DistributedAdapter(DataAdapter):
-    """Keras' view of a distributed dataset: this worker's rows of each batch.
+class DistributedAdapter:
+    """A reader of a distributed dataset: this worker's rows of each batch.
 
     Attributes:
         iteration: The number of the next one that begins; None: all have the order of
@@ -98,40 +94,24 @@ class DistributedAdapter(DataAdapter):
         if first_iteration is not None:
             self.iteration = max(first_iteration, dataset.iteration)
 
-    def get_jax_iterator(self) -> Iteration:
-        """One epoch's batches, as tuples."""
-        return Iteration(self._begin)
+    @property
+    def num_batches(self) -> int | None:
+        """None, unknown: workers may run out of data at different times."""
+        return None
 
-    def _begin(self) -> Iterator[PyTree]:
+    def get_jax_iterator(self) -> Iterator[PyTree]:
+        """Yield one iteration's batches, as tuples."""
         iteration = self.iteration or 0
         if self.iteration is not None:
             self._dataset.iteration = self.iteration = iteration + 1
         for batch in self._dataset.host_batches(iteration):
             yield batch if isinstance(batch, tuple) else (batch,)
 
-    def get_numpy_iterator(self) -> Iteration:
-        """One epoch's batches, as `get_jax_iterator` gives them."""
-        return self.get_jax_iterator()
+    def on_epoch_begin(self) -> None:
+        """Nothing: a distributed dataset knows of iterations, not of epochs."""
 
-    @property
-    def num_batches(self) -> int | None:
-        """Unknown: workers may run out of data at different times."""
-        return None
-
-    @property
-    def batch_size(self) -> int | None:
-        """Unknown."""
-        return None
-
-    @property
-    def has_partial_batch(self) -> bool | None:
-        """Unknown."""
-        return None
-
-    @property
-    def partial_batch_size(self) -> int | None:
-        """Unknown."""
-        return None
+    def on_epoch_end(self) -> None:
+        """Nothing, as at the beginning."""
 
 
 def set_iteration(adapter: DataAdapterLike | None, number: int) -> None:
@@ -169,7 +149,7 @@ def adapter_of(
     class_weight: Mapping[int, float] | None = None,
     first_iteration: int | None = None,
     caller: str | None = None,
-) -> PyTree:
+) -> DataAdapterLike:
     """Make the adapter of a call's data: Keras', or one for a distributed dataset.
 
     Args:

@@ -10,7 +10,6 @@ as many batches are skipped.
 import dataclasses
 import functools
 import logging
-import sys
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -25,7 +24,7 @@ from replicax._util.waiting import announce_first
 from replicax.engine.group import ReplicaGroup
 from replicax.engine.protocols import StrategyLike
 from replicax.engine.scope import current_call
-from replicax.input.grain_datasets import Iteration
+from replicax.input.grain_datasets import is_map_dataset
 from replicax.input.prefetch import close_iterator
 from replicax.input.split import leading_size
 from replicax.keras.adapters import (
@@ -410,13 +409,10 @@ def _one_ahead(source: Iterable[PyTree]) -> Iterator[PyTree]:
 
 def _after(adapter: DataAdapterLike, number: int) -> Iterator[PyTree]:
     """The batches of an iteration after the first `number`."""
-    source: PyTree = adapter.get_jax_iterator()
-    if isinstance(source, Iteration):
-        source = source.begin()
-    grain = sys.modules.get("grain")
-    if grain is not None and isinstance(source, grain.MapDataset):
-        return iter(source[number:])
-    source = iter(source)
+    batches = adapter.get_jax_iterator()
+    if is_map_dataset(batches):
+        return iter(batches[number:])
+    source = iter(batches)
     if not is_array_adapter(adapter):  # Of arrays nothing is read.
         _logger.info(
             "fit: reading %d batches again to get to where training was.", number
