@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # For editors, type checkers and the pages of the API.
         RestoreStatus,
         latest_checkpoint,
     )
+    from replicax.checkpoint.sidecar import SidecarEvaluator
     from replicax.cluster.spec import ClusterSpec
     from replicax.cluster.timeouts import Timeouts
     from replicax.engine.collectives import (
@@ -69,7 +70,6 @@ if TYPE_CHECKING:  # For editors, type checkers and the pages of the API.
     )
     from replicax.input import AutoShardPolicy, FileDataset, InputContext
     from replicax.keras.backup import BackupAndRestore
-    from replicax.keras.sidecar import SidecarEvaluator
     from replicax.planning.analysis import plan
     from replicax.ps.coordinator import ClusterCoordinator, RemoteValue
     from replicax.ps.payloads import (
@@ -207,7 +207,7 @@ _MODULES = {
     "RemoteValue": "ps.coordinator",
     "ReplicaContext": "engine.replica",
     "RestoreStatus": "checkpoint",
-    "SidecarEvaluator": "keras.sidecar",
+    "SidecarEvaluator": "checkpoint.sidecar",
     "Strategy": "strategies.strategy",
     "SummaryWriter": "report.tensorboard",
     "TPUStrategy": "strategies.tpu",

@@ -1,7 +1,7 @@
 """The functions of `tf.config` that training scripts call."""
 
 from replicax.cluster.tpu_system import experimental_connect_to_cluster
-from replicax.engine.device_lists import (
+from replicax.engine.devices import (
     LogicalDevice,
     PhysicalDevice,
     list_logical_devices,

@@ -372,7 +372,7 @@ def test_many_fits_write_the_page_now_and_then(page, monkeypatch) -> None:
 def test_progress_amid_an_epoch(page, monkeypatch) -> None:
     monkeypatch.setattr("replicax.report.session._PAGE_EVERY_S", 0.0)
     monkeypatch.setattr("replicax.report.session._PAGE_SHARE", 0)
-    monkeypatch.setattr("replicax.keras.recorder._MARK_EVERY_S", 0.0)
+    monkeypatch.setattr("replicax.report.recorder._MARK_EVERY_S", 0.0)
     seen = []
 
     class Look(keras.callbacks.Callback):

@@ -1,6 +1,7 @@
 """Protocols of the objects from higher layers that the engine and Keras' loop use."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
 import jax
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from replicax.engine.step import Options
     from replicax.input import InputShard
 
-__all__ = ["Home", "Runner", "StepQueue", "StepSource", "StrategyLike"]
+__all__ = ["Home", "RecorderLike", "Runner", "StepQueue", "StepSource", "StrategyLike"]
 
 
 class StepSource(Protocol):
@@ -67,6 +68,39 @@ class StepQueue(StepSource, Protocol):
 
     def close(self) -> None:
         """Called when `fit` is over."""
+        ...
+
+
+class RecorderLike(Protocol):
+    """A recorder of how `fit` spends its time, for reports."""
+
+    def begin_input(self) -> float:
+        """The host begins to get a batch; returns what `end_input` wants."""
+        ...
+
+    def end_input(
+        self, began: float, shapes: PyTree, steps: int, examples: int
+    ) -> None:
+        """The host has the batch.
+
+        Args:
+            began: From `begin_input`.
+            shapes: Equal for batches that one program serves.
+            steps: Training steps that the batch is for.
+            examples: In those steps.
+        """
+        ...
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """In it, the host waits for other tasks, be it amid input."""
+        ...
+
+    def end_execution(self, logs: PyTree) -> None:
+        """An execution was started; its results may still be computed."""
+        ...
+
+    def end_steps(self) -> object:
+        """The epoch's last step was started; waits for the devices."""
         ...
 
 

@@ -13,13 +13,13 @@ from replicax._util.types import PyTree
 from replicax.engine import device_put
 from replicax.engine.composites import is_composite, is_key, one_of
 from replicax.engine.group import ReplicaGroup
+from replicax.engine.protocols import RecorderLike
 from replicax.engine.row_arrays import RowArray, as_rows, by_rows, parted, whole
 from replicax.engine.scope import current_call
 from replicax.engine.signature import Arguments, FlatCall, Kind
 from replicax.input.prefetch import close_iterator
 from replicax.input.split import refuse_ragged
 from replicax.keras.lazy_batches import LazyBatch, batch_of
-from replicax.keras.recorder import Recorder
 
 __all__ = [
     "BatchIterator",
@@ -75,7 +75,7 @@ class BatchIterator:
         local: bool = False,
         ahead: bool = True,
         reused: bool = True,
-        recorder: Recorder | None = None,
+        recorder: RecorderLike | None = None,
     ) -> None:
         self._recorder = recorder
         self._batches = iter(batches)

@@ -22,7 +22,7 @@ from replicax._util.random_state import RandomState
 from replicax._util.types import PyTree
 from replicax._util.waiting import announce_first
 from replicax.engine.group import ReplicaGroup
-from replicax.engine.protocols import StrategyLike
+from replicax.engine.protocols import RecorderLike, StrategyLike
 from replicax.engine.scope import current_call
 from replicax.input.grain_datasets import is_map_dataset
 from replicax.input.prefetch import close_iterator
@@ -35,7 +35,6 @@ from replicax.keras.adapters import (
 )
 from replicax.keras.batches import BatchIterator, PlacedBatch, host_batch
 from replicax.keras.lazy_batches import inputs_of, is_array_adapter, make_lazy
-from replicax.keras.recorder import Recorder
 
 __all__ = ["Epochs", "Position"]
 
@@ -113,7 +112,7 @@ class Epochs:
         self.steps_per_epoch = steps_per_epoch
         self.steps_per_execution = steps_per_execution
         self.length: int | None = adapter.num_batches
-        self.recorder: Recorder | None = None
+        self.recorder: RecorderLike | None = None
         self.consumed = 0
         self._strategy = strategy
         self._group = group

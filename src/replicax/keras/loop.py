@@ -16,11 +16,10 @@ import numpy as np
 from replicax._private import keras as internals
 from replicax._util.types import PyTree
 from replicax._util.waiting import Announced
-from replicax.engine.protocols import StepSource, StrategyLike
+from replicax.engine.protocols import RecorderLike, StepSource, StrategyLike
 from replicax.keras import building
 from replicax.keras.adapters import DataAdapterLike, adapter_of, uncounted
 from replicax.keras.epochs import Epochs
-from replicax.keras.recorder import Recorder
 from replicax.keras.session import FitSession, late_callbacks, session_of
 from replicax.keras.steps import Steps, group_of, ignores_targets, steps_of
 from replicax.report.callback import with_report
@@ -333,7 +332,7 @@ def _executions(
     steps: Steps,
     callbacks: PyTree,
     kind: str,
-    recorder: Recorder | None = None,
+    recorder: RecorderLike | None = None,
 ) -> Iterator[PyTree]:
     """Make the steps of one epoch; yields the results of each execution."""
     begin = _heard(callbacks, kind, "begin")

@@ -6,9 +6,8 @@ from contextlib import ExitStack
 import keras
 
 from replicax.cluster import workers
-from replicax.engine.protocols import StepQueue, StrategyLike
+from replicax.engine.protocols import RecorderLike, StepQueue, StrategyLike
 from replicax.keras.epochs import Epochs
-from replicax.keras.recorder import Recorder
 
 __all__ = [
     "FitSession",
@@ -43,7 +42,7 @@ class FitSession(ExitStack):
         self.epochs: Epochs | None = None
         self.validation: Epochs | None = None
         self.work: StepQueue | None = None
-        self.recorder: Recorder | None = None
+        self.recorder: RecorderLike | None = None
 
     def enter_model(self, model: keras.Model) -> None:
         """Be the model's session until this one ends."""
@@ -52,7 +51,7 @@ class FitSession(ExitStack):
         self.callback(attributes.__setitem__, _NAME, attributes.get(_NAME))
         attributes[_NAME] = self
 
-    def note_with(self, recorder: Recorder) -> None:
+    def note_with(self, recorder: RecorderLike) -> None:
         """Record the steps from now on."""
         self.recorder = recorder
         if self.epochs is not None:

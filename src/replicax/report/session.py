@@ -15,11 +15,11 @@ import numpy as np
 
 from replicax._util.files import write_whole
 from replicax._util.waiting import wait_for
-from replicax.keras.recorder import Recorder
 from replicax.report import diagnosis
 from replicax.report.journal import Journal
 from replicax.report.page import page_of
 from replicax.report.probes import memory_of, start_seconds, sum_seconds
+from replicax.report.recorder import Recorder
 from replicax.report.runs import (
     EpochRecord,
     WorkerRecord,

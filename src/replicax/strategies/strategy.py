@@ -9,7 +9,7 @@ from replicax._private import keras as internals
 from replicax._util.dry_run import current_rehearsal
 from replicax._util.types import PyTree
 from replicax.cluster.workers import Workers
-from replicax.engine import combine, compilation_cache
+from replicax.engine import combine
 from replicax.engine.collectives import CrossDeviceOps, NcclAllReduce, ReduceOp
 from replicax.engine.communication import CommunicationOptions
 from replicax.engine.consistency import require_equal, variables_of_all_workers
@@ -25,6 +25,7 @@ from replicax.input import InputShard
 from replicax.input.context import ValueContext, per_replica, stacked_values
 from replicax.input.datasets import DatasetMaker
 from replicax.keras import hooks
+from replicax.strategies import compilation_cache
 from replicax.strategies.home import ReplicaHome
 from replicax.strategies.runner import (
     ProgramRunner,

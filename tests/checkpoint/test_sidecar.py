@@ -11,7 +11,7 @@ import pytest
 
 import replicax as rx
 from replicax.checkpoint import Checkpoint, CheckpointError, CheckpointManager
-from replicax.keras.sidecar import SidecarEvaluator
+from replicax.checkpoint.sidecar import SidecarEvaluator
 
 _X = np.ones((4, 2), "float32")
 

@@ -1,4 +1,4 @@
-"""Records how `fit` spends its time in one process, at almost no cost per step.
+"""Records how `fit` spends its time in one process, at almost no cost for a step.
 
 Dispatch is asynchronous, so no single step is timed: what counts is the wall time of an
 epoch, until the devices are done, and the part of it in which they had to wait for
@@ -120,14 +120,7 @@ class Recorder:
     def end_input(
         self, began: float, shapes: PyTree, steps: int, examples: int
     ) -> None:
-        """It has the batch.
-
-        Args:
-            began: From `begin_input`.
-            shapes: Equal for batches that one program serves.
-            steps: Training steps that the batch is for.
-            examples: In those steps.
-        """
+        """The host has the batch; for the arguments see `RecorderLike`."""
         tally = self.tally
         # Rounding may leave a little less than nothing.
         took = max(0.0, time.perf_counter() - began - self._elsewhere_s)
@@ -156,11 +149,7 @@ class Recorder:
             self._elsewhere_s += took
 
     def end_execution(self, logs: PyTree) -> None:
-        """An execution was started.
-
-        Args:
-            logs: Its results, which may still be computed.
-        """
+        """An execution was started; its results may still be computed."""
         tally = self.tally
         if tally.steps == self._executed[0]:
             return  # Nothing was trained on.

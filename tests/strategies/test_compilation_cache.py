@@ -9,7 +9,7 @@ import jax
 import jaxlib.version
 import pytest
 
-from replicax.engine import compilation_cache
+from replicax.strategies import compilation_cache
 
 PROGRAM = """
 import logging, os, sys

@@ -5,7 +5,7 @@ import itertools
 import jax.numpy as jnp
 import pytest
 
-from replicax.keras.recorder import Recorder
+from replicax.report.recorder import Recorder
 
 
 class Pending:
