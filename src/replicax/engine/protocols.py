@@ -108,7 +108,8 @@ class Home(Protocol):
     """The placement of a strategy's variables between steps, and their updates.
 
     Programs make the updates of variables on the replicas; otherwise the strategy
-    makes them, on a parameter device, or parameter servers do.
+    makes them, on a parameter device, or parameter servers do. The calls around
+    `fit`, whose bodies are no `...`, do nothing unless a subclass defines them.
 
     Attributes:
         labels: The variables made in the strategy's scope, by names that workers share.
@@ -148,23 +149,23 @@ class Home(Protocol):
 
     def claimed_steps(self, model: keras.Model, fit: object) -> StepQueue | None:
         """The work queue of an epoch's steps for `fit`; None: all steps are its own."""
-        ...
+        return None
 
     def expect_rows(self, num_rows: int) -> None:
         """Called before a step with this process' number of examples."""
-        ...
+        pass
 
     def begin(self) -> None:
         """Called when `fit`, `evaluate` or `predict` begins."""
-        ...
+        pass
 
     def settle(self) -> object:
         """Called when `fit`, `evaluate` or `predict` is over."""
-        ...
+        pass
 
     def finalize(self, optimizer: keras.Optimizer) -> None:
         """Called when `fit` finalizes the variables that its optimizer trains."""
-        ...
+        pass
 
 
 class Runner(Protocol):

@@ -12,7 +12,7 @@ from replicax._util.types import PyTree, Shape
 from replicax.engine.consistency import Labels
 from replicax.engine.group import ReplicaGroup
 from replicax.engine.program import Program
-from replicax.engine.protocols import StepQueue
+from replicax.engine.protocols import Home
 from replicax.engine.variables import Variable, is_seed_state
 from replicax.errors import ContextError
 from replicax.keras.variables import adopt
@@ -20,20 +20,16 @@ from replicax.keras.variables import adopt
 __all__ = ["ReplicaHome"]
 
 
-class ReplicaHome:
+class ReplicaHome(Home):
     """The home of variables on the replicas' devices, mirrored or sharded.
 
-    Programs make the updates. It is the base class of other homes.
+    Programs make the updates, and nothing is to be done around `fit`. It is the base
+    class of other homes.
 
     Args:
         group: The replicas.
         place: Sharding of all variables; None: the group's layouts.
         adopts: Whether a variable that was created outside the scope may be used.
-
-    Attributes:
-        labels: The variables created in the strategy's scope.
-        on_replicas: Whether variables live on the replicas' devices.
-        keeps_slots: Whether optimizers' slots are variables of this process.
     """
 
     keeps_slots = True
@@ -113,22 +109,6 @@ class ReplicaHome:
     ) -> list[jax.Array | None]:
         """Convert summed gradients for the maker of a deferred update."""
         return grads
-
-    def claimed_steps(self, model: keras.Model, fit: object) -> StepQueue | None:
-        """The work queue of an epoch's steps for `fit`; None: all steps are its own."""
-        return None
-
-    def expect_rows(self, num_rows: int) -> None:
-        """Called before a step with this process' number of examples."""
-
-    def begin(self) -> None:
-        """Called when `fit`, `evaluate` or `predict` begins."""
-
-    def settle(self) -> None:
-        """Called when `fit`, `evaluate` or `predict` is over."""
-
-    def finalize(self, optimizer: keras.Optimizer) -> None:
-        """Called when `fit` finalizes the variables that its optimizer trains."""
 
 
 def _is_random_state(variable: Variable) -> bool:
