@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import replicax as rx
+from replicax.estimator.from_keras import start_from
 from replicax.keras.variable_reuse import (
     MadeVariables,
     current_reuse,
     made_alike,
-    start_from,
 )
 
 

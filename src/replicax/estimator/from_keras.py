@@ -2,18 +2,19 @@
 
 import copy
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 import numpy as np
 
+from replicax._private.keras import has_value, set_value
 from replicax._util.types import PyTree, Tensor
 from replicax.estimator.estimator import Estimator
 from replicax.estimator.run_config import RunConfig
 from replicax.estimator.spec import EstimatorSpec, ModeKeys, minimize
-from replicax.keras.variable_reuse import start_from
 
-__all__ = ["model_to_estimator"]
+__all__ = ["model_to_estimator", "start_from"]
 
 
 def model_to_estimator(
@@ -101,6 +102,28 @@ def model_to_estimator(
     estimator = Estimator(model_fn, model_dir, config)
     estimator._needs_labels = True
     return estimator
+
+
+def start_from(variables: Sequence[PyTree], values: Sequence[PyTree]) -> None:
+    """Set the initial values of variables that are initialised later.
+
+    Args:
+        variables: Made in this trace; the others are left alone.
+        values: One array for each.
+
+    Raises:
+        ValueError: If number or shapes differ.
+    """
+    shapes = [tuple(v.shape) for v in variables]
+    given = [tuple(x.shape) for x in values]
+    if shapes != given:
+        raise ValueError(
+            f"model: the copy has variables of the shapes {shapes}, the model itself "
+            f"of {given}."
+        )
+    for variable, value in zip(variables, values, strict=True):
+        if not has_value(variable):
+            set_value(variable, value)
 
 
 def _by_name(model: keras.Model, outputs: PyTree) -> dict[str, PyTree]:

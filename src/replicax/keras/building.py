@@ -4,12 +4,14 @@ Keras builds a model by calling it on a batch. Where there is no `call`, as a GA
 none, the step that the model has of its own is traced in its place.
 """
 
+import jax
 import keras
 
 from replicax._private import keras as internals
 from replicax._util.types import PyTree
 from replicax._util.waiting import Announced
 from replicax.engine.protocols import StrategyLike
+from replicax.engine.row_arrays import whole
 from replicax.engine.scope import current_call
 from replicax.keras import steps
 from replicax.keras.adapters import uncounted
@@ -17,9 +19,7 @@ from replicax.keras.epochs import Epochs
 
 __all__ = [
     "build",
-    "call_once",
     "has_call",
-    "is_built",
     "note_built",
     "require_compiled",
     "without_data",
@@ -42,33 +42,24 @@ def _build_by_step(
     model: keras.Model,
     strategy: StrategyLike,
     kind: str,
-    data: PyTree,
-    data_batch: PyTree,
+    data: Epochs | None,
+    batch: PyTree,
 ) -> None:
     """Create the variables that a step of a model without `call` uses."""
     if not steps.has_steps(model, kind):  # Else it was traced before.
         name = f"{kind}_step"
         optimizer = model.optimizer
         if not steps.takes_state(model, name):
-            if data_batch is None:
-                _, _, batches = next(iter(data))
-                data_batch = next(batches)
-            steps.make_variables(model, name, strategy, data_batch)
+            steps.make_variables(model, name, strategy, _first_batch(data, batch))
         elif optimizer is not None and not optimizer.built:
             optimizer.build(model.trainable_variables)
     note_built(model)
     internals.after_build(model)
 
 
-def is_built(model: keras.Model) -> bool:
+def _is_built(model: keras.Model) -> bool:
     """Whether all layers of a model have their variables."""
     return all(layer.built for layer in internals.layers_of(model))
-
-
-def call_once(model: keras.Model, inputs: PyTree) -> None:
-    """Call a model, so that its layers are built; their values stay."""
-    with keras.StatelessScope():
-        model(inputs)
 
 
 def build(
@@ -78,16 +69,44 @@ def build(
     data: Epochs | None,
     batch: PyTree = None,
 ) -> None:
-    """Create the variables of model, losses, metrics and optimizer."""
+    """Create the variables that steps of a kind use, and begin the data anew.
+
+    Args:
+        model: The model, whose losses, metrics and optimizer are built, too.
+        strategy: The model's.
+        kind: `"train"`, `"test"` or `"predict"`, for which only the model is built.
+        data: Gives the first batch where one is needed.
+        batch: That batch, if there is no `data`.
+    """
+    if kind == "predict" and _is_built(model):
+        return
     adapter = None if data is None else data.adapter
     with Announced(f"building model {model.name!r}"), uncounted(adapter):
         try:
-            if has_call(model):
+            if kind == "predict":
+                _build_by_call(model, data, batch)
+            elif has_call(model):
                 internals.build(model, data, batch)
             else:
                 _build_by_step(model, strategy, kind, data, batch)
         except StopIteration:
             raise without_data(model) from None
+    if data is not None:
+        data.reset()
+
+
+def _build_by_call(model: keras.Model, data: Epochs | None, batch: PyTree) -> None:
+    """Call a model, so that its layers are built; their values stay."""
+    inputs, _, _ = keras.utils.unpack_x_y_sample_weight(_first_batch(data, batch))
+    with keras.StatelessScope():
+        model(jax.tree.map(whole, inputs))
+
+
+def _first_batch(data: Epochs | None, batch: PyTree) -> PyTree:
+    if data is None:
+        return batch
+    _, _, batches = next(iter(data))
+    return next(batches)
 
 
 def require_compiled(model: keras.Model, name: str) -> None:

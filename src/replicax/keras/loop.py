@@ -15,10 +15,9 @@ import numpy as np
 
 from replicax._private import keras as internals
 from replicax._util.types import PyTree
-from replicax._util.waiting import Announced
 from replicax.engine.protocols import RecorderLike, StepSource, StrategyLike
 from replicax.keras import building
-from replicax.keras.adapters import DataAdapterLike, adapter_of, uncounted
+from replicax.keras.adapters import DataAdapterLike, adapter_of
 from replicax.keras.epochs import Epochs
 from replicax.keras.session import FitSession, late_callbacks, session_of
 from replicax.keras.steps import Steps, group_of, ignores_targets, steps_of
@@ -81,7 +80,6 @@ def fit(
         )
         session.callback(data.close)
         building.build(model, strategy, "train", data)
-        data.reset()
         validation = None
         if validation_data is not None:
             validation = _Validation(
@@ -270,7 +268,6 @@ def evaluate(
         data = _epochs(model, strategy, adapter, steps)
     try:
         building.build(model, strategy, "test", data)
-        data.reset()
         callbacks = _callback_list(model, callbacks, verbose, data)
         run = steps_of(model, strategy, "test")
         model.stop_evaluating = False
@@ -300,12 +297,7 @@ def predict(
     adapter = adapter_of(x, batch_size=batch_size, steps_per_epoch=steps)
     data = _epochs(model, strategy, adapter, steps, only_inputs=ignores_targets(model))
     try:
-        if not building.is_built(model):
-            with Announced(f"building model {model.name!r}"), uncounted(adapter):
-                for _, _, batches in data:
-                    inputs, _, _ = keras.utils.unpack_x_y_sample_weight(next(batches))
-                    building.call_once(model, inputs)
-            data.reset()
+        building.build(model, strategy, "predict", data)
         callbacks = _callback_list(model, callbacks, verbose, data)
         run = steps_of(model, strategy, "predict")
         model.stop_predicting = False

@@ -56,8 +56,7 @@ def test_on_batch(
 
 def predict_on_batch(model: keras.Model, strategy: StrategyLike, x: PyTree) -> PyTree:
     """`model.predict_on_batch` on a strategy's replicas, as Keras has it."""
-    if not building.is_built(model):
-        building.call_once(model, jax.tree.map(whole, x))
+    building.build(model, strategy, "predict", None, (x,))
     batch = place((x,), group_of(model, strategy))
     return jax.tree.map(np.array, steps_of(model, strategy, "predict")([batch]))
 

@@ -11,7 +11,7 @@ import collections
 import contextlib
 import random
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 
 import jax
 import jax.core
@@ -32,7 +32,6 @@ __all__ = [
     "current_reuse",
     "default_seed",
     "made_alike",
-    "start_from",
 ]
 
 _NAMES = "object_name_uids"
@@ -205,33 +204,8 @@ def constant_in_trace(variable: keras.Variable, initial: PyTree) -> PyTree:
             "keras.optimizers.schedules.ExponentialDecay."
         )
     value = np.asarray(initial)
-    return _constant(value), value.shape, jax.dtypes.canonicalize_dtype(value.dtype)
 
-
-def start_from(variables: Sequence[PyTree], values: Sequence[PyTree]) -> None:
-    """Set the initial values of variables that are initialised later.
-
-    Args:
-        variables: Made in this trace; the others are left alone.
-        values: One array for each.
-
-    Raises:
-        ValueError: If number or shapes differ.
-    """
-    shapes = [tuple(v.shape) for v in variables]
-    given = [tuple(x.shape) for x in values]
-    if shapes != given:
-        raise ValueError(
-            f"model: the copy has variables of the shapes {shapes}, the model itself "
-            f"of {given}."
-        )
-    for variable, value in zip(variables, values, strict=True):
-        if variable._value is None:
-            variable._initializer = _constant(value)
-
-
-def _constant(value: PyTree) -> PyTree:
     def constant(shape: PyTree, dtype: DTypeLike | None = None) -> PyTree:
         return jax.numpy.asarray(value, dtype)
 
-    return constant
+    return constant, value.shape, jax.dtypes.canonicalize_dtype(value.dtype)
