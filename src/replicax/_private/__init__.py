@@ -1,1 +1,1 @@
-"""Every private name of Keras and JAX, each with its reason and the versions tested."""
+"""Every use of a private name of Keras or JAX: why, and the versions tested."""

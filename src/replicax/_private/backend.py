@@ -1,4 +1,4 @@
-"""On import: pick the JAX backend for Keras, or refuse the one picked already."""
+"""Selects the JAX backend for Keras on import, or refuses another one."""
 
 import json
 import os
@@ -16,7 +16,7 @@ _FIRST = "Write `import replicax` above every import of keras"
 
 
 def require_jax_backend() -> None:
-    """Pick the JAX backend for Keras, or refuse the one that was picked already.
+    """Select the JAX backend for Keras, or raise if another one is selected already.
 
     Raises:
         ImportError: If Keras runs, or is told to run, on another backend.
@@ -37,7 +37,7 @@ def require_jax_backend() -> None:
 
 
 def _advice(backend: str) -> str:
-    """What to change, where the backend was chosen."""
+    """Say what to change, by where the other backend was selected."""
     if os.environ.get("KERAS_BACKEND") == backend:
         return f"The environment variable KERAS_BACKEND names {backend!r}. {_SET_IT}"
     file = _config_file()

@@ -32,7 +32,7 @@ ArrayImpl = jax._src.array.ArrayImpl
 
 
 class TracedEquation(Protocol):
-    """An equation of a trace that is not over: as `jax.extend.core.JaxprEqn` is."""
+    """An equation of an unfinished trace, in the form of `jax.extend.core.JaxprEqn`."""
 
     primitive: jax.extend.core.Primitive
     params: dict[str, Any]
@@ -41,7 +41,7 @@ class TracedEquation(Protocol):
 
 
 def equation_of(value: object) -> TracedEquation | None:
-    """The equation that makes a traced array; None for an argument of the function.
+    """The equation that computes a traced array; None for an argument of the function.
 
     Also None for what another transformation traces, such as `vmap`.
     """
@@ -54,7 +54,7 @@ def jaxlib_version() -> tuple[int, ...]:
 
 
 def distributed_state() -> Any:
-    """What `jax.distributed` holds; its `client` serves a key-value store."""
+    """The state of `jax.distributed`; its `client` serves a key-value store."""
     return importlib.import_module("jax._src.distributed").global_state
 
 
@@ -77,7 +77,7 @@ def has_devices() -> bool:
 
 
 def skip_platform(name: str) -> bool:
-    """Have JAX find no devices of a platform, which stays one that it knows.
+    """Make JAX find no devices of a platform, which stays a known one.
 
     JAX has no public way to do so, short of naming all other platforms. A platform
     that it did not know would fail the import of Pallas, and so that of Keras.
@@ -101,7 +101,7 @@ def skip_platform(name: str) -> bool:
 
 
 def replace_gloo(wrap: Any) -> None:
-    """Replace the function that makes JAX's Gloo by `wrap` of it.
+    """Wrap the function that makes JAX's Gloo collectives.
 
     JAX has no option for the address at which Gloo listens.
     """

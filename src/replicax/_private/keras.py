@@ -1,4 +1,4 @@
-"""The parts of Keras that are not public and that replicax reads or writes.
+"""Every private part of Keras that replicax reads or writes.
 
 Tested with Keras 3.14 to 3.15. Everything that a new Keras may move is in this file, in
 `wraps.py` and in `keras/hooks.py`.
@@ -129,12 +129,12 @@ def set_layout(variable: Any, layout: Any) -> None:
 
 
 def is_owned(variable: Any) -> bool:
-    """Whether a strategy gave the variable its place."""
+    """Whether a strategy has placed the variable."""
     return getattr(variable, "_replicax_owned", False)
 
 
 def set_owned(variable: Any) -> None:
-    """Note that a strategy gives the variable its place."""
+    """Mark a variable as placed by a strategy."""
     variable._replicax_owned = True
 
 
@@ -147,18 +147,18 @@ def reference_of(variable: Any) -> str | None:
 
 
 def set_reference(variable: Any, path: str) -> None:
-    """Note that a variable is an optimizer's slot, and of which weight."""
+    """Mark a variable as an optimizer's slot for the weight of a path."""
     variable._replicax_reference = path
 
 
 def named_by() -> Any:
-    """The object in whose name scope this thread is, such as a layer; or None."""
+    """The owner of this thread's innermost name scope, such as a layer; or None."""
     scopes = get_global_attribute("name_scope_stack")
     return scopes[-1].caller if scopes else None
 
 
 def forget_uninitialized(variable: Any) -> None:
-    """Have Keras give no value to the variable that was just made in a trace."""
+    """Keep Keras from initialising the variable that was just made in a trace."""
     waiting = get_global_attribute("uninitialized_variables")
     if waiting and waiting[-1] is variable:
         waiting.pop()
@@ -170,7 +170,7 @@ def has_value(variable: Any) -> bool:
 
 
 def set_value(variable: Any, value: Any) -> None:
-    """Assign to a variable; one that a step is about to make begins with the value."""
+    """Assign a value, or make it the initial value of a variable made in a trace."""
     if current_scope() is not None and not has_value(variable):
         variable._initializer = lambda shape, dtype=None: jnp.asarray(value, dtype)
     else:
@@ -208,12 +208,12 @@ def layers_of(model: Any) -> list[Any]:
 
 
 def after_build(model: Any) -> None:
-    """Do what Keras does when it has built a model."""
+    """Call what Keras calls after it has built a model."""
     model._post_build()
 
 
 def layer_label(layer: Any) -> str:
-    """A layer's name, without the number where Keras made the name up."""
+    """A layer's name, without the number that Keras appends to default names."""
     base = to_snake_case(type(layer).__name__)
     name = getattr(layer, "name", base)
     return base if re.fullmatch(rf"{re.escape(base)}(_\d+)?", name) else name
@@ -233,9 +233,9 @@ def learning_rate_of(optimizer: Any) -> Any:
 
 
 def shared_seed_generator(*, make: bool) -> Any:
-    """Keras' generator for random numbers that nobody gave a seed for.
+    """Keras' global seed generator, for random numbers without a given seed.
 
-    None if nobody used it yet and it is not to be made; making it draws from Python's
+    None if it was not used yet and is not to be made; making it draws from Python's
     random numbers.
     """
     if make:
@@ -262,12 +262,12 @@ def attach_masks(tree: Any, masks: Sequence[Any]) -> None:
 
 
 def makes_batches_ahead(adapter: Any) -> bool:
-    """Whether other threads make the batches: those of a `PyDataset` with workers."""
+    """Whether a `PyDataset`'s worker threads prefetch the batches."""
     return getattr(adapter, "enqueuer", None) is not None
 
 
 def stop_workers(adapter: Any) -> None:
-    """End the threads that make a `PyDataset`'s batches; Keras starts them again."""
+    """Stop a `PyDataset`'s worker threads; Keras starts them again."""
     enqueuer = getattr(adapter, "enqueuer", None)
     if enqueuer is None or not enqueuer.is_running():
         return
@@ -283,7 +283,7 @@ def stop_workers(adapter: Any) -> None:
 
 
 def dataset_with_epochs(adapter: Any) -> Any:
-    """A `PyDataset` that is told of epochs, or None."""
+    """An adapter's `PyDataset`, if it overrides a method called at epochs; or None."""
     dataset = getattr(adapter, "py_dataset", None)
     if dataset is None:
         return None
@@ -295,11 +295,11 @@ def dataset_with_epochs(adapter: Any) -> Any:
 
 
 def hears(callbacks: Any, names: tuple[str, ...]) -> bool:
-    """Whether any callback does something when it is told of a batch.
+    """Whether any callback overrides a method that is called for each batch.
 
     Args:
         callbacks: Keras' `CallbackList`.
-        names: The methods that it is told by, that of the list itself first.
+        names: The methods' names, that of the list itself first.
     """
     if getattr(type(callbacks), names[0]) is not getattr(CallbackList, names[0]):
         return True
@@ -308,7 +308,7 @@ def hears(callbacks: Any, names: tuple[str, ...]) -> bool:
 
 
 def initial_epoch_of(model: Any) -> int | None:
-    """The epoch that Keras' own `BackupAndRestore` has `fit` begin with."""
+    """The first epoch that Keras' own `BackupAndRestore` has set; None: none."""
     return getattr(model, "_initial_epoch", None)
 
 
@@ -339,4 +339,4 @@ CALLBACK_STATE = {
         "_last_batch_seen",
     ),
 }
-"""What Keras' callbacks remember from one epoch to the next, by class."""
+"""The attributes that are the state of Keras' callbacks, by class."""

@@ -82,7 +82,7 @@ def set_logical_devices(n: int) -> None:
 
 
 def before_start() -> None:
-    """Settle what counts only before JAX starts its devices, if it has not yet.
+    """Apply the settings that have an effect only before JAX starts its devices.
 
     Strategies call this where they first ask for devices, or join a cluster.
     """
@@ -96,7 +96,7 @@ def before_start() -> None:
 
 
 def check_cpu_pool(devices: Sequence[Device]) -> None:
-    """Refuse several CPU devices over a thread pool in which collectives can hang."""
+    """Raise for CPU devices whose thread pool is so small that collectives can hang."""
     here = jax.process_index()
     num_cpu = sum(d.platform == "cpu" and d.process_index == here for d in devices)
     if num_cpu:
@@ -111,7 +111,7 @@ def check_cpu_pool(devices: Sequence[Device]) -> None:
 
 
 def default_devices() -> list[Device]:
-    """All visible accelerators of this process, else its CPU devices."""
+    """Return all visible accelerators of this process, else its CPU devices."""
     before_start()
     with Announced("starting JAX's devices"):
         return jax.local_devices()
@@ -120,7 +120,7 @@ def default_devices() -> list[Device]:
 def devices_of_one_kind(
     devices: Sequence[str | Device] | None, caller: str, argument: str = "devices"
 ) -> list[Device]:
-    """The devices that were asked for, or all visible ones, all of one platform.
+    """Find devices by their strings, or all visible ones; all are of one platform.
 
     Args:
         devices: As for `resolve_devices`; None: the visible ones.
@@ -216,7 +216,7 @@ def device_name(device: Device) -> str:
 
 
 def short_name(device: str) -> str | None:
-    """`device_name` of the device that a string of any form names, None if of none."""
+    """Convert a device string of any form to `device_name`'s; None: it is none."""
     match = _PATTERN.match(device)
     if match is None:
         return None
@@ -224,7 +224,7 @@ def short_name(device: str) -> str | None:
 
 
 def name_in_cluster(device: str) -> str | None:
-    """As `short_name`, after the worker: `"worker:1/gpu:0"`; None if that is not said.
+    """Convert a device string with a task to `"worker:1/gpu:0"`; None without a task.
 
     TF's long form says it: `"/job:worker/replica:0/task:1/device:GPU:0"`.
     """
@@ -273,7 +273,7 @@ class LogicalDevice(NamedTuple):
 
 
 def list_physical_devices(device_type: str | None = None) -> list[PhysicalDevice]:
-    """The devices of this machine, without starting JAX's devices.
+    """List the devices of this machine, without starting JAX's devices.
 
     Workers can still join a cluster, and the CPU be divided, after this. Before JAX has
     started, NVIDIA GPUs are counted by their driver's files and `CUDA_VISIBLE_DEVICES`,
@@ -308,7 +308,7 @@ def list_physical_devices(device_type: str | None = None) -> list[PhysicalDevice
 
 
 def list_logical_devices(device_type: str | None = None) -> list[LogicalDevice]:
-    """The devices that strategies of this process can take; starts JAX's devices.
+    """List the devices that strategies of this process can take; starts JAX's devices.
 
     After it the CPU can no longer be divided, nor a cluster be joined. (TF:
     `tf.config.list_logical_devices`.)

@@ -1,8 +1,8 @@
 """Finds which results of a jaxpr differ between replicas, in one pass over it.
 
-The main use: which results may differ between replicas. What is per-replica on the way
-in, and the replica's own index, mark everything computed from them; a collective over
-all replicas washes the mark off. The pass never fails to trace (unlike
+A data-flow analysis: per-replica inputs, and the replica's own index, mark everything
+that is computed from them; a collective over all replicas removes the mark. The pass
+never fails to trace (unlike
 `shard_map(check_vma=True)`, which refuses Keras' RNN layers) and changes no gradient.
 The error for such a result names the line of the user's code that computes it.
 
@@ -58,14 +58,14 @@ def declare_mirrored(tree: PyTree) -> PyTree:
 
 
 def declare_whole(array: jax.Array, number: int) -> jax.Array:
-    """Have `varying_marks` report under `number` whether an array may differ."""
+    """Have `varying_marks` report, by a number, whether an array may differ."""
     return checkpoint_name(array, f"{_WHOLE}{number}")
 
 
 def varying_marks(
     jaxpr: Jaxpr, marks: Sequence[int], axis_name: str
 ) -> tuple[list[int], dict[int, int]]:
-    """Non-zero for every output of `jaxpr` that may differ between replicas.
+    """Mark the outputs of a jaxpr that may differ between replicas.
 
     Args:
         jaxpr: An open jaxpr; its constants are equal on all replicas.
@@ -73,14 +73,15 @@ def varying_marks(
         axis_name: The replicas' mesh axis.
 
     Returns:
-        The outputs' marks, and those of arrays given to `declare_whole`, by number.
+        The outputs' marks, non-zero for those that may differ, and the marks of arrays
+        given to `declare_whole`, by number.
     """
     run = _Pass(axis_name)
     return run.outputs(jaxpr, marks), run.wholes
 
 
 def differing(equation: Eqn, axis_name: str, dims: Sequence[int | None]) -> list[int]:
-    """Which of a `shard_map`'s last results may differ between replicas, by position.
+    """Find the last results of a `shard_map` that may differ between replicas.
 
     Args:
         equation: The `shard_map`, as an equation of a jaxpr.
@@ -102,11 +103,13 @@ def differing(equation: Eqn, axis_name: str, dims: Sequence[int | None]) -> list
 
 
 def gradient_marks(jaxpr: Jaxpr, marks: Sequence[int]) -> list[int]:
-    """Whose marks each output of `jaxpr` carries along differentiable paths."""
+    """Mark each output of a jaxpr by the inputs for which it may have a gradient."""
     return _Pass(None).outputs(jaxpr, marks)
 
 
 class _Pass:
+    """One pass over a jaxpr: for an axis of replicas, or for gradients (None)."""
+
     def __init__(self, axis_name: str | None) -> None:
         self._axis_name = axis_name
         self.wholes: dict[int, int] = {}

@@ -34,7 +34,7 @@ _RANDOM = ("Shuffle", "Random")
 
 
 def reshuffled(dataset: object, iteration: int) -> object:
-    """Return the dataset in the order of an iteration.
+    """Return a dataset whose shuffled order is that of a later iteration.
 
     The order depends only on the dataset's seeds and on the iteration, so it is the
     same in all processes, and after a restart. Datasets other than a `grain.MapDataset`

@@ -74,7 +74,7 @@ class SharedEpoch(Generic[_Batch]):
 
 
 class _Window(TypedDict):
-    """A worker's message about its next batches."""
+    """A worker's message: the sizes and sparse capacities of its next batches."""
 
     sizes: list[int]
     entries: list[list[int]]
@@ -91,7 +91,7 @@ _AnyWindow = TypeVar("_AnyWindow", bound=_Window)
 
 
 class _Cancelled(Exception):
-    """The consumer has stopped: do not wait for other workers any longer."""
+    """Raised to stop waiting for other workers when the consumer has stopped."""
 
 
 def in_step(batches: Iterable[_Batch], epoch: SharedEpoch[_Batch]) -> Generator[_Batch]:
@@ -315,6 +315,7 @@ def _arrays_of(leaf: PyTree) -> list[np.ndarray]:
 
 
 def _as_jax_has_it(array: np.ndarray) -> np.ndarray:
+    """Convert to JAX's canonical dtype, with one NaN and one zero."""
     if jnp.issubdtype(array.dtype, np.number):
         with np.errstate(over="ignore", invalid="ignore"):
             array = array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)

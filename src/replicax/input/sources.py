@@ -80,7 +80,7 @@ def raw_batches(dataset: Dataset) -> Iterator[PyTree]:
 
 
 def check_dataset(dataset: Dataset, batch_size: int | None = None) -> None:
-    """Raise the errors of `batches`, without reading anything."""
+    """Raise the errors of `batches` for its arguments, without reading the dataset."""
     if is_arrays(dataset):
         leading_size(dataset, "dataset")
         if batch_size is None:
@@ -110,7 +110,7 @@ def check_dataset(dataset: Dataset, batch_size: int | None = None) -> None:
 
 
 def is_arrays(dataset: Dataset) -> bool:
-    """Whether `dataset` is the data itself: an array, a tuple or a dict of arrays."""
+    """Whether `dataset` is arrays in memory: one, or a tuple or a dict of them."""
     if _is_array(dataset):
         return True
     leaves = (
@@ -213,7 +213,7 @@ def _py_dataset_batches(dataset: "keras.utils.PyDataset") -> Generator[PyTree]:
 def _in_threads(
     get: Callable[[int], PyTree], indices: Iterable[int], num_threads: int, depth: int
 ) -> Generator[PyTree]:
-    """`map(get, indices)` in threads, at most `depth` results ahead, in order."""
+    """Yield `get(index)` in order, computed in threads at most `depth` ahead."""
     pool = ThreadPoolExecutor(num_threads, thread_name_prefix="replicax-py-dataset")
     pending: deque[Future[PyTree]] = deque()
     try:

@@ -33,7 +33,7 @@ BACKUP_NAME = "backup"
 
 
 class BackupAndRestore(LateCallback):
-    """Backs `fit` up, and goes on at the same example when it is started again.
+    """Saves the state of `fit`, and resumes it at the same example after a restart.
 
     (Keras: `keras.callbacks.BackupAndRestore`.) Run the same script again after an
     interruption: `fit` continues in the epoch and at the step of the newest backup, and
@@ -116,23 +116,23 @@ class BackupAndRestore(LateCallback):
         self._run = _Run(self, session, session.epochs, others)
 
     def on_epoch_begin(self, epoch: int, logs: PyTree = None) -> None:
-        """Put metrics back that Keras has just reset."""
+        """Restore metrics that Keras has just reset, where an epoch is resumed."""
         self._running().begin_epoch(epoch)
 
     def on_train_batch_end(self, batch: int, logs: PyTree = None) -> None:
-        """Save if it is time, or if the process was told to end."""
+        """Save if a backup is due, or if the process was told to end."""
         self._running().end_batches(batch)
 
     def after_epoch_end(self, epoch: int) -> None:
-        """Save if it is time, or if the process was told to end."""
+        """Save if a backup is due, or if the process was told to end."""
         self._running().end_epoch(epoch)
 
     def on_train_end(self, logs: PyTree = None) -> None:
-        """Delete the backups, or mark the last one as such.
+        """Delete the backups, or mark the run as finished.
 
         Raises:
             CheckpointError: If the last one could not be saved, and is to be kept or
-                must not fail.
+                `on_failed_save="raise"`.
         """
         run, self._run = self._running(), None
         run.end()
@@ -146,7 +146,7 @@ class BackupAndRestore(LateCallback):
 
 
 class _Run:
-    """One call of `fit` that is backed up."""
+    """The backups of one call of `fit`: counts its steps, saves when one is due."""
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class _Run:
         self._callbacks = callbacks
         self._worker = workers.current()
         self._stop = self._worker.stop
-        # Workers of parameter servers are where they are in an epoch, each for itself.
+        # Workers of parameter servers are at different steps of an epoch.
         self._is_shared = session.work is not None
         self._saves = not self._is_shared or session.strategy.is_chief
         if not self._is_shared:
@@ -170,7 +170,7 @@ class _Run:
             session.enter_context(self._stop.on_interrupt())
         self._data = data
         self._epoch, self._step = 0, 0
-        self._total = 0  # Steps of all epochs, in earlier runs too.
+        self._total = 0  # Steps of all epochs, also those before a restart.
         self._first_epoch: int | None = None
         self._initial = random_state.capture()
         self._is_due = False
@@ -239,7 +239,7 @@ class _Run:
             return
         try:
             self._manager.close()
-        except CheckpointError as error:  # Needed no more, but a sign for the next run.
+        except CheckpointError as error:  # The next run may fail, too.
             if self._options.on_failed_save == "raise":
                 raise
             wrote_any = self._manager.latest_checkpoint is not None
@@ -335,7 +335,7 @@ class _Run:
         )
 
     def _restore_callbacks(self, states: list[PyTree]) -> None:
-        """To the first callback of a class goes what the first one of it remembered."""
+        """Restore callbacks: the first of a class gets the first state of it."""
         found: dict[str, list[PyTree]] = {}
         for callback in self._callbacks:
             found.setdefault(type(callback).__name__, []).append(callback)
@@ -354,7 +354,7 @@ class _Run:
 
 
 def _check_servers(options: BackupAndRestore) -> None:
-    """Refuse what cannot be backed up on parameter servers."""
+    """Raise for tables on parameter servers, which cannot be backed up."""
     model: PyTree = options.model
     tables = [v.table_name for v in model.variables if hasattr(v, "table_name")]
     if tables:
@@ -416,6 +416,7 @@ class _FitState(Checkpoint):
 
 
 def _state_of(callback: PyTree) -> dict[str, PyTree]:
+    """A callback's state: Keras' attributes of its class, and its own `get_state`."""
     names = next(
         (
             internals.CALLBACK_STATE[kind.__name__]
@@ -450,7 +451,7 @@ def _restore_callback(
 
 
 def _plain(value: PyTree) -> PyTree:
-    """A copy with NumPy's arrays in place of JAX'."""
+    """Convert arrays and variables in a callback's state to NumPy arrays."""
     if isinstance(value, dict):
         return {key: _plain(x) for key, x in value.items()}
     if isinstance(value, list):

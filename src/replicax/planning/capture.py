@@ -47,11 +47,11 @@ class _Captured(BaseException):
 
 
 class NoTrainingStepError(ValueError):
-    """What was to be planned ended without a training step."""
+    """Raised if a script or function to plan ends without a training step."""
 
 
 class Capture:
-    """Waits for a program that trains.
+    """Takes programs in place of the devices, and keeps the one that trains.
 
     Args:
         topology: What it is for.
@@ -78,9 +78,9 @@ class Capture:
         values: Sequence[PyTree],
         arrays: Sequence[PyTree],
     ) -> PyTree:
-        """Keep a program that trains; of another one, results that are zeros.
+        """Keep a program that trains; for another one, return zeros as its results.
 
-        Its variables keep their values.
+        Variables keep their values.
         """
         inputs, leaves = _shapes(values), _shapes(arrays)
         program.check(inputs, leaves)
@@ -105,7 +105,7 @@ class Capture:
 
     @contextlib.contextmanager
     def _until_captured(self, why_not: str) -> Iterator[None]:
-        """Stop what is run at its training step; `why_not` says that it has none."""
+        """Stop the code in it at its training step; raise `why_not` if it has none."""
         try:
             with rehearsing(self), contextlib.suppress(_Captured):
                 yield
@@ -207,7 +207,7 @@ _CHANGED_BY_FIT = ("history", "stop_training")
 
 
 def _short(name: str) -> str:
-    """`"train_step"`, of `"run(train_step (line 12))"`."""
+    """Shorten a program's name, as `"run(train_step (line 12))"` to `"train_step"`."""
     return re.sub(r"^\w+\((.*?)(?: \(line \d+\))?\)$", r"\1", name)
 
 

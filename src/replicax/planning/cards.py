@@ -62,14 +62,14 @@ class Card:
     largest_scale = _MAX_HOSTS * MAX_CARDS
 
     def known(self) -> str:
-        """The names of its clusters."""
+        """List the names of its clusters, for messages."""
         return (
             f"{self.name}:N, N cards of one host, up to {MAX_CARDS}, and "
             f"{self.name}:HxN, H hosts of N cards, up to {_MAX_HOSTS}x{MAX_CARDS}"
         )
 
     def domain(self, device: Device) -> int:
-        """Which host a card is in: links join the cards of one."""
+        """The index of a card's host, within which links join the cards."""
         return device.process_index
 
     def has_shape(self, shape: tuple[int, ...]) -> bool:
@@ -82,7 +82,7 @@ class Card:
         )
 
     def target(self) -> str:
-        """The card, as XLA's compiler takes it."""
+        """The description of the card that XLA's compiler takes."""
         return _TARGET.format(
             facts=" ".join(f"{name}: {value}" for name, value in self.facts.items()),
             memory=self.rates.memory_bytes,

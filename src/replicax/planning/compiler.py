@@ -36,7 +36,7 @@ _CUDA_PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 
 
 def find(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """The compiler's file: the one that is named, installed, or in the caches."""
+    """Find the compiler's file: the one that is named, installed, or in the caches."""
     named = environ.get(LIBRARY_PATH)
     if named and Path(named).is_file():
         return Path(named)
@@ -72,7 +72,7 @@ def install(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def how_to_install(environ: Mapping[str, str] = os.environ) -> str:
-    """The command that puts the compiler where `find` looks."""
+    """The command that installs the compiler where `find` looks."""
     folder = _own_file(environ).parents[1]
     command = shlex.join(["pip", *_OPTIONS, str(folder), requirement()])
     return f"Install it with: {command} (Linux on x86-64)."
@@ -141,7 +141,7 @@ def _installer() -> list[str]:
 
 
 def _run(command: list[str], environ: Mapping[str, str]) -> str | None:
-    """Why a command failed; None: it did not."""
+    """Run a command; return why it failed, or None if it did not."""
     try:
         ended = subprocess.run(
             command,

@@ -86,7 +86,7 @@ Computation = Mapping[str, Instruction]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """One way from the program's entry to a computation.
+    """One call path from the program's entry to a computation.
 
     Attributes:
         caller: The instruction that calls it; None: it is the entry.
@@ -127,7 +127,7 @@ def parse(text: str) -> tuple[dict[str, Computation], str]:
 
 
 def calls(computations: Mapping[str, Computation], entry: str) -> Iterator[Call]:
-    """All ways from the entry to computations; conditions of loops are left out."""
+    """Yield the call paths from the entry to computations; no loops' conditions."""
     waiting = [Call(computation=entry)]
     while waiting:
         call = waiting.pop(0)
@@ -137,7 +137,7 @@ def calls(computations: Mapping[str, Computation], entry: str) -> Iterator[Call]
 
 
 def starts_async(instruction: Instruction) -> bool:
-    """Whether the program goes on while this instruction works."""
+    """Whether an instruction starts work that runs beside the instructions after it."""
     if instruction.opcode.endswith("-start"):
         return True
     # TPUs run a collective along with a computation that it is fused with.
@@ -169,7 +169,7 @@ def _instruction(line: str) -> Instruction | None:
 def called(
     instruction: Instruction, call: Call, computations: Mapping[str, Computation]
 ) -> Iterator[Call]:
-    """The ways from an instruction, which `call` came to, to what it calls."""
+    """Yield the call paths that extend `call` by what one of its instructions calls."""
     if instruction.opcode in ("async-update", "async-done"):
         return  # They name the computation that `async-start` has called.
     names = _CALLED.findall(instruction.attributes)
@@ -250,7 +250,7 @@ def num_bytes(shape: str) -> int:
 
 
 def on_chip_bytes(shape: str) -> int:
-    """Of `num_bytes`, what lies in memory on the chip: a layout says `S(1)`."""
+    """Bytes of the arrays in a shape that lie in memory on the chip: layout `S(1)`."""
     return sum(
         _array_bytes(dtype, _dims(dims))
         for dtype, dims, layout in _ARRAY.findall(shape)
@@ -277,7 +277,7 @@ def elements(shape: str) -> list[str]:
 
 
 def split_shape(text: str) -> tuple[str, str]:
-    """The shape that `text` begins with, and what follows it."""
+    """Split `text` into the shape that it begins with, and the rest."""
     if not text.startswith("("):
         shape, _, rest = text.partition(" ")
         return shape, rest.lstrip()

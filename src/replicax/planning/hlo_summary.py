@@ -92,7 +92,7 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ProgramSummary:
-    """What the text of a program says.
+    """The summary of a program's text.
 
     Attributes:
         loop_flops: Multiplications and additions of matrix products and convolutions in
@@ -146,7 +146,7 @@ def read_program(text: str) -> ProgramSummary:
 
 
 def read_collective(instruction: Instruction, call: Call) -> Collective | None:
-    """A collective of `count` one, None if the instruction is none."""
+    """Read an instruction as one collective; None if it is none."""
     kind = instruction.opcode.removesuffix("-start")
     if kind == "send" and (found := _BETWEEN_SLICES.search(instruction.attributes)):
         return _between_slices(instruction, found[1].lower().replace("_", "-"))

@@ -1,4 +1,4 @@
-"""How fast devices are: published figures of TPU chips, and rates measured here.
+"""Rates of devices: published figures of TPU chips, and rates measured here.
 
 Figures of chips are per chip, and bandwidths in one direction: the vendor's pages give
 the sum of both directions of all links of a chip. Those of GPUs are in `cards`.
@@ -35,7 +35,7 @@ _GPU_SIZES = (4096, 2**27)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """Figures of one device, while all the others are busy too.
+    """Rates of one device, while all the others are busy too.
 
     Attributes:
         peak_flops: Multiplications and additions per second.
@@ -90,13 +90,13 @@ class Chip:
     largest_scale = 256  # Efficiencies are predicted up to here.
 
     def known(self) -> str:
-        """The names of its slices."""
+        """List the names of its slices, for messages."""
         names = (f"{self.name}:{'x'.join(map(str, shape))}" for shape in self.shapes)
         cubes = " and boxes of such cubes" if self.num_dims == 3 else ""
         return ", ".join(names) + cubes
 
     def domain(self, device: Device) -> int:
-        """Which slice a device is in: links join the chips of one."""
+        """The index of a device's slice, within which links join the chips."""
         return getattr(device, "slice_index", 0)
 
     def has_shape(self, shape: tuple[int, ...]) -> bool:
@@ -114,7 +114,7 @@ class Chip:
         )
 
     def shape_of(self, num_chips: int) -> tuple[int, ...]:
-        """The shape, as near to a square or cube as it goes, of a power of two chips.
+        """The most square or cubic shape of a number of chips, a power of two.
 
         Example:
             >>> CHIPS["v5e"].shape_of(32), CHIPS["v5p"].shape_of(8)

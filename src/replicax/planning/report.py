@@ -1,4 +1,4 @@
-"""What a plan says: the values, as JSON, as tables in a terminal, as a figure."""
+"""The values of a plan, and their form as JSON, tables in a terminal, and a figure."""
 
 import dataclasses
 import json
@@ -51,7 +51,7 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """All of it, while the step runs."""
+        """Bytes in use while the step runs: the sum of all parts."""
         held = self.arguments + self.outputs - self.aliased
         return held + self.temporaries + self.code
 

@@ -53,7 +53,7 @@ _WITHOUT_WORK = FREE | {"after-all", "opt-barrier", "partition-id", "replica-id"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Kernel:
-    """What the device does at once.
+    """A kernel of a GPU program: one launch.
 
     Attributes:
         products: FLOPs of matrix products and convolutions, by XLA's name of the type
@@ -68,11 +68,11 @@ class Kernel:
 
     @property
     def flops(self) -> float:
-        """All of them."""
+        """All FLOPs."""
         return sum(self.products.values()) + self.elementwise
 
     def compute_seconds(self, rates: Rates) -> float:
-        """Of its FLOPs, at the device's peaks."""
+        """Compute the seconds of its FLOPs at the device's peaks."""
         of_products = sum(
             flops / rates.flops_by_type.get(dtype, rates.peak_flops)
             for dtype, flops in self.products.items()
@@ -81,7 +81,7 @@ class Kernel:
         return of_products + self.elementwise / rate
 
     def seconds(self, rates: Rates) -> float:
-        """The longer one of computing and of moving bytes."""
+        """Compute its seconds: the longer one of its FLOPs and of its bytes."""
         return max(self.compute_seconds(rates), self.bytes / rates.memory_bandwidth)
 
 
@@ -102,7 +102,7 @@ class Done:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WhileLoop:
-    """Parts that come several times; a loop of unknown length: once."""
+    """A loop, whose parts come `times` times: once if its length is unknown."""
 
     times: int
     parts: "tuple[Part, ...]"
@@ -118,13 +118,13 @@ class Schedule:
     parts: tuple[Part, ...]
 
     def kernels(self) -> Iterator[tuple[Kernel, int]]:
-        """Each kernel, and how often it comes."""
+        """Yield each kernel and its number of runs."""
         yield from _kernels(self.parts, 1)
 
     def seconds(
         self, rates: Rates, seconds_of: Callable[[Collective], float]
     ) -> tuple[float, float]:
-        """How long the kernels take, and how long none works meanwhile."""
+        """Compute the seconds of the kernels, and those in which none of them runs."""
         return _play(self.parts, rates, seconds_of)
 
 
@@ -255,7 +255,7 @@ def _count(
 
 
 def _bytes_read(body: Computation, index: int) -> float:
-    """What a fusion reads of a parameter: less than all where it takes parts only."""
+    """Bytes that a fusion reads of a parameter: only the parts that it takes."""
     name = next(
         (
             i.name
@@ -282,7 +282,7 @@ def _bytes_read(body: Computation, index: int) -> float:
 
 
 def _bytes_written(body: Computation, written: int) -> int:
-    """What a fusion writes: less than its results where it changes parts in place."""
+    """Bytes that a fusion writes: only the parts that it changes in place."""
     for instruction in body.values():
         if instruction.opcode == "dynamic-update-slice":
             array, update, *_ = (num_bytes(body[n].shape) for n in instruction.operands)

@@ -70,11 +70,11 @@ class DeviceTopology:
         return len({self.devices[i].process_index for i in group}) > 1
 
     def num_slices_of(self, group: Sequence[int]) -> int:
-        """How many slices of TPUs the devices at these positions are in."""
+        """Number of slices of TPUs that hold the devices at these positions."""
         return self.num_domains_of(group) if self.num_slices > 1 else 1
 
     def num_domains_of(self, group: Sequence[int]) -> int:
-        """How many slices of TPUs or hosts of GPUs the devices there are in.
+        """Number of slices of TPUs or hosts of GPUs that hold the devices there.
 
         Links join the devices of one of them; the network joins several.
         """
@@ -83,7 +83,7 @@ class DeviceTopology:
         return len({self.chip.domain(self.devices[i]) for i in group})
 
     def num_domains(self, size: int) -> int:
-        """How many domains `size` devices would be in.
+        """Number of domains that `size` devices would be in.
 
         TPUs are taken from one slice, unless this is of several.
         """
@@ -144,7 +144,7 @@ def find_topology(
 
 
 def check_topology(name: str, num_slices: int = 1, **bandwidths: float | None) -> None:
-    """Refuse a topology that is not known, without looking for its devices."""
+    """Raise for an unknown topology, without looking for its devices."""
     if not isinstance(num_slices, int) or num_slices < 1:
         raise DeviceError(f"plan: num_slices must be at least 1; got {num_slices!r}.")
     local = _LOCAL.fullmatch(name) is not None
@@ -177,7 +177,7 @@ def needs_cuda(name: str) -> bool:
 
 
 def num_cpu_devices(name: str) -> int | None:
-    """How many CPU devices `"cpu:8"` asks for; None for other topologies."""
+    """Number of CPU devices of a topology such as `"cpu:8"`; None for other ones."""
     match = _LOCAL.fullmatch(name)
     return int(match[2]) if match and match[1] == "cpu" else None
 

@@ -1,4 +1,4 @@
-"""What a step computes and what it sends, and how long both take.
+"""Counts the FLOPs, bytes and collectives of a step, and computes their times.
 
 FLOPs and bytes are XLA's own counts where it has them, otherwise those of the schedule.
 Collectives are timed on the devices of a topology, or on more or fewer of the kind.
@@ -30,7 +30,7 @@ __all__ = ["StepCollectives", "Work", "count_work"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """What one step computes and moves on a device.
+    """The FLOPs and bytes of one step on a device, and their times.
 
     Attributes:
         compute: Seconds of its FLOPs.
@@ -50,7 +50,10 @@ class Work:
 def count_work(
     compiled: jax.stages.Compiled, text: ProgramSummary, steps: int, rates: Rates
 ) -> Work:
-    """Count a compiled program of so many steps; `text` is what was read of it."""
+    """Count the FLOPs and bytes of a compiled program of so many steps, for one step.
+
+    `text` is the summary of its text.
+    """
     is_loop_of_steps = steps > 1 and text.trip_counts.count(steps) > 0
     costs = compiled.cost_analysis()
     if costs:
@@ -77,7 +80,7 @@ def count_work(
 
 
 class StepCollectives:
-    """The collectives of a step, and what they take on more or fewer devices."""
+    """The collectives of a step, and their times on more or fewer devices."""
 
     def __init__(
         self,
@@ -107,7 +110,7 @@ class StepCollectives:
         self._num_steps = num_steps
 
     def step_time(self, work: Work, num_devices: int | None = None) -> StepTime:
-        """The time of a step on so many devices; None: those of the topology."""
+        """Compute a step's time on a number of devices; None: the topology's."""
         size = num_devices or self.size
         waited = hidden = network = 0.0
         for c in self._collectives:
@@ -140,7 +143,7 @@ class StepCollectives:
         )
 
     def scaling(self, work: Work) -> tuple[Scale, ...]:
-        """Efficiencies on 1, 2, 4, ... devices."""
+        """Compute the efficiencies on 1, 2, 4, ... devices."""
         chip = self._topology.chip
         if chip is None or self.size == 1:
             return ()
@@ -165,7 +168,7 @@ class StepCollectives:
         return text if num_slices == 1 else f"{num_slices} x {text}"
 
     def _seconds(self, collective: Collective, size: int) -> tuple[float, float]:
-        """What one collective takes on links, and on the network.
+        """Compute the seconds of one collective on links, and on the network.
 
         Those over all devices of the plan are over all `size` devices there; others
         keep their groups.

@@ -1,4 +1,4 @@
-"""Layout maps: the sharding of weights over the devices of one replica.
+"""Layout maps: rules that shard weights over the devices of one replica, by path.
 
 A map's keys are regular expressions on variables' paths; a value is a tuple with an
 axis name or None for each dimension, as in `keras.distribution.LayoutMap`. The axis of

@@ -60,12 +60,10 @@ class MultiWorkerMirroredStrategy(Strategy):
             constructor reads; without it to the cluster that JAX detects (Slurm, TPU
             pods, …), or else to this process alone.
         communication_options: Options of the gradients' communication.
-        cross_device_ops: The all-reduce of gradients. Defaults to `rx.NcclAllReduce()`.
+        cross_device_ops: As for `rx.MirroredStrategy`, and so the next three.
         replicas_per_device: Number of replicas on each device.
-        shard_update: Whether to shard the optimizer's update and its slots over the
-            devices (ZeRO stage 1).
-        check_replicas_every: Number of steps between two comparisons of the replicas'
-            variables. None: only when `check_replicas` is called.
+        shard_update: Whether to shard the optimizer's update (ZeRO stage 1).
+        check_replicas_every: Number of steps between two comparisons.
         check_input: Whether to compare the workers' first batches of each epoch where
             all should read the same data. Turn it off for augmentations that differ
             between workers.

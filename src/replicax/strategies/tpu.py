@@ -30,16 +30,14 @@ class TPUStrategy(MultiWorkerMirroredStrategy):
 
     Args:
         tpu_cluster_resolver: The slice. Defaults to `TPUClusterResolver(tpu="")`.
-        communication_options: Options of the gradients' communication.
-        cross_device_ops: The all-reduce of gradients. Defaults to
-            `rx.NcclAllReduce()`: XLA's all-reduce.
+        communication_options: As for `rx.MultiWorkerMirroredStrategy`, and so all that
+            follow.
+        cross_device_ops: The all-reduce of gradients: XLA's by default.
         replicas_per_device: Number of replicas on each device.
-        shard_update: Whether to shard the optimizer's update and its slots over the
-            devices (ZeRO stage 1).
-        check_replicas_every: Number of steps between two comparisons of the replicas'
-            variables. None: only when `check_replicas` is called.
+        shard_update: Whether to shard the optimizer's update (ZeRO stage 1).
+        check_replicas_every: Number of steps between two comparisons.
         check_input: Whether to compare the hosts' first batches of each epoch.
-        timeouts: The deadlines, as for `rx.MultiWorkerMirroredStrategy`.
+        timeouts: The deadlines.
 
     Raises:
         DeviceError: If JAX has no TPU here; the message says where it was looked for.
