@@ -10,8 +10,8 @@ from replicax._util.signatures import named_parameters
 from replicax._util.types import PyTree
 from replicax.estimator.run_config import RunConfig
 from replicax.estimator.spec import EstimatorSpec, ModeKeys
+from replicax.estimator.uneven_batches import UnevenBatches
 from replicax.input import InputContext
-from replicax.input.from_function import UnevenBatches
 from replicax.input.prefetch import DistributedIterator, close_iterator
 from replicax.input.sources import is_arrays, raw_batches
 from replicax.strategies.strategy import Strategy

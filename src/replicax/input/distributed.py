@@ -116,7 +116,7 @@ class DistributedInput(ABC):
     def __iter__(self) -> DistributedIterator:
         """Start an epoch; a thread prefetches its batches."""
         return DistributedIterator(
-            self._start, self.iteration, taking=self._shard.taking(self._name)
+            self._start, self.iteration, self._shard.taking(self._name)
         )
 
     def _start(self, iteration: int, num_skipped: int) -> Iterator[PyTree]:

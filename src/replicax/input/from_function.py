@@ -1,7 +1,5 @@
 """Distributed datasets from a function that makes per-replica batches."""
 
-import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
@@ -14,12 +12,11 @@ from replicax._util.types import PyTree
 from replicax.engine.row_arrays import RowArray
 from replicax.input.context import InputContext
 from replicax.input.distributed import DistributedInput, num_examples
-from replicax.input.prefetch import DistributedIterator
 from replicax.input.sharding import Epoch, InputShard
 from replicax.input.sources import Dataset, batches
-from replicax.input.split import Remainder, Split, leading_size, stack_replica_batches
+from replicax.input.split import Remainder, Split, stack_replica_batches
 
-__all__ = ["DistributedDatasetFromFunction", "UnevenBatches"]
+__all__ = ["DistributedDatasetFromFunction", "own_copies"]
 
 
 class DistributedDatasetFromFunction(DistributedInput):
@@ -74,7 +71,7 @@ class DistributedDatasetFromFunction(DistributedInput):
         dataset = self._fn(self._context)
         with closing(batches(dataset, iteration=iteration)) as source:
             for index in itertools.count():
-                group = _own_copies(source, num_replicas)
+                group = own_copies(source, num_replicas)
                 if not group:
                     return
                 split = stack_replica_batches(group, num_replicas, self._remainder)
@@ -88,54 +85,7 @@ class DistributedDatasetFromFunction(DistributedInput):
                 yield split
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Step(Split):
-    """The batches of one step; replicas from `num_active` on have copies."""
-
-    num_active: int | None = None
-
-
-class UnevenBatches(DistributedDatasetFromFunction):
-    """A `DistributedDatasetFromFunction` that drops no batch in a single process.
-
-    It yields `(batch, num_active)`: the first `num_active` replicas have examples, the
-    others copies that must not count; None: all have examples. A batch of another size
-    than the one before begins a new step. Several workers drop the end of their data if
-    it is not enough for all replicas of all workers.
-    """
-
-    def iterate(self, num_skipped: int = 0) -> DistributedIterator:
-        """Iterate over an epoch's batches after the first `num_skipped` steps."""
-        return DistributedIterator(self._start, self.iteration, num_skipped)
-
-    def _groups(self, iteration: int) -> Generator[Split]:
-        if self._shard.count > 1:
-            yield from super()._groups(iteration)
-            return
-        size = self._num_local
-        make = functools.partial(self._fn, self._context)
-        with closing(batches(make, iteration=iteration)) as source:
-            for _, alike in itertools.groupby(source, _shapes):
-                while group := _own_copies(alike, size):
-                    yield self._step(group)
-
-    def _step(self, group: list[PyTree]) -> Split:
-        missing = self._num_local - len(group)
-        full = group + group[-1:] * missing
-        split = stack_replica_batches(full, self._num_local, Remainder.ERROR)
-        return _Step(batch=split.batch, num_active=len(group) if missing else None)
-
-    def _place(self, split: Split) -> PyTree:
-        return super()._place(split), getattr(split, "num_active", None)
-
-
-def _shapes(batch: PyTree) -> tuple[object, ...]:
-    leading_size(batch, "input_fn")
-    leaves, structure = jax.tree.flatten(batch)
-    return structure, tuple((x.shape, x.dtype) for x in leaves)
-
-
-def _own_copies(source: Iterable[PyTree], number: int) -> list[PyTree]:
+def own_copies(source: Iterable[PyTree], number: int) -> list[PyTree]:
     """Take at most `number` batches from a source.
 
     A dataset may fill the same buffers with its next batch, so with several batches

@@ -227,12 +227,11 @@ class DistributedIterator(Iterator[PyTree]):
         self,
         start: Callable[[int, int], Iterator[PyTree]],
         iteration: int,
-        num_batches: int = 0,
         taking: Callable[[], None] = lambda: None,
     ) -> None:
         self._start = start
         self._taking = taking
-        self._go_to(iteration, num_batches)
+        self._go_to(iteration, 0)
 
     def _go_to(self, iteration: int, num_batches: int) -> None:
         self._iteration = iteration
