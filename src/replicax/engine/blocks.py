@@ -124,15 +124,17 @@ def _is_kept(primitive: Primitive, *_: object, **__: object) -> bool:
 def gathered_here(
     values: Iterable[jax.Array], wholes: Sequence[jax.Array]
 ) -> list[jax.Array]:
-    """Weights gathered inside the function that is differentiated.
+    """Gather weights inside the function that is differentiated.
 
     Args:
         values: The weights as the function got them. Gradients are for these.
         wholes: What they are outside of it.
 
     Returns:
-        The weights; those in blocks are gathered anew.
+        The weights; those in blocks are gathered anew, the others are as they were.
     """
+    if not replicas_hold_blocks():
+        return list(values)
     context = required_context()
     found = [context.blocked.block_of(x) for x in wholes]
     axis_name = context.blocked.axis.name

@@ -11,11 +11,7 @@ from jax.typing import ArrayLike
 
 from replicax._private.keras import attach_masks, current_scope, masks_of
 from replicax._util.types import PyTree
-from replicax.engine.blocks import (
-    gathered_here,
-    regathering,
-    replicas_hold_blocks,
-)
+from replicax.engine.blocks import gathered_here, regathering
 from replicax.engine.divergence import gradient_marks
 from replicax.engine.replay import (
     Perturbation,
@@ -74,8 +70,7 @@ def value_and_grad(
         outer = current_scope()
 
         def functional(values: list[jax.Array]) -> tuple[jax.Array, PyTree]:
-            if replicas_hold_blocks():
-                values = gathered_here(values, start)
+            values = gathered_here(values, start)
             given = dict(zip(map(id, variables), values, strict=True))
             with ChildScope(outer, given) as scope:
                 result = loss_fn(*args, **kwargs)

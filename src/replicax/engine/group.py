@@ -5,7 +5,7 @@ axis, which only exists inside the program: a named `vmap`.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -63,6 +63,16 @@ class ReplicaAxes:
     def sum_on_device(self, tree: PyTree) -> PyTree:
         """Sum over the replicas of this device."""
         return lax.psum(tree, self.local_name) if self.num_per_device > 1 else tree
+
+    def mapped(
+        self, fn: Callable[..., PyTree], in_axes: Sequence[PyTree] | int = 0
+    ) -> Callable[..., PyTree]:
+        """`fn` of one replica, for the replicas of a device: a `vmap` if several."""
+        if self.num_per_device == 1:
+            return fn
+        return jax.vmap(
+            fn, in_axes, axis_name=self.local_name, axis_size=self.num_per_device
+        )
 
     def stacked(self, x: ArrayLike) -> jax.Array:
         """All replicas' values `[R, ...]`, on every replica."""

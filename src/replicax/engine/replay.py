@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Literal, Var
 
 from replicax._util.types import PyTree
-from replicax.engine.blocks import gathered_here, replicas_hold_blocks
+from replicax.engine.blocks import gathered_here
 from replicax.engine.variables import Variable, WritesScope
 from replicax.errors import ContextError, InternalError
 
@@ -61,9 +61,7 @@ class Perturbation:
         """The source's value as the replay shall see it."""
         if position not in self._fixed:
             changed = value + self._deltas[position]
-            if replicas_hold_blocks():
-                (changed,) = gathered_here([changed], [value])
-            self._fixed[position] = changed
+            (self._fixed[position],) = gathered_here([changed], [value])
         # A name makes an equation of it, from which `rebind` reads off when it
         # happened. Unlike a barrier it does not keep XLA from merging the replay with
         # the first run.

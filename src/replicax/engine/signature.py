@@ -62,7 +62,7 @@ class Arguments:
 
     def on_device(
         self, arrays: Sequence[jax.Array], num_replicas: int
-    ) -> tuple[list[jax.Array], list[int | None]]:
+    ) -> tuple[Sequence[jax.Array], list[int | None]]:
         """One device's parts of the arrays, for a `vmap` over its replicas.
 
         Args:
@@ -70,14 +70,14 @@ class Arguments:
             num_replicas: Number of replicas on the device.
 
         Returns:
-            The arrays, those that are split with a dimension of replicas in front, and
-            `in_axes` for them.
+            The arrays, where there are several replicas with a dimension of these in
+            front of those that are split, and `in_axes` for them.
         """
         dynamic = [kind for kind in self._kinds if kind is not Kind.STATIC]
         split = [None if kind is Kind.MIRRORED else 0 for kind in dynamic]
         parts = [
             x
-            if axis is None
+            if axis is None or num_replicas == 1
             else x.reshape(num_replicas, x.shape[0] // num_replicas, *x.shape[1:])
             for x, axis in zip(arrays, split, strict=True)
         ]

@@ -338,15 +338,8 @@ class ReplicaStep:
     def _on_device(self, fn: Callable[[Leaves], PyTree], leaves: Leaves) -> PyTree:
         """`fn` of each replica's leaves; of several replicas, results are stacked."""
         axes = self._group.axes
-        if axes.num_per_device == 1:
-            return fn(leaves)
         leaves, split = self._arguments.on_device(leaves, axes.num_per_device)
-        return jax.vmap(
-            fn,
-            in_axes=(split,),
-            axis_name=axes.local_name,
-            axis_size=axes.num_per_device,
-        )(leaves)
+        return axes.mapped(fn, (split,))(leaves)
 
     def _replica_step(
         self, written: Arrays, read: Arrays, leaves: Leaves
@@ -386,12 +379,7 @@ class ReplicaStep:
             with context.entered(), self._scope_of(self._wholes(context, values)):
                 return self._flat_results(finish(self.results.unflatten(out)))
 
-        axes = self._group.axes
-        if axes.num_per_device == 1:
-            return run(out)
-        return jax.vmap(run, axis_name=axes.local_name, axis_size=axes.num_per_device)(
-            out
-        )
+        return self._group.axes.mapped(run)(out)
 
     def _flat_results(self, out: PyTree) -> Arrays:
         only_dense = self._options.outputs is not Outputs.PER_REPLICA
