@@ -362,5 +362,8 @@ def test_no_data_at_all_is_an_error() -> None:
 
     with rx.OneDeviceStrategy("cpu:0").scope():
         model = model_of()
+        unbuilt = keras.Sequential([keras.layers.Dense(1)])
     with pytest.raises(ValueError, match="no batches"):
         model.fit(Empty(), verbose=0)
+    with pytest.raises(ValueError, match=r"predict: .* no batches"):
+        unbuilt.predict(Empty(), verbose=0)

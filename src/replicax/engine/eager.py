@@ -1,6 +1,7 @@
 """Runs a step outside `jit` for debugging, on the whole batch."""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax.numpy as jnp
 import numpy as np
@@ -31,7 +32,7 @@ def one_replica(group: ReplicaGroup) -> ReplicaGroup:
 
 
 def run_eagerly(
-    fn: PyTree,
+    fn: Callable[..., PyTree],
     arguments: Arguments,
     arrays: list[PyTree],
     group: ReplicaGroup,

@@ -25,6 +25,11 @@ from replicax.engine.variables import Variable
 __all__ = ["ReplicaAxes", "ReplicaGroup", "mesh_of"]
 
 
+_AXIS = "replica"
+_ON_DEVICE = "replica_on_device"
+"""Name of the axis of the replicas on one device."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaAxes:
     """All replicas: those of one device follow each other.
@@ -32,12 +37,10 @@ class ReplicaAxes:
     Attributes:
         devices: The mesh axis.
         num_per_device: Number of replicas on each device.
-        local_name: Name of the axis of the replicas on one device.
     """
 
     devices: ReplicaAxis
     num_per_device: int = 1
-    local_name: str = "replica_on_device"
 
     @property
     def size(self) -> int:
@@ -49,7 +52,7 @@ class ReplicaAxes:
         """The axes' names, for JAX's collectives."""
         if self.num_per_device == 1:
             return (self.devices.name,)
-        return (self.devices.name, self.local_name)
+        return (self.devices.name, _ON_DEVICE)
 
     def index(self) -> jax.Array:
         """This replica's number, an `int32[]` tracer from 0."""
@@ -62,7 +65,7 @@ class ReplicaAxes:
 
     def sum_on_device(self, tree: PyTree) -> PyTree:
         """Sum over the replicas of this device."""
-        return lax.psum(tree, self.local_name) if self.num_per_device > 1 else tree
+        return lax.psum(tree, _ON_DEVICE) if self.num_per_device > 1 else tree
 
     def mapped(
         self, fn: Callable[..., PyTree], in_axes: Sequence[PyTree] | int = 0
@@ -71,7 +74,7 @@ class ReplicaAxes:
         if self.num_per_device == 1:
             return fn
         return jax.vmap(
-            fn, in_axes, axis_name=self.local_name, axis_size=self.num_per_device
+            fn, in_axes, axis_name=_ON_DEVICE, axis_size=self.num_per_device
         )
 
     def stacked(self, x: ArrayLike) -> jax.Array:
@@ -87,9 +90,6 @@ class ReplicaAxes:
         for name in reversed(self.names):
             x = lax.all_gather(x, name, axis=axis, tiled=True)
         return x
-
-
-_AXIS = "replica"
 
 
 def mesh_of(

@@ -19,7 +19,7 @@ from keras.src.trainers.data_adapters.grain_dataset_adapter import GrainDatasetA
 from replicax._util.types import PyTree
 from replicax._util.waiting import Announced
 from replicax.engine.scope import current_call
-from replicax.input import DistributedDataset, DistributedDatasetFromFunction
+from replicax.input.distributed import DistributedInput
 from replicax.input.grain_datasets import reshuffled
 
 __all__ = [
@@ -31,7 +31,6 @@ __all__ = [
     "uncounted",
 ]
 
-_KINDS = (DistributedDataset, DistributedDatasetFromFunction)
 # How many iterations `fit` has begun over Grain's datasets.
 _begun: "weakref.WeakKeyDictionary[PyTree, int]" = weakref.WeakKeyDictionary()
 
@@ -88,7 +87,9 @@ class DistributedAdapter:
             the first.
     """
 
-    def __init__(self, dataset: PyTree, first_iteration: int | None = None) -> None:
+    def __init__(
+        self, dataset: DistributedInput, first_iteration: int | None = None
+    ) -> None:
         self._dataset = dataset
         self.iteration = first_iteration
         if first_iteration is not None:
@@ -169,7 +170,7 @@ def adapter_of(
     """
     own = {"y": y, "sample_weight": sample_weight, "class_weight": class_weight}
     given = [name for name, value in own.items() if value is not None]
-    if isinstance(x, _KINDS):
+    if isinstance(x, DistributedInput):
         if given:
             raise ValueError(
                 f"{caller or current_call()}: a distributed dataset comes with its "
