@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.typing import ArrayLike, DTypeLike
 
-from replicax.engine.replica import current_num_replicas
-from replicax.engine.scope import current_context
+from replicax.engine.scope import current_context, current_strategy
 
 __all__ = ["compute_average_loss", "scale_regularization_loss"]
 
@@ -99,6 +98,12 @@ def _share_scale() -> int:
     """The factor on losses in `fit`, which averages gradients instead of summing."""
     context = current_context()
     return 1 if context is None else context.loss_scale
+
+
+def current_num_replicas() -> int:
+    """Number of replicas of the strategy in scope, 1 outside any."""
+    strategy = current_strategy()
+    return 1 if strategy is None else strategy.num_replicas_in_sync
 
 
 def _num_replicas(num_replicas: int | None, caller: str) -> int:

@@ -26,22 +26,16 @@ from replicax.engine.composites import (
 from replicax.engine.divergence import declare_mirrored
 from replicax.engine.group import ReplicaAxes, ReplicaGroup
 from replicax.engine.replay import current_run
-from replicax.engine.scope import current_context, current_strategy, entered_context
+from replicax.engine.scope import current_context, entered_context
 from replicax.engine.values import PerReplica, spread
 from replicax.engine.variables import Update, Variable
 from replicax.errors import ContextError
 
-__all__ = ["ReplicaContext", "current_num_replicas"]
+__all__ = ["ReplicaContext"]
 
 
 T = TypeVar("T")
 Grad: TypeAlias = jax.Array | None
-
-
-def current_num_replicas() -> int:
-    """Number of replicas of the strategy in scope, 1 outside any."""
-    owner = current_context() or current_strategy()
-    return 1 if owner is None else owner.num_replicas_in_sync
 
 
 class ReplicaContext:

@@ -20,7 +20,13 @@ from replicax.input.split import leading_size
 if TYPE_CHECKING:
     import grain
 
-__all__ = ["ENDLESS", "is_map_dataset", "numpy_dataset", "reshuffled"]
+__all__ = [
+    "ENDLESS",
+    "is_grain_dataset",
+    "is_map_dataset",
+    "numpy_dataset",
+    "reshuffled",
+]
 
 ENDLESS = 2**40
 """Length that marks an infinite dataset.
@@ -51,19 +57,23 @@ def reshuffled(dataset: object, iteration: int) -> object:
         >>> list(reshuffled(fixed, 1)) == list(numbers)
         True
     """
-    grain = sys.modules.get("grain")
-    if grain is None or iteration == 0:
+    if iteration == 0 or not is_grain_dataset(dataset):
         return dataset
     if is_map_dataset(dataset):
         return _later(dataset, iteration) if _is_random(dataset) else dataset
-    if isinstance(dataset, grain.IterDataset):
-        parents = tuple(getattr(dataset, "_parents", ()))
-        later = tuple(reshuffled(parent, iteration) for parent in parents)
-        if any(a is not b for a, b in zip(later, parents, strict=True)):
-            dataset = copy.copy(dataset)
-            # Grain itself does this to shard a dataset.
-            dataset._parents = later  # type: ignore[attr-defined]
+    parents = tuple(getattr(dataset, "_parents", ()))
+    later = tuple(reshuffled(parent, iteration) for parent in parents)
+    if any(a is not b for a, b in zip(later, parents, strict=True)):
+        dataset = copy.copy(dataset)
+        # Grain itself does this to shard a dataset.
+        dataset._parents = later  # type: ignore[attr-defined]
     return dataset
+
+
+def is_grain_dataset(value: object) -> bool:
+    """Whether a value is a dataset of Grain's, without importing Grain."""
+    grain = sys.modules.get("grain")
+    return grain is not None and isinstance(value, grain.MapDataset | grain.IterDataset)
 
 
 def is_map_dataset(value: object) -> "TypeGuard[grain.MapDataset[PyTree]]":

@@ -7,7 +7,6 @@ with those of the data.
 
 import contextlib
 import copy
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol
@@ -20,13 +19,14 @@ from replicax._util.types import PyTree
 from replicax._util.waiting import Announced
 from replicax.engine.scope import current_call
 from replicax.input.distributed import DistributedInput
-from replicax.input.grain_datasets import reshuffled
+from replicax.input.grain_datasets import is_grain_dataset, reshuffled
 
 __all__ = [
     "DataAdapterLike",
     "DistributedAdapter",
     "adapter_of",
     "fixed_number_of_batches",
+    "is_array_adapter",
     "set_iteration",
     "uncounted",
 ]
@@ -134,9 +134,14 @@ def uncounted(adapter: DataAdapterLike | None) -> Iterator[None]:
         set_iteration(adapter, before)
 
 
+def is_array_adapter(adapter: DataAdapterLike) -> bool:
+    """Whether the data are arrays in memory."""
+    return isinstance(adapter, ArrayDataAdapter)
+
+
 def fixed_number_of_batches(adapter: DataAdapterLike) -> int | None:
     """The number of batches of an adapter whose data cannot end sooner."""
-    return adapter.num_batches if isinstance(adapter, ArrayDataAdapter) else None
+    return adapter.num_batches if is_array_adapter(adapter) else None
 
 
 def adapter_of(
@@ -178,7 +183,7 @@ def adapter_of(
                 "part of the dataset's batches: (x, y, sample_weight)."
             )
         return DistributedAdapter(x, first_iteration)
-    if first_iteration is not None and _is_grain(x) and not given:
+    if first_iteration is not None and is_grain_dataset(x) and not given:
         return _GrainAdapter(x, first_iteration)
     with Announced("waiting for the first batch"):  # Of a generator Keras takes one.
         return _adapter_of_keras(
@@ -188,8 +193,3 @@ def adapter_of(
             shuffle=shuffle,
             **own,
         )
-
-
-def _is_grain(value: PyTree) -> bool:
-    grain = sys.modules.get("grain")
-    return grain is not None and isinstance(value, grain.MapDataset | grain.IterDataset)

@@ -31,10 +31,11 @@ from replicax.keras.adapters import (
     DataAdapterLike,
     DistributedAdapter,
     fixed_number_of_batches,
+    is_array_adapter,
     set_iteration,
 )
 from replicax.keras.batches import BatchIterator, PlacedBatch, host_batch
-from replicax.keras.lazy_batches import inputs_of, is_array_adapter, make_lazy
+from replicax.keras.lazy_batches import inputs_of, make_lazy
 
 __all__ = ["Epochs", "Position"]
 

@@ -6,19 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 import keras
 import numpy as np
-from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
 from replicax._util.types import PyTree
 from replicax.engine.row_arrays import RowArray, as_rows
 from replicax.engine.sparse_rows import is_sparse
-from replicax.keras.adapters import DataAdapterLike
+from replicax.keras.adapters import is_array_adapter
 
-__all__ = ["LazyBatch", "batch_of", "inputs_of", "is_array_adapter", "make_lazy"]
-
-
-def is_array_adapter(adapter: DataAdapterLike) -> bool:
-    """Whether the data are arrays in memory."""
-    return isinstance(adapter, ArrayDataAdapter)
+__all__ = ["LazyBatch", "batch_of", "inputs_of", "make_lazy"]
 
 
 class LazyBatch:
