@@ -38,30 +38,6 @@ def note_built(model: keras.Model) -> None:
         model.built = True
 
 
-def _build_by_step(
-    model: keras.Model,
-    strategy: StrategyLike,
-    kind: str,
-    data: Epochs | None,
-    batch: PyTree,
-) -> None:
-    """Create the variables that a step of a model without `call` uses."""
-    if not steps.has_steps(model, kind):  # Else it was traced before.
-        name = f"{kind}_step"
-        optimizer = model.optimizer
-        if not steps.takes_state(model, name):
-            steps.make_variables(model, name, strategy, _first_batch(data, batch))
-        elif optimizer is not None and not optimizer.built:
-            optimizer.build(model.trainable_variables)
-    note_built(model)
-    internals.after_build(model)
-
-
-def _is_built(model: keras.Model) -> bool:
-    """Whether all layers of a model have their variables."""
-    return all(layer.built for layer in internals.layers_of(model))
-
-
 def build(
     model: keras.Model,
     strategy: StrategyLike,
@@ -102,11 +78,35 @@ def _build_by_call(model: keras.Model, data: Epochs | None, batch: PyTree) -> No
         model(jax.tree.map(whole, inputs))
 
 
+def _build_by_step(
+    model: keras.Model,
+    strategy: StrategyLike,
+    kind: str,
+    data: Epochs | None,
+    batch: PyTree,
+) -> None:
+    """Create the variables that a step of a model without `call` uses."""
+    if not steps.has_steps(model, kind):  # Else it was traced before.
+        name = f"{kind}_step"
+        optimizer = model.optimizer
+        if not steps.takes_state(model, name):
+            steps.make_variables(model, name, strategy, _first_batch(data, batch))
+        elif optimizer is not None and not optimizer.built:
+            optimizer.build(model.trainable_variables)
+    note_built(model)
+    internals.after_build(model)
+
+
 def _first_batch(data: Epochs | None, batch: PyTree) -> PyTree:
     if data is None:
         return batch
     _, _, batches = next(iter(data))
     return next(batches)
+
+
+def _is_built(model: keras.Model) -> bool:
+    """Whether all layers of a model have their variables."""
+    return all(layer.built for layer in internals.layers_of(model))
 
 
 def require_compiled(model: keras.Model, name: str) -> None:
