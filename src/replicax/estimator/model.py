@@ -20,9 +20,10 @@ from replicax.engine.scope import required_context
 from replicax.engine.step import Options
 from replicax.engine.values import PerReplica
 from replicax.errors import ContextError
+from replicax.estimator.made_variables import MadeVariables
 from replicax.estimator.spec import EstimatorSpec, ModeKeys, stepping
 from replicax.estimator.user_functions import ModelFunction
-from replicax.keras.variable_reuse import MadeVariables, made_alike
+from replicax.keras.variable_reuse import made_alike
 from replicax.strategies.strategy import Strategy
 
 __all__ = ["EstimatorModel", "first_replica"]

@@ -17,7 +17,6 @@ Tiny models. A step of few microseconds takes longer to be called than to comput
 batches are ranges of rows until a whole execution's are cut out at once, and threads
 that read each batch's logs are left out where no callback asks for them.
 
-Variables made anew. A function that makes layers on each call, as an estimator's
-`model_fn`, is traced once to make the variables; later calls take the k-th variable for
-the k-th of the first time, checked by path, dtype and shape (`variable_reuse`).
+Variables made anew. `variable_reuse` reports the variables of a function that makes
+layers on each call, as an estimator's `model_fn`, to the estimator.
 """

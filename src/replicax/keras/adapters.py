@@ -109,10 +109,10 @@ class DistributedAdapter:
             yield batch if isinstance(batch, tuple) else (batch,)
 
     def on_epoch_begin(self) -> None:
-        """Nothing: a distributed dataset knows of iterations, not of epochs."""
+        """Do nothing: a distributed dataset counts iterations, not epochs."""
 
     def on_epoch_end(self) -> None:
-        """Nothing, as at the beginning."""
+        """Do nothing, as at the beginning."""
 
 
 def set_iteration(adapter: DataAdapterLike | None, number: int) -> None:
