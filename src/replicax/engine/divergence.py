@@ -115,6 +115,7 @@ class _Pass:
         self.wholes: dict[int, int] = {}
 
     def outputs(self, jaxpr: Jaxpr, marks: Sequence[int]) -> list[int]:
+        """The marks of a jaxpr's outputs, from those of its inputs."""
         known = dict(zip(jaxpr.invars, marks, strict=True))
 
         def of(atom: Atom) -> int:
@@ -129,6 +130,7 @@ class _Pass:
         return [of(a) for a in jaxpr.outvars]
 
     def _propagate(self, eqn: Eqn, ins: list[int]) -> list[int]:
+        """The marks of an equation's outputs, from those of its inputs."""
         name = eqn.primitive.name
         if name == "name":
             self._note_whole(eqn.params["name"], ins[0])
@@ -168,6 +170,7 @@ class _Pass:
         return inner_jaxprs(eqn)
 
     def _washes(self, eqn: Eqn, name: str) -> bool:
+        """Whether an equation removes the marks of its inputs."""
         if self._axis_name is None:
             return name == "stop_gradient"
         if name == "name":
@@ -216,6 +219,7 @@ def _union(marks: Iterable[int]) -> int:
 
 
 def _fixpoint(step: Callable[[list[int]], list[int]], carry: list[int]) -> list[int]:
+    """Apply a loop's body to the marks of its carry until they grow no more."""
     while True:
         outs = step(carry)
         grown = [a | b for a, b in zip(carry, outs, strict=False)]

@@ -118,6 +118,7 @@ def in_step(batches: Iterable[_Batch], epoch: SharedEpoch[_Batch]) -> Generator[
 def _in_step(
     batches: Iterator[_Batch], epoch: SharedEpoch[_Batch]
 ) -> Generator[_Batch]:
+    """Exchange messages about the next batches, and yield those that all have."""
     window = list(itertools.islice(batches, 1))
     is_checked = epoch.same_data and epoch.check
     mine: _FirstWindow = {
@@ -157,6 +158,8 @@ def _in_step(
 
 
 def _exchange(epoch: SharedEpoch[_Batch], window: _AnyWindow) -> list[_AnyWindow]:
+    """Exchange a message with the other workers, unless the consumer has stopped."""
+
     def stop_if_cancelled(missing: Sequence[int]) -> None:
         if epoch.cancelled():
             raise _Cancelled
@@ -178,6 +181,7 @@ def _num_common(sizes: list[list[int]]) -> int:
 
 
 def _check_first(epoch: SharedEpoch[_Batch], told: list[_FirstWindow]) -> None:
+    """Raise unless all workers have a first batch, an equal one where they should."""
     names = epoch.workers.names
     empty = [name for name, t in zip(names, told, strict=True) if not t["sizes"]]
     if empty and len(empty) < len(names):
@@ -220,6 +224,7 @@ def _make_room(window: Sequence[PyTree], told: list[list[list[int]]]) -> None:
 
 
 def _parted(batch: PyTree) -> list[PartedRows]:
+    """The sparse arrays in a batch that is divided between replicas."""
     leaves = jax.tree.leaves(getattr(batch, "batch", batch))
     return [x for x in leaves if isinstance(x, PartedRows)]
 

@@ -142,6 +142,7 @@ def num_batches(dataset: Dataset, batch_size: int | None = None) -> int | None:
 def _arrays_only(
     dataset: Dataset, batch_size: int | None, iteration: int
 ) -> Generator[PyTree]:
+    """Open a dataset, and convert the leaves of its batches to arrays."""
     iterator = _open(dataset, batch_size, iteration)
     is_empty = True
     try:
@@ -161,6 +162,7 @@ def _arrays_only(
 def _open(
     dataset: Dataset, batch_size: int | None, iteration: int = 0
 ) -> Iterator[PyTree]:
+    """Open an iterator over one epoch, in the way of the dataset's library."""
     dataset = reshuffled(dataset, iteration)
     if is_arrays(dataset):
         check_dataset(dataset, batch_size)
@@ -279,6 +281,7 @@ def _from_torch(tensor: "torch.Tensor") -> np.ndarray:
 
 
 def _is_array(value: object) -> bool:
+    """Whether a value is an array of any library, sparse ones included."""
     looks_like_one = hasattr(value, "shape") and hasattr(value, "__array__")
     return looks_like_one or is_one_array(value)
 

@@ -1,4 +1,4 @@
-"""Turns JAX's compilation cache on disk on, where it is safe and the user is silent."""
+"""Turns on JAX' compilation cache on disk, where it is safe and not set by the user."""
 
 import functools
 import logging
