@@ -139,6 +139,26 @@ def test_synchronized_batch_normalization_normalises_globally(digits, outcome):
     )
 
 
+@pytest.mark.parametrize("rows", [14, 6])  # Seven of 8 replicas, or 6, share them.
+def test_synchronized_batch_normalization_trains_below_it(
+    digits, outcome, assert_same, rows
+):
+    """Gradients through the global moments leave out the other replicas' losses."""
+
+    def work():
+        model = keras.Sequential(
+            [
+                keras.Input((64,)),
+                layers.Dense(3),
+                layers.BatchNormalization(synchronized=True),
+                layers.Dense(10),
+            ]
+        )
+        return fitted(model, (digits[0][:rows], digits[1][:rows]))
+
+    assert_same(outcome(work, 8), outcome(work, 1))
+
+
 class Masks(keras.Model):
     """Predicts the dropout mask of each example."""
 

@@ -177,3 +177,24 @@ def test_a_step_that_takes_neither(strategy_of: Any) -> None:
         model.compile("sgd", "sparse_categorical_crossentropy")
     with pytest.raises(TypeError, match=r"Wrong.train_step.*more.*neither.*Give"):
         model.fit(X, Y, verbose=0)
+
+
+def test_all_reduce_leaves_out_copies(strategy_of: Any) -> None:
+    """Five examples are one replica's; the other computes on copies of them."""
+
+    class Counting(Classifier):
+        def train_step(self, state: Any, data: Any) -> Any:
+            x = data[0]
+            logs, state = super().train_step(state, data)
+            context = rx.get_replica_context()
+            logs["rows"] = context.all_reduce("sum", 1.0 * x.shape[0])
+            logs["mean"] = context.all_reduce("mean", ops.mean(x))
+            return logs, state
+
+    with strategy_of(2).scope():
+        model = Counting()
+        model.compile("sgd", "sparse_categorical_crossentropy")
+    for num in (5, 6):
+        logs = model.train_on_batch(X[:num], Y[:num], return_dict=True)
+        assert logs["rows"] == num
+        np.testing.assert_allclose(logs["mean"], X[:num].mean(), rtol=1e-5)

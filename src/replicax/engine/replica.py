@@ -97,7 +97,8 @@ class ReplicaContext:
 
         Returns:
             The same pytree, combined element by element. With 2 replicas that hold 1.0
-            and 3.0, SUM gives 4.0 and MEAN 2.0 on both.
+            and 3.0, SUM gives 4.0 and MEAN 2.0 on both. In `fit` and its like, replicas
+            that hold no examples of a batch which does not divide are left out.
 
         Raises:
             ContextError: Outside the function that this context belongs to.
@@ -113,14 +114,18 @@ class ReplicaContext:
                 else self.all_reduce(op, x)
                 for x in flat
             )
-        total = self._reduced(jax.tree.map(_countable, value))
+        total = self._reduced(self.counted(jax.tree.map(_countable, value)))
         if op is ReduceOp.MEAN:
-            total = jax.tree.map(lambda x: x / self._axes.size, total)
-        return declare_mirrored(total)
+            total = jax.tree.map(lambda x: x / self.num_counted, total)
+        return declare_mirrored(self._of_counted_losses(total))
 
     def _reduced_sparse(self, op: ReduceOp, value: PyTree) -> PyTree:
         require_sparse(value, "ReplicaContext.all_reduce")
-        return reduced_sparse(self._stacked(value), 0, is_mean=op is ReduceOp.MEAN)
+        parts = [self._axes.stacked(x) for x in jax.tree.leaves(value)]
+        counted = [x[: self.num_counted] for x in parts]
+        return reduced_sparse(
+            stacked(jax.tree.structure(value), counted), 0, is_mean=op is ReduceOp.MEAN
+        )
 
     def _stacked(self, value: PyTree) -> PyTree:
         """All replicas' values of an array, of composite ones too, `[R, ...]`."""
@@ -223,8 +228,22 @@ class ReplicaContext:
         return jax.tree.map(lambda x: jnp.where(counts, x, jnp.zeros_like(x)), tree)
 
     def sum(self, tree: PyTree) -> PyTree:
-        """Sum over the replicas that count, with XLA's all-reduce."""
-        return self._axes.sum(self.counted(tree))
+        """Sum over the replicas that count, with XLA's all-reduce.
+
+        Gradients through the sum are those of the losses that count, too.
+        """
+        return self._of_counted_losses(self._axes.sum(self.counted(tree)))
+
+    def _of_counted_losses(self, tree: PyTree) -> PyTree:
+        """The same arrays; no gradient comes back from replicas that do not count."""
+        if self._num_active is None:
+            return tree
+        # An all-reduce adds what comes back from all replicas. The others compute
+        # losses, too, and their own gradients are left out only when these are summed.
+        counts = self._axes.index() < self._num_active
+        return declare_mirrored(
+            jax.tree.map(lambda x: jnp.where(counts, x, lax.stop_gradient(x)), tree)
+        )
 
     def mean(self, tree: PyTree) -> PyTree:
         """Mean over the replicas that count."""
