@@ -167,7 +167,7 @@ def test_error_policy(mesh):
 def test_mistakes_are_found_before_the_first_batch(mesh):
     with pytest.raises(ValueError, match=r"'truncate'.*'drop'.*'pad'.*'error'"):
         DistributedDataset(X, mesh, batch_size=4, remainder="truncate")
-    with pytest.raises(ValueError, match="prefetch=-1"):
+    with pytest.raises(ValueError, match=r"prefetch must be at least 0.*got -1"):
         DistributedDataset(X, mesh, batch_size=4, prefetch=-1)
     with pytest.raises(ValueError, match="Pass batch_size"):
         DistributedDataset(X, mesh)

@@ -156,7 +156,7 @@ def test_nested_arrays_and_jax_arrays():
 def test_arrays_need_a_batch_size():
     with pytest.raises(ValueError, match=r"Pass batch_size=\.\.\."):
         batches((X, Y))
-    with pytest.raises(ValueError, match="batch_size=0"):
+    with pytest.raises(ValueError, match="batch_size must be at least 1; got 0"):
         batches((X, Y), 0)
 
 

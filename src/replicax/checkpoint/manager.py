@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol
 
+from replicax._util.arguments import require_count, require_path
 from replicax._util.files import FailedWrites, leftovers, write_whole
 from replicax._util.listing import listed
 from replicax._util.waiting import wait_for
@@ -68,6 +69,7 @@ class CheckpointManager:
 
     Raises:
         CheckpointError: If a worker does not see the folder of worker 0.
+        TypeError: If an argument has another type.
         ValueError: If `max_to_keep` is less than 1.
 
     Example:
@@ -91,11 +93,15 @@ class CheckpointManager:
         checkpoint_name: str = "ckpt",
         init_fn: Callable[[], object] | None = None,
     ) -> None:
-        if max_to_keep is not None and max_to_keep < 1:
-            raise ValueError(
-                f"CheckpointManager: max_to_keep must be at least 1, or None for all; "
-                f"got {max_to_keep!r}."
+        if max_to_keep is not None:
+            what = "CheckpointManager: max_to_keep"
+            require_count(max_to_keep, what, 1, otherwise=", or None for all")
+        if not callable(getattr(checkpoint, "contents", None)):
+            raise TypeError(
+                f"CheckpointManager: checkpoint must be an rx.Checkpoint; got "
+                f"{checkpoint!r}. Write rx.Checkpoint(model=model)."
             )
+        require_path(directory, "CheckpointManager: directory")
         self._checkpoint = checkpoint
         self._directory = Path(directory)
         self._max_to_keep = max_to_keep

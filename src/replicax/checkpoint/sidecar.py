@@ -6,6 +6,7 @@ from pathlib import Path
 
 import keras
 
+from replicax._util.arguments import require_count, require_path
 from replicax._util.types import PyTree
 from replicax.checkpoint.evaluation import CheckpointWatch, append_evaluation
 from replicax.checkpoint.restore import write_existing
@@ -40,6 +41,7 @@ class SidecarEvaluator:
             `rx.Timeouts()`.
 
     Raises:
+        TypeError: If an argument has the wrong type.
         ValueError: If `max_evaluations` is less than 1.
     """
 
@@ -56,11 +58,14 @@ class SidecarEvaluator:
         checkpoint_name: str = "ckpt",
         timeouts: Timeouts | None = None,
     ) -> None:
-        if max_evaluations is not None and max_evaluations < 1:
-            raise ValueError(
-                "SidecarEvaluator: max_evaluations must be at least 1, or None for no "
-                f"limit; got {max_evaluations!r}."
+        if max_evaluations is not None:
+            what = "SidecarEvaluator: max_evaluations"
+            require_count(max_evaluations, what, 1, otherwise=", or None for no limit")
+        if not isinstance(model, keras.Model):
+            raise TypeError(
+                f"SidecarEvaluator: model must be a keras.Model; got {model!r}."
             )
+        require_path(checkpoint_dir, "SidecarEvaluator: checkpoint_dir")
         self._model = model
         self._data = data
         self._watch = CheckpointWatch(

@@ -242,6 +242,23 @@ class TFConfigClusterResolver(KnownCluster):
         return super().master(task_type, task_id, rpc_layer)
 
 
+def require_resolver(resolver: object, caller: str) -> None:
+    """Raise a `TypeError` unless `resolver` is None or describes a cluster.
+
+    Args:
+        resolver: An argument `cluster_resolver`.
+        caller: The public call to name in the error.
+    """
+    if resolver is not None and not callable(getattr(resolver, "cluster_spec", None)):
+        raise TypeError(
+            f"{caller}: cluster_resolver must be an "
+            f"rx.cluster_resolver.ClusterResolver or None; got {resolver!r}. Leave it "
+            "out to read TF_CONFIG, or write for example "
+            "rx.cluster_resolver.SimpleClusterResolver(rx.ClusterSpec({'worker': "
+            "['host:2222']}), 'worker', 0)."
+        )
+
+
 def default_resolver() -> TFConfigClusterResolver | None:
     """Return the resolver of TF_CONFIG if that is set and not blank, else None."""
     return TFConfigClusterResolver() if _tf_config_text() else None

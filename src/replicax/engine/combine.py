@@ -19,7 +19,7 @@ from replicax.engine.composites import (
 )
 from replicax.engine.values import PerReplica
 
-__all__ = ["gather", "reduce", "require_all_replicas"]
+__all__ = ["gather", "local_results", "reduce", "require_all_replicas"]
 
 
 def reduce(op: ReduceOp, value: PyTree, axis: int | None, num_replicas: int) -> PyTree:
@@ -54,6 +54,30 @@ def gather(value: PyTree, axis: int, num_replicas: int) -> PyTree:
         return _gatherer(dim, _whole(leaf.array))(leaf.array)
 
     return _map_values(gather_leaf, value)
+
+
+def local_results(value: PyTree) -> tuple[PyTree, ...]:
+    """This process' values of the `PerReplica`s in a pytree, one tree per replica."""
+    found = [
+        leaf.values
+        for leaf in jax.tree.leaves(value, is_leaf=_is_per_replica)
+        if isinstance(leaf, PerReplica)
+    ]
+    if not found:
+        return (value,)
+
+    def of_replica(index: int) -> PyTree:
+        return jax.tree.map(
+            lambda x: x.values[index] if isinstance(x, PerReplica) else x,
+            value,
+            is_leaf=_is_per_replica,
+        )
+
+    return tuple(of_replica(i) for i in range(min(map(len, found))))
+
+
+def _is_per_replica(x: object) -> bool:
+    return isinstance(x, PerReplica)
 
 
 def require_all_replicas(value: PerReplica, num_replicas: int, name: str) -> None:
@@ -124,7 +148,7 @@ def _whole(array: PyTree) -> NamedSharding | None:
 
 def _checked_axis(value: PerReplica, axis: object, name: str) -> int:
     rank = value.array.ndim - 1
-    if not isinstance(axis, int):
+    if not isinstance(axis, int) or isinstance(axis, bool):
         raise TypeError(f"Strategy.{name}: got {axis=}, expected an integer.")
     if rank == 0 or not -rank <= axis < rank:
         raise ValueError(

@@ -157,6 +157,12 @@ def resolve_devices(devices: Sequence[str | Device], caller: str) -> list[Device
             f"{caller}: devices must be a list of device strings; got the string "
             f"{devices!r}. Write devices=[{devices!r}]."
         )
+    if not hasattr(devices, "__iter__"):
+        raise DeviceError(
+            f"{caller}: devices must be a list of device strings; got {devices!r}. "
+            "Name each, as in devices=['gpu:0', 'gpu:1'], or leave devices out to use "
+            "all accelerators."
+        )
     if current_rehearsal() is not None:
         return default_devices()[:1]  # A strategy takes the rehearsal's instead.
     before_start()

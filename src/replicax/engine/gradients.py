@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import keras
 import numpy as np
@@ -22,7 +23,7 @@ from replicax.engine.replay import (
     current_run,
     rebind,
 )
-from replicax.engine.variables import ChildScope, Variable
+from replicax.engine.variables import ChildScope, Variable, checked_variables
 from replicax.errors import ContextError
 
 __all__ = ["GradientTape", "clip_by_global_norm", "value_and_grad"]
@@ -49,6 +50,7 @@ def value_and_grad(
         replica function they are this replica's own; `optimizer.apply` sums them.
 
     Raises:
+        TypeError: If `loss_fn` is no function, or for other things than variables.
         ValueError: If `variables` is empty, as those of a model not yet built are.
 
     Example:
@@ -58,7 +60,12 @@ def value_and_grad(
         >>> float(loss), float(grads[0])
         (18.0, 12.0)
     """
-    variables = list(variables)
+    if not callable(loss_fn):
+        raise TypeError(
+            f"value_and_grad: loss_fn must be a function that returns the loss; got "
+            f"{loss_fn!r}."
+        )
+    variables = checked_variables(variables, "value_and_grad")
     if not variables:
         raise ValueError(
             "value_and_grad: variables is empty. Build the model first, with "
@@ -347,12 +354,16 @@ def clip_by_global_norm(
         a scalar: the root of the sum of all their squares. Tensors are NaN where the
         norm is not finite.
 
+    Raises:
+        ValueError: If `clip_norm` is not positive.
+
     Example:
         >>> import numpy as np, replicax as rx
         >>> clipped, norm = rx.clip_by_global_norm([np.array([3.0, 0.0]), 4.0], 2.5)
         >>> [x.tolist() for x in clipped], float(norm)
         ([[1.5, 0.0], 2.0], 5.0)
     """
+    _require_positive(clip_norm)
     given = [jnp.asarray(tensor) for tensor in tensors if tensor is not None]
     total = sum((jnp.sum(jnp.square(x)) for x in given), start=jnp.zeros(()))
     norm = jnp.sqrt(total)
@@ -360,3 +371,14 @@ def clip_by_global_norm(
     scale = jnp.where(jnp.isfinite(norm), scale, jnp.nan)
     scaled = iter([x * scale.astype(x.dtype) for x in given])
     return [None if t is None else next(scaled) for t in tensors], norm
+
+
+def _require_positive(clip_norm: ArrayLike) -> None:
+    if isinstance(clip_norm, jax.core.Tracer):
+        return
+    is_number = np.issubdtype(np.asarray(clip_norm).dtype, np.number)
+    if not is_number or not np.all(np.asarray(clip_norm) > 0):
+        raise ValueError(
+            f"clip_by_global_norm: clip_norm must be a positive number; got "
+            f"{clip_norm!r}."
+        )

@@ -180,9 +180,19 @@ class ReplicaContext:
 
         Raises:
             ContextError: Outside the function that this context belongs to.
+            TypeError: If `merge_fn` is no function or `args` no tuple.
         """
         self._check("merge_call")
-
+        if not callable(merge_fn):
+            raise TypeError(
+                f"ReplicaContext.merge_call: merge_fn must be callable; got "
+                f"{merge_fn!r}."
+            )
+        if not isinstance(args, tuple | list):
+            raise TypeError(
+                "ReplicaContext.merge_call: args must be a tuple or list; got a "
+                f"{type(args).__name__}. For one argument x write args=(x,)."
+            )
         merged_args, merged_kwargs = jax.tree.map(
             lambda x: PerReplica(self._stacked(x)),
             (tuple(args), dict(kwargs or {})),

@@ -132,6 +132,9 @@ def flatten_call(
         args: Positional arguments.
         kwargs: Keyword arguments.
         place: Puts an array where the replicas are.
+
+    Raises:
+        TypeError: For arrays of strings, dates or objects.
     """
     flat, structure = jax.tree.flatten(
         (tuple(args), dict(kwargs)), is_leaf=lambda x: isinstance(x, PerReplica)
@@ -143,10 +146,17 @@ def flatten_call(
             if type(leaf) not in ARRAY_TYPES and is_composite(leaf):
                 args, kwargs = spread((args, kwargs))
                 return flatten_call(args, kwargs, place)
-        elif isinstance(leaf, jax.Array | np.ndarray | np.generic) or (
-            isinstance(leaf, _PYTHON_NUMBERS) and not isinstance(leaf, bool)
-        ):
+        elif (
+            isinstance(leaf, jax.Array | np.ndarray | np.generic)
+            and not isinstance(leaf, str | bytes)  # Strings of NumPy.
+        ) or (isinstance(leaf, _PYTHON_NUMBERS) and not isinstance(leaf, bool)):
             kind = Kind.MIRRORED
+            if isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in "OUSMm":
+                raise TypeError(
+                    f"Strategy.run: got an array of {leaf.dtype}, {leaf!r}; expected "
+                    "numbers or booleans. Encode it as numbers, or pass a string or a "
+                    "tuple of strings, which becomes a part of the program."
+                )
         elif is_foreign(leaf):
             args, kwargs = jax.tree.map(whole, (args, kwargs))
             return flatten_call(args, kwargs, place)

@@ -31,6 +31,7 @@ __all__ = [
     "ValueScope",
     "Variable",
     "WritesScope",
+    "checked_variables",
     "distinct",
     "fold_replica_into_seed",
     "is_seed_state",
@@ -39,6 +40,29 @@ __all__ = [
 
 
 Variable = keras.Variable
+
+
+def checked_variables(given: object, caller: str) -> list[Variable]:
+    """The Keras variables in an iterable, or a single one.
+
+    Args:
+        given: An argument `variables`.
+        caller: The public call to name in the error.
+
+    Raises:
+        TypeError: For anything else among them.
+    """
+    if isinstance(given, keras.Variable):
+        return [given]
+    found: list[Variable] = []
+    for v in given if isinstance(given, Iterable) else [given]:
+        if not isinstance(v, keras.Variable):
+            raise TypeError(
+                f"{caller}: variables must be Keras variables, such as "
+                f"model.trainable_variables; got {v!r} among them."
+            )
+        found.append(v)
+    return found
 
 
 class UpdatePendingError(ContextError):

@@ -14,6 +14,8 @@ from replicax.engine.values import PerReplica
 
 __all__ = ["InputContext", "ValueContext", "per_replica", "stacked_values"]
 
+_VALUES = "Strategy.experimental_distribute_values_from_function"
+
 
 @dataclasses.dataclass(frozen=True)
 class InputContext:
@@ -85,8 +87,14 @@ def stacked_values(
     """Call `value_fn` for each replica, and stack the results to leaves `[R, ...]`.
 
     Raises:
+        TypeError: If `value_fn` is no function, or makes other things than numbers.
         ValueError: If shapes differ.
     """
+    if not callable(value_fn):
+        raise TypeError(
+            f"{_VALUES}: value_fn must be a function of a context with a "
+            f"replica_id_in_sync_group; got {value_fn!r}."
+        )
     rows = [
         by_rows(value_fn(ValueContext(i, num_replicas))) for i in range(num_replicas)
     ]
@@ -106,6 +114,12 @@ def _stack(*values: PyTree) -> np.ndarray | PartedRows:
         _require_equal([x.shape for x in values])
         return PartedRows(values)
     arrays = list(map(np.asarray, values))
+    for array in arrays:
+        if array.dtype.kind in "OUSMm":
+            raise TypeError(
+                f"{_VALUES}: value_fn made {values[0]!r}, an array of {array.dtype}; "
+                "expected numbers or booleans."
+            )
     _require_equal([x.shape for x in arrays])
     return np.stack(arrays)
 
@@ -114,7 +128,7 @@ def _require_equal(shapes: Sequence[Shape]) -> None:
     for i, shape in enumerate(shapes):
         if shape != shapes[0]:
             raise ValueError(
-                "Strategy.experimental_distribute_values_from_function: value_fn made "
+                f"{_VALUES}: value_fn made "
                 f"shape {shape} for replica {i} and {shapes[0]} for replica 0; "
                 "expected equal shapes. Pad the values."
             )

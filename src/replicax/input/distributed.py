@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from replicax._util.arguments import require_count
 from replicax._util.types import PyTree
 from replicax.engine.composites import is_key
 from replicax.engine.row_arrays import PartedRows
@@ -52,11 +53,7 @@ class DistributedInput(ABC):
     ) -> None:
         caller = type(self).__name__
         self._remainder = Remainder.of(remainder, caller)
-        if prefetch < 0:
-            raise ValueError(
-                f"{caller}: got prefetch={prefetch!r}, expected 0 (no thread) or more "
-                "batches."
-            )
+        require_count(prefetch, f"{caller}: prefetch", 0, otherwise=" (no thread)")
         self._prefetch = prefetch
         self._shard = input_shard or InputShard()
         num_devices = mesh.shape[_AXIS]

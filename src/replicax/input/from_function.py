@@ -57,6 +57,12 @@ class DistributedDatasetFromFunction(DistributedInput):
             input_shard: This worker's shard; None: there is one worker.
             num_replicas: `R`; None: one on each device along the axis.
         """
+        if not callable(fn):
+            raise TypeError(
+                "distribute_datasets_from_function: dataset_fn must be a function from "
+                f"an rx.InputContext to a dataset; got {fn!r}. Pass a dataset to "
+                "experimental_distribute_dataset."
+            )
         super().__init__(mesh, remainder, prefetch, input_shard, num_replicas)
         self._fn = fn
         self._context = context

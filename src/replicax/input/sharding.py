@@ -49,6 +49,7 @@ class FileDataset:
             that `experimental_distribute_dataset` accepts.
 
     Raises:
+        TypeError: If `files` is a single path, or `dataset_fn` no function.
         ValueError: If there are no files.
 
     Example:
@@ -62,6 +63,16 @@ class FileDataset:
         files: Sequence[str | os.PathLike[str]],
         dataset_fn: Callable[[Sequence[str | os.PathLike[str]]], Dataset],
     ) -> None:
+        if isinstance(files, str | bytes | os.PathLike):
+            raise TypeError(
+                f"FileDataset: files must be a list of paths; got {files!r}. Write "
+                f"[{files!r}]."
+            )
+        if not callable(dataset_fn):
+            raise TypeError(
+                "FileDataset: dataset_fn must be a function from a list of paths to a "
+                f"dataset; got {dataset_fn!r}."
+            )
         self.files = list(files)
         self._dataset_fn = dataset_fn
         if not self.files:

@@ -17,6 +17,7 @@ import numpy as np
 from jax import numpy as jnp
 from jax import tree_util
 
+from replicax._util.arguments import require_count
 from replicax._util.types import PyTree
 from replicax.engine.row_arrays import RowArray, as_rows, by_rows, is_one_array
 from replicax.input.grain_datasets import ENDLESS, is_map_dataset, reshuffled
@@ -88,8 +89,7 @@ def check_dataset(dataset: Dataset, batch_size: int | None = None) -> None:
                 "dataset: got arrays, which are not batched, and batch_size=None. Pass "
                 "batch_size=..., or an iterable of batches."
             )
-        if batch_size < 1:
-            raise ValueError(f"dataset: got batch_size={batch_size!r}, expected >= 1.")
+        require_count(batch_size, "dataset: batch_size", 1)
         return
     if isinstance(dataset, (str, bytes, dict)):
         raise TypeError(

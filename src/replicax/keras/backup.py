@@ -14,6 +14,7 @@ import numpy as np
 
 from replicax._private import keras as internals
 from replicax._util import json_codec, random_state
+from replicax._util.arguments import require_count, require_flag, require_path
 from replicax._util.interrupts import take_up_postponed
 from replicax._util.types import PyTree
 from replicax.checkpoint import Checkpoint, CheckpointError, CheckpointManager
@@ -58,6 +59,7 @@ class BackupAndRestore(LateCallback):
 
     Raises:
         ValueError: For another `save_freq` or `on_failed_save`.
+        TypeError: If another argument has the wrong type.
 
     Example:
         >>> import tempfile
@@ -80,7 +82,8 @@ class BackupAndRestore(LateCallback):
     ) -> None:
         super().__init__()
         is_count = isinstance(save_freq, int) and save_freq is not True
-        if save_freq != "epoch" and not (is_count and int(save_freq) >= 0):
+        is_known = save_freq == "epoch" or save_freq is False
+        if not is_known and not (is_count and int(save_freq) > 0):
             raise ValueError(
                 "BackupAndRestore: save_freq must be 'epoch', a number of batches, or "
                 f"False for none but the one on SIGTERM; got {save_freq!r}."
@@ -90,6 +93,9 @@ class BackupAndRestore(LateCallback):
                 "BackupAndRestore: on_failed_save must be 'warn' or 'raise'; got "
                 f"{on_failed_save!r}."
             )
+        require_path(backup_dir, "BackupAndRestore: backup_dir")
+        require_flag(delete_checkpoint, "BackupAndRestore: delete_checkpoint")
+        require_count(max_to_keep, "BackupAndRestore: max_to_keep", 1)
         self.backup_dir = os.fspath(backup_dir)
         self.save_freq = save_freq
         self.max_to_keep = max_to_keep

@@ -43,7 +43,7 @@ class LinearScalingWarmup(LearningRateSchedule):
             ("num_replicas", num_replicas, 1),
             ("warmup_steps", warmup_steps, 0),
         ):
-            if not value >= low:
+            if isinstance(value, str) or not value >= low:
                 raise ValueError(
                     f"LinearScalingWarmup: got {name}={value!r}, expected >= {low}."
                 )

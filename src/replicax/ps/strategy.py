@@ -6,7 +6,11 @@ from typing import Any
 from replicax._util import json_codec, random_state
 from replicax._util.dry_run import current_rehearsal
 from replicax.cluster.config import TaskConfig, check_cluster
-from replicax.cluster.resolvers import ClusterResolver, default_resolver
+from replicax.cluster.resolvers import (
+    ClusterResolver,
+    default_resolver,
+    require_resolver,
+)
 from replicax.cluster.timeouts import Timeouts, checked_timeouts, takes_timeouts
 from replicax.engine.collectives import CrossDeviceOps
 from replicax.engine.devices import default_devices
@@ -209,6 +213,7 @@ class ParameterServerStrategy(Strategy):
 
 
 def _cluster(resolver: ClusterResolver | None) -> TaskConfig:
+    require_resolver(resolver, "ParameterServerStrategy")
     found = resolver or default_resolver()
     source = "TF_CONFIG" if found is None else type(found).__name__
     if found is None or not found.cluster_spec():

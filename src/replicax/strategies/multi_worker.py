@@ -10,6 +10,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from replicax._private import keras as internals
+from replicax._util.arguments import require_instance
 from replicax._util.dry_run import current_rehearsal
 from replicax._util.hashes import digest
 from replicax._util.listing import listed
@@ -22,6 +23,7 @@ from replicax.cluster.resolvers import (
     ClusterResolver,
     TFConfigClusterResolver,
     default_resolver,
+    require_resolver,
 )
 from replicax.cluster.timeouts import Timeouts, checked_timeouts, takes_timeouts
 from replicax.cluster.workers import Workers
@@ -100,6 +102,14 @@ class MultiWorkerMirroredStrategy(Strategy):
         check_input: bool = True,
         timeouts: Timeouts | None = None,
     ) -> None:
+        name = type(self).__name__
+        require_resolver(cluster_resolver, name)
+        require_instance(
+            communication_options,
+            CommunicationOptions,
+            f"{name}: communication_options",
+            "rx.CommunicationOptions(bytes_per_pack=2**20)",
+        )
         options = communication_options or CommunicationOptions()
         timeouts = checked_timeouts(timeouts, type(self).__name__)
         if options.timeout_seconds is not None:

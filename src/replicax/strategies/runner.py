@@ -125,6 +125,11 @@ class ProgramRunner:
                 "Strategy.run: args must be a tuple or list; got a "
                 f"{type(args).__name__}. For one argument x write args=(x,)."
             )
+        if not hasattr(kwargs or {}, "keys"):
+            raise TypeError(
+                "Strategy.run: kwargs must be a dict of keyword arguments; got "
+                f"{kwargs!r}. Positional ones are args=(x, y)."
+            )
         fn, args, kwargs = unwrap_partial(fn, tuple(args), dict(kwargs or {}))
         call = flatten_call(args, kwargs, self._place)
         options = options or _PLAIN

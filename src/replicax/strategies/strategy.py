@@ -6,6 +6,7 @@ import jax
 from jax.typing import ArrayLike
 
 from replicax._private import keras as internals
+from replicax._util.arguments import require_count, require_flag, require_instance
 from replicax._util.dry_run import current_rehearsal
 from replicax._util.types import PyTree
 from replicax.cluster.workers import Workers
@@ -19,8 +20,7 @@ from replicax.engine.layouts import Layouts, ModelSplit
 from replicax.engine.program import Program
 from replicax.engine.protocols import Home
 from replicax.engine.scope import Scope
-from replicax.engine.values import PerReplica
-from replicax.engine.variables import Variable
+from replicax.engine.variables import Variable, checked_variables
 from replicax.input import InputShard
 from replicax.input.context import ValueContext, per_replica, stacked_values
 from replicax.input.datasets import DatasetMaker
@@ -85,15 +85,20 @@ class Strategy(DatasetMaker):
 
         Raises:
             ValueError: For numbers that are not positive.
-            TypeError: If `cross_device_ops` has another type.
+            TypeError: If an argument has another type.
             NotImplementedError: In a dry run, for variables outside the replicas.
         """
+        name = type(self).__name__
         _check_options(
-            type(self).__name__,
-            cross_device_ops,
-            check_replicas_every,
-            replicas_per_device,
+            name, cross_device_ops, check_replicas_every, replicas_per_device
         )
+        require_instance(
+            communication_options,
+            CommunicationOptions,
+            f"{name}: communication_options",
+            "rx.CommunicationOptions(bytes_per_pack=2**20)",
+        )
+        require_flag(shard_update, f"{name}: shard_update")
         hooks.install()
         check_cpu_pool(devices)
         self._workers = workers or Workers()
@@ -267,8 +272,12 @@ class Strategy(DatasetMaker):
         )
 
     def experimental_local_results(self, value: PyTree) -> tuple[PyTree, ...]:
-        """Return this process' values of a `PerReplica`, one per local replica."""
-        return value.values if isinstance(value, PerReplica) else (value,)
+        """Return this process' values of a `PerReplica`, one per local replica.
+
+        Of a pytree with such leaves one pytree per local replica, in which anything
+        else is repeated; `(value,)` if there is none.
+        """
+        return combine.local_results(value)
 
     def experimental_distribute_values_from_function(
         self, value_fn: Callable[[ValueContext], PyTree]
@@ -293,11 +302,13 @@ class Strategy(DatasetMaker):
             variables: Keras variables; defaults to all that were created in the scope.
 
         Raises:
+            TypeError: For anything else among them.
             DivergenceError: Naming the variables that differ and the replicas.
         """
         if variables is None:
             chosen = variables_of_all_workers(self.home.labels, self._workers)
         else:
+            variables = checked_variables(variables, "Strategy.check_replicas")
             chosen = [v for v in variables if internals.has_value(v)]
             facts = {"the variables": [internals.described(v) for v in chosen]}
             self._workers.agree(facts, "check_replicas")
@@ -324,11 +335,9 @@ def _check_options(
             f"{name}: cross_device_ops must be a rx.CrossDeviceOps; got "
             f"{cross_device_ops!r}. Use for example rx.HierarchicalCopyAllReduce()."
         )
-    if check_replicas_every is not None and check_replicas_every < 1:
-        raise ValueError(
-            f"{name}: check_replicas_every must be at least 1 or "
-            f"None; got {check_replicas_every!r}."
-        )
+    if check_replicas_every is not None:
+        what = f"{name}: check_replicas_every"
+        require_count(check_replicas_every, what, 1, otherwise=" or None")
     if type(replicas_per_device) is not int or replicas_per_device < 1:
         raise ValueError(
             f"{name}: replicas_per_device must be a positive "
