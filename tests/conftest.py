@@ -43,7 +43,7 @@ for _signal, _handler in (
     if signal.getsignal(_signal) is signal.SIG_IGN:
         signal.signal(_signal, _handler)
 
-# Folders that nobody names, such as the estimator's of its checkpoints, end with the run;
+# Folders that nobody names, such as those of estimators, end with the run;
 # those of `tmp_path` stay where pytest keeps the last ones.
 os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
 _folders = tempfile.TemporaryDirectory(
