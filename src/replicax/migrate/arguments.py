@@ -16,6 +16,7 @@ __all__ = [
     "keyword",
     "remade",
     "renamed",
+    "with_args",
     "without",
 ]
 
@@ -169,6 +170,14 @@ def without(
         for arg in first
     ]
     return [*ends, end]
+
+
+def with_args(call: cst.Call, args: Sequence[cst.Arg]) -> cst.Call:
+    """`call` with other arguments; the call itself where they are the same ones."""
+    pairs = zip(args, call.args, strict=False)
+    if len(args) == len(call.args) and all(new is old for new, old in pairs):
+        return call
+    return call.with_changes(args=without(call.args, args))
 
 
 def _is_trivial(arg: cst.Arg) -> bool:

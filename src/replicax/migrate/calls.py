@@ -5,7 +5,7 @@ from collections.abc import Callable
 import libcst as cst
 from libcst import Call
 
-from replicax.migrate import host_calls, keras_calls, legacy
+from replicax.migrate import host, keras_calls, legacy
 from replicax.migrate.arguments import (
     argument,
     call_of,
@@ -17,7 +17,7 @@ from replicax.migrate.arguments import (
     without,
 )
 from replicax.migrate.optimizers import with_float_rate
-from replicax.migrate.script import Expression, Script, Unported
+from replicax.migrate.script import Expression, Script, Unported, walk
 from replicax.migrate.tables import (
     DEVICE_OPERATORS,
     HOST_OPERATORS,
@@ -53,7 +53,7 @@ def arguments_stay(path: str) -> bool:
 def has_rule(script: Script, node: cst.Call, path: str) -> bool:
     """Whether `ported` knows what to do with a call."""
     if _in_pipeline(script, node):
-        return path in host_calls.RULES or path in HOST_OPERATORS
+        return path in host.RULES or path in HOST_OPERATORS
     return path in _RULES or path in DEVICE_OPERATORS
 
 
@@ -64,7 +64,7 @@ def ported(script: Script, node: Call, updated: Call, path: str) -> Expression:
         Unported: If it must stay as it is.
     """
     on_host = _in_pipeline(script, node)
-    rule = (host_calls.RULES if on_host else _RULES).get(path)
+    rule = (host.RULES if on_host else _RULES).get(path)
     if rule is not None:
         result = rule(script, node, updated, path)
     else:
@@ -108,9 +108,13 @@ def _range(script: Script, node: Call, updated: Call, path: str) -> Expression:
     return remade(script, updated, DEVICE_OPERATORS[path], path)
 
 
+_STRINGS = (cst.SimpleString, cst.FormattedString)
+
+
 def _constant(script: Script, node: Call, updated: Call, path: str) -> Expression:
     value = first(updated, "value", path)
-    if isinstance(value, (cst.SimpleString, cst.FormattedString)):
+    parts = walk(value) if isinstance(value, cst.List | cst.Tuple) else [value]
+    if any(isinstance(part, _STRINGS) for part in parts):
         raise Unported(f"tf.{path} of a string stays: arrays are of numbers")
     return remade(script, updated, DEVICE_OPERATORS[path], path)
 
@@ -359,7 +363,7 @@ def _random(script: Script, node: Call, updated: Call, path: str) -> Expression:
 
 
 _RULES: dict[str, Rule] = {
-    "identity": host_calls.identity,
+    "identity": host.identity,
     "function": _function,
     "range": _range,
     "constant": _constant,

@@ -1,19 +1,36 @@
-"""Functions that run in an input pipeline: in Grain they get NumPy arrays."""
+"""Functions that run in an input pipeline, and calls in them: NumPy, for Grain."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import libcst as cst
+from libcst import Call
 
-from replicax.migrate.calls import has_rule
-from replicax.migrate.host_calls import RULES
+from replicax.migrate.arguments import (
+    argument,
+    call_of,
+    first,
+    is_named,
+    keyword,
+    remade,
+)
+from replicax.migrate.legacy import is_of_version_1
 from replicax.migrate.names import dotted
-from replicax.migrate.script import Script, Unported, walk
-from replicax.migrate.tables import DTYPES, EXACT, exists, find_target, is_dotted
+from replicax.migrate.script import Expression, Script, Unported, walk
+from replicax.migrate.tables import (
+    DTYPES,
+    EXACT,
+    HOST_OPERATORS,
+    exists,
+    find_target,
+    is_dotted,
+)
 from replicax.migrate.tracing import called_functions
 
 __all__ = [
+    "RULES",
     "example_function",
     "host_functions_of",
+    "identity",
     "plan_in_place",
     "why_not_on_host",
 ]
@@ -39,15 +56,11 @@ def host_functions_of(script: Script, node: cst.BaseExpression) -> set[cst.CSTNo
 
 def why_not_on_host(script: Script, function: cst.CSTNode) -> str | None:
     """What in a function NumPy cannot do; None if it can."""
-    script.host_functions.add(function)
-    try:
-        for node, path in _references(script, function):
-            if not _runs_on_host(script, node, path):
-                return f"{_name_of(function)} uses tf.{path}, {_NO_COUNTERPART}"
-            if why := _refused(script, node, path):
-                return f"{_name_of(function)} cannot be ported: {why}"
-    finally:
-        script.host_functions.discard(function)
+    for node, path in _references(script, function):
+        if not _runs_on_host(script, node, path):
+            return f"{_name_of(function)} uses tf.{path}, {_NO_COUNTERPART}"
+        if why := _refused(script, node, path):
+            return f"{_name_of(function)} cannot be ported: {why}"
     for node in walk(function):
         if isinstance(node, cst.Attribute) and node.attr.value in _GRAPH_METHODS:
             return f"{_name_of(function)} uses .{node.attr.value}, {_NO_COUNTERPART}"
@@ -77,7 +90,7 @@ def _references(
 def _runs_on_host(script: Script, node: cst.CSTNode, path: str) -> bool:
     parent = script.parent(node)
     if isinstance(parent, cst.Call) and parent.func is node:
-        if has_rule(script, parent, path):
+        if path in RULES or path in HOST_OPERATORS:
             return True
         target = find_target(path)
         return bool(target) and str(target).startswith(_HOST_MODULES)
@@ -226,3 +239,74 @@ class _Parts(cst.CSTTransformer):
         index = cst.Integer(str(self._names.index(updated_node.value)))
         element = cst.SubscriptElement(cst.Index(index))
         return cst.Subscript(cst.Name(self._example), [element])
+
+
+def identity(script: Script, node: Call, updated: Call, path: str) -> Expression:
+    """The value itself."""
+    return first(updated, "input", path)
+
+
+def _cast(script: Script, node: Call, updated: Call, path: str) -> Expression:
+    value = first(updated, "x", path)
+    dtype = argument(updated.args, 1, "dtype")
+    if dtype is None:
+        raise Unported("tf.cast: its argument 'dtype' was not found")
+    if isinstance(value, (cst.Integer, cst.Float)):
+        return call_of(script.expression("np.array"), value, dtype.value)
+    return _as_type(value, dtype.value)
+
+
+def _as_type(value: Expression, dtype: Expression) -> cst.Call:
+    """`value.astype(dtype)`."""
+    if isinstance(value, cst.BinaryOperation | cst.UnaryOperation | cst.Comparison):
+        value = value.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
+    return call_of(cst.Attribute(value=value, attr=cst.Name("astype")), dtype)
+
+
+def _constant(script: Script, node: Call, updated: Call, path: str) -> Expression:
+    value = first(updated, "value", path)
+    made = remade(script, updated, HOST_OPERATORS[path], path)
+    kinds = {type(part) for part in walk(value)}
+    if len(made.args) > 1 or not kinds & {cst.Float, cst.Integer}:
+        return made
+    # As TensorFlow has Python's numbers.
+    dtype = script.string("float32" if cst.Float in kinds else "int32")
+    return made.with_changes(args=[cst.Arg(value), cst.Arg(dtype)])
+
+
+def _one_hot(script: Script, node: Call, updated: Call, path: str) -> Expression:
+    depth = argument(updated.args, 1, "depth")
+    if depth is None or len(updated.args) != 2:
+        raise Unported("tf.one_hot with more than indices and depth: port it by hand")
+    table = call_of(script.expression("np.eye"), depth.value)
+    dtype = keyword("dtype", script.string("float32"))
+    table = table.with_changes(args=[*table.args, dtype])
+    index = cst.SubscriptElement(cst.Index(first(updated, "indices", path)))
+    return cst.Subscript(value=table, slice=[index])
+
+
+def _resize(script: Script, node: Call, updated: Call, path: str) -> Expression:
+    """`tf.image.resize` of TensorFlow 2, which gives floats."""
+    size = argument(updated.args, 1, "size")
+    others = [a for a in node.args if is_named(a, "method", "name", "antialias")]
+    methods = [script.code(a.value) for a in others if is_named(a, "method")]
+    is_bilinear = all("bilinear" in method.lower() for method in methods)
+    if size is None or len(updated.args) != 2 + len(others) or not is_bilinear:
+        raise Unported("tf.image.resize stays: only bilinear images have a counterpart")
+    if any(is_named(a, "antialias") for a in others) or is_of_version_1(script, node):
+        raise Unported("tf.image.resize of TensorFlow 1 stays: it has other pixels")
+    image = _as_type(first(updated, "images", path), script.string("float32"))
+    resize = script.expression("keras.ops.image.resize")
+    resized = call_of(resize, image, size.value)
+    return call_of(script.expression("np.asarray"), resized)
+
+
+RULES: dict[str, Callable[[Script, cst.Call, cst.Call, str], cst.BaseExpression]] = {
+    "cast": _cast,
+    "one_hot": _one_hot,
+    "constant": _constant,
+    "convert_to_tensor": _constant,
+    "identity": identity,
+    "image.resize": _resize,
+}
+"""By the path of the function."""

@@ -3,9 +3,16 @@
 from collections.abc import Callable, Iterator
 
 import libcst as cst
-from libcst import Call
+from libcst import Attribute, Call
 
-from replicax.migrate.arguments import argument, is_named, keyword, renamed, without
+from replicax.migrate.arguments import (
+    argument,
+    is_named,
+    keyword,
+    renamed,
+    with_args,
+    without,
+)
 from replicax.migrate.legacy import old_defaults, with_old_reset
 from replicax.migrate.names import dotted
 from replicax.migrate.optimizers import config_problem, ported_arguments
@@ -115,7 +122,7 @@ def _set_value(script: Script, node: Call, updated: Call, path: str) -> Expressi
     return cst.Call(func=method, args=[cst.Arg(value.value)])
 
 
-def compiled(script: Script, node: cst.Call, updated: cst.Call) -> cst.Call:
+def compiled(script: Script, node: Call, updated: Call, func: Attribute) -> Call:
     """`model.compile(...)` without arguments that are gone."""
     kept = []
     for i, arg in enumerate(updated.args):
@@ -135,17 +142,11 @@ def compiled(script: Script, node: cst.Call, updated: cst.Call) -> cst.Call:
             kept.append(renamed(arg, "steps_per_execution"))
         else:
             kept.append(arg)
-    if len(kept) == len(updated.args) and all(
-        a is b for a, b in zip(kept, updated.args, strict=True)
-    ):
-        return updated
-    return updated.with_changes(args=without(updated.args, kept))
+    return with_args(updated, kept)
 
 
-def fitted(script: Script, node: cst.Call, updated: cst.Call) -> cst.Call:
+def fitted(script: Script, node: Call, updated: Call, func: Attribute) -> Call:
     """`model.fit(...)` or `fit_generator`, without arguments that are gone."""
-    func = updated.func
-    assert isinstance(func, cst.Attribute)
     name = func.attr.value.removesuffix("_generator")
     parameters = _GENERATOR_PARAMETERS.get(func.attr.value, ())
     kept = []
@@ -168,23 +169,16 @@ def fitted(script: Script, node: cst.Call, updated: cst.Call) -> cst.Call:
             kept.append(renamed(arg, "x"))
         else:
             kept.append(arg)
-    is_same = len(kept) == len(updated.args) and all(
-        a is b for a, b in zip(kept, updated.args, strict=True)
-    )
-    if name == func.attr.value and is_same:
-        return updated
-    return updated.with_changes(
-        func=func.with_changes(attr=cst.Name(name)), args=without(updated.args, kept)
-    )
+    if name != func.attr.value:
+        updated = updated.with_changes(func=func.with_changes(attr=cst.Name(name)))
+    return with_args(updated, kept)
 
 
-def saved_weights(script: Script, node: cst.Call, updated: cst.Call) -> cst.Call:
+def saved_weights(script: Script, node: Call, updated: Call, func: Attribute) -> Call:
     """`model.save_weights(...)` without `save_format=`."""
     report_path(script, node, WEIGHTS)
     kept = [arg for arg in updated.args if not is_named(arg, "save_format")]
-    if len(kept) == len(updated.args):
-        return updated
-    return updated.with_changes(args=without(updated.args, kept))
+    return with_args(updated, kept)
 
 
 def problems(script: Script, node: cst.Call, path: str) -> Iterator[str]:
@@ -218,7 +212,7 @@ def _makes_lambda(script: Script) -> bool:
     )
 
 
-def written(script: Script, node: cst.Call, updated: cst.Call) -> cst.Call:
+def written(script: Script, node: Call, updated: Call, func: Attribute) -> Call:
     """`model.save(...)` without `save_format=`, which Keras 3 sees from the name."""
     report_path(script, node, MODELS)
     return _without_formats(script, updated)
@@ -233,9 +227,7 @@ def _without_formats(script: Script, updated: cst.Call) -> cst.Call:
             raise Unported(f"save has no {arg.keyword.value}=: {_INSTEAD_OF_SAVE}")
         if not is_named(arg, "save_format", *_NOT_IN_SAVE):
             kept.append(arg)
-    if len(kept) == len(updated.args):
-        return updated
-    return updated.with_changes(args=without(updated.args, kept))
+    return with_args(updated, kept)
 
 
 def _save_model(script: Script, node: Call, updated: Call, path: str) -> Expression:

@@ -15,6 +15,7 @@ import libcst as cst
 
 from replicax.migrate.arguments import argument, keyword
 from replicax.migrate.names import dotted
+from replicax.migrate.origins import returned
 from replicax.migrate.script import Script, Unported, walk
 from replicax.migrate.tables import find_target
 from replicax.migrate.tracing import is_traced
@@ -434,16 +435,10 @@ def _origins(
                 continue
             seen.add(value)
             if isinstance(value, cst.Call) and isinstance(value.func, cst.Name):
-                returned = [
-                    r.value
-                    for function in script.functions(value.func.value)
-                    for r in walk(function)
-                    if isinstance(r, cst.Return) and script.function_of(r) is function
-                ]
-                for inner in returned:
-                    if inner is not None:
-                        found |= _origins(script, inner, seen) or {inner}
-                if returned:
+                results = list(returned(script, value))
+                for inner in filter(None, results):
+                    found |= _origins(script, inner, seen) or {inner}
+                if results:
                     continue
             found |= _origins(script, value, seen) or {value}
     return found

@@ -6,7 +6,7 @@ import libcst as cst
 from libcst import Attribute, Call
 
 from replicax.migrate import keras_calls, members
-from replicax.migrate.arguments import argument, is_named, keyword, renamed, without
+from replicax.migrate.arguments import argument, is_named, keyword, renamed, with_args
 from replicax.migrate.keras_calls import (
     MODELS,
     WEIGHTS,
@@ -178,9 +178,7 @@ def _saved(script: Script, node: Call, updated: Call, func: Attribute) -> Expres
         else arg
         for arg in updated.args
     ]
-    if args != list(updated.args):
-        return updated.with_changes(args=args)
-    return updated
+    return with_args(updated, args)
 
 
 def _iter(script: Script, node: Call, updated: Call, func: Attribute) -> Expression:
@@ -217,12 +215,6 @@ def _dataset_iterator(
     return cst.Call(func=cst.Name("iter"), args=[cst.Arg(made)])
 
 
-def _each_replica(
-    script: Script, node: Call, updated: Call, func: Attribute
-) -> Expression:
-    return updated.with_changes(func=func.with_changes(attr=cst.Name("run")))
-
-
 def _apply_gradients(
     script: Script, node: Call, updated: Call, func: Attribute
 ) -> Expression:
@@ -236,9 +228,7 @@ def _apply_gradients(
                 f"apply_gradients has no {name}=: gradients are summed over replicas"
             )
     kept = [a for a in updated.args if not is_named(a, "name")]
-    if len(kept) == len(updated.args):
-        return updated
-    return updated.with_changes(args=without(updated.args, kept))
+    return with_args(updated, kept)
 
 
 def _minimize(script: Script, node: Call, updated: Call, func: Attribute) -> Expression:
@@ -252,26 +242,12 @@ def _minimize(script: Script, node: Call, updated: Call, func: Attribute) -> Exp
     )
 
 
-def _compile(script: Script, node: Call, updated: Call, func: Attribute) -> Expression:
-    return keras_calls.compiled(script, node, updated)
-
-
-def _fit(script: Script, node: Call, updated: Call, func: Attribute) -> Expression:
-    return keras_calls.fitted(script, node, updated)
-
-
 def _save(script: Script, node: Call, updated: Call, func: Attribute) -> Expression:
     assert isinstance(node.func, cst.Attribute)
     is_named = "model" in script.code(func.value).lower()
     if is_named or is_kind(script, node.func.value, "model"):
-        return keras_calls.written(script, node, updated)
+        return keras_calls.written(script, node, updated, func)
     return _saved(script, node, updated, func)
-
-
-def _save_weights(
-    script: Script, node: Call, updated: Call, func: Attribute
-) -> Expression:
-    return keras_calls.saved_weights(script, node, updated)
 
 
 def _on_batch(script: Script, node: Call, updated: Call, func: Attribute) -> Expression:
@@ -372,18 +348,17 @@ _METHODS: dict[str, _Rule] = {
     "experimental_run": _experimental_run,
     "make_dataset_iterator": _dataset_iterator,
     "make_input_fn_iterator": _dataset_iterator,
-    "call_for_each_replica": _each_replica,
     "apply_gradients": _apply_gradients,
     "minimize": _minimize,
-    "compile": _compile,
-    "fit": _fit,
-    "fit_generator": _fit,
-    "evaluate": _fit,
-    "evaluate_generator": _fit,
-    "predict": _fit,
-    "predict_generator": _fit,
+    "compile": keras_calls.compiled,
+    "fit": keras_calls.fitted,
+    "fit_generator": keras_calls.fitted,
+    "evaluate": keras_calls.fitted,
+    "evaluate_generator": keras_calls.fitted,
+    "predict": keras_calls.fitted,
+    "predict_generator": keras_calls.fitted,
     "save": _save,
-    "save_weights": _save_weights,
+    "save_weights": keras_calls.saved_weights,
     "train_on_batch": _on_batch,
     "test_on_batch": _on_batch,
     "load_weights": _load_weights,

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import libcst as cst
 from libcst import Call
 
-from replicax.migrate.arguments import argument, is_named, renamed, without
+from replicax.migrate.arguments import argument, is_named, renamed, with_args
 from replicax.migrate.kinds import makes_optimizer
 from replicax.migrate.names import is_name
 from replicax.migrate.script import Expression, Script, Unported
@@ -70,11 +70,7 @@ def ported_class_call(script: Script, node: Call, updated: Call) -> Call:
     made = node.args[0].value if is_partial and node.args else node.func
     if makes_optimizer(script, made):
         args = ported_arguments(script, node, updated)
-        if len(args) == len(updated.args) and all(
-            new is old for new, old in zip(args, updated.args, strict=True)
-        ):
-            return updated
-        return updated.with_changes(args=without(updated.args, args))
+        return with_args(updated, args)
     old = [a.keyword.value for a in node.args if a.keyword and is_named(a, *_OLD)]
     if old and _is_named_class(script, node.func):
         raise Unported(

@@ -7,7 +7,6 @@ from libcst import Call
 
 from replicax.migrate.arguments import argument, is_named, keyword, without
 from replicax.migrate.datasets import DatasetGroup, find_datasets
-from replicax.migrate.generators import FROM_GENERATOR, why_not_listed
 from replicax.migrate.host import (
     example_function,
     host_functions_of,
@@ -16,6 +15,7 @@ from replicax.migrate.host import (
 )
 from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.sources import (
+    FROM_GENERATOR,
     KNOWN_SOURCES,
     STREAM_RULES,
     Rule,
@@ -24,6 +24,7 @@ from replicax.migrate.sources import (
     receiver,
     source,
     stream_problem,
+    why_not_listed,
 )
 from replicax.migrate.tfds import plan_loads, why_not_loaded
 
