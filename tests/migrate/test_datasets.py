@@ -86,6 +86,14 @@ def test_other_calls_of_tensorflow_datasets_are_left(call: str, reason: str) -> 
     assert "import tensorflow_datasets as tfds" in text
 
 
+@pytest.mark.usefixtures("files")
+def test_an_import_of_a_function_of_tensorflow_datasets_is_left() -> None:
+    start = "import tensorflow as tf\nfrom tensorflow_datasets import load\n"
+    text, left = ported(f"{start}d = load('mnist').batch(2)")
+    assert any("needs TensorFlow" in each for each in left)
+    assert "from tensorflow_datasets import load" in text
+
+
 GENERATORS = """
 import numpy as np
 import tensorflow as tf

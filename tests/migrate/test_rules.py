@@ -123,6 +123,25 @@ def test_what_is_left(before: str, reason: str) -> None:
     assert all(f"# replicax: {each}\n" in text for each in left)
 
 
+@pytest.mark.parametrize(
+    ("statement", "notes"),
+    [
+        ("tf.random.set_seed(1)", ["other random numbers"]),
+        ("tf.keras.utils.set_random_seed(1)", ["other random numbers"]),
+        ("tf.keras.initializers.HeNormal(seed=1)", ["from a seed"]),
+        ("tf.keras.layers.Dropout(0.5, seed=1)", ["from a seed"]),
+        ("tf.keras.layers.Dropout(0.5, seed=None)", []),
+        ("tf.random.normal([2], seed=1)", ["from a seed"]),
+        ("tf.compat.v1.train.MomentumOptimizer(0.1, 0.9)", ["where the rate changes"]),
+    ],
+)
+def test_what_gives_other_numbers_is_noted(statement: str, notes: list[str]) -> None:
+    ported = port(f"import tensorflow as tf\nx = {statement}\n".encode())
+    assert not ported.left
+    reasons = [note.reason for note in ported.notes]
+    assert [n in r for n, r in zip(notes, reasons, strict=True)] == [True] * len(notes)
+
+
 def test_a_path_that_cannot_be_seen_is_left() -> None:
     ported = port(b"import tensorflow as tf\nmodel.save(args.path)\n")
     assert [left.line for left in ported.left] == [2]

@@ -16,6 +16,7 @@ from replicax.migrate.arguments import (
     renamed,
     without,
 )
+from replicax.migrate.names import is_name
 from replicax.migrate.optimizers import with_float_rate
 from replicax.migrate.script import Expression, Script, Unported, walk
 from replicax.migrate.tables import (
@@ -40,6 +41,8 @@ _UNTOUCHED_ARGUMENTS = (
     "config.set_logical_device_configuration",
     "config.experimental.set_virtual_device_configuration",
 )
+
+_SEEDED = ("keras.initializers.", "keras.layers.", "keras.random.")
 
 Rule = Callable[[Script, cst.Call, cst.Call, str], cst.BaseExpression]
 """Gets the script, the original call, the call with ported arguments, and its path."""
@@ -89,6 +92,9 @@ def leave_unknown_arguments(
     target = find_target(path)
     if not isinstance(result, cst.Call) or target is None:
         return
+    seeds = (arg for arg in result.args if is_named(arg, "seed"))
+    if target.startswith(_SEEDED) and any(not is_name(a.value, "None") for a in seeds):
+        script.note(node, f"{target} draws other numbers from a seed than TF does")
     accepted = accepted_arguments(target)
     for arg in result.args:
         if arg.keyword and accepted is not None and arg.keyword.value not in accepted:

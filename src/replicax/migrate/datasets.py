@@ -7,7 +7,7 @@ from typing import TypeAlias
 import libcst as cst
 
 from replicax.migrate.flow import Definition
-from replicax.migrate.names import dotted
+from replicax.migrate.names import dotted, method_of
 from replicax.migrate.script import Script, walk
 
 __all__ = ["DatasetGroup", "find_datasets"]
@@ -79,10 +79,9 @@ class _Datasets:
             for key, value, index in bound:
                 if self._is_dataset(value, index):
                     self._known.add(key)
-        for node in walk(self._script.module):
-            if not isinstance(node, cst.Call) or node in self._seen:
-                continue
-            if self._is_dataset(node) and not self._function_keys(node, None):
+        for node in self._script.calls:
+            is_new = node not in self._seen and self._is_dataset(node)
+            if is_new and not self._function_keys(node, None):
                 self._collect(node)
         for key, value, index in bound:
             if self._is_dataset(value, index):
@@ -129,17 +128,11 @@ class _Datasets:
         return is_sure or (bool(_TELLING & set(used)) and len(used) > 1)
 
     def _operator(self, node: cst.CSTNode) -> str | None:
-        if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
-            name = node.func.attr.value
-            return name if name in _OPERATORS else None
-        return None
+        name = method_of(node)
+        return name if name in _OPERATORS else None
 
     def _source_path(self, node: cst.BaseExpression) -> str | None:
-        if not isinstance(node, cst.Call):
-            return None
-        path = self._script.names.path(node.func)
-        if path is None:
-            return None
+        path = self._script.called(node)
         is_data = path.startswith(("data.Dataset", "data.experimental.make_"))
         is_reader = path.startswith("data.") and path.endswith("Dataset")
         return path if is_data or is_reader or path in _FOLDERS else None
@@ -151,11 +144,7 @@ class _Datasets:
         return name.startswith("tensorflow_datasets.") and "load" in name
 
     def _is_maker(self, node: cst.BaseExpression) -> bool:
-        return (
-            isinstance(node, cst.Call)
-            and isinstance(node.func, cst.Attribute)
-            and node.func.attr.value in _MAKERS
-        )
+        return method_of(node) in _MAKERS
 
     def _function_keys(self, call: cst.Call, index: int | None) -> list[_Key]:
         """What a call of a function of the script gives, or one part of that."""

@@ -8,7 +8,7 @@ import libcst as cst
 
 from replicax.migrate.arguments import argument, is_named
 from replicax.migrate.kinds import kind_of
-from replicax.migrate.names import is_name
+from replicax.migrate.names import is_name, method_of
 from replicax.migrate.origins import definitions
 from replicax.migrate.script import Script, walk
 
@@ -36,8 +36,8 @@ _IN_CALL = (
 
 def report_functional(script: Script) -> None:
     """Report calls in a functional model that Keras 3 overrules or refuses."""
-    for node in walk(script.module):
-        if not isinstance(node, cst.Call) or script.names.path(node.func):
+    for node in script.calls:
+        if script.called(node):
             continue
         if _adds_loss_outside(node):
             script.leave(node, _IN_CALL)
@@ -54,7 +54,7 @@ def report_functional(script: Script) -> None:
 
 
 def _adds_loss_outside(node: cst.Call) -> bool:
-    if not isinstance(node.func, cst.Attribute) or node.func.attr.value != "add_loss":
+    if method_of(node) != "add_loss" or not isinstance(node.func, cst.Attribute):
         return False
     is_function = bool(node.args) and isinstance(node.args[0].value, cst.Lambda)
     return is_function or not is_name(node.func.value, "self")
@@ -68,7 +68,7 @@ def _is_symbolic(
         return False
     seen = seen | {node}
     if isinstance(node, cst.Call):
-        if script.names.path(node.func) in _INPUTS:
+        if script.called(node) in _INPUTS:
             return True
         return any(_is_symbolic(script, a.value, seen) for a in node.args)
     if isinstance(node, cst.BinaryOperation):
@@ -90,13 +90,13 @@ def _is_frozen(script: Script, node: cst.Call, value: cst.BaseExpression) -> boo
     Batch normalization that is frozen predicts, and there is no dropout.
     """
     made = script.flow.value(node.func)
-    path = script.names.path(made.func) if isinstance(made, cst.Call) else None
-    name = (path or "").rpartition(".")[2]
+    path = script.called(made)
+    name = path.rpartition(".")[2]
     has_no_top = isinstance(made, cst.Call) and any(
         is_named(arg, "include_top") and is_name(arg.value, "False")
         for arg in made.args
     )
-    if not (path or "").startswith("keras.applications.") or not has_no_top:
+    if not path.startswith("keras.applications.") or not has_no_top:
         return False
     frozen = f"{script.code(node.func)}.trainable"
     assigned = [

@@ -168,10 +168,11 @@ class _Imports(cst.CSTTransformer):
     ) -> None:
         if isinstance(small, cst.ImportFrom) and small.relative:
             return
+        is_kept = isinstance(small, cst.ImportFrom)
         roots = {
             name.partition(".")[0]
             for local, name in import_names(small)
-            if local in self._used or local not in self._was_used
+            if is_kept or local in self._used or local not in self._was_used
         }
         for root in sorted(roots & FOREIGN.keys()):
             self._leave(small, f"{root} {FOREIGN[root]}", marks)

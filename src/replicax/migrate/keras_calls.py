@@ -16,7 +16,7 @@ from replicax.migrate.arguments import (
 from replicax.migrate.legacy import old_defaults, with_old_reset
 from replicax.migrate.names import dotted
 from replicax.migrate.optimizers import config_problem, ported_arguments
-from replicax.migrate.script import Expression, Script, Unported, walk
+from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.tables import exists, find_target
 
 __all__ = [
@@ -205,11 +205,7 @@ def problems(script: Script, node: cst.Call, path: str) -> Iterator[str]:
 
 
 def _makes_lambda(script: Script) -> bool:
-    return any(
-        isinstance(each, cst.Call)
-        and script.names.path(each.func) == "keras.layers.Lambda"
-        for each in walk(script.module)
-    )
+    return any(script.called(each) == "keras.layers.Lambda" for each in script.calls)
 
 
 def written(script: Script, node: Call, updated: Call, func: Attribute) -> Call:
@@ -362,10 +358,7 @@ def is_latest_checkpoint(script: Script, node: cst.BaseExpression) -> bool:
     if isinstance(node, cst.Name):
         value = script.flow.value(node)
         return value is not None and is_latest_checkpoint(script, value)
-    return (
-        isinstance(node, cst.Call)
-        and script.names.path(node.func) == "train.latest_checkpoint"
-    )
+    return script.called(node) == "train.latest_checkpoint"
 
 
 def _end(script: Script, node: cst.BaseExpression) -> str | None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 import libcst as cst
 
 from replicax.migrate.flow import Definition
-from replicax.migrate.names import is_name
+from replicax.migrate.names import is_name, method_of
 from replicax.migrate.origins import (
     bases,
     classes,
@@ -254,7 +254,7 @@ def _of_call(script: Script, node: cst.Call, seen: _Seen) -> str | None:
     if isinstance(node.func, cst.Name):
         if found := classes(script, node.func.value):
             return _one(_of_class(script, each, seen) for each in found)
-    elif isinstance(node.func, cst.Attribute) and node.func.attr.value == "get_layer":
+    elif isinstance(node.func, cst.Attribute) and method_of(node) == "get_layer":
         is_model = _kind(script, node.func.value, seen) == "model"
         return "layer" if is_model else None
     values = returned(script, node)

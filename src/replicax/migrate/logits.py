@@ -14,7 +14,7 @@ from typing import NamedTuple
 import libcst as cst
 
 from replicax.migrate.arguments import argument, keyword
-from replicax.migrate.names import dotted
+from replicax.migrate.names import dotted, method_of
 from replicax.migrate.origins import returned
 from replicax.migrate.script import Script, Unported, walk
 from replicax.migrate.tables import find_target
@@ -117,10 +117,7 @@ def _losses(script: Script) -> Iterator[_Loss]:
 
 
 def _compiled_loss(node: cst.Call) -> cst.BaseExpression | None:
-    is_compile = isinstance(node.func, cst.Attribute) and (
-        node.func.attr.value == "compile"
-    )
-    found = argument(node.args, 1, "loss") if is_compile else None
+    found = argument(node.args, 1, "loss") if method_of(node) == "compile" else None
     return found.value if found is not None else None
 
 
@@ -170,7 +167,7 @@ class _Port:
                     wrapped.append(call)
                 elif method in {"save", "export"}:
                     saved.append(call)
-                elif method in _UNCLEAR and not self._adds(call):
+                elif method in _UNCLEAR and method_of(call) != "add":
                     raise Unported(method)
             elif isinstance(parent, cst.Call) and parent.func is use:
                 wrapped += self._called(parent)
@@ -188,9 +185,6 @@ class _Port:
                     if found - made:
                         raise Unported("one of several models")
                     yield node
-
-    def _adds(self, call: cst.Call) -> bool:
-        return isinstance(call.func, cst.Attribute) and call.func.attr.value == "add"
 
     def _metrics(
         self, call: cst.Call
@@ -234,17 +228,15 @@ class _Port:
 
     def _leaves(self, node: cst.CSTNode) -> bool:
         """Whether a value goes to another function of the script."""
-        parent = self._script.parent(node)
-        call = self._script.parent(parent) if isinstance(parent, cst.Arg) else None
-        name = (dotted(call.func) or "") if isinstance(call, cst.Call) else ""
+        parent, call = self._script.parent(node), self._script.call_with(node)
+        name = (dotted(call.func) or "") if call is not None else ""
         is_ours = bool(self._script.functions(name.removeprefix("self.")))
         return is_ours or isinstance(parent, cst.Return | cst.Assign)
 
     def _takes_logits(self, node: cst.CSTNode) -> bool:
         """Whether a value is given to a loss, or to a metric that only ranks."""
-        arg = self._script.parent(node)
-        call = self._script.parent(arg) if isinstance(arg, cst.Arg) else None
-        if not isinstance(call, cst.Call):
+        call = self._script.call_with(node)
+        if call is None:
             return False
         func: cst.BaseExpression = call.func
         if isinstance(func, cst.Attribute) and func.attr.value in {
@@ -270,23 +262,18 @@ class _Port:
             return parent.attr.value not in _UNCLEAR  # Such as trainable_variables.
         if isinstance(parent, cst.AssignTarget | cst.Assign | cst.Return | cst.If):
             return True
-        call = self._script.parent(parent) if isinstance(parent, cst.Arg) else None
-        if not isinstance(call, cst.Call):
+        call = self._script.call_with(use)
+        if call is None:
             return False
-        path = self._script.names.path(call.func) or ""
         name = dotted(call.func) or ""
-        return path == "train.Checkpoint" or bool(self._script.functions(name))
+        is_checkpoint = self._script.called(call) == "train.Checkpoint"
+        return is_checkpoint or bool(self._script.functions(name))
 
     def _require_own(self, compiled: set[cst.CSTNode]) -> None:
         """Raise unless all losses are of these models."""
         script = self._script
-        others = [
-            node
-            for node in walk(script.module)
-            if isinstance(node, cst.Call)
-            and _is_model(script, node)
-            and node not in {model.made for model in self._models}
-        ]
+        own = {model.made for model in self._models}
+        others = [n for n in script.calls if _is_model(script, n) and n not in own]
         for loss in self._losses:
             inside = [
                 parent
@@ -323,8 +310,8 @@ class _Port:
 
 def _models(script: Script) -> Iterator[_Model]:
     """The models whose last layer has a softmax or a sigmoid."""
-    for node in walk(script.module):
-        if isinstance(node, cst.Call) and _is_model(script, node):
+    for node in script.calls:
+        if _is_model(script, node):
             last = _last_layer(script, node)
             kind = _activation(script, last) if last is not None else None
             if last is not None and kind is not None:
@@ -332,12 +319,11 @@ def _models(script: Script) -> Iterator[_Model]:
 
 
 def _is_model(script: Script, node: cst.Call) -> bool:
-    return script.names.path(node.func) in _MODELS
+    return script.called(node) in _MODELS
 
 
 def _last_layer(script: Script, made: cst.Call) -> cst.Call | None:
-    path = script.names.path(made.func) or ""
-    if path.endswith("Sequential"):
+    if script.called(made).endswith("Sequential"):
         layers = argument(made.args, 0, "layers")
         if layers is None or not _elements(layers.value):
             return _last_added(script, made)

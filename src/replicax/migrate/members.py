@@ -89,8 +89,7 @@ def _is_assigned(script: Script, node: cst.Attribute) -> bool:
     parent = script.parent(node)
     if isinstance(parent, cst.Attribute):
         return parent.attr.value in {"assign", "numpy", "read_value", "value"}
-    call = script.parent(parent) if isinstance(parent, cst.Arg) else None
-    path = script.names.path(call.func) if isinstance(call, cst.Call) else None
+    path = script.called(script.call_with(node))
     is_backend = path in {"keras.backend.set_value", "keras.backend.get_value"}
     return isinstance(parent, cst.AssignTarget) or is_backend
 
@@ -106,9 +105,8 @@ def _is_rate(script: Script, node: cst.BaseExpression) -> bool:
 
 def _is_tested(script: Script, node: cst.Attribute) -> bool:
     """Whether it matters what a value is: `isinstance(optimizer.lr, Schedule)`."""
-    arg = script.parent(node)
-    call = script.parent(arg) if isinstance(arg, cst.Arg) else None
-    func = call.func if isinstance(call, cst.Call) else None
+    call = script.call_with(node)
+    func = call.func if call is not None else None
     return isinstance(func, cst.Name) and func.value in {"isinstance", "callable"}
 
 

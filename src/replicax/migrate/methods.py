@@ -14,7 +14,7 @@ from replicax.migrate.keras_calls import (
     report_path,
 )
 from replicax.migrate.kinds import is_kind
-from replicax.migrate.names import root_of
+from replicax.migrate.names import method_of, root_of
 from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.tables import LEFT_METHODS, RENAMED_METHODS
 from replicax.migrate.tracing import makes_spec
@@ -162,11 +162,7 @@ def _is_optional(script: Script, node: cst.Call) -> bool:
     assert isinstance(node.func, cst.Attribute)
     value = node.func.value
     made = script.flow.value(value) if isinstance(value, cst.Name) else value
-    return (
-        isinstance(made, cst.Call)
-        and isinstance(made.func, cst.Attribute)
-        and made.func.attr.value == "get_next_as_optional"
-    )
+    return method_of(made) == "get_next_as_optional"
 
 
 def _saved(script: Script, node: Call, updated: Call, func: Attribute) -> Expression:

@@ -21,6 +21,7 @@ __all__ = [
     "import_names",
     "is_name",
     "local_name",
+    "method_of",
     "module_of",
     "path_in_tensorflow",
     "root_of",
@@ -39,6 +40,12 @@ def dotted(node: cst.CSTNode | None) -> str | None:
     if not isinstance(node, cst.Name):
         return None
     return ".".join([node.value, *reversed(parts)])
+
+
+def method_of(node: cst.CSTNode | None) -> str:
+    """The name of the method that a node calls; else `""`."""
+    func = node.func if isinstance(node, cst.Call) else None
+    return func.attr.value if isinstance(func, cst.Attribute) else ""
 
 
 def root_of(node: cst.CSTNode) -> cst.Name | None:

@@ -13,6 +13,7 @@ from replicax.migrate.host import (
     plan_in_place,
     why_not_on_host,
 )
+from replicax.migrate.names import method_of
 from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.sources import (
     FROM_GENERATOR,
@@ -20,7 +21,6 @@ from replicax.migrate.sources import (
     STREAM_RULES,
     Rule,
     dropped,
-    method_of,
     receiver,
     source,
     stream_problem,

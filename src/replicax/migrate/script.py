@@ -72,6 +72,7 @@ class Script:
 
     Attributes:
         module: The tree of the original, whose nodes are the keys everywhere.
+        calls: The calls of the original, in the order of the text.
         names: What names stand for.
         flow: What variables stand for where they are used.
         report: Findings so far.
@@ -121,8 +122,11 @@ class Script:
         self._aliases: dict[str, str] = {}
         self._quote = _usual_quote(self.module)
         self._functions: dict[str, list[cst.FunctionDef]] = {}
+        self.calls: list[cst.Call] = []
         for node in walk(self.module):
-            if isinstance(node, cst.FunctionDef):
+            if isinstance(node, cst.Call):
+                self.calls.append(node)
+            elif isinstance(node, cst.FunctionDef):
                 self._functions.setdefault(node.name.value, []).append(node)
 
     def code(self, node: cst.CSTNode) -> str:
@@ -154,6 +158,17 @@ class Script:
     def line(self, node: cst.CSTNode) -> int:
         """The line on which an original node begins."""
         return self._positions[node].start.line
+
+    def called(self, node: cst.CSTNode | None) -> str:
+        """The path of the function of TensorFlow that a node calls; else `""`."""
+        path = self.names.path(node.func) if isinstance(node, cst.Call) else None
+        return path or ""
+
+    def call_with(self, node: cst.CSTNode) -> cst.Call | None:
+        """The call of which an original node is the value of an argument."""
+        arg = self.parent(node)
+        call = self.parent(arg) if isinstance(arg, cst.Arg) else None
+        return call if isinstance(call, cst.Call) else None
 
     def statement_of(self, node: cst.CSTNode) -> cst.CSTNode:
         """The innermost statement of its own line that an original node is in."""

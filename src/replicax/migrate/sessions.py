@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import libcst as cst
 
-from replicax.migrate.names import dotted
+from replicax.migrate.names import dotted, method_of
 from replicax.migrate.script import Replacement, Script, Statement, Unported, walk
 from replicax.migrate.statements import body_in_place
 
@@ -125,9 +125,7 @@ def _target_names(targets: Iterable[cst.AssignTarget]) -> Iterator[str]:
 
 
 def _makes_iterator(value: cst.BaseExpression) -> bool:
-    func = value.func if isinstance(value, cst.Call) else None
-    name = func.attr.value if isinstance(func, cst.Attribute) else ""
-    return name in {"make_initializable_iterator", "make_one_shot_iterator"}
+    return method_of(value) in {"make_initializable_iterator", "make_one_shot_iterator"}
 
 
 def _has_get_next(value: cst.BaseExpression) -> bool:

@@ -11,7 +11,7 @@ import libcst as cst
 from libcst import Call
 
 from replicax.migrate.arguments import argument, is_named
-from replicax.migrate.names import dotted
+from replicax.migrate.names import dotted, method_of
 from replicax.migrate.origins import classes
 from replicax.migrate.script import Expression, Script, Unported, walk
 from replicax.migrate.tables import DTYPES
@@ -24,7 +24,6 @@ __all__ = [
     "Rule",
     "dropped",
     "examples",
-    "method_of",
     "receiver",
     "source",
     "stream_problem",
@@ -205,7 +204,7 @@ def _read(script: Script, node: cst.Call) -> tuple[list[str], bool]:
 
 
 def _dtype(script: Script, node: cst.BaseExpression) -> str:
-    if isinstance(node, cst.Call) and script.names.path(node.func) == "TensorSpec":
+    if isinstance(node, cst.Call) and script.called(node) == "TensorSpec":
         given = argument(node.args, 1, "dtype")
         path = script.names.path(given.value) if given else "float32"
     else:
@@ -280,11 +279,6 @@ _SHUFFLED = (
     "image_dataset_from_directory has shuffled the files already, by `seed=`; batches "
     "are not shuffled again"
 )
-
-
-def method_of(call: cst.Call) -> str:
-    """The name of the method that is called; "" where it is no method."""
-    return call.func.attr.value if isinstance(call.func, cst.Attribute) else ""
 
 
 def receiver(updated: cst.Call) -> cst.BaseExpression:

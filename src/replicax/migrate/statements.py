@@ -201,8 +201,7 @@ def _starts_cluster(script: Script, function: cst.FunctionDef) -> bool:
 
 def _is_resolver(script: Script, node: cst.BaseExpression) -> bool:
     made = script.flow.value(node) if isinstance(node, cst.Name) else node
-    path = script.names.path(made.func) if isinstance(made, cst.Call) else None
-    return (path or "").startswith("distribute.cluster_resolver.")
+    return script.called(made).startswith("distribute.cluster_resolver.")
 
 
 def _is_called(function: cst.FunctionDef, node: cst.Call) -> bool:
@@ -225,7 +224,7 @@ def _only_serves(script: Script, block: cst.BaseSuite) -> bool:
 
 
 def _is_server(script: Script, node: cst.CSTNode) -> bool:
-    return isinstance(node, cst.Call) and script.names.path(node.func) in _SERVERS
+    return script.called(node) in _SERVERS
 
 
 def _belongs_to_server(
@@ -302,12 +301,10 @@ _NO_ARGUMENTS = {
 
 
 def _drop_arguments(script: Script) -> None:
-    for node in walk(script.module):
-        if not isinstance(node, cst.Call):
-            continue
+    for node in script.calls:
         for arg in node.args:
             name = arg.keyword.value if arg.keyword else ""
-            if name in _NO_ARGUMENTS.get(script.names.path(node.func) or "", ()):
+            if name in _NO_ARGUMENTS.get(script.called(node), ()):
                 script.note(node, f"{name}= is taken out: JAX has no sessions")
                 script.dropped_arguments.add(arg)
                 script.frozen.add(arg)
@@ -320,7 +317,7 @@ def _is_setting(script: Script, definition: Definition) -> bool:
         return False
     value = definition.values[0]
     if isinstance(value, cst.Call):
-        return script.names.path(value.func) in _SETTINGS
+        return script.called(value) in _SETTINGS
     path = script.names.path(value) or ""
     return path.startswith("data.") and path.endswith("AUTOTUNE")
 

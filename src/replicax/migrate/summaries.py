@@ -7,7 +7,7 @@ a script is ported or none: one writer that stays needs TensorFlow all the same.
 import libcst as cst
 
 from replicax.migrate.arguments import argument, keyword
-from replicax.migrate.script import Script, Unported, walk
+from replicax.migrate.script import Script, Unported
 from replicax.migrate.statements import body_in_place
 from replicax.migrate.tables import DROPPED
 from replicax.migrate.tracing import is_traced
@@ -23,10 +23,8 @@ def plan_summaries(script: Script) -> None:
     """Plan the port of all writers and of what is written, if each can be ported."""
     calls = {
         node: path
-        for node in walk(script.module)
-        if isinstance(node, cst.Call)
-        and (path := script.names.path(node.func) or "").startswith("summary.")
-        and path not in DROPPED
+        for node in script.calls
+        if (path := script.called(node)).startswith("summary.") and path not in DROPPED
     }
     if not any(path == _MADE for path in calls.values()):
         return
@@ -123,7 +121,7 @@ def _written(
     Raises:
         Unported: If there is none, or if `SummaryWriter` does not write such a value.
     """
-    path = script.names.path(node.func)
+    path = script.called(node)
     if path not in _VALUES:
         raise Unported(f"tf.{path} has no counterpart in rx.SummaryWriter", node)
     known = {"name", "data", "step", "buckets"}

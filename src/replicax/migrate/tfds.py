@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import libcst as cst
 
 from replicax.migrate.arguments import bound
-from replicax.migrate.script import Script, Unported, walk
+from replicax.migrate.script import Script, Unported
 
 __all__ = ["plan_loads", "why_not_loaded"]
 
@@ -65,9 +65,8 @@ def plan_loads(script: Script, calls: list[cst.Call]) -> None:
     """Plan the port of calls that `why_not_loaded` found nothing about."""
     for call in calls:
         _plan(script, call, _read(script, call))
-    for node in walk(script.module):
-        name = script.names.imported(node.func) if isinstance(node, cst.Call) else None
-        if name == f"{_PACKAGE}.disable_progress_bar":
+    for node in script.calls:
+        if script.names.imported(node.func) == f"{_PACKAGE}.disable_progress_bar":
             statement = script.statement_of(node)
             if isinstance(statement, cst.SimpleStatementLine):
                 script.take_out(statement)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from replicax.migrate.names import dotted, root_of
+from replicax.migrate.names import dotted, method_of, root_of
 from replicax.migrate.script import Script, walk
 from replicax.migrate.tables import DEVICE_OPERATORS
 
@@ -78,11 +78,11 @@ def called_functions(script: Script, function: cst.CSTNode) -> Iterator[cst.CSTN
 
 
 def _run_by_strategies(script: Script) -> Iterator[cst.CSTNode]:
-    for node in walk(script.module):
-        if not isinstance(node, cst.Call) or not node.args:
-            continue
+    for node in script.calls:
         func = node.func
-        if not isinstance(func, cst.Attribute) or func.attr.value not in _RUN:
+        if not node.args or not isinstance(func, cst.Attribute):
+            continue
+        if func.attr.value not in _RUN:
             continue
         root = root_of(func.value)
         if root is not None and script.names.imported(root):
@@ -94,7 +94,7 @@ def _functions_of(script: Script, node: cst.BaseExpression) -> Iterator[cst.CSTN
     if isinstance(node, cst.Lambda):
         yield node
         yield from called_functions(script, node)
-    elif isinstance(node, cst.Call) and script.names.path(node.func) == "function":
+    elif isinstance(node, cst.Call) and script.called(node) == "function":
         if node.args:
             yield from _functions_of(script, node.args[0].value)
     elif text := dotted(node):
@@ -117,11 +117,7 @@ def _class_of(script: Script, node: cst.FunctionDef) -> cst.CSTNode | None:
 
 def makes_spec(script: Script, node: cst.CSTNode) -> bool:
     """Whether `EstimatorSpec` is called in a node, such as a model function."""
-    return any(
-        isinstance(call, cst.Call)
-        and script.names.path(call.func) == "estimator.EstimatorSpec"
-        for call in walk(node)
-    )
+    return any(script.called(each) == "estimator.EstimatorSpec" for each in walk(node))
 
 
 RANDOM = [
@@ -144,10 +140,8 @@ def plan_randomness(script: Script) -> None:
 
     Steps that cannot see a scope's variables get none, and are reported.
     """
-    for node in walk(script.module):
-        if not isinstance(node, cst.Call) or not is_traced(script, node):
-            continue
-        if script.names.path(node.func) in RANDOM:
+    for node in script.calls:
+        if script.called(node) in RANDOM and is_traced(script, node):
             visible = {script.module, *script.parents(node)}
             for block in _scopes(script):
                 if (script.function_of(block) or script.module) in visible:
@@ -167,11 +161,10 @@ def _free_name(script: Script) -> str:
 def _scopes(script: Script) -> Iterator[cst.CSTNode]:
     """The blocks under `with strategy.scope():`."""
     for node in walk(script.module):
-        if isinstance(node, cst.With) and isinstance(node.body, cst.IndentedBlock):
-            call = node.items[0].item
-            func = call.func if isinstance(call, cst.Call) else None
-            if isinstance(func, cst.Attribute) and func.attr.value == "scope":
-                yield node.body
+        if not isinstance(node, cst.With) or method_of(node.items[0].item) != "scope":
+            continue
+        if isinstance(node.body, cst.IndentedBlock):
+            yield node.body
 
 
 _REASON = (
@@ -214,7 +207,7 @@ def _is_tensor(script: Script, node: cst.BaseExpression, names: set[str]) -> boo
     if isinstance(node, cst.Name):
         return node.value in names
     if isinstance(node, cst.Call):
-        operator = DEVICE_OPERATORS.get(script.names.path(node.func) or "")
+        operator = DEVICE_OPERATORS.get(script.called(node))
         return operator is not None and (
             operator.target.startswith(("keras.ops.", "keras.random."))
             and operator.target not in _STATIC

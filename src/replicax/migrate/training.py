@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import libcst as cst
 
 from replicax.migrate.arguments import argument, is_named
-from replicax.migrate.names import dotted
+from replicax.migrate.names import dotted, method_of
 from replicax.migrate.script import Replacement, Script, walk
 from replicax.migrate.tracing import makes_spec
 
@@ -27,10 +27,7 @@ def plan_training(script: Script) -> None:
     Others are left, and reported.
     """
     models = _model_names(script)
-    for node in walk(script.module):
-        if not _is_minimize(node):
-            continue
-        assert isinstance(node, cst.Call)
+    for node in filter(_is_minimize, script.calls):
         function = script.function_of(node)
         if function is None:
             continue
@@ -42,10 +39,7 @@ def plan_training(script: Script) -> None:
 
 def _is_minimize(node: cst.CSTNode) -> bool:
     return (
-        isinstance(node, cst.Call)
-        and isinstance(node.func, cst.Attribute)
-        and node.func.attr.value == "minimize"
-        and bool(node.args)
+        isinstance(node, cst.Call) and method_of(node) == "minimize" and bool(node.args)
     )
 
 
@@ -143,9 +137,7 @@ def _is_unused(
 
 
 def _is_waiting(script: Script, node: cst.CSTNode) -> bool:
-    return isinstance(node, cst.Call) and (
-        script.names.path(node.func) == "control_dependencies"
-    )
+    return script.called(node) == "control_dependencies"
 
 
 def _called(statement: cst.CSTNode) -> set[str]:
