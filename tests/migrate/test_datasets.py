@@ -181,3 +181,36 @@ def test_other_functions_of_images_are_left(call: str, reason: str) -> None:
     text, left = ported(f"import tensorflow as tf\nd = {data}.map(lambda x: {call})")
     assert any(reason in each for each in left)
     assert call in text
+
+
+LOOKUP = """
+import numpy as np
+import tensorflow as tf
+words = np.array([["b", "x"], ["a", "b"]])
+lookup = tf.keras.layers.StringLookup(vocabulary={})
+d = tf.data.Dataset.from_tensor_slices(words).map(lambda x: lookup(x))
+"""
+
+
+def test_words_are_looked_up_as_tensorflow_does() -> None:
+    names = run(LOOKUP.format("['a', 'b'], mask_token=None"))
+    examples = list(names["d"])
+    # What TensorFlow 2.21 gives.
+    assert [x.tolist() for x in examples] == [[2, 0], [1, 2]]
+    assert {x.dtype for x in examples} == {np.dtype("int64")}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        LOOKUP.format("'words.txt'"),
+        LOOKUP.format("['a'], num_oov_indices=2"),
+        LOOKUP.format("['a']") + "print(lookup(words))",
+        LOOKUP.format("['a']") + "print(lookup.vocabulary_size())",
+        LOOKUP.format("['a']") + "if x: lookup = f",
+    ],
+)
+def test_other_lookups_are_left(source: str) -> None:
+    text, left = ported(source)
+    assert any("is made with TensorFlow" in each for each in left)
+    assert "lookup = tf.keras.layers.StringLookup(" in text

@@ -8,6 +8,7 @@ from replicax.migrate.alignment import marked_lines, realigned
 from replicax.migrate.functional import report_functional
 from replicax.migrate.imports import find_retained, ported_imports, uses_tensorflow
 from replicax.migrate.logits import plan_logits
+from replicax.migrate.lookups import plan_lookups
 from replicax.migrate.pipelines import plan_pipelines
 from replicax.migrate.rewrite import Rewriter
 from replicax.migrate.script import MARK, Finding, Script, walk
@@ -69,6 +70,7 @@ def port(source: bytes) -> Ported:
     find_traced(script)
     plan_servers(script)
     plan_pipelines(script)
+    plan_lookups(script)
     plan_settings(script)
     plan_summaries(script)
     plan_randomness(script)
