@@ -17,7 +17,7 @@ from replicax.migrate.legacy import old_defaults, with_old_reset
 from replicax.migrate.names import dotted
 from replicax.migrate.optimizers import config_problem, ported_arguments
 from replicax.migrate.script import Expression, Script, Unported
-from replicax.migrate.tables import exists, find_target
+from replicax.migrate.tables import ARGUMENTS, OPTIMIZERS, exists, find_target
 
 __all__ = [
     "MODELS",
@@ -32,50 +32,7 @@ __all__ = [
     "written",
 ]
 
-_NAMES = [
-    "Adadelta",
-    "Adafactor",
-    "Adagrad",
-    "Adam",
-    "AdamW",
-    "Adamax",
-    "Ftrl",
-    "Lion",
-    "Nadam",
-    "RMSprop",
-    "SGD",
-]
-_OPTIMIZERS = [
-    f"{module}.{name}"
-    for module in (
-        "keras.optimizers",
-        "keras.optimizers.legacy",
-        "keras.optimizers.experimental",
-        "optimizers",
-    )
-    for name in _NAMES
-]
-_GONE_FROM_FIT = ("workers", "use_multiprocessing", "max_queue_size")
-_NOT_IN_FIT = ("samples_per_epoch", "nb_val_samples", "val_samples", "nb_worker")
-_GENERATOR_PARAMETERS = {
-    "fit_generator": [
-        "x",
-        "steps_per_epoch",
-        "epochs",
-        "verbose",
-        "callbacks",
-        "validation_data",
-        "validation_steps",
-        "validation_freq",
-        "class_weight",
-    ],
-    "evaluate_generator": ["x", "steps", "callbacks"],
-    "predict_generator": ["x", "steps", "callbacks"],
-}
-"""What positional arguments of methods that are gone were, in their order."""
-_NOT_IN_SAVE = ("signatures", "options", "save_traces")
 _INSTEAD_OF_SAVE = "take it out; `model.export`, which needs TensorFlow, serves models"
-_COMPILE_PARAMETERS = ("optimizer", "loss", "metrics", "loss_weights")
 _NEED_VALUES = {
     "initializers.random_normal": "stddev",
     "initializers.truncated_normal": "stddev",
@@ -127,10 +84,10 @@ def compiled(script: Script, node: Call, updated: Call, func: Attribute) -> Call
     kept = []
     for i, arg in enumerate(updated.args):
         is_positional = arg.keyword is None and not arg.star
-        if is_positional and i >= len(_COMPILE_PARAMETERS):
+        if is_positional and i >= len(ARGUMENTS["compile"]):
             raise Unported("compile: name its arguments, Keras 3 has another order")
         if is_positional and i >= 2:  # Keras 3 has the weights of losses third.
-            kept.append(renamed(arg, _COMPILE_PARAMETERS[i]))
+            kept.append(renamed(arg, ARGUMENTS["compile"][i]))
         elif is_named(arg, "target_tensors"):
             if script.code(arg.value) != "None":
                 raise Unported("compile has no target_tensors=: pass targets to fit")
@@ -148,10 +105,10 @@ def compiled(script: Script, node: Call, updated: Call, func: Attribute) -> Call
 def fitted(script: Script, node: Call, updated: Call, func: Attribute) -> Call:
     """`model.fit(...)` or `fit_generator`, without arguments that are gone."""
     name = func.attr.value.removesuffix("_generator")
-    parameters = _GENERATOR_PARAMETERS.get(func.attr.value, ())
+    parameters = ARGUMENTS.get(func.attr.value, ())
     kept = []
     for i, arg in enumerate(updated.args):
-        if is_named(arg, *_NOT_IN_FIT):
+        if is_named(arg, *ARGUMENTS["not_in_fit"]):
             assert arg.keyword is not None
             what = arg.keyword.value
             raise Unported(f"{name} has no {what}=: count batches, steps_per_epoch=")
@@ -161,7 +118,7 @@ def fitted(script: Script, node: Call, updated: Call, func: Attribute) -> Call:
             if arg.star or i >= len(parameters):
                 raise Unported(f"{func.attr.value}: name its arguments")
             kept.append(renamed(arg, parameters[i]))
-        elif is_named(arg, *_GONE_FROM_FIT):
+        elif is_named(arg, *ARGUMENTS["gone_from_fit"]):
             script.note(
                 node, "threads are those of a keras.utils.PyDataset, not arguments"
             )
@@ -218,10 +175,13 @@ def _without_formats(script: Script, updated: cst.Call) -> cst.Call:
     """A call that saves a model, without arguments of TensorFlow's own format."""
     kept = []
     for arg in updated.args:
-        if is_named(arg, *_NOT_IN_SAVE) and script.code(arg.value) != "None":
+        if (
+            is_named(arg, *ARGUMENTS["not_in_save"])
+            and script.code(arg.value) != "None"
+        ):
             assert arg.keyword is not None
             raise Unported(f"save has no {arg.keyword.value}=: {_INSTEAD_OF_SAVE}")
-        if not is_named(arg, "save_format", *_NOT_IN_SAVE):
+        if not is_named(arg, "save_format", *ARGUMENTS["not_in_save"]):
             kept.append(arg)
     return with_args(updated, kept)
 
@@ -252,26 +212,13 @@ def _model_checkpoint(
     return updated.with_changes(func=_kept_or_target(script, node, path))
 
 
-_SHOWN = ("log_dir", "histogram_freq", "update_freq")
-_NOT_SHOWN = (
-    "batch_size",
-    "embeddings_data",
-    "embeddings_freq",
-    "embeddings_layer_names",
-    "embeddings_metadata",
-    "profile_batch",
-    "write_grads",
-    "write_graph",
-    "write_images",
-    "write_steps_per_second",
-)
-
-
 def _tensorboard(script: Script, node: Call, updated: Call, path: str) -> Expression:
     given = [a for a in updated.args if a.keyword is None]
     if len(given) > 2 or any(arg.star for arg in updated.args):
         raise Unported("rx.callbacks.TensorBoard: name its arguments")
-    gone = [arg for arg in updated.args if is_named(arg, *_NOT_SHOWN)]
+    gone = [
+        arg for arg in updated.args if is_named(arg, *ARGUMENTS["not_in_tensorboard"])
+    ]
     off = {"0", "False", "None"}
     if lost := [a.keyword for a in gone if script.code(a.value) not in off]:
         names = ", ".join(f"{name.value}=" for name in lost if name)
@@ -279,7 +226,7 @@ def _tensorboard(script: Script, node: Call, updated: Call, path: str) -> Expres
         script.note(node, f"{names} {note} taken out; for profiles use jax.profiler")
     kept = [arg for arg in updated.args if arg not in gone]
     for arg in kept:
-        if arg.keyword and not is_named(arg, *_SHOWN):
+        if arg.keyword and not is_named(arg, *ARGUMENTS["tensorboard"]):
             raise Unported(f"rx.callbacks.TensorBoard has no {arg.keyword.value}=")
     return updated.with_changes(
         func=_kept_or_target(script, node, path), args=without(updated.args, kept)
@@ -304,7 +251,7 @@ def _gru(script: Script, node: Call, updated: Call, path: str) -> Expression:
 
 
 RULES: dict[str, Callable[[Script, cst.Call, cst.Call, str], cst.BaseExpression]] = {
-    **dict.fromkeys(_OPTIMIZERS, _optimizer),
+    **dict.fromkeys(OPTIMIZERS, _optimizer),
     "keras.preprocessing.image_dataset_from_directory": _image_folder,
     "keras.utils.image_dataset_from_directory": _image_folder,
     "keras.backend.set_value": _set_value,

@@ -13,6 +13,7 @@ from typing import Any
 
 __all__ = [
     "ALIASES",
+    "ARGUMENTS",
     "ATTRIBUTES",
     "DEVICE_OPERATORS",
     "DROPPED",
@@ -24,6 +25,7 @@ __all__ = [
     "NEED_TENSORFLOW",
     "NOTES",
     "OLD_PREFIXES",
+    "OPTIMIZERS",
     "PREFIXES",
     "REASONS",
     "RENAMED_METHODS",
@@ -106,6 +108,14 @@ DEVICE_OPERATORS = _operators(_DATA["operators"]["device"])
 """What runs on devices: path under `tensorflow` to an operation of Keras."""
 HOST_OPERATORS = _operators(_DATA["operators"]["host"])
 """What runs in an input pipeline: path under `tensorflow` to a function of NumPy."""
+ARGUMENTS = {name: text.split() for name, text in _texts(_DATA["arguments"]).items()}
+"""Arguments of functions of Keras: those of positions, and those that are gone."""
+OPTIMIZERS = [
+    f"{module}.{name}"
+    for module in _DATA["optimizers"]["modules"].split()
+    for name in _DATA["optimizers"]["names"].split()
+]
+"""Paths of the classes of optimizers."""
 ATTRIBUTES = {kind: _texts(table) for kind, table in _DATA["attributes"].items()}
 """Attributes of objects that stay, by kind and name, and what to do instead.
 
