@@ -16,6 +16,7 @@ from replicax.migrate.tables import (
     DEVICE_OPERATORS,
     DROPPED,
     EXACT,
+    GUARDED_OPERATORS,
     HOST_OPERATORS,
     NOTES,
     PREFIXES,
@@ -27,7 +28,11 @@ from replicax.migrate.tables import (
 )
 
 PAGE = Path(__file__).parents[2] / "docs" / "migrate.md"
-OPERATORS = [*DEVICE_OPERATORS.items(), *HOST_OPERATORS.items()]
+OPERATORS = [
+    *DEVICE_OPERATORS.items(),
+    *GUARDED_OPERATORS.items(),
+    *HOST_OPERATORS.items(),
+]
 
 
 def found(target: str) -> Any:

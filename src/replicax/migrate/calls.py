@@ -21,8 +21,8 @@ from replicax.migrate.optimizers import with_float_rate
 from replicax.migrate.script import Expression, Script, Unported, walk
 from replicax.migrate.tables import (
     DEVICE_OPERATORS,
+    GUARDED_OPERATORS,
     HOST_OPERATORS,
-    Operator,
     accepted_arguments,
     find_note,
     find_target,
@@ -147,17 +147,7 @@ def _split(script: Script, node: Call, updated: Call, path: str) -> Expression:
             "tf.split stays: keras.ops.split takes a number of parts, or positions "
             "where TensorFlow takes sizes"
         )
-    row = Operator(
-        target="keras.ops.split",
-        parameters={
-            "value": "x",
-            "num_or_size_splits": "indices_or_sections",
-            "axis": "axis",
-            "num": "!",
-            "name": "-",
-        },
-    )
-    return remade(script, updated, row, path)
+    return remade(script, updated, GUARDED_OPERATORS[path], path)
 
 
 def _matmul(script: Script, node: Call, updated: Call, path: str) -> Expression:
@@ -272,10 +262,7 @@ def _l2_loss(script: Script, node: Call, updated: Call, path: str) -> Expression
 
 
 def _map_fn(script: Script, node: Call, updated: Call, path: str) -> Expression:
-    row = Operator(
-        target="keras.ops.map", parameters={"fn": "f", "elems": "xs", "name": "-"}
-    )
-    return remade(script, updated, row, path)
+    return remade(script, updated, GUARDED_OPERATORS[path], path)
 
 
 def _add_n(script: Script, node: Call, updated: Call, path: str) -> Expression:

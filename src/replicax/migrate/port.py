@@ -1,14 +1,20 @@
-"""Ports one script: its text in, the ported text and a report out."""
+"""Ports one script: its text in, the ported text and a report out.
 
+Lines that are aligned with a bracket stay aligned where it moves: form feeds, which are
+blanks to Python, mark them in the original, and they get their blanks back in the port.
+"""
+
+import io
+import tokenize
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import libcst as cst
 
-from replicax.migrate.alignment import marked_lines, realigned
-from replicax.migrate.functional import report_functional
 from replicax.migrate.imports import find_retained, ported_imports, uses_tensorflow
 from replicax.migrate.logits import plan_logits
 from replicax.migrate.lookups import plan_lookups
+from replicax.migrate.members import report_functional
 from replicax.migrate.pipelines import plan_pipelines
 from replicax.migrate.rewrite import Rewriter
 from replicax.migrate.script import MARK, Finding, Script, walk
@@ -65,7 +71,7 @@ def port(source: bytes) -> Ported:
     if not uses_tensorflow(module):
         return Ported(source=source, left=tuple(marked), notes=())
     aligned = cst.PartialParserConfig(encoding=module.encoding)
-    script = Script(cst.parse_module(marked_lines(module.code), aligned))
+    script = Script(cst.parse_module(_mark_alignment(module.code), aligned))
     find_retained(script)
     find_traced(script)
     plan_servers(script)
@@ -87,7 +93,7 @@ def port(source: bytes) -> Ported:
         what = "`tf` is nowhere imported: it is taken for TensorFlow"
         script.report.note(line, "tf", what)
     has_marks = script.module.code != module.code
-    text = realigned(changed.code) if has_marks else changed.code
+    text = _realigned(changed.code) if has_marks else changed.code
     return _ported(script, text.encode(module.encoding), marked)
 
 
@@ -124,3 +130,76 @@ def _marked_lines(source: bytes, encoding: str) -> list[Finding]:
             below = lines[i].strip() if i < len(lines) else ""
             found.append(Finding(i, below[:70], reason))
     return found
+
+
+_FORM_FEED = "\f"
+_OPEN, _CLOSE = "([{", ")]}"
+_LAYOUT = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+
+
+def _mark_alignment(text: str) -> str:
+    """`text` with a mark in place of the blanks of lines that follow a bracket.
+
+    One mark stands for the column behind the bracket; two stand for the column of the
+    line that opens it, if that line is itself marked, and have the blanks from there
+    behind them.
+    """
+    if _FORM_FEED in text:
+        return text
+    lines = list(io.StringIO(text, newline=""))
+    marks: dict[int, str] = {}
+    try:
+        for row, column, (opened, behind) in _continued(lines):
+            opening = lines[opened]
+            start = len(opening) - len(opening.lstrip(" "))
+            if lines[row][:column].strip(" "):
+                continue  # Tabs.
+            if column == behind:
+                marks[row] = _FORM_FEED
+            elif opened in marks and column >= start:
+                marks[row] = 2 * _FORM_FEED + " " * (column - start)
+    except (tokenize.TokenError, SyntaxError):
+        return text  # The parser says it better.
+    for row, mark in marks.items():
+        lines[row] = mark + lines[row].lstrip(" ")
+    return "".join(lines)
+
+
+def _realigned(text: str) -> str:
+    """`text` with blanks in place of the marks."""
+    if _FORM_FEED not in text:
+        return text
+    lines = list(io.StringIO(text, newline=""))
+    moved: dict[int, int] = {}
+    for row, _, (opened, behind) in _continued(lines):
+        line = lines[row].lstrip(_FORM_FEED)
+        marks = len(lines[row]) - len(line)
+        if marks == 0:
+            continue
+        opening = lines[opened]
+        start = len(opening) - len(opening.lstrip(" "))
+        blanks = start if marks > 1 else behind + moved.get(opened, 0)
+        lines[row] = " " * blanks + line
+        moved[row] = blanks - marks
+    return "".join(line.replace(_FORM_FEED, "") for line in lines)
+
+
+def _continued(lines: list[str]) -> Iterator[tuple[int, int, tuple[int, int]]]:
+    """The lines that begin in brackets.
+
+    Yields:
+        The row of a line, the column of its first token, and of the innermost bracket
+        around that the row and the column behind it.
+    """
+    stack: list[tuple[int, int]] = []
+    last = -1
+    original = iter(list(lines))
+    for token in tokenize.generate_tokens(lambda: next(original, "")):
+        row, column = token.start[0] - 1, token.start[1]
+        if token.type not in _LAYOUT and row != last and stack:
+            yield row, column, stack[-1]
+        last = max(last, token.end[0] - 1)
+        if token.type == tokenize.OP and token.string in _OPEN:
+            stack.append((row, column + 1))
+        elif token.type == tokenize.OP and token.string in _CLOSE and stack:
+            stack.pop()

@@ -20,6 +20,7 @@ __all__ = [
     "DTYPES",
     "EXACT",
     "FOREIGN",
+    "GUARDED_OPERATORS",
     "HOST_OPERATORS",
     "LEFT_METHODS",
     "NEED_TENSORFLOW",
@@ -106,6 +107,8 @@ FOREIGN = _texts(_DATA["foreign"])
 """Packages that stay, and why."""
 DEVICE_OPERATORS = _operators(_DATA["operators"]["device"])
 """What runs on devices: path under `tensorflow` to an operation of Keras."""
+GUARDED_OPERATORS = _operators(_DATA["operators"]["guarded"])
+"""What runs on devices, where a rule has looked at the call; other names of it stay."""
 HOST_OPERATORS = _operators(_DATA["operators"]["host"])
 """What runs in an input pipeline: path under `tensorflow` to a function of NumPy."""
 ARGUMENTS = {name: text.split() for name, text in _texts(_DATA["arguments"]).items()}
