@@ -16,14 +16,14 @@ import replicax  # noqa: F401 - It chooses JAX as Keras' backend.
 from discrete_events import Event, Process, Shared, Turns, World, all_of
 from replicax.cluster.timeouts import Timeouts
 from replicax.ps.board import Board
-from replicax.ps.groups import Group, Sessions, StepShare
+from replicax.ps.call_log import Sessions, note_nothing
+from replicax.ps.groups import Group, StepShare
 from replicax.ps.limits import (
     beat_seconds,
     longest_pause,
     tickets_at_once,
     watch_seconds,
 )
-from replicax.ps.snapshots import note_nothing
 
 __all__ = ["STREAM", "Cluster", "Job", "Times"]
 

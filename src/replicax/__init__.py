@@ -71,7 +71,8 @@ if TYPE_CHECKING:  # For editors, type checkers and the pages of the API.
     from replicax.input import AutoShardPolicy, FileDataset, InputContext
     from replicax.keras.backup import BackupAndRestore
     from replicax.planning.analysis import plan
-    from replicax.ps.coordinator import ClusterCoordinator, RemoteValue
+    from replicax.ps.closure_calls import RemoteValue
+    from replicax.ps.coordinator import ClusterCoordinator
     from replicax.ps.payloads import (
         ClosureCancelledError,
         ClosureError,
@@ -174,8 +175,8 @@ _MODULES = {
     "Checkpoint": "checkpoint",
     "CheckpointError": "errors",
     "CheckpointManager": "checkpoint",
-    "ClosureCancelledError": "ps.closure_calls",
-    "ClosureError": "ps.closure_calls",
+    "ClosureCancelledError": "ps.payloads",
+    "ClosureError": "ps.payloads",
     "ClusterConfigError": "errors",
     "ClusterCoordinator": "ps.coordinator",
     "ClusterError": "errors",
@@ -204,7 +205,7 @@ _MODULES = {
     "PerWorkerValues": "ps.payloads",
     "ReduceOp": "engine.collectives",
     "ReductionToOneDevice": "engine.collectives",
-    "RemoteValue": "ps.coordinator",
+    "RemoteValue": "ps.closure_calls",
     "ReplicaContext": "engine.replica",
     "RestoreStatus": "checkpoint",
     "SidecarEvaluator": "checkpoint.sidecar",

@@ -2,8 +2,8 @@
 
 from types import SimpleNamespace
 
+from replicax.ps.group_vectors import Slots, slots_to_message
 from replicax.ps.messages import Commit, Message, Pull, Push, PushRows, SetSlots
-from replicax.ps.partition import Slots, slots_to_message
 from replicax.ps.store import VariableStore
 from replicax.ps.wire import announced
 

@@ -4,9 +4,8 @@ import os
 
 import pytest
 
-from replicax.ps import snapshots
-from replicax.ps.groups import PushCounts
-from replicax.ps.snapshots import WriteAheadLog
+from replicax.ps import call_log
+from replicax.ps.call_log import PushCounts, WriteAheadLog
 
 
 def test_the_newest_values_are_read_back_in_their_order(tmp_path):
@@ -45,7 +44,7 @@ def test_a_full_disk_is_told_of_once_and_leaves_nothing_stale(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "write", full)
-    monkeypatch.setattr(snapshots, "write_whole", full)
+    monkeypatch.setattr(call_log, "write_whole", full)
     for number in range(3):
         journal.note(["a"], number)
     assert caplog.text.count("No space left on device") == 1

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from replicax.ps.dense_group import ServerOptimizer
+from replicax.ps.group_vectors import SlotKey
 from replicax.ps.optimizers import can_split, clip_before_push, optimizer_rule
 from replicax.ps.partition import (
     FixedShardsPartitioner,
-    SlotKey,
     VariableGroup,
     VariableInfo,
     place,

@@ -4,15 +4,13 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicax.ps.partition import (
-    FixedShardsPartitioner,
-    VariableInfo,
+from replicax.ps.group_vectors import (
     cut_slots,
     join_slots,
-    place,
     slots_from_message,
     slots_to_message,
 )
+from replicax.ps.partition import FixedShardsPartitioner, VariableInfo, place
 
 SHAPES = st.lists(
     st.lists(st.integers(1, 5), max_size=2).map(tuple), min_size=1, max_size=5

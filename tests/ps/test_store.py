@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.ps import asking
 
 from replicax.ps.dense_group import DifferentGroup
+from replicax.ps.group_vectors import SlotKey
 from replicax.ps.groups import StepShare
 from replicax.ps.limits import (
     RefusedRequestError,
@@ -22,7 +23,7 @@ from replicax.ps.limits import (
 )
 from replicax.ps.messages import Create
 from replicax.ps.optimizers import optimizer_rule
-from replicax.ps.partition import FixedShardsPartitioner, SlotKey, VariableInfo, place
+from replicax.ps.partition import FixedShardsPartitioner, VariableInfo, place
 from replicax.ps.store import UnknownGroup, VariableStore
 from replicax.ps.wire import WireError
 

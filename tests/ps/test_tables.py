@@ -11,8 +11,14 @@ from hypothesis import strategies as st
 
 from replicax.ps.groups import StepShare
 from replicax.ps.limits import RefusedRequestError, StaleSequence, Superseded
-from replicax.ps.table import Table, TableError, TableSpec
-from replicax.ps.table_rows import check_ids, fill_rows, sum_duplicates
+from replicax.ps.table import (
+    Table,
+    TableError,
+    TableSpec,
+    check_ids,
+    fill_rows,
+    sum_duplicates,
+)
 
 DIM = 3
 UNIFORM = keras.initializers.serialize(keras.initializers.get("uniform"))

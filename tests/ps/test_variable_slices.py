@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicax.ps.optimizers import fused_spans, join, split, split_slices
+from replicax.ps.group_vectors import fused_spans, join, split, split_slices
 from replicax.ps.partition import VariableGroup, VariableSlice
 
 PARTS = st.lists(

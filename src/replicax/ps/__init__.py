@@ -17,9 +17,21 @@ Synchronous steps. A ticket is a step and a share of its batch. Servers add up a
 shares in their order, weighted by their rows, and apply the sum once; a backup worker
 may compute a share again. Clipping by a norm that spans servers takes a second round.
 
+One push. `server_home` runs the program on the values that `variables` gives it, and
+hands the gradients to `remote`, which has `group_vectors` cut them for each server. A
+`connection` sends each server a message of `messages`, in the form of `wire`.
+`service` checks it there and finds its group in the `store`; `groups` applies it once,
+alone or with the rest of its step, by the optimizer of `dense_group` (or of `table`).
+The answer brings the new values.
+
+One closure. `coordinator` has `closure_calls` pack its arguments as `payloads`; a
+`session` calls the `board`, where `closures` queues it. A worker's `closure_calls`
+takes it, runs it, and sends what came of it the same way.
+
 The board. Server 0 keeps heartbeats, the work queue, barriers and closures: a state
-machine without clock or threads. Who waits asks again, so every wait has its deadline
-where it waits.
+machine without clock or threads. Each of its actions is a method where its state is
+(`presence`, `streams`, `closures`), whose annotations are also the limits of a call.
+Who waits asks again, so every wait has its deadline where it waits.
 
 `fit`. All workers go through the data in the same order and train on the batches that
 they hold a ticket for, so each batch is trained on once by whoever was free. At the end

@@ -15,6 +15,7 @@ import msgspec
 
 from replicax._util.types import JSONObject
 from replicax.cluster.timeouts import Timeouts
+from replicax.ps.call_log import Journaled, Note, note_nothing
 from replicax.ps.closures import Closures
 from replicax.ps.limits import (
     BoardError,
@@ -27,7 +28,6 @@ from replicax.ps.limits import (
     read,
 )
 from replicax.ps.presence import Presence, Rendezvous, Worker
-from replicax.ps.snapshots import Journaled, Note, note_nothing
 from replicax.ps.streams import Streams
 
 __all__ = ["Board"]

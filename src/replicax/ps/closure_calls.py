@@ -5,17 +5,22 @@ is a meeting, and so is a `schedule` that raises: the chief decides how it ends,
 others' scripts go the same way. A wait lasts while any closure makes progress.
 """
 
+import json
+import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
+from replicax._util.listing import listed
 from replicax._util.types import JSON, JSONObject, PyTree
 from replicax.cluster.failure import ExitCode
-from replicax.errors import ClusterError
+from replicax.errors import ClusterError, ClusterMismatchError
 from replicax.ps.payloads import (
     FunctionNames,
     MetricDeltas,
+    PerWorkerSources,
     because_of,
     cancelled,
     decode,
@@ -29,20 +34,12 @@ from replicax.ps.session import Session
 if TYPE_CHECKING:
     from replicax.ps.strategy import ParameterServerStrategy
 
-import json
-import time
-from collections import deque
-from typing import TYPE_CHECKING, TypeVar
-
-from replicax._util.listing import listed
-from replicax.errors import ClusterMismatchError
-
 __all__ = [
     "AGAIN",
     "Again",
-    "ClosureOutcome",
     "ClosureOwner",
     "ClosureWorker",
+    "RemoteValue",
     "ScriptSync",
 ]
 
@@ -50,19 +47,30 @@ _AT_ONCE = 256
 _DEEPEST = 8
 
 
-class ClosureOutcome:
-    """What became of a closure, when `is_known`: its `value`, or its `error`.
+class RemoteValue:
+    """The result of a scheduled function. `ClusterCoordinator.schedule` returns it.
 
-    `value` is JSON. `id` is None in tasks that did not schedule it. `num_users`
-    closures whose outcome is not known have it as an argument.
+    As an argument of another `schedule` it becomes the result itself. (TF:
+    `tf.distribute.experimental.coordinator.RemoteValue`.)
     """
 
-    def __init__(self, id: str | None) -> None:
-        self.id = id
+    def __init__(
+        self, fetch: Callable[["RemoteValue"], PyTree], id: str | None = None
+    ) -> None:
+        self.id = id  # None in tasks that did not schedule it.
+        self.is_known = False
         self.value: JSON = None
         self.error: dict[str, str] | None = None
-        self.is_known = False
-        self.num_users = 0
+        self.num_users = 0  # Closures with this argument whose outcome is not known.
+        self._fetch = fetch
+
+    def fetch(self) -> PyTree:
+        """Wait for the result and return it, like `coordinator.fetch(self)`."""
+        return self._fetch(self)
+
+    def get(self) -> PyTree:
+        """The same as `fetch`."""
+        return self._fetch(self)
 
     def tell(self, said: JSONObject, failed: dict[str, str] | None) -> None:
         """Take over what the board says, when the closure is finished.
@@ -90,7 +98,7 @@ class ClosureOwner:
         self._number = 0
         # By id, with the results that each waits for. Nobody may want its own.
         self._unknown: dict[
-            str, tuple[weakref.ref[ClosureOutcome], list[ClosureOutcome]]
+            str, tuple[weakref.ref[RemoteValue], list[RemoteValue]]
         ] = {}
         self._to_forget: list[str] = []
         self._failed: dict[str, str] | None = None  # The last error.
@@ -102,23 +110,22 @@ class ClosureOwner:
 
     def pack(
         self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
-    ) -> tuple[JSON, list[ClosureOutcome]]:
+    ) -> tuple[JSON, list[RemoteValue]]:
         """Arguments as JSON values, and the results among them that are not known."""
-        needs: list[ClosureOutcome] = []
+        needs: list[RemoteValue] = []
 
         def mark(value: PyTree) -> JSONObject | None:
             number = getattr(value, "per_worker_number", None)
             if number is not None:
                 return {"kind": "worker", "number": number}
-            outcome = getattr(value, "closure_outcome", None)
-            if not isinstance(outcome, ClosureOutcome):
+            if not isinstance(value, RemoteValue):
                 return None
-            if outcome.error is not None:
-                return {"kind": "failed", "error": outcome.error}
-            if outcome.is_known:
-                return {"kind": "value", "value": outcome.value}
-            needs.append(outcome)
-            return {"kind": "remote", "id": outcome.id}
+            if value.error is not None:
+                return {"kind": "failed", "error": value.error}
+            if value.is_known:
+                return {"kind": "value", "value": value.value}
+            needs.append(value)
+            return {"kind": "remote", "id": value.id}
 
         items = [encode(x, f"args[{i}]", mark) for i, x in enumerate(args)]
         named = [[k, encode(x, f"kwargs[{k!r}]", mark)] for k, x in kwargs.items()]
@@ -126,12 +133,12 @@ class ClosureOwner:
         require_size(call, "the arguments of a closure")
         return call, needs
 
-    def new_outcome(self) -> ClosureOutcome:
+    def new_id(self) -> str:
         """Of the next closure."""
         self._number += 1
-        return ClosureOutcome(f"{self._session.id} {self._number}")
+        return f"{self._session.id} {self._number}"
 
-    def add(self, outcome: ClosureOutcome, needs: list[ClosureOutcome]) -> None:
+    def add(self, outcome: RemoteValue, needs: list[RemoteValue]) -> None:
         """A closure is scheduled."""
         assert outcome.id is not None
         self._unknown[outcome.id] = weakref.ref(outcome), needs
@@ -176,9 +183,8 @@ class ClosureOwner:
 class ClosureWorker:
     """A worker that runs the chief's closures, one at a time, on the main thread.
 
-    `functions` are all that the script has scheduled so far. `passed` says how many
-    meetings with the chief this task's script has passed, `own` gives this worker's
-    per-worker value of a number, `refresh` gives variables the newest values.
+    `functions` are all that the script has scheduled so far, `sources` has this
+    worker's per-worker values, `refresh` gives variables the newest values.
     """
 
     def __init__(
@@ -186,8 +192,8 @@ class ClosureWorker:
         strategy: "ParameterServerStrategy",
         functions: FunctionNames,
         deltas: MetricDeltas,
-        passed: Callable[[], int],
-        own: Callable[[int], PyTree],
+        script_sync: "ScriptSync",
+        sources: PerWorkerSources,
         refresh: Callable[[], None],
     ) -> None:
         assert strategy.session is not None
@@ -195,8 +201,8 @@ class ClosureWorker:
         self._home = strategy.servers
         self._functions = functions
         self._metric_deltas = deltas
-        self._passed = passed
-        self._own = own
+        self._script_sync = script_sync
+        self._sources = sources
         self._refresh = refresh
         self._held: JSONObject | None = None
         self._trained_last: str | None = None
@@ -218,7 +224,7 @@ class ClosureWorker:
         if closure is None:
             self._trained_last = None  # Others may have gone on in the meantime.
             return False
-        if closure["payload"]["meetings"] > self._passed():
+        if closure["payload"]["meetings"] > self._script_sync.passed:
             # The chief is past a meeting where this script still is, and what the
             # closure needs comes after it.
             self._held = closure
@@ -290,7 +296,7 @@ class ClosureWorker:
         match marked["kind"]:
             case "worker":
                 self._own_used.append(marked["number"])
-                return self._own(marked["number"])
+                return self._sources.own(marked["number"])
             case "value":
                 return decode(marked["value"])
             case "failed":

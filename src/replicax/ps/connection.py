@@ -1,12 +1,14 @@
-"""A client of one parameter server: one stream, and calls beside it."""
+"""A client of one parameter server: one stream, its thread, and calls beside it."""
 
 import json
 import random
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NoReturn, TypeVar
 
+import msgspec
 import numpy as np
 
 from replicax._util.types import JSONObject
@@ -18,7 +20,7 @@ from replicax.errors import ClusterError, ClusterMismatchError
 from replicax.ps import wire
 from replicax.ps.credentials import Credentials
 
-__all__ = ["Connection", "ConnectionLost", "ServerRefused"]
+__all__ = ["Connection", "ConnectionLost", "ServerRefused", "ValuesLostError"]
 
 _PAUSES = (0.05, 5.0)
 # A channel of its own for each connection: gRPC shares channels within a process.
@@ -40,6 +42,10 @@ class ServerRefused(RuntimeError):
     def __init__(self, message: str, kind: str) -> None:
         super().__init__(message)
         self.kind = kind
+
+
+class ValuesLostError(ClusterError):
+    """A server was restarted without the values that this worker trains."""
 
 
 class Connection:
@@ -84,20 +90,21 @@ class Connection:
         self._client: wire.FlightClient | None = None
         self._stream: _FlightStream | None = None
         self._closed = threading.Event()
+        self._thread = ThreadPoolExecutor(1, f"replicax-stream-{task}")
         self._watchdog = Watchdog(f"replicax-ps-watchdog-{address}")
         self.bytes_sent = 0
         self.bytes_received = 0
 
     def exchange(
         self,
-        header: JSONObject,
+        message: JSONObject | msgspec.Struct,
         vectors: Mapping[str, np.ndarray] | None = None,
         *,
         reply_timeout_seconds: float | None = None,
     ) -> tuple[JSONObject, dict[str, np.ndarray]]:
         """Send a message on the stream; the answer's header and its read-only vectors.
 
-        `"op"` in the header says what is asked.
+        The message is one of `messages`, or its header, where `"op"` says which.
 
         Raises:
             ServerRefused: If the server answers with an error.
@@ -105,11 +112,38 @@ class Connection:
             ClusterMismatchError: If it has other versions.
         """
         timeout = reply_timeout_seconds or self._reply_timeout
+        header: JSONObject = msgspec.to_builtins(message)
         with self._stream_lock:
             return self._until_answered(
                 str(header.get("op")),
                 lambda: self._attempt(header, vectors or {}, timeout),
             )
+
+    def submit(self, use: Callable[["Connection"], _Answer]) -> Future[_Answer]:
+        """Use the connection in its own thread, after what was submitted before.
+
+        A `ClusterError` in place of `ServerRefused` says that the server has lost its
+        values, or that another process of this worker has taken over.
+        """
+        return self._thread.submit(self._used, use)
+
+    def _used(self, use: Callable[["Connection"], _Answer]) -> _Answer:
+        try:
+            return use(self)
+        except ServerRefused as refused:
+            if refused.kind == "UnknownGroup":
+                raise ValuesLostError(
+                    f"{self.task} at {self.address} has lost its values: it was "
+                    "restarted without a snapshot that has them. Start the job again; "
+                    "with snapshot_dir=... a restarted server goes on.",
+                    culprit=self.task,
+                ) from refused
+            if refused.kind in ("UnknownTable", "Superseded"):
+                lost = refused.kind == "UnknownTable"
+                raise (ValuesLostError if lost else ClusterError)(
+                    f"{self.task} refuses to go on: {refused}", culprit=self.task
+                ) from refused
+            raise
 
     def call(self, name: str, **arguments: Any) -> Any:
         """Call an action, such as `"board.claim"`, with JSON; raises as `exchange`."""
@@ -119,6 +153,7 @@ class Connection:
 
     def close(self) -> None:
         """End the connection. What is under way in another thread fails."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
         self._closed.set()
         self._watchdog.fire()
         with self._stream_lock:

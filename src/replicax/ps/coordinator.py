@@ -14,9 +14,9 @@ from replicax.input import InputContext
 from replicax.ps.closure_calls import (
     AGAIN,
     Again,
-    ClosureOutcome,
     ClosureOwner,
     ClosureWorker,
+    RemoteValue,
     ScriptSync,
 )
 from replicax.ps.payloads import (
@@ -37,28 +37,6 @@ __all__ = ["ClusterCoordinator", "RemoteValue"]
 
 _PACE_SECONDS = 0.05
 _logger = logging.getLogger("replicax")
-
-
-class RemoteValue:
-    """The result of a scheduled function. `ClusterCoordinator.schedule` returns it.
-
-    As an argument of another `schedule` it becomes the result itself. (TF:
-    `tf.distribute.experimental.coordinator.RemoteValue`.)
-    """
-
-    def __init__(
-        self, coordinator: "ClusterCoordinator", outcome: ClosureOutcome
-    ) -> None:
-        self._coordinator = coordinator
-        self.closure_outcome = outcome
-
-    def fetch(self) -> PyTree:
-        """Wait for the result and return it, like `coordinator.fetch(self)`."""
-        return self._coordinator.fetch(self)
-
-    def get(self) -> PyTree:
-        """The same as `fetch`."""
-        return self._coordinator.fetch(self)
 
 
 class ClusterCoordinator:
@@ -108,8 +86,8 @@ class ClusterCoordinator:
             strategy,
             self._functions,
             self._metric_deltas,
-            lambda: self._script_sync.passed,
-            self._sources.own,
+            self._script_sync,
+            self._sources,
             self._refresh,
         )
         strategy.coordinator = self
@@ -144,15 +122,15 @@ class ClusterCoordinator:
         self._require_outside("schedule")
         name = self._functions.register(fn)
         if not self._session.is_chief:
-            return RemoteValue(self, ClosureOutcome(None))
+            return RemoteValue(self.fetch)
         self.strategy.servers.publish()
         call, needs = self._owner.pack(args or (), kwargs or {})
-        outcome = self._owner.new_outcome()
+        result = RemoteValue(self.fetch, self._owner.new_id())
         payload = {"call": call, "meetings": self._script_sync.passed}
 
         def poll() -> JSONObject | Again | None:
             answer = self._session.once(
-                "schedule", id=outcome.id, payload=payload, function=name
+                "schedule", id=result.id, payload=payload, function=name
             )
             if "full" not in answer:
                 return answer
@@ -162,8 +140,8 @@ class ClusterCoordinator:
         if "failed" in answer:
             self._script_sync.end({"at": "schedule", "error": answer["failed"]})
             raise error_from_json(answer["failed"])
-        self._owner.add(outcome, needs)
-        return RemoteValue(self, outcome)
+        self._owner.add(result, needs)
+        return result
 
     def join(self) -> None:
         """Wait until all scheduled functions have run.
@@ -223,7 +201,7 @@ class ClusterCoordinator:
         leaves, structure = jax.tree.flatten(
             val, is_leaf=lambda x: isinstance(x, RemoteValue)
         )
-        outcomes = [x.closure_outcome for x in leaves if isinstance(x, RemoteValue)]
+        outcomes = [x for x in leaves if isinstance(x, RemoteValue)]
         if self._session.is_chief:
             values = self._fetch(outcomes)
         else:
@@ -307,7 +285,7 @@ class ClusterCoordinator:
         if error is not None:
             raise error_from_json(error)
 
-    def _fetch(self, outcomes: Sequence[ClosureOutcome]) -> list[PyTree]:
+    def _fetch(self, outcomes: Sequence[RemoteValue]) -> list[PyTree]:
         def poll() -> bool | Again | None:
             if all(outcome.is_known for outcome in outcomes):
                 return True

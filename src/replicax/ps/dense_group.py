@@ -1,4 +1,4 @@
-"""Steps a server's slices of a group with the user's Keras optimizer, on CPU.
+"""A group of variables on one server, which the user's Keras optimizer updates.
 
 The optimizer is built anew from its config, for variables of the parts' names and
 shapes, and stepped by one compiled function of flat vectors. Its own variables (slots)
@@ -6,9 +6,10 @@ are this function's state; they are donated, the parameters are not, for those h
 handed out.
 """
 
+import contextlib
 import copy
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,27 +18,27 @@ import keras
 import numpy as np
 
 from replicax._util.types import JSONObject
-from replicax.ps.groups import Arrays, Group, Sessions
-from replicax.ps.limits import RefusedRequestError
-from replicax.ps.optimizers import (
+from replicax.ps.call_log import Journaled, Note, Sessions, note_nothing
+from replicax.ps.group_vectors import (
     FusedSpan,
-    build_recording,
-    can_split,
-    clips_on_worker,
-    deserialize,
+    SlotKey,
+    Slots,
     fused_spans,
     join,
     split,
     split_slices,
 )
-from replicax.ps.partition import SlotKey, Slots, VariableGroup, VariableSlice
-from replicax.ps.snapshots import Journaled, Note, note_nothing
+from replicax.ps.groups import Arrays, Group
+from replicax.ps.limits import RefusedRequestError
+from replicax.ps.optimizers import (
+    build_recording,
+    can_split,
+    clips_on_worker,
+    deserialize,
+)
+from replicax.ps.partition import VariableGroup, VariableSlice
 
-__all__ = [
-    "DenseGroup",
-    "DifferentGroup",
-    "ServerOptimizer",
-]
+__all__ = ["DenseGroup", "DifferentGroup", "ServerOptimizer"]
 
 _Vectors = dict[str, jax.Array]
 
@@ -365,13 +366,15 @@ class DenseGroup(Group):
         super().__init__(f"group {group.name!r}", server, note, sessions)
         self.group = group
         self.lengths = group.lengths_on(server)
-        try:
+        with _refusing():
             self._optimizer = ServerOptimizer(group, server)
             self.vectors, self._slots = self._optimizer.start(vectors)
-        except ValueError as error:
-            raise RefusedRequestError(str(error)) from error
         self.norms = self._optimizer.norms
-        self.unweighted = [dtype for dtype in self.lengths if not _is_float(dtype)]
+        self.unweighted = [
+            dtype
+            for dtype in self.lengths
+            if not jnp.issubdtype(np.dtype(dtype), jnp.floating)
+        ]
 
     @property
     def num_bytes(self) -> int:
@@ -415,17 +418,13 @@ class DenseGroup(Group):
         self, shapes: Mapping[SlotKey, tuple[int, ...]]
     ) -> dict[SlotKey, str]:
         """Dtypes of some of the optimizer's variables, if they are here and fit."""
-        try:
+        with _refusing():
             return self._optimizer.check_slots(self._slots, shapes)
-        except ValueError as error:
-            raise RefusedRequestError(str(error)) from error
 
     def assign_slots(self, slots: Slots) -> None:
         """Set some of the optimizer's variables."""
-        try:
+        with _refusing():
             self._slots = self._optimizer.with_slots(self._slots, slots)
-        except ValueError as error:
-            raise RefusedRequestError(str(error)) from error
 
     def _add(
         self, total: dict[str, np.ndarray] | None, gradients: Arrays, weight: float
@@ -470,8 +469,7 @@ class DenseGroup(Group):
         self, arrays: Arrays, meta: JSONObject, journal: Journaled | None = None
     ) -> None:
         """Go on from what `state` returned; the group was made with its values."""
-        number = len(arrays) - len(self.vectors)
-        slots = [arrays[f"slots/{i}"] for i in range(number)]
+        slots = [arrays[f"slots/{i}"] for i in range(len(arrays) - len(self.vectors))]
         shapes = [(x.shape, str(x.dtype)) for x in slots]
         expected = [(x.shape, str(x.dtype)) for x in self._slots]
         if shapes != expected:
@@ -486,8 +484,12 @@ class DenseGroup(Group):
         self._load_counts(meta, journal or {})
 
 
-def _is_float(dtype: np.dtype | str) -> bool:
-    return jnp.issubdtype(np.dtype(dtype), jnp.floating)
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise RefusedRequestError(str(error)) from error
 
 
 @jax.jit

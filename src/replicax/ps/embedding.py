@@ -20,7 +20,7 @@ from jax.experimental import io_callback
 from replicax._util.types import JSONObject, PyTree, Shape
 from replicax.engine.replica import ReplicaContext
 from replicax.engine.scope import current_context, current_strategy
-from replicax.ps.table_rows import check_ids, sum_duplicates
+from replicax.ps.table import check_ids, sum_duplicates
 
 __all__ = ["Embedding", "RowSource"]
 

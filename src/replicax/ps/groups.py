@@ -16,25 +16,15 @@ import jax
 import numpy as np
 
 from replicax._util.types import JSONObject
+from replicax.ps.call_log import Journaled, Note, PushCounts, Sessions
 from replicax.ps.limits import (
     IncompleteStep,
     RefusedRequestError,
     StaleSequence,
-    Superseded,
     SyncTimeout,
 )
-from replicax.ps.snapshots import Journaled, Note, note_nothing
 
-__all__ = [
-    "NEXT_STEP",
-    "Arrays",
-    "Group",
-    "LastPush",
-    "PushCounts",
-    "Sessions",
-    "StepShare",
-    "SyncStep",
-]
+__all__ = ["NEXT_STEP", "Arrays", "Group", "StepShare"]
 
 _logger = logging.getLogger("replicax")
 _MOST_PARTS = 65_536
@@ -71,146 +61,28 @@ class LastPush:
     step: int | None = None
 
 
+@dataclasses.dataclass(slots=True)
 class SyncStep:
     """The parts of one synchronous step, added up in their order as far as they go.
 
-    The order makes the sum the same in every run, to the last bit.
+    The order makes the sum the same in every run, to the last bit. `pushers` has by
+    part its worker, and the version it is of.
     """
 
-    def __init__(self, share: StepShare) -> None:
-        self.step = share.step
-        self.num_parts = share.num_parts
-        self.weighted = share.weight is not None
-        self.pushers: dict[
-            int, tuple[str, int | None]
-        ] = {}  # By part: worker, based_on.
-        self.total: dict[str, np.ndarray] | None = None
-        self.weights = 0.0
-        self.squared_norms: dict[str, float] | None = None
-        self.waiting: dict[int, tuple[Arrays, float]] = {}
-        self.next = 0
+    step: int
+    num_parts: int
+    weighted: bool
+    pushers: dict[int, tuple[str, int | None]] = dataclasses.field(default_factory=dict)
+    total: dict[str, np.ndarray] | None = None
+    weights: float = 0.0
+    squared_norms: dict[str, float] | None = None
+    waiting: dict[int, tuple[Arrays, float]] = dataclasses.field(default_factory=dict)
+    next: int = 0
 
     @property
     def missing(self) -> list[int]:
         """The parts that are not there yet."""
         return [i for i in range(self.num_parts) if i not in self.pushers]
-
-
-_Process = tuple[str, str]  # A worker's name, and its session.
-
-
-class Sessions:
-    """The processes of each worker; only the last one may push. Thread safe."""
-
-    def __init__(self) -> None:
-        self._known: dict[str, list[str]] = {}
-        self._lock = threading.Lock()
-
-    def admit(self, worker: str, session: str) -> None:
-        """Make a new session the worker's last one; refuse one that was replaced."""
-        with self._lock:
-            sessions = self._known.setdefault(worker, [])
-            if session not in sessions:
-                sessions.append(session)
-            elif sessions[-1] != session:
-                raise Superseded(
-                    f"{worker}: session {session!r} was ended by session "
-                    f"{sessions[-1]!r}, a later process of the same worker. Only one "
-                    f"process may be {worker}; this one should stop."
-                )
-
-    def state(self) -> dict[str, list[str]]:
-        """All of it, as JSON values."""
-        with self._lock:
-            return {worker: list(each) for worker, each in self._known.items()}
-
-    def load_state(self, state: dict[str, list[str]]) -> None:
-        """Take over what `state` returned."""
-        with self._lock:
-            self._known = {worker: list(each) for worker, each in state.items()}
-
-
-class PushCounts:
-    """The asynchronous pushes to one group of a server. Guarded by the group's lock.
-
-    Attributes:
-        applied: How many are in the values.
-
-    Example:
-        >>> counts = PushCounts("ps:0 'sgd'")
-        >>> for number in (1, 2):
-        ...     counts.add("worker:0", "a", number)
-        >>> restarted = PushCounts("ps:0 'sgd'")
-        >>> journal = {("ps:0 'sgd'", "worker:0", "a"): 4}
-        >>> restarted.load_state(counts.state(), journal)
-        >>> restarted.applied, restarted.lost
-        (2, 2)
-        >>> restarted.add("worker:0", "a", 4)  # It had no answer, and comes again.
-        >>> restarted.applied, restarted.lost
-        (3, 1)
-    """
-
-    def __init__(self, what: str, note: Note = note_nothing) -> None:
-        self.applied = 0
-        self._what = what
-        self._note = note
-        self._made: dict[_Process, int] = {}  # The highest number that was seen.
-        # After a restart: the highest number in the values, of each process whose loss
-        # is not in the log yet.
-        self._untold: dict[_Process, int] | None = None
-
-    @property
-    def lost(self) -> int:
-        """How many were made and are not in the values."""
-        return sum(self._made.values()) - self.applied
-
-    def add(self, worker: str, session: str, number: int) -> None:
-        """Count a push, before it is applied; not one that has been applied before."""
-        process = worker, session
-        if self._untold is not None:
-            for other in [p for p in self._untold if p[0] == worker and p != process]:
-                self._tell(other, self._made[other])  # It will not push again.
-            if process in self._untold or process not in self._made:
-                self._tell(process, number - 1)
-        self._note([self._what, *process], number)
-        self._made[process] = max(number, self._made.get(process, 0))
-        self.applied += 1
-
-    def tell_rest(self) -> None:
-        """At the end, log what was lost of workers that did not push again."""
-        for process in list(self._untold or ()):
-            self._tell(process, self._made[process])
-
-    def _tell(self, process: _Process, last: int) -> None:
-        assert self._untold is not None
-        first = self._untold.pop(process, 0) + 1
-        if last >= first:
-            _logger.warning(
-                "%s: %d updates of %s (its number %d to %d) were lost when the server "
-                "was restarted.",
-                self._what,
-                last - first + 1,
-                process[0],
-                first,
-                last,
-            )
-
-    def state(self) -> JSONObject:
-        """All of it, as JSON values."""
-        made = [[*process, number] for process, number in self._made.items()]
-        return {"applied": self.applied, "made": made}
-
-    def load_state(self, state: JSONObject, journal: Journaled) -> None:
-        """Go on from a snapshot, and from what was written down since then."""
-        self.applied = state["applied"]
-        self._untold = {(w, s): number for w, s, number in state["made"]}
-        self._made = dict(self._untold)
-        for (what, *process), number in journal.items():
-            if what == self._what:
-                worker, session = process
-                known = self._made.get((worker, session), 0)
-                self._made[worker, session] = max(number, known)
-                self._untold.setdefault((worker, session), 0)
 
 
 class Group(abc.ABC):
@@ -459,7 +331,7 @@ class Group(abc.ABC):
             self._give_up_steps(share.step)
             return None
         if self.step is None:
-            self.step = SyncStep(share)
+            self.step = SyncStep(share.step, share.num_parts, share.weight is not None)
         step = self.step
         if (share.num_parts, share.weight is not None) != (
             step.num_parts,

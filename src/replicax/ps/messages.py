@@ -14,14 +14,10 @@ import numpy as np
 
 from replicax._util.types import JSONObject
 from replicax.ps.dense_group import DenseGroup
+from replicax.ps.group_vectors import SlotKey, slots_from_message, slots_to_message
 from replicax.ps.groups import StepShare
 from replicax.ps.limits import Count
-from replicax.ps.partition import (
-    SlotKey,
-    VariableGroup,
-    slots_from_message,
-    slots_to_message,
-)
+from replicax.ps.partition import VariableGroup
 from replicax.ps.store import VariableStore
 from replicax.ps.table import TableSpec
 from replicax.ps.wire import Allowed, WireError, exactly
@@ -61,7 +57,11 @@ def _newest(store: VariableStore, held: DenseGroup) -> Answer:
     return {"version": version}, store.hand_out(values)
 
 
-class _OfGroup(msgspec.Struct):
+class _Message(msgspec.Struct, tag_field="op"):
+    pass
+
+
+class _OfGroup(_Message):
     group: str
 
     def expected(self, store: VariableStore) -> Mapping[str, Allowed]:
@@ -69,7 +69,7 @@ class _OfGroup(msgspec.Struct):
         return {}
 
 
-class Create(msgspec.Struct):
+class Create(_Message, tag="create"):
     """Hold a group, with these values unless it is here."""
 
     group: VariableGroup
@@ -84,7 +84,7 @@ class Create(msgspec.Struct):
         return {"version": held.version, "iterations": iterations}, {}
 
 
-class Pull(_OfGroup):
+class Pull(_OfGroup, tag="pull"):
     """A group's values, unless its version is `have`; how far a `step` is."""
 
     have: int | None = None
@@ -101,7 +101,7 @@ class Pull(_OfGroup):
         return header, {} if is_known else store.hand_out(values)
 
 
-class Push(msgspec.Struct):
+class Push(_OfGroup, tag="push"):
     """Gradients of a group; `pull`: answer with the new values.
 
     A part of a step waits for the others; after `SyncTimeout` it may be pushed again.
@@ -109,7 +109,6 @@ class Push(msgspec.Struct):
     be clipped by: add up what the servers say, and `Commit` it, unless `is_over`.
     """
 
-    group: str
     worker: str
     session: str
     sequence: int
@@ -146,7 +145,7 @@ class Push(msgspec.Struct):
         return answer, {} if self.pull is False else store.hand_out(values)
 
 
-class Commit(_OfGroup):
+class Commit(_OfGroup, tag="commit"):
     """Squared norms of a whole gradient, with which a step is applied."""
 
     step: int
@@ -160,10 +159,8 @@ class Commit(_OfGroup):
         return header | {"is_over": True}, values
 
 
-class Replace(msgspec.Struct):
+class Replace(_OfGroup, tag="replace"):
     """Other values for a group, as when a user assigns to its variables."""
-
-    group: str
 
     def expected(self, store: VariableStore) -> Mapping[str, Allowed]:
         return exactly(store.group(self.group).lengths)
@@ -175,7 +172,7 @@ class Replace(msgspec.Struct):
         return _newest(store, held)
 
 
-class GetSlots(_OfGroup):
+class GetSlots(_OfGroup, tag="slots"):
     """The variables of a group's optimizer: those of a name, or all."""
 
     name: str | None = None
@@ -190,10 +187,9 @@ class GetSlots(_OfGroup):
         return {"slots": header}, arrays
 
 
-class SetSlots(msgspec.Struct):
+class SetSlots(_OfGroup, tag="set_slots"):
     """Other values for variables of a group's optimizer: each one's key and shape."""
 
-    group: str
     slots: list[tuple[str, Count | None, tuple[Count, ...]]]
 
     def expected(self, store: VariableStore) -> Mapping[str, Allowed]:
@@ -214,7 +210,7 @@ class SetSlots(msgspec.Struct):
         return {}, {}
 
 
-class CreateTable(msgspec.Struct):
+class CreateTable(_Message, tag="create_table"):
     """Hold a table. Its optimizer is said, and checked, when it is known."""
 
     spec: TableSpec
@@ -228,7 +224,7 @@ class CreateTable(msgspec.Struct):
         return {"spec": table.spec.to_json(), "version": table.version}, {}
 
 
-class PullRows(msgspec.Struct):
+class PullRows(_Message, tag="rows"):
     """Values of a table's rows."""
 
     table: str
@@ -244,7 +240,7 @@ class PullRows(msgspec.Struct):
         return {"version": version}, {"rows": table.rows(vectors["ids"]).reshape(-1)}
 
 
-class PushRows(msgspec.Struct):
+class PushRows(_Message, tag="push_rows"):
     """Gradients of a table's rows."""
 
     table: str
@@ -278,19 +274,14 @@ class PushRows(msgspec.Struct):
             sequence=self.sequence,
             part=table.share_of(self.group, self.part),
         )
-        return {"version": pushed.version, "applied": pushed.applied}, {}
+        return pushed._asdict(), {}
 
 
 MESSAGES: dict[str, type[Message]] = {
-    "create": Create,
-    "pull": Pull,
-    "push": Push,
-    "commit": Commit,
-    "replace": Replace,
-    "slots": GetSlots,
-    "set_slots": SetSlots,
-    "create_table": CreateTable,
-    "rows": PullRows,
-    "push_rows": PushRows,
+    str(kind.__struct_config__.tag): kind
+    for kind in (
+        *(Create, Pull, Push, Commit, Replace, GetSlots, SetSlots),
+        *(CreateTable, PullRows, PushRows),
+    )
 }
 """The one table of what a stream may ask, by what stands in `"op"`."""

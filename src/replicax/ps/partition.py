@@ -16,8 +16,8 @@ import itertools
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Annotated, Any, Protocol
 
 import ml_dtypes  # noqa: F401  NumPy learns of bfloat16.
 import msgspec
@@ -32,17 +32,10 @@ __all__ = [
     "MaxSizePartitioner",
     "MinSizePartitioner",
     "Partitioner",
-    "SlotKey",
-    "Slots",
     "VariableGroup",
     "VariableInfo",
     "VariableSlice",
-    "VariableSlot",
-    "cut_slots",
-    "join_slots",
     "place",
-    "slots_from_message",
-    "slots_to_message",
 ]
 
 _logger = logging.getLogger("replicax")
@@ -93,6 +86,11 @@ class VariableGroup:
     name: str
     rule: JSONObject
     parts: tuple[VariableSlice, ...]
+
+    @property
+    def servers(self) -> list[int]:
+        """The servers that have some of it, in order."""
+        return sorted({part.server for part in self.parts})
 
     def slices_on(self, server: int) -> tuple[VariableSlice, ...]:
         """The parts on one server, in the order in which its vectors hold them."""
@@ -152,6 +150,7 @@ class Partitioner(Protocol):
         ...
 
 
+@dataclasses.dataclass(frozen=True)
 class FixedShardsPartitioner:
     """Cuts every variable into the same number of shards.
 
@@ -168,15 +167,17 @@ class FixedShardsPartitioner:
         [2, 1]
     """
 
-    def __init__(self, num_shards: int) -> None:
-        _require_positive("FixedShardsPartitioner", num_shards=num_shards)
-        self._num_shards = num_shards
+    num_shards: int
+
+    def __post_init__(self) -> None:
+        _require_positive(type(self).__name__, **vars(self))
 
     def __call__(self, shape: Sequence[int], dtype: str, axis: int = 0) -> list[int]:
         """The number of shards along each dimension."""
-        return _along(shape, axis, self._num_shards)
+        return _along(shape, axis, self.num_shards)
 
 
+@dataclasses.dataclass(frozen=True)
 class MinSizePartitioner:
     """Cuts a variable into many shards, none much smaller than a number of bytes.
 
@@ -195,29 +196,21 @@ class MinSizePartitioner:
         [2, 1]
     """
 
-    def __init__(
-        self,
-        min_shard_bytes: int = 256 << 10,
-        max_shards: int = 1,
-        bytes_per_string: int = 16,
-    ) -> None:
-        _require_positive(
-            "MinSizePartitioner",
-            min_shard_bytes=min_shard_bytes,
-            max_shards=max_shards,
-            bytes_per_string=bytes_per_string,
-        )
-        self._min_shard_bytes = min_shard_bytes
-        self._max_shards = max_shards
-        self._bytes_per_string = bytes_per_string
+    min_shard_bytes: int = 256 << 10
+    max_shards: int = 1
+    bytes_per_string: int = 16
+
+    def __post_init__(self) -> None:
+        _require_positive(type(self).__name__, **vars(self))
 
     def __call__(self, shape: Sequence[int], dtype: str, axis: int = 0) -> list[int]:
         """The number of shards along each dimension."""
-        total = math.prod(shape) * _item_bytes(dtype, self._bytes_per_string)
-        shards = math.ceil(total / self._min_shard_bytes)
-        return _along(shape, axis, min(shards, self._max_shards))
+        total = math.prod(shape) * _item_bytes(dtype, self.bytes_per_string)
+        shards = math.ceil(total / self.min_shard_bytes)
+        return _along(shape, axis, min(shards, self.max_shards))
 
 
+@dataclasses.dataclass(frozen=True)
 class MaxSizePartitioner:
     """Cuts a variable into few shards of at most a number of bytes.
 
@@ -237,30 +230,21 @@ class MaxSizePartitioner:
         [3, 1]
     """
 
-    def __init__(
-        self,
-        max_shard_bytes: int,
-        max_shards: int | None = None,
-        bytes_per_string: int = 16,
-    ) -> None:
-        _require_positive(
-            "MaxSizePartitioner",
-            max_shard_bytes=max_shard_bytes,
-            max_shards=1 if max_shards is None else max_shards,
-            bytes_per_string=bytes_per_string,
-        )
-        self._max_shard_bytes = max_shard_bytes
-        self._max_shards = max_shards
-        self._bytes_per_string = bytes_per_string
+    max_shard_bytes: int
+    max_shards: int | None = None
+    bytes_per_string: int = 16
+
+    def __post_init__(self) -> None:
+        _require_positive(type(self).__name__, **vars(self))
 
     def __call__(self, shape: Sequence[int], dtype: str, axis: int = 0) -> list[int]:
         """The number of shards along each dimension."""
-        total = math.prod(shape) * _item_bytes(dtype, self._bytes_per_string)
+        total = math.prod(shape) * _item_bytes(dtype, self.bytes_per_string)
         if not total:
             return _along(shape, axis, 1)
-        rows = max(1, self._max_shard_bytes * shape[axis] // total)
+        rows = max(1, self.max_shard_bytes * shape[axis] // total)
         shards = math.ceil(shape[axis] / rows)
-        return _along(shape, axis, min(shards, self._max_shards or shards))
+        return _along(shape, axis, min(shards, self.max_shards or shards))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -415,84 +399,7 @@ def _along(shape: Sequence[int], axis: int, shards: int) -> list[int]:
     return counts
 
 
-def _require_positive(who: str, **arguments: int) -> None:
+def _require_positive(who: str, **arguments: int | None) -> None:
     for name, value in arguments.items():
-        if value < 1:
+        if value is not None and value < 1:
             raise ValueError(f"{who}: got {name}={value!r}, expected at least 1.")
-
-
-class SlotKey(NamedTuple):
-    """Names one of the variables of an optimizer on one server.
-
-    `name` is `"momentum"`, `"iteration"` and the like, or a path where a name is there
-    twice; `part` the place, among the server's slices, of the one that it belongs to;
-    None: it belongs to no variable.
-    """
-
-    name: str
-    part: int | None
-
-
-Slots = dict[SlotKey, np.ndarray]
-
-
-VariableSlot = tuple[str, int | None]
-"""A name, and the place in its group of the variable that it belongs to."""
-
-
-Announced = Sequence[tuple[str, int | None, Sequence[int]]]
-"""What a message's header says of slots: each one's name, part and shape."""
-
-
-def slots_to_message(slots: Slots) -> tuple[Announced, dict[str, np.ndarray]]:
-    """Slots as a message has them: what its header says, and its vectors."""
-    header = [(key.name, key.part, list(x.shape)) for key, x in slots.items()]
-    return header, {str(i): np.ravel(x) for i, x in enumerate(slots.values())}
-
-
-def slots_from_message(header: Announced, vectors: Mapping[str, np.ndarray]) -> Slots:
-    """The slots of a message."""
-    return {
-        SlotKey(name, part): vectors[str(i)].reshape(shape)
-        for i, (name, part, shape) in enumerate(header)
-    }
-
-
-def join_slots(
-    group: VariableGroup, on_servers: Mapping[int, Slots]
-) -> dict[VariableSlot, np.ndarray]:
-    """Each slot whole, from its slices on the servers.
-
-    What belongs to no variable each server has for itself; the first one's counts.
-    """
-    pieces: dict[VariableSlot, list[tuple[int, np.ndarray]]] = {}
-    for server, slots in on_servers.items():
-        parts = group.slices_on(server)
-        for (name, place), array in slots.items():
-            part = None if place is None else parts[place]
-            variable = None if part is None else part.variable
-            first = part.rows[0] if part and part.rows else 0
-            pieces.setdefault((name, variable), []).append((first, array))
-    return {key: _rows(found, key) for key, found in pieces.items()}
-
-
-def _rows(pieces: list[tuple[int, np.ndarray]], key: VariableSlot) -> np.ndarray:
-    if key[1] is None or len(pieces) == 1:
-        return pieces[0][1]
-    ordered = sorted(pieces, key=lambda piece: piece[0])
-    return np.concatenate([array for _, array in ordered])
-
-
-def cut_slots(
-    group: VariableGroup, slots: Mapping[VariableSlot, np.ndarray], server: int
-) -> Slots:
-    """What one server has of each slot."""
-    cut: Slots = {}
-    for (name, variable), array in slots.items():
-        if variable is None:
-            cut[SlotKey(name, None)] = array
-        for place, part in enumerate(group.slices_on(server)):
-            if part.variable == variable:
-                rows = array if part.rows is None else array[slice(*part.rows)]
-                cut[SlotKey(name, place)] = rows
-    return cut

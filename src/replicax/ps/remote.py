@@ -1,6 +1,5 @@
 """A worker's client of one group: pulls values from servers, pushes gradients."""
 
-import dataclasses
 import functools
 import logging
 import time
@@ -10,8 +9,8 @@ from concurrent.futures import Future
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import keras
+import msgspec
 import numpy as np
 from jax.sharding import NamedSharding
 
@@ -20,17 +19,26 @@ from replicax._util.types import JSONObject, PyTree
 from replicax.engine import device_put
 from replicax.errors import CheckpointError, ClusterError, ClusterMismatchError
 from replicax.ps.connection import Connection, ServerRefused
-from replicax.ps.groups import StepShare
-from replicax.ps.partition import (
-    VariableGroup,
+from replicax.ps.group_vectors import (
+    GroupLayout,
     VariableSlot,
     cut_slots,
     join_slots,
     slots_from_message,
     slots_to_message,
 )
+from replicax.ps.groups import StepShare
+from replicax.ps.messages import (
+    Commit,
+    Create,
+    GetSlots,
+    Pull,
+    Push,
+    Replace,
+    SetSlots,
+)
+from replicax.ps.partition import VariableGroup
 from replicax.ps.session import Session
-from replicax.ps.wire import dtype_named
 
 __all__ = ["PushResult", "RemoteGroup", "ServerPushes", "key_of"]
 
@@ -90,21 +98,13 @@ class RemoteGroup:
         self._handed: list[jax.Array] = []
         self._session = session
         self._sharding = sharding
-        self._servers = sorted({part.server for part in group.parts})
-        self._slices = {server: group.slices_on(server) for server in self._servers}
-        self._layouts = {server: group.layout_on(server) for server in self._servers}
+        self._servers = group.servers
+        self._layout = GroupLayout(group, sharding, compression)
         self._incarnations: dict[int, str] = {}  # Of the servers, with `versions`.
         self._behind: dict[int, int] = {}  # Version before a server went back, by it.
         self._was_restarted = False
         self._held: dict[int, _Vectors] = {}
         self._sequence = 0
-        by_variable = {part.variable: part.dtype for part in group.parts}
-        dtypes = [by_variable[i] for i in range(len(by_variable))]
-        if compression:
-            dtypes = [compression if x == "float32" else x for x in dtypes]
-        self._pushed_dtypes = list(map(dtype_named, dtypes))
-        self._cast = jax.jit(self._in_pushed_dtypes)
-        self._unpack = jax.jit(self._unpacked, out_shardings=sharding)
 
     @property
     def name(self) -> str:
@@ -127,8 +127,7 @@ class RemoteGroup:
 
         `restored` are the optimizer's variables from a checkpoint.
         """
-        group = self.group.to_json()
-        made = self._ask_all("create", self._all_vectors(values), group=group)
+        made = self._ask_all(Create(self.group), self._layout.all_vectors(values))
         # Before others hear of the group, and push.
         if restored and not any(header["version"] for header, _ in made):
             self.restore(restored)
@@ -217,7 +216,7 @@ class RemoteGroup:
     def pull(self) -> bool:
         """Get what has changed since this worker looked last; whether anything has."""
         pulls = [
-            self._session.submit(server, functools.partial(self._pull_from, server))
+            self._submit(server, functools.partial(self._pull_from, server))
             for server in self._servers
         ]
         return self._take([self._session.result(pull) for pull in pulls])
@@ -247,7 +246,7 @@ class RemoteGroup:
 
     def slots(self, name: str | None = None) -> dict[VariableSlot, np.ndarray]:
         """The optimizer's variables, those of a name or all, each of them whole."""
-        answers = self._ask_all("slots", name=name)
+        answers = self._ask_all(GetSlots(self.name, name))
         on_servers = {
             server: slots_from_message(header["slots"], vectors)
             for server, (header, vectors) in zip(self._servers, answers, strict=True)
@@ -258,7 +257,7 @@ class RemoteGroup:
         """Give the servers other values for some of their optimizers' variables."""
         cut = [cut_slots(self.group, values, server) for server in self._servers]
         headers, vectors = zip(*map(slots_to_message, cut), strict=True)
-        self._ask_all("set_slots", vectors, [{"slots": x} for x in headers])
+        self._ask_all([SetSlots(self.name, x) for x in headers], vectors)
 
     def restore(self, values: Mapping[VariableSlot, np.ndarray]) -> None:
         """Give the servers' optimizers all variables that a checkpoint has."""
@@ -277,7 +276,7 @@ class RemoteGroup:
 
     def assign(self, values: Sequence[jax.Array]) -> None:
         """Replace the servers' values."""
-        self._ask_all("replace", self._all_vectors(values))
+        self._ask_all(Replace(self.name), self._layout.all_vectors(values))
         self.num_assigned += 1
         self.pull()
 
@@ -301,28 +300,22 @@ class RemoteGroup:
         Gradients are equal on all of this worker's replicas, and of the `based_on`
         versions. Without a `part` of a synchronous step they are applied at once.
         """
-        given = [x.addressable_data(0) for x in gradients]
-        if [x.dtype for x in given] != self._pushed_dtypes:
-            given = self._cast(given)
-        for gradient in given:
-            gradient.copy_to_host_async()
+        given = self._layout.as_pushed(gradients)
         self._sequence += 1
-        header = {
-            "op": "push",
-            "group": self.name,
-            "worker": self._session.name,
-            "session": self._session.id,
-            "sequence": self._sequence,
-            "deadline_seconds": self._session.timeouts.step,
-            "part": None if part is None else dataclasses.asdict(part),
-        }
-        sends = [
-            functools.partial(
-                self._push_to, server, header | {"based_on": based_on[server]}, given
+        sends = []
+        for server in self._servers:
+            message = Push(
+                self.name,
+                self._session.name,
+                self._session.id,
+                self._sequence,
+                based_on[server],
+                self._session.timeouts.step,
+                part,
             )
-            for server in self._servers
-        ]
-        futures = list(map(self._session.submit, self._servers, sends))
+            send = functools.partial(self._push_to, server, message, given)
+            sends.append(send)
+        futures = list(map(self._submit, self._servers, sends))
         return ServerPushes(futures, sends, part)
 
     def finish(self, push: ServerPushes, *, may_leave: bool = False) -> PushResult:
@@ -351,46 +344,38 @@ class RemoteGroup:
         """
 
         def poll() -> bool | None:
-            waiting = [i for i, (said, _) in enumerate(answers) if not said["is_over"]]
             norms = [said["squared_norms"] for said, _ in answers]
-            asked = {"op": "pull", "group": self.name, "step": step}
+            commit: Commit | None = None
             if None not in norms:  # Else parts are missing: of a restarted server, too.
                 total: Counter[str] = Counter()
                 for each in norms:
                     total.update(each)
-                asked |= {"op": "commit", "squared_norms": total}
-            self._ask_again(push, answers, waiting, asked)
+                commit = Commit(self.name, step, dict(total))
+            for i, future in [
+                (i, self._ask(i, commit or Pull(self.name, v["version"], step)))
+                for i, (v, _) in enumerate(answers)
+                if not v["is_over"]
+            ]:
+                answers[i] = self._end_of(push, i, future, answers[i])
             return all(said["is_over"] for said, _ in answers) or None
 
         self._session.wait(
             poll, f"the end of step {step} of {self.name!r}", lambda: "another worker"
         )
 
-    def _ask_again(
-        self,
-        push: ServerPushes,
-        answers: list[_Answer],
-        waiting: Sequence[int],
-        asked: JSONObject,
-    ) -> None:
-        """Ask some servers how far a step is; their answers replace the last ones."""
-        futures = []
-        for i in waiting:
-            header = asked | {"have": answers[i][0]["version"]}
-            send = functools.partial(Connection.exchange, header=header)
-            futures.append(self._session.submit(self._servers[i], send))
-        for i, future in zip(waiting, futures, strict=True):
-            before, known = answers[i]
-            try:
-                newer, vectors = self._session.result(future)
-            except ServerRefused as refused:
-                if refused.kind != "IncompleteStep":
-                    raise
-                # It was restarted before the commit, and has forgotten the parts.
-                send = push.sends[i]
-                future = self._session.submit(self._servers[i], send)
-                newer, vectors = self._session.result(future)
-            answers[i] = before | newer, vectors or known
+    def _end_of(
+        self, push: ServerPushes, i: int, asked: Future[_Answer], before: _Answer
+    ) -> _Answer:
+        """What the `i`-th server says now of a step."""
+        try:
+            newer, vectors = self._session.result(asked)
+        except ServerRefused as refused:
+            if refused.kind != "IncompleteStep":
+                raise
+            # It was restarted before the commit, and has forgotten the parts.
+            again = self._submit(self._servers[i], push.sends[i])
+            newer, vectors = self._session.result(again)
+        return before[0] | newer, vectors or before[1]
 
     def _take(self, answers: Sequence[_Answer]) -> bool:
         """Take over the values that servers sent; whether there were any."""
@@ -407,7 +392,7 @@ class RemoteGroup:
                 self._held[server] = vectors
                 changed = True
         if changed or not self.values:
-            self.values = self._on_devices([self._held[i] for i in self._servers])
+            self.values = self._layout.on_devices(self._held)
         return changed
 
     def _note_restart(self, server: int) -> None:
@@ -424,102 +409,67 @@ class RemoteGroup:
 
     # Messages. Those to one server are sent one after another, by its thread.
 
+    def _submit(
+        self, server: int, use: Callable[[Connection], _Answer]
+    ) -> Future[_Answer]:
+        return self._session.connections[server].submit(use)
+
+    def _ask(
+        self, i: int, message: msgspec.Struct, vectors: _Vectors | None = None
+    ) -> Future[_Answer]:
+        """Exchange a message with the `i`-th of the servers."""
+        return self._submit(self._servers[i], lambda x: x.exchange(message, vectors))
+
     def _ask_all(
         self,
-        op: str,
-        vectors: Sequence[_Vectors] | None = None,
-        own_fields: Sequence[JSONObject] | None = None,
-        **fields: PyTree,
+        message: msgspec.Struct | Sequence[msgspec.Struct],
+        vectors: Sequence[_Vectors | None] | None = None,
     ) -> list[_Answer]:
-        """Exchange a message with each server, and wait."""
-        header = {"op": op, "group": self.name, **fields}
-        nothing: list[_Vectors] = [{}] * len(self._servers)
-        asked = [
-            self._session.submit(server, lambda x, own=own, v=v: x.exchange(own, v))
-            for server, v, own in zip(
-                self._servers,
-                vectors or nothing,
-                [header | own for own in own_fields or nothing],
-                strict=True,
-            )
-        ]
-        return [self._session.result(future) for future in asked]
+        """Exchange a message with each server, or each its own, and wait."""
+        num = len(self._servers)
+        own = message if isinstance(message, Sequence) else [message] * num
+        asked = map(self._ask, range(num), own, vectors or [None] * num)
+        return [self._session.result(future) for future in list(asked)]
 
     def _pull_from(self, server: int, connection: Connection) -> _Answer:
-        header = {"op": "pull", "group": self.name, "have": self.versions.get(server)}
         began = time.perf_counter()
-        answer = connection.exchange(header)
+        answer = connection.exchange(Pull(self.name, self.versions.get(server)))
         self._session.exchange_s[server] += time.perf_counter() - began
         known = self._incarnations.get(server)
         if not answer[1] and known not in (None, self._session.incarnations[server]):
             # Restored: what this worker has is of no version there.
-            answer = connection.exchange(header | {"have": None})
+            answer = connection.exchange(Pull(self.name))
         return answer
 
     def _push_to(
         self,
         server: int,
-        header: JSONObject,
+        message: Push,
         gradients: Sequence[jax.Array],
         connection: Connection,
     ) -> _Answer:
         # Here the thread waits for the step to be computed.
-        vectors = self._vectors(gradients, server)
+        vectors = self._layout.vectors(gradients, server)
         step = self._session.timeouts.step
         began = time.perf_counter()
         try:
             # The server says first when other workers' parts do not come in time.
             answer = connection.exchange(
-                header, vectors, reply_timeout_seconds=step + _SLACK_SECONDS
+                message,
+                vectors,
+                reply_timeout_seconds=step + _SLACK_SECONDS,
             )
         except ServerRefused as refused:
             if refused.kind != "SyncTimeout":
                 raise
             raise ClusterError(
                 f"{self._session.name}: {self._session.absent()} did not bring a part "
-                f"of step {header['part']['step']} within {step:.0f} s. See what it "
+                f"of step {message.part and message.part.step} "
+                f"within {step:.0f} s. See what it "
                 "prints, or give it more time (rx.Timeouts(step=...))."
             ) from refused
         self._session.exchange_s[server] += time.perf_counter() - began
         return answer
-
-    # Between variables and flat vectors.
-
-    def _all_vectors(self, values: Sequence[jax.Array]) -> list[_Vectors]:
-        local = [x.addressable_data(0) for x in values]
-        return [self._vectors(local, server) for server in self._servers]
-
-    def _vectors(self, values: Sequence[jax.Array], server: int) -> _Vectors:
-        """A server's vectors in pieces, where they lie: XLA joins them slowly on CPUs.
-
-        For the MLP of benchmarks/parameter_servers.py that took as long as the step.
-        """
-        parts = self._slices[server]
-        hosts = (np.asarray(values[part.variable]) for part in parts)
-        return self._layouts[server].pieces(
-            host if part.rows is None else host[slice(*part.rows)]
-            for part, host in zip(parts, hosts, strict=True)
-        )
-
-    def _in_pushed_dtypes(self, gradients: list[jax.Array]) -> list[jax.Array]:
-        dtypes = zip(gradients, self._pushed_dtypes, strict=True)
-        return [gradient.astype(dtype) for gradient, dtype in dtypes]
-
-    def _on_devices(self, held: list[_Vectors]) -> list[jax.Array]:
-        return self._unpack(jax.device_put(held, self._sharding))
-
-    def _unpacked(self, held: list[_Vectors]) -> list[jax.Array]:
-        unpacked = {
-            server: iter(self._layouts[server].unpack(vectors))
-            for server, vectors in zip(self._servers, held, strict=True)
-        }
-        pieces: dict[int, list[jax.Array]] = {}
-        for part in self.group.parts:  # Rows of a variable are in order.
-            pieces.setdefault(part.variable, []).append(next(unpacked[part.server]))
-        return [
-            found[0] if len(found) == 1 else jnp.concatenate(found)
-            for _, found in sorted(pieces.items())
-        ]
 
 
 def key_of(name: str) -> str:

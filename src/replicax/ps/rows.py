@@ -4,7 +4,6 @@ Layers fetch rows and leave gradients by callbacks inside a running program; the
 not wait for JAX. When the program is over the strategy has the gradients pushed.
 """
 
-import dataclasses
 import functools
 import logging
 import threading
@@ -17,14 +16,16 @@ from typing import TypeVar
 import jax
 import keras
 import ml_dtypes
+import msgspec
 import numpy as np
 
 from replicax._util.types import JSONObject
 from replicax.ps.connection import Connection, ConnectionLost, ServerRefused
 from replicax.ps.groups import StepShare
+from replicax.ps.messages import PullRows, PushRows
 from replicax.ps.partition import VariableGroup
 from replicax.ps.session import Session
-from replicax.ps.table_rows import sum_duplicates
+from replicax.ps.table import sum_duplicates
 
 __all__ = ["RemoteTables", "RowPush"]
 
@@ -201,20 +202,19 @@ class RemoteTables:
                 collected = self._collected.pop(name, [])
             self._sequences[name] += 1
             ids, gradients = self._summed(name, collected)
-            header = {
-                "op": "push_rows",
-                "table": name,
-                "group": group.name,
-                "worker": self._session.name,
-                "session": self._session.id,
-                "sequence": self._sequences[name],
-                "part": None if part is None else dataclasses.asdict(part),
-            }
             for server in self._servers:
                 here = ids % len(self._servers) == server
                 vectors = {"ids": ids[here], "gradients": gradients[here].reshape(-1)}
-                own = header | {"num_rows": len(vectors["ids"])}
-                pushes.append(self._exchange(server, own, vectors))
+                message = PushRows(
+                    name,
+                    group.name,
+                    len(vectors["ids"]),
+                    self._session.name,
+                    self._session.id,
+                    self._sequences[name],
+                    part,
+                )
+                pushes.append(self._exchange(server, message, vectors))
         return pushes
 
     def finish(self, pushes: Sequence[RowPush]) -> None:
@@ -229,9 +229,10 @@ class RemoteTables:
         for server in self._servers:
             here = np.flatnonzero(server_of == server)
             if len(here):
-                header = {"op": "rows", "table": name}
                 vectors = {"ids": ids[here]}
-                pull = self._exchange(server, header, vectors, in_program=in_program)
+                pull = self._exchange(
+                    server, PullRows(name), vectors, in_program=in_program
+                )
                 pulls.append((here, pull))
         for here, pull in pulls:
             _, vectors = pull.result()
@@ -241,7 +242,7 @@ class RemoteTables:
     def _exchange(
         self,
         server: int,
-        header: JSONObject,
+        message: JSONObject | msgspec.Struct,
         vectors: dict[str, np.ndarray] | None = None,
         *,
         in_program: bool = False,
@@ -251,7 +252,7 @@ class RemoteTables:
         return self._submit(
             server,
             lambda connection: connection.exchange(
-                header, vectors, reply_timeout_seconds=reply_seconds
+                message, vectors, reply_timeout_seconds=reply_seconds
             ),
             _RETRY_SECONDS if in_program else self._session.timeouts.server,
         )
@@ -267,9 +268,8 @@ class RemoteTables:
     ) -> Future[_Result]:
         """Use a server's stream of rows, which has that long to come back."""
         end = time.monotonic() + seconds
-        return self._session.submit_rows(
-            server, functools.partial(_in_time, exchange, end)
-        )
+        connection = self._session.row_connection(server)
+        return connection.submit(functools.partial(_in_time, exchange, end))
 
     def _summed(
         self, name: str, collected: list[tuple[np.ndarray, np.ndarray]]

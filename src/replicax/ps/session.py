@@ -13,7 +13,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 
@@ -23,7 +23,7 @@ from replicax._util.waiting import wait_for
 from replicax.cluster.failure import ATTEMPT, ExitCode, report_of
 from replicax.cluster.timeouts import Timeouts
 from replicax.errors import ClusterError, ClusterMismatchError
-from replicax.ps.connection import Connection, ServerRefused
+from replicax.ps.connection import Connection, ServerRefused, ValuesLostError
 from replicax.ps.credentials import Credentials
 from replicax.ps.limits import beat_seconds, family_of, longest_pause
 
@@ -75,15 +75,13 @@ class Session:
         self.incarnations = [""] * len(servers)
         self._servers = tuple(servers)
         self._credentials = credentials
-        self.connections, self._threads = self._open(
-            "ps",
+        self.connections = self._open(
             self.incarnations.__setitem__,
             reply_timeout_seconds=timeouts.step,
             # For the start; `join` makes it that of a server's restart.
             retry_timeout_seconds=timeouts.startup,
         )
         self._row_connections: list[Connection] = []
-        self._row_threads: list[ThreadPoolExecutor] = []
         self._opening = threading.Lock()
         self._calls = itertools.count(1)
         self._board_lock = threading.Lock()
@@ -128,8 +126,8 @@ class Session:
         atexit.register(self.leave)
         # Only now the others: who cannot reach them tells the board, and hears of it.
         greetings = [
-            self.submit(server, lambda connection: connection.call("hello"))
-            for server in range(len(self.connections))
+            connection.submit(lambda x: x.call("hello"))
+            for connection in self.connections
         ]
         for greeting in greetings:
             self.result(greeting)
@@ -140,12 +138,11 @@ class Session:
 
     def _open(
         self,
-        stream: str,
         on_connect: Callable[[int, str], None] = lambda server, incarnation: None,
         **timeouts: float,
-    ) -> tuple[list[Connection], list[ThreadPoolExecutor]]:
-        """A stream to each server, and the one thread that exchanges messages on it."""
-        connections = [
+    ) -> list[Connection]:
+        """A stream to each server."""
+        return [
             Connection(
                 address,
                 self._credentials,
@@ -156,39 +153,23 @@ class Session:
             )
             for i, address in enumerate(self._servers)
         ]
-        threads = [
-            ThreadPoolExecutor(1, thread_name_prefix=f"replicax-{stream}:{i}")
-            for i in range(len(connections))
-        ]
-        return connections, threads
 
-    def submit(
-        self, server: int, exchange: Callable[[Connection], _Result]
-    ) -> "Future[_Result]":
-        """Use a server's stream, after what was submitted before."""
-        thread, connection = self._threads[server], self.connections[server]
-        return thread.submit(_used, exchange, connection)
-
-    def submit_rows(
-        self, server: int, exchange: Callable[[Connection], _Result]
-    ) -> "Future[_Result]":
-        """Likewise with the server's stream of rows, which is made when first used.
+    def row_connection(self, server: int) -> Connection:
+        """A server's stream of rows, which is made when first used.
 
         Callbacks inside a running program fetch rows. Behind a push of dense gradients,
         which may be waiting for this very step, they would wait for ever.
         """
         with self._opening:
             if not self._row_connections:
-                self._row_connections, self._row_threads = self._open(
-                    "rows",
+                self._row_connections = self._open(
                     connect_timeout_seconds=_ROW_CONNECT_SECONDS,
                     reply_timeout_seconds=_ROW_REPLY_SECONDS,
                 )
-        thread, connection = self._row_threads[server], self._row_connections[server]
-        return thread.submit(_used, exchange, connection)
+        return self._row_connections[server]
 
     def result(self, future: "Future[_Result]") -> _Result:
-        """Wait for what `submit` gave, while the job goes on."""
+        """Wait for what `Connection.submit` gave, while the job goes on."""
         while True:
             try:
                 return future.result(timeout=_LOOK_SECONDS)
@@ -236,7 +217,7 @@ class Session:
             if is_same_job or self.is_chief:
                 self._say("join", info=self._info())
             if not is_same_job:
-                raise _ValuesLostError(
+                raise ValuesLostError(
                     f"{server.task} at {server.address} was restarted without a "
                     "snapshot, and what it held is lost. Start the job again; with "
                     "snapshot_dir=... a restarted server goes on.",
@@ -363,8 +344,6 @@ class Session:
 
     def close(self) -> None:
         """End all streams. May be called again."""
-        for thread in (*self._threads, *self._row_threads):
-            thread.shutdown(wait=False, cancel_futures=True)
         for connection in (*self.connections, *self._row_connections):
             connection.close()
 
@@ -395,30 +374,6 @@ class Session:
                 return
 
 
-class _ValuesLostError(ClusterError):
-    """A server was restarted without the values that this worker trains."""
-
-
-def _used(exchange: Callable[[Connection], _Result], connection: Connection) -> _Result:
-    try:
-        return exchange(connection)
-    except ServerRefused as refused:
-        if refused.kind == "UnknownGroup":
-            raise _ValuesLostError(
-                f"{connection.task} at {connection.address} has lost its values: it "
-                "was restarted without a snapshot that has them. Start the job again; "
-                "with snapshot_dir=... a restarted server goes on.",
-                culprit=connection.task,
-            ) from refused
-        if refused.kind in ("UnknownTable", "Superseded"):
-            lost = refused.kind == "UnknownTable"
-            raise (_ValuesLostError if lost else ClusterError)(
-                f"{connection.task} refuses to go on: {refused}",
-                culprit=connection.task,
-            ) from refused
-        raise
-
-
 def _report_exceptions(session: Session) -> None:
     """Tell launcher and board of an exception that ends this process."""
     previous = sys.excepthook
@@ -432,7 +387,7 @@ def _report_exceptions(session: Session) -> None:
         else:
             previous(kind, error, trace)
         report = report_of(session.name, error, trace)
-        if isinstance(error, _ValuesLostError):
+        if isinstance(error, ValuesLostError):
             report = dataclasses.replace(
                 report, kind="values lost", culprit=error.culprit
             )

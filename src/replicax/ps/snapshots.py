@@ -1,4 +1,4 @@
-"""A server's files: its snapshots, each complete or absent, and its write-ahead log.
+"""A server's snapshots on disk: folders with checksums, each complete or absent.
 
     server-0/
       journal           what was counted since the newest snapshot
@@ -21,10 +21,10 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -40,16 +40,13 @@ from replicax._util.files import (
     write_whole,
 )
 from replicax._util.manifest import FolderFormat
-from replicax._util.types import JSON, JSONObject
+from replicax._util.types import JSONObject
 from replicax.errors import CheckpointError
+from replicax.ps.call_log import WriteAheadLog
 
 __all__ = [
-    "Journaled",
-    "Note",
     "Snapshot",
     "Snapshots",
-    "WriteAheadLog",
-    "note_nothing",
 ]
 
 _logger = logging.getLogger("replicax")
@@ -62,18 +59,6 @@ _NAME = re.compile(r"snapshot-(\d{9})")
 _FORMAT = FolderFormat("snapshot", "replicax-snapshot", 1, "It is skipped.")
 _POLL_SECONDS = 0.05
 _RETRY_SECONDS = 5.0
-
-
-Note = Callable[[Sequence[str], JSON], None]
-"""Writes down a key, which is some texts, and its newest value, which is JSON."""
-
-
-Journaled = Mapping[tuple[str, ...], Any]
-"""A write-ahead log: the newest value of each key, the one written last at the end."""
-
-
-def note_nothing(key: Sequence[str], value: JSON) -> None:
-    """A `Note` where there is no write-ahead log."""
 
 
 class _SnapshotSource(Protocol):
@@ -348,109 +333,3 @@ def _read(path: Path) -> Snapshot:
         state={"meta": state["meta"], "arrays": arrays},
         board=state["board"],
     )
-
-
-_COMPACT_BYTES = 1 << 20
-
-
-class WriteAheadLog:
-    """An append-only file of keys and values, rewritten when it has grown.
-
-    Args:
-        path: The file. What it holds already is read.
-
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp()) / "journal"
-        >>> journal = WriteAheadLog(path)
-        >>> journal.note(["updates", "worker:0"], 7)
-        >>> journal.note(["updates", "worker:0"], 8)
-        >>> WriteAheadLog(path).newest
-        {('updates', 'worker:0'): 8}
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._lock = threading.Lock()
-        self._file: int | None = None
-        self._size = 0
-        self._failed = False  # The last write.
-        self.newest: dict[tuple[str, ...], Any] = _read_lines(path)
-
-    def note(self, key: Sequence[str], value: JSON) -> None:
-        """Write down a key's newest value; what a full disk refuses, with the next."""
-        with self._lock:
-            self.newest.pop(tuple(key), None)  # The latest is the last.
-            self.newest[tuple(key)] = value
-            try:
-                if self._file is None or self._size > _COMPACT_BYTES:
-                    self._rewrite()
-                else:
-                    self._append(_line(key, value))
-                self._failed = False
-            except OSError as error:
-                self._drop(error)
-
-    def clear(self) -> None:
-        """Forget all, in a new job."""
-        with self._lock:
-            self.newest.clear()
-            self._close()
-            self._path.unlink(missing_ok=True)
-
-    def close(self) -> None:
-        """Close the file; a later `note` opens it again."""
-        with self._lock:
-            self._close()
-
-    def _append(self, data: bytes) -> None:
-        assert self._file is not None
-        if os.write(self._file, data) != len(data):
-            raise OSError(f"{self._path} cannot grow")
-        self._size += len(data)
-
-    def _rewrite(self) -> None:
-        """Write the newest values only, and go on in that file."""
-        self._close()
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        lines = (_line(k, v) for k, v in self.newest.items())
-        write_whole(self._path, b"".join(lines))
-        self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
-        # Counts from here, however large what is kept may be.
-        self._size = 0
-
-    def _drop(self, error: OSError) -> None:
-        if not self._failed:
-            _logger.error(
-                "the journal %s cannot be written: %s. If this server is killed now, "
-                "its counts of lost updates may be too low. Make room there.",
-                self._path,
-                error,
-            )
-        self._failed = True
-        self._close()
-        # What it holds would be older than the next snapshot.
-        with contextlib.suppress(OSError):
-            self._path.unlink(missing_ok=True)
-
-    def _close(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
-
-
-def _line(key: Sequence[str], value: JSON) -> bytes:
-    return json.dumps([list(key), value]).encode() + b"\n"
-
-
-def _read_lines(path: Path) -> dict[tuple[str, ...], Any]:
-    """The newest values; a last line that was cut off is no line."""
-    try:
-        *lines, _ = path.read_bytes().split(b"\n")
-    except FileNotFoundError:
-        return {}
-    newest: dict[tuple[str, ...], Any] = {}
-    for key, value in map(json.loads, lines):
-        newest.pop(tuple(key), None)
-        newest[tuple(key)] = value
-    return newest

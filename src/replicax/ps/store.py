@@ -17,11 +17,11 @@ import msgspec
 import numpy as np
 
 from replicax._util.types import JSONObject
+from replicax.ps.call_log import Journaled, Note, Sessions, note_nothing
 from replicax.ps.dense_group import DenseGroup
-from replicax.ps.groups import Arrays, Group, Sessions
+from replicax.ps.groups import Arrays, Group
 from replicax.ps.limits import RefusedRequestError
 from replicax.ps.partition import VariableGroup
-from replicax.ps.snapshots import Journaled, Note, note_nothing
 from replicax.ps.table import Table, TableError, TableSpec
 from replicax.ps.wire import dtype_named
 

@@ -1,29 +1,30 @@
 """An embedding table on a server: rows that are pulled and updated a few at a time.
 
-Row `r` lies on server `r % num_servers`, at place `r // num_servers` there.
+Row `r` lies on server `r % num_servers`, at place `r // num_servers` there. Its first
+value comes from the seed and the row alone, by a counter-based generator, block by
+block of rows. So a row starts with the same value on any number of servers, and no
+process makes the whole table.
 """
 
 import dataclasses
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import msgspec
 import numpy as np
 
 from replicax._util.types import JSONObject
-from replicax.ps.groups import Arrays, Group, Sessions, StepShare
+from replicax.ps.call_log import Journaled, Note, Sessions, note_nothing
+from replicax.ps.groups import Arrays, Group, StepShare
 from replicax.ps.limits import RefusedRequestError
-from replicax.ps.snapshots import Journaled, Note, note_nothing
-from replicax.ps.table_rows import (
-    RowOptimizer,
-    check_ids,
-    check_initializer,
-    differing_options,
-    fill_rows,
-    sum_duplicates,
-)
+from replicax.ps.optimizers import RowOptimizer, differing_options
 
-__all__ = ["RowsPushed", "Table", "TableError", "TableSpec"]
+__all__ = ["Table", "TableError", "TableSpec", "check_ids", "sum_duplicates"]
+
+
+_BLOCK = 4096  # Rows; part of what a seed means, so it must never change.
+_Block = Callable[[np.random.Generator, tuple[int, int]], np.ndarray]
 
 
 class TableError(RefusedRequestError):
@@ -58,7 +59,8 @@ class TableSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 "on the servers. Give the layer dtype='float32' or a mixed policy."
             )
         try:
-            check_initializer(self.initializer)
+            if _constant(self.initializer) is None:
+                _random(self.initializer)
         except ValueError as error:
             raise TableError(f"Table {self.name!r}: {error}") from error
 
@@ -82,13 +84,8 @@ class TableSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return msgspec.to_builtins(self)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RowsPushed:
-    """What became of a push.
-
-    `applied`: the gradients are in the table, or will be when the step's other parts
-    are there.
-    """
+class RowsPushed(NamedTuple):
+    """What became of a push; `applied`: it is in the table, or in its step's sum."""
 
     version: int
     applied: bool
@@ -109,8 +106,9 @@ class Table(Group):
         ...                  rule={"kind": "optimizer", "config": sgd})
         >>> table = Table(spec)
         >>> ids, gradients = np.array([7, 7]), np.ones((2, 2), "float32")
-        >>> table.push_rows(ids, gradients, worker="worker:0", session="a", sequence=1)
-        RowsPushed(version=1, applied=True)
+        >>> sender = {"worker": "worker:0", "session": "a", "sequence": 1}
+        >>> table.push_rows(ids, gradients, **sender).applied
+        True
         >>> table.rows(np.array([6, 7])).tolist()
         [[0.0, 0.0], [-1.0, -1.0]]
     """
@@ -211,7 +209,7 @@ class Table(Group):
         summed = {"ids": places, "gradients": gradients}
         with self.condition:
             last = self.push(worker, session, sequence, summed, share=part)
-            return RowsPushed(version=self.version, applied=last.applied)
+            return RowsPushed(self.version, last.applied)
 
     def share_of(self, group: str, part: StepShare | None) -> StepShare | None:
         """The table's step for a group's: each group counts its own from 0."""
@@ -244,8 +242,8 @@ class Table(Group):
     def state(self) -> tuple[dict[str, np.ndarray | jax.Array], JSONObject]:
         """Copies of the arrays by name, and all else as JSON values."""
         with self.condition:
-            arrays: dict[str, np.ndarray | jax.Array] = {"values": self._values.copy()}
-            arrays |= {f"slots/{k}": v.copy() for k, v in self._slots.items()}
+            arrays: dict[str, np.ndarray | jax.Array]
+            arrays = {name: array.copy() for name, array in self._arrays().items()}
             shared = {} if self._optimizer is None else self._optimizer.shared
             return arrays, {
                 "spec": self.spec.to_json(),
@@ -256,6 +254,10 @@ class Table(Group):
                 **self._counts(),
             }
 
+    def _arrays(self) -> dict[str, np.ndarray]:
+        slots = {f"slots/{name}": slot for name, slot in self._slots.items()}
+        return {"values": self._values, **slots}
+
     def load_state(
         self, arrays: Arrays, meta: JSONObject, journal: Journaled | None = None
     ) -> None:
@@ -265,8 +267,7 @@ class Table(Group):
         mine = {"server": self.server, "num_servers": self._num_servers}
         mine |= {f: self.spec.to_json()[f] for f in ("name", "num_rows", "dim")}
         its = {k: meta.get(k, meta["spec"].get(k)) for k in mine}
-        shapes = {"values": self._values.shape}
-        shapes |= {f"slots/{k}": v.shape for k, v in self._slots.items()}
+        shapes = {name: array.shape for name, array in self._arrays().items()}
         found = {k: v.shape for k, v in arrays.items()}
         if (its, found) != (mine, shapes):
             raise TableError(
@@ -275,9 +276,8 @@ class Table(Group):
                 "servers, sizes and optimizer as when it was saved."
             )
         with self.condition:
-            self._values = np.array(arrays["values"], np.float32)
-            for name in self._slots:
-                self._slots[name] = np.array(arrays[f"slots/{name}"], np.float32)
+            for name, array in self._arrays().items():
+                array[...] = arrays[name]
             if self._optimizer is not None:
                 self._optimizer.assign(meta["optimizer"])
             self.offsets = dict(meta["offsets"])
@@ -338,3 +338,153 @@ class Table(Group):
         self._required_optimizer().apply(
             self._values, self._slots, gradients["ids"], gradients["gradients"]
         )
+
+
+def fill_rows(
+    values: np.ndarray,
+    initializer: JSONObject,
+    seed: int,
+    first_row: int = 0,
+    stride: int = 1,
+) -> None:
+    """Write first values into rows `first_row`, `first_row + stride`, … of a table.
+
+    The seed is that of the whole table; `first_row` is less than `stride`.
+
+    Example:
+        >>> import numpy as np
+        >>> config = {"class_name": "RandomNormal", "config": {"stddev": 0.1}}
+        >>> whole, odd = np.empty((10, 2), "f4"), np.empty((5, 2), "f4")
+        >>> fill_rows(whole, config, seed=3)
+        >>> fill_rows(odd, config, seed=3, first_row=1, stride=2)
+        >>> bool((whole[1::2] == odd).all())
+        True
+    """
+    constant = _constant(initializer)
+    if constant is not None:
+        values[...] = constant
+        return
+    make = _random(initializer)
+    shape = (_BLOCK, values.shape[1])
+    filled, block = 0, 0
+    while filled < len(values):
+        # Row numbers of a server in this block go on where those of the last ended.
+        offset = first_row + filled * stride - block * _BLOCK
+        count = min(len(range(offset, _BLOCK, stride)), len(values) - filled)
+        if count:
+            key = np.array([seed % 2**64, block], np.uint64)
+            rows = make(np.random.Generator(np.random.Philox(key=key)), shape)
+            values[filled : filled + count] = rows[offset::stride][:count]
+        filled += count
+        block += 1
+
+
+def _name(config: JSONObject) -> Any:
+    """The initializer's class, with its module unless that is Keras'."""
+    module, name = config.get("module"), config.get("class_name")
+    return name if module in (None, "keras.initializers") else f"{module}.{name}"
+
+
+def _constant(config: JSONObject) -> float | None:
+    """The one value of all elements, None if they are random."""
+    name = _name(config)
+    if name != "Constant":
+        return {"Zeros": 0.0, "Ones": 1.0}.get(name)
+    value = config.get("config", {}).get("value", 0.0)
+    if not isinstance(value, int | float):
+        raise ValueError(
+            "embeddings_initializer: Constant of a table on parameter servers takes "
+            f"one number; got value={value!r}."
+        )
+    return float(value)
+
+
+def _random(config: JSONObject) -> _Block:
+    """Makes a block of random rows."""
+    name, options = _name(config), config.get("config", {})
+    draws = {
+        "RandomUniform": lambda generator, shape: generator.random(shape, np.float32),
+        "RandomNormal": _normal,
+        "TruncatedNormal": _truncated,
+    }
+    if name not in draws:
+        raise ValueError(
+            f"embeddings_initializer: got {name!r}, which looks at the whole table; "
+            "the rows of a table on parameter servers are made one by one. Use "
+            "RandomUniform, RandomNormal, TruncatedNormal, Zeros, Ones or Constant of "
+            "keras.initializers."
+        )
+    if name == "RandomUniform":
+        low, high = options.get("minval", -0.05), options.get("maxval", 0.05)
+        scale, offset = high - low, low
+    else:
+        scale, offset = options.get("stddev", 0.05), options.get("mean", 0.0)
+
+    def make(generator: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
+        block = draws[name](generator, shape)
+        block *= scale
+        block += offset
+        return block
+
+    return make
+
+
+def _normal(generator: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
+    return generator.standard_normal(shape, np.float32)
+
+
+def _truncated(generator: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
+    """Normal numbers within two standard deviations: others are drawn again."""
+    block = _normal(generator, shape)
+    outside = np.flatnonzero(np.abs(block) > 2)
+    while outside.size:
+        block.flat[outside] = generator.standard_normal(outside.size, np.float32)
+        outside = outside[np.abs(block.flat[outside]) > 2]
+    return block
+
+
+def check_ids(ids: np.ndarray, num_rows: int, owner: str) -> np.ndarray:
+    """`ids` as `int64[n]`, if they are rows of the table, which is the errors' `owner`.
+
+    Example:
+        >>> import numpy as np
+        >>> check_ids(np.array([3, 12]), 10, "Table 'words'")
+        Traceback (most recent call last):
+            ...
+        ValueError: Table 'words': id 12 at position 1 is not one of its rows 0 to 9.
+    """
+    ids = np.asarray(ids)
+    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(
+            f"{owner}: got ids of dtype {ids.dtype} and shape {ids.shape}, expected "
+            "integers of shape (n,)."
+        )
+    if ids.size and (ids.min() < 0 or ids.max() >= num_rows):
+        first = np.flatnonzero((ids < 0) | (ids >= num_rows))[0]
+        raise ValueError(
+            f"{owner}: id {ids[first]} at position {first} is not one of its rows 0 to "
+            f"{num_rows - 1}."
+        )
+    return ids.astype(np.int64, copy=False)
+
+
+def sum_duplicates(
+    ids: np.ndarray, gradients: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Distinct ids in ascending order, and the sums of their rows `[n, dim]`.
+
+    Example:
+        >>> import numpy as np
+        >>> gradients = np.array([[1.0], [2.0], [3.0]])
+        >>> ids, sums = sum_duplicates(np.array([5, 2, 5]), gradients)
+        >>> ids.tolist(), sums.tolist()
+        ([2, 5], [[2.0], [4.0]])
+    """
+    if not ids.size:
+        return ids, gradients
+    order = np.argsort(ids, kind="stable")
+    ordered = ids[order]
+    starts = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]])
+    if len(starts) == len(ids):
+        return ordered, gradients[order]
+    return ordered[starts], np.add.reduceat(gradients[order], starts, axis=0)

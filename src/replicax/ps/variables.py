@@ -16,15 +16,10 @@ from replicax.engine.consistency import Labels
 from replicax.engine.scope import outside_scopes
 from replicax.engine.variables import Update
 from replicax.errors import ClusterMismatchError
+from replicax.ps.group_vectors import VariableSlot
 from replicax.ps.groups import NEXT_STEP, StepShare
 from replicax.ps.optimizers import can_split, clip_before_push, optimizer_rule
-from replicax.ps.partition import (
-    Partitioner,
-    VariableGroup,
-    VariableInfo,
-    VariableSlot,
-    place,
-)
+from replicax.ps.partition import Partitioner, VariableGroup, VariableInfo, place
 from replicax.ps.remote import RemoteGroup, key_of
 from replicax.ps.rows import RemoteTables, RowPush
 from replicax.ps.session import Session

@@ -1,0 +1,278 @@
+"""A group's variables as flat vectors: in messages, and for a server's optimizer.
+
+A worker cuts values into each server's vectors, and joins what it gets back. The
+variables of an optimizer (slots) travel each on its own.
+
+An optimizer that works element by element need not know where one variable ends and the
+next begins. So a server steps spans of neighbouring slices as one: a few operations on
+long vectors for a model of hundreds of variables.
+"""
+
+import dataclasses
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from replicax._util.arrays import FlatLayout
+from replicax._util.types import PyTree
+from replicax.ps.partition import VariableGroup, VariableSlice
+from replicax.ps.wire import dtype_named
+
+__all__ = [
+    "FusedSpan",
+    "GroupLayout",
+    "SlotKey",
+    "Slots",
+    "VariableSlot",
+    "cut_slots",
+    "fused_spans",
+    "join",
+    "join_slots",
+    "slots_from_message",
+    "slots_to_message",
+    "split",
+    "split_slices",
+]
+
+_Vectors = dict[str, PyTree]
+
+
+class GroupLayout:
+    """Where the values of a group's variables lie in each server's flat vectors.
+
+    float32 gradients travel in the dtype `compression`.
+    """
+
+    def __init__(
+        self, group: VariableGroup, sharding: NamedSharding, compression: str | None
+    ) -> None:
+        self._group = group
+        self._sharding = sharding
+        self._slices = {server: group.slices_on(server) for server in group.servers}
+        self._layouts = {server: group.layout_on(server) for server in group.servers}
+        by_variable = {part.variable: part.dtype for part in group.parts}
+        dtypes = [by_variable[i] for i in range(len(by_variable))]
+        if compression:
+            dtypes = [compression if x == "float32" else x for x in dtypes]
+        self._pushed_dtypes = list(map(dtype_named, dtypes))
+        self._cast = jax.jit(self._in_pushed_dtypes)
+        self._unpack = jax.jit(self._unpacked, out_shardings=sharding)
+
+    def as_pushed(self, gradients: Sequence[jax.Array]) -> list[jax.Array]:
+        """One device's copies of the gradients, in the dtypes in which they travel."""
+        given = [x.addressable_data(0) for x in gradients]
+        if [x.dtype for x in given] != self._pushed_dtypes:
+            given = self._cast(given)
+        for gradient in given:
+            gradient.copy_to_host_async()
+        return given
+
+    def vectors(self, values: Sequence[jax.Array], server: int) -> _Vectors:
+        """A server's vectors in pieces, where they lie: XLA joins them slowly on CPUs.
+
+        For the MLP of benchmarks/parameter_servers.py that took as long as the step.
+        """
+        parts = self._slices[server]
+        hosts = (np.asarray(values[part.variable]) for part in parts)
+        return self._layouts[server].pieces(
+            host if part.rows is None else host[slice(*part.rows)]
+            for part, host in zip(parts, hosts, strict=True)
+        )
+
+    def all_vectors(self, values: Sequence[jax.Array]) -> list[_Vectors]:
+        """Each server's vectors, in the order of the servers."""
+        local = [x.addressable_data(0) for x in values]
+        return [self.vectors(local, server) for server in self._group.servers]
+
+    def on_devices(self, held: Mapping[int, _Vectors]) -> list[jax.Array]:
+        """The variables' values, on all devices, of the servers' vectors."""
+        return self._unpack(jax.device_put(dict(held), self._sharding))
+
+    def _in_pushed_dtypes(self, gradients: list[jax.Array]) -> list[jax.Array]:
+        dtypes = zip(gradients, self._pushed_dtypes, strict=True)
+        return [gradient.astype(dtype) for gradient, dtype in dtypes]
+
+    def _unpacked(self, held: dict[int, _Vectors]) -> list[jax.Array]:
+        unpacked = {
+            server: iter(self._layouts[server].unpack(vectors))
+            for server, vectors in held.items()
+        }
+        pieces: dict[int, list[jax.Array]] = {}
+        for part in self._group.parts:  # Rows of a variable are in order.
+            pieces.setdefault(part.variable, []).append(next(unpacked[part.server]))
+        return [
+            found[0] if len(found) == 1 else jnp.concatenate(found)
+            for _, found in sorted(pieces.items())
+        ]
+
+
+class SlotKey(NamedTuple):
+    """Names one of the variables of an optimizer on one server.
+
+    `name` is `"momentum"`, `"iteration"` and the like, or a path where a name is there
+    twice; `part` the place, among the server's slices, of the one that it belongs to;
+    None: it belongs to no variable.
+    """
+
+    name: str
+    part: int | None
+
+
+Slots = dict[SlotKey, np.ndarray]
+
+
+VariableSlot = tuple[str, int | None]
+"""A name, and the place in its group of the variable that it belongs to."""
+
+
+Announced = Sequence[tuple[str, int | None, Sequence[int]]]
+"""What a message's header says of slots: each one's name, part and shape."""
+
+
+def slots_to_message(slots: Slots) -> tuple[Announced, dict[str, np.ndarray]]:
+    """Slots as a message has them: what its header says, and its vectors."""
+    header = [(key.name, key.part, list(x.shape)) for key, x in slots.items()]
+    return header, {str(i): np.ravel(x) for i, x in enumerate(slots.values())}
+
+
+def slots_from_message(header: Announced, vectors: Mapping[str, np.ndarray]) -> Slots:
+    """The slots of a message."""
+    return {
+        SlotKey(name, part): vectors[str(i)].reshape(shape)
+        for i, (name, part, shape) in enumerate(header)
+    }
+
+
+def join_slots(
+    group: VariableGroup, on_servers: Mapping[int, Slots]
+) -> dict[VariableSlot, np.ndarray]:
+    """Each slot whole, from its slices on the servers.
+
+    What belongs to no variable each server has for itself; the first one's counts.
+    """
+    pieces: dict[VariableSlot, list[tuple[int, np.ndarray]]] = {}
+    for server, slots in on_servers.items():
+        parts = group.slices_on(server)
+        for (name, place), array in slots.items():
+            part = None if place is None else parts[place]
+            variable = None if part is None else part.variable
+            first = part.rows[0] if part and part.rows else 0
+            pieces.setdefault((name, variable), []).append((first, array))
+    return {key: _rows(found, key) for key, found in pieces.items()}
+
+
+def _rows(pieces: list[tuple[int, np.ndarray]], key: VariableSlot) -> np.ndarray:
+    if key[1] is None or len(pieces) == 1:
+        return pieces[0][1]
+    ordered = sorted(pieces, key=lambda piece: piece[0])
+    return np.concatenate([array for _, array in ordered])
+
+
+def cut_slots(
+    group: VariableGroup, slots: Mapping[VariableSlot, np.ndarray], server: int
+) -> Slots:
+    """What one server has of each slot."""
+    cut: Slots = {}
+    for (name, variable), array in slots.items():
+        if variable is None:
+            cut[SlotKey(name, None)] = array
+        for place, part in enumerate(group.slices_on(server)):
+            if part.variable == variable:
+                rows = array if part.rows is None else array[slice(*part.rows)]
+                cut[SlotKey(name, place)] = rows
+    return cut
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class FusedSpan:
+    """One part, or several that follow each other in a vector, by their places.
+
+    `shape` is the part's; flat for several.
+    """
+
+    dtype: str
+    size: int
+    shape: tuple[int, ...]
+    parts: tuple[int, ...]
+
+
+def fused_spans(
+    parts: Sequence[VariableSlice], kind_of: Callable[[VariableSlice], Hashable | None]
+) -> list[FusedSpan]:
+    """The blocks of a server's parts, in order of their first parts.
+
+    Neighbours of equal kind go together; one of kind None stays alone.
+
+    Example:
+        >>> sizes = {"shape": (2, 3), "dtype": "float32", "server": 0}
+        >>> parts = [
+        ...     VariableSlice(variable=i, path=p, **sizes) for i, p in enumerate("abc")]
+        >>> [block.parts for block in fused_spans(parts, lambda part: part.path == "c")]
+        [(0, 1), (2,)]
+    """
+    blocks: list[FusedSpan] = []
+    newest: dict[str, tuple[int, Hashable | None]] = {}  # By dtype: place and kind.
+    for i, part in enumerate(parts):
+        kind = kind_of(part)
+        place, previous = newest.get(part.dtype, (0, None))
+        if kind is not None and kind == previous:
+            block = blocks[place]
+            size = block.size + part.size
+            blocks[place] = dataclasses.replace(
+                block, size=size, shape=(size,), parts=(*block.parts, i)
+            )
+            continue
+        newest[part.dtype] = len(blocks), kind
+        blocks.append(
+            FusedSpan(
+                dtype=part.dtype,
+                size=part.size,
+                shape=part.shape,
+                parts=(i,),
+            )
+        )
+    return blocks
+
+
+def split(
+    blocks: Sequence[FusedSpan], vectors: Mapping[str, jax.Array]
+) -> list[jax.Array]:
+    """The blocks' values out of the vectors."""
+    return _layout(blocks).unpack(vectors)
+
+
+def join(
+    blocks: Sequence[FusedSpan],
+    values: Sequence[jax.Array],
+    like: Mapping[str, jax.Array],
+) -> dict[str, jax.Array]:
+    """The vectors of the blocks' values; the reverse of `split`."""
+    joined: dict[str, jax.Array] = {}
+    for (dtype, start, _), value in zip(_layout(blocks).spans, values, strict=True):
+        whole = like[dtype]
+        flat = value.reshape(-1).astype(whole.dtype)
+        if flat.size == whole.size:
+            joined[dtype] = flat
+            continue
+        # Written in place: `concatenate` takes longer.
+        target = joined.get(dtype, jnp.zeros_like(whole))
+        joined[dtype] = jax.lax.dynamic_update_slice(target, flat, (start,))
+    return joined
+
+
+def _layout(blocks: Sequence[FusedSpan]) -> FlatLayout:
+    return FlatLayout([(block.dtype, block.shape) for block in blocks])
+
+
+def split_slices(
+    block: FusedSpan, parts: Sequence[VariableSlice], value: np.ndarray
+) -> list[np.ndarray]:
+    """A slot's values for each of a block's parts. Of any shape, if it has one part."""
+    if len(block.parts) == 1:
+        return [value]
+    layout = FlatLayout([(block.dtype, parts[i].shape) for i in block.parts])
+    return layout.unpack({block.dtype: value})
