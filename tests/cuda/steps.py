@@ -108,8 +108,8 @@ def compiled_step(
             model.optimizer.build(model.trainable_variables)
         with pytest.MonkeyPatch.context() as patch:
             # Plans refuse steps whose update is made elsewhere: here it is not planned.
-            patch.setattr(runner, "require_rehearsable", lambda group: None)
-            with strategy.runner.rehearsing(Capture(hardware)):
+            patch.setattr(runner, "require_plannable", lambda group: None)
+            with strategy.runner.dry_running(Capture(hardware)):
                 group = strategy.group
                 num = strategy.num_replicas_in_sync
             if trainer == "fit":

@@ -15,7 +15,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from rich.console import Console
 
 import replicax as rx
-from replicax._util.dry_run import rehearsing
+from replicax._util.dry_run import dry_running
 from replicax.errors import DeviceError
 from replicax.planning.capture import Capture
 from replicax.planning.report import Plan
@@ -473,7 +473,7 @@ def test_one_plan_at_a_time() -> None:
     model = make_model(strategy)
     outer = Capture(find_topology("cpu:2"))
     with (
-        rehearsing(outer),
+        dry_running(outer),
         pytest.raises(RuntimeError, match="a plan is being made already"),
     ):
         rx.plan(strategy, model, batch_for("cpu:4"), topology="cpu:4")
@@ -491,7 +491,7 @@ def test_two_chips_work_on_one_replica(topology: str) -> None:
     assert (plan.num_devices, plan.num_replicas) == (8, 4)
     groups = {(c.kind, c.group_size, c.num_groups) for c in plan.collectives}
     assert ("all-reduce", 4, 2) in groups  # Gradients, over the replicas.
-    with rehearsing(Capture(find_topology(topology))):
+    with dry_running(Capture(find_topology(topology))):
         made_there = rx.ModelParallelStrategy(rx.layout_maps.DENSE, model_parallel=4)
         assert made_there.num_replicas_in_sync == 2
         of_a_host = rx.ModelParallelStrategy(rx.layout_maps.DENSE)

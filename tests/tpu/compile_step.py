@@ -39,7 +39,7 @@ from jax.experimental import mesh_utils, topologies  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
 import replicax as rx  # noqa: E402
-from replicax._util.dry_run import rehearsing  # noqa: E402
+from replicax._util.dry_run import dry_running  # noqa: E402
 from replicax.cluster.tpu_system import topology_of  # noqa: E402
 from replicax.strategies.strategy import Strategy  # noqa: E402
 
@@ -60,7 +60,7 @@ class Compiled(Exception):
         self.variables = program.variables
 
 
-class Rehearsed:
+class DescribedDevices:
     """Gives strategies the devices of a slice, and compiles their first program."""
 
     def __init__(self, devices: list[Any]) -> None:
@@ -154,7 +154,7 @@ PROGRAMS: dict[str, Callable[[Strategy], None]] = {
 def compiled_for(devices: list[Any], run: Callable[[Strategy], None]) -> Compiled:
     """The first program that `run` gives to a TPUStrategy on these devices."""
     try:
-        with rehearsing(Rehearsed(devices)):
+        with dry_running(DescribedDevices(devices)):
             run(rx.TPUStrategy())
     except Compiled as compiled:
         return compiled
@@ -178,7 +178,7 @@ def collectives(text: str) -> list[dict[str, Any]]:
 
 def bring_up(topology: str) -> dict[str, Any]:
     """What the lines of scripts for TPUs say while a plan is made for a slice."""
-    with rehearsing(Rehearsed(described_devices(topology))):
+    with dry_running(DescribedDevices(described_devices(topology))):
         resolver = rx.cluster_resolver.TPUClusterResolver(tpu="")
         rx.config.experimental_connect_to_cluster(resolver)
         system = rx.tpu.experimental.initialize_tpu_system(resolver)

@@ -1,7 +1,7 @@
 """Dry runs: programs are compiled but not run, for real or described devices.
 
 `replicax plan` compiles a script's training step for hardware that is not here. In a
-dry run, strategies take their devices from the `Rehearsal`, and pass it their programs
+dry run, strategies take their devices from the `DryRun`, and pass it their programs
 instead of running them.
 """
 
@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 from jax.sharding import NamedSharding
 
-__all__ = ["Rehearsal", "current_rehearsal", "is_described", "rehearsing"]
+__all__ = ["DryRun", "current_dry_run", "dry_running", "is_described"]
 
 
-class Rehearsal(Protocol):
+class DryRun(Protocol):
     """The receiver of a dry run's programs."""
 
     @property
@@ -34,23 +34,23 @@ class Rehearsal(Protocol):
         ...
 
 
-_current: Rehearsal | None = None
+_current: DryRun | None = None
 
 
-def current_rehearsal() -> Rehearsal | None:
-    """Return the rehearsal of this process, in any thread; None outside a dry run."""
+def current_dry_run() -> DryRun | None:
+    """Return the dry run of this process, for any thread; None: it is none."""
     return _current
 
 
 @contextlib.contextmanager
-def rehearsing(rehearsal: Rehearsal) -> Iterator[None]:
+def dry_running(dry_run: DryRun) -> Iterator[None]:
     """Make this process a dry run until the end of the block."""
     global _current
     if _current is not None:
         raise RuntimeError(
             "rx.plan: a plan is being made already; make one after another."
         )
-    _current = rehearsal
+    _current = dry_run
     try:
         yield
     finally:

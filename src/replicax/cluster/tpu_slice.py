@@ -13,7 +13,7 @@ from pathlib import Path
 import jax
 
 from replicax._private.jax import has_devices, is_tpu_vm, skip_platform
-from replicax._util.dry_run import current_rehearsal
+from replicax._util.dry_run import current_dry_run
 from replicax._util.listing import listed
 from replicax.cluster.config import TaskConfig
 from replicax.cluster.resolvers import KnownCluster
@@ -124,7 +124,7 @@ class TPUClusterResolver(KnownCluster):
                 f"TPUClusterResolver: tpu is a string or None; got {tpu!r}. Leave it "
                 "out for the TPU of this machine."
             )
-        is_here = _speaks_of_tpus(os.environ) or current_rehearsal() is not None
+        is_here = _speaks_of_tpus(os.environ) or current_dry_run() is not None
         if tpu is None and not is_here:
             raise ClusterConfigError(
                 "TPUClusterResolver: there is no TPU on this machine, and nothing in "

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from replicax._private.jax import is_tpu_vm
-from replicax._util.dry_run import current_rehearsal
+from replicax._util.dry_run import current_dry_run
 from replicax.cluster.joining import join, join_detected
 from replicax.cluster.resolvers import ClusterResolver
 from replicax.cluster.spec import ClusterSpec
@@ -107,7 +107,7 @@ def join_slice(
         DeviceError: If the environment describes a slice, but there are no chips here.
         ClusterError: If a host is absent at the start-up deadline.
     """
-    if current_rehearsal() is not None:
+    if current_dry_run() is not None:
         return Workers()  # One process describes the devices of all.
     if resolver.num_hosts == 1 and not jax.distributed.is_initialized():
         return Workers()
@@ -173,9 +173,9 @@ def tpu_devices(workers: Workers, caller: str) -> list[Any]:
         DeviceError: If JAX has no TPU here; the message says where it was looked for.
         ClusterConfigError: If the chips belong to more hosts than are known.
     """
-    rehearsal = current_rehearsal()
+    dry_run = current_dry_run()
     try:
-        devices = jax.devices() if rehearsal is None else list(rehearsal.devices)
+        devices = jax.devices() if dry_run is None else list(dry_run.devices)
     except RuntimeError as error:  # A platform of JAX does not start.
         raise DeviceError(
             f"{caller}: JAX could not start its devices: {error}. {_search_report()}"
@@ -188,7 +188,7 @@ def tpu_devices(workers: Workers, caller: str) -> list[Any]:
             f"{'device' if len(devices) == 1 else 'devices'}. {_search_report()}"
         )
     hosts = {d.process_index for d in devices}
-    if rehearsal is None and len(hosts) != workers.count:
+    if dry_run is None and len(hosts) != workers.count:
         raise ClusterConfigError(
             f"{caller}: the TPU's chips belong to {len(hosts)} hosts, but "
             f"{workers.count} of them "

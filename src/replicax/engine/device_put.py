@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Wrapped
 
-from replicax._util.dry_run import current_rehearsal, is_described
+from replicax._util.dry_run import current_dry_run, is_described
 from replicax._util.types import PyTree
 from replicax.cluster import workers
 from replicax.cluster.dispatch_log import Operation
@@ -108,6 +108,6 @@ def _as_data(place: Callable[[jax.Array], jax.Array], keys: jax.Array) -> jax.Ar
 
 def _is_nowhere(sharding: NamedSharding) -> bool:
     """Whether arrays cannot be placed: the devices are described ones."""
-    return current_rehearsal() is not None and is_described(
+    return current_dry_run() is not None and is_described(
         next(iter(sharding.device_set))
     )

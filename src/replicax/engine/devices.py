@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 
 from replicax._private.jax import has_devices
-from replicax._util.dry_run import current_rehearsal, is_described
+from replicax._util.dry_run import current_dry_run, is_described
 from replicax._util.waiting import Announced
 from replicax.cluster.tpu_slice import skip_libtpu_without_chips
 from replicax.cpu.memory import share_one_heap
@@ -66,8 +66,8 @@ def set_logical_devices(n: int) -> None:
         raise ValueError(
             f"set_logical_devices: n must be a positive integer; got n={n!r}."
         )
-    if current_rehearsal() is not None:
-        return  # Strategies take the rehearsal's devices.
+    if current_dry_run() is not None:
+        return  # Strategies take those of the dry run.
     try:
         jax.config.update("jax_num_cpu_devices", n)
     except RuntimeError as error:
@@ -163,8 +163,8 @@ def resolve_devices(devices: Sequence[str | Device], caller: str) -> list[Device
             "Name each, as in devices=['gpu:0', 'gpu:1'], or leave devices out to use "
             "all accelerators."
         )
-    if current_rehearsal() is not None:
-        return default_devices()[:1]  # A strategy takes the rehearsal's instead.
+    if current_dry_run() is not None:
+        return default_devices()[:1]  # A strategy takes the dry run's instead.
     before_start()
     found = [_resolve(d, caller) for d in devices]
     if not found:
@@ -298,7 +298,7 @@ def list_physical_devices(device_type: str | None = None) -> list[PhysicalDevice
         [PhysicalDevice(name='cpu:0', device_type='CPU')]
     """
     devices = [PhysicalDevice("cpu:0", "CPU")]
-    if current_rehearsal() is not None:
+    if current_dry_run() is not None:
         pass  # A plan's devices need not be here.
     elif has_devices():
         started = [d for d in jax.local_devices() if d.platform != "cpu"]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from replicax._util.dry_run import current_rehearsal
+from replicax._util.dry_run import current_dry_run
 from replicax._util.types import PyTree
 from replicax.engine import device_put
 from replicax.engine.composites import is_composite, is_key, one_of
@@ -159,8 +159,8 @@ def _copied(path: PyTree, x: PyTree) -> PyTree:
     x = as_rows(x, path)
     if isinstance(x, RowArray):
         return x.copy()
-    # In a rehearsal nobody reads it, and it may be as large as a pod wants.
-    is_read = isinstance(x, np.ndarray) and current_rehearsal() is None
+    # In a dry run nobody reads it, and it may be as large as a pod wants.
+    is_read = isinstance(x, np.ndarray) and current_dry_run() is None
     return x.copy() if is_read else x
 
 

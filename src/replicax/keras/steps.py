@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import keras
 
 from replicax._private import keras as internals
-from replicax._util.dry_run import current_rehearsal
+from replicax._util.dry_run import current_dry_run
 from replicax._util.interrupts import raise_unheeded
 from replicax._util.signatures import positional_count
 from replicax._util.types import PyTree
@@ -305,7 +305,7 @@ def group_of(model: keras.Model, strategy: StrategyLike) -> ReplicaGroup:
 
 
 def _is_eager(model: keras.Model) -> bool:
-    return bool(model.run_eagerly) and current_rehearsal() is None
+    return bool(model.run_eagerly) and current_dry_run() is None
 
 
 _STEPS = "_replicax_steps"

@@ -20,7 +20,7 @@ import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from replicax._util.dry_run import is_described, rehearsing
+from replicax._util.dry_run import dry_running, is_described
 from replicax._util.types import PyTree
 from replicax.engine.devices import Device
 from replicax.engine.group import ReplicaGroup
@@ -107,7 +107,7 @@ class Capture:
     def _until_captured(self, why_not: str) -> Iterator[None]:
         """Stop the code in it at its training step; raise `why_not` if it has none."""
         try:
-            with rehearsing(self), contextlib.suppress(_Captured):
+            with dry_running(self), contextlib.suppress(_Captured):
                 yield
         except SystemExit as end:
             if end.code not in (None, 0):
@@ -149,7 +149,7 @@ def capture_call(
         f"{step!r} does not train: no optimizer makes an update in it. Pass the step "
         "that calls optimizer.apply."
     )
-    with strategy.runner.rehearsing(capture), capture._until_captured(why_not):
+    with strategy.runner.dry_running(capture), capture._until_captured(why_not):
         num = strategy.num_replicas_in_sync
         args, kwargs = _as_arrays((tuple(args), dict(kwargs)), num)
         strategy.run(step, args, kwargs)
@@ -172,7 +172,7 @@ def capture_fit(
         "compile the model in the strategy's scope."
     )
     try:
-        with strategy.runner.rehearsing(capture), capture._until_captured(why_not):
+        with strategy.runner.dry_running(capture), capture._until_captured(why_not):
             batches = (arrays for _ in range(1))
             fit: Callable[..., object] = model.fit  # Keras: `verbose` is a str.
             fit(batches, steps_per_epoch=1, shuffle=False, verbose=0)

@@ -4,7 +4,7 @@ from collections import Counter
 from typing import Any
 
 from replicax._util import json_codec, random_state
-from replicax._util.dry_run import current_rehearsal
+from replicax._util.dry_run import current_dry_run
 from replicax.cluster.config import TaskConfig, check_cluster
 from replicax.cluster.resolvers import (
     ClusterResolver,
@@ -22,7 +22,7 @@ from replicax.ps.serve import serve
 from replicax.ps.server_home import ServerHome
 from replicax.ps.session import Session
 from replicax.ps.worker_input import ElasticInputShard
-from replicax.strategies.runner import not_rehearsable
+from replicax.strategies.runner import not_plannable
 from replicax.strategies.strategy import Strategy
 
 __all__ = ["ParameterServerStrategy"]
@@ -99,8 +99,8 @@ class ParameterServerStrategy(Strategy):
         cross_device_ops: CrossDeviceOps | None = None,
         timeouts: Timeouts | None = None,
     ) -> None:
-        if current_rehearsal() is not None:
-            raise not_rehearsable("ParameterServerStrategy")
+        if current_dry_run() is not None:
+            raise not_plannable("ParameterServerStrategy")
         config = _cluster(cluster_resolver)
         timeouts = checked_timeouts(timeouts, "ParameterServerStrategy")
         workers = [task.name for task in config.cluster.workers]

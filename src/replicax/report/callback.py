@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from replicax._util.dry_run import current_rehearsal
+from replicax._util.dry_run import current_dry_run
 from replicax.cluster.failure import ATTEMPT
 from replicax.keras.session import LateCallback, session_of
 
@@ -79,7 +79,7 @@ class Report(LateCallback):
         Raises:
             ValueError: If this `fit` has another `Report`.
         """
-        if current_rehearsal() is not None:
+        if current_dry_run() is not None:
             return  # A dry run trains nothing and must keep an older page.
         # A late import: scripts without a report do not load what renders pages.
         from replicax.report.session import FitReport

@@ -16,7 +16,7 @@ import keras
 import numpy as np
 from numpy.typing import ArrayLike
 
-from replicax._util.dry_run import current_rehearsal
+from replicax._util.dry_run import current_dry_run
 from replicax.keras.session import LateCallback
 from replicax.strategies.current import get_strategy
 
@@ -271,7 +271,7 @@ def _array(value: object) -> np.ndarray:
 
 def _writes() -> bool:
     """Whether this process is the chief, and no dry run."""
-    return current_rehearsal() is None and get_strategy().is_chief
+    return current_dry_run() is None and get_strategy().is_chief
 
 
 def _frequency(name: str, value: object, words: Mapping[str, int]) -> int:

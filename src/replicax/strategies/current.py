@@ -24,7 +24,7 @@ class DefaultStrategy(Strategy):
     Unlike the others it also runs variables that were created outside its scope.
     """
 
-    _rehearses = False  # A dry run executes what a script does besides training.
+    _joins_dry_runs = False  # A dry run executes what a script does besides training.
 
     def __init__(self) -> None:
         super().__init__(default_devices()[:1])

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 
 from replicax._private import keras as internals
 from replicax._util.arguments import require_instance
-from replicax._util.dry_run import current_rehearsal
+from replicax._util.dry_run import current_dry_run
 from replicax._util.hashes import digest
 from replicax._util.listing import listed
 from replicax._util.types import JSON
@@ -117,15 +117,15 @@ class MultiWorkerMirroredStrategy(Strategy):
         resolver = cluster_resolver or default_resolver()
         # Without a cluster a resolver without tasks, as in TensorFlow.
         self.cluster_resolver = resolver or TFConfigClusterResolver()
-        rehearsal = current_rehearsal()
-        if rehearsal is None:
+        dry_run = current_dry_run()
+        if dry_run is None:
             before_start()
             workers, self._cluster_hash = self._join_workers(resolver, timeouts)
             devices = self._find_devices(workers)
             num_local = len(devices) // workers.count
         else:  # One process describes the devices of all.
             workers, self._cluster_hash = Workers(), ""
-            devices = list(rehearsal.devices)
+            devices = list(dry_run.devices)
             host = devices[0].process_index
             num_local = sum(d.process_index == host for d in devices)
         _check_devices(devices, workers, options, type(self).__name__)

@@ -14,7 +14,7 @@ from jax.extend.core import find_top_trace
 from jax.typing import ArrayLike
 
 from replicax._private import keras as internals
-from replicax._util.dry_run import Rehearsal
+from replicax._util.dry_run import DryRun
 from replicax._util.types import PyTree, Shape
 from replicax._util.user_code import describe
 from replicax._util.waiting import Announced
@@ -33,9 +33,9 @@ from replicax.errors import ContextError
 
 __all__ = [
     "ProgramRunner",
-    "not_rehearsable",
+    "not_plannable",
     "require_cross_replica",
-    "require_rehearsable",
+    "require_plannable",
 ]
 
 T = TypeVar("T")
@@ -56,8 +56,8 @@ class ProgramRunner:
         group: The replicas.
         agree: Called before the first run of a program.
         check_every: Number of steps between two comparisons of the replicas' variables.
-        rehearsal: Receives programs in place of the devices, in a dry run.
-        num_rehearsed: Number of the dry run's devices to use; None: all.
+        dry_run: Receives programs in place of the devices, in a dry run.
+        num_dry_run_devices: Number of the dry run's devices to use; None: all.
 
     Attributes:
         group: The replicas that programs are compiled for.
@@ -69,40 +69,40 @@ class ProgramRunner:
         group: ReplicaGroup,
         agree: Agreement,
         check_every: int | None,
-        rehearsal: Rehearsal | None,
-        num_rehearsed: int | None,
+        dry_run: DryRun | None,
+        num_dry_run_devices: int | None,
     ) -> None:
         self._strategy = group.strategy
         self._workers = group.strategy.workers
         self._agree = agree
         self._check_every = check_every
         self._num_steps = 0
-        self._num_rehearsed = num_rehearsed
-        self._use(group, rehearsal)
+        self._num_dry_run_devices = num_dry_run_devices
+        self._use(group, dry_run)
 
     def _use(
         self,
         group: ReplicaGroup,
-        rehearsal: Rehearsal | None,
+        dry_run: DryRun | None,
         programs: ProgramCache[Program] | None = None,
     ) -> None:
         """Make programs for these replicas from now on."""
         self.group = group
         self.programs = ProgramCache() if programs is None else programs
-        self._rehearsal = rehearsal
+        self._dry_run = dry_run
         # One object each: they are compared in every step.
         self._mirrored, self._per_replica = group.mirrored, group.per_replica
 
     @contextlib.contextmanager
-    def rehearsing(self, rehearsal: Rehearsal) -> Generator[None]:
-        """While open, compile programs for a rehearsal's devices and pass them to it.
+    def dry_running(self, dry_run: DryRun) -> Generator[None]:
+        """While open, compile programs for a dry run's devices and pass them to it.
 
         Variables stay where they are. No other thread may use the strategy meanwhile.
         """
-        require_rehearsable(self.group)
-        own = self.group, self._rehearsal, self.programs
-        devices = rehearsal.devices[: self._num_rehearsed]
-        self._use(self.group.on(devices), rehearsal)
+        require_plannable(self.group)
+        own = self.group, self._dry_run, self.programs
+        devices = dry_run.devices[: self._num_dry_run_devices]
+        self._use(self.group.on(devices), dry_run)
         try:
             yield
         finally:
@@ -204,9 +204,9 @@ class ProgramRunner:
     def call(self, program: Program, arrays: Sequence[ArrayLike]) -> PyTree:
         """Run a program, store the variables' new values, compare replicas if due."""
         home = self._strategy.home
-        if self._rehearsal is not None:
+        if self._dry_run is not None:
             values = internals.read_values(program.inputs)
-            return self._rehearsal.call(self.group, program, values, arrays)
+            return self._dry_run.call(self.group, program, values, arrays)
         if program.is_new:
             self._agree(program, internals.read_values(program.variables), arrays)
         out = self.dispatch(lambda: home.execute(program, arrays), program.operation)
@@ -290,13 +290,13 @@ def require_cross_replica(name: str) -> None:
         )
 
 
-def require_rehearsable(group: ReplicaGroup) -> None:
+def require_plannable(group: ReplicaGroup) -> None:
     """Raise if plans do not support a strategy's updates."""
     if group.defers_updates:
-        raise not_rehearsable(type(group.strategy).__name__)
+        raise not_plannable(type(group.strategy).__name__)
 
 
-def not_rehearsable(name: str) -> NotImplementedError:
+def not_plannable(name: str) -> NotImplementedError:
     """Make the error for a strategy that plans do not support."""
     return NotImplementedError(
         f"plan: the variables of {name} live apart from its replicas, which plans do "

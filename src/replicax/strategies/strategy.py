@@ -7,7 +7,7 @@ from jax.typing import ArrayLike
 
 from replicax._private import keras as internals
 from replicax._util.arguments import require_count, require_flag, require_instance
-from replicax._util.dry_run import current_rehearsal
+from replicax._util.dry_run import current_dry_run
 from replicax._util.types import PyTree
 from replicax.cluster.workers import Workers
 from replicax.engine import combine
@@ -30,7 +30,7 @@ from replicax.strategies.home import ReplicaHome
 from replicax.strategies.runner import (
     ProgramRunner,
     require_cross_replica,
-    require_rehearsable,
+    require_plannable,
 )
 
 __all__ = ["Strategy"]
@@ -42,10 +42,10 @@ class Strategy(DatasetMaker):
     The base class of all strategies; make one of those. (TF: `tf.distribute.Strategy`.)
     """
 
-    _rehearses = True
+    _joins_dry_runs = True
     """Whether a dry run receives the programs instead of running them."""
 
-    _num_rehearsed: int | None = None
+    _num_dry_run_devices: int | None = None
     """Number of a dry run's devices that the strategy uses; None: all."""
 
     def __init__(
@@ -122,22 +122,22 @@ class Strategy(DatasetMaker):
             first_replica=first_replica,
             defers_updates=defers_updates,
         )
-        rehearsal = current_rehearsal() if self._rehearses else None
-        if rehearsal is None:
+        dry_run = current_dry_run() if self._joins_dry_runs else None
+        if dry_run is None:
             compilation_cache.turn_on(devices[0].platform)
         else:
-            require_rehearsable(group)
-            group = group.on(rehearsal.devices[: self._num_rehearsed])
+            require_plannable(group)
+            group = group.on(dry_run.devices[: self._num_dry_run_devices])
         self.input_shard = InputShard(self._workers, check_input=check_input)
         self.home: Home = ReplicaHome(
-            group, None if rehearsal is None else rehearsal.home
+            group, None if dry_run is None else dry_run.home
         )
         self.runner = ProgramRunner(
             group,
             self._agree_on,
             check_replicas_every,
-            rehearsal,
-            self._num_rehearsed,
+            dry_run,
+            self._num_dry_run_devices,
         )
 
     def __repr__(self) -> str:
