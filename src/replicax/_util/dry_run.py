@@ -7,9 +7,16 @@ instead of running them.
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from jax.sharding import NamedSharding
+from jax.typing import ArrayLike
+
+from replicax._util.types import PyTree
+
+if TYPE_CHECKING:
+    from replicax.engine.group import ReplicaGroup
+    from replicax.engine.program import Program
 
 __all__ = ["DryRun", "current_dry_run", "dry_running", "is_described"]
 
@@ -28,8 +35,12 @@ class DryRun(Protocol):
         ...
 
     def call(
-        self, group: Any, program: Any, values: Sequence[Any], arrays: Sequence[Any]
-    ) -> tuple[Any, list[Any]]:
+        self,
+        group: "ReplicaGroup",
+        program: "Program",
+        values: Sequence[PyTree],
+        arrays: Sequence[ArrayLike],
+    ) -> PyTree:
         """Replace `ProgramRunner.call` of a strategy with these replicas."""
         ...
 
