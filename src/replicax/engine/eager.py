@@ -11,6 +11,7 @@ from replicax.engine.composites import is_key
 from replicax.engine.group import ReplicaGroup
 from replicax.engine.replay import StepRun
 from replicax.engine.replica import ReplicaContext
+from replicax.engine.scope import entered_context
 from replicax.engine.signature import Arguments
 from replicax.engine.step import Options
 from replicax.engine.variables import ChildScope
@@ -51,7 +52,7 @@ def run_eagerly(
     free = [x if is_key(x) else jnp.asarray(np.asarray(x)) for x in arrays]
     args, kwargs = arguments.rebuild(free)
     context = ReplicaContext(group, gradient_op=options.gradient_op)
-    with context.entered():
+    with entered_context(context):
         run = StepRun(lambda: fn(*args, **kwargs), lambda: ChildScope(None))
         results = run.execute()
         for variable, value in run.scope.updates():

@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import TypeAlias, TypeVar
 
 import jax
@@ -405,10 +404,6 @@ class ReplicaContext:
                 "to strategy.run; outside, combine results with strategy.reduce or "
                 "strategy.gather."
             )
-
-    def entered(self) -> AbstractContextManager[None]:
-        """Make this the current context of the thread."""
-        return entered_context(self)
 
 
 def _countable(x: ArrayLike) -> jax.Array:

@@ -22,6 +22,7 @@ from replicax.engine.divergence import declare_whole
 from replicax.engine.group import ReplicaGroup
 from replicax.engine.replay import StepRun
 from replicax.engine.replica import ReplicaContext
+from replicax.engine.scope import entered_context
 from replicax.engine.signature import Arguments, ResultStructure
 from replicax.engine.variables import (
     RecordingScope,
@@ -170,7 +171,7 @@ class ReplicaStep:
             run = StepRun(
                 lambda: self._fn(*args, **kwargs), lambda: RecordingScope(recorder)
             )
-            with self._context().entered():
+            with entered_context(self._context()):
                 run.execute()
             recorder.written.update(run.scope.written)
             updates[:] = run.scope.deferred.updates
@@ -347,7 +348,7 @@ class ReplicaStep:
         """Run the function for one replica and combine what it wrote."""
         context = self._context()
         args, kwargs = self._arguments.rebuild(leaves)
-        with context.entered():
+        with entered_context(context):
             start = self._start_values(context, written, read)
             run = StepRun(
                 lambda: self._fn(*args, **kwargs),
@@ -376,7 +377,8 @@ class ReplicaStep:
 
         def run(out: Arrays) -> Arrays:
             context = self._context()
-            with context.entered(), self._scope_of(self._wholes(context, values)):
+            wholes = self._wholes(context, values)
+            with entered_context(context), self._scope_of(wholes):
                 return self._flat_results(finish(self.results.unflatten(out)))
 
         return self._group.axes.mapped(run)(out)
