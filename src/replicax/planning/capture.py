@@ -143,7 +143,7 @@ def capture_call(
     kwargs: Mapping[str, PyTree],
     topology: DeviceTopology,
 ) -> Capture:
-    """The program of `strategy.run(step, args, kwargs)` on a topology's devices."""
+    """Capture the program of `strategy.run(step, args, kwargs)` on a topology."""
     capture = Capture(topology)
     why_not = (
         f"{step!r} does not train: no optimizer makes an update in it. Pass the step "
@@ -162,7 +162,7 @@ def capture_fit(
     batch: Sequence[PyTree],
     topology: DeviceTopology,
 ) -> Capture:
-    """The program of `model.fit` for a global batch, on a topology's devices."""
+    """Capture the program of `model.fit` for a global batch, on a topology."""
     capture = Capture(topology)
     arrays = _as_arrays(tuple(batch), strategy.num_replicas_in_sync)
     attributes = {name: getattr(model, name, None) for name in _CHANGED_BY_FIT}

@@ -106,7 +106,7 @@ class Call:
 
 
 def parse(text: str) -> tuple[dict[str, Computation], str]:
-    """The computations of a program by name, and the name of its entry."""
+    """Parse a program: its computations by name, and the name of its entry."""
     computations: dict[str, dict[str, Instruction]] = {}
     current: dict[str, Instruction] = {}
     entry = ""
@@ -302,7 +302,7 @@ def _array_bytes(dtype: str, dims: tuple[int, ...]) -> int:
 
 
 def replica_groups(attributes: str) -> Groups:
-    """The groups that an instruction's attributes name; empty: all devices as one.
+    """Parse the groups in an instruction's attributes; empty: all devices as one.
 
     Example:
         >>> replica_groups("replica_groups={{0,1},{2,3}}")
@@ -333,7 +333,7 @@ def replica_groups(attributes: str) -> Groups:
 
 
 def source_target_groups(attributes: str) -> Groups:
-    """The devices that send to each other, directly or over others.
+    """Parse the groups of devices that send to each other, directly or over others.
 
     Example:
         >>> source_target_groups("source_target_pairs={{0,1},{1,0},{2,3}}")
@@ -370,7 +370,7 @@ def slice_groups(attributes: str) -> Groups:
 
 
 def _from_iota(shape: list[int], reshape: list[int], order: str | None) -> Groups:
-    """`[groups,size]<=[dims]T(order)`: 0, 1, 2, ... reshaped, transposed, cut."""
+    """Parse `[groups,size]<=[dims]T(order)`: 0, 1, 2, ... reshaped, transposed, cut."""
     ids = np.arange(np.prod(reshape)).reshape(reshape)
     if order is not None:
         ids = ids.transpose(_numbers(order))
@@ -379,7 +379,7 @@ def _from_iota(shape: list[int], reshape: list[int], order: str | None) -> Group
 
 
 def _from_mesh(match: re.Match[str]) -> Groups:
-    """`mesh['a'=2,'b'=4] {'b'}`: devices that differ in these axes of a mesh only.
+    """Parse `mesh['a'=2,'b'=4] {'b'}`: devices that differ in these axes only.
 
     `device_ids=` has the devices of a mesh in another order than 0, 1, 2, ... An axis
     may be given in part: `'b':(2)2` is the middle one of `b` cut into 2 x 2 x the rest.

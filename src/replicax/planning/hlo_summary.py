@@ -69,7 +69,7 @@ FREE = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Collective:
-    """Collectives of a program that are alike.
+    """A kind of collective in a program, with its number.
 
     Attributes:
         dtype: XLA's name of the element type, such as `"f32"`; several are joined by
@@ -176,7 +176,7 @@ def read_collective(instruction: Instruction, call: Call) -> Collective | None:
 
 
 def _between_slices(instruction: Instruction, kind: str) -> Collective:
-    """A collective that hosts make for their chips, which send and receive."""
+    """Read the send of a host, for its chips, as one collective between slices."""
     shape = elements(instruction.shape)[0]
     return Collective(
         kind=kind,

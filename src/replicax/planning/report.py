@@ -58,7 +58,7 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class CollectiveUse:
-    """Collectives of a step that are alike.
+    """A kind of collective in a step, with its number and time.
 
     Attributes:
         kind: XLA's name, such as `"all-reduce"`.
@@ -87,7 +87,7 @@ class CollectiveUse:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Scale:
-    """How efficient a step is on some number of devices.
+    """The efficiency of a step on a number of devices.
 
     Attributes:
         num_devices: The number.
@@ -103,7 +103,7 @@ class Scale:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What a training step would do on some hardware. Made by `rx.plan`.
+    """The plan of a training step on some hardware; `rx.plan` makes it.
 
     Nothing of it was run there: FLOPs, bytes and collectives are the compiler's, times
     come from a model (`replicax.planning.roofline`).
@@ -153,7 +153,7 @@ class Plan:
     assumptions: tuple[str, ...] = ASSUMPTIONS
 
     def as_dict(self) -> dict[str, object]:
-        """The plan as JSON values, which `format` numbers the layout of."""
+        """Convert the plan to JSON values; `format` is the version of their layout."""
         values = dataclasses.asdict(self)
         if self.memory is not None:
             values["memory"]["peak"] = self.memory.peak

@@ -133,7 +133,7 @@ def step_time(
     hidden: float,
     network: float,
 ) -> StepTime:
-    """The time of a step from that of its parts, in seconds.
+    """Compute the time of a step from the times of its parts, in seconds.
 
     The program waits for `waited` collectives and `network`, their part between slices;
     `hidden` ones are asynchronous.
@@ -158,7 +158,7 @@ def step_time(
 def collective_seconds(
     kind: str, num_bytes: float, size: int, bandwidth: float, mean_hops: float = 1.0
 ) -> float:
-    """Seconds of one collective of a payload on one device, at bytes per second.
+    """Compute the seconds of one collective on a device, from payload and bandwidth.
 
     `mean_hops` are the links from a device to another, for all-to-all.
 
@@ -184,7 +184,7 @@ def collective_seconds(
 def network_seconds(
     kind: str, num_bytes: float, size: int, num_slices: int, bandwidth: float
 ) -> float:
-    """Seconds that a collective takes between slices of TPUs or hosts of GPUs."""
+    """Compute the seconds of a collective between slices of TPUs or hosts of GPUs."""
     if num_slices <= 1:
         return 0.0
     per_slice = max(size // num_slices, 1)
@@ -194,7 +194,7 @@ def network_seconds(
 
 
 def grid_bandwidth(chip: Chip, extent: Sequence[int], shape: Sequence[int]) -> float:
-    """Bytes per second that one chip of a box in a slice can send in rings."""
+    """Compute the bytes per second that one chip of a box can send in rings."""
     links = sum(
         (2 if n == whole and _closes(chip, whole, shape) else 1)
         for n, whole in zip(extent, shape, strict=True)
@@ -204,7 +204,7 @@ def grid_bandwidth(chip: Chip, extent: Sequence[int], shape: Sequence[int]) -> f
 
 
 def mean_hops(chip: Chip, extent: Sequence[int], shape: Sequence[int]) -> float:
-    """Links from one chip of a box to another, on average."""
+    """Compute the average number of links between two chips of a box."""
     return sum(
         n / 4 if n == whole and _closes(chip, whole, shape) else n / 3
         for n, whole in zip(extent, shape, strict=True)
@@ -224,7 +224,7 @@ def _closes(chip: Chip, size: int, shape: Sequence[int]) -> bool:
 def first_limit(
     time: StepTime | None, *, fits: bool, num_devices: int
 ) -> tuple[str, str]:
-    """The first limit of a step, and advice.
+    """Name the first limit of a step, with advice.
 
     Example:
         >>> time = step_time(compute=3, memory=2, waited=1, hidden=0, network=0)

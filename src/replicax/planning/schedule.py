@@ -234,7 +234,7 @@ def _count(
     computations: Mapping[str, Computation],
     products: dict[str, float],
 ) -> float:
-    """FLOPs that are no products; those of products are added to `products`."""
+    """Count FLOPs other than those of products, which are added to `products`."""
     flops = product_flops(instruction, computation)
     if flops:
         (dtype, _), *_ = arrays(computation[instruction.operands[0]].shape)

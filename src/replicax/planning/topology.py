@@ -123,7 +123,7 @@ def find_topology(
     link_bandwidth: float | None = None,
     network_bandwidth: float | None = None,
 ) -> DeviceTopology:
-    """The devices of a topology, with the bandwidths that are given."""
+    """Find the devices of a topology; given bandwidths replace the published ones."""
     given = {"link_bandwidth": link_bandwidth, "network_bandwidth": network_bandwidth}
     check_topology(name, num_slices, **given)
     if local := _LOCAL.fullmatch(name):
@@ -200,7 +200,7 @@ def _parsed(name: str) -> tuple[Chip | Card, tuple[int, ...]]:
 
 
 def _as_given(rates: Rates, links: float | None, network: float | None) -> Rates:
-    """Published rates, with the bandwidths that are given in their place."""
+    """Replace published bandwidths by the given ones."""
     given = {"ring_bandwidth": links, "network_bandwidth": network}
     given = {name: value for name, value in given.items() if value is not None}
     if not given:
