@@ -129,9 +129,7 @@ class Strategy(DatasetMaker):
             require_plannable(group)
             group = group.on(dry_run.devices[: self._num_dry_run_devices])
         self.input_shard = InputShard(self._workers, check_input=check_input)
-        self.home: Home = ReplicaHome(
-            group, None if dry_run is None else dry_run.home
-        )
+        self.home: Home = ReplicaHome(group, None if dry_run is None else dry_run.home)
         self.runner = ProgramRunner(
             group,
             self._agree_on,
