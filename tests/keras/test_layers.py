@@ -159,6 +159,29 @@ def test_synchronized_batch_normalization_trains_below_it(
     assert_same(outcome(work, 8), outcome(work, 1))
 
 
+@pytest.mark.parametrize("rows", [16, 14])
+def test_synchronized_batch_normalization_of_masked_steps(
+    digits, outcome, assert_same, rows
+):
+    x = digits[0][:rows].reshape(-1, 8, 8).copy()
+    for number, example in enumerate(x):
+        example[: number % 8] = 0  # So that replicas count other numbers of steps.
+
+    def work():
+        model = keras.Sequential(
+            [
+                keras.Input((8, 8)),
+                layers.Masking(),
+                layers.BatchNormalization(synchronized=True),
+                layers.Flatten(),
+                layers.Dense(10),
+            ]
+        )
+        return fitted(model, (x, digits[1][:rows]))
+
+    assert_same(outcome(work, 8), outcome(work, 1))
+
+
 class Masks(keras.Model):
     """Predicts the dropout mask of each example."""
 

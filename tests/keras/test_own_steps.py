@@ -198,3 +198,49 @@ def test_all_reduce_leaves_out_copies(strategy_of: Any) -> None:
         logs = model.train_on_batch(X[:num], Y[:num], return_dict=True)
         assert logs["rows"] == num
         np.testing.assert_allclose(logs["mean"], X[:num].mean(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("base", [Classifier, Taped])
+def test_a_mean_of_scalars_counts_each_batch_once(base: Any, strategy_of: Any) -> None:
+    """As trackers of keras.io's models do; the last batch is one replica's."""
+
+    class Tracking(base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tracker = keras.metrics.Mean(name="tracked")
+
+        def compute_metrics(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+            self.tracker.update_state(ops.mean(x))
+            return super().compute_metrics(x, *args, **kwargs)
+
+    with strategy_of(2).scope():
+        model = Tracking()
+        model.compile("sgd", "sparse_categorical_crossentropy")
+    expected = np.mean([X[:4].mean(), X[4:9].mean()])
+    batches = [(X[:4], Y[:4]), (X[4:9], Y[4:9])]
+    logs = model.fit((batch for batch in batches), shuffle=False, verbose=0).history
+    np.testing.assert_allclose(logs["tracked"], [expected], rtol=1e-5)
+
+
+@pytest.mark.parametrize("base", [Classifier, Taped])
+def test_a_metric_that_a_call_updates(base: Any, strategy_of: Any) -> None:
+    """Keras' step drops its updates; one with a tape keeps them."""
+
+    class Watching(base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.watched = keras.metrics.Mean(name="watched")
+
+        def call(self, x: Any) -> Any:
+            self.watched.update_state(x)
+            return super().call(x)
+
+    with strategy_of(2).scope():
+        model = Watching()
+        model.compile("sgd", "sparse_categorical_crossentropy")
+    if base is Classifier:
+        with pytest.raises(NotImplementedError, match=r"'watched'.*GradientTape"):
+            model.train_on_batch(X[:4], Y[:4])
+    else:
+        logs = model.train_on_batch(X[:4], Y[:4], return_dict=True)
+        np.testing.assert_allclose(logs["watched"], X[:4].mean(), rtol=1e-5)

@@ -111,6 +111,11 @@ WRAPS = (
     ),
     Wrap("losses.loss", ("reduce_values", "apply_mask"), "global means of losses"),
     Wrap(
+        "metrics.reduction_metrics.Mean",
+        ("update_state",),
+        "a batch's value counts once, also where it does not divide by the replicas",
+    ),
+    Wrap(
         "layers.normalization.batch_normalization.BatchNormalization",
         ("__init__",),
         "takes `synchronized=True` on JAX",

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 import jax
 import jax.core
 import keras
+from keras import ops
 from keras.src.utils import jax_layer
 
 from replicax._private import wraps
@@ -272,9 +273,18 @@ def _synchronized_moments(
         moments = own(inputs, mask)
     finally:
         layer.synchronized = True
-    if context is None or mask is not None:
+    if context is None:
         return moments
-    return reductions.synchronized_moments(context, *moments)
+    count = None if mask is None else _num_unmasked(layer, inputs, mask)
+    return reductions.synchronized_moments(context, *moments, count)
+
+
+def _num_unmasked(layer: keras.Layer, inputs: PyTree, mask: PyTree) -> PyTree:
+    """The number of values of each feature that a mask shows."""
+    shown = ops.broadcast_to(ops.expand_dims(mask, -1), ops.shape(inputs))
+    features = layer.axis % inputs.ndim
+    axes = [dim for dim in range(inputs.ndim) if dim != features]
+    return ops.sum(ops.cast(shown, "float32"), axes)
 
 
 def _initialize_foreign(
@@ -331,6 +341,7 @@ _HOOKS: Mapping[str, Callable[..., PyTree]] = {
     "LossScaleOptimizer.stateless_apply": optimizers.stateless_apply,
     "loss.reduce_values": _in_replica(reductions.reduce_values),
     "loss.apply_mask": _in_replica(reductions.apply_mask),
+    "Mean.update_state": _in_replica(reductions.update_mean),
     "BatchNormalization.__init__": _init_batch_normalization,
     "JaxLayer._initialize_weights": _initialize_foreign,
     "distribution_lib._to_backend_device": _to_backend_device,

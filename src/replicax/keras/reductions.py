@@ -12,13 +12,16 @@ not summed, shares are multiplied by the number of replicas.
 import functools
 import logging
 
+import keras
 from keras import ops
 
+from replicax._private.keras import current_scope
 from replicax._private.wraps import Original
 from replicax._util.types import PyTree
 from replicax.engine.replica import ReplicaContext
+from replicax.engine.scope import current_call
 
-__all__ = ["apply_mask", "reduce_values", "synchronized_moments"]
+__all__ = ["apply_mask", "reduce_values", "synchronized_moments", "update_mean"]
 
 _logger = logging.getLogger("replicax")
 
@@ -88,10 +91,63 @@ def _log_part_of_count(strategy: str, what: str) -> None:
     )
 
 
+def update_mean(
+    context: ReplicaContext,
+    original: Original,
+    metric: PyTree,
+    values: PyTree,
+    sample_weight: PyTree = None,
+) -> None:
+    """Keras' update of a mean, in which a scalar counts once for each batch.
+
+    A scalar, such as a step's loss, stands for the replica's rows. All replicas' count
+    as many as there are replicas; where only some have rows these count for all.
+    """
+    _require_kept(metric)
+    num, counted = context.num_replicas_here, context.num_counted
+    if sample_weight is None and counted < num and ops.ndim(values) == 0:
+        sample_weight = num / counted
+    original(metric, values, sample_weight)
+
+
+def _require_kept(metric: PyTree) -> None:
+    """Raise where Keras drops what a metric is updated with, and it would stay 0.
+
+    Steps of `(state, data)` call the model with the values of its variables, without
+    those of metrics, and keep the updates of these variables only.
+    """
+    scope = current_scope()
+    is_call = type(scope) is keras.StatelessScope and scope.state_mapping
+    if is_call and id(metric.total) not in scope.state_mapping:
+        raise NotImplementedError(
+            f"{current_call()}: metric {metric.name!r} is updated in the call of a "
+            "layer or model. Keras' steps for JAX keep no such update, and the metric "
+            "would stay 0. Return what it needs from the call and update it in "
+            "compute_metrics, or give the model a train_step(self, data) with "
+            "rx.GradientTape, which keeps it."
+        )
+
+
 def synchronized_moments(
-    context: ReplicaContext, mean: PyTree, variance: PyTree
+    context: ReplicaContext, mean: PyTree, variance: PyTree, count: PyTree = None
 ) -> tuple[PyTree, PyTree]:
-    """Mean and variance over the global batch from each replica's own."""
-    global_mean = context.mean(mean)
+    """Mean and variance over the global batch from each replica's own.
+
+    Args:
+        context: The replica's.
+        mean: The mean of its values of each feature.
+        variance: Their variance.
+        count: Their number, where a mask hides some; None: the same on all replicas.
+    """
+    if count is not None:
+        count = ops.reshape(ops.cast(count, mean.dtype), ops.shape(mean))
+    total = context.sum(count)
+
+    def average(values: PyTree) -> PyTree:
+        if count is None:
+            return context.mean(values)
+        return ops.divide_no_nan(context.sum(values * count), total)
+
+    global_mean = average(mean)
     # Variance inside the replicas plus variance of their means.
-    return global_mean, context.mean(variance + ops.square(mean - global_mean))
+    return global_mean, average(variance + ops.square(mean - global_mean))
