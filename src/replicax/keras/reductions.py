@@ -141,12 +141,11 @@ def synchronized_moments(
     """
     if count is not None:
         count = ops.reshape(ops.cast(count, mean.dtype), ops.shape(mean))
-    total = context.sum(count)
 
     def average(values: PyTree) -> PyTree:
         if count is None:
             return context.mean(values)
-        return ops.divide_no_nan(context.sum(values * count), total)
+        return ops.divide_no_nan(context.sum(values * count), context.sum(count))
 
     global_mean = average(mean)
     # Variance inside the replicas plus variance of their means.
