@@ -137,3 +137,15 @@ def test_an_error_in_a_step_leaves_the_model_usable(data, strategy_of):
     with strategy_of(2).scope():
         pass
     assert np.isfinite(weights[0]).all()
+
+
+def test_stateful_rnn(strategy_of):
+    with strategy_of(2).scope():
+        rows = keras.Input(batch_shape=(4, 3, 2))
+        state = keras.layers.Bidirectional(keras.layers.GRU(2, stateful=True))(rows)
+        model = keras.Model(rows, state)
+        model.compile("sgd", "mse")
+    x, y = np.zeros((4, 3, 2)), np.zeros((4, 4))
+    match = r"fit: layer '\w+_gru\w*' of model .* has stateful=True"
+    with pytest.raises(NotImplementedError, match=match):
+        model.fit(x, y, batch_size=4, verbose=0)

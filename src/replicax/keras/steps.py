@@ -240,6 +240,8 @@ class Steps:
             )
         self._step = step
         self._is_eager = _is_eager(self._model)
+        if not self._is_eager:
+            _refuse_stateful(self._model, self._strategy)
         return self
 
     def _groups(self) -> Groups:
@@ -306,6 +308,23 @@ def group_of(model: keras.Model, strategy: StrategyLike) -> ReplicaGroup:
 
 def _is_eager(model: keras.Model) -> bool:
     return bool(model.run_eagerly) and current_dry_run() is None
+
+
+def _refuse_stateful(model: keras.Model, strategy: StrategyLike) -> None:
+    """Raise for RNNs that keep their state from batch to batch, on several replicas."""
+    num = strategy.group.num_replicas
+    if num == 1:
+        return
+    for layer in internals.layers_of(model):
+        if isinstance(layer, keras.layers.RNN) and layer.stateful:
+            raise NotImplementedError(
+                f"{current_call()}: layer {layer.name!r} of model {model.name!r} has "
+                "stateful=True. Its state has a row for each row of the batch, and the "
+                f"{num} replicas of {strategy!r} would need one each, while variables "
+                "are equal on all. Use one replica, such as "
+                "rx.OneDeviceStrategy('cpu:0'), or pass the state from step to step, "
+                "with return_state=True and initial_state."
+            )
 
 
 _STEPS = "_replicax_steps"
