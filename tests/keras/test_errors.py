@@ -149,3 +149,12 @@ def test_stateful_rnn(strategy_of):
     match = r"fit: layer '\w+_gru\w*' of model .* has stateful=True"
     with pytest.raises(NotImplementedError, match=match):
         model.fit(x, y, batch_size=4, verbose=0)
+
+
+@pytest.mark.parametrize("name", ["fit", "evaluate", "predict"])
+def test_no_data(strategy_of, name):
+    with strategy_of(2).scope():
+        model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
+        model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match=rf"{name}: x must be arrays.*got None"):
+        getattr(model, name)(None, verbose=0)

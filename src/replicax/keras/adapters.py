@@ -171,8 +171,12 @@ def adapter_of(
         caller: What the user called, for messages. Defaults to `current_call()`.
 
     Raises:
-        ValueError: For what a dataset has of its own.
+        ValueError: Without data, and for what a dataset has of its own.
     """
+    if x is None:
+        raise ValueError(
+            f"{caller or current_call()}: x must be arrays or a dataset; got None."
+        )
     own = {"y": y, "sample_weight": sample_weight, "class_weight": class_weight}
     given = [name for name, value in own.items() if value is not None]
     if isinstance(x, DistributedInput):
