@@ -10,13 +10,13 @@ Nothing is run. Needs the CUDA compiler:
     JAX_PLATFORMS=cpu python benchmarks/gpu_schedules.py --topology h100:2x8 \
         resnet50:mirrored resnet50:hand-written
 
-Each argument is a model and a step: `mirrored`, `fully-sharded` or `hand-written`. A
-model of convolutions compiles for minutes.
+Each argument is a model and a step: `mirrored`, `sharded-update`, `fully-sharded` or
+`hand-written`. A model of convolutions compiles for minutes.
 """
 
 import argparse
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
@@ -114,8 +114,9 @@ MODELS = {
     "mobilenet": mobilenet,
     "resnet50": resnet50,
 }
-STRATEGIES = {
+STRATEGIES: dict[str, Callable[[], rx.Strategy]] = {
     "mirrored": rx.MirroredStrategy,
+    "sharded-update": lambda: rx.MirroredStrategy(shard_update=True),
     "fully-sharded": rx.FullyShardedStrategy,
 }
 

@@ -17,7 +17,8 @@ from jax.sharding import PartitionSpec as P
 import replicax as rx
 from replicax.engine.collectives import ReplicaAxis
 from replicax.engine.communication import sum_gradients
-from replicax.engine.packing import Origin, origins_of, overlapping_packs
+from replicax.engine.origins import Origin, origins_of
+from replicax.engine.packing import made_meanwhile, overlapping_packs
 
 MIB = 2**20
 VOCABULARY, WIDTH, NUM_CLASSES = 1500, 256, 40
@@ -56,15 +57,29 @@ def loss_of(w: dict[str, Any], tokens: Any) -> Any:
     return jnp.sum((h @ w["4 kernel"]) ** 2) + jnp.sum(w["4 empty"])
 
 
-def step_of(axis: ReplicaAxis, options: rx.CommunicationOptions) -> Any:
+def step_of(
+    axis: ReplicaAxis,
+    options: rx.CommunicationOptions,
+    dims: list[int | None] | None = None,
+    **others: Any,
+) -> Any:
     def step(w: dict[str, Any], tokens: Any) -> list[Any]:
         grads = jax.grad(loss_of)(w, tokens)
         own = [None if k == "2 unused" else g for k, g in sorted(grads.items())]
-        return sum_gradients(own, rx.NcclAllReduce(), axis, options)
+        return sum_gradients(
+            own, rx.NcclAllReduce(), axis, options, dims=dims, **others
+        )
 
+    results = [
+        P() if dim is None else P(*[None] * dim, "replica") for dim in dims or [None]
+    ]
     mesh = Mesh(np.array(jax.devices()[: axis.size]), ("replica",))
     spmd = jax.shard_map(
-        step, mesh=mesh, in_specs=(P(), P("replica")), out_specs=P(), check_vma=False
+        step,
+        mesh=mesh,
+        in_specs=(P(), P("replica")),
+        out_specs=results if dims else P(),
+        check_vma=False,
     )
     return jax.jit(spmd)
 
@@ -97,6 +112,46 @@ def test_overlapping_sums_are_those_without_packs(options) -> None:
             continue
         assert (total.shape, total.dtype) == (value.shape, value.dtype)
         np.testing.assert_array_equal(total, other, err_msg=name)
+
+
+# By name: of all but those without two dimensions each replica gets a block.
+DIMS = [0, None, 1, 0, 1, None, None, 0, None, 0]
+
+
+@pytest.mark.parametrize("updates_are_last", [False, True])
+def test_overlapping_blocks_are_those_without_packs(updates_are_last) -> None:
+    rng = np.random.default_rng(0)
+    w = weights(rng)
+    tokens = rng.integers(0, VOCABULARY, (64,))
+    options = rx.CommunicationOptions()
+    packed = step_of(axis_of("gpu"), options, DIMS, updates_are_last=updates_are_last)
+    expected = step_of(axis_of("cpu"), options, DIMS)(w, tokens)
+    got = packed(w, tokens)
+    for name, total, other in zip(sorted(w), got, expected, strict=True):
+        if name != "2 unused":
+            np.testing.assert_array_equal(total, other, err_msg=name)
+    text = packed.lower(w, tokens).as_text()
+    scattered = re.findall(
+        r"reduce_scatter.*?\) : \(tensor<([\dx]*)x\w+>\)", text, re.DOTALL
+    )
+    sizes = [int(np.prod([int(n) for n in size.split("x")])) for size in scattered]
+    assert sizes == [
+        4 * WIDTH * WIDTH,  # "3 kernel"
+        4 * WIDTH * WIDTH,  # "2 kernel"
+        WIDTH * WIDTH,  # "1 half", of another dtype
+        WIDTH * WIDTH,  # "1 kernel", which travels with the table
+        VOCABULARY * WIDTH,
+        WIDTH * NUM_CLASSES,
+    ]
+
+
+def test_what_is_put_off_is_made_while_a_pack_travels() -> None:
+    products = [Origin(i + 1, "dot_general") for i in range(6)]
+    # Gradient 4 comes of no product: its pack leaves nothing for the one before it.
+    origins = [*products[:4], Origin(5), *products[4:]]
+    packs = [[0], [1, 2], [3], [4], [5, 6]]
+    meanwhile = made_meanwhile(packs, origins)
+    assert meanwhile == {6: 3, 5: 2, 3: 1, 2: 0, 1: 0}
 
 
 def test_packs_go_as_the_backward_pass_has_them() -> None:

@@ -15,20 +15,20 @@ MIB = 2**20
 
 
 @pytest.mark.parametrize("platform", ["gpu", "cuda", "rocm"])
-def test_scattered_sums_are_merged_by_what_is_summed(platform) -> None:
+def test_all_of_a_pack_is_scattered_at_once(platform) -> None:
     options = compiler_options(platform, {}, scattered_bytes=64 * MIB, num_devices=4)
-    assert options == {GATHER: 8 * MIB, SCATTER: 2 * MIB}
+    assert options == {GATHER: 9 * MIB // 4, SCATTER: 16 * MIB}
 
 
 @pytest.mark.parametrize(
     ("total", "spans_hosts", "merged"),
     [(3, False, 1), (3, True, 4), (16, True, 4), (1024, False, 32), (1024, True, 32)],
 )
-def test_they_are_of_the_size_of_packs(total, spans_hosts, merged) -> None:
+def test_gathers_are_parts_of_a_pack(total, spans_hosts, merged) -> None:
     options = compiler_options(
         "gpu", {}, scattered_bytes=total * MIB, spans_hosts=spans_hosts
     )
-    assert options == {GATHER: merged * MIB, SCATTER: merged * MIB}
+    assert options == {GATHER: merged * MIB * 9 // 32, SCATTER: total * MIB}
 
 
 def test_where_nothing_is_scattered_xla_has_its_defaults() -> None:

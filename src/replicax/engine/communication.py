@@ -8,6 +8,7 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import ArrayLike
 
 from replicax.engine.collectives import (
@@ -18,9 +19,10 @@ from replicax.engine.collectives import (
     ReplicaAxis,
     check_like,
 )
+from replicax.engine.origins import origins_of
 from replicax.engine.packing import (
-    origins_of,
     overlapping_packs,
+    packed_blocks,
     packed_sums,
     plan_packs,
 )
@@ -32,6 +34,7 @@ __all__ = [
 ]
 
 
+_SMALL_BYTES = 2**16  # Such as biases: they travel at once, and whenever.
 _COMPRESSIONS = (None, "bfloat16")
 
 
@@ -135,12 +138,12 @@ def sum_gradients(
     dims: Sequence[int | None] | None = None,
     on_device: Callable[[list[jax.Array]], list[jax.Array]] | None = None,
     weights: list[jax.Array] | None = None,
+    updates_are_last: bool = False,
 ) -> list[jax.Array | None]:
     """Sum each gradient over the replicas, the way that the options say.
 
     Traced into the replica program. In this order: the user's hook, `on_device`,
-    compression, packs, their sums, and all of it back. Sums of which each replica gets
-    a block are not packed: its part of a pack would be no block of each gradient in it.
+    compression, packs, their sums, and all of it back.
 
     Args:
         grads: This replica's gradients, any shapes and dtypes; None stays None.
@@ -155,6 +158,9 @@ def sum_gradients(
         weights: What the gradients are for. The list gets others for those that are not
             to be updated before the backward pass is done with them: they wait for
             their sums.
+        updates_are_last: Whether updates wait for all packs of scattered sums but the
+            last one, so that XLA hides these behind the backward pass. No gathers of
+            new weights may follow.
 
     Returns:
         The sums, or this replica's blocks of them, in the gradients' order and dtypes.
@@ -176,20 +182,29 @@ def sum_gradients(
     # From one device nothing travels.
     compression = options.compression if axis.size > 1 else None
     sent = [_compressed(g, compression) for g in own]
-    whole = [k for k, i in enumerate(there) if dims[i] is None]
+    cut = {k: dim for k, i in enumerate(there) if (dim := dims[i]) is not None}
+    blocks, last = _scattered(
+        [sent[k] for k in cut], [*cut.values()], ops, axis, updates_are_last
+    )
+    received = dict(zip(cut, blocks, strict=True))
+    whole = [k for k in range(len(there)) if k not in cut]
+    if last and updates_are_last:
+        # XLA takes small sums and updates for enough to hide what is scattered.
+        early = {k: received[k] for n, k in enumerate(cut) if n not in last}
+        small = {k: sent[k] for k in whole if sent[k].nbytes < _SMALL_BYTES}
+        early, small = lax.optimization_barrier((early, small))
+        received |= early
+        sent = [small.get(k, x) for k, x in enumerate(sent)]
     held = (
         {} if weights is None else {n: weights[there[k]] for n, k in enumerate(whole)}
     )
     sums, held = _summed([sent[k] for k in whole], ops, axis, options, held)
-    received = dict(zip(whole, sums, strict=True))
+    received |= zip(whole, sums, strict=True)
     if weights is not None:
         for n, weight in held.items():
             weights[there[whole[n]]] = weight
     total: list[jax.Array | None] = [None] * len(arrays)
     for k, i in enumerate(there):
-        dim = dims[i]
-        if dim is not None:
-            received[k] = ops.scatter(sent[k], axis, dim)
         total[i] = received[k].astype(own[k].dtype)
     return total
 
@@ -272,6 +287,42 @@ def _summed(
         put_off=put_off,
         weights=held,
     )
+
+
+def _scattered(
+    grads: list[jax.Array],
+    dims: list[int],
+    ops: CrossDeviceOps,
+    axis: ReplicaAxis,
+    updates_are_last: bool,
+) -> tuple[list[jax.Array], list[int]]:
+    """This replica's blocks of the sums of gradients, cut along those dimensions.
+
+    Also returns the positions of the last pack's, if there are packs.
+    """
+
+    def scattered(i: int, grad: jax.Array) -> jax.Array:
+        return ops.scatter(grad, axis, dims[i])
+
+    packs: list[list[int]] | None = None
+    blocks: dict[int, jax.Array] = {}
+    if axis.overlaps and axis.size > 1:
+        origins = origins_of(grads)
+        packs, _ = overlapping_packs(
+            [g.size * g.dtype.itemsize for g in grads],
+            [g.dtype for g in grads],
+            origins,
+            spans_hosts=axis.num_per_host < axis.size,
+        )
+        blocks = packed_blocks(
+            grads,
+            packs or [],
+            scattered,
+            origins,
+            updates_are_last=updates_are_last,
+        )
+    every = [blocks[i] if i in blocks else scattered(i, g) for i, g in enumerate(grads)]
+    return every, packs[-1] if packs else []
 
 
 def _reduced(

@@ -5,7 +5,6 @@ packs are made in the order in which the backward pass has the gradients, and th
 one, whose sum nothing is left to hide, is small.
 """
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -14,20 +13,18 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from replicax._private.jax import TracedEquation, equation_of
+from replicax._util.types import PyTree
 from replicax.engine.collectives import ReplicaAxis, join, part
-from replicax.engine.divergence import AnyJaxpr, inner_jaxprs, open_jaxpr
+from replicax.engine.origins import Origin, path_to_product
 
 __all__ = [
-    "Origin",
     "bytes_of_pack",
-    "origins_of",
+    "made_meanwhile",
     "overlapping_packs",
+    "packed_blocks",
     "packed_sums",
     "plan_packs",
 ]
-
-_PRODUCTS = ("dot_general", "conv_general_dilated")
 
 # Sizes of a pack. Smaller ones do not fill a link, larger ones start late; between
 # hosts a sum takes longer to start.
@@ -35,102 +32,8 @@ _LEAST_BYTES = 2**20
 _LEAST_BYTES_ACROSS_HOSTS = 2**22
 _MOST_BYTES = 2**25
 _NUM_PACKS = 8  # Where that gives sizes between those.
+_NUM_PUT_OFF = 2  # Products that are left to be made while a pack is scattered.
 _LAST_SHARE = 32  # The last pack has at most that part of all bytes.
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Origin:
-    """The origin of a gradient in the backward pass.
-
-    Attributes:
-        depth: Number of products and convolutions, one after another, that it waits
-            for: the longest chain.
-        product: Name of the product or convolution that makes it; empty: none does.
-            Nothing else needs that one, so that it may be made later.
-    """
-
-    depth: int = 0
-    product: str = ""
-
-    @property
-    def is_convolution(self) -> bool:
-        """Whether it is the gradient of a convolution's kernel."""
-        return self.product == "conv_general_dilated"
-
-
-def origins_of(grads: Sequence[jax.Array]) -> list[Origin]:
-    """Find the origin of each gradient in its trace.
-
-    What a single equation makes, such as a rematerialised function, is all alike.
-    """
-    depths: dict[int, int] = {}
-    origins = []
-    for grad in grads:
-        equation = equation_of(grad)
-        if equation is None:
-            origins.append(Origin())
-            continue
-        _find_depths(equation, depths)
-        path = _path_to_product(grad)
-        product = path[-1][0].primitive.name if path else ""
-        origins.append(Origin(depths[id(equation)], product))
-    return origins
-
-
-def _find_depths(last: TracedEquation, depths: dict[int, int]) -> None:
-    """Add the depth of an equation, and of all that it waits for."""
-    stack = [last]  # Not recursive: a chain may have thousands.
-    while stack:
-        equation = stack[-1]
-        if id(equation) in depths:
-            stack.pop()
-            continue
-        before = list(_inputs_of(equation))
-        unknown = [e for e in before if id(e) not in depths]
-        stack += unknown
-        if not unknown:
-            own = int(equation.primitive.name in _PRODUCTS) or sum(
-                map(_num_products, inner_jaxprs(equation))
-            )
-            depths[id(equation)] = own + max((depths[id(e)] for e in before), default=0)
-
-
-def _inputs_of(equation: TracedEquation) -> Iterator[TracedEquation]:
-    for x in equation.in_tracers:
-        made_by = equation_of(x)
-        if made_by is not None:
-            yield made_by
-
-
-def _num_products(jaxpr: AnyJaxpr) -> int:
-    return sum(
-        e.primitive.name in _PRODUCTS or sum(map(_num_products, inner_jaxprs(e)))
-        for e in open_jaxpr(jaxpr).eqns
-    )
-
-
-def _path_to_product(
-    value: jax.Array, most: int = 8
-) -> list[tuple[TracedEquation, int]]:
-    """The equations between a value and the product that it is, last one first.
-
-    Casts, changes of layout and elementwise operations, such as the addition of a
-    regularizer's gradient: each with the number of the input that leads on. Empty where
-    there is no product.
-    """
-    equation = equation_of(value)
-    if equation is None or most == 0:
-        return []
-    if equation.primitive.name in _PRODUCTS:
-        return [(equation, 0)]
-    if equation.primitive.multiple_results:  # A call, a loop.
-        return []
-    for number, x in enumerate(equation.in_tracers):
-        if x.size == value.size:
-            path = _path_to_product(x, most - 1)
-            if path:
-                return [(equation, number), *path]
-    return []
 
 
 def plan_packs(
@@ -332,13 +235,77 @@ def packed_sums(
     return sums, weights
 
 
-def _made_after(grad: jax.Array, previous: jax.Array) -> jax.Array:
+def packed_blocks(
+    grads: Sequence[jax.Array],
+    packs: Sequence[Sequence[int]],
+    scattered: Callable[[int, jax.Array], jax.Array],
+    origins: Sequence[Origin],
+    *,
+    updates_are_last: bool = False,
+) -> dict[int, jax.Array]:
+    """Scatter the sums of gradients, one pack after another.
+
+    A pack's gradients stay arrays of their own, which XLA scatters together: a
+    replica's block of what `join` makes would be no block of each.
+
+    Args:
+        grads: The gradients, each of them a replica's own.
+        packs: Their positions.
+        scattered: This replica's block of the sum of a gradient, of that position.
+        origins: The gradients' origins.
+        updates_are_last: Whether updates wait. Else gathers of new weights travel
+            between packs, and XLA is to choose what is made meanwhile.
+
+    Returns:
+        The blocks, by position, of the gradients in packs.
+    """
+    made = list(grads)
+    blocks: dict[int, jax.Array] = {}
+    before: list[jax.Array] = []  # What was there before the previous pack travelled.
+    previous: list[jax.Array] = []
+    meanwhile = made_meanwhile(packs, origins)
+    for number, pack in enumerate(packs):
+        for i, awaited in meanwhile.items():
+            if awaited == number - 1:
+                made[i] = _made_after(grads[i], before)
+        before = previous or [made[i] for i in pack]
+        if previous:
+            waiting = list(pack)
+            if updates_are_last:  # Nothing else is to hide the previous pack.
+                waiting += [i for i, n in meanwhile.items() if n == number - 1]
+            waiting = [*dict.fromkeys(waiting)]
+            own, _ = lax.optimization_barrier(([made[i] for i in waiting], previous))
+            for i, x in zip(waiting, own, strict=True):
+                made[i] = x
+        previous = [scattered(i, made[i]) for i in pack]
+        blocks |= zip(pack, previous, strict=True)
+    return blocks
+
+
+def made_meanwhile(
+    packs: Sequence[Sequence[int]], origins: Sequence[Origin]
+) -> dict[int, int]:
+    """For gradients that are put off, the number of the pack that travels meanwhile.
+
+    Each pack gets one, of the next pack that has a product left; and another one, for
+    gathers of weights may travel as well.
+    """
+    left = [[i for i in pack if origins[i].product] for pack in packs]
+    meanwhile: dict[int, int] = {}
+    for number in [*reversed(range(len(packs) - 1))] * _NUM_PUT_OFF:
+        products = next(filter(None, left[number + 1 :]), None)
+        if products is not None:
+            meanwhile[products.pop()] = number
+    return meanwhile
+
+
+def _made_after(grad: jax.Array, previous: PyTree) -> jax.Array:
     """Recompute a product from inputs that wait for `previous`.
 
     XLA drops the first one, which nothing uses then. It would make it long before: it
     takes the updates of weights for enough to hide the last sums.
     """
-    *path, (product, _) = _path_to_product(grad)
+    *path, (product, _) = path_to_product(grad)
     *inputs, _ = lax.optimization_barrier((*product.in_tracers, previous))
     value = product.primitive.bind(*inputs, **product.params)
     for equation, number in reversed(path):

@@ -311,6 +311,8 @@ class ReplicaContext:
             # After the user's hook, which may add something to what does not count.
             on_device=lambda own: self._axes.sum_on_device(self.counted(own)),
             weights=weights,
+            # Gathers of new weights follow the updates where replicas hold them whole.
+            updates_are_last=self.gathers_weights,
         )
         if self._gradient_op is ReduceOp.MEAN:
             return jax.tree.map(lambda x: x / self.num_counted, total)

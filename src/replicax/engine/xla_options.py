@@ -59,8 +59,8 @@ def compiler_options(
 
     Example:
         >>> options = compiler_options("gpu", {}, scattered_bytes=64 * 2**20)
-        >>> options["xla_gpu_all_gather_combine_threshold_bytes"] // 2**20
-        8
+        >>> options["xla_gpu_reduce_scatter_combine_threshold_bytes"] // 2**20
+        64
         >>> compiler_options("tpu", {}) is None
         True
     """
@@ -70,8 +70,13 @@ def compiler_options(
         return None
     own = settings.flags_in(environ)
     size = bytes_of_pack(scattered_bytes, spans_hosts=spans_hosts)
-    # XLA counts what a device gets: of a scattered sum a part.
-    wanted = {_REDUCE_SCATTER: size // num_devices, _ALL_GATHER: size}
+    wanted = {
+        # A pack at once: packs wait for each other. XLA counts what a device gets.
+        _REDUCE_SCATTER: scattered_bytes // num_devices,
+        # Weights travel in half precision, and nothing hides the first gather. A
+        # little more than a quarter takes a kernel's bias along.
+        _ALL_GATHER: size * 9 // 32,
+    }
     options = {
         name: value
         for name, value in wanted.items()

@@ -1,0 +1,111 @@
+"""Finds in a trace which products each gradient waits for, and which one makes it.
+
+`packing` orders the gradients by that, and has some products made later.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import jax
+
+from replicax._private.jax import TracedEquation, equation_of
+from replicax.engine.divergence import AnyJaxpr, inner_jaxprs, open_jaxpr
+
+__all__ = ["Origin", "origins_of", "path_to_product"]
+
+_PRODUCTS = ("dot_general", "conv_general_dilated")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Origin:
+    """The origin of a gradient in the backward pass.
+
+    Attributes:
+        depth: Number of products and convolutions, one after another, that it waits
+            for: the longest chain.
+        product: Name of the product or convolution that makes it; empty: none does.
+            Nothing else needs that one, so that it may be made later.
+    """
+
+    depth: int = 0
+    product: str = ""
+
+    @property
+    def is_convolution(self) -> bool:
+        """Whether it is the gradient of a convolution's kernel."""
+        return self.product == "conv_general_dilated"
+
+
+def origins_of(grads: Sequence[jax.Array]) -> list[Origin]:
+    """Find the origin of each gradient in its trace.
+
+    What a single equation makes, such as a rematerialised function, is all alike.
+    """
+    depths: dict[int, int] = {}
+    origins = []
+    for grad in grads:
+        equation = equation_of(grad)
+        if equation is None:
+            origins.append(Origin())
+            continue
+        _find_depths(equation, depths)
+        path = path_to_product(grad)
+        product = path[-1][0].primitive.name if path else ""
+        origins.append(Origin(depths[id(equation)], product))
+    return origins
+
+
+def _find_depths(last: TracedEquation, depths: dict[int, int]) -> None:
+    """Add the depth of an equation, and of all that it waits for."""
+    stack = [last]  # Not recursive: a chain may have thousands.
+    while stack:
+        equation = stack[-1]
+        if id(equation) in depths:
+            stack.pop()
+            continue
+        before = list(_inputs_of(equation))
+        unknown = [e for e in before if id(e) not in depths]
+        stack += unknown
+        if not unknown:
+            own = int(equation.primitive.name in _PRODUCTS) or sum(
+                map(_num_products, inner_jaxprs(equation))
+            )
+            depths[id(equation)] = own + max((depths[id(e)] for e in before), default=0)
+
+
+def _inputs_of(equation: TracedEquation) -> Iterator[TracedEquation]:
+    for x in equation.in_tracers:
+        made_by = equation_of(x)
+        if made_by is not None:
+            yield made_by
+
+
+def _num_products(jaxpr: AnyJaxpr) -> int:
+    return sum(
+        e.primitive.name in _PRODUCTS or sum(map(_num_products, inner_jaxprs(e)))
+        for e in open_jaxpr(jaxpr).eqns
+    )
+
+
+def path_to_product(
+    value: jax.Array, most: int = 8
+) -> list[tuple[TracedEquation, int]]:
+    """The equations between a value and the product that it is, last one first.
+
+    Casts, changes of layout and elementwise operations, such as the addition of a
+    regularizer's gradient: each with the number of the input that leads on. Empty where
+    there is no product.
+    """
+    equation = equation_of(value)
+    if equation is None or most == 0:
+        return []
+    if equation.primitive.name in _PRODUCTS:
+        return [(equation, 0)]
+    if equation.primitive.multiple_results:  # A call, a loop.
+        return []
+    for number, x in enumerate(equation.in_tracers):
+        if x.size == value.size:
+            path = path_to_product(x, most - 1)
+            if path:
+                return [(equation, number), *path]
+    return []
