@@ -19,6 +19,7 @@ from tests.strategies.parity import (
     bytes_on,
     compiled,
     data,
+    example_loss,
     fitted,
     functional_step,
     looped,
@@ -28,6 +29,7 @@ from tests.strategies.parity import (
 )
 
 import replicax as rx
+from replicax.engine.collectives import ReplicaAxis
 
 
 def fully_sharded(num: int = 2, **options: Any) -> rx.FullyShardedStrategy:
@@ -301,6 +303,70 @@ def test_the_step_gathers_weights_and_scatters_gradients(how: str) -> None:
     kept = [x for x in lowered[0].splitlines() if "optimization_barrier" in x]
     assert any("x64xf32>" in x for x in kept)
     assert not any("tensor<32x64xf32>" in x for x in kept)
+
+
+def penalty_step(model: Any, optimizer: Any) -> Any:
+    """A step whose loss has the gradients' squares in it."""
+    weights = model.trainable_variables
+
+    def step(x: Any, y: Any) -> Any:
+        def loss() -> Any:
+            return example_loss(model, x, y)
+
+        def penalized() -> Any:
+            value, grads = rx.value_and_grad(loss, weights)()
+            return value + 0.1 * sum(jnp.sum(g**2) for g in grads)
+
+        value, grads = rx.value_and_grad(penalized, weights)()
+        optimizer.apply([g / 2 for g in grads], weights)
+        return value
+
+    return step
+
+
+@pytest.mark.parametrize(
+    "make_step",
+    [
+        functional_step,
+        tape_step,
+        pytest.param(penalty_step, marks=pytest.mark.slow),
+    ],
+)
+def test_loops_where_gathers_and_sums_overlap(monkeypatch, make_step) -> None:
+    def make() -> Any:
+        return optimizers.Adam(0.01)
+
+    expected = looped(mirrored(), make, make_step)
+    # As on GPUs.
+    monkeypatch.setattr(ReplicaAxis, "overlaps", True)
+    monkeypatch.setattr("replicax.engine.packing._LEAST_BYTES", 1024)
+    assert_same(looped(fully_sharded(), make, make_step), expected)
+
+
+def test_fit_where_gathers_and_sums_overlap(monkeypatch) -> None:
+    def make() -> Any:
+        hidden = (layers.Dense(n, activation="relu") for n in (32, 64))
+        return compiled(network(*hidden), optimizers.Adam(0.01))
+
+    _, expected = fitted(mirrored(), make)
+    monkeypatch.setattr(ReplicaAxis, "overlaps", True)
+    monkeypatch.setattr("replicax.engine.packing._LEAST_BYTES", 1024)
+    strategy = fully_sharded()
+    lowered: list[str] = []
+    original = strategy.runner.call
+
+    def call(program: Any, arrays: Any) -> Any:
+        lowered.append(program.text([v.value for v in program.inputs], arrays))
+        return original(program, arrays)
+
+    strategy.runner.call = call
+    _, actual = fitted(strategy, make)
+    assert_same(actual, expected)
+    # The backward pass gathers anew when the forward pass is over, and what it takes
+    # besides, such as activations, does not wait.
+    barriers = [x for x in lowered[0].splitlines() if "optimization_barrier" in x]
+    assert any("tensor<32x32xf32>, tensor<f32>" in x for x in barriers)
+    assert not any(f"tensor<{BATCH_SIZE // 2}x64xf32>" in x for x in barriers[:1])
 
 
 @pytest.mark.slow

@@ -261,8 +261,11 @@ class GradientTape:
         reached = 0
         for mark in gradient_marks(closed.jaxpr, marks):
             reached |= mark
-        values, pullback = jax.vjp(regathering(jex_core.jaxpr_as_fun(closed)), *deltas)
-        grads = pullback(
+        run_again = jex_core.jaxpr_as_fun(closed)
+        values, pullback, _ = jax.vjp(
+            regathering(lambda deltas: (run_again(*deltas), None)), deltas, has_aux=True
+        )
+        (grads,) = pullback(
             [jnp.asarray(w, v.dtype) for w, v in zip(weights, values, strict=True)]
         )
         return [g if reached & m else None for g, m in zip(grads, marks, strict=True)]

@@ -229,13 +229,15 @@ def _compute_loss_and_updates(
 
     def run(values: list[PyTree]) -> PyTree:
         values = gathered_here(values, wholes)
-        result = original(model, values[:num], values[num:], *args, **kwargs)
-        return result, masks_of(result)
+        loss, rest = original(model, values[:num], values[num:], *args, **kwargs)
+        return loss, (rest, masks_of((loss, rest)))
 
     # The other arguments stay the same objects, with the masks attached to them.
-    result, masks = regathering(run)([*trainable_variables, *non_trainable_variables])
-    attach_masks(result, masks)
-    return result
+    loss, (rest, masks) = regathering(run)(
+        [*trainable_variables, *non_trainable_variables]
+    )
+    attach_masks((loss, rest), masks)
+    return loss, rest
 
 
 def _in_replica(replacement: Callable[..., PyTree]) -> Callable[..., PyTree]:
