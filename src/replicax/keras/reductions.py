@@ -103,15 +103,15 @@ def update_mean(
     A scalar, such as a step's loss, stands for the replica's rows. All replicas' count
     as many as there are replicas; where only some have rows these count for all.
     """
-    _require_kept(metric)
+    _note_dropped(metric)
     num, counted = context.num_replicas_here, context.num_counted
     if sample_weight is None and counted < num and ops.ndim(values) == 0:
         sample_weight = num / counted
     original(metric, values, sample_weight)
 
 
-def _require_kept(metric: PyTree) -> None:
-    """Raise where Keras drops what a metric is updated with, and it would stay 0.
+def _note_dropped(metric: PyTree) -> None:
+    """Say that Keras drops what a metric is updated with, where it does.
 
     Steps of `(state, data)` call the model with the values of its variables, without
     those of metrics, and keep the updates of these variables only.
@@ -119,13 +119,19 @@ def _require_kept(metric: PyTree) -> None:
     scope = current_scope()
     is_call = type(scope) is keras.StatelessScope and scope.state_mapping
     if is_call and id(metric.total) not in scope.state_mapping:
-        raise NotImplementedError(
-            f"{current_call()}: metric {metric.name!r} is updated in the call of a "
-            "layer or model. Keras' steps for JAX keep no such update, and the metric "
-            "would stay 0. Return what it needs from the call and update it in "
-            "compute_metrics, or give the model a train_step(self, data) with "
-            "rx.GradientTape, which keeps it."
-        )
+        _log_dropped(current_call(), metric.name)
+
+
+@functools.cache
+def _log_dropped(caller: str, name: str) -> None:
+    _logger.warning(
+        "%s: metric %r is updated in the call of a layer or model. Keras' steps for "
+        "JAX keep no such update, and the metric stays 0. Return what it needs from the "
+        "call and update it in compute_metrics, or give the model a "
+        "train_step(self, data) with rx.GradientTape, which keeps it.",
+        caller,
+        name,
+    )
 
 
 def synchronized_moments(

@@ -311,12 +311,18 @@ def _is_eager(model: keras.Model) -> bool:
 
 
 def _refuse_stateful(model: keras.Model, strategy: StrategyLike) -> None:
-    """Raise for RNNs that keep their state from batch to batch, on several replicas."""
+    """Raise for RNNs that keep the states of a batch's rows, on several replicas.
+
+    The only row of a batch is on the first replica, whose state all take over.
+    """
     num = strategy.group.num_replicas
     if num == 1:
         return
     for layer in internals.layers_of(model):
-        if isinstance(layer, keras.layers.RNN) and layer.stateful:
+        if not isinstance(layer, keras.layers.RNN) or not layer.stateful:
+            continue
+        states = keras.tree.flatten(layer.states)
+        if any(state is None or state.shape[0] != 1 for state in states):
             raise NotImplementedError(
                 f"{current_call()}: layer {layer.name!r} of model {model.name!r} has "
                 "stateful=True. Its state has a row for each row of the batch, and the "
