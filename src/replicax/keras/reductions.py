@@ -126,8 +126,8 @@ def _note_dropped(metric: PyTree) -> None:
 def _log_dropped(caller: str, name: str) -> None:
     _logger.warning(
         "%s: metric %r is updated in the call of a layer or model. Keras' steps for "
-        "JAX keep no such update, and the metric stays 0. Return what it needs from the "
-        "call and update it in compute_metrics, or give the model a "
+        "JAX keep no such update, and the metric stays 0. Return what it needs from "
+        "the call and update it in compute_metrics, or give the model a "
         "train_step(self, data) with rx.GradientTape, which keeps it.",
         caller,
         name,
