@@ -278,7 +278,7 @@ def _synchronized_moments(
     if context is None:
         return moments
     count = None if mask is None else _num_unmasked(layer, inputs, mask)
-    return reductions.synchronized_moments(context, *moments, count)
+    return reductions.synchronized_moments(context, *moments, count=count)
 
 
 def _num_unmasked(layer: keras.Layer, inputs: PyTree, mask: PyTree) -> PyTree:
