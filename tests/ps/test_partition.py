@@ -179,3 +179,9 @@ def test_every_row_is_on_one_server_and_servers_are_balanced(
     assert sum(loads) == sum(
         math.prod(i.shape) * np.dtype(i.dtype).itemsize for i in infos
     )
+
+
+def test_partitioners_compare_and_show_their_arguments() -> None:
+    first, second = MinSizePartitioner(4, 2), MinSizePartitioner(4, max_shards=2)
+    assert first == second != MinSizePartitioner(4, 3)
+    assert "min_shard_bytes=4, max_shards=2" in repr(first)

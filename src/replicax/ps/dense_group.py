@@ -8,7 +8,6 @@ handed out.
 
 import contextlib
 import copy
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -44,7 +43,7 @@ _Vectors = dict[str, jax.Array]
 
 
 class ServerOptimizer:
-    """Updates a server's `parts` of one group. Knows no values: those are given to it.
+    """Updates a server's `parts` of one group, whose values it is given each time.
 
     `norms` is what must be known of the *whole* gradient before it can be applied:
     None, `"global_clipnorm"`, or `"clipnorm"` where variables are split. Raises
@@ -95,7 +94,8 @@ class ServerOptimizer:
         with jax.default_device(self._cpu):
             state = self._build(placed)
             try:
-                norms = self._norms_of_zeros()
+                keys = map(self._norm_key, self.parts)
+                norms = self.norms and dict.fromkeys(keys, jnp.zeros((), jnp.float32))
                 jax.eval_shape(self._update, placed, state, placed, norms)
             except Exception as error:
                 raise ValueError(
@@ -204,16 +204,13 @@ class ServerOptimizer:
         self._take_over_clipping(optimizer)
         excluded = set(rule.get("no_weight_decay", ()))
         self._blocks = self._blocks_for(optimizer, excluded)
-        variables = [
-            _variable(self.parts[block.parts[0]], value)
-            for block, value in zip(
-                self._blocks, split(self._blocks, vectors), strict=True
-            )
-        ]
+        firsts = [self.parts[block.parts[0]] for block in self._blocks]
+        values = split(self._blocks, vectors)
+        variables = list(map(_variable, firsts, values))
         without = [
             variable
-            for block, variable in zip(self._blocks, variables, strict=True)
-            if self.parts[block.parts[0]].variable in excluded
+            for part, variable in zip(firsts, variables, strict=True)
+            if part.variable in excluded
         ]
         if without:
             for stepper in (optimizer, *getattr(optimizer, "optimizers", ())):
@@ -285,12 +282,6 @@ class ServerOptimizer:
         )
         return state, join(self._blocks, values, vectors)
 
-    def _norms_of_zeros(self) -> dict[str, jax.Array] | None:
-        if self.norms is None:
-            return None
-        keys = [self._norm_key(part) for part in self.parts]
-        return {key: jnp.zeros((), jnp.float32) for key in keys}
-
     def _norm_key(self, part: VariableSlice) -> str:
         return "all" if self.norms == "global_clipnorm" else str(part.variable)
 
@@ -325,14 +316,12 @@ class ServerOptimizer:
 def _variable(part: VariableSlice, value: jax.Array) -> keras.Variable:
     """A variable as the worker's, by whose path and name optimizers choose."""
     *scope, name = part.path.split("/")
+    within = contextlib.nullcontext()
+    if scope:  # An absolute path, whatever scope the calling thread is in.
+        within = keras.name_scope(scope[-1], override_parent="/".join(scope[:-1]))
     variable_class: Any = keras.Variable
-    make = functools.partial(variable_class, value, dtype=part.dtype, name=name)
-    if scope:
-        # An absolute path, whatever scope the calling thread is in.
-        with keras.name_scope(scope[-1], override_parent="/".join(scope[:-1])):
-            variable = make()
-    else:
-        variable = make()
+    with within:
+        variable = variable_class(value, dtype=part.dtype, name=name)
     if part.constraint is not None:
         if part.rows is not None:
             raise ValueError(
@@ -470,8 +459,9 @@ class DenseGroup(Group):
     ) -> None:
         """Go on from what `state` returned; the group was made with its values."""
         slots = [arrays[f"slots/{i}"] for i in range(len(arrays) - len(self.vectors))]
-        shapes = [(x.shape, str(x.dtype)) for x in slots]
-        expected = [(x.shape, str(x.dtype)) for x in self._slots]
+        shapes, expected = (
+            [(x.shape, str(x.dtype)) for x in each] for each in (slots, self._slots)
+        )
         if shapes != expected:
             raise RefusedRequestError(
                 f"{self.what}: the state has optimizer variables of {shapes}, but this "

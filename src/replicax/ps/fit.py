@@ -24,10 +24,7 @@ from replicax._util.types import JSONObject, PyTree
 from replicax._util.waiting import announce_first
 from replicax.errors import ClusterMismatchError
 from replicax.input.split import leading_size
-from replicax.keras.adapters import (
-    DistributedAdapter,
-    fixed_number_of_batches,
-)
+from replicax.keras.adapters import DistributedAdapter, fixed_number_of_batches
 from replicax.keras.batches import BatchIterator, PlacedBatch, place
 from replicax.keras.session import FitSession
 from replicax.keras.steps import steps_of

@@ -9,11 +9,10 @@ one compiled program for each such number.
 """
 
 import copy
-import dataclasses
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -227,8 +226,7 @@ def _distinct(names: Sequence[str], paths: Sequence[str]) -> list[str]:
     ]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Built:
+class _Built(NamedTuple):
     """An optimizer for a number of rows; each of its variables' owner and name."""
 
     optimizer: keras.optimizers.Optimizer

@@ -28,15 +28,7 @@ from replicax.ps.group_vectors import (
     slots_to_message,
 )
 from replicax.ps.groups import StepShare
-from replicax.ps.messages import (
-    Commit,
-    Create,
-    GetSlots,
-    Pull,
-    Push,
-    Replace,
-    SetSlots,
-)
+from replicax.ps.messages import Commit, Create, GetSlots, Pull, Push, Replace, SetSlots
 from replicax.ps.partition import VariableGroup
 from replicax.ps.session import Session
 

@@ -27,12 +27,7 @@ from replicax.ps.connection import Connection, ServerRefused, ValuesLostError
 from replicax.ps.credentials import Credentials
 from replicax.ps.limits import beat_seconds, family_of, longest_pause
 
-__all__ = [
-    "FAREWELL_SECONDS",
-    "JOB",
-    "ReplayLog",
-    "Session",
-]
+__all__ = ["FAREWELL_SECONDS", "JOB", "ReplayLog", "Session"]
 
 FAREWELL_SECONDS = 10.0
 """For a task that ends to tell the others, or to hear that they have been told."""

@@ -44,10 +44,7 @@ from replicax._util.types import JSONObject
 from replicax.errors import CheckpointError
 from replicax.ps.call_log import WriteAheadLog
 
-__all__ = [
-    "Snapshot",
-    "Snapshots",
-]
+__all__ = ["Snapshot", "Snapshots"]
 
 _logger = logging.getLogger("replicax")
 

@@ -22,10 +22,7 @@ from replicax.ps.limits import (
 )
 from replicax.ps.tickets import PartTickets, StepTickets, Tickets
 
-__all__ = [
-    "Settings",
-    "Streams",
-]
+__all__ = ["Settings", "Streams"]
 
 _logger = logging.getLogger("replicax")
 

@@ -17,12 +17,7 @@ from replicax._util.listing import listed
 from replicax._util.types import JSONObject
 from replicax.ps.limits import BoardError, LimitError, Ticket, check_count, remember
 
-__all__ = [
-    "PartTickets",
-    "StepTickets",
-    "Ticket",
-    "Tickets",
-]
+__all__ = ["PartTickets", "StepTickets", "Ticket", "Tickets"]
 
 _logger = logging.getLogger("replicax")
 _MAX_HELD = 256

@@ -6,13 +6,14 @@ from typing import Any
 
 import jax
 import keras
+import msgspec
 import numpy as np
 from jax.sharding import NamedSharding
 
 from replicax._private import keras as internals
 from replicax._util.hashes import digest
 from replicax._util.types import JSONObject
-from replicax.engine.consistency import Labels
+from replicax.engine.consistency import Label, Labels
 from replicax.engine.scope import outside_scopes
 from replicax.engine.variables import Update
 from replicax.errors import ClusterMismatchError
@@ -24,11 +25,7 @@ from replicax.ps.remote import RemoteGroup, key_of
 from replicax.ps.rows import RemoteTables, RowPush
 from replicax.ps.session import Session
 
-__all__ = [
-    "GroupRequests",
-    "RemoteStep",
-    "RemoteVariables",
-]
+__all__ = ["GroupRequests", "RemoteStep", "RemoteVariables"]
 
 _Slots = Mapping[VariableSlot, np.ndarray]
 
@@ -391,6 +388,16 @@ def _clips(optimizer: keras.optimizers.Optimizer) -> bool:
     )
 
 
+class _GroupRequest(msgspec.Struct):
+    """A worker's request for a group; variables are by their labels."""
+
+    group: VariableGroup
+    by: str
+    variables: list[Label]
+    count: Label | None
+    rate: Label | None
+
+
 class GroupRequests:
     """What workers ask for, in the order of the asking."""
 
@@ -421,13 +428,15 @@ class GroupRequests:
         `count` is the number of steps of the optimizer that trains it, `rate` its
         learning rate, where these are variables.
         """
-        want = {
-            "group": group.to_json(),
-            "by": self._session.name,
-            "variables": [self._labels.of(v) for v in variables],
-            "count": None if count is None else self._labels.of(count),
-            "rate": None if rate is None else self._labels.of(rate),
-        }
+        of = self._labels.of
+        request = _GroupRequest(
+            group,
+            self._session.name,
+            [of(v) for v in variables],
+            None if count is None else of(count),
+            None if rate is None else of(rate),
+        )
+        want = msgspec.to_builtins(request)
         number = self._next
         while True:
             stands = self._session.board("put", key=_request_key(number), value=want)
@@ -437,31 +446,30 @@ class GroupRequests:
 
     def adopt(self, remote: "RemoteVariables") -> None:
         """Take over what was asked for; the chief creates it first."""
-        while (
-            want := self._session.board("get", key=_request_key(self._next))
-        ) is not None:
-            variables = [self._labels.find((p, n)) for p, n in want["variables"]]
-            if any(v is None for v in variables):
-                if self._session.is_chief:
-                    raise _unknown(want, want["variables"][variables.index(None)][0])
-                return  # This script is not there yet.
-            group = remote.adopt(VariableGroup.from_json(want["group"]), variables)
+        while found := self._session.board("get", key=_request_key(self._next)):
+            want = msgspec.convert(found, _GroupRequest)
+            variables: list[keras.Variable] = []
+            for label in want.variables:
+                variable = self._labels.find(label)
+                if variable is None and self._session.is_chief:
+                    raise ClusterMismatchError(
+                        f"ClusterCoordinator: a closure on {want.by} trains "
+                        f"{label[0]!r}, which the chief does not have. Create models "
+                        "under strategy.scope() and build them (a keras.Input, or "
+                        "model.build) before the first coordinator.schedule, in every "
+                        "task."
+                    )
+                if variable is None:
+                    return  # This script is not there yet.
+                variables.append(variable)
+            group = remote.adopt(want.group, variables)
             if group is None:
                 return
             self._next += 1
-            group.train(self._find(want["count"]), self._find(want["rate"]))
+            group.train(self._find(want.count), self._find(want.rate))
 
-    def _find(self, label: tuple[str, int] | None) -> keras.Variable | None:
-        return None if label is None else self._labels.find((label[0], label[1]))
-
-
-def _unknown(want: JSONObject, path: str) -> ClusterMismatchError:
-    return ClusterMismatchError(
-        f"ClusterCoordinator: a closure on {want['by']} trains {path!r}, which "
-        "the chief does not have. Create models under strategy.scope() and build "
-        "them (a keras.Input, or model.build) before the first "
-        "coordinator.schedule, in every task."
-    )
+    def _find(self, label: Label | None) -> keras.Variable | None:
+        return None if label is None else self._labels.find(label)
 
 
 def _request_key(number: int) -> str:
