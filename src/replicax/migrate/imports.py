@@ -1,4 +1,4 @@
-"""Ports imports: those of TensorFlow go, those of the targets come."""
+"""Ports imports: those of TensorFlow go, those of the targets come where they were."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -31,13 +31,7 @@ from replicax.migrate.tables import (
     find_target,
 )
 
-__all__ = [
-    "NOTHING",
-    "find_retained",
-    "ported_imports",
-    "uses_tensorflow",
-    "with_new_imports",
-]
+__all__ = ["find_retained", "ported_imports", "uses_tensorflow"]
 
 
 def uses_tensorflow(module: cst.Module) -> bool:
@@ -114,7 +108,7 @@ def ported_imports(script: Script, module: cst.Module) -> cst.Module:
     """`module`, whose other code is ported, with the imports that it needs now."""
     used = used_names(module)
     module = module.visit(_Imports(script, used))
-    return with_new_imports(script, module, used)
+    return _with_new_imports(script, module, used)
 
 
 class _Imports(cst.CSTTransformer):
@@ -262,7 +256,7 @@ def _as_lines(
     if not body:  # A place for new imports, taken out later.
         gap = [blank for blank in line.leading_lines if not blank.comment]
         lines = [*gap, *comment_lines(line)]
-        return cst.SimpleStatementLine([NOTHING], leading_lines=lines)
+        return cst.SimpleStatementLine([_NOTHING], leading_lines=lines)
     if len(line.body) > 1:
         new = line.with_changes(body=body)
         return with_marks(new, marks)
@@ -272,27 +266,27 @@ def _as_lines(
 
 
 # LibCST removes lines without statements by itself, with their comments.
-NOTHING = cst.Expr(cst.Name("__nothing__"))
+_NOTHING = cst.Expr(cst.Name("__nothing__"))
 """Stands where an import was, until new ones are there."""
 
 _WHY_FIRST = "# Before keras: it settles the backend."
 
 
 def _is_nothing(statement: cst.CSTNode) -> bool:
-    """Whether a statement is `NOTHING`."""
+    """Whether a statement is `_NOTHING`."""
     return (
         isinstance(statement, cst.SimpleStatementLine)
         and len(statement.body) == 1
-        and statement.body[0].deep_equals(NOTHING)
+        and statement.body[0].deep_equals(_NOTHING)
     )
 
 
-def with_new_imports(script: Script, module: cst.Module, used: set[str]) -> cst.Module:
+def _with_new_imports(script: Script, module: cst.Module, used: set[str]) -> cst.Module:
     """`module` with the imports of what was written into it, where TF's were.
 
     Args:
         script: The script that was ported.
-        module: The ported module, in which `NOTHING` stands where imports were.
+        module: The ported module, in which `_NOTHING` stands where imports were.
         used: The names that it reads.
     """
     place = _place(script, module)
@@ -326,7 +320,7 @@ class _WithoutNothing(cst.CSTTransformer):
         is_gone = all(_is_nothing(statement) for statement in body)
         if is_gone and not (updated_node.orelse or updated_node.finalbody):
             return cst.SimpleStatementLine(
-                [NOTHING], leading_lines=comment_lines(original_node)
+                [_NOTHING], leading_lines=comment_lines(original_node)
             )
         return updated_node
 

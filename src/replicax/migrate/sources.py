@@ -23,7 +23,6 @@ __all__ = [
     "STREAM_RULES",
     "Rule",
     "dropped",
-    "examples",
     "receiver",
     "source",
     "stream_problem",
@@ -157,7 +156,7 @@ def why_not_listed(script: Script, node: cst.Call) -> str | None:
     return None
 
 
-def examples(script: Script, node: cst.Call, updated: cst.Call) -> Expression:
+def _listed(script: Script, node: cst.Call, updated: cst.Call) -> Expression:
     """`grain.MapDataset.source([... for x, y in generator()])`."""
     dtypes, is_tuple = _read(script, node)
     given = argument(updated.args, 0, "generator")
@@ -261,7 +260,7 @@ KNOWN_SOURCES: dict[str, Rule | None] = {
     "data.Dataset.from_tensor_slices": _slices,
     "data.Dataset.from_tensors": _tensors,
     "data.Dataset.range": _range,
-    FROM_GENERATOR: examples,
+    FROM_GENERATOR: _listed,
     "data.Dataset.zip": _zip,
     # Ported as other calls of Keras are.
     "keras.preprocessing.image_dataset_from_directory": None,

@@ -23,12 +23,10 @@ __all__ = [
     "GUARDED_OPERATORS",
     "HOST_OPERATORS",
     "LEFT_METHODS",
-    "NEED_TENSORFLOW",
     "NOTES",
     "OLD_PREFIXES",
     "OPTIMIZERS",
     "PREFIXES",
-    "REASONS",
     "RENAMED_METHODS",
     "Operator",
     "accepted_arguments",
@@ -99,9 +97,9 @@ NOTES = _by_name(_DATA["notes"])
 DROPPED = _by_name(_DATA["dropped"])
 """Calls that stand alone as a statement and are taken out, and why."""
 _STAYING = _by_name(_DATA["need_tensorflow"])
-NEED_TENSORFLOW = frozenset(_STAYING)
+_NEED_TENSORFLOW = frozenset(_STAYING)
 """What Keras has on all backends, and makes with TensorFlow."""
-REASONS = {**_by_name(_DATA["reasons"]), **_STAYING}
+_REASONS = {**_by_name(_DATA["reasons"]), **_STAYING}
 """Why a name stays, by the longest path that fits, and what to do instead."""
 FOREIGN = _texts(_DATA["foreign"])
 """Packages that stay, and why."""
@@ -253,7 +251,7 @@ def find_target(path: str) -> str | None:
         >>> find_target("distribute.MirroredStrategy"), find_target("float32")
         ('rx.MirroredStrategy', '"float32"')
     """
-    if path in NEED_TENSORFLOW:
+    if path in _NEED_TENSORFLOW:
         return None
     if path in EXACT:
         return EXACT[path]
@@ -298,9 +296,9 @@ def find_reason(path: str) -> str:
     parts = path.split(".")
     for n in range(len(parts), 0, -1):
         prefix = ".".join(parts[:n])
-        if prefix in REASONS:
-            suggestion = "" if path in NEED_TENSORFLOW else _suggestion(path)
-            return f"tf.{path} {_predicate(REASONS[prefix])}{suggestion}"
+        if prefix in _REASONS:
+            suggestion = "" if path in _NEED_TENSORFLOW else _suggestion(path)
+            return f"tf.{path} {_predicate(_REASONS[prefix])}{suggestion}"
     return f"tf.{path} has no counterpart here"
 
 
