@@ -148,6 +148,22 @@ def test_a_path_that_cannot_be_seen_is_left() -> None:
     assert "see that `args.path` does" in ported.left[0].reason
 
 
+@pytest.mark.parametrize(
+    ("default", "num_left"), [("default='m.h5'", 0), ("default='m'", 1), ("", 1)]
+)
+def test_a_path_of_the_command_line_ends_as_its_default(
+    default: str, num_left: int
+) -> None:
+    ported = port(
+        "import tensorflow as tf\nparser.add_argument('--path', type=str, "
+        f"{default})\nargs = parser.parse_args()\nmodel.save(args.path)\n".encode()
+    )
+    assert len(ported.left) == num_left
+    assert len(ported.notes) == 1 - num_left
+    for note in ported.notes:
+        assert "also those that the command line gives" in note.reason
+
+
 STEP = """import tensorflow as tf
 
 def step(x):

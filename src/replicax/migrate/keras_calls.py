@@ -14,7 +14,7 @@ from replicax.migrate.arguments import (
     without,
 )
 from replicax.migrate.legacy import old_defaults, with_old_reset
-from replicax.migrate.names import dotted
+from replicax.migrate.names import dotted, method_of
 from replicax.migrate.optimizers import config_problem, ported_arguments
 from replicax.migrate.script import Expression, Script, Unported
 from replicax.migrate.tables import ARGUMENTS, OPTIMIZERS, exists, find_target
@@ -298,6 +298,8 @@ def report_path(
             script.leave(node, f"{wanted}: see that `{script.code(path.value)}` does")
     elif not end.endswith(endings):
         script.leave(node, wanted)
+    elif _default_of(script, path.value) is not None:
+        script.note(node, f"{wanted}, also those that the command line gives")
 
 
 def is_latest_checkpoint(script: Script, node: cst.BaseExpression) -> bool:
@@ -325,6 +327,8 @@ def _end(script: Script, node: cst.BaseExpression) -> str | None:
 def _last_part(script: Script, node: cst.BaseExpression) -> cst.BaseExpression | None:
     if isinstance(node, cst.Name):
         return script.flow.value(node)
+    if isinstance(node, cst.Attribute):
+        return _default_of(script, node)
     if isinstance(node, cst.BinaryOperation):
         return node.left if isinstance(node.operator, cst.Modulo) else node.right
     if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
@@ -333,3 +337,21 @@ def _last_part(script: Script, node: cst.BaseExpression) -> cst.BaseExpression |
         if dotted(node.func) == "os.path.join" and node.args:
             return node.args[-1].value
     return None
+
+
+def _default_of(script: Script, node: cst.BaseExpression) -> cst.BaseExpression | None:
+    """The default of an option of the command line, such as `args.model`."""
+    if not isinstance(node, cst.Attribute):
+        return None
+    if method_of(script.flow.value(node.value)) != "parse_args":
+        return None
+    names = {f'"--{node.attr.value}"', f"'--{node.attr.value}'"}
+    found = [
+        arg.value
+        for call in script.calls
+        if method_of(call) == "add_argument"
+        and names & {script.code(arg.value) for arg in call.args}
+        for arg in call.args
+        if is_named(arg, "default")
+    ]
+    return found[0] if len(found) == 1 else None
