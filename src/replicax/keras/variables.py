@@ -14,11 +14,17 @@ from jax.typing import DTypeLike
 from keras.src.layers import BatchNormalization
 from keras.src.utils.jax_layer import JaxLayer
 
-from replicax._private.keras import forget_uninitialized, layout_of, named_by
+from replicax._private.keras import (
+    current_scope,
+    forget_uninitialized,
+    layout_of,
+    named_by,
+)
 from replicax._private.wraps import Original
 from replicax._util.types import PyTree
 from replicax.engine import device_put
-from replicax.engine.scope import current_strategy
+from replicax.engine.scope import current_call, current_context, current_strategy
+from replicax.errors import ContextError
 from replicax.keras.variable_reuse import constant_in_trace, current_reuse
 
 __all__ = ["StrategyVariable", "adopt", "init_variable"]
@@ -94,6 +100,14 @@ def init_variable(
     """`KerasVariable.__init__`."""
     reuse, strategy = current_reuse(), current_strategy()
     given = not (callable(initializer) or isinstance(initializer, str))
+    if reuse is None and given and _in_replica_function():
+        name = f" {kwargs['name']!r}" if kwargs.get("name") else ""
+        raise ContextError(
+            f"{current_call()}: a variable{name} is made inside "
+            "the function, from a value. Functions are traced more than once: create "
+            "variables, layers, metrics and optimizers outside of it, once, under "
+            "`with strategy.scope():`."
+        )
     if reuse is not None and given:
         initializer, shape, own = constant_in_trace(variable, initializer)
         dtype = own.name if dtype is None else dtype
@@ -104,6 +118,11 @@ def init_variable(
     original(variable, initializer, shape, dtype, *args, **kwargs)
     if reuse is not None and variable._value is None and not reuse.note(variable):
         forget_uninitialized(variable)  # It stands for another one.
+
+
+def _in_replica_function() -> bool:
+    """Whether this is a trace of a replica function, where values do not last."""
+    return current_context() is not None and current_scope() is not None
 
 
 def _is_state_of_replicas(dtype: DTypeLike | None, kwargs: PyTree) -> bool:
