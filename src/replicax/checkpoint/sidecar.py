@@ -61,6 +61,7 @@ class SidecarEvaluator:
         if max_evaluations is not None:
             what = "SidecarEvaluator: max_evaluations"
             require_count(max_evaluations, what, 1, otherwise=", or None for no limit")
+        timeouts = checked_timeouts(timeouts, "SidecarEvaluator")
         if not isinstance(model, keras.Model):
             raise TypeError(
                 f"SidecarEvaluator: model must be a keras.Model; got {model!r}."
@@ -71,7 +72,7 @@ class SidecarEvaluator:
         self._watch = CheckpointWatch(
             Path(checkpoint_dir),
             checkpoint_name,
-            checked_timeouts(timeouts, "SidecarEvaluator").checkpoint,
+            timeouts.checkpoint,
             "SidecarEvaluator",
         )
         self._steps = steps
