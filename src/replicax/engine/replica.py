@@ -70,6 +70,9 @@ class ReplicaContext:
         self.defers_updates = group.defers_updates or divides_updates
         self.blocked = BlockedValues(group.axis)
         self.has_trained = False
+        # Whether one batch is split over the replicas, as in `fit`; else each has its
+        # own batches, as in estimators.
+        self.shares_batch = False
         self._group = group
         self._axes: ReplicaAxes = group.axes
         self._gradient_op = gradient_op

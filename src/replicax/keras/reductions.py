@@ -105,7 +105,8 @@ def update_mean(
     """
     _note_dropped(metric)
     num, counted = context.num_replicas_here, context.num_counted
-    if sample_weight is None and counted < num and ops.ndim(values) == 0:
+    is_share = context.shares_batch and counted < num
+    if is_share and sample_weight is None and ops.ndim(values) == 0:
         sample_weight = num / counted
     original(metric, values, sample_weight)
 

@@ -78,6 +78,7 @@ class _ModelStep:
         self._options: dict[tuple[int | None, int | None], Options] = {}
 
     def __call__(self, data: PyTree) -> PyTree:
+        required_context().shares_batch = True
         if self._groups is None:
             result = self._step(data)
         else:
