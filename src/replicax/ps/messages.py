@@ -274,7 +274,7 @@ class PushRows(_Message, tag="push_rows"):
             sequence=self.sequence,
             part=table.share_of(self.group, self.part),
         )
-        return pushed._asdict(), {}
+        return {"version": pushed.version, "applied": pushed.applied}, {}
 
 
 MESSAGES: dict[str, type[Message]] = {

@@ -99,7 +99,6 @@ class Table(Group):
 
     Example:
         >>> import numpy as np
-        >>> pass  # removed import
         >>> sgd = {"class_name": "SGD", "config": {"learning_rate": 0.5}}
         >>> spec = TableSpec(name="words", num_rows=1000, dim=2, seed=0,
         ...                  initializer={"class_name": "Zeros"},
