@@ -8,7 +8,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 from replicax._util.types import PyTree
 from replicax._util.waiting import Announced
@@ -32,7 +32,7 @@ class _End:
 
 
 class Producer(threading.Thread, Generic[T]):
-    """The producer thread of a prefetched stream. It never refers to the consumer.
+    """The producer thread of a prefetched stream. It never keeps the consumer alive.
 
     Both queues are `SimpleQueue`s, whose `put` is reentrant: the garbage collector can
     call `stop` at any point of any thread, where taking a lock or a condition could
@@ -44,8 +44,14 @@ class Producer(threading.Thread, Generic[T]):
         stopped: Whether the consumer has stopped.
     """
 
-    def __init__(self, make_iterator: Callable[[], Iterable[T]], depth: int) -> None:
+    LOOK_SECONDS: ClassVar = 5.0
+    """How often a thread that waits looks whether the consumer is still there."""
+
+    def __init__(
+        self, consumer: object, make_iterator: Callable[[], Iterable[T]], depth: int
+    ) -> None:
         super().__init__(name="replicax-prefetch", daemon=True)
+        self._consumer = weakref.ref(consumer)
         self.items: queue.SimpleQueue[T | _End] = queue.SimpleQueue()
         self.slots: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.stopped = False
@@ -85,12 +91,21 @@ class Producer(threading.Thread, Generic[T]):
         self.items.put(end)
         del end  # The error's traceback refers to this frame.
 
+    def _may_produce(self) -> bool:
+        """Wait for a slot; False if nobody will take the item."""
+        while True:
+            try:
+                self.slots.get(timeout=self.LOOK_SECONDS)
+            except queue.Empty:
+                # An interrupt in a finalizer can end `stop` before it has begun.
+                if self._consumer() is not None:
+                    continue
+                self.stopped = True
+            return not self.stopped
+
     def _produce(self, iterator: Iterator[T]) -> None:
         try:
-            while True:
-                self.slots.get()
-                if self.stopped:
-                    return
+            while self._may_produce():
                 try:
                     # No variable for the item: it would keep a batch alive on the
                     # device while this thread waits for the next slot.
@@ -109,7 +124,7 @@ class Prefetched(Iterator[T]):
     """
 
     def __init__(self, make_iterator: Callable[[], Iterable[T]], depth: int) -> None:
-        producer = self.producer = Producer(make_iterator, depth)
+        producer = self.producer = Producer(self, make_iterator, depth)
         # Not `zip`, which keeps its last item alive.
         self._taken = map(
             lambda item, _: item,
