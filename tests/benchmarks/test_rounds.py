@@ -81,9 +81,11 @@ def test_programs_for_a_gpu_compute_the_same(case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["one", "logical"])
-@pytest.mark.parametrize("case", list("abcde"))
+@pytest.mark.parametrize(
+    ("case", "layout"), [("a", "one"), ("e", "one"), *((c, "logical") for c in "abcde")]
+)
 def test_all_compute_the_same(case, layout) -> None:
+    """On one device the models of `b` to `d` are what each of two devices computes."""
     group = measured(case, layout)
     off = disagreeing(group)
     if layout == "logical" and case in "cd":
