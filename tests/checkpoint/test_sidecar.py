@@ -35,6 +35,11 @@ def lines(folder: Path) -> list[dict]:
     return [json.loads(x) for x in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+# A checkpoint may be deleted while it is read. Of the reads that are under way then,
+# TensorStore may tell an event loop that Orbax has closed already.
+@pytest.mark.filterwarnings(
+    "ignore:Exception ignored in. None:pytest.PytestUnraisableExceptionWarning"
+)
 @pytest.mark.parametrize("max_to_keep", [1, None])
 def test_evaluates_until_the_training_has_ended(tmp_path, capsys, max_to_keep):
     trained = model_of()
