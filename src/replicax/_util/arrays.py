@@ -10,9 +10,14 @@ import numpy as np
 
 from replicax._util.types import Shape
 
-__all__ = ["FlatLayout", "array_of", "bytes_of"]
+__all__ = ["FlatLayout", "array_of", "bytes_of", "holds_numbers"]
 
 _Array = TypeVar("_Array", np.ndarray, jax.Array)
+
+
+def holds_numbers(array: np.ndarray | np.generic) -> bool:
+    """Whether an array is of numbers or booleans, not of strings, dates or objects."""
+    return array.dtype.kind not in "OUSMm"
 
 
 def bytes_of(array: np.ndarray) -> np.ndarray:

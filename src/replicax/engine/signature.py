@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
+from replicax._util.arrays import holds_numbers
 from replicax._util.types import PyTree, TreeStructure
 from replicax.engine.cache import static_key
 from replicax.engine.composites import described, is_composite, stacked
@@ -151,7 +152,7 @@ def flatten_call(
             and not isinstance(leaf, str | bytes)  # Strings of NumPy.
         ) or (isinstance(leaf, _PYTHON_NUMBERS) and not isinstance(leaf, bool)):
             kind = Kind.MIRRORED
-            if isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in "OUSMm":
+            if isinstance(leaf, np.ndarray | np.generic) and not holds_numbers(leaf):
                 raise TypeError(
                     f"Strategy.run: got an array of {leaf.dtype}, {leaf!r}; expected "
                     "numbers or booleans. Encode it as numbers, or pass a string or a "

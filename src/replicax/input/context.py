@@ -7,6 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from replicax._util.arrays import holds_numbers
 from replicax._util.types import PyTree, Shape
 from replicax.engine import device_put
 from replicax.engine.row_arrays import PartedRows, RowArray, by_rows
@@ -115,7 +116,7 @@ def _stack(*values: PyTree) -> np.ndarray | PartedRows:
         return PartedRows(values)
     arrays = list(map(np.asarray, values))
     for array in arrays:
-        if array.dtype.kind in "OUSMm":
+        if not holds_numbers(array):
             raise TypeError(
                 f"{_VALUES}: value_fn made {values[0]!r}, an array of {array.dtype}; "
                 "expected numbers or booleans."

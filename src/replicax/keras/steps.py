@@ -232,17 +232,17 @@ class Steps:
     def begin(self) -> "Steps":
         """Select the step for the variables that the model has and trains now."""
         groups = self._groups()
-        key = tuple(tuple(map(id, group)) for group in groups)
+        self._is_eager = _is_eager(self._model)
+        key = (self._is_eager, *(tuple(map(id, group)) for group in groups))
         step = self._of_groups.get(key)
         if step is None:
+            if not self._is_eager:
+                _refuse_stateful(self._model, self._strategy)
             defers = self._strategy.group.defers_updates
             step = self._of_groups[key] = _ModelStep(
                 self._model, f"{self._kind}_step", groups, defers_updates=defers
             )
         self._step = step
-        self._is_eager = _is_eager(self._model)
-        if not self._is_eager:
-            _refuse_stateful(self._model, self._strategy)
         return self
 
     def _groups(self) -> Groups:
