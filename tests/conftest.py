@@ -83,6 +83,18 @@ if os.environ.get("JAX_PLATFORMS") == "cpu" and jax.__version__.startswith("0.10
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
+        # JAX writes an entry where it is read: a thread that reads it meanwhile warns.
+        from jax._src.lru_cache import LRUCache
+
+        def _put(self: LRUCache, key: str, value: bytes) -> None:
+            entry = Path(str(self.path), f"{key}-cache")
+            handle, whole = tempfile.mkstemp(dir=entry.parent)
+            with os.fdopen(handle, "wb") as file:
+                file.write(value)
+            os.replace(whole, entry)
+
+        LRUCache.put = _put
+
 import threading  # noqa: E402
 from collections.abc import Callable, Iterator  # noqa: E402
 
