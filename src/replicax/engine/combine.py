@@ -17,7 +17,7 @@ from replicax.engine.composites import (
     require_sparse,
     stacked,
 )
-from replicax.engine.values import PerReplica
+from replicax.engine.values import PerReplica, is_per_replica
 
 __all__ = ["gather", "local_results", "reduce", "require_all_replicas"]
 
@@ -60,7 +60,7 @@ def local_results(value: PyTree) -> tuple[PyTree, ...]:
     """This process' values of the `PerReplica`s in a pytree, one tree per replica."""
     found = [
         leaf.values
-        for leaf in jax.tree.leaves(value, is_leaf=_is_per_replica)
+        for leaf in jax.tree.leaves(value, is_leaf=is_per_replica)
         if isinstance(leaf, PerReplica)
     ]
     if not found:
@@ -70,14 +70,10 @@ def local_results(value: PyTree) -> tuple[PyTree, ...]:
         return jax.tree.map(
             lambda x: x.values[index] if isinstance(x, PerReplica) else x,
             value,
-            is_leaf=_is_per_replica,
+            is_leaf=is_per_replica,
         )
 
     return tuple(of_replica(i) for i in range(min(map(len, found))))
-
-
-def _is_per_replica(x: object) -> bool:
-    return isinstance(x, PerReplica)
 
 
 def require_all_replicas(value: PerReplica, num_replicas: int, name: str) -> None:
@@ -108,7 +104,7 @@ def _repeated(value: PyTree, num_replicas: int) -> PyTree:
 
 def _map_values(fn: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
     return jax.tree.map(
-        fn, tree, is_leaf=lambda x: isinstance(x, PerReplica) or is_composite(x)
+        fn, tree, is_leaf=lambda x: is_per_replica(x) or is_composite(x)
     )
 
 

@@ -26,7 +26,7 @@ from replicax.engine.divergence import declare_mirrored
 from replicax.engine.group import ReplicaAxes, ReplicaGroup
 from replicax.engine.replay import current_run
 from replicax.engine.scope import current_context, entered_context
-from replicax.engine.values import PerReplica, spread
+from replicax.engine.values import PerReplica, is_per_replica, spread
 from replicax.engine.variables import Update, Variable
 from replicax.errors import ContextError
 
@@ -206,7 +206,7 @@ class ReplicaContext:
         return jax.tree.map(
             lambda x: x.array[index] if isinstance(x, PerReplica) else x,
             spread(result),
-            is_leaf=lambda x: isinstance(x, PerReplica),
+            is_leaf=is_per_replica,
         )
 
     # For the rest of the library only: sums over the replicas that count.

@@ -17,7 +17,7 @@ from replicax.engine.cache import static_key
 from replicax.engine.composites import described, is_composite, stacked
 from replicax.engine.row_arrays import whole
 from replicax.engine.sparse_rows import is_foreign
-from replicax.engine.values import ARRAY_TYPES, PerReplica, spread
+from replicax.engine.values import ARRAY_TYPES, PerReplica, is_per_replica, spread
 
 __all__ = ["Arguments", "FlatCall", "Kind", "ResultStructure", "flatten_call"]
 
@@ -138,7 +138,7 @@ def flatten_call(
         TypeError: For arrays of strings, dates or objects.
     """
     flat, structure = jax.tree.flatten(
-        (tuple(args), dict(kwargs)), is_leaf=lambda x: isinstance(x, PerReplica)
+        (tuple(args), dict(kwargs)), is_leaf=is_per_replica
     )
     arrays, kinds, statics, key = [], [], [], []
     for leaf in flat:

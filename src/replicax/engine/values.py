@@ -16,7 +16,7 @@ from replicax._private.jax import ArrayImpl
 from replicax._util.types import PyTree
 from replicax.engine.composites import described, is_array, is_composite, is_key, one_of
 
-__all__ = ["ARRAY_TYPES", "PerReplica", "spread"]
+__all__ = ["ARRAY_TYPES", "PerReplica", "is_per_replica", "spread"]
 
 ARRAY_TYPES = frozenset({ArrayImpl, np.ndarray})
 """The types of nearly all arrays, which are found faster than by `isinstance`."""
@@ -245,6 +245,11 @@ tree_util.register_pytree_node(
 )
 
 
+def is_per_replica(value: object) -> bool:
+    """Whether it is a `PerReplica`: a leaf, where trees are mapped value by value."""
+    return isinstance(value, PerReplica)
+
+
 def spread(tree: PyTree) -> PyTree:
     """`tree`, with each stacked composite array as one replica's, of `PerReplica`s."""
 
@@ -257,4 +262,4 @@ def spread(tree: PyTree) -> PyTree:
             value.array, [PerReplica(x) for x in jax.tree.leaves(value.array)]
         )
 
-    return jax.tree.map(one, tree, is_leaf=lambda x: isinstance(x, PerReplica))
+    return jax.tree.map(one, tree, is_leaf=is_per_replica)

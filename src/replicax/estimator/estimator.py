@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from replicax._util.arguments import require_count
 from replicax._util.types import PyTree
 from replicax.checkpoint import latest_checkpoint
 from replicax.checkpoint.evaluation import append_evaluation
@@ -458,11 +459,9 @@ class Estimator:
 
 def _check_steps(method: str, *numbers: int | None) -> None:
     for number in numbers:
-        if number is not None and number < 1:
-            raise ValueError(
-                f"Estimator.{method}: the number of steps must be at least 1; got "
-                f"{number!r}."
-            )
+        if number is not None:
+            what = f"Estimator.{method}: the number of steps"
+            require_count(number, what, 1)
 
 
 def _chosen(batch: PyTree, keys: Sequence[str] | None) -> PyTree:

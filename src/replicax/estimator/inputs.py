@@ -9,6 +9,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike
 
+from replicax._util.arguments import require_count
 from replicax._util.types import PyTree
 
 __all__ = ["numpy_input_fn", "pandas_input_fn"]
@@ -170,9 +171,9 @@ def _input_fn(
             f"{caller}: shuffle must be True or False; got {shuffle!r}. Training "
             "mostly wants True, evaluation and prediction False."
         )
-    _require_positive(caller, "batch_size", batch_size)
+    require_count(batch_size, f"{caller}: batch_size", 1)
     if num_epochs is not None:
-        _require_positive(caller, "num_epochs", num_epochs)
+        require_count(num_epochs, f"{caller}: num_epochs", 1, otherwise=", or None")
     if seed is not None and seed < 0:
         raise ValueError(f"{caller}: seed must not be negative; got {seed!r}.")
     sizes = _sizes("x", features) | ({} if labels is None else _sizes("y", labels))
@@ -235,9 +236,3 @@ def _is_frame(value: object) -> bool:
 
 def _columns_of(frame: PyTree) -> dict[str, np.ndarray]:
     return {str(name): np.asarray(frame[name]) for name in frame.columns}
-
-
-def _require_positive(caller: str, name: str, value: int) -> None:
-    is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    if not is_integer or value < 1:
-        raise ValueError(f"{caller}: {name} must be at least 1; got {value!r}.")

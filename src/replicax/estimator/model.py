@@ -18,7 +18,7 @@ from replicax.engine.collectives import ReduceOp
 from replicax.engine.gradients import value_and_grad
 from replicax.engine.scope import required_context
 from replicax.engine.step import Options
-from replicax.engine.values import PerReplica
+from replicax.engine.values import PerReplica, is_per_replica
 from replicax.errors import ContextError
 from replicax.estimator.made_variables import MadeVariables
 from replicax.estimator.spec import EstimatorSpec, ModeKeys, stepping
@@ -36,7 +36,7 @@ def first_replica(values: PyTree) -> PyTree:
     return jax.tree.map(
         lambda x: jax.device_get(x.values[0]),
         values,
-        is_leaf=lambda x: isinstance(x, PerReplica),
+        is_leaf=is_per_replica,
     )
 
 

@@ -5,6 +5,7 @@ import functools
 import os
 from typing import Any
 
+from replicax._util.arguments import require_count
 from replicax.cluster.resolvers import ClusterResolver, default_resolver
 from replicax.cluster.spec import ClusterSpec
 from replicax.engine.devices import default_devices
@@ -86,10 +87,12 @@ class RunConfig:
             )
         if not self.save_checkpoints_steps and not self.save_checkpoints_secs:
             object.__setattr__(self, "save_checkpoints_secs", _DEFAULT_SECONDS)
-        if self.keep_checkpoint_max is not None and self.keep_checkpoint_max < 0:
-            raise ValueError(
-                "RunConfig: keep_checkpoint_max must be at least 0, or None; got "
-                f"{self.keep_checkpoint_max!r}."
+        if self.keep_checkpoint_max is not None:
+            require_count(
+                self.keep_checkpoint_max,
+                "RunConfig: keep_checkpoint_max",
+                0,
+                otherwise=", or None",
             )
 
     def replace(self, **changes: Any) -> "RunConfig":

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from replicax._util.arguments import require_count
 from replicax._util.waiting import wait_for
 from replicax.checkpoint.evaluation import POLL_PAUSES, CheckpointWatch
 from replicax.cluster.spec import ClusterSpec
@@ -281,5 +282,5 @@ def _check_cluster(estimator: Estimator, cluster: ClusterSpec) -> None:
 
 def _check(caller: str, input_fn: InputFunction, name: str, number: int | None) -> None:
     require_input_function(input_fn, caller)
-    if number is not None and number < 1:
-        raise ValueError(f"{caller}: {name} must be at least 1, or None; got {number}.")
+    if number is not None:
+        require_count(number, f"{caller}: {name}", 1, otherwise=", or None")

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from replicax._util.types import PyTree
-from replicax.engine.values import PerReplica
+from replicax.engine.values import PerReplica, is_per_replica
 from replicax.estimator.hooks import (
     CheckpointSaverListener,
     Interval,
@@ -284,6 +284,6 @@ class _Log:
 
 def _num_rows(features: PyTree, active: int | None) -> int:
     """Count this process' examples in a step, from features `[R, b, ...]`."""
-    first = jax.tree.leaves(features, is_leaf=lambda x: isinstance(x, PerReplica))[0]
+    first = jax.tree.leaves(features, is_leaf=is_per_replica)[0]
     replicas, rows = first.array.shape[:2]
     return (active or replicas) * rows

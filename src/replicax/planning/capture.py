@@ -25,7 +25,7 @@ from replicax._util.types import PyTree
 from replicax.engine.devices import Device
 from replicax.engine.group import ReplicaGroup
 from replicax.engine.program import Program
-from replicax.engine.values import PerReplica
+from replicax.engine.values import PerReplica, is_per_replica
 from replicax.keras.steps import forget_steps, restore_steps
 from replicax.planning.topology import DeviceTopology
 from replicax.strategies.strategy import Strategy
@@ -240,4 +240,4 @@ def _as_arrays(tree: PyTree, num_replicas: int) -> PyTree:
         shape = (num_replicas, *x.array.shape[1:])
         return PerReplica(array(jax.ShapeDtypeStruct(shape, x.array.dtype)))
 
-    return jax.tree.map(of_all, tree, is_leaf=lambda x: isinstance(x, PerReplica))
+    return jax.tree.map(of_all, tree, is_leaf=is_per_replica)

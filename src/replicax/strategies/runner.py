@@ -27,7 +27,7 @@ from replicax.engine.program import Program
 from replicax.engine.scope import called_in, current_call, current_context
 from replicax.engine.signature import FlatCall, Kind, flatten_call
 from replicax.engine.step import Options, Outputs
-from replicax.engine.values import PerReplica
+from replicax.engine.values import PerReplica, is_per_replica
 from replicax.engine.variables import Variable
 from replicax.errors import ContextError
 
@@ -247,7 +247,7 @@ class ProgramRunner:
         """
         if self._workers.watch is None:
             return self.dispatch(fn)
-        leaves = jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, PerReplica))
+        leaves = jax.tree.leaves(value, is_leaf=is_per_replica)
         kinds = tuple(
             (x.array.shape, x.array.dtype) for x in leaves if isinstance(x, PerReplica)
         )
