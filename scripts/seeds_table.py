@@ -61,7 +61,8 @@ same programs as tests.
   program trains, not how well it would.
 - Seed 001 includes its program from a file that the text has not: its two MobileNetV2
   programs are written from its description, and have the author's lines around them.
-  Their batches have 64 images, as in its first table; 256 on four devices is not run.
+  Each trains on one of its two sets of photos. Their batches have 64 images, as in its
+  first table; 256 on four devices is not run.
 
 Losses are the first and the last epoch's, all on CPU devices of one machine with two
 cores. Programs for TPUs are compiled by the TPU compiler and not run.

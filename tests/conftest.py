@@ -58,6 +58,7 @@ os.environ["REPLICAX_COMPILATION_CACHE"] = "off"
 os.environ["MALLOC_PERTURB_"] = "0"
 
 import jax  # noqa: E402
+from jax._src.lru_cache import LRUCache  # noqa: E402
 
 import replicax as rx  # noqa: E402
 
@@ -77,23 +78,28 @@ if os.environ.get("JAX_PLATFORMS") == "cpu" and jax.__version__.startswith("0.10
         os.environ["XLA_FLAGS"] = f"{_flags} {_OLD}"
         jax.devices()
         os.environ["XLA_FLAGS"] = _flags
-        # And compile the same programs again and again: each of these processes keeps
-        # its own while it runs, as JAX does not write the files of others at once.
-        jax.config.update("jax_compilation_cache_dir", tempfile.mkdtemp("-programs"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
-        # JAX writes an entry where it is read: a thread that reads it meanwhile warns.
-        from jax._src.lru_cache import LRUCache
+# Tests compile the same programs again and again: pytest-xdist's processes share them.
+# Those that tests start compile their own.
+_PROGRAMS = "REPLICAX_TESTS_PROGRAMS"
+jax.config.update(
+    "jax_compilation_cache_dir",
+    os.environ.setdefault(_PROGRAMS, tempfile.mkdtemp("-programs")),
+)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
-        def _put(self: LRUCache, key: str, value: bytes) -> None:
-            entry = Path(str(self.path), f"{key}-cache")
-            handle, whole = tempfile.mkstemp(dir=entry.parent)
-            with os.fdopen(handle, "wb") as file:
-                file.write(value)
-            os.replace(whole, entry)
 
-        LRUCache.put = _put
+def _put(self: LRUCache, key: str, value: bytes) -> None:
+    """Add a program, whole: JAX writes it where others read it meanwhile, and warn."""
+    entry = Path(str(self.path), f"{key}-cache")
+    handle, whole = tempfile.mkstemp(dir=entry.parent)
+    with os.fdopen(handle, "wb") as file:
+        file.write(value)
+    os.replace(whole, entry)
+
+
+LRUCache.put = _put
 
 import threading  # noqa: E402
 from collections.abc import Callable, Iterator  # noqa: E402

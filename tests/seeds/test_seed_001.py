@@ -15,12 +15,11 @@ import grain
 import keras
 import numpy as np
 import pytest
-from PIL import Image
 from sklearn.datasets import load_digits
 from tests.seeds.machines import take_machine
 
 import replicax as rx
-from replicax.testing import Cluster, run
+from replicax.testing import Cluster
 
 pytestmark = pytest.mark.multiprocess
 
@@ -106,53 +105,3 @@ def test_the_machine_that_runs_first_waits_then_both_train(tmp_path: Path) -> No
         results = cluster.wait().check()
     losses = assert_same(results)["losses"]
     assert losses[-1] < 0.4 * losses[0]
-
-
-def photos(folder: Path, side: int) -> list[tuple[np.ndarray, int]]:
-    """Photos of a folder for each class, `float32[side, side, 3]` in 0..1."""
-    classes = sorted(path for path in folder.iterdir() if path.is_dir())
-    return [
-        (resize(file, side), label)
-        for label, path in enumerate(classes)
-        for file in sorted(path.glob("*.jpg"))
-    ]
-
-
-def resize(file: Path, side: int) -> np.ndarray:
-    with Image.open(file) as image:
-        return np.asarray(image.resize((side, side)), "float32") / 255.0
-
-
-def classify_photos(folder: Path) -> dict[str, Any]:
-    num_epochs = 2  # Source: 5
-    batch_size_per_replica = 32
-    num_workers = 2
-    side = 64  # Source: 224
-    strategy = make_strategy()
-
-    def make_model() -> Any:
-        return keras.applications.MobileNetV2(
-            weights=None, classes=2, input_shape=(side, side, 3)
-        )
-
-    return train(
-        strategy,
-        photos(folder, side),
-        make_model,
-        batch_size_per_replica * num_workers,
-        num_epochs,
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_mobilenet_on_cats_and_dogs(data_dir: Path) -> None:
-    results = run(
-        classify_photos,
-        num_workers=2,
-        args=(data_dir / "cats_vs_dogs",),
-        deadline_seconds=580,
-    )
-    losses = assert_same(results)["losses"]
-    assert np.isfinite(losses).all()
-    assert losses[-1] < losses[0]

@@ -152,10 +152,15 @@ class NoStrategy:
 
 @pytest.mark.slow
 def test_one_device_strategy_trains_as_keras_alone_does(
-    images: tuple[np.ndarray, np.ndarray],
+    images: tuple[np.ndarray, np.ndarray], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Bit by bit, where convolutions are XLA's own.
+
+    Rounding cannot be allowed for: pixels that differ by 1e-7 change the second epoch's
+    loss of Keras alone by a tenth.
+    """
+    monkeypatch.setenv("REPLICAX_CPU", "off")
     _, history = script(rx.OneDeviceStrategy("/cpu:0"), images, epochs=2)
     keras.utils.set_random_seed(0)
     _, alone = script(NoStrategy(), images, epochs=2)
-    for key, values in alone.items():
-        np.testing.assert_allclose(history[key], values, rtol=1e-3)
+    assert history == alone
