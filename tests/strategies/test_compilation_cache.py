@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import jax
@@ -145,6 +146,25 @@ def test_tpus_and_unknown_platforms_are_left_out() -> None:
     assert not compilation_cache._is_safe("tpu")
     assert not compilation_cache._is_safe("metal")
     assert compilation_cache._is_safe("gpu")
+
+
+def test_only_what_xla_cannot_write_is_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in JAX_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("REPLICAX_COMPILATION_CACHE", str(tmp_path))
+    of_the_tests = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    writing = "Error writing persistent compilation cache entry for 'f': OSError: "
+    try:
+        with pytest.warns() as seen:
+            assert compilation_cache.turn_on.__wrapped__("cpu") is not None
+            warnings.warn(f"{writing}Multiple temp buffer allocations", stacklevel=1)
+            warnings.warn(f"{writing}No space left on device", stacklevel=1)
+    finally:
+        jax.config.update("jax_compilation_cache_dir", of_the_tests)
+    assert [str(x.message) for x in seen] == [f"{writing}No space left on device"]
 
 
 def test_jobs_of_several_processes_are_left_out(

@@ -4,6 +4,7 @@ import functools
 import logging
 import os
 import tempfile
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,6 +20,7 @@ _SWITCH = "REPLICAX_COMPILATION_CACHE"
 _JAX_VARIABLES = ("JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE")
 _XLA_CACHES_OF_JAX = "xla_gpu_per_fusion_autotune_cache_dir"
 _MAX_BYTES = 2 * 2**30
+_UNWRITABLE = "Error writing persistent .* Multiple temp buffer allocations"
 
 # Before, XLA logs errors that speak of SIGILL for each program that it loads on a CPU
 # with AVX-512, though the program was compiled on this very machine.
@@ -81,6 +83,9 @@ def turn_on(platform: str) -> Path | None:
         # XLA's own files there have no bound, and one that cannot be written fails the
         # compilation, where JAX only warns.
         jax.config.update("jax_persistent_cache_enable_xla_caches", "")
+    # XLA cannot write some large programs for CPUs. JAX warns about each, and compiles
+    # it in each run, as it does without a cache.
+    warnings.filterwarnings("ignore", _UNWRITABLE, UserWarning)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     return folder
 
