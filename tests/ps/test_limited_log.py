@@ -1,6 +1,6 @@
 """Warnings by kind and address: a flood of one hides no other."""
 
-from replicax.ps.credentials import LimitedLog
+from replicax.ps.unauthenticated import LimitedLog
 
 
 def test_kinds_and_addresses_have_limits_of_their_own(caplog):

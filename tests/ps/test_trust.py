@@ -31,7 +31,10 @@ GROUP = place(
     1,
 )
 SERVER = """
-import logging, sys, threading
+import logging, resource, sys, threading
+if len(sys.argv) > 2:
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[2]), most))
 logging.basicConfig(level="INFO", format="%(message)s")
 from replicax.cluster.timeouts import Timeouts
 from replicax.ps.board import Board
@@ -52,7 +55,9 @@ print("closed", flush=True)
 class Server:
     """A server in a process of its own, and an honest worker of it."""
 
-    def __init__(self, folder, environment, credentials, host="127.0.0.1"):
+    def __init__(
+        self, folder, environment, credentials, host="127.0.0.1", descriptors=None
+    ):
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         self.address = f"{host}:{self.port}"
@@ -60,7 +65,10 @@ class Server:
         self.log_file = (folder / "log").open("w")
         self.log_path = folder / "log"
         self.process = subprocess.Popen(
-            [sys.executable, "-c", SERVER, self.address],
+            [
+                *(sys.executable, "-c", SERVER, self.address),
+                *([] if descriptors is None else [str(descriptors)]),
+            ],
             env=os.environ | environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -220,6 +228,22 @@ def test_a_flood_of_idle_connections_hides_no_wrong_token(tmp_path):
     left_out = re.findall(r"(\d+) connections that stayed", log)
     assert said <= 15 * 2  # Of one address, in each of the minutes that it took.
     assert 170 <= said + sum(map(int, left_out)) <= 173, log
+
+
+def test_strangers_that_take_all_descriptors_keep_no_worker_out(tmp_path):
+    """The watch needs no descriptor of its own to see and close connections."""
+    token = new_token()
+    environment, limit = {"REPLICAX_PS_TOKEN": token}, 256
+    server = Server(tmp_path, environment, Credentials(token=token), descriptors=limit)
+    try:
+        with contextlib.ExitStack() as idle:
+            for _ in range(limit):
+                idle.enter_context(plain(server)[0])
+            with server.connect(retry_timeout_seconds=60) as worker:
+                assert worker.call("board.alive") == []
+        server.still_trains()
+    finally:
+        server.close()
 
 
 def test_no_token_opens_nothing(server):

@@ -25,16 +25,16 @@ from replicax.cluster.addresses import Address, parse_address
 from replicax.errors import ClusterError
 from replicax.ps import wire
 from replicax.ps.board import Board
-from replicax.ps.credentials import (
-    Credentials,
+from replicax.ps.credentials import Credentials
+from replicax.ps.limits import RefusedRequestError, read
+from replicax.ps.messages import MESSAGES, Message
+from replicax.ps.store import VariableStore
+from replicax.ps.unauthenticated import (
     LimitedLog,
     UnauthenticatedConnections,
     host_of,
     peer_of,
 )
-from replicax.ps.limits import RefusedRequestError, read
-from replicax.ps.messages import MESSAGES, Message
-from replicax.ps.store import VariableStore
 from replicax.ps.wire import MessageReader, MessageWriter
 
 __all__ = ["Refused", "Service", "VersionMismatch"]
