@@ -8,7 +8,6 @@ import keras
 import numpy as np
 import pytest
 
-from replicax.ps.dense_group import ServerOptimizer
 from replicax.ps.group_vectors import SlotKey
 from replicax.ps.optimizers import can_split, clip_before_push, optimizer_rule
 from replicax.ps.partition import (
@@ -17,6 +16,7 @@ from replicax.ps.partition import (
     VariableInfo,
     place,
 )
+from replicax.ps.server_optimizer import ServerOptimizer
 
 SHAPES = {"dense/kernel": (6, 4), "dense/bias": (4,), "norm/scale": (1, 4), "s": ()}
 STEPS = 7

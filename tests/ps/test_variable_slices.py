@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicax.ps.group_vectors import fused_spans, join, split, split_slices
 from replicax.ps.partition import VariableGroup, VariableSlice
+from replicax.ps.server_optimizer import fused_spans, join, split, split_slices
 
 PARTS = st.lists(
     st.tuples(

@@ -1,15 +1,10 @@
-"""A group's variables as flat vectors: in messages, and for a server's optimizer.
+"""A group's variables as flat vectors in messages, and its optimizer's as slots.
 
 A worker cuts values into each server's vectors, and joins what it gets back. The
 variables of an optimizer (slots) travel each on its own.
-
-An optimizer that works element by element need not know where one variable ends and the
-next begins. So a server steps spans of neighbouring slices as one: a few operations on
-long vectors for a model of hundreds of variables.
 """
 
-import dataclasses
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -17,25 +12,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from replicax._util.arrays import FlatLayout
 from replicax._util.types import PyTree
-from replicax.ps.partition import VariableGroup, VariableSlice
+from replicax.ps.partition import VariableGroup
 from replicax.ps.wire import dtype_named
 
 __all__ = [
-    "FusedSpan",
     "GroupLayout",
     "SlotKey",
     "Slots",
     "VariableSlot",
     "cut_slots",
-    "fused_spans",
-    "join",
     "join_slots",
     "slots_from_message",
     "slots_to_message",
-    "split",
-    "split_slices",
 ]
 
 _Vectors = dict[str, PyTree]
@@ -185,94 +174,3 @@ def cut_slots(
                 rows = array if part.rows is None else array[slice(*part.rows)]
                 cut[SlotKey(name, place)] = rows
     return cut
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class FusedSpan:
-    """One part, or several that follow each other in a vector, by their places.
-
-    `shape` is the part's; flat for several.
-    """
-
-    dtype: str
-    size: int
-    shape: tuple[int, ...]
-    parts: tuple[int, ...]
-
-
-def fused_spans(
-    parts: Sequence[VariableSlice], kind_of: Callable[[VariableSlice], Hashable | None]
-) -> list[FusedSpan]:
-    """The blocks of a server's parts, in order of their first parts.
-
-    Neighbours of equal kind go together; one of kind None stays alone.
-
-    Example:
-        >>> sizes = {"shape": (2, 3), "dtype": "float32", "server": 0}
-        >>> parts = [
-        ...     VariableSlice(variable=i, path=p, **sizes) for i, p in enumerate("abc")]
-        >>> [block.parts for block in fused_spans(parts, lambda part: part.path == "c")]
-        [(0, 1), (2,)]
-    """
-    blocks: list[FusedSpan] = []
-    newest: dict[str, tuple[int, Hashable | None]] = {}  # By dtype: place and kind.
-    for i, part in enumerate(parts):
-        kind = kind_of(part)
-        place, previous = newest.get(part.dtype, (0, None))
-        if kind is not None and kind == previous:
-            block = blocks[place]
-            size = block.size + part.size
-            blocks[place] = dataclasses.replace(
-                block, size=size, shape=(size,), parts=(*block.parts, i)
-            )
-            continue
-        newest[part.dtype] = len(blocks), kind
-        blocks.append(
-            FusedSpan(
-                dtype=part.dtype,
-                size=part.size,
-                shape=part.shape,
-                parts=(i,),
-            )
-        )
-    return blocks
-
-
-def split(
-    blocks: Sequence[FusedSpan], vectors: Mapping[str, jax.Array]
-) -> list[jax.Array]:
-    """The blocks' values out of the vectors."""
-    return _layout(blocks).unpack(vectors)
-
-
-def join(
-    blocks: Sequence[FusedSpan],
-    values: Sequence[jax.Array],
-    like: Mapping[str, jax.Array],
-) -> dict[str, jax.Array]:
-    """The vectors of the blocks' values; the reverse of `split`."""
-    joined: dict[str, jax.Array] = {}
-    for (dtype, start, _), value in zip(_layout(blocks).spans, values, strict=True):
-        whole = like[dtype]
-        flat = value.reshape(-1).astype(whole.dtype)
-        if flat.size == whole.size:
-            joined[dtype] = flat
-            continue
-        # Written in place: `concatenate` takes longer.
-        target = joined.get(dtype, jnp.zeros_like(whole))
-        joined[dtype] = jax.lax.dynamic_update_slice(target, flat, (start,))
-    return joined
-
-
-def _layout(blocks: Sequence[FusedSpan]) -> FlatLayout:
-    return FlatLayout([(block.dtype, block.shape) for block in blocks])
-
-
-def split_slices(
-    block: FusedSpan, parts: Sequence[VariableSlice], value: np.ndarray
-) -> list[np.ndarray]:
-    """A slot's values for each of a block's parts. Of any shape, if it has one part."""
-    if len(block.parts) == 1:
-        return [value]
-    layout = FlatLayout([(block.dtype, parts[i].shape) for i in block.parts])
-    return layout.unpack({block.dtype: value})

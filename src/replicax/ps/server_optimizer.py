@@ -1,0 +1,425 @@
+"""Steps the user's Keras optimizer for the variables that a server has of a group.
+
+The optimizer is built anew from its config, for variables of the slices' names and
+shapes, and stepped by one compiled function of flat vectors. Its own variables (slots)
+are this function's state; they are donated, the parameters are not, for those have been
+handed out.
+
+An optimizer that works element by element need not know where one variable ends and the
+next begins. So spans of neighbouring slices are stepped as one: a few operations on
+long vectors for a model of hundreds of variables.
+"""
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+
+from replicax._util.arrays import FlatLayout
+from replicax.ps.group_vectors import SlotKey, Slots
+from replicax.ps.optimizers import (
+    build_recording,
+    can_split,
+    clips_on_worker,
+    deserialize,
+)
+from replicax.ps.partition import VariableGroup, VariableSlice
+
+__all__ = [
+    "FusedSpan",
+    "ServerOptimizer",
+    "fused_spans",
+    "join",
+    "split",
+    "split_slices",
+]
+
+_Vectors = dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class FusedSpan:
+    """One part, or several that follow each other in a vector, by their places.
+
+    `shape` is the part's; flat for several.
+    """
+
+    dtype: str
+    size: int
+    shape: tuple[int, ...]
+    parts: tuple[int, ...]
+
+
+class ServerOptimizer:
+    """Updates a server's `parts` of one group, whose values it is given each time.
+
+    `norms` is what must be known of the *whole* gradient before it can be applied:
+    None, `"global_clipnorm"`, or `"clipnorm"` where variables are split. Raises
+    `ValueError` for an unknown rule; in `start`, if its optimizer cannot be built, or
+    not for parts such as these.
+
+    Example:
+        >>> from replicax.ps.partition import VariableInfo, place
+        >>> w = VariableInfo(path="w", shape=(2,), dtype="float32")
+        >>> rule = ServerOptimizer(place("weights", {"kind": "add"}, [w], 1), 0)
+        >>> vectors, state = rule.start({"float32": np.array([1, 2], np.float32)})
+        >>> gradients = {"float32": np.array([1, 0], np.float32)}
+        >>> vectors, state = rule.apply(vectors, state, gradients)
+        >>> vectors["float32"].tolist()
+        [2.0, 2.0]
+    """
+
+    def __init__(self, group: VariableGroup, server: int) -> None:
+        kind = group.rule.get("kind")
+        if kind not in ("add", "optimizer"):
+            raise ValueError(
+                f"group {group.name!r}: got rule kind={kind!r}, expected 'add' or "
+                "'optimizer'."
+            )
+        self.group = group
+        self.parts = group.slices_on(server)
+        self.norms: str | None = None
+        self._cpu = jax.devices("cpu")[0]
+        self._optimizer: Any = None
+        self._blocks = fused_spans(self.parts, lambda part: None)
+        self._owners: list[tuple[int | None, str]] = []
+        self._clip = self._scale = 1.0
+        # Vectors are not donated: they were handed out.
+        self._compiled = jax.jit(self._update, donate_argnums=1)
+        self._compiled_norms = jax.jit(self._squared_norms)
+
+    def start(
+        self, vectors: Mapping[str, np.ndarray]
+    ) -> tuple[_Vectors, list[jax.Array]]:
+        """The vectors on the CPU, and the optimizer's variables before any step."""
+        # JAX takes aligned host arrays as they are, and callers may change theirs.
+        placed = {
+            dtype: jax.device_put(np.array(vector), self._cpu)
+            for dtype, vector in vectors.items()
+        }
+        if self.group.rule["kind"] == "add" or not self.parts:
+            return placed, []
+        with jax.default_device(self._cpu):
+            state = self._build(placed)
+            try:
+                keys = map(self._norm_key, self.parts)
+                norms = self.norms and dict.fromkeys(keys, jnp.zeros((), jnp.float32))
+                jax.eval_shape(self._update, placed, state, placed, norms)
+            except Exception as error:
+                raise ValueError(
+                    f"group {self.group.name!r}: {type(self._optimizer).__name__} "
+                    f"cannot be compiled for a parameter server: {error}"
+                ) from error
+        return placed, state
+
+    def apply(
+        self,
+        vectors: _Vectors,
+        state: list[jax.Array],
+        gradients: Mapping[str, np.ndarray],
+        squared_norms: Mapping[str, float] | None = None,
+    ) -> tuple[_Vectors, list[jax.Array]]:
+        """One step. Returns at once; `state` is used up, `vectors` stays valid.
+
+        `gradients` may be of another float dtype, and must not change before the result
+        is there. For rules with `norms`, `squared_norms` are the sums over all servers
+        of what `squared_norms` returned.
+        """
+        if not vectors:
+            return vectors, state
+        given = None
+        if self.norms is not None:
+            given = {key: np.float32(v) for key, v in (squared_norms or {}).items()}
+        # Committed to the CPU: a server's default device may be another one.
+        placed = {
+            dtype: jax.device_put(np.asarray(gradients[dtype]), self._cpu)
+            for dtype in vectors
+        }
+        state, vectors = self._compiled(vectors, state, placed, given)
+        return vectors, state
+
+    def squared_norms(self, gradients: Mapping[str, np.ndarray]) -> dict[str, float]:
+        """This server's share of the squared norms that `apply` needs; {} if none."""
+        if self.norms is None or not gradients:
+            return {}
+        norms = self._compiled_norms(
+            {d: jax.device_put(np.asarray(g), self._cpu) for d, g in gradients.items()}
+        )
+        return {key: float(value) for key, value in norms.items()}
+
+    def slots(self, state: Sequence[jax.Array]) -> Slots:
+        """The optimizer's variables by their owners; views of `state`."""
+        slots: Slots = {}
+        for (owner, name), value in zip(self._owners, state, strict=True):
+            if owner is None:
+                slots[SlotKey(name, None)] = np.asarray(value)
+                continue
+            block = self._blocks[owner]
+            pieces = split_slices(block, self.parts, np.asarray(value))
+            keys = [SlotKey(name, part) for part in block.parts]
+            slots |= zip(keys, pieces, strict=True)
+        return slots
+
+    def with_slots(self, state: list[jax.Array], given: Slots) -> list[jax.Array]:
+        """The state with other values for some of the optimizer's variables."""
+        slots = self.slots(state)
+        self.check_slots(state, {key: np.shape(value) for key, value in given.items()})
+        changed = []
+        for old, (owner, name) in zip(state, self._owners, strict=True):
+            parts = (None,) if owner is None else self._blocks[owner].parts
+            keys = [SlotKey(name, part) for part in parts]
+            if not given.keys() & keys:
+                changed.append(old)
+                continue
+            pieces = [np.ravel(given.get(key, slots[key])) for key in keys]
+            value = np.concatenate(pieces).astype(old.dtype).reshape(old.shape)
+            changed.append(jax.device_put(value, self._cpu))
+        return changed
+
+    def check_slots(
+        self, state: Sequence[jax.Array], shapes: Mapping[SlotKey, tuple[int, ...]]
+    ) -> dict[SlotKey, str]:
+        """Dtypes of the variables of those names and shapes; refuses any others."""
+        slots = self.slots(state)
+        for key, shape in shapes.items():
+            if key not in slots:
+                shared = key.part is None
+                names = {name for name, part in slots if (part is None) == shared}
+                raise ValueError(
+                    f"group {self.group.name!r}: its optimizer has no variable "
+                    f"{key.name!r}, but {sorted(names)}. A learning rate that follows "
+                    "a schedule cannot be set."
+                )
+            if shape != slots[key].shape:
+                of_part = "" if key.part is None else f" of {self.parts[key.part].name}"
+                raise ValueError(
+                    f"group {self.group.name!r}: got shape {shape} for the "
+                    f"optimizer's {key.name!r}{of_part}, expected {slots[key].shape}."
+                )
+        return {key: str(slots[key].dtype) for key in shapes}
+
+    def _build(self, vectors: _Vectors) -> list[jax.Array]:
+        rule = self.group.rule
+        try:
+            optimizer = deserialize(rule["config"])
+        except (TypeError, ValueError, KeyError) as error:
+            raise ValueError(
+                f"group {self.group.name!r}: its optimizer cannot be built from its "
+                f"config: {error} Classes of your own must be defined and registered "
+                "before ParameterServerStrategy() is called, for that is where a "
+                "server's script stays."
+            ) from error
+        self._take_over_clipping(optimizer)
+        excluded = set(rule.get("no_weight_decay", ()))
+        self._blocks = self._blocks_for(optimizer, excluded)
+        firsts = [self.parts[block.parts[0]] for block in self._blocks]
+        values = split(self._blocks, vectors)
+        variables = list(map(_variable, firsts, values))
+        without = [
+            variable
+            for part, variable in zip(firsts, variables, strict=True)
+            if part.variable in excluded
+        ]
+        if without:
+            for stepper in (optimizer, *getattr(optimizer, "optimizers", ())):
+                stepper.exclude_from_weight_decay(var_list=without)
+        self._owners, state = build_recording(
+            optimizer, variables, rule.get("iterations", 0)
+        )
+        self._optimizer = optimizer
+        return jax.device_put(state, self._cpu)
+
+    def _blocks_for(
+        self, optimizer: keras.optimizers.Optimizer, excluded: set[int]
+    ) -> list[FusedSpan]:
+        """What the optimizer takes for its variables: parts, or several as one."""
+        is_one_by_one = can_split(optimizer) and not hasattr(optimizer, "optimizers")
+        if not is_one_by_one or optimizer.clipnorm or self.norms is not None:
+            return fused_spans(self.parts, lambda part: None)
+
+        def kind_of(part: VariableSlice) -> bool | None:
+            alone = part.constraint is not None
+            return None if alone else part.variable in excluded
+
+        return fused_spans(self.parts, kind_of)
+
+    def _take_over_clipping(self, optimizer: keras.optimizers.Optimizer) -> None:
+        """Settle who clips: optimizer, worker, or this rule with given norms."""
+        group = self.group
+        steppers = [optimizer, *getattr(optimizer, "optimizers", ())]
+        if group.rule.get("clipped_by_worker") and clips_on_worker(optimizer):
+            optimizer.clipnorm = optimizer.global_clipnorm = None
+            optimizer.clipvalue = None
+            return
+        spread = len({part.server for part in group.parts}) > 1
+        split = any(part.rows is not None for part in group.parts)
+        for kind, matters in (("global_clipnorm", spread), ("clipnorm", split)):
+            clips = [getattr(stepper, kind) for stepper in steppers]
+            if not matters or not any(clips):
+                continue
+            if len(steppers) > 1 or optimizer.gradient_accumulation_steps:
+                raise ValueError(
+                    f"group {group.name!r}: {kind}={max(filter(None, clips))} needs "
+                    "the whole gradient, and parts of it lie on other servers. With "
+                    "gradient_accumulation_steps or MultiOptimizer that is not done: "
+                    "use clipvalue, or one parameter server and no partitioner."
+                )
+            self.norms = kind
+            self._clip = float(clips[0])
+            self._scale = float(optimizer.loss_scale_factor or 1.0)
+            setattr(optimizer, kind, None)
+            optimizer.loss_scale_factor = None
+
+    def _update(
+        self,
+        vectors: _Vectors,
+        state: list[jax.Array],
+        gradients: _Vectors,
+        squared_norms: dict[str, jax.Array] | None,
+    ) -> tuple[list[jax.Array], _Vectors]:
+        # The state comes first: JAX gives donated memory to the first output of its
+        # shape, and a vector in a slot's place costs copies of both.
+        gradients = {d: g.astype(vectors[d].dtype) for d, g in gradients.items()}
+        if self._optimizer is None:
+            return state, {d: vectors[d] + gradients[d] for d in vectors}
+        of_blocks = split(self._blocks, gradients)
+        if squared_norms is not None:
+            of_blocks = self._clipped(of_blocks, squared_norms)
+        values, state = self._optimizer.stateless_apply(
+            state, of_blocks, split(self._blocks, vectors)
+        )
+        return state, join(self._blocks, values, vectors)
+
+    def _norm_key(self, part: VariableSlice) -> str:
+        return "all" if self.norms == "global_clipnorm" else str(part.variable)
+
+    def _squared_norms(self, gradients: _Vectors) -> dict[str, jax.Array]:
+        norms: dict[str, jax.Array] = {}
+        for part, gradient in zip(
+            self.parts, split(self._blocks, gradients), strict=True
+        ):
+            square = jnp.sum(jnp.square(gradient.astype(jnp.float32) / self._scale))
+            key = self._norm_key(part)
+            norms[key] = norms[key] + square if key in norms else square
+        return norms
+
+    def _clipped(
+        self, gradients: list[jax.Array], squared_norms: dict[str, jax.Array]
+    ) -> list[jax.Array]:
+        """What Keras' optimizer does, with norms that are given."""
+        clipped = []
+        for part, gradient in zip(self.parts, gradients, strict=True):
+            gradient = gradient / self._scale
+            norm = jnp.sqrt(squared_norms[self._norm_key(part)])
+            if self.norms == "clipnorm":
+                factor = self._clip / jnp.maximum(norm, self._clip)
+            else:
+                # An infinite norm makes all gradients NaN, as in Keras.
+                factor = self._clip * jnp.minimum(1 / norm, 1 / self._clip)
+                factor = factor + (norm - norm)
+            clipped.append(gradient * factor.astype(gradient.dtype))
+        return clipped
+
+
+def _variable(part: VariableSlice, value: jax.Array) -> keras.Variable:
+    """A variable as the worker's, by whose path and name optimizers choose."""
+    *scope, name = part.path.split("/")
+    within = contextlib.nullcontext()
+    if scope:  # An absolute path, whatever scope the calling thread is in.
+        within = keras.name_scope(scope[-1], override_parent="/".join(scope[:-1]))
+    variable_class: Any = keras.Variable
+    with within:
+        variable = variable_class(value, dtype=part.dtype, name=name)
+    if part.constraint is not None:
+        if part.rows is not None:
+            raise ValueError(
+                f"part {part.name!r}: a variable with a constraint cannot be split."
+            )
+        variable.constraint = keras.constraints.deserialize(
+            copy.deepcopy(part.constraint)
+        )
+    return variable
+
+
+def fused_spans(
+    parts: Sequence[VariableSlice], kind_of: Callable[[VariableSlice], Hashable | None]
+) -> list[FusedSpan]:
+    """The blocks of a server's parts, in order of their first parts.
+
+    Neighbours of equal kind go together; one of kind None stays alone.
+
+    Example:
+        >>> sizes = {"shape": (2, 3), "dtype": "float32", "server": 0}
+        >>> parts = [
+        ...     VariableSlice(variable=i, path=p, **sizes) for i, p in enumerate("abc")]
+        >>> [block.parts for block in fused_spans(parts, lambda part: part.path == "c")]
+        [(0, 1), (2,)]
+    """
+    blocks: list[FusedSpan] = []
+    newest: dict[str, tuple[int, Hashable | None]] = {}  # By dtype: place and kind.
+    for i, part in enumerate(parts):
+        kind = kind_of(part)
+        place, previous = newest.get(part.dtype, (0, None))
+        if kind is not None and kind == previous:
+            block = blocks[place]
+            size = block.size + part.size
+            blocks[place] = dataclasses.replace(
+                block, size=size, shape=(size,), parts=(*block.parts, i)
+            )
+            continue
+        newest[part.dtype] = len(blocks), kind
+        blocks.append(
+            FusedSpan(
+                dtype=part.dtype,
+                size=part.size,
+                shape=part.shape,
+                parts=(i,),
+            )
+        )
+    return blocks
+
+
+def split(
+    blocks: Sequence[FusedSpan], vectors: Mapping[str, jax.Array]
+) -> list[jax.Array]:
+    """The blocks' values out of the vectors."""
+    return _layout(blocks).unpack(vectors)
+
+
+def join(
+    blocks: Sequence[FusedSpan],
+    values: Sequence[jax.Array],
+    like: Mapping[str, jax.Array],
+) -> dict[str, jax.Array]:
+    """The vectors of the blocks' values; the reverse of `split`."""
+    joined: dict[str, jax.Array] = {}
+    for (dtype, start, _), value in zip(_layout(blocks).spans, values, strict=True):
+        whole = like[dtype]
+        flat = value.reshape(-1).astype(whole.dtype)
+        if flat.size == whole.size:
+            joined[dtype] = flat
+            continue
+        # Written in place: `concatenate` takes longer.
+        target = joined.get(dtype, jnp.zeros_like(whole))
+        joined[dtype] = jax.lax.dynamic_update_slice(target, flat, (start,))
+    return joined
+
+
+def _layout(blocks: Sequence[FusedSpan]) -> FlatLayout:
+    return FlatLayout([(block.dtype, block.shape) for block in blocks])
+
+
+def split_slices(
+    block: FusedSpan, parts: Sequence[VariableSlice], value: np.ndarray
+) -> list[np.ndarray]:
+    """A slot's values for each of a block's parts. Of any shape, if it has one part."""
+    if len(block.parts) == 1:
+        return [value]
+    layout = FlatLayout([(block.dtype, parts[i].shape) for i in block.parts])
+    return layout.unpack({block.dtype: value})
