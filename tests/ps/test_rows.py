@@ -18,7 +18,7 @@ from replicax.ps.connection import ConnectionLost
 from replicax.ps.credentials import Credentials, new_token
 from replicax.ps.groups import StepShare
 from replicax.ps.partition import VariableGroup
-from replicax.ps.rows import RemoteTables
+from replicax.ps.rows import RemoteTables, tables_of
 from replicax.ps.service import Service
 from replicax.ps.session import Session
 from replicax.ps.store import VariableStore
@@ -205,7 +205,7 @@ def test_what_a_program_leaves_that_is_not_pushed_is_forgotten(rows):
 
 def test_only_tables_with_an_anchor_are_pushed(rows, servers):
     rows.create("topics", 10, DIM, "float32", UNIFORM, 0)
-    assert rows.tables_of([object(), Anchor("topics"), Anchor("topics")]) == ["topics"]
+    assert tables_of([object(), Anchor("topics"), Anchor("topics")]) == ["topics"]
     step(rows, [1])
     assert servers.versions("topics") == [0, 0]
 

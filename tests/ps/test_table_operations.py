@@ -11,7 +11,6 @@ from replicax.ps import wire
 from replicax.ps.connection import Connection, ServerRefused
 from replicax.ps.credentials import Credentials, new_token
 from replicax.ps.groups import StepShare
-from replicax.ps.limits import read
 from replicax.ps.messages import MESSAGES
 from replicax.ps.service import Service
 from replicax.ps.snapshots import Snapshots
@@ -198,7 +197,7 @@ def test_other_messages_are_refused_before_their_bytes_are_read(
     ]
 
     def check():
-        asked = read(kind, complete, wire.WireError)
+        asked = wire.read(kind, complete, wire.WireError)
         wire.announced(complete, asked.expected(tables))
 
     with pytest.raises((wire.WireError, UnknownTable), match=message):

@@ -17,12 +17,12 @@ Synchronous steps. A ticket is a step and a share of its batch. Servers add up a
 shares in their order, weighted by their rows, and apply the sum once; a backup worker
 may compute a share again. Clipping by a norm that spans servers takes a second round.
 
-One push. `server_home` runs the program on the values that `variables` gives it, and
-hands the gradients to `remote`, which has `group_vectors` cut them for each server. A
-`connection` sends each server a message of `messages`, in the form of `wire`.
+One push. `server_home` runs the program on the values that it has of each group, and
+hands the gradients to the group (`remote`), which has `group_vectors` cut them for each
+server. A `connection` sends each server a message of `messages`, in the form of `wire`.
 `service` checks it there and finds its group in the `store`; `groups` applies it once,
-alone or with the rest of its step, by the optimizer of `dense_group` (or of `table`).
-The answer brings the new values.
+alone or with the rest of its step: a `dense_group` by its `server_optimizer`, a `table`
+by that of `optimizers`. The answer brings the new values.
 
 One closure. `coordinator` has `closure_calls` pack its arguments as `payloads`; a
 `session` calls the `board`, where `closures` queues it. A worker's `closure_calls`

@@ -25,10 +25,10 @@ from replicax.ps.limits import (
     check_size,
     family_of,
     message_of,
-    read,
 )
 from replicax.ps.presence import Presence, Rendezvous, Worker
 from replicax.ps.streams import Streams
+from replicax.ps.wire import read
 
 __all__ = ["Board"]
 

@@ -144,7 +144,7 @@ class WorkQueueFit:
         program = steps.program(place(batch, self._strategy.group))
         values = internals.read_values(program.variables)
         stored = dict(zip(map(id, program.variables), values, strict=True))
-        self._home.adopt(program, stored)
+        self._home.connect(program, stored)
         internals.write_values(
             program.variables, [stored[id(v)] for v in program.variables]
         )
@@ -249,14 +249,14 @@ class WorkQueueFit:
     def _begin_epoch(self) -> None:
         key = f"{self._name}/begin/{self._epoch}"
         mine = _described(self._model)
-        remote = self._home.remote
         if self._session.is_chief:  # Its callbacks have heard that the epoch begins.
             self._home.publish()
             said = {
                 "random": json_codec.encode(random_state.capture(), "the random state"),
                 "iteration": self._batches.iteration,
                 "versions": {
-                    x.name: [x.version, x.num_assigned] for x in remote.groups
+                    x.name: [x.version, x.num_assigned]
+                    for x in self._home.remote.groups
                 },
                 "model": mine,
             }
@@ -273,7 +273,7 @@ class WorkQueueFit:
         random_state.restore(json_codec.decode(said["random"]))
         if not self._session.is_chief:
             self._home.refresh_values()  # It may have assigned some.
-        remote.begin_epoch(said["versions"])
+        self._home.begin_epoch(said["versions"])
         self._applied = self._home.steps_applied
         self._claimed_at = None
         self._stops = False

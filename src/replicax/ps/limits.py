@@ -11,7 +11,6 @@ small job never comes near them: it is as prompt as it can be.
 import inspect
 import json
 import math
-import re
 from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
 
@@ -41,7 +40,6 @@ __all__ = [
     "family_of",
     "longest_pause",
     "message_of",
-    "read",
     "remember",
     "tickets_at_once",
     "watch_seconds",
@@ -152,30 +150,6 @@ def message_of(function: Callable[..., object]) -> type[msgspec.Struct]:
         field = (p.name, annotation)
         fields.append(field if p.default is p.empty else (*field, p.default))
     return msgspec.defstruct(function.__name__, fields, forbid_unknown_fields=True)
-
-
-def read(kind: type[_Value], sent: object, refused: type[Exception]) -> _Value:
-    """A message of a type from JSON values; its limits are at its fields.
-
-    Raises:
-        Exception: Of the type `refused`: it is none. The message names the field and
-            its value.
-
-    >>> read(dict[str, int], {"steps": "7"}, BoardError)
-    Traceback (most recent call last):
-        ...
-    replicax.ps.limits.BoardError: [...] is {'steps': '7'}; expected int, got str
-    """
-    try:
-        return msgspec.convert(sent, kind)
-    except msgspec.ValidationError as error:
-        text, _, path = str(error).replace("`", "").partition(" - at $")
-        text = text[0].lower() + text[1:]
-        value: Any = sent
-        for name, index in re.findall(r"\.([^.\[\]]+)|\[(\d+)\]", path):
-            value = value[int(index)] if index else value[name]
-        shown = f"{path.removeprefix('.')} is {value!r:.80}; " if path else ""
-        raise refused(shown + text) from error
 
 
 def family_of(name: str) -> tuple[str, int | None]:

@@ -30,6 +30,7 @@ from replicax.ps.group_vectors import (
 from replicax.ps.groups import StepShare
 from replicax.ps.messages import Commit, Create, GetSlots, Pull, Push, Replace, SetSlots
 from replicax.ps.partition import VariableGroup
+from replicax.ps.rows import tables_of
 from replicax.ps.session import Session
 
 __all__ = ["PushResult", "RemoteGroup", "ServerPushes", "key_of"]
@@ -67,7 +68,8 @@ class RemoteGroup:
     `values` are the newest known here, `versions` theirs by server; `num_assigned`
     versions were assigned, as the chief counts. A value that was handed out, and is no
     longer in its variable, was assigned by the user. `count` is the optimizer's number
-    of steps. float32 gradients travel in the dtype `compression`.
+    of steps. `tables` are those whose rows are updated with it. float32 gradients
+    travel in the dtype `compression`.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class RemoteGroup:
     ) -> None:
         self.group = group
         self.variables = list(variables)
+        self.tables = tables_of(variables)
         self.values: list[jax.Array] = []
         self.versions: dict[int, int] = {}
         self.num_assigned = 0

@@ -22,12 +22,12 @@ import numpy as np
 from replicax._util.types import JSONObject
 from replicax.ps.connection import Connection, ConnectionLost, ServerRefused
 from replicax.ps.groups import StepShare
-from replicax.ps.messages import PullRows, PushRows
+from replicax.ps.messages import CreateTable, PullRows, PushRows
 from replicax.ps.partition import VariableGroup
 from replicax.ps.session import Session
-from replicax.ps.table import sum_duplicates
+from replicax.ps.table import TableError, TableSpec, sum_duplicates
 
-__all__ = ["RemoteTables", "RowPush"]
+__all__ = ["RemoteTables", "RowPush", "tables_of"]
 
 RowPush = Future[tuple[JSONObject, dict[str, np.ndarray]]]
 
@@ -73,23 +73,25 @@ class RemoteTables:
         seed: int,
     ) -> None:
         """Make a table, unless it is there with these sizes and whatever seed."""
-        spec: JSONObject = {
-            "name": name,
-            "num_rows": num_rows,
-            "dim": dim,
-            "dtype": dtype,
-            "initializer": initializer_config,
-            "seed": seed,
-        }
+        try:
+            spec = TableSpec(
+                name=name,
+                num_rows=num_rows,
+                dim=dim,
+                dtype=dtype,
+                initializer=initializer_config,
+                seed=seed,
+            )
+        except TableError as error:
+            raise ValueError(str(error)) from error
         for server in self._servers:
-            header = {"op": "create_table", "spec": spec}
             # It makes all of its rows before it answers.
             seconds = self._session.timeouts.step
-            answer, _ = self._exchange(server, header, reply_seconds=seconds).result()
+            message = CreateTable(spec)
+            answer, _ = self._exchange(server, message, reply_seconds=seconds).result()
             # The first server says whose seed stands, where workers have different
             # ones, so that all have the same.
-            spec = answer["spec"]
-            del spec["rule"]
+            spec = msgspec.convert(answer["spec"], TableSpec)
         self._dims[name] = dim
 
     def pull(self, name: str, ids: np.ndarray) -> np.ndarray:
@@ -127,19 +129,12 @@ class RemoteTables:
 
     # What the strategy calls.
 
-    def tables_of(self, variables: Iterable[keras.Variable]) -> list[str]:
-        """Names of the tables whose anchors are among the variables, each once."""
-        if not self._dims:
-            return []
-        names = (getattr(v, "table_name", None) for v in variables)
-        return list(dict.fromkeys(name for name in names if name is not None))
-
     def connect(
         self, group: VariableGroup, variables: Sequence[keras.Variable]
     ) -> None:
         """Tell the servers that rows are updated as the group of their anchors."""
         for i, variable in enumerate(variables):
-            for name in self.tables_of([variable]):
+            for name in tables_of([variable]):
                 if (name, group.name) not in self._said:
                     rule = _rule_of_rows(group, i)
                     rule = {"table": name, "rule": rule, "group": group.name}
@@ -150,7 +145,7 @@ class RemoteTables:
         self, group: VariableGroup, variables: Sequence[keras.Variable], rate: float
     ) -> None:
         """Give the tables of a connected group's variables another learning rate."""
-        for name in self.tables_of(variables):
+        for name in tables_of(variables):
             if (name, group.name) in self._said:
                 self._call_all(
                     lambda x, name=name: x.call(
@@ -197,7 +192,7 @@ class RemoteTables:
         counts as an update, so that schedules and Adam's correction go in step.
         """
         pushes = []
-        for name in self.tables_of(variables):
+        for name in tables_of(variables):
             with self._lock:
                 collected = self._collected.pop(name, [])
             self._sequences[name] += 1
@@ -242,7 +237,7 @@ class RemoteTables:
     def _exchange(
         self,
         server: int,
-        message: JSONObject | msgspec.Struct,
+        message: msgspec.Struct,
         vectors: dict[str, np.ndarray] | None = None,
         *,
         in_program: bool = False,
@@ -305,6 +300,12 @@ def _in_time(
         if refused.kind in ("TableError", "WireError"):
             raise ValueError(str(refused)) from refused
         raise
+
+
+def tables_of(variables: Iterable[object]) -> list[str]:
+    """Names of the tables whose anchors are among the variables, each once."""
+    names = (getattr(v, "table_name", None) for v in variables)
+    return list(dict.fromkeys(name for name in names if name is not None))
 
 
 def _rule_of_rows(group: VariableGroup, anchor: int) -> JSONObject:

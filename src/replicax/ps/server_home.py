@@ -1,9 +1,11 @@
 """What a worker does with variables that live on servers: pull, compute, push."""
 
+import dataclasses
 import sys
 from collections import deque
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakKeyDictionary
 
 import jax
 import keras
@@ -13,22 +15,47 @@ from jax.typing import ArrayLike
 from replicax._private import keras as internals
 from replicax._util.types import PyTree
 from replicax.engine.program import Kept, Program, StepResult
-from replicax.engine.variables import Update, is_seed_state
+from replicax.engine.variables import is_seed_state
 from replicax.errors import ClusterError
 from replicax.keras.session import FitSession
 from replicax.ps.fit import WorkQueueFit
 from replicax.ps.groups import NEXT_STEP, StepShare
 from replicax.ps.partition import Partitioner
-from replicax.ps.remote import ServerPushes
-from replicax.ps.rows import RemoteTables
+from replicax.ps.remote import RemoteGroup, ServerPushes
+from replicax.ps.rows import RemoteTables, RowPush, tables_of
 from replicax.ps.session import Session
-from replicax.ps.variables import RemoteStep, RemoteVariables
+from replicax.ps.variables import RemoteVariables
 from replicax.strategies.home import ReplicaHome
 
 if TYPE_CHECKING:
     from replicax.ps.strategy import ParameterServerStrategy
 
 __all__ = ["ServerHome"]
+
+
+class _Connected(NamedTuple):
+    """What servers have of a program.
+
+    `groups` has the group of each update, then that of the moving statistics `state`.
+    """
+
+    groups: list[RemoteGroup]
+    state: list[keras.Variable]
+    looks_up: bool
+
+
+class _Step(NamedTuple):
+    """A training step of this worker, as the servers are told of it.
+
+    `shares` says which part of a synchronous step of each group this is, `based_on` the
+    versions of each group that it begins with. If it is not `is_due`, others have
+    brought this part, and the step is made by now.
+    """
+
+    groups: list[RemoteGroup]
+    shares: list[StepShare | None]
+    based_on: list[dict[int, int]]
+    is_due: bool
 
 
 class ServerHome(ReplicaHome):
@@ -61,7 +88,9 @@ class ServerHome(ReplicaHome):
         self.steps_applied = 0
         self.keeps_values = False
         self._strategy = strategy
-        self._in_flight: tuple[RemoteStep, list[ServerPushes]] | None = None
+        self._connected: WeakKeyDictionary[Program, _Connected] = WeakKeyDictionary()
+        self._first_steps: dict[str, int] = {}
+        self._in_flight: tuple[_Step, list[ServerPushes]] | None = None
         self._shares: deque[StepShare] = deque()
         self._num_fits = 0
 
@@ -86,16 +115,19 @@ class ServerHome(ReplicaHome):
         self.settle()
         self.remote.pull()
 
+    def begin_epoch(self, versions: Mapping[str, Sequence[int]]) -> None:
+        """Count an epoch's steps from each group's version; some were assignments."""
+        self._first_steps = {name: version for name, (version, _) in versions.items()}
+        for group in self.remote.groups:
+            _, group.num_assigned = versions.get(group.name, (0, 0))
+
     def execute(self, program: Program, arrays: Sequence[ArrayLike]) -> PyTree:
         """Run a program on the newest values, and push what it has computed."""
         values = internals.read_values(program.variables)
         stored = dict(zip(map(id, program.variables), values, strict=True))
-        step = None
-        if program.deferred_updates:
-            share = self._next_share()
-            step = self.remote.begin(*_trained_by(program), stored, share)
+        connected = self.connect(program, stored)
+        step = self._begin_step(connected.groups, stored) if connected.groups else None
         before = {id(v): stored[id(v)] for v in program.written}
-        tables = self.rows.tables_of(program.inputs)
 
         # Nothing is donated, and what the program writes is kept apart until the end:
         # so it may run again where a server with rows is lost, a part that others have
@@ -106,12 +138,14 @@ class ServerHome(ReplicaHome):
             inputs = [stored[id(v)] for v in program.inputs]
             return program(inputs, arrays, kept), internals.read_values(kept)
 
-        result, written = self.rows.complete(run) if tables else run()
+        result, written = self.rows.complete(run) if connected.looks_up else run()
         stored |= zip(map(id, program.written), written, strict=True)
         if step is not None:
-            deltas = [_difference(stored[id(v)], before[id(v)]) for v in step.state]
+            deltas = [
+                _difference(stored[id(v)], before[id(v)]) for v in connected.state
+            ]
             given = [*result.gradients, *([deltas] if deltas else [])]
-            counts = self._push(step, given, looks_up=bool(tables))
+            counts = self._push(step, given, looks_up=connected.looks_up)
             if self._strategy.backup_workers and not counts:
                 stored |= before
             for group in step.groups:
@@ -123,12 +157,80 @@ class ServerHome(ReplicaHome):
         )
         return result.results
 
+    def connect(self, program: Program, stored: dict[int, jax.Array]) -> _Connected:
+        """What servers have of a program; `stored` gets their values of its variables.
+
+        They get what was assigned here: values and learning rates.
+        """
+        connected = self._connected.get(program)
+        if connected is None:
+            connected = self._connected[program] = self._connect_new(program, stored)
+        for group in connected.groups:
+            if (rate := group.assigned_rate(stored)) is not None:
+                self.remote.assign_rate(group, rate)
+            group.follow([stored[id(v)] for v in group.variables])
+            group.hand_out(stored)
+        return connected
+
+    def _connect_new(
+        self, program: Program, stored: dict[int, jax.Array]
+    ) -> _Connected:
+        looks_up = bool(tables_of(program.inputs))
+        updates = program.deferred_updates
+        if not updates:  # It does not train.
+            return _Connected([], [], looks_up)
+        # Moving statistics, to which all workers add.
+        state = [
+            v
+            for v in program.written
+            if v.aggregation == "mean" and not is_seed_state(v)
+        ]
+        groups = self.remote.connect(updates, state, stored)
+        return _Connected(groups, state, looks_up)
+
+    def _begin_step(
+        self, groups: list[RemoteGroup], stored: dict[int, jax.Array]
+    ) -> _Step:
+        """Begin a step: `stored` gets the values that it is computed from.
+
+        A worker whose last part others had brought already has not seen that step's
+        end, and waits for it here.
+        """
+        share = self._next_share()
+        shares = [self._share_of(group, share) for group in groups]
+        is_due = True
+        for group, own in zip(groups, shares, strict=True):
+            if own is not None and is_due:
+                is_due = self._await(group, own.step)
+                group.hand_out(stored)
+        based_on = [dict(group.versions) for group in groups]
+        return _Step(groups, shares, based_on, is_due)
+
+    def _share_of(
+        self, group: RemoteGroup, share: StepShare | None
+    ) -> StepShare | None:
+        if share is None:
+            return None
+        step = group.version
+        if share.step != NEXT_STEP:
+            step = self._first_steps.get(group.name, 0) + share.step
+        return dataclasses.replace(share, step=step)
+
+    def _await(self, group: RemoteGroup, step: int) -> bool:
+        """Wait for the values that a step begins with; whether it is not over yet."""
+
+        def has_begun() -> bool | None:
+            if group.has_begun(step):
+                return True
+            group.pull()
+            return None
+
+        what = f"step {step} of {group.name!r}"
+        self.session.wait(has_begun, what, lambda: "another worker")
+        return not group.has_ended(step)
+
     def _push(
-        self,
-        step: RemoteStep,
-        given: Sequence[Sequence[jax.Array]],
-        *,
-        looks_up: bool,
+        self, step: _Step, given: Sequence[Sequence[jax.Array]], *, looks_up: bool
     ) -> bool:
         """Push what each group is given; whether the step counts, as far as is known.
 
@@ -138,15 +240,18 @@ class ServerHome(ReplicaHome):
             self.steps_applied += 1
             return False
         self.settle()
-        rows = self.remote.push_rows(step)
-        if self._strategy.sync:  # When a step is over, so are its rows.
+        rows: list[RowPush] = []
+        for group, share in zip(step.groups, step.shares, strict=True):
+            if group.tables:
+                rows += self.rows.push(group.group, group.variables, share)
+        if self._strategy.sync and rows:  # When a step is over, so are its rows.
             self.rows.finish(rows)
         each = zip(step.groups, given, step.based_on, step.shares, strict=True)
         pushes = [group.push(x, version, share) for group, x, version, share in each]
         self._in_flight = step, pushes
         # The next step looks up rows that this one changes.
         counts = (self._strategy.overlap and not looks_up) or self._finish()
-        if not self._strategy.sync:
+        if not self._strategy.sync and rows:
             self.rows.finish(rows)
         return counts
 
@@ -171,11 +276,6 @@ class ServerHome(ReplicaHome):
         self.session.steps += 1
         self.steps_applied += 1
         return result.counts
-
-    def adopt(self, program: Program, stored: dict[int, jax.Array]) -> None:
-        """Put the servers' values in `stored`, which holds a program's by id."""
-        if program.deferred_updates:  # It is a training step.
-            self.remote.connect(*_trained_by(program), stored)
 
     def _next_share(self) -> StepShare | None:
         if not self._strategy.sync:
@@ -253,14 +353,6 @@ class ServerHome(ReplicaHome):
         """Fetch the newest values."""
         if not self.keeps_values:
             self.refresh()
-
-
-def _trained_by(program: Program) -> tuple[Sequence[Update], list[keras.Variable]]:
-    """A program's updates, and its moving statistics, to which all workers add."""
-    state = [
-        v for v in program.written if v.aggregation == "mean" and not is_seed_state(v)
-    ]
-    return program.deferred_updates, state
 
 
 @jax.jit

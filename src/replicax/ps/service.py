@@ -26,7 +26,7 @@ from replicax.errors import ClusterError
 from replicax.ps import wire
 from replicax.ps.board import Board
 from replicax.ps.credentials import Credentials
-from replicax.ps.limits import RefusedRequestError, read
+from replicax.ps.limits import RefusedRequestError
 from replicax.ps.messages import MESSAGES, Message
 from replicax.ps.store import VariableStore
 from replicax.ps.unauthenticated import (
@@ -191,7 +191,7 @@ class Service:
                 f"there is no operation {header.get('op')!r:.80}; there are "
                 f"{sorted(self._messages)}"
             )
-        message = read(kind, header, wire.WireError)
+        message = wire.read(kind, header, wire.WireError)
         expected = message.expected(self._store)
         announcement = wire.announced(header, expected)
         with self._idle:

@@ -1,6 +1,5 @@
-"""Places a program's variables on servers, pushes updates, takes new values."""
+"""Places a program's variables on servers: groups, assigned values, slots."""
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,33 +17,15 @@ from replicax.engine.scope import outside_scopes
 from replicax.engine.variables import Update
 from replicax.errors import ClusterMismatchError
 from replicax.ps.group_vectors import VariableSlot
-from replicax.ps.groups import NEXT_STEP, StepShare
 from replicax.ps.optimizers import can_split, clip_before_push, optimizer_rule
 from replicax.ps.partition import Partitioner, VariableGroup, VariableInfo, place
 from replicax.ps.remote import RemoteGroup, key_of
-from replicax.ps.rows import RemoteTables, RowPush
+from replicax.ps.rows import RemoteTables
 from replicax.ps.session import Session
 
-__all__ = ["GroupRequests", "RemoteStep", "RemoteVariables"]
+__all__ = ["GroupRequests", "RemoteVariables"]
 
 _Slots = Mapping[VariableSlot, np.ndarray]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RemoteStep:
-    """A training step of this worker, as the servers are told of it.
-
-    `groups` has the group of each update, then that of the moving statistics `state`;
-    `shares` which part of a synchronous step of each group this is; `based_on` the
-    versions of each group that it begins with. If it is not `is_due`, others have
-    brought this part, and the step is made by now.
-    """
-
-    groups: list[RemoteGroup]
-    shares: list[StepShare | None]
-    based_on: list[dict[int, int]]
-    state: list[keras.Variable]
-    is_due: bool
 
 
 class RemoteVariables:
@@ -74,19 +55,10 @@ class RemoteVariables:
         self.groups: list[RemoteGroup] = []
         # By the id of an optimizer, or those of moving statistics.
         self._known: dict[tuple[int, ...], RemoteGroup] = {}
-        self._first_steps: dict[str, int] = {}
         self._optimizers: list[keras.optimizers.Optimizer] = []  # Alive: so ids stand.
         # By the id of an optimizer that has no group yet: itself, and its variables.
         self._restored: dict[int, tuple[keras.optimizers.Optimizer, _Slots]] = {}
         self.requests: GroupRequests | None = None
-
-    # Steps.
-
-    def begin_epoch(self, versions: Mapping[str, Sequence[int]]) -> None:
-        """Count an epoch's steps from each group's version; some were assignments."""
-        self._first_steps = {name: version for name, (version, _) in versions.items()}
-        for group in self.groups:
-            _, group.num_assigned = versions.get(group.name, (0, 0))
 
     def prepared(
         self, optimizer: keras.optimizers.Optimizer, grads: list[jax.Array | None]
@@ -102,7 +74,10 @@ class RemoteVariables:
         state: Sequence[keras.Variable],
         stored: dict[int, jax.Array],
     ) -> list[RemoteGroup]:
-        """Make sure that servers have a program's variables; `stored` gets theirs."""
+        """The groups of a program's updates, then that of its moving statistics.
+
+        Servers have them from now on; `stored` gets their values.
+        """
         groups = [self._connect_update(update, stored) for update in updates]
         if state:
             key = tuple(map(id, state))
@@ -110,67 +85,7 @@ class RemoteVariables:
                 rule = {"kind": "add"}
                 self._known[key] = self._add("state", rule, state, stored)
             groups.append(self._known[key])
-        for group in groups:
-            group.follow([stored[id(v)] for v in group.variables])
-            group.hand_out(stored)
         return groups
-
-    def begin(
-        self,
-        updates: Sequence[Update],
-        state: list[keras.Variable],
-        stored: dict[int, jax.Array],
-        share: StepShare | None,
-    ) -> RemoteStep:
-        """Begin a step: `stored` gets the values that it is computed from.
-
-        A worker whose last part others had brought already has not seen that step's
-        end, and waits for it here.
-        """
-        groups = self.connect(updates, state, stored)
-        shares = [self._share_of(group, share) for group in groups]
-        is_due = True
-        for group, own in zip(groups, shares, strict=True):
-            if own is not None and is_due:
-                is_due = self._await(group, own.step)
-                group.hand_out(stored)
-        return RemoteStep(
-            groups=groups,
-            shares=shares,
-            based_on=[dict(group.versions) for group in groups],
-            state=state,
-            is_due=is_due,
-        )
-
-    def _share_of(
-        self, group: RemoteGroup, share: StepShare | None
-    ) -> StepShare | None:
-        if share is None:
-            return None
-        step = group.version
-        if share.step != NEXT_STEP:
-            step = self._first_steps.get(group.name, 0) + share.step
-        return dataclasses.replace(share, step=step)
-
-    def _await(self, group: RemoteGroup, step: int) -> bool:
-        """Wait for the values that a step begins with; whether it is not over yet."""
-
-        def has_begun() -> bool | None:
-            if group.has_begun(step):
-                return True
-            group.pull()
-            return None
-
-        what = f"step {step} of {group.name!r}"
-        self._session.wait(has_begun, what, lambda: "another worker")
-        return not group.has_ended(step)
-
-    def push_rows(self, step: RemoteStep) -> list[RowPush]:
-        """Send the gradients of rows; `RemoteTables.finish` waits for it."""
-        pushes = []
-        for group, share in zip(step.groups, step.shares, strict=True):
-            pushes += self._rows.push(group.group, group.variables, share)
-        return pushes
 
     # What others have done, and users.
 
@@ -182,7 +97,8 @@ class RemoteVariables:
     def publish(self) -> None:
         """Send values and learning rates that the user has assigned; the chief does."""
         for group in self.groups:
-            self._follow_rate(group)
+            if (rate := group.assigned_rate()) is not None:
+                self.assign_rate(group, rate)
             if all(map(internals.has_value, group.variables)):
                 given = internals.read_values(group.variables)
                 if group.is_assigned(given):
@@ -225,12 +141,9 @@ class RemoteVariables:
             return
         group.restore(slots)
 
-    def _follow_rate(
-        self, group: RemoteGroup, stored: Mapping[int, jax.Array] | None = None
-    ) -> None:
-        """A learning rate that was assigned, as callbacks do, goes to the servers."""
-        rate = group.assigned_rate(stored)
-        if rate is not None and self._session.is_chief:
+    def assign_rate(self, group: RemoteGroup, rate: float) -> None:
+        """A learning rate that was assigned goes to the servers, from the chief."""
+        if self._session.is_chief:
             group.assign_rate(rate)
             self._rows.assign_rate(group.group, group.variables, rate)
 
@@ -254,7 +167,6 @@ class RemoteVariables:
                 "of variables."
             )
         self._rows.connect(group.group, variables)
-        self._follow_rate(group, stored)
         return group
 
     def _rule(

@@ -9,9 +9,10 @@ the announcement before it takes memory, and nothing is ever unpickled.
 import dataclasses
 import functools
 import json
+import re
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import ml_dtypes
 import msgspec
@@ -34,6 +35,7 @@ __all__ = [
     "dtype_named",
     "exactly",
     "flight",
+    "read",
     "read_json",
     "receive_header",
     "receive_vectors",
@@ -55,6 +57,8 @@ _NAMES = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     *("float16", "float32", "float64", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
 )
+
+_Message = TypeVar("_Message")
 
 Vectors = Mapping[str, np.ndarray | Sequence[np.ndarray]]
 """Vectors by name: each an array, or the pieces that it is made of, all of a dtype."""
@@ -272,6 +276,31 @@ def read_json(data: bytes) -> JSONObject:
     if not isinstance(value, dict):
         raise WireError(f"{bytes(data[:60])!r} is not a JSON object")
     return value
+
+
+def read(kind: type[_Message], sent: object, refused: type[Exception]) -> _Message:
+    """A message of a type from JSON values; its limits are at its fields.
+
+    Raises:
+        Exception: Of the type `refused`: it is none. The message names the field and
+            its value.
+
+    Example:
+        >>> read(dict[str, int], {"steps": "7"}, WireError)
+        Traceback (most recent call last):
+            ...
+        replicax.ps.wire.WireError: [...] is {'steps': '7'}; expected int, got str
+    """
+    try:
+        return msgspec.convert(sent, kind)
+    except msgspec.ValidationError as error:
+        text, _, path = str(error).replace("`", "").partition(" - at $")
+        text = text[0].lower() + text[1:]
+        value: Any = sent
+        for name, index in re.findall(r"\.([^.\[\]]+)|\[(\d+)\]", path):
+            value = value[int(index)] if index else value[name]
+        shown = f"{path.removeprefix('.')} is {value!r:.80}; " if path else ""
+        raise refused(shown + text) from error
 
 
 def receive_header(reader: MessageReader) -> JSONObject | None:
