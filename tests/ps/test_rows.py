@@ -14,7 +14,7 @@ from replicax.cluster.timeouts import Timeouts
 from replicax.errors import ClusterError
 from replicax.layers import RowSource
 from replicax.ps import rows as rows_module
-from replicax.ps.connection import ConnectionLost
+from replicax.ps.connection import ConnectionLost, ValuesLostError
 from replicax.ps.credentials import Credentials, new_token
 from replicax.ps.groups import StepShare
 from replicax.ps.partition import VariableGroup
@@ -406,5 +406,6 @@ def test_a_server_that_stays_away_is_named(servers, make_rows, monkeypatch):
 def test_a_server_that_lost_its_rows_ends_the_job(rows, servers):
     servers.lose(1)
     servers.bring_back(1, {"meta": {"groups": [], "sessions": {}}, "arrays": {}})
-    with pytest.raises(ClusterError, match=r"ps:1 refuses to go on.*no table 'words'"):
+    lost = r"ps:1 at .* has lost its values: table 'words' is not on server 1"
+    with pytest.raises(ValuesLostError, match=lost):
         everything(rows)

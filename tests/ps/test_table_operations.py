@@ -14,7 +14,7 @@ from replicax.ps.groups import StepShare
 from replicax.ps.messages import MESSAGES
 from replicax.ps.service import Service
 from replicax.ps.snapshots import Snapshots
-from replicax.ps.store import UnknownTable, VariableStore
+from replicax.ps.store import UnknownGroup, VariableStore
 from replicax.ps.table import TableError, TableSpec
 
 pytest.importorskip("pyarrow")
@@ -159,7 +159,11 @@ def test_ids_of_other_rows_are_refused(words, bad):
 @pytest.mark.parametrize(
     ("header", "vectors", "message"),
     [
-        ({"op": "rows", "table": "other"}, {"ids": ("<i8", 1)}, "no table 'other'"),
+        (
+            {"op": "rows", "table": "other"},
+            {"ids": ("<i8", 1)},
+            "table 'other' is not on server 1",
+        ),
         ({"op": "rows", "table": 7}, {"ids": ("<i8", 1)}, "table is 7; expected str"),
         ({"op": "rows", "table": "words"}, {"ids": ("<i4", 1)}, "has dtype 'int32'"),
         ({"op": "rows", "table": "words"}, {"ids": ("<i8", 51)}, "expected 0 to 50"),
@@ -200,7 +204,7 @@ def test_other_messages_are_refused_before_their_bytes_are_read(
         asked = wire.read(kind, complete, wire.WireError)
         wire.announced(complete, asked.expected(tables))
 
-    with pytest.raises((wire.WireError, UnknownTable), match=message):
+    with pytest.raises((wire.WireError, UnknownGroup), match=message):
         check()
     # And over the wire, after which the server goes on.
     arrays = {name: np.zeros(n, dtype) for name, (dtype, n) in vectors.items()}
@@ -357,5 +361,5 @@ def test_tables_go_on_from_a_snapshot(tmp_path):
     other = VariableStore(0, 2, byte_limit=100_000)
     with pytest.raises(TableError, match="Use the same number of servers"):
         other.load_state(state)
-    with pytest.raises(UnknownTable, match=r"no table 'words' on server 0"):
+    with pytest.raises(UnknownGroup, match=r"table 'words' is not on server 0"):
         other.table("words")

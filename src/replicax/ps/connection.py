@@ -133,14 +133,13 @@ class Connection:
         except ServerRefused as refused:
             if refused.kind == "UnknownGroup":
                 raise ValuesLostError(
-                    f"{self.task} at {self.address} has lost its values: it was "
-                    "restarted without a snapshot that has them. Start the job again; "
-                    "with snapshot_dir=... a restarted server goes on.",
+                    f"{self.task} at {self.address} has lost its values: {refused} "
+                    "Start the job again; with snapshot_dir=... a restarted server "
+                    "goes on.",
                     culprit=self.task,
                 ) from refused
-            if refused.kind in ("UnknownTable", "Superseded"):
-                lost = refused.kind == "UnknownTable"
-                raise (ValuesLostError if lost else ClusterError)(
+            if refused.kind == "Superseded":
+                raise ClusterError(
                     f"{self.task} refuses to go on: {refused}", culprit=self.task
                 ) from refused
             raise

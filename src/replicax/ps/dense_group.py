@@ -99,6 +99,7 @@ class DenseGroup(Group):
         """Set some of the optimizer's variables."""
         with _refusing():
             self._slots = self._optimizer.with_slots(self._slots, slots)
+        self.assignments += 1
 
     def _add(
         self, total: dict[str, np.ndarray] | None, gradients: Arrays, weight: float

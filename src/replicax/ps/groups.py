@@ -92,7 +92,8 @@ class Group(abc.ABC):
     those included that a restart has lost, `steps` the synchronous steps that are over;
     `step` is the one in progress. `norms` is what must be known of the whole gradient
     before it can be applied, see `ServerOptimizer`; `unweighted` are dtypes of its
-    values that have no weighted mean.
+    values that have no weighted mean. `assignments` counts those of its optimizer's
+    variables.
     """
 
     norms: str | None = None
@@ -105,6 +106,7 @@ class Group(abc.ABC):
         self.server = server
         self.condition = threading.Condition()
         self.version = 0
+        self.assignments = 0
         self.steps = 0
         self.step: SyncStep | None = None
         self.closed = False

@@ -206,7 +206,6 @@ class SetSlots(_OfGroup, tag="set_slots"):
         held = store.group(self.group)
         with held.condition:
             held.assign_slots(slots_from_message(self.slots, vectors))
-        store.count_slots_set()
         return {}, {}
 
 

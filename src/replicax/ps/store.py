@@ -25,18 +25,14 @@ from replicax.ps.partition import VariableGroup
 from replicax.ps.table import Table, TableError, TableSpec
 from replicax.ps.wire import dtype_named
 
-__all__ = ["UnknownGroup", "UnknownTable", "VariableStore"]
+__all__ = ["UnknownGroup", "VariableStore"]
 
 _MOST_GROUPS = 8192
 _Group = TypeVar("_Group", bound=Group)
 
 
 class UnknownGroup(RefusedRequestError):
-    """No group of that name was created here."""
-
-
-class UnknownTable(RefusedRequestError):
-    """No table of that name was created here."""
+    """No group or table of that name was created here."""
 
 
 class VariableStore:
@@ -68,34 +64,22 @@ class VariableStore:
         self._tables: dict[str, Table] = {}
         self._sessions = Sessions()
         self._bytes_in = self._bytes_out = 0
-        self._slots_set = 0
         self.flush: Callable[[], None] = lambda: None
 
     # Groups of variables.
 
     def create(self, group: VariableGroup, vectors: Arrays) -> DenseGroup:
         """Hold a group from now on. If an equal one is here its values are kept."""
-        with self._creating:
-            held = self._groups.get(group.name)
-            if held is None:
-                held = self._new_group(group, vectors)
-                with self._lock:
-                    self._groups[group.name] = held
+        held = self._made(
+            self._groups, group.name, lambda: self._new_group(group, vectors)
+        )
         held.require_same(group)
         self.count(bytes_in=vectors)
         return held
 
     def group(self, name: str) -> DenseGroup:
         """The group of that name."""
-        with self._lock:
-            if name in self._groups:
-                return self._groups[name]
-            known = sorted(self._groups)[:10]
-        raise UnknownGroup(
-            f"group {name!r:.80} is not on server {self.server}, which has {known}. "
-            "The chief creates it; if this server was restarted without a snapshot, "
-            "its values are lost."
-        )
+        return self._named(self._groups, "group", name)
 
     def _new_group(self, group: VariableGroup, vectors: Arrays) -> DenseGroup:
         return DenseGroup(group, vectors, self.server, self._note, self._sessions)
@@ -104,13 +88,12 @@ class VariableStore:
 
     def create_table(self, spec: TableSpec) -> Table:
         """Make a table, unless one of its name and sizes is here; that one stands."""
-        with self._creating:
-            table = self._tables.get(spec.name)
-            if table is None:
-                self.require_room_for(spec)
-                table = self._new_table(spec)
-                with self._lock:
-                    self._tables[spec.name] = table
+
+        def make() -> Table:
+            self.require_room_for(spec)
+            return self._new_table(spec)
+
+        table = self._made(self._tables, spec.name, make)
         if not spec.fits(table.spec):
             has = table.spec
             raise TableError(
@@ -122,15 +105,7 @@ class VariableStore:
 
     def table(self, name: str) -> Table:
         """The table of that name."""
-        with self._lock:
-            if name in self._tables:
-                return self._tables[name]
-            known = sorted(self._tables)[:10]
-        raise UnknownTable(
-            f"there is no table {name!r:.80} on server {self.server}, which has "
-            f"{known}. If this server was restarted without a snapshot, its rows are "
-            "lost"
-        )
+        return self._named(self._tables, "table", name)
 
     def num_rows_here(self, spec: TableSpec) -> int:
         """Rows of a table that lie on this server."""
@@ -174,6 +149,28 @@ class VariableStore:
 
     # Both.
 
+    def _made(
+        self, held: dict[str, _Group], name: str, make: Callable[[], _Group]
+    ) -> _Group:
+        """The one of that name, which is made if it is not here yet."""
+        with self._creating:
+            if name not in held:
+                made = make()
+                with self._lock:
+                    held[name] = made
+            return held[name]
+
+    def _named(self, held: dict[str, _Group], kind: str, name: str) -> _Group:
+        with self._lock:
+            if name in held:
+                return held[name]
+            known = sorted(held)[:10]
+        raise UnknownGroup(
+            f"{kind} {name!r:.80} is not on server {self.server}, which has {known}. "
+            "The chief creates it; if this server was restarted without a snapshot, "
+            "its values are lost."
+        )
+
     def require_room_for(self, new: VariableGroup | TableSpec) -> None:
         """Refuse a new group or table for which there is no room."""
         held = self._groups if isinstance(new, VariableGroup) else self._tables
@@ -210,7 +207,7 @@ class VariableStore:
     @property
     def num_changes(self) -> int:
         """Grows with whatever `state` has of groups and tables."""
-        return self._slots_set + sum(1 + held.version for held in self._all_groups())
+        return sum(1 + held.version + held.assignments for held in self._all_groups())
 
     @property
     def num_updates(self) -> int:
@@ -331,8 +328,3 @@ class VariableStore:
         with self._lock:
             self._bytes_in += sum(v.nbytes for v in (bytes_in or {}).values())
             self._bytes_out += sum(v.nbytes for v in (bytes_out or {}).values())
-
-    def count_slots_set(self) -> None:
-        """Count an assignment of an optimizer's variables."""
-        with self._lock:
-            self._slots_set += 1
